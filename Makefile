@@ -1,0 +1,55 @@
+# jaxpar: `make train` and `make test` set up everything they need; the others build on the same environment.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+# The newest Python that jaxpar supports and this machine can start; PYTHON=/path/to/python chooses another.
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' >/dev/null 2>&1 \
+	&& { echo $$p; break; }; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TRAIN_ARGS ?=
+PYTEST_ARGS ?= -n 2
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "jaxpar needs Python 3.11, 3.12 or 3.13 with venv; give one as PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
+	@touch $@
+
+setup: $(READY)  ## make the virtual environment in .venv (done by the other targets too)
+
+debian:  # the Debian packages the README names, where they are missing
+	@tools/debian_packages.sh
+
+train: $(READY) debian  ## train LeNet on the real Fashion-MNIST over 4 devices; TRAIN_ARGS='--epochs 10' to change it
+	$(BIN)/python -m jaxpar train --devices 4 --epochs 5 --output-dir runs/lenet $(TRAIN_ARGS)
+
+test: $(READY) debian  ## run all tests, the notebooks too; PYTEST_ARGS='-k kv' to choose
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+notebooks: $(READY) debian  ## run the notebooks in place, outputs included
+	$(BIN)/python tools/run_notebooks.py notebooks/*.ipynb
+
+lint: $(READY)  ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: $(READY) debian  ## the benchmarks, each against its peers in one interleaved run
+	for b in benchmarks/[a-z]*.py; do $(BIN)/python $$b || exit 1; done
+
+constraints: $(READY)  # write constraints.txt anew: versions only, for every supported Python
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile --universal --python-version 3.11 --all-extras --no-header --no-annotate \
+		--no-emit-index-url --no-emit-find-links --quiet -o constraints.txt --upgrade pyproject.toml
+
+clean:  ## remove what make made
+	rm -rf $(VENV) runs build dist site .pytest_cache .ruff_cache .hypothesis
+
+.PHONY: help setup debian train test notebooks lint bench constraints clean

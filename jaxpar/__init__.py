@@ -1,0 +1,44 @@
+"""MXNet's KVStore, multi-device trainer and network plots for JAX, as pure functions over immutable pytrees.
+
+The table of contents; each name is a module, loaded when it is first used:
+
+- `jp.kv`: the store: `init`, `push`, `pull`, ...
+- `jp.updaters`: what a push does to the stored value; optax transforms are updaters.
+- `jp.parallel`: devices, `split_and_load`, `allreduce`, `spmd`.
+- `jp.train`, `jp.models`, `jp.data`: the training step, its loop, LeNet, Fashion-MNIST.
+- `jp.viz`: a picture and a table of any JAX function.
+- `jp.checkpoint`, `jp.distributed`: saving a state; several processes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import (
+        checkpoint as checkpoint,
+        data as data,
+        distributed as distributed,
+        kv as kv,
+        models as models,
+        parallel as parallel,
+        train as train,
+        updaters as updaters,
+        viz as viz,
+    )
+
+__version__ = "0.1.0"
+
+_MODULES = ("checkpoint", "data", "distributed", "kv", "models", "parallel", "train", "updaters", "viz")
+__all__ = [*_MODULES, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str):
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,44 @@
+"""Matrix factorization of the article on recommenders: a score is the inner product of two embeddings."""
+
+import jax
+import jax.numpy as jnp
+
+
+def init(rng: jax.Array, users: int, items: int, k: int) -> dict[str, jax.Array]:
+    """Two embedding tables drawn from N(0, 1/k), float32.
+
+    Args:
+        rng: a random key.
+        users, items: how many of each there are.
+        k: length of an embedding.
+
+    Returns:
+        `{"user": (users, k), "item": (items, k)}`.
+
+    Example:
+        >>> {name: table.shape for name, table in init(jax.random.key(0), 10, 5, 4).items()}
+        {'user': (10, 4), 'item': (5, 4)}
+    """
+    rng_user, rng_item = jax.random.split(rng)
+    scale = k**-0.5
+    return {
+        "user": scale * jax.random.normal(rng_user, (users, k)),
+        "item": scale * jax.random.normal(rng_item, (items, k)),
+    }
+
+
+def apply(params: dict[str, jax.Array], user_ids: jax.Array, item_ids: jax.Array) -> jax.Array:
+    """The scores of pairs of a user and an item.
+
+    Args:
+        params: as `init` gives them.
+        user_ids, item_ids: (n,) integers.
+
+    Returns:
+        (n,) scores, in the dtype of the tables.
+
+    Example:
+        >>> apply(init(jax.random.key(0), 10, 5, 4), jnp.array([0, 1]), jnp.array([4, 4])).shape
+        (2,)
+    """
+    return (params["user"][user_ids] * params["item"][item_ids]).sum(axis=-1)

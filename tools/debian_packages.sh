@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# The two Debian packages jaxpar uses: the real Fashion-MNIST files, and the program that lays out its pictures.
+# Installs what is missing where it can (root on Debian or Ubuntu); elsewhere prints the one command to type.
+set -u
+missing=()
+[ -e /usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz ] || missing+=(dataset-fashion-mnist)
+command -v dot >/dev/null || missing+=(graphviz)
+[ ${#missing[@]} -eq 0 ] && exit 0
+if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+  echo "installing Debian packages: ${missing[*]}"
+  log=$(mktemp)
+  { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${missing[@]}"; } >"$log" 2>&1 && exit 0
+  tail -n 3 "$log" >&2
+fi
+echo "not installed: ${missing[*]}. On Debian or Ubuntu:  sudo apt-get install ${missing[*]}" >&2
+exit 0
