@@ -1,0 +1,222 @@
+"""Batches of a data set: their order, drawn from an rng alone, and the gather on the devices."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ._residence import canonical, copies, fits, place
+
+if TYPE_CHECKING:
+    from .data import Dataset
+
+Batch = dict[str, jax.Array]
+
+_PREFETCH = 2  # batches on their way to the devices while one is in use
+
+
+def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> int:
+    """The number of batches in one epoch over `size` examples.
+
+    >>> num_batches(60000, 256), num_batches(60000, 256, drop_remainder=False)
+    (234, 235)
+    """
+    return size // batch_size if drop_remainder else -(-size // batch_size)
+
+
+def batches(
+    dataset: Dataset,
+    batch_size: int,
+    *,
+    rng: jax.Array | None = None,
+    epochs: int | None = 1,
+    drop_remainder: bool = True,
+    devices: Sequence[Any] | None = None,
+    axis_name: str = "data",
+    start: int = 0,
+    dtype: Any = jnp.float32,
+    resident: bool | None = None,
+) -> Iterator[Batch]:
+    """Iterates over `{"image", "label"}` batches that lie on the devices.
+
+    The data set is copied to each device once, as it is stored, and kept there as long as the data set lives;
+    each batch is then one compiled gather on the devices, without a transfer from the host or a wait for the
+    device. A data set too large for that streams from the host, two batches ahead.
+
+    Args:
+      dataset: a `Dataset` of n examples.
+      batch_size: examples a batch, over all devices together; a multiple of their number.
+      rng: a random key. Epoch e is in the order of a permutation drawn from `fold_in(rng, e)`, the same on
+        any number of devices. None: the stored order in each epoch.
+      epochs: how often to go through the data set; None for no end.
+      drop_remainder: leave out a last batch of fewer than `batch_size` examples.
+      devices: batches are sharded over these along axis 0, `NamedSharding(Mesh(devices, (axis_name,)),
+        P(axis_name))`. None: plain arrays on the default device.
+      axis_name: the name of the mesh's axis.
+      start: skip this many batches, counted from the first of epoch 0, to resume a run.
+      dtype: of the images in a batch. uint8 is divided by 255 on the way, into [0, 1]; other dtypes are only
+        cast. None leaves images as they are stored.
+      resident: whether the data set lives on the devices; None: where at least twice its size is free.
+
+    Returns:
+      An iterator of dicts: "image" `(batch_size, ...)` of `dtype`, "label" `(batch_size, ...)`.
+
+    Raises:
+      ValueError: a batch that the devices cannot share evenly, or that no batch can be made of the data set.
+
+    >>> import numpy as np
+    >>> from jaxpar.data import Dataset
+    >>> dataset = Dataset(np.zeros((6, 2, 2, 1), np.uint8), np.arange(6))
+    >>> [batch["label"].tolist() for batch in batches(dataset, 4, drop_remainder=False)]
+    [[0, 1, 2, 3], [4, 5]]
+    """
+    size = len(dataset)
+    _check(size, batch_size, drop_remainder, 1 if devices is None else len(devices))
+    if start < 0 or (epochs is not None and epochs < 0):
+        raise ValueError(f"start and epochs cannot be negative; got start={start}, epochs={epochs}")
+    mesh = None if devices is None else Mesh(np.array(devices), (axis_name,))
+    dtype = None if dtype is None else np.dtype(dtype)
+    order = _order(rng, size, mesh)
+    slices = _slices(size, batch_size, epochs, start, drop_remainder)
+    if resident is None:
+        resident = fits(dataset, mesh)
+    return (_resident if resident else _streamed)(dataset, slices, order, mesh, dtype)
+
+
+def _check(size: int, batch_size: int, drop_remainder: bool, devices: int) -> None:
+    if batch_size < 1 or devices < 1:
+        raise ValueError(
+            f"batch_size and the number of devices must be positive; got {batch_size}, {devices}"
+        )
+    if batch_size % devices:
+        down, up = batch_size // devices * devices, -(-batch_size // devices) * devices
+        choice = f"{down} or {up}" if down else f"{up}"
+        raise ValueError(
+            f"batch_size {batch_size} cannot be shared evenly by {devices} devices; use {choice}, for example"
+        )
+    if size < (batch_size if drop_remainder else 1):
+        raise ValueError(
+            f"a data set of {size} examples has no batch of {batch_size}; "
+            "use a smaller batch_size, or drop_remainder=False"
+        )
+    rest = size % batch_size
+    if not drop_remainder and rest % devices:
+        raise ValueError(
+            f"the last batch would have {rest} examples, which {devices} devices cannot share evenly; "
+            "use drop_remainder=True, or a batch_size that leaves a remainder divisible by the devices"
+        )
+
+
+def _slices(
+    size: int, batch_size: int, epochs: int | None, start: int, drop_remainder: bool
+) -> Iterator[tuple[int, int, int]]:
+    """Yields (epoch, first position in its order, number of examples) of each batch from `start` on."""
+    first, skipped = divmod(start, num_batches(size, batch_size, drop_remainder=drop_remainder))
+    stop = size - size % batch_size if drop_remainder else size
+    for epoch in itertools.count(first) if epochs is None else range(first, epochs):
+        for at in range(skipped * batch_size if epoch == first else 0, stop, batch_size):
+            yield epoch, at, min(batch_size, stop - at)
+
+
+def _order(rng: jax.Array | None, size: int, mesh: Mesh | None) -> Callable[[int], jax.Array]:
+    """A function of the epoch: the order of its examples, int32 `(size,)`, on each device."""
+    if rng is None:
+        identity = place(np.arange(size, dtype=np.int32), mesh)
+        return lambda epoch: identity
+    if not isinstance(rng, jax.Array | np.ndarray):
+        raise TypeError(f"rng must be a random key, such as jax.random.key(0); got {type(rng).__name__}")
+    typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    impl = str(jax.random.key_impl(rng)) if typed else None
+    words = np.asarray(jax.random.key_data(rng) if typed else rng)  # on no device, so that it goes to any
+    return lambda epoch: _permutation(size, impl, mesh)(words, np.uint32(epoch))
+
+
+@functools.lru_cache(maxsize=32)
+def _permutation(size: int, impl: str | None, mesh: Mesh | None) -> Callable[..., jax.Array]:
+    """Each device draws the whole permutation by itself: the same words give the same order everywhere."""
+
+    def draw(words, epoch):
+        rng = jax.random.fold_in(jax.random.wrap_key_data(words, impl=impl), epoch)
+        return jax.random.permutation(rng, size)
+
+    return jax.jit(draw if mesh is None else jax.shard_map(draw, mesh=mesh, in_specs=P(), out_specs=P()))
+
+
+def _resident(dataset: Dataset, slices, order, mesh: Mesh | None, dtype) -> Iterator[Batch]:
+    images, labels = copies(dataset, mesh)
+    epoch = rows = cursor = None
+    for here, at, count in slices:
+        if here != epoch:
+            epoch, rows, cursor = here, order(here), place(np.array(at, np.int32), mesh)
+        batch, cursor = _gather(count, mesh, dtype)(images, labels, rows, cursor)
+        yield batch
+
+
+@functools.lru_cache(maxsize=32)
+def _gather(count: int, mesh: Mesh | None, dtype) -> Callable[..., tuple[Batch, jax.Array]]:
+    """The program for the next `count` examples, each device gathering its own share, and the new cursor.
+
+    The cursor stays on the devices, so that a batch needs nothing from the host.
+    """
+
+    def gather(images, labels, rows, cursor, *, share: int = count, rank: jax.Array | int = 0):
+        mine = jax.lax.dynamic_slice_in_dim(rows, cursor + rank * share, share)
+        image, label = (x.at[mine].get(mode="promise_in_bounds") for x in (images, labels))
+        return {"image": _convert(image, dtype), "label": label}, cursor + count
+
+    if mesh is None:
+        return jax.jit(gather)
+    (axis,) = mesh.axis_names
+
+    def local(*args):
+        return gather(*args, share=count // mesh.size, rank=jax.lax.axis_index(axis))
+
+    shards = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=(P(axis), P()))
+    return jax.jit(shards, out_shardings=(NamedSharding(mesh, P(axis)), NamedSharding(mesh, P())))
+
+
+def _convert(image: jax.Array, dtype) -> jax.Array:
+    """The image in the batch's dtype; uint8 becomes a fraction of 255 in floating point."""
+    if dtype is None or image.dtype == dtype:
+        return image
+    scaled = image.dtype == jnp.uint8 and jnp.issubdtype(dtype, jnp.floating)
+    return (image.astype(jnp.float32) / 255).astype(dtype) if scaled else image.astype(dtype)
+
+
+_convert_streamed = jax.jit(_convert, static_argnums=1)
+
+
+def _streamed(dataset: Dataset, slices, order, mesh: Mesh | None, dtype) -> Iterator[Batch]:
+    """As `_resident`, from host memory; transfers run while earlier batches are in use."""
+    ahead: collections.deque[Batch] = collections.deque()
+    epoch, rows = None, np.empty(0, np.int32)
+    for here, at, count in slices:
+        if here != epoch:
+            epoch, rows = here, np.asarray(order(here))
+        image, label = (_transfer(x, rows[at : at + count], mesh) for x in (dataset.images, dataset.labels))
+        ahead.append({"image": _convert_streamed(image, dtype), "label": label})
+        if len(ahead) > _PREFETCH:
+            yield ahead.popleft()
+    yield from ahead
+
+
+def _transfer(array: np.ndarray, rows: np.ndarray, mesh: Mesh | None) -> jax.Array:
+    """Sends `array[rows]` to the devices, to each its own share."""
+    if mesh is None:
+        return jnp.asarray(canonical(array[rows]))
+    sharding = NamedSharding(mesh, P(mesh.axis_names[0]))
+    shape = (len(rows), *array.shape[1:])
+
+    def share(index: Any) -> np.ndarray:
+        return canonical(array[rows[index[0]]])
+
+    return jax.make_array_from_callback(shape, sharding, share)

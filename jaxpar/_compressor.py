@@ -1,0 +1,112 @@
+"""What every gradient compressor is, and the checks they share."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Shape = tuple[int, ...]
+State = dict[str, jax.Array]
+Payload = dict[str, jax.Array]
+
+
+class Compressor(Protocol):
+    """A frozen, hashable description of a compression; what it remembers between pushes is a `State`.
+
+    Attributes:
+        elementwise: encoding a concatenation gives the concatenated encodings up to padding, so a store may
+            compress whole flat buckets.
+        linear: sums are taken in the middle of the compression (`LinearCompressor.allreduce`), not after it.
+    """
+
+    elementwise: ClassVar[bool]
+    linear: ClassVar[bool]
+
+    def init(self, shape: Shape, dtype, *, seed=0) -> State:
+        """The state before the first push: a float32 `residual` of zeros, and what the rounding needs.
+
+        Args:
+            shape, dtype: of the values to be pushed; dtype is floating (`TypeError` otherwise).
+            seed: integer, may be traced; tells the random streams of devices and keys apart.
+        """
+        ...
+
+    def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
+        """What goes over the wire for `value` and the residual, and the state for the next push."""
+        ...
+
+    def decode(self, payload: Payload, shape: Shape, dtype) -> jax.Array:
+        """The value that a payload stands for. Rounding to a `dtype` under float32 is in no residual."""
+        ...
+
+    def wire_bytes(self, shape: Shape, dtype) -> int:
+        """Bytes of the payload of a value."""
+        ...
+
+    def pays(self, shape: Shape, dtype) -> bool:
+        """Whether a payload is smaller than the plain value; False for what is not floating."""
+        return floating(dtype) and self.wire_bytes(shape, dtype) < plain_bytes(shape, dtype)
+
+
+class LinearCompressor(Protocol):
+    """A compression whose codes can be summed: `allreduce` takes the place of encode and decode."""
+
+    elementwise: ClassVar[bool]
+    linear: ClassVar[bool]
+
+    def init(self, shape: Shape, dtype, *, seed=0) -> State: ...
+
+    def allreduce(
+        self, value: jax.Array, state: State, psum: Callable[[Any], Any]
+    ) -> tuple[jax.Array, State]: ...
+
+    def wire_bytes(self, shape: Shape, dtype) -> int: ...
+
+    def pays(self, shape: Shape, dtype) -> bool: ...
+
+
+def plain_bytes(shape: Shape, dtype) -> int:
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def floating(dtype) -> bool:
+    return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+
+
+def start(name: str, shape: Shape, dtype) -> State:
+    """The residual of a compressor that has sent nothing yet."""
+    if not floating(dtype):
+        raise TypeError(
+            f"compression {name!r} takes floating values, got dtype {jnp.dtype(dtype).name}; "
+            "push this key uncompressed"
+        )
+    return {"residual": jnp.zeros(shape, jnp.float32)}
+
+
+def check_number(
+    name: str, parameter: str, value, *, positive: bool = False, most: float = math.inf
+) -> float:
+    """`value` as a float; ValueError unless a finite number, > 0 if `positive`, and <= `most`."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    rounded = _float32(value) if number else math.nan  # as the arithmetic will see it
+    if not math.isfinite(rounded) or (positive and rounded <= 0) or rounded > most:
+        bounds = (" > 0" if positive else "") + (f" and <= {most:g}" if most < math.inf else "")
+        raise ValueError(f"compression {name!r}: {parameter} must be a finite float32{bounds}, got {value!r}")
+    return float(value)
+
+
+def _float32(value) -> float:
+    with np.errstate(over="ignore", under="ignore"):
+        return float(np.float32(value))
+
+
+def check_word(name: str, parameter: str, value, known: tuple[str, ...]) -> None:
+    if value not in known:
+        words = " or ".join(repr(word) for word in known)
+        raise ValueError(f"compression {name!r}: {parameter} must be {words}, got {value!r}")

@@ -1,0 +1,222 @@
+"""A push typed at the prompt: the same pure functions as compiled programs over the devices that push.
+
+Two ways. Where every key comes with one value from each of the same several devices, the values are packed into
+buckets on each device, and one program over those devices sums, unpacks and updates. Otherwise the values are
+moved to where the stored ones are, and one program there sums and updates. Both programs are kept by jax's own
+cache: a second push of the same keys and shapes compiles nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from . import _push, buckets
+from ._settle import settle
+from ._store import STORE_AXIS, KVStore, home, mesh_of
+from .updaters import Updater, assign
+
+Devices = tuple[jax.Device, ...]
+Lists = dict[int, list[jax.Array]]
+
+
+def push(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
+    """The new values, updater states and residuals of the keys that are pushed."""
+    devices = _pushing_devices(store, pushed)
+    if isinstance(store.updater, Updater):
+        return _run(store, pushed, devices)
+    sums, _, residuals = _run(dataclasses.replace(store, updater=assign), pushed, devices)
+    like = next(iter(sums.values()))
+    held = dataclasses.replace(store, values=_moved({k: store.values[k] for k in sums}, like.sharding))
+    return *_push.update(held, sums), residuals
+
+
+def _run(store: KVStore, pushed: Lists, devices: Devices | None) -> tuple[dict, dict, dict]:
+    part = _only(store, pushed)
+    if devices is None:
+        targets = {k: _target(part, k) for k in pushed}
+        if len({frozenset(target.device_set) for target in targets.values()}) > 1:
+            return _one_by_one(store, pushed)
+        return _gathered(part, {k: [_to(v, targets[k]) for v in vs] for k, vs in pushed.items()})
+    on = NamedSharding(mesh_of(devices), P())
+    if store.kind != "sharded":
+        part = dataclasses.replace(
+            part, values=_moved(part.values, on), updater_state=_moved(part.updater_state, on)
+        )
+    if store.compressor is not None:
+        residuals = {
+            k: _push.residual_for(store, k, len(devices)) for k in _push.compressed_keys(store, pushed)
+        }
+        along = NamedSharding(mesh_of(devices), P(STORE_AXIS))
+        part = dataclasses.replace(part, residuals=jax.device_put(residuals, along))
+        groups = tuple((i,) for i in range(len(pushed)))
+    else:
+        groups = buckets.plan(
+            tuple((vs[0].shape, part.values[k].dtype) for k, vs in pushed.items()), store.limits
+        )
+    packed = _assembled(part, pushed, groups, devices)
+    settle((part, packed), devices)
+    return _program(devices)(part, packed, groups, _shapes(pushed))
+
+
+def _target(store: KVStore, key: int) -> jax.sharding.Sharding:
+    """Where a pushed value goes that is not summed where it is."""
+    if store.kind == "sharded":
+        assert store.devices is not None
+        return NamedSharding(mesh_of(store.devices), P())
+    return store.values[key].sharding
+
+
+def _one_by_one(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
+    """Keys whose stored values are on different devices cannot share a program."""
+    parts = [_run(store, {k: vs}, None) for k, vs in pushed.items()]
+    return tuple({k: v for part in parts for k, v in part[i].items()} for i in range(3))  # pyright: ignore
+
+
+def _shapes(pushed: Lists) -> tuple[tuple[int, ...], ...]:
+    return tuple(vs[0].shape for vs in pushed.values())
+
+
+def _only(store: KVStore, keys: Any) -> KVStore:
+    """The store with these keys alone, without names: what a program depends on."""
+    shapes = tuple((k, shape) for k, shape in store.shapes if k in keys)
+    return dataclasses.replace(
+        store,
+        values={k: store.values[k] for k in keys},
+        updater_state={k: store.updater_state[k] for k in keys},
+        residuals={k: store.residuals[k] for k in keys if k in store.residuals},
+        shapes=shapes,
+        paths=(),
+        treedef=None,
+    )
+
+
+def _to(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    return value if value.sharding == sharding else jax.device_put(value, sharding)
+
+
+def _moved(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    """The arrays on `sharding`'s devices; what is there already is not touched."""
+    if all(leaf.sharding == sharding for leaf in jax.tree.leaves(tree)):
+        return tree
+    return jax.device_put(tree, sharding)
+
+
+def _pushing_devices(store: KVStore, pushed: Lists) -> Devices | None:
+    """The devices in their order where each key has one value from each of the same several ones."""
+    if store.kind == "local":
+        return None
+    first = next(iter(pushed.values()))
+    if len(first) < 2:
+        return None
+    shardings = [v.sharding for v in first]
+    if not all(isinstance(s, SingleDeviceSharding) for s in shardings) or len(set(shardings)) < len(shardings):
+        return None
+    for values in pushed.values():
+        if len(values) != len(first) or any(
+            v.sharding is not s and v.sharding != s for v, s in zip(values, shardings, strict=True)
+        ):
+            return None
+    devices = tuple(next(iter(s.device_set)) for s in shardings)
+    if store.devices is not None and devices != store.devices:
+        return None
+    return devices
+
+
+def _assembled(store: KVStore, pushed: Lists, groups: Any, devices: Devices) -> list[jax.Array]:
+    """For each bucket one array over the devices, along the first axis. Large values are not copied."""
+    dtypes = tuple(store.values[k].dtype for k in pushed)
+    each = [_packed([vs[i] for vs in pushed.values()], dtypes, groups) for i in range(len(devices))]
+    along = NamedSharding(mesh_of(devices), P(STORE_AXIS))
+    return [
+        jax.make_array_from_single_device_arrays(
+            (len(devices) * shards[0].shape[0], *shards[0].shape[1:]), along, list(shards)
+        )
+        for shards in zip(*each, strict=True)
+    ]
+
+
+def _packed(values: list[jax.Array], dtypes: tuple, groups: Any) -> list[jax.Array]:
+    """One device's buckets; a value that travels alone, has the right dtype and an axis is taken as it is."""
+    as_is = {
+        g[0] for g in groups if len(g) == 1 and values[g[0]].ndim and values[g[0]].dtype == dtypes[g[0]]
+    }
+    to_pack = tuple(g for g in groups if g[0] not in as_is)
+    packed = iter(_pack([values[i] for g in to_pack for i in g], tuple(map(len, to_pack)), tuple(
+        dtypes[i] for g in to_pack for i in g
+    )) if to_pack else ())
+    return [values[g[0]] if g[0] in as_is else next(packed) for g in groups]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _pack(values: list[jax.Array], lengths: tuple[int, ...], dtypes: tuple) -> list[jax.Array]:
+    cast = iter([v.astype(dtype).reshape(-1) for v, dtype in zip(values, dtypes, strict=True)])
+    return [jnp.concatenate([next(cast) for _ in range(length)]) for length in lengths]
+
+
+@functools.lru_cache(maxsize=64)
+def _program(devices: Devices) -> Any:
+    """The compiled push over several devices: (store, buckets) to (values, updater states, residuals)."""
+
+    def run(store: KVStore, packed: list[jax.Array], groups: Any, shapes: Any) -> Any:
+        specs = partition_specs(store, STORE_AXIS)
+
+        def body(store: KVStore, packed: list[jax.Array]) -> Any:
+            flat = [p.reshape(shapes[g[0]]) if len(g) == 1 else p for p, g in zip(packed, groups, strict=True)]
+            values = buckets.unpack(flat, shapes, groups)
+            pushed = {k: [v] for k, v in zip(store.values, values, strict=True)}
+            return _push.push(store, pushed, STORE_AXIS)
+
+        residual_specs = {k: jax.tree.map(lambda _: P(STORE_AXIS), v) for k, v in specs.residuals.items()}
+        return jax.shard_map(
+            body,
+            mesh=mesh_of(devices),
+            in_specs=(specs, P(STORE_AXIS)),
+            out_specs=(specs.values, specs.updater_state, residual_specs),
+            check_vma=False,
+        )(store, packed)
+
+    return jax.jit(run, static_argnums=(2, 3))
+
+
+@jax.jit
+def _gathered(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
+    values, states, residuals = _push.push(store, pushed, None)
+    if store.kind == "sharded":
+        values = {k: jax.lax.with_sharding_constraint(v, home(store)) for k, v in values.items()}
+    return values, states, residuals
+
+
+def partition_specs(store: KVStore, axis_name: str) -> KVStore:
+    """A store of `PartitionSpec`s in place of its arrays, for `shard_map`'s in_specs and out_specs.
+
+    Args:
+        store: any store.
+        axis_name: the axis of the mesh over which values (kind `sharded`) and residuals are spread.
+
+    Returns:
+        The store's structure with `P(axis_name)` for what is spread over the devices along its first axis, and
+        `P()` for what every device holds whole.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxpar import kv
+        >>> kv.partition_specs(kv.init(kv.create("device"), 3, jnp.ones(2)), "data").values
+        {3: P()}
+    """
+    sharded = store.kind == "sharded"
+    values = {k: P(axis_name) if sharded else P() for k in store.values}
+    states = {
+        k: jax.tree.map(
+            lambda leaf, k=k: P(axis_name) if sharded and leaf.shape == store.values[k].shape else P(), state
+        )
+        for k, state in store.updater_state.items()
+    }
+    residuals = jax.tree.map(lambda _: P(axis_name), store.residuals)
+    return dataclasses.replace(store, values=values, updater_state=states, residuals=residuals)

@@ -1,0 +1,235 @@
+"""The training loop: epochs of batches through a step, with progress, metrics and checkpoints."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import data
+from ._evaluate import evaluate
+from ._progress import Progress
+from ._step import TrainState, TrainStep
+
+Record = dict[str, Any]
+_BEHIND = 8
+_SHUFFLE = 0x5FFE1E  # what tells the random key of the order of examples from those of the steps
+
+
+def fit(
+    state: TrainState,
+    step: TrainStep,
+    train_data: data.Dataset,
+    *,
+    test_data: data.Dataset | None = None,
+    apply_fn: Callable[[Any, jax.Array], jax.Array] | None = None,
+    epochs: int,
+    batch_size: int,
+    progress: bool = True,
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    resume: str | bool = "auto",
+    checkpoint_every: int | None = None,
+    keep: int = 3,
+    metrics_file: str | os.PathLike[str] | None = None,
+    callback: Callable[[TrainState, Record], Any] | None = None,
+) -> tuple[TrainState, list[Record]]:
+    """Trains for some epochs.
+
+    The order of the examples follows from `state.rng` and the number of the step alone, so a run that is
+    resumed goes on as if it had never stopped, and the number of devices does not change it. The host feeds the
+    devices a few steps ahead and never waits for the step it has just begun.
+
+    Args:
+        state: from `create_state`; its memory is given to the new states, so go on with the one returned.
+        step: from `make_train_step`.
+        train_data: a `data.Dataset`; the examples that fill no whole batch at the end of an epoch are left out.
+        test_data: where given, with `apply_fn`, evaluated after each epoch.
+        apply_fn: as in `evaluate`.
+        epochs: how many, from the step at which `state` is.
+        batch_size: examples in a global batch.
+        progress: a tqdm bar in a terminal or a notebook, and a line for each epoch.
+        checkpoint_dir: where to keep checkpoints, by orbax; one after each epoch.
+        resume: "auto" goes on from the latest checkpoint in `checkpoint_dir` if it is further than `state`;
+            False ignores it; True insists on one.
+        checkpoint_every: a checkpoint after so many steps too.
+        keep: how many of the latest checkpoints stay.
+        metrics_file: a file that gets the history as JSON lines, one after each epoch; written anew.
+        callback: `callback(state, record)` after each epoch; do not keep the state, the next step takes it.
+
+    Returns:
+        (the trained state, a list with a dict for each epoch: `epoch` from 1, mean `loss` and whatever else the
+        step reports, `accuracy` (None where it reports none), `test_loss` and `test_accuracy` (None without test
+        data), `seconds` of training and `images_per_second`). A resumed run has the earlier epochs in it.
+
+    Raises:
+        ValueError: a data set without one whole batch, numbers below 1, `apply_fn` without `test_data` or the
+            other way round.
+        FileNotFoundError: `resume=True` and no checkpoint.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from jaxpar import data, kv, train
+        >>> def loss_fn(params, batch, rng):
+        ...     return ((batch["image"] @ params["w"] - batch["label"]) ** 2).mean(), {}
+        >>> lines = data.Dataset(np.ones((8, 2), np.float32), np.ones(8, np.float32))
+        >>> state = train.create_state(kv.from_params({"w": jnp.zeros(2)}, optimizer=optax.sgd(0.1)), 0)
+        >>> state, history = train.fit(
+        ...     state, train.make_train_step(loss_fn), lines, epochs=2, batch_size=8, progress=False)
+        >>> [round(record["loss"], 2) for record in history]
+        [1.0, 0.36]
+    """
+    _check(train_data, test_data, apply_fn, epochs, batch_size, keep, checkpoint_every, resume)
+    first = int(state.step)
+    history: list[Record] = []
+    checkpoints = None
+    if checkpoint_dir is not None:
+        from . import checkpoint
+
+        checkpoints = checkpoint.Manager(checkpoint_dir, keep=keep)
+        found = checkpoints.restore_latest(state) if resume else None
+        if found is None and resume is True:
+            raise FileNotFoundError(f"fit: resume=True, but {checkpoint_dir} holds no checkpoint")
+        if found is not None and int(found[0].step) > first:
+            state, info = found
+            first, history = info["first"], info["history"]
+            print(f"jaxpar: resumed from step {int(state.step)} in {checkpoint_dir}", file=sys.stderr)
+    try:
+        loop = _Loop(step, train_data, batch_size, first, epochs, progress, history)
+        _write(metrics_file, history, "w")
+        for state, done in loop.run(state):
+            if done is not None:
+                _evaluated(done, state, apply_fn, test_data, batch_size)
+                loop.show(done)
+                history.append(done)
+                _write(metrics_file, [done], "a")
+                if callback is not None:
+                    callback(state, done)
+            if checkpoints is not None and (
+                done is not None or (checkpoint_every and loop.at % checkpoint_every == 0)
+            ):
+                checkpoints.save(state, {"first": first, "history": history, **loop.unfinished()})
+    finally:
+        if checkpoints is not None:
+            checkpoints.close()
+    return state, history
+
+
+class _Loop:
+    """The steps of a run, with the metrics of the epoch they are in."""
+
+    def __init__(
+        self,
+        step: TrainStep,
+        dataset: data.Dataset,
+        batch_size: int,
+        first: int,
+        epochs: int,
+        progress: bool,
+        history: list[Record],
+    ):
+        self.step, self.dataset, self.batch_size, self.first = step, dataset, batch_size, first
+        self.steps = data.num_batches(len(dataset), batch_size)
+        self.epochs, self.at = epochs, first
+        self.progress = Progress(progress, epochs, self.steps)
+        self.sums: collections.Counter[str] = collections.Counter()
+        self.counted, self.seconds = 0, 0.0
+
+    def unfinished(self) -> dict[str, Any]:
+        return {}
+
+    def show(self, record: Record) -> None:
+        self.progress.end(record)
+
+    def run(self, state: TrainState) -> Iterator[tuple[TrainState, Record | None]]:
+        """The state after each step, with a record where an epoch is over."""
+        self.at = int(state.step)
+        rng = jax.random.fold_in(state.rng, _SHUFFLE)
+        last = self.first + self.epochs * self.steps
+        batches = data.batches(
+            self.dataset, self.batch_size, rng=np.asarray(jax.random.key_data(rng)) if _typed(rng) else rng,
+            epochs=None, start=self.at, devices=state.store.devices,
+        )
+        waiting: collections.deque[dict[str, jax.Array]] = collections.deque()
+        started = time.perf_counter()
+        self._begin_epoch()
+        try:
+            while self.at < last:
+                state, metrics = self.step(state, next(batches))
+                self.at += 1
+                waiting.append(metrics)
+                over = (self.at - self.first) % self.steps == 0
+                while waiting and (over or len(waiting) > _BEHIND):
+                    self._count(waiting.popleft(), started)
+                if not over:
+                    yield state, None
+                    continue
+                self.seconds += time.perf_counter() - started
+                yield state, self._record()
+                started = time.perf_counter()
+                if self.at < last:
+                    self._begin_epoch()
+        finally:
+            self.progress.close()
+
+    def _begin_epoch(self) -> None:
+        self.sums.clear()
+        self.counted, self.seconds = 0, 0.0
+        done = (self.at - self.first) % self.steps
+        self.progress.start((self.at - self.first) // self.steps + 1, done)
+
+    def _count(self, metrics: dict[str, jax.Array], started: float) -> None:
+        read = {k: float(v) for k, v in metrics.items() if np.ndim(v) == 0}
+        self.sums.update(read)
+        self.counted += 1
+        self.progress.step(read, self.counted * self.batch_size / (time.perf_counter() - started))
+
+    def _record(self) -> Record:
+        means = {k: v / self.counted for k, v in self.sums.items()}
+        return {
+            "epoch": (self.at - self.first) // self.steps,
+            "accuracy": None,
+            **means,
+            "test_loss": None,
+            "test_accuracy": None,
+            "seconds": self.seconds,
+            "images_per_second": self.counted * self.batch_size / self.seconds,
+        }
+
+
+def _typed(rng: jax.Array) -> bool:
+    return jax.numpy.issubdtype(rng.dtype, jax.dtypes.prng_key)
+
+
+def _evaluated(record: Record, state: TrainState, apply_fn: Any, test_data: Any, batch_size: int) -> None:
+    if test_data is not None:
+        scores = evaluate(state, apply_fn, test_data, batch_size=batch_size)
+        record["test_loss"], record["test_accuracy"] = scores["loss"], scores["accuracy"]
+
+
+def _write(path: str | os.PathLike[str] | None, records: list[Record], mode: str) -> None:
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, mode) as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def _check(train_data, test_data, apply_fn, epochs, batch_size, keep, checkpoint_every, resume) -> None:
+    for name, value in (("epochs", epochs), ("batch_size", batch_size), ("keep", keep)):
+        if value < 1:
+            raise ValueError(f"fit: {name} must be 1 or more, got {value!r}")
+    if checkpoint_every is not None and checkpoint_every < 1:
+        raise ValueError(f"fit: checkpoint_every must be 1 or more, got {checkpoint_every!r}")
+    if resume not in ("auto", True, False):
+        raise ValueError(f"fit: resume must be 'auto', True or False, got {resume!r}")
+    if (test_data is None) != (apply_fn is None):
+        raise ValueError("fit: evaluation takes both test_data and apply_fn, got only one of them")
+    if not data.num_batches(len(train_data), batch_size):
+        raise ValueError(f"fit: {len(train_data)} examples make no whole batch of {batch_size}")

@@ -1,0 +1,150 @@
+"""A store out of any pytree of arrays, that pytree again, and a store moved to other devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from . import _check, _push
+from ._pull import whole
+from ._store import (
+    STORE_AXIS,
+    KVStore,
+    copied,
+    create,
+    home,
+    init,
+    mesh_of,
+    set_optimizer,
+    set_updater,
+    shapes_of,
+)
+from .collectives import from_rows, to_rows
+
+
+def from_params(
+    params: Any,
+    *,
+    kind: str = "device",
+    optimizer: Any = None,
+    updater: Any = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> KVStore:
+    """A store that holds a pytree of arrays: keys 0..n-1 in flatten order, the path of a leaf as its name.
+
+    Args:
+        params: any pytree whose leaves are arrays.
+        kind: as in `kv.create`.
+        optimizer: an optax transform, as in `kv.set_optimizer`.
+        updater: as in `kv.set_updater`; not together with `optimizer`.
+        devices: as in `kv.create`.
+
+    Raises:
+        TypeError: a leaf that is no array.
+        ValueError: both an optimizer and an updater, an unknown kind.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from jaxpar import kv
+        >>> store = kv.from_params({"w": jnp.ones(2), "b": jnp.zeros(1)}, optimizer=optax.sgd(0.1))
+        >>> kv.names(store)
+        {0: 'b', 1: 'w'}
+    """
+    if optimizer is not None and updater is not None:
+        raise ValueError("kv.from_params: give an optimizer or an updater, not both")
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    store = create(kind, devices=devices)
+    if optimizer is not None:
+        store = set_optimizer(store, optimizer)
+    elif updater is not None:
+        store = set_updater(store, updater)
+    values = [
+        _check.array(leaf, f"kv.from_params: leaf {path!r} of params")
+        for path, (_, leaf) in zip(paths, leaves, strict=True)
+    ]
+    store = init(store, list(range(len(values))), values)
+    return dataclasses.replace(store, paths=tuple(enumerate(paths)), treedef=treedef)
+
+
+def to_params(store: KVStore, *, axis_name: str | None = None) -> Any:
+    """The pytree that `from_params` was given, with the values stored now.
+
+    Args:
+        store: made by `from_params`, and pushed to since.
+        axis_name: for a store of kind `sharded` inside `pmap` or `shard_map`, as in `kv.pull`.
+
+    Raises:
+        ValueError: the store was not made by `from_params`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxpar import kv
+        >>> kv.to_params(kv.from_params({"w": jnp.ones(2)}))["w"].tolist()
+        [1.0, 1.0]
+    """
+    if store.treedef is None:
+        raise ValueError("kv.to_params: this store was not made by kv.from_params; kv.pull gives its values")
+    keys = [k for k, _ in store.paths]
+    if store.kind == "sharded":
+        return store.treedef.unflatten(whole(store, keys, axis_name))
+    return store.treedef.unflatten([store.values[k] for k in keys])
+
+
+def place(store: KVStore, devices: Sequence[jax.Device]) -> KVStore:
+    """The store moved to other devices, values and updater states with it; the arrays are copies.
+
+    A store of kind `sharded` is cut anew into one row for each device; of the other kinds, `local` too, each
+    device gets a copy, as a program over these devices needs it. Residuals of a compressor belong to the
+    devices that pushed; they stay where their number is the same and start anew otherwise.
+
+    Args:
+        store: any store.
+        devices: one or more different devices.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxpar import kv
+        >>> store = kv.place(kv.from_params({"w": jnp.ones(2)}), jax.devices()[:1])
+        >>> len(store.values[0].sharding.device_set)
+        1
+    """
+    target = create(store.kind, devices=devices).devices
+    assert target is not None
+    moved = dataclasses.replace(store, devices=target, values={}, updater_state={}, residuals={})
+    on, everywhere = home(moved), NamedSharding(mesh_of(target), P())
+    shapes = shapes_of(store)
+    keys = sorted(store.values)
+
+    def put(k: int, leaf: jax.Array) -> jax.Array:
+        """A value, or a leaf of an updater's state, which is laid out as the value where it has its shape."""
+        if store.kind == "sharded" and leaf.shape == store.values[k].shape:
+            return copied(to_rows(from_rows(leaf, shapes[k]), len(target)), on)
+        return copied(leaf, everywhere)
+
+    moved = dataclasses.replace(
+        moved,
+        values={k: put(k, store.values[k]) for k in keys},
+        updater_state={k: jax.tree.map(lambda leaf, k=k: put(k, leaf), store.updater_state[k]) for k in keys},
+    )
+    return with_residuals(moved, store.residuals)
+
+
+def with_residuals(store: KVStore, before: dict[int, Any]) -> KVStore:
+    """The store with a residual for each compressed key and each of its devices, so that a push makes none."""
+    if store.compressor is None:
+        return store
+    assert store.devices is not None
+    count = len(store.devices)
+    along = NamedSharding(mesh_of(store.devices), P(STORE_AXIS))
+    residuals = {}
+    for k in sorted(_push.compressed_keys(store, store.values)):
+        fresh = _push.start_residuals(store, k, count)
+        held = before.get(k)
+        same = held is not None and jax.tree.map(lambda x: x.shape, held) == jax.tree.map(lambda x: x.shape, fresh)
+        residuals[k] = copied(held if same else fresh, along)
+    return dataclasses.replace(store, residuals=residuals)

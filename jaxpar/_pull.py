@@ -1,0 +1,146 @@
+"""Reading a store: whole values, copies on devices, rows of a table."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from . import _check, collectives
+from ._push import axis_size
+from ._settle import settle
+from ._store import STORE_AXIS, KVStore, mesh_of, shapes_of
+from .sparse import RowSparse, take
+
+
+def pull(
+    store: KVStore,
+    key: int | Sequence[int],
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    axis_name: str | None = None,
+) -> Any:
+    """The stored values.
+
+    Args:
+        store: any store.
+        key: an int, or a list of ints.
+        devices: where to put copies. None: the value as the store has it.
+        axis_name: inside `pmap` or `shard_map`, the axis over which a store of kind `sharded` is spread; its
+            rows are gathered. The other kinds need none.
+
+    Returns:
+        An array; with `devices` a list of arrays, one on each. For a list of keys, a list of those.
+
+    Raises:
+        KeyError: a key that was never initialised.
+        TypeError: a key that is no int.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxpar import kv
+        >>> store = kv.init(kv.create(), [5, 7], [jnp.ones(2), jnp.zeros(2)])
+        >>> [value.tolist() for value in kv.pull(store, [7, 5])]
+        [[0.0, 0.0], [1.0, 1.0]]
+    """
+    keys, many = _check.as_keys(key)
+    _check.known(keys, store.values, "kv.pull")
+    values = whole(store, keys, axis_name) if store.kind == "sharded" else [store.values[k] for k in keys]
+    pulled = values if devices is None else copies(values, tuple(devices))
+    return pulled if many else pulled[0]
+
+
+def whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> list[jax.Array]:
+    """The values of a `sharded` store in their own shapes."""
+    shapes = shapes_of(store)
+    wanted = [shapes[k] for k in keys]
+    rows = [store.values[k] for k in keys]
+    if axis_name is not None:
+        axis_size(axis_name, "kv.pull")
+        return collectives.all_gather([r.reshape(-1) for r in rows], wanted, axis_name, store.limits)
+    assert store.devices is not None
+    for k, r in zip(keys, rows, strict=True):
+        if r.shape[0] != len(store.devices) or r.ndim != 2:
+            raise ValueError(
+                f"kv.pull: key {k}: this is one device's share of a store of kind 'sharded'; give axis_name to "
+                "gather the others"
+            )
+    if any(isinstance(r, jax.core.Tracer) for r in rows):
+        return [collectives.from_rows(r, shape) for r, shape in zip(rows, wanted, strict=True)]
+    settle(rows, store.devices)
+    return _gather_program(store.devices, store.limits)(rows, tuple(wanted))
+
+
+@functools.lru_cache(maxsize=64)
+def _gather_program(devices: tuple[jax.Device, ...], limits: Any) -> Any:
+    def run(rows: list[jax.Array], shapes: Any) -> list[jax.Array]:
+        return jax.shard_map(
+            lambda rows: collectives.all_gather([r.reshape(-1) for r in rows], shapes, STORE_AXIS, limits),
+            mesh=mesh_of(devices),
+            in_specs=P(STORE_AXIS),
+            out_specs=P(),
+            check_vma=False,
+        )(rows)
+
+    return jax.jit(run, static_argnums=1)
+
+
+def copies(values: Sequence[jax.Array], devices: tuple[jax.Device, ...]) -> list[list[jax.Array]]:
+    """For each value a list with a copy on each device; copies that are there already are not made again."""
+    if not devices:
+        return [[] for _ in values]
+    everywhere = NamedSharding(mesh_of(devices), P()) if len(set(devices)) == len(devices) > 1 else None
+    if everywhere is not None:
+        if not all(v.sharding == everywhere for v in values):
+            values = jax.device_put(list(values), everywhere)
+        # The order of the shards is that of the mesh; `addressable_data` would give the first one every time.
+        return [[shard.data for shard in v.addressable_shards] for v in values]
+    placed = {d: jax.device_put(list(values), d) for d in set(devices)}
+    return [[placed[d][i] for d in devices] for i in range(len(values))]
+
+
+def row_sparse_pull(
+    store: KVStore, key: int | Sequence[int], row_ids: Any, *, devices: Sequence[jax.Device] | None = None
+) -> Any:
+    """Some rows of a stored value.
+
+    Args:
+        store: any store.
+        key: an int, or a list of ints, of values with at least one axis.
+        row_ids: (m,) integers; for a list of keys one for all or a list with one for each.
+        devices: where to put copies, as in `pull`.
+
+    Returns:
+        A `RowSparse` of the unique, sorted rows; with `devices` a list of them; for a list of keys a list.
+
+    Raises:
+        KeyError: a key that was never initialised.
+        ValueError, IndexError: what `jaxpar.sparse.take` raises for ids out of range, which MXNet skipped
+            without a word, or negative ones, on which it aborted.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxpar import kv
+        >>> store = kv.init(kv.create(), 0, jnp.arange(8.0).reshape(4, 2))
+        >>> kv.row_sparse_pull(store, 0, jnp.array([3, 0, 3])).indices.tolist()
+        [0, 3]
+    """
+    keys, many = _check.as_keys(key)
+    _check.known(keys, store.values, "kv.row_sparse_pull")
+    ids = row_ids if isinstance(row_ids, (list, tuple)) and many and _of_arrays(row_ids) else [row_ids] * len(keys)
+    _check.as_values(keys, ids, True, "kv.row_sparse_pull")
+    values = pull(store, keys)
+    pulled = [take(value, i) for value, i in zip(values, ids, strict=True)]
+    if devices is not None:
+        pulled = [[jax.device_put(rows, d) for d in devices] for rows in pulled]
+    return pulled if many else pulled[0]
+
+
+def _of_arrays(row_ids: Sequence[Any]) -> bool:
+    return any(hasattr(i, "shape") or isinstance(i, (list, tuple)) for i in row_ids)
+
+
+__all__ = ["RowSparse", "pull", "row_sparse_pull"]

@@ -1,0 +1,162 @@
+"""The type of row-sparse values, and the checks of indices that its functions share."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowSparse:
+    """Some rows of a table; the other rows are zero. A pytree with the leaves `indices` and `values`.
+
+    An index may come twice: its rows are summed, as in MXNet. `take`, `coalesce`, `add` and `allreduce` give
+    sorted indices, each once.
+
+    Args:
+        indices: (m,) integers in [0, shape[0]), stored as int32; shape[0] itself marks padding.
+        values: (m, *shape[1:]), the rows.
+        shape: of the table; at least one axis.
+
+    Raises:
+        TypeError: indices are no integers.
+        ValueError: shapes that do not fit each other, or an index out of range. Under `jit` only shapes are
+            known: a negative index or one beyond the table is padding there.
+
+    Example:
+        >>> from jaxpar import sparse
+        >>> rows = RowSparse(np.array([2, 0]), jnp.array([[1.0, 2.0], [3.0, 4.0]]), (3, 2))
+        >>> sparse.to_dense(rows).tolist()
+        [[3.0, 4.0], [0.0, 0.0], [1.0, 2.0]]
+    """
+
+    indices: jax.Array
+    values: jax.Array
+    shape: tuple[int, ...]
+
+    def __post_init__(self):
+        shape = check_table(self.shape, "RowSparse")
+        indices, values = as_ids(self.indices, "RowSparse: indices"), _own(self.values)
+        if indices.ndim != 1:
+            raise ValueError(f"RowSparse: indices must have one axis, got shape {indices.shape}")
+        expected = (indices.shape[0], *shape[1:])
+        if values.shape != expected:
+            raise ValueError(
+                f"RowSparse: {indices.shape[0]} rows of a table of shape {shape} need values of shape "
+                f"{expected}, got {values.shape}"
+            )
+        check_range(indices, shape[0], "RowSparse: row", last=shape[0])
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "indices", _own(indices).astype(jnp.int32))
+        object.__setattr__(self, "values", values)
+
+    __iter__ = None  # or Python would iterate by __getitem__, without end
+
+    @property
+    def dtype(self):
+        return self.values.dtype
+
+    def __getitem__(self, ids) -> jax.Array:
+        """Rows by their index in the table, zeros for a row that is not held.
+
+        So a model that looks up `table[ids]` runs on the pulled rows as well. Needs sorted indices, each
+        once, as `take` and `coalesce` give them (`ValueError` otherwise, outside of `jit`).
+
+        Example:
+            >>> from jaxpar import sparse
+            >>> rows = sparse.take(jnp.arange(8.0).reshape(4, 2), [3, 1])
+            >>> rows[jnp.array([3, 3, 1])].tolist()
+            [[6.0, 7.0], [6.0, 7.0], [2.0, 3.0]]
+        """
+        ids = jnp.asarray(as_ids(ids, "RowSparse: ids"), jnp.int32)
+        check_sorted(self)
+        if self.indices.shape[0] == 0:
+            return jnp.zeros((*ids.shape, *self.shape[1:]), self.dtype)
+        place = jnp.searchsorted(self.indices, ids).astype(jnp.int32)
+        there = self.indices.at[place].get(mode="clip") == ids
+        place = jnp.where(there & (ids < self.shape[0]), place, self.indices.shape[0])
+        return self.values.at[place].get(mode="fill", fill_value=0)
+
+
+def _flatten(rows: RowSparse):
+    names = jax.tree_util.GetAttrKey("indices"), jax.tree_util.GetAttrKey("values")
+    return tuple(zip(names, (rows.indices, rows.values), strict=True)), rows.shape
+
+
+def unchecked(shape: tuple[int, ...], leaves) -> RowSparse:
+    """Without the checks: leaves may have another leading axis, or be no arrays at all."""
+    rows = object.__new__(RowSparse)
+    for name, value in zip(("indices", "values", "shape"), (*leaves, shape), strict=True):
+        object.__setattr__(rows, name, value)
+    return rows
+
+
+jax.tree_util.register_pytree_with_keys(RowSparse, _flatten, unchecked)
+
+
+def with_values(rows: RowSparse, values) -> RowSparse:
+    return unchecked(rows.shape, (rows.indices, values))
+
+
+def _own(array) -> jax.Array:
+    return array if isinstance(array, jax.Array) else jnp.array(array)  # a copy: NumPy's memory may change
+
+
+def known(array) -> bool:
+    """Whether this process can look at every value."""
+    if isinstance(array, Tracer):
+        return False
+    return not isinstance(array, jax.Array) or array.is_fully_addressable
+
+
+def check_table(shape, what: str) -> tuple[int, ...]:
+    """The shape as Python ints; ValueError unless it has rows, few enough for int32 with room for padding."""
+    shape = tuple(map(operator.index, shape))
+    if not shape or not 0 <= shape[0] < 2**30:
+        raise ValueError(
+            f"{what}: a table must have a first axis of fewer than 2**30 rows, got shape {shape}"
+        )
+    return shape
+
+
+def as_ids(ids, what: str):
+    """`ids` as an array of NumPy or JAX; TypeError unless integers. An empty list has none but is meant."""
+    ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
+    if ids.size == 0 and not isinstance(ids, jax.Array):
+        ids = ids.astype(np.int32)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"{what} must be integers, got dtype {ids.dtype}")
+    return ids
+
+
+def check_range(ids, count: int, what: str, *, last: int) -> None:
+    if not known(ids):
+        return
+    host = np.asarray(ids)
+    wrong = host[(host < 0) | (host > last)]
+    if wrong.size:
+        raise ValueError(f"{what} {wrong[0]} is not in the table, whose rows are 0 to {count - 1}")
+
+
+def check_sorted(rows: RowSparse) -> None:
+    if known(rows.indices):
+        held = np.asarray(rows.indices)
+        if (held[1:] <= held[:-1])[held[1:] < rows.shape[0]].any():
+            raise ValueError(
+                "RowSparse: rows are looked up in sorted indices, each once; call coalesce first"
+            )
+
+
+def distinct_rows(rows: RowSparse) -> np.ndarray:
+    held = np.asarray(rows.indices)
+    return np.unique(held[(held >= 0) & (held < rows.shape[0])])
+
+
+def padding_last(indices: jax.Array, count: int) -> jax.Array:
+    """What is no row of the table as index `count`; JAX would count a negative one from the end."""
+    return jnp.where((indices < 0) | (indices > count), count, indices)

@@ -1,0 +1,24 @@
+"""A wait that older XLA needs on emulated CPU devices.
+
+Before jax 0.12 a program with collectives over several CPU devices could hang for ever when it was started while
+its inputs were still being computed: its threads, as many as there are devices, wait in the collective for one
+that has none left to run on. (Seen with jax 0.10.2: a batch gathered on four devices, then the step.) So there,
+and only there, such a program is started when its inputs are ready. The devices are the host's own cores, so
+little is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+_CAN_HANG = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)
+
+
+def settle(tree: Any, devices: Sequence[jax.Device]) -> None:
+    """Waits for the arrays where a program over these devices could hang without it."""
+    if _CAN_HANG and len(devices) > 1 and devices[0].platform == "cpu":
+        arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+        jax.block_until_ready([x for x in arrays if not isinstance(x, jax.core.Tracer)])

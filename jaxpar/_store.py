@@ -1,0 +1,348 @@
+"""The store itself: a frozen pytree of values, updater states and compression residuals, keyed by ints."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from . import _check, collectives
+from .buckets import Limits, Shape
+from .compression import Compressor, LinearCompressor
+from .updaters import Updater, assign
+
+KINDS = ("local", "device", "sharded", "dist_sync", "dist_device_sync", "dist_async")
+_ALIASES = {"nccl": "device"}
+STORE_AXIS = "data"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class KVStore:
+    """An immutable key-value store; a pytree. Made by `kv.create`; every function of `jp.kv` returns a new one.
+
+    Attributes:
+        values: the stored value of each key. In a store of kind `sharded` a value is kept flat, padded and cut
+            into one row for each device: (devices, chunk).
+        updater_state: what the updater remembers for each key.
+        residuals: for each key that is compressed, the state of the compressor, with the devices (or the
+            positions in the pushed list) as a first axis.
+        kind, updater, compressor, devices, limits: how the store works; static.
+        shapes: kind `sharded` only: (key, shape) of the values as the user sees them; static.
+        paths: (key, path in the pytree given to `kv.from_params`); static.
+        treedef: the structure of that pytree, or None; static.
+    """
+
+    values: dict[int, jax.Array]
+    updater_state: dict[int, Any]
+    residuals: dict[int, Any]
+    kind: str = "local"
+    updater: Any = assign
+    compressor: Compressor | LinearCompressor | None = None
+    devices: tuple[jax.Device, ...] | None = None
+    limits: Limits = Limits()
+    shapes: tuple[tuple[int, Shape], ...] = ()
+    paths: tuple[tuple[int, str], ...] = ()
+    treedef: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both hold the same keys, values and states, to the last bit, and work in the same way."""
+        if not isinstance(other, KVStore):
+            return NotImplemented
+        mine, my_tree = jax.tree.flatten(self)
+        theirs, their_tree = jax.tree.flatten(other)
+        return my_tree == their_tree and all(
+            a.shape == b.shape and a.dtype == b.dtype and np.array_equal(_numbers(a), _numbers(b))
+            for a, b in zip(mine, theirs, strict=True)
+        )
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __repr__(self) -> str:
+        from ._display import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        from ._display import as_html
+
+        return as_html(self)
+
+
+_DATA = ("values", "updater_state", "residuals")
+jax.tree_util.register_dataclass(
+    KVStore, _DATA, tuple(f.name for f in dataclasses.fields(KVStore) if f.name not in _DATA)
+)
+
+
+def _numbers(leaf: jax.Array) -> np.ndarray:
+    return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+
+
+def create(
+    kind: str = "local",
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    bucket_bytes: int = Limits.bucket_bytes,
+    alone_bytes: int = Limits.alone_bytes,
+) -> KVStore:
+    """An empty store.
+
+    | kind | where a push is summed | where a value lives |
+    |---|---|---|
+    | `local` | gathered on one device | on that device |
+    | `device` (also named `nccl`) | by an all-reduce | a copy on every device |
+    | `sharded` | by a reduce-scatter | 1/N of it on each of N devices, the updater's state too |
+    | `dist_sync`, `dist_device_sync` | as `device`, over the devices of every process | as `device` |
+
+    Args:
+        kind: see the table. MXNet took any unknown name for `local` without a word; here it is an error.
+        devices: where the values live, in order. None: `sharded` takes all devices, the other kinds leave a
+            value where it is and follow the devices that push.
+        bucket_bytes: small values travel together in buckets of at most this many bytes.
+        alone_bytes: a value of this many bytes or more travels alone and is not copied into a bucket.
+
+    Raises:
+        ValueError: unknown kind, no or repeated devices, negative sizes.
+
+    Example:
+        >>> from jaxpar import kv
+        >>> kv.create("device")
+        KVStore(kind='device', updater=assign, empty)
+    """
+    kind = _ALIASES.get(kind, kind)
+    if kind not in KINDS:
+        raise ValueError(
+            f"kv.create: unknown kind {kind!r}; known are {', '.join(KINDS)} and {', '.join(_ALIASES)}"
+        )
+    if kind == "dist_async":
+        raise NotImplementedError(
+            "kv.create: 'dist_async' is not in this version; 'dist_sync' is the same training without staleness"
+        )
+    if devices is not None:
+        devices = tuple(devices)
+        if not devices or len(set(devices)) < len(devices):
+            raise ValueError(f"kv.create: devices must be one or more different devices, got {devices}")
+    elif kind == "sharded":
+        devices = tuple(jax.devices())
+    return KVStore({}, {}, {}, kind, devices=devices, limits=Limits(bucket_bytes, alone_bytes))
+
+
+def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
+    """The store with more keys. The updater's state of a key is made here too.
+
+    Args:
+        store: any store.
+        key: an int, or a list of ints.
+        value: an array of any shape and numeric dtype; for a list of keys a list of them. NumPy arrays are
+            copied.
+
+    Returns:
+        A new store; where one key of a list is wrong, none is added.
+
+    Raises:
+        ValueError: a key that the store holds already, a key named twice, a list of the wrong length.
+        TypeError: a key that is no int, a value that is no array.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxpar import kv
+        >>> store = kv.init(kv.create("device"), 3, jnp.full((2, 3), 2.0))
+        >>> kv.pull(store, 3).tolist()
+        [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]
+    """
+    keys, many = _check.as_keys(key)
+    given = _check.as_values(keys, value, many, "kv.init")
+    seen = set(store.values)
+    for k in keys:
+        if k in seen:
+            raise ValueError(f"kv.init: key {k} is initialised already; push changes its value")
+        seen.add(k)
+    arrays = {
+        k: _check.array(v, f"kv.init: value of key {k}") for k, v in zip(keys, given, strict=True)
+    }
+    values = {k: lay_out(store, v) for k, v in arrays.items()}
+    shapes = store.shapes
+    if store.kind == "sharded":
+        shapes = (*shapes, *((k, tuple(v.shape)) for k, v in arrays.items()))
+    return dataclasses.replace(
+        store,
+        values={**store.values, **values},
+        updater_state={**store.updater_state, **{k: init_state(store, k, v) for k, v in values.items()}},
+        shapes=shapes,
+    )
+
+
+def init_state(store: KVStore, key: int, value: jax.Array) -> Any:
+    """The updater's state for a key, where the value lives; a plain function has none."""
+    if not isinstance(store.updater, Updater):
+        return ()
+    state = store.updater.init(key, value)
+    if store.devices is None or isinstance(value, jax.core.Tracer):
+        return state
+    on = home(store)
+    everywhere = on if store.kind == "local" else NamedSharding(mesh_of(store.devices), PartitionSpec())
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, on if leaf.shape == value.shape else everywhere), state)
+
+
+def set_updater(store: KVStore, updater: Any) -> KVStore:
+    """The store with another updater; its state for each key is made anew.
+
+    Args:
+        store: any store.
+        updater: a `jp.updaters.Updater`, compiled into each push, or a pure function
+            `updater(key, pushed, stored) -> new_stored`. A plain function runs in Python on every push made
+            outside `jit`, once for each key in ascending order, so that a `print` in it prints. An exception in
+            it reaches the caller and the old store stays valid (MXNet swallowed it).
+
+    Raises:
+        TypeError: `updater` is neither.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxpar import kv
+        >>> store = kv.init(kv.create(), 3, jnp.full(2, 4.0))
+        >>> store = kv.set_updater(store, lambda key, pushed, stored: stored + 2 * pushed)
+        >>> kv.pull(kv.push(store, 3, jnp.ones(2)), 3).tolist()
+        [6.0, 6.0]
+    """
+    if not callable(updater) and not isinstance(updater, Updater):
+        hint = "; kv.set_optimizer takes an optax transform" if hasattr(updater, "update") else ""
+        raise TypeError(
+            "kv.set_updater: expected updater(key, pushed, stored) -> new_stored or a jp.updaters.Updater, "
+            f"got {_check.describe(updater)}{hint}"
+        )
+    store = dataclasses.replace(store, updater=updater)
+    state = {k: init_state(store, k, v) for k, v in store.values.items()}
+    return dataclasses.replace(store, updater_state=state)
+
+
+def set_optimizer(store: KVStore, tx: Any) -> KVStore:
+    """The store with an optax transform as its updater: what is pushed is the gradient of the stored value.
+
+    Args:
+        store: any store.
+        tx: an `optax.GradientTransformation`; its state is kept for each key. In a store of kind `sharded` it
+            sees one device's flat share of a value, which is the same thing for elementwise transforms.
+
+    Raises:
+        TypeError: `tx` is no optax transform.
+        ValueError: `tx` couples the keys, such as clipping by the norm over all of them, which a store that
+            updates key by key cannot do.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from jaxpar import kv
+        >>> store = kv.set_optimizer(kv.init(kv.create(), 0, jnp.ones(2)), optax.sgd(0.5))
+        >>> kv.pull(kv.push(store, 0, jnp.ones(2)), 0).tolist()
+        [0.5, 0.5]
+    """
+    from .updaters import couples_keys, from_optax
+
+    if isinstance(tx, Updater):
+        return set_updater(store, tx)
+    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
+        raise TypeError(
+            f"kv.set_optimizer: expected an optax.GradientTransformation, got {_check.describe(tx)}"
+        )
+    if couples_keys(tx):
+        raise ValueError(
+            "kv.set_optimizer: this transform computes the update of one key from the gradients of others (as "
+            "optax.clip_by_global_norm does), and the store updates key by key; give that part to "
+            "train.make_train_step as grad_transform, and the rest here"
+        )
+    return set_updater(store, from_optax(tx))
+
+
+def set_gradient_compression(store: KVStore, spec: Mapping[str, Any]) -> KVStore:
+    """A store that compresses what is sent between devices, with error feedback; the residuals start anew.
+
+    Args:
+        store: any store.
+        spec: `{"type": "2bit", "threshold": 0.5}`; `jaxpar.compression` lists the types. `none` ends it.
+
+    Raises:
+        ValueError: an unknown type or parameter, a value out of range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxpar import kv
+        >>> store = kv.init(kv.create("device"), 3, jnp.zeros(3))
+        >>> store = kv.set_gradient_compression(store, {"type": "2bit", "threshold": 0.5})
+        >>> store = kv.push(store, 3, jnp.array([0.4, 0.6, -0.7]))
+        >>> kv.pull(store, 3).tolist()
+        [0.0, 0.5, -0.5]
+    """
+    from . import compression
+
+    return dataclasses.replace(store, compressor=compression.make(spec), residuals={})
+
+
+def names(store: KVStore) -> dict[int, str]:
+    """`{key: path}`: where a key stood in the pytree given to `kv.from_params`; else the key as text.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxpar import kv
+        >>> kv.names(kv.from_params({"dense": {"bias": jnp.zeros(2), "weight": jnp.ones((3, 2))}}))
+        {0: 'dense/bias', 1: 'dense/weight'}
+    """
+    paths = dict(store.paths)
+    return {k: paths.get(k, str(k)) for k in sorted(store.values)}
+
+
+# Where a value lies.
+
+
+def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
+    return Mesh(np.array(devices), (STORE_AXIS,))
+
+
+def copied(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    """The arrays with that sharding in memory of their own, so that donating them harms nobody.
+
+    `device_put(may_alias=False)` is not enough: going from one device to several it keeps the first one's buffer.
+    """
+    return jax.device_put(jax.tree.map(jnp.copy, tree), sharding)
+
+
+def lay_out(store: KVStore, value: jax.Array) -> jax.Array:
+    """A whole value as the store keeps it: on the store's devices, in rows where the kind is `sharded`."""
+    if store.kind == "sharded":
+        value = collectives.to_rows(value, shards(store))
+    sharding = home(store)
+    return value if sharding is None or isinstance(value, jax.core.Tracer) else jax.device_put(value, sharding)
+
+
+def home(store: KVStore) -> jax.sharding.Sharding | None:
+    """The sharding of a newly initialised value; None where it stays where it is."""
+    if store.devices is None:
+        return None
+    if store.kind == "local":
+        return jax.sharding.SingleDeviceSharding(store.devices[0])
+    spec = PartitionSpec(STORE_AXIS) if store.kind == "sharded" else PartitionSpec()
+    return NamedSharding(mesh_of(store.devices), spec)
+
+
+def shards(store: KVStore) -> int:
+    """How many rows the values of a `sharded` store have."""
+    assert store.devices is not None
+    return len(store.devices)
+
+
+def shape_of(store: KVStore, key: int) -> Shape:
+    """The shape of a value as the user sees it."""
+    return dict(store.shapes)[key] if store.kind == "sharded" else store.values[key].shape
+
+
+def shapes_of(store: KVStore) -> dict[int, Shape]:
+    return dict(store.shapes) if store.kind == "sharded" else {k: v.shape for k, v in store.values.items()}
+
+
+def nbytes(value: Any) -> int:
+    return math.prod(value.shape) * np.dtype(value.dtype).itemsize

@@ -1,0 +1,104 @@
+"""Sums over the devices of a mapped axis: what each kind of store does with the values that are pushed.
+
+Everything here runs inside `pmap`, `shard_map` or `vmap` with an axis name, takes a list of this device's
+values and sends them in buckets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import buckets
+from .buckets import Limits, Shape
+
+
+def bucketed(
+    collective: Callable[[jax.Array], jax.Array], values: Sequence[jax.Array], limits: Limits
+) -> list[jax.Array]:
+    """An elementwise collective applied to the values bucket by bucket."""
+    groups = buckets.plan_of(values, limits)
+    packed = [collective(array) for array in buckets.pack(values, groups)]
+    return buckets.unpack(packed, [v.shape for v in values], groups)
+
+
+def allreduce(values: Sequence[jax.Array], axis_name: str, limits: Limits) -> list[jax.Array]:
+    """The sum over the axis of each value, on every device (kind `device`)."""
+    return bucketed(lambda x: lax.psum(x, axis_name), values, limits)
+
+
+def gather_sum(values: Sequence[jax.Array], axis_name: str, limits: Limits) -> list[jax.Array]:
+    """The same sum by gathering every device's values and adding them up in the order of the devices.
+
+    Kind `local`: the star of MXNet's article. The order of the additions does not depend on the backend.
+    """
+    return bucketed(lambda x: _ordered_sum(lax.all_gather(x, axis_name)), values, limits)
+
+
+def _ordered_sum(stacked: jax.Array) -> jax.Array:
+    total = stacked[0]
+    for i in range(1, stacked.shape[0]):
+        total = total + stacked[i]
+    return total
+
+
+def chunk_size(size: int, shards: int) -> int:
+    """How many elements of a value of `size` elements one of `shards` devices holds."""
+    return -(-size // shards)
+
+
+def to_rows(value: jax.Array, shards: int) -> jax.Array:
+    """A value as (shards, chunk): flat, padded with zeros, row i for device i."""
+    chunk = chunk_size(value.size, shards)
+    flat = value.reshape(-1)
+    return jnp.pad(flat, (0, shards * chunk - value.size)).reshape(shards, chunk)
+
+
+def from_rows(rows: jax.Array, shape: Shape) -> jax.Array:
+    """The inverse of `to_rows`."""
+    return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
+
+
+def _by_rows(
+    rows: Sequence[jax.Array], limits: Limits
+) -> tuple[list[jax.Array], tuple[tuple[int, ...], ...]]:
+    """(shards, chunk) arrays in buckets along their second axis."""
+    groups = buckets.plan_of(rows, limits)
+    return [
+        rows[g[0]] if len(g) == 1 else jnp.concatenate([rows[i] for i in g], axis=1) for g in groups
+    ], groups
+
+
+def reduce_scatter(values: Sequence[jax.Array], axis_name: str, limits: Limits) -> list[jax.Array]:
+    """The sum over the axis of each value, each device keeping its own (chunk,) of it (kind `sharded`)."""
+    shards = lax.axis_size(axis_name)
+    rows = [to_rows(v, shards) for v in values]
+    packed, groups = _by_rows(rows, limits)
+    mine = [lax.psum_scatter(array, axis_name) for array in packed]
+    return buckets.unpack(mine, [r.shape[1:] for r in rows], groups)
+
+
+def all_gather(
+    chunks: Sequence[jax.Array], shapes: Sequence[Shape], axis_name: str, limits: Limits
+) -> list[jax.Array]:
+    """The whole values out of every device's (chunk,): the inverse of the scatter."""
+    groups = buckets.plan_of(chunks, limits)
+    gathered = [lax.all_gather(array, axis_name) for array in buckets.pack(chunks, groups)]
+    values: list[jax.Array | None] = [None] * len(chunks)
+    for array, group in zip(gathered, groups, strict=True):
+        start = 0
+        for i in group:
+            width = chunks[i].shape[0]
+            values[i] = from_rows(lax.slice_in_dim(array, start, start + width, axis=1), shapes[i])
+            start += width
+    return values  # pyright: ignore[reportReturnType]
+
+
+def own_chunk(value: jax.Array, axis_name: str) -> jax.Array:
+    """This device's (chunk,) of a value that every device has."""
+    rows = to_rows(value, lax.axis_size(axis_name))
+    return lax.dynamic_index_in_dim(rows, lax.axis_index(axis_name), keepdims=False)

@@ -1,0 +1,185 @@
+"""The key-value store: init, push, pull as pure functions over an immutable pytree.
+
+>>> import jax.numpy as jnp
+>>> from jaxpar import kv
+>>> store = kv.init(kv.create("device"), 3, jnp.full((2, 3), 2.0))
+>>> store = kv.push(store, 3, [jnp.ones((2, 3))] * 4)
+>>> kv.pull(store, 3).tolist()
+[[4.0, 4.0, 4.0], [4.0, 4.0, 4.0]]
+
+A pushed value goes this way: store -> buckets -> compression -> collective -> updater -> store. Typed at the
+prompt, a push takes arrays or lists of arrays on any devices; inside `pmap` or `shard_map`, with `axis_name`, it
+takes this device's share and sums over that axis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from . import _check, _eager, _pull, _push
+from ._eager import partition_specs as partition_specs
+from ._params import from_params as from_params, place as place, to_params as to_params
+from ._pull import pull as pull, row_sparse_pull as row_sparse_pull
+from ._store import (
+    KVStore as KVStore,
+    create as create,
+    init as init,
+    names as names,
+    set_gradient_compression as set_gradient_compression,
+    set_optimizer as set_optimizer,
+    set_updater as set_updater,
+    shapes_of,
+)
+from .sparse import RowSparse
+
+Key = int | Sequence[int]
+
+
+def push(store: KVStore, key: Key, value: Any, *, axis_name: str | None = None) -> KVStore:
+    """The store after the values of each key were summed and handed to the updater.
+
+    Args:
+        store: any store.
+        key: an int, or a list of ints. A key that stands twice in the list has its values summed.
+        value: an array of the stored shape, or a list of them (one for each device, any number, on any
+            devices), which is summed; an empty list pushes nothing. For a list of keys, a list with one such
+            entry for each. A `RowSparse` (or a list of them) touches its rows alone, see `jaxpar.sparse`.
+            Floating values of any width are cast to a stored floating dtype.
+        axis_name: inside `pmap` or `shard_map`, the axis to sum over; `value` is this device's share.
+
+    Returns:
+        A new store. The sum of a key replaces the stored value, or goes through the store's updater.
+
+    Raises:
+        KeyError: a key that was never initialised.
+        ValueError: a wrong shape, a list of the wrong length.
+        TypeError: a key that is no int, a dtype that cannot be cast safely.
+        NameError: there is no axis of that name.
+
+    MXNet: `KVStore.push`. There a push of an unknown key gave no key in the message, a value of another shape
+    changed the stored shape without a word, and a single pushed array was kept by reference.
+    """
+    pushed = _request(store, key, value)
+    if not pushed:
+        return store
+    rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], RowSparse)}
+    dense = {k: vs for k, vs in pushed.items() if k not in rows}
+    parts = []
+    if rows:
+        from . import _push_rows
+
+        parts.append(_push_rows.push(store, rows, axis_name))
+    if dense:
+        parts.append(_dense(store, dense, axis_name))
+    for values, states, residuals in parts:
+        store = dataclasses.replace(
+            store,
+            values={**store.values, **values},
+            updater_state={**store.updater_state, **states},
+            residuals={**store.residuals, **residuals},
+        )
+    return store
+
+
+def _dense(store: KVStore, pushed: dict[int, list[jax.Array]], axis_name: str | None) -> Any:
+    if axis_name is None and not _traced(store, pushed):
+        return _eager.push(store, pushed)
+    return _push.push(store, pushed, axis_name)
+
+
+def _traced(store: KVStore, pushed: Any) -> bool:
+    part = [(store.values[k], store.updater_state[k], store.residuals.get(k)) for k in pushed]
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((part, pushed)))
+
+
+def pushpull(
+    store: KVStore,
+    key: Key,
+    value: Any,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    axis_name: str | None = None,
+) -> tuple[KVStore, Any]:
+    """`push`, then `pull` of the same keys; a store without updater gives the sums back.
+
+    Args:
+        store, key, value, axis_name: as in `push`.
+        devices: as in `pull`.
+
+    Returns:
+        (the new store, what was pulled).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxpar import kv
+        >>> store = kv.init(kv.create("device"), 0, jnp.zeros(2))
+        >>> store, total = kv.pushpull(store, 0, [jnp.ones(2), jnp.ones(2)])
+        >>> total.tolist()
+        [2.0, 2.0]
+    """
+    store = push(store, key, value, axis_name=axis_name)
+    return store, pull(store, key, devices=devices, axis_name=axis_name)
+
+
+def broadcast(
+    store: KVStore, key: Key, value: Any, *, devices: Sequence[jax.Device] | None = None
+) -> tuple[KVStore, Any]:
+    """`init`, then `pull` of the same keys.
+
+    Returns:
+        (the new store, what was pulled): with `devices` a list with one copy on each for every key.
+    """
+    store = init(store, key, value)
+    return store, pull(store, key, devices=devices)
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    return jax.process_index()
+
+
+def num_workers() -> int:
+    """The number of processes."""
+    return jax.process_count()
+
+
+def barrier(name: str = "barrier") -> None:
+    """Returns when every process has called it with this name; at once where there is one process."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)
+
+
+def _request(store: KVStore, key: Key, value: Any) -> dict[int, list[Any]]:
+    """The values of each key, checked, in ascending order of the keys; keys with no value are left out."""
+    keys, many = _check.as_keys(key)
+    _check.known(keys, store.values, "kv.push")
+    shapes = shapes_of(store) if len(keys) > 1 else {keys[0]: _shape(store, keys[0])} if keys else {}
+    pushed: dict[int, list[Any]] = {}
+    for k, given in zip(keys, _check.as_values(keys, value, many, "kv.push"), strict=True):
+        values = given if isinstance(given, (list, tuple)) else [given]
+        pushed.setdefault(k, []).extend(_checked(v, k, shapes[k], store.values[k].dtype) for v in values)
+    for k, values in pushed.items():
+        if len({isinstance(v, RowSparse) for v in values}) > 1:
+            raise TypeError(f"kv.push: key {k}: RowSparse and dense values cannot be pushed together")
+    return {k: pushed[k] for k in sorted(pushed) if pushed[k]}
+
+
+def _shape(store: KVStore, key: int) -> tuple[int, ...]:
+    return shapes_of(store)[key] if store.kind == "sharded" else store.values[key].shape
+
+
+def _checked(value: Any, key: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    if not isinstance(value, (jax.Array, RowSparse)):
+        value = _check.array(value, f"kv.push: value for key {key}")
+    if value.shape != shape:
+        _check.same_shape(value, shape, f"kv.push: value for key {key}")
+    given = value.values.dtype if isinstance(value, RowSparse) else value.dtype
+    if given != dtype:
+        _check.castable(given, dtype, f"kv.push: value for key {key}")
+    return value

@@ -1,0 +1,119 @@
+"""Where an equation comes from: its Python call stack, by JAX's public traceback objects."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+_JAXPAR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# Of JAX's own frames only those of its public functions say what is computed; the rest is how it traces.
+_JAX_PUBLIC = tuple(
+    os.path.join(_JAX, "_src", part)
+    for part in ("numpy/", "nn/", "scipy/", "lax/", "image/", "ops/", "random.py", "initializers")
+)
+_VIZ = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_MODELS = os.path.join(_JAXPAR, "models") + os.sep
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A call on the stack. `call` tells two places of one function apart, `function` does not."""
+
+    origin: str  # "user", "library" or "jax"
+    package: str  # of a library: "flax", "optax", ...
+    name: str  # qualified: "LayerNorm.__call__"
+    file: str  # its last two parts
+    line: int
+    function: int
+    call: int
+
+
+class Sources:
+    """Reads stacks and numbers what it meets, so that stacks compare as tuples of small integers.
+
+    The instruction offset of each frame (`raw_frames`) tells two calls on one line apart; where a version of JAX has
+    none, the line must do.
+    """
+
+    def __init__(self) -> None:
+        self._frames: dict[Any, Frame | None] = {}
+        self._stacks: dict[int, tuple[Any, tuple[Frame, ...]]] = {}
+        self._functions: dict[Any, int] = {}
+
+    def stack(self, source_info: Any) -> tuple[Frame, ...]:
+        """The calls from the outside in, without those of this package; empty where JAX kept none."""
+        traceback = getattr(source_info, "traceback", None)
+        if traceback is None:
+            return ()
+        known = self._stacks.get(id(traceback))
+        if known is None:
+            known = (traceback, self._read(traceback))  # kept alive, or its id would be given to another
+            self._stacks[id(traceback)] = known
+        return known[1]
+
+    def _read(self, traceback: Any) -> tuple[Frame, ...]:
+        try:
+            codes, offsets = traceback.raw_frames()
+            found = [
+                self._by_code(traceback, code, at) for code, at in zip(codes, offsets, strict=True)
+            ]
+        except (AttributeError, TypeError, ValueError):
+            found = [
+                self._by_line(f.file_name, f.function_name, f.line_num)
+                for f in getattr(traceback, "frames", ())
+            ]
+        return tuple(frame for frame in reversed(found) if frame is not None)
+
+    def _by_code(self, traceback: Any, code: Any, offset: int) -> Frame | None:
+        key = (code.co_filename, code.co_firstlineno, code.co_qualname, offset)
+        if key not in self._frames:
+            line = traceback.code_addr2line(code, offset)
+            self._frames[key] = self._frame(code.co_filename, code.co_qualname, line, key[:3])
+        return self._frames[key]
+
+    def _by_line(self, file: str, name: str, line: int) -> Frame | None:
+        key = (file, name, line)
+        if key not in self._frames:
+            self._frames[key] = self._frame(file, name, line, key[:2])
+        return self._frames[key]
+
+    def _frame(self, file: str, name: str, line: int, function: Any) -> Frame | None:
+        origin, package = _origin(file)
+        if origin == "":
+            return None
+        number = self._functions.setdefault(function, len(self._functions))
+        short = "/".join(file.replace(os.sep, "/").split("/")[-2:])
+        return Frame(origin, package, name, short, line, number, len(self._frames))
+
+
+def _origin(file: str) -> tuple[str, str]:
+    if file.startswith(_JAX):
+        return ("jax", "jax") if file.startswith(_JAX_PUBLIC) else ("", "")
+    if file.startswith(_VIZ):
+        return "", ""
+    if file.startswith(_JAXPAR) and not file.startswith(_MODELS):
+        return "library", "jaxpar"
+    for root in ("site-packages", "dist-packages"):
+        _, found, inside = file.partition(f"{os.sep}{root}{os.sep}")
+        if found:
+            return "library", inside.split(os.sep)[0].removesuffix(".py")
+    return "user", ""
+
+
+def is_jax_function(jaxpr: Any) -> bool:
+    """Whether a nested jaxpr is that of a function of JAX itself, such as `jax.nn.relu`."""
+    info = str(getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "") or "")
+    return _JAX in info
+
+
+def describe(stack: tuple[Frame, ...]) -> str:
+    """The innermost frame of the user's own code, else of a library: "file.py:12 in function"."""
+    for origin in ("user", "library"):
+        for frame in reversed(stack):
+            if frame.origin == origin:
+                return f"{frame.file}:{frame.line} in {frame.name.replace('<locals>.', '')}"
+    return ""

@@ -1,0 +1,108 @@
+"""`trace`: a function becomes a `Graph`; nothing is run and no memory is taken."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from . import _backward, _collapse, _fold, _group, _jaxpr, _net
+from ._calls import CALLS, Call, fold_calls
+from ._cells import Cells
+from ._fold import RULES, Rule
+from ._graph import Graph
+
+
+def trace(
+    fn: Callable[..., Any],
+    *args: Any,
+    params_argnums: int | Sequence[int] | None = 0,
+    depth: int | None = None,
+    max_nodes: int | None = 200,
+    repeats: bool = True,
+    rules: Sequence[Rule | Call] = (),
+    **kwargs: Any,
+) -> Graph:
+    raw = read(fn, *args, params_argnums=params_argnums, **kwargs)
+    calls = [rule for rule in rules if isinstance(rule, Call)]
+    patterns = [rule for rule in rules if isinstance(rule, Rule)]
+    cells = Cells(raw)
+    fold_calls(cells, (*CALLS, *calls))
+    _fold.fold_patterns(cells, (*patterns, *RULES))
+    _group.fold_helpers(cells)
+    _group.fold_statements(cells)
+    _group.fold_siblings(cells)
+    _backward.attach_residuals(cells)
+    _backward.attach_views(cells)
+    _backward.fold_backward(cells)
+    _group.break_cycles(cells)
+    net = _net.build(cells)
+    if repeats:
+        _collapse.collapse_repeats(net)
+    if depth is not None:
+        _collapse.collapse_scopes(net, depth)
+    if max_nodes is not None:
+        _collapse.limit(net, max_nodes)
+    return _net.to_graph(net)
+
+
+def read(fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int] | None = 0, **kwargs: Any):
+    names, weights = _arguments(fn, args, kwargs, params_argnums)
+
+    @functools.wraps(fn, updated=())
+    def traced(*args, **kwargs):
+        return fn(*args, **kwargs)
+
+    closed, out = jax.make_jaxpr(traced, return_shape=True)(*args, **kwargs)
+    results = ["output" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
+    return _jaxpr.read(closed, names, weights, results)
+
+
+def _arguments(fn, args, kwargs, params_argnums) -> tuple[list[str], list[bool]]:
+    """The name of each leaf ("params['conv1']['bias']"), and whether it is a parameter."""
+    argnums = {params_argnums} if isinstance(params_argnums, int) else set(params_argnums or ())
+    names = _argument_names(fn, len(args))
+    found, weights = [], []
+    for number, arg in enumerate(args):
+        bare = len(args) == 1 and not kwargs and jax.tree_util.treedef_is_leaf(jax.tree.structure(arg))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
+            name = names[number] + jax.tree_util.keystr(path)
+            _check_array(fn, name, leaf)
+            found.append(name)
+            weights.append(number in argnums and not bare)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(kwargs):
+        name = str(getattr(path[0], "key", path[0])) + jax.tree_util.keystr(path[1:])
+        _check_array(fn, name, leaf)
+        found.append(name)
+        weights.append(False)
+    return found, weights
+
+
+def _argument_names(fn, count: int) -> list[str]:
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names = []
+    for number in range(count):
+        parameter = parameters[number] if number < len(parameters) else None
+        if parameter is None or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            names += [f"arg{n}" for n in range(number, count)]
+            break
+        names.append(parameter.name)
+    return names
+
+
+def _check_array(fn, name: str, leaf: Any) -> None:
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return
+    if isinstance(leaf, (bool, int, float, complex)):
+        return
+    of = getattr(fn, "__name__", type(fn).__name__)
+    raise TypeError(
+        f"viz: argument {name} of {of} is {leaf!r}, a {type(leaf).__name__}; expected an array or a "
+        f"jax.ShapeDtypeStruct. Bind what is no array first, as in functools.partial({of}, {name.split('[')[0]}=...)"
+    )

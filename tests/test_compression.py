@@ -1,0 +1,520 @@
+"""Gradient compression: MXNet's bits, what goes over the wire, and that nothing is lost."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import compression
+
+CODERS = [
+    {"type": "2bit", "threshold": 0.5},
+    {"type": "1bit", "threshold": 0.25},
+    {"type": "int8"},
+    {"type": "int8", "rounding": "stochastic"},
+    {"type": "bf16"},
+    {"type": "bf16", "rounding": "stochastic"},
+    {"type": "topk", "ratio": 0.3},
+]
+SHAPES = [(), (3, 0, 2), (17,), (5, 7, 11), (1030,)]
+
+
+def name_of(spec):
+    return "-".join(str(value) for value in spec.values())
+
+
+def coder_of(spec):
+    coder = compression.make(spec)
+    assert coder is not None
+    return coder
+
+
+@pytest.fixture(params=CODERS, ids=name_of)
+def coder(request):
+    return coder_of(request.param)
+
+
+def encode(coder, value):
+    return coder.encode(value, coder.init(value.shape, value.dtype))
+
+
+def gradients(shape, seed=0, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+# ---- MXNet's own numbers
+
+P1 = [0.4, 0.5, 0.6, -0.5, -0.7, 0, 1.7, -1.2, 0.25]
+P2 = [0.2, 0.5, 0.4, -0.1, -0.3, 0, 0, 0, 0.25]
+H = 0.5
+TABLE = [
+    (P1, [0, H, H, -H, -H, 0, H, -H, 0], [62, 142, 0, 0], [0.4, 0, 0.1, 0, -0.2, 0, 1.2, -0.7, 0.25]),
+    (P2, [H, H, H, 0, -H, 0, H, -H, H], [252, 142, 192, 0], [0.1, 0, 0, -0.1, 0, 0, 0.7, -0.2, 0]),
+    ([0] * 9, [0] * 6 + [H, 0, 0], [0, 12, 0, 0], [0.1, 0, 0, -0.1, 0, 0, 0.2, -0.2, 0]),
+    (
+        [-0.6] * 9,
+        [-H] * 6 + [0, -H, -H],
+        [170, 162, 128, 0],
+        [0, -0.1, -0.1, -0.2, -0.1, -0.1, -0.4, -0.3, -0.1],
+    ),
+]
+
+
+def test_2bit_is_mxnets_table_of_values_bytes_and_residuals():
+    coder = coder_of({"type": "2bit", "threshold": 0.5})
+    state = coder.init((9,), "float32")
+    for pushed, stored, packed, residual in TABLE:
+        payload, state = coder.encode(jnp.array(pushed, jnp.float32), state)
+        assert payload["codes"].dtype == jnp.uint32
+        assert np.asarray(payload["codes"]).astype("<u4").tobytes() == bytes(packed)
+        np.testing.assert_array_equal(coder.decode(payload, (9,), "float32"), stored)
+        np.testing.assert_allclose(state["residual"], residual, atol=1e-6)
+
+
+# Seen on MXNet 1.9.1: kvstore `device`, four devices, each with its own residual, threshold 0.5, assign.
+SIX_PUSHES = [
+    [[1.5, -1.0, -0.5], [0.5, 1.5, 0.5]],
+    [[0.5, 0.5, -1.5], [-0.5, 0.0, 0.5]],
+    [[0.0, 0.5, -1.0], [-1.0, -1.0, -1.0]],
+    [[0.5, 1.0, -0.5], [0.5, 0.5, -0.5]],
+    [[0.0, 1.0, -0.5], [1.0, 0.0, 0.0]],
+    [[0.0, 2.0, -0.5], [2.0, -1.0, 0.5]],
+]
+
+
+def reference_gradients():
+    """(push, device, 2, 3): the stream that the reference was made with, after its six initial weights."""
+    return np.random.RandomState(0).randn(2 * 3 + 6 * 4 * 2 * 3)[6:].reshape(6, 4, 2, 3).astype(np.float32)
+
+
+def test_2bit_is_mxnets_over_six_pushes_from_four_devices():
+    coder = coder_of({"type": "2bit", "threshold": 0.5})
+    states = [coder.init((2, 3), "float32") for _ in range(4)]
+    residuals = np.zeros((4, 2, 3), np.float32)
+    for gradient, expected in zip(reference_gradients(), SIX_PUSHES, strict=True):
+        sent = [coder.encode(jnp.asarray(g), state) for g, state in zip(gradient, states, strict=True)]
+        states = [state for _, state in sent]
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *[payload for payload, _ in sent])
+        total = compression.decode_sum(coder, stacked, (2, 3), "float32")
+        np.testing.assert_array_equal(total, np.array(expected))
+        # the residuals too, bit for bit, against the rule written down in NumPy
+        residuals = residuals + gradient
+        residuals -= np.where(residuals >= H, H, np.where(residuals <= -H, -H, 0)).astype(np.float32)
+        np.testing.assert_array_equal([state["residual"] for state in states], residuals)
+
+
+def test_1bit_is_mxnet_2s_rule_and_bytes():
+    coder = coder_of({"type": "1bit", "threshold": 0.5})
+    value = np.random.default_rng(0).normal(size=70).astype(np.float32)
+    value[:2] = 0.5, np.nextafter(np.float32(0.5), np.float32(1))  # strictly greater
+    payload, state = encode(coder, jnp.asarray(value))
+    up = value > 0.5
+    packed = np.packbits(np.pad(up, (0, 96 - 70)))  # first element in the top bit
+    assert np.asarray(payload["codes"]).astype("<u4").tobytes() == packed.tobytes()
+    np.testing.assert_array_equal(coder.decode(payload, (70,), "float32"), np.where(up, 1, -1))
+    np.testing.assert_array_equal(state["residual"], value - np.where(up, 1, -1).astype(np.float32))
+
+
+# ---- nothing is lost
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    pushes=hnp.arrays(
+        np.float32,
+        hnp.array_shapes(min_dims=2, max_dims=3, min_side=1, max_side=9),
+        elements=st.floats(-100, 100, width=32),
+    ),
+    spec=st.sampled_from(CODERS),
+)
+def test_what_was_decoded_and_the_residual_are_what_was_pushed(pushes, spec):
+    coder = coder_of(spec)
+    shape = pushes.shape[1:]
+    state = coder.init(shape, "float32")
+    total = np.zeros(shape)
+    for pushed in pushes:
+        payload, state = coder.encode(jnp.asarray(pushed), state)
+        total += np.asarray(coder.decode(payload, shape, "float32"))
+    scale = max(1, len(pushes)) * 200
+    np.testing.assert_allclose(total + state["residual"], pushes.sum(0, dtype=float), atol=scale * 1e-6)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    pushes=hnp.arrays(
+        np.float32,
+        st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 5), st.integers(1, 5)),
+        elements=st.floats(-100, 100, width=32),
+    ),
+    rank=st.integers(1, 3),
+)
+def test_powersgd_sums_and_residuals_are_what_was_pushed(pushes, rank):
+    coder, shape = compression.PowerSGD(rank), pushes.shape[2:]
+    reduce = functools.partial(coder.allreduce, psum=lambda tree: jax.lax.psum(tree, "data"))
+    devices = pushes.shape[1]
+    states = jax.tree.map(lambda x: jnp.stack([x] * devices), coder.init(shape, "float32"))
+    total = np.zeros(shape)
+    for pushed in pushes:
+        summed, states = jax.vmap(reduce, axis_name="data")(jnp.asarray(pushed), states)
+        np.testing.assert_array_equal(summed, np.broadcast_to(summed[:1], summed.shape))
+        total += np.asarray(summed[0])
+    np.testing.assert_allclose(total + states["residual"].sum(0), pushes.sum((0, 1)), atol=0.05, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["int8", "bf16"])
+def test_stochastic_rounding_is_unbiased_and_nearest_is_not(kind):
+    value = jnp.full(1000, 1 + 0.3 / 127).at[0].set(3.0)  # between two steps of both
+
+    def mean(rounding, pushes=400):
+        coder = coder_of({"type": kind, "rounding": rounding})
+        fresh = coder.init(value.shape, value.dtype)
+
+        def push(state, _):
+            payload, state = coder.encode(value, {**state, "residual": fresh["residual"]})
+            return state, coder.decode(payload, value.shape, "float32")
+
+        return jax.lax.scan(push, fresh, length=pushes)[1].mean(0)[1:]
+
+    step = {"int8": 3 / 127, "bf16": 2**-7}[kind]
+    sigma = step / 2 / math.sqrt(400 * 999)
+    assert abs(float(mean("stochastic").mean() - value[1])) < 5 * sigma
+    assert abs(float(mean("nearest").mean() - value[1])) > 20 * sigma
+
+
+def test_random_streams_differ_by_push_and_seed_and_can_be_repeated():
+    coder = coder_of({"type": "bf16", "rounding": "stochastic"})
+    value = gradients(100)
+    first, after = encode(coder, value)
+    again, _ = encode(coder, value)
+    next_push, _ = coder.encode(value, {**after, "residual": jnp.zeros(100)})
+    other, _ = coder.encode(value, coder.init((100,), "float32", seed=1))
+    np.testing.assert_array_equal(first["bits"], again["bits"])
+    assert (first["bits"] != next_push["bits"]).any()
+    assert (first["bits"] != other["bits"]).any()
+
+
+@pytest.mark.parametrize("spec", [s for s in CODERS if s["type"] in ("int8", "bf16")], ids=name_of)
+@pytest.mark.parametrize("scale", [1e-35, 1.0, 1e30])
+def test_what_is_sent_is_close_whatever_the_scale(spec, scale):
+    coder = coder_of(spec)
+    value = gradients(3000) * np.float32(scale)
+    payload, state = jax.jit(lambda v: encode(coder, v))(value)
+    error = np.asarray(coder.decode(payload, value.shape, "float32") - value, float) / scale
+    assert np.isfinite(np.asarray(state["residual"])).all()
+    assert 0 < np.abs(error).max() <= (5 / 127 if spec["type"] == "int8" else 5 * 2**-7)
+
+
+def test_bf16_nearest_is_the_cast_and_keeps_what_it_lost_under_jit():
+    coder = coder_of({"type": "bf16"})
+    value = gradients(1000)
+    payload, state = jax.jit(lambda v: encode(coder, v))(value)
+    cast = np.asarray(value).astype(jnp.bfloat16)
+    assert payload["bits"].dtype == jnp.uint16
+    np.testing.assert_array_equal(np.asarray(payload["bits"]), cast.view(np.uint16))
+    np.testing.assert_array_equal(state["residual"], np.asarray(value) - cast.astype(np.float32))
+    assert np.abs(state["residual"]).max() > 0
+
+
+def test_bf16_sends_infinities_and_nan_as_they_are():
+    coder = coder_of({"type": "bf16", "rounding": "stochastic"})
+    value = jnp.array([jnp.inf, -jnp.inf, jnp.nan])
+    payload, _ = encode(coder, value)
+    np.testing.assert_array_equal(coder.decode(payload, (3,), "float32"), value)
+
+
+def test_topk_sends_exactly_the_k_largest_magnitudes():
+    coder = compression.TopK(0.1)
+    value = gradients((20, 10))
+    payload, state = encode(coder, value)
+    assert payload["indices"].dtype == jnp.int32
+    flat = np.asarray(value).reshape(-1)
+    largest = np.sort(np.argsort(-np.abs(flat))[:20])
+    np.testing.assert_array_equal(np.sort(payload["indices"]), largest)
+    np.testing.assert_array_equal(payload["values"], flat[np.asarray(payload["indices"])])
+    assert int((state["residual"] == 0).sum()) == 20
+    ties, _ = encode(coder, jnp.ones(200))
+    assert ties["indices"].shape == (20,)
+
+
+# ---- PowerSGD
+
+
+def alone(tree):
+    return tree
+
+
+def test_powersgd_of_full_rank_is_exact():
+    coder = compression.PowerSGD(4)
+    value = gradients((3, 2, 4))
+    total, state = coder.allreduce(value, coder.init(value.shape, value.dtype), alone)
+    np.testing.assert_allclose(total, value, atol=1e-5)
+    np.testing.assert_allclose(state["residual"], 0, atol=1e-5)
+
+
+def test_powersgd_warm_start_finds_the_best_rank_and_the_residual_brings_the_rest():
+    coder = compression.PowerSGD(1)
+    value = gradients((12, 8))
+    fresh = coder.init(value.shape, value.dtype)
+    state = fresh
+    for _ in range(30):
+        total, state = coder.allreduce(value, {**state, "residual": fresh["residual"]}, alone)
+    u, s, vt = np.linalg.svd(np.asarray(value))
+    np.testing.assert_allclose(total, s[0] * np.outer(u[:, 0], vt[0]), atol=1e-3)
+
+    _, totals = jax.lax.scan(lambda state, _: coder.allreduce(value, state, alone)[::-1], fresh, length=200)
+    assert float(jnp.abs(totals.mean(0) - value).max()) < 0.1
+    assert float(jnp.abs(totals[-1] - value).max()) > 0.3  # one push alone is far off
+
+
+def test_powersgd_survives_zeros_and_tiny_gradients():
+    coder = compression.PowerSGD(2)
+    state = coder.init((6, 5), "float32")
+    total, after = coder.allreduce(jnp.zeros((6, 5)), state, alone)
+    np.testing.assert_array_equal(total, 0)
+    np.testing.assert_array_equal(after["q"], state["q"])
+    value = jnp.outer(gradients(6), gradients(5, seed=1)) * np.float32(1e-25)
+    for _ in range(3):
+        total, after = coder.allreduce(value, {**after, "residual": jnp.zeros((6, 5))}, alone)
+    np.testing.assert_allclose(np.asarray(total, float) * 1e25, np.asarray(value, float) * 1e25, atol=1e-4)
+
+
+def test_powersgd_over_devices_equals_the_power_iteration_of_the_sum(devices):
+    coder = compression.PowerSGD(2)
+    n = len(devices)
+    values = gradients((n, 6, 5))
+    state = coder.init((6, 5), "float32")
+    states = jax.tree.map(lambda x: jnp.stack([x] * n), state)
+    reduce = functools.partial(coder.allreduce, psum=lambda tree: jax.lax.psum(tree, "data"))
+    summed, states = jax.pmap(reduce, axis_name="data", devices=devices)(values, states)
+    whole, _ = coder.allreduce(values.sum(0), state, alone)
+    for one in np.asarray(summed):
+        np.testing.assert_allclose(one, whole, atol=1e-4)
+    np.testing.assert_array_equal(states["q"], np.broadcast_to(states["q"][:1], states["q"].shape))
+
+
+# ---- shapes, dtypes, sizes
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_shape_and_dtype(coder, shape, dtype):
+    value = gradients(shape, dtype=dtype)
+    payload, state = encode(coder, value)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(payload)) == coder.wire_bytes(shape, dtype)
+    assert coder.decode(payload, shape, dtype).shape == shape
+    assert coder.decode(payload, shape, dtype).dtype == dtype
+    assert state["residual"].shape == shape
+    assert state["residual"].dtype == jnp.float32
+    exact = coder.decode(payload, shape, "float32") + state["residual"]
+    np.testing.assert_allclose(exact, value.astype(jnp.float32), atol=2e-6)
+    assert jax.tree.structure(state) == jax.tree.structure(coder.init(shape, dtype))
+
+
+def test_float64(coder):
+    with jax.enable_x64(True):
+        value = gradients((5, 7), dtype="float64")
+        payload, state = encode(coder, value)
+        decoded = coder.decode(payload, value.shape, "float64")
+        assert decoded.dtype == jnp.float64
+        assert state["residual"].dtype == jnp.float32
+        assert sum(leaf.nbytes for leaf in jax.tree.leaves(payload)) == coder.wire_bytes((5, 7), "float64")
+        np.testing.assert_allclose(decoded + state["residual"], value, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (40, 30), (3, 3, 8, 16)], ids=str)
+def test_powersgd_every_shape(shape):
+    coder = compression.PowerSGD(2)
+    value = gradients(shape, dtype="bfloat16")
+    sent = []
+
+    def psum(tree):
+        sent.extend(leaf.nbytes for leaf in jax.tree.leaves(tree))
+        return tree
+
+    total, state = coder.allreduce(value, coder.init(shape, "bfloat16"), psum)
+    assert (total.shape, total.dtype) == (shape, jnp.bfloat16)
+    assert sum(sent) == (coder.wire_bytes(shape, "bfloat16") if value.size else 0)
+    assert state["residual"].shape == shape
+    assert coder.pays(shape, "float32") == (shape in [(40, 30), (3, 3, 8, 16), (5, 7, 11)])
+
+
+@pytest.mark.parametrize(
+    ("spec", "part"),
+    [({"type": "2bit"}, 16), ({"type": "1bit"}, 32), ({"type": "int8"}, 4), ({"type": "bf16"}, 2)],
+    ids=str,
+)
+def test_part_of_the_plain_bytes(spec, part):
+    coder, size = coder_of(spec), 1 << 16
+    assert coder.wire_bytes((size,), "float32") == pytest.approx(4 * size / part, rel=0.02)
+    assert coder.pays((size,), "float32")
+
+
+def test_what_does_not_pay():
+    assert not coder_of({"type": "2bit"}).pays((1,), "float32")
+    assert coder_of({"type": "2bit"}).pays((2,), "float32")
+    assert not coder_of({"type": "2bit"}).pays((0,), "float32")
+    assert not coder_of({"type": "2bit"}).pays((100,), "int32")
+    assert not coder_of({"type": "bf16"}).pays((100,), "bfloat16")
+    assert not coder_of({"type": "int8"}).pays((1,), "float32")
+    assert not coder_of({"type": "topk", "ratio": 0.6}).pays((100,), "float32")
+    assert not compression.PowerSGD(2).pays((100,), "float32")
+    assert not compression.PowerSGD(4).pays((6, 6), "float32")
+
+
+@pytest.mark.parametrize("kind", ["1bit", "2bit", "bf16"])
+def test_elementwise_codes_of_a_bucket_are_the_codes_of_its_parts(kind):
+    coder = coder_of({"type": kind})
+    assert coder.elementwise
+    parts = [gradients(n, seed=n) for n in (32, 64, 45)]
+    whole, _ = encode(coder, jnp.concatenate(parts))
+    each = [encode(coder, part)[0] for part in parts]
+    for name in whole:
+        np.testing.assert_array_equal(whole[name], jnp.concatenate([payload[name] for payload in each]))
+
+
+def test_class_attributes_say_how_a_store_may_use_it():
+    known = {name: coder_of({"type": name}) for name in ("2bit", "1bit", "int8", "bf16", "topk", "powersgd")}
+    assert {name for name, coder in known.items() if coder.elementwise} == {"2bit", "1bit", "bf16"}
+    assert {name for name, coder in known.items() if coder.linear} == {"powersgd"}
+
+
+# ---- the same under every transform
+
+
+def over_pmap(push, values, states):
+    return jax.pmap(push)(values, states)
+
+
+def over_shard_map(push, values, states):
+    mesh = Mesh(np.array(jax.devices()[: len(values)]), ("data",))
+
+    def body(value, state):
+        one = push(value[0], jax.tree.map(lambda x: x[0], state))
+        return jax.tree.map(lambda x: x[None], one)
+
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data")))(values, states)
+
+
+def over_scan(push, values, states):
+    def body(carry, value_and_state):
+        return carry, push(*value_and_state)
+
+    return jax.lax.scan(body, None, (values, states))[1]
+
+
+@pytest.mark.parametrize("over", [jax.vmap, over_pmap, over_shard_map, over_scan], ids=lambda f: f.__name__)
+def test_transforms_give_the_eager_bits(coder, over):
+    values = gradients((4, 5, 9))
+    states = jax.tree.map(lambda x: jnp.stack([x] * 4), coder.init((5, 9), "float32"))
+
+    def push(value, state):
+        payload, state = coder.encode(value, state)
+        return payload, coder.decode(payload, (5, 9), "float32"), state
+
+    expected = [push(values[i], jax.tree.map(lambda x, i=i: x[i], states)) for i in range(4)]
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *expected)
+    got = over(push)(values, states) if over is jax.vmap else over(push, values, states)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        if one.dtype == jnp.float32:  # products may be fused with sums
+            np.testing.assert_allclose(one, other, atol=1e-6)
+        else:
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("spec", [s for s in CODERS if s["type"] in ("1bit", "2bit", "int8")], ids=name_of)
+def test_the_packed_form_crosses_between_devices(spec):
+    coder, size, n = coder_of(spec), 4096, 4
+    mesh = Mesh(np.array(jax.devices()[:n]), ("data",))
+
+    def body(value, state):
+        payload, state = coder.encode(value[0], jax.tree.map(lambda x: x[0], state))
+        gathered = jax.lax.all_gather(payload, "data")
+        return compression.decode_sum(coder, gathered, (size,), "float32")[None]
+
+    states = jax.tree.map(lambda x: jnp.stack([x] * n), coder.init((size,), "float32"))
+    values = gradients((n, size))
+    mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
+    summed = mapped(values, states)
+    np.testing.assert_allclose(summed, np.broadcast_to(summed[:1], summed.shape))
+    hlo = mapped.lower(values, states).compile().as_text()
+    bytes_of = {"u32": 4, "s8": 1, "f32": 4}
+    sent = 0
+    for line in hlo.splitlines():
+        if re.search(r" all-gather(-start)?\(", line):
+            operands = re.findall(r"(u32|s8|f32)\[([\d,]*)\]", line.split(" all-gather")[0])
+            sent += sum(bytes_of[d] * math.prod(map(int, s.split(","))) for d, s in operands)
+        assert not re.search(r" (all-reduce|all-to-all|reduce-scatter|collective-permute)\(", line)
+    assert sent == n * coder.wire_bytes((size,), "float32")
+
+
+def test_equal_compressors_are_one_compiled_program():
+    spec = {"type": "2bit", "threshold": 0.5}
+    assert coder_of(spec) == coder_of({"type": "2bit", "threshold": np.float64(0.5)})
+    assert hash(coder_of(spec)) == hash(coder_of(spec))
+    assert coder_of(spec) != coder_of({**spec, "threshold": 0.25})
+    traces = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(coder, value):
+        traces.append(coder)
+        return encode(coder, value)
+
+    for _ in range(3):
+        run(coder_of(spec), jnp.ones(5))
+    assert len(traces) == 1
+
+
+# ---- errors
+
+
+def test_none():
+    assert compression.make({"type": "none"}) is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"type": "3bit"}, r"got type '3bit', known types are none, 1bit, 2bit, bf16, int8, powersgd, topk"),
+        ({"threshold": 0.5}, r"got no type, known types are none, 1bit"),
+        ({"type": ["2bit"]}, r"got type \['2bit'\], known"),
+        ({"type": "2bit", "treshold": 1}, r"'2bit': unknown parameter 'treshold'; it takes threshold"),
+        ({"type": "none", "ratio": 1}, r"'none': unknown parameter 'ratio'; it takes no parameters"),
+        ({"type": "2bit", "threshold": 0}, r"'2bit': threshold must be a finite float32 > 0, got 0"),
+        ({"type": "2bit", "threshold": -0.5}, r"threshold must be a finite float32 > 0, got -0.5"),
+        ({"type": "2bit", "threshold": 1e-60}, r"threshold must be a finite float32 > 0, got 1e-60"),
+        ({"type": "2bit", "threshold": "0.5"}, r"threshold must be a finite float32 > 0, got '0.5'"),
+        ({"type": "2bit", "threshold": True}, r"threshold must be a finite float32 > 0, got True"),
+        ({"type": "1bit", "threshold": float("nan")}, r"'1bit': threshold must be a finite float32, got nan"),
+        ({"type": "int8", "rounding": "up"}, r"rounding must be 'nearest' or 'stochastic', got 'up'"),
+        ({"type": "topk", "ratio": 1.5}, r"ratio must be a finite float32 > 0 and <= 1, got 1.5"),
+        ({"type": "powersgd", "rank": 0}, r"'powersgd': rank must be an int >= 1, got 0"),
+        ({"type": "powersgd", "rank": 1.5}, r"rank must be an int >= 1, got 1.5"),
+    ],
+    ids=str,
+)
+def test_a_bad_specification_is_named(spec, message):
+    with pytest.raises(ValueError, match=message):
+        compression.make(spec)
+
+
+def test_a_specification_is_a_mapping():
+    with pytest.raises(TypeError, match="compression must be a mapping such as"):
+        compression.make("2bit")  # pyright: ignore
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64", "bool"])
+def test_only_floating_values_are_compressed(coder, dtype):
+    assert not coder.pays((100,), dtype)
+    with pytest.raises(
+        TypeError, match=f"takes floating values, got dtype {dtype}; push this key uncompressed"
+    ):
+        coder.init((3,), dtype)
