@@ -4,6 +4,7 @@ The table of contents; each name is a module, loaded when it is first used:
 
 - `jp.kv`: the store: `init`, `push`, `pull`, ...
 - `jp.updaters`: what a push does to the stored value; optax transforms are updaters.
+- `jp.compression`, `jp.sparse`: gradients made smaller on the wire; rows of tables.
 - `jp.parallel`: devices, `split_and_load`, `allreduce`, `spmd`.
 - `jp.train`, `jp.models`, `jp.data`: the training step, its loop, LeNet, Fashion-MNIST.
 - `jp.viz`: a picture and a table of any JAX function.
@@ -18,11 +19,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import (
         checkpoint as checkpoint,
+        compression as compression,
         data as data,
         distributed as distributed,
         kv as kv,
         models as models,
         parallel as parallel,
+        sparse as sparse,
         train as train,
         updaters as updaters,
         viz as viz,
@@ -30,8 +33,19 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = ("checkpoint", "data", "distributed", "kv", "models", "parallel", "train", "updaters", "viz")
-__all__ = [*_MODULES, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
+_MODULES = (
+    "checkpoint",
+    "compression",
+    "data",
+    "distributed",
+    "kv",
+    "models",
+    "parallel",
+    "sparse",
+    "train",
+    "updaters",
+    "viz",
+)
 
 
 def __getattr__(name: str):
@@ -41,4 +55,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted((*_MODULES, "__version__"))

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ._residence import canonical, copies, fits, place
 
@@ -94,9 +93,7 @@ def batches(
 
 def _check(size: int, batch_size: int, drop_remainder: bool, devices: int) -> None:
     if batch_size < 1 or devices < 1:
-        raise ValueError(
-            f"batch_size and the number of devices must be positive; got {batch_size}, {devices}"
-        )
+        raise ValueError(f"batch_size and the number of devices must be positive; got {batch_size}, {devices}")
     if batch_size % devices:
         down, up = batch_size // devices * devices, -(-batch_size // devices) * devices
         choice = f"{down} or {up}" if down else f"{up}"

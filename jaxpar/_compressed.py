@@ -20,9 +20,7 @@ from .compression import Compressor, LinearCompressor, decode_sum
 State = Any
 
 
-def start(
-    compressor: Compressor | LinearCompressor, shape: Shape, dtype: Any, seed: Any, rows: int | None
-) -> State:
+def start(compressor: Compressor | LinearCompressor, shape: Shape, dtype: Any, seed: Any, rows: int | None) -> State:
     """The state of a device that has pushed nothing; with `rows`, one for each row of a sharded value."""
     if rows is None:
         return compressor.init(shape, dtype, seed=seed)
@@ -38,16 +36,14 @@ def allreduce(
     limits: Limits,
 ) -> tuple[list[jax.Array], list[State]]:
     """The sums over the axis on every device, and the new states of this device."""
-    if compressor.linear:
+    if isinstance(compressor, LinearCompressor):
         return _linear(compressor, values, states, axis_name, limits)
     groups = buckets.plan_of(values, limits) if compressor.elementwise else [(i,) for i in range(len(values))]
     flat = [jnp.concatenate([values[i].reshape(-1) for i in g]) for g in groups]
     joined = [_join([states[i] for i in g]) for g in groups]
     coded = [compressor.encode(v, s) for v, s in zip(flat, joined, strict=True)]
     gathered = _exchange([payload for payload, _ in coded], lambda x: lax.all_gather(x, axis_name), 0, limits)
-    sums = [
-        decode_sum(compressor, payloads, v.shape, v.dtype) for payloads, v in zip(gathered, flat, strict=True)
-    ]
+    sums = [decode_sum(compressor, payloads, v.shape, v.dtype) for payloads, v in zip(gathered, flat, strict=True)]
     shapes = [v.shape for v in values]
     sums = [s.reshape(shapes[g[0]]) if len(g) == 1 else s for s, g in zip(sums, groups, strict=True)]
     new_states: list[State] = [None] * len(values)
@@ -65,14 +61,12 @@ def reduce_scatter(
     limits: Limits,
 ) -> tuple[list[jax.Array], list[State]]:
     """This device's (chunk,) of each sum over the axis; every row is encoded for the device that keeps it."""
-    if compressor.linear:
+    if isinstance(compressor, LinearCompressor):
         sums, states = _linear(compressor, values, states, axis_name, limits)
         return [collectives.own_chunk(s, axis_name) for s in sums], states
     shards = lax.axis_size(axis_name)
     rows = [collectives.to_rows(v, shards) for v in values]
-    coded = [
-        jax.vmap(compressor.encode)(r, s) if r.size else ({}, s) for r, s in zip(rows, states, strict=True)
-    ]
+    coded = [jax.vmap(compressor.encode)(r, s) if r.size else ({}, s) for r, s in zip(rows, states, strict=True)]
     exchanged = _exchange(
         [payload for payload, _ in coded],
         lambda x: lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,7 @@ class Compressor(Protocol):
         return floating(dtype) and self.wire_bytes(shape, dtype) < plain_bytes(shape, dtype)
 
 
+@runtime_checkable
 class LinearCompressor(Protocol):
     """A compression whose codes can be summed: `allreduce` takes the place of encode and decode."""
 
@@ -62,9 +63,7 @@ class LinearCompressor(Protocol):
 
     def init(self, shape: Shape, dtype, *, seed=0) -> State: ...
 
-    def allreduce(
-        self, value: jax.Array, state: State, psum: Callable[[Any], Any]
-    ) -> tuple[jax.Array, State]: ...
+    def allreduce(self, value: jax.Array, state: State, psum: Callable[[Any], Any]) -> tuple[jax.Array, State]: ...
 
     def wire_bytes(self, shape: Shape, dtype) -> int: ...
 
@@ -83,15 +82,12 @@ def start(name: str, shape: Shape, dtype) -> State:
     """The residual of a compressor that has sent nothing yet."""
     if not floating(dtype):
         raise TypeError(
-            f"compression {name!r} takes floating values, got dtype {jnp.dtype(dtype).name}; "
-            "push this key uncompressed"
+            f"compression {name!r} takes floating values, got dtype {jnp.dtype(dtype).name}; push this key uncompressed"
         )
     return {"residual": jnp.zeros(shape, jnp.float32)}
 
 
-def check_number(
-    name: str, parameter: str, value, *, positive: bool = False, most: float = math.inf
-) -> float:
+def check_number(name: str, parameter: str, value, *, positive: bool = False, most: float = math.inf) -> float:
     """`value` as a float; ValueError unless a finite number, > 0 if `positive`, and <= `most`."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     rounded = _float32(value) if number else math.nan  # as the arithmetic will see it

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from . import _check
 from ._store import KVStore, names, nbytes, shapes_of
+from ._types import traced
 from .updaters import accumulate, assign
 
 _MOST = 20
@@ -84,7 +84,7 @@ def _has_arrays(store: KVStore) -> bool:
 
 
 def _where(value: Any) -> str:
-    if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array):
+    if traced(value) or not isinstance(value, jax.Array):
         return "traced"
     devices = sorted(value.sharding.device_set, key=lambda d: d.id)
     place = ", ".join(f"{d.platform}:{d.id}" for d in devices[:8]) + (", ..." if len(devices) > 8 else "")

@@ -3,7 +3,7 @@
 Two ways. Where every key comes with one value from each of the same several devices, the values are packed into
 buckets on each device, and one program over those devices sums, unpacks and updates. Otherwise the values are
 moved to where the stored ones are, and one program there sums and updates. Both programs are kept by jax's own
-cache: a second push of the same keys and shapes compiles nothing.
+cache: a second push of values of the same shapes compiles nothing.
 """
 
 from __future__ import annotations
@@ -14,55 +14,71 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from . import _push, buckets
 from ._settle import settle
 from ._store import STORE_AXIS, KVStore, home, mesh_of
-from .updaters import Updater, assign
+from ._types import Device
+from .updaters import Updater, assign, ignores_key
 
-Devices = tuple[jax.Device, ...]
+# XLA compiles a kernel for each value, so a program for thousands of keys would take minutes.
+_MOST_KEYS = 256
+
+Devices = tuple[Device, ...]
 Lists = dict[int, list[jax.Array]]
 
 
 def push(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
     """The new values, updater states and residuals of the keys that are pushed."""
-    devices = _pushing_devices(store, pushed)
+    if len(pushed) > _MOST_KEYS:
+        return _by_parts(store, pushed, _MOST_KEYS)
     if isinstance(store.updater, Updater):
-        return _run(store, pushed, devices)
-    sums, _, residuals = _run(dataclasses.replace(store, updater=assign), pushed, devices)
+        return _run(store, pushed)
+    sums, _, residuals = _run(dataclasses.replace(store, updater=assign), pushed)
     like = next(iter(sums.values()))
     held = dataclasses.replace(store, values=_moved({k: store.values[k] for k in sums}, like.sharding))
     return *_push.update(held, sums), residuals
 
 
-def _run(store: KVStore, pushed: Lists, devices: Devices | None) -> tuple[dict, dict, dict]:
-    part = _only(store, pushed)
-    if devices is None:
-        targets = {k: _target(part, k) for k in pushed}
-        if len({frozenset(target.device_set) for target in targets.values()}) > 1:
-            return _one_by_one(store, pushed)
-        return _gathered(part, {k: [_to(v, targets[k]) for v in vs] for k, vs in pushed.items()})
-    on = NamedSharding(mesh_of(devices), P())
+def _by_parts(store: KVStore, pushed: Lists, most: int) -> tuple[dict, dict, dict]:
+    """The push of a few keys at a time."""
+    keys = list(pushed)
+    parts = [push(store, {k: pushed[k] for k in keys[i : i + most]}) for i in range(0, len(keys), most)]
+    return tuple({k: v for part in parts for k, v in part[i].items()} for i in range(3))  # pyright: ignore
+
+
+def _run(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
+    devices = _pushing_devices(store, pushed)
+    if devices is None and len({frozenset(_target(store, k).device_set) for k in pushed}) > 1:
+        return _by_parts(store, pushed, 1)  # stored on different devices: no program can have them all
+    residuals = {k: _push.residual_for(store, k, len(pushed[k])) for k in _push.compressed_keys(store, pushed)}
+    # Where the updater does not look at the key, one program serves all keys with values of these shapes.
+    names = dict(zip(pushed, range(len(pushed)) if ignores_key(store.updater) else pushed, strict=True))
+    part = _only(store, names, residuals)
+    lists = {names[k]: vs for k, vs in pushed.items()}
+    results = _moved_and_summed(part, lists) if devices is None else _summed_in_place(part, lists, devices)
+    return tuple({k: result[n] for k, n in names.items() if n in result} for result in results)  # pyright: ignore
+
+
+def _moved_and_summed(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
+    return _gathered(store, {k: [_to(v, _target(store, k)) for v in vs] for k, vs in pushed.items()})
+
+
+def _summed_in_place(store: KVStore, pushed: Lists, devices: Devices) -> tuple[dict, dict, dict]:
+    on, along = (NamedSharding(mesh_of(devices), spec) for spec in (P(), P(STORE_AXIS)))
     if store.kind != "sharded":
-        part = dataclasses.replace(
-            part, values=_moved(part.values, on), updater_state=_moved(part.updater_state, on)
+        store = dataclasses.replace(
+            store, values=_moved(store.values, on), updater_state=_moved(store.updater_state, on)
         )
-    if store.compressor is not None:
-        residuals = {
-            k: _push.residual_for(store, k, len(devices)) for k in _push.compressed_keys(store, pushed)
-        }
-        along = NamedSharding(mesh_of(devices), P(STORE_AXIS))
-        part = dataclasses.replace(part, residuals=jax.device_put(residuals, along))
-        groups = tuple((i,) for i in range(len(pushed)))
+    store = dataclasses.replace(store, residuals=_moved(store.residuals, along))
+    if store.compressor is None:
+        groups = buckets.plan(tuple((vs[0].shape, store.values[k].dtype) for k, vs in pushed.items()), store.limits)
     else:
-        groups = buckets.plan(
-            tuple((vs[0].shape, part.values[k].dtype) for k, vs in pushed.items()), store.limits
-        )
-    packed = _assembled(part, pushed, groups, devices)
-    settle((part, packed), devices)
-    return _program(devices)(part, packed, groups, _shapes(pushed))
+        groups = tuple((i,) for i in range(len(pushed)))
+    packed = _assembled(store, pushed, groups, devices)
+    settle((store, packed), devices)
+    return _program(devices)(store, packed, groups, _shapes(pushed))
 
 
 def _target(store: KVStore, key: int) -> jax.sharding.Sharding:
@@ -73,25 +89,19 @@ def _target(store: KVStore, key: int) -> jax.sharding.Sharding:
     return store.values[key].sharding
 
 
-def _one_by_one(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
-    """Keys whose stored values are on different devices cannot share a program."""
-    parts = [_run(store, {k: vs}, None) for k, vs in pushed.items()]
-    return tuple({k: v for part in parts for k, v in part[i].items()} for i in range(3))  # pyright: ignore
-
-
 def _shapes(pushed: Lists) -> tuple[tuple[int, ...], ...]:
     return tuple(vs[0].shape for vs in pushed.values())
 
 
-def _only(store: KVStore, keys: Any) -> KVStore:
-    """The store with these keys alone, without names: what a program depends on."""
-    shapes = tuple((k, shape) for k, shape in store.shapes if k in keys)
+def _only(store: KVStore, names: dict[int, int], residuals: dict[int, Any]) -> KVStore:
+    """The store with these keys alone, under other names and without paths: what a program depends on."""
+    shapes = dict(store.shapes)
     return dataclasses.replace(
         store,
-        values={k: store.values[k] for k in keys},
-        updater_state={k: store.updater_state[k] for k in keys},
-        residuals={k: store.residuals[k] for k in keys if k in store.residuals},
-        shapes=shapes,
+        values={n: store.values[k] for k, n in names.items()},
+        updater_state={n: store.updater_state[k] for k, n in names.items()},
+        residuals={names[k]: held for k, held in residuals.items()},
+        shapes=tuple((n, shapes[k]) for k, n in names.items()) if shapes else (),
         paths=(),
         treedef=None,
     )
@@ -144,13 +154,17 @@ def _assembled(store: KVStore, pushed: Lists, groups: Any, devices: Devices) -> 
 
 def _packed(values: list[jax.Array], dtypes: tuple, groups: Any) -> list[jax.Array]:
     """One device's buckets; a value that travels alone, has the right dtype and an axis is taken as it is."""
-    as_is = {
-        g[0] for g in groups if len(g) == 1 and values[g[0]].ndim and values[g[0]].dtype == dtypes[g[0]]
-    }
+    as_is = {g[0] for g in groups if len(g) == 1 and values[g[0]].ndim and values[g[0]].dtype == dtypes[g[0]]}
     to_pack = tuple(g for g in groups if g[0] not in as_is)
-    packed = iter(_pack([values[i] for g in to_pack for i in g], tuple(map(len, to_pack)), tuple(
-        dtypes[i] for g in to_pack for i in g
-    )) if to_pack else ())
+    packed = iter(
+        _pack(
+            [values[i] for g in to_pack for i in g],
+            tuple(map(len, to_pack)),
+            tuple(dtypes[i] for g in to_pack for i in g),
+        )
+        if to_pack
+        else ()
+    )
     return [values[g[0]] if g[0] in as_is else next(packed) for g in groups]
 
 

@@ -14,10 +14,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from . import data
 from ._settle import settle
 from ._step import TrainState
+from ._types import Device
 
 
 def evaluate(
-    state_or_params: Any, apply_fn: Callable[[Any, jax.Array], jax.Array], dataset: data.Dataset, *, batch_size: int
+    state_or_params: Any,
+    apply_fn: Callable[[Any, jax.Array], jax.Array],
+    dataset: data.Dataset,
+    *,
+    batch_size: int,
 ) -> dict[str, float]:
     """Mean cross-entropy and accuracy over every example, the last partial batch too.
 
@@ -82,13 +87,13 @@ def _batches(dataset: data.Dataset, size: int, devices: Any) -> Iterator[tuple[A
         yield next(iter(data.batches(filled, size, devices=devices, resident=False))), rest
 
 
-def _devices_of(params: Any) -> tuple[jax.Device, ...] | None:
+def _devices_of(params: Any) -> tuple[Device, ...] | None:
     """The devices of the parameters where they are several."""
     for leaf in jax.tree.leaves(params):
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
-            return tuple(leaf.sharding.mesh.devices.flat)
+            return tuple(np.ravel(leaf.sharding.mesh.devices))
     return None
 
 
-def _everywhere(devices: tuple[jax.Device, ...]) -> NamedSharding:
+def _everywhere(devices: tuple[Device, ...]) -> NamedSharding:
     return NamedSharding(Mesh(np.array(devices), ("data",)), P())

@@ -89,6 +89,7 @@ def fit(
     _check(train_data, test_data, apply_fn, epochs, batch_size, keep, checkpoint_every, resume)
     first = int(state.step)
     history: list[Record] = []
+    under_way: dict[str, Any] = {}
     checkpoints = None
     if checkpoint_dir is not None:
         from . import checkpoint
@@ -99,12 +100,14 @@ def fit(
             raise FileNotFoundError(f"fit: resume=True, but {checkpoint_dir} holds no checkpoint")
         if found is not None and int(found[0].step) > first:
             state, info = found
-            first, history = info["first"], info["history"]
+            if info:  # none where it was saved by `checkpoint.save`: no epoch of that state is known
+                first, history, under_way = _resumed(info, batch_size, len(train_data))
             print(f"jaxpar: resumed from step {int(state.step)} in {checkpoint_dir}", file=sys.stderr)
     try:
-        loop = _Loop(step, train_data, batch_size, first, epochs, progress, history)
+        loop = _Loop(step, train_data, batch_size, first, epochs, progress, under_way)
         _write(metrics_file, history, "w")
-        for state, done in loop.run(state):
+        steps = loop.run(state)
+        for state, done in steps:
             if done is not None:
                 _evaluated(done, state, apply_fn, test_data, batch_size)
                 loop.show(done)
@@ -112,10 +115,9 @@ def fit(
                 _write(metrics_file, [done], "a")
                 if callback is not None:
                     callback(state, done)
-            if checkpoints is not None and (
-                done is not None or (checkpoint_every and loop.at % checkpoint_every == 0)
-            ):
-                checkpoints.save(state, {"first": first, "history": history, **loop.unfinished()})
+            if checkpoints is not None and (done is not None or (checkpoint_every and loop.at % checkpoint_every == 0)):
+                examples = {"batch_size": batch_size, "examples": len(train_data)}
+                checkpoints.save(state, {"first": first, "history": history, **examples, **loop.unfinished()})
     finally:
         if checkpoints is not None:
             checkpoints.close()
@@ -133,17 +135,24 @@ class _Loop:
         first: int,
         epochs: int,
         progress: bool,
-        history: list[Record],
+        under_way: dict[str, Any],
     ):
         self.step, self.dataset, self.batch_size, self.first = step, dataset, batch_size, first
         self.steps = data.num_batches(len(dataset), batch_size)
         self.epochs, self.at = epochs, first
         self.progress = Progress(progress, epochs, self.steps)
-        self.sums: collections.Counter[str] = collections.Counter()
-        self.counted, self.seconds = 0, 0.0
+        self.sums: collections.Counter[str] = collections.Counter(under_way.get("sums", {}))
+        self.counted, self.seconds = under_way.get("counted", 0), under_way.get("seconds", 0.0)
+        self.waiting: collections.deque[dict[str, jax.Array]] = collections.deque()  # metrics that were not read yet
+        self.started = 0.0
 
     def unfinished(self) -> dict[str, Any]:
-        return {}
+        """What the record of an epoch that is under way needs of it; waits for the steps made so far."""
+        if (self.at - self.first) % self.steps == 0:
+            return {}
+        self._count(0)
+        seconds = self.seconds + time.perf_counter() - self.started
+        return {"sums": dict(self.sums), "counted": self.counted, "seconds": seconds}
 
     def show(self, record: Record) -> None:
         self.progress.end(record)
@@ -154,42 +163,41 @@ class _Loop:
         rng = jax.random.fold_in(state.rng, _SHUFFLE)
         last = self.first + self.epochs * self.steps
         batches = data.batches(
-            self.dataset, self.batch_size, rng=np.asarray(jax.random.key_data(rng)) if _typed(rng) else rng,
-            epochs=None, start=self.at, devices=state.store.devices,
+            self.dataset, self.batch_size, rng=rng, epochs=None, start=self.at, devices=state.store.devices
         )
-        waiting: collections.deque[dict[str, jax.Array]] = collections.deque()
-        started = time.perf_counter()
         self._begin_epoch()
         try:
             while self.at < last:
                 state, metrics = self.step(state, next(batches))
                 self.at += 1
-                waiting.append(metrics)
+                self.waiting.append(metrics)
                 over = (self.at - self.first) % self.steps == 0
-                while waiting and (over or len(waiting) > _BEHIND):
-                    self._count(waiting.popleft(), started)
+                self._count(0 if over else _BEHIND)
                 if not over:
                     yield state, None
                     continue
-                self.seconds += time.perf_counter() - started
+                self.seconds += time.perf_counter() - self.started
                 yield state, self._record()
-                started = time.perf_counter()
-                if self.at < last:
-                    self._begin_epoch()
+                self.sums.clear()
+                self.counted, self.seconds = 0, 0.0
+                self._begin_epoch()
         finally:
             self.progress.close()
 
     def _begin_epoch(self) -> None:
-        self.sums.clear()
-        self.counted, self.seconds = 0, 0.0
-        done = (self.at - self.first) % self.steps
-        self.progress.start((self.at - self.first) // self.steps + 1, done)
+        epoch, done = divmod(self.at - self.first, self.steps)
+        if epoch < self.epochs:
+            self.progress.start(epoch + 1, done)
+        self.started = time.perf_counter()
 
-    def _count(self, metrics: dict[str, jax.Array], started: float) -> None:
-        read = {k: float(v) for k, v in metrics.items() if np.ndim(v) == 0}
-        self.sums.update(read)
-        self.counted += 1
-        self.progress.step(read, self.counted * self.batch_size / (time.perf_counter() - started))
+    def _count(self, behind: int) -> None:
+        """Reads the metrics of all steps but the last few, which waits for these steps."""
+        while len(self.waiting) > behind:
+            read = {k: float(v) for k, v in self.waiting.popleft().items() if np.ndim(v) == 0}
+            self.sums.update(read)
+            self.counted += 1
+            seconds = self.seconds + time.perf_counter() - self.started
+            self.progress.step(read, self.counted * self.batch_size / seconds)
 
     def _record(self) -> Record:
         means = {k: v / self.counted for k, v in self.sums.items()}
@@ -204,8 +212,15 @@ class _Loop:
         }
 
 
-def _typed(rng: jax.Array) -> bool:
-    return jax.numpy.issubdtype(rng.dtype, jax.dtypes.prng_key)
+def _resumed(info: dict[str, Any], batch_size: int, examples: int) -> tuple[int, list[Record], dict[str, Any]]:
+    """The first step, the history and the unfinished epoch's sums; a run goes on with the batches it had."""
+    then, now = (info["batch_size"], info["examples"]), (batch_size, examples)
+    if then != now:
+        raise ValueError(
+            f"fit: the checkpoint is of a run with batches of {then[0]} out of {then[1]} examples, this one has "
+            f"{now[0]} out of {now[1]}; use those again, or another checkpoint_dir, or resume=False"
+        )
+    return info["first"], info["history"], info
 
 
 def _evaluated(record: Record, state: TrainState, apply_fn: Any, test_data: Any, batch_size: int) -> None:

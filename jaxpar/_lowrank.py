@@ -109,9 +109,7 @@ class PowerSGD(LinearCompressor):
         q = jax.random.normal(jax.random.key(0, impl="threefry2x32"), (columns, self._rank(rows, columns)))
         return {**state, "q": q.astype(jnp.float32)}
 
-    def allreduce(
-        self, value: jax.Array, state: State, psum: Callable[[Any], Any]
-    ) -> tuple[jax.Array, State]:
+    def allreduce(self, value: jax.Array, state: State, psum: Callable[[Any], Any]) -> tuple[jax.Array, State]:
         """The compressed sum of `value` over the devices.
 
         Args:

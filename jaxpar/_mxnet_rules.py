@@ -88,9 +88,11 @@ class _Update:
     rule: _Rule
     options: tuple[tuple[str, float], ...]
 
-    def __call__(
-        self, key: int, pushed: jax.Array, state: State, stored: jax.Array
-    ) -> tuple[jax.Array, State]:
+    @property
+    def uses_key(self) -> bool:
+        return bool(self.common.lr_mult or self.common.wd_mult)
+
+    def __call__(self, key: int, pushed: jax.Array, state: State, stored: jax.Array) -> tuple[jax.Array, State]:
         wide = _wide(stored.dtype)
         gradient = pushed.astype(wide) * self.common.rescale_grad
         rate = jnp.asarray(self.common.rate(key, state), wide)
@@ -192,9 +194,7 @@ def _number(name: str, value, *, least: float | None = 0) -> float:
 
 def _factors(name: str, factors: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:
     if factors is not None and not all(isinstance(key, numbers.Integral) for key in factors):
-        raise TypeError(
-            f"{name} maps keys to factors, got {factors!r}; multipliers(names, patterns) makes one"
-        )
+        raise TypeError(f"{name} maps keys to factors, got {factors!r}; multipliers(names, patterns) makes one")
     return tuple(sorted((int(key), _number(name, value)) for key, value in (factors or {}).items()))
 
 

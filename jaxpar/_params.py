@@ -16,13 +16,13 @@ from ._store import (
     KVStore,
     copied,
     create,
-    home,
     init,
     mesh_of,
     set_optimizer,
     set_updater,
     shapes_of,
 )
+from ._types import Device
 from .collectives import from_rows, to_rows
 
 
@@ -32,7 +32,7 @@ def from_params(
     kind: str = "device",
     optimizer: Any = None,
     updater: Any = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> KVStore:
     """A store that holds a pytree of arrays: keys 0..n-1 in flatten order, the path of a leaf as its name.
 
@@ -95,7 +95,7 @@ def to_params(store: KVStore, *, axis_name: str | None = None) -> Any:
     return store.treedef.unflatten([store.values[k] for k in keys])
 
 
-def place(store: KVStore, devices: Sequence[jax.Device]) -> KVStore:
+def place(store: KVStore, devices: Sequence[Device]) -> KVStore:
     """The store moved to other devices, values and updater states with it; the arrays are copies.
 
     A store of kind `sharded` is cut anew into one row for each device; of the other kinds, `local` too, each
@@ -116,14 +116,15 @@ def place(store: KVStore, devices: Sequence[jax.Device]) -> KVStore:
     target = create(store.kind, devices=devices).devices
     assert target is not None
     moved = dataclasses.replace(store, devices=target, values={}, updater_state={}, residuals={})
-    on, everywhere = home(moved), NamedSharding(mesh_of(target), P())
+    mesh = mesh_of(target)
+    rows, everywhere = NamedSharding(mesh, P(STORE_AXIS)), NamedSharding(mesh, P())
     shapes = shapes_of(store)
     keys = sorted(store.values)
 
     def put(k: int, leaf: jax.Array) -> jax.Array:
         """A value, or a leaf of an updater's state, which is laid out as the value where it has its shape."""
         if store.kind == "sharded" and leaf.shape == store.values[k].shape:
-            return copied(to_rows(from_rows(leaf, shapes[k]), len(target)), on)
+            return copied(to_rows(from_rows(leaf, shapes[k]), len(target)), rows)
         return copied(leaf, everywhere)
 
     moved = dataclasses.replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 
@@ -23,10 +24,15 @@ class Progress:
     def start(self, epoch: int, done: int) -> None:
         """A new epoch, of which `done` steps were made before."""
         if self._bars:
-            from tqdm.auto import tqdm
-
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # tqdm's, where ipywidgets is missing: its plain bar will do
+                from tqdm.auto import tqdm
             self._bar = tqdm(
-                total=self._steps, initial=done, desc=f"epoch {epoch}/{self._epochs}", unit="step", file=sys.stdout
+                total=self._steps,
+                initial=done,
+                desc=f"epoch {epoch}/{self._epochs}",
+                unit="step",
+                file=sys.stdout,
             )
 
     def step(self, metrics: dict[str, float], images_per_second: float) -> None:

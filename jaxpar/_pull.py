@@ -13,6 +13,7 @@ from . import _check, collectives
 from ._push import axis_size
 from ._settle import settle
 from ._store import STORE_AXIS, KVStore, mesh_of, shapes_of
+from ._types import Device, traced
 from .sparse import RowSparse, take
 
 
@@ -20,7 +21,7 @@ def pull(
     store: KVStore,
     key: int | Sequence[int],
     *,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
     axis_name: str | None = None,
 ) -> Any:
     """The stored values.
@@ -28,7 +29,8 @@ def pull(
     Args:
         store: any store.
         key: an int, or a list of ints.
-        devices: where to put copies. None: the value as the store has it.
+        devices: where to put copies. None: the value as the store has it. Under `jit` the program decides where
+            a value lies, so the list holds the value once for each device.
         axis_name: inside `pmap` or `shard_map`, the axis over which a store of kind `sharded` is spread; its
             rows are gathered. The other kinds need none.
 
@@ -68,14 +70,14 @@ def whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> list[ja
                 f"kv.pull: key {k}: this is one device's share of a store of kind 'sharded'; give axis_name to "
                 "gather the others"
             )
-    if any(isinstance(r, jax.core.Tracer) for r in rows):
+    if traced(rows):
         return [collectives.from_rows(r, shape) for r, shape in zip(rows, wanted, strict=True)]
     settle(rows, store.devices)
     return _gather_program(store.devices, store.limits)(rows, tuple(wanted))
 
 
 @functools.lru_cache(maxsize=64)
-def _gather_program(devices: tuple[jax.Device, ...], limits: Any) -> Any:
+def _gather_program(devices: tuple[Device, ...], limits: Any) -> Any:
     def run(rows: list[jax.Array], shapes: Any) -> list[jax.Array]:
         return jax.shard_map(
             lambda rows: collectives.all_gather([r.reshape(-1) for r in rows], shapes, STORE_AXIS, limits),
@@ -88,10 +90,12 @@ def _gather_program(devices: tuple[jax.Device, ...], limits: Any) -> Any:
     return jax.jit(run, static_argnums=1)
 
 
-def copies(values: Sequence[jax.Array], devices: tuple[jax.Device, ...]) -> list[list[jax.Array]]:
+def copies(values: Sequence[jax.Array], devices: tuple[Device, ...]) -> list[list[jax.Array]]:
     """For each value a list with a copy on each device; copies that are there already are not made again."""
     if not devices:
         return [[] for _ in values]
+    if traced(values):
+        return [[v] * len(devices) for v in values]
     everywhere = NamedSharding(mesh_of(devices), P()) if len(set(devices)) == len(devices) > 1 else None
     if everywhere is not None:
         if not all(v.sharding == everywhere for v in values):
@@ -103,7 +107,7 @@ def copies(values: Sequence[jax.Array], devices: tuple[jax.Device, ...]) -> list
 
 
 def row_sparse_pull(
-    store: KVStore, key: int | Sequence[int], row_ids: Any, *, devices: Sequence[jax.Device] | None = None
+    store: KVStore, key: int | Sequence[int], row_ids: Any, *, devices: Sequence[Device] | None = None
 ) -> Any:
     """Some rows of a stored value.
 
@@ -135,8 +139,14 @@ def row_sparse_pull(
     values = pull(store, keys)
     pulled = [take(value, i) for value, i in zip(values, ids, strict=True)]
     if devices is not None:
-        pulled = [[jax.device_put(rows, d) for d in devices] for rows in pulled]
+        pulled = [_rows_on(rows, devices) for rows in pulled]
     return pulled if many else pulled[0]
+
+
+def _rows_on(rows: RowSparse, devices: Sequence[Device]) -> list[RowSparse]:
+    if traced(rows):
+        return [rows] * len(devices)
+    return [jax.device_put(rows, d) for d in devices]
 
 
 def _of_arrays(row_ids: Sequence[Any]) -> bool:

@@ -85,9 +85,7 @@ def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict
         assert store.compressor is not None
         own = [_own_residual(store, k, axis_name) for k in packed]
         send = _compressed.reduce_scatter if store.kind == "sharded" else _compressed.allreduce
-        sums, states = send(
-            store.compressor, [pushed[k] for k in packed], [s for s, _ in own], axis_name, store.limits
-        )
+        sums, states = send(store.compressor, [pushed[k] for k in packed], [s for s, _ in own], axis_name, store.limits)
         summed.update(zip(packed, sums, strict=True))
         for k, state, (_, like) in zip(packed, states, own, strict=True):
             residuals[k] = jax.tree.map(lambda new, old: new.reshape(old.shape), state, like)

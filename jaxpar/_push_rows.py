@@ -9,6 +9,7 @@ import jax
 
 from . import _push, sparse
 from ._store import KVStore
+from ._types import traced
 from .sparse import RowSparse
 from .updaters import Updater, assign
 
@@ -30,7 +31,7 @@ def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | No
         stored, state = store.values[key], store.updater_state[key]
         if axis_name is not None:
             _push.axis_size(axis_name, "kv.push")
-        concrete = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((rows, stored, state)))
+        concrete = not traced((rows, stored, state))
         if concrete:
             rows = [jax.device_put(r, stored.sharding) for r in rows]
         compiled = concrete and isinstance(store.updater, Updater)

@@ -118,9 +118,7 @@ def check_table(shape, what: str) -> tuple[int, ...]:
     """The shape as Python ints; ValueError unless it has rows, few enough for int32 with room for padding."""
     shape = tuple(map(operator.index, shape))
     if not shape or not 0 <= shape[0] < 2**30:
-        raise ValueError(
-            f"{what}: a table must have a first axis of fewer than 2**30 rows, got shape {shape}"
-        )
+        raise ValueError(f"{what}: a table must have a first axis of fewer than 2**30 rows, got shape {shape}")
     return shape
 
 
@@ -147,9 +145,7 @@ def check_sorted(rows: RowSparse) -> None:
     if known(rows.indices):
         held = np.asarray(rows.indices)
         if (held[1:] <= held[:-1])[held[1:] < rows.shape[0]].any():
-            raise ValueError(
-                "RowSparse: rows are looked up in sorted indices, each once; call coalesce first"
-            )
+            raise ValueError("RowSparse: rows are looked up in sorted indices, each once; call coalesce first")
 
 
 def distinct_rows(rows: RowSparse) -> np.ndarray:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from . import _push, collectives, kv, parallel
 from ._settle import settle
 from ._store import STORE_AXIS, copied, mesh_of, shapes_of
+from ._types import Device, traced
 
 if TYPE_CHECKING:
     import optax
@@ -51,7 +52,7 @@ def create_state(
     store: kv.KVStore,
     rng: jax.Array | int,
     *,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
     grad_transform: optax.GradientTransformation | None = None,
 ) -> TrainState:
     """The state before the first step, copied onto the devices that will train.
@@ -83,7 +84,7 @@ def create_state(
     return _on(state, tuple(devices))
 
 
-def _on(state: TrainState, devices: tuple[jax.Device, ...]) -> TrainState:
+def _on(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
     """The state copied onto these devices."""
     rest = copied((state.step, state.rng, state.transform), NamedSharding(mesh_of(devices), P()))
     return TrainState(kv.place(state.store, devices), *rest)
@@ -93,7 +94,7 @@ def make_train_step(
     loss_fn: LossFn,
     *,
     engine: parallel.Engine = "pmap",
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
     axis_name: str = "data",
     grad_transform: optax.GradientTransformation | None = None,
 ) -> TrainStep:
@@ -151,7 +152,7 @@ class TrainStep:
     def __init__(self, loss_fn: LossFn, engine: str, axis_name: str, grad_transform: Any, devices: Any):
         self.engine, self.axis_name, self.devices = engine, axis_name, devices
         self._one = _OneDevice(loss_fn, axis_name, grad_transform)
-        self._programs: dict[tuple[jax.Device, ...], Any] = {}
+        self._programs: dict[tuple[Device, ...], Any] = {}
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         program, state, batch = self._prepared(state, batch)
@@ -178,7 +179,7 @@ class TrainStep:
         settle((state.step, batch), devices)
         return self._programs[devices], state, batch
 
-    def _compiled(self, devices: tuple[jax.Device, ...]) -> Any:
+    def _compiled(self, devices: tuple[Device, ...]) -> Any:
         engine = _pmapped if self.engine == "pmap" else _shard_mapped
 
         def train_step(state: TrainState, batch: Batch) -> Any:
@@ -192,10 +193,10 @@ class TrainStep:
         return jax.jit(train_step, donate_argnums=0)
 
 
-def _batch_on(batch: Batch, devices: tuple[jax.Device, ...]) -> Batch:
+def _batch_on(batch: Batch, devices: tuple[Device, ...]) -> Batch:
     """The batch, moved only where it lies on devices that are not the step's."""
     for leaf in jax.tree.leaves(batch):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, jax.Array) and not traced(leaf):
             there = leaf.sharding.device_set
             if len(there) != len(devices) or there != set(devices):
                 return jax.device_put(batch, NamedSharding(mesh_of(devices), P(STORE_AXIS)))

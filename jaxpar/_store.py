@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import _check, collectives
+from ._types import Device, traced
 from .buckets import Limits, Shape
 from .compression import Compressor, LinearCompressor
 from .updaters import Updater, assign
@@ -44,8 +45,8 @@ class KVStore:
     kind: str = "local"
     updater: Any = assign
     compressor: Compressor | LinearCompressor | None = None
-    devices: tuple[jax.Device, ...] | None = None
-    limits: Limits = Limits()
+    devices: tuple[Device, ...] | None = None
+    limits: Limits = dataclasses.field(default_factory=Limits)
     shapes: tuple[tuple[int, Shape], ...] = ()
     paths: tuple[tuple[int, str], ...] = ()
     treedef: Any = None
@@ -87,7 +88,7 @@ def _numbers(leaf: jax.Array) -> np.ndarray:
 def create(
     kind: str = "local",
     *,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
     bucket_bytes: int = Limits.bucket_bytes,
     alone_bytes: int = Limits.alone_bytes,
 ) -> KVStore:
@@ -117,9 +118,7 @@ def create(
     """
     kind = _ALIASES.get(kind, kind)
     if kind not in KINDS:
-        raise ValueError(
-            f"kv.create: unknown kind {kind!r}; known are {', '.join(KINDS)} and {', '.join(_ALIASES)}"
-        )
+        raise ValueError(f"kv.create: unknown kind {kind!r}; known are {', '.join(KINDS)} and {', '.join(_ALIASES)}")
     if kind == "dist_async":
         raise NotImplementedError(
             "kv.create: 'dist_async' is not in this version; 'dist_sync' is the same training without staleness"
@@ -163,9 +162,7 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
         if k in seen:
             raise ValueError(f"kv.init: key {k} is initialised already; push changes its value")
         seen.add(k)
-    arrays = {
-        k: _check.array(v, f"kv.init: value of key {k}") for k, v in zip(keys, given, strict=True)
-    }
+    arrays = {k: _check.array(v, f"kv.init: value of key {k}") for k, v in zip(keys, given, strict=True)}
     values = {k: lay_out(store, v) for k, v in arrays.items()}
     shapes = store.shapes
     if store.kind == "sharded":
@@ -183,7 +180,7 @@ def init_state(store: KVStore, key: int, value: jax.Array) -> Any:
     if not isinstance(store.updater, Updater):
         return ()
     state = store.updater.init(key, value)
-    if store.devices is None or isinstance(value, jax.core.Tracer):
+    if store.devices is None or traced(value):
         return state
     on = home(store)
     everywhere = on if store.kind == "local" else NamedSharding(mesh_of(store.devices), PartitionSpec())
@@ -247,9 +244,7 @@ def set_optimizer(store: KVStore, tx: Any) -> KVStore:
     if isinstance(tx, Updater):
         return set_updater(store, tx)
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        raise TypeError(
-            f"kv.set_optimizer: expected an optax.GradientTransformation, got {_check.describe(tx)}"
-        )
+        raise TypeError(f"kv.set_optimizer: expected an optax.GradientTransformation, got {_check.describe(tx)}")
     if couples_keys(tx):
         raise ValueError(
             "kv.set_optimizer: this transform computes the update of one key from the gradients of others (as "
@@ -299,7 +294,7 @@ def names(store: KVStore) -> dict[int, str]:
 # Where a value lies.
 
 
-def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
+def mesh_of(devices: Sequence[Device]) -> Mesh:
     return Mesh(np.array(devices), (STORE_AXIS,))
 
 
@@ -316,7 +311,7 @@ def lay_out(store: KVStore, value: jax.Array) -> jax.Array:
     if store.kind == "sharded":
         value = collectives.to_rows(value, shards(store))
     sharding = home(store)
-    return value if sharding is None or isinstance(value, jax.core.Tracer) else jax.device_put(value, sharding)
+    return value if sharding is None or traced(value) else jax.device_put(value, sharding)
 
 
 def home(store: KVStore) -> jax.sharding.Sharding | None:

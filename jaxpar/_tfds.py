@@ -50,9 +50,7 @@ def _builder_class(name: str) -> Any:
         def _generate_examples(self, num_examples, data_path, label_path):
             images, labels = _idx.read(data_path), _idx.read(label_path)
             if not len(images) == len(labels) == num_examples:
-                raise ValueError(
-                    f"expected {num_examples} images and labels, got {len(images)} and {len(labels)}"
-                )
+                raise ValueError(f"expected {num_examples} images and labels, got {len(images)} and {len(labels)}")
             for index, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
                 yield index, {"image": _png(image), "label": label}
 
@@ -144,9 +142,7 @@ def read(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np.ndarray]
 
 
 def _damaged(folder: str | Path, reason: str) -> ValueError:
-    return ValueError(
-        f"the prepared data set in {folder} is damaged ({reason}). Delete that folder and load again."
-    )
+    return ValueError(f"the prepared data set in {folder} is damaged ({reason}). Delete that folder and load again.")
 
 
 def _builder(name: str, data_dir: Path) -> Any:

@@ -38,7 +38,7 @@ class Limits:
 
 
 @functools.lru_cache(maxsize=256)
-def plan(avals: tuple[tuple[Shape, Any], ...], limits: Limits = Limits()) -> tuple[tuple[int, ...], ...]:  # noqa: B008
+def plan(avals: tuple[tuple[Shape, Any], ...], limits: Limits = Limits()) -> tuple[tuple[int, ...], ...]:
     """Which values travel together.
 
     Args:
@@ -82,9 +82,7 @@ def pack(values: Sequence[jax.Array], groups: Sequence[Sequence[int]]) -> list[j
     ]
 
 
-def unpack(
-    packed: Sequence[jax.Array], shapes: Sequence[Shape], groups: Sequence[Sequence[int]]
-) -> list[jax.Array]:
+def unpack(packed: Sequence[jax.Array], shapes: Sequence[Shape], groups: Sequence[Sequence[int]]) -> list[jax.Array]:
     """The inverse of `pack`: the values again, in their first order and shapes."""
     values: list[Any] = [None] * len(shapes)
     for array, group in zip(packed, groups, strict=True):

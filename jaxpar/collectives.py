@@ -63,14 +63,10 @@ def from_rows(rows: jax.Array, shape: Shape) -> jax.Array:
     return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
-def _by_rows(
-    rows: Sequence[jax.Array], limits: Limits
-) -> tuple[list[jax.Array], tuple[tuple[int, ...], ...]]:
+def _by_rows(rows: Sequence[jax.Array], limits: Limits) -> tuple[list[jax.Array], tuple[tuple[int, ...], ...]]:
     """(shards, chunk) arrays in buckets along their second axis."""
     groups = buckets.plan_of(rows, limits)
-    return [
-        rows[g[0]] if len(g) == 1 else jnp.concatenate([rows[i] for i in g], axis=1) for g in groups
-    ], groups
+    return [rows[g[0]] if len(g) == 1 else jnp.concatenate([rows[i] for i in g], axis=1) for g in groups], groups
 
 
 def reduce_scatter(values: Sequence[jax.Array], axis_name: str, limits: Limits) -> list[jax.Array]:
@@ -82,9 +78,7 @@ def reduce_scatter(values: Sequence[jax.Array], axis_name: str, limits: Limits) 
     return buckets.unpack(mine, [r.shape[1:] for r in rows], groups)
 
 
-def all_gather(
-    chunks: Sequence[jax.Array], shapes: Sequence[Shape], axis_name: str, limits: Limits
-) -> list[jax.Array]:
+def all_gather(chunks: Sequence[jax.Array], shapes: Sequence[Shape], axis_name: str, limits: Limits) -> list[jax.Array]:
     """The whole values out of every device's (chunk,): the inverse of the scatter."""
     groups = buckets.plan_of(chunks, limits)
     gathered = [lax.all_gather(array, axis_name) for array in buckets.pack(chunks, groups)]

@@ -63,9 +63,7 @@ def make(spec: Mapping[str, Any]) -> Compressor | LinearCompressor | None:
         TwoBit(threshold=0.5)
     """
     if not isinstance(spec, Mapping):
-        raise TypeError(
-            f'compression must be a mapping such as {{"type": "2bit", "threshold": 0.5}}, got {spec!r}'
-        )
+        raise TypeError(f'compression must be a mapping such as {{"type": "2bit", "threshold": 0.5}}, got {spec!r}')
     parameters = dict(spec)
     name = parameters.pop("type", None)
     known = ["none", *_TYPES]

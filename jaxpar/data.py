@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from . import _idx, _probe, _tfds
-from ._batches import batches as batches
-from ._batches import num_batches as num_batches
+from ._batches import batches as batches, num_batches as num_batches
 
 __all__ = ["FASHION_MNIST_CLASSES", "Dataset", "batches", "load", "num_batches"]
 
@@ -70,15 +69,11 @@ class Dataset:
     def __post_init__(self) -> None:
         images, labels = np.asarray(self.images), np.asarray(self.labels)
         if images.ndim == 0 or labels.ndim == 0 or len(images) != len(labels):
-            raise ValueError(
-                f"a data set needs one label an image: images {images.shape}, labels {labels.shape}"
-            )
+            raise ValueError(f"a data set needs one label an image: images {images.shape}, labels {labels.shape}")
         if np.issubdtype(labels.dtype, np.integer) and labels.dtype != np.int32:
             limits = np.iinfo(np.int32)
             if labels.size and not limits.min <= labels.min() <= labels.max() <= limits.max:
-                raise ValueError(
-                    f"labels are stored as int32; these run from {labels.min()} to {labels.max()}"
-                )
+                raise ValueError(f"labels are stored as int32; these run from {labels.min()} to {labels.max()}")
             labels = labels.astype(np.int32)
         object.__setattr__(self, "images", images)
         object.__setattr__(self, "labels", labels)
@@ -146,9 +141,7 @@ def _find(name: str, folder: Path, source: str) -> tuple[str, Path | None]:
     if source in ("auto", "prepared") and _tfds.prepared_dir(name, folder) is not None:
         return "prepared", None
     if source == "prepared":
-        raise FileNotFoundError(
-            f"{folder} holds no {name!r} prepared by tensorflow-datasets. {_advice(name)}"
-        )
+        raise FileNotFoundError(f"{folder} holds no {name!r} prepared by tensorflow-datasets. {_advice(name)}")
     if source in ("files", "debian") and name != "fashion_mnist":
         raise ValueError(f"source={source!r} is for 'fashion_mnist' only; got name {name!r}")
     for word, place in _places().items():

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from . import _check, _eager, _pull, _push
+from . import _check, _eager, _push
 from ._eager import partition_specs as partition_specs
 from ._params import from_params as from_params, place as place, to_params as to_params
 from ._pull import pull as pull, row_sparse_pull as row_sparse_pull
@@ -34,6 +34,7 @@ from ._store import (
     set_updater as set_updater,
     shapes_of,
 )
+from ._types import Device, traced
 from .sparse import RowSparse
 
 Key = int | Sequence[int]
@@ -93,7 +94,7 @@ def _dense(store: KVStore, pushed: dict[int, list[jax.Array]], axis_name: str | 
 
 def _traced(store: KVStore, pushed: Any) -> bool:
     part = [(store.values[k], store.updater_state[k], store.residuals.get(k)) for k in pushed]
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((part, pushed)))
+    return traced((part, pushed))
 
 
 def pushpull(
@@ -101,7 +102,7 @@ def pushpull(
     key: Key,
     value: Any,
     *,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
     axis_name: str | None = None,
 ) -> tuple[KVStore, Any]:
     """`push`, then `pull` of the same keys; a store without updater gives the sums back.
@@ -125,9 +126,7 @@ def pushpull(
     return store, pull(store, key, devices=devices, axis_name=axis_name)
 
 
-def broadcast(
-    store: KVStore, key: Key, value: Any, *, devices: Sequence[jax.Device] | None = None
-) -> tuple[KVStore, Any]:
+def broadcast(store: KVStore, key: Key, value: Any, *, devices: Sequence[Device] | None = None) -> tuple[KVStore, Any]:
     """`init`, then `pull` of the same keys.
 
     Returns:

@@ -34,9 +34,7 @@ if TYPE_CHECKING:
     from .updaters import Updater
 
 
-def mxnet_sgd(
-    learning_rate: Rate = 0.01, momentum: float = 0.0, wd: float = 0.0, **common: Unpack[Options]
-) -> Updater:
+def mxnet_sgd(learning_rate: Rate = 0.01, momentum: float = 0.0, wd: float = 0.0, **common: Unpack[Options]) -> Updater:
     """MXNet's SGD. The momentum buffer holds the rate, so a change of the rate acts on new gradients alone.
 
     Args:
@@ -65,9 +63,7 @@ def mxnet_sgd(
     return make(sgd, slots, {"momentum": momentum}, learning_rate, wd, common)
 
 
-def mxnet_nag(
-    learning_rate: Rate = 0.1, momentum: float = 0.9, wd: float = 0.0, **common: Unpack[Options]
-) -> Updater:
+def mxnet_nag(learning_rate: Rate = 0.1, momentum: float = 0.9, wd: float = 0.0, **common: Unpack[Options]) -> Updater:
     """MXNet's Nesterov accelerated gradient; arguments as for `mxnet_sgd`."""
     slots = ("momentum",) if momentum else ()
     return make(nag, slots, {"momentum": momentum}, learning_rate, wd, common)
@@ -131,9 +127,7 @@ def set_learning_rate(state: Any, learning_rate) -> Any:
 
     state = jax.tree_util.tree_map_with_path(replace, state)
     if not found:
-        raise ValueError(
-            "set_learning_rate: no rate in this state; make the optimizer with rate_in_state=True"
-        )
+        raise ValueError("set_learning_rate: no rate in this state; make the optimizer with rate_in_state=True")
     return state
 
 
@@ -160,9 +154,7 @@ def multipliers(names: Mapping[int, str], patterns: Mapping[str, float]) -> dict
     for pattern, factor in patterns.items():
         keys = [k for k, name in names.items() if name == pattern or fnmatch.fnmatchcase(name, pattern)]
         if not keys:
-            raise ValueError(
-                f"multipliers: {pattern!r} matches no name, known are {', '.join(names.values())}"
-            )
+            raise ValueError(f"multipliers: {pattern!r} matches no name, known are {', '.join(names.values())}")
         factors.update(dict.fromkeys(keys, factor))
     return dict(sorted(factors.items()))
 

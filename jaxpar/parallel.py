@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 
 from . import _check, kv
 from ._store import copied, mesh_of
+from ._types import Device
 
 Engine = Literal["pmap", "shard_map"]
 ENGINES: tuple[Engine, ...] = ("pmap", "shard_map")
@@ -51,7 +52,7 @@ def use_cpu_devices(n: int) -> None:
         ) from error
 
 
-def check_devices(devices: Sequence[jax.Device] | None, what: str) -> tuple[jax.Device, ...]:
+def check_devices(devices: Sequence[Device] | None, what: str) -> tuple[Device, ...]:
     """The devices as a tuple, all local ones for None; `ValueError` where there is none or one stands twice."""
     chosen = tuple(jax.local_devices() if devices is None else devices)
     if not chosen or len(set(chosen)) < len(chosen):
@@ -59,7 +60,7 @@ def check_devices(devices: Sequence[jax.Device] | None, what: str) -> tuple[jax.
     return chosen
 
 
-def split_and_load(data: Any, devices: Sequence[jax.Device], *, even_split: bool = True) -> list[Any]:
+def split_and_load(data: Any, devices: Sequence[Device], *, even_split: bool = True) -> list[Any]:
     """Splits a batch along its first axis and puts one part on each device, as gluon's function of this name.
 
     Args:
@@ -88,9 +89,7 @@ def split_and_load(data: Any, devices: Sequence[jax.Device], *, even_split: bool
             f"{-(-n // k) * k}, or even_split=False"
         )
     ends = np.cumsum([n // k + (i < n % k) for i in range(k)])
-    parts = [
-        jax.tree.map(lambda x, i=i: x[ends[i - 1] if i else 0 : ends[i]], data) for i in range(k)
-    ]
+    parts = [jax.tree.map(lambda x, i=i: x[ends[i - 1] if i else 0 : ends[i]], data) for i in range(k)]
     return [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
 
 
@@ -103,7 +102,7 @@ def batch_length(data: Any, what: str) -> int:
     return next(iter(lengths))[0]
 
 
-def copy_to(params: Any, device: jax.Device) -> Any:
+def copy_to(params: Any, device: Device) -> Any:
     """A copy of a pytree of arrays on one device: the articles' `get_params`.
 
     Example:
@@ -113,7 +112,7 @@ def copy_to(params: Any, device: jax.Device) -> Any:
     return copied(params, SingleDeviceSharding(device))
 
 
-def replicate(tree: Any, devices: Sequence[jax.Device]) -> Any:
+def replicate(tree: Any, devices: Sequence[Device]) -> Any:
     """A pytree with a copy of every array on each device, as arrays over all of them.
 
     Args:
@@ -170,7 +169,7 @@ def spmd(
     *,
     engine: Engine = "pmap",
     axis_name: str,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
     in_axes: Any = 0,
     out_axes: Any = 0,
     donate_argnums: int | Sequence[int] = (),
@@ -222,9 +221,7 @@ def check_engine(engine: str, what: str) -> None:
 
 
 def _pmapped(fn, axis_name, devices, in_axes, out_axes, donate):
-    return jax.pmap(
-        fn, axis_name, in_axes=in_axes, out_axes=out_axes, devices=devices, donate_argnums=donate
-    )
+    return jax.pmap(fn, axis_name, in_axes=in_axes, out_axes=out_axes, devices=devices, donate_argnums=donate)
 
 
 def _shard_mapped(fn, axis_name, devices, in_axes, out_axes, donate):
@@ -236,7 +233,11 @@ def _shard_mapped(fn, axis_name, devices, in_axes, out_axes, donate):
             return _over(lambda x: jnp.asarray(x)[None], out, out_axes)
 
         return jax.shard_map(
-            body, mesh=mesh, in_specs=_specs(in_axes, axis_name), out_specs=_specs(out_axes, axis_name), check_vma=False
+            body,
+            mesh=mesh,
+            in_specs=_specs(in_axes, axis_name),
+            out_specs=_specs(out_axes, axis_name),
+            check_vma=False,
         )(*args)
 
     return jax.jit(run, donate_argnums=donate)

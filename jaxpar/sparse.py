@@ -82,9 +82,7 @@ def _coalesce(rows: RowSparse, size: int) -> RowSparse:
     new = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
     place = jnp.where(ordered < count, jnp.cumsum(new) - 1, size).astype(jnp.int32)
     values = jnp.zeros((size, *rows.shape[1:]), rows.dtype).at[place].add(rows.values[order], mode="drop")
-    return unchecked(
-        rows.shape, (jnp.full(size, count, jnp.int32).at[place].set(ordered, mode="drop"), values)
-    )
+    return unchecked(rows.shape, (jnp.full(size, count, jnp.int32).at[place].set(ordered, mode="drop"), values))
 
 
 def to_dense(rows: RowSparse) -> jax.Array:
@@ -217,9 +215,7 @@ def lazy_update(
         [1.0, -4.0, 1.0]
     """
     if rows.shape != stored.shape:
-        raise ValueError(
-            f"lazy_update: rows of a table of shape {rows.shape}, stored value of {stored.shape}"
-        )
+        raise ValueError(f"lazy_update: rows of a table of shape {rows.shape}, stored value of {stored.shape}")
     rows = with_values(rows, rows.values.astype(stored.dtype))
     if not coalesced:
         rows = _coalesce(rows, rows.indices.shape[0])

@@ -2,6 +2,8 @@
 
 from ._evaluate import evaluate as evaluate
 from ._fit import fit as fit
+from ._history import plot_history as plot_history
+from ._loss import classification_loss as classification_loss
 from ._step import (
     TrainState as TrainState,
     TrainStep as TrainStep,

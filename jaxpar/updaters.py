@@ -3,7 +3,7 @@
 An `Updater` is a pair of pure functions, in the manner of optax: `init` makes the state that belongs to a key,
 `update` turns what was pushed (summed over devices), that state and the stored value into the new stored value
 and the new state. MXNet's updater mutated the stored array and its return value was ignored; here it is the
-other way round.
+other way round. MXNet's own optimizers are here too (`mxnet_sgd`, ...; see `jaxpar.mxnet_optimizers`).
 
 All of these compare equal when they are made from the same parts, so a store that carries one is a stable
 static argument: the same `tx` object is one compiled program.
@@ -12,10 +12,22 @@ static argument: the same `tx` object is one compiled program.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+
+from .mxnet_optimizers import (
+    multipliers as multipliers,
+    mxnet_adagrad as mxnet_adagrad,
+    mxnet_adam as mxnet_adam,
+    mxnet_nag as mxnet_nag,
+    mxnet_rmsprop as mxnet_rmsprop,
+    mxnet_sgd as mxnet_sgd,
+    mxnet_wd_mult as mxnet_wd_mult,
+    set_learning_rate as set_learning_rate,
+)
 
 if TYPE_CHECKING:
     import optax
@@ -105,6 +117,7 @@ class _OptaxInit:
 @dataclasses.dataclass(frozen=True)
 class _OptaxUpdate:
     tx: optax.GradientTransformation
+    uses_key = False
 
     def __call__(self, key: int, pushed: jax.Array, state: State, stored: jax.Array):
         del key
@@ -131,6 +144,11 @@ def from_optax(tx: optax.GradientTransformation) -> Updater:
     return Updater(_OptaxInit(tx), _OptaxUpdate(tx))
 
 
+def ignores_key(updater: Any) -> bool:
+    """Whether it is known that an updater does the same for every key, so that keys can share a program."""
+    return updater in (assign, accumulate) or not getattr(getattr(updater, "update", None), "uses_key", True)
+
+
 def couples_keys(tx: optax.GradientTransformation) -> bool:
     """Whether the update of one value depends on the gradient of another, as with clipping by a global norm.
 
@@ -139,15 +157,21 @@ def couples_keys(tx: optax.GradientTransformation) -> bool:
     """
     import jax.numpy as jnp
 
-    params = (jnp.ones(4), jnp.ones(4))
     others = jnp.stack([jnp.ones(4), jnp.full(4, 1e30), jnp.full(4, jnp.nan)])
-
-    def first_update(other: jax.Array) -> jax.Array:
-        return tx.update((jnp.ones(4), other), tx.init(params), params)[0][0]  # pyright: ignore
-
     try:
         with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
-            first = jax.jit(jax.vmap(first_update))(others)
+            first = _first_updates(tx, others)
             return not bool((first == first[:1]).all())
     except Exception:  # any error here is about our two vectors, not about the user's values
         return False
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _first_updates(tx: optax.GradientTransformation, others: jax.Array) -> jax.Array:
+    """The first of two values' updates for each gradient of the second; one program for each `tx`."""
+
+    def first_update(other: jax.Array) -> jax.Array:
+        ones = jax.numpy.ones(4)
+        return tx.update((ones, other), tx.init((ones, ones)), (ones, ones))[0][0]  # pyright: ignore
+
+    return jax.vmap(first_update)(others)

@@ -1,9 +1,30 @@
-"""See any JAX function: `plot_network`, `print_summary` and the `trace` that both are drawn from."""
+"""See any JAX function: a picture, a table, and the plain data that both are drawn from.
+
+- `plot_network(fn, *args)`: the picture, a `graphviz.Digraph` that a notebook shows and `save` writes.
+- `print_summary(fn, *args)`: the table of layers.
+- `trace(fn, *args)`: the `Graph` of `Node`s and `Edge`s.
+- `CALLS`, `RULES`: what is folded into one layer. `rules=[Call("my_attention", "Attention")]` folds a function of your
+  own; a `Rule` matches a pattern of cells and returns a `Fold`.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from ._calls import CALLS as CALLS, Call as Call
 from ._fold import RULES as RULES, Fold as Fold, Rule as Rule
 from ._graph import Edge as Edge, Graph as Graph, Node as Node
-from ._trace import trace as trace
 from ._plot import plot_network as plot_network
+from ._summary import print_summary as print_summary
+from ._trace import trace as trace
+
+if TYPE_CHECKING:
+    from ._render import Plot as Plot, RenderError as RenderError
+
+
+def __getattr__(name: str):
+    if name in ("Plot", "RenderError"):  # they need graphviz, which loads on first use
+        from . import _render
+
+        return getattr(_render, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

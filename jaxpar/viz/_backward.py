@@ -1,12 +1,12 @@
 """Gradients: each equation of a gradient goes to the layer it is the gradient of, one backward cell a layer.
 
-Such an equation keeps the place in the program of the layer that it differentiates. Where a place was run several times,
-as in a loop over layers, what the equation reads tells which time it was.
+Such an equation keeps the place in the program of the layer that it differentiates. Where a place was run several
+times, as in a loop over layers, what the equation reads tells which time it was.
 """
 
 from __future__ import annotations
 
-from ._cells import Cell, Cells, plain_name
+from ._cells import Cell, Cells
 from ._graph import BACKWARD
 from ._jaxpr import Eqn
 from ._source import Frame
@@ -21,13 +21,13 @@ def fold_backward(cells: Cells) -> None:
     for eqn in cells.raw.eqns:
         if eqn.backward:
             target = targets.get(eqn.id)
-            key: object = target.id if target is not None else _function(eqn.stack, plain_name(eqn.prim))
+            key: object = target.id if target is not None else (_function(eqn.stack), eqn.scope)
             found.setdefault(key, []).append(eqn.id)
-    for key, eqns in found.items():
+    for eqns in found.values():
         if all(cells.raw.eqns[number].view for number in eqns):
             continue
         target = targets.get(eqns[0])
-        op = target.op if target is not None else str(key).strip("_")
+        op = target.op if target is not None else _function(cells.raw.eqns[eqns[0]].stack)
         made = cells.new(eqns, op + BACKWARD, target.detail if target else "", bool(target and target.major))
         made.forward = target
 
@@ -37,27 +37,32 @@ def _targets(cells: Cells) -> dict[int, Cell]:
     layers, near = _places(cells)
     found: dict[int, Cell] = {}
     several: dict[int, list[Eqn]] = {}
+    elsewhere: list[Eqn] = []
     for eqn in cells.raw.eqns:
         if not eqn.backward:
             continue
         place = next((number for number in cells.raw.above(eqn) if number in layers), None)
         if place is None:
-            target = near.get(_users_place(eqn.stack))
-            if target is not None:
-                found[eqn.id] = target
+            elsewhere.append(eqn)
         elif len(layers[place]) == 1:
             found[eqn.id] = layers[place][0]
         else:
             several.setdefault(place, []).append(eqn)
     for place, eqns in several.items():
         found |= _which_time(cells, layers[place], eqns)
+    for eqn in elsewhere:  # the layers that the same lines of the user's made; the one that it follows, if any
+        candidates = near.get(_users_place(eqn.stack), [])
+        before = [cells.raw.of(value).producer for value in eqn.ins]
+        follows = [found[n] for n in before if n is not None and found.get(n) in candidates]
+        if candidates:
+            found[eqn.id] = (follows or candidates)[-1]
     return found
 
 
-def _places(cells: Cells) -> tuple[dict[int, list[Cell]], dict[tuple[int, ...], Cell]]:
-    """The forward cells at each place of the program; and the last one below each call of the user's."""
+def _places(cells: Cells) -> tuple[dict[int, list[Cell]], dict[tuple[int, ...], list[Cell]]]:
+    """The forward cells at each place of the program, and at each place of the user's own code."""
     layers: dict[int, list[Cell]] = {}
-    near: dict[tuple[int, ...], Cell] = {}
+    near: dict[tuple[int, ...], list[Cell]] = {}
     for cell in cells:
         for eqn in cells.eqns(cell):
             if eqn.backward:
@@ -66,7 +71,9 @@ def _places(cells: Cells) -> tuple[dict[int, list[Cell]], dict[tuple[int, ...], 
                 here = layers.setdefault(position, [])
                 if cell not in here[-1:]:
                     here.append(cell)
-            near[_users_place(eqn.stack)] = cell
+            here = near.setdefault(_users_place(eqn.stack), [])
+            if cell not in here[-1:]:
+                here.append(cell)
     return layers, near
 
 
@@ -134,11 +141,12 @@ def _by_cotangent(cells: Cells, eqns: list[Eqn]) -> list[list[Eqn]]:
     return groups
 
 
-def _function(stack: tuple[Frame, ...], default: str) -> str:
+def _function(stack: tuple[Frame, ...]) -> str:
+    """The innermost function of the user's that has a name: that of a rule of differentiation, say."""
     for frame in reversed(stack):
         if frame.origin != "jax" and not frame.name.endswith(_ANONYMOUS):
-            return frame.name.rsplit(".", 1)[-1]
-    return default
+            return frame.name.rsplit(".", 1)[-1].strip("_")
+    return "custom gradient"
 
 
 def attach_views(cells: Cells) -> None:
@@ -167,5 +175,3 @@ def attach_residuals(cells: Cells) -> None:
             last.eqns = sorted((*last.eqns, eqn.id))
         elif not eqn.backward and not eqn.view:
             last = cells.owner[eqn.id]
-
-

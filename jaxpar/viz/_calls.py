@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ._cells import Cell, Cells, plain_name
+from ._cells import Cells, plain_name
 from ._jaxpr import Eqn
 from ._source import Frame
 
@@ -129,9 +129,7 @@ def _key(stack: tuple[Frame, ...], table: Mapping[str, Call], start: int) -> _Ke
             boundary = None
         elif boundary is None and _is_public(frame):
             boundary = depth
-    return None if boundary is None else _Key(
-        _place(stack, boundary), _short(stack[boundary].name), None, boundary
-    )
+    return None if boundary is None else _Key(_place(stack, boundary), _short(stack[boundary].name), None, boundary)
 
 
 def _place(stack: tuple[Frame, ...], depth: int) -> tuple[int, ...]:
@@ -160,7 +158,4 @@ def _fold_run(cells: Cells, key: _Key | None, run: list[Eqn]) -> None:
 
 
 def _multiplies_weight(cells: Cells, run: list[Eqn]) -> bool:
-    return any(
-        eqn.prim in _MATRIX and any(cells.raw.weight_of(value) is not None for value in eqn.ins) for eqn in run
-    )
-
+    return any(eqn.prim in _MATRIX and any(cells.raw.weight_of(value) is not None for value in eqn.ins) for eqn in run)

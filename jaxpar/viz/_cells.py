@@ -97,7 +97,12 @@ class Cells:
             for out in () if eqn.view else eqn.outs:
                 for reader in self._consumers.get(out, ()):
                     owner = self.owner[reader]
-                    if owner is not None and owner is not cell and not self.raw.eqns[reader].backward and not self.raw.eqns[reader].residual:
+                    if (
+                        owner is not None
+                        and owner is not cell
+                        and not self.raw.eqns[reader].backward
+                        and not self.raw.eqns[reader].residual
+                    ):
                         found[owner.id] = owner
         return list(found.values())
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import re
 from collections.abc import Iterable
 
+from ._graph import BACKWARD, common_prefix
 from ._net import Draft, Net
 
 _LONGEST = 400  # layers in a repeated block
@@ -26,7 +27,7 @@ def _collapse_once(net: Net) -> bool:
     places: dict[object, list[int]] = {}
     for number, sign in enumerate(signs):
         places.setdefault(sign, []).append(number)
-    order = {sign: iter_index for sign, iter_index in ((sign, 0) for sign in places)}
+    order = dict.fromkeys(places, 0)
     done, start = False, 0
     while start < len(layers):
         found = _repeat_at(layers, signs, places[signs[start]], order, start, sources)
@@ -34,7 +35,12 @@ def _collapse_once(net: Net) -> bool:
             start += 1
             continue
         period, count = found
-        _merge_copies(net, [layers[start + c * period : start + (c + 1) * period] for c in range(count)])
+        start = _aligned(layers, signs, sources, start, period, count)
+        copies = [layers[start + c * period : start + (c + 1) * period] for c in range(count)]
+        names = _merge_copies(net, copies)
+        for draft in layers[start + period * count :]:
+            if not sources.get(draft.at, set()).isdisjoint(names):
+                sources[draft.at] = {names.get(source, source) for source in sources[draft.at]}
         start += period * count
         done = True
     return done
@@ -43,7 +49,7 @@ def _collapse_once(net: Net) -> bool:
 def _signature(net: Net, draft: Draft) -> object:
     value = net.raw.values[draft.value]
     weights = tuple(net.raw.values[weight].shape for weight in draft.weights)
-    scope = tuple(re.sub(r"\d+", "#", part) for part in draft.scope)
+    scope = tuple(re.sub(r" \(\d+\)|_?\d+", "", part) for part in draft.scope)
     return (draft.op, draft.detail, value.shape, value.dtype, weights, scope, draft.repeat)
 
 
@@ -69,9 +75,29 @@ def _repeat_at(layers, signs, same: list[int], order, start: int, sources) -> tu
             count += 1
         while count > 1 and not _alike(layers, sources, start, period, count):
             count -= 1 if count <= 3 else count // 2
-        if count >= 3 and (count - 1) * period >= 4 or count == 2 and period >= 5:
+        if (count >= 3 and (count - 1) * period >= 4) or (count == 2 and period >= 5):
             return period, count
     return None
+
+
+def _aligned(layers: list[Draft], signs, sources, start: int, period: int, count: int) -> int:
+    """Where to cut the copies: at the borders of a module, where they can be shifted there."""
+
+    def inside(at: int) -> int:
+        copies = [layers[at + c * period : at + (c + 1) * period] for c in range(count)]
+        own = min(len(common_prefix(draft.scope for draft in copy)) for copy in copies)
+        return own - len(_shared_scope(copies))
+
+    best, at = start, start
+    while at - start < period and at + period * count < len(layers):
+        at += 1
+        block = signs[at : at + period]
+        same = all(signs[at + c * period : at + (c + 1) * period] == block for c in range(1, count))
+        if not same:
+            break
+        if inside(at) > inside(best) and _alike(layers, sources, at, period, count):
+            best = at
+    return best
 
 
 def _alike(layers: list[Draft], sources: dict[int, set[int]], start: int, period: int, count: int) -> bool:
@@ -104,8 +130,8 @@ def _wires(layers, sources, where, start: int, period: int, copy: int) -> list[s
     return found
 
 
-def _merge_copies(net: Net, copies: list[list[Draft]]) -> None:
-    """Keep the first copy, with the sums of all; what reads a later copy reads the first."""
+def _merge_copies(net: Net, copies: list[list[Draft]]) -> dict[int, int]:
+    """Keep the first copy, with the sums of all; what reads a later copy reads the first. Returns who went where."""
     first, names = copies[0], {}
     scope = _shared_scope(copies)
     copy_of = {draft.at: number for number, copy in enumerate(copies) for draft in copy}
@@ -129,15 +155,16 @@ def _merge_copies(net: Net, copies: list[list[Draft]]) -> None:
             draft.forward = by_at[names[draft.forward.at]]
     net.rename(names)
     _scope_of_copies(net, first, scope, len(copies))
+    return names
 
 
 def _shared_scope(copies: list[list[Draft]]) -> tuple[str, ...]:
-    return tuple(os.path.commonprefix([draft.scope for copy in copies for draft in copy]))
+    return common_prefix(draft.scope for copy in copies for draft in copy)
 
 
 def _scope_of_copies(net: Net, first: list[Draft], shared: tuple[str, ...], count: int) -> None:
     """The block gets the scope that only it has, or a new one, to say how often it comes."""
-    own = tuple(os.path.commonprefix([draft.scope for draft in first]))
+    own = common_prefix(draft.scope for draft in first)
     if len(own) > len(shared):
         label = f"{own[len(shared)]} ×{count}"
         rest = len(shared) + 1
@@ -164,10 +191,14 @@ def collapse_scopes(net: Net, depth: int) -> None:
         if len(draft.scope) > depth:
             backward = " backward" if draft.forward is not None else ""
             groups.setdefault((*draft.scope[: depth + 1], backward), []).append(draft)
+    merged = []
     for (*scope, backward), group in groups.items():
-        for part in _convex(net, group):
-            if len(part) > 1:
-                _merge_all(net, part, scope[-1] + (" (backward)" if backward else ""), tuple(scope[:-1]))
+        op = scope[-1] + (BACKWARD if backward else "")
+        parts = [part for part in _convex(net, group) if len(part) > 1]
+        merged += [(part, _sum(net, part, op, tuple(scope[:-1]))) for part in parts]
+        for _, new in merged[len(merged) - len(parts) :]:
+            new.name = op
+    net.merge(merged)
 
 
 def _convex(net: Net, group: list[Draft]) -> list[list[Draft]]:
@@ -205,11 +236,9 @@ def _sorted(net: Net, sources: dict[int, set[int]]) -> Iterable[Draft]:
                 work += missing
 
 
-def _merge_all(net: Net, group: list[Draft], op: str, scope: tuple[str, ...], detail: str = "") -> Draft:
-    ats = {draft.at for draft in group}
-    readers = {source for source, target, _ in net.edges if source in ats and target not in ats}
-    last = next((d for d in reversed(group) if d.at in readers or d.outputs), group[-1])
-    new = Draft(
+def _sum(net: Net, group: list[Draft], op: str, scope: tuple[str, ...], detail: str = "") -> Draft:
+    last = next((draft for draft in reversed(group) if draft.outputs), group[-1])
+    return Draft(
         at=group[0].at,
         op=op,
         detail=detail or f"{len(group)} layers",
@@ -222,8 +251,6 @@ def _merge_all(net: Net, group: list[Draft], op: str, scope: tuple[str, ...], de
         weights=list(dict.fromkeys(weight for draft in group for weight in draft.weights)),
         outputs=[name for draft in group for name in draft.outputs],
     )
-    net.merge(group, new)
-    return new
 
 
 def limit(net: Net, most: int) -> None:
@@ -238,7 +265,6 @@ def limit(net: Net, most: int) -> None:
         return
     room = max(1, most - inputs)
     ordered = [draft for draft in _sorted(net, _sources(net)) if draft.op != "input"]
-    for part in range(room):
-        stretch = ordered[part * len(ordered) // room : (part + 1) * len(ordered) // room]
-        if len(stretch) > 1:
-            _merge_all(net, stretch, "...", (), f"{len(stretch)} steps")
+    cuts = [part * len(ordered) // room for part in range(room + 1)]
+    parts = [ordered[start:end] for start, end in itertools.pairwise(cuts) if end - start > 1]
+    net.merge([(part, _sum(net, part, "...", (), f"{len(part)} steps")) for part in parts])

@@ -7,15 +7,86 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _TRANSCENDENTAL = frozenset(
-    "exp exp2 log log1p expm1 sqrt rsqrt cbrt sin cos tan tanh asin acos atan atan2 sinh cosh asinh acosh atanh "
-    "pow erf erfc erf_inv lgamma digamma".split()
+    [
+        "exp",
+        "exp2",
+        "log",
+        "log1p",
+        "expm1",
+        "sqrt",
+        "rsqrt",
+        "cbrt",
+        "sin",
+        "cos",
+        "tan",
+        "tanh",
+        "asin",
+        "acos",
+        "atan",
+        "atan2",
+        "sinh",
+        "cosh",
+        "asinh",
+        "acosh",
+        "atanh",
+        "pow",
+        "erf",
+        "erfc",
+        "erf_inv",
+        "lgamma",
+        "digamma",
+    ]
 )
 _ELEMENTWISE = frozenset(
-    "add add_any sub mul div neg abs sign max min floor ceil round is_finite eq ne lt le gt ge and or xor not "
-    "select_n clamp square convert_element_type nextafter rem population_count clz real imag complex conj "
-    "shift_left shift_right_logical shift_right_arithmetic eq_to le_to lt_to reduce_precision".split()
+    [
+        "add",
+        "add_any",
+        "sub",
+        "mul",
+        "div",
+        "neg",
+        "abs",
+        "sign",
+        "max",
+        "min",
+        "floor",
+        "ceil",
+        "round",
+        "is_finite",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "and",
+        "or",
+        "xor",
+        "not",
+        "select_n",
+        "clamp",
+        "square",
+        "convert_element_type",
+        "nextafter",
+        "rem",
+        "population_count",
+        "clz",
+        "real",
+        "imag",
+        "complex",
+        "conj",
+        "shift_left",
+        "shift_right_logical",
+        "shift_right_arithmetic",
+        "eq_to",
+        "le_to",
+        "lt_to",
+        "reduce_precision",
+    ]
 )
-_REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor".split())
+_REDUCTIONS = frozenset(
+    ["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"]
+)
 
 
 def flops(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> int:

@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from . import _style
-from ._graph import Edge, Graph, Node, human
+from ._graph import BACKWARD, Edge, Graph, Node, human
+from ._net import REGIONS
 from ._style import THEMES, Theme, text_width
 
 _SIZE, _SMALL = 12.0, 9.5  # points
 _POINTS = 72.0  # an inch
 _MANY = 150  # nodes, above which dot is told to try less hard
 _FONT = "Helvetica,Arial,sans-serif"
-_REGIONS = ("scan", "while", "cond", "branch", "pmap", "shard_map", "remat", "custom_", "×")
+_REGIONS = (*REGIONS, "×")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,8 @@ def to_dot(graph: Graph, options: Options) -> list[str]:
     lines = _head(graph, nodes, options, theme)
     lines += _nodes(graph, nodes, options, theme)
     by_name = {node.name: node for node in nodes}
-    lines += _pairs(graph.nodes)
-    lines += [_edge(by_name, edge, theme) for edge in edges]
-    return lines
+    lines += [_edge(by_name, edge, theme) for edge in edges if not _kept(by_name, edge)]
+    return lines + _pairs(graph.nodes, theme)
 
 
 def quote(text: str) -> str:
@@ -86,7 +86,7 @@ def _caption(graph: Graph, nodes: list[Node], options: Options, theme: Theme) ->
         for start in range(0, len(entries), 4):
             cells = "".join(
                 f'<TD BGCOLOR="{colour}" WIDTH="{text_width(name, _SMALL) + 8:.0f}">'
-                f'<FONT POINT-SIZE="{_SMALL}" COLOR="{_ink(colour)}">{_html(name)}</FONT></TD>'
+                f'<FONT POINT-SIZE="{_SMALL}" COLOR="{ink(colour)}">{_html(name)}</FONT></TD>'
                 for colour, name in entries[start : start + 4]
             )
             rows.append(
@@ -137,16 +137,23 @@ def _write(tree: dict, options: Options, theme: Theme, most: int, numbers, level
     for scope, inner in tree.items():
         if scope is None:
             lines += [_node(node, options, most) for node in inner]
+            lines += _side_by_side(inner)
             continue
         region = scope[-1].startswith(_REGIONS)
         lines.append(f"subgraph {quote(f'cluster_{next(numbers)}')} {{")
         lines.append(
             "graph "
             + _attrs(
-                label=_scope_label(scope[-1]), labelloc="b", labeljust="r", fontsize=13, margin=10,
-                style="rounded,filled" + (",dashed" if region else ""), color=theme.faint,
-                fillcolor=theme.region if region or level % 2 else theme.cluster, tooltip="/".join(scope),
-            )  # fmt: skip
+                label=_scope_label(scope[-1]),
+                labelloc="b",
+                labeljust="r",
+                fontsize=13,
+                margin=10,
+                style="rounded,filled" + (",dashed" if region else ""),
+                color=theme.faint,
+                fillcolor=theme.region if region or level % 2 else theme.cluster,
+                tooltip="/".join(scope),
+            )
         )
         lines += _write(inner, options, theme, most, numbers, level + 1)
         lines.append("}")
@@ -162,7 +169,7 @@ def _cost(node: Node, heat: str | None) -> int:
     return {"flops": node.flops, "bytes": node.bytes}.get(heat or "", 0)
 
 
-def _lines(node: Node, heat: str | None) -> list[tuple[str, float, bool]]:
+def label_lines(node: Node, heat: str | None) -> list[tuple[str, float, bool]]:
     """The lines of a label: text, size, bold."""
     if node.op == "input":
         return [(node.name, _SIZE, False), (node.dtype, _SMALL, False)]
@@ -192,13 +199,13 @@ def _weight_name(name: str) -> str:
 
 
 def _node(node: Node, options: Options, most: int) -> str:
-    lines = _lines(node, options.heat)
+    lines = label_lines(node, options.heat)
     colour = _style.fill(node)
     if options.heat and node.op not in ("input", "weight"):
         colour = _style.heat(_cost(node, options.heat) / most)
-    ink = _ink(colour)
+    text_colour = ink(colour)
     label = "<BR/>".join(
-        f'<FONT POINT-SIZE="{size:g}" COLOR="{ink}">{"<B>" if bold else ""}{_html(text)}{"</B>" if bold else ""}</FONT>'
+        f'<FONT POINT-SIZE="{size:g}" COLOR="{text_colour}">{f"<B>{_html(text)}</B>" if bold else _html(text)}</FONT>'
         for text, size, bold in lines
     )
     width = max(text_width(text, size, bold) for text, size, bold in lines) / _POINTS + 0.2
@@ -207,7 +214,7 @@ def _node(node: Node, options: Options, most: int) -> str:
         "fillcolor": colour,
         "width": f"{max(1.3, width * (1.3 if node.op == 'input' else 1)):.2f}",
         "height": f"{max(0.5, sum(size for _, size, _ in lines) * 1.15 / _POINTS + 0.16):.2f}",
-        "tooltip": _tooltip(node),
+        "tooltip": tooltip(node),
     }
     if node.op in ("input", "weight"):
         attrs |= {"shape": "oval", "style": "filled" + (",dashed" if node.op == "weight" else "")}
@@ -219,13 +226,13 @@ def _node(node: Node, options: Options, most: int) -> str:
     return f"{quote(node.name)} {_attrs(**attrs)}"
 
 
-def _ink(colour: str) -> str:
+def ink(colour: str) -> str:
     """Dark text on light colours, white on dark ones."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return "#1f2328" if 0.3 * red + 0.59 * green + 0.11 * blue > 120 else "#ffffff"
 
 
-def _tooltip(node: Node) -> str:
+def tooltip(node: Node) -> str:
     lines = [f"{node.name}: {node.op}" + (f" {node.detail}" if node.detail else "")]
     lines.append(f"output {node.dtype}[{','.join(map(str, node.shape))}]")
     if node.params:
@@ -241,15 +248,36 @@ def _tooltip(node: Node) -> str:
     return "\n".join(lines)
 
 
-def _pairs(nodes: tuple[Node, ...]) -> list[str]:
-    """A layer and its gradient stand side by side."""
+def _forward(by_name: dict[str, Node], node: Node) -> Node | None:
+    """The layer whose gradient a node is."""
+    name, _, number = node.name.partition(BACKWARD)
+    return by_name.get(name) if node.is_backward and not number else None
+
+
+def _kept(by_name: dict[str, Node], edge: Edge) -> bool:
+    """Whether an edge carries what the forward pass kept for a gradient; the line to its layer stands for it."""
+    source, target = by_name[edge.source], by_name[edge.target]
+    own = _forward(by_name, target)
+    return target.is_backward and not source.is_backward and own is not None and source.op != "Loss"
+
+
+def _pairs(nodes: tuple[Node, ...], theme: Theme) -> list[str]:
+    """A line from each layer to its gradient."""
     by_name = {node.name: node for node in nodes}
-    lines = []
-    for node in nodes:
-        forward = by_name.get(node.name.removesuffix(" (backward)"))
-        if node.is_backward and forward is not None and forward is not node and forward.scope == node.scope:
-            lines.append(f"{{ rank=same {quote(forward.name)} {quote(node.name)} }}")
-    return lines
+    pairs = ((_forward(by_name, node), node) for node in nodes)
+    line = _attrs(color=theme.faint, style="dashed", constraint="false", penwidth=0.6, dir="none")
+    return [
+        f"{quote(layer.name)} -> {quote(node.name)} {line}"
+        for layer, node in pairs
+        if layer is not None and layer.op != "Loss"
+    ]
+
+
+def _side_by_side(nodes: list[Node]) -> list[str]:
+    """Layers and their gradients at the same height; said inside their cluster, or dot takes them out of it."""
+    by_name = {node.name: node for node in nodes}
+    pairs = ((_forward(by_name, node), node) for node in nodes)
+    return [f"{{ rank=same {quote(a.name)} {quote(b.name)} }}" for a, b in pairs if a is not None]
 
 
 def _edge(by_name: dict[str, Node], edge: Edge, theme: Theme) -> str:
@@ -258,8 +286,4 @@ def _edge(by_name: dict[str, Node], edge: Edge, theme: Theme) -> str:
     ends = f"{quote(edge.source)} -> {quote(edge.target)}"
     if source.is_backward and target.is_backward:  # downwards, beside the layers
         return f"{quote(edge.target)} -> {quote(edge.source)} " + _attrs(label=f" {shape} ", dir="back")
-    if target.is_backward and source.op != "Loss":  # kept from the forward pass
-        return f"{ends} " + _attrs(color=theme.faint, style="dashed", constraint="false", penwidth=0.6, tooltip=shape)
-    if source.op == "weight":
-        return ends
-    return f"{ends} " + _attrs(label=f" {shape} ")
+    return ends if source.op == "weight" else f"{ends} " + _attrs(label=f" {shape} ")

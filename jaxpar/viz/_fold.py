@@ -165,7 +165,7 @@ def _divided(cells: Cells, cell: Cell) -> tuple[Cell, ...]:
 def _slice_pooling(cells: Cells, cell: Cell) -> Fold | None:
     """Strided slices of one array, added (or their maximum taken): rows, then columns, or all at once."""
     users = cells.users(cell)
-    if users and all(user.op == "slice" for user in users) or any(user.op == cell.op for user in users[:1]):
+    if (users and all(user.op == "slice" for user in users)) or any(user.op == cell.op for user in users[:1]):
         return None  # a step of a larger one
     found: list[Cell] = []
     windows: dict[int, tuple[int, int]] = {}
@@ -286,7 +286,9 @@ def _squared_error(cells: Cells, cell: Cell) -> Fold | None:
     return Fold((cell, square, *tail), "Loss", "squared error")
 
 
-_PICKS = frozenset("take_along_axis take gather getitem rewriting_take mul where sum mean neg squeeze".split())
+_PICKS = frozenset(
+    ["take_along_axis", "take", "gather", "getitem", "rewriting_take", "mul", "where", "sum", "mean", "neg", "squeeze"]
+)
 
 
 def _cross_entropy(cells: Cells, cell: Cell) -> Fold | None:
@@ -336,7 +338,19 @@ def _scale(cells: Cells, cell: Cell) -> Fold | None:
 
 
 COLLECTIVES = frozenset(
-    "psum pmean pmax pmin all_gather all_to_all reduce_scatter psum_scatter ppermute pgather axis_index".split()
+    [
+        "psum",
+        "pmean",
+        "pmax",
+        "pmin",
+        "all_gather",
+        "all_to_all",
+        "reduce_scatter",
+        "psum_scatter",
+        "ppermute",
+        "pgather",
+        "axis_index",
+    ]
 )
 
 
@@ -345,12 +359,12 @@ def _takes(cells: Cells, cell: Cell, scale: Cell) -> bool:
 
 
 def _collective(cells: Cells, cell: Cell) -> Fold | None:
-    eqn = _single(cells, cell)
-    if eqn is None or eqn.prim == "axis_index":
+    axes = [eqn.params.get("axes", eqn.params.get("axis_name")) for eqn in cells.eqns(cell)]
+    known = next((axis for axis in axes if axis is not None), None)
+    if known is None or cell.op == "axis_index":
         return None
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    names = axes if isinstance(axes, tuple) else (axes,)
-    return Fold((cell,), cell.op, "over " + ", ".join(map(str, names)))
+    names = known if isinstance(known, (tuple, list, frozenset)) else (known,)
+    return Fold((cell,), cell.op, "over " + ", ".join(map(str, names)), major=False)
 
 
 def _late_bias(cells: Cells, cell: Cell) -> Fold | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -124,3 +125,14 @@ def human(number: float, unit: str) -> str:
             return f"{number:.3g} {prefix}{unit}"
         number /= 1000
     return f"{number:,.0f} P{unit}"
+
+
+def common_prefix(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """What all of these scopes begin with."""
+    paths = list(paths)
+    found = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        found.append(parts[0])
+    return tuple(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ._cells import Cell, Cells, plain_name
@@ -25,7 +24,11 @@ def fold_helpers(cells: Cells) -> None:
     for depth in range(1, 12):
         for run in _helper_runs(cells, depth):
             steps = sum(len(cell.eqns) for cell in run.cells)
-            if steps >= 3 and not any(cell.major or cell.op in COLLECTIVES for cell in run.cells):
+            if (
+                steps >= 3
+                and len(run.cells) > 1
+                and not any(cell.major or cell.op in COLLECTIVES for cell in run.cells)
+            ):
                 cells.new([n for cell in run.cells for n in cell.eqns], run.name)
 
 
@@ -57,8 +60,7 @@ def _helper_name(stack: tuple[Frame, ...], depth: int) -> str:
     name = parts[-1].strip("_")
     if frame.origin != "library":
         return name
-    factory = parts[0].strip("_") if len(parts) > 1 else name
-    return f"{frame.package}.{factory if name in ('update_fn', 'update', 'init_fn') else name}"
+    return f"{frame.package}.{'update' if name == 'update_fn' else name}"
 
 
 def fold_statements(cells: Cells) -> None:
@@ -124,17 +126,33 @@ def _merge_siblings(cells: Cells, run: list[Cell]) -> None:
 def break_cycles(cells: Cells) -> None:
     """Folding what is not convex makes a cycle: take such cells apart again, the least known first."""
     tried: set[frozenset[int]] = set()
-    while cycles := _cycles(cells):
-        for cycle in cycles:
-            parts = [cell for cell in cycle if sum(not eqn.view for eqn in cells.eqns(cell)) > 1]
-            victim = max(parts, key=lambda cell: (not cell.major, len(cell.eqns), cell.id))
-            op, detail, forward = victim.op, victim.detail, victim.forward
-            pieces = _components(cells, _singles(cells, victim))
-            for piece in pieces:
-                numbers = frozenset(number for cell in piece for number in cell.eqns)
-                if len(pieces) > 1 and len(piece) > 1 and numbers not in tried:
-                    tried.add(numbers)
-                    cells.new(numbers, op, detail).forward = forward
+    todo = _cycles(cells, list(cells))
+    while todo:
+        cycle = todo.pop()
+        parts = [cell for cell in cycle if sum(not eqn.view for eqn in cells.eqns(cell)) > 1]
+        parts.sort(key=lambda cell: (not cell.major, len(cell.eqns), cell.id))
+        victims = [cell for cell in parts if not cell.major] if len(cycle) > _LARGE else []
+        inside = [cell for cell in cycle if cell not in (victims := victims or parts[-1:])]
+        for victim in victims:
+            inside += _take_apart(cells, victim, tried)
+        todo += _cycles(cells, inside)
+
+
+_LARGE = 20  # cells in a cycle, above which all the small steps in it are taken apart at once
+
+
+def _take_apart(cells: Cells, victim: Cell, tried: set[frozenset[int]]) -> list[Cell]:
+    """Its connected parts where it has several, else its equations."""
+    op, detail, forward = victim.op, victim.detail, victim.forward
+    pieces, made = _components(cells, _singles(cells, victim)), []
+    for piece in pieces:
+        numbers = frozenset(number for cell in piece for number in cell.eqns)
+        if len(pieces) > 1 and len(piece) > 1 and numbers not in tried:
+            tried.add(numbers)
+            piece = [cells.new(numbers, op, detail)]
+            piece[0].forward = forward
+        made += piece
+    return made
 
 
 def _singles(cells: Cells, victim: Cell) -> list[Cell]:
@@ -150,18 +168,21 @@ def _singles(cells: Cells, victim: Cell) -> list[Cell]:
     return made
 
 
-def _cycles(cells: Cells) -> list[list[Cell]]:
-    """Sets of cells that reach each other (Tarjan 1972, without recursion)."""
+def _cycles(cells: Cells, among: list[Cell]) -> list[list[Cell]]:
+    """Sets of these cells that reach each other (Tarjan 1972, without recursion)."""
+    members = {cell.id for cell in among}
     order: dict[int, int] = {}
     low: dict[int, int] = {}
     stack: list[Cell] = []
     on_stack: set[int] = set()
     found: list[list[Cell]] = []
     sources = {
-        cell.id: list({p.id: p for v in cells.inputs(cell) if (p := cells.producer(v)) is not None}.values())
-        for cell in cells.cells.values()
+        cell.id: list(
+            {p.id: p for v in cells.inputs(cell) if (p := cells.producer(v)) is not None and p.id in members}.values()
+        )
+        for cell in among
     }
-    for root in list(cells.cells.values()):
+    for root in among:
         if root.id in order:
             continue
         work = [(root, iter(sources[root.id]))]

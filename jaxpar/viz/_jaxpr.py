@@ -14,16 +14,48 @@ from ._costs import flops, nbytes, size
 from ._source import Frame, Sources, is_jax_function
 
 _INLINE = frozenset(
-    "jit pjit closed_call core_call core_closed_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
-    "remat remat2 checkpoint custom_lin run_state".split()
+    [
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "core_closed_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "remat",
+        "remat2",
+        "checkpoint",
+        "custom_lin",
+        "run_state",
+    ]
 )
 _VIEWS = frozenset(
-    "broadcast_in_dim convert_element_type squeeze expand_dims stop_gradient pvary pcast pbroadcast copy copy_p "
-    "transpose optimization_barrier sharding_constraint reduce_precision device_put reshape mesh_cast reshard "
-    "random_wrap random_unwrap".split()
+    [
+        "broadcast_in_dim",
+        "convert_element_type",
+        "squeeze",
+        "expand_dims",
+        "stop_gradient",
+        "pvary",
+        "pcast",
+        "pbroadcast",
+        "copy",
+        "copy_p",
+        "transpose",
+        "optimization_barrier",
+        "sharding_constraint",
+        "reduce_precision",
+        "device_put",
+        "reshape",
+        "mesh_cast",
+        "reshard",
+        "random_wrap",
+        "random_unwrap",
+    ]
 )
 _SCOPE = re.compile(r"[\w.~/\[\]()<>:+ -]+")
-_JUNK_SCOPES = frozenset(("rematted_computation", "checkpoint", "closed_call", "remat", "core_call", "~"))
+_JUNK_SCOPES = frozenset(("checkpoint", "closed_call", "remat", "core_call", "~"))
 
 
 @dataclass(slots=True)
@@ -60,6 +92,7 @@ class Eqn:
     enclosing: tuple[int, ...] = ()  # the places of the calls that it was written out of
     view: bool = False
     residual: bool = False  # computed beside another equation of its place, for the gradient alone
+    again: bool = False  # computed again for the gradient (remat)
     dead: bool = False  # not computed; kept because the gradient of it is
 
 
@@ -110,6 +143,7 @@ class _Context:
     tangent: bool = False
     times: int = 1
     enclosing: tuple[int, ...] = ()
+    again: bool = False
 
 
 def place(stack: tuple[Frame, ...]) -> tuple[int, ...]:
@@ -177,14 +211,15 @@ class _Reader:
 
     def enter(self, eqn: Any, context: _Context) -> _Context:
         info = getattr(eqn, "source_info", None)
-        names, backward, tangent = _name_stack(info)
+        names, backward, tangent, again = _name_stack(info)
         return _Context(
             context.stack + self.sources.stack(info),
             context.scope + names,
-            context.backward or backward,
+            (context.backward or backward) and not again,
             context.tangent or tangent,
             context.times,
             context.enclosing,
+            context.again or again,
         )
 
     def leaf(self, eqn: Any, env: dict[Any, int], context: _Context) -> None:
@@ -201,7 +236,7 @@ class _Reader:
         new = Eqn(
             number, prim, params, ins, outs, shapes, raw.values[outs[0]].shape if outs else (),
             context.stack, position, context.scope, context.backward, context.tangent, cost,
-            context.enclosing,
+            context.enclosing, again=context.again,
         )  # fmt: skip
         for var, out in zip(outvars, outs, strict=True):
             env[var] = out
@@ -353,18 +388,20 @@ def _label(eqn: Any, name: str) -> str:
     return "" if name == "<lambda>" else name
 
 
-def _name_stack(info: Any) -> tuple[tuple[str, ...], bool, bool]:
-    """The scopes that people wrote, whether the equation is of a gradient, and whether it was differentiated."""
+def _name_stack(info: Any) -> tuple[tuple[str, ...], bool, bool, bool]:
+    """The scopes that people wrote; whether the equation is of a gradient, was differentiated, is computed again."""
     entries = getattr(getattr(info, "name_stack", None), "stack", ())
-    names, backward, tangent = [], False, False
+    names, backward, tangent, again = [], False, False, False
     for entry in entries:
         name = str(getattr(entry, "name", ""))
         if type(entry).__name__ == "Transform":
             backward |= name == "transpose"
             tangent |= name == "jvp"
+        elif name == "rematted_computation":
+            again = True
         elif _SCOPE.fullmatch(name) and "->" not in name and name not in _JUNK_SCOPES:
             names.append(name)
-    return tuple(names), backward, tangent
+    return tuple(names), backward, tangent, again
 
 
 def _is_view(raw: Raw, eqn: Eqn) -> bool:
@@ -405,6 +442,7 @@ def _drop_dead(raw: Raw, kept: set[int]) -> None:
     """Keep what a result needs, what a loop carries, and what a gradient was taken of."""
     live = {raw.root(value) for value in (*raw.outputs, *kept)}
     differentiated = {number for eqn in raw.eqns if eqn.backward for number in raw.above(eqn)}
+    differentiated -= {eqn.position for eqn in raw.eqns if eqn.again}
     keep = []
     for eqn in reversed(raw.eqns):
         needed = any(out in live for out in eqn.outs) or (eqn.view and raw.root(eqn.outs[0]) in live)
@@ -424,24 +462,29 @@ def _drop_dead(raw: Raw, kept: set[int]) -> None:
 
 def _mark_residuals(raw: Raw) -> None:
     """Differentiation computes, beside an equation and in its place, what only its gradient reads."""
+    beside = _beside_another(raw)
     readers: dict[int, list[Eqn]] = {}
     results = {raw.root(value) for value in raw.outputs}
     for eqn in raw.eqns:
-        for value in eqn.ins:
+        for value in () if eqn.view else eqn.ins:
             readers.setdefault(raw.root(value), []).append(eqn)
-    wanted: set[int] = set()  # equations that a result needs other than through a gradient
     for eqn in reversed(raw.eqns):
-        read = (reader for out in eqn.outs for reader in readers.get(out, ()) if not reader.view)
-        if any(out in results for out in eqn.outs) or any(not r.backward and r.id in wanted for r in read):
-            wanted.add(eqn.id)
+        if eqn.id in beside and results.isdisjoint(eqn.outs):
+            read = (reader for out in eqn.outs for reader in readers.get(out, ()))
+            eqn.residual = all(reader.backward or reader.residual for reader in read)
+
+
+def _beside_another(raw: Raw) -> set[int]:
+    """Differentiated equations that directly follow another one of the same place."""
+    found: set[int] = set()
     first: Eqn | None = None
     for eqn in raw.eqns:
         if eqn.view or eqn.backward:
             continue
         places = {first.position, *first.enclosing}.difference(eqn.enclosing) if first is not None else set()
-        same = not places.isdisjoint(raw.above(eqn))
-        again = first is not None and eqn.prim == first.prim and eqn.out_shape == first.out_shape
-        if same and eqn.tangent and not eqn.dead and eqn.id not in wanted and not (again and eqn.prim != "integer_pow"):
-            eqn.residual = True
+        again = first is not None and eqn.prim == first.prim != "integer_pow" and eqn.out_shape == first.out_shape
+        if eqn.tangent and not eqn.dead and not again and not places.isdisjoint(raw.above(eqn)):
+            found.add(eqn.id)
         else:
             first = eqn
+    return found

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import heapq
-import os
+import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ._cells import Cell, Cells
 from ._fold import COLLECTIVES
-from ._graph import BACKWARD, Edge, Graph, Node, human
+from ._graph import BACKWARD, Edge, Graph, Node, common_prefix, human
 from ._jaxpr import Raw
 from ._source import describe
+
+REGIONS = ("scan ×", "while", "cond", "branch ", "pmap ", "shard_map ", "remat", "custom_")
 
 
 @dataclass(slots=True, eq=False)
@@ -43,19 +44,18 @@ class Net:
     raw: Raw
     drafts: list[Draft]
     edges: dict[tuple[int, int, int], None]
-    by_at: dict[int, Draft]
+    state: set[int] = field(default_factory=set)  # what only an optimizer reads: no parameters
     repeats: dict[tuple[str, ...], int] = field(default_factory=dict)
 
-    def merge(self, group: list[Draft], into: Draft) -> None:
-        """Several drafts become one; edges among them vanish."""
-        ats = {draft.at for draft in group}
-        self.drafts = sorted(
-            [draft for draft in self.drafts if draft.at not in ats] + [into], key=lambda draft: draft.at
-        )
+    def merge(self, groups: list[tuple[list[Draft], Draft]]) -> None:
+        """Each group of drafts becomes one; edges inside a group vanish."""
+        into = {draft.at: new for group, new in groups for draft in group}
+        kept = [draft for draft in self.drafts if draft.at not in into]
+        self.drafts = sorted([*kept, *(new for _, new in groups)], key=lambda draft: draft.at)
         for draft in self.drafts:
-            if draft.forward is not None and draft.forward.at in ats:
-                draft.forward = into
-        self.rename(dict.fromkeys(ats, into.at))
+            if draft.forward is not None:
+                draft.forward = into.get(draft.forward.at, draft.forward)
+        self.rename({at: new.at for at, new in into.items()})
 
     def rename(self, names: dict[int, int]) -> None:
         """Send the ends of edges elsewhere; loops vanish."""
@@ -90,9 +90,46 @@ def build(cells: Cells) -> Net:
         owner = cells.producer(raw.root(output))
         if owner is not None:
             by_cell[owner.id].outputs.append(name)
-    net = Net(raw, drafts, edges, {})
-    _drop_unused_inputs(net)
+    _number_scopes(drafts)
+    net = Net(raw, drafts, edges, _optimizer_state(cells))
+    _drop_unused(net)
     return net
+
+
+def _number_scopes(drafts: list[Draft]) -> None:
+    """A scope that is entered again is another one: "Linear", then "Linear (2)". Gradients go to their layers."""
+    seen: dict[tuple[str, ...], int] = {}
+    last_plain: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+    for draft in (d for d in drafts if d.op != "input" and not d.op.endswith(BACKWARD)):
+        plain, numbered = draft.scope, ()
+        same = True
+        for depth, name in enumerate(plain):
+            same = same and last_plain[: depth + 1] == plain[: depth + 1]
+            path = (*numbered, name)
+            if same:
+                numbered = last[: depth + 1]
+                continue
+            count = seen[path] = seen.get(path, 0) + 1
+            numbered = (*numbered, name if count == 1 or _is_region(name) else f"{name} ({count})")
+        last_plain, last, draft.scope = plain, numbered, numbered
+    for draft in drafts:
+        if draft.forward is not None and not any(_is_region(name) for name in draft.scope):
+            draft.scope = draft.forward.scope
+
+
+def _is_region(name: str) -> bool:
+    """Whether a scope is a loop, a branch or a map over devices, which are numbered already."""
+    return name.startswith(REGIONS)
+
+
+def _optimizer_state(cells: Cells) -> set[int]:
+    """Where there are gradients, what no differentiated layer reads is no parameter of the network."""
+    backward = [cell for cell in cells if cell.op.endswith(BACKWARD)]
+    layers = {cell.forward.id for cell in backward if cell.forward is not None}
+    read = {w for cell in cells for w in cells.weights(cell)}
+    trained = {w for cell in cells if cell.id in layers or cell in backward for w in cells.weights(cell)}
+    return read - trained if backward else set()
 
 
 def _topological(cells: Cells) -> list[Cell]:
@@ -119,44 +156,46 @@ def _topological(cells: Cells) -> list[Cell]:
     return found
 
 
-def _drop_unused_inputs(net: Net) -> None:
-    used = {source for source, _, _ in net.edges}
-    net.drafts = [draft for draft in net.drafts if draft.op != "input" or draft.at in used]
+def _drop_unused(net: Net) -> None:
+    """Arguments that nothing reads, and what stands alone and is not computed."""
+    used = {end for source, target, _ in net.edges for end in (source, target)}
+    net.drafts = [d for d in net.drafts if d.at in used or d.outputs or d.flops]
 
 
 def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
     raw, eqns = cells.raw, cells.eqns(cell)
     real = [eqn for eqn in eqns if not eqn.view] or eqns
-    arrays = {raw.root(value) for eqn in real for value in (*eqn.ins,)}
     inside = {out for eqn in eqns for out in eqn.outs}
     output = cells.output(cell)
-    reads = sum(raw.values[root].bytes for root in arrays - inside)
+    reads: dict[int, int] = {}
+    for eqn in real:
+        for value, shape in zip(eqn.ins, eqn.in_shapes, strict=False):
+            root = raw.root(value)
+            if root not in inside:  # a slice or a device's share is smaller than the whole array, a broadcast larger
+                whole = raw.values[root]
+                share = whole.bytes * math.prod(shape) // max(1, math.prod(whole.shape))
+                reads[root] = max(reads.get(root, 0), min(share, whole.bytes))
     detail = cell.detail
     if cell.op in COLLECTIVES and cell.op != "axis_index":
-        sent = sum(raw.values[root].bytes for root in cells.inputs(cell))
-        detail = f"{detail}, {human(sent, 'B')}"
+        detail = f"{detail}, {human(sum(reads.values()), 'B')}"
     return Draft(
         at=at,
         op=cell.op,
         detail=detail,
         value=output,
-        scope=_common([eqn.scope for eqn in real]),
+        scope=common_prefix(eqn.scope for eqn in real),
         source=describe(real[0].stack),
         flops=sum(eqn.flops for eqn in eqns),
-        bytes=reads + raw.values[output].bytes,
+        bytes=sum(reads.values()) + raw.values[output].bytes,
         equations=len(eqns),
         weights=cells.weights(cell),
     )
 
 
-def _common(scopes: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(os.path.commonprefix(list(scopes)))
-
-
 def to_graph(net: Net) -> Graph:
     """Plain data, with names: unique, and the same for the same function."""
     names = _names(net)
-    counted: set[int] = set()
+    counted: set[int] = set(net.state)
     nodes, weights, weight_edges, drawn = [], [], [], set()
     for draft in net.drafts:
         new = [w for w in draft.weights if w not in counted]
@@ -172,7 +211,7 @@ def to_graph(net: Net) -> Graph:
         Edge(names[source], names[target], net.raw.values[value].shape, net.raw.values[value].dtype)
         for (source, target), value in sorted(_one_each(net).items())
     )
-    total = sum(_size(net.raw, weight) for weight in counted)
+    total = sum(_size(net.raw, weight) for weight in counted - net.state)
     scopes = tuple(sorted(net.repeats.items()))
     return Graph(tuple(nodes), edges, tuple(weights), tuple(weight_edges), total, net.raw.count, scopes)
 
@@ -239,7 +278,26 @@ def _own_name(net: Net, draft: Draft, alone: dict[tuple[str, ...], int]) -> str:
     return ""
 
 
-_GENERIC = frozenset("w W weight weights kernel b B bias scale offset embedding embeddings table gamma beta g".split())
+_GENERIC = frozenset(
+    [
+        "w",
+        "W",
+        "weight",
+        "weights",
+        "kernel",
+        "b",
+        "B",
+        "bias",
+        "scale",
+        "offset",
+        "embedding",
+        "embeddings",
+        "table",
+        "gamma",
+        "beta",
+        "g",
+    ]
+)
 
 
 def _name_of_weights(names: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,7 +41,7 @@ class Plot(graphviz.Digraph):
     """
 
     def __init__(self, network: Graph, options: Options, time_limit: float) -> None:
-        super().__init__(name=options.title)
+        super().__init__(name=re.sub(r"[^\w .-]+", "_", options.title) or "plot")
         self.network, self.options, self.time_limit = network, options, time_limit
         self.body = ["\t" + line + "\n" for line in to_dot(network, options)]
 
@@ -75,7 +76,7 @@ class Plot(graphviz.Digraph):
             graphviz.view(path)
         return path
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **_: Any) -> dict[str, str]:
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **_: Any) -> dict[str, bytes | str]:
         try:
             return {"image/svg+xml": self.pipe("svg", encoding="utf-8"), "text/plain": repr(self.network)}
         except RenderError as error:
@@ -84,7 +85,7 @@ class Plot(graphviz.Digraph):
             return {"image/svg+xml": to_svg(self.network, self.options), "text/plain": str(error)}
 
     def _repr_svg_(self) -> str:
-        return self._repr_mimebundle_()["image/svg+xml"]
+        return str(self._repr_mimebundle_()["image/svg+xml"])
 
 
 def render(text: str, format: str, time_limit: float) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+_JAX = os.path.dirname(os.path.abspath(str(jax.__file__))) + os.sep
 _JAXPAR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Of JAX's own frames only those of its public functions say what is computed; the rest is how it traces.
 _JAX_PUBLIC = tuple(
@@ -58,14 +58,9 @@ class Sources:
     def _read(self, traceback: Any) -> tuple[Frame, ...]:
         try:
             codes, offsets = traceback.raw_frames()
-            found = [
-                self._by_code(traceback, code, at) for code, at in zip(codes, offsets, strict=True)
-            ]
+            found = [self._by_code(traceback, code, at) for code, at in zip(codes, offsets, strict=True)]
         except (AttributeError, TypeError, ValueError):
-            found = [
-                self._by_line(f.file_name, f.function_name, f.line_num)
-                for f in getattr(traceback, "frames", ())
-            ]
+            found = [self._by_line(f.file_name, f.function_name, f.line_num) for f in getattr(traceback, "frames", ())]
         return tuple(frame for frame in reversed(found) if frame is not None)
 
     def _by_code(self, traceback: Any, code: Any, offset: int) -> Frame | None:
@@ -92,7 +87,8 @@ class Sources:
 
 def _origin(file: str) -> tuple[str, str]:
     if file.startswith(_JAX):
-        return ("jax", "jax") if file.startswith(_JAX_PUBLIC) else ("", "")
+        public = file.startswith(_JAX_PUBLIC) and "control_flow" not in file
+        return ("jax", "jax") if public else ("", "")
     if file.startswith(_VIZ):
         return "", ""
     if file.startswith(_JAXPAR) and not file.startswith(_MODELS):

@@ -26,6 +26,35 @@ def trace(
     rules: Sequence[Rule | Call] = (),
     **kwargs: Any,
 ) -> Graph:
+    """A function as a `Graph` of layers, from its jaxpr alone: nothing is run and no memory is taken.
+
+    Equations are folded into layers: by the function that made them (`jax.nn.softmax`, a module's `LayerNorm`), by
+    patterns (a convolution and its bias), and what is left by the user's own small functions and lines. Gradients
+    become one backward node a layer. A repeated block is kept once, with its count.
+
+    Args:
+        fn: any function that JAX can trace: jitted, mapped over devices, the gradient of another.
+        args, kwargs: arrays or `jax.ShapeDtypeStruct`s, in any pytree.
+        params_argnums: which positional arguments hold the parameters; None for none of them. A bare array that is
+            the only argument is data. Arrays that the function captured are parameters too.
+        depth: how many nested modules and scopes to keep open; None for all, 0 closes every one.
+        max_nodes: draw at most so many nodes, closing the deepest scopes first; None for no limit.
+        repeats: whether repeated blocks are kept once.
+        rules: `Call`s and `Rule`s to try before those in `CALLS` and `RULES`.
+
+    Returns:
+        The graph. Inside `pmap` and `shard_map`, shapes and costs are those of one device; a scan counts as often
+        as it runs, a while loop once.
+
+    Raises:
+        TypeError: an argument is no array; the message names it. Whatever `fn` itself raises comes through.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> graph = trace(lambda w, x: jax.nn.relu(x @ w), jnp.ones((3, 2)), jnp.ones((5, 3)))
+        >>> [(node.op, node.shape, node.params) for node in graph.layers]
+        [('FullyConnected', (5, 2), 6), ('Activation', (5, 2), 0)]
+    """
     raw = read(fn, *args, params_argnums=params_argnums, **kwargs)
     calls = [rule for rule in rules if isinstance(rule, Call)]
     patterns = [rule for rule in rules if isinstance(rule, Rule)]
@@ -49,7 +78,10 @@ def trace(
     return _net.to_graph(net)
 
 
-def read(fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int] | None = 0, **kwargs: Any):
+def read(
+    fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int] | None = 0, **kwargs: Any
+) -> _jaxpr.Raw:
+    """The flat equations of a function and the names of its arguments."""
     names, weights = _arguments(fn, args, kwargs, params_argnums)
 
     @functools.wraps(fn, updated=())
@@ -72,7 +104,7 @@ def _arguments(fn, args, kwargs, params_argnums) -> tuple[list[str], list[bool]]
             name = names[number] + jax.tree_util.keystr(path)
             _check_array(fn, name, leaf)
             found.append(name)
-            weights.append(number in argnums and not bare)
+            weights.append(number in argnums and not bare and not str(getattr(leaf, "dtype", "")).startswith("key"))
     for path, leaf in jax.tree_util.tree_leaves_with_path(kwargs):
         name = str(getattr(path[0], "key", path[0])) + jax.tree_util.keystr(path[1:])
         _check_array(fn, name, leaf)

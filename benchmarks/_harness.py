@@ -1,0 +1,161 @@
+"""What the benchmarks share: contenders that take turns, ratios pair by pair, a table, a JSON file.
+
+A machine that other programs use as well is never equally fast twice. So the contenders of a row take turns in
+short rounds (A B C A B C ...), a ratio is formed inside each round between two neighbours, and the median over
+the rounds is what is reported. Absolute times are given for orientation only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+MXNET_PYTHON = HERE.parent / ".venv-mxnet" / "bin" / "python"
+
+Turn = Callable[[int], float]
+"""`turn(repeats) -> seconds` for one repeat, the mean over that many."""
+
+
+def timed(once: Callable[[], Any]) -> Turn:
+    """A turn out of a function that does the work once and returns when it is done."""
+
+    def turn(repeats: int) -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            once()
+        return (time.perf_counter() - start) / repeats
+
+    return turn
+
+
+def take_turns(contenders: Mapping[str, Turn], rounds: int, turn_seconds: float) -> dict[str, list[float]]:
+    """Seconds for one repeat of each contender in each round; every turn takes about `turn_seconds`.
+
+    A turn begins with one repeat that is not counted: the caches hold what the one before left there.
+    """
+    repeats = {}
+    for name, turn in contenders.items():
+        turn(2)
+        repeats[name] = max(1, min(1000, round(turn_seconds / turn(2))))
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, turn in contenders.items():
+            turn(1)
+            times[name].append(turn(repeats[name]))
+    return times
+
+
+def ratio(times: Mapping[str, Sequence[float]], slower: str, faster: str) -> float:
+    """How many times longer `slower` took: the median of the ratios of each round."""
+    return statistics.median(a / b for a, b in zip(times[slower], times[faster], strict=True))
+
+
+def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+class Child:
+    """A peer that lives in another interpreter and measures on command, one JSON object a line each way."""
+
+    def __init__(self, command: Sequence[str]):
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def ask(self, **request: Any) -> Any:
+        """The answer to a request; `RuntimeError` with the child's words where it failed."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the peer ended with status {self._process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(f"the peer failed: {answer['error']}")
+        return answer["result"]
+
+    def turn(self, name: str) -> Turn:
+        """A turn of the contender `name` that an earlier request has set up."""
+        return lambda repeats: self.ask(do="measure", name=name, repeats=repeats)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+def start_mxnet(python: str | None = None) -> Child | None:
+    """MXNet's peer, or None, said in one line, where its environment does not exist."""
+    found = python or os.environ.get("JAXPAR_MXNET_PYTHON") or str(MXNET_PYTHON)
+    if shutil.which(found) is None:
+        print(f"no MXNet: there is no {Path(found).name} in its environment; `make mxnet` builds it (Python 3.8)")
+        return None
+    child = Child([found, str(HERE / "_mxnet_peer.py")])
+    try:
+        child.version = child.ask(do="version")
+    except (RuntimeError, ValueError) as error:
+        print(f"no MXNet: {error}")
+        return None
+    return child
+
+
+def environment(mxnet: Child | None = None) -> dict[str, str]:
+    """The machine in words, and the versions."""
+    words = {
+        "machine": f"{os.cpu_count()}-core {platform.machine().replace('_', '-')} {platform.system()}",
+        "python": platform.python_version(),
+    }
+    for package in ("jax", "jaxlib", "numpy", "optax", "torch"):
+        try:
+            words[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            words[package] = "not installed"
+    words["mxnet"] = "not installed" if mxnet is None else mxnet.version
+    return words
+
+
+def arguments(description: str, rounds: int, turn_seconds: float) -> argparse.Namespace:
+    """The command line that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("rows", nargs="*", help="the rows to measure, by name (default: all)")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes and few rounds: does it run at all?")
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"rounds of turns (default {rounds})")
+    parser.add_argument("--turn-seconds", type=float, default=turn_seconds, help="about how long a turn takes")
+    parser.add_argument("--output", type=Path, help="JSON file to write (default: results/, nothing with --quick)")
+    parser.add_argument("--mxnet-python", help="the Python that has MXNet (default: .venv-mxnet, `make mxnet`)")
+    parser.add_argument("--no-mxnet", action="store_true", help="leave MXNet out")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.turn_seconds = min(options.rounds, 2), 0.001
+    return options
+
+
+def save(options: argparse.Namespace, name: str, report: Mapping[str, Any]) -> None:
+    """The report as JSON, where the command line says."""
+    path = options.output or (None if options.quick else HERE / "results" / f"{name}.json")
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"written to {path.name}", file=sys.stderr)
+
+
+def show(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A Markdown table, aligned."""
+    cells = [list(header), *map(list, rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]
+    print("\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]]), flush=True)

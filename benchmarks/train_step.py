@@ -1,0 +1,143 @@
+"""Images per second of the LeNet training step: jaxpar beside plain JAX, PyTorch and MXNet.
+
+Every contender trains the same network on a batch of the same size with plain SGD, and each repeat waits for its
+last step. The plain JAX step is what one writes by hand for one device: the same LeNet, `jax.jit`, donated
+parameters, `optax.sgd`. PyTorch runs eagerly on all cores. MXNet runs the code of its article on several devices.
+The pixels are random numbers: the time of a step does not depend on them.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+import optax
+from _harness import Turn, arguments, environment, medians, ratio, save, show, start_mxnet, take_turns, timed
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from jaxpar import kv, train
+from jaxpar.models import lenet
+
+LEARNING_RATE = 0.2
+STEPS = 3  # in one repeat: the host may run ahead of the device, as it does in a training loop
+
+
+def batch_of(size: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    images = rng.random((size, 28, 28, 1), np.float32)
+    return {"image": images, "label": rng.integers(0, 10, size, dtype=np.int32)}
+
+
+def loss_fn(params, batch, rng):
+    del rng
+    logits = lenet.apply(params, batch["image"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), {}
+
+
+def jaxpar_step(batch, count: int, engine: str) -> Turn:
+    devices = jax.devices()[:count]
+    store = kv.from_params(lenet.init(jax.random.key(0)), optimizer=optax.sgd(LEARNING_RATE))
+    state = train.create_state(store, 0, devices=devices)
+    step = train.make_train_step(loss_fn, engine=engine, devices=devices)
+    batch = jax.device_put(batch, NamedSharding(Mesh(np.array(devices), ("data",)), P("data")))
+
+    def once():
+        nonlocal state
+        for _ in range(STEPS):
+            state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+
+    return timed(once)
+
+
+def plain_step(batch) -> Turn:
+    tx = optax.sgd(LEARNING_RATE)
+    params = lenet.init(jax.random.key(0))
+    opt_state = tx.init(params)
+    batch = jax.device_put(batch, jax.devices()[0])
+
+    def update(params, opt_state, batch):
+        (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch, None)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    step = jax.jit(update, donate_argnums=(0, 1))
+
+    def once():
+        nonlocal params, opt_state
+        for _ in range(STEPS):
+            params, opt_state, loss = step(params, opt_state, batch)
+        jax.block_until_ready((params, loss))
+
+    return timed(once)
+
+
+def torch_step(batch) -> Turn | None:
+    try:
+        import torch
+    except ImportError:
+        print("no PyTorch: it is not installed in this environment; `pip install torch` adds it")
+        return None
+    from torch import nn
+
+    model = nn.Sequential(
+        nn.Conv2d(1, 20, 3),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(20, 50, 5),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(800, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    images = torch.from_numpy(batch["image"].transpose(0, 3, 1, 2).copy())
+    labels = torch.from_numpy(batch["label"].astype(np.int64))
+
+    def once():
+        for _ in range(STEPS):
+            optimizer.zero_grad(set_to_none=True)
+            nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+
+    return timed(once)
+
+
+def main() -> None:
+    options = arguments("Images per second of the LeNet step, beside its peers.", 25, 0.2)
+    size = 32 if options.quick else 256
+    counts = [1, 2] if options.quick else [1, 2, 4]
+    batch = batch_of(size)
+    contenders = {"plain JAX, 1 device": plain_step(batch)}
+    for engine in ("pmap", "shard_map"):
+        for count in counts:
+            contenders[f"jaxpar {engine}, {count} device{'s'[: count > 1]}"] = jaxpar_step(batch, count, engine)
+    torch = torch_step(batch)
+    if torch is not None:
+        contenders["PyTorch eager"] = torch
+    mxnet = None if options.no_mxnet else start_mxnet(options.mxnet_python)
+    if mxnet is not None:
+        for name in mxnet.ask(do="lenet", batch=size, contexts=counts, steps=STEPS):
+            contenders[f"MXNet from scratch, {name} context{'s'[: name != '1']}"] = mxnet.turn(name)
+    times = take_turns(contenders, options.rounds, options.turn_seconds)
+    plain = "plain JAX, 1 device"
+    report = {
+        "environment": environment(mxnet),
+        "batch": size,
+        "rounds": options.rounds,
+        "images_per_second": {n: round(STEPS * size / s) for n, s in medians(times).items()},
+        "against_plain_jax": {n: round(ratio(times, plain, n), 3) for n in times},
+    }
+    rows = [(n, str(report["images_per_second"][n]), f"{r:.2f}x") for n, r in report["against_plain_jax"].items()]
+    show(("LeNet, batch " + str(size), "images/s", "against plain JAX"), rows)
+    save(options, "train_step", report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""`python -m jaxpar train`: LeNet on a data set of images of 28 × 28 pixels, over several devices."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ._types import Device
+
+_KINDS = ("local", "device", "sharded", "dist_sync", "dist_device_sync", "nccl")
+_COMPRESSIONS = ("none", "1bit", "2bit", "int8", "bf16", "topk", "powersgd")
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the subparsers of the command line."""
+    parser = commands.add_parser(
+        "train",
+        help="train LeNet",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    positive, rate = _number(int), _number(float)
+    parser.add_argument("--dataset", default="fashion_mnist", help="a name of tensorflow-datasets")
+    parser.add_argument("--data-dir", help="the folder of tensorflow-datasets (default: its own)")
+    parser.add_argument("--devices", type=positive, help="how many; CPU devices are emulated (default: all)")
+    parser.add_argument("--epochs", type=positive, default=5)
+    parser.add_argument("--batch-size", type=positive, default=256, help="over all devices together")
+    parser.add_argument("--learning-rate", type=rate, default=0.2)
+    parser.add_argument("--kvstore", choices=_KINDS, default="device")
+    parser.add_argument("--engine", choices=("pmap", "shard_map"), default="pmap")
+    parser.add_argument("--compression", choices=_COMPRESSIONS, default="none")
+    parser.add_argument("--threshold", type=rate, help="of the compressions 2bit and 1bit (default: 0.5)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-progress", action="store_true", help="print nothing but the result")
+    parser.add_argument("--checkpoint-dir", type=Path, help="where to keep checkpoints, and to resume from")
+    parser.add_argument("--metrics-file", type=Path, help="a JSON line for each epoch")
+    parser.add_argument("--output-dir", type=Path, help="checkpoints, metrics.jsonl and history.png in one folder")
+    parser.set_defaults(run=lambda args: run(args, parser))
+
+
+def _number(kind: type) -> Any:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be {'an int' if kind is int else 'a number'} above 0, got {text!r}")
+        return value
+
+    return parse
+
+
+def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Trains, and prints what it runs on, each epoch and the result."""
+    from . import data, models, train
+
+    devices = _devices(args, parser)
+    sets = [data.load(args.dataset, split, data_dir=args.data_dir) for split in ("train", "test")]
+    if sets[0].images.shape[1:] != (28, 28, 1):
+        raise ValueError(f"LeNet takes images of shape (28, 28, 1), {args.dataset} has {sets[0].images.shape[1:]}")
+    if not args.no_progress:
+        print(_about(args, devices), flush=True)
+    loss_fn = train.classification_loss(models.lenet.apply)
+    state, history = train.fit(
+        train.create_state(_store(args), args.seed, devices=devices),
+        train.make_train_step(loss_fn, engine=args.engine),
+        sets[0],
+        test_data=sets[1],
+        apply_fn=models.lenet.apply,
+        epochs=args.epochs,
+        batch_size=args.batch_size,
+        progress=not args.no_progress,
+        checkpoint_dir=args.checkpoint_dir or _inside(args, "checkpoints"),
+        metrics_file=args.metrics_file or _inside(args, "metrics.jsonl"),
+    )
+    if args.output_dir is not None:
+        _plot(history, args.output_dir / "history.png")
+    last = history[-1]
+    speed = sorted(record["images_per_second"] for record in history)[len(history) // 2]
+    print(
+        f"trained {len(history)} epochs, {int(state.step)} steps: test accuracy {last['test_accuracy']:.4f}, "
+        f"test loss {last['test_loss']:.4f}, {speed:,.0f} images/s (median of the epochs)"
+    )
+    return 0
+
+
+def _devices(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Device]:
+    if args.devices is not None:
+        if args.batch_size % args.devices:
+            parser.error(f"--batch-size {args.batch_size} cannot be divided by --devices {args.devices}")
+        jax.config.update("jax_num_cpu_devices", args.devices)  # does nothing where there are GPUs or TPUs
+    devices = jax.devices()
+    if args.devices is not None and len(devices) < args.devices:
+        raise ValueError(f"--devices {args.devices}: there are only {len(devices)} ({devices[0].platform})")
+    return devices[: args.devices]
+
+
+def _store(args: argparse.Namespace) -> Any:
+    import optax
+
+    from . import kv, models
+
+    params = models.lenet.init(jax.random.key(args.seed))
+    store = kv.from_params(params, kind=args.kvstore, optimizer=optax.sgd(args.learning_rate))
+    threshold = {} if args.threshold is None else {"threshold": args.threshold}
+    return kv.set_gradient_compression(store, {"type": args.compression, **threshold})
+
+
+def _about(args: argparse.Namespace, devices: list[Device]) -> str:
+    kind = f"{devices[0].device_kind}" if devices[0].platform != "cpu" else "emulated CPU devices"
+    return (
+        f"LeNet on {args.dataset}: {len(devices)} × {kind}, jax {jax.__version__}, engine {args.engine}, kvstore "
+        f"{args.kvstore}, compression {args.compression}, batch {args.batch_size}, learning rate {args.learning_rate}"
+    )
+
+
+def _inside(args: argparse.Namespace, name: str) -> Path | None:
+    return None if args.output_dir is None else args.output_dir / name
+
+
+def _plot(history: list[dict[str, Any]], path: Path) -> None:
+    from .train import plot_history
+
+    try:
+        plot_history(history, path)
+    except ModuleNotFoundError as error:
+        print(f"jaxpar: no {path.name}: {error}", file=sys.stderr)

@@ -1,0 +1,99 @@
+"""What the tests of the store share: a NumPy model of it, MXNet's record, and readers of compiled programs."""
+
+import contextlib
+import json
+import math
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxpar import kv
+
+REFERENCE = json.loads((Path(__file__).parent / "reference" / "mxnet_1_9_1.json").read_text())
+KINDS = ("local", "device", "sharded", "dist_sync", "dist_device_sync")
+ROUNDING = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 2e-6}
+
+
+class Model:
+    """A store of NumPy arrays: sums in float64, then the updater `update(pushed, stored) -> new_stored`."""
+
+    def __init__(self, values, update=lambda pushed, stored: pushed):
+        self.values, self.update = {k: np.asarray(v, np.float64) for k, v in values.items()}, update
+
+    def push(self, keys, lists):
+        sums = {}
+        for key, values in zip(keys, lists, strict=True):
+            for value in values:
+                sums[key] = sums.get(key, 0) + np.asarray(value, np.float64)
+        for key in sorted(sums):
+            self.values[key] = self.update(sums[key], self.values[key])
+
+
+def put(values, devices):
+    """Each value on its own device, the devices taken in turn."""
+    return [jax.device_put(v, devices[i % len(devices)]) for i, v in enumerate(values)]
+
+
+def whole_numbers(seed, *shape, most=8):
+    """Small whole numbers as float32, so that sums are exact in any order."""
+    return np.random.default_rng(seed).integers(-most, most + 1, shape).astype(np.float32)
+
+
+def snapshot(store):
+    """A copy of everything in a store, to see later whether it changed."""
+    return [np.array(leaf) for leaf in jax.tree.leaves(store)], jax.tree.structure(store)
+
+
+def assert_unchanged(store, before):
+    leaves, structure = before
+    assert jax.tree.structure(store) == structure
+    for leaf, old in zip(jax.tree.leaves(store), leaves, strict=True):
+        np.testing.assert_array_equal(np.asarray(leaf), old)
+
+
+def axes_of(store, axis_name="data"):
+    """`in_axes` of a store for `pmap`, out of its partition specs."""
+    spread = jax.sharding.PartitionSpec(axis_name)
+    leaves, structure = jax.tree.flatten(kv.partition_specs(store, axis_name))
+    return structure.unflatten([0 if spec == spread else None for spec in leaves])
+
+
+# ---- compiled programs
+
+_COLLECTIVES = r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
+
+
+def collectives_in(text):
+    """(name, bytes of the results) of each collective in the text of a compiled program."""
+    found = []
+    for line in text.splitlines():
+        match = re.search(rf"= (.*?) ({_COLLECTIVES})(-start)?\(", line)
+        if match:
+            shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
+            found.append((match[2], sum(_BYTES[d] * math.prod(map(int, filter(None, s.split(",")))) for d, s in shapes)))
+    return found
+
+
+_compiled = [0]
+
+
+def _count(event, *args, **kwargs):
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiled[0] += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+@contextlib.contextmanager
+def compilations():
+    """Counts the programs that XLA compiles in its body: `with compilations() as count: ...; count()`."""
+    before = _compiled[0]
+    stopped = []
+    try:
+        yield lambda: (stopped[0] if stopped else _compiled[0]) - before
+    finally:
+        stopped.append(_compiled[0])

@@ -1,0 +1,178 @@
+"""The walkthrough of MXNet's article and the edge cases, against what MXNet 1.9.1 itself gave."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kv_model import KINDS, REFERENCE, put
+
+from jaxpar import kv, updaters
+
+SHAPE = tuple(REFERENCE["shape"])
+SHAPES = [(), (0, 3), (5,), (7, 4)]
+W0 = np.array(REFERENCE["w0"], np.float32)
+
+
+def expected(shape):
+    """The recorded walkthrough, its constant arrays in another shape."""
+
+    def reshaped(value):
+        array = np.array(value, np.float32)
+        if array.shape == SHAPE:
+            assert (array == array.flat[0]).all()
+            return np.full(shape, array.flat[0])
+        return [reshaped(v) for v in value]
+
+    return [(name, value if name == "log" else reshaped(value)) for name, value in REFERENCE["walkthrough"]]
+
+
+def walkthrough(kind, shape, devices, updater, contexts):
+    """The article's cells; `contexts` is on how many devices the four ones are."""
+    ones, keys = jnp.ones(shape), [5, 7, 9]
+    on_devices = put([ones] * 4, devices[:contexts])
+    store = kv.init(kv.create(kind), 3, ones * 2)
+    yield "init", kv.pull(store, 3)
+    store = kv.push(store, 3, ones * 8)
+    yield "push", kv.pull(store, 3)
+    store = kv.push(store, 3, on_devices)
+    yield "push_list", kv.pull(store, 3)
+    store = kv.set_updater(store, updater)
+    yield "set_updater", kv.pull(store, 3)
+    store = kv.push(store, 3, ones)
+    yield "push_updated", kv.pull(store, 3)
+    yield "pull_devices", kv.pull(store, 3, devices=devices[:4])
+    store = kv.init(store, keys, [ones] * 3)
+    store = kv.push(store, keys, [ones] * 3)
+    yield "keys", kv.pull(store, keys)
+    store = kv.push(store, keys, [on_devices] * 3)
+    yield "keys_devices", kv.pull(store, keys)[1]
+
+
+def check(steps, shape):
+    *recorded, _ = expected(shape)
+    for (name, got), (recorded_name, value) in zip(steps, recorded, strict=True):
+        assert name == recorded_name
+        many = isinstance(got, list)
+        for one, other in zip(got if many else [got], value if many else [value], strict=True):
+            assert one.shape == shape
+            np.testing.assert_array_equal(one, other, err_msg=name)
+
+
+def printing(key, pushed, stored):
+    print(f"update on key: {key}")
+    return stored + 2 * pushed
+
+
+CASES = (
+    [(kind, SHAPE, n) for kind in KINDS for n in (1, 4)]
+    + [(kind, SHAPE, n) for kind in ("local", "device", "sharded") for n in (2, 8)]
+    + [(kind, shape, 4) for kind in ("device", "sharded") for shape in SHAPES]
+)
+
+
+@pytest.mark.parametrize(("kind", "shape", "contexts"), CASES)
+def test_the_article_at_the_prompt(kind, shape, contexts, capsys):
+    check(walkthrough(kind, shape, jax.devices(), printing, contexts), shape)
+    assert capsys.readouterr().out.splitlines() == REFERENCE["walkthrough"][-1][1]
+
+
+def twice(key, pushed, stored):
+    return stored + 2 * pushed
+
+
+@pytest.mark.parametrize("updater", [twice, updaters.stateless(twice)], ids=["function", "Updater"])
+@pytest.mark.parametrize("shape", [SHAPE, *SHAPES], ids=str)
+def test_the_article_under_jit(shape, updater):
+    names = []
+
+    @jax.jit
+    def run():
+        steps = list(walkthrough("device", shape, jax.devices(), updater, 1))
+        names.extend(name for name, _ in steps)
+        return [value for _, value in steps]
+
+    values = run()
+    check(zip(names, values, strict=True), shape)
+
+
+@pytest.mark.parametrize("kind", ["local", "sharded"])
+def test_the_article_under_jit_in_the_other_kinds(kind):
+    @jax.jit
+    def run(store, ones):
+        store = kv.push(store, 3, ones * 8)
+        first = kv.pull(store, 3)
+        store = kv.push(store, 3, [ones] * 4)
+        store = kv.set_updater(store, twice)
+        return first, kv.push(store, 3, ones)
+
+    first, store = run(kv.init(kv.create(kind), 3, jnp.full(SHAPE, 2.0)), jnp.ones(SHAPE))
+    np.testing.assert_array_equal(first, np.full(SHAPE, 8.0))
+    np.testing.assert_array_equal(kv.pull(store, 3), np.full(SHAPE, 6.0))
+
+
+def test_an_updater_under_jit_prints_where_it_asks_jax_to(capsys):
+    def updater(key, pushed, stored):
+        jax.debug.print("update on key: {}", key)
+        return stored + 2 * pushed
+
+    store = kv.set_updater(kv.init(kv.create(), [9, 5], [jnp.ones(2)] * 2), updater)
+    push = jax.jit(lambda store: kv.push(store, [9, 5], [jnp.ones(2)] * 2))
+    for _ in range(2):
+        jax.block_until_ready(push(store))
+        jax.effects_barrier()
+    assert sorted(capsys.readouterr().out.splitlines()) == ["update on key: 5"] * 2 + ["update on key: 9"] * 2
+
+
+# ---- the edge cases, as recorded
+
+
+def edge(name):
+    return REFERENCE["edge"][name]
+
+
+def test_errors_where_mxnet_had_errors_and_where_it_was_silent():
+    store = kv.init(kv.create("local"), 3, jnp.ones(SHAPE))
+    assert edge("push_uninitialised")["error"]
+    with pytest.raises(KeyError, match="key 4 was never initialised"):
+        kv.push(store, 4, jnp.ones(SHAPE))
+    assert "key 4" in edge("pull_uninitialised")["last"]
+    with pytest.raises(KeyError, match="key 4 was never initialised"):
+        kv.pull(store, 4)
+    assert "key 3" in edge("init_twice")["last"]
+    with pytest.raises(ValueError, match="key 3 is initialised already"):
+        kv.init(store, 3, jnp.ones(SHAPE))
+    assert "[3,3]" in edge("shape_mismatch")["last"]
+    with pytest.raises(ValueError, match=r"key 3: expected shape \(2, 3\), got \(3, 3\)"):
+        kv.push(store, 3, jnp.ones((3, 3)))
+    assert edge("int_and_str")["error"]
+    with pytest.raises(TypeError, match="must be an int, got 'a'"):
+        kv.init(store, "a", jnp.ones(SHAPE))
+    assert edge("unknown_type") == {"ok": None}
+    with pytest.raises(ValueError, match="unknown kind"):
+        kv.create("foo")
+
+
+@pytest.mark.parametrize("kind", ["local", "device", "sharded"])
+def test_float16_and_duplicates(kind):
+    store = kv.push(kv.init(kv.create(kind), 3, jnp.zeros(SHAPE)), 3, jnp.ones(SHAPE, jnp.float16))
+    assert kv.pull(store, 3).dtype == jnp.float32
+    np.testing.assert_array_equal(kv.pull(store, 3), edge("float16_push")["ok"])
+    store = kv.push(store, [3, 3], [jnp.ones(SHAPE), jnp.full(SHAPE, 2.0)])
+    np.testing.assert_array_equal(kv.pull(store, 3), edge("duplicate_keys_one_push")["ok"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pushpull_broadcast_and_row_sparse_pull(kind):
+    devices = jax.devices()[:4]
+    store = kv.init(kv.create(kind), 3, jnp.asarray(W0))
+    values = put([np.full(SHAPE, i, np.float32) for i in (1, 2, 3, 4)], devices)
+    store, pulled = kv.pushpull(store, 3, values, devices=devices)
+    np.testing.assert_array_equal(pulled, REFERENCE["pushpull"]["ok"])
+    assert [p.devices() for p in pulled] == [{d} for d in devices]
+    store, pulled = kv.broadcast(store, 4, jnp.asarray(W0), devices=devices)
+    np.testing.assert_array_equal(pulled, np.array(REFERENCE["broadcast"]["ok"], np.float32))
+    assert [p.devices() for p in pulled] == [{d} for d in devices]
+    record = REFERENCE["row_sparse_pull"]["ok"]
+    rows = kv.row_sparse_pull(store, 4, record["row_ids"])
+    assert rows.indices.tolist() == record["indices"]
+    np.testing.assert_array_equal(rows.values, np.array(record["dense"], np.float32))

@@ -1,0 +1,227 @@
+"""Networks that the tests of jaxpar.viz draw; the ones of Flax, Equinox and Haiku are imported where they are used."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.models import lenet, matrix_factorization
+
+f32, i32 = jnp.float32, jnp.int32
+Spec = jax.ShapeDtypeStruct
+
+LENET = jax.eval_shape(lenet.init, jax.random.key(0))
+IMAGES, LABELS = Spec((256, 28, 28, 1), f32), Spec((256,), i32)
+TOKENS = Spec((2, 32), i32)
+
+
+def lenet_loss(params, images, labels):
+    log_probs = jax.nn.log_softmax(lenet.apply(params, images))
+    return -jnp.take_along_axis(log_probs, labels[:, None], axis=1).mean()
+
+
+def factorization(users=943, items=1682, k=64):
+    params = jax.eval_shape(lambda rng: matrix_factorization.init(rng, users, items, k), jax.random.key(0))
+    return params, Spec((32,), i32), Spec((32,), i32)
+
+
+def factorization_loss(params, user, item, score):
+    return ((matrix_factorization.apply(params, user, item) - score) ** 2).mean()
+
+
+def layer_norm(params, x_BxTxD):
+    mean = x_BxTxD.mean(-1, keepdims=True)
+    variance = x_BxTxD.var(-1, keepdims=True)
+    return (x_BxTxD - mean) / jnp.sqrt(variance + 1e-5) * params["g"][None, None] + params["b"][None, None]
+
+
+def attention(params, x_BxTxD, heads):
+    batch, length, dim = x_BxTxD.shape
+    q, k, v = ((x_BxTxD @ params[name]).reshape(batch, length, heads, dim // heads) for name in "qkv")
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(dim // heads)
+    weights = jax.nn.softmax(scores, -1)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(batch, length, dim) @ params["o"]
+
+
+def block(params, x_BxTxD, heads=4):
+    x_BxTxD = x_BxTxD + attention(params["attn"], layer_norm(params["ln1"], x_BxTxD), heads)
+    hidden = jax.nn.gelu(layer_norm(params["ln2"], x_BxTxD) @ params["w1"] + params["b1"][None, None])
+    return x_BxTxD + hidden @ params["w2"] + params["b2"][None, None]
+
+
+def transformer(params, tokens):
+    x_BxTxD = params["embed"][tokens]
+    for block_params in params["blocks"]:
+        x_BxTxD = block(block_params, x_BxTxD)
+    return layer_norm(params["ln"], x_BxTxD) @ params["embed"].T
+
+
+def transformer_scanned(params, tokens):
+    x_BxTxD, _ = jax.lax.scan(lambda x, p: (block(p, x), None), params["embed"][tokens], params["blocks"])
+    return x_BxTxD @ params["embed"].T
+
+
+def transformer_loss(params, tokens):
+    log_probs = jax.nn.log_softmax(transformer(params, tokens))
+    return -jnp.take_along_axis(log_probs, tokens[:, :, None], axis=-1).mean()
+
+
+def transformer_params(blocks=12, dim=64, vocabulary=1000):
+    norm = {"g": Spec((dim,), f32), "b": Spec((dim,), f32)}
+    one = {
+        "attn": {name: Spec((dim, dim), f32) for name in "qkvo"},
+        "ln1": norm, "ln2": norm, "w1": Spec((dim, 4 * dim), f32), "b1": Spec((4 * dim,), f32),
+        "w2": Spec((4 * dim, dim), f32), "b2": Spec((dim,), f32),
+    }  # fmt: skip
+    return {"embed": Spec((vocabulary, dim), f32), "blocks": [one] * blocks, "ln": norm}
+
+
+def scanned_params(blocks=12):
+    params = transformer_params(blocks)
+    stacked = jax.tree.map(lambda leaf: Spec((blocks, *leaf.shape), leaf.dtype), params["blocks"][0])
+    return {"embed": params["embed"], "blocks": stacked}
+
+
+def pmap_step():
+    @partial(jax.pmap, axis_name="data", in_axes=(None, 0, 0))
+    def step(params, images, labels):
+        loss, grads = jax.value_and_grad(lenet_loss)(params, images, labels)
+        grads = jax.lax.psum(grads, "data")
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), jax.lax.pmean(loss, "data")
+
+    return step, (LENET, Spec((4, 64, 28, 28, 1), f32), Spec((4, 64), i32))
+
+
+def shard_map_step():
+    from jax.sharding import Mesh, PartitionSpec as P
+
+    def local(params, images, labels):
+        grads = jax.grad(lenet_loss)(params, images, labels)
+        return jax.tree.map(lambda w, g: w - 0.1 * jax.lax.psum(g, "data"), params, grads)
+
+    mesh = Mesh(jax.devices()[:4], ("data",))
+    specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P(), "check_vma": False}
+    return jax.jit(jax.shard_map(local, mesh=mesh, **specs)), (LENET, IMAGES, LABELS)
+
+
+def flax_transformer(blocks):
+    import flax.linen as nn
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = nn.LayerNorm()(x)
+            x = x + nn.MultiHeadDotProductAttention(4)(y, y)
+            return x + nn.Dense(16)(nn.gelu(nn.Dense(64)(nn.LayerNorm()(x))))
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(blocks):
+                x = Block()(x)
+            return nn.Dense(10)(x)
+
+    x = Spec((2, 5, 16), f32)
+    return Net().apply, (jax.eval_shape(Net().init, jax.random.key(0), x), x)
+
+
+def flax_resnet50():
+    import flax.linen as nn
+
+    norm = partial(nn.BatchNorm, use_running_average=True)
+    conv = partial(nn.Conv, use_bias=False)
+
+    class Bottleneck(nn.Module):
+        features: int
+        stride: int
+
+        @nn.compact
+        def __call__(self, x):
+            y = nn.relu(norm()(conv(self.features, (1, 1))(x)))
+            y = nn.relu(norm()(conv(self.features, (3, 3), (self.stride, self.stride))(y)))
+            y = norm()(conv(4 * self.features, (1, 1))(y))
+            if x.shape != y.shape:
+                stride = (self.stride, self.stride)
+                x = norm(name="norm_proj")(conv(4 * self.features, (1, 1), stride, name="conv_proj")(x))
+            return nn.relu(x + y)
+
+    class ResNet(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.max_pool(nn.relu(norm()(conv(64, (7, 7), (2, 2))(x))), (3, 3), (2, 2), "SAME")
+            for stage, count in enumerate((3, 4, 6, 3)):
+                for number in range(count):
+                    x = Bottleneck(64 * 2**stage, 2 if stage > 0 and number == 0 else 1)(x)
+            return nn.Dense(1000)(x.mean((1, 2)))
+
+    x = Spec((8, 224, 224, 3), f32)
+    return ResNet().apply, (jax.eval_shape(ResNet().init, jax.random.key(0), x), x)
+
+
+def equinox_transformer(blocks):
+    import equinox as eqx
+
+    class Block(eqx.Module):
+        attend: eqx.nn.MultiheadAttention
+        norms: list
+        mlp: eqx.nn.MLP
+
+        def __init__(self, key):
+            key_a, key_m = jax.random.split(key)
+            self.attend = eqx.nn.MultiheadAttention(4, 16, key=key_a)
+            self.norms = [eqx.nn.LayerNorm(16), eqx.nn.LayerNorm(16)]
+            self.mlp = eqx.nn.MLP(16, 16, 64, 1, jax.nn.gelu, key=key_m)
+
+        def __call__(self, x):
+            h = jax.vmap(self.norms[0])(x)
+            x = x + self.attend(h, h, h)
+            return x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
+
+    made = [Block(key) for key in jax.random.split(jax.random.key(0), blocks)]
+
+    def apply(x):
+        for one in made:
+            x = one(x)
+        return x
+
+    return apply, (Spec((5, 16), f32),)
+
+
+def haiku_transformer(blocks):
+    import haiku as hk
+
+    def net(x):
+        for _ in range(blocks):
+            h = hk.LayerNorm(-1, True, True)(x)
+            scale = hk.initializers.VarianceScaling()
+            x = x + hk.MultiHeadAttention(4, 4, w_init=scale, model_size=16)(h, h, h)
+            x = x + hk.nets.MLP([64, 16], activation=jax.nn.gelu)(hk.LayerNorm(-1, True, True)(x))
+        return x
+
+    x = Spec((2, 5, 16), f32)
+    made = hk.without_apply_rng(hk.transform(net))
+    return made.apply, (jax.eval_shape(made.init, jax.random.key(0), x), x)
+
+
+def chain(equations):
+    def chain(x):
+        for _ in range(equations // 3 + 1):
+            x = jnp.sin(x) * jnp.cos(x)
+        return x
+
+    return chain
+
+
+def tangle(equations):
+    """A graph of additions and products without any order to it."""
+    import random
+
+    def tangle(x):
+        chosen = random.Random(0)
+        found = [x]
+        for _ in range(equations):
+            step = chosen.choice([jnp.add, jnp.multiply, jnp.maximum, jax.lax.sub])
+            found.append(step(chosen.choice(found[-30:]), chosen.choice(found[-30:])))
+        return found[-1]
+
+    return tangle
