@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from . import _cli_train
+from .viz import _cli as _cli_plot
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,6 +15,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="jaxpar", description="Data-parallel training and network plots in JAX.")
     commands = parser.add_subparsers(required=True, metavar="command")
     _cli_train.add_parser(commands)
+    plot = commands.add_parser("plot", help="draw a function", description=_cli_plot.__doc__)
+    _cli_plot.add_arguments(plot)
+    plot.set_defaults(run=_cli_plot.run)
     args = parser.parse_args(argv)
     try:
         return args.run(args)

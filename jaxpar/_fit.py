@@ -71,8 +71,9 @@ def fit(
 
     Raises:
         ValueError: a data set without one whole batch, numbers below 1, `apply_fn` without `test_data` or the
-            other way round.
+            other way round; a checkpoint of another model, optimizer, batch size or size of data set.
         FileNotFoundError: `resume=True` and no checkpoint.
+        OSError: a checkpoint that cannot be written; the earlier ones stay.
 
     Example:
         >>> import jax.numpy as jnp, optax

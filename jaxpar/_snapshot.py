@@ -163,10 +163,8 @@ def _put(slot: Slot, record: dict[str, Any], array: np.ndarray) -> Any:
         flat = np.zeros(math.prod(leaf.shape), array.dtype)
         flat[: array.size] = array.reshape(-1)
         array = flat.reshape(leaf.shape)
-    sharding = getattr(leaf, "sharding", None)
-    if "impl" not in record:
-        return jax.device_put(array, sharding)
-    return jax.device_put(jax.random.wrap_key_data(jnp.asarray(array), impl=record["impl"]), sharding)
+    placed = jax.device_put(array, getattr(leaf, "sharding", None))
+    return jax.random.wrap_key_data(placed, impl=record["impl"]) if "impl" in record else placed
 
 
 def _compare(wanted: list[Slot], records: list[dict[str, Any]]) -> None:

@@ -173,8 +173,9 @@ class Manager:
         """
         self.wait()
         records, arrays = _snapshot.take(state)
-        content = {**_about(state, self.directory), "info": json.loads(json.dumps(info or {}))}
+        info = json.loads(json.dumps(info or {}))  # a copy, and an error now where it is not JSON
         if jax.process_index() == 0:
+            content = {**_about(state, self.directory), "info": info}
             self._writer = self._writer or concurrent.futures.ThreadPoolExecutor(1, "jaxpar-checkpoint")
             self._writing = self._writer.submit(self._write, content, records, arrays)
 

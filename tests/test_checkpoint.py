@@ -362,7 +362,8 @@ def test_what_a_killed_process_left_is_removed_and_never_found(tmp_path):
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_the_state_may_be_donated_at_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+def test_the_state_may_be_donated_at_once(tmp_path, monkeypatch, kind):
     write = files.write
 
     def late(*args):
@@ -370,7 +371,7 @@ def test_the_state_may_be_donated_at_once(tmp_path, monkeypatch):
         write(*args)
 
     monkeypatch.setattr(files, "write", late)
-    state = trained(make("sharded"))
+    state = trained(make(kind))
     before = numbers(state)
     manager = checkpoint.Manager(tmp_path)
     started = time.perf_counter()
@@ -468,6 +469,15 @@ def test_resume_false_and_true_and_other_batches(tmp_path):
     assert len(os.listdir(tmp_path)) == 2
     _, history = run(make(), tmp_path, epochs=2, resume=True)
     assert [r["epoch"] for r in history] == [1, 2]
+
+
+def test_going_on_from_a_state_saved_by_hand(tmp_path):
+    state, history = run(make(), epochs=1)
+    checkpoint.save(tmp_path / "mine", state)
+    resumed, records = run(make(), tmp_path, epochs=2)
+    expected, whole = run(make(), epochs=2)
+    same(resumed, expected)
+    assert facts(history + records) == facts(whole)
 
 
 KILLED = r'''
