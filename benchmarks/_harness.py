@@ -40,15 +40,22 @@ def timed(once: Callable[[], Any]) -> Turn:
     return turn
 
 
-def take_turns(contenders: Mapping[str, Turn], rounds: int, turn_seconds: float) -> dict[str, list[float]]:
-    """Seconds for one repeat of each contender in each round; every turn takes about `turn_seconds`.
+def take_turns(
+    contenders: Mapping[str, Turn], rounds: int, turn_seconds: float, most_seconds: float = 60
+) -> dict[str, list[float]]:
+    """Seconds for one repeat of each contender in each round.
 
-    A turn begins with one repeat that is not counted: the caches hold what the one before left there.
+    Every turn takes about `turn_seconds`, or one repeat where that is longer; it begins with one repeat that is
+    not counted, since the caches hold what the one before left there. Where all rounds would take more than
+    `most_seconds` there are fewer of them, but five at least.
     """
-    repeats = {}
+    once, repeats = {}, {}
     for name, turn in contenders.items():
         turn(2)
-        repeats[name] = max(1, min(1000, round(turn_seconds / turn(2))))
+        once[name] = turn(2)
+        repeats[name] = max(1, min(1000, round(turn_seconds / once[name])))
+    a_round = sum((repeats[name] + 1) * seconds for name, seconds in once.items())
+    rounds = min(rounds, max(5, int(most_seconds / a_round)))
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, turn in contenders.items():
@@ -70,9 +77,7 @@ class Child:
     """A peer that lives in another interpreter and measures on command, one JSON object a line each way."""
 
     def __init__(self, command: Sequence[str]):
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
     def ask(self, **request: Any) -> Any:
         """The answer to a request; `RuntimeError` with the child's words where it failed."""

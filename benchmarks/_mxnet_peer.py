@@ -79,7 +79,7 @@ def lenet(mx, batch, contexts, steps):
             xs = mx.gluon.utils.split_and_load(images, places)
             ys = mx.gluon.utils.split_and_load(labels, places)
             with autograd.record():
-                losses = [loss(forward(x, p), y) for x, y, p in zip(xs, ys, copies)]
+                losses = [loss(forward(x, p), y) for x, y, p in zip(xs, ys, copies)]  # noqa: B905 (Python 3.8)
             for each in losses:
                 each.backward()
             for i in range(len(start)):
@@ -127,7 +127,7 @@ def main():
                 result = list(contenders)
             answer = {"result": result}
         except Exception as error:
-            answer = {"error": "{}: {}".format(type(error).__name__, error)}
+            answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
 
 

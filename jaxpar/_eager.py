@@ -1,15 +1,17 @@
 """A push typed at the prompt: the same pure functions as compiled programs over the devices that push.
 
-Two ways. Where every key comes with one value from each of the same several devices, the values are packed into
-buckets on each device, and one program over those devices sums, unpacks and updates. Otherwise the values are
-moved to where the stored ones are, and one program there sums and updates. Both programs are kept by jax's own
-cache: a second push of values of the same shapes compiles nothing.
+Three ways. Where every key comes with one value from each of the same several devices, the values are packed
+into buckets on each device; one program over those devices sums, unpacks and updates, or, for kind `local`, the
+buckets are moved to where the stored values are and one program there does so. Otherwise the values themselves
+are moved to where the stored ones are. All programs are kept by jax's own cache: a second push of values of the
+same shapes compiles nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -50,35 +52,73 @@ def _by_parts(store: KVStore, pushed: Lists, most: int) -> tuple[dict, dict, dic
 
 def _run(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
     devices = _pushing_devices(store, pushed)
-    if devices is None and len({frozenset(_target(store, k).device_set) for k in pushed}) > 1:
+    in_place = devices is not None and store.kind != "local"
+    if not in_place and len(pushed) > 1 and len({frozenset(_target(store, k).device_set) for k in pushed}) > 1:
         return _by_parts(store, pushed, 1)  # stored on different devices: no program can have them all
     residuals = {k: _push.residual_for(store, k, len(pushed[k])) for k in _push.compressed_keys(store, pushed)}
     # Where the updater does not look at the key, one program serves all keys with values of these shapes.
     names = dict(zip(pushed, range(len(pushed)) if ignores_key(store.updater) else pushed, strict=True))
     part = _only(store, names, residuals)
     lists = {names[k]: vs for k, vs in pushed.items()}
-    results = _moved_and_summed(part, lists) if devices is None else _summed_in_place(part, lists, devices)
+    if devices is None or (store.kind == "local" and residuals):
+        results = _moved_and_summed(part, lists)
+    elif in_place:
+        results = _summed_in_place(part, lists, devices)
+    else:
+        results = _summed_at_home(part, lists)
     return tuple({k: result[n] for k, n in names.items() if n in result} for result in results)  # pyright: ignore
 
 
 def _moved_and_summed(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
-    return _gathered(store, {k: [_to(v, _target(store, k)) for v in vs] for k, vs in pushed.items()})
+    targets = {k: [_target(store, k)] * len(vs) for k, vs in pushed.items()}
+    return _gathered(store, jax.device_put(pushed, targets))
+
+
+def _summed_at_home(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
+    """Kind `local`: every device's buckets are moved to where the stored values are, and summed there."""
+    groups, dtypes = _groups(store, pushed), _dtypes(store, pushed)
+    count = len(next(iter(pushed.values())))
+    each = [_packed([vs[i] for vs in pushed.values()], dtypes, groups) for i in range(count)]
+    home = _target(store, next(iter(pushed)))
+    return _star(store, jax.device_put(each, home), groups, _shapes(pushed))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _star(store: KVStore, each: list[list[jax.Array]], groups: Any, shapes: Any) -> tuple[dict, dict, dict]:
+    packed = [functools.reduce(operator.add, buckets_of_all) for buckets_of_all in zip(*each, strict=True)]
+    sums = dict(zip(store.values, buckets.unpack(packed, shapes, groups), strict=True))
+    return *_push.update(store, sums), {}
 
 
 def _summed_in_place(store: KVStore, pushed: Lists, devices: Devices) -> tuple[dict, dict, dict]:
-    on, along = (NamedSharding(mesh_of(devices), spec) for spec in (P(), P(STORE_AXIS)))
+    on, along = _shardings(devices)
     if store.kind != "sharded":
         store = dataclasses.replace(
             store, values=_moved(store.values, on), updater_state=_moved(store.updater_state, on)
         )
     store = dataclasses.replace(store, residuals=_moved(store.residuals, along))
-    if store.compressor is None:
-        groups = buckets.plan(tuple((vs[0].shape, store.values[k].dtype) for k, vs in pushed.items()), store.limits)
-    else:
-        groups = tuple((i,) for i in range(len(pushed)))
+    groups = _groups(store, pushed)
     packed = _assembled(store, pushed, groups, devices)
     settle((store, packed), devices)
     return _program(devices)(store, packed, groups, _shapes(pushed))
+
+
+@functools.lru_cache(maxsize=64)
+def _shardings(devices: Devices) -> tuple[NamedSharding, NamedSharding]:
+    """A copy on each of the devices; the first axis along them."""
+    mesh = mesh_of(devices)
+    return NamedSharding(mesh, P()), NamedSharding(mesh, P(STORE_AXIS))
+
+
+def _groups(store: KVStore, pushed: Lists) -> tuple[tuple[int, ...], ...]:
+    """Which values share a bucket; what is compressed travels by key."""
+    if store.compressor is not None:
+        return tuple((i,) for i in range(len(pushed)))
+    return buckets.plan(tuple(zip(_shapes(pushed), _dtypes(store, pushed), strict=True)), store.limits)
+
+
+def _dtypes(store: KVStore, pushed: Lists) -> tuple[Any, ...]:
+    return tuple(store.values[k].dtype for k in pushed)
 
 
 def _target(store: KVStore, key: int) -> jax.sharding.Sharding:
@@ -107,10 +147,6 @@ def _only(store: KVStore, names: dict[int, int], residuals: dict[int, Any]) -> K
     )
 
 
-def _to(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    return value if value.sharding == sharding else jax.device_put(value, sharding)
-
-
 def _moved(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     """The arrays on `sharding`'s devices; what is there already is not touched."""
     if all(leaf.sharding == sharding for leaf in jax.tree.leaves(tree)):
@@ -120,8 +156,6 @@ def _moved(tree: Any, sharding: jax.sharding.Sharding) -> Any:
 
 def _pushing_devices(store: KVStore, pushed: Lists) -> Devices | None:
     """The devices in their order where each key has one value from each of the same several ones."""
-    if store.kind == "local":
-        return None
     first = next(iter(pushed.values()))
     if len(first) < 2:
         return None
@@ -134,16 +168,16 @@ def _pushing_devices(store: KVStore, pushed: Lists) -> Devices | None:
         ):
             return None
     devices = tuple(next(iter(s.device_set)) for s in shardings)
-    if store.devices is not None and devices != store.devices:
+    if store.kind != "local" and store.devices is not None and devices != store.devices:
         return None
     return devices
 
 
 def _assembled(store: KVStore, pushed: Lists, groups: Any, devices: Devices) -> list[jax.Array]:
     """For each bucket one array over the devices, along the first axis. Large values are not copied."""
-    dtypes = tuple(store.values[k].dtype for k in pushed)
+    dtypes = _dtypes(store, pushed)
     each = [_packed([vs[i] for vs in pushed.values()], dtypes, groups) for i in range(len(devices))]
-    along = NamedSharding(mesh_of(devices), P(STORE_AXIS))
+    _, along = _shardings(devices)
     return [
         jax.make_array_from_single_device_arrays(
             (len(devices) * shards[0].shape[0], *shards[0].shape[1:]), along, list(shards)

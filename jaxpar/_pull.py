@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 
-from . import _check, collectives
+from . import _check, buckets, collectives
 from ._push import axis_size
 from ._settle import settle
 from ._store import STORE_AXIS, KVStore, mesh_of, shapes_of
 from ._types import Device, traced
 from .sparse import RowSparse, take
+
+# XLA compiles a kernel for each value, so a program that packs thousands of them would take minutes.
+_MOST_VALUES = 256
 
 
 def pull(
@@ -96,14 +99,44 @@ def copies(values: Sequence[jax.Array], devices: tuple[Device, ...]) -> list[lis
         return [[] for _ in values]
     if traced(values):
         return [[v] * len(devices) for v in values]
-    everywhere = NamedSharding(mesh_of(devices), P()) if len(set(devices)) == len(devices) > 1 else None
-    if everywhere is not None:
-        if not all(v.sharding == everywhere for v in values):
-            values = jax.device_put(list(values), everywhere)
-        # The order of the shards is that of the mesh; `addressable_data` would give the first one every time.
-        return [[shard.data for shard in v.addressable_shards] for v in values]
-    placed = {d: jax.device_put(list(values), d) for d in set(devices)}
-    return [[placed[d][i] for d in devices] for i in range(len(values))]
+    wanted = set(devices)
+    held: list[Any] = [_held(v, wanted) for v in values]
+    absent = [i for i, there in enumerate(held) if there is None]
+    for start in range(0, len(absent), _MOST_VALUES):
+        some = absent[start : start + _MOST_VALUES]
+        for i, sent in zip(some, _sent([values[i] for i in some], wanted), strict=True):
+            held[i] = sent
+    return [[there[d] for d in devices] for there in held]
+
+
+def _held(value: jax.Array, wanted: set[Device]) -> dict[Device, jax.Array] | None:
+    """The copies on each device where all that are wanted exist."""
+    if not value.sharding.is_fully_replicated or not wanted <= value.sharding.device_set:
+        return None
+    if len(value.sharding.device_set) == 1:
+        return dict.fromkeys(wanted, value)
+    return {shard.device: shard.data for shard in value.addressable_shards}
+
+
+def _sent(values: list[jax.Array], devices: set[Device]) -> list[dict[Device, jax.Array]]:
+    """Copies on each device; small values that are on the same one travel in buckets."""
+    source = values[0].sharding
+    groups: tuple[tuple[int, ...], ...] = tuple((i,) for i in range(len(values)))
+    if isinstance(source, SingleDeviceSharding) and all(v.sharding == source for v in values):
+        groups = buckets.plan_of(values, buckets.Limits())
+    packed = values if len(groups) == len(values) else _pack(values, groups)
+    copies: list[dict[Device, jax.Array]] = [{} for _ in values]
+    for device in devices:
+        sent: Sequence[jax.Array] = jax.device_put(packed, device)
+        if packed is not values:
+            sent = values if device in source.device_set else _unpack(sent, tuple(v.shape for v in values), groups)
+        for each, copy in zip(copies, sent, strict=True):
+            each[device] = copy
+    return copies
+
+
+_pack = jax.jit(buckets.pack, static_argnums=1)
+_unpack = jax.jit(buckets.unpack, static_argnums=(1, 2))
 
 
 def row_sparse_pull(

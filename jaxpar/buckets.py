@@ -29,7 +29,7 @@ class Limits:
     """
 
     bucket_bytes: int = 4 << 20
-    alone_bytes: int = 128 << 10
+    alone_bytes: int = 16 << 10
 
     def __post_init__(self):
         for name in ("bucket_bytes", "alone_bytes"):

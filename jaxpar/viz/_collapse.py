@@ -105,6 +105,8 @@ def _alike(layers: list[Draft], sources: dict[int, set[int]], start: int, period
     where = {layers[start + n].at: n for n in range(period * count)}
     patterns = [_wires(layers, sources, where, start, period, copy) for copy in range(count)]
     first, second = patterns[0], patterns[1]
+    if count < 4 and not any(wire[0].startswith("back") for wires in second for wire in wires):
+        return False  # a few branches side by side are no tower
     if any(pattern != second for pattern in patterns[2:]):
         return False
     for mine, others in zip(first, second, strict=True):
@@ -185,7 +187,8 @@ def _scope_of_copies(net: Net, first: list[Draft], shared: tuple[str, ...], coun
 
 
 def collapse_scopes(net: Net, depth: int) -> None:
-    """Scopes deeper than `depth` become one node each; depth 0 leaves none open."""
+    """Scopes deeper than `depth` become one node each; 0 leaves none open but what is around everything."""
+    depth += _around_everything(net)
     groups: dict[tuple[str, ...], list[Draft]] = {}
     for draft in net.drafts:
         if len(draft.scope) > depth:
@@ -199,6 +202,10 @@ def collapse_scopes(net: Net, depth: int) -> None:
         for _, new in merged[len(merged) - len(parts) :]:
             new.name = op
     net.merge(merged)
+
+
+def _around_everything(net: Net) -> int:
+    return len(common_prefix(draft.scope for draft in net.drafts if draft.op != "input"))
 
 
 def _convex(net: Net, group: list[Draft]) -> list[list[Draft]]:
@@ -255,7 +262,7 @@ def _sum(net: Net, group: list[Draft], op: str, scope: tuple[str, ...], detail: 
 
 def limit(net: Net, most: int) -> None:
     """At most so many drawn nodes: the deepest scopes first, then stretches of neighbours."""
-    depth = max((len(draft.scope) for draft in net.drafts), default=0)
+    depth = max((len(draft.scope) for draft in net.drafts), default=0) - _around_everything(net)
     while len(net.drafts) > most and depth > 0:
         depth -= 1
         collapse_scopes(net, depth)

@@ -33,13 +33,19 @@ class Options:
 def to_dot(graph: Graph, options: Options) -> list[str]:
     """The lines between the braces of a digraph."""
     theme = THEMES[options.theme]
-    nodes = list(graph.nodes) + ([] if options.hide_weights else list(graph.weights))
     edges = list(graph.edges) + ([] if options.hide_weights else list(graph.weight_edges))
+    nodes = _drawn(graph, edges) + ([] if options.hide_weights else list(graph.weights))
     lines = _head(graph, nodes, options, theme)
     lines += _nodes(graph, nodes, options, theme)
     by_name = {node.name: node for node in nodes}
     lines += [_edge(by_name, edge, theme) for edge in edges if not _kept(by_name, edge)]
-    return lines + _pairs(graph.nodes, theme)
+    return lines + _pairs(nodes, theme)
+
+
+def _drawn(graph: Graph, edges: list[Edge]) -> list[Node]:
+    """All nodes but the scalars that stand alone, such as the step that an optimizer counts."""
+    joined = {end for edge in edges for end in (edge.source, edge.target)}
+    return [node for node in graph.nodes if node.name in joined or node.shape or not joined]
 
 
 def quote(text: str) -> str:
@@ -261,7 +267,7 @@ def _kept(by_name: dict[str, Node], edge: Edge) -> bool:
     return target.is_backward and not source.is_backward and own is not None and source.op != "Loss"
 
 
-def _pairs(nodes: tuple[Node, ...], theme: Theme) -> list[str]:
+def _pairs(nodes: list[Node], theme: Theme) -> list[str]:
     """A line from each layer to its gradient."""
     by_name = {node.name: node for node in nodes}
     pairs = ((_forward(by_name, node), node) for node in nodes)

@@ -262,14 +262,15 @@ class _Reader:
     def inline(self, eqn: Any, body: Any, env: dict[Any, int], context: _Context) -> None:
         closed_jaxpr = getattr(body, "jaxpr", body)
         name = str(eqn.params.get("name") or "")
-        enclosing = (*context.enclosing, self.position(context.stack))
-        context = replace(context, enclosing=enclosing)
-        library = is_jax_function(closed_jaxpr)
-        if library and name and not _has_region(closed_jaxpr):
+        library = is_jax_function(closed_jaxpr) and not _has_region(closed_jaxpr)
+        if library or eqn.primitive.name.startswith("custom_"):
+            enclosing = (*context.enclosing, self.position(context.stack))
+            context = replace(context, enclosing=enclosing)
+        if library and name:
             number = -1 - self.raw.count  # a call of its own, wherever it is made
             frame = Frame("jax", "jax", name, "", 0, number, number)
             context = replace(context, stack=(*context.stack, frame))
-        elif not library:
+        elif not is_jax_function(closed_jaxpr):
             context = self.region(context, _label(eqn, name))
         self.run(body, [self.read(env, atom) for atom in eqn.invars], eqn.outvars, env, context)
 

@@ -302,7 +302,10 @@ _GENERIC = frozenset(
 
 def _name_of_weights(names: list[str]) -> str:
     """ "conv1" for params['conv1']['weight'] and its bias; "attn/q" for params['attn']['q']."""
-    path = [key for key in re.findall(r"[\w-]+", names[0])[1:] if not key.isdigit()]
+    keys = re.findall(r"[\w-]+", names[0])[1:]
+    path = [key for key in keys if not key.isdigit()]
+    if not path or keys[-1].isdigit() or path[0] in _GENERIC:
+        return ""  # a number, or a mere "weight", tells one layer from another no better than its kind does
     leaves = {key for name in names for key in re.findall(r"[\w-]+", name)[-1:]}
     if len(path) > 1 and leaves <= _GENERIC:
         path = path[:-1]

@@ -37,7 +37,8 @@ def trace(
         args, kwargs: arrays or `jax.ShapeDtypeStruct`s, in any pytree.
         params_argnums: which positional arguments hold the parameters; None for none of them. A bare array that is
             the only argument is data. Arrays that the function captured are parameters too.
-        depth: how many nested modules and scopes to keep open; None for all, 0 closes every one.
+        depth: how many nested modules and scopes to keep open; None for all, 0 closes every one but those that
+            stand around the whole function.
         max_nodes: draw at most so many nodes, closing the deepest scopes first; None for no limit.
         repeats: whether repeated blocks are kept once.
         rules: `Call`s and `Rule`s to try before those in `CALLS` and `RULES`.

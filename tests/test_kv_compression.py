@@ -1,0 +1,170 @@
+"""A compressed store: MXNet's numbers, residuals of each device, and what goes round it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec as P
+from kv_model import REFERENCE, axes_of, put
+
+from jaxpar import kv, updaters
+
+GRADS = np.array(REFERENCE["grads"], np.float32)  # six pushes from four devices
+RECORDED = np.array(REFERENCE["compression_2bit"]["ok"], np.float32)
+TWO = {"type": "2bit", "threshold": 0.5}
+SHAPE = GRADS.shape[2:]
+SPECS = [TWO, {"type": "1bit"}, {"type": "int8"}, {"type": "bf16"}, {"type": "topk", "ratio": 0.25}, {"type": "powersgd"}]
+
+
+def compressed(kind, spec=TWO, shape=SHAPE, **options):
+    return kv.set_gradient_compression(kv.init(kv.create(kind, **options), 3, jnp.zeros(shape)), spec)
+
+
+def residual_of(store):
+    """(devices, *shape) of the one key, whatever the layout."""
+    leaf = np.asarray(store.residuals[3]["residual"])
+    return leaf.reshape(leaf.shape[0], -1)[:, : np.prod(SHAPE, dtype=int)].reshape(leaf.shape[0], *SHAPE)
+
+
+def model_residuals(pushes, threshold=0.5):
+    residual = np.zeros(pushes.shape[1:], np.float32)
+    for values in pushes:
+        residual = residual + values
+        residual = residual - np.select(
+            [residual >= threshold, residual <= -threshold], [np.float32(threshold), np.float32(-threshold)], 0
+        ).astype(np.float32)
+        yield residual
+
+
+@pytest.mark.parametrize("kind", ["device", "local", "dist_sync"])
+@pytest.mark.parametrize("place", ["four_devices", "one_device"])
+def test_mxnets_six_pushes_at_the_prompt(kind, place):
+    devices = jax.devices()[: 4 if place == "four_devices" else 1]
+    store = compressed(kind)
+    for values, recorded, residual in zip(GRADS, RECORDED, model_residuals(GRADS), strict=True):
+        store = kv.push(store, 3, put(list(values), devices))
+        np.testing.assert_array_equal(kv.pull(store, 3), recorded)
+        np.testing.assert_array_equal(residual_of(store), residual)
+
+
+@pytest.mark.parametrize("over", ["eager", "jit"])
+def test_mxnets_six_pushes_in_a_sharded_store(over):
+    devices = jax.devices()[:4]
+    store = compressed("sharded", devices=devices)
+    push = jax.jit(lambda s, v: kv.push(s, 3, v)) if over == "jit" else lambda s, v: kv.push(s, 3, put(v, devices))
+    for values, recorded, residual in zip(GRADS, RECORDED, model_residuals(GRADS), strict=True):
+        store = push(store, list(values))
+        np.testing.assert_array_equal(kv.pull(store, 3), recorded)
+        np.testing.assert_array_equal(residual_of(store), residual)
+
+
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+@pytest.mark.parametrize("engine", ["pmap", "shard_map"])
+def test_mxnets_six_pushes_inside_of_programs(engine, kind):
+    devices = jax.devices()[:4]
+    store = kv.place(compressed(kind, devices=devices), devices)
+    if engine == "pmap":
+        axes = axes_of(store)
+        push = jax.pmap(
+            lambda s, v: kv.push(s, 3, v, axis_name="data"), "data", in_axes=(axes, 0), out_axes=axes, devices=devices
+        )
+    else:
+        specs = kv.partition_specs(store, "data")
+        push = jax.jit(
+            jax.shard_map(
+                lambda s, v: kv.push(s, 3, v[0], axis_name="data"),
+                mesh=Mesh(np.array(devices), ("data",)),
+                in_specs=(specs, P("data")),
+                out_specs=specs,
+                check_vma=False,
+            )
+        )
+    structure = jax.tree.structure(store)
+    for values, recorded, residual in zip(GRADS, RECORDED, model_residuals(GRADS), strict=True):
+        store = push(store, values)
+        assert jax.tree.structure(store) == structure
+        np.testing.assert_array_equal(kv.pull(store, 3), recorded)
+        np.testing.assert_array_equal(residual_of(store), residual)
+
+
+def test_under_jit_and_scan_with_lists():
+    store = compressed("device")
+    push = jax.jit(lambda s, v: kv.push(s, 3, list(v)))
+    first = push(store, GRADS[0])  # the residuals are made by the first push
+    np.testing.assert_array_equal(kv.pull(first, 3), RECORDED[0])
+    _, pulled = jax.lax.scan(lambda s, v: kv.pushpull(s, 3, list(v)), first, GRADS[1:])
+    np.testing.assert_array_equal(pulled, RECORDED[1:])
+
+
+def test_one_device_quantizes_too():
+    store = compressed("device", shape=(9,))
+    pushes = np.float32([[0.4, 0.5, 0.6, -0.5, -0.7, 0, 1.7, -1.2, 0.25], [0.2, 0.5, 0.4, -0.1, -0.3, 0, 0, 0, 0.25]])
+    stored = np.float32([[0, 0.5, 0.5, -0.5, -0.5, 0, 0.5, -0.5, 0], [0.5, 0.5, 0.5, 0, -0.5, 0, 0.5, -0.5, 0.5]])
+    for values, want in zip(pushes, stored, strict=True):
+        store = kv.push(store, 3, values)
+        np.testing.assert_array_equal(kv.pull(store, 3), want)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s["type"])
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+def test_nothing_is_lost_for_good(kind, spec):
+    """What was pushed in all is what arrived in all and what the residuals still hold."""
+    devices = jax.devices()[:4]
+    store = kv.set_updater(compressed(kind, spec, (16, 12), devices=devices), updaters.accumulate)
+    rng = np.random.default_rng(0)
+    given = np.zeros((16, 12))
+    for _ in range(3):
+        values = rng.standard_normal((4, 16, 12)).astype(np.float32)
+        given += values.sum(0, dtype=np.float64)
+        store = kv.push(store, 3, put(list(values), devices))
+    held = np.asarray(store.residuals[3]["residual"], np.float64).sum(0).reshape(-1)[:192].reshape(16, 12)
+    np.testing.assert_allclose(kv.pull(store, 3) + held, given, atol=1e-4)
+    assert np.abs(held).max() > 1e-4, "the compression did nothing"
+
+
+def test_keys_and_devices_have_random_streams_of_their_own():
+    devices = jax.devices()[:4]
+    store = kv.init(kv.create("device", devices=devices), [0, 1], [jnp.zeros(256)] * 2)
+    store = kv.set_gradient_compression(store, {"type": "bf16", "rounding": "stochastic"})
+    same = put([jnp.full(256, 1.001)] * 4, devices)
+    store = kv.push(store, [0, 1], [same, same])
+    held = [np.asarray(store.residuals[k]["residual"])[i].tobytes() for k in (0, 1) for i in range(4)]
+    assert len(set(held)) == 8
+
+
+def test_small_and_integer_values_go_round_it():
+    store = kv.init(kv.create("device"), [0, 1, 2], [jnp.zeros(()), jnp.zeros(64, jnp.int32), jnp.zeros((0, 3))])
+    store = kv.set_gradient_compression(store, TWO)
+    values = [[jnp.float32(0.3)] * 2, [jnp.full(64, 3, jnp.int32)] * 2, [jnp.zeros((0, 3))] * 2]
+    store = kv.push(store, [0, 1, 2], values)
+    assert store.residuals == {}
+    assert float(kv.pull(store, 0)) == np.float32(0.6)
+    assert kv.pull(store, 1).tolist() == [6] * 64
+
+
+@pytest.mark.parametrize("kind", ["local", "device", "sharded"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrow_values_are_compressed(kind, dtype):
+    devices = jax.devices()[:2]
+    store = kv.init(kv.create(kind, devices=devices), 3, jnp.zeros(64, dtype))
+    store = kv.set_gradient_compression(store, TWO)
+    store = kv.push(store, 3, put([jnp.full(64, 0.75, dtype)] * 2, devices))
+    assert kv.pull(store, 3).dtype == dtype
+    np.testing.assert_array_equal(kv.pull(store, 3).astype(jnp.float32), np.ones(64))
+
+
+def test_it_can_be_changed_and_ended():
+    store = kv.push(compressed("device"), 3, [jnp.ones(SHAPE)] * 2)
+    assert store.residuals
+    again = kv.set_gradient_compression(store, {"type": "2bit", "threshold": 1.0})
+    assert again.residuals == {}
+    np.testing.assert_array_equal(kv.pull(kv.push(again, 3, [jnp.ones(SHAPE)] * 3), 3), np.full(SHAPE, 3.0))
+    plain = kv.set_gradient_compression(store, {"type": "none"})
+    np.testing.assert_array_equal(kv.pull(kv.push(plain, 3, jnp.full(SHAPE, 0.3)), 3), np.full(SHAPE, np.float32(0.3)))
+
+
+def test_init_and_pull_are_not_compressed():
+    store = kv.set_gradient_compression(kv.create("device"), TWO)
+    store, pulled = kv.broadcast(store, 3, jnp.full(8, 0.123), devices=jax.devices()[:2])
+    for copy in pulled:
+        np.testing.assert_array_equal(copy, np.full(8, np.float32(0.123)))

@@ -1,0 +1,256 @@
+"""What the kinds do between devices, read from the compiled programs: collectives, bytes, memory, transfers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from kv_model import collectives_in, put, whole_numbers
+
+from jaxpar import kv, updaters
+
+MB = 1 << 20
+
+
+def pushed_program(kind, shapes, count=4, spec=None, pull=False, first=False, **options):
+    """The collectives of one `kv.push` inside `shard_map`: a list of (name, bytes).
+
+    `first`: only the first key leaves the program, which then compiles faster; its bucket travels all the same.
+    """
+    devices = jax.devices()[:count]
+    keys = list(range(len(shapes)))
+    store = kv.init(kv.create(kind, devices=devices, **options), keys, [jnp.zeros(s) for s in shapes])
+    if spec is not None:
+        store = kv.set_gradient_compression(store, spec)
+    store = kv.place(store, devices)
+    mesh = Mesh(np.array(devices), ("data",))
+    specs = kv.partition_specs(store, "data")
+
+    def body(store, shares):
+        shares = [x[0] for x in shares]
+        store = kv.push(store, keys, shares, axis_name="data")
+        if first:
+            return kv.pull(store, 0, axis_name="data") if pull else store.values[0]
+        return (store, kv.pull(store, keys, axis_name="data")) if pull else store
+
+    out = (specs, P()) if pull else specs
+    if first:
+        out = P() if pull else specs.values[0]
+    run = jax.shard_map(body, mesh=mesh, in_specs=(specs, P("data")), out_specs=out, check_vma=False)
+    shares = [jax.ShapeDtypeStruct((count, *s), jnp.float32) for s in shapes]
+    return collectives_in(jax.jit(run).lower(store, shares).compile().as_text())
+
+
+SMALL = [(4,)] * 64
+
+
+@pytest.mark.parametrize(
+    ("kind", "push", "pull"),
+    [
+        ("device", ["all-reduce"], []),
+        ("dist_sync", ["all-reduce"], []),
+        ("local", ["all-gather"], []),
+        ("sharded", ["reduce-scatter"], ["all-gather"]),
+    ],
+)
+def test_many_small_values_are_one_collective(kind, push, pull):
+    assert [name for name, _ in pushed_program(kind, SMALL, first=True)] == push
+    assert [name for name, _ in pushed_program(kind, SMALL[:8], pull=True)] == push + pull
+
+
+def test_256_keys_are_one_all_reduce():
+    assert pushed_program("device", [(4, 1)] * 256, first=True) == [("all-reduce", 256 * 16)]
+
+
+def test_buckets_end_at_their_size_and_large_values_travel_alone():
+    shapes = [(MB // 4,), (4,), (4,), (MB // 4 - 1, 1)]  # 1 MB, 16 B, 16 B, 4 bytes less than 1 MB
+    sent = pushed_program("device", shapes, alone_bytes=MB, bucket_bytes=MB)
+    # XLA may join collectives of its own accord, never the buffers.
+    assert sum(size for _, size in sent) == 2 * MB - 4 + 32
+    text = lowered_text(shapes, alone_bytes=MB, bucket_bytes=MB)
+    assert text.count("stablehlo.all_reduce") == 3
+    assert f"tensor<{MB // 4}xf32>" in text
+    assert text.count("stablehlo.concatenate") == 1  # the two of 16 bytes
+
+
+def test_values_above_the_threshold_are_never_copied_into_a_bucket():
+    text = lowered_text([(512, 512)] * 8)
+    assert text.count("stablehlo.all_reduce") == 8
+    assert "stablehlo.concatenate" not in text
+
+
+def lowered_text(shapes, **options):
+    devices = jax.devices()[:4]
+    keys = list(range(len(shapes)))
+    store = kv.init(kv.create("device", **options), keys, [jnp.zeros(s) for s in shapes])
+    mesh = Mesh(np.array(devices), ("data",))
+
+    def body(store, *shares):
+        return kv.push(store, keys, list(shares), axis_name="data")
+
+    run = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    return jax.jit(run).lower(store, *[jnp.zeros(s) for s in shapes]).as_text()
+
+
+def test_different_dtypes_do_not_share_a_bucket():
+    devices = jax.devices()[:2]
+    dtypes = [jnp.float32, jnp.int32, jnp.float32, jnp.bfloat16, jnp.int32]
+    store = kv.init(kv.create("device"), list(range(5)), [jnp.zeros(3, d) for d in dtypes])
+    store = kv.push(store, list(range(5)), [put([jnp.full(3, i + 1, d)] * 2, devices) for i, d in enumerate(dtypes)])
+    for i, (value, dtype) in enumerate(zip(kv.pull(store, list(range(5))), dtypes, strict=True)):
+        assert value.dtype == dtype
+        assert value.astype(jnp.float32).tolist() == [2 * (i + 1)] * 3
+
+
+# ---- compression on the wire
+
+N, ELEMENTS = 4, 16384
+PLAIN = 4 * ELEMENTS
+
+
+@pytest.mark.parametrize(
+    ("spec", "part"), [({"type": "2bit"}, 1 / 16), ({"type": "1bit"}, 1 / 32), ({"type": "bf16"}, 1 / 2)], ids=str
+)
+@pytest.mark.parametrize("split", [1, 4], ids=["one_value", "a_bucket"])
+def test_bytes_on_the_wire(spec, part, split):
+    """`device`: each device gathers the codes of all; `sharded`: it gets the codes of its own part from all."""
+    shapes = [(ELEMENTS // split,)] * split
+    assert pushed_program("device", shapes, N, spec) == [("all-gather", N * PLAIN * part)]
+    sent = pushed_program("sharded", shapes, N, spec)
+    assert {name for name, _ in sent} == {"all-to-all"}
+    assert sum(size for _, size in sent) == PLAIN * part
+
+
+def test_int8_sends_a_quarter_and_a_scale_for_1024_elements():
+    sent = pushed_program("device", [(ELEMENTS,)], N, {"type": "int8"})
+    assert sum(size for _, size in sent) == N * (PLAIN / 4 + 4 * ELEMENTS / 1024)
+    sent = pushed_program("sharded", [(ELEMENTS,)], N, {"type": "int8"})
+    assert {name for name, _ in sent} == {"all-to-all"}
+    assert sum(size for _, size in sent) == PLAIN / 4 + 4 * ELEMENTS / 1024
+
+
+def test_values_that_would_not_be_smaller_are_sent_as_they_are():
+    assert pushed_program("device", [(1,)], N, {"type": "2bit"}) == [("all-reduce", 4)]
+
+
+# ---- memory: a sharded store keeps 1/N on each device
+
+
+def bytes_on(device, tree):
+    return sum(s.data.nbytes for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards if s.device == device)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_bytes_per_device_of_values_and_adam_state(count):
+    devices = jax.devices()[:count]
+    params = {"w": jnp.ones((64, 24)), "b": jnp.ones(64), "odd": jnp.ones((3, 3))}
+    store = kv.from_params(params, kind="sharded", devices=devices, optimizer=optax.adam(0.1))
+    padded = sum(-(-p.size // count) for p in params.values()) * 4
+
+    def check(store):
+        scalars = 4 * len(params)  # adam counts its steps for each key
+        for device in devices:
+            assert bytes_on(device, store.values) == padded
+            assert bytes_on(device, store.updater_state) == 2 * padded + scalars
+
+    check(store)
+    grads = [put([p] * count, devices) for p in jax.tree.leaves(params)]
+    store = kv.push(store, [0, 1, 2], grads)
+    check(store)
+    check(jax.jit(lambda s: kv.push(s, [0, 1, 2], jax.tree.leaves(params)))(store))
+    whole = kv.from_params(params, kind="device", devices=devices, optimizer=optax.adam(0.1))
+    total = sum(p.nbytes for p in params.values())
+    assert bytes_on(devices[0], whole.updater_state) == 2 * total + 4 * len(params)
+
+
+def test_the_updater_of_a_sharded_store_sees_its_share_alone():
+    seen = []
+
+    def update(key, pushed, state, stored):
+        seen.append((pushed.shape, stored.shape))
+        return stored + pushed, state
+
+    devices = jax.devices()[:4]
+    store = kv.set_updater(
+        kv.init(kv.create("sharded", devices=devices), 0, jnp.zeros((5, 7))), updaters.Updater(lambda k, v: (), update)
+    )
+    store = kv.push(store, 0, put([jnp.ones((5, 7))] * 4, devices))
+    assert all(np.prod(pushed) == np.prod(stored) == 9 for pushed, stored in seen)
+    np.testing.assert_array_equal(kv.pull(store, 0), np.full((5, 7), 4))
+
+
+# ---- agreement and placement
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_the_kinds_agree(count):
+    devices, keys = jax.devices()[:count], [0, 1]
+    shapes = [(3, 5), ()]
+    rng = np.random.default_rng(0)
+    values = [rng.standard_normal(s).astype(np.float32) for s in shapes]
+    grads = [[rng.standard_normal(s).astype(np.float32) for _ in range(count)] for s in shapes]
+    tx = optax.adam(0.05)
+    results = []
+    for kind in ("local", "device", "sharded", "dist_sync"):
+        store = kv.set_optimizer(kv.init(kv.create(kind, devices=devices), keys, values), tx)
+        for _ in range(3):
+            store = kv.push(store, keys, [put(g, devices) for g in grads])
+        results.append(kv.pull(store, keys))
+    for result in results[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), result, results[0])
+
+
+def test_where_values_live():
+    devices = jax.devices()[2:6]
+    value = jnp.ones(8)
+
+    def where(kind, **options):
+        return kv.init(kv.create(kind, **options), 0, value).values[0].sharding
+
+    assert where("local", devices=devices).device_set == {devices[0]}
+    assert where("device").device_set == value.devices()
+    replicated, spread = where("device", devices=devices), where("sharded", devices=devices)
+    assert replicated.device_set == spread.device_set == set(devices)
+    assert replicated.is_fully_replicated
+    assert not spread.is_fully_replicated
+    assert where("sharded").device_set == set(jax.devices())
+
+
+def test_after_a_push_a_value_is_on_every_device_that_pushed():
+    devices = jax.devices()[:4]
+    store = kv.push(kv.init(kv.create("device"), 0, jnp.zeros(3)), 0, put([jnp.ones(3)] * 4, devices))
+    with jax.transfer_guard("disallow"):
+        copies = kv.pull(store, 0, devices=devices)
+    assert [c.devices() for c in copies] == [{d} for d in devices]
+
+
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+def test_a_push_and_a_pull_touch_the_host_nowhere(kind):
+    devices, keys = jax.devices()[:4], [0, 1]
+    tx = optax.sgd(0.1, momentum=0.9)
+    store = kv.set_optimizer(kv.init(kv.create(kind, devices=devices), keys, [jnp.zeros(9), jnp.zeros(())]), tx)
+    grads = [put([jnp.ones(9)] * 4, devices), put([jnp.ones(())] * 4, devices)]
+    store = kv.push(store, keys, grads)
+    with jax.transfer_guard("disallow"):
+        for _ in range(2):
+            store = kv.push(store, keys, grads)
+        kv.pull(store, keys, devices=devices)
+
+
+def test_place_moves_and_copies():
+    devices = jax.devices()
+    for kind in ("local", "device", "sharded"):
+        store = kv.from_params({"w": whole_numbers(0, 5, 3)}, kind=kind, optimizer=optax.adam(0.1), devices=devices[:2])
+        for target in (devices[4:8], devices[:1], devices[:3]):
+            moved = kv.place(store, target)
+            assert all(leaf.sharding.device_set == set(target) for leaf in jax.tree.leaves(moved))
+            np.testing.assert_array_equal(kv.pull(moved, 0), whole_numbers(0, 5, 3))
+            jax.tree.map(lambda x: x.delete(), moved)
+        np.testing.assert_array_equal(kv.pull(store, 0), whole_numbers(0, 5, 3))
+
+
+def test_equal_stores_lie_in_different_places():
+    store = kv.init(kv.create("device"), 0, jnp.arange(3.0))
+    moved = jax.device_put(store, NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P()))
+    assert store == moved

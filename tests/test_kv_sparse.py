@@ -1,0 +1,164 @@
+"""Rows pushed into a store: sums, lazy updates, every place they may come from."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, PartitionSpec as P
+from kv_model import put, whole_numbers
+
+from jaxpar import kv, sparse, updaters
+from jaxpar.sparse import RowSparse
+
+SHAPE = (6, 2)
+INDICES = [[4, 0], [0, 0], [5, 1]]
+
+
+def rows_of(i, indices=None):
+    indices = INDICES[i] if indices is None else indices
+    return RowSparse(np.array(indices, np.int32), whole_numbers(i, len(indices), 2), SHAPE)
+
+
+def dense(rows):
+    table = np.zeros(SHAPE, np.float32)
+    np.add.at(table, np.asarray(rows.indices), np.asarray(rows.values))
+    return table
+
+
+def table(kind="device", updater=updaters.accumulate):
+    return kv.set_updater(kv.init(kv.create(kind), 3, whole_numbers(9, *SHAPE)), updater)
+
+
+@pytest.mark.parametrize("kind", ["local", "device", "dist_sync"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_lists_of_rows_are_summed_by_row(kind, count):
+    given = [rows_of(i) for i in range(count)]
+    total = sum(dense(rows) for rows in given)
+    store = kv.push(table(kind), 3, put(given, jax.devices()))
+    np.testing.assert_array_equal(kv.pull(store, 3), whole_numbers(9, *SHAPE) + total)
+    store = kv.push(kv.set_updater(store, updaters.assign), 3, given)  # MXNet: rows not mentioned become 0
+    np.testing.assert_array_equal(kv.pull(store, 3), total)
+
+
+def test_lazy_updates_leave_other_rows_and_their_state_alone():
+    """MXNet's lazy_update, its own numbers."""
+    store = kv.init(kv.create(), 0, jnp.ones((4, 2)))
+    store = kv.set_optimizer(store, updaters.mxnet_sgd(learning_rate=0.1, momentum=0.9, wd=0.01))
+    for row in (0, 1, 0):
+        store = kv.push(store, 0, RowSparse(np.array([row]), np.float32([[1, 2]]), (4, 2)))
+    want = [[0.707201, 0.417301], [0.899, 0.799], [1, 1], [1, 1]]
+    np.testing.assert_allclose(kv.pull(store, 0), want, atol=1e-6)
+
+
+def test_rows_and_dense_values_of_different_keys_in_one_push():
+    store = kv.init(table(), 7, jnp.zeros(3))
+    store = kv.push(store, [7, 3], [[jnp.ones(3)] * 2, [rows_of(0), rows_of(1)]])
+    np.testing.assert_array_equal(kv.pull(store, 7), np.full(3, 2.0))
+    np.testing.assert_array_equal(
+        kv.pull(store, 3), whole_numbers(9, *SHAPE) + dense(rows_of(0)) + dense(rows_of(1))
+    )
+
+
+def test_under_jit():
+    push = jax.jit(lambda s, rows: kv.push(s, 3, rows))
+    store = push(push(table(), [rows_of(0), rows_of(2)]), rows_of(1))
+    total = sum(dense(rows_of(i)) for i in range(3))
+    np.testing.assert_array_equal(kv.pull(store, 3), whole_numbers(9, *SHAPE) + total)
+
+
+@pytest.mark.parametrize("engine", ["pmap", "shard_map"])
+def test_over_devices_without_a_dense_table(engine):
+    indices = np.array(INDICES + [[2, 2]], np.int32)
+    values = whole_numbers(1, 4, 2, 2)
+
+    def body(store, indices, values):
+        return kv.push(store, 3, RowSparse(indices, values, SHAPE), axis_name="data")
+
+    if engine == "pmap":
+        run = jax.pmap(body, "data", in_axes=(None, 0, 0), out_axes=None, devices=jax.devices()[:4])
+    else:
+        run = jax.jit(
+            jax.shard_map(
+                lambda s, i, v: body(s, i[0], v[0]),
+                mesh=Mesh(np.array(jax.devices()[:4]), ("data",)),
+                in_specs=(P(), P("data"), P("data")),
+                out_specs=P(),
+                check_vma=False,
+            )
+        )
+    want = whole_numbers(9, *SHAPE)
+    np.add.at(want, indices.reshape(-1), values.reshape(-1, 2))
+    np.testing.assert_array_equal(kv.pull(run(table(), indices, values), 3), want)
+
+
+def test_a_plain_function_updates_rows_too():
+    seen = []
+
+    def updater(key, pushed, stored):
+        seen.append((key, pushed.shape))
+        return stored - pushed
+
+    store = kv.push(table(updater=updater), 3, rows_of(0))
+    assert seen == [(3, (2, 2))]
+    np.testing.assert_array_equal(kv.pull(store, 3), whole_numbers(9, *SHAPE) - dense(rows_of(0)))
+
+
+def test_adam_on_rows_is_adam_on_these_rows_alone():
+    tx = optax.adam(0.1)
+    store = kv.set_optimizer(kv.init(kv.create(), 3, whole_numbers(9, *SHAPE)), tx)
+    alone = kv.set_optimizer(kv.init(kv.create(), 0, whole_numbers(9, *SHAPE)[[0, 4]]), tx)
+    for _ in range(3):
+        store = kv.push(store, 3, rows_of(0))
+        alone = kv.push(alone, 0, dense(rows_of(0))[[0, 4]])
+    np.testing.assert_allclose(kv.pull(store, 3)[jnp.array([0, 4])], kv.pull(alone, 0), rtol=1e-6)
+    np.testing.assert_array_equal(kv.pull(store, 3)[1:4], whole_numbers(9, *SHAPE)[1:4])
+
+
+@pytest.mark.parametrize("kind", ["local", "device", "sharded"])
+@pytest.mark.parametrize("ids", [[3, 0, 3, 1], [], [5], np.array([[1, 2], [2, 1]])], ids=str)
+def test_pulling_rows(kind, ids):
+    store = kv.init(kv.create(kind), 3, whole_numbers(9, *SHAPE))
+    rows = kv.row_sparse_pull(store, 3, jnp.asarray(ids, jnp.int32))
+    unique = np.unique(np.asarray(ids, np.int32))
+    np.testing.assert_array_equal(rows.indices, unique)
+    np.testing.assert_array_equal(rows.values, whole_numbers(9, *SHAPE)[unique])
+    assert rows.shape == SHAPE
+    np.testing.assert_array_equal(kv.row_sparse_pull(store, 3, ids).values, rows.values)
+
+
+def test_pulling_rows_of_several_keys_onto_devices():
+    devices = jax.devices()[1:3]
+    store = kv.init(kv.create(), [3, 4], [whole_numbers(9, *SHAPE), whole_numbers(8, *SHAPE)])
+    pulled = kv.row_sparse_pull(store, [4, 3], [jnp.array([0]), jnp.array([2, 1])], devices=devices)
+    assert [[r.indices.tolist() for r in rows] for rows in pulled] == [[[0], [0]], [[1, 2], [1, 2]]]
+    assert [r.values.devices() for r in pulled[1]] == [{d} for d in devices]
+    one_for_all = kv.row_sparse_pull(store, [4, 3], jnp.array([5]))
+    assert [r.indices.tolist() for r in one_for_all] == [[5], [5]]
+    same = kv.row_sparse_pull(store, [4, 3], [5, 1])  # plain ints: one list for all keys
+    assert [r.indices.tolist() for r in same] == [[1, 5], [1, 5]]
+
+
+def test_pulling_rows_under_jit():
+    store = table()
+    rows = jax.jit(lambda s, ids: kv.row_sparse_pull(s, 3, ids))(store, jnp.array([3, 0, 3]))
+    assert rows.indices.tolist() == [0, 3, 6]  # 6 pads
+    np.testing.assert_array_equal(rows.values[:2], whole_numbers(9, *SHAPE)[[0, 3]])
+    on = jax.jit(lambda s, ids: kv.row_sparse_pull(s, 3, ids, devices=jax.devices()[:2]))(store, jnp.array([3]))
+    assert [r.indices.tolist() for r in on] == [[3], [3]]
+
+
+def test_a_table_learns_through_its_rows():
+    """Pull the rows of the batch, differentiate by them, push: the same as the dense gradient."""
+    ids, lr = jnp.array([1, 3, 1]), 0.5
+    store = kv.set_optimizer(kv.init(kv.create(), 0, whole_numbers(9, *SHAPE)), optax.sgd(lr))
+
+    def loss(rows, ids):
+        return (rows[ids] ** 2).sum()
+
+    want = jnp.asarray(whole_numbers(9, *SHAPE))
+    for _ in range(2):
+        _, grads = sparse.value_and_grad(loss)(kv.row_sparse_pull(store, 0, ids), ids)
+        store = kv.push(store, 0, grads)
+        want = want - lr * jax.grad(loss)(want, ids)
+    np.testing.assert_allclose(kv.pull(store, 0), want, rtol=1e-6)
