@@ -3,7 +3,8 @@
 One request a line on standard input, one answer a line on standard output, both JSON:
 
     {"do": "version"}                                          -> "1.9.1"
-    {"do": "kvstore", "shapes": [[256], ...], "devices": 4}    -> ["local", "device"], the contenders' names
+    {"do": "kvstore", "shapes": [[256], ...], "devices": 4, "in_a_row": 1}
+                                                               -> ["local", "device"], the contenders' names
     {"do": "lenet", "batch": 256, "contexts": [1, 2, 4], "steps": 3} -> ["1", "2", "4"]
     {"do": "measure", "name": "device", "repeats": 10}         -> seconds for one repeat
 
@@ -16,8 +17,8 @@ import sys
 import time
 
 
-def kvstore(mx, shapes, devices):
-    """Push and pull of every key: a list of one value from each context, pulled onto each context."""
+def kvstore(mx, shapes, devices, in_a_row):
+    """Push and pull of every key, a few times in a row: one value from each context, pulled onto each context."""
     contexts = [mx.cpu(i) for i in range(devices)]
     keys = list(range(len(shapes)))
     pushed = [[mx.nd.ones(tuple(s), ctx) for ctx in contexts] for s in shapes]
@@ -28,8 +29,9 @@ def kvstore(mx, shapes, devices):
         store.init(keys, [mx.nd.zeros(tuple(s)) for s in shapes])
 
         def once():
-            store.push(keys, pushed)
-            store.pull(keys, out=pulled)
+            for _ in range(in_a_row):
+                store.push(keys, pushed)
+                store.pull(keys, out=pulled)
             mx.nd.waitall()
 
         return once

@@ -111,7 +111,7 @@ def torch_step(batch) -> Turn | None:
 
 def main() -> None:
     options = arguments("Images per second of the LeNet step, beside its peers.", 25, 0.2)
-    size = 32 if options.quick else 256
+    size = 8 if options.quick else 256
     counts = [1, 2] if options.quick else [1, 2, 4]
     batch = batch_of(size)
     contenders = {"plain JAX, 1 device": plain_step(batch)}

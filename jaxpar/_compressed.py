@@ -42,7 +42,7 @@ def allreduce(
     flat = [jnp.concatenate([values[i].reshape(-1) for i in g]) for g in groups]
     joined = [_join([states[i] for i in g]) for g in groups]
     coded = [compressor.encode(v, s) for v, s in zip(flat, joined, strict=True)]
-    gathered = _exchange([payload for payload, _ in coded], lambda x: lax.all_gather(x, axis_name), 0, limits)
+    gathered = _exchange([payload for payload, _ in coded], lambda x: collectives.gathered(x, axis_name), 0, limits)
     sums = [decode_sum(compressor, payloads, v.shape, v.dtype) for payloads, v in zip(gathered, flat, strict=True)]
     shapes = [v.shape for v in values]
     sums = [s.reshape(shapes[g[0]]) if len(g) == 1 else s for s, g in zip(sums, groups, strict=True)]

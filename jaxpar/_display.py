@@ -64,6 +64,8 @@ def _updater_name(updater: Any) -> str:
     inner = getattr(updater, "update", updater)
     if hasattr(inner, "tx"):
         return "optax transform"
+    if hasattr(inner, "rule"):
+        return f"mxnet_{inner.rule.__name__}"
     inner = getattr(inner, "fn", inner)
     return getattr(inner, "__name__", type(inner).__name__)
 

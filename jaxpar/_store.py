@@ -57,10 +57,7 @@ class KVStore:
             return NotImplemented
         mine, my_tree = jax.tree.flatten(self)
         theirs, their_tree = jax.tree.flatten(other)
-        return my_tree == their_tree and all(
-            a.shape == b.shape and a.dtype == b.dtype and np.array_equal(_numbers(a), _numbers(b))
-            for a, b in zip(mine, theirs, strict=True)
-        )
+        return my_tree == their_tree and all(map(_same, mine, theirs))
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
@@ -79,6 +76,13 @@ _DATA = ("values", "updater_state", "residuals")
 jax.tree_util.register_dataclass(
     KVStore, _DATA, tuple(f.name for f in dataclasses.fields(KVStore) if f.name not in _DATA)
 )
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two leaves are equal; a tree of the store's structure may hold others than arrays."""
+    if not all(isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in (a, b)):
+        return type(a) is type(b) and bool(a == b)
+    return a.shape == b.shape and a.dtype == b.dtype and np.array_equal(_numbers(a), _numbers(b))
 
 
 def _numbers(leaf: jax.Array) -> np.ndarray:

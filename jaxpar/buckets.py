@@ -1,7 +1,8 @@
 """Buckets: many small values travel as one flat array, large ones alone and uncopied.
 
 A collective costs a rendezvous of all devices whatever its size, so 256 values of 1 KB want one; copying
-8 values of 4 MB into one buffer costs more than seven rendezvous.
+8 values of 4 MB into one buffer costs more than seven rendezvous. With four CPU devices the two costs are equal at
+about 16 KB a value, which is the default.
 """
 
 from __future__ import annotations

@@ -16,6 +16,9 @@ from jax import lax
 from . import buckets
 from .buckets import Limits, Shape
 
+# Bytes. From here on a device that gathers every other one's whole value spends more on memory than on messages.
+_GATHER_BY_SHARES = 64 << 10
+
 
 def bucketed(
     collective: Callable[[jax.Array], jax.Array], values: Sequence[jax.Array], limits: Limits
@@ -36,7 +39,16 @@ def gather_sum(values: Sequence[jax.Array], axis_name: str, limits: Limits) -> l
 
     Kind `local`: the star of MXNet's article. The order of the additions does not depend on the backend.
     """
-    return bucketed(lambda x: _ordered_sum(lax.all_gather(x, axis_name)), values, limits)
+    return bucketed(lambda x: _gathered_sum(x, axis_name), values, limits)
+
+
+def _gathered_sum(x: jax.Array, axis_name: str) -> jax.Array:
+    """Small: every device gathers all and adds. Large: each gathers and adds one share, then all get the shares."""
+    if x.size * x.dtype.itemsize < _GATHER_BY_SHARES:
+        return _ordered_sum(gathered(x, axis_name))
+    rows = to_rows(x, lax.axis_size(axis_name))
+    share = _ordered_sum(lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0))
+    return from_rows(gathered(share, axis_name), x.shape)
 
 
 def _ordered_sum(stacked: jax.Array) -> jax.Array:
@@ -44,6 +56,16 @@ def _ordered_sum(stacked: jax.Array) -> jax.Array:
     for i in range(1, stacked.shape[0]):
         total = total + stacked[i]
     return total
+
+
+def gathered(value: jax.Array, axis_name: str) -> jax.Array:
+    """The value of every device, along a new first axis, on every device.
+
+    `shard_map(check_vma=True)` tells what is equal on all devices from what may differ; this is of the first
+    sort, and says so where that is asked.
+    """
+    device = jax.typeof(lax.axis_index(axis_name)).manual_axis_type
+    return lax.all_gather(value, axis_name, to="invarying" if axis_name in device.varying else "varying")
 
 
 def chunk_size(size: int, shards: int) -> int:
@@ -81,9 +103,9 @@ def reduce_scatter(values: Sequence[jax.Array], axis_name: str, limits: Limits) 
 def all_gather(chunks: Sequence[jax.Array], shapes: Sequence[Shape], axis_name: str, limits: Limits) -> list[jax.Array]:
     """The whole values out of every device's (chunk,): the inverse of the scatter."""
     groups = buckets.plan_of(chunks, limits)
-    gathered = [lax.all_gather(array, axis_name) for array in buckets.pack(chunks, groups)]
+    whole = [gathered(array, axis_name) for array in buckets.pack(chunks, groups)]
     values: list[jax.Array | None] = [None] * len(chunks)
-    for array, group in zip(gathered, groups, strict=True):
+    for array, group in zip(whole, groups, strict=True):
         start = 0
         for i in group:
             width = chunks[i].shape[0]

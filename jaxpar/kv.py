@@ -50,7 +50,10 @@ def push(store: KVStore, key: Key, value: Any, *, axis_name: str | None = None) 
             devices), which is summed; an empty list pushes nothing. For a list of keys, a list with one such
             entry for each. A `RowSparse` (or a list of them) touches its rows alone, see `jaxpar.sparse`.
             Floating values of any width are cast to a stored floating dtype.
-        axis_name: inside `pmap` or `shard_map`, the axis to sum over; `value` is this device's share.
+        axis_name: inside `pmap` or `shard_map`, the axis to sum over; `value` is this device's share. Beware that
+            in `shard_map` with `check_vma=True` (its default) jax sums the gradient by replicated params itself,
+            and a push would sum it again: give the params `jax.lax.pcast(params, axis_name, to="varying")` first,
+            or `check_vma=False`. `train.make_train_step` sees to that.
 
     Returns:
         A new store. The sum of a key replaces the stored value, or goes through the store's updater.

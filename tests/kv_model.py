@@ -73,7 +73,9 @@ def collectives_in(text):
         match = re.search(rf"= (.*?) ({_COLLECTIVES})(-start)?\(", line)
         if match:
             shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-            found.append((match[2], sum(_BYTES[d] * math.prod(map(int, filter(None, s.split(",")))) for d, s in shapes)))
+            found.append(
+                (match[2], sum(_BYTES[d] * math.prod(map(int, filter(None, s.split(",")))) for d, s in shapes))
+            )
     return found
 
 

@@ -46,9 +46,9 @@ def test_out_of_a_bucket_comes_what_went_in(avals, limits):
 
 def test_defaults_and_edges():
     assert buckets.plan(()) == ()
-    many = ((((256,), np.dtype("float32")),) * 256)
+    many = (((256,), np.dtype("float32")),) * 256
     assert len(buckets.plan(many)) == 1  # 256 KB
-    large = ((((1024, 1024), np.dtype("float32")),) * 8)
+    large = (((1024, 1024), np.dtype("float32")),) * 8
     assert buckets.plan(large) == tuple((i,) for i in range(8))
     assert buckets.plan(many[:3], Limits(2048, 10**9)) == ((0, 1), (2,))
     assert buckets.plan(many[:2], Limits(10**9, 1024)) == ((0,), (1,))

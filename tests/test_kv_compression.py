@@ -13,7 +13,14 @@ GRADS = np.array(REFERENCE["grads"], np.float32)  # six pushes from four devices
 RECORDED = np.array(REFERENCE["compression_2bit"]["ok"], np.float32)
 TWO = {"type": "2bit", "threshold": 0.5}
 SHAPE = GRADS.shape[2:]
-SPECS = [TWO, {"type": "1bit"}, {"type": "int8"}, {"type": "bf16"}, {"type": "topk", "ratio": 0.25}, {"type": "powersgd"}]
+SPECS = [
+    TWO,
+    {"type": "1bit"},
+    {"type": "int8"},
+    {"type": "bf16"},
+    {"type": "topk", "ratio": 0.25},
+    {"type": "powersgd"},
+]
 
 
 def compressed(kind, spec=TWO, shape=SHAPE, **options):

@@ -149,7 +149,7 @@ def test_a_compressed_list_keeps_its_length(kind):
     store = kv.set_gradient_compression(kv.init(kv.create(kind, devices=devices), 3, jnp.zeros(64)), TWO)
     store = kv.push(store, 3, put([jnp.ones(64)] * 4, devices))
     before = snapshot(store)
-    with pytest.raises(ValueError, match="key.* 3.*compressed"):
+    with pytest.raises(ValueError, match=r"key.* 3.*compressed"):
         kv.push(store, 3, put([jnp.ones(64)] * 3, devices))
     assert_unchanged(store, before)
 
@@ -162,7 +162,7 @@ def test_a_sharded_store_wants_its_own_devices():
         return kv.push(store, 3, value[0], axis_name="data").values[3]
 
     run = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False)
-    with pytest.raises(ValueError, match="axis 'data' has 2 devices.*made for 4"):
+    with pytest.raises(ValueError, match=r"axis 'data' has 2 devices.*made for 4"):
         jax.jit(run)(kv.place(store, jax.devices()[:4]), jnp.ones((2, 8)))
 
 
@@ -177,9 +177,13 @@ def test_a_share_of_a_sharded_store_is_no_value():
     store = kv.init(kv.create("sharded", devices=devices), 3, jnp.zeros(8))
     mesh = Mesh(np.array(devices), ("data",))
     run = jax.shard_map(
-        lambda s: kv.pull(s, 3), mesh=mesh, in_specs=(kv.partition_specs(store, "data"),), out_specs=P(), check_vma=False
+        lambda s: kv.pull(s, 3),
+        mesh=mesh,
+        in_specs=(kv.partition_specs(store, "data"),),
+        out_specs=P(),
+        check_vma=False,
     )
-    with pytest.raises(ValueError, match="one device's share.*give axis_name"):
+    with pytest.raises(ValueError, match=r"one device's share.*give axis_name"):
         run(store)
 
 

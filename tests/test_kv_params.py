@@ -118,7 +118,7 @@ def test_under_jit():
 
 @pytest.mark.parametrize("leaf", ["text", object(), [1, "a"]], ids=str)
 def test_a_leaf_that_is_no_array(leaf):
-    with pytest.raises(TypeError, match="kv.from_params: leaf 'a/w.* of params: expected an array"):
+    with pytest.raises(TypeError, match=r"kv.from_params: leaf 'a/w.* of params: expected an array"):
         kv.from_params({"a": {"w": leaf}})
 
 

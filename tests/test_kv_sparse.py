@@ -55,9 +55,7 @@ def test_rows_and_dense_values_of_different_keys_in_one_push():
     store = kv.init(table(), 7, jnp.zeros(3))
     store = kv.push(store, [7, 3], [[jnp.ones(3)] * 2, [rows_of(0), rows_of(1)]])
     np.testing.assert_array_equal(kv.pull(store, 7), np.full(3, 2.0))
-    np.testing.assert_array_equal(
-        kv.pull(store, 3), whole_numbers(9, *SHAPE) + dense(rows_of(0)) + dense(rows_of(1))
-    )
+    np.testing.assert_array_equal(kv.pull(store, 3), whole_numbers(9, *SHAPE) + dense(rows_of(0)) + dense(rows_of(1)))
 
 
 def test_under_jit():
@@ -69,7 +67,7 @@ def test_under_jit():
 
 @pytest.mark.parametrize("engine", ["pmap", "shard_map"])
 def test_over_devices_without_a_dense_table(engine):
-    indices = np.array(INDICES + [[2, 2]], np.int32)
+    indices = np.array([*INDICES, [2, 2]], np.int32)
     values = whole_numbers(1, 4, 2, 2)
 
     def body(store, indices, values):

@@ -1,0 +1,97 @@
+"""Each benchmark runs at all and writes what it promises; nothing here looks at how fast anything is."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import _harness  # noqa: E402
+import _shapes  # noqa: E402
+
+
+def run(name, tmp_path, *more):
+    output = tmp_path / "out.json"
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--output", str(output), *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(output.read_text())
+
+
+def test_kvstore_measures_every_way_and_kind(tmp_path):
+    shown, report = run("kvstore", tmp_path, "--no-mxnet")
+    ways = {f"{way} {kind}" for way in ("compiled", "loop", "eager") for kind in ("local", "device", "sharded")}
+    assert list(report["rows"]) == ["8 x 1 KB", "mixed"]
+    for row in report["rows"].values():
+        assert set(row["ms"]) == ways
+        assert all(ms > 0 for ms in row["ms"].values())
+        assert row["against_mxnet"] == {}
+    assert report["rows"]["mixed"]["bytes"] == 4 * (15 + 512 * 128 + 1)
+    assert "compiled device" in shown
+
+
+def test_train_step_stands_beside_the_plain_one(tmp_path):
+    shown, report = run("train_step", tmp_path, "--no-mxnet")
+    jaxpar = {f"jaxpar {e}, {n}" for e in ("pmap", "shard_map") for n in ("1 device", "2 devices")}
+    assert jaxpar | {"plain JAX, 1 device"} <= set(report["images_per_second"])
+    assert report["against_plain_jax"]["plain JAX, 1 device"] == 1
+    assert all(rate > 0 for rate in report["images_per_second"].values())
+    assert "images/s" in shown
+
+
+def test_row_sparse_gives_what_dense_gives(tmp_path):
+    _, report = run("row_sparse", tmp_path)  # it compares the two results itself
+    assert report["table"] == [1000, 8]
+    assert set(report["ms"]) == {"sparse", "dense"}
+    assert report["sparse_against_dense"] > 0
+
+
+def test_without_mxnet_one_line_says_how_to_get_it(capsys):
+    assert _harness.start_mxnet("no-such-python") is None
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    assert "make mxnet" in lines[0]
+
+
+def test_a_peer_without_mxnet_is_one_line_too(capsys):
+    assert _harness.start_mxnet(sys.executable) is None  # this Python has no MXNet
+    assert capsys.readouterr().out.startswith("no MXNet: ")
+
+
+def test_turns_interleave_and_leave_a_first_repeat_out():
+    calls = []
+
+    def contender(name, seconds):
+        def turn(repeats):
+            calls.append((name, repeats))
+            return seconds
+
+        return turn
+
+    times = _harness.take_turns({"a": contender("a", 0.1), "b": contender("b", 0.05)}, rounds=3, turn_seconds=0.2)
+    assert times == {"a": [0.1] * 3, "b": [0.05] * 3}
+    assert calls[4:] == [("a", 1), ("a", 2), ("b", 1), ("b", 4)] * 3
+    assert _harness.ratio(times, "a", "b") == 2
+
+
+def test_a_long_row_has_fewer_rounds_but_five():
+    times = _harness.take_turns({"slow": lambda repeats: 10.0}, rounds=50, turn_seconds=0.1, most_seconds=60)
+    assert len(times["slow"]) == 5
+
+
+def test_the_ratio_is_formed_inside_each_round():
+    assert _harness.ratio({"a": [2, 20, 300], "b": [1, 10, 100]}, "a", "b") == 2
+
+
+@pytest.mark.parametrize(
+    ("shapes", "values", "parameters"),
+    [(_shapes.resnet50(), 161, 25_557_032), (_shapes.gpt2_small(), 148, 124_439_808)],
+)
+def test_the_networks_have_their_published_size(shapes, values, parameters):
+    import math
+
+    assert len(shapes) == values
+    assert sum(map(math.prod, shapes)) == parameters

@@ -1,0 +1,161 @@
+"""The training loop: its record, its lines, the order of its batches, what it refuses."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from kv_model import compilations
+
+from jaxpar import data, kv, train
+from jaxpar._progress import Progress, line
+
+
+def points(n, seed):
+    images = np.random.default_rng(seed).random((n, 4), np.float32)
+    return data.Dataset(images, images[:, :3].argmax(1))
+
+
+TRAIN, TEST = points(50, 0), points(21, 1)
+TX = optax.sgd(0.5)
+FIELDS = {"epoch", "loss", "accuracy", "test_loss", "test_accuracy", "seconds", "images_per_second"}
+
+
+def apply(params, images):
+    return images @ params["w"]
+
+
+STEP = train.make_train_step(train.classification_loss(apply))
+
+
+def start(count=2, rng=3, kind="device"):
+    store = kv.from_params({"w": jnp.zeros((4, 3))}, kind=kind, optimizer=TX)
+    return train.create_state(store, rng, devices=jax.devices()[:count])
+
+
+def run(state=None, step=STEP, **options):
+    options = {"epochs": 2, "batch_size": 16, "progress": False, **options}
+    return train.fit(start() if state is None else state, step, TRAIN, **options)
+
+
+def test_the_history_and_the_metrics_file(tmp_path):
+    seen = []
+
+    def callback(state, record):
+        seen.append((int(state.step), record["epoch"], record["test_accuracy"]))
+
+    path = tmp_path / "new" / "metrics.jsonl"
+    state, history = run(test_data=TEST, apply_fn=apply, metrics_file=path, callback=callback)
+    assert int(state.step) == 6  # 50 examples make 3 whole batches of 16
+    assert [set(record) for record in history] == [FIELDS] * 2
+    assert [record["epoch"] for record in history] == [1, 2]
+    assert [json.loads(text) for text in path.read_text().splitlines()] == history
+    assert seen == [(3, 1, history[0]["test_accuracy"]), (6, 2, history[1]["test_accuracy"])]
+    assert history[1]["loss"] < history[0]["loss"]
+    scores = train.evaluate(state, apply, TEST, batch_size=7)
+    np.testing.assert_allclose([history[1]["test_loss"], history[1]["test_accuracy"]], list(scores.values()), rtol=1e-5)
+    assert all(record["images_per_second"] == pytest.approx(48 / record["seconds"]) for record in history)
+
+
+def test_what_is_not_measured_is_none():
+    step = train.make_train_step(lambda p, b, rng: ((apply(p, b["image"]) ** 2).mean(), {"norm": jnp.ones(())}))
+    _, history = run(step=step, epochs=1)
+    assert set(history[0]) == FIELDS | {"norm"}
+    assert [history[0][k] for k in ("accuracy", "test_loss", "test_accuracy")] == [None] * 3
+    assert history[0]["norm"] == 1.0
+
+
+@pytest.mark.parametrize(("count", "kind"), [(1, "device"), (4, "device"), (8, "sharded")])
+def test_the_same_seed_is_the_same_run_on_any_devices(count, kind):
+    want, want_history = run(start(2))
+    state, history = run(start(count, kind=kind))
+    np.testing.assert_allclose(state.params["w"], want.params["w"], atol=1e-6)
+    np.testing.assert_allclose([r["loss"] for r in history], [r["loss"] for r in want_history], rtol=1e-5)
+    other, _ = run(start(2, rng=4))
+    assert not np.allclose(other.params["w"], want.params["w"], atol=1e-4)
+
+
+def test_two_calls_go_on_where_one_would():
+    whole, history = run(epochs=3)
+    state, first = run(epochs=1)
+    state, rest = run(state, epochs=2)
+    assert [r["loss"] for r in first + rest] == [r["loss"] for r in history]
+    np.testing.assert_array_equal(state.params["w"], whole.params["w"])
+
+
+def test_the_loop_is_the_batches_and_the_steps():
+    state = start()
+    order = jax.random.fold_in(jax.random.key(3), 0x5FFE1E)
+    for batch in data.batches(TRAIN, 16, rng=order, epochs=2, devices=jax.devices()[:2]):
+        state, _ = STEP(state, batch)
+    np.testing.assert_array_equal(state.params["w"], run()[0].params["w"])
+
+
+def test_a_second_run_compiles_nothing():
+    run(test_data=TEST, apply_fn=apply)
+    state = start()
+    with compilations() as count:
+        train.fit(state, STEP, TRAIN, epochs=2, batch_size=16, progress=False, test_data=TEST, apply_fn=apply)
+    assert count() == 0
+
+
+def test_plain_lines_where_there_is_no_terminal(capsys):
+    _, history = run(progress=True, test_data=TEST, apply_fn=apply)
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [line(record, 2) for record in history]
+    assert out.startswith("epoch 1/2  loss 1.")
+    assert "test accuracy" in out
+    assert err == ""
+    run(progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_bar_in_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("jaxpar._progress._interactive", lambda: True)
+    run(progress=True, epochs=1)
+    out = capsys.readouterr().out
+    assert "epoch 1/1" in out
+    assert "images/s" in out
+    bar = Progress(True, 1, 4)
+    bar.start(1, 2)  # an epoch that is resumed
+    bar.step({"loss": 1.0}, 10.0)
+    bar.close()
+    assert "2/4" in capsys.readouterr().out
+
+
+def test_a_failing_step_leaves_no_bar_behind():
+    def step(state, batch):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        run(step=step, progress=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"epochs": 0}, ValueError, "epochs must be 1 or more, got 0"),
+        ({"batch_size": 0}, ValueError, "batch_size must be 1 or more, got 0"),
+        ({"batch_size": 64}, ValueError, "50 examples make no whole batch of 64"),
+        ({"batch_size": 5}, ValueError, "batch_size 5 cannot be shared evenly by 2 devices; use 4 or 6"),
+        ({"test_data": TEST}, ValueError, "both test_data and apply_fn"),
+        ({"apply_fn": apply}, ValueError, "both test_data and apply_fn"),
+        ({"keep": 0}, ValueError, "keep must be 1 or more"),
+        ({"checkpoint_every": 0}, ValueError, "checkpoint_every must be 1 or more"),
+        ({"resume": "yes"}, ValueError, "resume must be 'auto', True or False, got 'yes'"),
+    ],
+)
+def test_errors(options, error, message):
+    with pytest.raises(error, match=message):
+        run(**options)
+
+
+def test_the_picture_of_a_history(tmp_path):
+    _, history = run()
+    figure = train.plot_history(history, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+    assert [len(axes.get_lines()) for axes in figure.axes] == [1, 1]
+    with pytest.raises(ValueError, match="empty"):
+        train.plot_history([])

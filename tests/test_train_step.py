@@ -1,0 +1,315 @@
+"""The training step: the same numbers from any devices and engine, one program, memory handed on."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from kv_model import collectives_in, compilations
+
+from jaxpar import kv, models, parallel, train
+
+ENGINES = parallel.ENGINES
+KINDS = ("device", "local", "sharded")
+
+
+def squares(params, batch, rng):
+    error = batch["x"] @ params["w"] + params["b"] - batch["y"]
+    return (error**2).mean(), {"error": jnp.abs(error).mean()}
+
+
+def line(n=16, seed=0):
+    rng = np.random.default_rng(seed)
+    return {"x": rng.standard_normal((n, 3)).astype(np.float32), "y": rng.standard_normal(n).astype(np.float32)}
+
+
+def start(count=4, kind="device", tx=None, params=None, **options):
+    params = {"w": jnp.ones(3), "b": jnp.zeros(())} if params is None else params
+    store = kv.from_params(params, kind=kind, optimizer=optax.sgd(0.1) if tx is None else tx)
+    return train.create_state(store, 7, devices=jax.devices()[:count], **options)
+
+
+def by_hand(tx, steps, params=None, loss=squares, batches=None):
+    """The plain loop on one device."""
+    params = {"w": jnp.ones(3), "b": jnp.zeros(())} if params is None else params
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, batch):
+        grads = jax.grad(lambda p: loss(p, batch, None)[0])(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for i in range(steps):
+        params, state = step(params, state, line(seed=i) if batches is None else batches[i])
+    return params
+
+
+def close(tree, other, **tolerance):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, **{"rtol": 2e-5, "atol": 1e-6, **tolerance}), tree, other
+    )
+
+
+# ---- the same numbers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_gradient_is_that_of_the_whole_batch(engine, count, kind):
+    """Never one device's, nor their sum, which shard_map makes where its checks are on."""
+    params = {"w": jnp.zeros(())}
+    state = start(count, kind, optax.sgd(1.0), params)
+    step = train.make_train_step(lambda p, b, rng: ((p["w"] * b).mean(), {}), engine=engine)
+    state, _ = step(state, jnp.array([1.0, 2.0, 4.0, 7.0]))
+    assert float(state.params["w"]) == -3.5
+
+
+@functools.cache
+def adam():
+    return optax.adam(0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_any_devices_engines_and_kinds_are_the_plain_loop(engine, count, kind):
+    state = start(count, kind, adam())
+    step = train.make_train_step(squares, engine=engine)
+    for i in range(5):
+        state, metrics = step(state, line(seed=i))
+    close(state.params, by_hand(adam(), 5))
+    before = by_hand(adam(), 4)
+    loss, aux = squares(before, line(seed=4), None)
+    close(metrics, {"loss": loss, "error": aux["error"]}, rtol=1e-4)
+    assert int(state.step) == 5
+
+
+def lenet_loss(params, batch, rng):
+    logits = models.lenet.apply(params, batch["image"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return losses.mean(), {"accuracy": (logits.argmax(-1) == batch["label"]).mean()}
+
+
+@functools.cache
+def lenet():
+    """Parameters of a size that learns at once, 20 batches of 32, and what the plain loop makes of them."""
+    params = jax.tree.map(lambda x: 5 * x, models.lenet.init(jax.random.key(0)))
+    rng = np.random.default_rng(0)
+    batches = [
+        {"image": rng.random((32, 28, 28, 1), np.float32), "label": rng.integers(0, 10, 32).astype(np.int32)}
+        for _ in range(20)
+    ]
+    return params, batches, by_hand(optax.sgd(0.1), 20, params, lenet_loss, batches)
+
+
+@pytest.mark.parametrize(
+    ("engine", "count", "kind"),
+    [
+        ("pmap", 1, "device"),
+        ("pmap", 4, "device"),
+        ("pmap", 8, "device"),
+        ("shard_map", 2, "device"),
+        ("shard_map", 4, "local"),
+        ("shard_map", 8, "sharded"),
+    ],
+)
+def test_twenty_steps_of_lenet(engine, count, kind):
+    params, batches, want = lenet()
+    state = start(count, kind, optax.sgd(0.1), params)
+    step = train.make_train_step(lenet_loss, engine=engine)
+    for batch in batches:
+        state, _ = step(state, batch)
+    close(state.params, want, rtol=1e-4, atol=2e-6)
+    moved = max(
+        float(jnp.abs(a - b).max()) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(want), strict=True)
+    )
+    assert moved > 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clipping_by_the_global_norm_is_optaxs_chain(kind):
+    clip = optax.clip_by_global_norm(0.3)
+    state = start(4, kind, optax.sgd(0.5))
+    step = train.make_train_step(squares, grad_transform=clip)
+    for i in range(3):
+        state, _ = step(state, line(seed=i))
+    close(state.params, by_hand(optax.chain(clip, optax.sgd(0.5)), 3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_transform_with_a_state(kind):
+    mean = optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9))
+    state = start(4, kind, optax.sgd(0.1), grad_transform=mean)
+    step = train.make_train_step(squares, grad_transform=mean, engine="shard_map")
+    for i in range(3):
+        state, _ = step(state, line(seed=i))
+    close(state.params, by_hand(optax.chain(mean, optax.sgd(0.1)), 3))
+    with pytest.raises(ValueError, match=r"grad_transform has a state of its own.*create_state"):
+        step(start(4, kind), line())
+
+
+# ---- what a step may see and give
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_rng_differs_by_device_and_step_and_can_be_repeated(engine):
+    def loss(params, batch, rng):
+        noise = jax.random.uniform(rng)
+        return params["w"] * 0.0, {"noise": noise, "square": noise**2}
+
+    def run():
+        state = start(4, params={"w": jnp.zeros(())})
+        step = train.make_train_step(loss, engine=engine)
+        found = []
+        for _ in range(2):
+            state, metrics = step(state, jnp.zeros(4))
+            found.append((float(metrics["noise"]), float(metrics["square"])))
+        return found
+
+    first, second = run()
+    assert first != second
+    assert first[1] - first[0] ** 2 > 1e-4, "all devices drew the same number"
+    assert run() == [first, second]
+
+
+def test_aux_values_are_means_over_devices_whatever_their_dtype():
+    def loss(params, batch, rng):
+        return (params["w"] * batch).mean(), {
+            "count": (batch > 2).sum(),
+            "vector": batch,
+            "half": batch.mean().astype(jnp.bfloat16),
+            "four": 4,
+        }
+
+    step = train.make_train_step(loss)
+    _, metrics = step(start(4, params={"w": jnp.ones(())}), jnp.array([1.0, 2.0, 3.0, 6.0]))
+    assert {k: v.tolist() for k, v in metrics.items()} == {
+        "loss": 3.0,
+        "count": 0.5,
+        "vector": [3.0],
+        "half": 3.0,
+        "four": 4.0,
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_leaves_that_are_not_floating_are_left_alone(engine, kind):
+    params = {"count": jnp.arange(3), "w": jnp.ones(3), "mask": jnp.array([True, False, True])}
+
+    def loss(params, batch, rng):
+        return (params["w"] * params["mask"] * batch[0]).sum() * params["count"][1], {}
+
+    state, _ = train.make_train_step(loss, engine=engine)(start(2, kind, params=params), jnp.ones((2, 1)))
+    out = state.params
+    assert out["count"].tolist() == [0, 1, 2]
+    assert out["mask"].tolist() == [True, False, True]
+    np.testing.assert_allclose(out["w"], [0.9, 1.0, 0.9], rtol=1e-6)
+
+
+def test_narrow_parameters_keep_their_dtype():
+    params = {"w": jnp.ones(3, jnp.bfloat16), "b": jnp.zeros(())}
+    state, metrics = train.make_train_step(squares)(start(4, params=params), line())
+    assert jax.tree.map(lambda x: str(x.dtype), state.params) == {"w": "bfloat16", "b": "float32"}
+    assert metrics["loss"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_compressed_store_trains(engine):
+    store = kv.from_params({"w": jnp.zeros(64)}, optimizer=optax.sgd(1.0))
+    store = kv.set_gradient_compression(store, {"type": "2bit", "threshold": 0.25})
+    state = train.create_state(store, 0, devices=jax.devices()[:4])
+    step = train.make_train_step(lambda p, b, rng: ((p["w"] * b[0]).sum(), {}), engine=engine)
+    structure = jax.tree.structure(state)
+    for _ in range(2):
+        state, _ = step(state, jnp.full((4, 64), 0.8))  # each device pushes 0.2
+        assert jax.tree.structure(state) == structure
+    np.testing.assert_array_equal(state.params["w"], np.full(64, -1.0))  # sent with the second push, 0.25 from each
+    np.testing.assert_allclose(state.store.residuals[0]["residual"], np.full((4, 64), 0.15), rtol=1e-6)
+
+
+# ---- one program, memory handed on, nothing through the host
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_program_whose_state_is_donated(engine, kind):
+    state = start(4, kind, adam())
+    batches = [line(seed=i) for i in range(4)]
+    step = train.make_train_step(squares, engine=engine)
+    with compilations() as count:
+        new, _ = step(state, batches[0])
+    assert count() <= 3
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.store.values, state.store.updater_state)))
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    placed = [jax.device_put(b, NamedSharding(mesh, P("data"))) for b in batches]
+    new, _ = step(new, placed[0])
+    with compilations() as count, jax.transfer_guard("disallow"):
+        for batch in placed:
+            new, metrics = step(new, batch)
+    assert count() == 0
+    assert np.isfinite(float(metrics["loss"]))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_compiled_text(engine):
+    text = train.make_train_step(squares, engine=engine).lower(start(4, "device", adam()), line()).compile().as_text()
+    head = text.splitlines()[0]
+    assert head.count("may-alias") + head.count("must-alias") >= 2 * 4 + 1  # w and b: value, mu, nu, count; the step
+    names = [name for name, _ in collectives_in(text)]
+    assert names in (["all-reduce"], ["all-reduce"] * 2), "gradients in one bucket, metrics in another"
+
+
+def test_the_store_that_was_given_stays_valid():
+    store = kv.from_params({"w": jnp.ones(3), "b": jnp.zeros(())}, optimizer=optax.sgd(0.1), devices=jax.devices()[:4])
+    state = train.create_state(store, jax.random.key(0))
+    train.make_train_step(squares)(state, line())
+    np.testing.assert_array_equal(kv.to_params(store)["w"], np.ones(3))
+
+
+def test_raw_keys_and_ints_are_rngs():
+    store = kv.from_params({"w": jnp.ones(3), "b": jnp.zeros(())})
+    for rng in (jax.random.key(3), 3, np.int64(3), jax.random.PRNGKey(3)):
+        state = train.create_state(store, rng, devices=jax.devices()[:2])
+        state, _ = train.make_train_step(squares)(state, line())
+        assert int(state.step) == 1
+
+
+def test_a_step_moves_a_state_to_its_own_devices():
+    step = train.make_train_step(squares, devices=jax.devices()[:2])
+    state, _ = step(start(4), line())
+    assert state.store.values[0].sharding.device_set == set(jax.devices()[:2])
+    close(state.params, by_hand(optax.sgd(0.1), 1))
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda p, b, rng: p["w"].sum(), "must return .loss, aux. with aux a dict"),
+        (lambda p, b, rng: (p["w"].sum(), 3), "must return .loss, aux. with aux a dict"),
+        (lambda p, b, rng: (p["w"], {}), r"the loss must be a scalar.*got shape \(3,\)"),
+    ],
+)
+def test_what_a_loss_function_must_return(loss, message):
+    with pytest.raises(TypeError, match=message):
+        train.make_train_step(loss)(start(), line())
+
+
+def test_other_errors():
+    step = train.make_train_step(squares)
+    with pytest.raises(ValueError, match="a batch of 10 cannot be divided by 4 devices; use a batch of 8"):
+        step(start(), line(10))
+    with pytest.raises(ValueError, match="must share the length of their first axis"):
+        step(start(), {"x": np.ones((4, 3)), "y": np.ones(8)})
+    with pytest.raises(ValueError, match="unknown engine 'jit'; known are pmap, shard_map"):
+        train.make_train_step(squares, engine="jit")
+    with pytest.raises(ValueError, match="the store must be made by"):
+        train.create_state(kv.init(kv.create(), 0, jnp.ones(2)), 0)
