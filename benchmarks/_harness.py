@@ -14,7 +14,6 @@ import platform
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -151,11 +150,20 @@ def arguments(description: str, rounds: int, turn_seconds: float) -> argparse.Na
 
 def save(options: argparse.Namespace, name: str, report: Mapping[str, Any]) -> None:
     """The report as JSON, where the command line says."""
-    path = options.output or (None if options.quick else HERE / "results" / f"{name}.json")
+    path = _file(options, name)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"written to {path.name}", file=sys.stderr)
+
+
+def saved(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """What `save` wrote there before, or nothing."""
+    path = _file(options, name)
+    return json.loads(path.read_text()) if path is not None and path.exists() else {}
+
+
+def _file(options: argparse.Namespace, name: str) -> Path | None:
+    return options.output or (None if options.quick else HERE / "results" / f"{name}.json")
 
 
 def show(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -22,7 +22,20 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _harness import Child, Turn, arguments, environment, medians, ratio, save, show, start_mxnet, take_turns, timed
+from _harness import (
+    Child,
+    Turn,
+    arguments,
+    environment,
+    medians,
+    ratio,
+    save,
+    saved,
+    show,
+    start_mxnet,
+    take_turns,
+    timed,
+)
 from _shapes import gpt2_small, resnet50
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
@@ -185,16 +198,17 @@ def fits(shapes) -> bool:
 def main() -> None:
     options = arguments("Push and pull from 4 devices: jaxpar beside MXNet's KVStore.", 15, 0.05)
     mxnet = None if options.no_mxnet else start_mxnet(options.mxnet_python)
-    report = {"environment": environment(mxnet), "devices": DEVICES, "rounds": options.rounds, "rows": {}}
     for name, shapes in (QUICK if options.quick else ROWS).items():
         if options.rows and name not in options.rows:
             continue
         if not fits(shapes):
             print(f"{name}: left out, too little free memory")
             continue
-        report["rows"][name] = row(shapes, mxnet, options)
-        _print(name, report["rows"][name])
-    save(options, "kvstore", report)
+        result = row(shapes, mxnet, options)
+        _print(name, result)
+        # Row by row, so that a run that is cut short, or of one row alone, keeps the others.
+        report = {"environment": environment(mxnet), "devices": DEVICES, "rounds": options.rounds}
+        save(options, "kvstore", {**report, "rows": {**saved(options, "kvstore").get("rows", {}), name: result}})
 
 
 def _print(name: str, result: dict) -> None:

@@ -91,6 +91,11 @@ def push(store: KVStore, key: Key, value: Any, *, axis_name: str | None = None) 
 
 def _dense(store: KVStore, pushed: dict[int, list[jax.Array]], axis_name: str | None) -> Any:
     if axis_name is None and not _traced(store, pushed):
+        if store.kind.startswith("dist_") and jax.process_count() > 1:
+            raise NotImplementedError(
+                f"kv.push: kind {store.kind!r} sums over {jax.process_count()} processes inside pmap or shard_map "
+                "only, with axis_name; a push at the prompt would sum over this process alone"
+            )
         return _eager.push(store, pushed)
     return _push.push(store, pushed, axis_name)
 

@@ -410,10 +410,12 @@ def test_the_same_optimizer_object_is_one_program():
     assert count() == 0
 
 
-def test_ten_thousand_keys():
-    keys = list(range(10_000))
-    zero = np.zeros(2, np.float32)
+@pytest.mark.parametrize("count", [1, 2])
+def test_ten_thousand_keys(count):
+    keys, devices = list(range(10_000)), jax.devices()[:count]
     values = whole_numbers(0, 10_000, 2)
-    store = kv.push(kv.init(kv.create(), keys, [jnp.asarray(zero)] * 10_000), keys, list(values))
-    np.testing.assert_array_equal(np.stack(jax.device_get(kv.pull(store, keys))), values)
+    on_devices = [jax.device_put(list(values), d) for d in devices]
+    store = kv.init(kv.create("device"), keys, [jnp.zeros(2)] * 10_000)
+    store = kv.push(store, keys, [list(vs) for vs in zip(*on_devices, strict=True)])
+    np.testing.assert_array_equal(np.stack(jax.device_get(kv.pull(store, keys))), count * values)
     assert "10000 keys" in repr(store)
