@@ -44,6 +44,12 @@ lint: $(READY)  ## ruff and pyright
 bench: $(READY) debian  ## the benchmarks, each against its peers in one interleaved run
 	for b in benchmarks/[a-z]*.py; do $(BIN)/python $$b || exit 1; done
 
+mxnet:  ## MXNet 1.9.1 in .venv-mxnet, a peer of the benchmarks; needs Python 3.8
+	@p=$$(for c in python3.8 "$$(uv python find 3.8 2>/dev/null)" ~/.pyenv/versions/3.8*/bin/python; do \
+		"$$c" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 8))' >/dev/null 2>&1 && { echo "$$c"; break; }; done); \
+	test -n "$$p" || { echo "mxnet needs Python 3.8" >&2; exit 1; }; \
+	"$$p" -m venv .venv-mxnet && .venv-mxnet/bin/pip install --quiet -r benchmarks/requirements-mxnet.txt
+
 constraints: $(READY)  # write constraints.txt anew: versions only, for every supported Python
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile --universal --python-version 3.11 --all-extras --no-header --no-annotate \
@@ -52,4 +58,4 @@ constraints: $(READY)  # write constraints.txt anew: versions only, for every su
 clean:  ## remove what make made
 	rm -rf $(VENV) runs build dist site .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help setup debian train test notebooks lint bench constraints clean
+.PHONY: help setup debian train test notebooks lint bench mxnet constraints clean

@@ -75,6 +75,8 @@ def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 class Child:
     """A peer that lives in another interpreter and measures on command, one JSON object a line each way."""
 
+    version = "unknown"
+
     def __init__(self, command: Sequence[str]):
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
@@ -100,6 +102,8 @@ class Child:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=60)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
 
 def start_mxnet(python: str | None = None) -> Child | None:
@@ -112,7 +116,8 @@ def start_mxnet(python: str | None = None) -> Child | None:
     try:
         child.version = child.ask(do="version")
     except (RuntimeError, ValueError) as error:
-        print(f"no MXNet: {error}")
+        print(f"no MXNet: {error}; `make mxnet` builds its environment (Python 3.8)")
+        child.close()
         return None
     return child
 

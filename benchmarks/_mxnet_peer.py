@@ -111,7 +111,10 @@ def main():
     # MXNet prints to standard output on its own; the answers go where it does not.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    import mxnet as mx
+    try:
+        import mxnet as mx
+    except ImportError as error:
+        mx, missing = None, str(error)
 
     setups = {"kvstore": kvstore, "lenet": lenet}
     contenders = {}
@@ -119,6 +122,8 @@ def main():
         request = json.loads(line)
         do = request.pop("do")
         try:
+            if mx is None:
+                raise RuntimeError(missing)
             if do == "version":
                 result = mx.__version__
             elif do == "measure":

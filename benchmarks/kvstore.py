@@ -107,7 +107,8 @@ def _program(kind, shapes, devices, values, spec, around) -> Turn:
     mapped = jax.shard_map(
         around(exchange), mesh=_mesh(devices), in_specs=(specs, spec), out_specs=(specs, P()), check_vma=False
     )
-    run = jax.jit(mapped, donate_argnums=0)
+    # Without an updater the old values are not read; kept as arguments they still lend their memory to the new ones.
+    run = jax.jit(mapped, donate_argnums=0, keep_unused=True)
     jax.block_until_ready((store, values))  # see jaxpar/_settle.py
 
     def once():
@@ -170,7 +171,8 @@ def row(shapes, mxnet: Child | None, options) -> dict:
             if peers:
                 against[name] = round(min(ratio(measured, peer, name) for peer in peers), 3)
     ms = {who: round(1e3 * seconds, 4) for who, seconds in medians(times).items()}
-    return {"keys": len(shapes), "bytes": nbytes, "ms": ms, "against_mxnet": against}
+    counts = {"keys": len(shapes), "bytes": nbytes, "rounds_at_most": options.rounds}
+    return {**counts, "ms": ms, "against_mxnet": against}
 
 
 def mxnet_turns(mxnet: Child | None, shapes, in_a_row: int) -> dict[str, Turn]:
@@ -207,7 +209,7 @@ def main() -> None:
         result = row(shapes, mxnet, options)
         _print(name, result)
         # Row by row, so that a run that is cut short, or of one row alone, keeps the others.
-        report = {"environment": environment(mxnet), "devices": DEVICES, "rounds": options.rounds}
+        report = {"environment": environment(mxnet), "devices": DEVICES}
         save(options, "kvstore", {**report, "rows": {**saved(options, "kvstore").get("rows", {}), name: result}})
 
 

@@ -22,5 +22,5 @@ _CAN_HANG = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)
 def settle(tree: Any, devices: Sequence[Device]) -> None:
     """Waits for the arrays where a program over these devices could hang without it."""
     if _CAN_HANG and len(devices) > 1 and devices[0].platform == "cpu":
-        arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-        jax.block_until_ready([x for x in arrays if not traced(x)])
+        if not traced(tree):
+            jax.block_until_ready(tree)

@@ -82,7 +82,7 @@ def _same(a: Any, b: Any) -> bool:
     """Whether two leaves are equal; a tree of the store's structure may hold others than arrays."""
     if not all(isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in (a, b)):
         return type(a) is type(b) and bool(a == b)
-    return a.shape == b.shape and a.dtype == b.dtype and np.array_equal(_numbers(a), _numbers(b))
+    return a.shape == b.shape and a.dtype == b.dtype and _numbers(a).tobytes() == _numbers(b).tobytes()
 
 
 def _numbers(leaf: jax.Array) -> np.ndarray:
