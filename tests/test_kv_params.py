@@ -116,7 +116,7 @@ def test_under_jit():
     assert not any(leaf.any() for leaf in jax.tree.leaves(out))
 
 
-@pytest.mark.parametrize("leaf", ["text", object(), [1, "a"]], ids=str)
+@pytest.mark.parametrize("leaf", ["text", object(), [1, "a"]], ids=["text", "object", "list"])
 def test_a_leaf_that_is_no_array(leaf):
     with pytest.raises(TypeError, match=r"kv.from_params: leaf 'a/w.* of params: expected an array"):
         kv.from_params({"a": {"w": leaf}})
