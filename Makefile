@@ -41,6 +41,10 @@ lint: $(READY)  ## ruff and pyright
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+docs: $(READY)  ## the documentation as pages, in site/
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 bench: $(READY) debian  ## the benchmarks, each against its peers in one interleaved run
 	for b in benchmarks/[a-z]*.py; do $(BIN)/python $$b || exit 1; done
 
@@ -58,4 +62,4 @@ constraints: $(READY)  # write constraints.txt anew: versions only, for every su
 clean:  ## remove what make made
 	rm -rf $(VENV) runs build dist site .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help setup debian train test notebooks lint bench mxnet constraints clean
+.PHONY: help setup debian train test notebooks lint docs bench mxnet constraints clean

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ._residence import canonical, copies, fits, place
+from ._settle import settle
 
 if TYPE_CHECKING:
     from .data import Dataset
@@ -155,7 +156,7 @@ def _resident(dataset: Dataset, slices, order, mesh: Mesh | None, dtype) -> Iter
         if here != epoch:
             epoch, rows, cursor = here, order(here), place(np.array(at, np.int32), mesh)
         batch, cursor = _gather(count, mesh, dtype)(images, labels, rows, cursor)
-        yield batch
+        yield _settled(batch, mesh)
 
 
 @functools.lru_cache(maxsize=32)
@@ -202,8 +203,16 @@ def _streamed(dataset: Dataset, slices, order, mesh: Mesh | None, dtype) -> Iter
         image, label = (_transfer(x, rows[at : at + count], mesh) for x in (dataset.images, dataset.labels))
         ahead.append({"image": _convert_streamed(image, dtype), "label": label})
         if len(ahead) > _PREFETCH:
-            yield ahead.popleft()
-    yield from ahead
+            yield _settled(ahead.popleft(), mesh)
+    for batch in ahead:
+        yield _settled(batch, mesh)
+
+
+def _settled(batch: Batch, mesh: Mesh | None) -> Batch:
+    """The batch, safe to start a program with collectives on."""
+    if mesh is not None:
+        settle(batch, tuple(np.ravel(mesh.devices)))
+    return batch
 
 
 def _transfer(array: np.ndarray, rows: np.ndarray, mesh: Mesh | None) -> jax.Array:

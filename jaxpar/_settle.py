@@ -3,8 +3,8 @@
 Before jax 0.12 a program with collectives over several CPU devices could hang for ever when it was started while
 its inputs were still being computed: its threads, as many as there are devices, wait in the collective for one
 that has none left to run on. (Seen with jax 0.10.2: a batch gathered on four devices, then the step.) So there,
-and only there, such a program is started when its inputs are ready. The devices are the host's own cores, so
-little is lost.
+and only there, batches are handed out and such programs started when what they need is ready. The devices are the
+host's own cores, so little is lost.
 """
 
 from __future__ import annotations
@@ -21,6 +21,5 @@ _CAN_HANG = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)
 
 def settle(tree: Any, devices: Sequence[Device]) -> None:
     """Waits for the arrays where a program over these devices could hang without it."""
-    if _CAN_HANG and len(devices) > 1 and devices[0].platform == "cpu":
-        if not traced(tree):
-            jax.block_until_ready(tree)
+    if _CAN_HANG and len(devices) > 1 and devices[0].platform == "cpu" and not traced(tree):
+        jax.block_until_ready(tree)

@@ -8,11 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 from jaxpar import compression
 
@@ -514,7 +512,5 @@ def test_a_specification_is_a_mapping():
 @pytest.mark.parametrize("dtype", ["int32", "complex64", "bool"])
 def test_only_floating_values_are_compressed(coder, dtype):
     assert not coder.pays((100,), dtype)
-    with pytest.raises(
-        TypeError, match=f"takes floating values, got dtype {dtype}; push this key uncompressed"
-    ):
+    with pytest.raises(TypeError, match=f"takes floating values, got dtype {dtype}; push this key uncompressed"):
         coder.init((3,), dtype)

@@ -9,10 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxpar import _batches, _residence, data
 from jaxpar.data import Dataset, batches
@@ -81,9 +79,7 @@ def test_sharding_is_over_the_devices_in_the_order_given(devices):
 
 def test_axis_name_is_the_mesh_axis():
     batch = next(batches(make(), 4, devices=jax.devices()[:2], axis_name="worker"))
-    assert batch["image"].sharding == NamedSharding(
-        Mesh(np.array(jax.devices()[:2]), ("worker",)), P("worker")
-    )
+    assert batch["image"].sharding == NamedSharding(Mesh(np.array(jax.devices()[:2]), ("worker",)), P("worker"))
 
 
 def test_without_devices_arrays_are_uncommitted():

@@ -72,9 +72,7 @@ def idx_files(tmp_path):
 
 def in_file_order(images, labels):
     """TFDS stores the examples in an order of its own; this one depends on the examples alone."""
-    order = np.lexsort(
-        (*images.reshape(len(images), -1).T[300:500:8], labels, images.sum((1, 2, 3), np.int64))
-    )
+    order = np.lexsort((*images.reshape(len(images), -1).T[300:500:8], labels, images.sum((1, 2, 3), np.int64)))
     return images[order], labels[order]
 
 
@@ -88,9 +86,7 @@ def test_it_is_fashion_mnist(written):
     assert (train.source, train.name, train.split) == ("debian", "fashion_mnist", "train")
     images = _idx.read(data.DEBIAN_DIR / "train-images-idx3-ubyte.gz")[..., None]
     labels = _idx.read(data.DEBIAN_DIR / "train-labels-idx1-ubyte.gz")
-    for mine, original in zip(
-        in_file_order(train.images, train.labels), in_file_order(images, labels), strict=True
-    ):
+    for mine, original in zip(in_file_order(train.images, train.labels), in_file_order(images, labels), strict=True):
         np.testing.assert_array_equal(mine, original)
 
 
@@ -133,9 +129,7 @@ def test_a_prepared_set_comes_first_and_the_line_says_so(written, capsys, offlin
 
 
 @needs_files
-def test_files_come_before_debian_and_an_empty_folder_is_passed_over(
-    written, idx_files, tmp_path, monkeypatch, capsys
-):
+def test_files_come_before_debian_and_an_empty_folder_is_passed_over(written, idx_files, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAXPAR_DATA_DIR", str(idx_files))
     assert data._find("fashion_mnist", tmp_path / "new", "auto") == ("files", idx_files)
     monkeypatch.setenv("JAXPAR_DATA_DIR", str(tmp_path / "nothing"))
@@ -185,9 +179,7 @@ def test_a_damaged_file_is_refused_by_name(name, damage, idx_files, tmp_path, mo
         name = "train-labels-idx1-ubyte.gz"  # quick to compress
     damage(idx_files / name)
     monkeypatch.setenv("JAXPAR_DATA_DIR", str(idx_files))
-    with pytest.raises(
-        ValueError, match=f"{name} is not the official.*{_idx.OFFICIAL[name].sha256}.*got [0-9a-f]"
-    ):
+    with pytest.raises(ValueError, match=f"{name} is not the official.*{_idx.OFFICIAL[name].sha256}.*got [0-9a-f]"):
         data.load(data_dir=tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -197,16 +189,12 @@ def test_a_missing_file_is_named(idx_files, tmp_path, monkeypatch, no_debian):
     (idx_files / "t10k-labels-idx1-ubyte.gz").unlink()
     monkeypatch.setenv("JAXPAR_DATA_DIR", str(idx_files))
     for source in ("auto", "files"):
-        with pytest.raises(
-            FileNotFoundError, match=r"idx lacks t10k-labels-idx1-ubyte.gz\. .*apt-get install"
-        ):
+        with pytest.raises(FileNotFoundError, match=r"idx lacks t10k-labels-idx1-ubyte.gz\. .*apt-get install"):
             data.load(data_dir=tmp_path / "new", source=source)
 
 
 def test_a_source_that_is_not_there_is_an_error(tmp_path, monkeypatch, no_debian):
-    with pytest.raises(
-        FileNotFoundError, match=r"JAXPAR_DATA_DIR is not set.*apt-get install dataset-fashion"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"JAXPAR_DATA_DIR is not set.*apt-get install dataset-fashion"):
         data.load(data_dir=tmp_path, source="files")
     with pytest.raises(FileNotFoundError, match="no-such-package lacks train-images"):
         data.load(data_dir=tmp_path, source="debian")
@@ -242,9 +230,7 @@ def cut_to(size):
 )
 def test_a_damaged_prepared_set_is_refused_by_name(damage, copy):
     damage(copy[1])
-    with pytest.raises(
-        ValueError, match=r"prepared data set in .*copy/fashion_mnist.* is damaged .*Delete that"
-    ):
+    with pytest.raises(ValueError, match=r"prepared data set in .*copy/fashion_mnist.* is damaged .*Delete that"):
         data.load(split="test", data_dir=copy[0])
 
 
@@ -327,9 +313,7 @@ LOAD = "import sys, jaxpar; print(len(jaxpar.data.load('fashion_mnist', 'test[:1
 def start_loading(folder):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", LOAD, str(folder)]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @needs_files

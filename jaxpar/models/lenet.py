@@ -32,9 +32,7 @@ def init(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
     """
     return {
         layer: {"weight": _WEIGHT_STDDEV * jax.random.normal(rng_layer, shape), "bias": jnp.zeros(shape[-1])}
-        for (layer, shape), rng_layer in zip(
-            _SHAPES.items(), jax.random.split(rng, len(_SHAPES)), strict=True
-        )
+        for (layer, shape), rng_layer in zip(_SHAPES.items(), jax.random.split(rng, len(_SHAPES)), strict=True)
     }
 
 

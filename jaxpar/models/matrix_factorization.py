@@ -1,7 +1,6 @@
 """Matrix factorization of the article on recommenders: a score is the inner product of two embeddings."""
 
 import jax
-import jax.numpy as jnp
 
 
 def init(rng: jax.Array, users: int, items: int, k: int) -> dict[str, jax.Array]:
