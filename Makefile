@@ -57,7 +57,7 @@ mxnet:  ## MXNet 1.9.1 in .venv-mxnet, a peer of the benchmarks; needs Python 3.
 constraints: $(READY)  # write constraints.txt anew: versions only, for every supported Python
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile --universal --python-version 3.11 --all-extras --no-header --no-annotate \
-		--no-emit-index-url --no-emit-find-links --quiet -o constraints.txt --upgrade pyproject.toml
+		--quiet -o constraints.txt --upgrade pyproject.toml
 
 clean:  ## remove what make made
 	rm -rf $(VENV) runs build dist site .pytest_cache .ruff_cache .hypothesis
