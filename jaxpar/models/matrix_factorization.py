@@ -37,6 +37,7 @@ def apply(params: dict[str, jax.Array], user_ids: jax.Array, item_ids: jax.Array
         (n,) scores, in the dtype of the tables.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> apply(init(jax.random.key(0), 10, 5, 4), jnp.array([0, 1]), jnp.array([4, 4])).shape
         (2,)
     """
