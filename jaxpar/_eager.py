@@ -38,8 +38,7 @@ def push(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
     if isinstance(store.updater, Updater):
         return _run(store, pushed)
     sums, _, residuals = _run(dataclasses.replace(store, updater=assign), pushed)
-    like = next(iter(sums.values()))
-    held = dataclasses.replace(store, values=_moved({k: store.values[k] for k in sums}, like.sharding))
+    held = dataclasses.replace(store, values={k: _moved(store.values[k], v.sharding) for k, v in sums.items()})
     return *_push.update(held, sums), residuals
 
 

@@ -419,3 +419,12 @@ def test_ten_thousand_keys(count):
     store = kv.push(store, keys, [list(vs) for vs in zip(*on_devices, strict=True)])
     np.testing.assert_array_equal(np.stack(jax.device_get(kv.pull(store, keys))), count * values)
     assert "10000 keys" in repr(store)
+
+
+def test_a_plain_updater_on_values_that_live_on_different_devices():
+    first, second = jax.devices()[:2]
+    store = kv.init(kv.create(), [0, 1], [jax.device_put(jnp.ones(2), first), jax.device_put(jnp.ones(2), second)])
+    store = kv.set_updater(store, lambda key, pushed, stored: stored + 2 * pushed)
+    store = kv.push(store, [0, 1], [jnp.ones(2), jnp.ones(2)])
+    assert [value.tolist() for value in kv.pull(store, [0, 1])] == [[3.0, 3.0]] * 2
+    assert [value.devices() for value in kv.pull(store, [0, 1])] == [{first}, {second}]
