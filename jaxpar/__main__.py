@@ -1,23 +1,22 @@
-"""The command line: `python -m jaxpar train`, `python -m jaxpar plot`."""
+"""The command line: `python -m jaxpar train`, `python -m jaxpar plot`, `python -m jaxpar launch`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from . import _cli_train
-from .viz import _cli as _cli_plot
+from . import _cli_launch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; 0 where it worked, 1 where it failed, with one line on standard error; 2: bad arguments."""
     parser = argparse.ArgumentParser(prog="jaxpar", description="Data-parallel training and network plots in JAX.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    _cli_train.add_parser(commands)
-    plot = commands.add_parser("plot", help="draw a function", description=_cli_plot.__doc__)
-    _cli_plot.add_arguments(plot)
-    plot.set_defaults(run=_cli_plot.run)
+    _cli_launch.add_parser(commands)
+    if (sys.argv[1:] if argv is None else list(argv))[:1] != ["launch"]:  # which has no need of JAX
+        _add_commands(commands)
     args = parser.parse_args(argv)
     try:
         return args.run(args)
@@ -25,8 +24,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("jaxpar: interrupted", file=sys.stderr)
         return 1
     except Exception as error:
+        _hear_of_losses()
         print(f"jaxpar: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+
+
+def _add_commands(commands: Any) -> None:
+    from . import _cli_train
+    from .viz import _cli as _cli_plot
+
+    _cli_train.add_parser(commands)
+    plot = commands.add_parser("plot", help="draw a function", description=_cli_plot.__doc__)
+    _cli_plot.add_arguments(plot)
+    plot.set_defaults(run=_cli_plot.run)
+
+
+def _hear_of_losses() -> None:
+    """One of several processes that fails because another was lost says so, and nothing else."""
+    if "jaxpar.distributed" in sys.modules:
+        from . import distributed
+
+        distributed.hear_of_losses()
 
 
 if __name__ == "__main__":

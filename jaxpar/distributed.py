@@ -1,10 +1,28 @@
-"""Several processes, by `jax.distributed`."""
+"""Several processes, by `jax.distributed`: how they find each other, and how they notice that one is lost.
+
+>>> from jaxpar import distributed
+>>> distributed.initialize()  # one process: there is nothing to do
+
+The same script runs in a notebook, under `python -m jaxpar launch`, SLURM, Open MPI, Kubernetes and on Cloud TPU.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import numpy as np
+
+from . import _cluster, _meeting
+from ._hub import SILENCE
+from ._monitor import LOST as LOST, Monitor, watch_exit
+from ._relay import Relay
+
+_monitor: Monitor | None = None
+_processes = 1
 
 
 def initialize(
@@ -13,41 +31,187 @@ def initialize(
     process_id: int | None = None,
     *,
     local_device_ids: int | Sequence[int] | None = None,
-    initialization_timeout: int = 60,
-    heartbeat_timeout: int = 15,
+    initialization_timeout: float | None = None,
+    heartbeat_timeout: float | None = None,
+    monitor: bool = True,
+    preemption_service: bool = False,
 ) -> None:
     """Makes this process one of several that train together. To be called before the first use of JAX.
 
-    Without arguments the settings are found as jax does: SLURM, Open MPI, Kubernetes, Cloud TPU. Where the
-    process is initialised already, the call does nothing, so a script may be run as a cell again.
+    Without arguments the settings are found: those of `python -m jaxpar launch` (or the same variables set by
+    hand: JAXPAR_COORDINATOR, JAXPAR_NUM_PROCESSES, JAXPAR_PROCESS_ID), then, as jax does, SLURM, Open MPI,
+    Kubernetes, Cloud TPU. Where nothing tells of several processes the call returns quietly and the process
+    trains alone, so a script or a notebook may always begin with it (jax raises there). Where the process is
+    initialised already, the call does nothing.
+
+    On CPU devices the collectives between processes are Gloo's.
+
+    A monitor notices within 15 seconds that another process was killed, frozen, or failed. Nothing can be
+    computed then: a collective that is under way may never return. So the process ends with one line on standard
+    error, which names the lost process and the checkpoint to resume from (`set_resume_hint`), and with the
+    status `distributed.LOST` (75). A process that ends in order, or pauses for a few seconds, is no loss.
 
     Args:
-        coordinator: "host:port" of process 0.
+        coordinator: "host:port" of process 0. The monitor takes one of the next eight ports.
         num_processes: how many there are.
         process_id: which one this is, from 0.
-        local_device_ids: the devices of this host that belong to this process; None takes all.
-        initialization_timeout: seconds to wait for the others.
-        heartbeat_timeout: seconds after which a process that is silent counts as lost (jax waits 100).
+        local_device_ids: the GPUs of this host that belong to this process; None takes all, or, under SLURM and
+            Open MPI with several processes on a host, one for each.
+        initialization_timeout: seconds to wait for the others. None: 60, or what JAXPAR_INITIALIZATION_TIMEOUT says.
+        heartbeat_timeout: seconds of silence after which a process counts as frozen; a killed one is noticed at
+            once. None: 10, or what JAXPAR_HEARTBEAT_TIMEOUT says (the launcher sets it).
+        monitor: False leaves the watch to jax: 100 seconds, then a C++ stack trace and status 134. The same in
+            all processes.
+        preemption_service: True has jax catch SIGTERM, for `multihost_utils.reached_preemption_sync_point`;
+            otherwise SIGTERM does what the program says, and `train.fit` saves a checkpoint.
 
     Raises:
-        ValueError: some of the first three are given and others not, or an id outside of the range.
-        RuntimeError: JAX runs already, or the others did not come in time.
+        ValueError: settings that are incomplete, out of range, or contradict each other.
+        RuntimeError: JAX runs already; the port is taken; process 0 is not there; the others did not come in
+            time, or with other numbers.
+
+    MXNet: `tools/launch.py` and the variables DMLC_*; a killed worker left the others waiting for ever.
     """
-    if jax.distributed.is_initialized():
+    if _monitor is not None or jax.distributed.is_initialized():
         return
-    given = (coordinator, num_processes, process_id)
-    if any(x is not None for x in given) and any(x is None for x in given):
+    if initialization_timeout is None:
+        initialization_timeout = float(os.environ.get("JAXPAR_INITIALIZATION_TIMEOUT") or 60)
+    if heartbeat_timeout is None:
+        heartbeat_timeout = float(os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or SILENCE)
+    if initialization_timeout <= 0 or heartbeat_timeout < 2:
         raise ValueError(
-            "distributed.initialize: coordinator, num_processes and process_id belong together, got "
-            f"{coordinator!r}, {num_processes!r}, {process_id!r}"
+            "distributed.initialize: initialization_timeout must be above 0 and heartbeat_timeout 2 seconds or more, "
+            f"got {initialization_timeout:g} and {heartbeat_timeout:g}"
         )
-    if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
-        raise ValueError(f"distributed.initialize: process_id must be from 0 to {num_processes - 1}, got {process_id}")
+    found = _cluster.find(coordinator, num_processes, process_id)
+    by_hand = any(x is not None for x in (coordinator, num_processes, process_id))
+    if found is None or (not isinstance(found, str) and found.num_processes == 1 and not found.hub and not by_hand):
+        return
+    _check_fresh()
+    jax.config.update("jax_enable_preemption_service", preemption_service)
+    if not jax.config.jax_cpu_collectives_implementation:  # "mpi" stays where somebody chose it
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    options: dict[str, Any] = {
+        "initialization_timeout": max(1, round(initialization_timeout)),
+        # A net under the monitor: what jax does comes later, and ugly.
+        "heartbeat_timeout_seconds": round(max(100, 10 * heartbeat_timeout)),
+    }
+    if isinstance(local_device_ids, int):
+        local_device_ids = [local_device_ids]
+    if isinstance(found, str):
+        _found_by_jax(found, {**options, "local_device_ids": local_device_ids}, heartbeat_timeout, monitor)
+        return
+    with contextlib.ExitStack() as kept:
+        if found.process_id == 0 and found.num_processes > 1:
+            kept.enter_context(_meeting.reserve_port(found.coordinator))
+        watching = None
+        if monitor and (found.num_processes > 1 or found.hub):
+            watching = _meeting.meet(found, heartbeat_timeout, initialization_timeout)
+    _begun(found.num_processes, watching)
+    if found.num_processes > 1 or not found.hub:
+        local = found.local_devices if local_device_ids is None else local_device_ids
+        _start_jax(found, watching is not None, {**options, "local_device_ids": local})
+
+
+def set_resume_hint(path: str | os.PathLike[str] | None) -> None:
+    """Tells the monitor what to resume from: it stands in the last line of a process that ends by a loss.
+
+    `train.fit` calls this after each checkpoint.
+
+    Args:
+        path: the newest good checkpoint, or None.
+
+    Example:
+        >>> from jaxpar import distributed
+        >>> distributed.set_resume_hint("runs/lenet/step_00000120")
+    """
+    if _monitor is not None:
+        _monitor.tell_hint(None if path is None else os.fspath(path))
+
+
+def known_processes() -> int:
+    """How many processes `initialize` found, 1 before it; unlike `jax.process_count` this starts no device.
+
+    Example:
+        >>> from jaxpar import distributed
+        >>> distributed.known_processes()
+        1
+    """
+    return _processes
+
+
+def hear_of_losses() -> None:
+    """To be called before an error is shown: does not return where another process is the cause of it.
+
+    A collective whose peer was killed may raise a moment before this process hears of the loss. So this waits a
+    second for the news. With one process it returns at once.
+
+    Example:
+        >>> from jaxpar import distributed
+        >>> distributed.hear_of_losses()
+    """
+    if _monitor is not None:
+        _monitor.hear()
+
+
+def _start_jax(found: _cluster.Cluster, watched: bool, options: dict[str, Any]) -> None:
+    address = found.coordinator
+    if watched and found.process_id:
+        relay = Relay(address)
+        relay.start()
+        address = relay.address
     jax.distributed.initialize(
-        coordinator,
-        num_processes,
-        process_id,
-        local_device_ids=local_device_ids,
-        initialization_timeout=initialization_timeout,
-        heartbeat_timeout_seconds=heartbeat_timeout,
+        address,
+        found.num_processes,
+        found.process_id,
+        cluster_detection_method="deactivate",  # all is known
+        coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+        or _meeting.bind_address(found.coordinator),
+        **options,
     )
+
+
+def _check_fresh() -> None:
+    """Raises where JAX has started its devices: it takes no setting of their number any more."""
+    number = jax.config.jax_num_cpu_devices
+    try:
+        jax.config.update("jax_num_cpu_devices", number + 1 if number > 0 else 1)
+        jax.config.update("jax_num_cpu_devices", number)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "distributed.initialize: JAX runs already and cannot become one of several processes now; call it before "
+            "anything else that uses JAX (in a notebook, restart the kernel and call it first)"
+        ) from error
+
+
+def _found_by_jax(name: str, options: dict[str, Any], silence: float, watch: bool) -> None:
+    """Where only jax can find the settings. They are not known here before JAX runs, so the monitor starts last."""
+    try:
+        jax.distributed.initialize(**options)
+    except ValueError as error:
+        if "must be defined" not in str(error) and "should be defined" not in str(error):
+            raise
+        if name == "Cloud TPU":
+            return  # a single host
+        raise RuntimeError(
+            f"distributed.initialize: jax finds no settings in {name}; set JAXPAR_COORDINATOR and "
+            "JAXPAR_NUM_PROCESSES (the number of the process is JOB_COMPLETION_INDEX), or install jax[k8s]"
+        ) from error
+    rank, size = jax.process_index(), jax.process_count()
+    if not watch or size == 1:
+        return _begun(size, None)
+    from jax.experimental import multihost_utils
+
+    hub, address = None, np.zeros(64, np.uint8)
+    if rank == 0:
+        hub, text = _meeting.hub_anywhere(size, silence)
+        address[: len(text)] = np.frombuffer(text.encode(), np.uint8)
+    text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(address), np.uint8)).rstrip(b"\0").decode()
+    _begun(size, _meeting.meet_at(text, rank, size, silence, hub))
+
+
+def _begun(processes: int, monitor: Monitor | None) -> None:
+    global _monitor, _processes
+    _monitor, _processes = monitor, processes
+    if monitor is not None:
+        watch_exit(monitor)

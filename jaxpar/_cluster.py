@@ -1,0 +1,174 @@
+"""Which process this is, of how many, and where process 0 is: from arguments or from the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The settings of one process.
+
+    Attributes:
+        coordinator: "host:port" of process 0.
+        num_processes, process_id: how many there are, and which one this is.
+        source: what told so, in words.
+        hub: "host:port" where the launcher listens; None without launcher.
+        job: a word that tells this run from others.
+        local_devices: the GPU of this process where several processes share a host and each sees all GPUs.
+    """
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+    source: str
+    hub: str | None = None
+    job: str = ""
+    local_devices: tuple[int, ...] | None = None
+
+
+Found = dict[str, object]
+
+
+def find(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    env: Mapping[str, str] = os.environ,
+) -> Cluster | str | None:
+    """The settings; None where nothing tells of several processes; a name where only jax can find them.
+
+    What is given as an argument goes before what the environment says.
+
+    Raises:
+        ValueError: settings that are incomplete, out of range, or contradict the launcher.
+    """
+    given: Found = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
+    given = {name: value for name, value in given.items() if value is not None}
+    found = _jaxpar(env) or _slurm(env) or _open_mpi(env)
+    if "hub" in found and (other := [n for n, v in given.items() if v != found[n]]):
+        name = other[0]
+        raise ValueError(
+            f"distributed.initialize: {name}={given[name]!r}, but `jaxpar launch` started this process with "
+            f"{found[name]!r}; leave the arguments out under the launcher"
+        )
+    if not found and not given and (elsewhere := _only_jax(env)):
+        return elsewhere
+    if not found and not given and "JAX_COORDINATOR_ADDRESS" not in env:
+        return None
+    settings: Found = {"source": "the arguments", "coordinator": env.get("JAX_COORDINATOR_ADDRESS"), **found, **given}
+    return _checked(settings, env)
+
+
+def _jaxpar(env: Mapping[str, str]) -> Found:
+    """The launcher's variables, or the same set by hand."""
+    names = {
+        "coordinator": ("JAXPAR_COORDINATOR", "JAX_COORDINATOR_ADDRESS"),
+        "num_processes": ("JAXPAR_NUM_PROCESSES",),
+        "process_id": ("JAXPAR_PROCESS_ID", "JOB_COMPLETION_INDEX"),
+    }
+    if not any(name.startswith("JAXPAR_") and name in env for tried in names.values() for name in tried):
+        return {}
+    found: Found = {"source": "JAXPAR_*", "job": env.get("JAXPAR_JOB", "")}
+    for setting, tried in names.items():
+        value = next((env[name] for name in tried if env.get(name)), None)
+        found[setting] = value if setting == "coordinator" or value is None else _int(tried[0], value)
+    if env.get("JAXPAR_HUB"):
+        found["hub"] = env["JAXPAR_HUB"]
+    return found
+
+
+def _slurm(env: Mapping[str, str]) -> Found:
+    """The variables of `srun`, read as jax does (first host of the step; a port that follows from the job)."""
+    needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+    if not all(name in env for name in needed):
+        return {}
+    first = re.match(r"([^,\[]+)(?:\[(\w+))?", env["SLURM_STEP_NODELIST"])
+    host = "".join(part or "" for part in first.groups()) if first else ""
+    return {
+        "source": "SLURM",
+        "coordinator": f"{host}:{_port(env, int(env['SLURM_JOB_ID']))}",
+        # An interactive step of `salloc` is one task, whatever the job has.
+        "num_processes": _int("SLURM_NTASKS", env.get("SLURM_STEP_NUM_TASKS", env["SLURM_NTASKS"])),
+        "process_id": _int("SLURM_PROCID", env["SLURM_PROCID"]),
+        "job": f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '')}",
+        "local_devices": _one_gpu(
+            env, env["SLURM_LOCALID"], re.fullmatch(r"1(\(x\d+\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        ),
+    }
+
+
+def _open_mpi(env: Mapping[str, str]) -> Found:
+    """The variables of `mpirun` of Open MPI; from its release 5 on they no longer name a host."""
+    if "OMPI_COMM_WORLD_SIZE" not in env or "OMPI_COMM_WORLD_RANK" not in env:
+        return {}
+    size, local = env["OMPI_COMM_WORLD_SIZE"], env.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    found: Found = {
+        "source": "Open MPI",
+        "num_processes": _int("OMPI_COMM_WORLD_SIZE", size),
+        "process_id": _int("OMPI_COMM_WORLD_RANK", env["OMPI_COMM_WORLD_RANK"]),
+        "local_devices": _one_gpu(env, env.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"), local == "1"),
+    }
+    uri = re.match(r"(\d+)\..*?tcp6?://\[?([^,:\]]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
+    if env.get("JAX_COORDINATOR_ADDRESS"):
+        found["coordinator"] = env["JAX_COORDINATOR_ADDRESS"]
+    elif uri:
+        found["coordinator"] = f"{uri[2]}:{_port(env, int(uri[1]) // 2**12)}"
+    elif size == local:
+        found["coordinator"] = f"127.0.0.1:{_port(env, sum(env.get('PMIX_NAMESPACE', '').encode()))}"
+    else:
+        raise ValueError(
+            "distributed.initialize: this release of Open MPI does not say where process 0 is; give it: "
+            "mpirun -x JAX_COORDINATOR_ADDRESS=<first host>:<port> ..."
+        )
+    return found
+
+
+def _only_jax(env: Mapping[str, str]) -> str | None:
+    if "JOB_COMPLETION_INDEX" in env and "KUBERNETES_SERVICE_HOST" in env:
+        return "Kubernetes"
+    return "Cloud TPU" if importlib.util.find_spec("libtpu") else None
+
+
+def _checked(settings: Found, env: Mapping[str, str]) -> Cluster:
+    three = ("coordinator", "num_processes", "process_id")
+    missing = [name for name in three if settings.get(name) is None]
+    if missing:
+        told = {name: settings[name] for name in three if name not in missing}
+        told_by = "JAX_COORDINATOR_ADDRESS" if settings["source"] == "the arguments" and len(told) == 1 else ""
+        raise ValueError(
+            f"distributed.initialize: coordinator, num_processes and process_id belong together, got {told} from "
+            f"{told_by or settings['source']}; missing: {', '.join(missing)} (or JAXPAR_COORDINATOR, "
+            "JAXPAR_NUM_PROCESSES, JAXPAR_PROCESS_ID in the environment)"
+        )
+    address, size, rank = (settings[name] for name in three)
+    if not isinstance(address, str) or not re.fullmatch(r"(\[[^\]]+\]|[^:\s]+):\d{1,5}", address):
+        raise ValueError(f"distributed.initialize: the coordinator must be 'host:port', got {address!r}")
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"distributed.initialize: num_processes must be an int of 1 or more, got {size!r}")
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < size:
+        raise ValueError(f"distributed.initialize: process_id must be an int from 0 to {size - 1}, got {rank!r}")
+    settings["job"] = settings.get("job") or env.get("JAXPAR_JOB") or address
+    return Cluster(**settings)  # type: ignore[arg-type]
+
+
+def _int(name: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"distributed.initialize: {name} must be an int, got {value!r}") from None
+
+
+def _port(env: Mapping[str, str], number: int) -> str:
+    """jax's choice: JAX_COORDINATOR_PORT, or one of the upper 4096 ports, by the number of the job."""
+    return env.get("JAX_COORDINATOR_PORT") or str(65535 - 2**12 + 1 + number % 2**12)
+
+
+def _one_gpu(env: Mapping[str, str], local_rank: str, alone: object) -> tuple[int, ...] | None:
+    """jax's choice, one GPU for each process of a host, but all of them for a process that is alone there."""
+    sees_one = len(env.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1 and env.get("CUDA_VISIBLE_DEVICES")
+    return None if alone or sees_one else (int(local_rank),)

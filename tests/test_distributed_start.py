@@ -1,0 +1,414 @@
+"""`distributed.initialize`: what it finds, how it fails, and what the survivors do when a process is lost."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import types
+
+import jax
+import pytest
+
+from jaxpar import _cluster, _meeting, _wire, distributed
+from jaxpar._hub import HubThread
+from jaxpar._monitor import Monitor
+
+LIMIT = 60
+SLURM = {
+    "SLURM_JOB_ID": "5000",
+    "SLURM_STEP_NODELIST": "node[007-009,11],other",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+}
+BY_HAND = {"JAXPAR_COORDINATOR": "a:1", "JAXPAR_NUM_PROCESSES": "2", "JAXPAR_PROCESS_ID": "1"}
+
+
+def found(env, *given):
+    result = _cluster.find(*(given or (None, None, None)), env)
+    assert isinstance(result, _cluster.Cluster)
+    return result.coordinator, result.num_processes, result.process_id, result.local_devices
+
+
+# What the environment says
+
+
+def test_nothing_tells_of_several_processes():
+    assert _cluster.find(None, None, None, {"HOME": "/root"}) is None
+    assert _cluster.find(None, None, None, {"KUBERNETES_SERVICE_HOST": "1.2.3.4"}) is None  # a notebook in a pod
+    assert _cluster.find(None, None, None, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}) is None  # not within srun
+
+
+def test_settings_by_hand():
+    assert found(BY_HAND) == ("a:1", 2, 1, None)
+    assert found({}, "host:12", 3, 0) == ("host:12", 3, 0, None)
+    assert found({"JAX_COORDINATOR_ADDRESS": "b:2"}, None, 3, 0) == ("b:2", 3, 0, None)
+    assert found({**BY_HAND, **SLURM}) == ("a:1", 2, 1, None)
+
+
+def test_slurm():
+    port = 65535 - 4096 + 1 + 5000 % 4096  # as jax chooses it
+    assert found(SLURM) == (f"node007:{port}", 8, 3, (1,))
+    assert found({**SLURM, "SLURM_STEP_NODELIST": "solo"})[0] == f"solo:{port}"
+    assert found({**SLURM, "SLURM_STEP_NODELIST": "a-1,b"})[0] == f"a-1:{port}"
+    assert found({**SLURM, "JAX_COORDINATOR_PORT": "99"})[0] == "node007:99"
+    assert found({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x8)"})[3] is None  # all GPUs of its host
+    assert found({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x4)"})[3] == (1,)
+    assert found({**SLURM, "CUDA_VISIBLE_DEVICES": "0"})[3] is None  # SLURM has shared them out already
+    assert found({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})[1:3] == (1, 0)  # salloc's own step
+    assert found(SLURM, "elsewhere:1", None, None)[:3] == ("elsewhere:1", 8, 3)
+
+
+@pytest.mark.parametrize(("variable", "value"), [(k, v) for k, v in SLURM.items() if k == "SLURM_STEP_NODELIST"])
+def test_slurm_as_jax_reads_it(variable, value, monkeypatch):
+    clusters = pytest.importorskip("jax._src.clusters")  # private: for this comparison alone
+    for name, text in {**SLURM, variable: value}.items():
+        monkeypatch.setenv(name, text)
+    jaxs = clusters.SlurmCluster
+    theirs = jaxs.get_coordinator_address(None, None), jaxs.get_process_count(), jaxs.get_process_id()
+    assert found({**SLURM, variable: value})[:3] == theirs
+
+
+def test_open_mpi():
+    port = 65535 - 4096 + 1 + (1531576320 // 4096) % 4096
+    assert found(OPEN_MPI) == (f"10.96.0.1:{port}", 4, 2, (0,))
+    newer = {k: v for k, v in OPEN_MPI.items() if "MCA" not in k}
+    assert found({**newer, "JAX_COORDINATOR_ADDRESS": "first:7"})[:3] == ("first:7", 4, 2)
+    assert found({**newer, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})[0].startswith("127.0.0.1:")
+    with pytest.raises(ValueError, match="give it: mpirun -x JAX_COORDINATOR_ADDRESS=<first host>:<port>"):
+        found(newer)
+    assert found({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})[3] is None
+
+
+def test_open_mpi_as_jax_reads_it(monkeypatch):
+    clusters = pytest.importorskip("jax._src.clusters")
+    for name, text in OPEN_MPI.items():
+        monkeypatch.setenv(name, text)
+    assert found(OPEN_MPI)[0] == clusters.OmpiCluster.get_coordinator_address(None, None)
+
+
+def test_kubernetes():
+    job = {"KUBERNETES_SERVICE_HOST": "1.2.3.4", "JOB_COMPLETION_INDEX": "1"}
+    assert _cluster.find(None, None, None, job) == "Kubernetes"  # jax asks the API server
+    assert found({**job, "JAXPAR_COORDINATOR": "job-0.net:5", "JAXPAR_NUM_PROCESSES": "2"}) == (
+        "job-0.net:5",
+        2,
+        1,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("env", "given", "text"),
+    [
+        ({}, ("a:1", 2, None), "belong together, got {'coordinator': 'a:1', 'num_processes': 2} from the arguments"),
+        ({}, ("a:1", 2, None), "missing: process_id"),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1"}, (None,) * 3, "from JAX_COORDINATOR_ADDRESS; missing: num_processes, pro"),
+        ({"JAXPAR_NUM_PROCESSES": "2"}, (None,) * 3, "from JAXPAR_.; missing: coordinator, process_id"),
+        ({**BY_HAND, "JAXPAR_PROCESS_ID": "x"}, (None,) * 3, "JAXPAR_PROCESS_ID must be an int, got 'x'"),
+        ({**BY_HAND, "JAXPAR_PROCESS_ID": "2"}, (None,) * 3, "process_id must be an int from 0 to 1, got 2"),
+        ({}, ("a:1", 0, 0), "num_processes must be an int of 1 or more, got 0"),
+        ({}, ("a:1", True, 0), "num_processes must be an int of 1 or more, got True"),
+        ({}, ("a", 2, 0), "the coordinator must be 'host:port', got 'a'"),
+        (
+            {**BY_HAND, "JAXPAR_HUB": "b:2"},
+            (None, 4, None),
+            "num_processes=4, but `jaxpar launch` started this process",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit(env, given, text):
+    with pytest.raises(ValueError, match=text):
+        _cluster.find(*given, env)
+
+
+def test_one_process_is_started_by_nothing(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("JAXPAR", "SLURM", "OMPI", "JOB_", "JAX_COORDINATOR")):
+            monkeypatch.delenv(name)
+    jax.devices()
+    distributed.initialize()
+    distributed.initialize()
+    assert not jax.distributed.is_initialized()
+    assert distributed.known_processes() == 1
+    distributed.set_resume_hint("nobody listens")
+    distributed.hear_of_losses()
+
+
+def test_jax_runs_already():
+    jax.devices()
+    with pytest.raises(RuntimeError, match="JAX runs already and cannot become one of several processes now"):
+        distributed.initialize("127.0.0.1:1", 2, 0)
+    with pytest.raises(ValueError, match="heartbeat_timeout 2 seconds or more, got 60 and 1"):
+        distributed.initialize("127.0.0.1:1", 2, 0, heartbeat_timeout=1)
+
+
+# Meeting, without JAX: a hub and monitors in threads
+
+
+def free_port():
+    """One whose successors are free too, as far as one can know."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return port if port < 65000 else port - 1000
+
+
+def meet(*settings, seconds=5.0, job="job"):
+    """Each (process_id, num_processes) in a thread of its own: a Monitor or the error."""
+    port, results = free_port(), {}
+
+    def run(i, rank, size):
+        cluster = _cluster.Cluster(f"127.0.0.1:{port}", size, rank, "test", job=job)
+        try:
+            results[i] = _meeting.meet(cluster, 5.0, seconds)
+        except RuntimeError as error:
+            results[i] = str(error)
+
+    threads = [threading.Thread(target=run, args=(i, *numbers)) for i, numbers in enumerate(settings)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    for result in results.values():
+        if isinstance(result, Monitor):
+            result.stop()
+    return [results[i] for i in range(len(settings))]
+
+
+def test_all_meet():
+    monitors = meet((0, 3), (1, 3), (2, 3))
+    assert [monitor.rank for monitor in monitors] == [0, 1, 2]
+
+
+def test_other_numbers_are_told_to_all():
+    for error in meet((0, 2), (1, 3)):
+        assert "process 1 was started as one of 3, this run has 2 processes" in error
+
+
+def test_a_number_that_stands_twice_is_told_to_all():
+    for error in meet((0, 3), (1, 3), (1, 3)):
+        assert "two processes say that they are process 1; each needs a number of its own" in error
+
+
+def test_those_who_do_not_come_are_named():
+    began = time.monotonic()
+    for error in meet((0, 4), (2, 4), seconds=0.8):
+        assert "processes 1, 3 of 4 did not come within 0.8 seconds" in error
+    assert time.monotonic() - began < 5
+
+
+def test_a_coordinator_that_is_not_there():
+    began = time.monotonic()
+    (error,) = meet((1, 2), seconds=0.5)
+    assert re.search(r"process 0 is not there: no answer from the coordinator 127.0.0.1:\d+ .* within 0.5 sec", error)
+    assert error.endswith("(this is process 1 of 2)")
+    assert time.monotonic() - began < 5
+
+
+def test_a_stranger_does_not_disturb():
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port + 1)):  # it takes connections and says nothing
+        hub = HubThread(socket.create_server(("127.0.0.1", port + 2)), job="a", size=1, silence=5, joining=5)
+        hub.start()
+        monitor = Monitor(0, 1, job="b", silence=5, launched=False, hub=None)
+        began = time.monotonic()
+        with pytest.raises(ConnectionError, match=r"absent within 0\.3 seconds"):
+            monitor.join_run([("127.0.0.1", port + 2)], 0.3, "absent")  # the hub of another run
+        assert time.monotonic() - began < 3
+        assert hub.hub.lost is None
+
+
+def test_the_port_of_the_coordinator_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(RuntimeError, match=f"coordinator {address} cannot be used .*: Address already in use"):
+            _meeting.reserve_port(address)
+    with _meeting.reserve_port(address), pytest.raises(RuntimeError, match="another run may have it"):
+        _meeting.reserve_port(address)  # a second process 0
+    _meeting.reserve_port(address).close()
+
+
+def test_messages_that_are_none():
+    here, there = socket.socketpair()
+    line = _wire.Line(here)
+    there.sendall(b'{"beat": 1}\n[1]\n{"go"')
+    assert line.receive() == [{"beat": 1}]
+    there.sendall(b": 1}\n")
+    assert line.receive() == [{"go": 1}]
+    assert not line.closed
+    there.sendall(b"GET / HTTP/1.1\n")
+    assert line.receive() == []
+    assert line.closed
+    line.close()
+    there.close()
+
+
+def test_time_in_which_this_process_stood_still_does_not_count(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(_wire, "time", types.SimpleNamespace(monotonic=lambda: now))
+    clock = _wire.AwakeClock()
+    now = 101.5
+    assert clock.tick() == 1.5
+    now = 131.5  # stopped for half a minute
+    assert clock.tick() == 1.5
+    now = 132.0
+    assert clock.tick() == 2.0
+
+
+# Real runs, without the launcher (as under SLURM) unless said
+
+
+PROGRAM = """
+    import os, signal, sys, time
+    import jaxpar as jp
+    {start}
+    import jax
+    from jax.experimental import multihost_utils
+    rank = jax.process_index()
+    multihost_utils.sync_global_devices("all are there")
+    jp.distributed.set_resume_hint(f"runs/step_{{rank}}")
+    {then}
+    for i in range(10**6):
+        multihost_utils.sync_global_devices(f"step {{i}}")
+"""
+
+
+def start(tmp_path, size, then, heartbeat=10.0, begin=None, env=None):
+    begin = begin or f"jp.distributed.initialize(sys.argv[1], {size}, int(sys.argv[2]), heartbeat_timeout={heartbeat})"
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM.format(start=begin, then="\n    ".join(then.split("\n")))))
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "SLURM", "OMPI"))}
+    address = f"127.0.0.1:{free_port()}"
+    return [
+        subprocess.Popen(
+            [sys.executable, str(program), address, str(rank)],
+            env={**clean, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", **(env(rank) if env else {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+def ended(processes, but=()):
+    """The (status, standard error) of each, without Gloo's remarks; those in `but` are killed after the others."""
+    results = {}
+    try:
+        for rank in sorted(range(len(processes)), key=lambda rank: rank in but):
+            if rank in but:
+                processes[rank].kill()
+            _, err = processes[rank].communicate(timeout=LIMIT)
+            results[rank] = processes[rank].returncode, [x for x in err.splitlines() if not x.startswith("[Gloo]")]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return [results[rank] for rank in range(len(processes))]
+
+
+def last_line(rank, size, lost, why):
+    return [
+        f"jaxpar: process {lost} (host {socket.gethostname()}) was lost: {why}. "
+        f"Process {rank} of {size} ends with status 75; resume from runs/step_{rank}"
+    ]
+
+
+def test_a_killed_coordinator_is_noticed_by_every_survivor(tmp_path):
+    first, *others = ended(start(tmp_path, 3, "if rank == 0: os.kill(os.getpid(), signal.SIGKILL)"))
+    assert first[0] == -signal.SIGKILL
+    for rank, (status, lines) in enumerate(others, 1):
+        assert status == distributed.LOST == 75
+        assert lines == last_line(rank, 3, 0, "its connection closed without a word (killed?)")
+
+
+def test_a_frozen_process_is_noticed(tmp_path):
+    frozen = 'if rank == 0: print("now", flush=True); os.kill(os.getpid(), signal.SIGSTOP)'
+    processes = start(tmp_path, 2, frozen, heartbeat=4.0)
+    for line in processes[0].stdout:
+        if "now" in line:
+            break
+    began = time.monotonic()
+    _, (status, lines) = ended(processes, but=[0])
+    assert time.monotonic() - began < 10
+    assert status == 75
+    assert lines == last_line(1, 2, 0, "no sign of life for 4 seconds: it is frozen, or its host is gone")
+
+
+def test_a_process_that_holds_the_lock_for_seconds_or_ends_early_is_no_loss(tmp_path):
+    then = """if rank == 1:
+    import ctypes
+    ctypes.PyDLL(None).sleep(3)  # PyDLL keeps the interpreter lock: no thread of this process runs
+else: time.sleep(4.5)
+sys.exit()"""
+    assert ended(start(tmp_path, 2, then, heartbeat=6.0)) == [(0, [])] * 2
+
+
+def test_a_failing_process_where_only_jax_finds_the_settings(tmp_path):
+    """The monitor then learns everything from jax: tried by letting jax read SLURM's variables."""
+    begin = "jp.distributed._cluster.find = lambda *_: 'SLURM'; jp.distributed.initialize()"
+    port = str(free_port())
+
+    def env(rank):
+        slurm = {**SLURM, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank)}
+        return {**slurm, "JAX_COORDINATOR_PORT": port}
+
+    # Left to itself, process 1 would wait in jax's shutdown for process 0, which waits in its collective.
+    first, second = ended(start(tmp_path, 2, "if rank == 1: raise ValueError('no\\nmore')", begin=begin, env=env))
+    assert first == (75, last_line(0, 2, 1, "ValueError: no more"))
+    assert second[0] == 1
+    assert "ValueError: no" in second[1]
+
+
+def test_the_launcher_starts_jax_again_after_a_loss(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent("""
+            import os, signal, time
+            import jaxpar as jp
+            jp.distributed.initialize()
+            jp.distributed.initialize()
+            assert jp.distributed.known_processes() == int(os.environ["JAXPAR_NUM_PROCESSES"])
+            import jax, jax.numpy as jnp
+            rank = jax.process_index()
+            values = jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")(jnp.ones(jax.local_device_count()))
+            sums = os.path.join(os.path.dirname(__file__), "sums")
+            with open(sums, "a") as file:
+                file.write(f"{rank} of {jax.process_count()}: {values[0]}\\n")
+            jp.distributed.set_resume_hint("runs/step_9")
+            if rank == 1 and os.environ["JAXPAR_RESTART"] == "0":
+                while len(open(sums).readlines()) < 2:
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+            jax.block_until_ready(jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")(values))
+        """)
+    )
+    options = ["-n", "2", "--devices", "2", "--max-restarts", "1", "--min-processes", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxpar", "launch", *options, "--", "python", str(program)],
+        env={k: v for k, v in os.environ.items() if not k.startswith(("JAX", "SLURM", "OMPI"))},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    sums = (tmp_path / "sums").read_text().splitlines()
+    assert sorted(sums) == ["0 of 1: 2.0", "0 of 2: 4.0", "1 of 2: 4.0"]
+    lines = [line for line in done.stderr.splitlines() if "Gloo" not in line]
+    assert re.fullmatch(r"jaxpar launch: process 1 \(pid \d+\) failed: killed by SIGKILL; ending the others", lines[0])
+    assert lines[1].startswith("[0] jaxpar: process 1 (host ")
+    assert lines[2] == "jaxpar launch: restart 1 of 1 with 1 process, from runs/step_9"
+    assert len(lines) == 3
