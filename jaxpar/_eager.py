@@ -12,20 +12,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
-from . import _push, buckets
+from . import _push, _sharing, buckets
 from ._settle import settle
-from ._store import STORE_AXIS, KVStore, home, mesh_of
+from ._store import STORE_AXIS, KVStore, home, mesh_of, nbytes
 from ._types import Device
 from .updaters import Updater, assign, ignores_key
 
 # XLA compiles a kernel for each value, so a program for thousands of keys would take minutes.
 _MOST_KEYS = 256
+
+# Bytes. From here on, emulated devices that all copy the sum cost more than one that sums while the others look on.
+_BY_ONE = 1 << 20
 
 Devices = tuple[Device, ...]
 Lists = dict[int, list[jax.Array]]
@@ -45,8 +49,11 @@ def push(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
 def _by_parts(store: KVStore, pushed: Lists, most: int) -> tuple[dict, dict, dict]:
     """The push of a few keys at a time."""
     keys = list(pushed)
-    parts = [push(store, {k: pushed[k] for k in keys[i : i + most]}) for i in range(0, len(keys), most)]
-    return tuple({k: v for part in parts for k, v in part[i].items()} for i in range(3))  # pyright: ignore
+    return _merged(push(store, {k: pushed[k] for k in keys[i : i + most]}) for i in range(0, len(keys), most))
+
+
+def _merged(parts: Iterable[tuple[dict, dict, dict]]) -> tuple[dict, dict, dict]:
+    return tuple({k: v for part in each for k, v in part.items()} for each in zip(*parts, strict=True))  # pyright: ignore
 
 
 def _run(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
@@ -54,13 +61,19 @@ def _run(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
     in_place = devices is not None and store.kind != "local"
     if not in_place and len(pushed) > 1 and len({frozenset(_target(store, k).device_set) for k in pushed}) > 1:
         return _by_parts(store, pushed, 1)  # stored on different devices: no program can have them all
-    residuals = {k: _push.residual_for(store, k, len(pushed[k])) for k in _push.compressed_keys(store, pushed)}
+    compressed = _push.compressed_keys(store, pushed)
+    by_one = _by_one(store, pushed, devices) - compressed if in_place and devices else set()
+    if 0 < len(by_one) < len(pushed):
+        return _merged(_run(store, {k: vs for k, vs in pushed.items() if (k in by_one) is so}) for so in (True, False))
+    residuals = {k: _push.residual_for(store, k, len(pushed[k])) for k in compressed}
     # Where the updater does not look at the key, one program serves all keys with values of these shapes.
     names = dict(zip(pushed, range(len(pushed)) if ignores_key(store.updater) else pushed, strict=True))
     part = _only(store, names, residuals)
     lists = {names[k]: vs for k, vs in pushed.items()}
     if devices is None or (store.kind == "local" and residuals):
         results = _moved_and_summed(part, lists)
+    elif by_one:
+        results = _summed_by_one(part, lists, devices)
     elif in_place:
         results = _summed_in_place(part, lists, devices)
     else:
@@ -69,8 +82,7 @@ def _run(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
 
 
 def _moved_and_summed(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
-    targets = {k: [_target(store, k)] * len(vs) for k, vs in pushed.items()}
-    return _gathered(store, jax.device_put(pushed, targets))
+    return _gathered(store, {k: _sharing.put(vs, _target(store, k)) for k, vs in pushed.items()})
 
 
 def _summed_at_home(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
@@ -79,7 +91,7 @@ def _summed_at_home(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
     count = len(next(iter(pushed.values())))
     each = [_packed([vs[i] for vs in pushed.values()], dtypes, groups) for i in range(count)]
     home = _target(store, next(iter(pushed)))
-    return _star(store, jax.device_put(each, home), groups, _shapes(pushed))
+    return _star(store, [_sharing.put(packed, home) for packed in each], groups, _shapes(pushed))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -87,6 +99,22 @@ def _star(store: KVStore, each: list[list[jax.Array]], groups: Any, shapes: Any)
     packed = [functools.reduce(operator.add, buckets_of_all) for buckets_of_all in zip(*each, strict=True)]
     sums = dict(zip(store.values, buckets.unpack(packed, shapes, groups), strict=True))
     return *_push.update(store, sums), {}
+
+
+def _by_one(store: KVStore, pushed: Lists, devices: Devices) -> set[int]:
+    """The keys for which one device does the work of all: large values that each has a copy of, in one memory."""
+    if store.kind == "sharded" or not _sharing.one_memory(devices):
+        return set()
+    return {k for k in pushed if nbytes(store.values[k]) >= _BY_ONE}
+
+
+def _summed_by_one(store: KVStore, pushed: Lists, devices: Devices) -> tuple[dict, dict, dict]:
+    """The first device sums and updates what all of them see; the others see its results."""
+    one, (on, _) = SingleDeviceSharding(devices[0]), _shardings(devices)
+    part = dataclasses.replace(store, values=_moved(store.values, one), updater_state=_moved(store.updater_state, one))
+    values, states, _ = _gathered(part, {k: _sharing.put(vs, one) for k, vs in pushed.items()})
+    leaves, structure = jax.tree.flatten((values, states))
+    return *structure.unflatten(_sharing.replicated(leaves, on)), {}
 
 
 def _summed_in_place(store: KVStore, pushed: Lists, devices: Devices) -> tuple[dict, dict, dict]:
@@ -245,7 +273,7 @@ def partition_specs(store: KVStore, axis_name: str) -> KVStore:
 
     Args:
         store: any store.
-        axis_name: the axis of the mesh over which values (kind `sharded`) and residuals are spread.
+        axis_name: the axis of the mesh over which values (kind `sharded`), residuals and what waits are spread.
 
     Returns:
         The store's structure with `P(axis_name)` for what is spread over the devices along its first axis, and
@@ -266,4 +294,5 @@ def partition_specs(store: KVStore, axis_name: str) -> KVStore:
         for k, state in store.updater_state.items()
     }
     residuals = jax.tree.map(lambda _: P(axis_name), store.residuals)
-    return dataclasses.replace(store, values=values, updater_state=states, residuals=residuals)
+    pending = {k: w._replace(values=(P(axis_name),) * len(w.values), count=P()) for k, w in store.pending.items()}
+    return dataclasses.replace(store, values=values, updater_state=states, residuals=residuals, pending=pending)

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 
-from . import _check, buckets, collectives
+from . import _check, _sharing, buckets, collectives
 from ._push import axis_size
+from ._put import host
 from ._settle import settle
 from ._store import STORE_AXIS, KVStore, mesh_of, shapes_of
 from ._types import Device, traced
@@ -32,10 +33,12 @@ def pull(
     Args:
         store: any store.
         key: an int, or a list of ints.
-        devices: where to put copies. None: the value as the store has it. Under `jit` the program decides where
-            a value lies, so the list holds the value once for each device.
+        devices: where to put copies, devices of this process. None: the value as the store has it. Under `jit`
+            the program decides where a value lies, so the list holds the value once for each device.
         axis_name: inside `pmap` or `shard_map`, the axis over which a store of kind `sharded` is spread; its
             rows are gathered. The other kinds need none.
+
+    A store of kind `sharded` that is spread over several processes is pulled by all of them, or by none.
 
     Returns:
         An array; with `devices` a list of arrays, one on each. For a list of keys, a list of those.
@@ -43,6 +46,7 @@ def pull(
     Raises:
         KeyError: a key that was never initialised.
         TypeError: a key that is no int.
+        ValueError: a device of another process.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -100,6 +104,12 @@ def copies(values: Sequence[jax.Array], devices: tuple[Device, ...]) -> list[lis
     if traced(values):
         return [[v] * len(devices) for v in values]
     wanted = set(devices)
+    for d in wanted:
+        if d.process_index != jax.process_index():
+            raise ValueError(
+                f"kv.pull: {d} belongs to process {d.process_index} and this is process {jax.process_index()}; give "
+                "devices of this process, jax.local_devices()"
+            )
     held: list[Any] = [_held(v, wanted) for v in values]
     absent = [i for i, there in enumerate(held) if there is None]
     for start in range(0, len(absent), _MOST_VALUES):
@@ -124,14 +134,23 @@ def _sent(values: list[jax.Array], devices: set[Device]) -> list[dict[Device, ja
     groups: tuple[tuple[int, ...], ...] = tuple((i,) for i in range(len(values)))
     if isinstance(source, SingleDeviceSharding) and all(v.sharding == source for v in values):
         groups = buckets.plan_of(values, buckets.Limits())
-    packed = values if len(groups) == len(values) else _pack(values, groups)
+    alone = [g[0] for g in groups if len(g) == 1]
+    packed = [i for g in groups if len(g) > 1 for i in g]
+    # A program copies what it hands on, so the large values stay out of it.
+    position = {i: n for n, i in enumerate(packed)}
+    together = tuple(tuple(position[i] for i in g) for g in groups if len(g) > 1)
+    flat = _pack([values[i] for i in packed], together) if packed else []
     copies: list[dict[Device, jax.Array]] = [{} for _ in values]
     for device in devices:
-        sent: Sequence[jax.Array] = jax.device_put(packed, device)
-        if packed is not values:
-            sent = values if device in source.device_set else _unpack(sent, tuple(v.shape for v in values), groups)
-        for each, copy in zip(copies, sent, strict=True):
-            each[device] = copy
+        where = SingleDeviceSharding(device)
+        for i, copy in zip(alone, _sharing.put([values[i] for i in alone], where), strict=True):
+            copies[i][device] = copy
+        if device in source.device_set:
+            small = [values[i] for i in packed]
+        else:
+            small = _unpack(_sharing.put(flat, where), tuple(values[i].shape for i in packed), together)
+        for i, copy in zip(packed, small, strict=True):
+            copies[i][device] = copy
     return copies
 
 
@@ -169,7 +188,7 @@ def row_sparse_pull(
     _check.known(keys, store.values, "kv.row_sparse_pull")
     ids = row_ids if isinstance(row_ids, (list, tuple)) and many and _of_arrays(row_ids) else [row_ids] * len(keys)
     _check.as_values(keys, ids, True, "kv.row_sparse_pull")
-    values = pull(store, keys)
+    values = [host(value) for value in pull(store, keys)]
     pulled = [take(value, i) for value, i in zip(values, ids, strict=True)]
     if devices is not None:
         pulled = [_rows_on(rows, devices) for rows in pulled]
