@@ -36,6 +36,14 @@ test: $(READY) debian  ## run all tests, the notebooks too; PYTEST_ARGS='-k kv' 
 notebooks: $(READY) debian  ## run the notebooks in place, outputs included
 	$(BIN)/python tools/run_notebooks.py notebooks/*.ipynb
 
+lab: $(READY) debian  ## JupyterLab in notebooks/, with the project's environment
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[notebooks]'
+	$(BIN)/python -m jupyterlab --notebook-dir=notebooks
+
+lab-test: $(READY) debian  # every notebook in a JupyterLab in headless Chromium (Debian package chromium)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[notebooks,lab]'
+	$(BIN)/python -m pytest -m lab tests/test_lab.py
+
 lint: $(READY)  ## ruff and pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,4 +70,4 @@ constraints: $(READY)  # write constraints.txt anew: versions only, for every su
 clean:  ## remove what make made
 	rm -rf $(VENV) runs build dist site .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help setup debian train test notebooks lint docs bench mxnet constraints clean
+.PHONY: help setup debian train test notebooks lab lab-test lint docs bench mxnet constraints clean

@@ -5,7 +5,7 @@ One request a line on standard input, one answer a line on standard output, both
     {"do": "version"}                                          -> "1.9.1"
     {"do": "kvstore", "shapes": [[256], ...], "devices": 4, "in_a_row": 1}
                                                                -> ["local", "device"], the contenders' names
-    {"do": "lenet", "batch": 256, "contexts": [1, 2, 4], "steps": 3} -> ["1", "2", "4"]
+    {"do": "lenet", "batch": 256, "contexts": [1, 2, 4], "steps": 3} -> ["1", "2", "4", "gluon"]
     {"do": "measure", "name": "device", "repeats": 10}         -> seconds for one repeat
 
 A setup replaces the one before.
@@ -97,7 +97,38 @@ def lenet(mx, batch, contexts, steps):
 
         return once
 
-    return {str(count): contender(count) for count in contexts}
+    return {**{str(count): contender(count) for count in contexts}, "gluon": gluon_lenet(mx, batch, steps)}
+
+
+def gluon_lenet(mx, batch, steps):
+    """The same network as gluon has it, hybridized, on one context: what MXNet is fastest at."""
+    nn = mx.gluon.nn
+    net = nn.HybridSequential()
+    net.add(
+        nn.Conv2D(20, 3, activation="relu"),
+        nn.AvgPool2D(2),
+        nn.Conv2D(50, 5, activation="relu"),
+        nn.AvgPool2D(2),
+        nn.Flatten(),
+        nn.Dense(128, activation="relu"),
+        nn.Dense(10),
+    )
+    net.initialize(mx.init.Normal(0.01))
+    net.hybridize(static_alloc=True, static_shape=True)
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.2})
+    loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+    images = mx.nd.random.uniform(shape=(batch, 1, 28, 28))
+    labels = mx.nd.floor(mx.nd.random.uniform(0, 10, shape=(batch,)))
+
+    def once():
+        for _ in range(steps):
+            with mx.autograd.record():
+                value = loss(net(images), labels)
+            value.backward()
+            trainer.step(batch)
+        mx.nd.waitall()
+
+    return once
 
 
 def measure(once, repeats):

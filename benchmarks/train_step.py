@@ -2,13 +2,15 @@
 
 Every contender trains the same network on a batch of the same size with plain SGD, and each repeat waits for its
 last step. The plain JAX step is what one writes by hand for one device: the same LeNet, `jax.jit`, donated
-parameters, `optax.sgd`. PyTorch runs eagerly on all cores. MXNet runs the code of its article on several devices.
+parameters, `optax.sgd`. PyTorch runs on all cores, eagerly and compiled. MXNet runs the code of its article on
+several devices, and gluon's on one.
 The pixels are random numbers: the time of a step does not depend on them.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -54,6 +56,27 @@ def jaxpar_step(batch, count: int, engine: str) -> Turn:
     return timed(once)
 
 
+def plain_apply(params, images):
+    """LeNet as one writes it: `lax` convolutions, and pooling as slices added, which beats `reduce_window`."""
+    x = images
+    for name in ("conv1", "conv2"):
+        x = jax.lax.conv_general_dilated(
+            x, params[name]["weight"], (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = jax.nn.relu(x + params[name]["bias"])[:, : x.shape[1] // 2 * 2, : x.shape[2] // 2 * 2]
+        x = x[:, ::2] + x[:, 1::2]
+        x = (x[:, :, ::2] + x[:, :, 1::2]) / 4
+    x = x.reshape(x.shape[0], -1)
+    x = jax.nn.relu(x @ params["dense1"]["weight"] + params["dense1"]["bias"])
+    return x @ params["dense2"]["weight"] + params["dense2"]["bias"]
+
+
+def plain_loss(params, batch, rng):
+    del rng
+    logits = plain_apply(params, batch["image"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), {}
+
+
 def plain_step(batch) -> Turn:
     tx = optax.sgd(LEARNING_RATE)
     params = lenet.init(jax.random.key(0))
@@ -61,7 +84,7 @@ def plain_step(batch) -> Turn:
     batch = jax.device_put(batch, jax.devices()[0])
 
     def update(params, opt_state, batch):
-        (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch, None)
+        (loss, _), grads = jax.value_and_grad(plain_loss, has_aux=True)(params, batch, None)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -76,14 +99,28 @@ def plain_step(batch) -> Turn:
     return timed(once)
 
 
-def torch_step(batch) -> Turn | None:
+def torch_steps(batch) -> dict[str, Turn]:
+    """PyTorch as it is typed, with its channels last, and both compiled where it finds a compiler."""
     try:
         import torch
     except ImportError:
         print("no PyTorch: it is not installed in this environment; `pip install torch` adds it")
-        return None
-    from torch import nn
+        return {}
+    turns = {}
+    for layout in ("", ", channels last"):
+        for compiled in (False, True):
+            name = f"PyTorch {'compiled' if compiled else 'eager'}{layout}"
+            try:
+                turns[name] = _torch_step(torch, batch, bool(layout), compiled)
+                turns[name](1)  # what is compiled is compiled here
+            except Exception as error:  # the compilers of PyTorch raise what they like
+                print(f"no {name}: {type(error).__name__}")
+                turns.pop(name, None)
+    return turns
 
+
+def _torch_step(torch, batch, channels_last: bool, compiled: bool) -> Turn:
+    nn = torch.nn
     model = nn.Sequential(
         nn.Conv2d(1, 20, 3),
         nn.ReLU(),
@@ -96,14 +133,22 @@ def torch_step(batch) -> Turn | None:
         nn.ReLU(),
         nn.Linear(128, 10),
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     images = torch.from_numpy(batch["image"].transpose(0, 3, 1, 2).copy())
     labels = torch.from_numpy(batch["label"].astype(np.int64))
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+        images = images.contiguous(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+    def loss(images, labels):
+        return nn.functional.cross_entropy(model(images), labels)
+
+    loss = torch.compile(loss) if compiled else loss
 
     def once():
         for _ in range(STEPS):
             optimizer.zero_grad(set_to_none=True)
-            nn.functional.cross_entropy(model(images), labels).backward()
+            loss(images, labels).backward()
             optimizer.step()
 
     return timed(once)
@@ -118,25 +163,39 @@ def main() -> None:
     for engine in ("pmap", "shard_map"):
         for count in counts:
             contenders[f"jaxpar {engine}, {count} device{'s'[: count > 1]}"] = jaxpar_step(batch, count, engine)
-    torch = torch_step(batch)
-    if torch is not None:
-        contenders["PyTorch eager"] = torch
+    if not options.quick:
+        contenders |= torch_steps(batch)
     mxnet = None if options.no_mxnet else start_mxnet(options.mxnet_python)
     if mxnet is not None:
         for name in mxnet.ask(do="lenet", batch=size, contexts=counts, steps=STEPS):
-            contenders[f"MXNet from scratch, {name} context{'s'[: name != '1']}"] = mxnet.turn(name)
+            words = "gluon, hybridized" if name == "gluon" else f"from scratch, {name} context{'s'[: name != '1']}"
+            contenders[f"MXNet {words}"] = mxnet.turn(name)
     times = take_turns(contenders, options.rounds, options.turn_seconds)
     plain = "plain JAX, 1 device"
+    best = {}
+    for ours in (n for n in times if n.startswith("jaxpar")):
+        best[ours] = {p: _against_best(times, p, ours) for p in ("plain JAX", "PyTorch", "MXNet")}
     report = {
         "environment": environment(mxnet),
         "batch": size,
         "rounds": options.rounds,
         "images_per_second": {n: round(STEPS * size / s) for n, s in medians(times).items()},
+        "against_best": best,
         "against_plain_jax": {n: round(ratio(times, plain, n), 3) for n in times},
     }
     rows = [(n, str(report["images_per_second"][n]), f"{r:.2f}x") for n, r in report["against_plain_jax"].items()]
     show(("LeNet, batch " + str(size), "images/s", "against plain JAX"), rows)
+    print()
+    rows = [(n, *("–" if r is None else f"{r:.2f}x" for r in ratios.values())) for n, ratios in best.items()]
+    show(("against the best of", "plain JAX", "PyTorch", "MXNet"), rows)
     save(options, "train_step", report)
+
+
+def _against_best(times, peers: str, ours: str) -> float | None:
+    """How many times as fast as whichever of the peers was the fastest in each round; the median of the rounds."""
+    rivals = [turns for name, turns in times.items() if name.startswith(peers)]
+    rounds = [min(turns) / own for *turns, own in zip(*rivals, times[ours], strict=True)]
+    return round(statistics.median(rounds), 3) if rivals else None
 
 
 if __name__ == "__main__":

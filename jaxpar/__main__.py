@@ -20,8 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.run(args)
-    except KeyboardInterrupt:
-        print("jaxpar: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:  # of `fit` it says at which step, and what was saved
+        print(f"jaxpar: {interrupt or 'interrupted'}", file=sys.stderr)
         return 1
     except Exception as error:
         _hear_of_losses()

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from ._processes import all_say
 from ._residence import canonical, copies, fits, place
 from ._settle import settle
 
@@ -89,6 +90,8 @@ def batches(
     slices = _slices(size, batch_size, epochs, start, drop_remainder)
     if resident is None:
         resident = fits(dataset, mesh)
+        if mesh is not None and mesh.is_multi_process:
+            resident = all_say(resident)
     return (_resident if resident else _streamed)(dataset, slices, order, mesh, dtype)
 
 

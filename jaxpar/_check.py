@@ -22,6 +22,7 @@ def as_key(key: Any) -> int:
     """`key` as a Python int; `TypeError` for what is no int (a bool is none, a NumPy int is one)."""
     if isinstance(key, (bool, np.bool_)) or not isinstance(key, (int, np.integer)):
         hint = "; give a list of ints for several keys" if isinstance(key, tuple) else ""
+        hint = "; kv.names(store) says which key a name has" if isinstance(key, str) else hint
         raise TypeError(f"a key of the store must be an int, got {key!r} of type {type(key).__name__}{hint}")
     return operator.index(key)
 
@@ -43,7 +44,10 @@ def as_values(keys: Sequence[int], value: Any, many: bool, what: str) -> list[An
             f"got {describe(value)}"
         )
     if len(value) != len(keys):
-        raise ValueError(f"{what}: {len(keys)} keys {shorten(keys)} but a list of {len(value)} values")
+        raise ValueError(
+            f"{what}: {len(keys)} keys {shorten(keys)} but a list of {len(value)} values; give one entry for each key, "
+            "a list itself where several devices push"
+        )
     return list(value)
 
 
@@ -88,6 +92,30 @@ def castable(given: Any, stored: Any, where: str) -> None:
         raise TypeError(f"{where}: expected dtype {stored}, got {given}; use value.astype({str(stored)!r})")
     if not np.can_cast(given, stored, "safe"):
         raise TypeError(f"{where}: dtype {given} cannot be cast safely to the stored {stored}")
+
+
+def devices(given: Any, where: str) -> tuple[Any, ...]:
+    """The devices as a tuple; an error where they are none, one stands twice, or a number came in their place."""
+    if not isinstance(given, Iterable) or isinstance(given, str):
+        hint = f"; for the first {given} of them write jax.devices()[:{given}]" if isinstance(given, int) else ""
+        raise TypeError(f"{where}: devices must be a list of devices such as jax.devices(), got {given!r}{hint}")
+    chosen = tuple(given)
+    if not chosen or len(set(chosen)) < len(chosen):
+        hint = "" if chosen else "; give at least one device"
+        raise ValueError(f"{where}: devices must be one or more different devices, got {list(chosen)}{hint}")
+    return chosen
+
+
+def labels(given: Any, where: str) -> None:
+    """`TypeError` for what is no array of one integer for each example; shape and dtype are looked at alone."""
+    if given.ndim == 1 and jnp.issubdtype(given.dtype, jnp.integer):
+        return
+    hint = "make floating class numbers integers by labels.astype(int)"
+    if given.ndim > 1:
+        hint = "drop an axis of length 1 by labels[:, 0], turn one-hot labels into integers by labels.argmax(-1)"
+    raise TypeError(
+        f"{where}: labels must be integers of shape (n,), one for each example, got {describe(given)}; {hint}"
+    )
 
 
 def describe(value: Any) -> str:

@@ -11,7 +11,7 @@ import jax
 
 from ._types import Device
 
-_KINDS = ("local", "device", "sharded", "dist_sync", "dist_device_sync", "nccl")
+_KINDS = ("local", "device", "sharded", "dist_sync", "dist_device_sync", "dist_async", "nccl")
 _COMPRESSIONS = ("none", "1bit", "2bit", "int8", "bf16", "topk", "powersgd")
 
 
@@ -26,7 +26,9 @@ def add_parser(commands: Any) -> None:
     positive, rate = _number(int), _number(float)
     parser.add_argument("--dataset", default="fashion_mnist", help="a name of tensorflow-datasets")
     parser.add_argument("--data-dir", help="the folder of tensorflow-datasets (default: its own)")
-    parser.add_argument("--devices", type=positive, help="how many; CPU devices are emulated (default: all)")
+    parser.add_argument(
+        "--devices", type=positive, help="how many, over all processes; CPU devices are emulated (default: all)"
+    )
     parser.add_argument("--epochs", type=positive, default=5)
     parser.add_argument("--batch-size", type=positive, default=256, help="over all devices together")
     parser.add_argument("--learning-rate", type=rate, default=0.2)
@@ -38,6 +40,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--no-progress", action="store_true", help="print nothing but the result")
     parser.add_argument("--checkpoint-dir", type=Path, help="where to keep checkpoints, and to resume from")
     parser.add_argument("--metrics-file", type=Path, help="a JSON line for each epoch")
+    parser.add_argument("--tensorboard-dir", type=Path, help="event files for TensorBoard")
+    parser.add_argument("--profile-dir", type=Path, help="a trace of five steps, for XProf")
     parser.add_argument("--output-dir", type=Path, help="checkpoints, metrics.jsonl and history.png in one folder")
     parser.set_defaults(run=lambda args: run(args, parser))
 
@@ -57,13 +61,15 @@ def _number(kind: type) -> Any:
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Trains, and prints what it runs on, each epoch and the result."""
-    from . import data, models, train
+    from . import data, distributed, models, train
 
+    distributed.initialize()  # one of several processes, under `launch` or a cluster's scheduler
     devices = _devices(args, parser)
     sets = [data.load(args.dataset, split, data_dir=args.data_dir) for split in ("train", "test")]
     if sets[0].images.shape[1:] != (28, 28, 1):
         raise ValueError(f"LeNet takes images of shape (28, 28, 1), {args.dataset} has {sets[0].images.shape[1:]}")
-    if not args.no_progress:
+    first = jax.process_index() == 0
+    if first and not args.no_progress:
         print(_about(args, devices), flush=True)
     loss_fn = train.classification_loss(models.lenet.apply)
     state, history = train.fit(
@@ -77,7 +83,11 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         progress=not args.no_progress,
         checkpoint_dir=args.checkpoint_dir or _inside(args, "checkpoints"),
         metrics_file=args.metrics_file or _inside(args, "metrics.jsonl"),
+        profile=args.profile_dir,
+        **_board(args),
     )
+    if not first:
+        return 0
     if args.output_dir is not None:
         _plot(history, args.output_dir / "history.png")
     last = history[-1]
@@ -90,14 +100,22 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _devices(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Device]:
+    from . import distributed
+
+    each = 0
     if args.devices is not None:
         if args.batch_size % args.devices:
             parser.error(f"--batch-size {args.batch_size} cannot be divided by --devices {args.devices}")
-        jax.config.update("jax_num_cpu_devices", args.devices)  # does nothing where there are GPUs or TPUs
+        each, rest = divmod(args.devices, distributed.known_processes())
+        if rest:
+            parser.error(f"--devices {args.devices} cannot be divided by {distributed.known_processes()} processes")
+        jax.config.update("jax_num_cpu_devices", each)  # does nothing where there are GPUs or TPUs
     devices = jax.devices()
-    if args.devices is not None and len(devices) < args.devices:
+    if args.devices is None:
+        return devices
+    if len(devices) < args.devices:
         raise ValueError(f"--devices {args.devices}: there are only {len(devices)} ({devices[0].platform})")
-    return devices[: args.devices]
+    return [d for i in range(jax.process_count()) for d in [d for d in devices if d.process_index == i][:each]]
 
 
 def _store(args: argparse.Namespace) -> Any:
@@ -117,6 +135,15 @@ def _about(args: argparse.Namespace, devices: list[Device]) -> str:
         f"LeNet on {args.dataset}: {len(devices)} × {kind}, jax {jax.__version__}, engine {args.engine}, kvstore "
         f"{args.kvstore}, compression {args.compression}, batch {args.batch_size}, learning rate {args.learning_rate}"
     )
+
+
+def _board(args: argparse.Namespace) -> dict[str, Any]:
+    from . import train
+
+    if args.tensorboard_dir is None:
+        return {}
+    board = train.to_tensorboard(args.tensorboard_dir)
+    return {"callbacks": board, "on_step": board.on_step}
 
 
 def _inside(args: argparse.Namespace, name: str) -> Path | None:

@@ -28,7 +28,7 @@ class Compressor(Protocol):
     elementwise: ClassVar[bool]
     linear: ClassVar[bool]
 
-    def init(self, shape: Shape, dtype, *, seed=0) -> State:
+    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
         """The state before the first push: a float32 `residual` of zeros, and what the rounding needs.
 
         Args:
@@ -41,15 +41,15 @@ class Compressor(Protocol):
         """What goes over the wire for `value` and the residual, and the state for the next push."""
         ...
 
-    def decode(self, payload: Payload, shape: Shape, dtype) -> jax.Array:
+    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
         """The value that a payload stands for. Rounding to a `dtype` under float32 is in no residual."""
         ...
 
-    def wire_bytes(self, shape: Shape, dtype) -> int:
+    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
         """Bytes of the payload of a value."""
         ...
 
-    def pays(self, shape: Shape, dtype) -> bool:
+    def pays(self, shape: Shape, dtype: Any) -> bool:
         """Whether a payload is smaller than the plain value; False for what is not floating."""
         return floating(dtype) and self.wire_bytes(shape, dtype) < plain_bytes(shape, dtype)
 
@@ -61,24 +61,24 @@ class LinearCompressor(Protocol):
     elementwise: ClassVar[bool]
     linear: ClassVar[bool]
 
-    def init(self, shape: Shape, dtype, *, seed=0) -> State: ...
+    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State: ...
 
     def allreduce(self, value: jax.Array, state: State, psum: Callable[[Any], Any]) -> tuple[jax.Array, State]: ...
 
-    def wire_bytes(self, shape: Shape, dtype) -> int: ...
+    def wire_bytes(self, shape: Shape, dtype: Any) -> int: ...
 
-    def pays(self, shape: Shape, dtype) -> bool: ...
+    def pays(self, shape: Shape, dtype: Any) -> bool: ...
 
 
-def plain_bytes(shape: Shape, dtype) -> int:
+def plain_bytes(shape: Shape, dtype: Any) -> int:
     return math.prod(shape) * jnp.dtype(dtype).itemsize
 
 
-def floating(dtype) -> bool:
+def floating(dtype: Any) -> bool:
     return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
 
 
-def start(name: str, shape: Shape, dtype) -> State:
+def start(name: str, shape: Shape, dtype: Any) -> State:
     """The residual of a compressor that has sent nothing yet."""
     if not floating(dtype):
         raise TypeError(

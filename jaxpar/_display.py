@@ -48,13 +48,18 @@ def _summary(store: KVStore) -> str:
     words = [f"kind={store.kind!r}", f"updater={_updater_name(store.updater)}"]
     if store.compressor is not None:
         words.append(f"compression={store.compressor}")
+    if store.staleness:
+        words.append(f"staleness={store.staleness}")
     if not store.values:
         return ", ".join([*words, "empty"])
     total = sum(nbytes(v) for v in jax.tree.leaves(store.values) if hasattr(v, "dtype"))
     state = sum(nbytes(v) for v in jax.tree.leaves(store.updater_state) if hasattr(v, "dtype"))
+    waiting = sum(nbytes(v) for w in store.pending.values() for v in jax.tree.leaves(w) if getattr(v, "ndim", 0))
     count = len(store.values)
     words.append(f"{count} key{'s' if count != 1 else ''}, {total:,} bytes")
-    return ", ".join([*words, f"updater state {state:,} bytes"] if state else words)
+    words += [f"updater state {state:,} bytes"] if state else []
+    words += [f"waiting {waiting:,} bytes"] if waiting else []
+    return ", ".join(words)
 
 
 def _updater_name(updater: Any) -> str:

@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from . import data
+from . import _check, data
+from ._put import put
 from ._settle import settle
-from ._step import TrainState
+from ._state import TrainState, carries
 from ._types import Device
 
 
 def evaluate(
     state_or_params: Any,
-    apply_fn: Callable[[Any, jax.Array], jax.Array],
+    apply_fn: Callable[..., jax.Array],
     dataset: data.Dataset,
     *,
     batch_size: int,
@@ -29,7 +30,8 @@ def evaluate(
     Args:
         state_or_params: a `TrainState`, or the parameters themselves; the batches go where they are.
         apply_fn: `apply_fn(params, images) -> logits` of shape (n, classes); images as `data.batches` gives
-            them. The same function object is compiled once.
+            them. Where the state has a `model_state`, `apply_fn(params, images, model_state)`. The same function
+            object is compiled once.
         dataset: a `data.Dataset` with integer labels.
         batch_size: how many examples at a time; rounded up to a multiple of the number of devices. The result
             does not depend on it but for float32 rounding.
@@ -47,24 +49,34 @@ def evaluate(
         >>> round(train.evaluate(params, models.lenet.apply, images, batch_size=4)["accuracy"], 3)
         0.1
     """
+    if not isinstance(dataset, data.Dataset):
+        raise TypeError(
+            "evaluate: expected a data.Dataset, such as data.Dataset(images, labels) or data.collect(loader); "
+            f"got {_check.describe(dataset)}"
+        )
+    _check.labels(dataset.labels, "evaluate")
     if batch_size < 1 or not len(dataset):
         raise ValueError(f"evaluate: needs examples and a batch_size >= 1, got {len(dataset)} and {batch_size}")
-    params = state_or_params.params if isinstance(state_or_params, TrainState) else state_or_params
+    params, model_state = state_or_params, ()
+    if isinstance(state_or_params, TrainState):
+        params = state_or_params.params
+        model_state = (state_or_params.model_state,) if carries(state_or_params.model_state) else ()
     devices = _devices_of(params)
     count = len(devices or (None,))
     size = min(-(-batch_size // count), -(-len(dataset) // count)) * count
-    totals = jnp.zeros(2) if devices is None else jax.device_put(np.zeros(2, np.float32), _everywhere(devices))
+    totals = jnp.zeros(2) if devices is None else put(np.zeros(2, np.float32), _everywhere(devices))
     for batch, valid in _batches(dataset, size, devices):
         settle((batch, totals), devices or ())
-        totals = _add_batch(apply_fn, params, batch, np.int32(valid), totals)
+        totals = _add_batch(apply_fn, (params, *model_state), batch, np.int32(valid), totals)
     loss, right = np.asarray(totals)
     return {"loss": float(loss) / len(dataset), "accuracy": float(right) / len(dataset)}
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
-def _add_batch(apply_fn: Any, params: Any, batch: Any, count: Any, totals: jax.Array) -> jax.Array:
+def _add_batch(apply_fn: Any, variables: tuple[Any, ...], batch: Any, count: Any, totals: jax.Array) -> jax.Array:
     """`totals` (summed loss, number right) with the first `count` examples of a batch added."""
-    logits = apply_fn(params, batch["image"]).astype(jnp.float32)
+    params, *model_state = variables
+    logits = apply_fn(params, batch["image"], *model_state).astype(jnp.float32)
     labels = batch["label"][:, None]
     valid = jnp.arange(logits.shape[0]) < count
     losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels, axis=1)[:, 0]

@@ -1,82 +1,115 @@
-"""The training loop: epochs of batches through a step, with progress, metrics and checkpoints."""
+"""The training loop as people call it: epochs of steps, with progress, metrics, callbacks and checkpoints."""
 
 from __future__ import annotations
 
-import collections
-import json
+import contextlib
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from . import data
+from . import _interrupt, _processes, data
+from ._donated import given_away
 from ._evaluate import evaluate
+from ._finite import NonFiniteError
+from ._history import History
+from ._loop import Loop, OnStep, Record
+from ._profile import Profile, Trace
 from ._progress import Progress
-from ._step import TrainState, TrainStep
+from ._saves import Saves
+from ._state import TrainState
+from ._step import TrainStep
+from ._text_sinks import to_jsonl
+from .updaters import assign
 
-Record = dict[str, Any]
-_BEHIND = 8
-_SHUFFLE = 0x5FFE1E  # what tells the random key of the order of examples from those of the steps
+Callback = Callable[[TrainState, Record], Any]
 
 
 def fit(
     state: TrainState,
     step: TrainStep,
-    train_data: data.Dataset,
+    train_data: data.Source | Iterable[Any],
     *,
     test_data: data.Dataset | None = None,
     apply_fn: Callable[[Any, jax.Array], jax.Array] | None = None,
     epochs: int,
     batch_size: int,
-    progress: bool = True,
+    progress: bool | str = True,
     checkpoint_dir: str | os.PathLike[str] | None = None,
     resume: str | bool = "auto",
     checkpoint_every: int | None = None,
     keep: int = 3,
     metrics_file: str | os.PathLike[str] | None = None,
-    callback: Callable[[TrainState, Record], Any] | None = None,
-) -> tuple[TrainState, list[Record]]:
+    callback: Callback | Sequence[Callback] = (),
+    callbacks: Callback | Sequence[Callback] = (),
+    on_step: OnStep | None = None,
+    profile: Profile | None = None,
+    on_interrupt: str = "auto",
+) -> tuple[TrainState, History]:
     """Trains for some epochs.
 
     The order of the examples follows from `state.rng` and the number of the step alone, so a run that is
     resumed goes on as if it had never stopped, and the number of devices does not change it. The host feeds the
     devices a few steps ahead and never waits for the step it has just begun.
 
+    Ctrl-C, a notebook's interrupt and SIGTERM let the step that is under way finish; with `checkpoint_dir` the
+    state after it is saved, and the same call goes on from there, to the epoch it was going to. A second one
+    stops at once, without that. Of several processes all stop after the same step, whichever got the signal; signals
+    are left alone in threads other than the main one.
+
     Args:
         state: from `create_state`; its memory is given to the new states, so go on with the one returned.
         step: from `make_train_step`.
-        train_data: a `data.Dataset`; the examples that fill no whole batch at the end of an epoch are left out.
+        train_data: a `data.Dataset`; the examples that fill no whole batch at the end of an epoch are left out. Or
+            what `data.from_arrays` or `data.from_iterable` makes; anything else is given to the latter.
         test_data: where given, with `apply_fn`, evaluated after each epoch.
         apply_fn: as in `evaluate`.
         epochs: how many, from the step at which `state` is.
         batch_size: examples in a global batch.
-        progress: a tqdm bar in a terminal or a notebook, and a line for each epoch.
+        progress: a tqdm bar in a terminal or a notebook, and a line for each epoch. "plot": a picture of the
+            losses in a notebook, drawn anew about once a second (elsewhere the same as True). False: nothing.
         checkpoint_dir: where to keep checkpoints, by orbax; one after each epoch.
-        resume: "auto" goes on from the latest checkpoint in `checkpoint_dir` if it is further than `state`;
-            False ignores it; True insists on one.
+        resume: "auto" goes on from the latest checkpoint in `checkpoint_dir` if it is further than `state`, or
+            of the run that was interrupted there; False ignores it; True insists on one.
         checkpoint_every: a checkpoint after so many steps too.
         keep: how many of the latest checkpoints stay.
-        metrics_file: a file that gets the history as JSON lines, one after each epoch; written anew.
-        callback: `callback(state, record)` after each epoch; do not keep the state, the next step takes it.
+        metrics_file: a file that gets the history as JSON lines, one after each epoch, as by `to_jsonl`; written
+            anew.
+        callbacks: a function or several, each called as `callback(state, record)` after an epoch, when it is
+            evaluated; one that returns True ends the training. Do not keep the state, the next step takes it.
+        callback: the same.
+        on_step: `on_step(step, metrics)` for each step, in order, with its metrics as floats; `step` counts from
+            1 as `state.step` does. It is called up to eight steps late, so that nothing waits for it.
+        profile: a directory for a trace of five steps, from the eleventh of this call on, by jax's profiler; or
+            (directory, first_step, num_steps).
+        on_interrupt: what Ctrl-C does in the end. "return": `fit` returns the state and the history so far.
+            "raise": it raises a KeyboardInterrupt with both as attributes `state` and `history`. "auto": return
+            in a notebook or at a prompt, raise in a script.
 
     Returns:
-        (the trained state, a list with a dict for each epoch: `epoch` from 1, mean `loss` and whatever else the
-        step reports, `accuracy` (None where it reports none), `test_loss` and `test_accuracy` (None without test
-        data), `seconds` of training and `images_per_second`). A resumed run has the earlier epochs in it.
+        (the trained state, a list with a dict for each epoch: `epoch` from 1, the `step` at its end, mean `loss`
+        and whatever else the step reports, `accuracy` (None where it reports none), `test_loss` and
+        `test_accuracy` (None without test data), `seconds` of training and `images_per_second`). A resumed run
+        has the earlier epochs in it. `skipped`, of a step that may leave updates out, is how many it left out,
+        and the means are of the others. An epoch that was interrupted comes last, with `interrupted` True and the
+        means over the steps that it had.
 
     Raises:
         ValueError: a data set without one whole batch, numbers below 1, `apply_fn` without `test_data` or the
-            other way round; a checkpoint of another model, optimizer, batch size or size of data set.
+            other way round; a state whose memory was given away; a checkpoint of another model, optimizer, batch
+            size or size of data set.
         FileNotFoundError: `resume=True` and no checkpoint.
-        OSError: a checkpoint that cannot be written; the earlier ones stay.
+        NonFiniteError: a `FloatingPointError`: a step with `nonfinite="stop"` met a NaN or infinite loss or gradient;
+            it names the step and the keys, and its `state`, which is saved too, is the one before that step.
+        OSError: a checkpoint or metrics that cannot be written; the earlier ones stay.
+        KeyboardInterrupt: after Ctrl-C, see `on_interrupt`. SystemExit(143): after SIGTERM.
+        An exception that comes out of the run itself has `state` and `history` up to the last step as attributes,
+        unless that step took the state with it.
 
     Example:
-        >>> import jax.numpy as jnp, optax
+        >>> import jax.numpy as jnp, numpy as np, optax
         >>> from jaxpar import data, kv, train
         >>> def loss_fn(params, batch, rng):
         ...     return ((batch["image"] @ params["w"] - batch["label"]) ** 2).mean(), {}
@@ -87,154 +120,113 @@ def fit(
         >>> [round(record["loss"], 2) for record in history]
         [1.0, 0.36]
     """
+    _check_updater(state)
+    train_data = data.as_source(train_data)
     _check(train_data, test_data, apply_fn, epochs, batch_size, keep, checkpoint_every, resume)
-    first = int(state.step)
-    history: list[Record] = []
-    under_way: dict[str, Any] = {}
-    checkpoints = None
-    if checkpoint_dir is not None:
-        from . import checkpoint
-
-        checkpoints = checkpoint.Manager(checkpoint_dir, keep=keep)
-        found = checkpoints.restore_latest(state) if resume else None
-        if found is None and resume is True:
-            raise FileNotFoundError(f"fit: resume=True, but {checkpoint_dir} holds no checkpoint")
-        if found is not None and int(found[0].step) > first:
-            state, info = found
-            if info:  # none where it was saved by `checkpoint.save`: no epoch of that state is known
-                first, history, under_way = _resumed(info, batch_size, len(train_data))
-            print(f"jaxpar: resumed from step {int(state.step)} in {checkpoint_dir}", file=sys.stderr)
+    _check_modes(progress, on_interrupt)
+    saves = Saves(checkpoint_dir, keep, checkpoint_every, batch_size, train_data.examples(batch_size))
+    state, past = saves.resumed(state, resume, step)
+    history = History(past.history)
+    told = _told(metrics_file, history, callback, callbacks)
+    began = int(state.step)
+    steps = data.num_batches(train_data.examples(batch_size), batch_size)
+    left = 0 if past.stopped else max(0, past.first + epochs * steps - began)
+    loop = Loop(
+        step,
+        train_data,
+        batch_size,
+        past.first,
+        left,
+        Progress(progress, epochs, steps),
+        past.under_way,
+        on_step,
+        Trace(profile, left),
+    )
     try:
-        loop = _Loop(step, train_data, batch_size, first, epochs, progress, under_way)
-        _write(metrics_file, history, "w")
-        steps = loop.run(state)
-        for state, done in steps:
-            if done is not None:
-                _evaluated(done, state, apply_fn, test_data, batch_size)
-                loop.show(done)
-                history.append(done)
-                _write(metrics_file, [done], "a")
-                if callback is not None:
-                    callback(state, done)
-            if checkpoints is not None and (done is not None or (checkpoint_every and loop.at % checkpoint_every == 0)):
-                examples = {"batch_size": batch_size, "examples": len(train_data)}
-                checkpoints.save(state, {"first": first, "history": history, **examples, **loop.unfinished()})
-    finally:
-        if checkpoints is not None:
-            checkpoints.close()
+        with (
+            _interrupt.Signals(jax.process_count() > 1) as signals,
+            contextlib.closing(saves),
+            _saved(saves, loop, history, began),
+        ):
+            made = loop.run(state)
+            for state, done in made:
+                if done is not None:
+                    _evaluated(done, state, apply_fn, test_data, batch_size)
+                    loop.progress.end(done)
+                    history.append(done)
+                stop = asked = False
+                try:
+                    stop = done is not None and _tell(told, state, done)
+                finally:  # a callback that fails costs no steps
+                    asked = signals.look(state, loop.at, done is not None)
+                    saves.save(state, loop, history, over=done is not None, stopped=stop, interrupted=asked)
+                if stop or asked:
+                    history += loop.cut()
+                    break
+    except Exception as error:
+        _carry(error, state, history, loop.at > began)
+        raise
+    if signals.asked is not None:
+        where = _interrupt.where(loop.at, loop.epoch, epochs, saves.path(loop.at))
+        return _interrupt.leave(signals.asked, state, history, where, on_interrupt)
     return state, history
 
 
-class _Loop:
-    """The steps of a run, with the metrics of the epoch they are in."""
+def _told(metrics_file: Any, history: History, *callbacks: Any) -> list[Callback]:
+    """Whom to tell about each epoch."""
+    told: list[Callback] = []
+    if metrics_file is not None:
+        lines = to_jsonl(metrics_file)
+        with _processes.together():
+            lines.restart(history)
+        told.append(lines)
+    for given in callbacks:
+        told += [given] if callable(given) else list(given)
+    for tell in told:
+        if not callable(tell):
+            raise TypeError(f"fit: a callback must be a function of (state, record), got {type(tell).__name__}")
+    return told
 
-    def __init__(
-        self,
-        step: TrainStep,
-        dataset: data.Dataset,
-        batch_size: int,
-        first: int,
-        epochs: int,
-        progress: bool,
-        under_way: dict[str, Any],
-    ):
-        self.step, self.dataset, self.batch_size, self.first = step, dataset, batch_size, first
-        self.steps = data.num_batches(len(dataset), batch_size)
-        self.epochs, self.at = epochs, first
-        self.progress = Progress(progress, epochs, self.steps)
-        self.sums: collections.Counter[str] = collections.Counter(under_way.get("sums", {}))
-        self.counted, self.seconds = under_way.get("counted", 0), under_way.get("seconds", 0.0)
-        self.waiting: collections.deque[dict[str, jax.Array]] = collections.deque()  # metrics that were not read yet
-        self.started = 0.0
 
-    def unfinished(self) -> dict[str, Any]:
-        """What the record of an epoch that is under way needs of it; waits for the steps made so far."""
-        if (self.at - self.first) % self.steps == 0:
-            return {}
-        self._count(0)
-        seconds = self.seconds + time.perf_counter() - self.started
-        return {"sums": dict(self.sums), "counted": self.counted, "seconds": seconds}
+def _tell(told: list[Callback], state: TrainState, record: Record) -> bool:
+    """Calls the callbacks; whether one of them ends the training by returning True, of Python, NumPy or JAX.
 
-    def show(self, record: Record) -> None:
-        self.progress.end(record)
+    In several processes each calls its own; where one fails all fail, and where one ends the training all end it.
+    """
+    with _processes.together():
+        answers = [tell(state, record) for tell in told]
+    stop = any(isinstance(a, bool | np.bool_ | jax.Array) and np.shape(a) == () and bool(a) for a in answers)
+    return not _processes.all_say(not stop)
 
-    def run(self, state: TrainState) -> Iterator[tuple[TrainState, Record | None]]:
-        """The state after each step, with a record where an epoch is over."""
-        self.at = int(state.step)
-        rng = jax.random.fold_in(state.rng, _SHUFFLE)
-        last = self.first + self.epochs * self.steps
-        batches = data.batches(
-            self.dataset, self.batch_size, rng=rng, epochs=None, start=self.at, devices=state.store.devices
+
+@contextlib.contextmanager
+def _saved(saves: Saves, loop: Loop, history: History, began: int) -> Iterator[None]:
+    """Where a step stops because it is not finite, the state before it is saved."""
+    try:
+        yield
+    except NonFiniteError as error:
+        loop.stopped(error.step)
+        if error.step > began:
+            saves.save(error.state, loop, history, over=False, stopped=False, interrupted=True)
+        raise
+
+
+def _carry(error: Exception, state: TrainState, history: History, made: bool) -> None:
+    """Leaves what was computed with an exception; the caller's own state was given to the first step."""
+    if isinstance(error, NonFiniteError):
+        state, made = error.state, True
+    if made and not given_away(state):
+        error.state, error.history = state, history  # pyright: ignore[reportAttributeAccessIssue]
+        error.add_note(
+            f"fit: the state and the history up to step {int(state.step)} are the attributes `state` and `history` "
+            "of this exception; in a notebook: import sys; state = sys.last_value.state"
         )
-        self._begin_epoch()
-        try:
-            while self.at < last:
-                state, metrics = self.step(state, next(batches))
-                self.at += 1
-                self.waiting.append(metrics)
-                over = (self.at - self.first) % self.steps == 0
-                self._count(0 if over else _BEHIND)
-                if not over:
-                    yield state, None
-                    continue
-                self.seconds += time.perf_counter() - self.started
-                yield state, self._record()
-                self.sums.clear()
-                self.counted, self.seconds = 0, 0.0
-                self._begin_epoch()
-        finally:
-            self.progress.close()
-
-    def _begin_epoch(self) -> None:
-        epoch, done = divmod(self.at - self.first, self.steps)
-        if epoch < self.epochs:
-            self.progress.start(epoch + 1, done)
-        self.started = time.perf_counter()
-
-    def _count(self, behind: int) -> None:
-        """Reads the metrics of all steps but the last few, which waits for these steps."""
-        while len(self.waiting) > behind:
-            read = {k: float(v) for k, v in self.waiting.popleft().items() if np.ndim(v) == 0}
-            self.sums.update(read)
-            self.counted += 1
-            seconds = self.seconds + time.perf_counter() - self.started
-            self.progress.step(read, self.counted * self.batch_size / seconds)
-
-    def _record(self) -> Record:
-        means = {k: v / self.counted for k, v in self.sums.items()}
-        return {
-            "epoch": (self.at - self.first) // self.steps,
-            "accuracy": None,
-            **means,
-            "test_loss": None,
-            "test_accuracy": None,
-            "seconds": self.seconds,
-            "images_per_second": self.counted * self.batch_size / self.seconds,
-        }
-
-
-def _resumed(info: dict[str, Any], batch_size: int, examples: int) -> tuple[int, list[Record], dict[str, Any]]:
-    """The first step, the history and the unfinished epoch's sums; a run goes on with the batches it had."""
-    then, now = (info["batch_size"], info["examples"]), (batch_size, examples)
-    if then != now:
-        raise ValueError(
-            f"fit: the checkpoint is of a run with batches of {then[0]} out of {then[1]} examples, this one has "
-            f"{now[0]} out of {now[1]}; use those again, or another checkpoint_dir, or resume=False"
-        )
-    return info["first"], info["history"], info
 
 
 def _evaluated(record: Record, state: TrainState, apply_fn: Any, test_data: Any, batch_size: int) -> None:
     if test_data is not None:
         scores = evaluate(state, apply_fn, test_data, batch_size=batch_size)
         record["test_loss"], record["test_accuracy"] = scores["loss"], scores["accuracy"]
-
-
-def _write(path: str | os.PathLike[str] | None, records: list[Record], mode: str) -> None:
-    if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, mode) as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def _check(train_data, test_data, apply_fn, epochs, batch_size, keep, checkpoint_every, resume) -> None:
@@ -247,5 +239,21 @@ def _check(train_data, test_data, apply_fn, epochs, batch_size, keep, checkpoint
         raise ValueError(f"fit: resume must be 'auto', True or False, got {resume!r}")
     if (test_data is None) != (apply_fn is None):
         raise ValueError("fit: evaluation takes both test_data and apply_fn, got only one of them")
-    if not data.num_batches(len(train_data), batch_size):
-        raise ValueError(f"fit: {len(train_data)} examples make no whole batch of {batch_size}")
+    examples = train_data.examples(batch_size)
+    if not data.num_batches(examples, batch_size):
+        raise ValueError(f"fit: {examples} examples make no whole batch of {batch_size}")
+
+
+def _check_updater(state: TrainState) -> None:
+    if state.store.updater is assign:
+        raise ValueError(
+            "fit: the store has no optimizer, so every step would replace the parameters by their gradients; "
+            "make it by kv.from_params(params, optimizer=optax.sgd(0.1))"
+        )
+
+
+def _check_modes(progress, on_interrupt) -> None:
+    if progress not in (True, False, "plot"):
+        raise ValueError(f"fit: progress must be True, False or 'plot', got {progress!r}")
+    if on_interrupt not in ("auto", "return", "raise"):
+        raise ValueError(f"fit: on_interrupt must be 'auto', 'return' or 'raise', got {on_interrupt!r}")

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from . import _check
+
 
 @dataclasses.dataclass(frozen=True)
 class _ClassificationLoss:
@@ -16,6 +18,13 @@ class _ClassificationLoss:
 
     def __call__(self, params: Any, batch: dict[str, jax.Array], rng: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
         del rng
+        if not isinstance(batch, dict) or not {"image", "label"} <= batch.keys():
+            raise TypeError(
+                'classification_loss: a batch must be a dict with "image" and "label", as data.batches makes them; got '
+                f"{sorted(batch) if isinstance(batch, dict) else _check.describe(batch)}; for other batches write a "
+                "loss_fn(params, batch, rng) -> (loss, aux) yourself"
+            )
+        _check.labels(batch["label"], "classification_loss")
         logits = self.apply_fn(params, batch["image"]).astype(jnp.float32)
         labels = batch["label"][:, None]
         losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels, axis=1)

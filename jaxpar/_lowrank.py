@@ -47,10 +47,10 @@ class TopK(Compressor):
     elementwise: ClassVar[bool] = False
     linear: ClassVar[bool] = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", check_number("topk", "ratio", self.ratio, positive=True, most=1))
 
-    def init(self, shape: Shape, dtype, *, seed=0) -> State:
+    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
         return start("topk", shape, dtype)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
@@ -61,12 +61,12 @@ class TopK(Compressor):
         residual = wanted.at[indices].set(0, unique_indices=True)
         return payload, {**state, "residual": residual.reshape(shape)}
 
-    def decode(self, payload: Payload, shape: Shape, dtype) -> jax.Array:
+    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
         flat = jnp.zeros(math.prod(shape), jnp.float32)
         flat = flat.at[payload["indices"]].set(payload["values"], unique_indices=True)
         return flat.reshape(shape).astype(dtype)
 
-    def wire_bytes(self, shape: Shape, dtype) -> int:
+    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
         return 8 * self._k(shape)
 
     def _k(self, shape: Shape) -> int:
@@ -97,12 +97,12 @@ class PowerSGD(LinearCompressor):
     elementwise: ClassVar[bool] = False
     linear: ClassVar[bool] = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, numbers.Integral) or self.rank < 1:
             raise ValueError(f"compression 'powersgd': rank must be an int >= 1, got {self.rank!r}")
         object.__setattr__(self, "rank", int(self.rank))
 
-    def init(self, shape: Shape, dtype, *, seed=0) -> State:
+    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
         """The residual, and a first `q` that is the same on every device whatever the seed."""
         state = start("powersgd", shape, dtype)
         rows, columns = _matrix(shape)
@@ -132,11 +132,11 @@ class PowerSGD(LinearCompressor):
         total = _product(p, q.T).reshape(value.shape).astype(value.dtype)
         return total, {**state, "residual": residual, "q": _next_q(q, state["q"])}
 
-    def wire_bytes(self, shape: Shape, dtype) -> int:
+    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
         rows, columns = _matrix(shape)
         return 4 * self._rank(rows, columns) * (rows + columns)
 
-    def pays(self, shape: Shape, dtype) -> bool:
+    def pays(self, shape: Shape, dtype: Any) -> bool:
         smaller = self.wire_bytes(shape, dtype) < plain_bytes(shape, dtype)
         return floating(dtype) and len(shape) >= 2 and smaller
 

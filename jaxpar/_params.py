@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from . import _check, _push
+from . import _check, _delay, _processes, _push
 from ._pull import whole
+from ._put import host
 from ._store import (
     STORE_AXIS,
     KVStore,
@@ -21,6 +23,7 @@ from ._store import (
     set_optimizer,
     set_updater,
     shapes_of,
+    signature,
 )
 from ._types import Device
 from .collectives import from_rows, to_rows
@@ -33,6 +36,7 @@ def from_params(
     optimizer: Any = None,
     updater: Any = None,
     devices: Sequence[Device] | None = None,
+    staleness: int | None = None,
 ) -> KVStore:
     """A store that holds a pytree of arrays: keys 0..n-1 in flatten order, the path of a leaf as its name.
 
@@ -41,7 +45,7 @@ def from_params(
         kind: as in `kv.create`.
         optimizer: an optax transform, as in `kv.set_optimizer`.
         updater: as in `kv.set_updater`; not together with `optimizer`.
-        devices: as in `kv.create`.
+        devices, staleness: as in `kv.create`.
 
     Raises:
         TypeError: a leaf that is no array.
@@ -58,17 +62,22 @@ def from_params(
         raise ValueError("kv.from_params: give an optimizer or an updater, not both")
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    store = create(kind, devices=devices)
+    store = create(kind, devices=devices, staleness=staleness)
     if optimizer is not None:
         store = set_optimizer(store, optimizer)
     elif updater is not None:
         store = set_updater(store, updater)
-    values = [
-        _check.array(leaf, f"kv.from_params: leaf {path!r} of params")
-        for path, (_, leaf) in zip(paths, leaves, strict=True)
-    ]
+    values = [_leaf(leaf, path) for path, (_, leaf) in zip(paths, leaves, strict=True)]
     store = init(store, list(range(len(values))), values)
     return dataclasses.replace(store, paths=tuple(enumerate(paths)), treedef=treedef)
+
+
+def _leaf(leaf: Any, path: str) -> jax.Array:
+    try:
+        return _check.array(leaf, f"kv.from_params: leaf {path!r} of params")
+    except TypeError as error:
+        hint = "; separate the arrays of a model from all else first: eqx.partition(model, eqx.is_inexact_array) in"
+        raise TypeError(f"{error}{hint} Equinox, nnx.split(model, nnx.Param) in Flax NNX") from None
 
 
 def to_params(store: KVStore, *, axis_name: str | None = None) -> Any:
@@ -100,7 +109,8 @@ def place(store: KVStore, devices: Sequence[Device]) -> KVStore:
 
     A store of kind `sharded` is cut anew into one row for each device; of the other kinds, `local` too, each
     device gets a copy, as a program over these devices needs it. Residuals of a compressor belong to the
-    devices that pushed; they stay where their number is the same and start anew otherwise.
+    devices that pushed; they stay where their number is the same and start anew otherwise. What waits in a store
+    with a staleness is handed to the new devices, so that the sums to come are the same.
 
     Args:
         store: any store.
@@ -115,7 +125,8 @@ def place(store: KVStore, devices: Sequence[Device]) -> KVStore:
     """
     target = create(store.kind, devices=devices).devices
     assert target is not None
-    moved = dataclasses.replace(store, devices=target, values={}, updater_state={}, residuals={})
+    store = _of_process_0(store, target)
+    moved = dataclasses.replace(store, devices=target, values={}, updater_state={}, residuals={}, pending={})
     mesh = mesh_of(target)
     rows, everywhere = NamedSharding(mesh, P(STORE_AXIS)), NamedSharding(mesh, P())
     shapes = shapes_of(store)
@@ -132,7 +143,17 @@ def place(store: KVStore, devices: Sequence[Device]) -> KVStore:
         values={k: put(k, store.values[k]) for k in keys},
         updater_state={k: jax.tree.map(lambda leaf, k=k: put(k, leaf), store.updater_state[k]) for k in keys},
     )
-    return with_residuals(moved, store.residuals)
+    return with_pending(with_residuals(moved, store.residuals), store.pending)
+
+
+def _of_process_0(store: KVStore, target: Sequence[Device]) -> KVStore:
+    """The store with process 0's values and states, where they are local and go to devices of several processes."""
+    held = (store.values, store.updater_state)
+    if not _processes.to_share(held, target):
+        return store
+    _processes.agree("kv.place: every process must hold the same keys, in the same shapes", signature(store.values))
+    values, states = _processes.from_first(held)
+    return dataclasses.replace(store, values=values, updater_state=states)
 
 
 def with_residuals(store: KVStore, before: dict[int, Any]) -> KVStore:
@@ -149,3 +170,31 @@ def with_residuals(store: KVStore, before: dict[int, Any]) -> KVStore:
         same = held is not None and jax.tree.map(lambda x: x.shape, held) == jax.tree.map(lambda x: x.shape, fresh)
         residuals[k] = copied(held if same else fresh, along)
     return dataclasses.replace(store, residuals=residuals)
+
+
+def with_pending(store: KVStore, before: dict[int, _delay.Waiting]) -> KVStore:
+    """The store with what waits on each of its devices, so that a push makes no room for it.
+
+    Raises:
+        ValueError: values that wait in this process alone, where the devices are of several.
+    """
+    if not store.staleness:
+        return store
+    assert store.devices is not None
+    mesh = mesh_of(store.devices)
+    along, everywhere = NamedSharding(mesh, P(STORE_AXIS)), NamedSharding(mesh, P())
+    pending = {}
+    for k in sorted(store.values):
+        held = before.get(k)
+        if held is None and not jnp.issubdtype(store.values[k].dtype, jnp.inexact):
+            continue  # a step pushes what has a gradient
+        if held is None:
+            held = _delay.start(store, k, len(store.devices))
+        elif _processes.to_share(held.values, store.devices):
+            raise ValueError(
+                f"kv.place: values pushed to key {k} by this process alone wait to be applied, and the devices are of "
+                "several processes; call kv.flush before"
+            )
+        held = _delay.regrouped(jax.tree.map(host, held), len(store.devices))
+        pending[k] = _delay.Waiting(copied(held.values, along), copied(held.count, everywhere))
+    return dataclasses.replace(store, pending=pending)

@@ -1,4 +1,4 @@
-"""What a running loop shows: a tqdm bar in a terminal or a notebook, a plain line per epoch elsewhere."""
+"""What a running loop shows: a bar in a terminal or a notebook or a picture there, elsewhere a line per epoch."""
 
 from __future__ import annotations
 
@@ -6,23 +6,31 @@ import sys
 import warnings
 from typing import Any
 
+import jax
+
+from ._live import LivePlot
+
 
 class Progress:
     """A bar for each epoch, or a line after it; nothing where it is switched off.
 
     Args:
-        show: whether to show anything.
+        show: whether to show anything; "plot": as a picture, in a notebook.
         epochs: how many there will be in all.
         steps: how many steps an epoch has.
     """
 
-    def __init__(self, show: bool, epochs: int, steps: int):
-        self._show, self._epochs, self._steps = show, epochs, steps
-        self._bars = show and _interactive()
+    def __init__(self, show: bool | str, epochs: int, steps: int):
+        show = show if jax.process_index() == 0 else False  # of several processes the first one speaks
+        self._show, self._epochs, self._steps = bool(show), epochs, steps
+        self._plot = LivePlot(epochs, steps) if show == "plot" and in_notebook() else None
+        self._bars = bool(show) and self._plot is None and _interactive()
         self._bar: Any = None
 
     def start(self, epoch: int, done: int) -> None:
         """A new epoch, of which `done` steps were made before."""
+        if self._plot is not None:
+            self._plot.start(epoch, done)
         if self._bars:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # tqdm's, where ipywidgets is missing: its plain bar will do
@@ -37,6 +45,8 @@ class Progress:
 
     def step(self, metrics: dict[str, float], images_per_second: float) -> None:
         """One step more; the metrics are of one that is finished, a little earlier."""
+        if self._plot is not None:
+            self._plot.step(metrics, images_per_second)
         if self._bar is not None:
             words = {k: f"{v:.4f}" for k, v in metrics.items()}
             if images_per_second:
@@ -46,11 +56,18 @@ class Progress:
 
     def end(self, record: dict[str, Any]) -> None:
         """The epoch is over: its line, with the bar or without."""
-        self.close()
-        if self._show:
+        self._close_bar()
+        if self._plot is not None:
+            self._plot.end(record, line(record, self._epochs))
+        elif self._show:
             print(line(record, self._epochs), flush=True)
 
     def close(self) -> None:
+        if self._plot is not None:
+            self._plot.close()
+        self._close_bar()
+
+    def _close_bar(self) -> None:
         if self._bar is not None:
             self._bar.leave = False
             self._bar.close()
@@ -73,8 +90,11 @@ def line(record: dict[str, Any], epochs: int) -> str:
 
 
 def _interactive() -> bool:
-    if sys.stdout.isatty():
-        return True
+    return sys.stdout.isatty() or in_notebook()
+
+
+def in_notebook() -> bool:
+    """Whether this is the kernel of a notebook."""
     if "IPython" not in sys.modules:
         return False
     shell = sys.modules["IPython"].get_ipython()

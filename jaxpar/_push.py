@@ -104,6 +104,11 @@ def _own_residual(store: KVStore, key: int, axis_name: str) -> tuple[Any, Any]:
     return jax.tree.map(lambda leaf, shape: leaf.reshape(shape.shape), held, fresh), held
 
 
+def held_residual(store: KVStore, key: int, axis_name: str) -> Any:
+    """This device's state of a key before a push, as the store holds it or will hold it."""
+    return _own_residual(store, key, axis_name)[1]
+
+
 def update(store: KVStore, summed: Arrays) -> tuple[Arrays, dict[int, Any]]:
     """The new values and updater states of the keys in `summed`, in ascending order of the keys."""
     values: Arrays = {}

@@ -25,6 +25,11 @@ def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | No
             f"kv.push: keys {sorted(pushed)}: a store of kind 'sharded' cuts values across their rows and takes "
             "no RowSparse; use kind 'device' or 'local' for this table"
         )
+    if store.staleness:
+        raise ValueError(
+            f"kv.push: keys {sorted(pushed)}: a RowSparse names other rows with each push, so it cannot wait in a store "
+            f"of staleness {store.staleness}; push dense values, or use kind 'dist_sync' for this table"
+        )
     values: dict[int, jax.Array] = {}
     states: dict[int, Any] = {}
     for key, rows in pushed.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -45,11 +45,11 @@ class TwoBit(Compressor):
     elementwise: ClassVar[bool] = True
     linear: ClassVar[bool] = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         threshold = check_number("2bit", "threshold", self.threshold, positive=True)
         object.__setattr__(self, "threshold", threshold)
 
-    def init(self, shape: Shape, dtype, *, seed=0) -> State:
+    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
         return start("2bit", shape, dtype)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
@@ -59,13 +59,13 @@ class TwoBit(Compressor):
         codes = jnp.where(up, np.uint8(3), jnp.where(down, np.uint8(2), np.uint8(0)))
         return {"codes": _pack_pairs(_padded(codes, 16))}, {**state, "residual": residual}
 
-    def decode(self, payload: Payload, shape: Shape, dtype) -> jax.Array:
+    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
         t = np.float32(self.threshold)
         codes = _unpack(payload["codes"], 2)
         values = jnp.where(codes == 3, t, jnp.where(codes == 2, -t, np.float32(0)))
         return values[: math.prod(shape)].reshape(shape).astype(dtype)
 
-    def wire_bytes(self, shape: Shape, dtype) -> int:
+    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
         return 4 * _words(shape, 16)
 
 
@@ -91,10 +91,10 @@ class OneBit(Compressor):
     elementwise: ClassVar[bool] = True
     linear: ClassVar[bool] = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "threshold", check_number("1bit", "threshold", self.threshold))
 
-    def init(self, shape: Shape, dtype, *, seed=0) -> State:
+    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
         return start("1bit", shape, dtype)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
@@ -105,11 +105,11 @@ class OneBit(Compressor):
         codes = (bits << _shifts(bits.shape, 1)).sum(-1, dtype=jnp.uint32)
         return {"codes": codes}, {**state, "residual": residual}
 
-    def decode(self, payload: Payload, shape: Shape, dtype) -> jax.Array:
+    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
         values = jnp.where(_unpack(payload["codes"], 1) == 1, np.float32(1), np.float32(-1))
         return values[: math.prod(shape)].reshape(shape).astype(dtype)
 
-    def wire_bytes(self, shape: Shape, dtype) -> int:
+    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
         return 4 * _words(shape, 32)
 
 
@@ -128,10 +128,10 @@ class Int8(Compressor):
     elementwise: ClassVar[bool] = False
     linear: ClassVar[bool] = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_word("int8", "rounding", self.rounding, _ROUNDINGS)
 
-    def init(self, shape: Shape, dtype, *, seed=0) -> State:
+    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
         return _start_rounding("int8", self.rounding, shape, dtype, seed)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
@@ -147,12 +147,12 @@ class Int8(Compressor):
         payload = {"codes": codes.astype(jnp.int8).reshape(-1)[:size], "scales": scales}
         return payload, _advance({**state, "residual": residual.reshape(-1)[:size].reshape(shape)})
 
-    def decode(self, payload: Payload, shape: Shape, dtype) -> jax.Array:
+    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
         codes = _padded(payload["codes"], _INT8_BLOCK).reshape(-1, _INT8_BLOCK).astype(jnp.float32)
         values = codes * payload["scales"][:, None]
         return values.reshape(-1)[: math.prod(shape)].reshape(shape).astype(dtype)
 
-    def wire_bytes(self, shape: Shape, dtype) -> int:
+    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
         return math.prod(shape) + 4 * _words(shape, _INT8_BLOCK)
 
     def _dither(self, shape: Shape, state: State):
@@ -174,10 +174,10 @@ class BFloat16(Compressor):
     elementwise: ClassVar[bool] = True
     linear: ClassVar[bool] = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_word("bf16", "rounding", self.rounding, _ROUNDINGS)
 
-    def init(self, shape: Shape, dtype, *, seed=0) -> State:
+    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
         return _start_rounding("bf16", self.rounding, shape, dtype, seed)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
@@ -190,11 +190,11 @@ class BFloat16(Compressor):
         payload = {"bits": (rounded >> 16).astype(jnp.uint16).reshape(-1)}
         return payload, _advance({**state, "residual": residual})
 
-    def decode(self, payload: Payload, shape: Shape, dtype) -> jax.Array:
+    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
         bits = payload["bits"].astype(jnp.uint32) << 16
         return jax.lax.bitcast_convert_type(bits, jnp.float32).reshape(shape).astype(dtype)
 
-    def wire_bytes(self, shape: Shape, dtype) -> int:
+    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
         return 2 * math.prod(shape)
 
     def _dither(self, bits: jax.Array, state: State) -> jax.Array:
@@ -236,7 +236,7 @@ def _unpack(words: jax.Array, bits: int) -> jax.Array:
     return ((words[:, None] >> _shifts(shape, bits)) & np.uint32(2**bits - 1)).reshape(-1)
 
 
-def _start_rounding(name: str, rounding: str, shape: Shape, dtype, seed) -> State:
+def _start_rounding(name: str, rounding: str, shape: Shape, dtype: Any, seed: Any) -> State:
     state = start(name, shape, dtype)
     if rounding == "nearest":
         return state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ class RowSparse:
     values: jax.Array
     shape: tuple[int, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         shape = check_table(self.shape, "RowSparse")
         indices, values = as_ids(self.indices, "RowSparse: indices"), _own(self.values)
         if indices.ndim != 1:
@@ -58,10 +59,10 @@ class RowSparse:
     __iter__ = None  # or Python would iterate by __getitem__, without end
 
     @property
-    def dtype(self):
+    def dtype(self) -> Any:
         return self.values.dtype
 
-    def __getitem__(self, ids) -> jax.Array:
+    def __getitem__(self, ids: Any) -> jax.Array:
         """Rows by their index in the table, zeros for a row that is not held.
 
         So a model that looks up `table[ids]` runs on the pulled rows as well. Needs sorted indices, each

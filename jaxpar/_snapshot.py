@@ -2,7 +2,9 @@
 
 Every leaf has a name, its path: `store/values/3`, `step`. Of a `KVStore` the values are taken whole, also where its
 kind is `sharded` and they live as one row for each device, so a store of any kind on any number of devices can
-take them up again. Residuals belong to the devices that pushed: another number of devices starts them anew.
+take them up again. Residuals belong to the devices that pushed: another number of devices starts them anew. What
+waits in a store with a staleness is handed to the new devices, its sum unchanged; what each device has for itself
+between two rounds of local steps is averaged.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from . import _check, _push
+from . import _check, _delay, _push
+from ._put import host, put
+from ._state import TrainState, regrouped
 from ._store import STORE_AXIS, KVStore, mesh_of, names, shapes_of
 from .buckets import Shape
 
-_RESIDUALS = "residuals"
+_RESIDUALS, _PENDING = "residuals", "pending"
 _SCALARS = (bool, int, float, complex)
 
 
@@ -35,7 +39,7 @@ class Slot:
         leaf: what stands there: an array, a `jax.ShapeDtypeStruct` or a Python number.
         shape: of the array as it is saved.
         rows: whether the leaf has this array flat, padded and cut into a row for each device.
-        residual: whether it is of a compressor's residual.
+        part: "residual" or "pending" for what belongs to the devices that pushed, else None.
     """
 
     name: str
@@ -43,7 +47,7 @@ class Slot:
     leaf: Any
     shape: Shape
     rows: bool = False
-    residual: bool = False
+    part: str | None = None
 
     @property
     def dtype(self) -> str:
@@ -52,14 +56,18 @@ class Slot:
     def record(self) -> dict[str, Any]:
         """What a checkpoint says about the array, as JSON."""
         about = {"name": self.name, "words": self.words, "shape": list(self.shape), "dtype": self.dtype}
-        about |= {"residual": True} if self.residual else {}
+        about |= {self.part: True} if self.part else {}
         return about | ({"impl": str(jax.random.key_impl(self.leaf))} if _typed(self.leaf) else {})
 
 
-def take(tree: Any) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
-    """A record and an array of its own memory for each leaf, so that the state can be donated right after."""
+def take(tree: Any, keep: bool = True) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
+    """A record and an array of its own memory for each leaf, so that the state can be donated right after.
+
+    Without `keep` there are no arrays: a process that writes nothing only gives the others its part of them.
+    """
     found = _slots(tree)
-    return [s.record() for s in found], [_host(s) for s in found]
+    arrays = [_host(s, keep) for s in found]
+    return [s.record() for s in found], [a for a in arrays if a is not None]
 
 
 def fit(records: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray], like: Any) -> tuple[Any, list[str]]:
@@ -73,14 +81,17 @@ def fit(records: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray], like: A
     """
     saved = {r["name"]: (r, a) for r, a in zip(records, arrays, strict=True)}
     bare = jax.tree.map(
-        lambda node: dataclasses.replace(node, residuals={}) if _is_store(node) else node, like, is_leaf=_is_store
+        lambda node: dataclasses.replace(node, residuals={}, pending={}) if _is_store(node) else node,
+        like,
+        is_leaf=_is_store,
     )
+    remarks: list[str] = []
     wanted = _slots(bare)
-    _compare(wanted, [r for r in records if "residual" not in r])
+    saved = _averaged(saved, like, remarks)
+    _compare(wanted, [r for r, _ in saved.values() if not {"residual", "pending"} & r.keys()])
     leaves = [_put(s, *saved[s.name]) for s in wanted]
     state = jax.tree.structure(bare).unflatten(leaves)
 
-    remarks: list[str] = []
     nodes, treedef = jax.tree_util.tree_flatten_with_path(like, is_leaf=_is_store)
     filled = treedef.flatten_up_to(state)
     for i, (path, node) in enumerate(nodes):
@@ -88,7 +99,8 @@ def fit(records: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray], like: A
             prefix = _join(_name(path), _RESIDUALS)
             own = {n: v for n, v in saved.items() if n.startswith(prefix + "/")}
             residuals = _residuals(filled[i], node, own, prefix, remarks)
-            filled[i] = dataclasses.replace(filled[i], residuals=residuals)
+            pending = _pending(filled[i], node, saved, _join(_name(path), _PENDING))
+            filled[i] = dataclasses.replace(filled[i], residuals=residuals, pending=pending)
     return treedef.unflatten(filled), remarks
 
 
@@ -132,22 +144,18 @@ def _store_slots(store: KVStore, prefix: str) -> Iterable[Slot]:
     shapes, called = shapes_of(store), names(store)
     for path, leaf in jax.tree_util.tree_flatten_with_path(store)[0]:
         part, k = path[0].name, path[1].key
-        rows = store.kind == "sharded" and part != _RESIDUALS and leaf.shape == store.values[k].shape
+        of_devices = {_RESIDUALS: "residual", _PENDING: "pending"}.get(part)
+        rows = store.kind == "sharded" and not of_devices and leaf.shape == store.values[k].shape
         name = _name(path)
         key = f"key {k} ({called[k]!r})" if called.get(k, str(k)) != str(k) else f"key {k}"
         words = f"{key}: {'value' if part == 'values' else name}"
-        yield Slot(_join(prefix, name), words, leaf, tuple(shapes[k] if rows else leaf.shape), rows, part == _RESIDUALS)
+        yield Slot(_join(prefix, name), words, leaf, tuple(shapes[k] if rows else leaf.shape), rows, of_devices)
 
 
-def _host(slot: Slot) -> np.ndarray:
-    leaf = jax.random.key_data(slot.leaf) if _typed(slot.leaf) else slot.leaf
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        if leaf.is_fully_replicated:
-            leaf = leaf.addressable_data(0)
-        else:
-            from jax.experimental import multihost_utils
-
-            leaf = multihost_utils.process_allgather(leaf, tiled=True)
+def _host(slot: Slot, keep: bool) -> np.ndarray | None:
+    leaf = host(jax.random.key_data(slot.leaf) if _typed(slot.leaf) else slot.leaf)
+    if not keep:
+        return None
     array = np.array(leaf, copy=True)  # asarray would share the memory of an array on a CPU device
     return array.reshape(-1)[: math.prod(slot.shape)].reshape(slot.shape) if slot.rows else array
 
@@ -163,7 +171,7 @@ def _put(slot: Slot, record: dict[str, Any], array: np.ndarray) -> Any:
         flat = np.zeros(math.prod(leaf.shape), array.dtype)
         flat[: array.size] = array.reshape(-1)
         array = flat.reshape(leaf.shape)
-    placed = jax.device_put(array, getattr(leaf, "sharding", None))
+    placed = put(array, getattr(leaf, "sharding", None))
     return jax.random.wrap_key_data(placed, impl=record["impl"]) if "impl" in record else placed
 
 
@@ -232,5 +240,61 @@ def _residual(store: KVStore, like: KVStore, k: int, own: dict[str, Any], prefix
     where = NamedSharding(mesh_of(store.devices), P(STORE_AXIS)) if store.devices else None
     shardings = [getattr(leaf, "sharding", where) for leaf in held] or [where] * len(slots)
     leaves = [own[s.name][1] if kept else np.asarray(s.leaf) for s in slots]
-    placed = [jax.device_put(x, s) for x, s in zip(leaves, shardings, strict=True)]
+    placed = [put(x, s) for x, s in zip(leaves, shardings, strict=True)]
     return jax.tree.structure(fresh).unflatten(placed), kept
+
+
+def _pending(store: KVStore, like: KVStore, saved: dict[str, Any], prefix: str) -> dict[int, _delay.Waiting]:
+    """What waits for each key, handed to the devices of `like`; nothing, where nothing was saved."""
+    found: dict[int, dict[str, Any]] = {}
+    for name, (record, array) in saved.items():
+        if name.startswith(prefix + "/"):
+            key, _, rest = name.removeprefix(prefix + "/").partition("/")
+            found.setdefault(int(key), {})[rest] = record, array
+    pending = {}
+    for k in sorted({*like.pending, *found}):
+        held = like.pending.get(k)
+        count = held.values[0].shape[0] if held else len(store.devices) if store.devices else None
+        waiting = _waiting(store, k, found[k], count) if k in found else _delay.start(store, k, count or 1)
+        along, everywhere = None, None
+        if store.devices:
+            mesh = mesh_of(store.devices)
+            along, everywhere = NamedSharding(mesh, P(STORE_AXIS)), NamedSharding(mesh, P())
+        if held:
+            along, everywhere = held.values[0].sharding, held.count.sharding
+        pending[k] = _delay.Waiting(put(waiting.values, along), put(waiting.count, everywhere))
+    return pending
+
+
+def _waiting(store: KVStore, k: int, found: dict[str, Any], count: int | None) -> _delay.Waiting:
+    staleness = len(found) - 1
+    if staleness != store.staleness:
+        words = found["count"][0]["words"].partition(":")[0]
+        raise ValueError(
+            f"{words}: values wait for {staleness} pushes, but the store of `like` has staleness {store.staleness}; "
+            f"make it with kv.from_params(..., kind='dist_async', staleness={staleness}), or apply what waits before "
+            "saving (step.finish, kv.flush)"
+        )
+    values = tuple(jnp.asarray(found[f"values/{i}"][1]) for i in range(staleness))
+    waiting = _delay.Waiting(values, jnp.asarray(found["count"][1]))
+    return waiting if count is None else _delay.regrouped(waiting, count)
+
+
+def _averaged(saved: dict[str, Any], like: Any, remarks: list[str]) -> dict[str, Any]:
+    """What was saved, with what devices had for themselves brought to the number of devices of `like`."""
+    wanted = jax.tree.leaves(like.local) if isinstance(like, TrainState) else []
+    own = {n: v for n, v in saved.items() if n.startswith("local/") and v[1].ndim}
+    if not wanted or not own:
+        return saved
+    count, before = wanted[0].shape[0], next(iter(own.values()))[1].shape[0]
+    if count == before:
+        return saved
+    remarks.append(
+        f"the local parameters and updater states of {before} devices were averaged for {count}: they are in a round "
+        "of local steps, and each belongs to its device"
+    )
+    new = {}
+    for name, (record, array) in own.items():
+        array = np.asarray(regrouped(jnp.asarray(array), count))
+        new[name] = {**record, "shape": list(array.shape)}, array
+    return {**saved, **new}

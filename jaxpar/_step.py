@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,82 +12,25 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from . import _push, collectives, kv, parallel
+from . import _check, kv, parallel
+from ._donated import check_alive
+from ._finite import ACTIONS, Guard
+from ._gradient import Gradient
+from ._local_steps import LocalSteps, check_local_steps
+from ._one_device import OneDevice
+from ._pmap_across import PmapAcross
+from ._put import put
+from ._scaling import DynamicLossScale, check_loss_scale
 from ._settle import settle
-from ._store import STORE_AXIS, copied, mesh_of, shapes_of
+from ._state import TrainState, carries, everywhere, placed, specs
+from ._store import STORE_AXIS, mesh_of
 from ._types import Device, traced
 
 if TYPE_CHECKING:
     import optax
 
 Batch = Any
-LossFn = Callable[[Any, Batch, jax.Array], tuple[jax.Array, dict[str, Any]]]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """Everything that training changes; a pytree.
-
-    Attributes:
-        store: holds the parameters, the updater's state and the residuals of a compressor.
-        step: int32, how many batches the store has seen.
-        rng: a random key that stays as it is; step t uses `fold_in(rng, t)`, so a run that is resumed draws
-            the same numbers.
-        transform: the state of the step's `grad_transform`, () where there is none.
-    """
-
-    store: kv.KVStore
-    step: jax.Array
-    rng: jax.Array
-    transform: Any = ()
-
-    @property
-    def params(self) -> Any:
-        """The parameters as they were given to `kv.from_params`."""
-        return kv.to_params(self.store)
-
-
-def create_state(
-    store: kv.KVStore,
-    rng: jax.Array | int,
-    *,
-    devices: Sequence[Device] | None = None,
-    grad_transform: optax.GradientTransformation | None = None,
-) -> TrainState:
-    """The state before the first step, copied onto the devices that will train.
-
-    Args:
-        store: made by `kv.from_params`; it stays valid, the state holds copies.
-        rng: a random key, or an int to make one of.
-        devices: None takes the store's, or else all of them.
-        grad_transform: the one given to `make_train_step`, where it has a state.
-
-    Raises:
-        ValueError: the store was not made by `kv.from_params`.
-
-    Example:
-        >>> import optax
-        >>> from jaxpar import kv, models, train
-        >>> params = models.lenet.init(jax.random.key(0))
-        >>> state = train.create_state(kv.from_params(params, optimizer=optax.sgd(0.2)), 0)
-        >>> int(state.step)
-        0
-    """
-    if store.treedef is None:
-        raise ValueError("train.create_state: the store must be made by kv.from_params, so that it knows the params")
-    if devices is None:
-        devices = store.devices or tuple(jax.devices())
-    rng = jax.random.key(rng) if isinstance(rng, (int, np.integer)) else rng
-    transform = () if grad_transform is None else grad_transform.init(kv.to_params(store))
-    state = TrainState(store, jnp.zeros((), jnp.int32), rng, transform)
-    return _on(state, tuple(devices))
-
-
-def _on(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
-    """The state copied onto these devices."""
-    rest = copied((state.step, state.rng, state.transform), NamedSharding(mesh_of(devices), P()))
-    return TrainState(kv.place(state.store, devices), *rest)
+LossFn = Callable[..., Any]
 
 
 def make_train_step(
@@ -97,6 +40,13 @@ def make_train_step(
     devices: Sequence[Device] | None = None,
     axis_name: str = "data",
     grad_transform: optax.GradientTransformation | None = None,
+    accumulate: int = 1,
+    compute_dtype: Any = None,
+    remat: bool | Callable[..., Any] = False,
+    nonfinite: Literal["ignore", "skip", "stop"] = "ignore",
+    loss_scale: float | Literal["dynamic"] | DynamicLossScale | None = None,
+    local_steps: int | None = None,
+    outer_optimizer: optax.GradientTransformation | None = None,
 ) -> TrainStep:
     """A data-parallel training step over the devices that the state lives on.
 
@@ -107,23 +57,49 @@ def make_train_step(
     Args:
         loss_fn: `loss_fn(params, batch, rng) -> (loss, aux)`: the mean loss over the examples of `batch`, which
             is one device's share, and a dict of further values to report. `rng` differs from step to step and
-            from device to device.
+            from device to device. Where the state has a `model_state`,
+            `loss_fn(params, batch, rng, model_state) -> (loss, aux, new_model_state)`; the means over the
+            devices of its floating leaves are kept, other leaves must come out the same on all devices.
         engine: `pmap` or `shard_map`; same numbers from both.
         devices: None follows the state.
         axis_name: the name of the axis over the devices, for collectives in `loss_fn`.
         grad_transform: an optax transform of all gradients together, after they are summed and before the
-            updater: the place for what couples keys, such as `optax.clip_by_global_norm`. Where it has a state,
-            give it to `create_state` as well.
+            updater: the place for what couples keys, such as `optax.clip_by_global_norm`.
+        accumulate: cuts each device's share in so many microbatches, taken one after the other; their gradients
+            are averaged and pushed once. Each gets an `rng` of its own, and the `model_state` of the one before.
+        compute_dtype: such as `jnp.bfloat16`: `loss_fn` gets the floating arrays of `params` and `batch` in it.
+            The store, the gradients that are pushed, their sums and the loss stay float32.
+        remat: True, or a policy of `jax.checkpoint_policies`: `loss_fn` is wrapped in `jax.checkpoint`, so that
+            activations are computed again on the way back, all or those that the policy does not save.
+        nonfinite: what a NaN or infinite loss or gradient on any device does. `ignore`: nothing, it is pushed as
+            any other number. `skip`: that update is left out on all devices (store, transform and model state
+            stay as they are, the step is counted); `metrics["skipped"]` is 1. `stop`: nothing changes from that
+            step on, not even the number of the step, until the error of `check_finite`, or `fit`, hands out the
+            state to go on with.
+        loss_scale: a number that the loss is multiplied by and its gradients are divided by, before they are
+            pushed; "dynamic", or a `DynamicLossScale`, for one that adapts itself. Made for float16. A dynamic
+            scale leaves out the updates that overflow, whatever `nonfinite` says, and stops nothing unless the
+            loss itself is not finite or the scale is down at its least.
+        local_steps: H: every device makes H updates of its own, by the store's updater and with the mean gradient
+            of its share of each batch, before all agree on new parameters; see `jaxpar._local_steps`. The store
+            holds the parameters on which they agreed last, so that is what `state.params`, `evaluate` and `fit`
+            see; `step.finish(state)` ends a round before its time. A `grad_transform` gets each device's own
+            gradients. The metrics, and a `model_state`, are means over the devices at every step.
+        outer_optimizer: with `local_steps`, an optax transform for the mean over the devices of (parameters at the
+            start of the round - own parameters), such as `optax.sgd(0.7, momentum=0.9, nesterov=True)`, which is
+            DiLoCo (Douillard et al. 2023). None averages the parameters.
 
     Returns:
         `step(state, batch) -> (state, metrics)`, compiled once for each shape of a batch. `batch` is the global
         batch, a pytree of arrays with a common first axis that the number of devices divides. The memory of
         `state` is given to the new one: the old state cannot be used again. `metrics` are the means over the
         devices of `loss` and of what is in `aux`; they are on the devices, and reading one waits for the step.
+        `skipped` (0.0 or 1.0) and `loss_scale` are beside them where the step can skip, or scales dynamically.
 
     Raises:
-        ValueError: an unknown engine; when called, a batch that cannot be divided.
-        TypeError: when called, a `loss_fn` that returns something else.
+        ValueError: an unknown engine or another option out of its range; when called, a batch that cannot be
+            divided.
+        TypeError: a `compute_dtype` that is not floating; when called, a `loss_fn` that returns something else.
 
     Example:
         >>> import optax
@@ -137,60 +113,172 @@ def make_train_step(
         >>> float(metrics["loss"]), state.params["w"].tolist()
         (1.0, [1.0])
     """
+    if not callable(loss_fn):
+        raise TypeError(
+            "make_train_step: expected the function loss_fn(params, batch, rng) itself, not what it returns; "
+            f"got {_check.describe(loss_fn)}"
+        )
     parallel.check_engine(engine, "make_train_step")
     chosen = None if devices is None else parallel.check_devices(devices, "make_train_step")
-    return TrainStep(loss_fn, engine, axis_name, grad_transform, chosen)
+    _check_options(accumulate, compute_dtype, remat, nonfinite)
+    check_local_steps(local_steps, outer_optimizer)
+    scaling = check_loss_scale(loss_scale)
+    dynamic = scaling if isinstance(scaling, DynamicLossScale) else None
+    guard = Guard(nonfinite == "stop", dynamic) if nonfinite != "ignore" or dynamic else None
+    gradient = Gradient(loss_fn, accumulate, compute_dtype, remat)
+    options = gradient, axis_name, grad_transform, scaling, guard
+    one = OneDevice(*options) if local_steps is None else LocalSteps(*options, int(local_steps), outer_optimizer)
+    return TrainStep(one, engine, chosen, nonfinite)
+
+
+def _check_options(accumulate: Any, compute_dtype: Any, remat: Any, nonfinite: Any) -> None:
+    if isinstance(accumulate, bool) or not isinstance(accumulate, (int, np.integer)) or accumulate < 1:
+        raise ValueError(f"make_train_step: accumulate must be an int of 1 or more, got {accumulate!r}")
+    if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
+        raise TypeError(f"make_train_step: compute_dtype must be a floating dtype, got {compute_dtype!r}")
+    if not isinstance(remat, bool) and not callable(remat):
+        raise ValueError(
+            f"make_train_step: remat must be True, False or a policy such as jax.checkpoint_policies.dots_saveable, "
+            f"got {remat!r}"
+        )
+    if nonfinite not in ACTIONS:
+        raise ValueError(f"make_train_step: nonfinite must be one of {', '.join(ACTIONS)}, got {nonfinite!r}")
 
 
 class TrainStep:
     """What `make_train_step` returns: call it with a state and a batch.
 
     Attributes:
-        engine, axis_name, devices: as given.
+        engine, axis_name, devices, nonfinite: as given.
     """
 
-    def __init__(self, loss_fn: LossFn, engine: str, axis_name: str, grad_transform: Any, devices: Any):
-        self.engine, self.axis_name, self.devices = engine, axis_name, devices
-        self._one = _OneDevice(loss_fn, axis_name, grad_transform)
+    def __init__(self, one: OneDevice, engine: str, devices: tuple[Device, ...] | None, nonfinite: str):
+        self.engine: str = engine
+        self.axis_name: str = one.axis_name
+        self.devices: tuple[Device, ...] | None = devices
+        self.nonfinite: str = nonfinite
+        self._one = one
         self._programs: dict[tuple[Device, ...], Any] = {}
+        self._finishers: dict[tuple[Device, ...], Any] = {}
+        self._stateless = one.grad_transform is None  # whether the grad_transform is known to have no state
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        program, state, batch = self._prepared(state, batch)
-        return program(state, batch)
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                "train step: expected a state, train.create_state(kv.from_params(params, optimizer=...), rng); "
+                f"got {_check.describe(state)}"
+            )
+        try:
+            program, state, batch = self._prepared(state, batch)
+            return program(state, batch)
+        except RuntimeError as error:
+            if "deleted" in str(error):
+                check_alive(state, "train step")
+            raise
 
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
         """The step before compilation, to look at its text, costs or memory."""
         program, state, batch = self._prepared(state, batch)
         return program.lower(state, batch)
 
-    def _prepared(self, state: TrainState, batch: Batch) -> tuple[Any, TrainState, Batch]:
-        devices = self.devices or state.store.devices or tuple(jax.devices())
+    @property
+    def skips(self) -> bool:
+        """Whether the step may leave an update out; `metrics` has `skipped` then."""
+        return self._one.guard is not None
+
+    def complete(self, state: TrainState) -> TrainState:
+        """The state on the step's devices, with all parts that the step keeps in it; those it has stay.
+
+        The first call of the step does the same. It is for a state that a checkpoint is restored into:
+        `checkpoint.restore(path, step.complete(train.create_state(store, rng)))`.
+        """
+        devices = self._devices_for(state)
         if state.store.devices != devices:
-            state = _on(state, devices)
-        n = parallel.batch_length(batch, "train step")
-        if n % len(devices):
-            raise ValueError(
-                f"train step: a batch of {n} cannot be divided by {len(devices)} devices; use a batch of "
-                f"{n // len(devices) * len(devices) or len(devices)}, or pad it"
-            )
+            state = placed(state, devices)
+        missing = self._missing(state)
+        state = dataclasses.replace(state, **everywhere(missing, devices)) if missing else state
+        return self._one.begun(state, devices)
+
+    def finish(self, state: TrainState) -> TrainState:
+        """The state with nothing left to come, for the end of training; the one that is given stays valid.
+
+        What waits in a store with a staleness is applied, the oldest first; a round of local steps that is under
+        way ends, and all devices agree. Otherwise it is the state as it is. Going on from it is fine.
+        """
+        devices = self._devices_for(state)
+        state = self.complete(state)
+        if not state.store.staleness and not carries(state.local):
+            return state
+        if devices not in self._finishers:
+            self._finishers[devices] = _finisher(self._one, self.axis_name, devices)
+        settle(state, devices)
+        return self._finishers[devices](state)
+
+    def _missing(self, state: TrainState) -> dict[str, Any]:
+        """The parts of a state that it has not and that this step keeps, as they are before the first step."""
+        one, missing = self._one, {}
+        if not self._stateless and not carries(state.transform):
+            fresh = one.grad_transform.init(kv.to_params(state.store))
+            self._stateless = not jax.tree.leaves(fresh)
+            missing |= {} if self._stateless else {"transform": fresh}
+        if one.guard is not None and not carries(state.nonfinite):
+            missing["nonfinite"] = one.guard.start(state.store)
+        if isinstance(one.scaling, DynamicLossScale) and not carries(state.loss_scale):
+            missing["loss_scale"] = one.scaling.start()
+        return missing
+
+    def _devices_for(self, state: TrainState) -> tuple[Device, ...]:
+        return self.devices or state.store.devices or tuple(jax.devices())
+
+    def _prepared(self, state: TrainState, batch: Batch) -> tuple[Any, TrainState, Batch]:
+        devices = self._devices_for(state)
+        self._check_batch(parallel.batch_length(batch, "train step"), len(devices))
+        state = self.complete(state)
         if devices not in self._programs:
             self._programs[devices] = self._compiled(devices)
         batch = _batch_on(batch, devices)
         settle((state.step, batch), devices)
         return self._programs[devices], state, batch
 
+    def _check_batch(self, n: int, devices: int) -> None:
+        parts = self._one.gradient.accumulate
+        if n % (devices * parts) == 0:
+            return
+        fit = n // (devices * parts) * devices * parts or devices * parts
+        if n % devices:
+            raise ValueError(
+                f"train step: a batch of {n} cannot be divided by {devices} devices; use a batch of {fit}, or pad it"
+            )
+        raise ValueError(
+            f"train step: a batch of {n} gives each of {devices} devices {n // devices} examples, which cannot be cut "
+            f"in accumulate={parts} microbatches; use a batch of {fit}"
+        )
+
     def _compiled(self, devices: tuple[Device, ...]) -> Any:
+        if self.engine == "pmap" and len({d.process_index for d in devices}) > 1:
+            return PmapAcross(self._one, self.axis_name, devices)
         engine = _pmapped if self.engine == "pmap" else _shard_mapped
 
         def train_step(state: TrainState, batch: Batch) -> Any:
             new, metrics = engine(self._one, self.axis_name, devices, state, batch)
             # The new state lies exactly as the old one does, so the next step finds its program.
-            shardings = [NamedSharding(mesh_of(devices), spec) for spec in _specs(new, STORE_AXIS)]
+            shardings = [NamedSharding(mesh_of(devices), spec) for spec in specs(new, STORE_AXIS)]
             leaves, structure = jax.tree.flatten(new)
             leaves = [lax.with_sharding_constraint(x, s) for x, s in zip(leaves, shardings, strict=True)]
             return structure.unflatten(leaves), metrics
 
         return jax.jit(train_step, donate_argnums=0)
+
+
+def _finisher(one: OneDevice, axis_name: str, devices: tuple[Device, ...]) -> Any:
+    """The compiled `TrainStep.finish`; the old state stays."""
+
+    def finish(state: TrainState) -> TrainState:
+        layout = jax.tree.structure(state).unflatten(specs(state, axis_name))
+        mesh = Mesh(np.array(devices), (axis_name,))
+        return jax.shard_map(one.flushed, mesh=mesh, in_specs=(layout,), out_specs=layout, check_vma=False)(state)
+
+    return jax.jit(finish)
 
 
 def _batch_on(batch: Batch, devices: tuple[Device, ...]) -> Batch:
@@ -199,13 +287,13 @@ def _batch_on(batch: Batch, devices: tuple[Device, ...]) -> Batch:
         if isinstance(leaf, jax.Array) and not traced(leaf):
             there = leaf.sharding.device_set
             if len(there) != len(devices) or there != set(devices):
-                return jax.device_put(batch, NamedSharding(mesh_of(devices), P(STORE_AXIS)))
+                return put(batch, NamedSharding(mesh_of(devices), P(STORE_AXIS)))
     return batch
 
 
 def _pmapped(one: Any, axis_name: str, devices: Any, state: TrainState, batch: Batch) -> Any:
     leaves, structure = jax.tree.flatten(state)
-    axes = [None if spec == P() else 0 for spec in _specs(state, axis_name)]
+    axes = [None if spec == P() else 0 for spec in specs(state, axis_name)]
 
     def body(leaves: list[jax.Array], batch: Batch) -> Any:
         new, metrics = one(structure.unflatten(leaves), batch)
@@ -218,100 +306,11 @@ def _pmapped(one: Any, axis_name: str, devices: Any, state: TrainState, batch: B
 
 
 def _shard_mapped(one: Any, axis_name: str, devices: Any, state: TrainState, batch: Batch) -> Any:
-    specs = jax.tree.structure(state).unflatten(_specs(state, axis_name))
+    layout = jax.tree.structure(state).unflatten(specs(state, axis_name))
     return jax.shard_map(
         one,
         mesh=Mesh(np.array(devices), (axis_name,)),
-        in_specs=(specs, P(axis_name)),
-        out_specs=(specs, P()),
+        in_specs=(layout, P(axis_name)),
+        out_specs=(layout, P()),
         check_vma=False,  # with the check on, the gradient of replicated params would come summed already
     )(state, batch)
-
-
-def _specs(state: TrainState, axis_name: str) -> list[P]:
-    rest = jax.tree.leaves((state.step, state.rng, state.transform))
-    return jax.tree.leaves(kv.partition_specs(state.store, axis_name)) + [P() for _ in rest]
-
-
-@dataclasses.dataclass(frozen=True)
-class _OneDevice:
-    """The step as one device runs it, inside the mapped axis."""
-
-    loss_fn: LossFn
-    axis_name: str
-    grad_transform: Any
-
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        params = kv.to_params(state.store, axis_name=self.axis_name)
-        rng = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), lax.axis_index(self.axis_name))
-        grads, metrics = self._gradient(params, batch, rng)
-        summed, residuals = _push.reduce(state.store, grads, self.axis_name)
-        transform = state.transform
-        if self.grad_transform is not None:
-            summed, transform = self._transformed(state, params, summed)
-        values, states = _push.update(state.store, summed)
-        store = dataclasses.replace(
-            state.store,
-            values={**state.store.values, **values},
-            updater_state={**state.store.updater_state, **states},
-            residuals={**state.store.residuals, **residuals},
-        )
-        return TrainState(store, state.step + 1, state.rng, transform), self._means(metrics)
-
-    def _gradient(self, params: Any, batch: Batch, rng: jax.Array) -> tuple[dict[int, jax.Array], dict[str, Any]]:
-        """What this device pushes for each floating parameter, and its metrics."""
-        leaves, structure = jax.tree.flatten(params)
-        keys = [k for k, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-
-        def loss(trained: list[jax.Array]) -> tuple[jax.Array, Any]:
-            merged = {**dict(enumerate(leaves)), **dict(zip(keys, trained, strict=True))}
-            return _checked_loss(self.loss_fn(structure.unflatten(list(merged.values())), batch, rng))
-
-        (value, aux), grads = jax.value_and_grad(loss, has_aux=True)([leaves[k] for k in keys])
-        count = lax.axis_size(self.axis_name)
-        return {k: g / count for k, g in zip(keys, grads, strict=True)}, {"loss": value, **aux}
-
-    def _transformed(self, state: TrainState, params: Any, summed: dict[int, jax.Array]) -> Any:
-        """The summed gradients through `grad_transform`; a sharded store's are gathered for it."""
-        keys, store = list(summed), state.store
-        whole = list(summed.values())
-        if store.kind == "sharded":
-            shapes = shapes_of(store)
-            whole = collectives.all_gather(whole, [shapes[k] for k in keys], self.axis_name, store.limits)
-        leaves, structure = jax.tree.flatten(params)
-        grads = [jnp.zeros_like(leaf) for leaf in leaves]
-        for k, g in zip(keys, whole, strict=True):
-            grads[k] = g
-        held = jax.tree.structure(state.transform)
-        fresh = jax.eval_shape(self.grad_transform.init, params)
-        if held != jax.tree.structure(fresh):
-            if jax.tree.leaves(fresh):
-                raise ValueError(
-                    "train step: grad_transform has a state of its own; give it to train.create_state as well"
-                )
-            state = dataclasses.replace(state, transform=self.grad_transform.init(params))
-        updates, transform = self.grad_transform.update(structure.unflatten(grads), state.transform, params)
-        new = jax.tree.leaves(updates)
-        own = collectives.own_chunk if store.kind == "sharded" else lambda x, _: x
-        transform = transform if jax.tree.leaves(transform) else ()
-        return {k: own(new[k], self.axis_name) for k in keys}, transform
-
-    def _means(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        leaves, structure = jax.tree.flatten(metrics)
-        floats = [jnp.asarray(x).astype(jnp.result_type(x, jnp.float32)) for x in leaves]
-        sums = collectives.allreduce(floats, self.axis_name, collectives.Limits())
-        return structure.unflatten([s / lax.axis_size(self.axis_name) for s in sums])
-
-
-def _checked_loss(result: Any) -> tuple[jax.Array, dict[str, Any]]:
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-        raise TypeError(
-            "train step: loss_fn(params, batch, rng) must return (loss, aux) with aux a dict, which may be empty; "
-            f"got {type(result).__name__}"
-        )
-    loss, aux = result
-    if jnp.shape(loss) != ():
-        raise TypeError(
-            f"train step: the loss must be a scalar, the mean over the examples; got shape {jnp.shape(loss)}"
-        )
-    return loss, aux

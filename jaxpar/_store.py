@@ -1,18 +1,19 @@
-"""The store itself: a frozen pytree of values, updater states and compression residuals, keyed by ints."""
+"""The store itself: a frozen pytree of values, updater states, residuals and what waits, keyed by ints."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import _check, collectives
+from . import _check, _processes, collectives
+from ._put import host, put, spans_processes
 from ._types import Device, traced
 from .buckets import Limits, Shape
 from .compression import Compressor, LinearCompressor
@@ -21,6 +22,17 @@ from .updaters import Updater, assign
 KINDS = ("local", "device", "sharded", "dist_sync", "dist_device_sync", "dist_async")
 _ALIASES = {"nccl": "device"}
 STORE_AXIS = "data"
+_VERBS = (
+    "init",
+    "push",
+    "pull",
+    "pushpull",
+    "broadcast",
+    "row_sparse_pull",
+    "set_updater",
+    "set_optimizer",
+    "set_gradient_compression",
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -33,7 +45,10 @@ class KVStore:
         updater_state: what the updater remembers for each key.
         residuals: for each key that is compressed, the state of the compressor, with the devices (or the
             positions in the pushed list) as a first axis.
+        pending: for each key that was pushed to a store with a staleness, what waits: `values`, the staleness many
+            arrays (devices, *shape), the oldest first, and `count`, int32, how many of them were pushed.
         kind, updater, compressor, devices, limits: how the store works; static.
+        staleness: how many pushes of a key later a push is applied; 0 but for kind `dist_async`; static.
         shapes: kind `sharded` only: (key, shape) of the values as the user sees them; static.
         paths: (key, path in the pytree given to `kv.from_params`); static.
         treedef: the structure of that pytree, or None; static.
@@ -50,6 +65,8 @@ class KVStore:
     shapes: tuple[tuple[int, Shape], ...] = ()
     paths: tuple[tuple[int, str], ...] = ()
     treedef: Any = None
+    pending: dict[int, Any] = dataclasses.field(default_factory=dict)
+    staleness: int = 0
 
     def __eq__(self, other: object) -> bool:
         """Whether both hold the same keys, values and states, to the last bit, and work in the same way."""
@@ -59,7 +76,12 @@ class KVStore:
         theirs, their_tree = jax.tree.flatten(other)
         return my_tree == their_tree and all(map(_same, mine, theirs))
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Only for names that there are not: MXNet's methods are functions here."""
+            hint = f"; a store is a value: store = kv.{name}(store, ...) makes the next one" if name in _VERBS else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __repr__(self) -> str:
         from ._display import as_text
@@ -72,7 +94,7 @@ class KVStore:
         return as_html(self)
 
 
-_DATA = ("values", "updater_state", "residuals")
+_DATA = ("values", "updater_state", "residuals", "pending")
 jax.tree_util.register_dataclass(
     KVStore, _DATA, tuple(f.name for f in dataclasses.fields(KVStore) if f.name not in _DATA)
 )
@@ -86,13 +108,14 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _numbers(leaf: jax.Array) -> np.ndarray:
-    return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+    return np.asarray(host(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf))
 
 
 def create(
     kind: str = "local",
     *,
     devices: Sequence[Device] | None = None,
+    staleness: int | None = None,
     bucket_bytes: int = Limits.bucket_bytes,
     alone_bytes: int = Limits.alone_bytes,
 ) -> KVStore:
@@ -103,17 +126,26 @@ def create(
     | `local` | gathered on one device | on that device |
     | `device` (also named `nccl`) | by an all-reduce | a copy on every device |
     | `sharded` | by a reduce-scatter | 1/N of it on each of N devices, the updater's state too |
-    | `dist_sync`, `dist_device_sync` | as `device`, over the devices of every process | as `device` |
+    | `dist_sync`, `dist_device_sync` | as `device`, over the devices of every process | as `device`, in each process |
+    | `dist_async` | as `dist_sync`, but `staleness` pushes later; `kv.flush` ends the wait | as `device` |
+
+    With several processes only the kinds that begin with `dist_` aggregate over them at the prompt: each process
+    sums the values of its own devices first, `dist_sync` by gathering them on one of its devices, `dist_device_sync`
+    by an all-reduce over those that push, as MXNet did on the host and on the GPUs; then the sums are summed over
+    processes. Within `pmap` and `shard_map` the two are the same.
 
     Args:
         kind: see the table. MXNet took any unknown name for `local` without a word; here it is an error.
         devices: where the values live, in order. None: `sharded` takes all devices, the other kinds leave a
             value where it is and follow the devices that push.
+        staleness: kind `dist_async` only (None there is 1): how many pushes later a push is applied. 0 is
+            `dist_sync`. Each costs every device the memory of one more copy of the values.
         bucket_bytes: small values travel together in buckets of at most this many bytes.
         alone_bytes: a value of this many bytes or more travels alone and is not copied into a bucket.
 
     Raises:
-        ValueError: unknown kind, no or repeated devices, negative sizes.
+        ValueError: unknown kind, no or repeated devices, negative sizes, a staleness below 0 or of another kind.
+        TypeError: a staleness that is no int.
 
     Example:
         >>> from jaxpar import kv
@@ -123,17 +155,27 @@ def create(
     kind = _ALIASES.get(kind, kind)
     if kind not in KINDS:
         raise ValueError(f"kv.create: unknown kind {kind!r}; known are {', '.join(KINDS)} and {', '.join(_ALIASES)}")
-    if kind == "dist_async":
-        raise NotImplementedError(
-            "kv.create: 'dist_async' is not in this version; 'dist_sync' is the same training without staleness"
-        )
+    staleness = _checked_staleness(kind, staleness)
     if devices is not None:
-        devices = tuple(devices)
-        if not devices or len(set(devices)) < len(devices):
-            raise ValueError(f"kv.create: devices must be one or more different devices, got {devices}")
+        devices = _check.devices(devices, "kv.create")
     elif kind == "sharded":
         devices = tuple(jax.devices())
-    return KVStore({}, {}, {}, kind, devices=devices, limits=Limits(bucket_bytes, alone_bytes))
+    limits = Limits(bucket_bytes, alone_bytes)
+    return KVStore({}, {}, {}, kind, devices=devices, limits=limits, staleness=staleness)
+
+
+def _checked_staleness(kind: str, staleness: int | None) -> int:
+    if staleness is None:
+        return 1 if kind == "dist_async" else 0
+    if isinstance(staleness, bool) or not isinstance(staleness, (int, np.integer)):
+        raise TypeError(f"kv.create: staleness must be an int of 0 or more, got {_check.describe(staleness)}")
+    if staleness < 0:
+        raise ValueError(f"kv.create: staleness must be an int of 0 or more, got {staleness}")
+    if staleness and kind != "dist_async":
+        raise ValueError(
+            f"kv.create: staleness={staleness} is for kind 'dist_async'; kind {kind!r} applies a push at once"
+        )
+    return int(staleness)
 
 
 def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
@@ -145,11 +187,15 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
         value: an array of any shape and numeric dtype; for a list of keys a list of them. NumPy arrays are
             copied.
 
+    In a store of a kind `dist_...`, and in one whose devices belong to several processes, every process must call
+    this with the same keys and shapes, and the values are those of process 0, as MXNet took those of worker 0.
+
     Returns:
         A new store; where one key of a list is wrong, none is added.
 
     Raises:
-        ValueError: a key that the store holds already, a key named twice, a list of the wrong length.
+        ValueError: a key that the store holds already, a key named twice, a list of the wrong length; processes
+            that give different keys or shapes.
         TypeError: a key that is no int, a value that is no array.
 
     Example:
@@ -167,6 +213,8 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
             raise ValueError(f"kv.init: key {k} is initialised already; push changes its value")
         seen.add(k)
     arrays = {k: _check.array(v, f"kv.init: value of key {k}") for k, v in zip(keys, given, strict=True)}
+    if store.kind.startswith("dist_") or _processes.to_share(arrays, store.devices or ()):
+        arrays = _of_process_0(arrays)
     values = {k: lay_out(store, v) for k, v in arrays.items()}
     shapes = store.shapes
     if store.kind == "sharded":
@@ -188,7 +236,7 @@ def init_state(store: KVStore, key: int, value: jax.Array) -> Any:
         return state
     on = home(store)
     everywhere = on if store.kind == "local" else NamedSharding(mesh_of(store.devices), PartitionSpec())
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, on if leaf.shape == value.shape else everywhere), state)
+    return jax.tree.map(lambda leaf: put(leaf, on if leaf.shape == value.shape else everywhere), state)
 
 
 def set_updater(store: KVStore, updater: Any) -> KVStore:
@@ -248,7 +296,12 @@ def set_optimizer(store: KVStore, tx: Any) -> KVStore:
     if isinstance(tx, Updater):
         return set_updater(store, tx)
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        raise TypeError(f"kv.set_optimizer: expected an optax.GradientTransformation, got {_check.describe(tx)}")
+        hint = (
+            f"; call it first, {tx.__name__}(0.1)"
+            if callable(tx) and hasattr(tx, "__name__")
+            else ", say optax.sgd(0.1)"
+        )
+        raise TypeError(f"kv.set_optimizer: expected an optax.GradientTransformation{hint}; got {_check.describe(tx)}")
     if couples_keys(tx):
         raise ValueError(
             "kv.set_optimizer: this transform computes the update of one key from the gradients of others (as "
@@ -298,6 +351,21 @@ def names(store: KVStore) -> dict[int, str]:
 # Where a value lies.
 
 
+def signature(arrays: Mapping[int, Any]) -> str:
+    """Keys, shapes and dtypes as text, for processes to compare."""
+    return ", ".join(f"key {k} {_check.describe(v)}" for k, v in arrays.items()) or "no key"
+
+
+def _of_process_0(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
+    """The values that process 0 gives, where there are several: as MXNet's rank 0 initialises the servers."""
+    if jax.process_count() == 1 or traced(arrays):
+        return arrays
+    _processes.agree("kv.init: every process must give the same keys, in the same shapes", signature(arrays))
+    local = {k: v for k, v in arrays.items() if not spans_processes(v)}
+    told = _processes.from_first(local)
+    return arrays | {k: put(v, local[k].sharding) if local[k].committed else jnp.asarray(v) for k, v in told.items()}
+
+
 def mesh_of(devices: Sequence[Device]) -> Mesh:
     return Mesh(np.array(devices), (STORE_AXIS,))
 
@@ -307,7 +375,7 @@ def copied(tree: Any, sharding: jax.sharding.Sharding) -> Any:
 
     `device_put(may_alias=False)` is not enough: going from one device to several it keeps the first one's buffer.
     """
-    return jax.device_put(jax.tree.map(jnp.copy, tree), sharding)
+    return put(jax.tree.map(jnp.copy, tree), sharding)
 
 
 def lay_out(store: KVStore, value: jax.Array) -> jax.Array:
@@ -315,7 +383,7 @@ def lay_out(store: KVStore, value: jax.Array) -> jax.Array:
     if store.kind == "sharded":
         value = collectives.to_rows(value, shards(store))
     sharding = home(store)
-    return value if sharding is None or traced(value) else jax.device_put(value, sharding)
+    return value if sharding is None or traced(value) else put(value, sharding)
 
 
 def home(store: KVStore) -> jax.sharding.Sharding | None:

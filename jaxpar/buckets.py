@@ -32,7 +32,7 @@ class Limits:
     bucket_bytes: int = 4 << 20
     alone_bytes: int = 16 << 10
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("bucket_bytes", "alone_bytes"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be a number of bytes of 0 or more, got {getattr(self, name)!r}")

@@ -16,14 +16,14 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from . import _checkpoint_files as files, _snapshot, kv
+from . import _checkpoint_files as files, _processes, _snapshot
 from ._checkpoint_files import CheckpointError as CheckpointError
 
 PathLike = str | os.PathLike[str]
@@ -45,14 +45,14 @@ def save(path: PathLike, state: Any) -> None:
         OSError: it cannot be written; nothing of it is kept then.
         TypeError: a leaf that is no array.
     """
-    path = Path(path)
-    files.refuse_existing(path)
-    records, arrays = _snapshot.take(state)
-    try:
-        if jax.process_index() == 0:
+    path, writes = Path(path), jax.process_index() == 0
+    with _processes.together():
+        if writes:
+            files.refuse_existing(path)
+    records, arrays = _snapshot.take(state, writes)
+    with _processes.together():
+        if writes:
             files.write(path, _about(state, path.parent), records, arrays)
-    finally:
-        kv.barrier("jaxpar.checkpoint.save")
 
 
 def restore(path: PathLike, like: Any) -> Any:
@@ -82,12 +82,28 @@ def restore(path: PathLike, like: Any) -> Any:
         >>> kv.to_params(checkpoint.restore(path, like))["w"].tolist()
         [1.0, 1.0, 1.0, 1.0, 1.0]
     """
+    if not any(map(_spread, jax.tree.leaves(like))):
+        return _fit(*_read(path), like)
+    path = _processes.first_says(lambda: None if path is None else str(path))
+    with _processes.together(CheckpointError):
+        found = _read(path)
+    return _fit(*found, like)
+
+
+def _spread(leaf: Any) -> bool:
+    """Whether a leaf of `like` belongs to several processes."""
+    sharding = getattr(leaf, "sharding", None)
+    return sharding is not None and not sharding.is_fully_addressable
+
+
+def _read(path: PathLike | None) -> tuple[Path, dict[str, Any], list[np.ndarray]]:
     if path is None:
         raise FileNotFoundError("checkpoint.restore: the path is None; checkpoint.latest found no checkpoint")
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"checkpoint.restore: there is nothing at {path}")
-    return _fit(path, *files.read(path), like)
+        hint = "; every process must see the directory of the checkpoints" if jax.process_count() > 1 else ""
+        raise FileNotFoundError(f"checkpoint.restore: there is nothing at {path}{hint}")
+    return path, *files.read(path)
 
 
 def latest(directory: PathLike) -> Path | None:
@@ -131,6 +147,8 @@ class Manager:
         directory: made where it does not exist; one run at a time writes into it. What a killed process left
             half-written is removed.
         keep: how many stay. Damaged ones do not count and are never removed.
+        on_latest: called with the path of the checkpoint that would be restored, whenever that is another one: when
+            one is on disk (by the thread that writes, in the first of several processes) or was restored.
 
     Raises:
         OSError: nothing can be written there.
@@ -147,16 +165,21 @@ class Manager:
         ([1.0, 1.0], {'seen': 1})
     """
 
-    def __init__(self, directory: PathLike, *, keep: int = 3):
+    def __init__(self, directory: PathLike, *, keep: int = 3, on_latest: Callable[[Path], None] | None = None):
         if keep < 1:
             raise ValueError(f"checkpoint.Manager: keep must be 1 or more, got {keep!r}")
-        self.directory, self.keep = Path(directory), keep
+        self.directory: Path = Path(directory)
+        self._on_latest = on_latest
+        self.keep: int = keep
         self._bad: set[Path] = set()
         self._writer: concurrent.futures.ThreadPoolExecutor | None = None
         self._writing: concurrent.futures.Future[None] | None = None
-        if jax.process_index() == 0:
-            _check_writable(self.directory)
-            files.clean(self.directory)
+        self._writes = jax.process_index() == 0
+        self._waited = True  # the same in every process
+        with _processes.together():
+            if self._writes:
+                _check_writable(self.directory)
+                files.clean(self.directory)
 
     def save(self, state: Any, info: dict[str, Any] | None = None) -> None:
         """Copies the state and writes the copy in the background; the state may be donated right after.
@@ -172,12 +195,14 @@ class Manager:
             TypeError: a leaf that is no array, an `info` that is not JSON.
         """
         self.wait()
-        records, arrays = _snapshot.take(state)
-        info = json.loads(json.dumps(info or {}))  # a copy, and an error now where it is not JSON
-        if jax.process_index() == 0:
-            content = {**_about(state, self.directory), "info": info}
-            self._writer = self._writer or concurrent.futures.ThreadPoolExecutor(1, "jaxpar-checkpoint")
-            self._writing = self._writer.submit(self._write, content, records, arrays)
+        records, arrays = _snapshot.take(state, self._writes)
+        with _processes.together():
+            info = json.loads(json.dumps(info or {}))  # a copy, and an error now where it is not JSON
+            if self._writes:
+                content = {**_about(state, self.directory), "info": info}
+                self._writer = self._writer or concurrent.futures.ThreadPoolExecutor(1, "jaxpar-checkpoint")
+                self._writing = self._writer.submit(self._write, content, records, arrays)
+        self._waited = False
 
     def restore_latest(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
         """(the state, the info) of the newest good checkpoint, or None; as `latest`, then `restore`.
@@ -186,33 +211,60 @@ class Manager:
             CheckpointError: the checkpoint is good but does not fit `like`.
         """
         self.wait()
+        read: dict[str, Any] = {}
+        chosen = _processes.first_says(lambda: self._newest_good(read), CheckpointError)
+        if chosen is None:
+            return None
+        with _processes.together(CheckpointError):
+            path, body, arrays = read.get(chosen) or _read(chosen)
+        if self._on_latest is not None:
+            self._on_latest(path)
+        return _fit(path, body, arrays, like), body.get("info", {})
+
+    def _newest_good(self, read: dict[str, Any]) -> str | None:
+        """The path of a checkpoint that can be read, and in `read` what it holds."""
         for path, _ in _newest_first(self.directory, self._bad):
             try:
-                body, arrays = files.read(path)
+                read[str(path)] = path, *files.read(path)
             except CheckpointError as error:
                 self._bad.add(path)
                 _say(f"{error}; looking for an earlier one")
             else:
-                return _fit(path, body, arrays, like), body.get("info", {})
+                return str(path)
         return None
 
     def wait(self) -> None:
         """Returns when what was saved is on disk; `OSError` where it could not be written."""
+        if not self._waited:
+            self._waited = True
+            with _processes.together():
+                self._finish()
+
+    def _finish(self) -> None:
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
 
     def close(self) -> None:
-        """As `wait`, and ends the thread that writes."""
+        """As `wait`, and ends the thread that writes.
+
+        While an exception is on its way out, which may be so in this process alone, it does not ask the others.
+        """
         try:
-            self.wait()
+            if sys.exception() is None:
+                self.wait()
+            else:
+                self._finish()
         finally:
             if self._writer is not None:
                 self._writer.shutdown()
                 self._writer = None
 
     def _write(self, content: dict[str, Any], records: list[Any], arrays: list[np.ndarray]) -> None:
-        files.write(_free(self.directory, content), content, records, arrays)
+        written = _free(self.directory, content)
+        files.write(written, content, records, arrays)
+        if self._on_latest is not None:
+            self._on_latest(written)
         found = _newest_first(self.directory, set(self._bad), say=False)
         for path, _ in list(found)[self.keep :]:
             files.remove(path)
@@ -260,7 +312,7 @@ def _fit(path: Path, body: dict[str, Any], arrays: list[np.ndarray], like: Any) 
         state, remarks = _snapshot.fit(body["leaves"], arrays, like)
     except ValueError as error:
         raise CheckpointError(f"{path} does not fit `like`: {error}") from None
-    for remark in remarks:
+    for remark in remarks if jax.process_index() == 0 else ():
         _say(f"{path}: {remark}")
     return state
 

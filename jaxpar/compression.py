@@ -78,7 +78,7 @@ def make(spec: Mapping[str, Any]) -> Compressor | LinearCompressor | None:
     return None if name == "none" else _TYPES[name](**parameters)
 
 
-def decode_sum(compressor: Compressor, payloads: Payload, shape: Shape, dtype) -> jax.Array:
+def decode_sum(compressor: Compressor, payloads: Payload, shape: Shape, dtype: Any) -> jax.Array:
     """The sum of several decoded payloads, as a gather over devices brings them.
 
     The decoders are unrolled, so that XLA fuses them with the sum: for four devices and 2 bits this takes a

@@ -12,14 +12,34 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from . import _idx, _probe, _tfds
 from ._batches import batches as batches, num_batches as num_batches
+from ._elements import concatenate, named, stack
+from ._sources import (
+    Source as Source,
+    as_source as as_source,
+    from_arrays as from_arrays,
+    from_iterable as from_iterable,
+)
 
-__all__ = ["FASHION_MNIST_CLASSES", "Dataset", "batches", "load", "num_batches"]
+__all__ = [
+    "FASHION_MNIST_CLASSES",
+    "Dataset",
+    "Source",
+    "as_source",
+    "batches",
+    "collect",
+    "from_arrays",
+    "from_iterable",
+    "load",
+    "num_batches",
+]
 
 FASHION_MNIST_CLASSES = (
     "T-shirt/top",
@@ -81,12 +101,45 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.images)
 
+    def examples(self, batch_size: int) -> int:
+        """How many examples an epoch has, whatever the batch size: what `Source` asks for."""
+        del batch_size
+        return len(self)
+
+    def batches(self, batch_size: int, **options: Any) -> Iterator[Any]:
+        """`data.batches(dataset, batch_size, **options)`."""
+        return batches(self, batch_size, **options)
+
     def __repr__(self) -> str:
         name = f"{self.name} {self.split}: " if self.name else ""
         return (
             f"Dataset({name}{len(self)} images {self.images.dtype} {self.images.shape[1:]}, "
             f"labels {self.labels.dtype}, source={self.source!r})"
         )
+
+
+def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
+    """Reads what another library iterates over into one `Dataset`, say test data for `train.evaluate`.
+
+    Args:
+        elements: dicts with "image" and "label", or pairs of these, as for `from_iterable`.
+        batched: whether an element is a batch, of any length, or one example.
+
+    Raises:
+        KeyError: an element without "image" or "label".
+        ValueError: no elements, or examples of different shapes.
+
+    >>> import numpy as np
+    >>> loader = [(np.zeros((4, 2)), np.arange(4)), (np.zeros((1, 2)), np.arange(1))]
+    >>> collect(loader)
+    Dataset(5 images float64 (2,), labels int32, source='arrays')
+    """
+    found = [named(element, ("image", "label")) for element in elements]
+    if not found:
+        raise ValueError("data.collect: there are no elements")
+    join = concatenate if batched else stack
+    whole = join([{"image": each["image"], "label": each["label"]} for each in found])
+    return Dataset(whole["image"], whole["label"])
 
 
 def load(

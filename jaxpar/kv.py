@@ -14,13 +14,14 @@ takes this device's share and sums over that axis.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from . import _check, _eager, _push
+from . import _across, _check, _delay, _eager, _processes, _push
 from ._eager import partition_specs as partition_specs
 from ._params import from_params as from_params, place as place, to_params as to_params
 from ._pull import pull as pull, row_sparse_pull as row_sparse_pull
@@ -55,12 +56,18 @@ def push(store: KVStore, key: Key, value: Any, *, axis_name: str | None = None) 
             and a push would sum it again: give the params `jax.lax.pcast(params, axis_name, to="varying")` first,
             or `check_vma=False`. `train.make_train_step` sees to that.
 
+    In several processes the kinds `dist_...` sum over all of them. At the prompt every process pushes the values
+    of its own devices, any number of them; they are summed first, then over processes, and every process gets the
+    same sum. All must push the same keys in the same order, which is compared on every push. What crosses between
+    processes travels in buckets, and compressed where the store says so (what crosses within a process is not).
+    The other kinds sum what this process pushes. Inside `pmap` and `shard_map` all kinds sum over the axis.
+
     Returns:
         A new store. The sum of a key replaces the stored value, or goes through the store's updater.
 
     Raises:
         KeyError: a key that was never initialised.
-        ValueError: a wrong shape, a list of the wrong length.
+        ValueError: a wrong shape, a list of the wrong length; processes that push different keys.
         TypeError: a key that is no int, a dtype that cannot be cast safely.
         NameError: there is no axis of that name.
 
@@ -68,36 +75,75 @@ def push(store: KVStore, key: Key, value: Any, *, axis_name: str | None = None) 
     changed the stored shape without a word, and a single pushed array was kept by reference.
     """
     pushed = _request(store, key, value)
+    if _across_processes(store, pushed, axis_name):
+        _across.agree(store, pushed)
     if not pushed:
         return store
     rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], RowSparse)}
     dense = {k: vs for k, vs in pushed.items() if k not in rows}
-    parts = []
+    parts, pending = [], {}
     if rows:
         from . import _push_rows
 
+        if _across_processes(store, rows, axis_name):
+            rows = _across.rows(store, rows)
         parts.append(_push_rows.push(store, rows, axis_name))
-    if dense:
+    if dense and store.staleness:
+        changes, pending = _delay.push(store, dense, axis_name, functools.partial(_dense, axis_name=axis_name))
+        parts.append(changes)
+    elif dense:
         parts.append(_dense(store, dense, axis_name))
-    for values, states, residuals in parts:
-        store = dataclasses.replace(
-            store,
-            values={**store.values, **values},
-            updater_state={**store.updater_state, **states},
-            residuals={**store.residuals, **residuals},
-        )
+    for changes in parts:
+        store = _delay.changed(store, changes, pending)
     return store
 
 
+def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
+    """The store after everything that waits in it was applied, the oldest push first: for the end of training.
+
+    Args:
+        store: any store; without a staleness there is nothing to do.
+        axis_name: inside `pmap` or `shard_map`, the axis over which the store is spread.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxpar import kv, updaters
+        >>> store = kv.set_updater(kv.init(kv.create("dist_async", staleness=2), 3, jnp.zeros(2)), updaters.accumulate)
+        >>> for number in (1.0, 10.0, 100.0):
+        ...     store = kv.push(store, 3, jnp.full(2, number))
+        >>> kv.pull(store, 3).tolist(), kv.pull(kv.flush(store), 3).tolist()
+        ([1.0, 1.0], [111.0, 111.0])
+    """
+    if not store.pending:
+        return store
+    return _delay.flush(store, axis_name, functools.partial(_dense, axis_name=axis_name))
+
+
 def _dense(store: KVStore, pushed: dict[int, list[jax.Array]], axis_name: str | None) -> Any:
+    if _across_processes(store, pushed, axis_name):
+        return _across.push(store, pushed)
     if axis_name is None and not _traced(store, pushed):
-        if store.kind.startswith("dist_") and jax.process_count() > 1:
-            raise NotImplementedError(
-                f"kv.push: kind {store.kind!r} sums over {jax.process_count()} processes inside pmap or shard_map "
-                "only, with axis_name; a push at the prompt would sum over this process alone"
-            )
         return _eager.push(store, pushed)
+    if axis_name is None:
+        _warn_unsummed(store)
     return _push.push(store, pushed, axis_name)
+
+
+def _warn_unsummed(store: KVStore) -> None:
+    """A push inside `pmap` or `shard_map` without `axis_name` is allowed, and hardly ever meant."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if axes and store.kind != "local":
+        warnings.warn(
+            f"kv.push: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
+            f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a store of its own on each",
+            stacklevel=4,
+        )
+
+
+def _across_processes(store: KVStore, pushed: Any, axis_name: str | None) -> bool:
+    """Whether this is a push at the prompt that other processes make too."""
+    several = store.kind.startswith("dist_") and jax.process_count() > 1
+    return several and axis_name is None and not _traced(store, pushed)
 
 
 def _traced(store: KVStore, pushed: Any) -> bool:
@@ -155,11 +201,12 @@ def num_workers() -> int:
 
 
 def barrier(name: str = "barrier") -> None:
-    """Returns when every process has called it with this name; at once where there is one process."""
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
+    """Returns when every process has called it; at once where there is one process.
 
-        multihost_utils.sync_global_devices(name)
+    Raises:
+        ValueError: in every process, where they came with different names.
+    """
+    _processes.agree("kv.barrier: the processes wait at different barriers", name)
 
 
 def _request(store: KVStore, key: Key, value: Any) -> dict[int, list[Any]]:

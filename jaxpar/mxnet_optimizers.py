@@ -100,7 +100,7 @@ def mxnet_adagrad(
     return make(adagrad, ("history",), {"epsilon": epsilon}, learning_rate, wd, common)
 
 
-def set_learning_rate(state: Any, learning_rate) -> Any:
+def set_learning_rate(state: Any, learning_rate: Any) -> Any:
     """The same state with another rate, for optimizers made with `rate_in_state=True`; nothing recompiles.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -54,18 +54,26 @@ def use_cpu_devices(n: int) -> None:
 
 def check_devices(devices: Sequence[Device] | None, what: str) -> tuple[Device, ...]:
     """The devices as a tuple, all local ones for None; `ValueError` where there is none or one stands twice."""
-    chosen = tuple(jax.local_devices() if devices is None else devices)
-    if not chosen or len(set(chosen)) < len(chosen):
-        raise ValueError(f"{what}: devices must be one or more different devices, got {list(chosen)}")
-    return chosen
+    return _check.devices(jax.local_devices() if devices is None else devices, what)
+
+
+def _check_own(devices: Iterable[Device], what: str) -> None:
+    """`ValueError` for a device of another process, to which nothing can be sent from here."""
+    for d in devices:
+        if d.process_index != jax.process_index():
+            raise ValueError(
+                f"{what}: {d} belongs to process {d.process_index} and this is process {jax.process_index()}; give "
+                "devices of this process, jax.local_devices()"
+            )
 
 
 def split_and_load(data: Any, devices: Sequence[Device], *, even_split: bool = True) -> list[Any]:
     """Splits a batch along its first axis and puts one part on each device, as gluon's function of this name.
 
     Args:
-        data: an array with a first axis of n examples, or a pytree of such arrays.
-        devices: k devices.
+        data: an array with a first axis of n examples, or a pytree of such arrays. In several processes each
+            gives what it has loaded for its own devices.
+        devices: k devices, of this process.
         even_split: whether n must be divisible by k. False: the first n % k parts are one example larger
             (10 on 4 devices: 3, 3, 2, 2).
 
@@ -73,15 +81,15 @@ def split_and_load(data: Any, devices: Sequence[Device], *, even_split: bool = T
         A list of k parts, part i on device i.
 
     Raises:
-        ValueError: n is not divisible by k and `even_split`; arrays of different length.
+        ValueError: n is not divisible by k and `even_split`; arrays of different length; a device of another
+            process.
 
     Example:
         >>> [part.shape for part in split_and_load(jnp.zeros((8, 3)), jax.devices()[:4])]
         [(2, 3), (2, 3), (2, 3), (2, 3)]
     """
-    devices = tuple(devices)
-    if not devices:
-        raise ValueError("split_and_load: give at least one device")
+    devices = _check.devices(devices, "split_and_load")
+    _check_own(devices, "split_and_load")
     n, k = batch_length(data, "split_and_load"), len(devices)
     if even_split and n % k:
         raise ValueError(
@@ -103,12 +111,13 @@ def batch_length(data: Any, what: str) -> int:
 
 
 def copy_to(params: Any, device: Device) -> Any:
-    """A copy of a pytree of arrays on one device: the articles' `get_params`.
+    """A copy of a pytree of arrays on one device, of this process: the articles' `get_params`.
 
     Example:
         >>> copy_to({"w": jnp.ones(2)}, jax.devices()[0])["w"].tolist()
         [1.0, 1.0]
     """
+    _check_own([device], "copy_to")
     return copied(params, SingleDeviceSharding(device))
 
 
@@ -117,7 +126,8 @@ def replicate(tree: Any, devices: Sequence[Device]) -> Any:
 
     Args:
         tree: a pytree of arrays.
-        devices: one or more different devices.
+        devices: one or more different devices. They may belong to several processes, which must then all call
+            this with the same arrays.
 
     Returns:
         The pytree as fully replicated arrays, ready for a program over these devices.
@@ -133,7 +143,8 @@ def allreduce(values: Sequence[Any]) -> list[jax.Array]:
     """The sum of the values, once on the device of each of them.
 
     Args:
-        values: arrays of one shape and dtype, on any devices.
+        values: arrays of one shape and dtype, on any devices of this process. (Over processes a store of kind
+            `dist_sync` sums.)
 
     Returns:
         A list as long as `values`; entry i is the sum, on the device of `values[i]`. The given arrays stay as
@@ -153,6 +164,7 @@ def allreduce(values: Sequence[Any]) -> list[jax.Array]:
     if not arrays:
         raise ValueError("allreduce: give at least one value")
     for i, array in enumerate(arrays):
+        _check_own(array.devices(), f"allreduce: value {i}")
         _check.same_shape(array, arrays[0].shape, f"allreduce: value {i}")
         if array.dtype != arrays[0].dtype:
             raise TypeError(f"allreduce: value {i}: expected dtype {arrays[0].dtype}, got {array.dtype}")
@@ -180,6 +192,9 @@ def spmd(
     function sees its entry without that axis; results are stacked along it. Collectives in the function take
     `axis_name`.
 
+    In several processes `devices` may be those of all of them, jax.devices(). Then every process calls the
+    function with the entries of its own devices and gets back theirs, while collectives run over all.
+
     Args:
         fn: the function of one device.
         engine: `pmap` or `shard_map`; same results.
@@ -194,7 +209,7 @@ def spmd(
         A compiled function of the stacked arguments.
 
     Raises:
-        ValueError: an unknown engine; an argument whose first axis is not the number of devices.
+        ValueError: an unknown engine; an argument whose first axis is not the number of this process's devices.
 
     Example:
         >>> total = spmd(lambda x: jax.lax.psum(x, "i"), axis_name="i", devices=jax.devices()[:2])
@@ -207,9 +222,11 @@ def spmd(
     run = _pmapped if engine == "pmap" else _shard_mapped
     compiled = run(fn, axis_name, chosen, in_axes, out_axes, donate)
 
+    own = sum(d.process_index == jax.process_index() for d in chosen)
+
     @functools.wraps(fn)
     def call(*args: Any) -> Any:
-        _check_entries(args, in_axes, len(chosen))
+        _check_entries(args, in_axes, own)
         return compiled(*args)
 
     return call
@@ -226,21 +243,26 @@ def _pmapped(fn, axis_name, devices, in_axes, out_axes, donate):
 
 def _shard_mapped(fn, axis_name, devices, in_axes, out_axes, donate):
     mesh = Mesh(np.array(devices), (axis_name,))
+    in_specs, out_specs = _specs(in_axes, axis_name), _specs(out_axes, axis_name)
 
     def run(*args: Any) -> Any:
         def body(*args: Any) -> Any:
             out = fn(*_over(lambda x: x[0], args, in_axes))
             return _over(lambda x: jnp.asarray(x)[None], out, out_axes)
 
-        return jax.shard_map(
-            body,
-            mesh=mesh,
-            in_specs=_specs(in_axes, axis_name),
-            out_specs=_specs(out_axes, axis_name),
-            check_vma=False,
-        )(*args)
+        return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
 
-    return jax.jit(run, donate_argnums=donate)
+    compiled = jax.jit(run, donate_argnums=donate)
+    if not mesh.is_multi_process:
+        return compiled
+
+    def of_this_process(*args: Any) -> Any:
+        from jax.experimental import multihost_utils
+
+        out = compiled(*multihost_utils.host_local_array_to_global_array(args, mesh, in_specs))
+        return multihost_utils.global_array_to_host_local_array(out, mesh, out_specs)
+
+    return of_this_process
 
 
 def _over(change: Callable[[Any], Any], tree: Any, axes: Any) -> Any:

@@ -91,7 +91,7 @@ def to_dense(rows: RowSparse) -> jax.Array:
     return jnp.zeros(rows.shape, rows.dtype).at[indices].add(rows.values, mode="drop")
 
 
-def from_dense(array: jax.Array, row_ids=None) -> RowSparse:
+def from_dense(array: jax.Array, row_ids: Any = None) -> RowSparse:
     """The rows of a table that are asked for, or, without `row_ids`, those that hold anything but zeros.
 
     Args:
@@ -110,7 +110,7 @@ def from_dense(array: jax.Array, row_ids=None) -> RowSparse:
     return take(array, np.flatnonzero(np.asarray((array != 0).reshape(array.shape[0], -1).any(-1))))
 
 
-def take(array: jax.Array, row_ids, *, size: int | None = None) -> RowSparse:
+def take(array: jax.Array, row_ids: Any, *, size: int | None = None) -> RowSparse:
     """Rows of a table, sorted and each once, as MXNet's `row_sparse_pull` gives them.
 
     Args:
@@ -162,7 +162,7 @@ def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
     return coalesce(unchecked(shapes[0], (indices, values)), size=size)
 
 
-def allreduce(rows: RowSparse, axis_name, *, size: int | None = None) -> RowSparse:
+def allreduce(rows: RowSparse, axis_name: Any, *, size: int | None = None) -> RowSparse:
     """The sum over the devices of `pmap` or `shard_map`, the same on each; the table is never built.
 
     What crosses between devices is each one's indices and values. `shard_map` cannot see that the result is

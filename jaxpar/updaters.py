@@ -75,10 +75,10 @@ def _accumulate(key: int, pushed: jax.Array, state: State, stored: jax.Array) ->
     return stored + pushed, state
 
 
-assign = Updater(_no_state, _assign)
+assign: Updater = Updater(_no_state, _assign)
 """The pushed sum replaces the stored value: MXNet's default."""
 
-accumulate = Updater(_no_state, _accumulate)
+accumulate: Updater = Updater(_no_state, _accumulate)
 """The pushed sum is added to the stored value."""
 
 

@@ -1,6 +1,7 @@
 """The training loop: its record, its lines, the order of its batches, what it refuses."""
 
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ def points(n, seed):
 
 TRAIN, TEST = points(50, 0), points(21, 1)
 TX = optax.sgd(0.5)
-FIELDS = {"epoch", "loss", "accuracy", "test_loss", "test_accuracy", "seconds", "images_per_second"}
+FIELDS = {"epoch", "step", "loss", "accuracy", "test_loss", "test_accuracy", "seconds", "images_per_second"}
 
 
 def apply(params, images):
@@ -159,3 +160,164 @@ def test_the_picture_of_a_history(tmp_path):
     assert [len(axes.get_lines()) for axes in figure.axes] == [1, 1]
     with pytest.raises(ValueError, match="empty"):
         train.plot_history([])
+
+
+@pytest.mark.parametrize("true", [True, np.True_, jnp.array(True)], ids=["python", "numpy", "jax"])
+def test_a_callback_that_returns_true_ends_the_training(true, tmp_path):
+    called = []
+
+    def both(state, record):
+        called.append(record["epoch"])
+        return true if record["epoch"] == 2 else None
+
+    state, history = run(epochs=5, callbacks=[both, lambda state, record: called.append("last")])
+    assert int(state.step) == 6
+    assert [r["epoch"] for r in history] == [1, 2]
+    assert called == [1, "last", 2, "last"]
+    run(epochs=5, callbacks=both, checkpoint_dir=tmp_path)
+    again, same = run(epochs=5, callbacks=both, checkpoint_dir=tmp_path)  # in a new process: it is over
+    assert [r["loss"] for r in same] == [r["loss"] for r in history]
+    np.testing.assert_array_equal(again.params["w"], state.params["w"])
+    assert called[4:] == [1, 2]
+
+
+def test_a_callback_that_returns_something_else_does_not():
+    state, _ = run(epochs=3, callbacks=lambda state, record: [1, "yes", np.ones(2)][record["epoch"] - 1])
+    assert int(state.step) == 9
+    with pytest.raises(TypeError, match=r"a callback must be a function of \(state, record\), got str"):
+        run(callbacks=["a"])
+
+
+def test_the_metrics_of_steps_come_in_order_and_make_nothing_wait():
+    behind, at = [], []
+
+    def step(state, batch):
+        state, metrics = STEP(state, batch)
+        at.append(int(metrics["loss"] > 0))
+        return state, metrics
+
+    def on_step(number, metrics):
+        assert metrics["loss"] > 0
+        behind.append((number, len(at)))
+
+    big = points(20 * 16, 0)
+    train.fit(start(), step, big, epochs=1, batch_size=16, progress=False, on_step=on_step)
+    assert behind[:12] == [(i, i + 8) for i in range(1, 13)]
+    assert [number for number, _ in behind] == list(range(1, 21))
+
+
+def test_a_history_is_a_list_that_a_notebook_shows_as_a_table():
+    _, history = run(test_data=TEST, apply_fn=apply)
+    assert isinstance(history, list)
+    html = history._repr_html_()
+    assert html.startswith("<div><p>2 epochs</p><table>")
+    assert html.count("<th") - html.count("<thead") == 8
+    assert f">{history[0]['loss']:.4f}</td>" in html
+    assert "test accuracy</th>" in html
+    _, history = run(epochs=1)
+    assert "test" not in history._repr_html_()  # what was not measured has no column
+    many = train.History({"epoch": i, "<b>": 1e-7, "loss": float("nan")} for i in range(1, 101))
+    html = many._repr_html_()
+    assert html.count("<tr>") == 42
+    assert "&lt;b&gt;" in html
+    assert ">1.000e-07</td>" in html
+    assert ">nan</td>" in html
+    assert (">10</td>" in html, ">11</td>" in html, ">71</td>" in html, ">100</td>" in html) == (
+        True,
+        False,
+        True,
+        True,
+    )
+    assert train.History()._repr_html_().startswith("<div><p>0 epochs</p>")
+
+
+def trace_steps(directory):
+    """The numbers of the steps that a trace names."""
+    (file,) = directory.rglob("*.xplane.pb")
+    profile = jax.profiler.ProfileData.from_file(str(file))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # jax's reader aborts the process where a warning of its own is an error
+        events = [e for plane in profile.planes for line in plane.lines for e in line.events if e.name == "train"]
+        return sorted({dict(e.stats)["step_num"] for e in events})
+
+
+def test_a_trace_of_some_steps(tmp_path):
+    big = points(18 * 16, 0)
+    state, _ = train.fit(start(), STEP, big, epochs=1, batch_size=16, progress=False, profile=tmp_path / "a")
+    assert trace_steps(tmp_path / "a") == [10, 11, 12, 13, 14]
+    run(state, profile=(tmp_path / "b", 1, 2))
+    assert trace_steps(tmp_path / "b") == [19, 20]
+    run(epochs=1, profile=tmp_path / "c")  # a run that is shorter than that
+    assert trace_steps(tmp_path / "c") == [0, 1, 2]
+    with pytest.raises(ValueError, match="profile asks for 2 steps from step 5 of this call on, which has 6 steps"):
+        run(profile=(tmp_path / "d", 5, 2))
+
+
+def test_a_failing_step_ends_the_trace(tmp_path):
+    def step(state, batch):
+        if int(state.step) == 1:
+            raise RuntimeError("mine")
+        return STEP(state, batch)
+
+    with pytest.raises(RuntimeError, match="mine"):
+        run(step=step, profile=(tmp_path, 0, 3))
+    run(profile=(tmp_path / "again", 0, 1))  # there is none under way
+    assert trace_steps(tmp_path / "again") == [0]
+
+
+class Handle:
+    """What stands for a notebook's display: the pictures that were shown in one place."""
+
+    def __init__(self, shown):
+        self.shown = shown
+
+    def update(self, content, raw):
+        self.shown.append(content)
+
+
+def test_a_live_picture_in_a_notebook(monkeypatch, capsys):
+    shown = []
+
+    def display(content, raw, display_id):
+        assert raw
+        assert display_id
+        shown.append(content)
+        return Handle(shown)
+
+    monkeypatch.setattr("IPython.display.display", display)
+    monkeypatch.setattr("jaxpar._progress.in_notebook", lambda: True)
+    monkeypatch.setattr("jaxpar._live._EVERY", 0.0)
+    monkeypatch.setattr("jaxpar._live._SHARE", 1e9)
+    _, history = run(progress="plot", test_data=TEST, apply_fn=apply)
+    assert len(shown) >= 6
+    assert all(content["image/png"][:4] == b"\x89PNG" for content in shown)
+    assert shown[-1]["text/plain"] == line(history[-1], 2)
+    assert capsys.readouterr().out == ""
+    shown.clear()
+    monkeypatch.setattr("jaxpar._live._EVERY", 1000.0)
+    run(progress="plot")
+    assert len(shown) == 2  # at the start and at the end
+    assert shown[-1]["text/plain"].startswith("epoch 2/2")
+
+
+def test_a_live_picture_elsewhere_is_lines(capsys):
+    _, history = run(progress="plot")
+    assert capsys.readouterr().out.splitlines() == [line(record, 2) for record in history]
+    with pytest.raises(ValueError, match="progress must be True, False or 'plot', got 'bar'"):
+        run(progress="bar")
+
+
+def test_a_state_shows_what_it_carries():
+    state = start()
+    assert repr(state).splitlines()[0].startswith("TrainState(step=0, rng=key<")
+    assert "  0  w  float32[4,3]" in repr(state)
+    assert "TrainState(step=0" in state._repr_html_()
+    assert "<table>" in state._repr_html_()
+    tx = optax.trace(0.9)
+    store = kv.from_params({"w": jnp.zeros((4, 3))}, optimizer=TX)
+    assert repr(train.create_state(store, 3, grad_transform=tx)).endswith("\ntransform: 1 array, 48 bytes")
+    seen = []
+    jax.jit(lambda s: seen.append(repr(s)))(state)
+    assert seen[0].startswith("TrainState(step=traced")
+    run(state, epochs=1)
+    assert repr(state).startswith("TrainState(given away to a later step; use the state that it returned)")

@@ -9,50 +9,9 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from kv_model import collectives_in, compilations
+from step_model import ENGINES, KINDS, adam, by_hand, close, line, squares, start
 
-from jaxpar import kv, models, parallel, train
-
-ENGINES = parallel.ENGINES
-KINDS = ("device", "local", "sharded")
-
-
-def squares(params, batch, rng):
-    error = batch["x"] @ params["w"] + params["b"] - batch["y"]
-    return (error**2).mean(), {"error": jnp.abs(error).mean()}
-
-
-def line(n=16, seed=0):
-    rng = np.random.default_rng(seed)
-    return {"x": rng.standard_normal((n, 3)).astype(np.float32), "y": rng.standard_normal(n).astype(np.float32)}
-
-
-def start(count=4, kind="device", tx=None, params=None, **options):
-    params = {"w": jnp.ones(3), "b": jnp.zeros(())} if params is None else params
-    store = kv.from_params(params, kind=kind, optimizer=optax.sgd(0.1) if tx is None else tx)
-    return train.create_state(store, 7, devices=jax.devices()[:count], **options)
-
-
-def by_hand(tx, steps, params=None, loss=squares, batches=None):
-    """The plain loop on one device."""
-    params = {"w": jnp.ones(3), "b": jnp.zeros(())} if params is None else params
-    state = tx.init(params)
-
-    @jax.jit
-    def step(params, state, batch):
-        grads = jax.grad(lambda p: loss(p, batch, None)[0])(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    for i in range(steps):
-        params, state = step(params, state, line(seed=i) if batches is None else batches[i])
-    return params
-
-
-def close(tree, other, **tolerance):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, **{"rtol": 2e-5, "atol": 1e-6, **tolerance}), tree, other
-    )
-
+from jaxpar import kv, models, train
 
 # ---- the same numbers
 
@@ -67,11 +26,6 @@ def test_the_gradient_is_that_of_the_whole_batch(engine, count, kind):
     step = train.make_train_step(lambda p, b, rng: ((p["w"] * b).mean(), {}), engine=engine)
     state, _ = step(state, jnp.array([1.0, 2.0, 4.0, 7.0]))
     assert float(state.params["w"]) == -3.5
-
-
-@functools.cache
-def adam():
-    return optax.adam(0.05)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,13 +98,18 @@ def test_clipping_by_the_global_norm_is_optaxs_chain(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_transform_with_a_state(kind):
     mean = optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9))
-    state = start(4, kind, optax.sgd(0.1), grad_transform=mean)
+    tx = optax.sgd(0.1)
+    state = start(4, kind, tx, grad_transform=mean)
     step = train.make_train_step(squares, grad_transform=mean, engine="shard_map")
     for i in range(3):
         state, _ = step(state, line(seed=i))
     close(state.params, by_hand(optax.chain(mean, optax.sgd(0.1)), 3))
-    with pytest.raises(ValueError, match=r"grad_transform has a state of its own.*create_state"):
-        step(start(4, kind), line())
+    other = start(4, kind, tx)  # the step makes the state itself where it was not given to create_state
+    for i in range(3):
+        other, _ = step(other, line(seed=i))
+    close((other.params, other.transform), (state.params, state.transform), rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"state holds that of another grad_transform.*create_state"):
+        train.make_train_step(squares, grad_transform=optax.adam(0.1))(state, line())
 
 
 # ---- what a step may see and give

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ._calls import CALLS as CALLS, Call as Call
 from ._fold import RULES as RULES, Fold as Fold, Rule as Rule
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ._render import Plot as Plot, RenderError as RenderError
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in ("Plot", "RenderError"):  # they need graphviz, which loads on first use
         from . import _render
 

@@ -42,8 +42,10 @@ class Plot(graphviz.Digraph):
 
     def __init__(self, network: Graph, options: Options, time_limit: float) -> None:
         super().__init__(name=re.sub(r"[^\w .-]+", "_", options.title) or "plot")
-        self.network, self.options, self.time_limit = network, options, time_limit
-        self.body = ["\t" + line + "\n" for line in to_dot(network, options)]
+        self.network: Graph = network
+        self.options: Options = options
+        self.time_limit: float = time_limit
+        self.body: list[str] = ["\t" + line + "\n" for line in to_dot(network, options)]
 
     def pipe(self, format: str | None = None, *args: Any, encoding: str | None = None, **kwargs: Any) -> Any:
         """The picture in a format of Graphviz ("svg", "png", "pdf", ...), as bytes, or text with an `encoding`.

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from .._formula import as_written
 from . import _backward, _collapse, _fold, _group, _jaxpr, _net
 from ._calls import CALLS, Call, fold_calls
 from ._cells import Cells
@@ -89,7 +90,8 @@ def read(
     def traced(*args, **kwargs):
         return fn(*args, **kwargs)
 
-    closed, out = jax.make_jaxpr(traced, return_shape=True)(*args, **kwargs)
+    with as_written(True):
+        closed, out = jax.make_jaxpr(traced, return_shape=True)(*args, **kwargs)
     results = ["output" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
     return _jaxpr.read(closed, names, weights, results)
 

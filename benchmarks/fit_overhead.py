@@ -1,0 +1,85 @@
+"""What `train.fit` costs on top of the bare step: the same LeNet steps in a loop, and in `fit` with its progress bar.
+
+The bare loop gives the step one batch again and again and waits at the end. `fit` shuffles, gathers each batch, reads
+the metrics, keeps the history and draws the bar (onto a file that is thrown away). The two take turns.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import contextlib
+import statistics
+import time
+
+import jax
+import numpy as np
+import optax
+from _harness import arguments, environment, save, show
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from jaxpar import data, kv, train
+from jaxpar.models import lenet
+
+BATCH = 256
+
+
+def loss_fn(params, batch, rng):
+    del rng
+    logits = lenet.apply(params, batch["image"].astype(np.float32) / 255)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), {}
+
+
+def main() -> None:
+    options = arguments("What fit costs on top of the bare step.", 7, 1)
+    size, steps = (8, 4) if options.quick else (BATCH, 60)
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (size * steps, 28, 28, 1), dtype=np.uint8)
+    dataset = data.Dataset(images, rng.integers(0, 10, size * steps, dtype=np.int32))
+    devices = jax.devices()[:2]
+    step = train.make_train_step(loss_fn, devices=devices)
+    sharding = NamedSharding(Mesh(np.array(devices), ("data",)), P("data"))
+    batch = jax.device_put({"image": images[:size], "label": dataset.labels[:size]}, sharding)
+
+    def fresh():
+        store = kv.from_params(lenet.init(jax.random.key(0)), optimizer=optax.sgd(0.1))
+        return jax.block_until_ready(train.create_state(store, 0, devices=devices))
+
+    def bare() -> float:
+        state = fresh()
+        start = time.perf_counter()
+        for _ in range(steps):
+            state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+        return time.perf_counter() - start
+
+    def fitted(progress: bool) -> float:
+        state = fresh()
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere), contextlib.redirect_stdout(nowhere):
+            start = time.perf_counter()
+            state, _ = train.fit(state, step, dataset, epochs=1, batch_size=size, progress=progress)
+            jax.block_until_ready(state)
+            return time.perf_counter() - start
+
+    ways = {"bare step": bare, "fit": lambda: fitted(False), "fit, progress": lambda: fitted(True)}
+    times = {name: [] for name in ways}
+    for way in ways.values():
+        way()
+    for _ in range(options.rounds):
+        for name, way in ways.items():
+            times[name].append(way())
+    over = {n: statistics.median(t / b for t, b in zip(v, times["bare step"], strict=True)) for n, v in times.items()}
+    ms = {name: 1e3 * statistics.median(values) / steps for name, values in times.items()}
+    show(
+        ("LeNet, batch " + str(size), "ms a step", "against the bare step"),
+        [(n, f"{ms[n]:.2f}", f"{over[n]:.3f}x") for n in ways],
+    )
+    report = {"environment": environment(), "batch": size, "rounds": options.rounds, "ms": ms, "against_bare": over}
+    save(options, "fit_overhead", report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Draws the pictures of docs/how_the_store_maps.md: python docs/pictures/make.py [FOLDER]. Needs Graphviz's dot."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, PartitionSpec as P
+
+import jaxpar as jp
+
+DEVICES = 4
+LAYER = {"w": np.zeros((1000, 100), np.float32), "b": np.zeros(100, np.float32)}
+SMALL = [np.zeros(100, np.float32)] * 3
+TX = optax.sgd(0.1)
+
+
+def push_and_pull(store, grads):
+    """What one device does: hand in its gradients, get the parameters back."""
+    keys = sorted(store.values)
+    store = jp.kv.push(store, keys, [grad[0] for grad in grads], axis_name="data")
+    return jp.kv.pull(store, keys, axis_name="data")
+
+
+def drawn(store, title, **options):
+    """The picture of `push_and_pull` on four devices."""
+    devices = jax.devices()[:DEVICES]
+    store = jp.kv.place(store, devices)
+    grads = [jax.ShapeDtypeStruct((DEVICES, *jp.kv.pull(store, k).shape), jnp.float32) for k in sorted(store.values)]
+    on_four = jax.shard_map(
+        push_and_pull,
+        mesh=Mesh(np.array(devices), ("data",)),
+        in_specs=(jp.kv.partition_specs(store, "data"), P("data")),
+        out_specs=P(),
+        check_vma=False,
+    )
+    return jp.viz.plot_network(on_four, store, grads, params_argnums=None, title=title, **options)
+
+
+def pictures():
+    """The name of each file and its picture."""
+    device = jp.kv.from_params(LAYER, kind="device", optimizer=TX)
+    compressed = jp.kv.set_gradient_compression(device, {"type": "2bit", "threshold": 0.5})
+    yield "device", drawn(device, "device")
+    yield "sharded", drawn(jp.kv.from_params(LAYER, kind="sharded", optimizer=TX), "sharded")
+    yield "compressed", drawn(compressed, "device, compressed to 2 bits", depth=1)
+    yield "buckets", drawn(jp.kv.from_params(SMALL, kind="device", optimizer=TX), "three small keys")
+
+
+def main(folder=Path(__file__).parent):
+    for name, picture in pictures():
+        picture.save(str(Path(folder) / f"{name}.svg"))
+
+
+if __name__ == "__main__":
+    jp.parallel.use_cpu_devices(8)
+    main(*sys.argv[1:])

@@ -1,0 +1,115 @@
+"""The checkpoints of a run of `fit`: what it goes on from, and when it saves."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from . import distributed
+from ._donated import blank, given_away
+from ._loop import Loop, Record
+from ._state import TrainState
+from ._step import TrainStep
+
+
+@dataclasses.dataclass(frozen=True)
+class Past:
+    """What happened before this call of `fit`.
+
+    Attributes:
+        first: the step at which the run began.
+        history: of the epochs that are over.
+        under_way: the sums of the epoch that is not.
+        stopped: whether a callback ended the training.
+    """
+
+    first: int
+    history: list[Record] = dataclasses.field(default_factory=list)
+    under_way: dict[str, Any] = dataclasses.field(default_factory=dict)
+    stopped: bool = False
+
+
+class Saves:
+    """The checkpoints in a directory; none where `directory` is None.
+
+    Args:
+        every: save after so many steps, beside the end of each epoch.
+        batch_size, examples: of the run; a checkpoint of others is refused.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str] | None, keep: int, every: int | None, batch_size: int, examples: int
+    ):
+        self.directory, self._every, self._sizes = directory, every, (batch_size, examples)
+        self._manager = None
+        if directory is not None:
+            from . import checkpoint
+
+            self._manager = checkpoint.Manager(directory, keep=keep, on_latest=distributed.set_resume_hint)
+
+    def resumed(self, state: TrainState, resume: str | bool, step: TrainStep) -> tuple[TrainState, Past]:
+        """The state to go on from, and what is known of the run it is in."""
+        found = None
+        if self._manager is not None and resume:
+            found = self._manager.restore_latest(_like(state, step))
+        if found is None and resume is True:
+            raise FileNotFoundError(f"fit: resume=True, but {self.directory} holds no checkpoint")
+        stale = given_away(state)
+        if found is None or not (stale or _goes_on(*found, int(state.step))):
+            if stale:
+                raise ValueError("fit: this state was given away to an earlier step; use the one it returned")
+            return state, Past(int(state.step))
+        first = None if stale else int(state.step)
+        state, info = found
+        if jax.process_index() == 0:
+            print(f"jaxpar: resumed from step {int(state.step)} in {self.directory}", file=sys.stderr)
+        # There is none where it was saved by `checkpoint.save`: no epoch of that state is known.
+        return state, _past(info, *self._sizes) if info else Past(int(state.step) if first is None else first)
+
+    def save(
+        self, state: TrainState, loop: Loop, history: list[Record], *, over: bool, stopped: bool, interrupted: bool
+    ) -> None:
+        """Saves the state if it is time to, `over` being whether an epoch ends with it."""
+        due = over or stopped or interrupted or (self._every and loop.at % self._every == 0)
+        if self._manager is not None and due:
+            about = {"first": loop.first, "history": history, "stopped": stopped, "interrupted": interrupted}
+            sizes = dict(zip(("batch_size", "examples"), self._sizes, strict=True))
+            self._manager.save(state, {**about, **sizes, **loop.unfinished()})
+
+    def path(self, step: int) -> Path | None:
+        """The newest checkpoint of a step, where there are checkpoints at all."""
+        if self.directory is None:
+            return None
+        return max(Path(self.directory).glob(f"step_{step:08d}*"), key=lambda path: path.stat().st_mtime, default=None)
+
+    def close(self) -> None:
+        """Waits for what is being written; `OSError` where it could not be."""
+        if self._manager is not None:
+            self._manager.close()
+
+
+def _like(state: TrainState, step: TrainStep) -> TrainState:
+    """A state of the structure that the step's checkpoints have; a step of the user's own has that of `state`."""
+    state = blank(state)
+    return step.complete(state) if hasattr(step, "complete") else state
+
+
+def _goes_on(found: TrainState, info: dict[str, Any], step: int) -> bool:
+    """Whether a checkpoint is further than a state, or of the run that was interrupted at it."""
+    return int(found.step) > step or (int(found.step) == step and bool(info.get("interrupted")))
+
+
+def _past(info: dict[str, Any], batch_size: int, examples: int) -> Past:
+    """A run goes on with the batches it had."""
+    then, now = (info["batch_size"], info["examples"]), (batch_size, examples)
+    if then != now:
+        raise ValueError(
+            f"fit: the checkpoint is of a run with batches of {then[0]} out of {then[1]} examples, this one has "
+            f"{now[0]} out of {now[1]}; use those again, or another checkpoint_dir, or resume=False"
+        )
+    return Past(info["first"], info["history"], info, info.get("stopped", False))

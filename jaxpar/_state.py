@@ -1,0 +1,165 @@
+"""The state of training: everything that a step changes, as one pytree, and where its parts lie."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from . import _check, _processes, kv
+from ._donated import check_alive
+from ._put import host
+from ._store import STORE_AXIS, copied, mesh_of
+from ._types import Device, traced
+
+if TYPE_CHECKING:
+    import optax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that training changes; a pytree.
+
+    Attributes:
+        store: holds the parameters, the updater's state and the residuals of a compressor.
+        step: int32, how many batches the store has seen.
+        rng: a random key that stays as it is; step t uses `fold_in(rng, t)`, so a run that is resumed draws
+            the same numbers.
+        transform: the state of the step's `grad_transform`, () where there is none.
+        model_state: what the model itself carries from step to step, such as the running statistics of batch
+            norm; () where it carries nothing.
+        loss_scale: `{"scale", "good_steps"}` of a step with `loss_scale="dynamic"`, else ().
+        nonfinite: float32 (1 + floating keys,) of a step with `nonfinite="stop"`, else (): zeros until a step
+            finds a number that is not finite, then on how many devices the loss and the gradient of each key
+            were not.
+        outer: of a step with `local_steps`, else (): `state`, that of the outer optimizer, and `since`, int32, how
+            many updates every device has made by itself since all agreed on the parameters in `store`.
+        local: of a step with `local_steps`, else (): the `values`, `updater_state` and `transform` of each device,
+            which are the first axis.
+    """
+
+    store: kv.KVStore
+    step: jax.Array
+    rng: jax.Array
+    transform: Any = ()
+    model_state: Any = ()
+    loss_scale: Any = ()
+    nonfinite: Any = ()
+    outer: Any = ()
+    local: Any = ()
+
+    @property
+    def params(self) -> Any:
+        """The parameters as they were given to `kv.from_params`; `RuntimeError` where a step took the state."""
+        if not traced(self.store.values):
+            check_alive(self.store.values, "state.params")
+        return kv.to_params(self.store)
+
+    def __repr__(self) -> str:
+        from ._state_display import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        from ._state_display import as_html
+
+        return as_html(self)
+
+
+def create_state(
+    store: kv.KVStore,
+    rng: jax.Array | int,
+    *,
+    devices: Sequence[Device] | None = None,
+    grad_transform: optax.GradientTransformation | None = None,
+    model_state: Any = (),
+) -> TrainState:
+    """The state before the first step, copied onto the devices that will train.
+
+    Args:
+        store: made by `kv.from_params`; it stays valid, the state holds copies.
+        rng: a random key, or an int to make one of.
+        devices: None takes the store's, or else all of them.
+        grad_transform: the one given to `make_train_step`; the step makes the state of it at its first call
+            where it is not given here.
+        model_state: a pytree of arrays that the model changes itself, such as the running statistics of batch
+            norm. Where it is given, `loss_fn` takes it as a fourth argument and returns the new one.
+
+    Raises:
+        ValueError: the store was not made by `kv.from_params`.
+
+    Example:
+        >>> import optax
+        >>> from jaxpar import kv, models, train
+        >>> params = models.lenet.init(jax.random.key(0))
+        >>> state = train.create_state(kv.from_params(params, optimizer=optax.sgd(0.2)), 0)
+        >>> int(state.step)
+        0
+    """
+    if not isinstance(store, kv.KVStore):
+        raise TypeError(
+            f"train.create_state: expected a store, kv.from_params(params, optimizer=...); got {_check.describe(store)}"
+        )
+    if store.treedef is None:
+        raise ValueError("train.create_state: the store must be made by kv.from_params, so that it knows the params")
+    if devices is None:
+        devices = store.devices or tuple(jax.devices())
+    devices = _check.devices(devices, "train.create_state")
+    rng = jax.random.key(rng) if isinstance(rng, (int, np.integer)) else rng
+    transform = () if grad_transform is None else grad_transform.init(kv.to_params(store))
+    model_state = () if model_state is None else model_state
+    state = TrainState(store, jnp.zeros((), jnp.int32), rng, transform, model_state)
+    return placed(state, tuple(devices))
+
+
+def _rest(state: TrainState) -> dict[str, Any]:
+    """What of a state each device has a copy of, beside the store."""
+    return {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in ("store", "local")}
+
+
+def placed(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
+    """The state copied onto these devices."""
+    rest = _rest(state)
+    if _processes.to_share(rest, devices):
+        rest = _processes.from_first(rest)
+    local = copied(regrouped(state.local, len(devices)), NamedSharding(mesh_of(devices), P(STORE_AXIS)))
+    return TrainState(kv.place(state.store, devices), **everywhere(rest, devices), local=local)
+
+
+def regrouped(local: Any, count: int) -> Any:
+    """What devices have for themselves, for another number of them: each takes the mean of all.
+
+    The mean of the parameters is all that the outer gradient depends on. Integers, such as counts of steps, are
+    those of the first device.
+    """
+
+    def shared(x: jax.Array) -> jax.Array:
+        if x.shape[0] == count:
+            return x
+        x = jnp.asarray(host(x))
+        mean = x.mean(0, keepdims=True, dtype=x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x[:1]
+        return jnp.broadcast_to(mean, (count, *x.shape[1:]))
+
+    return jax.tree.map(shared, local)
+
+
+def everywhere(tree: Any, devices: tuple[Device, ...]) -> Any:
+    """A copy of the arrays on each of the devices."""
+    return copied(tree, NamedSharding(mesh_of(devices), P()))
+
+
+def specs(state: TrainState, axis_name: str) -> list[P]:
+    """How each leaf of the state lies along the axis of the devices."""
+    store, rest = jax.tree.leaves(kv.partition_specs(state.store, axis_name)), jax.tree.leaves(_rest(state))
+    return store + [P() for _ in rest] + [P(axis_name) for _ in jax.tree.leaves(state.local)]
+
+
+def carries(part: Any) -> bool:
+    """Whether a part of a state is there; () stands for none."""
+    return not (isinstance(part, tuple) and not part)

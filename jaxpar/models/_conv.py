@@ -1,0 +1,185 @@
+"""Convolution, ReLU and 2×2 mean pooling in one, for CPUs: the batch is the last axis.
+
+XLA's own convolution is slow on a CPU where there are few channels, and its gradient of the filter is slower still.
+With the batch last every loop runs over whole vectors, whatever the number of channels. Two ways to compute:
+
+- `direct`, for one channel: the sums over the window are written out, so that XLA makes one loop of convolution,
+  ReLU and pooling and nothing in between is stored.
+- `winograd`, for windows of 5: the minimal filtering of Winograd (1980) along the width, with the points of Toom and
+  Cook; 4 results take 8 products where 20 are usual. The height is summed in matrix products. See Lavin and Gray
+  (2016), "Fast algorithms for convolutional neural networks", who do this in both directions.
+
+Both are float32 throughout. `winograd` rounds about five times as coarsely as a plain sum, 1e-6 of the result.
+The derivatives are JAX's own, forward and reverse and of any order, but for those of two steps that have a rule here.
+
+Shapes in names: W width, H height, C channels in, O channels out, N batch.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+STRIP = 8  # the width that `winograd` takes, and the number of its points
+_POINTS = (0, 1, -1, 2, -2, 1 / 2, -1 / 2)  # and infinity
+_PHASES = tuple(product(range(2), range(2)))  # the four places of a pooling window: across, down
+
+
+def direct(x_WxHxN: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+    """Convolution of one channel, ReLU, mean of 2×2.
+
+    Args:
+        x_WxHxN: float32.
+        weight: (height, width, 1, O) of the window.
+        bias: (O,).
+
+    Returns:
+        (W', O, H', N), W' = (W - width + 1) // 2 and H' likewise: an odd last row or column is left out.
+
+    Example:
+        >>> direct(jnp.ones((6, 8, 4)), jnp.ones((3, 3, 1, 2)), jnp.zeros(2)).shape
+        (2, 2, 3, 4)
+    """
+    return _direct(x_WxHxN, weight[:, :, 0], bias)
+
+
+def winograd(x_WxCxHxN: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+    """Convolution with a window of width 5, ReLU, mean of 2×2, for a strip of width 8.
+
+    Args:
+        x_WxCxHxN: float32, W = 8.
+        weight: (height, 5, C, O) of the window.
+        bias: (O,).
+
+    Returns:
+        (2, O, H', N), H' = (H - height + 1) // 2.
+
+    Example:
+        >>> winograd(jnp.ones((8, 3, 6, 4)), jnp.ones((5, 5, 3, 2)), jnp.zeros(2)).shape
+        (2, 2, 1, 4)
+    """
+    of_points, of_weight, of_input = _matrices()
+    height, _, channels, out = weight.shape
+    rows = (x_WxCxHxN.shape[2] - height + 1) // 2 * 2
+    weight_PxOxK = jnp.einsum("pw,hwco->pohc", of_weight, weight).reshape(STRIP, out, height * channels)
+
+    @jax.checkpoint  # windows are cheaper to cut out again than to keep
+    def at_point(weight_x: tuple[jax.Array, jax.Array]) -> jax.Array:
+        weight_OxK, x_CxHxN = weight_x
+        windows = jnp.stack([x_CxHxN[:, h : h + rows] for h in range(height)])
+        y_OxHN = weight_OxK @ windows.reshape(height * channels, -1)
+        return y_OxHN.reshape(out, rows, -1)
+
+    # One point at a time: its windows stay in the cache. A loop also keeps XLA from merging the axes of what a
+    # matrix product reads, which would divide every index and make the sums before it ten times as slow; so does
+    # the loop in `_direct`.
+    y_PxOxHxN = lax.map(at_point, (weight_PxOxK, _along_width(of_input, x_WxCxHxN)))
+    return _relu_pool(_along_width(of_points, y_PxOxHxN) + bias[None, :, None, None])
+
+
+def _matrices() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Toom–Cook: y = of_points @ ((of_weight @ w) * (of_input @ x)) is y[i] = sum over j of w[j] x[i + j]."""
+    points = np.array(_POINTS)
+    taps = 5
+    others = [np.delete(points, i) for i in range(len(points))]
+    powers = points[:, None] ** np.arange(taps)[None]
+    of_weight = np.vstack([powers / [[np.prod(p - q)] for p, q in zip(points, others, strict=True)], np.eye(taps)[-1:]])
+    of_input = np.zeros((STRIP, STRIP))
+    for i, roots in enumerate(others):
+        of_input[i, :-1] = np.poly(roots)[::-1]
+    of_input[-1] = np.poly(points)[::-1]
+    of_points = np.vstack([powers[:, : STRIP - taps + 1], np.eye(STRIP - taps + 1)[-1:]]).T
+    # Rows of about equal size round least; powers of two do not round at all.
+    scale = 2.0 ** np.round(np.log2(np.sqrt(np.abs(of_input).sum(1) / np.abs(of_weight).sum(1))))[:, None]
+    return tuple(m.astype(np.float32) for m in (of_points, of_weight * scale, of_input / scale))
+
+
+def _along_width(matrix: np.ndarray, x_WxCxHxN: jax.Array) -> jax.Array:
+    """The matrix times each column of length W."""
+    return (matrix @ x_WxCxHxN.reshape(x_WxCxHxN.shape[0], -1)).reshape(-1, *x_WxCxHxN.shape[1:])
+
+
+@jax.custom_jvp
+def _relu_pool(x_WxOxHxN: jax.Array) -> jax.Array:
+    y = jax.nn.relu(_windowed(x_WxOxHxN))
+    return (y[:, 0, :, :, 0] + y[:, 0, :, :, 1] + y[:, 1, :, :, 0] + y[:, 1, :, :, 1]) / 4
+
+
+@_relu_pool.defjvp
+def _relu_pool_jvp(primals, tangents):
+    """Slices that are added are fastest forward; backward a sum over axes, which only spreads the gradient."""
+    (x,), (t,) = primals, tangents
+    return _relu_pool(x), jnp.where(_windowed(x) > 0, _windowed(t), 0).sum((1, 4)) / 4
+
+
+def _windowed(x_WxOxHxN: jax.Array) -> jax.Array:
+    width, out, height, batch = x_WxOxHxN.shape
+    return x_WxOxHxN.reshape(width // 2, 2, out, height // 2, 2, batch)
+
+
+@jax.custom_jvp
+def _direct(x_WxHxN: jax.Array, weight_HxWxO: jax.Array, bias: jax.Array) -> jax.Array:
+    width = weight_HxWxO.shape[1]
+
+    def column(w: jax.Array) -> jax.Array:
+        x = lax.dynamic_slice_in_dim(x_WxHxN, 2 * w, width + 1)
+        return sum(jax.nn.relu(z) for z in _before_relu(x, weight_HxWxO, bias))[0] / 4  # type: ignore[index]
+
+    return lax.map(column, jnp.arange((x_WxHxN.shape[0] - width + 1) // 2))
+
+
+def _before_relu(x_WxHxN: jax.Array, weight_HxWxO: jax.Array, bias: jax.Array) -> list[jax.Array]:
+    """What the ReLU is given, (W', O, H', N) for each place of the pooling window."""
+    shifted = _shifted(x_WxHxN, weight_HxWxO.shape)
+    sums = []
+    for across, down in _PHASES:
+        z = bias[None, :, None, None]
+        for h, w in np.ndindex(weight_HxWxO.shape[:2]):
+            z = z + shifted[across + w, down + h][:, None] * weight_HxWxO[h, w][None, :, None, None]
+        sums.append(z)
+    return sums
+
+
+def _shifted(x_WxHxN: jax.Array, window: tuple[int, ...]) -> dict[tuple[int, int], jax.Array]:
+    """Every second pixel both ways, from each place that a pooling window of convolution windows covers."""
+    height, width = window[:2]
+    across, down = (x_WxHxN.shape[0] - width + 1) // 2, (x_WxHxN.shape[1] - height + 1) // 2
+    return {
+        (w, h): x_WxHxN[w : w + 2 * across - 1 : 2, h : h + 2 * down - 1 : 2]
+        for w, h in product(range(width + 1), range(height + 1))
+    }
+
+
+@partial(_direct.defjvp, symbolic_zeros=True)
+def _direct_jvp(primals, tangents):
+    """The derivative as matrix products, which JAX turns into one product for the gradient of the weights."""
+    x, weight, bias = primals
+    t_x, t_weight, t_bias = (None if _is_zero(t) else t for t in tangents)
+    result = _direct(x, weight, bias)
+    height, width, out = weight.shape
+    masks = [z > 0 for z in _before_relu(x, weight, bias)]
+    tangent = jnp.zeros_like(result)
+    for (across, down), mask in zip(_PHASES, masks, strict=True):
+        t = jnp.zeros_like(result)
+        if t_weight is not None:
+            patches = jnp.stack(list(_shifted(x, weight.shape).values()))
+            padded = jnp.pad(t_weight.transpose(1, 0, 2), ((across, 1 - across), (down, 1 - down), (0, 0)))
+            product_OxWHN = padded.reshape(-1, out).T @ patches.reshape(patches.shape[0], -1)
+            t += product_OxWHN.reshape(out, *patches.shape[1:]).transpose(1, 0, 2, 3)
+        if t_bias is not None:
+            t += t_bias[None, :, None, None]
+        if t_x is not None:
+            shifted = _shifted(t_x, weight.shape)
+            for h, w in np.ndindex(height, width):
+                t += shifted[across + w, down + h][:, None] * weight[h, w][None, :, None, None]
+        tangent += jnp.where(mask, t, 0) / 4
+    return result, tangent
+
+
+def _is_zero(tangent) -> bool:
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)

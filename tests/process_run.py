@@ -1,0 +1,337 @@
+"""What each of several processes runs for tests/test_processes.py: phases, named on the command line.
+
+    python process_run.py HOST:PORT PROCESSES PROCESS FOLDER PHASE...
+
+What the processes have to agree on is asserted here; what the topologies have to agree on is written to FOLDER.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from jaxpar import checkpoint, data, kv, models, parallel, sparse, train, updaters
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+STEPS = 6  # of a small run: two epochs of three
+
+
+def linear(params, images):
+    return images.reshape(images.shape[0], -1) @ params["w"] + params["b"][None]
+
+
+LENET, LINEAR = train.classification_loss(models.lenet.apply), train.classification_loss(linear)
+
+
+def images(side, count, seed=0):
+    pixels = np.random.default_rng(seed).integers(0, 256, (count, side, side, 1)).astype(np.uint8)
+    return data.Dataset(pixels, pixels.reshape(count, -1).sum(1) % 10)
+
+
+def raises(kind, words, function):
+    with pytest.raises(kind) as caught:
+        function()
+    assert words in str(caught.value)
+
+
+def on_each(value):
+    return [jax.device_put(value, d) for d in jax.local_devices()]
+
+
+# The store.
+
+
+def check_init(kind):
+    """The value of process 0 counts; keys and shapes must be those of all."""
+    rank = kv.rank()
+    store = kv.init(kv.create(kind), [3, 5], [jnp.full((2, 3), 7.0 + rank), jnp.arange(4) + rank])
+    assert kv.pull(store, 3).tolist() == [[7.0] * 3] * 2
+    assert kv.pull(store, 5).tolist() == [0, 1, 2, 3]
+    if kv.num_workers() > 1:
+        wrong = lambda: kv.init(store, 20 + rank, jnp.ones(2))  # noqa: E731
+        raises(ValueError, "process 0: key 20 float32[2], process 1: key 21 float32[2]", wrong)
+    return store
+
+
+def check_push(kind, store):
+    """Values of this process's devices, lists of any length, single ones: the sum over all, in every process."""
+    rank, workers, each = kv.rank(), kv.num_workers(), jax.local_device_count()
+    ranks = sum(range(workers))
+    store = kv.push(store, [5, 3], [jnp.arange(4) * rank, on_each(jnp.full((2, 3), 1.0 + rank))])
+    assert kv.pull(store, 5).tolist() == (np.arange(4) * ranks).tolist()
+    for copy in kv.pull(store, 3, devices=jax.local_devices()):
+        assert copy.tolist() == [[each * (workers + ranks)] * 3] * 2
+    store = kv.push(store, 3, [jnp.ones((2, 3))] * (rank + 1))  # another number of values in each process
+    assert kv.pull(store, 3).tolist() == [[workers + ranks] * 3] * 2
+    calls = []
+    plain = kv.set_updater(store, lambda key, pushed, stored: (calls.append(key), stored - pushed)[1])
+    plain = kv.push(plain, [5, 3], [jnp.arange(4), on_each(jnp.ones((2, 3)))])
+    assert calls == [3, 5]
+    assert kv.pull(plain, 3).tolist() == [[ranks + workers - workers * each] * 3] * 2
+    adam = kv.set_optimizer(store, optax.adam(0.1))
+    for _ in range(2):
+        adam = kv.push(adam, 3, on_each(jnp.ones((2, 3)) * rank))
+    everywhere = jax.device_get(kv.pull(adam, 3))
+    assert all(np.array_equal(everywhere, other) for other in gathered(everywhere))
+    return np.asarray(everywhere)
+
+
+def check_wrong_pushes(kind, store):
+    rank = kv.rank()
+    value = jnp.ones((2, 3)) if rank == 0 else jnp.ones(4, jnp.int32)
+    words = "every process must push the same keys, in the same shapes; process 0: key 3 float32[2,3], process 1: key 5"
+    raises(ValueError, words, lambda: kv.push(store, 5 if rank else 3, value))
+    total = kv.place(store, jax.devices())
+    raises(ValueError, "key 3: this value lies on devices of several", lambda: kv.push(store, 3, total.values[3]))
+    nothing = lambda: kv.push(store, 3, [jnp.ones((2, 3))][:rank])  # noqa: E731
+    raises(ValueError, "process 0: no key, process 1: key 3", nothing)
+    rows = sparse.RowSparse(np.arange(1), jnp.ones((1, 3)), (2, 3))
+    mixed = lambda: kv.push(store, 3, rows if rank else value)  # noqa: E731
+    raises(ValueError, "process 1: key 3 float32[2,3], of keys [3] rows", mixed)
+    assert kv.push(store, [], []) == store
+    words = "different barriers; process 0: barrier 0, process 1: barrier 1"
+    raises(ValueError, words, lambda: kv.barrier(f"barrier {rank}"))
+    there = next(d for d in jax.devices() if d.process_index != rank)
+    for function in (
+        lambda: kv.pull(store, 3, devices=[there]),
+        lambda: parallel.split_and_load(jnp.ones(2), [there]),
+        lambda: parallel.copy_to(jnp.ones(2), there),
+    ):
+        raises(ValueError, f"belongs to process {there.process_index} and this is process {rank}", function)
+
+
+def check_compressed(kind):
+    """What each process sends is its own sum, compressed; what was lost is sent later."""
+    store = kv.set_gradient_compression(kv.create(kind), {"type": "2bit", "threshold": 0.5})
+    store = kv.init(store, 9, jnp.zeros(100))
+    sums = []
+    for _ in range(4):
+        store = kv.push(store, 9, [jnp.full(100, 0.25), jnp.full(100, 0.125)])
+        sums.append(float(kv.pull(store, 9)[50]))
+    assert sums == [0.0, 0.5 * kv.num_workers(), 0.5 * kv.num_workers(), 0.5 * kv.num_workers()]
+    assert jax.tree.leaves(store.residuals[9])[0].shape[0] == kv.num_workers()
+
+
+def check_rows(kind):
+    """Rows, another number in each process; process r has rows 0 to r."""
+    rank, workers = kv.rank(), kv.num_workers()
+    store = kv.set_updater(kv.init(kv.create(kind), 0, jnp.zeros((6, 2))), updaters.accumulate)
+    rows = sparse.RowSparse(np.arange(rank + 1), jnp.ones((rank + 1, 2)), (6, 2))
+    store = kv.push(store, 0, [rows, rows])
+    assert kv.pull(store, 0)[:, 1].tolist() == [2.0 * max(0, workers - row) for row in range(6)]
+    assert kv.row_sparse_pull(store, 0, jnp.array([1])).values.tolist() == [[2.0 * (workers - 1)] * 2]
+
+
+def check_mapped(kind):
+    """Inside pmap and shard_map, and a push at the prompt to a store that lies on all devices."""
+    everywhere, mine = jax.devices(), jax.local_device_count()
+    store = kv.init(kv.create(kind), 5, jnp.zeros(4))
+    shares = jnp.full((mine, 4), 1.0 + kv.rank())
+    total = [float(sum(1 + d.process_index for d in everywhere))] * 4
+    push = lambda store, share: kv.push(store, 5, share, axis_name="i")  # noqa: E731
+    pushed = jax.pmap(push, "i", in_axes=(None, 0), out_axes=None)(store, shares)
+    assert kv.pull(pushed, 5).tolist() == total
+    for engine in parallel.ENGINES:
+        run = parallel.spmd(push, engine=engine, axis_name="i", devices=everywhere, in_axes=(None, 0), out_axes=None)
+        assert kv.pull(run(store, shares), 5).tolist() == total, engine
+    raises(ValueError, f"one entry for each of the {mine} devices", lambda: run(store, jnp.ones((mine + 1, 4))))
+    spread = kv.place(store, everywhere)
+    specs = kv.partition_specs(spread, "i")
+    mesh = Mesh(np.array(everywhere), ("i",))
+    rows = [jax.device_put(shares[:1], d) for d in jax.local_devices()]
+    batch = jax.make_array_from_single_device_arrays((len(everywhere), 4), NamedSharding(mesh, P("i")), rows)
+    body = lambda store, x: push(store, x[0])  # noqa: E731
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(specs, P("i")), out_specs=specs, check_vma=False)
+    assert kv.pull(jax.jit(mapped)(spread, batch), 5).tolist() == total
+    spread = kv.push(spread, 5, jnp.ones(4))
+    assert len(spread.values[5].sharding.device_set) == len(everywhere)
+    assert kv.pull(spread, 5).tolist() == [kv.num_workers()] * 4
+    assert all(v.tolist() == [kv.num_workers()] * 4 for v in kv.pull(spread, 5, devices=jax.local_devices()))
+    assert repr(spread)
+
+
+def gathered(array):
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(array)
+
+
+def store(folder):
+    results = {}
+    for kind in ("dist_sync", "dist_device_sync"):
+        results[kind] = check_push(kind, check_init(kind))
+        check_rows(kind)
+        check_mapped(kind)
+        if kv.num_workers() > 1:
+            check_compressed(kind)
+            check_wrong_pushes(kind, check_init(kind))
+    assert np.array_equal(results["dist_sync"], results["dist_device_sync"])
+
+
+# Training.
+
+
+def new_state(kind, compression=None, lenet=False):
+    """Drawn from another rng in each process: process 0's counts."""
+    rng = jax.random.key(kv.rank())
+    if lenet:
+        params, tx = models.lenet.init(rng), optax.sgd(0.1, momentum=0.9)
+    else:
+        params, tx = {"w": jax.random.normal(rng, (64, 10)) * 0.1, "b": jnp.zeros(10)}, optax.adam(0.01)
+    spec = compression or {"type": "none"}
+    made = kv.set_gradient_compression(kv.from_params(params, kind=kind, optimizer=tx), spec)
+    return train.create_state(made, 3 + kv.rank())
+
+
+def numbers(name, state):
+    leaves = jax.tree_util.tree_flatten_with_path(kv.to_params(state.store))[0]
+    return {f"{name}{jax.tree_util.keystr(path)}": np.asarray(leaf) for path, leaf in leaves}
+
+
+def training(folder):
+    """Parameters and scores of a few runs; the same in every process."""
+    found = {}
+    for engine, kind, lenet in (
+        ("pmap", "dist_sync", True),
+        ("shard_map", "sharded", True),
+        ("shard_map", "device", False),
+        ("pmap", "sharded", False),
+    ):
+        step = train.make_train_step(LENET if lenet else LINEAR, engine=engine)
+        apply_fn, side = (models.lenet.apply, 28) if lenet else (linear, 8)
+        state, history = train.fit(
+            new_state(kind, lenet=lenet),
+            step,
+            images(side, 24),
+            test_data=images(side, 13, seed=1),
+            apply_fn=apply_fn,
+            epochs=1 if lenet else 2,
+            batch_size=8,
+            progress=False,
+        )
+        name = f"{engine} {kind} {'lenet' if lenet else 'linear'}"
+        found |= numbers(name, state)
+        scores = [history[-1][n] for n in ("loss", "accuracy", "test_loss", "test_accuracy")]
+        scores = np.float32(scores)
+        assert all(np.array_equal(scores, other) for other in gathered(scores)), name
+        found[name] = scores
+    check_batches()
+    if kv.rank() == 0:
+        np.savez(folder / "training.npz", **found)
+
+
+def check_batches():
+    """Each process has its own part, from a data set on the devices and from one that streams."""
+    devices, rng = jax.devices(), jax.random.key(0)
+    for resident in (True, False):
+        options = {"rng": rng, "devices": devices, "resident": resident}
+        batch = next(iter(data.batches(images(8, 24), 8, **options)))
+        parts = batch["label"].addressable_shards
+        assert len(parts) == jax.local_device_count()
+        whole = next(iter(data.batches(images(8, 24), 8, rng=rng)))["label"]
+        for part in parts:
+            assert part.data.tolist() == whole[part.index].tolist()
+
+
+# Checkpoints.
+
+
+def small_run(directory, **options):
+    step = train.make_train_step(LINEAR)
+    state = new_state("sharded", {"type": "2bit", "threshold": 0.02})
+    return train.fit(state, step, images(8, 24), epochs=2, batch_size=8, checkpoint_dir=directory, **options)
+
+
+def keep(file, state, history):
+    arrays = numbers("", state)  # of a sharded store: all processes give their part
+    if kv.rank() == 0:
+        np.savez(file, losses=[record["loss"] for record in history], **arrays)
+
+
+def undisturbed(folder):
+    state, history = small_run(folder / "undisturbed", metrics_file=folder / "metrics.jsonl")
+    assert int(state.step) == STEPS
+    keep(folder / "undisturbed.npz", state, history)
+
+
+def killed(folder):
+    """Saves after step 2, and never gets further than step 3: the test kills all processes there."""
+
+    def on_step(step, metrics):
+        if step > 2:
+            time.sleep(600)
+
+    small_run(folder / "run", checkpoint_every=2, progress=False, on_step=on_step)
+
+
+def resumed(folder):
+    state, history = small_run(folder / "run", checkpoint_every=2, progress=False, resume=True)
+    assert int(state.step) == STEPS
+    keep(folder / "resumed.npz", state, history)
+
+
+def failures(folder):
+    """A checkpoint that process 0 cannot write, or that one process cannot read, is an error in every process."""
+    state, rank = new_state("sharded"), kv.rank()
+    before = "" if rank == 0 else "process 0: "
+    good = folder / "good"
+    checkpoint.save(good, state)
+    raises(FileExistsError, f"{before}checkpoint.save: {good} exists", lambda: checkpoint.save(good, state))
+    again = checkpoint.restore(good if rank == 0 else None, new_state("device"))
+    assert kv.to_params(again.store)["w"].tolist() == kv.to_params(state.store)["w"].tolist()
+    raises(FileNotFoundError, "there is nothing at", lambda: checkpoint.restore(folder / "nothing", state))
+    manager = checkpoint.Manager(folder / "lost")
+    manager.save(state)
+    manager.wait()
+    write = checkpoint.files.write
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    checkpoint.files.write = full  # fails in the background thread of process 0, which alone writes
+    manager.save(state)
+    raises(OSError, f"{before}[Errno 28] No space left", lambda: manager.save(state))
+    raises(OSError, f"{before}[Errno 28] No space left", lambda: checkpoint.save(folder / "full", state))
+    checkpoint.files.write = write
+    manager.save(state)
+    manager.close()
+
+    def fails(state, record):
+        if rank == kv.num_workers() - 1:
+            raise KeyError("only here")
+
+    words = "only here" if rank == kv.num_workers() - 1 else f"process {kv.num_workers() - 1}: 'only here'"
+    raises(KeyError, words, lambda: small_run(folder / "callback", progress=False, callbacks=fails))
+    ends = lambda state, record: rank == kv.num_workers() - 1  # noqa: E731
+    state, history = small_run(folder / "ends", progress=False, callbacks=ends)
+    assert (len(history), int(state.step)) == (1, STEPS // 2)
+    if rank == 0:  # the newest one is damaged: all take the one before
+        newest = max((folder / "ends").glob("step_*"))
+        (newest / "jaxpar.json").write_text("{}")
+    kv.barrier("damaged")
+    assert checkpoint.Manager(folder / "ends").restore_latest(state) is None
+    found, _ = checkpoint.Manager(folder / "lost").restore_latest(new_state("sharded"))
+    assert kv.to_params(found.store)["w"].tolist() == kv.to_params(again.store)["w"].tolist()
+
+
+def main():
+    coordinator, count, index, folder, *phases = sys.argv[1:]
+    if int(count) > 1:
+        jax.distributed.initialize(coordinator, int(count), int(index), initialization_timeout=60)
+    assert (kv.rank(), kv.num_workers()) == (int(index), int(count))
+    for phase in phases:
+        began, worked = time.monotonic(), time.process_time()
+        globals()[phase](Path(folder))
+        print(f"{phase}: {time.monotonic() - began:.1f} s, {time.process_time() - worked:.1f} of the CPU", flush=True)
+    kv.barrier("done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What the tests of the training step share: a model of one line, its batches, and the plain loop."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpar import kv, parallel, train
+
+ENGINES = parallel.ENGINES
+KINDS = ("device", "local", "sharded")
+EVERYWHERE = [(engine, kind) for engine in ENGINES for kind in KINDS]
+IN_TURN = [("pmap", "device"), ("shard_map", "local"), ("shard_map", "sharded")]  # each of them once
+
+
+def squares(params, batch, rng):
+    error = batch["x"] @ params["w"] + params["b"] - batch["y"]
+    return (error**2).mean(), {"error": jnp.abs(error).mean()}
+
+
+def line(n=16, seed=0):
+    rng = np.random.default_rng(seed)
+    return {"x": rng.standard_normal((n, 3)).astype(np.float32), "y": rng.standard_normal(n).astype(np.float32)}
+
+
+def start(count=4, kind="device", tx=None, params=None, **options):
+    params = {"w": jnp.ones(3), "b": jnp.zeros(())} if params is None else params
+    store = kv.from_params(params, kind=kind, optimizer=optax.sgd(0.1) if tx is None else tx)
+    return train.create_state(store, 7, devices=jax.devices()[:count], **options)
+
+
+def by_hand(tx, steps, params=None, loss=squares, batches=None):
+    """The plain loop on one device."""
+    params = {"w": jnp.ones(3), "b": jnp.zeros(())} if params is None else params
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, batch):
+        grads = jax.grad(lambda p: loss(p, batch, None)[0])(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for i in range(steps):
+        params, state = step(params, state, line(seed=i) if batches is None else batches[i])
+    return params
+
+
+def close(tree, other, **tolerance):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, **{"rtol": 2e-5, "atol": 1e-6, **tolerance}), tree, other
+    )
+
+
+@functools.cache
+def adam():
+    return optax.adam(0.05)

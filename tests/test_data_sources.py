@@ -1,0 +1,279 @@
+"""Training data of other libraries: what is read, how it is spread, what resuming skips, what is refused."""
+
+import dataclasses
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpar import data, kv, train
+
+RNG = np.random.default_rng(0)
+X = RNG.random((48, 4), np.float32)
+Y = X[:, :3].argmax(1)
+LOADER = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 48, 8)]
+STEP = train.make_train_step(train.classification_loss(lambda params, images: images @ params["w"]))
+TX = optax.sgd(0.5)
+
+
+def start(count=4):
+    return train.create_state(kv.from_params({"w": jnp.zeros((4, 3))}, optimizer=TX), 0, devices=jax.devices()[:count])
+
+
+def run(source, state=None, **options):
+    options = {"epochs": 2, "batch_size": 8, "progress": False, **options}
+    return train.fit(start() if state is None else state, STEP, source, **options)
+
+
+def labels(batches):
+    return [batch["label"].tolist() for batch in batches]
+
+
+class Tensor:
+    """As much of a PyTorch tensor as NumPy asks for, 64-bit labels included."""
+
+    def __init__(self, array):
+        self.values = array
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.values, dtype)
+
+
+class DeviceTensor:
+    """A tensor that NumPy cannot read, and DLPack can."""
+
+    def __init__(self, array):
+        self.values = jnp.asarray(array)
+
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError("can't convert device tensor to numpy")
+
+    def __dlpack__(self, **options):
+        return self.values.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.values.__dlpack_device__()
+
+
+class Loader:
+    """As a DataLoader: a length, and a new order for each pass."""
+
+    def __init__(self, kind=Tensor):
+        self.kind, self.passes = kind, 0
+
+    def __len__(self):
+        return len(LOADER)
+
+    def __iter__(self):
+        self.passes += 1
+        return ([self.kind(x), self.kind(y)] for x, y in LOADER)
+
+
+def by_hand(batches, count=4):
+    """The weights after steps over these batches."""
+    state = start(count)
+    for x, y in batches:
+        state, _ = STEP(state, {"image": x, "label": y.astype(np.int32)})
+    return state.params["w"]
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray, Tensor, DeviceTensor])
+def test_a_loader_trains(kind):
+    loader = Loader(kind)
+    state, history = run(loader)
+    assert loader.passes == 2
+    assert int(state.step) == 12
+    assert [record["images_per_second"] > 0 for record in history] == [True, True]
+    np.testing.assert_array_equal(state.params["w"], by_hand(LOADER * 2))
+
+
+def test_batches_lie_over_the_devices(devices):
+    (first, *rest) = data.from_iterable(LOADER).batches(8, devices=devices)
+    assert len(rest) == 5
+    assert first["image"].sharding.device_set == set(devices)
+    assert first["image"].addressable_shards[0].data.shape == (8 // len(devices), 4)
+    assert (first["image"].dtype, first["label"].dtype) == (jnp.float32, jnp.int32)
+    np.testing.assert_array_equal(first["image"], X[:8])
+
+
+def test_elements_of_many_forms():
+    pixels = (X * 255).astype(np.uint8)
+    dicts = [{"image": pixels[:8].tolist(), "label": Y[:8].tolist()}]
+    (batch,) = data.from_iterable(dicts).batches(8)
+    assert batch["image"].shape == (8, 4)
+    bytes_ = data.from_iterable([{"image": pixels[:8], "id": np.arange(8)}])
+    (batch,) = bytes_.batches(8)
+    np.testing.assert_allclose(batch["image"], pixels[:8] / np.float32(255), rtol=1e-6)
+    (batch,) = dataclasses.replace(bytes_, dtype=None).batches(8)
+    assert batch["image"].dtype == jnp.uint8
+    (batch,) = data.from_iterable([(X[:8], Y[:8], Y[:8])], names=("a", "b", "c")).batches(8)
+    assert sorted(batch) == ["a", "b", "c"]
+    (batch,) = data.from_iterable([{"x": {"deep": X[:8]}}]).batches(8)
+    assert batch["x"]["deep"].shape == (8, 4)
+
+
+def test_single_examples_are_stacked_and_the_rest_left_out():
+    rows = [{"image": x, "label": int(y)} for x, y in zip(X, Y, strict=True)]
+    source = data.from_iterable(rows, batched=False)
+    assert source.examples(10) == 48
+    assert labels(source.batches(10)) == [Y[i : i + 10].tolist() for i in range(0, 40, 10)]
+    state, _ = run(source)
+    np.testing.assert_array_equal(state.params["w"], by_hand(LOADER * 2))
+
+
+def test_a_function_of_the_epoch():
+    asked = []
+
+    def epoch(number):
+        asked.append(number)
+        return reversed(LOADER) if number % 2 else iter(LOADER)
+
+    source = data.from_iterable(epoch, steps_per_epoch=6)
+    state, _ = run(source)
+    assert asked == [0, 1]
+    np.testing.assert_array_equal(state.params["w"], by_hand(LOADER + LOADER[::-1]))
+    assert labels(source.batches(8, epochs=2, start=8)) == [y.tolist() for _, y in LOADER[::-1][2:]]
+    assert asked == [0, 1, 1]  # earlier epochs are not even asked for
+
+
+def test_a_resumed_run_is_the_undisturbed_one(tmp_path):
+    def source(cut=None):
+        def epoch(number):
+            for i, batch in enumerate(LOADER if number == 0 else LOADER[::-1]):
+                if (number, i) == cut:
+                    raise OSError("the disk went away")
+                yield batch
+
+        return data.from_iterable(epoch, steps_per_epoch=6)
+
+    options = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
+    with pytest.raises(OSError, match="went away"):
+        run(source(cut=(1, 3)), **options)
+    state, history = run(source(), **options)
+    want, want_history = run(source())
+    np.testing.assert_array_equal(state.params["w"], want.params["w"])
+    assert [r["loss"] for r in history] == [r["loss"] for r in want_history]
+
+
+def test_an_iterator_is_read_on_and_never_rewound():
+    stream = iter(LOADER * 2)
+    state, _ = run(data.from_iterable(stream, steps_per_epoch=4), epochs=2)
+    assert len(list(stream)) == 4  # no batch was read ahead
+    np.testing.assert_array_equal(state.params["w"], by_hand((LOADER * 2)[:8]))
+    stream = iter(LOADER)
+    assert len(list(data.from_iterable(stream, steps_per_epoch=4).batches(8, start=1))) == 3
+    assert len(list(stream)) == 3
+    with pytest.raises(
+        ValueError, match="list_iterator ended after 3 of the 4 batches of epoch 0; an iterator is read"
+    ):
+        list(data.from_iterable(iter(LOADER[:3]), steps_per_epoch=4).batches(8))
+
+
+def test_steps_per_epoch_cuts_a_pass_short():
+    assert labels(data.from_iterable(LOADER, steps_per_epoch=2).batches(8, epochs=2)) == [
+        LOADER[i][1].tolist() for i in (0, 1, 0, 1)
+    ]
+
+
+def test_arrays_under_names_of_ones_own():
+    source = data.from_arrays({"image": X, "label": Y})
+    rng = jax.random.key(5)
+    want = data.batches(data.Dataset(X, Y), 8, rng=rng, epochs=2, start=3)
+    assert labels(source.batches(8, rng=rng, epochs=2, start=3, devices=jax.devices()[:2])) == labels(want)
+    state, _ = run(source)
+    other, _ = run(data.Dataset(X, Y))
+    np.testing.assert_array_equal(state.params["w"], other.params["w"])
+    (batch,) = data.from_arrays({"a": {"b": np.arange(4)}, "c": np.ones((4, 2))}).batches(4)
+    assert batch["a"]["b"].tolist() == [0, 1, 2, 3]
+
+
+def test_collect():
+    loader = [*((Tensor(x), Tensor(y)) for x, y in LOADER), (X[:3], Y[:3])]
+    dataset = data.collect(loader)
+    np.testing.assert_array_equal(dataset.images, np.concatenate([X, X[:3]]))
+    assert dataset.labels.dtype == np.int32
+    examples = data.collect(({"image": x, "label": y, "text": 0} for x, y in zip(X, Y, strict=True)), batched=False)
+    np.testing.assert_array_equal(examples.labels, Y)
+    with pytest.raises(ValueError, match="no elements"):
+        data.collect([])
+
+
+def test_what_fit_asks_for_is_a_protocol():
+    dataset = data.Dataset(X, Y)
+    assert isinstance(dataset, data.Source)
+    assert data.as_source(dataset) is dataset
+    assert labels(dataset.batches(24)) == [Y[:24].tolist(), Y[24:].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("elements", "options", "error", "message"),
+    [
+        ([{"image": X[0], "label": 3}], {}, ValueError, r"'label' \(\); make .* say batched=False"),
+        (
+            [(X[:5], Y[:5])],
+            {},
+            ValueError,
+            r"batch 0 of the epoch should have 8 examples .*'image' \(5, 4\).*drop_last",
+        ),
+        ([(X[:8],)], {}, ValueError, r"tuple of 1, but there are 2 names \('image', 'label'\); give names="),
+        ([{"text": ["a"] * 8}], {}, TypeError, "'text' is a list of dtype <U1, which is no array of numbers; leave it"),
+        ([{"x": object()}], {}, TypeError, "'x' is a object of dtype object"),
+        (
+            [{"x": np.ones(2)}, {"x": np.ones(3)}] * 4,
+            {"batched": False},
+            ValueError,
+            "'x' has examples of different sh",
+        ),
+        (
+            LOADER,
+            {"steps_per_epoch": 9},
+            ValueError,
+            "a list ended after 6 of the 9 batches of epoch 0; give steps_per",
+        ),
+    ],
+)
+def test_elements_that_are_refused(elements, options, error, message):
+    with pytest.raises(error, match=message):
+        list(data.from_iterable(elements, **options).batches(8))
+
+
+def test_sources_that_are_refused():
+    with pytest.raises(TypeError, match=r"a generator has no length.*from_iterable\(source, steps_per_epoch=...\)"):
+        run(x for x in LOADER)
+    with pytest.raises(TypeError, match=r"expected something to iterate over.*got a int"):
+        run(3)
+    with pytest.raises(ValueError, match="steps_per_epoch must be 1 or more, got 0"):
+        data.from_iterable(LOADER, steps_per_epoch=0)
+    with pytest.raises(ValueError, match="batch_size 8 cannot be shared evenly by 3 devices; use 6 or 9"):
+        list(data.from_iterable(LOADER).batches(8, devices=jax.devices()[:3]))
+    with pytest.raises(ValueError, match=r"share the length of their first axis, got \[\(48, 4\), \(3,\)\]"):
+        data.from_arrays((X, Y[:3]))
+    with pytest.raises(ValueError, match="48 examples make no whole batch of 64"):
+        run(data.from_arrays({"image": X, "label": Y}), batch_size=64)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+def test_a_data_loader_of_pytorch():
+    torch = importlib.import_module("torch")
+    utils = importlib.import_module("torch.utils.data")
+    pairs = utils.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+    state, _ = run(utils.DataLoader(pairs, batch_size=8, drop_last=True))
+    np.testing.assert_array_equal(state.params["w"], by_hand(LOADER * 2))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("grain") is None, reason="Grain is not installed")
+def test_a_data_set_of_grain():
+    grain = importlib.import_module("grain.python")
+
+    def epoch(number):
+        rows = [{"image": x, "label": y} for x, y in zip(X, Y, strict=True)]
+        return grain.MapDataset.source(rows).seed(number).shuffle().batch(8)
+
+    state, _ = run(data.from_iterable(epoch, steps_per_epoch=6))
+    assert int(state.step) == 12
+    rows = grain.MapDataset.source([(x, y) for x, y in zip(X, Y, strict=True)]).batch(8)
+    state, _ = run(rows)
+    np.testing.assert_array_equal(state.params["w"], by_hand(LOADER * 2))

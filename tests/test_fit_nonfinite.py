@@ -1,0 +1,130 @@
+"""The loop where numbers are not finite: updates left out are counted, or it stops with the state before."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpar import checkpoint, data, kv, train
+
+TX = optax.adam(0.1)
+STEPS = 6  # batches of 8 in an epoch
+
+
+def points(bad=()):
+    rng = np.random.default_rng(0)
+    images = rng.standard_normal((8 * STEPS, 4)).astype(np.float32)
+    labels = images[:, :2].argmax(1)
+    images[list(bad), 1] = np.nan
+    return data.Dataset(images, labels)
+
+
+def apply(params, images):
+    return images @ params["dense"]["w"] + params["bias"][None]
+
+
+def start(count=2, kind="device"):
+    store = kv.from_params({"dense": {"w": jnp.zeros((4, 2))}, "bias": jnp.zeros(2)}, kind=kind, optimizer=TX)
+    return train.create_state(store, 3, devices=jax.devices()[:count])
+
+
+def step_with(action, **options):
+    return train.make_train_step(train.classification_loss(apply), nonfinite=action, **options)
+
+
+def run(step, dataset, state=None, **options):
+    options = {"epochs": 2, "batch_size": 8, "progress": False, **options}
+    return train.fit(start() if state is None else state, step, dataset, **options)
+
+
+def bad_steps(dataset, epochs=2):
+    """The numbers of the steps whose batches have a NaN in them."""
+    order = jax.random.fold_in(jax.random.key(3), 0x5FFE1E)
+    batches = data.batches(dataset, 8, rng=order, epochs=epochs, devices=jax.devices()[:2])
+    return [i for i, batch in enumerate(batches) if np.isnan(np.asarray(batch["image"])).any()]
+
+
+def test_updates_that_are_left_out_are_counted(tmp_path):
+    dataset = points(bad=[20])
+    assert len(bad_steps(dataset)) == 2
+    state, history = run(step_with("skip"), dataset, metrics_file=tmp_path / "m.jsonl")
+    assert [record["skipped"] for record in history] == [1, 1]
+    assert all(np.isfinite([record["loss"], record["accuracy"]]).all() for record in history)
+    assert history[1]["loss"] < history[0]["loss"]
+    assert int(state.step) == 2 * STEPS
+    assert int(state.nonfinite["skipped"]) == 2
+    assert [json.loads(text)["skipped"] for text in (tmp_path / "m.jsonl").read_text().splitlines()] == [1, 1]
+    _, plain = run(step_with("ignore"), dataset, epochs=1)
+    assert np.isnan(plain[0]["loss"])
+    assert "skipped" not in plain[0]
+
+
+def test_an_epoch_without_one_update():
+    _, history = run(step_with("skip"), points(bad=range(8 * STEPS)), epochs=1)
+    assert history[0]["skipped"] == STEPS
+    assert np.isnan(history[0]["loss"])
+
+
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+@pytest.mark.parametrize("row", [3, 20, 47])
+def test_it_stops_with_the_state_before_the_bad_step(tmp_path, kind, row):
+    dataset = points(bad=[row])
+    step = step_with("stop")
+    first = bad_steps(dataset)[0]
+    message = rf"train step {first} .*the loss and the gradients of 'bias', 'dense/w'; no update was made since"
+    with pytest.raises(FloatingPointError, match=message) as error:
+        run(step, dataset, start(kind=kind), checkpoint_dir=tmp_path, checkpoint_every=2)
+    stopped = error.value
+    assert (stopped.step, stopped.names, int(stopped.state.step)) == (first, ("loss", "bias", "dense/w"), first)
+    assert stopped.history == []
+
+    want = start(kind=kind)
+    order = jax.random.fold_in(jax.random.key(3), 0x5FFE1E)
+    batches = data.batches(dataset, 8, rng=order, epochs=1, devices=jax.devices()[:2])
+    for _, batch in zip(range(first), batches, strict=False):
+        want, _ = step(want, batch)
+    want = step.complete(want)
+    key_data = jax.random.key_data
+    for a, b in zip(jax.tree.leaves(stopped.state), jax.tree.leaves(want), strict=True):
+        same = np.array_equal(key_data(a), key_data(b)) if a.dtype == want.rng.dtype else np.array_equal(a, b)
+        assert same
+    if first:
+        saved = checkpoint.restore(checkpoint.latest(tmp_path), step.complete(start(kind=kind)))
+        assert saved.store == want.store
+        assert not saved.nonfinite["found"].any()
+
+
+def test_it_goes_on_from_there_when_the_data_is_mended(tmp_path):
+    bad, step = points(bad=[20]), step_with("stop")
+    first = bad_steps(bad)[0]
+    assert first > 1
+    with pytest.raises(train.NonFiniteError):
+        run(step, bad, checkpoint_dir=tmp_path)
+    resumed, history = run(step, points(), checkpoint_dir=tmp_path)
+    want, want_history = run(step, points())
+    np.testing.assert_array_equal(resumed.params["dense"]["w"], want.params["dense"]["w"])
+    assert [r["loss"] for r in history] == pytest.approx([r["loss"] for r in want_history], rel=1e-6)
+
+
+def test_a_state_that_was_given_away_resumes_with_all_its_parts(tmp_path):
+    """As in a cell that is run again."""
+    step = step_with("skip", loss_scale="dynamic", grad_transform=optax.trace(0.5))
+    state = start()
+    run(step, points(), state, checkpoint_dir=tmp_path, epochs=1)
+    assert state.store.values[0].is_deleted()
+    again, _ = run(step, points(), state, checkpoint_dir=tmp_path)
+    want, _ = run(step, points())
+    np.testing.assert_array_equal(again.params["dense"]["w"], want.params["dense"]["w"])
+    assert int(again.loss_scale["good_steps"]) == 2 * STEPS
+
+
+def test_a_loss_scale_that_is_too_large_at_first_stops_nothing():
+    step = step_with("stop", loss_scale=train.DynamicLossScale(initial=2.0**20), compute_dtype=jnp.float16)
+    state, history = run(step, points())
+    assert history[0]["skipped"] > 0
+    assert history[1]["skipped"] == 0
+    assert history[1]["loss"] < history[0]["loss"]
+    assert int(state.nonfinite["skipped"]) == history[0]["skipped"]

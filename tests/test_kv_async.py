@@ -1,0 +1,414 @@
+"""Kind `dist_async`: a push is applied some pushes later, whatever way it goes, and nothing is lost."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, PartitionSpec as P
+from kv_model import assert_unchanged, axes_of, collectives_in, compilations, put, snapshot, whole_numbers
+from step_model import ENGINES, by_hand, close, line, squares
+
+from jaxpar import checkpoint, kv, sparse, train, updaters
+
+SHAPE = (2, 3)
+few = settings(max_examples=15, deadline=None)
+
+# An updater that shows how often it ran: the n-th push that is applied counts n times.
+COUNTING = updaters.Updater(
+    init=lambda key, value: jnp.zeros((), jnp.int32),
+    update=lambda key, pushed, state, stored: (stored + (state + 1) * pushed, state + 1),
+)
+
+
+class Late:
+    """The NumPy model: for each key a queue of what was pushed."""
+
+    def __init__(self, staleness, shapes):
+        self.staleness = staleness
+        self.values = {k: np.zeros(s, np.float32) for k, s in shapes.items()}
+        self.counts, self.waiting = dict.fromkeys(shapes, 0), {k: [] for k in shapes}
+
+    def push(self, key, values):
+        self.waiting[key].append(sum(np.asarray(v) for v in values))
+        if len(self.waiting[key]) > self.staleness:
+            self.apply(key)
+
+    def apply(self, key):
+        self.counts[key] += 1
+        self.values[key] = self.values[key] + self.counts[key] * self.waiting[key].pop(0)
+
+    def flush(self):
+        for key, values in self.waiting.items():
+            while values:
+                self.apply(key)
+
+    def same(self, store):
+        for key, value in self.values.items():
+            np.testing.assert_array_equal(kv.pull(store, key), value)
+            assert int(store.updater_state[key]) == self.counts[key]
+
+
+def begun(staleness, keys=(3,), updater=COUNTING, shape=SHAPE):
+    store = kv.create("dist_async", staleness=staleness)
+    return kv.set_updater(kv.init(store, list(keys), [jnp.zeros(shape)] * len(keys)), updater)
+
+
+# ---- the numbers
+
+
+@few
+@given(
+    st.integers(0, 3),
+    st.lists(
+        st.dictionaries(
+            st.sampled_from([3, 5]), st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans()), min_size=1
+        ),
+        max_size=7,
+    ),
+)
+def test_any_pushes_equal_the_model(staleness, pushes):
+    """Any keys, any number of values on any devices, also another number than before; empty lists are no push."""
+    store, model = begun(staleness, (3, 5)), Late(staleness, {3: SHAPE, 5: SHAPE})
+    for i, push in enumerate(pushes):
+        lists = {}
+        for key, (count, first, spread) in push.items():
+            values = list(whole_numbers(100 * i + key, count, *SHAPE))
+            lists[key] = put(values, jax.devices()[first : first + 3 if spread else first + 1])
+            if count:
+                model.push(key, values)
+        before, old = snapshot(store), store
+        store = kv.push(store, list(lists), list(lists.values()))
+        assert_unchanged(old, before)
+        model.same(store)
+    model.flush()
+    model.same(kv.flush(store))
+
+
+def ways(store, devices):
+    """The ways to push `(4, *SHAPE)`, one row from each device: name to (store to begin with, push)."""
+    placed = kv.place(store, devices)
+    axes, specs = axes_of(placed), kv.partition_specs(placed, "data")
+    mapped = jax.shard_map(
+        lambda s, v: kv.push(s, 3, v[0], axis_name="data"),
+        mesh=Mesh(np.array(devices), ("data",)),
+        in_specs=(specs, P("data")),
+        out_specs=specs,
+        check_vma=True,
+    )
+    return {
+        "eager": (store, lambda s, v: kv.push(s, 3, put(list(v), devices))),
+        "one device": (store, lambda s, v: kv.push(s, 3, list(v))),
+        "placed": (placed, lambda s, v: kv.push(s, 3, put(list(v), devices))),
+        "jit": (store, jax.jit(lambda s, v: kv.push(s, 3, list(v)))),
+        "pmap": (
+            placed,
+            jax.pmap(
+                lambda s, v: kv.push(s, 3, v, axis_name="data"),
+                "data",
+                in_axes=(axes, 0),
+                out_axes=axes,
+                devices=devices,
+            ),
+        ),
+        "shard_map": (placed, jax.jit(mapped)),
+    }
+
+
+@pytest.mark.parametrize("way", ["eager", "one device", "placed", "jit", "pmap", "shard_map"])
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_every_way_gives_the_same_numbers(staleness, way):
+    store, push = ways(begun(staleness), jax.devices()[:4])[way]
+    pushes, model = whole_numbers(0, 6, 4, *SHAPE), Late(staleness, {3: SHAPE})
+    for values in pushes:
+        store = push(store, values)
+        model.push(3, values)
+        model.same(store)
+        assert int(store.pending[3].count) == len(model.waiting[3])
+    model.flush()
+    flushed = kv.flush(store)
+    model.same(flushed)
+    assert kv.flush(flushed) == flushed
+
+
+def test_scan_and_a_flush_inside_of_programs():
+    devices = jax.devices()[:4]
+    pushes, model = whole_numbers(1, 6, 4, *SHAPE), Late(2, {3: SHAPE})
+    for values in pushes:
+        model.push(3, values)
+    store = kv.place(begun(2), devices)
+    scanned, _ = jax.lax.scan(lambda s, v: (kv.push(s, 3, list(v)), None), store, pushes)
+    model.same(scanned)
+    specs = kv.partition_specs(store, "data")
+    flush = jax.shard_map(
+        lambda s: kv.flush(s, axis_name="data"),
+        mesh=Mesh(np.array(devices), ("data",)),
+        in_specs=(specs,),
+        out_specs=specs,
+        check_vma=False,
+    )
+    spread = kv.place(scanned, devices)
+    model.flush()
+    model.same(jax.jit(kv.flush)(scanned))
+    model.same(jax.jit(flush)(spread))
+
+
+def test_before_the_first_one_is_due_nothing_changes_not_even_adams_count():
+    store = begun(2, updater=updaters.from_optax(optax.adam(0.1)))
+    before = snapshot((store.values, store.updater_state))
+    push = jax.jit(lambda s, v: kv.push(s, 3, v))
+    for jitted in (False, True):
+        new = store
+        for _ in range(2):
+            new = push(new, jnp.ones(SHAPE)) if jitted else kv.push(new, 3, jnp.ones(SHAPE))
+        assert_unchanged((new.values, new.updater_state), before)
+        assert int(kv.push(new, 3, jnp.ones(SHAPE)).updater_state[3][0].count) == 1
+
+
+def test_a_plain_function_is_called_when_a_push_is_due():
+    seen = []
+
+    def updater(key, pushed, stored):
+        seen.append((key, float(pushed[0])))
+        return stored + pushed
+
+    store = begun(2, (5, 3), updater, shape=(2,))
+    for number in (1.0, 10.0, 100.0):
+        assert seen == []
+        store = kv.push(store, [5, 3], [jnp.full(2, number)] * 2)
+    assert seen == [(3, 1.0), (5, 1.0)]
+    kv.flush(store)
+    assert seen[2:] == [(3, 10.0), (5, 10.0), (3, 100.0), (5, 100.0)]
+
+
+def test_no_staleness_is_dist_sync_bit_for_bit():
+    rng = np.random.default_rng(0)
+    stores = [kv.create("dist_async", staleness=0), kv.create("dist_sync"), kv.create("device")]
+    stores = [kv.set_optimizer(kv.init(s, 3, jnp.zeros(SHAPE)), tx) for s in stores for tx in [optax.adam(0.1)]]
+    for values in rng.standard_normal((3, 4, *SHAPE), np.float32):
+        stores = [kv.push(s, 3, put(list(values), jax.devices())) for s in stores]
+    assert stores[0].pending == {}
+    for other in stores[1:]:
+        for a, b in zip(jax.tree.leaves(stores[0]), jax.tree.leaves(other), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("way", "type"), [("eager", "2bit"), ("jit", "1bit"), ("shard_map", "1bit")])
+def test_what_is_sent_is_compressed_and_what_waits_is_not(way, type):
+    """The delayed store is the other one some pushes ago, residuals too; a 1-bit code of nothing would not be 0."""
+    devices, shape = jax.devices()[:4], (4, 16)
+    pushes = np.random.default_rng(0).standard_normal((5, 4, *shape)).astype(np.float32)
+
+    def run(staleness, pushes):
+        store = kv.set_gradient_compression(begun(staleness, updater=updaters.accumulate, shape=shape), {"type": type})
+        store, push = ways(store, devices)[way]
+        for values in pushes:
+            store = push(store, values)
+        return store
+
+    late, flushed = run(2, pushes), kv.flush(run(2, pushes))
+    for delayed, prompt in ((late, run(0, pushes[:3])), (flushed, run(0, pushes))):
+        np.testing.assert_allclose(kv.pull(delayed, 3), kv.pull(prompt, 3), rtol=1e-6, atol=1e-6)
+        held, want = (np.asarray(s.residuals[3]["residual"]).reshape(4, *shape) for s in (delayed, prompt))
+        np.testing.assert_allclose(held, want, rtol=1e-6, atol=1e-6)
+    early = run(2, pushes[:2])
+    assert not np.any(kv.pull(early, 3))
+    assert not any(np.any(leaf["residual"]) for leaf in early.residuals.values())
+
+
+# ---- a good citizen
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_other_devices_take_over_what_waits(count):
+    devices = jax.devices()[:4]
+    store, model = kv.place(begun(2), devices), Late(2, {3: SHAPE})
+    for values in whole_numbers(2, 3, 4, *SHAPE):
+        store = kv.push(store, 3, put(list(values), devices))
+        model.push(3, values)
+    moved = kv.place(store, jax.devices()[-count:])
+    assert {v.shape for v in moved.pending[3].values} == {(count, *SHAPE)}
+    more = whole_numbers(3, count, *SHAPE)
+    moved = kv.push(moved, 3, put(list(more), jax.devices()[-count:]))
+    model.push(3, more)
+    model.same(moved)
+    model.flush()
+    model.same(kv.flush(moved))
+
+
+@pytest.mark.parametrize("count", [4, 2, 8])
+def test_a_checkpoint_holds_what_waits(tmp_path, count, capsys):
+    def state(count, staleness=2, pushes=0):
+        tx = updaters.from_optax(sgd())
+        store = kv.from_params({"w": jnp.zeros(SHAPE)}, kind="dist_async", staleness=staleness, updater=tx)
+        state = train.create_state(store, 0, devices=jax.devices()[:count])
+        step = train.make_train_step(lambda p, b, rng: ((p["w"] ** 2 - p["w"] * b[0]).sum(), {}))
+        for i in range(pushes):
+            state, _ = step(state, jnp.arange(8.0 * 6).reshape(8, *SHAPE) + i)
+        return state, step
+
+    saved, step = state(4, pushes=3)
+    checkpoint.save(tmp_path / "a", saved)
+    restored = checkpoint.restore(tmp_path / "a", state(count, pushes=1)[0])
+    if count == 4:
+        assert all(map(np.array_equal, *map(jax.tree.leaves, (restored.store, saved.store))))
+    assert int(restored.store.pending[0].count) == 2
+    close(step.finish(restored).params, step.finish(saved).params)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(checkpoint.CheckpointError, match=r"key 0 \('w'\): values wait for 2 pushes.*has staleness 0"):
+        checkpoint.restore(tmp_path / "a", state(count, 0)[0])
+    checkpoint.save(tmp_path / "b", state(4, 0, pushes=1)[0])
+    begun = checkpoint.restore(tmp_path / "b", state(4, 2, pushes=3)[0])  # nothing was saved, so nothing waits
+    assert int(begun.store.pending[0].count) == 0
+    assert not np.any(begun.store.pending[0].values)
+
+
+def test_what_it_looks_like():
+    store = kv.push(begun(2, shape=(5,)), 3, [jnp.ones(5)] * 4)
+    assert "kind='dist_async'" in repr(store)
+    assert "staleness=2, 1 key, 20 bytes, updater state 4 bytes, waiting 160 bytes" in repr(store)
+    assert "waiting 160 bytes" in store._repr_html_()
+    assert store != kv.push(begun(2, shape=(5,)), 3, [jnp.zeros(5)] * 4)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="staleness must be an int of 0 or more, got -1"):
+        kv.create("dist_async", staleness=-1)
+    for wrong in (True, 1.0, "1"):
+        with pytest.raises(TypeError, match="staleness must be an int of 0 or more"):
+            kv.create("dist_async", staleness=wrong)
+    with pytest.raises(ValueError, match="staleness=1 is for kind 'dist_async'; kind 'device' applies a push at once"):
+        kv.from_params({"w": jnp.zeros(2)}, kind="device", staleness=1)
+    assert kv.create("dist_async").staleness == 1
+    assert kv.create("dist_sync", staleness=0).staleness == 0
+    rows = sparse.RowSparse(jnp.array([1]), jnp.ones((1, 3)), SHAPE)
+    with pytest.raises(ValueError, match="cannot wait in a store of staleness 1; push dense values, or use kind"):
+        kv.push(begun(1), 3, rows)
+    store = kv.place(begun(1), jax.devices()[:4])
+    with pytest.raises(ValueError, match=r"key 3: values .* wait for a push of \(2, 3\) on each device.*kv.flush"):
+        jax.vmap(lambda v: kv.push(store, 3, v, axis_name="d").values, axis_name="d")(jnp.ones((2, *SHAPE)))
+
+
+# ---- the training step
+
+
+@functools.cache
+def sgd():
+    return optax.sgd(0.05)
+
+
+def late_by_hand(tx, steps, staleness, finish=False):
+    """The plain loop, with gradients that wait."""
+    params = {"w": jnp.ones(3), "b": jnp.zeros(())}
+    state, waiting = tx.init(params), []
+    grad = jax.jit(lambda p, b: jax.grad(lambda p: squares(p, b, None)[0])(p))
+    for i in range(steps + staleness * finish):
+        if i < steps:
+            waiting.append(grad(params, line(seed=i)))
+        if len(waiting) > (staleness if i < steps else 0):
+            updates, state = tx.update(waiting.pop(0), state, params)
+            params = optax.apply_updates(params, updates)
+    return params
+
+
+def start(staleness, tx, count=4, **options):
+    params = {"w": jnp.ones(3), "b": jnp.zeros(())}
+    store = kv.from_params(params, kind="dist_async", staleness=staleness, optimizer=tx)
+    return train.create_state(store, 7, devices=jax.devices()[:count], **options)
+
+
+@pytest.mark.parametrize(("engine", "staleness"), [("pmap", 2), ("shard_map", 1)])
+def test_the_step_is_the_plain_loop_with_gradients_that_wait(engine, staleness):
+    """With a transform whose state must not count the steps in which nothing is due."""
+    tx, transform = optax.adam(0.05), optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9))
+    state = start(staleness, tx, grad_transform=transform)
+    step = train.make_train_step(squares, engine=engine, grad_transform=transform)
+    structure, metrics = jax.tree.structure(state), {}
+    for i in range(5):
+        with compilations() as count:
+            state, metrics = step(state, line(seed=i))
+        assert not i or count() <= 1  # one program, and the batch's way to the devices
+    assert jax.tree.structure(state) == structure
+    whole = optax.chain(transform, tx)
+    close(state.params, late_by_hand(whole, 5, staleness))
+    before = late_by_hand(whole, 4, staleness)
+    close(metrics["loss"], squares(before, line(seed=4), None)[0], rtol=1e-4)
+    finished = step.finish(state)
+    close(finished.params, late_by_hand(whole, 5, staleness, finish=True))
+    assert step.finish(finished).store == finished.store
+    assert int(state.step) == 5  # finish donates nothing
+
+
+def test_no_staleness_in_a_step_is_the_plain_loop():
+    step = train.make_train_step(squares)
+    state = start(0, sgd())
+    for i in range(3):
+        state, _ = step(state, line(seed=i))
+    close(state.params, by_hand(sgd(), 3))
+    assert step.finish(state) is state
+
+
+def test_a_step_that_is_skipped_pushes_nothing():
+    step = train.make_train_step(squares, nonfinite="skip")
+    state, bad = start(1, sgd()), line(seed=1)
+    bad["y"][3] = np.inf
+    for batch in (line(seed=0), bad, line(seed=1)):
+        before = snapshot(state.store)
+        state, _ = step(state, batch)
+        if batch is bad:
+            assert_unchanged(state.store, before)
+    close(step.finish(state).params, late_by_hand(sgd(), 2, 1, finish=True))
+
+
+# ---- what the compiled step waits for
+
+
+def read(text):
+    """The entry computation of a compiled program: operands of each instruction, and what the parameters are."""
+    operands, parameters = {}, {}
+    for text_line in text.partition("\nENTRY ")[2].splitlines()[1:]:
+        name, _, rest = text_line.strip().removeprefix("ROOT ").partition(" = ")
+        call = re.search(r"[\w-]+\((.*)", rest.split(", metadata=")[0])
+        if call and " parameter(" in rest:
+            parameters[name] = re.search(r'op_name="([^"]*)"', rest)[1]
+        operands[name] = re.findall(r"%[\w.-]+", rest.split(", metadata=")[0]) if call else []
+    return operands, parameters
+
+
+def needed(text, op):
+    """The names of the parameters that the collectives of a sort depend on."""
+    operands, parameters = read(text)
+    to_see = [name for name in operands if re.search(rf"{re.escape(name)} = .* {op}(-start)?\(", text)]
+    assert to_see
+    seen = set()
+    while to_see:
+        name = to_see.pop()
+        if name not in seen:
+            seen.add(name)
+            to_see += operands.get(name, [])
+    return {parameters[name] for name in seen if name in parameters}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_all_reduce_needs_nothing_of_this_step(engine):
+    step = train.make_train_step(squares, engine=engine)
+    late, prompt = (step.lower(start(n, sgd()), line()).compile().as_text() for n in (1, 0))
+    assert needed(late, "all-reduce") == {f"state.store.pending[{k}].values[0]" for k in (0, 1)}
+    assert {"batch['x']", "batch['y']"} <= {name.replace("\\", "") for name in needed(prompt, "all-reduce")}
+    assert [name for name, _ in collectives_in(late)] == ["all-reduce", "all-to-all"]  # the latter: the metrics
+
+
+def test_the_same_with_a_compressor():
+    params = {"w": jnp.zeros((64, 3))}
+    store = kv.from_params(params, kind="dist_async", optimizer=sgd())
+    state = train.create_state(kv.set_gradient_compression(store, {"type": "2bit"}), 0, devices=jax.devices()[:4])
+    step = train.make_train_step(lambda p, b, rng: (((b @ p["w"]) ** 2).mean(), {}))
+    text = step.lower(state, np.ones((8, 64), np.float32)).compile().as_text()
+    assert needed(text, "all-gather") == {
+        "state.store.pending[0].values[0]",
+        "state.store.residuals[0]['residual']".replace("'", "\\'"),
+    }

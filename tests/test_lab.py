@@ -1,0 +1,95 @@
+"""Notebooks in a real JupyterLab, looked at by a headless Chromium.
+
+One small notebook with every display is run here always; all of `notebooks/` by `make lab-test`. The pictures are
+kept where JAXPAR_SCREENSHOTS names a folder.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import lab
+import nbformat
+import pytest
+
+NOTEBOOKS = sorted((lab.ROOT / "notebooks").glob("*.ipynb"))
+
+CELLS = [
+    """
+    import jaxpar as jp
+    jp.parallel.use_cpu_devices(8)
+    import jax, jax.numpy as jnp, numpy as np, optax
+    """,
+    """
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (512, 28, 28, 1), np.uint8)
+    examples = jp.data.Dataset(images, images[:, 14, 14, 0] // 26)
+    params = jp.models.lenet.init(jax.random.key(0))
+    store = jp.kv.from_params(params, kind="device", optimizer=optax.sgd(0.2))
+    store
+    """,
+    "state = jp.train.create_state(store, 0); state",
+    """
+    step = jp.train.make_train_step(jp.train.classification_loss(jp.models.lenet.apply))
+    options = dict(test_data=examples, apply_fn=jp.models.lenet.apply, batch_size=64)
+    state, history = jp.train.fit(state, step, examples, epochs=2, **options)
+    """,
+    "state, history = jp.train.fit(state, step, examples, epochs=2, progress='plot', **options)",
+    "history",
+    "jp.train.plot_history(history)",
+    "jp.viz.plot_network(jp.models.lenet.apply, params, jax.ShapeDtypeStruct((64, 28, 28, 1), jnp.float32))",
+    "jp.viz.print_summary(jp.models.lenet.apply, params, jax.ShapeDtypeStruct((64, 28, 28, 1), jnp.float32))",
+    "jp.train.plot_confusion_matrix(jp.train.confusion_matrix(state, jp.models.lenet.apply, examples))",
+    "wrong = jp.train.mistakes(state, jp.models.lenet.apply, examples); wrong",
+    "jp.train.plot_mistakes(wrong, examples, class_names=jp.data.FASHION_MNIST_CLASSES)",
+    "examples",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    if (reason := lab.missing()) is not None:
+        pytest.skip(reason)
+    return tmp_path_factory.mktemp("lab")
+
+
+@pytest.fixture(scope="module")
+def address(folder):
+    with lab.server(folder) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def page(address):
+    with lab.browser() as found:
+        yield found
+
+
+def pictures(folder):
+    place = Path(os.environ.get("JAXPAR_SCREENSHOTS", folder))
+    place.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+def test_every_display(folder, address, page):
+    cells = [nbformat.v4.new_code_cell("\n".join(line.strip() for line in cell.strip().splitlines())) for cell in CELLS]
+    notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "x"}})
+    nbformat.write(notebook, folder / "displays.ipynb")
+    outputs, bar = lab.run_all(page, address, "displays.ipynb", 120, pictures(folder) / "displays.png")
+    assert lab.complaints(outputs) == []
+    assert lab.folded(outputs) == []
+    shown = [(o["kind"], o["pictures"], o["tables"]) for o in outputs]
+    assert sum(tables for *_, tables in shown) >= 4, shown
+    assert sum(count for _, count, _ in shown) >= 5, shown
+    assert bar  # tqdm's, a widget
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook(path, folder, address, page, request):
+    if "lab" not in request.config.option.markexpr:
+        pytest.skip("minutes long; make lab-test, or pytest -m lab")
+    shutil.copy(path, folder)
+    outputs, _ = lab.run_all(page, address, path.name, 600, pictures(folder) / f"{path.stem}.png")
+    assert outputs
+    assert lab.complaints(outputs) == []

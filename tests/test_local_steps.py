@@ -1,0 +1,211 @@
+"""Local steps: each device by itself, then one agreement a round, against a plain loop over the devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from kv_model import assert_unchanged, collectives_in, compilations, snapshot
+from step_model import ENGINES, adam, by_hand, close, line, squares, start
+
+from jaxpar import checkpoint, kv, train
+
+COUNT = 4
+
+
+@functools.cache
+def nesterov():
+    return optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+@functools.cache
+def sgd():
+    return optax.sgd(0.1)
+
+
+def alone(params, batch, device):
+    part = jax.tree.map(lambda x: x.reshape(COUNT, -1, *x.shape[1:])[device], batch)
+    return jax.grad(lambda p: squares(p, part, None)[0])(params)
+
+
+def diloco(tx, outer, length, steps, finish=False):
+    """Algorithm 1 of the paper, written out: (the common parameters, those of each device)."""
+    common = {"w": jnp.ones(3), "b": jnp.zeros(())}
+    own, inner = [common] * COUNT, [tx.init(common)] * COUNT
+    outer_state, since = outer.init(common) if outer else None, 0
+    grad = jax.jit(alone, static_argnums=2)
+    for i in range(steps):
+        for d in range(COUNT):
+            updates, inner[d] = tx.update(grad(own[d], line(seed=i), d), inner[d], own[d])
+            own[d] = optax.apply_updates(own[d], updates)
+        since += 1
+        if since == length or (finish and i == steps - 1):
+            gap = jax.tree.map(lambda c, *each: sum(c - e for e in each) / COUNT, common, *own)
+            if outer:
+                gap, outer_state = outer.update(gap, outer_state, common)
+                common = optax.apply_updates(common, gap)
+            else:
+                common = jax.tree.map(jnp.subtract, common, gap)
+            own, since = [common] * COUNT, 0
+    return common, own
+
+
+@pytest.mark.parametrize(
+    ("engine", "outer"),
+    [("pmap", None), ("pmap", nesterov()), ("shard_map", nesterov())],
+    ids=["pmap-average", "pmap-nesterov", "shard_map-nesterov"],
+)
+def test_rounds_are_the_papers_algorithm(engine, outer):
+    step = train.make_train_step(squares, engine=engine, local_steps=3, outer_optimizer=outer)
+    state = step.complete(start(COUNT, "dist_sync", adam()))
+    structure, metrics = jax.tree.structure(state), {}
+    for i in range(8):
+        with compilations() as count:
+            state, metrics = step(state, line(seed=i))
+        assert not i or count() == 0
+    assert jax.tree.structure(state) == structure
+    common, own = diloco(adam(), outer, 3, 8)
+    close(state.params, common)
+    close(state.local["values"], {0: jnp.stack([p["b"] for p in own]), 1: jnp.stack([p["w"] for p in own])})
+    assert len(np.unique(state.local["values"][0])) == COUNT
+    _, before = diloco(adam(), outer, 3, 7)
+    parts = [jax.tree.map(lambda x, d=d: x[4 * d : 4 * d + 4], line(seed=7)) for d in range(COUNT)]
+    losses = [squares(p, part, None)[0] for p, part in zip(before, parts, strict=True)]
+    close(metrics["loss"], np.mean(losses), rtol=1e-4)
+    finished = step.finish(state)
+    close(finished.params, diloco(adam(), outer, 3, 8, finish=True)[0])
+    assert int(finished.outer["since"]) == 0
+    assert step.finish(finished).store == finished.store, "momentum must not go on by itself"
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_averaging_after_every_step_of_sgd_is_dist_sync(kind):
+    step = train.make_train_step(squares, local_steps=1)
+    state = start(COUNT, kind, sgd())
+    for i in range(4):
+        state, _ = step(state, line(seed=i))
+    close(state.params, by_hand(sgd(), 4))
+    close(state.local["values"][1], jnp.broadcast_to(state.params["w"], (COUNT, 3)))
+
+
+def test_a_long_round_is_what_each_device_does_alone():
+    """The common parameters stay as they are, to the bit."""
+    step = train.make_train_step(squares, local_steps=10)
+    state = start(COUNT, tx=sgd())
+    before = snapshot(state.store)
+    for i in range(4):
+        state, _ = step(state, line(seed=i))
+    assert_unchanged(state.store, before)
+    for d in range(COUNT):
+        batches = [jax.tree.map(lambda x: x[4 * d : 4 * d + 4], line(seed=i)) for i in range(4)]  # noqa: B023
+        close(state.local["values"][1][d], by_hand(sgd(), 4, batches=batches)["w"])
+
+
+def test_a_transform_of_each_devices_gradients_with_a_state():
+    transform = optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9))
+    step = train.make_train_step(squares, local_steps=2, outer_optimizer=nesterov(), grad_transform=transform)
+    state = start(COUNT, tx=sgd())
+    for i in range(5):
+        state, _ = step(state, line(seed=i))
+    close(step.finish(state).params, diloco(optax.chain(transform, sgd()), nesterov(), 2, 5, finish=True)[0])
+
+
+def test_a_compressed_outer_gradient():
+    """What a round sent and what the residuals hold is what all devices moved."""
+    store = kv.from_params({"w": jnp.zeros(64)}, optimizer=optax.sgd(1.0))
+    store = kv.set_gradient_compression(store, {"type": "2bit", "threshold": 0.25})
+    state = train.create_state(store, 0, devices=jax.devices()[:COUNT])
+    step = train.make_train_step(lambda p, b, rng: ((p["w"] * b[0]).sum(), {}), local_steps=2)
+    for _ in range(2):
+        state, _ = step(state, jnp.full((COUNT, 64), 0.6))  # a round moves each device by 1.2, a quarter of it is 0.3
+    np.testing.assert_array_equal(state.params["w"], np.full(64, -1.0))
+    np.testing.assert_allclose(state.store.residuals[0]["residual"], np.full((COUNT, 64), 0.05), rtol=1e-5)
+
+
+def test_a_step_that_is_skipped_is_none_of_the_round():
+    step = train.make_train_step(squares, local_steps=2, nonfinite="skip")
+    state, bad = start(COUNT, tx=sgd()), line(seed=1)
+    bad["y"][3] = np.inf
+    for batch in (line(seed=0), bad, line(seed=1)):
+        state, _ = step(state, batch)
+    close(state.params, diloco(sgd(), None, 2, 2)[0])
+    assert int(state.step) == 3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_sent(engine):
+    """The metrics at every step; the parameters in a branch that is taken once a round."""
+    step = train.make_train_step(squares, engine=engine, local_steps=4, outer_optimizer=nesterov())
+    text = step.lower(start(COUNT, tx=sgd()), line()).compile().as_text()
+    branches, _, every_step = text.partition("\nENTRY ")
+    assert collectives_in(every_step) == [("all-reduce", 8)]
+    assert collectives_in(branches) == [("all-reduce", 16)]
+    assert " conditional(" in every_step
+
+
+# ---- other devices, checkpoints
+
+
+def run(count, steps, state=None):
+    step = train.make_train_step(squares, local_steps=3, outer_optimizer=nesterov())
+    state = step.complete(start(count, "dist_sync", adam()) if state is None else state)
+    for i in range(steps):
+        state, _ = step(state, line(seed=i))
+    return state, step
+
+
+def test_a_checkpoint_in_the_middle_of_a_round(tmp_path, capsys):
+    state, step = run(COUNT, 4)
+    checkpoint.save(tmp_path / "a", state)
+    restored = checkpoint.restore(tmp_path / "a", run(COUNT, 1)[0])
+    assert all(
+        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(restored.local), jax.tree.leaves(state.local), strict=True)
+    )
+    for i in range(3):
+        (state, _), (restored, _) = step(state, line(seed=i)), step(restored, line(seed=i))
+    assert state.store == restored.store
+    assert capsys.readouterr().err == ""
+    with pytest.raises(checkpoint.CheckpointError, match=r"outer/since.*expected no such leaf.*made as the saved one"):
+        checkpoint.restore(tmp_path / "a", start(COUNT, "dist_sync", adam()))
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_other_devices_go_on_from_the_mean(tmp_path, count, capsys):
+    state, step = run(COUNT, 4)
+    checkpoint.save(tmp_path / "a", state)
+    restored = checkpoint.restore(tmp_path / "a", run(count, 0)[0])
+    said = f"the local parameters and updater states of {COUNT} devices were averaged for {count}"
+    assert said in capsys.readouterr().err
+    moved = train.make_train_step(
+        squares, local_steps=3, outer_optimizer=nesterov(), devices=jax.devices()[:count]
+    ).complete(state)
+    for other in (restored, moved):
+        mean = state.local["values"][1].mean(0)
+        close(other.local["values"][1], jnp.broadcast_to(mean, (count, 3)))
+        assert other.local["updater_state"][1][0].count.tolist() == [4] * count
+        close(step.finish(other).params, step.finish(state).params)
+
+
+def test_errors():
+    for wrong in (0, -1, True, 1.5, "4"):
+        with pytest.raises(ValueError, match="local_steps must be None or an int of 1 or more"):
+            train.make_train_step(squares, local_steps=wrong)
+    with pytest.raises(ValueError, match="outer_optimizer goes with local_steps, which is None"):
+        train.make_train_step(squares, outer_optimizer=nesterov())
+    with pytest.raises(TypeError, match=r"outer_optimizer must be an optax.GradientTransformation or None, got 0.7"):
+        train.make_train_step(squares, local_steps=2, outer_optimizer=0.7)
+    step = train.make_train_step(squares, local_steps=2)
+    with pytest.raises(ValueError, match="a store of kind 'sharded' gives it a part of them"):
+        step(start(COUNT, "sharded"), line())
+    with pytest.raises(ValueError, match="local_steps and a store of staleness 1 cannot go together"):
+        step(start(COUNT, "dist_async"), line())
+    state, _ = step(start(COUNT), line())
+    with pytest.raises(ValueError, match="the state is of another outer_optimizer"):
+        train.make_train_step(squares, local_steps=2, outer_optimizer=nesterov())(state, line())
+    with pytest.raises(ValueError, match=r"own parameters of each device.*finish\(state\)"):
+        train.make_train_step(squares)(state, line())
+    plain = train.make_train_step(squares)
+    state, _ = plain(train.create_state(step.finish(state).store, 0), line())
+    assert int(state.step) == 1

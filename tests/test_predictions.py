@@ -1,0 +1,109 @@
+"""The confusion matrix and the mistakes of a classifier, from any devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpar import data, kv, train
+
+RNG = np.random.default_rng(0)
+SET = data.Dataset(RNG.integers(0, 256, (37, 5), np.uint8), RNG.integers(0, 4, 37))
+PARAMS = {"w": RNG.standard_normal((5, 4)).astype(np.float32)}
+
+
+def apply(params, images):
+    return images @ params["w"]
+
+
+def probabilities():
+    logits = (SET.images / 255).astype(np.float64) @ PARAMS["w"].astype(np.float64)
+    e = np.exp(logits - logits.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+def want_matrix():
+    matrix = np.zeros((4, 4), np.int64)
+    for label, predicted in zip(SET.labels, probabilities().argmax(1), strict=True):
+        matrix[label, predicted] += 1
+    return matrix
+
+
+def state_on(kind, count):
+    store = kv.from_params(PARAMS, kind=kind, optimizer=optax.sgd(0.1))
+    return train.create_state(store, 0, devices=jax.devices()[:count])
+
+
+@pytest.mark.parametrize("batch_size", [10, 64])
+@pytest.mark.parametrize(("kind", "count"), [(None, 1), ("device", 1), ("device", 8), ("sharded", 3)])
+def test_against_numpy(kind, count, batch_size):
+    state = PARAMS if kind is None else state_on(kind, count)
+    matrix = train.confusion_matrix(state, apply, SET, batch_size=batch_size)
+    np.testing.assert_array_equal(matrix, want_matrix())
+    assert matrix.dtype == np.int64
+    accuracy = train.evaluate(state, apply, SET, batch_size=batch_size)["accuracy"]
+    assert matrix.trace() / matrix.sum() == pytest.approx(accuracy)
+
+    wrong = train.mistakes(state, apply, SET, batch_size=batch_size)
+    p = probabilities()
+    assert sorted(wrong.indices) == np.flatnonzero(p.argmax(1) != SET.labels).tolist()
+    np.testing.assert_array_equal(wrong.predicted, p.argmax(1)[wrong.indices])
+    np.testing.assert_array_equal(wrong.labels, SET.labels[wrong.indices])
+    np.testing.assert_allclose(wrong.probabilities, p.max(1)[wrong.indices], rtol=1e-5)
+    assert (np.diff(wrong.probabilities) <= 0).all()
+    assert len(wrong) == matrix.sum() - matrix.trace()
+
+
+def test_the_most_certain_ones():
+    wrong, few = train.mistakes(PARAMS, apply, SET), train.mistakes(PARAMS, apply, SET, most=3)
+    np.testing.assert_array_equal(few.indices, wrong.indices[:3])
+    assert repr(few) == "Mistakes(3 of 37 examples)"
+    assert few._repr_html_().count("<tr>") == 4
+    assert "more</p>" not in few._repr_html_()
+    assert f"... and {len(wrong) - 10} more" in wrong._repr_html_()
+
+
+@pytest.mark.parametrize("call", [train.confusion_matrix, train.mistakes])
+def test_errors(call):
+    with pytest.raises(ValueError, match="the model has 4 classes, the labels run from 0 to 4"):
+        call(PARAMS, apply, data.Dataset(SET.images[:5], np.arange(5)))
+    with pytest.raises(ValueError, match=r"a label an example, an int; got logits \(5, 4\), labels float64 \(5,\)"):
+        call(PARAMS, apply, data.Dataset(SET.images[:5], np.arange(5.0)))
+    with pytest.raises(ValueError, match="needs examples and a batch_size >= 1, got 37 and 0"):
+        call(PARAMS, apply, SET, batch_size=0)
+
+
+def test_the_picture_of_a_confusion_matrix(tmp_path):
+    names = ["cat", "dog", "bird", "whale"]
+    figure = train.plot_confusion_matrix(want_matrix(), class_names=names, path=tmp_path / "c.png")
+    assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
+    assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == names
+    assert [t.get_text() for t in figure.axes[0].texts] == [str(x) for x in want_matrix().ravel()]
+    assert figure._repr_png_()[:4] == b"\x89PNG"
+    train.plot_confusion_matrix(np.zeros((100, 100), int))
+    with pytest.raises(ValueError, match="3 class_names for 4 classes"):
+        train.plot_confusion_matrix(want_matrix(), class_names=names[:3])
+    with pytest.raises(ValueError, match=r"must be square, got shape \(2, 3\)"):
+        train.plot_confusion_matrix(np.zeros((2, 3)))
+
+
+@pytest.mark.parametrize("channels", [(), (1,), (3,)])
+def test_the_picture_of_mistakes(tmp_path, channels):
+    images = data.Dataset(RNG.random((12, 6, 5, *channels), np.float32), np.arange(12) % 4)
+
+    def apply(params, images):
+        return jax.nn.one_hot((images.reshape(len(images), -1).sum(1) * 100).astype(jnp.int32) % 4, 4) * 3
+
+    wrong = train.mistakes({}, apply, images)
+    figure = train.plot_mistakes(wrong, images, class_names=["a", "b", "c", "d"], most=7, path=tmp_path / "m.svg")
+    titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
+    assert len(titles) == min(7, len(wrong))
+    said, label = "abcd"[wrong.predicted[0]], "abcd"[wrong.labels[0]]
+    assert titles[0] == f"{said} 87%\nis {label}"
+    with pytest.raises(ValueError, match="1 class_names for"):
+        train.plot_mistakes(wrong, images, class_names=["a"])
+    with pytest.raises(ValueError, match=r"expected images of shape .*, got \(.*, 5\)"):
+        train.plot_mistakes(train.mistakes(PARAMS, lambda p, x: x @ p["w"], SET), SET)
+    with pytest.raises(ValueError, match="nothing to show: 0 mistakes"):
+        train.plot_mistakes(train.mistakes({}, apply, images, most=0), images)

@@ -1,0 +1,216 @@
+"""Microbatches, precision, rematerialisation: the numbers of the plain step, and no more sent between devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from kv_model import collectives_in, compilations
+from step_model import ENGINES, EVERYWHERE, IN_TURN, adam, by_hand, close, line, squares, start
+
+from jaxpar import kv, train
+
+
+def text_of(step, state, batch):
+    return step.lower(state, batch).compile().as_text()
+
+
+def wide_start(kind, count=4):
+    return start(count, kind, adam(), {"w": jnp.ones((40, 30)), "b": jnp.zeros(30)})
+
+
+def wide_squares(params, batch, rng):
+    return ((jnp.tanh(batch["x"] @ params["w"]) + params["b"][None]) ** 2).mean(), {"seen": batch["x"].mean()}
+
+
+def wide_batch(n=32):
+    return {"x": np.random.default_rng(0).standard_normal((n, 40)).astype(np.float32)}
+
+
+# ---- accumulation
+
+
+@pytest.mark.parametrize(("engine", "kind"), EVERYWHERE)
+def test_microbatches_are_the_plain_step(engine, kind):
+    step = train.make_train_step(squares, engine=engine, accumulate=4)
+    state = start(4, kind, adam())
+    for i in range(3):
+        state, metrics = step(state, line(32, seed=i))
+    batches = [line(32, seed=i) for i in range(3)]
+    close(state.params, by_hand(adam(), 3, batches=batches))
+    loss, aux = squares(by_hand(adam(), 2, batches=batches), batches[2], None)
+    close(metrics, {"loss": loss, "error": aux["error"]}, rtol=1e-4)
+    assert int(state.step) == 3
+
+
+def test_any_number_of_microbatches_gives_the_same():
+    found = []
+    for count in (1, 2, 8):
+        state, _ = train.make_train_step(squares, accumulate=count)(start(2), line(16))
+        found.append(state.params)
+    close(found[1], found[0])
+    close(found[2], found[0])
+
+
+@pytest.mark.parametrize(("engine", "kind"), IN_TURN)
+def test_microbatches_send_nothing_more_and_compile_once(engine, kind):
+    plain = train.make_train_step(wide_squares, engine=engine)
+    many = train.make_train_step(wide_squares, engine=engine, accumulate=8)
+    state, batch = wide_start(kind), wide_batch()
+    sent = [sorted(collectives_in(text_of(step, state, batch))) for step in (plain, many)]
+    assert sent[0] == sent[1], "the same collectives of the same bytes"
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+    state, _ = many(state, batch)
+    with compilations() as count, jax.transfer_guard("disallow"):
+        for _ in range(2):
+            state, _ = many(state, batch)
+    assert count() == 0
+
+
+def test_each_microbatch_has_its_rng_and_counts_in_the_metrics():
+    def loss(params, batch, rng):
+        noise = jax.random.uniform(rng)
+        return params["w"] * 0.0, {"noise": noise, "square": noise**2, "big": (batch > 3).sum(), "all": 1, "x": batch}
+
+    state = start(2, params={"w": jnp.zeros(())})
+    _, metrics = train.make_train_step(loss, accumulate=4)(state, jnp.arange(8.0))
+    assert metrics["square"] - metrics["noise"] ** 2 > 1e-3, "all microbatches drew the same number"
+    assert float(metrics["big"]) == 0.5
+    assert float(metrics["all"]) == 1.0
+    assert metrics["x"].tolist() == [3.5]
+    assert {str(x.dtype) for x in metrics.values()} == {"float32"}
+
+
+def test_the_sum_over_microbatches_of_narrow_parameters_is_wide():
+    """256 + 1 is 256 in bfloat16, so eight gradients of 1 beside one of 256 would be lost."""
+    batch = jnp.array([256.0] + [1.0] * 15).reshape(16, 1)
+    state = start(1, tx=optax.sgd(1.0), params={"w": jnp.zeros(1, jnp.bfloat16)})
+    state, _ = train.make_train_step(lambda p, b, rng: ((p["w"] * b[0]).sum(), {}), accumulate=16)(state, batch)
+    assert float(state.params["w"][0]) == -float(jnp.bfloat16(271 / 16))
+
+
+def test_a_compressed_store_takes_one_push():
+    tx = optax.sgd(1.0)
+    store = kv.from_params({"w": jnp.zeros(64)}, optimizer=tx)
+    store = kv.set_gradient_compression(store, {"type": "2bit", "threshold": 0.25})
+    state = train.create_state(store, 0, devices=jax.devices()[:4])
+    step = train.make_train_step(lambda p, b, rng: ((p["w"] * b[0]).sum(), {}), accumulate=2)
+    state, _ = step(state, jnp.full((8, 64), 0.8))  # each device pushes 0.2, below the threshold
+    np.testing.assert_array_equal(state.params["w"], np.zeros(64))
+    np.testing.assert_allclose(state.store.residuals[0]["residual"], np.full((4, 64), 0.2), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("n", "accumulate", "message"),
+    [
+        (24, 4, r"gives each of 4 devices 6 examples, .* cut in accumulate=4 microbatches; use a batch of 16"),
+        (8, 4, r"gives each of 4 devices 2 examples, .*; use a batch of 16"),
+        (18, 2, r"a batch of 18 cannot be divided by 4 devices; use a batch of 16"),
+    ],
+)
+def test_a_share_that_cannot_be_cut(n, accumulate, message):
+    state = start()
+    with pytest.raises(ValueError, match=message):
+        train.make_train_step(squares, accumulate=accumulate)(state, line(n))
+    train.make_train_step(squares)(state, line(16))  # the state was not touched
+
+
+# ---- precision
+
+
+def test_compute_in_bfloat16_store_in_float32():
+    seen = []
+
+    def loss(params, batch, rng):
+        seen.append([str(x.dtype) for x in (params["w"], params["b"], batch["x"], batch["n"])])
+        out = batch["x"] @ params["w"] + params["b"]
+        seen.append(str(out.dtype))
+        return (out**2).mean() * batch["n"].mean(), {"mean": out.mean()}
+
+    batch = {"x": line(16)["x"], "n": np.ones(16, np.int32)}
+    state = start(4, tx=adam())
+    state, metrics = train.make_train_step(loss, compute_dtype=jnp.bfloat16)(state, batch)
+    assert seen == [["bfloat16", "bfloat16", "bfloat16", "int32"], "bfloat16"]
+    assert {str(x.dtype) for x in jax.tree.leaves((state.store.values, metrics))} == {"float32"}
+    assert {str(x.dtype) for x in jax.tree.leaves(state.store.updater_state)} == {"float32", "int32"}
+
+
+@pytest.mark.parametrize(("engine", "kind"), IN_TURN)
+def test_half_precision_is_near_the_plain_step(engine, kind):
+    params = {"w": jnp.full((40, 30), 0.1), "b": jnp.zeros(30)}
+    found = {}
+    for dtype in (None, jnp.bfloat16, "float16"):
+        state = start(4, kind, optax.sgd(1.0), params)
+        state, metrics = train.make_train_step(wide_squares, engine=engine, compute_dtype=dtype)(state, wide_batch())
+        found[dtype] = jax.tree.map(lambda a, b: np.asarray(a - b), state.params, params), float(metrics["loss"])
+    (want, loss), (coarse, coarse_loss), (half, half_loss) = found.values()
+    for got, got_loss, bound in ((coarse, coarse_loss, 2e-2), (half, half_loss, 3e-3)):
+        assert got_loss == pytest.approx(loss, rel=bound)
+        jax.tree.map(lambda a, b, m=bound: np.testing.assert_allclose(a, b, atol=m * np.abs(b).max()), got, want)
+    assert not np.array_equal(want["w"], coarse["w"]), "nothing was computed in bfloat16"
+
+
+def test_sums_are_float32_in_any_precision():
+    text = text_of(train.make_train_step(wide_squares, compute_dtype=jnp.bfloat16), wide_start("device"), wide_batch())
+    plain = text_of(train.make_train_step(wide_squares), wide_start("device"), wide_batch())
+    assert "bf16[" in text
+    assert collectives_in(text) == collectives_in(plain)
+
+
+# ---- rematerialisation
+
+
+def deep(params, batch, rng):
+    x = batch["x"]
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return (x**2).mean(), {"mean": x.mean()}
+
+
+def deep_start():
+    return start(2, params=[jnp.eye(40) * 1.1] * 4)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("remat", [True, jax.checkpoint_policies.dots_saveable])
+def test_what_is_computed_again_changes_nothing(engine, remat):
+    found, sines = [], []
+    for option in (False, remat):
+        step = train.make_train_step(deep, engine=engine, remat=option, accumulate=2)
+        sines.append(step.lower(deep_start(), wide_batch()).as_text().count("stablehlo.tanh"))
+        found.append(step(deep_start(), wide_batch()))
+    close(found[1][0].params, found[0][0].params)
+    close(found[1][1], found[0][1])
+    assert sines == [4, 8], "the tanh of each layer once more, on the way back"
+
+
+def test_a_policy_saves_what_it_says():
+    dots = {
+        name: train.make_train_step(deep, remat=remat).lower(deep_start(), wide_batch()).as_text().count("dot_general")
+        for name, remat in {
+            "plain": False,
+            "all": True,
+            "dots": jax.checkpoint_policies.dots_saveable,
+        }.items()
+    }
+    assert dots["plain"] == dots["dots"] < dots["all"]
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"accumulate": 0}, ValueError, "accumulate must be an int of 1 or more, got 0"),
+        ({"accumulate": True}, ValueError, "accumulate must be an int of 1 or more, got True"),
+        ({"accumulate": 2.0}, ValueError, "accumulate must be an int of 1 or more, got 2.0"),
+        ({"compute_dtype": jnp.int8}, TypeError, "compute_dtype must be a floating dtype, got .*int8"),
+        ({"remat": "dots"}, ValueError, "remat must be True, False or a policy such as .*got 'dots'"),
+    ],
+)
+def test_options_out_of_their_range(options, error, message):
+    with pytest.raises(error, match=message):
+        train.make_train_step(squares, **options)

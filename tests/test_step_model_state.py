@@ -1,0 +1,261 @@
+"""Models that change a state of their own: batch norm, counters; averaged, carried, saved, evaluated."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from kv_model import collectives_in, compilations
+from step_model import ENGINES, EVERYWHERE, adam, close, line, squares, start
+
+from jaxpar import checkpoint, data, kv, train
+
+MOMENTUM = 0.9
+
+
+def fresh():
+    return {"mean": jnp.zeros(3), "var": jnp.ones(3), "seen": jnp.int32(0)}
+
+
+def normed(params, batch, model_state, axis_name=None):
+    """A linear model behind a batch norm, over the share or over all devices."""
+    mean, square = batch["x"].mean(0), (batch["x"] ** 2).mean(0)
+    if axis_name is not None:
+        mean, square = lax.pmean((mean, square), axis_name)
+    var = square - mean**2
+    new = {
+        "mean": MOMENTUM * model_state["mean"] + (1 - MOMENTUM) * mean,
+        "var": MOMENTUM * model_state["var"] + (1 - MOMENTUM) * var,
+        "seen": model_state["seen"] + 1,
+    }
+    x = (batch["x"] - mean[None]) / jnp.sqrt(var[None] + 1e-5)
+    error = x @ params["w"] + params["b"] - batch["y"]
+    return (error**2).mean(), {"error": jnp.abs(error).mean()}, new
+
+
+def local(params, batch, rng, model_state):
+    return normed(params, batch, model_state)
+
+
+def synced(params, batch, rng, model_state):
+    return normed(params, batch, model_state, "data")
+
+
+def oracle(steps, shares, parts=1):
+    """One device: every share normed by itself, its running statistics averaged; `parts` microbatches in a row."""
+    tx, params, state = adam(), {"w": jnp.ones(3), "b": jnp.zeros(())}, fresh()
+    opt = tx.init(params)
+
+    @jax.jit
+    def step(params, opt, state, batch):
+        grads, states = [], []
+        for share in range(shares):
+            own = state
+            for part in range(parts):
+                size = 16 // shares // parts
+                begin = (share * parts + part) * size
+                piece = {k: v[begin : begin + size] for k, v in batch.items()}
+
+                def loss(p, piece=piece, own=own):
+                    value, _, new = normed(p, piece, own)
+                    return value, new
+
+                grad, own = jax.grad(loss, has_aux=True)(params)
+                grads.append(grad)
+            states.append(own)
+        grad = jax.tree.map(lambda *g: sum(g) / len(g), *grads)
+        updates, opt = tx.update(grad, opt, params)
+        return optax.apply_updates(params, updates), opt, jax.tree.map(lambda *s: sum(s) / len(s), *states)
+
+    for i in range(steps):
+        params, opt, state = step(params, opt, state, line(16, seed=i))
+    return params, {**state, "seen": jnp.int32(state["seen"])}
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind", "parts"),
+    [*((*where, 1) for where in EVERYWHERE), ("pmap", "device", 2), ("shard_map", "sharded", 2)],
+)
+def test_running_statistics_are_means_over_the_devices(engine, kind, parts):
+    step = train.make_train_step(local, engine=engine, accumulate=parts)
+    state = start(2, kind, adam(), model_state=fresh())
+    for i in range(3):
+        state, _ = step(state, line(16, seed=i))
+    params, want = oracle(3, 2, parts)
+    close(state.params, params, rtol=1e-4)
+    close(state.model_state, want, rtol=1e-4)
+    assert (state.model_state["seen"].dtype, int(state.model_state["seen"])) == (jnp.int32, 3 * parts)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("count", [2, 8])
+def test_synced_batch_norm_is_that_of_the_whole_batch(engine, count):
+    state = start(count, "device", adam(), model_state=fresh())
+    step = train.make_train_step(synced, engine=engine)
+    for i in range(3):
+        state, _ = step(state, line(16, seed=i))
+    params, want = oracle(3, 1)
+    close(state.params, params, rtol=1e-4)
+    close(state.model_state, want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_it_travels_with_the_metrics_and_is_donated(engine):
+    state, batch = start(4, "device", adam(), model_state=fresh()), line()
+    step = train.make_train_step(local, engine=engine)
+    text = step.lower(state, batch).compile().as_text()
+    plain = train.make_train_step(squares, engine=engine).lower(start(4, "device", adam()), batch).compile().as_text()
+    assert [name for name, _ in collectives_in(text)] == [name for name, _ in collectives_in(plain)]
+    assert sum(n for _, n in collectives_in(text)) - sum(n for _, n in collectives_in(plain)) == 4 * 6
+    head = text.splitlines()[0]
+    assert head.count("may-alias") + head.count("must-alias") >= 2 * 4 + 1 + 3
+    given = state.model_state
+    state, _ = step(state, batch)
+    assert all(leaf.is_deleted() for leaf in given.values())
+    state, _ = step(state, batch)
+    with compilations() as count:
+        step(state, batch)
+    assert count() == 0
+
+
+def test_it_is_not_cast_but_may_be_narrow():
+    seen = []
+
+    def loss(params, batch, rng, model_state):
+        seen.append((str(batch["x"].dtype), str(model_state["mean"].dtype), str(model_state["half"].dtype)))
+        value, aux = squares(params, batch, rng)
+        new = {"mean": model_state["mean"] + batch["x"].mean(), "half": model_state["half"] + jnp.float32(1)}
+        return value, aux, new
+
+    state = start(4, model_state={"mean": np.zeros((), np.float32), "half": jnp.zeros((), jnp.bfloat16)})
+    state, _ = train.make_train_step(loss, compute_dtype=jnp.bfloat16)(state, line())
+    assert seen == [("bfloat16", "float32", "bfloat16")]
+    assert {k: str(v.dtype) for k, v in state.model_state.items()} == {"mean": "float32", "half": "bfloat16"}
+    assert float(state.model_state["half"]) == 1.0
+    np.testing.assert_allclose(state.model_state["mean"], line()["x"].mean(), atol=1e-2)
+
+
+def test_a_random_key_in_it_and_an_empty_one():
+    def loss(params, batch, rng, model_state):
+        value, aux = squares(params, batch, rng)
+        return value, aux, {k: jax.random.split(v)[0] for k, v in model_state.items()}
+
+    want = jax.random.split(jax.random.key(5))[0]
+    state, _ = train.make_train_step(loss, nonfinite="skip")(start(4, model_state={"rng": jax.random.key(5)}), line())
+    assert state.model_state["rng"] == want
+    state, _ = train.make_train_step(loss)(start(4, model_state={}), line())
+    assert state.model_state == {}
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_it_goes_through_remat(remat):
+    state, _ = train.make_train_step(local, remat=remat)(start(2, "device", adam(), model_state=fresh()), line())
+    close(state.model_state, oracle(1, 2)[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize(("count", "kind"), [(2, "device"), (4, "sharded")])
+def test_it_is_saved_and_goes_on(tmp_path, count, kind):
+    step = train.make_train_step(local, nonfinite="skip")
+    state = start(2, "device", adam(), model_state=fresh())
+    for i in range(2):
+        state, _ = step(state, line(seed=i))
+    checkpoint.save(tmp_path / "state", state)
+    other = checkpoint.restore(tmp_path / "state", step.complete(start(count, kind, adam(), model_state=fresh())))
+    jax.tree.map(np.testing.assert_array_equal, other.model_state, state.model_state)
+    state, _ = step(state, line(seed=2))
+    other, _ = step(other, line(seed=2))
+    if count == 2:
+        jax.tree.map(
+            np.testing.assert_array_equal, (other.params, other.model_state), (state.params, state.model_state)
+        )
+    assert int(other.model_state["seen"]) == 3
+
+
+def test_the_given_state_stays_valid():
+    model_state = fresh()
+    step = train.make_train_step(local)
+    step(start(2, model_state=model_state), line())
+    np.testing.assert_array_equal(model_state["var"], np.ones(3))
+
+
+# ---- evaluation
+
+
+SET = data.Dataset(np.random.default_rng(0).random((37, 5), np.float32), np.arange(37) % 4)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_evaluation_gets_it(count):
+    def apply(params, images, model_state):
+        return (images - model_state["mean"][None]) @ params["w"]
+
+    params = {"w": jnp.asarray(np.random.default_rng(1).standard_normal((5, 4)), jnp.float32)}
+    store = kv.from_params(params, optimizer=optax.sgd(0.1))
+    mean = {"mean": jnp.full(5, 0.5)}
+    state = train.create_state(store, 0, devices=jax.devices()[:count], model_state=mean)
+    got = train.evaluate(state, apply, SET, batch_size=16)
+    want = train.evaluate(params, lambda p, images: apply(p, images, mean), SET, batch_size=16)
+    assert got == {k: pytest.approx(v, rel=1e-5) for k, v in want.items()}
+
+
+def test_fit_trains_and_evaluates_with_it(tmp_path):
+    def apply(params, images, model_state):
+        return (images - model_state["mean"][None]) @ params["w"]
+
+    def loss(params, batch, rng, model_state):
+        value, aux = train.classification_loss(lambda p, x: apply(p, x, model_state))(params, batch, rng)
+        return value, aux, {"mean": 0.5 * (model_state["mean"] + batch["image"].mean(0))}
+
+    def run(epochs, directory):
+        store = kv.from_params({"w": jnp.zeros((5, 4))}, optimizer=adam())
+        state = train.create_state(store, 0, devices=jax.devices()[:2], model_state={"mean": jnp.zeros(5)})
+        options = {"test_data": SET, "apply_fn": apply, "progress": False, "checkpoint_dir": tmp_path / directory}
+        return train.fit(state, step, SET, epochs=epochs, batch_size=8, **options)
+
+    step = train.make_train_step(loss, loss_scale="dynamic")
+    whole, history = run(2, "whole")
+    assert history[1]["test_loss"] < history[0]["test_loss"]
+    np.testing.assert_allclose(whole.model_state["mean"], SET.images.mean(0), atol=0.2)
+    run(1, "parts")
+    resumed, _ = run(2, "parts")
+    jax.tree.map(np.testing.assert_array_equal, resumed.model_state, whole.model_state)
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
+    assert int(resumed.loss_scale["good_steps"]) == 8
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "message"),
+    [
+        (
+            lambda new: (0.0, {}),
+            TypeError,
+            r"model_state\) must return \(loss, aux, new_model_state\) .* got a tuple of 2",
+        ),
+        (lambda new: (0.0, {}, {}), TypeError, r"must have the structure of the old one: expected .*, got "),
+        (
+            lambda new: (0.0, {}, {**new, "mean": jnp.zeros(2)}),
+            ValueError,
+            r"leaf 'mean' of new_model_state: expected shape \(3,\), got \(2,\)",
+        ),
+        (
+            lambda new: (0.0, {}, {**new, "seen": jnp.float32(1)}),
+            TypeError,
+            r"leaf 'seen' of new_model_state: dtype float32 cannot be cast safely to the stored int32",
+        ),
+        (lambda new: (0.0, {}, {**new, "mean": "x"}), TypeError, r"leaf 'mean' of .*: expected an array, got 'x'"),
+    ],
+)
+def test_what_a_loss_function_must_return(returned, error, message):
+    state = start(2, model_state=fresh())
+    with pytest.raises(error, match=message):
+        train.make_train_step(lambda p, b, rng, model_state: returned(model_state))(state, line())
+
+
+def test_a_third_value_without_a_state():
+    message = r"must return \(loss, aux\) .* got a tuple of 3; a state made with create_state\(model_state=...\)"
+    with pytest.raises(TypeError, match=message):
+        train.make_train_step(lambda p, b, rng: (p["w"].sum(), {}, {}))(start(2), line())

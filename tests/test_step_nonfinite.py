@@ -1,0 +1,228 @@
+"""A NaN or infinite loss or gradient on any device: nobody updates, nothing else changes, the keys are named."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from kv_model import collectives_in, compilations
+from step_model import ENGINES, EVERYWHERE, IN_TURN, KINDS, adam, by_hand, close, line, squares, start
+
+from jaxpar import kv, train
+
+
+def poisoned(n=16, seed=0, value=np.nan, row=5):
+    """A batch of which one device alone gets a bad example."""
+    batch = line(n, seed)
+    batch["y"][row] = value
+    return batch
+
+
+def copy(state):
+    """Every leaf, by its path, before the state is donated."""
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    return {jax.tree_util.keystr(path): np.array(jax.random.key_data(x) if "rng" in jax.tree_util.keystr(path) else x)
+            for path, x in leaves}  # fmt: skip
+
+
+def assert_same(after, before, *, but=()):
+    changed = {name for name in before if not np.array_equal(after[name], before[name], equal_nan=True)}
+    assert after.keys() == before.keys()
+    assert changed == set(but)
+
+
+NOTES = (".nonfinite['found']", ".nonfinite['skipped']", ".nonfinite['step']")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(("engine", "kind"), EVERYWHERE)
+def test_one_bad_device_and_nobody_updates(engine, kind, value):
+    step = train.make_train_step(squares, engine=engine, nonfinite="skip")
+    state = start(4, kind, adam())
+    state, metrics = step(state, line(seed=0))
+    assert float(metrics["skipped"]) == 0.0
+    before = copy(state)
+    state, metrics = step(state, poisoned(value=value))
+    assert float(metrics["skipped"]) == 1.0
+    assert not np.isfinite(float(metrics["loss"]))
+    assert_same(copy(state), before, but=[".step", *NOTES])
+    assert int(state.step) == 2
+    assert (int(state.nonfinite["step"]), int(state.nonfinite["skipped"])) == (1, 1)
+    state, metrics = step(state, line(seed=1))
+    close(state.params, by_hand(adam(), 2))
+    for leaf in state.store.values.values() if kind != "sharded" else ():
+        shards = [np.asarray(s.data) for s in leaf.addressable_shards]
+        assert all(np.array_equal(shard, shards[0]) for shard in shards)
+
+
+def roots(params, batch, rng):
+    """A loss that is finite where its gradient is not: the root of 0."""
+    return jnp.sqrt(params["w"] * batch).sum() + params["b"], {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_finite_loss_with_a_gradient_that_is_not(kind):
+    def fresh():
+        return start(2, kind, params={"w": jnp.ones(()), "b": jnp.zeros(())})
+
+    state, metrics = train.make_train_step(roots, nonfinite="skip")(fresh(), jnp.array([1.0, 0.0]))
+    assert (float(metrics["skipped"]), float(metrics["loss"])) == (1.0, 0.5)
+    assert state.params["w"] == 1.0
+    with pytest.raises(FloatingPointError, match=r"step 0 .*not finite: the gradients of 'w'; its update was left out"):
+        train.check_finite(metrics, state)
+    state, _ = train.make_train_step(roots)(fresh(), jnp.array([1.0, 0.0]))
+    assert np.isnan(float(state.params["w"])), "ignored where nobody asks for it"
+
+
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+@pytest.mark.parametrize(
+    "spec",
+    [{"type": "2bit", "threshold": 0.25}, {"type": "bf16"}, {"type": "topk", "ratio": 0.1}, {"type": "powersgd"}],
+    ids=lambda spec: spec["type"],
+)
+def test_compressed_stores_look_at_what_is_pushed(kind, spec):
+    """Compressors make zeros of NaN, or keep it in their residuals."""
+    store = kv.from_params({"w": jnp.ones((64, 32)), "b": jnp.ones(())}, kind=kind, optimizer=adam())
+    state = train.create_state(kv.set_gradient_compression(store, spec), 0, devices=jax.devices()[:4])
+    step = train.make_train_step(lambda p, b, rng: ((p["w"] * b[0]).sum(), {}), nonfinite="skip")
+    good = np.random.default_rng(0).standard_normal((4, 64, 32)).astype(np.float32)
+    bad = good.copy()
+    bad[2, 3, 4] = np.nan
+    state, metrics = step(state, good)
+    before = copy(state)
+    assert any("residuals" in name for name in before)
+    state, metrics = step(state, bad)
+    assert float(metrics["skipped"]) == 1.0
+    assert_same(copy(state), before, but=[".step", *NOTES])
+    with pytest.raises(train.NonFiniteError) as error:
+        train.check_finite(metrics, state)
+    assert error.value.names == ("loss", "w")
+
+
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+def test_a_compressor_that_overflows_is_noticed(kind):
+    """What is pushed is finite; four such numbers rounded to bfloat16 are not, added up."""
+    found = {}
+    for action in ("ignore", "skip"):
+        store = kv.from_params({"w": jnp.ones(32)}, kind=kind, optimizer=optax.sgd(0.1))
+        store = kv.set_gradient_compression(store, {"type": "bf16"})
+        state = train.create_state(store, 0, devices=jax.devices()[:4])
+        step = train.make_train_step(lambda p, b, rng: ((p["w"] * b[0]).sum(), {}), nonfinite=action)
+        state, metrics = step(state, jnp.zeros((4, 32)).at[:, 0].set(3.4e38))
+        found[action] = np.asarray(state.params["w"])
+    assert not np.isfinite(found["ignore"]).all()
+    assert float(metrics["skipped"]) == 1.0
+    np.testing.assert_array_equal(found["skip"], np.ones(32))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_states_of_transforms_and_models_stay_too(engine):
+    def loss(params, batch, rng, seen):
+        value, aux = squares(params, batch, rng)
+        return value, aux, {"mean": 0.5 * seen["mean"] + batch["y"].mean(), "count": seen["count"] + 1}
+
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9))
+    state = start(4, model_state={"mean": jnp.zeros(()), "count": jnp.int32(0)})
+    step = train.make_train_step(loss, engine=engine, grad_transform=tx, nonfinite="skip")
+    state, _ = step(state, line())
+    before = copy(state)
+    assert any(name.startswith(".transform") for name in before)
+    assert int(state.model_state["count"]) == 1
+    state, metrics = step(state, poisoned())
+    assert float(metrics["skipped"]) == 1.0
+    assert_same(copy(state), before, but=[".step", *NOTES])
+
+
+# ---- stop
+
+
+@pytest.mark.parametrize(("engine", "kind"), IN_TURN)
+def test_a_stopped_state_is_the_one_before_the_bad_step(engine, kind):
+    step = train.make_train_step(squares, engine=engine, nonfinite="stop")
+    state = start(4, kind, adam())
+    for i in range(2):
+        state, metrics = step(state, line(seed=i))
+        train.check_finite(metrics, state)
+    before = copy(state)
+    state, first = step(state, poisoned())
+    for i in range(2, 4):  # the host has sent more steps by the time that it looks
+        state, metrics = step(state, line(seed=i))
+        assert float(metrics["skipped"]) == 1.0
+    for seen in (first, metrics):
+        with pytest.raises(train.NonFiniteError, match=r"step 2 .*loss and the gradients of 'b', 'w'; no") as error:
+            train.check_finite(seen, state)
+        assert (error.value.step, error.value.names) == (2, ("loss", "b", "w"))
+    assert_same(copy(error.value.state), before)
+    lies = [x.sharding for x in jax.tree.leaves(state)]
+    assert [x.sharding for x in jax.tree.leaves(error.value.state)] == lies
+    state, metrics = step(error.value.state, line(seed=2))
+    train.check_finite(metrics, state)
+    close(state.params, by_hand(adam(), 3))
+
+
+def test_only_the_keys_that_are_not_finite_are_named():
+    params = {"good": jnp.ones(2), "n": jnp.arange(2), "bad": {"w": jnp.ones(())}}
+    step = train.make_train_step(
+        lambda p, b, rng: ((p["good"] * b[0]).sum() + jnp.sqrt(p["bad"]["w"] * b[0]), {}), nonfinite="stop"
+    )
+    state, metrics = step(start(2, params=params), jnp.array([1.0, 0.0]))
+    with pytest.raises(train.NonFiniteError) as error:
+        train.check_finite(metrics, state)
+    assert error.value.names == ("bad/w",)
+
+
+def test_without_the_option_check_finite_sees_the_loss():
+    step = train.make_train_step(squares)
+    state, metrics = step(start(), line())
+    train.check_finite(metrics, state)
+    state, metrics = step(state, poisoned())
+    with pytest.raises(train.NonFiniteError, match=r"step 1 .*not finite: the loss; its update was made"):
+        train.check_finite(metrics, state)
+
+
+def test_many_names_are_cut():
+    names = tuple(f"layer{i}" for i in range(12))
+    assert "'layer7' and 4 more; so" in str(train.NonFiniteError(3, names, start(1), "so"))
+    assert "the loss and the gradients of 'layer0', " in str(train.NonFiniteError(3, ("loss", *names), start(1), "so"))
+
+
+# ---- what it costs
+
+
+@pytest.mark.parametrize("action", ["skip", "stop"])
+@pytest.mark.parametrize(("engine", "kind"), IN_TURN)
+def test_a_few_numbers_more_in_the_same_collectives(engine, kind, action):
+    batch = line()
+    texts = [
+        train.make_train_step(squares, engine=engine, **options).lower(start(4, kind, adam()), batch)
+        for options in ({}, {"nonfinite": action})
+    ]
+    plain, careful = (collectives_in(text.compile().as_text()) for text in texts)
+    assert [name for name, _ in careful] == [name for name, _ in plain]
+    assert ["is_finite" in text.as_text() for text in texts] == [False, True], "nobody looks who was not asked to"
+    assert sum(size for _, size in careful) - sum(size for _, size in plain) == 4 * 3  # the loss, w, b
+
+
+@pytest.mark.parametrize("action", ["skip", "stop"])
+def test_one_program_with_its_state_donated(action):
+    step = train.make_train_step(squares, nonfinite=action)
+    state = step.complete(start(4, "device", adam()))
+    head = step.lower(state, line()).compile().as_text().splitlines()[0]
+    assert head.count("may-alias") + head.count("must-alias") >= 2 * 4 + 1 + 3  # as without, and the notes
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    batches = [jax.device_put(b, NamedSharding(mesh, P("data"))) for b in (line(), poisoned(), line(seed=1))]
+    state, _ = step(state, batches[0])
+    with compilations() as count, jax.transfer_guard("disallow"):
+        for batch in batches:
+            state, metrics = step(state, batch)
+    assert count() == 0
+    assert float(metrics["skipped"]) == (action == "stop")
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="nonfinite must be one of ignore, skip, stop, got 'raise'"):
+        train.make_train_step(squares, nonfinite="raise")
+    step = train.make_train_step(lambda p, b, rng: (p["w"].sum(), {"skipped": 1.0}), nonfinite="skip")
+    with pytest.raises(ValueError, match="aux of loss_fn has 'skipped', which the step reports itself; rename it"):
+        step(start(), line())

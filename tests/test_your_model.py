@@ -1,0 +1,217 @@
+"""Models of other libraries: a step over four devices is the step of the library's own code on the whole batch."""
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+from jaxpar import kv, train
+
+RNG = np.random.default_rng(0)
+BATCH = {"image": RNG.random((16, 6), np.float32), "label": RNG.integers(0, 3, 16).astype(np.int32)}
+X = BATCH["image"]
+TX = optax.sgd(0.5)
+
+
+def cross_entropy(logits):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, BATCH["label"][: len(logits)]).mean()
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs, axis_name=None):
+        self.hidden = nnx.Linear(6, 5, rngs=rngs)
+        self.norm = nnx.BatchNorm(5, momentum=0.9, axis_name=axis_name, rngs=rngs)
+        self.out = nnx.Linear(5, 3, rngs=rngs)
+
+    def __call__(self, images):
+        return self.out(nnx.relu(self.norm(self.hidden(images))))
+
+
+class LinenNet(linen.Module):
+    axis_name: str | None = None
+
+    @linen.compact
+    def __call__(self, images, training=False):
+        norm = linen.BatchNorm(use_running_average=not training, momentum=0.9, axis_name=self.axis_name)
+        return linen.Dense(3)(linen.relu(norm(linen.Dense(5)(images))))
+
+
+class EqxNet(eqx.Module):
+    hidden: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    out: eqx.nn.Linear
+
+    def __init__(self, key, axis_name="batch"):
+        self.hidden = eqx.nn.Linear(6, 5, key=key)
+        self.norm = eqx.nn.BatchNorm(5, axis_name=axis_name, momentum=0.9, mode="batch")
+        self.out = eqx.nn.Linear(5, 3, key=key)
+
+    def __call__(self, image, state):
+        x, state = self.norm(self.hidden(image), state)
+        return self.out(jax.nn.relu(x)), state
+
+
+def of_nnx(axis_name):
+    graphdef, params, stats = nnx.split(NnxNet(nnx.Rngs(0), axis_name), nnx.Param, ...)
+
+    def forward(params, images, stats):
+        net = nnx.merge(graphdef, params, stats, copy=True)
+        net.train()
+        return net(images), nnx.split(net, nnx.Param, ...)[2]
+
+    def apply(params, images, stats):
+        net = nnx.merge(graphdef, params, stats)
+        net.eval()
+        return net(images)
+
+    return params, stats, forward, apply
+
+
+def of_linen(axis_name):
+    net = LinenNet(axis_name)
+    variables = net.init(jax.random.key(0), X)
+
+    def forward(params, images, stats):
+        variables = {"params": params, "batch_stats": stats}
+        logits, new = net.apply(variables, images, training=True, mutable=["batch_stats"])
+        return logits, new["batch_stats"]
+
+    def apply(params, images, stats):
+        return net.apply({"params": params, "batch_stats": stats}, images)
+
+    return variables["params"], variables["batch_stats"], forward, apply
+
+
+def of_equinox(axis_name):
+    name = "batch" if axis_name is None else ("batch", axis_name)
+    net, stats = eqx.nn.make_with_state(EqxNet)(key=jax.random.key(0), axis_name=name)
+    params, static = eqx.partition(net, eqx.is_inexact_array)
+
+    def run(net, images, stats):
+        return jax.vmap(net, in_axes=(0, None), out_axes=(0, None), axis_name="batch")(images, stats)
+
+    def apply(params, images, stats):
+        return run(eqx.nn.inference_mode(eqx.combine(params, static)), images, stats)[0]
+
+    return params, stats, lambda params, images, stats: run(eqx.combine(params, static), images, stats), apply
+
+
+def of_haiku(axis_name):
+    def net(images, training):
+        axis = None if hk.running_init() else axis_name
+        norm = hk.BatchNorm(True, True, decay_rate=0.9, cross_replica_axis=axis)
+        return hk.Linear(3)(jax.nn.relu(norm(hk.Linear(5)(images), training)))
+
+    init, run = hk.without_apply_rng(hk.transform_with_state(net))
+    params, stats = init(jax.random.key(0), X, True)
+
+    def apply(params, images, stats):
+        return run(params, stats, images, False)[0]
+
+    return params, stats, lambda params, images, stats: run(params, stats, images, True), apply
+
+
+LIBRARIES = {"nnx": of_nnx, "linen": of_linen, "equinox": of_equinox, "haiku": of_haiku}
+
+
+def close(tree, want):
+    assert jax.tree.structure(tree) == jax.tree.structure(want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), tree, want)
+
+
+def step_of(forward, engine="pmap"):
+    def loss_fn(params, batch, rng, stats):
+        logits, stats = forward(params, batch["image"], stats)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        return losses.mean(), {}, stats
+
+    return train.make_train_step(loss_fn, engine=engine)
+
+
+def start(params, stats, count=4):
+    return train.create_state(kv.from_params(params, optimizer=TX), 0, devices=jax.devices()[:count], model_state=stats)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_batch_norm_over_the_whole_batch_is_the_librarys_own(library):
+    """With the name of the step's axis, four devices normalize by the statistics of the whole batch."""
+    params, stats, forward, _ = LIBRARIES[library](None)
+    mine = jax.tree.map(jnp.copy, params), jax.tree.map(jnp.copy, stats)
+
+    def whole(params):
+        logits, new = forward(params, X, stats)
+        return cross_entropy(logits), new
+
+    (_, want_stats), grads = jax.jit(jax.value_and_grad(whole, has_aux=True))(params)
+    want = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+    *_, forward, _ = LIBRARIES[library]("data")
+    state, _ = step_of(forward)(start(*mine), BATCH)
+    close(state.params, want)
+    close(state.model_state, want_stats)
+
+
+@pytest.mark.parametrize("library", ["linen", "equinox"])
+def test_batch_norm_by_shares_keeps_the_mean_of_the_statistics(library):
+    params, stats, forward, apply = LIBRARIES[library](None)
+    state, metrics = step_of(forward, "shard_map")(start(params, stats), BATCH)
+    update = jax.jit(lambda images: forward(params, images, stats)[1])
+    shares = [update(X[i : i + 4]) for i in range(0, 16, 4)]
+    close(state.model_state, jax.tree.map(lambda *xs: jnp.mean(jnp.stack(xs), 0).astype(xs[0].dtype), *shares))
+    logits = jax.jit(apply)(state.params, jnp.asarray(X), state.model_state)
+    assert logits.shape == (16, 3)
+    assert np.isfinite(float(metrics["loss"]))
+
+
+def test_a_module_comes_back_out_of_the_state():
+    net = eqx.nn.MLP(6, 3, width_size=5, depth=1, key=jax.random.key(0))
+    params, static = eqx.partition(net, eqx.is_inexact_array)
+
+    def apply(params, images):
+        return jax.vmap(eqx.combine(params, static))(images)
+
+    state = train.create_state(kv.from_params(params, optimizer=TX), 0)
+    state, _ = train.make_train_step(train.classification_loss(apply))(state, BATCH)
+    trained = eqx.combine(state.params, static)
+    assert isinstance(trained, eqx.nn.MLP)
+    assert trained.activation is net.activation
+    want = jax.jit(jax.grad(lambda p: cross_entropy(apply(p, X))))(params)
+    close(eqx.filter(trained, eqx.is_inexact_array), jax.tree.map(lambda p, g: p - 0.5 * g, params, want))
+    graphdef, weights = nnx.split(nnx.Linear(6, 3, rngs=nnx.Rngs(0)), nnx.Param)
+    store = kv.from_params(weights)
+    assert nnx.merge(graphdef, kv.to_params(store))(X).shape == (16, 3)
+    assert all("kernel" in name or "bias" in name for name in kv.names(store).values())
+
+
+def test_a_whole_equinox_module_says_what_to_do():
+    with pytest.raises(TypeError, match=r"leaf 'activation' of params.*eqx.partition"):
+        kv.from_params(eqx.nn.MLP(6, 3, width_size=5, depth=1, key=jax.random.key(0)))
+
+
+def test_dropout_differs_from_step_to_step_and_not_from_run_to_run():
+    drop = linen.Dropout(0.5, deterministic=False)
+
+    def loss_fn(params, batch, rng):
+        kept = drop.apply({}, jnp.ones((1000,)), rngs={"dropout": rng})
+        return params["w"] * kept.mean(), {}
+
+    step = train.make_train_step(loss_fn)
+
+    def losses(count):
+        state = train.create_state(kv.from_params({"w": jnp.ones(())}, optimizer=optax.sgd(0.0)), 7)
+        return [float(step(state, BATCH)[1]["loss"])] if count == 1 else _losses(step, state, count)
+
+    first, second = losses(2)
+    assert first != second
+    assert losses(1) == [first]
+
+
+def _losses(step, state, count):
+    found = []
+    for _ in range(count):
+        state, metrics = step(state, BATCH)
+        found.append(float(metrics["loss"]))
+    return found
