@@ -53,6 +53,9 @@ docs: $(READY)  ## the documentation as pages, in site/
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
+matrix: $(READY) debian  ## the tests of the wheel on every Python there is, with the oldest and the newest jax
+	$(BIN)/python tools/matrix.py
+
 bench: $(READY) debian  ## the benchmarks, each against its peers in one interleaved run
 	for b in benchmarks/[a-z]*.py; do $(BIN)/python $$b || exit 1; done
 
@@ -70,4 +73,4 @@ constraints: $(READY)  # write constraints.txt anew: versions only, for every su
 clean:  ## remove what make made
 	rm -rf $(VENV) runs build dist site .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help setup debian train test notebooks lab lab-test lint docs bench mxnet constraints clean
+.PHONY: help setup debian train test notebooks lab lab-test lint docs matrix bench mxnet constraints clean

@@ -194,8 +194,10 @@ def main() -> None:
 def _against_best(times, peers: str, ours: str) -> float | None:
     """How many times as fast as whichever of the peers was the fastest in each round; the median of the rounds."""
     rivals = [turns for name, turns in times.items() if name.startswith(peers)]
+    if not rivals:
+        return None
     rounds = [min(turns) / own for *turns, own in zip(*rivals, times[ours], strict=True)]
-    return round(statistics.median(rounds), 3) if rivals else None
+    return round(statistics.median(rounds), 3)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ The table of contents; each name is a module, loaded when it is first used:
 - `jp.train`, `jp.models`, `jp.data`: the training step, its loop, LeNet, Fashion-MNIST.
 - `jp.viz`: a picture and a table of any JAX function.
 - `jp.checkpoint`, `jp.distributed`: saving a state; several processes.
+- `jp.free_running`: servers that nobody waits for, on Ray.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         compression as compression,
         data as data,
         distributed as distributed,
+        free_running as free_running,
         kv as kv,
         models as models,
         parallel as parallel,
@@ -38,6 +40,7 @@ _MODULES = (
     "compression",
     "data",
     "distributed",
+    "free_running",
     "kv",
     "models",
     "parallel",

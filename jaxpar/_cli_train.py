@@ -37,6 +37,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--compression", choices=_COMPRESSIONS, default="none")
     parser.add_argument("--threshold", type=rate, help="of the compressions 2bit and 1bit (default: 0.5)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--no-compilation-cache", action="store_true", help="compile anew what an earlier run has compiled"
+    )
     parser.add_argument("--no-progress", action="store_true", help="print nothing but the result")
     parser.add_argument("--checkpoint-dir", type=Path, help="where to keep checkpoints, and to resume from")
     parser.add_argument("--metrics-file", type=Path, help="a JSON line for each epoch")
@@ -65,6 +68,8 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
     distributed.initialize()  # one of several processes, under `launch` or a cluster's scheduler
     devices = _devices(args, parser)
+    if not args.no_compilation_cache and jax.process_count() == 1:
+        train.use_compilation_cache()
     sets = [data.load(args.dataset, split, data_dir=args.data_dir) for split in ("train", "test")]
     if sets[0].images.shape[1:] != (28, 28, 1):
         raise ValueError(f"LeNet takes images of shape (28, 28, 1), {args.dataset} has {sets[0].images.shape[1:]}")

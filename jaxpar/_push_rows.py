@@ -27,8 +27,8 @@ def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | No
         )
     if store.staleness:
         raise ValueError(
-            f"kv.push: keys {sorted(pushed)}: a RowSparse names other rows with each push, so it cannot wait in a store "
-            f"of staleness {store.staleness}; push dense values, or use kind 'dist_sync' for this table"
+            f"kv.push: keys {sorted(pushed)}: a RowSparse names other rows with each push, so it cannot wait in a "
+            f"store of staleness {store.staleness}; push dense values, or use kind 'dist_sync' for this table"
         )
     values: dict[int, jax.Array] = {}
     states: dict[int, Any] = {}

@@ -6,8 +6,11 @@ values and sends them in buckets.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +21,7 @@ from .buckets import Limits, Shape
 
 # Bytes. From here on a device that gathers every other one's whole value spends more on memory than on messages.
 _GATHER_BY_SHARES = 64 << 10
+_WRITTEN_OUT = 16  # terms
 
 
 def bucketed(
@@ -52,10 +56,17 @@ def _gathered_sum(x: jax.Array, axis_name: str) -> jax.Array:
 
 
 def _ordered_sum(stacked: jax.Array) -> jax.Array:
-    total = stacked[0]
-    for i in range(1, stacked.shape[0]):
-        total = total + stacked[i]
-    return total
+    return sum_in_order(lambda i: stacked[i], stacked.shape[0])
+
+
+def sum_in_order(term: Callable[[Any], jax.Array], count: int) -> jax.Array:
+    """term(0) + term(1) + ... + term(count - 1), added up from left to right.
+
+    Few terms are written out, so that XLA fuses them; many are a loop, so that the program does not grow with them.
+    """
+    if count <= _WRITTEN_OUT:
+        return functools.reduce(operator.add, map(term, range(count)))
+    return lax.fori_loop(1, count, lambda i, total: total + term(i), term(0))
 
 
 def gathered(value: jax.Array, axis_name: str) -> jax.Array:

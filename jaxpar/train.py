@@ -1,5 +1,6 @@
 """Training: a data-parallel step out of a loss function, the state it changes, evaluation, and the loop."""
 
+from ._compile_cache import use_compilation_cache as use_compilation_cache
 from ._evaluate import evaluate as evaluate
 from ._finite import NonFiniteError as NonFiniteError, check_finite as check_finite
 from ._fit import fit as fit

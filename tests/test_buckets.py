@@ -103,3 +103,15 @@ def test_gathered_sums_are_taken_in_the_order_of_the_devices():
     for v in values:
         want = np.float32(want + v)
     assert total.tolist() == [want] * 4
+
+
+@pytest.mark.parametrize("count", [1, 16, 17, 100])
+def test_a_sum_in_order_adds_from_left_to_right(count):
+    terms = np.random.default_rng(0).normal(size=(count, 3)).astype(np.float32)
+    expected = terms[0]
+    for term in terms[1:]:
+        expected = expected + term
+    total = jax.jit(lambda x: collectives.sum_in_order(lambda i: x[i], count))(jnp.asarray(terms))
+    np.testing.assert_array_equal(total, expected)
+    slope = jax.grad(lambda x: collectives.sum_in_order(lambda i: x[i], count).sum())(jnp.asarray(terms))
+    np.testing.assert_array_equal(slope, np.ones_like(terms))

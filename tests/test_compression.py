@@ -514,3 +514,30 @@ def test_only_floating_values_are_compressed(coder, dtype):
     assert not coder.pays((100,), dtype)
     with pytest.raises(TypeError, match=f"takes floating values, got dtype {dtype}; push this key uncompressed"):
         coder.init((3,), dtype)
+
+
+# ---- many devices
+
+
+@pytest.mark.parametrize("count", [16, 17, 40])
+def test_many_payloads_are_summed_in_their_order(count):
+    coder = coder_of({"type": "int8"})
+    values = np.random.default_rng(0).normal(size=(count, 5)).astype(np.float32)
+    payloads = [coder.encode(jnp.asarray(v), coder.init((5,), "float32"))[0] for v in values]
+    expected = np.zeros(5, np.float32)
+    for payload in payloads:
+        expected = expected + np.asarray(coder.decode(payload, (5,), "float32"))
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *payloads)
+    np.testing.assert_allclose(compression.decode_sum(coder, stacked, (5,), "float32"), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_from_some_number_of_devices_on_the_program_stays_the_same_size():
+    coder = coder_of({"type": "2bit", "threshold": 0.5})
+
+    def equations(count):
+        words = jax.eval_shape(lambda: coder.encode(jnp.ones(40), coder.init((40,), "float32"))[0])
+        stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), words)
+        text = str(jax.make_jaxpr(lambda p: compression.decode_sum(coder, p, (40,), "float32"))(stacked))
+        return text.count("\n")
+
+    assert equations(64) == equations(512) < equations(16)

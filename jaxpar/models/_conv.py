@@ -96,12 +96,13 @@ def _matrices() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     of_points = np.vstack([powers[:, : STRIP - taps + 1], np.eye(STRIP - taps + 1)[-1:]]).T
     # Rows of about equal size round least; powers of two do not round at all.
     scale = 2.0 ** np.round(np.log2(np.sqrt(np.abs(of_input).sum(1) / np.abs(of_weight).sum(1))))[:, None]
-    return tuple(m.astype(np.float32) for m in (of_points, of_weight * scale, of_input / scale))
+    return np.float32(of_points), np.float32(of_weight * scale), np.float32(of_input / scale)
 
 
 def _along_width(matrix: np.ndarray, x_WxCxHxN: jax.Array) -> jax.Array:
     """The matrix times each column of length W."""
-    return (matrix @ x_WxCxHxN.reshape(x_WxCxHxN.shape[0], -1)).reshape(-1, *x_WxCxHxN.shape[1:])
+    y = jnp.matmul(matrix, x_WxCxHxN.reshape(x_WxCxHxN.shape[0], -1))
+    return y.reshape(-1, *x_WxCxHxN.shape[1:])
 
 
 @jax.custom_jvp

@@ -1,0 +1,76 @@
+"""Compiled programs kept on disk, so that the next run starts at once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+import jax
+
+
+def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Path | None:
+    """Keeps what XLA compiles in a directory, by jax's own persistent compilation cache, from now on.
+
+    The first step of a run then loads its program where an earlier run compiled the same one; jax tells programs
+    apart by their text, versions, options and devices. `python -m jaxpar train` calls this; in a notebook call it in
+    the first cell.
+
+    Args:
+        directory: None takes `jaxpar/<a name for this kind of processor>` in the user's cache directory
+            ($XDG_CACHE_HOME or ~/.cache): a program for one processor must not be run on another, and a home may be
+            shared by several machines.
+
+    Returns:
+        The directory. Where `jax_compilation_cache_dir` is set already, that one, and nothing is changed; None where
+        no directory was given and there is no safe place: none that can be made, or not the user's own.
+
+    Raises:
+        OSError: a directory that was given cannot be made.
+
+    Example:
+        >>> import tempfile
+        >>> from jaxpar import train
+        >>> before = jax.config.jax_compilation_cache_dir
+        >>> train.use_compilation_cache(tempfile.mkdtemp()).is_dir()
+        True
+        >>> jax.config.update("jax_compilation_cache_dir", before)
+    """
+    there = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if there:
+        return Path(there)
+    if directory is not None:
+        chosen = Path(directory)
+        chosen.mkdir(parents=True, exist_ok=True)
+    else:
+        chosen = _own_directory()
+        if chosen is None:
+            return None
+    jax.config.update("jax_compilation_cache_dir", str(chosen))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    return chosen
+
+
+def _own_directory() -> Path | None:
+    """The default, where nobody else can put programs for us to run."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        chosen = Path(base, "jaxpar", _processor())
+        chosen.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = chosen.stat()
+    except (OSError, RuntimeError):  # no home, or a read-only one
+        return None
+    mine = not hasattr(os, "getuid") or about.st_uid == os.getuid()
+    return chosen if mine and not about.st_mode & 0o022 and os.access(chosen, os.W_OK) else None
+
+
+def _processor() -> str:
+    """A name for this kind of processor: what it is called, and what it can do."""
+    words = [platform.machine(), platform.processor()]
+    try:
+        with open("/proc/cpuinfo") as lines:
+            words += {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    except OSError:
+        pass
+    return f"{platform.machine()}-{hashlib.sha256(' '.join(sorted(words)).encode()).hexdigest()[:12]}"

@@ -1,0 +1,67 @@
+"""Compiled programs on disk: a second process loads what the first one compiled."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import pytest
+
+from jaxpar import train
+
+PROGRAM = textwrap.dedent("""
+    import sys
+    import jax, jax.numpy as jnp
+    from jaxpar import train
+
+    hits = []
+    jax.monitoring.register_event_listener(lambda name, **_: hits.extend([1] * name.endswith("/cache_hits")))
+    print(train.use_compilation_cache())
+    slow = jax.jit(lambda x: [jnp.sort(x * i).cumsum().sum() for i in range(20)])
+    jax.block_until_ready(slow(jnp.arange(100.0)))
+    print(len(hits))
+""")
+
+
+def run(tmp_path, **more):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "XDG"))}
+    env |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", **more}
+    result = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=True)
+    place, hits = result.stdout.split()
+    return place, int(hits)
+
+
+def test_a_second_process_compiles_nothing_anew(tmp_path):
+    place, hits = run(tmp_path)
+    assert place.startswith(str(tmp_path / "jaxpar"))
+    assert hits == 0
+    assert run(tmp_path) == (place, 1)
+    assert os.stat(place).st_mode & 0o777 == 0o700
+
+
+def test_what_the_user_chose_stays(tmp_path):
+    chosen = str(tmp_path / "mine")
+    assert run(tmp_path, JAX_COMPILATION_CACHE_DIR=chosen)[0] == chosen
+    assert not (tmp_path / "jaxpar").exists()
+
+
+def test_a_place_that_others_can_write_to_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = jax.config.jax_compilation_cache_dir
+    assert before is None
+    place = train.use_compilation_cache()
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        place.chmod(0o777)
+        assert train.use_compilation_cache() is None
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_directory_that_cannot_be_made_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        train.use_compilation_cache(tmp_path / "file" / "cache")
+    assert jax.config.jax_compilation_cache_dir is None
