@@ -58,6 +58,7 @@ matrix: $(READY) debian  ## the tests of the wheel on every Python there is, wit
 
 bench: $(READY) debian  ## the benchmarks, each against its peers in one interleaved run
 	for b in benchmarks/[a-z]*.py; do $(BIN)/python $$b || exit 1; done
+	$(BIN)/python benchmarks/_draw.py
 
 mxnet:  ## MXNet 1.9.1 in .venv-mxnet, a peer of the benchmarks; needs Python 3.8
 	@p=$$(for c in python3.8 "$$(uv python find 3.8 2>/dev/null)" ~/.pyenv/versions/3.8*/bin/python; do \
@@ -71,6 +72,6 @@ constraints: $(READY)  # write constraints.txt anew: versions only, for every su
 		--quiet -o constraints.txt --upgrade pyproject.toml
 
 clean:  ## remove what make made
-	rm -rf $(VENV) runs build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache runs build dist site .pytest_cache .ruff_cache .hypothesis
 
 .PHONY: help setup debian train test notebooks lab lab-test lint docs matrix bench mxnet constraints clean

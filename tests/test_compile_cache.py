@@ -46,20 +46,27 @@ def test_what_the_user_chose_stays(tmp_path):
     assert not (tmp_path / "jaxpar").exists()
 
 
+@pytest.fixture
+def no_cache():
+    """The tests have a cache of their own."""
+    name = "jax_compilation_cache_dir"
+    before = getattr(jax.config, name)
+    jax.config.update(name, None)
+    yield
+    jax.config.update(name, before)
+
+
+@pytest.mark.usefixtures("no_cache")
 def test_a_place_that_others_can_write_to_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = jax.config.jax_compilation_cache_dir
-    assert before is None
     place = train.use_compilation_cache()
-    try:
-        jax.config.update("jax_compilation_cache_dir", None)
-        place.chmod(0o777)
-        assert train.use_compilation_cache() is None
-        assert jax.config.jax_compilation_cache_dir is None
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+    jax.config.update("jax_compilation_cache_dir", None)
+    place.chmod(0o777)
+    assert train.use_compilation_cache() is None
+    assert jax.config.jax_compilation_cache_dir is None
 
 
+@pytest.mark.usefixtures("no_cache")
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):

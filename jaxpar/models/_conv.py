@@ -96,7 +96,8 @@ def _matrices() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     of_points = np.vstack([powers[:, : STRIP - taps + 1], np.eye(STRIP - taps + 1)[-1:]]).T
     # Rows of about equal size round least; powers of two do not round at all.
     scale = 2.0 ** np.round(np.log2(np.sqrt(np.abs(of_input).sum(1) / np.abs(of_weight).sum(1))))[:, None]
-    return np.float32(of_points), np.float32(of_weight * scale), np.float32(of_input / scale)
+    of_weight, of_input = of_weight * scale, of_input / scale
+    return of_points.astype(np.float32), of_weight.astype(np.float32), of_input.astype(np.float32)
 
 
 def _along_width(matrix: np.ndarray, x_WxCxHxN: jax.Array) -> jax.Array:
