@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from ._settle import can_hang
 from ._types import Device
 
 _KINDS = ("local", "device", "sharded", "dist_sync", "dist_device_sync", "dist_async", "nccl")
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
     distributed.initialize()  # one of several processes, under `launch` or a cluster's scheduler
     devices = _devices(args, parser)
-    if not args.no_compilation_cache and jax.process_count() == 1:
+    if not (args.no_compilation_cache or jax.process_count() > 1 or can_hang(devices)):
         train.use_compilation_cache()
     sets = [data.load(args.dataset, split, data_dir=args.data_dir) for split in ("train", "test")]
     if sets[0].images.shape[1:] != (28, 28, 1):

@@ -14,8 +14,9 @@ def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Pa
     """Keeps what XLA compiles in a directory, by jax's own persistent compilation cache, from now on.
 
     The first step of a run then loads its program where an earlier run compiled the same one; jax tells programs
-    apart by their text, versions, options and devices. `python -m jaxpar train` calls this; in a notebook call it in
-    the first cell.
+    apart by their text, versions, options and devices. In a notebook call it in the first cell; `python -m jaxpar
+    train` calls it, but for several emulated devices on a jax before 0.12: a program that begins at once can hang there
+    (see `_settle.py`), which was seen with a program of the user's own, started while its inputs were being computed.
 
     Args:
         directory: None takes `jaxpar/<a name for this kind of processor>` in the user's cache directory

@@ -21,5 +21,10 @@ _CAN_HANG = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)
 
 def settle(tree: Any, devices: Sequence[Device]) -> None:
     """Waits for the arrays where a program over these devices could hang without it."""
-    if _CAN_HANG and len(devices) > 1 and devices[0].platform == "cpu" and not traced(tree):
+    if can_hang(devices) and not traced(tree):
         jax.block_until_ready(tree)
+
+
+def can_hang(devices: Sequence[Device]) -> bool:
+    """Whether a program over these devices could."""
+    return _CAN_HANG and len(devices) > 1 and devices[0].platform == "cpu"
