@@ -3,8 +3,9 @@
 Three ways. Where every key comes with one value from each of the same several devices, the values are packed
 into buckets on each device; one program over those devices sums, unpacks and updates, or, for kind `local`, the
 buckets are moved to where the stored values are and one program there does so. Otherwise the values themselves
-are moved to where the stored ones are. All programs are kept by jax's own cache: a second push of values of the
-same shapes compiles nothing.
+are moved to where the stored ones are. Large values of emulated devices go first, in a program of their own: it
+runs while Python is busy with the many small ones. All programs are kept by jax's own cache: a second push of
+values of the same shapes compiles nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _run(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
     if not in_place and len(pushed) > 1 and len({frozenset(_target(store, k).device_set) for k in pushed}) > 1:
         return _by_parts(store, pushed, 1)  # stored on different devices: no program can have them all
     compressed = _push.compressed_keys(store, pushed)
-    by_one = _by_one(store, pushed, devices) - compressed if in_place and devices else set()
+    by_one = _by_one(store, pushed, devices) - compressed if devices is not None else set()
     if 0 < len(by_one) < len(pushed):
         return _merged(_run(store, {k: vs for k, vs in pushed.items() if (k in by_one) is so}) for so in (True, False))
     residuals = {k: _push.residual_for(store, k, len(pushed[k])) for k in compressed}
@@ -72,12 +73,12 @@ def _run(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
     lists = {names[k]: vs for k, vs in pushed.items()}
     if devices is None or (store.kind == "local" and residuals):
         results = _moved_and_summed(part, lists)
+    elif not in_place:
+        results = _summed_at_home(part, lists, devices)
     elif by_one:
         results = _summed_by_one(part, lists, devices)
-    elif in_place:
-        results = _summed_in_place(part, lists, devices)
     else:
-        results = _summed_at_home(part, lists)
+        results = _summed_in_place(part, lists, devices)
     return tuple({k: result[n] for k, n in names.items() if n in result} for result in results)  # pyright: ignore
 
 
@@ -85,17 +86,20 @@ def _moved_and_summed(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
     return _gathered(store, {k: _sharing.put(vs, _target(store, k)) for k, vs in pushed.items()})
 
 
-def _summed_at_home(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
+def _summed_at_home(store: KVStore, pushed: Lists, devices: Devices) -> tuple[dict, dict, dict]:
     """Kind `local`: every device's buckets are moved to where the stored values are, and summed there."""
-    groups, dtypes = _groups(store, pushed), _dtypes(store, pushed)
-    count = len(next(iter(pushed.values())))
-    each = [_packed([vs[i] for vs in pushed.values()], dtypes, groups) for i in range(count)]
+    groups, dtypes, shapes = _groups(store, pushed), _dtypes(store, pushed), _shapes(pushed)
     home = _target(store, next(iter(pushed)))
-    return _star(store, [_sharing.put(packed, home) for packed in each], groups, _shapes(pushed))
+    each = [[vs[i] for vs in pushed.values()] for i in range(len(devices))]
+    if isinstance(home, SingleDeviceSharding) and _sharing.one_memory({*devices, *home.device_set}):
+        packed = [_sharing.bucketed(values, dtypes, groups) for values in each]
+        with _sharing.on(home):
+            return _star(store, packed, groups, shapes)
+    return _star(store, [_sharing.put(_packed(values, dtypes, groups), home) for values in each], groups, shapes)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _star(store: KVStore, each: list[list[jax.Array]], groups: Any, shapes: Any) -> tuple[dict, dict, dict]:
+def _star(store: KVStore, each: list[list[Any]], groups: Any, shapes: Any) -> tuple[dict, dict, dict]:
     packed = [functools.reduce(operator.add, buckets_of_all) for buckets_of_all in zip(*each, strict=True)]
     sums = dict(zip(store.values, buckets.unpack(packed, shapes, groups), strict=True))
     return *_push.update(store, sums), {}
@@ -110,11 +114,12 @@ def _by_one(store: KVStore, pushed: Lists, devices: Devices) -> set[int]:
 
 def _summed_by_one(store: KVStore, pushed: Lists, devices: Devices) -> tuple[dict, dict, dict]:
     """The first device sums and updates what all of them see; the others see its results."""
-    one, (on, _) = SingleDeviceSharding(devices[0]), _shardings(devices)
+    one, (everywhere, _) = SingleDeviceSharding(devices[0]), _shardings(devices)
     part = dataclasses.replace(store, values=_moved(store.values, one), updater_state=_moved(store.updater_state, one))
-    values, states, _ = _gathered(part, {k: _sharing.put(vs, one) for k, vs in pushed.items()})
+    with _sharing.on(one):
+        values, states, _ = _gathered(part, {k: _sharing.views(vs) for k, vs in pushed.items()})
     leaves, structure = jax.tree.flatten((values, states))
-    return *structure.unflatten(_sharing.replicated(leaves, on)), {}
+    return *structure.unflatten(_sharing.put(leaves, everywhere)), {}
 
 
 def _summed_in_place(store: KVStore, pushed: Lists, devices: Devices) -> tuple[dict, dict, dict]:
@@ -261,7 +266,7 @@ def _program(devices: Devices) -> Any:
 
 
 @jax.jit
-def _gathered(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
+def _gathered(store: KVStore, pushed: dict[int, list[Any]]) -> tuple[dict, dict, dict]:
     values, states, residuals = _push.push(store, pushed, None)
     if store.kind == "sharded":
         values = {k: jax.lax.with_sharding_constraint(v, home(store)) for k, v in values.items()}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec as P, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from . import _check, _sharing, buckets, collectives
 from ._push import axis_size
@@ -134,24 +135,37 @@ def _sent(values: list[jax.Array], devices: set[Device]) -> list[dict[Device, ja
     groups: tuple[tuple[int, ...], ...] = tuple((i,) for i in range(len(values)))
     if isinstance(source, SingleDeviceSharding) and all(v.sharding == source for v in values):
         groups = buckets.plan_of(values, buckets.Limits())
-    alone = [g[0] for g in groups if len(g) == 1]
-    packed = [i for g in groups if len(g) > 1 for i in g]
-    # A program copies what it hands on, so the large values stay out of it.
-    position = {i: n for n, i in enumerate(packed)}
-    together = tuple(tuple(position[i] for i in g) for g in groups if len(g) > 1)
-    flat = _pack([values[i] for i in packed], together) if packed else []
+    together = tuple(g for g in groups if len(g) > 1)
     copies: list[dict[Device, jax.Array]] = [{} for _ in values]
-    for device in devices:
-        where = SingleDeviceSharding(device)
-        for i, copy in zip(alone, _sharing.put([values[i] for i in alone], where), strict=True):
-            copies[i][device] = copy
-        if device in source.device_set:
-            small = [values[i] for i in packed]
-        else:
-            small = _unpack(_sharing.put(flat, where), tuple(values[i].shape for i in packed), together)
+    # The small ones first: the large ones may still be computed. And those stay out of programs, which copy.
+    packed = [i for g in together for i in g]
+    for device, small in _sent_in_buckets([values[i] for i in packed], tuple(map(len, together)), devices).items():
         for i, copy in zip(packed, small, strict=True):
             copies[i][device] = copy
+    alone = [g[0] for g in groups if len(g) == 1]
+    everywhere = NamedSharding(mesh_of(tuple(devices)), P())
+    for i, sent in zip(alone, _sharing.put([values[i] for i in alone], everywhere), strict=True):
+        copies[i] = {shard.device: shard.data for shard in sent.addressable_shards}
     return copies
+
+
+def _sent_in_buckets(
+    values: list[jax.Array], lengths: tuple[int, ...], devices: set[Device]
+) -> dict[Device, list[jax.Array]]:
+    """Copies on each device of values of one other, which travel in buckets of so many of them."""
+    if not values:
+        return {}
+    source, shapes = values[0].sharding, tuple(v.shape for v in values)
+    stops = tuple(itertools.accumulate(lengths))
+    groups = tuple(tuple(range(stop - n, stop)) for stop, n in zip(stops, lengths, strict=True))
+    shared = _sharing.one_memory({*devices, *source.device_set})
+    flat = _sharing.bucketed(values, [v.dtype for v in values], groups) if shared else _pack(values, groups)
+    sent = {device: values for device in devices & source.device_set}
+    for device in devices - source.device_set:
+        where = SingleDeviceSharding(device)
+        with _sharing.on(where):
+            sent[device] = _unpack(flat if shared else jax.device_put(flat, where), shapes, groups)
+    return sent
 
 
 _pack = jax.jit(buckets.pack, static_argnums=1)

@@ -2,16 +2,18 @@
 
 A jax array never changes, and jax does not reuse the memory of one that somebody else looks at (a donated array
 is then copied), so the same bytes can stand for a value on every CPU device of this process. That makes moving a
-large value free, where `jax.device_put` between two CPU devices copies it.
+value free, where `jax.device_put` between two CPU devices copies it. All of this waits for the arrays.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from ._types import Device
 
@@ -22,9 +24,9 @@ def one_memory(devices: Iterable[Device]) -> bool:
 
 
 def put(arrays: Sequence[jax.Array], where: Sharding) -> list[jax.Array]:
-    """The arrays with that sharding, as `jax.device_put`; what is in one device's memory already is not copied.
+    """The arrays with that sharding, as `jax.device_put`; what is in the same memory already is not copied.
 
-    Where it shares, it waits for the arrays.
+    Shared is what lies whole in one memory and shall lie whole on one device or on each of several.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -33,26 +35,37 @@ def put(arrays: Sequence[jax.Array], where: Sharding) -> list[jax.Array]:
         >>> there[0].devices() == {second}
         True
     """
-    if len(where.device_set) > 1 or not one_memory(where.device_set):
+    if not where.is_fully_replicated or not one_memory(where.device_set):
         return jax.device_put(list(arrays), where)
-    (device,) = where.device_set
-    return jax.device_put([_seen(a, device) for a in arrays], device)
+    return jax.device_put([_seen(a, where) for a in arrays], where)
 
 
-def replicated(arrays: Sequence[jax.Array], where: NamedSharding) -> list[jax.Array]:
-    """Arrays of one device as fully replicated ones over devices of the same memory."""
-    each = [put(arrays, SingleDeviceSharding(device)) for device in np.ravel(where.mesh.devices)]
+def _seen(array: jax.Array, where: Sharding) -> jax.Array | np.ndarray:
+    """The array's memory, where it lies on one CPU device of this process."""
+    there = array.sharding
+    if isinstance(there, SingleDeviceSharding) and there != where and one_memory(there.device_set):
+        return np.asarray(array)
+    return array
+
+
+def views(arrays: Iterable[jax.Array]) -> list[np.ndarray]:
+    """The arrays of devices of one memory as NumPy sees them, without a copy.
+
+    A program takes these as arguments without a copy too, and faster than arrays put on its device first; run it
+    `on` that device.
+    """
+    return [np.asarray(a) for a in arrays]
+
+
+def bucketed(arrays: Iterable[jax.Array], dtypes: Iterable[Any], groups: Iterable[Sequence[int]]) -> list[np.ndarray]:
+    """`buckets.pack` of views, cast to these dtypes: one array a group, a group of one not copied."""
+    seen = [view.astype(dtype, copy=False) for view, dtype in zip(views(arrays), dtypes, strict=True)]
     return [
-        jax.make_array_from_single_device_arrays(copies[0].shape, where, list(copies))
-        for copies in zip(*each, strict=True)
+        seen[group[0]] if len(group) == 1 else np.concatenate([seen[i] for i in group], axis=None) for group in groups
     ]
 
 
-def _seen(array: jax.Array, device: Device) -> jax.Array | np.ndarray:
-    """The array's memory, where it lies on one other CPU device of this process."""
-    sharding = array.sharding
-    if isinstance(sharding, SingleDeviceSharding):
-        (there,) = sharding.device_set
-        if there != device and one_memory([there]):
-            return np.asarray(array)
-    return array
+def on(where: Sharding) -> contextlib.AbstractContextManager[Any]:
+    """Programs whose arguments are views and uncommitted arrays run on this one device."""
+    (device,) = where.device_set
+    return jax.default_device(device)
