@@ -44,10 +44,10 @@ lab-test: $(READY) debian  # every notebook in a JupyterLab in headless Chromium
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[notebooks,lab]'
 	$(BIN)/python -m pytest -m lab tests/test_lab.py
 
-lint: $(READY)  ## ruff and pyright
+lint: $(READY)  ## ruff and pyright, which is strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(READY)  ## the documentation as pages, in site/
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'

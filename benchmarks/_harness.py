@@ -8,6 +8,7 @@ the rounds is what is reported. Absolute times are given for orientation only.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -15,7 +16,7 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ class Child:
 
     def __init__(self, command: Sequence[str]):
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        self.pid = self._process.pid
 
     def ask(self, **request: Any) -> Any:
         """The answer to a request; `RuntimeError` with the child's words where it failed."""
@@ -104,6 +106,30 @@ class Child:
         self._process.wait(timeout=60)
         if self._process.stdout is not None:
             self._process.stdout.close()
+
+
+@contextlib.contextmanager
+def one_core(*pids: int) -> Iterator[None]:
+    """These processes, with all their threads, on one core while it lasts; `OSError` where the system has no such
+    thing (it is Linux's).
+
+    Threads that wait for one another all the time are woken faster on their own core than on another, idle one.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise OSError("this system cannot keep a process on one core")
+    cores = os.sched_getaffinity(0)
+    _keep_on(pids, {min(cores)})
+    try:
+        yield
+    finally:
+        _keep_on(pids, cores)
+
+
+def _keep_on(pids: Iterable[int], cores: set[int]) -> None:
+    for pid in pids:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(ProcessLookupError):  # a thread that has ended since
+                os.sched_setaffinity(int(thread), cores)
 
 
 def start_mxnet(python: str | None = None) -> Child | None:

@@ -8,11 +8,15 @@ in three ways:
   and pulls of MXNet with one wait at the end; small rows only, where the cost of a call matters;
 - `eager`: `kv.pushpull` of lists of arrays, as it is typed in a notebook.
 
+Where little is sent, the time is that of threads that wake one another, and that depends on whether the other core
+sleeps. So the smallest row is measured a second time with both processes kept on one core.
+
 A store whose values every device holds is pulled where it is; the `sharded` one gathers them in the same program.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 
@@ -28,6 +32,7 @@ from _harness import (
     arguments,
     environment,
     medians,
+    one_core,
     ratio,
     save,
     saved,
@@ -45,13 +50,14 @@ KINDS = ("local", "device", "sharded")
 DEVICES = 4
 ROWS = {
     "8 x 1 KB": [(256,)] * 8,
+    "8 x 1 KB on one core": [(256,)] * 8,
     "64 x 1 KB": [(256,)] * 64,
     "256 x 1 KB": [(256,)] * 256,
     "8 x 4 MB": [(1 << 20,)] * 8,
     "ResNet-50": resnet50(),
     "12-layer transformer": gpt2_small(),
 }
-QUICK = {"8 x 1 KB": [(256,)] * 8, "mixed": [(3, 5), (512, 128), (1,)]}
+QUICK = {"8 x 1 KB": [(256,)] * 8, "8 x 1 KB on one core": [(256,)] * 8, "mixed": [(3, 5), (512, 128), (1,)]}
 IN_A_ROW = 10
 LOOP_BYTES = 1 << 20  # the largest row that is measured in a loop too
 COPIES = 6  # of every value on every device: what a row needs at most, both sides together
@@ -84,8 +90,8 @@ def loop(kind, shapes, lists, devices) -> Turn:
             def body(carry, values):
                 return exchange(carry[0], values), None
 
-            first = exchange(store, [v[0] for v in values])
-            return jax.lax.scan(body, first, [v[1:] for v in values])[0]
+            _, pulled = jax.eval_shape(exchange, store, [v[0] for v in values])
+            return jax.lax.scan(body, (store, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), pulled)), values)[0]
 
         return run
 
@@ -187,6 +193,11 @@ def mxnet_turns(mxnet: Child | None, shapes, in_a_row: int) -> dict[str, Turn]:
     return {f"MXNet {kind}{suffix}": turn(kind) for kind in kinds}
 
 
+def pinned(mxnet: Child | None):
+    """This process and MXNet's on one core."""
+    return one_core(os.getpid(), *([] if mxnet is None else [mxnet.pid]))
+
+
 def fits(shapes) -> bool:
     """Whether the memory that is free now will do; where the system does not say, it is tried."""
     try:
@@ -206,7 +217,8 @@ def main() -> None:
         if not fits(shapes):
             print(f"{name}: left out, too little free memory")
             continue
-        result = row(shapes, mxnet, options)
+        with pinned(mxnet) if name.endswith("on one core") else contextlib.nullcontext():
+            result = row(shapes, mxnet, options)
         _print(name, result)
         # Row by row, so that a run that is cut short, or of one row alone, keeps the others.
         report = {"environment": environment(mxnet), "devices": DEVICES}

@@ -23,7 +23,9 @@ from .sparse import RowSparse
 from .updaters import assign
 
 
-def push(store: KVStore, pushed: dict[int, list[jax.Array]]) -> tuple[dict, dict, dict]:
+def push(
+    store: KVStore, pushed: dict[int, list[jax.Array]]
+) -> tuple[dict[int, jax.Array], dict[int, Any], dict[int, Any]]:
     """The new values, updater states and residuals of the keys that are pushed."""
     totals, residuals = _totals(store, _own_sums(store, pushed))
     totals = {k: [put(v, store.values[k].sharding)] for k, v in totals.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .data import Dataset
 
 Batch = dict[str, jax.Array]
+_Slices = Iterable[tuple[int, int, int]]  # as `_slices` gives them
+_Order = Callable[[int], jax.Array]  # as `_order` gives it
 
 _PREFETCH = 2  # batches on their way to the devices while one is in use
 
@@ -145,14 +147,14 @@ def _order(rng: jax.Array | None, size: int, mesh: Mesh | None) -> Callable[[int
 def _permutation(size: int, impl: str | None, mesh: Mesh | None) -> Callable[..., jax.Array]:
     """Each device draws the whole permutation by itself: the same words give the same order everywhere."""
 
-    def draw(words, epoch):
+    def draw(words: jax.Array, epoch: jax.Array) -> jax.Array:
         rng = jax.random.fold_in(jax.random.wrap_key_data(words, impl=impl), epoch)
         return jax.random.permutation(rng, size)
 
     return jax.jit(draw if mesh is None else jax.shard_map(draw, mesh=mesh, in_specs=P(), out_specs=P()))
 
 
-def _resident(dataset: Dataset, slices, order, mesh: Mesh | None, dtype) -> Iterator[Batch]:
+def _resident(dataset: Dataset, slices: _Slices, order: _Order, mesh: Mesh | None, dtype: Any) -> Iterator[Batch]:
     images, labels = copies(dataset, mesh)
     epoch = rows = cursor = None
     for here, at, count in slices:
@@ -163,13 +165,21 @@ def _resident(dataset: Dataset, slices, order, mesh: Mesh | None, dtype) -> Iter
 
 
 @functools.lru_cache(maxsize=32)
-def _gather(count: int, mesh: Mesh | None, dtype) -> Callable[..., tuple[Batch, jax.Array]]:
+def _gather(count: int, mesh: Mesh | None, dtype: Any) -> Callable[..., tuple[Batch, jax.Array]]:
     """The program for the next `count` examples, each device gathering its own share, and the new cursor.
 
     The cursor stays on the devices, so that a batch needs nothing from the host.
     """
 
-    def gather(images, labels, rows, cursor, *, share: int = count, rank: jax.Array | int = 0):
+    def gather(
+        images: jax.Array,
+        labels: jax.Array,
+        rows: jax.Array,
+        cursor: jax.Array,
+        *,
+        share: int = count,
+        rank: jax.Array | int = 0,
+    ) -> tuple[Batch, jax.Array]:
         mine = jax.lax.dynamic_slice_in_dim(rows, cursor + rank * share, share)
         image, label = (x.at[mine].get(mode="promise_in_bounds") for x in (images, labels))
         return {"image": _convert(image, dtype), "label": label}, cursor + count
@@ -178,14 +188,14 @@ def _gather(count: int, mesh: Mesh | None, dtype) -> Callable[..., tuple[Batch, 
         return jax.jit(gather)
     (axis,) = mesh.axis_names
 
-    def local(*args):
+    def local(*args: jax.Array) -> tuple[Batch, jax.Array]:
         return gather(*args, share=count // mesh.size, rank=jax.lax.axis_index(axis))
 
     shards = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=(P(axis), P()))
     return jax.jit(shards, out_shardings=(NamedSharding(mesh, P(axis)), NamedSharding(mesh, P())))
 
 
-def _convert(image: jax.Array, dtype) -> jax.Array:
+def _convert(image: jax.Array, dtype: Any) -> jax.Array:
     """The image in the batch's dtype; uint8 becomes a fraction of 255 in floating point."""
     if dtype is None or image.dtype == dtype:
         return image
@@ -196,7 +206,7 @@ def _convert(image: jax.Array, dtype) -> jax.Array:
 _convert_streamed = jax.jit(_convert, static_argnums=1)
 
 
-def _streamed(dataset: Dataset, slices, order, mesh: Mesh | None, dtype) -> Iterator[Batch]:
+def _streamed(dataset: Dataset, slices: _Slices, order: _Order, mesh: Mesh | None, dtype: Any) -> Iterator[Batch]:
     """As `_resident`, from host memory; transfers run while earlier batches are in use."""
     ahead: collections.deque[Batch] = collections.deque()
     epoch, rows = None, np.empty(0, np.int32)

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Cluster:
     local_devices: tuple[int, ...] | None = None
 
 
-Found = dict[str, object]
+Found = dict[str, Any]
 
 
 def find(
@@ -153,7 +154,7 @@ def _checked(settings: Found, env: Mapping[str, str]) -> Cluster:
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < size:
         raise ValueError(f"distributed.initialize: process_id must be an int from 0 to {size - 1}, got {rank!r}")
     settings["job"] = settings.get("job") or env.get("JAXPAR_JOB") or address
-    return Cluster(**settings)  # type: ignore[arg-type]
+    return Cluster(**settings)
 
 
 def _int(name: str, value: str) -> int:

@@ -6,7 +6,7 @@ buckets. What crosses between devices is the payload and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -80,8 +80,14 @@ def reduce_scatter(
     return sums, [state for _, state in coded]
 
 
-def _linear(compressor, values, states, axis_name, limits):
-    def psum(tree):
+def _linear(
+    compressor: LinearCompressor,
+    values: Sequence[jax.Array],
+    states: Sequence[State],
+    axis_name: str,
+    limits: Limits,
+) -> tuple[list[jax.Array], list[State]]:
+    def psum(tree: Any) -> Any:
         leaves, structure = jax.tree.flatten(tree)
         return structure.unflatten(collectives.allreduce(leaves, axis_name, limits))
 
@@ -89,7 +95,9 @@ def _linear(compressor, values, states, axis_name, limits):
     return [total for total, _ in both], [state for _, state in both]
 
 
-def _exchange(payloads: list[Any], collective, lead: int, limits: Limits) -> list[Any]:
+def _exchange(
+    payloads: list[Any], collective: Callable[[jax.Array], jax.Array], lead: int, limits: Limits
+) -> list[Any]:
     """The payloads with the devices as first axis, after one collective for each bucket of one dtype.
 
     `lead` 0: each array goes whole to every device. `lead` 1: row i of each array goes to device i.

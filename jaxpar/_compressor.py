@@ -87,7 +87,7 @@ def start(name: str, shape: Shape, dtype: Any) -> State:
     return {"residual": jnp.zeros(shape, jnp.float32)}
 
 
-def check_number(name: str, parameter: str, value, *, positive: bool = False, most: float = math.inf) -> float:
+def check_number(name: str, parameter: str, value: Any, *, positive: bool = False, most: float = math.inf) -> float:
     """`value` as a float; ValueError unless a finite number, > 0 if `positive`, and <= `most`."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     rounded = _float32(value) if number else math.nan  # as the arithmetic will see it
@@ -97,12 +97,12 @@ def check_number(name: str, parameter: str, value, *, positive: bool = False, mo
     return float(value)
 
 
-def _float32(value) -> float:
+def _float32(value: Any) -> float:
     with np.errstate(over="ignore", under="ignore"):
         return float(np.float32(value))
 
 
-def check_word(name: str, parameter: str, value, known: tuple[str, ...]) -> None:
+def check_word(name: str, parameter: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
         words = " or ".join(repr(word) for word in known)
         raise ValueError(f"compression {name!r}: {parameter} must be {words}, got {value!r}")

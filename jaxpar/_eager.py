@@ -34,9 +34,10 @@ _BY_ONE = 1 << 20
 
 Devices = tuple[Device, ...]
 Lists = dict[int, list[jax.Array]]
+Changes = tuple[dict[int, Any], dict[int, Any], dict[int, Any]]  # values, updater states, residuals
 
 
-def push(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
+def push(store: KVStore, pushed: Lists) -> Changes:
     """The new values, updater states and residuals of the keys that are pushed."""
     if len(pushed) > _MOST_KEYS:
         return _by_parts(store, pushed, _MOST_KEYS)
@@ -47,17 +48,17 @@ def push(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
     return *_push.update(held, sums), residuals
 
 
-def _by_parts(store: KVStore, pushed: Lists, most: int) -> tuple[dict, dict, dict]:
+def _by_parts(store: KVStore, pushed: Lists, most: int) -> Changes:
     """The push of a few keys at a time."""
     keys = list(pushed)
     return _merged(push(store, {k: pushed[k] for k in keys[i : i + most]}) for i in range(0, len(keys), most))
 
 
-def _merged(parts: Iterable[tuple[dict, dict, dict]]) -> tuple[dict, dict, dict]:
-    return tuple({k: v for part in each for k, v in part.items()} for each in zip(*parts, strict=True))  # pyright: ignore
+def _merged(parts: Iterable[Changes]) -> Changes:
+    return tuple({k: v for part in each for k, v in part.items()} for each in zip(*parts, strict=True))  # pyright: ignore[reportReturnType]
 
 
-def _run(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
+def _run(store: KVStore, pushed: Lists) -> Changes:
     devices = _pushing_devices(store, pushed)
     in_place = devices is not None and store.kind != "local"
     if not in_place and len(pushed) > 1 and len({frozenset(_target(store, k).device_set) for k in pushed}) > 1:
@@ -79,14 +80,14 @@ def _run(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
         results = _summed_by_one(part, lists, devices)
     else:
         results = _summed_in_place(part, lists, devices)
-    return tuple({k: result[n] for k, n in names.items() if n in result} for result in results)  # pyright: ignore
+    return tuple({k: result[n] for k, n in names.items() if n in result} for result in results)  # pyright: ignore[reportReturnType]
 
 
-def _moved_and_summed(store: KVStore, pushed: Lists) -> tuple[dict, dict, dict]:
+def _moved_and_summed(store: KVStore, pushed: Lists) -> Changes:
     return _gathered(store, {k: _sharing.put(vs, _target(store, k)) for k, vs in pushed.items()})
 
 
-def _summed_at_home(store: KVStore, pushed: Lists, devices: Devices) -> tuple[dict, dict, dict]:
+def _summed_at_home(store: KVStore, pushed: Lists, devices: Devices) -> Changes:
     """Kind `local`: every device's buckets are moved to where the stored values are, and summed there."""
     groups, dtypes, shapes = _groups(store, pushed), _dtypes(store, pushed), _shapes(pushed)
     home = _target(store, next(iter(pushed)))
@@ -99,7 +100,7 @@ def _summed_at_home(store: KVStore, pushed: Lists, devices: Devices) -> tuple[di
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _star(store: KVStore, each: list[list[Any]], groups: Any, shapes: Any) -> tuple[dict, dict, dict]:
+def _star(store: KVStore, each: list[list[Any]], groups: Any, shapes: Any) -> Changes:
     packed = [functools.reduce(operator.add, buckets_of_all) for buckets_of_all in zip(*each, strict=True)]
     sums = dict(zip(store.values, buckets.unpack(packed, shapes, groups), strict=True))
     return *_push.update(store, sums), {}
@@ -112,7 +113,7 @@ def _by_one(store: KVStore, pushed: Lists, devices: Devices) -> set[int]:
     return {k for k in pushed if nbytes(store.values[k]) >= _BY_ONE}
 
 
-def _summed_by_one(store: KVStore, pushed: Lists, devices: Devices) -> tuple[dict, dict, dict]:
+def _summed_by_one(store: KVStore, pushed: Lists, devices: Devices) -> Changes:
     """The first device sums and updates what all of them see; the others see its results."""
     one, (everywhere, _) = SingleDeviceSharding(devices[0]), _shardings(devices)
     part = dataclasses.replace(store, values=_moved(store.values, one), updater_state=_moved(store.updater_state, one))
@@ -122,7 +123,7 @@ def _summed_by_one(store: KVStore, pushed: Lists, devices: Devices) -> tuple[dic
     return *structure.unflatten(_sharing.put(leaves, everywhere)), {}
 
 
-def _summed_in_place(store: KVStore, pushed: Lists, devices: Devices) -> tuple[dict, dict, dict]:
+def _summed_in_place(store: KVStore, pushed: Lists, devices: Devices) -> Changes:
     on, along = _shardings(devices)
     if store.kind != "sharded":
         store = dataclasses.replace(
@@ -218,7 +219,7 @@ def _assembled(store: KVStore, pushed: Lists, groups: Any, devices: Devices) -> 
     ]
 
 
-def _packed(values: list[jax.Array], dtypes: tuple, groups: Any) -> list[jax.Array]:
+def _packed(values: list[jax.Array], dtypes: tuple[Any, ...], groups: Any) -> list[jax.Array]:
     """One device's buckets; a value that travels alone, has the right dtype and an axis is taken as it is."""
     as_is = {g[0] for g in groups if len(g) == 1 and values[g[0]].ndim and values[g[0]].dtype == dtypes[g[0]]}
     to_pack = tuple(g for g in groups if g[0] not in as_is)
@@ -235,7 +236,7 @@ def _packed(values: list[jax.Array], dtypes: tuple, groups: Any) -> list[jax.Arr
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _pack(values: list[jax.Array], lengths: tuple[int, ...], dtypes: tuple) -> list[jax.Array]:
+def _pack(values: list[jax.Array], lengths: tuple[int, ...], dtypes: tuple[Any, ...]) -> list[jax.Array]:
     cast = iter([v.astype(dtype).reshape(-1) for v, dtype in zip(values, dtypes, strict=True)])
     return [jnp.concatenate([next(cast) for _ in range(length)]) for length in lengths]
 
@@ -266,7 +267,7 @@ def _program(devices: Devices) -> Any:
 
 
 @jax.jit
-def _gathered(store: KVStore, pushed: dict[int, list[Any]]) -> tuple[dict, dict, dict]:
+def _gathered(store: KVStore, pushed: dict[int, list[Any]]) -> Changes:
     values, states, residuals = _push.push(store, pushed, None)
     if store.kind == "sharded":
         values = {k: jax.lax.with_sharding_constraint(v, home(store)) for k, v in values.items()}

@@ -103,7 +103,7 @@ def _devices_of(params: Any) -> tuple[Device, ...] | None:
     """The devices of the parameters where they are several."""
     for leaf in jax.tree.leaves(params):
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
-            return tuple(np.ravel(leaf.sharding.mesh.devices))
+            return tuple(np.asarray(leaf.sharding.mesh.devices).flat)
     return None
 
 

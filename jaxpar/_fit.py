@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -36,9 +36,9 @@ def fit(
     apply_fn: Callable[[Any, jax.Array], jax.Array] | None = None,
     epochs: int,
     batch_size: int,
-    progress: bool | str = True,
+    progress: bool | Literal["plot"] = True,
     checkpoint_dir: str | os.PathLike[str] | None = None,
-    resume: str | bool = "auto",
+    resume: bool | Literal["auto"] = "auto",
     checkpoint_every: int | None = None,
     keep: int = 3,
     metrics_file: str | os.PathLike[str] | None = None,
@@ -46,7 +46,7 @@ def fit(
     callbacks: Callback | Sequence[Callback] = (),
     on_step: OnStep | None = None,
     profile: Profile | None = None,
-    on_interrupt: str = "auto",
+    on_interrupt: Literal["auto", "return", "raise"] = "auto",
 ) -> tuple[TrainState, History]:
     """Trains for some epochs.
 
@@ -200,7 +200,7 @@ def _tell(told: list[Callback], state: TrainState, record: Record) -> bool:
 
 
 @contextlib.contextmanager
-def _saved(saves: Saves, loop: Loop, history: History, began: int) -> Iterator[None]:
+def _saved(saves: Saves, loop: Loop, history: History, began: int) -> Generator[None]:
     """Where a step stops because it is not finite, the state before it is saved."""
     try:
         yield
@@ -229,7 +229,16 @@ def _evaluated(record: Record, state: TrainState, apply_fn: Any, test_data: Any,
         record["test_loss"], record["test_accuracy"] = scores["loss"], scores["accuracy"]
 
 
-def _check(train_data, test_data, apply_fn, epochs, batch_size, keep, checkpoint_every, resume) -> None:
+def _check(
+    train_data: Any,
+    test_data: Any,
+    apply_fn: Any,
+    epochs: int,
+    batch_size: int,
+    keep: int,
+    checkpoint_every: int | None,
+    resume: Any,
+) -> None:
     for name, value in (("epochs", epochs), ("batch_size", batch_size), ("keep", keep)):
         if value < 1:
             raise ValueError(f"fit: {name} must be 1 or more, got {value!r}")
@@ -252,7 +261,7 @@ def _check_updater(state: TrainState) -> None:
         )
 
 
-def _check_modes(progress, on_interrupt) -> None:
+def _check_modes(progress: Any, on_interrupt: Any) -> None:
     if progress not in (True, False, "plot"):
         raise ValueError(f"fit: progress must be True, False or 'plot', got {progress!r}")
     if on_interrupt not in ("auto", "return", "raise"):

@@ -108,7 +108,7 @@ def _divided(grad: jax.Array, scale: Any) -> jax.Array:
     return (grad.astype(wide(grad)) / scale).astype(grad.dtype)
 
 
-def _called(loss_fn: Any, params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[jax.Array, dict, Any]:
+def _called(loss_fn: Any, params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[jax.Array, dict[str, Any], Any]:
     """What a loss function returned, looked at."""
     if not carries(model_state):
         return *_checked(loss_fn(params, batch, rng), ("loss", "aux")), ()

@@ -34,7 +34,9 @@ class Signals:
         self.asked: int | None = None
         self._noted: int | None = None
         self._several = several_processes
-        self._service = several_processes and jax.config.jax_enable_preemption_service  # then SIGTERM is jax's
+        self._service = (  # then SIGTERM is jax's
+            several_processes and jax.config.jax_enable_preemption_service  # pyright: ignore[reportAttributeAccessIssue]
+        )
         self._before: dict[int, Any] = {}
         self._timer: threading.Timer | None = None
 

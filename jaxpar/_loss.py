@@ -31,7 +31,9 @@ class _ClassificationLoss:
         return losses.mean(), {"accuracy": (logits.argmax(axis=1) == labels[:, 0]).mean()}
 
 
-def classification_loss(apply_fn: Callable[[Any, jax.Array], jax.Array]) -> Any:
+def classification_loss(
+    apply_fn: Callable[[Any, jax.Array], jax.Array],
+) -> Callable[[Any, dict[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, Any]]]:
     """A `loss_fn` for `make_train_step`: mean cross-entropy of the logits, with the accuracy beside it.
 
     Args:

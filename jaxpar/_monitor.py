@@ -235,5 +235,5 @@ def watch_exit(monitor: Monitor) -> None:
             monitor.hub.linger(2.0 + MOMENT * (monitor.status in INTERRUPTED))
         os._exit(monitor.status & 0xFF)
 
-    sys.excepthook, sys.exit = on_exception, on_exit  # type: ignore[assignment]
+    sys.excepthook, sys.exit = on_exception, on_exit
     atexit.register(at_exit)

@@ -9,14 +9,14 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 if TYPE_CHECKING:
     from .updaters import Updater
 
-Rate = float | Callable[[jax.Array], Any]
-State = dict[str, jax.Array]
+Rate = float | Callable[[Array], Any]
+State = dict[str, Array]
 
 
 class Options(TypedDict, total=False):
@@ -53,13 +53,13 @@ class _Common:
     def decay(self, key: int) -> float:
         return self.wd * dict(self.wd_mult).get(key, 1.0)
 
-    def clip(self, gradient: jax.Array) -> jax.Array:
+    def clip(self, gradient: Array) -> Array:
         limit = self.clip_gradient
         return gradient if limit is None else jnp.clip(gradient, -limit, limit)
 
 
 # rule(common, gradient, value, state, rate, decay) -> (new value, new slots)
-_Rule = Callable[..., tuple[jax.Array, State]]
+_Rule = Callable[..., tuple[Array, State]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class _Init:
     slots: tuple[str, ...]
     counted: bool
 
-    def __call__(self, key: int, value: jax.Array) -> State:
+    def __call__(self, key: int, value: Array) -> State:
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise TypeError(
                 f"key {key}: an optimizer needs a floating value, got {value.dtype}; cast it before "
@@ -92,7 +92,7 @@ class _Update:
     def uses_key(self) -> bool:
         return bool(self.common.lr_mult or self.common.wd_mult)
 
-    def __call__(self, key: int, pushed: jax.Array, state: State, stored: jax.Array) -> tuple[jax.Array, State]:
+    def __call__(self, key: int, pushed: Array, state: State, stored: Array) -> tuple[Array, State]:
         wide = _wide(stored.dtype)
         gradient = pushed.astype(wide) * self.common.rescale_grad
         rate = jnp.asarray(self.common.rate(key, state), wide)
@@ -104,7 +104,9 @@ class _Update:
         return value.astype(stored.dtype), state
 
 
-def sgd(common, gradient, value, state, rate, decay, *, momentum):
+def sgd(
+    common: _Common, gradient: Array, value: Array, state: State, rate: Array, decay: float, *, momentum: float
+) -> tuple[Array, State]:
     step = rate * (common.clip(gradient) + decay * value)
     if not momentum:
         return value - step, {}
@@ -112,7 +114,9 @@ def sgd(common, gradient, value, state, rate, decay, *, momentum):
     return value + buffer, {"momentum": buffer}
 
 
-def nag(common, gradient, value, state, rate, decay, *, momentum):
+def nag(
+    common: _Common, gradient: Array, value: Array, state: State, rate: Array, decay: float, *, momentum: float
+) -> tuple[Array, State]:
     step = rate * (common.clip(gradient) + decay * value)
     if not momentum:
         return value - step, {}
@@ -120,7 +124,18 @@ def nag(common, gradient, value, state, rate, decay, *, momentum):
     return value + momentum * buffer - step, {"momentum": buffer}
 
 
-def adam(common, gradient, value, state, rate, decay, *, beta1, beta2, epsilon):
+def adam(
+    common: _Common,
+    gradient: Array,
+    value: Array,
+    state: State,
+    rate: Array,
+    decay: float,
+    *,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+) -> tuple[Array, State]:
     gradient = common.clip(gradient + decay * value)
     mean = beta1 * state["mean"] + _rest(beta1, value.dtype) * gradient
     variance = beta2 * state["variance"] + _rest(beta2, value.dtype) * gradient**2
@@ -129,35 +144,56 @@ def adam(common, gradient, value, state, rate, decay, *, beta1, beta2, epsilon):
     return value - rate * mean / (jnp.sqrt(variance) + epsilon), {"mean": mean, "variance": variance}
 
 
-def rmsprop(common, gradient, value, state, rate, decay, *, gamma, epsilon):
+def rmsprop(
+    common: _Common,
+    gradient: Array,
+    value: Array,
+    state: State,
+    rate: Array,
+    decay: float,
+    *,
+    gamma: float,
+    epsilon: float,
+) -> tuple[Array, State]:
     gradient = common.clip(gradient + decay * value)
     square = _rest(gamma, value.dtype) * gradient**2 + gamma * state["square"]
     return value - rate * gradient / jnp.sqrt(square + epsilon), {"square": square}
 
 
-def adagrad(common, gradient, value, state, rate, decay, *, epsilon):
+def adagrad(
+    common: _Common, gradient: Array, value: Array, state: State, rate: Array, decay: float, *, epsilon: float
+) -> tuple[Array, State]:
     gradient = common.clip(gradient)
     history = state["history"] + gradient**2
     return value - rate * (gradient / jnp.sqrt(history + epsilon) + decay * value), {"history": history}
 
 
-def _rest(factor: float, dtype):
+def _rest(factor: float, dtype: jnp.dtype) -> Any:
     """1 - factor, with the factor rounded first as MXNet's kernels do: 1 - 0.999f is 1.3e-5 below 0.001."""
     return dtype.type(1) - dtype.type(factor)
 
 
-def _one_less_power(beta: float, t: jax.Array) -> jax.Array:
+def _one_less_power(beta: float, t: Array) -> Array:
     """1 - beta^t, without the digits that a subtraction in float32 would lose."""
     return -jnp.expm1(t * (math.log(beta) if beta > 0 else -math.inf))
 
 
-def make(rule, slots, options, learning_rate, wd, common, *, counted: bool = False) -> Updater:
+def make(
+    rule: _Rule,
+    slots: tuple[str, ...],
+    options: Mapping[str, float],
+    learning_rate: Rate,
+    wd: float,
+    common: Options,
+    *,
+    counted: bool = False,
+) -> Updater:
     from .updaters import Updater  # here, so that jaxpar.updaters may offer these functions as its own
 
     shared = _common(learning_rate, wd, **common)
-    options = tuple((name, _number(name, value)) for name, value in options.items())
+    numbers_of = tuple((name, _number(name, value)) for name, value in options.items())
     counted = counted or callable(learning_rate)
-    return Updater(_Init(shared, slots, counted), _Update(shared, rule, options))
+    return Updater(_Init(shared, slots, counted), _Update(shared, rule, numbers_of))
 
 
 def _common(
@@ -183,7 +219,7 @@ def _common(
     )
 
 
-def _number(name: str, value, *, least: float | None = 0) -> float:
+def _number(name: str, value: Any, *, least: float | None = 0) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         more = " or a schedule" if name == "learning_rate" else ""
         raise TypeError(f"{name} must be a number{more}, got {value!r}")
@@ -198,5 +234,5 @@ def _factors(name: str, factors: Mapping[int, float] | None) -> tuple[tuple[int,
     return tuple(sorted((int(key), _number(name, value)) for key, value in (factors or {}).items()))
 
 
-def _wide(dtype) -> jnp.dtype:
+def _wide(dtype: Any) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)

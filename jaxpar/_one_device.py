@@ -94,7 +94,7 @@ class OneDevice:
     def _scale(self, state: TrainState) -> Any:
         return state.loss_scale["scale"] if isinstance(self.scaling, DynamicLossScale) else self.scaling
 
-    def _of_all(self, state: TrainState, own: Found, pushed: Arrays, summed: Arrays) -> tuple[dict, Any, Any]:
+    def _of_all(self, state: TrainState, own: Found, pushed: Arrays, summed: Arrays) -> tuple[dict[str, Any], Any, Any]:
         """The metrics and the model state as means over the devices, and who found what is not finite.
 
         All of that shares one collective. A sum of finite shares is finite, each being divided by the number of

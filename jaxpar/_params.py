@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +27,18 @@ from ._store import (
 )
 from ._types import Device
 from .collectives import from_rows, to_rows
+from .updaters import UpdateFn, Updater
+
+if TYPE_CHECKING:
+    import optax
 
 
 def from_params(
     params: Any,
     *,
     kind: str = "device",
-    optimizer: Any = None,
-    updater: Any = None,
+    optimizer: optax.GradientTransformation | Updater | None = None,
+    updater: Updater | UpdateFn | None = None,
     devices: Sequence[Device] | None = None,
     staleness: int | None = None,
 ) -> KVStore:

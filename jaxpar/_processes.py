@@ -10,7 +10,7 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -90,7 +90,7 @@ def first_says(ask: Callable[[], Any], *kinds: type[Exception]) -> Any:
 
 
 @contextlib.contextmanager
-def together(*kinds: type[Exception]) -> Iterator[None]:
+def together(*kinds: type[Exception]) -> Generator[None]:
     """What fails in this block in one process raises in every process. There may be no collective in it."""
     if jax.process_count() == 1:
         yield

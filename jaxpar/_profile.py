@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ class Trace:
         return _NOTHING if self._directory is None else self._step(self._directory, at, state)
 
     @contextlib.contextmanager
-    def _step(self, directory: str, at: int, state: Any) -> Iterator[None]:
+    def _step(self, directory: str, at: int, state: Any) -> Generator[None]:
         if self._made == self._first:
             jax.block_until_ready(state)  # what was begun before is not in the trace
             jax.profiler.start_trace(directory)

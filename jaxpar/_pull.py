@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
@@ -20,6 +20,26 @@ from .sparse import RowSparse, take
 
 # XLA compiles a kernel for each value, so a program that packs thousands of them would take minutes.
 _MOST_VALUES = 256
+
+
+@overload
+def pull(store: KVStore, key: int, *, devices: None = None, axis_name: str | None = None) -> jax.Array: ...
+
+
+@overload
+def pull(store: KVStore, key: int, *, devices: Sequence[Device], axis_name: str | None = None) -> list[jax.Array]: ...
+
+
+@overload
+def pull(
+    store: KVStore, key: Sequence[int], *, devices: None = None, axis_name: str | None = None
+) -> list[jax.Array]: ...
+
+
+@overload
+def pull(
+    store: KVStore, key: Sequence[int], *, devices: Sequence[Device], axis_name: str | None = None
+) -> list[list[jax.Array]]: ...
 
 
 def pull(
@@ -160,7 +180,7 @@ def _sent_in_buckets(
     groups = tuple(tuple(range(stop - n, stop)) for stop, n in zip(stops, lengths, strict=True))
     shared = _sharing.one_memory({*devices, *source.device_set})
     flat = _sharing.bucketed(values, [v.dtype for v in values], groups) if shared else _pack(values, groups)
-    sent = {device: values for device in devices & source.device_set}
+    sent = dict.fromkeys(devices & source.device_set, values)
     for device in devices - source.device_set:
         where = SingleDeviceSharding(device)
         with _sharing.on(where):
@@ -170,6 +190,24 @@ def _sent_in_buckets(
 
 _pack = jax.jit(buckets.pack, static_argnums=1)
 _unpack = jax.jit(buckets.unpack, static_argnums=(1, 2))
+
+
+@overload
+def row_sparse_pull(store: KVStore, key: int, row_ids: Any, *, devices: None = None) -> RowSparse: ...
+
+
+@overload
+def row_sparse_pull(store: KVStore, key: int, row_ids: Any, *, devices: Sequence[Device]) -> list[RowSparse]: ...
+
+
+@overload
+def row_sparse_pull(store: KVStore, key: Sequence[int], row_ids: Any, *, devices: None = None) -> list[RowSparse]: ...
+
+
+@overload
+def row_sparse_pull(
+    store: KVStore, key: Sequence[int], row_ids: Any, *, devices: Sequence[Device]
+) -> list[list[RowSparse]]: ...
 
 
 def row_sparse_pull(

@@ -14,7 +14,9 @@ from .sparse import RowSparse
 from .updaters import Updater, assign
 
 
-def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | None) -> tuple[dict, dict, dict]:
+def push(
+    store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | None
+) -> tuple[dict[int, jax.Array], dict[int, Any], dict[int, Any]]:
     """The new values and updater states of the keys that are pushed; there are no residuals.
 
     With the default updater the rows replace the whole value, as in MXNet: what is not mentioned becomes 0. Any

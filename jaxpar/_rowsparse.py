@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -84,12 +85,12 @@ class RowSparse:
         return self.values.at[place].get(mode="fill", fill_value=0)
 
 
-def _flatten(rows: RowSparse):
+def _flatten(rows: RowSparse) -> tuple[tuple[tuple[Any, Any], ...], tuple[int, ...]]:
     names = jax.tree_util.GetAttrKey("indices"), jax.tree_util.GetAttrKey("values")
     return tuple(zip(names, (rows.indices, rows.values), strict=True)), rows.shape
 
 
-def unchecked(shape: tuple[int, ...], leaves) -> RowSparse:
+def unchecked(shape: tuple[int, ...], leaves: Iterable[Any]) -> RowSparse:
     """Without the checks: leaves may have another leading axis, or be no arrays at all."""
     rows = object.__new__(RowSparse)
     for name, value in zip(("indices", "values", "shape"), (*leaves, shape), strict=True):
@@ -100,22 +101,22 @@ def unchecked(shape: tuple[int, ...], leaves) -> RowSparse:
 jax.tree_util.register_pytree_with_keys(RowSparse, _flatten, unchecked)
 
 
-def with_values(rows: RowSparse, values) -> RowSparse:
+def with_values(rows: RowSparse, values: Any) -> RowSparse:
     return unchecked(rows.shape, (rows.indices, values))
 
 
-def _own(array) -> jax.Array:
+def _own(array: Any) -> jax.Array:
     return array if isinstance(array, jax.Array) else jnp.array(array)  # a copy: NumPy's memory may change
 
 
-def known(array) -> bool:
+def known(array: Any) -> bool:
     """Whether this process can look at every value."""
     if isinstance(array, Tracer):
         return False
     return not isinstance(array, jax.Array) or array.is_fully_addressable
 
 
-def check_table(shape, what: str) -> tuple[int, ...]:
+def check_table(shape: Iterable[Any], what: str) -> tuple[int, ...]:
     """The shape as Python ints; ValueError unless it has rows, few enough for int32 with room for padding."""
     shape = tuple(map(operator.index, shape))
     if not shape or not 0 <= shape[0] < 2**30:
@@ -123,7 +124,7 @@ def check_table(shape, what: str) -> tuple[int, ...]:
     return shape
 
 
-def as_ids(ids, what: str):
+def as_ids(ids: Any, what: str) -> np.ndarray | jax.Array:
     """`ids` as an array of NumPy or JAX; TypeError unless integers. An empty list has none but is meant."""
     ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if ids.size == 0 and not isinstance(ids, jax.Array):
@@ -133,7 +134,7 @@ def as_ids(ids, what: str):
     return ids
 
 
-def check_range(ids, count: int, what: str, *, last: int) -> None:
+def check_range(ids: Any, count: int, what: str, *, last: int) -> None:
     if not known(ids):
         return
     host = np.asarray(ids)

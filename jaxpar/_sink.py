@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def append(path: Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def named(path: Path) -> Iterator[None]:
+def named(path: Path) -> Generator[None]:
     """An OSError in this block says what could not be written, and where."""
     try:
         yield

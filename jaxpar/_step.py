@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     import optax
 
 Batch = Any
-LossFn = Callable[..., Any]
+LossFn = (  # with a model state, or without
+    Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, Any]]]
+    | Callable[[Any, Any, jax.Array, Any], tuple[jax.Array, dict[str, Any], Any]]
+)
 
 
 def make_train_step(

@@ -17,7 +17,10 @@ from ._put import host, put, spans_processes
 from ._types import Device, traced
 from .buckets import Limits, Shape
 from .compression import Compressor, LinearCompressor
-from .updaters import Updater, assign
+from .updaters import UpdateFn, Updater, assign
+
+if TYPE_CHECKING:
+    import optax
 
 KINDS = ("local", "device", "sharded", "dist_sync", "dist_device_sync", "dist_async")
 _ALIASES = {"nccl": "device"}
@@ -239,7 +242,7 @@ def init_state(store: KVStore, key: int, value: jax.Array) -> Any:
     return jax.tree.map(lambda leaf: put(leaf, on if leaf.shape == value.shape else everywhere), state)
 
 
-def set_updater(store: KVStore, updater: Any) -> KVStore:
+def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
     """The store with another updater; its state for each key is made anew.
 
     Args:
@@ -271,7 +274,7 @@ def set_updater(store: KVStore, updater: Any) -> KVStore:
     return dataclasses.replace(store, updater_state=state)
 
 
-def set_optimizer(store: KVStore, tx: Any) -> KVStore:
+def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) -> KVStore:
     """The store with an optax transform as its updater: what is pushed is the gradient of the stored value.
 
     Args:
@@ -296,11 +299,8 @@ def set_optimizer(store: KVStore, tx: Any) -> KVStore:
     if isinstance(tx, Updater):
         return set_updater(store, tx)
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        hint = (
-            f"; call it first, {tx.__name__}(0.1)"
-            if callable(tx) and hasattr(tx, "__name__")
-            else ", say optax.sgd(0.1)"
-        )
+        name = getattr(tx, "__name__", None) if callable(tx) else None
+        hint = f"; call it first, {name}(0.1)" if name else ", say optax.sgd(0.1)"
         raise TypeError(f"kv.set_optimizer: expected an optax.GradientTransformation{hint}; got {_check.describe(tx)}")
     if couples_keys(tx):
         raise ValueError(

@@ -8,6 +8,7 @@ import io
 import os
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,10 @@ def _builder_class(name: str) -> Any:
         __module__ = stock.__module__  # recorded in dataset_info.json, and where TFDS finds the checksums
         name = stock.name
 
-        def _split_generators(self, dl_manager):
+        def _split_generators(self, dl_manager: Any) -> Any:
             return super()._split_generators(_WithoutExtraction(dl_manager))
 
-        def _generate_examples(self, num_examples, data_path, label_path):
+        def _generate_examples(self, num_examples: int, data_path: Any, label_path: Any) -> Iterator[tuple[int, Any]]:
             images, labels = _idx.read(data_path), _idx.read(label_path)
             if not len(images) == len(labels) == num_examples:
                 raise ValueError(f"expected {num_examples} images and labels, got {len(images)} and {len(labels)}")

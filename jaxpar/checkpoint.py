@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ import numpy as np
 from . import _checkpoint_files as files, _processes, _snapshot
 from ._checkpoint_files import CheckpointError as CheckpointError
 
+Tree = TypeVar("Tree")
 PathLike = str | os.PathLike[str]
 
 
@@ -55,7 +56,7 @@ def save(path: PathLike, state: Any) -> None:
             files.write(path, _about(state, path.parent), records, arrays)
 
 
-def restore(path: PathLike, like: Any) -> Any:
+def restore(path: PathLike, like: Tree) -> Tree:
     """The state saved at a path, in the structure and on the devices of `like`.
 
     `like` may be on another number of devices than the saved state was, and its stores of another kind (`device`,
@@ -204,7 +205,7 @@ class Manager:
                 self._writing = self._writer.submit(self._write, content, records, arrays)
         self._waited = False
 
-    def restore_latest(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
+    def restore_latest(self, like: Tree) -> tuple[Tree, dict[str, Any]] | None:
         """(the state, the info) of the newest good checkpoint, or None; as `latest`, then `restore`.
 
         Raises:

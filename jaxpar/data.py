@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from . import _idx, _probe, _tfds
-from ._batches import batches as batches, num_batches as num_batches
+from ._batches import Batch, batches as batches, num_batches as num_batches
 from ._elements import concatenate, named, stack
 from ._sources import (
     Source as Source,
@@ -106,7 +106,7 @@ class Dataset:
         del batch_size
         return len(self)
 
-    def batches(self, batch_size: int, **options: Any) -> Iterator[Any]:
+    def batches(self, batch_size: int, **options: Any) -> Iterator[Batch]:
         """`data.batches(dataset, batch_size, **options)`."""
         return batches(self, batch_size, **options)
 

@@ -89,7 +89,8 @@ def initialize(
         return
     _check_fresh()
     jax.config.update("jax_enable_preemption_service", preemption_service)
-    if not jax.config.jax_cpu_collectives_implementation:  # "mpi" stays where somebody chose it
+    chosen = jax.config.jax_cpu_collectives_implementation  # pyright: ignore[reportAttributeAccessIssue]
+    if not chosen:  # "mpi" stays where somebody chose it
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     options: dict[str, Any] = {
         "initialization_timeout": max(1, round(initialization_timeout)),
@@ -173,7 +174,7 @@ def _start_jax(found: _cluster.Cluster, watched: bool, options: dict[str, Any]) 
 
 def _check_fresh() -> None:
     """Raises where JAX has started its devices: it takes no setting of their number any more."""
-    number = jax.config.jax_num_cpu_devices
+    number = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
     try:
         jax.config.update("jax_num_cpu_devices", number + 1 if number > 0 else 1)
         jax.config.update("jax_num_cpu_devices", number)

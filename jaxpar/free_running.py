@@ -18,13 +18,16 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from . import kv
-from .updaters import Updater
+from .updaters import UpdateFn, Updater
+
+if TYPE_CHECKING:
+    import optax
 
 Shape = tuple[int, ...]
 
@@ -131,8 +134,8 @@ class Servers:
 def start(
     params: Any,
     *,
-    optimizer: Any = None,
-    updater: Any = None,
+    optimizer: optax.GradientTransformation | Updater | None = None,
+    updater: Updater | UpdateFn | None = None,
     servers: int = 1,
     split: int = SPLIT,
     timeout: float = 60,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 
@@ -151,6 +151,30 @@ def _traced(store: KVStore, pushed: Any) -> bool:
     return traced((part, pushed))
 
 
+@overload
+def pushpull(
+    store: KVStore, key: int, value: Any, *, devices: None = None, axis_name: str | None = None
+) -> tuple[KVStore, jax.Array]: ...
+
+
+@overload
+def pushpull(
+    store: KVStore, key: int, value: Any, *, devices: Sequence[Device], axis_name: str | None = None
+) -> tuple[KVStore, list[jax.Array]]: ...
+
+
+@overload
+def pushpull(
+    store: KVStore, key: Sequence[int], value: Any, *, devices: None = None, axis_name: str | None = None
+) -> tuple[KVStore, list[jax.Array]]: ...
+
+
+@overload
+def pushpull(
+    store: KVStore, key: Sequence[int], value: Any, *, devices: Sequence[Device], axis_name: str | None = None
+) -> tuple[KVStore, list[list[jax.Array]]]: ...
+
+
 def pushpull(
     store: KVStore,
     key: Key,
@@ -178,6 +202,28 @@ def pushpull(
     """
     store = push(store, key, value, axis_name=axis_name)
     return store, pull(store, key, devices=devices, axis_name=axis_name)
+
+
+@overload
+def broadcast(store: KVStore, key: int, value: Any, *, devices: None = None) -> tuple[KVStore, jax.Array]: ...
+
+
+@overload
+def broadcast(
+    store: KVStore, key: int, value: Any, *, devices: Sequence[Device]
+) -> tuple[KVStore, list[jax.Array]]: ...
+
+
+@overload
+def broadcast(
+    store: KVStore, key: Sequence[int], value: Any, *, devices: None = None
+) -> tuple[KVStore, list[jax.Array]]: ...
+
+
+@overload
+def broadcast(
+    store: KVStore, key: Sequence[int], value: Any, *, devices: Sequence[Device]
+) -> tuple[KVStore, list[list[jax.Array]]]: ...
 
 
 def broadcast(store: KVStore, key: Key, value: Any, *, devices: Sequence[Device] | None = None) -> tuple[KVStore, Any]:

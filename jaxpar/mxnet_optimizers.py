@@ -23,7 +23,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ from ._mxnet_rules import Options, Rate, adagrad, adam, make, nag, rmsprop, sgd
 
 if TYPE_CHECKING:
     from .updaters import Updater
+
+Tree = TypeVar("Tree")
 
 
 def mxnet_sgd(learning_rate: Rate = 0.01, momentum: float = 0.0, wd: float = 0.0, **common: Unpack[Options]) -> Updater:
@@ -100,7 +102,7 @@ def mxnet_adagrad(
     return make(adagrad, ("history",), {"epsilon": epsilon}, learning_rate, wd, common)
 
 
-def set_learning_rate(state: Any, learning_rate: Any) -> Any:
+def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
     """The same state with another rate, for optimizers made with `rate_in_state=True`; nothing recompiles.
 
     Args:
@@ -116,9 +118,9 @@ def set_learning_rate(state: Any, learning_rate: Any) -> Any:
         >>> updater.update(0, jnp.ones(2), state, jnp.zeros(2))[0].tolist() == jnp.full(2, -0.1).tolist()
         True
     """
-    found = []
+    found: list[tuple[Any, ...]] = []
 
-    def replace(path, leaf):
+    def replace(path: tuple[Any, ...], leaf: Any) -> Any:
         if path and getattr(path[-1], "key", None) == "learning_rate":
             found.append(path)
             # In the array's own dtype and place, so that a compiled step takes it as it took the old one.

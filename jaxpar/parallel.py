@@ -237,11 +237,25 @@ def check_engine(engine: str, what: str) -> None:
         raise ValueError(f"{what}: unknown engine {engine!r}; known are {', '.join(ENGINES)}")
 
 
-def _pmapped(fn, axis_name, devices, in_axes, out_axes, donate):
+def _pmapped(
+    fn: Callable[..., Any],
+    axis_name: str,
+    devices: Sequence[Device],
+    in_axes: Any,
+    out_axes: Any,
+    donate: tuple[int, ...],
+) -> Callable[..., Any]:
     return jax.pmap(fn, axis_name, in_axes=in_axes, out_axes=out_axes, devices=devices, donate_argnums=donate)
 
 
-def _shard_mapped(fn, axis_name, devices, in_axes, out_axes, donate):
+def _shard_mapped(
+    fn: Callable[..., Any],
+    axis_name: str,
+    devices: Sequence[Device],
+    in_axes: Any,
+    out_axes: Any,
+    donate: tuple[int, ...],
+) -> Callable[..., Any]:
     mesh = Mesh(np.array(devices), (axis_name,))
     in_specs, out_specs = _specs(in_axes, axis_name), _specs(out_axes, axis_name)
 

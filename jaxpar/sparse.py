@@ -221,13 +221,13 @@ def lazy_update(
         rows = _coalesce(rows, rows.indices.shape[0])
     indices = _apart(rows)
 
-    def by_row(leaf) -> bool:
+    def by_row(leaf: Any) -> bool:
         return np.shape(leaf) == stored.shape
 
-    def gather(leaf):
+    def gather(leaf: Any) -> Any:
         return jnp.asarray(leaf).at[indices].get(mode="fill", fill_value=0) if by_row(leaf) else leaf
 
-    def scatter(leaf, new):
+    def scatter(leaf: Any, new: Any) -> Any:
         if not by_row(leaf):
             return new
         if np.shape(new) != rows.values.shape:
@@ -259,16 +259,16 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
         (6.0, [3, 7], [[2.0, 2.0], [4.0, 4.0]])
     """
 
-    def is_rows(leaf) -> bool:
+    def is_rows(leaf: Any) -> bool:
         return isinstance(leaf, RowSparse)
 
-    def merge(leaf, values):
+    def merge(leaf: Any, values: Any) -> Any:
         return with_values(leaf, values) if is_rows(leaf) else values
 
-    def run(params, *args, **kwargs):
+    def run(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         leaves, tree = jax.tree.flatten(params, is_leaf=is_rows)
 
-        def loss_of(values):
+        def loss_of(values: list[Any]) -> Any:
             return loss_fn(jax.tree.unflatten(tree, list(map(merge, leaves, values))), *args, **kwargs)
 
         values = [leaf.values if is_rows(leaf) else leaf for leaf in leaves]

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import optax
 
 State = Any
+UpdateFn = Callable[[int, jax.Array, jax.Array], jax.Array]  # (key, pushed, stored) -> new_stored
 
 
 class Updater(NamedTuple):
@@ -84,13 +85,13 @@ accumulate: Updater = Updater(_no_state, _accumulate)
 
 @dataclasses.dataclass(frozen=True)
 class _Stateless:
-    fn: Callable[[int, jax.Array, jax.Array], jax.Array]
+    fn: UpdateFn
 
-    def __call__(self, key: int, pushed: jax.Array, state: State, stored: jax.Array):
+    def __call__(self, key: int, pushed: jax.Array, state: State, stored: jax.Array) -> tuple[jax.Array, State]:
         return self.fn(key, pushed, stored), state
 
 
-def stateless(fn: Callable[[int, jax.Array, jax.Array], jax.Array]) -> Updater:
+def stateless(fn: UpdateFn) -> Updater:
     """An updater out of `fn(key, pushed, stored) -> new_stored`, a pure function.
 
     As an `Updater` it is compiled into the push; the bare function given to `kv.set_updater` runs in Python
@@ -119,10 +120,10 @@ class _OptaxUpdate:
     tx: optax.GradientTransformation
     uses_key = False
 
-    def __call__(self, key: int, pushed: jax.Array, state: State, stored: jax.Array):
+    def __call__(self, key: int, pushed: jax.Array, state: State, stored: jax.Array) -> tuple[jax.Array, State]:
         del key
         updates, state = self.tx.update(pushed, state, stored)
-        return (stored + updates).astype(stored.dtype), state  # pyright: ignore
+        return (stored + updates).astype(stored.dtype), state  # pyright: ignore[reportOperatorIssue]
 
 
 def from_optax(tx: optax.GradientTransformation) -> Updater:

@@ -1,6 +1,7 @@
 """Each benchmark runs at all and writes what it promises; nothing here looks at how fast anything is."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,13 +25,20 @@ def run(name, tmp_path, *more):
 def test_kvstore_measures_every_way_and_kind(tmp_path):
     shown, report = run("kvstore", tmp_path, "--no-mxnet")
     ways = {f"{way} {kind}" for way in ("compiled", "loop", "eager") for kind in ("local", "device", "sharded")}
-    assert list(report["rows"]) == ["8 x 1 KB", "mixed"]
+    assert list(report["rows"]) == ["8 x 1 KB", "8 x 1 KB on one core", "mixed"]
     for row in report["rows"].values():
         assert set(row["ms"]) == ways
         assert all(ms > 0 for ms in row["ms"].values())
         assert row["against_mxnet"] == {}
     assert report["rows"]["mixed"]["bytes"] == 4 * (15 + 512 * 128 + 1)
     assert "compiled device" in shown
+
+
+def test_a_process_kept_on_one_core_is_let_go_again():
+    before = os.sched_getaffinity(0)
+    with _harness.one_core(os.getpid()):
+        assert os.sched_getaffinity(0) == {min(before)}
+    assert os.sched_getaffinity(0) == before
 
 
 def test_train_step_stands_beside_the_plain_one(tmp_path):

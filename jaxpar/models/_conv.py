@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +114,7 @@ def _relu_pool(x_WxOxHxN: jax.Array) -> jax.Array:
 
 
 @_relu_pool.defjvp
-def _relu_pool_jvp(primals, tangents):
+def _relu_pool_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Slices that are added are fastest forward; backward a sum over axes, which only spreads the gradient."""
     (x,), (t,) = primals, tangents
     return _relu_pool(x), jnp.where(_windowed(x) > 0, _windowed(t), 0).sum((1, 4)) / 4
@@ -158,7 +159,7 @@ def _shifted(x_WxHxN: jax.Array, window: tuple[int, ...]) -> dict[tuple[int, int
 
 
 @partial(_direct.defjvp, symbolic_zeros=True)
-def _direct_jvp(primals, tangents):
+def _direct_jvp(primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
     """The derivative as matrix products, which JAX turns into one product for the gradient of the weights."""
     x, weight, bias = primals
     t_x, t_weight, t_bias = (None if _is_zero(t) else t for t in tangents)
@@ -183,5 +184,5 @@ def _direct_jvp(primals, tangents):
     return result, tangent
 
 
-def _is_zero(tangent) -> bool:
+def _is_zero(tangent: Any) -> bool:
     return isinstance(tangent, jax.custom_derivatives.SymbolicZero)

@@ -20,11 +20,11 @@ from ._trace import trace as trace
 
 if TYPE_CHECKING:
     from ._render import Plot as Plot, RenderError as RenderError
+else:
 
+    def __getattr__(name: str) -> Any:
+        if name in ("Plot", "RenderError"):  # they need graphviz, which loads on first use
+            from . import _render
 
-def __getattr__(name: str) -> Any:
-    if name in ("Plot", "RenderError"):  # they need graphviz, which loads on first use
-        from . import _render
-
-        return getattr(_render, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return getattr(_render, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from ._graph import BACKWARD, common_prefix
 from ._net import Draft, Net
 
+_Sources = dict[int, set[int]]  # where a layer's inputs come from
+
 _LONGEST = 400  # layers in a repeated block
 _CANDIDATES = 6  # lengths tried from one place
 
@@ -53,14 +55,16 @@ def _signature(net: Net, draft: Draft) -> object:
     return (draft.op, draft.detail, value.shape, value.dtype, weights, scope, draft.repeat)
 
 
-def _sources(net: Net) -> dict[int, set[int]]:
-    found: dict[int, set[int]] = {}
+def _sources(net: Net) -> _Sources:
+    found: _Sources = {}
     for source, target, _ in net.edges:
         found.setdefault(target, set()).add(source)
     return found
 
 
-def _repeat_at(layers, signs, same: list[int], order, start: int, sources) -> tuple[int, int] | None:
+def _repeat_at(
+    layers: list[Draft], signs: list[object], same: list[int], order: dict[object, int], start: int, sources: _Sources
+) -> tuple[int, int] | None:
     """Length and count of the copies that begin here: the shortest that is worth it."""
     at = order[signs[start]]
     while at < len(same) and same[at] <= start:
@@ -80,7 +84,7 @@ def _repeat_at(layers, signs, same: list[int], order, start: int, sources) -> tu
     return None
 
 
-def _aligned(layers: list[Draft], signs, sources, start: int, period: int, count: int) -> int:
+def _aligned(layers: list[Draft], signs: list[object], sources: _Sources, start: int, period: int, count: int) -> int:
     """Where to cut the copies: at the borders of a module, where they can be shifted there."""
 
     def inside(at: int) -> int:
@@ -100,7 +104,7 @@ def _aligned(layers: list[Draft], signs, sources, start: int, period: int, count
     return best
 
 
-def _alike(layers: list[Draft], sources: dict[int, set[int]], start: int, period: int, count: int) -> bool:
+def _alike(layers: list[Draft], sources: _Sources, start: int, period: int, count: int) -> bool:
     """Whether every copy is wired as the one before: inside itself, to its predecessor, and to fixed others."""
     where = {layers[start + n].at: n for n in range(period * count)}
     patterns = [_wires(layers, sources, where, start, period, copy) for copy in range(count)]
@@ -116,8 +120,10 @@ def _alike(layers: list[Draft], sources: dict[int, set[int]], start: int, period
     return True
 
 
-def _wires(layers, sources, where, start: int, period: int, copy: int) -> list[set[tuple[str, int]]]:
-    found = []
+def _wires(
+    layers: list[Draft], sources: _Sources, where: dict[int, int], start: int, period: int, copy: int
+) -> list[set[tuple[str, int]]]:
+    found: list[set[tuple[str, int]]] = []
     for n in range(period):
         wires: set[tuple[str, int]] = set()
         for source in sources.get(layers[start + copy * period + n].at, ()):

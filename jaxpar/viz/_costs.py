@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+_Params = dict[str, Any]
+_Avals = Sequence[Any]  # what has a shape and a dtype
+
 _TRANSCENDENTAL = frozenset(
     [
         "exp",
@@ -89,7 +92,7 @@ _REDUCTIONS = frozenset(
 )
 
 
-def flops(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> int:
+def flops(name: str, params: _Params, ins: _Avals, outs: _Avals) -> int:
     """Floating-point operations of one equation; 0 for what only moves data.
 
     Args:
@@ -125,12 +128,12 @@ def is_transcendental(name: str) -> bool:
     return name in _TRANSCENDENTAL
 
 
-def _dot(params, ins, outs) -> int:
+def _dot(params: _Params, ins: _Avals, outs: _Avals) -> int:
     (contracted, _), _ = params["dimension_numbers"]
     return 2 * size(outs[0]) * math.prod(ins[0].shape[axis] for axis in contracted)
 
 
-def _conv(params, ins, outs) -> int:
+def _conv(params: _Params, ins: _Avals, outs: _Avals) -> int:
     """Products with padding are not counted, as XLA does not count them."""
     lhs, rhs, out = ins[0].shape, ins[1].shape, outs[0].shape
     numbers = params["dimension_numbers"]
@@ -150,7 +153,9 @@ def _conv(params, ins, outs) -> int:
     return 2 * batch * out[out_spec[1]] * rhs[rhs_spec[1]] * positions
 
 
-def _valid_positions(length, window, out, stride, pad, dilation, window_dilation) -> int:
+def _valid_positions(
+    length: int, window: int, out: int, stride: int, pad: int, dilation: int, window_dilation: int
+) -> int:
     """Pairs of an output and a tap of the window that meet a real input, along one axis."""
     end = (length - 1) * dilation + 1
     count = 0
@@ -165,17 +170,17 @@ def _valid_positions(length, window, out, stride, pad, dilation, window_dilation
     return count
 
 
-def _integer_pow(params, ins, outs) -> int:
+def _integer_pow(params: _Params, ins: _Avals, outs: _Avals) -> int:
     power = abs(params["y"])
     products = max(0, power.bit_length() - 1 + power.bit_count() - 1)
     return (products + (params["y"] < 0)) * size(outs[0])
 
 
-def _scatter_add(params, ins, outs) -> int:
+def _scatter_add(params: _Params, ins: _Avals, outs: _Avals) -> int:
     return size(ins[2])
 
 
-_FORMULAS: dict[str, Callable[[dict[str, Any], Sequence[Any], Sequence[Any]], int]] = {
+_FORMULAS: dict[str, Callable[[_Params, _Avals, _Avals], int]] = {
     "dot_general": _dot,
     "conv_general_dilated": _conv,
     "integer_pow": _integer_pow,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from . import _style
 from ._graph import BACKWARD, Edge, Graph, Node, human
@@ -109,7 +110,7 @@ def _nodes(graph: Graph, nodes: list[Node], options: Options, theme: Theme) -> l
     """Nodes inside the clusters of their scopes."""
     most = max((_cost(node, options.heat) for node in nodes), default=0) or 1
     drawn = _clusters(graph, nodes)
-    tree: dict = {}
+    tree: dict[Any, Any] = {}  # a scope -> what is in it; None -> the nodes here
     for node in nodes:
         inner = tree
         for scope in (path for path in _paths(node.scope) if path in drawn):
@@ -138,8 +139,10 @@ def _clusters(graph: Graph, nodes: list[Node]) -> set[tuple[str, ...]]:
     return drawn
 
 
-def _write(tree: dict, options: Options, theme: Theme, most: int, numbers, level: int) -> list[str]:
-    lines = []
+def _write(
+    tree: dict[Any, Any], options: Options, theme: Theme, most: int, numbers: Iterator[int], level: int
+) -> list[str]:
+    lines: list[str] = []
     for scope, inner in tree.items():
         if scope is None:
             lines += [_node(node, options, most) for node in inner]

@@ -171,7 +171,7 @@ class _Reader:
         self.raw = Raw()
         self.sources = Sources()
         self.kept: set[int] = set()  # values that a loop needs although nothing reads them
-        self.regions: dict[tuple[str, ...], itertools.count] = {}
+        self.regions: dict[tuple[str, ...], itertools.count[int]] = {}
 
     def new(self, aval: Any, kind: str = "op", name: str = "", root: int | None = None, literal: Any = None) -> int:
         number = len(self.raw.values)
@@ -228,7 +228,17 @@ class _Reader:
         cost = flops(eqn.primitive.name, eqn.params, in_avals, out_avals) * context.times
         self.add(eqn.primitive.name, eqn.params, ins, eqn.outvars, env, context, cost, in_avals)
 
-    def add(self, prim, params, ins, outvars, env, context: _Context, cost: int, in_avals=()) -> Eqn:
+    def add(
+        self,
+        prim: str,
+        params: dict[str, Any],
+        ins: tuple[int, ...],
+        outvars: Sequence[Any],
+        env: dict[Any, int],
+        context: _Context,
+        cost: int,
+        in_avals: Sequence[Any] = (),
+    ) -> Eqn:
         raw, number = self.raw, len(self.raw.eqns)
         outs = tuple(self.new(var.aval) for var in outvars)
         shapes = tuple(tuple(getattr(aval, "shape", ())) for aval in in_avals)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ._calls import Call
 from ._dot import Options
@@ -26,8 +26,8 @@ def plot_network(
     max_nodes: int | None = 200,
     repeats: bool = True,
     rules: Sequence[Rule | Call] = (),
-    heat: str | None = None,
-    theme: str = "light",
+    heat: Literal["flops", "bytes"] | None = None,
+    theme: Literal["light", "dark"] = "light",
     legend: bool = True,
     time_limit: float = 30.0,
     **kwargs: Any,

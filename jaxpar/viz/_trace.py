@@ -87,7 +87,7 @@ def read(
     names, weights = _arguments(fn, args, kwargs, params_argnums)
 
     @functools.wraps(fn, updated=())
-    def traced(*args, **kwargs):
+    def traced(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
     with as_written(True):
@@ -96,11 +96,14 @@ def read(
     return _jaxpr.read(closed, names, weights, results)
 
 
-def _arguments(fn, args, kwargs, params_argnums) -> tuple[list[str], list[bool]]:
+def _arguments(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], params_argnums: int | Sequence[int] | None
+) -> tuple[list[str], list[bool]]:
     """The name of each leaf ("params['conv1']['bias']"), and whether it is a parameter."""
     argnums = {params_argnums} if isinstance(params_argnums, int) else set(params_argnums or ())
     names = _argument_names(fn, len(args))
-    found, weights = [], []
+    found: list[str] = []
+    weights: list[bool] = []
     for number, arg in enumerate(args):
         bare = len(args) == 1 and not kwargs and jax.tree_util.treedef_is_leaf(jax.tree.structure(arg))
         for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
@@ -116,12 +119,12 @@ def _arguments(fn, args, kwargs, params_argnums) -> tuple[list[str], list[bool]]
     return found, weights
 
 
-def _argument_names(fn, count: int) -> list[str]:
+def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
         parameters = []
-    names = []
+    names: list[str] = []
     for number in range(count):
         parameter = parameters[number] if number < len(parameters) else None
         if parameter is None or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -131,7 +134,7 @@ def _argument_names(fn, count: int) -> list[str]:
     return names
 
 
-def _check_array(fn, name: str, leaf: Any) -> None:
+def _check_array(fn: Callable[..., Any], name: str, leaf: Any) -> None:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return
     if isinstance(leaf, (bool, int, float, complex)):
