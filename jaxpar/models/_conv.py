@@ -46,7 +46,12 @@ def direct(x_WxHxN: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
         >>> direct(jnp.ones((6, 8, 4)), jnp.ones((3, 3, 1, 2)), jnp.zeros(2)).shape
         (2, 2, 3, 4)
     """
-    return _direct(x_WxHxN, weight[:, :, 0], bias)
+    width, weight_HxWxO = weight.shape[1], weight[:, :, 0]
+
+    def column(w: jax.Array) -> jax.Array:
+        return _column(lax.dynamic_slice_in_dim(x_WxHxN, 2 * w, width + 1), weight_HxWxO, bias)
+
+    return lax.map(column, jnp.arange((x_WxHxN.shape[0] - width + 1) // 2))
 
 
 def winograd(x_WxCxHxN: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
@@ -72,15 +77,30 @@ def winograd(x_WxCxHxN: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Ar
     @jax.checkpoint  # windows are cheaper to cut out again than to keep
     def at_point(weight_x: tuple[jax.Array, jax.Array]) -> jax.Array:
         weight_OxK, x_CxHxN = weight_x
-        windows = jnp.stack([x_CxHxN[:, h : h + rows] for h in range(height)])
+        windows = _windows(x_CxHxN, height, rows)
         y_OxHN = weight_OxK @ windows.reshape(height * channels, -1)
         return y_OxHN.reshape(out, rows, -1)
 
     # One point at a time: its windows stay in the cache. A loop also keeps XLA from merging the axes of what a
-    # matrix product reads, which would divide every index and make the sums before it ten times as slow; so does
-    # the loop in `_direct`.
+    # matrix product reads, which would divide every index and make the sums before it ten times as slow; so do
+    # the loops in `direct` and `_relu_pool`.
     y_PxOxHxN = lax.map(at_point, (weight_PxOxK, _along_width(of_input, x_WxCxHxN)))
     return _relu_pool(_along_width(of_points, y_PxOxHxN) + bias[None, :, None, None])
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _windows(x_CxHxN: jax.Array, height: int, rows: int) -> jax.Array:
+    """(height, C, rows, N): as many rows from each of the first ones on. The loop copies faster than `stack` does,
+    whose transpose is the better one."""
+    return lax.map(lambda h: lax.dynamic_slice_in_dim(x_CxHxN, h, rows, 1), jnp.arange(height))
+
+
+@_windows.defjvp
+def _windows_jvp(
+    height: int, rows: int, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (x,), (t,) = primals, tangents
+    return _windows(x, height, rows), jnp.stack([t[:, h : h + rows] for h in range(height)])
 
 
 def _matrices() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -107,81 +127,74 @@ def _along_width(matrix: np.ndarray, x_WxCxHxN: jax.Array) -> jax.Array:
     return y.reshape(-1, *x_WxCxHxN.shape[1:])
 
 
-@jax.custom_jvp
 def _relu_pool(x_WxOxHxN: jax.Array) -> jax.Array:
+    """Two columns at a time, in a loop for the reason given in `winograd`."""
+    return lax.map(_relu_pool_pair, x_WxOxHxN.reshape(-1, 2, *x_WxOxHxN.shape[1:]))
+
+
+@jax.custom_jvp
+def _relu_pool_pair(x_WxOxHxN: jax.Array) -> jax.Array:
+    """(2, O, H, N) to (O, H / 2, N)."""
     y = jax.nn.relu(_windowed(x_WxOxHxN))
-    return (y[:, 0, :, :, 0] + y[:, 0, :, :, 1] + y[:, 1, :, :, 0] + y[:, 1, :, :, 1]) / 4
+    return (y[0, :, :, 0] + y[0, :, :, 1] + y[1, :, :, 0] + y[1, :, :, 1]) / 4
 
 
-@_relu_pool.defjvp
+@_relu_pool_pair.defjvp
 def _relu_pool_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Slices that are added are fastest forward; backward a sum over axes, which only spreads the gradient."""
     (x,), (t,) = primals, tangents
-    return _relu_pool(x), jnp.where(_windowed(x) > 0, _windowed(t), 0).sum((1, 4)) / 4
+    return _relu_pool_pair(x), jnp.where(_windowed(x) > 0, _windowed(t), 0).sum((0, 3)) / 4
 
 
 def _windowed(x_WxOxHxN: jax.Array) -> jax.Array:
     width, out, height, batch = x_WxOxHxN.shape
-    return x_WxOxHxN.reshape(width // 2, 2, out, height // 2, 2, batch)
+    return x_WxOxHxN.reshape(width, out, height // 2, 2, batch)
 
 
 @jax.custom_jvp
-def _direct(x_WxHxN: jax.Array, weight_HxWxO: jax.Array, bias: jax.Array) -> jax.Array:
-    width = weight_HxWxO.shape[1]
-
-    def column(w: jax.Array) -> jax.Array:
-        x = lax.dynamic_slice_in_dim(x_WxHxN, 2 * w, width + 1)
-        return sum(jax.nn.relu(z) for z in _before_relu(x, weight_HxWxO, bias))[0] / 4  # type: ignore[index]
-
-    return lax.map(column, jnp.arange((x_WxHxN.shape[0] - width + 1) // 2))
+def _column(x_WxHxN: jax.Array, weight_HxWxO: jax.Array, bias: jax.Array) -> jax.Array:
+    """One column of results, (O, H', N), from as many columns of pixels as it needs."""
+    return sum(jax.nn.relu(z) for z in _before_relu(x_WxHxN, weight_HxWxO, bias)) / 4  # type: ignore[return-value]
 
 
 def _before_relu(x_WxHxN: jax.Array, weight_HxWxO: jax.Array, bias: jax.Array) -> list[jax.Array]:
-    """What the ReLU is given, (W', O, H', N) for each place of the pooling window."""
+    """What the ReLU is given, (O, H', N) for each place of the pooling window."""
     shifted = _shifted(x_WxHxN, weight_HxWxO.shape)
     sums = []
     for across, down in _PHASES:
-        z = bias[None, :, None, None]
+        z = bias[:, None, None]
         for h, w in np.ndindex(weight_HxWxO.shape[:2]):
-            z = z + shifted[across + w, down + h][:, None] * weight_HxWxO[h, w][None, :, None, None]
+            z = z + shifted[across + w, down + h][None] * weight_HxWxO[h, w][:, None, None]
         sums.append(z)
     return sums
 
 
 def _shifted(x_WxHxN: jax.Array, window: tuple[int, ...]) -> dict[tuple[int, int], jax.Array]:
-    """Every second pixel both ways, from each place that a pooling window of convolution windows covers."""
+    """Every second pixel down, from each place that a pooling window of convolution windows covers: (H', N)."""
     height, width = window[:2]
-    across, down = (x_WxHxN.shape[0] - width + 1) // 2, (x_WxHxN.shape[1] - height + 1) // 2
-    return {
-        (w, h): x_WxHxN[w : w + 2 * across - 1 : 2, h : h + 2 * down - 1 : 2]
-        for w, h in product(range(width + 1), range(height + 1))
-    }
+    down = (x_WxHxN.shape[1] - height + 1) // 2
+    return {(w, h): x_WxHxN[w, h : h + 2 * down - 1 : 2] for w, h in product(range(width + 1), range(height + 1))}
 
 
-@partial(_direct.defjvp, symbolic_zeros=True)
-def _direct_jvp(primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+@partial(_column.defjvp, symbolic_zeros=True)
+def _column_jvp(primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
     """The derivative as matrix products, which JAX turns into one product for the gradient of the weights."""
     x, weight, bias = primals
     t_x, t_weight, t_bias = (None if _is_zero(t) else t for t in tangents)
-    result = _direct(x, weight, bias)
-    height, width, out = weight.shape
-    masks = [z > 0 for z in _before_relu(x, weight, bias)]
-    tangent = jnp.zeros_like(result)
-    for (across, down), mask in zip(_PHASES, masks, strict=True):
-        t = jnp.zeros_like(result)
-        if t_weight is not None:
-            patches = jnp.stack(list(_shifted(x, weight.shape).values()))
-            padded = jnp.pad(t_weight.transpose(1, 0, 2), ((across, 1 - across), (down, 1 - down), (0, 0)))
-            product_OxWHN = padded.reshape(-1, out).T @ patches.reshape(patches.shape[0], -1)
-            t += product_OxWHN.reshape(out, *patches.shape[1:]).transpose(1, 0, 2, 3)
-        if t_bias is not None:
-            t += t_bias[None, :, None, None]
-        if t_x is not None:
-            shifted = _shifted(t_x, weight.shape)
-            for h, w in np.ndindex(height, width):
-                t += shifted[across + w, down + h][:, None] * weight[h, w][None, :, None, None]
-        tangent += jnp.where(mask, t, 0) / 4
-    return result, tangent
+    result = _column(x, weight, bias)
+    masks = jnp.stack([z > 0 for z in _before_relu(x, weight, bias)])
+    t = jnp.zeros(masks.shape, x.dtype)
+    if t_weight is not None:
+        patches = jnp.stack(list(_shifted(x, weight.shape).values()))
+        t_weight_WxHxO = t_weight.transpose(1, 0, 2)
+        # One product for all places: in each the window lies elsewhere among the pixels.
+        padded = jnp.stack([jnp.pad(t_weight_WxHxO, ((w, 1 - w), (h, 1 - h), (0, 0))) for w, h in _PHASES])
+        t += jnp.einsum("pko,khn->pohn", padded.reshape(len(_PHASES), -1, bias.size), patches)
+    if t_bias is not None:
+        t += t_bias[None, :, None, None]
+    if t_x is not None:
+        t += jnp.stack(_before_relu(t_x, weight, jnp.zeros_like(bias)))
+    return result, jnp.where(masks, t, 0).sum(0) / 4
 
 
 def _is_zero(tangent: Any) -> bool:
