@@ -1,9 +1,9 @@
-"""Images per second of the LeNet training step: jaxpar beside plain JAX, PyTorch and MXNet.
+"""Images per second of the LeNet training step: jaxpar beside plain JAX, Flax, PyTorch and MXNet.
 
 Every contender trains the same network on a batch of the same size with plain SGD, and each repeat waits for its
 last step. The plain JAX step is what one writes by hand for one device: the same LeNet, `jax.jit`, donated
-parameters, `optax.sgd`. PyTorch runs on all cores, eagerly and compiled. MXNet runs the code of its article on
-several devices, and gluon's on one.
+parameters, `optax.sgd`. Flax runs the loop of its MNIST tutorial (nnx), on one device. PyTorch runs on all cores,
+eagerly and compiled. MXNet runs the code of its article on several devices, and gluon's on one.
 The pixels are random numbers: the time of a step does not depend on them.
 """
 
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import statistics
+from collections.abc import Callable
+from functools import partial
 
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -26,6 +28,7 @@ from jaxpar.models import lenet
 
 LEARNING_RATE = 0.2
 STEPS = 3  # in one repeat: the host may run ahead of the device, as it does in a training loop
+PEERS = ("plain JAX", "Flax", "PyTorch", "MXNet")
 
 
 def batch_of(size: int) -> dict[str, np.ndarray]:
@@ -40,9 +43,14 @@ def loss_fn(params, batch, rng):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), {}
 
 
-def jaxpar_step(batch, count: int, engine: str) -> Turn:
+def jaxpar_step(batch, count: int, engine: str, loss_fn=loss_fn, params=None) -> Turn:
+    return timed(jaxpar_loop(batch, count, engine, loss_fn, params))
+
+
+def jaxpar_loop(batch, count: int, engine: str, loss_fn=loss_fn, params=None) -> Callable[[], dict[str, jax.Array]]:
+    """A function that makes some steps and returns the metrics of the last one."""
     devices = jax.devices()[:count]
-    store = kv.from_params(lenet.init(jax.random.key(0)), optimizer=optax.sgd(LEARNING_RATE))
+    store = kv.from_params(params or lenet.init(jax.random.key(0)), optimizer=optax.sgd(LEARNING_RATE))
     state = train.create_state(store, 0, devices=devices)
     step = train.make_train_step(loss_fn, engine=engine, devices=devices)
     batch = jax.device_put(batch, NamedSharding(Mesh(np.array(devices), ("data",)), P("data")))
@@ -52,23 +60,27 @@ def jaxpar_step(batch, count: int, engine: str) -> Turn:
         for _ in range(STEPS):
             state, metrics = step(state, batch)
         jax.block_until_ready((state, metrics))
+        return metrics
 
-    return timed(once)
+    return once
+
+
+def plain_conv(layer, x):
+    """Convolution, ReLU and pooling as one writes them: pooling is slices added, which beats `reduce_window`."""
+    x = jax.lax.conv_general_dilated(x, layer["weight"], (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    x = jax.nn.relu(x + layer["bias"])[:, : x.shape[1] // 2 * 2, : x.shape[2] // 2 * 2]
+    x = x[:, ::2] + x[:, 1::2]
+    return (x[:, :, ::2] + x[:, :, 1::2]) / 4
+
+
+def plain_dense(layer, x):
+    return x @ layer["weight"] + layer["bias"]
 
 
 def plain_apply(params, images):
-    """LeNet as one writes it: `lax` convolutions, and pooling as slices added, which beats `reduce_window`."""
-    x = images
-    for name in ("conv1", "conv2"):
-        x = jax.lax.conv_general_dilated(
-            x, params[name]["weight"], (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
-        x = jax.nn.relu(x + params[name]["bias"])[:, : x.shape[1] // 2 * 2, : x.shape[2] // 2 * 2]
-        x = x[:, ::2] + x[:, 1::2]
-        x = (x[:, :, ::2] + x[:, :, 1::2]) / 4
-    x = x.reshape(x.shape[0], -1)
-    x = jax.nn.relu(x @ params["dense1"]["weight"] + params["dense1"]["bias"])
-    return x @ params["dense2"]["weight"] + params["dense2"]["bias"]
+    x = plain_conv(params["conv2"], plain_conv(params["conv1"], images))
+    x = jax.nn.relu(plain_dense(params["dense1"], x.reshape(x.shape[0], -1)))
+    return plain_dense(params["dense2"], x)
 
 
 def plain_loss(params, batch, rng):
@@ -77,14 +89,14 @@ def plain_loss(params, batch, rng):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), {}
 
 
-def plain_step(batch) -> Turn:
+def plain_step(batch, loss_fn=plain_loss, params=None) -> Turn:
     tx = optax.sgd(LEARNING_RATE)
-    params = lenet.init(jax.random.key(0))
+    params = params or lenet.init(jax.random.key(0))
     opt_state = tx.init(params)
     batch = jax.device_put(batch, jax.devices()[0])
 
     def update(params, opt_state, batch):
-        (loss, _), grads = jax.value_and_grad(plain_loss, has_aux=True)(params, batch, None)
+        (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch, None)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -97,6 +109,49 @@ def plain_step(batch) -> Turn:
         jax.block_until_ready((params, loss))
 
     return timed(once)
+
+
+def flax_step(batch) -> dict[str, Turn]:
+    """The loop of Flax's MNIST tutorial: `nnx.jit` of a step that changes model, optimizer and metrics in place."""
+    try:
+        from flax import nnx
+    except ImportError:
+        print("no Flax: it is not installed in this environment; `pip install flax` adds it")
+        return {}
+
+    class LeNet(nnx.Module):
+        def __init__(self, rngs):
+            self.conv1 = nnx.Conv(1, 20, (3, 3), padding="VALID", rngs=rngs)
+            self.conv2 = nnx.Conv(20, 50, (5, 5), padding="VALID", rngs=rngs)
+            self.dense1 = nnx.Linear(800, 128, rngs=rngs)
+            self.dense2 = nnx.Linear(128, 10, rngs=rngs)
+
+        def __call__(self, x):
+            pool = partial(nnx.avg_pool, window_shape=(2, 2), strides=(2, 2))
+            x = pool(nnx.relu(self.conv2(pool(nnx.relu(self.conv1(x))))))
+            return self.dense2(nnx.relu(self.dense1(x.reshape(x.shape[0], -1))))
+
+    def loss_fn(model, batch):
+        logits = model(batch["image"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), logits
+
+    @nnx.jit
+    def train_step(model, optimizer, metrics, batch):
+        (loss, logits), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model, batch)
+        metrics.update(loss=loss, logits=logits, labels=batch["label"])
+        optimizer.update(model, grads)
+
+    model = LeNet(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(LEARNING_RATE), wrt=nnx.Param)
+    metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
+    batch = jax.device_put(batch, jax.devices()[0])
+
+    def once():
+        for _ in range(STEPS):
+            train_step(model, optimizer, metrics, batch)
+        jax.block_until_ready((nnx.state(model), nnx.state(metrics)))
+
+    return {"Flax nnx, 1 device": timed(once)}
 
 
 def torch_steps(batch) -> dict[str, Turn]:
@@ -157,9 +212,10 @@ def _torch_step(torch, batch, channels_last: bool, compiled: bool) -> Turn:
 def main() -> None:
     options = arguments("Images per second of the LeNet step, beside its peers.", 25, 0.2)
     size = 8 if options.quick else 256
-    counts = [1, 2] if options.quick else [1, 2, 4]
+    most = 2 if options.quick else min(4, len(jax.devices()))
+    counts = [n for n in (1, 2, 4) if n <= most]
     batch = batch_of(size)
-    contenders = {"plain JAX, 1 device": plain_step(batch)}
+    contenders = {"plain JAX, 1 device": plain_step(batch)} | flax_step(batch)
     for engine in ("pmap", "shard_map"):
         for count in counts:
             contenders[f"jaxpar {engine}, {count} device{'s'[: count > 1]}"] = jaxpar_step(batch, count, engine)
@@ -167,14 +223,14 @@ def main() -> None:
         contenders |= torch_steps(batch)
     mxnet = None if options.no_mxnet else start_mxnet(options.mxnet_python)
     if mxnet is not None:
-        for name in mxnet.ask(do="lenet", batch=size, contexts=counts, steps=STEPS):
+        for name in mxnet.ask(do="lenet", batch=size, contexts=[1, 2] if options.quick else [1, 2, 4], steps=STEPS):
             words = "gluon, hybridized" if name == "gluon" else f"from scratch, {name} context{'s'[: name != '1']}"
             contenders[f"MXNet {words}"] = mxnet.turn(name)
     times = take_turns(contenders, options.rounds, options.turn_seconds)
     plain = "plain JAX, 1 device"
     best = {}
     for ours in (n for n in times if n.startswith("jaxpar")):
-        best[ours] = {p: _against_best(times, p, ours) for p in ("plain JAX", "PyTorch", "MXNet")}
+        best[ours] = {p: _against_best(times, p, ours) for p in PEERS}
     report = {
         "environment": environment(mxnet),
         "batch": size,
@@ -187,7 +243,7 @@ def main() -> None:
     show(("LeNet, batch " + str(size), "images/s", "against plain JAX"), rows)
     print()
     rows = [(n, *("–" if r is None else f"{r:.2f}x" for r in ratios.values())) for n, ratios in best.items()]
-    show(("against the best of", "plain JAX", "PyTorch", "MXNet"), rows)
+    show(("against the best of", *PEERS), rows)
     save(options, "train_step", report)
 
 

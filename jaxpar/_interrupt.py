@@ -97,7 +97,7 @@ def leave(number: int, state: Any, history: list[Any], where: str, on_interrupt:
         interrupt = KeyboardInterrupt(f"fit: interrupted {where}")
         interrupt.state, interrupt.history = state, history  # pyright: ignore[reportAttributeAccessIssue]
         raise interrupt
-    say(f"fit: interrupted {where}; this is the state and the history up to there")
+    say(f"fit: interrupted {where}\nfit: this is the state and the history up to there")
     return state, history
 
 

@@ -70,6 +70,7 @@ class Progress:
     def _close_bar(self) -> None:
         if self._bar is not None:
             self._bar.leave = False
+            self._bar.total = self._bar.n  # the notebook's bar stays, red, where it is not full
             self._bar.close()
             self._bar = None
 

@@ -50,7 +50,11 @@ class KVStore:
             positions in the pushed list) as a first axis.
         pending: for each key that was pushed to a store with a staleness, what waits: `values`, the staleness many
             arrays (devices, *shape), the oldest first, and `count`, int32, how many of them were pushed.
-        kind, updater, compressor, devices, limits: how the store works; static.
+        kind: as given to `create`; static.
+        updater: what a push does; static.
+        compressor: of gradients, or None; static.
+        devices: those of the store, or None where they follow the pushes; static.
+        limits: which values share a bucket; static.
         staleness: how many pushes of a key later a push is applied; 0 but for kind `dist_async`; static.
         shapes: kind `sharded` only: (key, shape) of the values as the user sees them; static.
         paths: (key, path in the pytree given to `kv.from_params`); static.

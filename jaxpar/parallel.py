@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from . import _check, kv
+from ._settle import settle
 from ._store import copied, mesh_of
 from ._types import Device
 
@@ -227,6 +228,7 @@ def spmd(
     @functools.wraps(fn)
     def call(*args: Any) -> Any:
         _check_entries(args, in_axes, own)
+        settle(args, chosen)
         return compiled(*args)
 
     return call

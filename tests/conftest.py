@@ -1,10 +1,19 @@
 """Every test sees eight emulated CPU devices; rank promotion is an error, as warnings are."""
 
+import gc
+import importlib.metadata
 import os
 
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "agg")
+# Most of the time of the tests goes into compiling small programs, and with these a program of a step takes a third of
+# it. XLA's own passes and the collectives stay; its older emitters of loops write the code, in one piece, and LLVM
+# optimises less. XLA ends a process that has a flag it does not know, and newer versions do not know the first.
+# XLA_FLAGS= (set and empty) tests the code that users get.
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    emitters = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ.setdefault("XLA_FLAGS", f"{emitters} --xla_backend_optimization_level=1")
 
 import jax
 import pytest
@@ -15,3 +24,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 @pytest.fixture(params=[1, 2, 4, 8], ids=lambda n: f"{n}dev")
 def devices(request):
     return jax.devices()[: request.param]
+
+
+@pytest.fixture
+def quick_collections():
+    """`gc.collect` looks at what the test made alone; of older objects there are millions, half a second each time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()

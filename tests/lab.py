@@ -24,13 +24,29 @@ LOOK = """
                  && getComputedStyle(e).display !== 'inline')
     .map(e => [e.tagName + '.' + (e.className || ''), e.scrollWidth, e.clientWidth, e.innerText.slice(0, 60)]),
   wrapped: [...output.querySelectorAll('pre')]
-    .filter(e => e.clientHeight > (e.textContent.trimEnd().split('\\n').length + 0.9)
+    .filter(e => e.clientHeight > (e.textContent.replace(/\\n$/, '').split('\\n').length + 0.9)
                  * parseFloat(getComputedStyle(e).lineHeight))
     .map(e => e.textContent.split('\\n').sort((a, b) => b.length - a.length)[0].slice(0, 200)),
   broken: [...output.querySelectorAll('img')].filter(i => !i.complete || !i.naturalWidth).length,
   pictures: output.querySelectorAll('img, svg').length,
   tables: output.querySelectorAll('table').length,
 }))
+"""
+
+# What of the sources does not fit: a line of code that has to be scrolled to, a line of a text that is folded.
+SOURCES = """
+() => [
+  ...[...document.querySelectorAll('.jp-CodeCell .cm-scroller')]
+    .filter(e => e.scrollWidth > e.clientWidth + 1)
+    .map(e => e.innerText.split('\\n').sort((a, b) => b.length - a.length)[0]),
+  ...[...document.querySelectorAll('.jp-MarkdownOutput pre')]
+    .filter(e => e.scrollWidth > e.clientWidth + 1
+                 || e.clientHeight > (e.textContent.replace(/\\n$/, '').split('\\n').length + 0.9)
+                    * parseFloat(getComputedStyle(e).lineHeight))
+    .map(e => e.textContent.split('\\n').sort((a, b) => b.length - a.length)[0]),
+  ...[...document.querySelectorAll('.jp-MarkdownOutput')]
+    .filter(e => e.clientWidth > 0 && e.scrollWidth > e.clientWidth + 1).map(e => e.innerText.slice(0, 200)),
+]
 """
 
 # A bar is gone when its epoch is over.
@@ -121,9 +137,51 @@ def browser():
         # As root Chromium starts only without its sandbox; it sees nothing but the server started here.
         chrome = driver.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         try:
-            yield chrome.new_page(viewport={"width": WIDTH, "height": 900})
+            page = chrome.new_page(viewport={"width": WIDTH, "height": 900})
+            page.set_default_timeout(120_000)
+            yield page
         finally:
             chrome.close()
+
+
+KERNEL = "jupyterapp.shell.currentWidget.sessionContext.session.kernel"
+BARS = ".widget-hprogress, .jupyter-widget-hprogress"
+
+
+def open_notebook(page, address, name):
+    """A notebook of the folder that is served, its kernel ready, nothing run."""
+    page.set_viewport_size({"width": WIDTH, "height": 900})
+    page.goto(f"{address}lab/tree/{name}?reset")
+    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+    page.wait_for_function(
+        "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'", timeout=60_000
+    )
+    page.evaluate("jupyterapp.commands.execute('application:toggle-left-area')")
+    page.evaluate(WATCH)
+
+
+def start(page, command, cell=None):
+    """Begins what a menu entry or a key does, at the cell that begins with the text `cell`."""
+    if cell is not None:
+        found = page.evaluate(
+            """text => {
+              const cells = jupyterapp.shell.currentWidget.content
+              const index = cells.widgets.findIndex(c => c.model.sharedModel.source.startsWith(text))
+              if (index >= 0) { cells.deselectAll(); cells.activeCellIndex = index }
+              return index
+            }""",
+            cell,
+        )
+        assert found >= 0, f"no cell begins with {cell!r}"
+    page.evaluate(
+        "name => { window.over = false; jupyterapp.commands.execute(name).finally(() => { window.over = true }) }",
+        command,
+    )
+
+
+def wait(page, seconds):
+    """Until what was begun is over."""
+    page.wait_for_function("window.over", timeout=1000 * seconds)
 
 
 def run_all(page, address, name, seconds, picture):
@@ -132,29 +190,59 @@ def run_all(page, address, name, seconds, picture):
     Returns:
         (what the page says about each output, whether a progress bar was seen meanwhile)
     """
+    open_notebook(page, address, name)
+    start(page, "notebook:run-all-cells")
+    wait(page, seconds)
+    take(page, picture)
+    found = page.evaluate(LOOK), page.evaluate("window.sawBar === true")
+    page.evaluate("jupyterapp.commands.execute('docmanager:save')")
+    return found
+
+
+def no_bar(cell):
+    """Waits until the cell shows no bar; what closes one comes a moment later than the end of the cell."""
+    cell.locator(BARS).first.wait_for(state="hidden", timeout=10_000)
+
+
+def take(page, picture):
+    """A picture of the whole notebook: the window is made as high as it is."""
     page.set_viewport_size({"width": WIDTH, "height": 900})
-    page.goto(f"{address}lab/tree/{name}?reset")
-    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-    page.wait_for_function(
-        "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'", timeout=60_000
-    )
-    page.evaluate("jupyterapp.commands.execute('application:toggle-left-area')")
-    page.set_default_timeout(1000 * seconds)
-    page.evaluate(WATCH)
-    page.evaluate("jupyterapp.commands.execute('notebook:run-all-cells').then(() => { window.ranAll = true })")
-    page.wait_for_function("window.ranAll", timeout=1000 * seconds)
-    # One window that is as high as the notebook, so that the picture has all of it.
     height = page.evaluate(
-        "Math.max(...[...document.querySelectorAll('.jp-Notebook, .jp-Notebook *')].map(n => n.scrollHeight))"
+        "[...document.querySelectorAll('.jp-Notebook .jp-Cell')].reduce((sum, c) => sum + c.offsetHeight + 6, 0)"
     )
-    page.set_viewport_size({"width": WIDTH, "height": min(16_000, height + 200)})
+    page.set_viewport_size({"width": WIDTH, "height": min(16_000, max(900, height + 200))})
     page.evaluate("document.querySelectorAll('.jp-Notebook, .jp-Notebook *').forEach(e => { e.scrollTop = 0 })")
     page.wait_for_timeout(500)
-    found = page.evaluate(LOOK), page.evaluate("window.sawBar === true")
     page.screenshot(path=picture)
-    page.evaluate("jupyterapp.commands.execute('docmanager:save')")
+
+
+def again(page, seconds):
+    """Runs each cell once more, from the last to the first, each as if somebody went back to it.
+
+    Returns:
+        what the page says about each output
+    """
+    page.evaluate(
+        """() => {
+          const cells = jupyterapp.shell.currentWidget.content
+          window.over = false
+          const each = async () => {
+            for (let index = cells.widgets.length - 1; index >= 0; index--) {
+              if (cells.widgets[index].model.type !== 'code') continue
+              cells.deselectAll()
+              cells.activeCellIndex = index
+              await jupyterapp.commands.execute('notebook:run-cell')
+            }
+          }
+          each().finally(() => { window.over = true })
+        }"""
+    )
+    wait(page, seconds)
+    return page.evaluate(LOOK)
+
+
+def close(page):
     page.evaluate("jupyterapp.shell.currentWidget.sessionContext.shutdown()")
-    return found
 
 
 def complaints(outputs):
@@ -170,6 +258,21 @@ def complaints(outputs):
         if output["wide"]:
             found.append(f"wider than its place: {output['wide'][:3]}")
     return found
+
+
+def cell(page, text):
+    """The place on the page of the cell that begins with a text, its output included."""
+    number = page.evaluate(
+        "text => jupyterapp.shell.currentWidget.content.widgets.findIndex("
+        "c => c.model.sharedModel.source.startsWith(text))",
+        text,
+    )
+    return page.locator(".jp-Notebook .jp-Cell").nth(number)
+
+
+def cut(page):
+    """The lines of code and of the texts between that do not fit into a window of 1280 pixels."""
+    return page.evaluate(SOURCES)
 
 
 def folded(outputs):

@@ -31,10 +31,9 @@ def start(count=4, kind="device", tx=None, params=None, **options):
     return train.create_state(store, 7, devices=jax.devices()[:count], **options)
 
 
-def by_hand(tx, steps, params=None, loss=squares, batches=None):
-    """The plain loop on one device."""
-    params = {"w": jnp.ones(3), "b": jnp.zeros(())} if params is None else params
-    state = tx.init(params)
+@functools.cache
+def plain_step(tx, loss):
+    """One step of the plain loop; one program for all tests of a process that have the same `tx` and `loss`."""
 
     @jax.jit
     def step(params, state, batch):
@@ -42,8 +41,15 @@ def by_hand(tx, steps, params=None, loss=squares, batches=None):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
+    return step
+
+
+def by_hand(tx, steps, params=None, loss=squares, batches=None):
+    """The plain loop on one device."""
+    params = {"w": jnp.ones(3), "b": jnp.zeros(())} if params is None else params
+    state = tx.init(params)
     for i in range(steps):
-        params, state = step(params, state, line(seed=i) if batches is None else batches[i])
+        params, state = plain_step(tx, loss)(params, state, line(seed=i) if batches is None else batches[i])
     return params
 
 

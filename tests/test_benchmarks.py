@@ -46,8 +46,66 @@ def test_train_step_stands_beside_the_plain_one(tmp_path):
     jaxpar = {f"jaxpar {e}, {n}" for e in ("pmap", "shard_map") for n in ("1 device", "2 devices")}
     assert jaxpar | {"plain JAX, 1 device"} <= set(report["images_per_second"])
     assert report["against_plain_jax"]["plain JAX, 1 device"] == 1
+    assert report["images_per_second"]["Flax nnx, 1 device"] > 0
+    assert all(best["Flax"] > 0 and best["PyTorch"] is None for best in report["against_best"].values())
     assert all(rate > 0 for rate in report["images_per_second"].values())
     assert "images/s" in shown
+
+
+def test_flax_is_left_out_where_it_is_not_installed(capsys, monkeypatch):
+    import train_step
+
+    monkeypatch.setitem(sys.modules, "flax", None)
+    assert train_step.flax_step(train_step.batch_of(8)) == {}
+    assert capsys.readouterr().out.startswith("no Flax: ")
+
+
+def test_lenet_parts_add_up(tmp_path):
+    shown, report = run("lenet_parts", tmp_path)  # it compares the layers, one after the other, with the whole itself
+    layers = {f"{layer} {way}" for layer in ("conv1", "conv2", "dense1", "dense2") for way in ("forward", "backward")}
+    around = {"gather on the host", "gather on the device", "all-reduce, 4 devices", "call of a program"}
+    for row in report["rows"].values():
+        assert set(row["around"]) == around
+        for name, parts in row["microseconds_an_image"].items():
+            assert layers | {"loss", "SGD update", "empty step", "whole step"} <= set(parts)
+            assert layers <= set(row["gflop_per_second"][name])
+            counted = {n: us for n, us in parts.items() if n != "whole step" and not n.startswith("of that")}
+            calls = (len(counted) - 1) * row["around"]["call of a program"]
+            assert row["sum"][name] == pytest.approx(sum(counted.values()) - calls, abs=0.05)
+            rate = row["gflop_per_second"][name]["conv2 backward"]
+            assert rate == pytest.approx(6400 / parts["conv2 backward"], rel=0.01, abs=0.01)
+    assert list(report["rows"]) == ["one core", "all cores"]
+    assert "whole step, measured" in shown
+
+
+def test_first_step_says_where_the_seconds_go(tmp_path):
+    shown, report = run("first_step", tmp_path)
+    assert list(report["rows"]) == [f"1 device, cache {cache}" for cache in ("off", "cold", "warm")]
+    for row in report["rows"].values():
+        seconds = dict(row["seconds"])
+        assert seconds.pop("total") == pytest.approx(sum(seconds.values()), abs=0.01)
+        assert all(s > 0 for s in seconds.values())
+        assert row["peak_mb"] > row["step_temp_mb"] + row["step_arguments_mb"] > 4 * 129_068 / 1e6
+    assert "the goal is 5 s" in shown
+
+
+def test_xla_options_measures_processes_with_options_of_their_own(tmp_path):
+    shown, report = run("xla_options", tmp_path)
+    rows = report["rows"]
+    assert list(rows) == ["4 devices", "4 devices, xla_cpu_multi_thread_eigen=false"]
+    assert report["against_4_devices"]["4 devices"] == 1
+    losses = [row["loss"] for row in rows.values()]
+    assert losses == pytest.approx([losses[0]] * 2, rel=1e-5)
+    assert 0 < losses[0] < 2.303
+    assert "images/s" in shown
+
+
+def test_a_flag_that_xla_does_not_know_costs_its_row_alone(monkeypatch, capsys):
+    import xla_options
+
+    monkeypatch.setitem(xla_options.ROWS, "unknown", {"devices": 1, "variables": {"XLA_FLAGS": "--xla_cpu_no_such=1"}})
+    assert xla_options.started(["unknown"], 8) == ({}, {})
+    assert capsys.readouterr().out.startswith("no unknown: ")
 
 
 def test_row_sparse_gives_what_dense_gives(tmp_path):

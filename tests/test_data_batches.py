@@ -182,6 +182,7 @@ def on_devices(shape):
     return len([array for array in jax.live_arrays() if array.shape == shape])
 
 
+@pytest.mark.usefixtures("quick_collections")
 def test_the_copy_on_the_devices_is_made_once_and_goes_with_the_data_set():
     dataset, shape = make(41, (7, 1)), (41, 7, 1)
     for devices in (None, jax.devices()[:2]):

@@ -6,12 +6,12 @@ import http.server
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +24,13 @@ needs_files = pytest.mark.skipif(
 )
 pytestmark = pytest.mark.data
 
+SETTINGS = ("JAXPAR_DATA_DIR", "TFDS_DATA_DIR")
 SHARD = "fashion_mnist-test.array_record-00000-of-00001"
 
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch):
-    for name in ("JAXPAR_DATA_DIR", "TFDS_DATA_DIR"):
+    for name in SETTINGS:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -49,11 +50,54 @@ def no_debian(monkeypatch, tmp_path):
     monkeypatch.setattr(data, "DEBIAN_DIR", tmp_path / "no-such-package")
 
 
+LOAD = "import sys, jaxpar; print(len(jaxpar.data.load('fashion_mnist', 'test[:10]', data_dir=sys.argv[1])))"
+
+
+def start_loading(folder):
+    environment = {k: v for k, v in os.environ.items() if k not in SETTINGS} | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", LOAD, str(folder)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_writing(folder, process, already=()):
+    """Until a folder that is not among `already` is being written; returns all that are unfinished then."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if {path.parent for path in folder.glob("fashion_mnist/incomplete.*/*")} - set(already):
+            break
+        time.sleep(0.02)
+    return set(folder.glob("fashion_mnist/incomplete.*"))
+
+
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """A data_dir that Debian's files were written into, and the training set that came of it."""
+def race(tmp_path_factory):
+    """A data_dir into which a process wrote and was killed, and then two at once wrote all, this one and another.
+
+    Writing it takes ten seconds, so that the tests of what was written read the same one.
+    """
     folder = tmp_path_factory.mktemp("tfds")
-    return folder, data.load("fashion_mnist", "train", data_dir=folder, source="debian", verbose=False)
+    killed = start_loading(folder)
+    left = wait_for_writing(folder, killed)
+    killed.kill()
+    killed.communicate()
+    prepared = (folder / "fashion_mnist" / "3.0.1").exists()
+    other = start_loading(folder)
+    try:
+        beside = wait_for_writing(folder, other, left) - left
+        train = data.load("fashion_mnist", "train", data_dir=folder, source="debian", verbose=False)
+        out, err = other.communicate(timeout=120)
+    finally:
+        other.kill()
+        other.communicate()
+    return types.SimpleNamespace(
+        folder=folder, left=left, prepared=prepared, beside=beside, train=train, other=(other.returncode, out), err=err
+    )
+
+
+@pytest.fixture
+def written(race):
+    """The data_dir that Debian's files were written into, and the training set that came of it."""
+    return race.folder, race.train
 
 
 @pytest.fixture
@@ -91,7 +135,7 @@ def test_it_is_fashion_mnist(written):
 
 
 @needs_files
-def test_plain_tfds_reads_what_was_written(written):
+def test_plain_tfds_reads_what_was_written(written, race):
     import tensorflow_datasets as tfds
 
     folder, train = written
@@ -105,7 +149,8 @@ def test_plain_tfds_reads_what_was_written(written):
     assert info["moduleName"] == "tensorflow_datasets.image_classification.mnist"
     assert int(info["downloadSize"]) == 30878645  # of the official files, as TFDS lists them
     assert os.listdir(folder) == ["fashion_mnist"]
-    assert os.listdir(folder / "fashion_mnist") == ["3.0.1"]
+    unfinished = [path.name for path in race.left]  # of the process that was killed
+    assert sorted(os.listdir(folder / "fashion_mnist")) == ["3.0.1", *unfinished]
     names = tfds.builder("fashion_mnist", data_dir=folder).info.features["label"].names
     assert tuple(names) == data.FASHION_MNIST_CLASSES
 
@@ -307,28 +352,12 @@ def test_a_refusing_host_is_no_network_either():
         _probe.probe(f"http://127.0.0.1:{port}/x", 2.0)
 
 
-LOAD = "import sys, jaxpar; print(len(jaxpar.data.load('fashion_mnist', 'test[:10]', data_dir=sys.argv[1])))"
-
-
-def start_loading(folder):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", LOAD, str(folder)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 @needs_files
-def test_a_killed_process_and_two_at_once_leave_a_sound_data_set(tmp_path):
-    killed = start_loading(tmp_path)
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("fashion_mnist/incomplete.*/*")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
-    assert list(tmp_path.glob("fashion_mnist/incomplete.*"))
-    assert not (tmp_path / "fashion_mnist" / "3.0.1").exists()
-    both = [start_loading(tmp_path), start_loading(tmp_path)]
-    for process in both:
-        out, err = process.communicate(timeout=120)
-        assert (process.returncode, out) == (0, "10\n"), err
-        assert "source: debian" in err
-    assert len(data.load(split="test", data_dir=tmp_path, source="prepared", verbose=False)) == 10000
+def test_a_killed_process_and_two_at_once_leave_a_sound_data_set(race):
+    assert len(race.left) == 1, "the process was killed before or after it wrote"
+    assert not race.prepared
+    assert len(race.beside) == 1, "the other process was not writing when this one began"
+    assert race.other == (0, "10\n"), race.err
+    assert "source: debian" in race.err
+    assert len(race.train) == 60000
+    assert len(data.load(split="test", data_dir=race.folder, source="prepared", verbose=False)) == 10000

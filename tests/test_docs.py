@@ -79,6 +79,7 @@ def cut(load):
     ],
     ids=name,
 )
+@pytest.mark.usefixtures("quick_collections")
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(data, "load", cut(data.load))

@@ -1,10 +1,11 @@
 """Notebooks in a real JupyterLab, looked at by a headless Chromium.
 
-One small notebook with every display is run here always; all of `notebooks/` by `make lab-test`. The pictures are
-kept where JAXPAR_SCREENSHOTS names a folder.
+One small notebook with every display is run here always; all of `notebooks/`, run, gone back to, stopped and
+restarted, by `make lab-test`. The pictures are kept where JAXPAR_SCREENSHOTS names a folder.
 """
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -82,14 +83,85 @@ def test_every_display(folder, address, page):
     assert sum(tables for *_, tables in shown) >= 4, shown
     assert sum(count for _, count, _ in shown) >= 5, shown
     assert bar  # tqdm's, a widget
+    lab.close(page)
+
+
+def wanted(request):
+    if "lab" not in request.config.option.markexpr:
+        pytest.skip("minutes long; make lab-test, or pytest -m lab")
 
 
 @pytest.mark.lab
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook(path, folder, address, page, request):
-    if "lab" not in request.config.option.markexpr:
-        pytest.skip("minutes long; make lab-test, or pytest -m lab")
+    wanted(request)
     shutil.copy(path, folder)
-    outputs, _ = lab.run_all(page, address, path.name, 600, pictures(folder) / f"{path.stem}.png")
+    outputs, _ = lab.run_all(page, address, path.name, 900, pictures(folder) / f"{path.stem}.png")
     assert outputs
     assert lab.complaints(outputs) == []
+    assert lab.folded(outputs) == []
+    assert lab.cut(page) == []
+    assert lab.complaints(lab.again(page, 900)) == []
+    lab.close(page)
+
+
+# The cell of the notebook that trains with the store, which is to run until somebody stops it.
+TRAIN = "state, history = jp.train.fit("
+AFTER = "figure, (left, right) = plt.subplots("
+
+
+@pytest.fixture
+def training(folder, address, page, request):
+    wanted(request)
+    (path,) = [path for path in NOTEBOOKS if path.stem.startswith("02")]
+    notebook = nbformat.read(path, as_version=4)
+    (cell,) = [cell for cell in notebook.cells if cell.source.startswith(TRAIN)]
+    assert "epochs=EPOCHS" in cell.source
+    cell.source = cell.source.replace("epochs=EPOCHS", "epochs=10_000")
+    nbformat.write(notebook, folder / "training.ipynb")
+    lab.open_notebook(page, address, "training.ipynb")
+    lab.start(page, "notebook:run-all-above", TRAIN)
+    lab.wait(page, 300)
+    yield lab.cell(page, TRAIN)
+    lab.close(page)
+
+
+def stopped(page, cell, epoch):
+    """Runs the training cell and stops it by the button in an epoch; returns the step that it names."""
+    lab.start(page, "notebook:run-cell", TRAIN)
+    cell.locator(".jp-InputPrompt", has_text="*").wait_for()
+    cell.get_by_text(f"epoch {epoch}/", exact=False).first.wait_for(timeout=120_000)
+    cell.locator(lab.BARS).first.wait_for(timeout=60_000)
+    page.locator('[data-command="notebook:interrupt-kernel"]').first.click()
+    lab.wait(page, 60)
+    lab.no_bar(cell)
+    text = cell.inner_text()
+    assert "Traceback" not in text
+    (step,) = re.findall(r"jaxpar: fit: interrupted after step (\d+), in epoch \d+ of \d+; nothing was saved", text)
+    return int(step)
+
+
+@pytest.mark.lab
+def test_the_stop_button_ends_training_and_the_cell_runs_again(training, folder, page):
+    first = stopped(page, training, 2)
+    lab.take(page, pictures(folder) / "stopped.png")
+    lab.start(page, "notebook:run-all-below", AFTER)
+    lab.wait(page, 120)
+    outputs = [o for o in page.evaluate(lab.LOOK) if "fit: interrupted" not in o["text"]]
+    assert lab.complaints(outputs) == []  # the state and the history up to there are good for all that follows
+    assert stopped(page, training, 2) > first
+
+
+@pytest.mark.lab
+def test_restarting_the_kernel_begins_anew(training, page):
+    page.locator('[data-command="notebook:restart-kernel"]').first.click()
+    page.locator(".jp-Dialog .jp-mod-accept").click()
+    page.wait_for_function(f"{lab.KERNEL}.status === 'idle'")
+    lab.start(page, "notebook:run-cell", TRAIN)
+    lab.wait(page, 60)
+    assert "NameError" in training.inner_text()  # nothing is left of the kernel that was
+    lab.start(page, "notebook:run-all-above", TRAIN)
+    lab.wait(page, 300)
+    outputs = [o for o in page.evaluate(lab.LOOK) if "NameError" not in o["text"]]
+    assert lab.complaints(outputs) == []
+    assert stopped(page, training, 1) > 0

@@ -33,7 +33,7 @@ def loss(apply):
     return lambda params, images: (apply(params, images) ** 2).sum()
 
 
-def close(given, wanted, rtol=1e-5):
+def close(given, wanted, rtol=3e-6):
     for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True):
         assert a.shape == b.shape
         assert float(abs(a - b).max()) <= rtol * float(abs(b).max())

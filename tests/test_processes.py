@@ -32,9 +32,10 @@ class Run:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
         env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
-        # Nothing here is long enough for optimised code to pay.
+        # Nothing here is long enough for optimised code to pay; of two flags the last one counts.
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
         env |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-        env |= {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONFAULTHANDLER": "1"}
+        env |= {"XLA_FLAGS": flags, "PYTHONFAULTHANDLER": "1"}
         self.outputs = [folder / f"output{i}" for i in range(processes)]
         self.processes = []
         for i, output in enumerate(self.outputs):
