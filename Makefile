@@ -11,9 +11,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TRAIN_ARGS ?=
 PYTEST_ARGS ?= -n 2
+LAB_ARGS ?=
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "jaxpar needs Python 3.11, 3.12 or 3.13 with venv; give one as PYTHON=/path/to/python" >&2; exit 1; }
@@ -36,11 +37,11 @@ test: $(READY) debian  ## run all tests, the notebooks too; PYTEST_ARGS='-k kv' 
 notebooks: $(READY) debian  ## run the notebooks in place, outputs included
 	$(BIN)/python tools/run_notebooks.py notebooks/*.ipynb
 
-lab: $(READY) debian  ## JupyterLab in notebooks/, with the project's environment
+lab: $(READY) debian  ## JupyterLab in notebooks/, with the project's environment; LAB_ARGS='--no-browser' to change it
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[notebooks]'
-	$(BIN)/python -m jupyterlab --notebook-dir=notebooks
+	$(BIN)/python -m jupyterlab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
 
-lab-test: $(READY) debian  # every notebook in a JupyterLab in headless Chromium (Debian package chromium)
+lab-test: $(READY) debian  ## every notebook in a JupyterLab in headless Chromium (Debian package chromium)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[notebooks,lab]'
 	$(BIN)/python -m pytest -m lab tests/test_lab.py
 

@@ -1,4 +1,7 @@
-"""Draws the pictures of docs/how_the_store_maps.md: python docs/pictures/make.py [FOLDER]. Needs Graphviz's dot."""
+"""Draws the pictures of docs/how_the_store_maps.md and docs/viz.md; needs Graphviz's dot.
+
+python docs/pictures/make.py [FOLDER]
+"""
 
 import sys
 from pathlib import Path
@@ -47,6 +50,9 @@ def pictures():
     yield "sharded", drawn(jp.kv.from_params(LAYER, kind="sharded", optimizer=TX), "sharded")
     yield "compressed", drawn(compressed, "device, compressed to 2 bits", depth=1)
     yield "buckets", drawn(jp.kv.from_params(SMALL, kind="device", optimizer=TX), "three small keys")
+    params = jax.eval_shape(jp.models.lenet.init, jax.random.key(0))
+    images = jax.ShapeDtypeStruct((256, 28, 28, 1), jnp.float32)
+    yield "lenet", jp.viz.plot_network(jp.models.lenet.apply, params, images, title="LeNet")
 
 
 def main(folder=Path(__file__).parent):
