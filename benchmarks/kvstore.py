@@ -222,7 +222,8 @@ def main() -> None:
         _print(name, result)
         # Row by row, so that a run that is cut short, or of one row alone, keeps the others.
         report = {"environment": environment(mxnet), "devices": DEVICES}
-        save(options, "kvstore", {**report, "rows": {**saved(options, "kvstore").get("rows", {}), name: result}})
+        rows = {**saved(options, "kvstore").get("rows", {}), name: result}
+        save(options, "kvstore", {**report, "rows": {n: rows[n] for n in [*ROWS, *rows] if n in rows}})
 
 
 def _print(name: str, result: dict) -> None:
