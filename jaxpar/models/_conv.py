@@ -80,7 +80,7 @@ def winograd(x_WxCxHxN: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Ar
     strips = jnp.concatenate([x_WxCxHxN[:_STRIP], x_WxCxHxN[_RESULTS:]], axis=3)  # as if there were twice as many
     weight_PxOxK = jnp.einsum("pw,hwco->pohc", of_weight, weight).reshape(-1, out, height * channels)
 
-    @jax.checkpoint  # windows are cheaper to cut out again than to keep
+    @jax.checkpoint  # to cut the windows out again is as fast as to keep them
     def at_point(weight_x: tuple[jax.Array, jax.Array]) -> jax.Array:
         weight_OxK, x_CxHxN = weight_x
         windows = _windows(x_CxHxN, height, rows)
