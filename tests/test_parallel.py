@@ -159,3 +159,13 @@ def test_use_cpu_devices_before():
     result = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("Cpu") == 3
+
+
+def test_spmd_waits_for_its_inputs_where_older_jax_can_hang(monkeypatch):
+    """A program with collectives that was started while its inputs were being computed hung in a notebook."""
+    ready = []
+    monkeypatch.setattr(parallel, "settle", lambda args, devices: ready.append((args, devices)))
+    devices, values = tuple(jax.devices()[:2]), jnp.arange(2.0)
+    total = parallel.spmd(lambda x: jax.lax.psum(x, "i"), axis_name="i", devices=devices)
+    assert total(values).tolist() == [1.0, 1.0]
+    assert ready == [((values,), devices)]

@@ -9,7 +9,7 @@ With the batch last every loop runs over whole vectors, whatever the number of c
   points of Toom and Cook; 4 results take 8 products where 20 are usual. The height is summed in matrix products. See
   Lavin and Gray (2016), "Fast algorithms for convolutional neural networks", who do this in both directions.
 
-Both are float32 throughout. `winograd` rounds about four times as coarsely as a plain sum, 5e-7 of the result (root
+Both are float32 throughout. `winograd` rounds about four times as coarsely as a plain sum, 7e-7 of the result (root
 mean square). With 12 products for all 8 results it would be 1.08 times as fast, but round at 2.5e-6, and units close
 to zero would be switched on or off by that five times as often.
 The derivatives are JAX's own, forward and reverse and of any order, but for those of two steps that have a rule here.
