@@ -154,7 +154,7 @@ def environment(mxnet: Child | None = None) -> dict[str, str]:
         "machine": f"{os.cpu_count()}-core {platform.machine().replace('_', '-')} {platform.system()}",
         "python": platform.python_version(),
     }
-    for package in ("jax", "jaxlib", "numpy", "optax", "torch"):
+    for package in ("jax", "jaxlib", "numpy", "optax", "flax", "torch"):
         try:
             words[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

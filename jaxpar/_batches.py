@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from . import _order
 from ._processes import all_say
 from ._residence import canonical, copies, fits, place
 from ._settle import settle
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
 
 Batch = dict[str, jax.Array]
 _Slices = Iterable[tuple[int, int, int]]  # as `_slices` gives them
-_Order = Callable[[int], jax.Array]  # as `_order` gives it
+_Order = Callable[[int], jax.Array]  # as `_order.on_devices` gives it
 
 _PREFETCH = 2  # batches on their way to the devices while one is in use
+_TOGETHER = 8  # batches that one program gathers at most,
+_TOGETHER_BYTES = 16 << 20  # and their size on all devices together, but for one batch
 
 
 def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> int:
@@ -88,7 +92,7 @@ def batches(
         raise ValueError(f"start and epochs cannot be negative; got start={start}, epochs={epochs}")
     mesh = None if devices is None else Mesh(np.array(devices), (axis_name,))
     dtype = None if dtype is None else np.dtype(dtype)
-    order = _order(rng, size, mesh)
+    order = _order.on_devices(rng, size, mesh)
     slices = _slices(size, batch_size, epochs, start, drop_remainder)
     if resident is None:
         resident = fits(dataset, mesh)
@@ -130,45 +134,34 @@ def _slices(
             yield epoch, at, min(batch_size, stop - at)
 
 
-def _order(rng: jax.Array | None, size: int, mesh: Mesh | None) -> Callable[[int], jax.Array]:
-    """A function of the epoch: the order of its examples, int32 `(size,)`, on each device."""
-    if rng is None:
-        identity = place(np.arange(size, dtype=np.int32), mesh)
-        return lambda epoch: identity
-    if not isinstance(rng, jax.Array | np.ndarray):
-        raise TypeError(f"rng must be a random key, such as jax.random.key(0); got {type(rng).__name__}")
-    typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-    impl = str(jax.random.key_impl(rng)) if typed else None
-    words = np.asarray(jax.random.key_data(rng) if typed else rng)  # on no device, so that it goes to any
-    return lambda epoch: _permutation(size, impl, mesh)(words, np.uint32(epoch))
-
-
-@functools.lru_cache(maxsize=32)
-def _permutation(size: int, impl: str | None, mesh: Mesh | None) -> Callable[..., jax.Array]:
-    """Each device draws the whole permutation by itself: the same words give the same order everywhere."""
-
-    def draw(words: jax.Array, epoch: jax.Array) -> jax.Array:
-        rng = jax.random.fold_in(jax.random.wrap_key_data(words, impl=impl), epoch)
-        return jax.random.permutation(rng, size)
-
-    return jax.jit(draw if mesh is None else jax.shard_map(draw, mesh=mesh, in_specs=P(), out_specs=P()))
-
-
 def _resident(dataset: Dataset, slices: _Slices, order: _Order, mesh: Mesh | None, dtype: Any) -> Iterator[Batch]:
     images, labels = copies(dataset, mesh)
-    epoch = rows = cursor = None
-    for here, at, count in slices:
-        if here != epoch:
-            epoch, rows, cursor = here, order(here), place(np.array(at, np.int32), mesh)
-        batch, cursor = _gather(count, mesh, dtype)(images, labels, rows, cursor)
-        yield _settled(batch, mesh)
+    epoch = count = rows = cursor = None
+    ready: collections.deque[Batch] = collections.deque()
+    for here, at, wanted in slices:
+        if (here, wanted) != (epoch, count):  # a new epoch, or its last batch, a smaller one
+            rows = rows if here == epoch else order(here)
+            epoch, count, cursor = here, wanted, place(np.array(at, np.int32), mesh)
+            ready.clear()  # of what was gathered past the end
+        if not ready:
+            several = _several(dataset, wanted, dtype)
+            found, cursor = _gather(wanted, several, mesh, dtype)(images, labels, rows, cursor)
+            ready.extend(_settled(found, mesh))
+        yield ready.popleft()
+
+
+def _several(dataset: Dataset, count: int, dtype: Any) -> int:
+    """How many batches one program gathers: starting a program costs as much as gathering a small batch."""
+    size = dataset.images[:1].size * (dataset.images.dtype if dtype is None else dtype).itemsize
+    return max(1, min(_TOGETHER, _TOGETHER_BYTES // max(1, count * size)))
 
 
 @functools.lru_cache(maxsize=32)
-def _gather(count: int, mesh: Mesh | None, dtype: Any) -> Callable[..., tuple[Batch, jax.Array]]:
-    """The program for the next `count` examples, each device gathering its own share, and the new cursor.
+def _gather(count: int, several: int, mesh: Mesh | None, dtype: Any) -> Callable[..., tuple[list[Batch], jax.Array]]:
+    """The program for the next `several` batches of `count`, each device gathering its share, and the new cursor.
 
-    The cursor stays on the devices, so that a batch needs nothing from the host.
+    The cursor stays on the devices, so that a batch needs nothing from the host. What lies past the end of the order
+    is its last example, again and again.
     """
 
     def gather(
@@ -179,17 +172,21 @@ def _gather(count: int, mesh: Mesh | None, dtype: Any) -> Callable[..., tuple[Ba
         *,
         share: int = count,
         rank: jax.Array | int = 0,
-    ) -> tuple[Batch, jax.Array]:
-        mine = jax.lax.dynamic_slice_in_dim(rows, cursor + rank * share, share)
-        image, label = (x.at[mine].get(mode="promise_in_bounds") for x in (images, labels))
-        return {"image": _convert(image, dtype), "label": label}, cursor + count
+    ) -> tuple[list[Batch], jax.Array]:
+        found: list[Batch] = []
+        for at in range(several):
+            mine = rows.at[cursor + at * count + rank * share + jnp.arange(share)].get(mode="clip")
+            image, label = (x.at[mine].get(mode="promise_in_bounds") for x in (images, labels))
+            image = lax.optimization_barrier(image)  # XLA on a CPU takes three times as long for both in one loop
+            found.append({"image": _convert(image, dtype), "label": label})
+        return found, cursor + several * count
 
     if mesh is None:
         return jax.jit(gather)
     (axis,) = mesh.axis_names
 
-    def local(*args: jax.Array) -> tuple[Batch, jax.Array]:
-        return gather(*args, share=count // mesh.size, rank=jax.lax.axis_index(axis))
+    def local(*args: jax.Array) -> tuple[list[Batch], jax.Array]:
+        return gather(*args, share=count // mesh.size, rank=lax.axis_index(axis))
 
     shards = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=(P(axis), P()))
     return jax.jit(shards, out_shardings=(NamedSharding(mesh, P(axis)), NamedSharding(mesh, P())))
@@ -221,11 +218,11 @@ def _streamed(dataset: Dataset, slices: _Slices, order: _Order, mesh: Mesh | Non
         yield _settled(batch, mesh)
 
 
-def _settled(batch: Batch, mesh: Mesh | None) -> Batch:
-    """The batch, safe to start a program with collectives on."""
+def _settled(batches: Any, mesh: Mesh | None) -> Any:
+    """The batches, safe to start a program with collectives on."""
     if mesh is not None:
-        settle(batch, tuple(np.ravel(mesh.devices)))
-    return batch
+        settle(batches, tuple(np.ravel(mesh.devices)))
+    return batches
 
 
 def _transfer(array: np.ndarray, rows: np.ndarray, mesh: Mesh | None) -> jax.Array:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from . import _order
 from ._elements import handed_out, mesh_for, named, path_name, placed, stack
 
 Batch = Any
@@ -69,7 +70,7 @@ class ArraySource:
         steps = _steps(self, batch_size)
         mesh = mesh_for(batch_size, devices)
         for epoch, skipped in _epochs(start, steps, epochs):
-            order = _order(rng, epoch, self.examples(batch_size))
+            order = _order.on_host(rng, epoch, self.examples(batch_size))
             for at in range(skipped, steps):
                 rows = order[at * batch_size : (at + 1) * batch_size]
                 batch = jax.tree.map(lambda x, rows=rows: x[rows], self.arrays)
@@ -244,13 +245,6 @@ def _epochs(start: int, steps: int, epochs: int | None) -> Iterator[tuple[int, i
     first, skipped = divmod(start, steps)
     for epoch in itertools.count(first) if epochs is None else range(first, epochs):
         yield epoch, skipped if epoch == first else 0
-
-
-def _order(rng: jax.Array | None, epoch: int, size: int) -> np.ndarray:
-    """The permutation that `data.batches` draws too."""
-    if rng is None:
-        return np.arange(size)
-    return np.asarray(jax.random.permutation(jax.random.fold_in(rng, epoch), size))
 
 
 def _check_lengths(batch: Any, share: int, at: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _idx
+from . import _idx, _kept
 
 
 @functools.cache
@@ -77,6 +77,8 @@ class _WithoutExtraction:
 
 def prepared_dir(name: str, data_dir: Path) -> Path | None:
     """Where `data_dir` holds a prepared `name`, or None."""
+    if (known := _kept.find(name, data_dir)) is not None:
+        return known
     builder = _builder(name, data_dir)
     return Path(builder.data_dir) if Path(builder.data_dir).exists() else None
 
@@ -108,9 +110,22 @@ def prepare(name: str, data_dir: Path, *, files: Path | None = None) -> None:
 def read(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np.ndarray]:
     """Images and labels of a prepared data set, in its stored order, each record's checksum verified.
 
+    The first time a whole split is decoded, a copy is kept for the next time.
+
     Raises:
       ValueError: no such split; no `image` and `label` in it; or what lies on the disk is damaged.
     """
+    folder = prepared_dir(name, data_dir)
+    kept = None if folder is None else _kept.load(folder, split)
+    if kept is not None:
+        return kept
+    images, labels = _decoded(name, split, data_dir)
+    if folder is not None:
+        _kept.save(folder, split, images, labels)
+    return images, labels
+
+
+def _decoded(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np.ndarray]:
     builder = _builder(name, data_dir)
     if not builder.info.splits:
         raise _damaged(builder.data_dir, "dataset_info.json is missing or names no split")

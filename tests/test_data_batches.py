@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jaxpar import _batches, _residence, data
+from jaxpar import _batches, _order, _residence, data
 from jaxpar.data import Dataset, batches
 
 
@@ -59,6 +59,18 @@ def test_another_key_implementation_keeps_its_own_order():
     rng = jax.random.key(1, impl="rbg")
     order = jax.random.permutation(jax.random.fold_in(rng, 0), 16).tolist()
     assert labels(batches(make(16), 16, rng=rng)) == [order]
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**32 - 1), st.sampled_from(["threefry2x32", "rbg"]))
+@settings(max_examples=15, deadline=None)
+def test_cpus_and_other_devices_draw_the_order_differently_and_draw_the_same(size, epoch, impl):
+    rng = jax.random.key(7, impl=impl)
+    elsewhere = _order._permutation(size, impl, None)(np.asarray(jax.random.key_data(rng)), np.uint32(epoch))
+    np.testing.assert_array_equal(_order.on_host(rng, epoch, size), elsewhere)
+
+
+def test_equal_bits_keep_their_order():
+    assert _order._sorted(np.array([[3, 1, 3, 1], [0, 0, 9, 0]], np.uint32)).tolist() == [1, 3, 2, 0]
 
 
 def test_same_batches_on_any_number_of_devices(devices):
@@ -160,11 +172,11 @@ def test_slices_cover_each_epoch_once(size, batch_size, epochs, drop):
 
 @pytest.mark.parametrize("devices", [None, 4], ids=["default device", "4 devices"])
 def test_a_batch_needs_nothing_from_the_host(devices):
-    found = batches(make(64), 8, rng=jax.random.key(0), devices=devices and jax.devices()[:devices])
+    found = batches(make(400), 8, rng=jax.random.key(0), devices=devices and jax.devices()[:devices])
     next(found)
     with jax.transfer_guard("disallow"):
-        batch = next(found)
-    assert batch["label"].shape == (8,)
+        rest = list(found)
+    assert [batch["label"].shape for batch in rest] == [(8,)] * 49
 
 
 def test_one_program_for_all_batches_of_all_epochs(caplog):
@@ -175,6 +187,27 @@ def test_one_program_for_all_batches_of_all_epochs(caplog):
     compiled = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling")]
     assert len([m for m in compiled if "local" in m]) == 1
     assert len([m for m in compiled if "draw" in m]) == 1
+
+
+def test_small_batches_are_gathered_eight_at_a_time_and_large_ones_alone(monkeypatch):
+    asked, gather = [], _batches._gather
+
+    def counted(count, several, *rest):
+        asked.append((count, several))
+        return gather(count, several, *rest)
+
+    monkeypatch.setattr(_batches, "_gather", counted)
+    assert labels(batches(make(39), 2, epochs=2, drop_remainder=False))[19:21] == [[38], [0, 1]]
+    assert asked == [(2, 8)] * 3 + [(1, 8)] + [(2, 8)] * 3 + [(1, 8)]
+    asked.clear()
+    list(batches(make(8, (1 << 20,)), 2, dtype=None))  # 2 MB
+    assert asked == [(2, 8)]
+    asked.clear()
+    list(batches(make(8, (1 << 20,)), 2))  # 8 MB in float32
+    assert asked == [(2, 2)] * 2
+    asked.clear()
+    list(batches(make(8, (1 << 20,)), 8))
+    assert asked == [(8, 1)]
 
 
 def on_devices(shape):

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar import _idx, _probe, _tfds, data
+from jaxpar import _idx, _kept, _probe, _tfds, data
 
 needs_files = pytest.mark.skipif(
     bool(_idx.missing(data.DEBIAN_DIR)), reason="Debian's package dataset-fashion-mnist is not installed"
@@ -277,6 +277,74 @@ def test_a_damaged_prepared_set_is_refused_by_name(damage, copy):
     damage(copy[1])
     with pytest.raises(ValueError, match=r"prepared data set in .*copy/fashion_mnist.* is damaged .*Delete that"):
         data.load(split="test", data_dir=copy[0])
+
+
+FRESH = """
+import sys
+import numpy as np
+import jaxpar
+found = jaxpar.data.load("fashion_mnist", "train", data_dir=sys.argv[1], verbose=False)
+np.savez(sys.argv[2], images=found.images, labels=found.labels)
+print("tensorflow_datasets" in sys.modules, found)
+"""
+
+
+@needs_files
+def test_what_was_decoded_once_is_not_decoded_again(written, tmp_path):
+    command = [sys.executable, "-c", FRESH, str(written[0]), str(tmp_path / "found.npz")]
+    done = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+    assert done.stdout.startswith("False Dataset(fashion_mnist train: 60000 images uint8"), done.stderr
+    assert "source='prepared'" in done.stdout
+    with np.load(tmp_path / "found.npz") as found:
+        np.testing.assert_array_equal(found["images"], written[1].images)
+        np.testing.assert_array_equal(found["labels"], written[1].labels)
+        assert found["labels"].dtype == np.int32
+
+
+@needs_files
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: os.utime(folder / SHARD),
+        lambda folder: (folder / "another-file").write_text(""),
+        lambda folder: flip(folder / "jaxpar-test.npz"),
+        lambda folder: (folder / "jaxpar-test.npz").write_bytes(b""),
+        lambda folder: (folder / "jaxpar-test.npz").unlink(),
+    ],
+    ids=["a shard's time", "a new file", "flipped", "empty", "none"],
+)
+def test_a_copy_that_is_damaged_or_older_does_not_count_and_is_made_anew(change, copy, monkeypatch):
+    def load():
+        return data.load(split="test", data_dir=copy[0], verbose=False)
+
+    expected, decoded, decode = load(), [], _tfds._decoded
+    monkeypatch.setattr(_tfds, "_decoded", lambda *args: decoded.append(args) or decode(*args))
+    load()
+    assert not decoded
+    change(copy[1])
+    for _ in range(2):
+        found = load()
+        np.testing.assert_array_equal(found.images, expected.images)
+        np.testing.assert_array_equal(found.labels, expected.labels)
+    assert len(decoded) == 1
+    assert not list(copy[1].glob("*.unfinished"))
+
+
+@needs_files
+def test_parts_and_large_splits_are_not_kept_and_a_full_disk_is_no_error(copy, monkeypatch):
+    for path in copy[1].glob("jaxpar-*"):
+        path.unlink()
+    assert len(data.load(split="test[:10]", data_dir=copy[0])) == 10
+
+    def full(*args, **arrays):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(np, "savez", full)
+        assert len(data.load(split="test", data_dir=copy[0])) == 10000
+    monkeypatch.setattr(_kept, "_MOST_BYTES", 1000)
+    assert len(data.load(split="test", data_dir=copy[0])) == 10000
+    assert not list(copy[1].glob("jaxpar-*"))
 
 
 @needs_files
