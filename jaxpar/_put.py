@@ -45,6 +45,8 @@ def _put(leaf: Any, sharding: Sharding | None) -> Any:
         leaf = host(leaf)
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
+    if not sharding.addressable_devices:
+        raise ValueError(f"the devices asked for are all of other processes: {sorted(map(str, sharding.device_set))}")
     leaf = np.asarray(leaf)
     # np.array: on CPU devices memory is shared with NumPy where it can be, and each device needs its own.
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: np.array(leaf[index]))

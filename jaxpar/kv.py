@@ -25,6 +25,7 @@ from . import _across, _check, _delay, _eager, _processes, _push
 from ._eager import partition_specs as partition_specs
 from ._params import from_params as from_params, place as place, to_params as to_params
 from ._pull import pull as pull, row_sparse_pull as row_sparse_pull
+from ._put import spans_processes
 from ._store import (
     KVStore as KVStore,
     create as create,
@@ -67,7 +68,8 @@ def push(store: KVStore, key: Key, value: Any, *, axis_name: str | None = None) 
 
     Raises:
         KeyError: a key that was never initialised.
-        ValueError: a wrong shape, a list of the wrong length; processes that push different keys.
+        ValueError: a wrong shape, a list of the wrong length; processes that push different keys; at the prompt, a
+            store that lies on devices of several, unless it is of a kind `dist_*`.
         TypeError: a key that is no int, a dtype that cannot be cast safely.
         NameError: there is no axis of that name.
 
@@ -77,6 +79,8 @@ def push(store: KVStore, key: Key, value: Any, *, axis_name: str | None = None) 
     pushed = _request(store, key, value)
     if _across_processes(store, pushed, axis_name):
         _across.agree(store, pushed)
+    elif axis_name is None and jax.process_count() > 1:
+        _check_within_process(store, pushed)
     if not pushed:
         return store
     rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], RowSparse)}
@@ -144,6 +148,16 @@ def _across_processes(store: KVStore, pushed: Any, axis_name: str | None) -> boo
     """Whether this is a push at the prompt that other processes make too."""
     several = store.kind.startswith("dist_") and jax.process_count() > 1
     return several and axis_name is None and not _traced(store, pushed)
+
+
+def _check_within_process(store: KVStore, pushed: Any) -> None:
+    for k in pushed:
+        if spans_processes(store.values[k]):
+            raise ValueError(
+                f"kv.push: key {k}: the store, of kind {store.kind!r}, lies on devices of several processes, and a "
+                "push at the prompt is of one of them; push inside pmap or shard_map with axis_name, as a training "
+                "step does, or use kind 'dist_sync' or 'dist_device_sync'"
+            )
 
 
 def _traced(store: KVStore, pushed: Any) -> bool:

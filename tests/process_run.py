@@ -223,8 +223,22 @@ def training(folder):
         assert all(np.array_equal(scores, other) for other in gathered(scores)), name
         found[name] = scores
     check_batches()
+    if kv.num_workers() > 1:
+        check_refused()
     if kv.rank() == 0:
         np.savez(folder / "training.npz", **found)
+
+
+def check_refused():
+    """A store that lies on devices of several processes is pushed to inside a program only."""
+    values = [jax.device_put(np.ones(10, np.float32), device) for device in jax.local_devices()]
+    for kind in ("sharded", "device"):
+        store = train.create_state(new_state(kind).store, 0, devices=jax.devices()).store
+        words = f"key 0: the store, of kind '{kind}', lies on devices of several processes"
+        raises(ValueError, words, lambda store=store: kv.push(store, 0, values))
+    there = [d for d in jax.devices() if d.process_index != kv.rank()][:1]
+    words = "the devices asked for are all of other processes"
+    raises(ValueError, words, lambda: kv.from_params({"w": np.zeros(3)}, devices=there))
 
 
 def check_batches():
