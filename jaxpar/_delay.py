@@ -145,6 +145,7 @@ def sum_apart(x: jax.Array, axis_name: str) -> jax.Array:
 def flush(store: KVStore, axis_name: str | None, send: Send) -> KVStore:
     """The store after all that waits was pushed, the oldest first."""
     at_prompt = axis_name is None and not traced((store.pending, store.values))
+    store = dataclasses.replace(store, pending=dict(sorted(store.pending.items())))  # as a push has its keys
     for i in range(store.staleness):
         if at_prompt:
             lists = {k: _rows(w.values[i]) for k, w in store.pending.items() if i >= store.staleness - _count(w)}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from jax.sharding import Mesh, PartitionSpec as P
 from kv_model import assert_unchanged, axes_of, collectives_in, compilations, put, snapshot, whole_numbers
 from step_model import ENGINES, by_hand, close, line, squares
@@ -71,6 +71,7 @@ def begun(staleness, keys=(3,), updater=COUNTING, shape=SHAPE):
         max_size=7,
     ),
 )
+@example(1, [{5: (1, 0, False)}, {3: (2, 0, True), 5: (2, 0, True)}])  # key 5 waits before key 3 does
 def test_any_pushes_equal_the_model(staleness, pushes):
     """Any keys, any number of values on any devices, also another number than before; empty lists are no push."""
     store, model = begun(staleness, (3, 5)), Late(staleness, {3: SHAPE, 5: SHAPE})
