@@ -79,7 +79,7 @@ class OneDevice:
 
     def _applied(self, state: TrainState, params: Any, due: Arrays, ready: Arrays | None) -> tuple[Any, Any, Arrays]:
         """The store and the transform's state after a push of `due`, and the sums; as they were where not `ready`."""
-        summed, residuals = _push.reduce(state.store, due, self.axis_name)
+        summed, residuals = self._summed(state.store, due)
         updates, transform = self._transformed(state, params, summed)
         changes = (*_push.update(state.store, updates), residuals)
         if ready is not None:
@@ -87,6 +87,13 @@ class OneDevice:
             if jax.tree.leaves(transform):
                 transform = _delay.chosen(jnp.stack(list(ready.values())).any(), transform, state.transform)
         return _delay.changed(state.store, changes), transform, summed
+
+    def _summed(self, store: kv.KVStore, due: Arrays) -> tuple[Arrays, dict[int, Any]]:
+        """XLA keeps a collective of one device, and the copies into its buckets; so one device is asked for none."""
+        alone = lax.axis_size(self.axis_name) == 1 and store.kind != "sharded"
+        if alone and not _push.compressed_keys(store, due):
+            return due, {}
+        return _push.reduce(store, due, self.axis_name)
 
     def _rng(self, state: TrainState) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(state.rng, state.step), lax.axis_index(self.axis_name))
@@ -147,5 +154,7 @@ def means(tree: Any, axis_name: str, add: Any = lax.psum) -> Any:
     """The mean over the devices of every leaf, in float32 or wider."""
     leaves, structure = jax.tree.flatten(tree)
     floats = [jnp.asarray(x).astype(wide(x)) for x in leaves]
+    if lax.axis_size(axis_name) == 1:
+        return structure.unflatten(floats)
     sums = collectives.bucketed(lambda x: add(x, axis_name), floats, collectives.Limits())
     return structure.unflatten([s / lax.axis_size(axis_name) for s in sums])

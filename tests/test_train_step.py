@@ -224,6 +224,20 @@ def test_the_compiled_text(engine):
     assert names in (["all-reduce"], ["all-reduce"] * 2), "gradients in one bucket, metrics in another"
 
 
+@pytest.mark.parametrize("kind", ["device", "local"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_device_needs_no_collective(engine, kind):
+    text = train.make_train_step(squares, engine=engine).lower(start(1, kind), line()).compile().as_text()
+    assert collectives_in(text) == []
+
+
+def test_the_rng_is_handed_on_as_it_is():
+    state = start()
+    new, _ = train.make_train_step(squares)(state, line())
+    assert new.rng is state.rng
+    assert not state.rng.is_deleted()
+
+
 def test_the_store_that_was_given_stays_valid():
     store = kv.from_params({"w": jnp.ones(3), "b": jnp.zeros(())}, optimizer=optax.sgd(0.1), devices=jax.devices()[:4])
     state = train.create_state(store, jax.random.key(0))
@@ -272,3 +286,16 @@ def test_other_errors():
         train.make_train_step(squares, engine="jit")
     with pytest.raises(ValueError, match="the store must be made by"):
         train.create_state(kv.init(kv.create(), 0, jnp.ones(2)), 0)
+
+
+def test_a_batch_that_lies_as_an_earlier_one_is_looked_at_too():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    here = NamedSharding(mesh, P("data"))
+    step = train.make_train_step(squares, accumulate=2)
+    state, _ = step(start(2), jax.device_put(line(16), here))
+    with pytest.raises(ValueError, match="each of 2 devices 3 examples, which cannot be cut in accumulate=2"):
+        step(state, jax.device_put(line(6), here))
+    with pytest.raises(ValueError, match="must share the length of their first axis"):
+        step(state, jax.device_put({"x": np.ones((4, 3)), "y": np.ones(8)}, here))
+    state, _ = step(state, jax.device_put(line(8), here))
+    assert int(state.step) == 2
