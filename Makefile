@@ -37,9 +37,9 @@ test: $(READY) debian  ## run all tests, the notebooks too; PYTEST_ARGS='-k kv' 
 notebooks: $(READY) debian  ## run the notebooks in place, outputs included
 	$(BIN)/python tools/run_notebooks.py notebooks/*.ipynb
 
-lab: $(READY) debian  ## JupyterLab in notebooks/, with the project's environment; LAB_ARGS='--no-browser' to change it
+lab: $(READY) debian  ## JupyterLab with the notebooks, in the project's environment; LAB_ARGS='--no-browser' to change it
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[notebooks]'
-	$(BIN)/python -m jupyterlab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
+	$(BIN)/python -m jupyterlab --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks/01_kvstore.ipynb $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
 
 lab-test: $(READY) debian  ## every notebook in a JupyterLab in headless Chromium (Debian package chromium)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[notebooks,lab]'

@@ -44,9 +44,9 @@ def add_parser(commands: Any) -> None:
     add(
         "--heartbeat-timeout",
         type=_number(float, 2),
-        default=SILENCE,
+        default=os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or SILENCE,
         metavar="S",
-        help=f"seconds of silence after which a process counts as frozen ({SILENCE:g})",
+        help=f"seconds of silence after which a process counts as frozen ($JAXPAR_HEARTBEAT_TIMEOUT, or {SILENCE:g})",
     )
     add("command", nargs=argparse.REMAINDER, help="after --")
     parser.set_defaults(run=lambda args: run(args, parser))

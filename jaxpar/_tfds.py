@@ -95,7 +95,9 @@ def prepare(name: str, data_dir: Path, *, files: Path | None = None) -> None:
             manual_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxpar-")))
             for file in _idx.OFFICIAL:
                 (manual_dir / file).write_bytes(_idx.official_bytes(files / file))
-            # TFDS prints, and draws bars, for a download; here there is none.
+            # TFDS prints, and draws bars, in a notebook too, for a download; here there is none.
+            _tfds().disable_progress_bar()
+            stack.callback(_tfds().enable_progress_bar)
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         config = _tfds().download.DownloadConfig(manual_dir=manual_dir, try_download_gcs=False)

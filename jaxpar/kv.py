@@ -112,7 +112,8 @@ def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     Example:
         >>> import jax.numpy as jnp
         >>> from jaxpar import kv, updaters
-        >>> store = kv.set_updater(kv.init(kv.create("dist_async", staleness=2), 3, jnp.zeros(2)), updaters.accumulate)
+        >>> store = kv.init(kv.create("dist_async", staleness=2), 3, jnp.zeros(2))
+        >>> store = kv.set_updater(store, updaters.accumulate)
         >>> for number in (1.0, 10.0, 100.0):
         ...     store = kv.push(store, 3, jnp.full(2, number))
         >>> kv.pull(store, 3).tolist(), kv.pull(kv.flush(store), 3).tolist()

@@ -94,6 +94,7 @@ def server(folder):
     env |= {
         "PYTHONPATH": str(ROOT),
         "JAXPAR_NOTEBOOK_QUICK": "1",
+        "JAXPAR_HEARTBEAT_TIMEOUT": "120",  # of the processes in 05, beside a browser
         "JUPYTER_DATA_DIR": str(home / "data"),
         "JUPYTER_CONFIG_DIR": str(home / "config"),
         "JUPYTER_RUNTIME_DIR": str(home / "runtime"),

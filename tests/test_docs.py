@@ -116,6 +116,17 @@ def test_what_counts_as_a_block(tmp_path):
     ]
 
 
+# What fits beside two columns of links in a window of 1280 pixels; docs/.ruff.toml has it too.
+WIDEST = 96
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=name)
+def test_code_fits_its_page(page):
+    printed = ("text", "output")  # the site folds those
+    fences = [fence for fence in FENCE.finditer(page.read_text()) if fence["language"] not in printed]
+    assert [line for fence in fences for line in fence["text"].splitlines() if len(line) > WIDEST] == []
+
+
 def anchors(page):
     """The anchors of a page's headings, as both GitHub and MkDocs make them for plain words."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)

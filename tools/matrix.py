@@ -6,7 +6,8 @@
 
 Needs uv (pip install uv), nothing else; what comes after -- goes to pytest. The wheel and the sdist are built once.
 In each environment: install the wheel, train an epoch; install the sdist in its place, train again; then run the
-tests of the sdist on the wheel. `oldest` takes the lowest version that pyproject.toml allows of each dependency.
+tests of the sdist on the wheel. `oldest` takes the lowest version that pyproject.toml allows of each dependency, and
+of each package that the tests need; of what those need in turn, the newest. The log lists what was installed.
 """
 
 import argparse
@@ -67,13 +68,15 @@ class Environment:
 
     def install(self, *what):
         self.run([uv(), "pip", "install", "--quiet", "-p", self.python, *what], self.folder)
+        self.run([uv(), "pip", "freeze", "--quiet", "-p", self.python], self.folder)
 
 
 def steps(place, wheel, sdist, sources, oldest, tests):
     """Yields the name of each step before it is done."""
+    lowest = ["--resolution", "lowest-direct", "-r", str(sources / "pyproject.toml")]
     yield "install the wheel"
     if oldest:
-        place.install("--resolution", "lowest-direct", "-r", str(sources / "pyproject.toml"))
+        place.install(*lowest)
     place.install(*(["--no-deps"] if oldest else []), str(wheel))
     yield "train"
     place.run([place.python, *TRAIN], place.folder)
@@ -84,7 +87,7 @@ def steps(place, wheel, sdist, sources, oldest, tests):
     if tests is not None:
         yield "install what the tests need"
         place.install("--no-deps", "--reinstall", str(wheel))
-        place.install(f"{wheel}[test]")  # what is there already stays, if it is new enough
+        place.install(*([*lowest, "--extra", "test"] if oldest else [f"{wheel}[test]"]))
         yield "tests"
         place.run([str(place.folder / "bin" / "pytest"), "-q", *tests], sources, XLA_FLAGS="")  # the code users get
 

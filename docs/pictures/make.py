@@ -31,7 +31,8 @@ def drawn(store, title, **options):
     """The picture of `push_and_pull` on four devices."""
     devices = jax.devices()[:DEVICES]
     store = jp.kv.place(store, devices)
-    grads = [jax.ShapeDtypeStruct((DEVICES, *jp.kv.pull(store, k).shape), jnp.float32) for k in sorted(store.values)]
+    shapes = [jp.kv.pull(store, key).shape for key in sorted(store.values)]
+    grads = [jax.ShapeDtypeStruct((DEVICES, *shape), jnp.float32) for shape in shapes]
     on_four = jax.shard_map(
         push_and_pull,
         mesh=Mesh(np.array(devices), ("data",)),
@@ -39,7 +40,8 @@ def drawn(store, title, **options):
         out_specs=P(),
         check_vma=False,
     )
-    return jp.viz.plot_network(on_four, store, grads, params_argnums=None, title=title, **options)
+    options |= {"params_argnums": None, "title": title}
+    return jp.viz.plot_network(on_four, store, grads, **options)
 
 
 def pictures():
@@ -49,7 +51,8 @@ def pictures():
     yield "device", drawn(device, "device")
     yield "sharded", drawn(jp.kv.from_params(LAYER, kind="sharded", optimizer=TX), "sharded")
     yield "compressed", drawn(compressed, "device, compressed to 2 bits", depth=1)
-    yield "buckets", drawn(jp.kv.from_params(SMALL, kind="device", optimizer=TX), "three small keys")
+    small = jp.kv.from_params(SMALL, kind="device", optimizer=TX)
+    yield "buckets", drawn(small, "three small keys")
     params = jax.eval_shape(jp.models.lenet.init, jax.random.key(0))
     images = jax.ShapeDtypeStruct((256, 28, 28, 1), jnp.float32)
     yield "lenet", jp.viz.plot_network(jp.models.lenet.apply, params, images, title="LeNet")

@@ -39,7 +39,8 @@ def init(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
         >>> sum(leaf.size for leaf in jax.tree.leaves(params))
         129068
     """
-    return _drawn(rng)
+    drawn = _drawn(rng)
+    return {layer: {"weight": drawn[layer]["weight"], "bias": drawn[layer]["bias"]} for layer in _SHAPES}
 
 
 @jax.jit
