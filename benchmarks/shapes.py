@@ -33,6 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from train_step import batch_of, plain_apply
 
 from jaxpar import kv, train
+from jaxpar._settle import can_hang
 from jaxpar.models import lenet
 
 ENGINES = ("pmap", "shard_map")  # the first is the default
@@ -316,7 +317,8 @@ def plain_pmap(row: Row) -> Once:
 
 
 def plain_turn(update, state, batch, steps: int) -> Once:
-    wait = len(jax.tree.leaves(batch)[0].sharding.device_set) > 1 and CAN_HANG
+    # Those who write their step by hand wait there as well, once they have found out.
+    wait = can_hang(tuple(jax.tree.leaves(batch)[0].sharding.device_set))
 
     def once():
         nonlocal state
@@ -328,11 +330,6 @@ def plain_turn(update, state, batch, steps: int) -> Once:
         return float(jax.block_until_ready((state, loss))[1].ravel()[0])
 
     return once
-
-
-# Before jax 0.12 several emulated devices can hang where a program starts before its inputs are there: see
-# jaxpar/_settle.py. Those who write their step by hand wait as well, once they have found out.
-CAN_HANG = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)
 
 
 def contenders(row: Row) -> dict[str, Once]:

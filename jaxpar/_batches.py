@@ -56,8 +56,8 @@ def batches(
     """Iterates over `{"image", "label"}` batches that lie on the devices.
 
     The data set is copied to each device once, as it is stored, and kept there as long as the data set lives;
-    each batch is then one compiled gather on the devices, without a transfer from the host or a wait for the
-    device. A data set too large for that streams from the host, two batches ahead.
+    batches are then gathered there, up to eight small ones by one compiled program, without a transfer from the
+    host. A data set too large for that streams from the host, two batches ahead.
 
     Args:
       dataset: a `Dataset` of n examples.

@@ -128,6 +128,7 @@ def read(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np.ndarray]
 
 
 def _decoded(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np.ndarray]:
+    """As `read`, from TFDS's own files."""
     builder = _builder(name, data_dir)
     if not builder.info.splits:
         raise _damaged(builder.data_dir, "dataset_info.json is missing or names no split")
