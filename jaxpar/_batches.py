@@ -150,6 +150,43 @@ def _resident(dataset: Dataset, slices: _Slices, order: _Order, mesh: Mesh | Non
         yield ready.popleft()
 
 
+def groups(
+    dataset: Dataset, batch_size: int, most: int | None, *, rng: jax.Array, start: int, devices: Sequence[Any]
+) -> Iterator[tuple[Batch, int]] | None:
+    """The batches of `batches(..., epochs=None)`, several at a time; None where the data set is not on the devices.
+
+    Args:
+      most: how many; None: as many as one program gathers.
+
+    Returns:
+      (batches with one more axis in front, how many of them there are). At the end of an epoch they are fewer; what
+      lies behind them is the epoch's last example, again and again.
+    """
+    size, mesh = len(dataset), Mesh(np.array(devices), ("data",))
+    _check(size, batch_size, True, len(devices))
+    return (
+        _groups(dataset, batch_size, most, start, _order.on_devices(rng, size, mesh), mesh)
+        if fits(dataset, mesh)
+        else None
+    )
+
+
+def _groups(
+    dataset: Dataset, batch_size: int, most: int | None, start: int, order: _Order, mesh: Mesh
+) -> Iterator[tuple[Batch, int]]:
+    images, labels = copies(dataset, mesh)
+    dtype, steps = np.dtype(jnp.float32), num_batches(len(dataset), batch_size)
+    most = _several(dataset, batch_size, dtype) if most is None else most
+    gather = _gather(batch_size, most, mesh, dtype, stacked=True)
+    first, skipped = divmod(start, steps)
+    for epoch in itertools.count(first):
+        done = skipped if epoch == first else 0
+        rows, cursor = order(epoch), place(np.array(done * batch_size, np.int32), mesh)
+        for at in range(done, steps, most):
+            found, cursor = gather(images, labels, rows, cursor)
+            yield _settled(found, mesh), min(most, steps - at)
+
+
 def _several(dataset: Dataset, count: int, dtype: Any) -> int:
     """How many batches one program gathers: starting a program costs as much as gathering a small batch."""
     size = dataset.images[:1].size * (dataset.images.dtype if dtype is None else dtype).itemsize
@@ -157,11 +194,13 @@ def _several(dataset: Dataset, count: int, dtype: Any) -> int:
 
 
 @functools.lru_cache(maxsize=32)
-def _gather(count: int, several: int, mesh: Mesh | None, dtype: Any) -> Callable[..., tuple[list[Batch], jax.Array]]:
+def _gather(
+    count: int, several: int, mesh: Mesh | None, dtype: Any, stacked: bool = False
+) -> Callable[..., tuple[Any, jax.Array]]:
     """The program for the next `several` batches of `count`, each device gathering its share, and the new cursor.
 
     The cursor stays on the devices, so that a batch needs nothing from the host. What lies past the end of the order
-    is its last example, again and again.
+    is its last example, again and again. The batches are a list, or `stacked`.
     """
 
     def gather(
@@ -172,24 +211,27 @@ def _gather(count: int, several: int, mesh: Mesh | None, dtype: Any) -> Callable
         *,
         share: int = count,
         rank: jax.Array | int = 0,
-    ) -> tuple[list[Batch], jax.Array]:
-        found: list[Batch] = []
-        for at in range(several):
-            mine = rows.at[cursor + at * count + rank * share + jnp.arange(share)].get(mode="clip")
+    ) -> tuple[Any, jax.Array]:
+        def batch(at: Any) -> Batch:
+            mine = rows.at[cursor + rank * share + (at + np.arange(share, dtype=np.int32))].get(mode="clip")
             image, label = (x.at[mine].get(mode="promise_in_bounds") for x in (images, labels))
             image = lax.optimization_barrier(image)  # XLA on a CPU takes three times as long for both in one loop
-            found.append({"image": _convert(image, dtype), "label": label})
+            return {"image": _convert(image, dtype), "label": label}
+
+        firsts = np.arange(several, dtype=np.int32) * count
+        found = batch(firsts[:, None]) if stacked else [batch(first) for first in firsts]
         return found, cursor + several * count
 
     if mesh is None:
         return jax.jit(gather)
     (axis,) = mesh.axis_names
 
-    def local(*args: jax.Array) -> tuple[list[Batch], jax.Array]:
+    def local(*args: jax.Array) -> tuple[Any, jax.Array]:
         return gather(*args, share=count // mesh.size, rank=lax.axis_index(axis))
 
-    shards = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=(P(axis), P()))
-    return jax.jit(shards, out_shardings=(NamedSharding(mesh, P(axis)), NamedSharding(mesh, P())))
+    split = P(None, axis) if stacked else P(axis)
+    shards = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=(split, P()))
+    return jax.jit(shards, out_shardings=(NamedSharding(mesh, split), NamedSharding(mesh, P())))
 
 
 def _convert(image: jax.Array, dtype: Any) -> jax.Array:

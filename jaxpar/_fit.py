@@ -46,6 +46,7 @@ def fit(
     callbacks: Callback | Sequence[Callback] = (),
     on_step: OnStep | None = None,
     profile: Profile | None = None,
+    steps_per_execution: int | Literal["auto"] = "auto",
     on_interrupt: Literal["auto", "return", "raise"] = "auto",
 ) -> tuple[TrainState, History]:
     """Trains for some epochs.
@@ -54,7 +55,7 @@ def fit(
     resumed goes on as if it had never stopped, and the number of devices does not change it. The host feeds the
     devices a few steps ahead and never waits for the step it has just begun.
 
-    Ctrl-C, a notebook's interrupt and SIGTERM let the step that is under way finish; with `checkpoint_dir` the
+    Ctrl-C, a notebook's interrupt and SIGTERM let the steps that are under way finish; with `checkpoint_dir` the
     state after it is saved, and the same call goes on from there, to the epoch it was going to. A second one
     stops at once, without that. Of several processes all stop after the same step, whichever got the signal; signals
     are left alone in threads other than the main one.
@@ -81,9 +82,13 @@ def fit(
             evaluated; one that returns True ends the training. Do not keep the state, the next step takes it.
         callback: the same.
         on_step: `on_step(step, metrics)` for each step, in order, with its metrics as floats; `step` counts from
-            1 as `state.step` does. It is called up to eight steps late, so that nothing waits for it.
+            1 as `state.step` does. It is called up to sixteen steps late, so that nothing waits for it.
         profile: a directory for a trace of five steps, from the eleventh of this call on, by jax's profiler; or
             (directory, first_step, num_steps).
+        steps_per_execution: how many steps the host starts at once, by `step.many`, which helps where a step is short;
+            Ctrl-C waits for them. More than 1 needs a `data.Dataset` with room on the devices, which are all of this
+            process. "auto" is 1 elsewhere, and on GPUs and TPUs; on CPUs it is up to eight, no more than take a fifth
+            of a second. An epoch, `checkpoint_every` and a profile cut them shorter, so nothing else is different.
         on_interrupt: what Ctrl-C does in the end. "return": `fit` returns the state and the history so far.
             "raise": it raises a KeyboardInterrupt with both as attributes `state` and `history`. "auto": return
             in a notebook or at a prompt, raise in a script.
@@ -141,6 +146,8 @@ def fit(
         past.under_way,
         on_step,
         Trace(profile, left),
+        _together(steps_per_execution, step, train_data, state),
+        checkpoint_every if checkpoint_dir is not None else None,
     )
     try:
         with (
@@ -170,6 +177,25 @@ def fit(
         where = _interrupt.where(loop.at, loop.epoch, epochs, saves.path(loop.at))
         return _interrupt.leave(signals.asked, state, history, where, on_interrupt)
     return state, history
+
+
+def _together(asked: Any, step: Any, source: data.Source, state: TrainState) -> int | Literal["auto"]:
+    """How many steps the host starts at once."""
+    if asked != "auto" and (isinstance(asked, bool) or not isinstance(asked, int | np.integer) or asked < 1):
+        raise ValueError(f"fit: steps_per_execution must be 'auto', or an int of 1 or more, got {asked!r}")
+    if asked == 1:
+        return 1
+    reasons = {
+        "the step was not made by make_train_step": not isinstance(step, TrainStep),
+        "the training data is no data.Dataset": not isinstance(source, data.Dataset),
+        "the devices are those of several processes": jax.process_count() > 1,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if asked == "auto":
+        return "auto" if reason is None and all(d.platform == "cpu" for d in state.store.devices or ()) else 1
+    if reason:
+        raise ValueError(f"fit: steps_per_execution is {asked}, but {reason}; say 1, or leave it out")
+    return int(asked)
 
 
 def _told(metrics_file: Any, history: History, *callbacks: Any) -> list[Callback]:

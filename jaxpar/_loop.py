@@ -3,25 +3,48 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from . import data
+from . import _batches, data
 from ._finite import check_finite
 from ._profile import Trace
 from ._progress import Progress
 from ._state import TrainState
 from ._step import TrainStep
+from ._types import Device
 
 Record = dict[str, Any]
 OnStep = Callable[[int, dict[str, float]], Any]
 
 _BEHIND = 8
+_AT_ONCE = 0.2  # seconds that several steps take together; Ctrl-C waits for them
 _SHUFFLE = 0x5FFE1E  # what tells the random key of the order of examples from those of the steps
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    """The metrics of one step; or, with `end`, of several, with the steps from `first` to `end` in their first axis."""
+
+    metrics: dict[str, jax.Array]
+    first: int = 0
+    end: int = 0
+
+    @property
+    def steps(self) -> int:
+        return self.end - self.first or 1
+
+    def rows(self) -> list[dict[str, float]]:
+        """Those that are numbers, for each step; waits for it."""
+        if not self.end:
+            return [{k: float(v) for k, v in self.metrics.items() if np.ndim(v) == 0}]
+        columns = {k: np.asarray(v) for k, v in self.metrics.items() if np.ndim(v) == 1}
+        return [{k: float(v[i]) for k, v in columns.items()} for i in range(self.first, self.end)]
 
 
 class Loop:
@@ -32,6 +55,8 @@ class Loop:
         left: how many steps are still to be made.
         under_way: what `unfinished` said about the epoch in which it is resumed.
         on_step: gets the metrics of each step, a few steps later.
+        together: how many steps a program makes; "auto": as many as take a fifth of a second, in the fast cases.
+        every: a program ends with each step whose number this divides; None for none.
     """
 
     def __init__(
@@ -45,6 +70,8 @@ class Loop:
         under_way: dict[str, Any],
         on_step: OnStep | None,
         trace: Trace,
+        together: int | Literal["auto"] = 1,
+        every: int | None = None,
     ):
         self.step, self.source, self.batch_size, self.first = step, source, batch_size, first
         self.steps = data.num_batches(source.examples(batch_size), batch_size)
@@ -53,10 +80,11 @@ class Loop:
         self.skips = getattr(step, "skips", False)
         self.state: TrainState | None = None
         self.progress, self.on_step, self.trace = progress, on_step, trace
+        self.together, self.every, self.pace = together, every, float("inf")
         self.sums: collections.Counter[str] = collections.Counter(under_way.get("sums", {}))
         self.counted, self.seconds = under_way.get("counted", 0), under_way.get("seconds", 0.0)
-        self.waiting: collections.deque[dict[str, jax.Array]] = collections.deque()  # metrics that were not read yet
-        self.started = 0.0
+        self.waiting: collections.deque[_Made] = collections.deque()  # metrics that were not read yet
+        self.started = self.read = 0.0
 
     @property
     def epoch(self) -> int:
@@ -85,20 +113,17 @@ class Loop:
         return [{**self._record(), "interrupted": True}]
 
     def run(self, state: TrainState) -> Iterator[tuple[TrainState, Record | None]]:
-        """The state after each step, with a record where an epoch is over."""
+        """The state after each step, or after several, with a record where an epoch is over."""
         self.at = int(state.step)
-        rng = jax.random.fold_in(state.rng, _SHUFFLE)
         last = self.at + self.left
-        batches = self.source.batches(self.batch_size, rng=rng, epochs=None, start=self.at, devices=state.store.devices)
+        calls = self._calls(state, last)
         try:
             self._begin_epoch(last)
             while self.at < last:
-                batch = next(batches)
-                with self.trace.step(self.at, state):
-                    state, metrics = self.step(state, batch)
+                state, made = next(calls)
                 self.state = state
-                self.at += 1
-                self.waiting.append(metrics)
+                self.at += made.steps
+                self.waiting.append(made)
                 over = (self.at - self.first) % self.steps == 0
                 self._count(0 if over else _BEHIND)
                 if not over:
@@ -113,27 +138,67 @@ class Loop:
             self.trace.close(state)
             self.progress.close()
 
+    def _calls(self, state: TrainState, last: int) -> Iterator[tuple[TrainState, _Made]]:
+        """Calls the step, or several at once; each time `at` has gone on when the next is asked for."""
+        rng, devices = jax.random.fold_in(state.rng, _SHUFFLE), state.store.devices
+        groups = self._groups(rng, devices) if devices else None
+        if groups is None:
+            source = self.source.batches(self.batch_size, rng=rng, epochs=None, start=self.at, devices=devices)
+            for batch in source:
+                with self.trace.step(self.at, state):
+                    state, metrics = self.step(state, batch)
+                yield state, _Made(metrics)
+        else:
+            for batches, number in groups:
+                done = 0
+                while done < number:
+                    end = min(number, done + self._next(last))
+                    with self.trace.step(self.at, state):
+                        state, metrics = self.step.many(state, batches, done, end)
+                    yield state, _Made(metrics, done, end)
+                    done = end
+
+    def _groups(self, rng: jax.Array, devices: Sequence[Device]) -> Iterator[tuple[data.Batch, int]] | None:
+        """Batches for several steps at once; None where the steps are to be made one by one."""
+        if self.together == 1 or not isinstance(self.source, data.Dataset):
+            return None
+        most = None if isinstance(self.together, str) else self.together  # "auto"
+        found = _batches.groups(self.source, self.batch_size, most, rng=rng, start=self.at, devices=devices)
+        if found is None and most is not None:
+            raise ValueError(f"fit: steps_per_execution is {most}, but the devices have no room for the data set")
+        return found
+
+    def _next(self, last: int) -> int:
+        """How many steps the next program is to make, if there are as many batches."""
+        if self.trace.wanted:
+            return 1
+        most = max(1, int(_AT_ONCE / self.pace)) if isinstance(self.together, str) else self.together
+        return min(most, last - self.at, self.every - self.at % self.every if self.every else most)
+
     def _begin_epoch(self, last: int) -> None:
         if self.at < last:
             epoch, done = divmod(self.at - self.first, self.steps)
             self.progress.start(epoch + 1, done)
-        self.started = time.perf_counter()
+        self.started = self.read = time.perf_counter()
 
     def _count(self, behind: int) -> None:
         """Reads the metrics of all steps but the last few, which waits for these steps."""
-        while len(self.waiting) > behind:
-            metrics = self.waiting.popleft()
-            read = {k: float(v) for k, v in metrics.items() if np.ndim(v) == 0}
-            left_out = self.skips and read["skipped"] > 0
-            if left_out and self.nonfinite == "stop":
-                assert self.state is not None
-                check_finite(metrics, self.state)
-            self.sums.update({"skipped": 1} if left_out else read)
-            self.counted += 1
-            seconds = self.seconds + time.perf_counter() - self.started
-            self.progress.step(read, self.counted * self.batch_size / seconds)
-            if self.on_step is not None:
-                self.on_step(self.at - len(self.waiting), read)
+        while sum(made.steps for made in self.waiting) > behind:
+            made = self.waiting.popleft()
+            rows = made.rows()
+            now = time.perf_counter()
+            self.pace, self.read = (now - self.read) / made.steps, now
+            number = self.at - sum(later.steps for later in self.waiting) - made.steps
+            for i, row in enumerate(rows, 1):
+                left_out = self.skips and row["skipped"] > 0
+                if left_out and self.nonfinite == "stop":
+                    assert self.state is not None
+                    check_finite(row, self.state)
+                self.sums.update({"skipped": 1} if left_out else row)
+                self.counted += 1
+                self.progress.step(row, self.counted * self.batch_size / (self.seconds + now - self.started))
+                if self.on_step is not None:
+                    self.on_step(number + i, row)
 
     def _record(self) -> Record:
         sums = dict(self.sums)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from ._settle import settle
 from ._state import TrainState, specs
 from ._store import STORE_AXIS, mesh_of
 from ._types import Device
@@ -25,12 +26,18 @@ class PmapAcross:
     """`program(state, batch) -> (new state, metrics)`; `one` is the step of one device. The state is donated."""
 
     def __init__(self, one: Any, axis_name: str, devices: tuple[Device, ...]):
-        self._one, self._axis_name, self._devices = one, axis_name, devices
+        self._one, self._axis_name, self.devices = one, axis_name, devices
         self._programs: dict[Any, Any] = {}
         by_device = NamedSharding(Mesh(np.array(devices), (axis_name,)), P(axis_name))
         self._cut = jax.jit(functools.partial(_cut, len(devices)), out_shardings=by_device)
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    def __call__(self, state: TrainState, batch: Any, *part: int) -> tuple[TrainState, Any]:
+        if part:
+            raise ValueError(
+                "train step, many: a pmap over several processes is no part of a larger program; "
+                'make the step with engine="shard_map", or call it for each batch'
+            )
+        settle((state.step, batch), self.devices)
         run, plain, layout, impls, structure = self._prepared(state)
         new, metrics = run(plain, self._cut(batch))
         new = [self._whole(x, spec) for x, spec in zip(new, layout, strict=True)]
@@ -62,15 +69,15 @@ class PmapAcross:
             self._axis_name,
             in_axes=(axes, 0),
             out_axes=(axes, None),
-            devices=self._devices,
+            devices=self.devices,
             donate_argnums=0,
         )
 
     def _whole(self, mine: jax.Array, spec: P) -> jax.Array:
         """An array over all devices out of this process's part."""
-        shape = mine.shape if spec == P() else (len(self._devices), *mine.shape[1:])
+        shape = mine.shape if spec == P() else (len(self.devices), *mine.shape[1:])
         parts = [shard.data for shard in mine.addressable_shards]
-        return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh_of(self._devices), spec), parts)
+        return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh_of(self.devices), spec), parts)
 
 
 def _cut(count: int, batch: Any) -> Any:

@@ -34,6 +34,10 @@ class Trace:
         self._made = 0
         self._on = False
 
+    @property
+    def wanted(self) -> bool:
+        return self._directory is not None
+
     def step(self, at: int, state: Any) -> contextlib.AbstractContextManager[None]:
         """Around a step; `state` is the one before it."""
         return _NOTHING if self._directory is None else self._step(self._directory, at, state)

@@ -47,12 +47,13 @@ class TrainState:
     store: kv.KVStore
     step: jax.Array
     rng: jax.Array
-    transform: Any = ()
-    model_state: Any = ()
-    loss_scale: Any = ()
-    nonfinite: Any = ()
-    outer: Any = ()
-    local: Any = ()
+    # None with a default that the class has as an attribute: `__getattr__` is for parts that are not found
+    transform: Any = dataclasses.field(default_factory=tuple)
+    model_state: Any = dataclasses.field(default_factory=tuple)
+    loss_scale: Any = dataclasses.field(default_factory=tuple)
+    nonfinite: Any = dataclasses.field(default_factory=tuple)
+    outer: Any = dataclasses.field(default_factory=tuple)
+    local: Any = dataclasses.field(default_factory=tuple)
 
     @property
     def params(self) -> Any:
@@ -60,6 +61,15 @@ class TrainState:
         if not traced(self.store.values):
             check_alive(self.store.values, "state.params")
         return kv.to_params(self.store)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A part of a state that a step made: they are put together when one of them is first asked for."""
+            if name not in self.__dataclass_fields__ or "_apart" not in vars(self):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            vars(self).update(vars(vars(self)["_apart"].together(self.rng)))
+            return vars(self)[name]
 
     def __repr__(self) -> str:
         from ._state_display import as_text

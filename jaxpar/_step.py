@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from . import _check, kv, parallel
+from ._apart import Apart, made_of, maker
 from ._donated import check_alive
 from ._finite import ACTIONS, Guard
 from ._gradient import Gradient
@@ -163,18 +164,60 @@ class TrainStep:
         self._one = one
         self._programs: dict[tuple[Device, ...], Any] = {}
         self._finishers: dict[tuple[Device, ...], Any] = {}
-        self._known: dict[tuple[Device, ...], set[Any]] = {}  # how batches lay that were on these devices
         self._stateless = one.grad_transform is None  # whether the grad_transform is known to have no state
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        return self._run(state, batch)
+
+    def many(
+        self, state: TrainState, batches: Batch, first: int = 0, end: int | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Several steps by one program, which the host starts once: for steps of less than a millisecond or so.
+
+        The numbers are those of as many calls of the step; on CPUs to the last bit.
+
+        Args:
+            batches: a pytree as the step takes it, of arrays with one more axis in front: one batch after the other.
+            first, end: takes `batches[first:end]` only. It is the same program for any of them.
+
+        Returns:
+            the state after the last step, and the metrics with the batches as a first axis, zeros for those that were
+            left out.
+
+        Raises:
+            ValueError: batches that differ in number or that cannot be divided; a `pmap` over several processes,
+                which no program can hold.
+
+        Example:
+            >>> import optax
+            >>> from jaxpar import kv, train
+            >>> step = train.make_train_step(lambda params, batch, rng: (((params["w"] - batch) ** 2).mean(), {}))
+            >>> store = kv.from_params({"w": jnp.zeros(())}, optimizer=optax.sgd(0.25))
+            >>> state = train.create_state(store, 0, devices=jax.devices()[:2])
+            >>> state, metrics = step.many(state, jnp.ones((3, 8)))  # three steps with batches of eight
+            >>> metrics["loss"].tolist(), float(state.params["w"])
+            ([1.0, 0.25, 0.0625], 0.875)
+        """
+        number = parallel.batch_length(batches, "train step, many")
+        first, end, _ = slice(first, end).indices(number)
+        return self._run(state, batches, first, end)
+
+    def _run(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One step; or several, with the part of the batches that they take."""
         if not isinstance(state, TrainState):
             raise TypeError(
                 "train step: expected a state, train.create_state(kv.from_params(params, optimizer=...), rng); "
                 f"got {_check.describe(state)}"
             )
         try:
-            program, state, batch = self._prepared(state, batch)
-            return program(state, batch)
+            program = maker(state)
+            if program is not None and self._programs.get(program.devices) is program and not program.moves:
+                try:
+                    return program(state, batch, *part)
+                except (TypeError, ValueError):
+                    pass  # of a batch on other devices, or of none at all: it is looked at now
+            program, state, batch = self._prepared(state, batch, axis=1 if part else 0)
+            return program(state, batch, *part)
         except RuntimeError as error:
             if "deleted" in str(error):
                 check_alive(state, "train step")
@@ -234,34 +277,26 @@ class TrainStep:
     def _devices_for(self, state: TrainState) -> tuple[Device, ...]:
         return self.devices or state.store.devices or tuple(jax.devices())
 
-    def _prepared(self, state: TrainState, batch: Batch) -> tuple[Any, TrainState, Batch]:
+    def _prepared(self, state: TrainState, batch: Batch, axis: int = 0) -> tuple[Any, TrainState, Batch]:
+        """The program for them, and both as it wants them: complete, looked at, and on its devices.
+
+        Args:
+            axis: that of the examples.
+        """
         devices = self._devices_for(state)
         state = self.complete(state)
         if devices not in self._programs:
             self._programs[devices] = self._compiled(devices)
-        batch = self._on(devices, batch)
-        settle((state.step, batch), devices)
-        return self._programs[devices], state, batch
+        program = self._programs[devices]
+        self._check_batch(batch, len(devices), axis)
+        arrays = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.Array) and not traced(leaf)]
+        if any(array.sharding.device_set != set(devices) for array in arrays):
+            program.moves = True
+            batch = put(batch, NamedSharding(mesh_of(devices), P(*axis * [None], STORE_AXIS)))
+        return program, state, batch
 
-    def _on(self, devices: tuple[Device, ...], batch: Batch) -> Batch:
-        """The batch, looked at, and moved where it lies on devices that are not the step's.
-
-        It takes microseconds, as long as a small step, so it is left out where all arrays lie as those of an earlier
-        batch: a new length is a new program, and `_Program` looks at the batch when it traces one.
-        """
-        known, leaves = self._known.setdefault(devices, set()), jax.tree.leaves(batch)
-        if known.issuperset([getattr(leaf, "sharding", None) for leaf in leaves]):
-            return batch
-        self._check_batch(batch, len(devices))
-        shardings = [leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array) and not traced(leaf)]
-        if any(s.device_set != set(devices) for s in shardings):
-            return put(batch, NamedSharding(mesh_of(devices), P(STORE_AXIS)))
-        if isinstance(self._programs[devices], _Program):
-            known.update(shardings)
-        return batch
-
-    def _check_batch(self, batch: Batch, devices: int) -> None:
-        n = parallel.batch_length(batch, "train step")
+    def _check_batch(self, batch: Batch, devices: int, axis: int = 0) -> None:
+        n = parallel.batch_length(batch, "train step", axis)
         parts = self._one.gradient.accumulate
         if n % (devices * parts) == 0:
             return
@@ -289,35 +324,62 @@ class TrainStep:
             leaves = [lax.with_sharding_constraint(x, s) for x, s in zip(leaves, shardings, strict=True)]
             return structure.unflatten(leaves), metrics
 
-        return _Program(step)
+        return _Program(step, devices)
 
 
 class _Program:
     """`program(state, batch) -> (new state, metrics)`, compiled; the state is donated, but for its `rng`.
 
     That stays as it is, and handing a random key out of a compiled program takes as long as five arrays.
+
+    Attributes:
+        devices: those that it runs on.
+        moves: whether a batch had to be moved there; until then, a batch for a state that the program made is not
+            looked at, which would take as long as half of a small step.
     """
 
-    def __init__(self, step: Callable[[TrainState, Batch], Any]):
-        def train_step(state: TrainState, rng: jax.Array, batch: Batch) -> Any:
-            new, metrics = step(_with_rng(state, rng), batch)
-            return _with_rng(new, None), metrics
+    moves = False
 
-        self._run = jax.jit(train_step, donate_argnums=0)
+    def __init__(self, step: Callable[[TrainState, Batch], Any], devices: tuple[Device, ...]):
+        def train_step(state: Apart, rng: jax.Array, batch: Batch) -> Any:
+            new, metrics = step(state.together(rng), batch)
+            return Apart.of(new).like(state), metrics
 
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        new, metrics = self._run(_with_rng(state, None), state.rng, batch)
-        return _with_rng(new, state.rng), metrics
+        one = jax.jit(train_step)  # so it is traced once, though `train_steps` asks for it twice
+
+        def train_steps(state: Apart, rng: jax.Array, batches: Batch, first: jax.Array, end: jax.Array) -> Any:
+            def batch(i: Any) -> Batch:
+                return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), batches)
+
+            def body(carry: Any) -> Any:
+                i, state, rows = carry
+                state, metrics = one(state, rng, batch(i))
+                return i + 1, state, jax.tree.map(lambda x, row: x.at[i].set(row), rows, metrics)
+
+            _, metrics = jax.eval_shape(lambda: one(state, rng, batch(0)))
+            number = jax.tree.leaves(batches)[0].shape[0]
+            rows = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), metrics)
+            return lax.while_loop(lambda carry: carry[0] < end, body, (first, state, rows))[1:]
+
+        self.devices = devices
+        self._numbers: dict[int, jax.Array] = {}
+        self._step, self._steps = (jax.jit(f, donate_argnums=0) for f in (train_step, train_steps))
+
+    def __call__(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One step; or those of `batch[first:end]`, `part` being these."""
+        apart = Apart.of(state)
+        settle((apart.leaves[0], batch), self.devices)
+        new, metrics = (self._steps if part else self._step)(apart, state.rng, batch, *map(self._number, part))
+        return made_of(new, state.rng, self), metrics
+
+    def _number(self, i: int) -> jax.Array:
+        """It lies on the devices, so that a call needs nothing from the host."""
+        if i not in self._numbers:
+            self._numbers[i] = everywhere(jnp.int32(i), self.devices)
+        return self._numbers[i]
 
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
-        return self._run.lower(_with_rng(state, None), state.rng, batch)
-
-
-def _with_rng(state: TrainState, rng: Any) -> TrainState:
-    """As `dataclasses.replace`, in a quarter of the time."""
-    made = object.__new__(TrainState)
-    vars(made).update(vars(state), rng=rng)
-    return made
+        return self._step.lower(Apart.of(state), state.rng, batch)
 
 
 def _finisher(one: OneDevice, axis_name: str, devices: tuple[Device, ...]) -> Any:

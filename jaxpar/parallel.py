@@ -102,12 +102,13 @@ def split_and_load(data: Any, devices: Sequence[Device], *, even_split: bool = T
     return [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
 
 
-def batch_length(data: Any, what: str) -> int:
-    """The length of the first axis that all arrays of a batch share."""
-    lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(data)}
+def batch_length(data: Any, what: str, axis: int = 0) -> int:
+    """The length of the first axis that all arrays of a batch share; `axis` 1: of the second, of several batches."""
+    lengths = {np.shape(leaf)[axis : axis + 1] for leaf in jax.tree.leaves(data)}
     if len(lengths) != 1 or () in lengths:
         shapes = [tuple(np.shape(leaf)) for leaf in jax.tree.leaves(data)]
-        raise ValueError(f"{what}: the arrays of a batch must share the length of their first axis, got {shapes}")
+        which = "second axis, the one after that of the steps" if axis else "first axis"
+        raise ValueError(f"{what}: the arrays of a batch must share the length of their {which}, got {shapes}")
     return next(iter(lengths))[0]
 
 

@@ -73,7 +73,7 @@ def test_sigterm_saves_and_exits(tmp_path, capsys, whole):
 @pytest.mark.usefixtures("handlers")
 def test_ctrl_c_in_a_script_raises_with_the_state(capsys, whole):
     with pytest.raises(KeyboardInterrupt, match=r"after step 33, in epoch 2 of 4; nothing was saved") as raised:
-        run(start(), epochs=4, on_step=at(25, signal.SIGINT))  # metrics are read eight steps later
+        run(start(), epochs=4, on_step=at(25, signal.SIGINT), steps_per_execution=1)  # read eight steps later
     state, history = raised.value.state, raised.value.history
     assert int(state.step) == 33
     assert [r.get("interrupted") for r in history] == [None, True]
@@ -101,7 +101,7 @@ def test_ctrl_c_at_a_prompt_returns_and_the_same_call_goes_on(tmp_path, capsys, 
 
 @pytest.mark.usefixtures("handlers")
 def test_the_caller_decides(monkeypatch):
-    state, history = run(start(), epochs=4, on_step=at(5, signal.SIGINT), on_interrupt="return")
+    state, history = run(start(), epochs=4, on_step=at(5, signal.SIGINT), on_interrupt="return", steps_per_execution=1)
     assert (int(state.step), history[-1]["interrupted"]) == (13, True)
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(KeyboardInterrupt, match="fit: interrupted"):

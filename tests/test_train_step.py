@@ -1,5 +1,7 @@
 """The training step: the same numbers from any devices and engine, one program, memory handed on."""
 
+import copy
+import dataclasses
 import functools
 
 import jax
@@ -299,3 +301,41 @@ def test_a_batch_that_lies_as_an_earlier_one_is_looked_at_too():
         step(state, jax.device_put({"x": np.ones((4, 3)), "y": np.ones(8)}, here))
     state, _ = step(state, jax.device_put(line(8), here))
     assert int(state.step) == 2
+
+
+def test_the_parts_of_a_state_that_a_step_made():
+    state = start(2, tx=adam())
+    step = train.make_train_step(squares)
+    made, _ = step(state, line(8))
+    with pytest.raises(AttributeError, match="'TrainState' object has no attribute 'parameters'"):
+        _ = made.parameters
+    assert not hasattr(made, "__array__")
+    copies = [copy.copy(made), dataclasses.replace(made), jax.tree.map(lambda x: x, made)]
+    assert (int(made.step), made.transform) == (1, ())
+    assert made.rng is state.rng
+    assert jax.tree.structure(made) == jax.tree.structure(state)
+    for other in copies:
+        assert other.store == made.store
+    by_hand, _ = step(dataclasses.replace(made, step=made.step + 0), line(8))  # `made` lives on in part
+    assert int(by_hand.step) == 2
+    with pytest.raises(RuntimeError, match="was given to the state that a step made of it"):
+        step(made, line(8))
+    with pytest.raises(RuntimeError, match="was given to the state that a step made of it"):
+        _ = made.params
+
+
+def test_batches_that_lie_elsewhere_in_the_middle_of_a_run():
+    devices, other = jax.devices()[:2], jax.devices()[3]
+    step = train.make_train_step(squares, devices=devices)
+    tx = optax.sgd(0.1)
+    states = [start(2, tx=tx), start(2, tx=tx)]
+    for place in (None, None, other, None, other):
+        batch = line(8)
+        states[0], _ = step(states[0], batch)
+        states[1], _ = step(states[1], batch if place is None else jax.device_put(batch, place))
+    assert states[0].store == states[1].store
+    with pytest.raises(ValueError, match="a batch of 7 cannot be divided by 2 devices"):
+        step(states[0], line(7))
+    with pytest.raises(ValueError, match="the arrays of a batch must share the length"):
+        step(states[0], {"x": np.ones((8, 3)), "y": "words"})
+    assert int(states[0].step) == 5
