@@ -32,18 +32,15 @@ class PmapAcross:
         self._cut = jax.jit(functools.partial(_cut, len(devices)), out_shardings=by_device)
 
     def __call__(self, state: TrainState, batch: Any, *part: int) -> tuple[TrainState, Any]:
-        if part:
-            raise ValueError(
-                "train step, many: a pmap over several processes is no part of a larger program; "
-                'make the step with engine="shard_map", or call it for each batch'
-            )
+        _check_one(part)
         settle((state.step, batch), self.devices)
         run, plain, layout, impls, structure = self._prepared(state)
         new, metrics = run(plain, self._cut(batch))
         new = [self._whole(x, spec) for x, spec in zip(new, layout, strict=True)]
         return structure.unflatten(_wrapped(new, impls)), metrics
 
-    def lower(self, state: TrainState, batch: Any) -> Any:
+    def lower(self, state: TrainState, batch: Any, *part: int) -> Any:
+        _check_one(part)
         run, plain, *_ = self._prepared(state)
         return run.lower(plain, self._cut(batch))
 
@@ -78,6 +75,14 @@ class PmapAcross:
         shape = mine.shape if spec == P() else (len(self.devices), *mine.shape[1:])
         parts = [shard.data for shard in mine.addressable_shards]
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh_of(self.devices), spec), parts)
+
+
+def _check_one(part: tuple[int, ...]) -> None:
+    if part:
+        raise ValueError(
+            "train step, many: a pmap over several processes is no part of a larger program; "
+            'make the step with engine="shard_map", or call it for each batch'
+        )
 
 
 def _cut(count: int, batch: Any) -> Any:

@@ -223,10 +223,10 @@ class TrainStep:
                 check_alive(state, "train step")
             raise
 
-    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
-        """The step before compilation, to look at its text, costs or memory."""
-        program, state, batch = self._prepared(state, batch)
-        return program.lower(state, batch)
+    def lower(self, state: TrainState, batch: Batch, *, many: bool = False) -> jax.stages.Lowered:
+        """The step before compilation, to look at its text, costs or memory; or what `many` runs."""
+        program, state, batch = self._prepared(state, batch, axis=int(many))
+        return program.lower(state, batch, *([0, 0] if many else []))
 
     @property
     def skips(self) -> bool:
@@ -372,14 +372,15 @@ class _Program:
         new, metrics = (self._steps if part else self._step)(apart, state.rng, batch, *map(self._number, part))
         return made_of(new, state.rng, self), metrics
 
+    def lower(self, state: TrainState, batch: Batch, *part: int) -> jax.stages.Lowered:
+        run = self._steps if part else self._step
+        return run.lower(Apart.of(state), state.rng, batch, *map(self._number, part))
+
     def _number(self, i: int) -> jax.Array:
         """It lies on the devices, so that a call needs nothing from the host."""
         if i not in self._numbers:
             self._numbers[i] = everywhere(jnp.int32(i), self.devices)
         return self._numbers[i]
-
-    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
-        return self._step.lower(Apart.of(state), state.rng, batch)
 
 
 def _finisher(one: OneDevice, axis_name: str, devices: tuple[Device, ...]) -> Any:

@@ -64,11 +64,12 @@ def test_shapes_has_every_sort_of_row_beside_every_plain_step(tmp_path):
     shown, report = run("shapes", tmp_path)  # it compares the losses itself
     for name, row in report["rows"].items():
         plain = {"plain jit", "plain shard_map", "plain pmap"} if "2 devices" in name else {"plain jit"}
-        assert set(row["ms_a_step"]) == plain | {"jaxpar pmap", "jaxpar shard_map"}
+        assert set(row["ms_a_step"]) == plain | {"jaxpar pmap", "jaxpar shard_map", "jaxpar many"}
         assert all(v > 0 for v in [*row["ms_a_step"].values(), *row["against_plain"].values()])
         assert name in shown
     assert {name.split()[0] for name in report["rows"]} == {"LeNet", "ResNet", "transformer"}
-    assert "slower than plain by more than 3 %:" in shown
+    for way in ("pmap", "many"):
+        assert f"jaxpar {way}, slower than plain by more than 3 %:" in shown
 
 
 def test_lenet_parts_add_up(tmp_path):

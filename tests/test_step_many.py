@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from kv_model import compilations
+from kv_model import collectives_in, compilations
 from step_model import ENGINES, IN_TURN, line, squares
 
 from jaxpar import _batches, data, kv, train
@@ -118,6 +118,27 @@ def test_the_state_is_given_away():
     assert state.store.values[0].is_deleted()
     with pytest.raises(RuntimeError, match="was given to the state that a step made of it"):
         step.many(state, stacked())
+
+
+@pytest.mark.parametrize(("engine", "kind"), IN_TURN)
+def test_the_program_has_the_collectives_and_the_memory_of_one_step(engine, kind):
+    """Nothing is copied that a step does not copy, and the state's memory is given to the new one."""
+    params = {"w": jnp.ones(3), "b": jnp.zeros((64, 1024))}
+    state = train.create_state(kv.from_params(params, kind=kind, optimizer=TX), 7, devices=jax.devices()[:2])
+
+    def loss_fn(params, batch, rng):
+        return squares({"w": params["w"], "b": params["b"].mean()}, batch, rng)
+
+    step = train.make_train_step(loss_fn, engine=engine)
+    batches = stacked()
+    one = step.lower(state, LINES[0]).compile()
+    many = step.lower(state, batches, many=True).compile()
+    assert sorted(collectives_in(many.as_text())) == sorted(collectives_in(one.as_text()))
+    one, many = one.memory_analysis(), many.memory_analysis()
+    extra = sum(x.nbytes for x in jax.tree.leaves(batches)) + 1024
+    assert many.alias_size_in_bytes >= one.alias_size_in_bytes
+    assert many.temp_size_in_bytes <= one.temp_size_in_bytes + extra
+    assert many.argument_size_in_bytes <= one.argument_size_in_bytes + extra
 
 
 def test_a_step_that_stops_in_the_middle():
