@@ -87,8 +87,9 @@ def fit(
             (directory, first_step, num_steps).
         steps_per_execution: how many steps the host starts at once, by `step.many`, which helps where a step is short;
             Ctrl-C waits for them. More than 1 needs a `data.Dataset` with room on the devices, which are all of this
-            process. "auto" is 1 elsewhere, and on GPUs and TPUs; on CPUs it is up to eight, no more than take a fifth
-            of a second. An epoch, `checkpoint_every` and a profile cut them shorter, so nothing else is different.
+            process. An epoch, `checkpoint_every` and a profile cut them shorter, so nothing else is different.
+            "auto" is up to eight on CPUs, no more than take a fifth of a second; 1 on GPUs and TPUs, for a step with
+            convolutions of XLA's (see `many`), and where more is not possible.
         on_interrupt: what Ctrl-C does in the end. "return": `fit` returns the state and the history so far.
             "raise": it raises a KeyboardInterrupt with both as attributes `state` and `history`. "auto": return
             in a notebook or at a prompt, raise in a script.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -141,32 +142,37 @@ class Loop:
     def _calls(self, state: TrainState, last: int) -> Iterator[tuple[TrainState, _Made]]:
         """Calls the step, or several at once; each time `at` has gone on when the next is asked for."""
         rng, devices = jax.random.fold_in(state.rng, _SHUFFLE), state.store.devices
-        groups = self._groups(rng, devices) if devices else None
+        groups = self._groups(state, rng, devices) if devices else None
         if groups is None:
             source = self.source.batches(self.batch_size, rng=rng, epochs=None, start=self.at, devices=devices)
             for batch in source:
                 with self.trace.step(self.at, state):
                     state, metrics = self.step(state, batch)
                 yield state, _Made(metrics)
-        else:
-            for batches, number in groups:
-                done = 0
-                while done < number:
-                    end = min(number, done + self._next(last))
-                    with self.trace.step(self.at, state):
-                        state, metrics = self.step.many(state, batches, done, end)
-                    yield state, _Made(metrics, done, end)
-                    done = end
+            return
+        for batches, number in groups:
+            done = 0
+            while done < number:
+                end = min(number, done + self._next(last))
+                with self.trace.step(self.at, state):
+                    state, metrics = self.step.many(state, batches, done, end)
+                yield state, _Made(metrics, done, end)
+                done = end
 
-    def _groups(self, rng: jax.Array, devices: Sequence[Device]) -> Iterator[tuple[data.Batch, int]] | None:
+    def _groups(
+        self, state: TrainState, rng: jax.Array, devices: Sequence[Device]
+    ) -> Iterator[tuple[data.Batch, int]] | None:
         """Batches for several steps at once; None where the steps are to be made one by one."""
         if self.together == 1 or not isinstance(self.source, data.Dataset):
             return None
         most = None if isinstance(self.together, str) else self.together  # "auto"
-        found = _batches.groups(self.source, self.batch_size, most, rng=rng, start=self.at, devices=devices)
-        if found is None and most is not None:
+        groups = _batches.groups(self.source, self.batch_size, most, rng=rng, start=self.at, devices=devices)
+        if most is not None and groups is None:
             raise ValueError(f"fit: steps_per_execution is {most}, but the devices have no room for the data set")
-        return found
+        if most is not None or groups is None:
+            return groups
+        first = next(groups)
+        return None if self.step.slow_in_a_loop(state, first[0]) else itertools.chain([first], groups)
 
     def _next(self, last: int) -> int:
         """How many steps the next program is to make, if there are as many batches."""

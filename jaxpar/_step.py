@@ -172,9 +172,11 @@ class TrainStep:
     def many(
         self, state: TrainState, batches: Batch, first: int = 0, end: int | None = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Several steps by one program, which the host starts once: for steps of less than a millisecond or so.
+        """Several steps by one program, which the host starts once: for short steps.
 
-        The numbers are those of as many calls of the step; on CPUs to the last bit.
+        The numbers are those of as many calls of the step, on CPUs nearly always to the last bit. The steps are a loop,
+        and XLA's CPU compiler has slow code alone for a convolution inside of one (jax 0.10 to 0.12): there a step with
+        convolutions is better called for each batch. `models.lenet` has none from 8 images a device on.
 
         Args:
             batches: a pytree as the step takes it, of arrays with one more axis in front: one batch after the other.
@@ -227,6 +229,10 @@ class TrainStep:
         """The step before compilation, to look at its text, costs or memory; or what `many` runs."""
         program, state, batch = self._prepared(state, batch, axis=int(many))
         return program.lower(state, batch, *([0, 0] if many else []))
+
+    def slow_in_a_loop(self, state: TrainState, batches: Batch) -> bool:
+        """Whether `many` had better be left alone on CPUs: where the step has a convolution of XLA's."""
+        return "stablehlo.convolution" in self.lower(state, batches, many=True).as_text()
 
     @property
     def skips(self) -> bool:

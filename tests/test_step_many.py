@@ -245,6 +245,25 @@ def test_calls_of_the_step():
     assert not calls
 
 
+def test_convolutions_are_kept_out_of_loops():
+    def loss_fn(params, batch, rng):
+        found = jax.lax.conv(batch["image"].reshape(-1, 1, 4, 1), params["w"], (1, 1), "SAME")
+        return (found**2).mean(), {}
+
+    class Single(train.TrainStep):
+        def many(self, *args):
+            raise AssertionError("called")
+
+    store = kv.from_params({"w": jnp.ones((1, 1, 3, 1))}, optimizer=SGD)
+    state = train.create_state(store, 3, devices=jax.devices()[:2])
+    step = train.make_train_step(loss_fn)
+    step.__class__ = Single
+    state, _ = fit(state, step=step, epochs=1)
+    assert int(state.step) == 12
+    with pytest.raises(AssertionError, match="called"):
+        fit(state, step=step, epochs=1, steps_per_execution=4)
+
+
 def test_what_cannot_be_together(monkeypatch):
     arrays = data.from_arrays({"image": POINTS.images, "label": POINTS.labels})
     assert int(fit(source=arrays, epochs=1)[0].step) == 12  # "auto" is 1 here
