@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from . import _check, kv, parallel
-from ._apart import Apart, made_of, maker
+from ._apart import maker
 from ._donated import check_alive
 from ._finite import ACTIONS, Guard
 from ._gradient import Gradient
 from ._local_steps import LocalSteps, check_local_steps
 from ._one_device import OneDevice
 from ._pmap_across import PmapAcross
+from ._program import Program, finisher
 from ._put import put
 from ._scaling import DynamicLossScale, check_loss_scale
 from ._settle import settle
-from ._state import TrainState, carries, everywhere, placed, specs
+from ._state import TrainState, carries, everywhere, placed
 from ._store import STORE_AXIS, mesh_of
 from ._types import Device, traced
 
@@ -263,7 +263,7 @@ class TrainStep:
         if not state.store.staleness and not carries(state.local):
             return state
         if devices not in self._finishers:
-            self._finishers[devices] = _finisher(self._one, self.axis_name, devices)
+            self._finishers[devices] = finisher(self._one, self.axis_name, devices)
         settle(state, devices)
         return self._finishers[devices](state)
 
@@ -319,107 +319,8 @@ class TrainStep:
     def _compiled(self, devices: tuple[Device, ...]) -> Any:
         if self.engine == "pmap" and len({d.process_index for d in devices}) > 1:
             return PmapAcross(self._one, self.axis_name, devices)
-        engine = _pmapped if self.engine == "pmap" else _shard_mapped
 
-        def step(state: TrainState, batch: Batch) -> Any:
+        def check(batch: Batch) -> None:
             self._check_batch(batch, len(devices))
-            new, metrics = engine(self._one, self.axis_name, devices, state, batch)
-            # The new state lies exactly as the old one does, so the next step finds its program.
-            shardings = [NamedSharding(mesh_of(devices), spec) for spec in specs(new, STORE_AXIS)]
-            leaves, structure = jax.tree.flatten(new)
-            leaves = [lax.with_sharding_constraint(x, s) for x, s in zip(leaves, shardings, strict=True)]
-            return structure.unflatten(leaves), metrics
 
-        return _Program(step, devices)
-
-
-class _Program:
-    """`program(state, batch) -> (new state, metrics)`, compiled; the state is donated, but for its `rng`.
-
-    That stays as it is, and handing a random key out of a compiled program takes as long as five arrays.
-
-    Attributes:
-        devices: those that it runs on.
-        moves: whether a batch had to be moved there; until then, a batch for a state that the program made is not
-            looked at, which would take as long as half of a small step.
-    """
-
-    moves = False
-
-    def __init__(self, step: Callable[[TrainState, Batch], Any], devices: tuple[Device, ...]):
-        def train_step(state: Apart, rng: jax.Array, batch: Batch) -> Any:
-            new, metrics = step(state.together(rng), batch)
-            return Apart.of(new).like(state), metrics
-
-        one = jax.jit(train_step)  # so it is traced once, though `train_steps` asks for it twice
-
-        def train_steps(state: Apart, rng: jax.Array, batches: Batch, first: jax.Array, end: jax.Array) -> Any:
-            def batch(i: Any) -> Batch:
-                return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), batches)
-
-            def body(carry: Any) -> Any:
-                i, state, rows = carry
-                state, metrics = one(state, rng, batch(i))
-                return i + 1, state, jax.tree.map(lambda x, row: x.at[i].set(row), rows, metrics)
-
-            _, metrics = jax.eval_shape(lambda: one(state, rng, batch(0)))
-            number = jax.tree.leaves(batches)[0].shape[0]
-            rows = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), metrics)
-            return lax.while_loop(lambda carry: carry[0] < end, body, (first, state, rows))[1:]
-
-        self.devices = devices
-        self._numbers: dict[int, jax.Array] = {}
-        self._step, self._steps = (jax.jit(f, donate_argnums=0) for f in (train_step, train_steps))
-
-    def __call__(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One step; or those of `batch[first:end]`, `part` being these."""
-        apart = Apart.of(state)
-        settle((apart.leaves[0], batch), self.devices)
-        new, metrics = (self._steps if part else self._step)(apart, state.rng, batch, *map(self._number, part))
-        return made_of(new, state.rng, self), metrics
-
-    def lower(self, state: TrainState, batch: Batch, *part: int) -> jax.stages.Lowered:
-        run = self._steps if part else self._step
-        return run.lower(Apart.of(state), state.rng, batch, *map(self._number, part))
-
-    def _number(self, i: int) -> jax.Array:
-        """It lies on the devices, so that a call needs nothing from the host."""
-        if i not in self._numbers:
-            self._numbers[i] = everywhere(jnp.int32(i), self.devices)
-        return self._numbers[i]
-
-
-def _finisher(one: OneDevice, axis_name: str, devices: tuple[Device, ...]) -> Any:
-    """The compiled `TrainStep.finish`; the old state stays."""
-
-    def finish(state: TrainState) -> TrainState:
-        layout = jax.tree.structure(state).unflatten(specs(state, axis_name))
-        mesh = Mesh(np.array(devices), (axis_name,))
-        return jax.shard_map(one.flushed, mesh=mesh, in_specs=(layout,), out_specs=layout, check_vma=False)(state)
-
-    return jax.jit(finish)
-
-
-def _pmapped(one: Any, axis_name: str, devices: Any, state: TrainState, batch: Batch) -> Any:
-    leaves, structure = jax.tree.flatten(state)
-    axes = [None if spec == P() else 0 for spec in specs(state, axis_name)]
-
-    def body(leaves: list[jax.Array], batch: Batch) -> Any:
-        new, metrics = one(structure.unflatten(leaves), batch)
-        return jax.tree.leaves(new), metrics
-
-    run = jax.pmap(body, axis_name, in_axes=(axes, 0), out_axes=(axes, None), devices=devices)
-    k = len(devices)
-    new, metrics = run(leaves, jax.tree.map(lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]), batch))
-    return structure.unflatten(new), metrics
-
-
-def _shard_mapped(one: Any, axis_name: str, devices: Any, state: TrainState, batch: Batch) -> Any:
-    layout = jax.tree.structure(state).unflatten(specs(state, axis_name))
-    return jax.shard_map(
-        one,
-        mesh=Mesh(np.array(devices), (axis_name,)),
-        in_specs=(layout, P(axis_name)),
-        out_specs=(layout, P()),
-        check_vma=False,  # with the check on, the gradient of replicated params would come summed already
-    )(state, batch)
+        return Program(self._one, self.engine, self.axis_name, devices, check)

@@ -24,7 +24,7 @@ FLOORS = {
     1: "_compressed _compressor _event_file _lowrank _mxnet_rules _quantize _rowsparse _sharing buckets "
     "collectives compression models mxnet_optimizers sparse updaters viz",
     2: "_across _apart _delay _display _eager _finite _gradient _local_steps _loss _one_device _params _pmap_across "
-    "_pull _push _push_rows _scaling _state _state_display _step _store kv parallel",
+    "_program _pull _push _push_rows _scaling _state _state_display _step _store kv parallel",
 }
 
 

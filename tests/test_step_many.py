@@ -112,6 +112,15 @@ def test_single_steps_in_between():
     same(state, want)
 
 
+def test_inside_of_another_program():
+    step = train.make_train_step(squares)
+    want, _ = one_by_one(step, start())
+    state, _ = jax.jit(step.many)(start(), stacked())
+    same(state, want)
+    state, _ = step.many(start(), stacked())  # nothing of that trace is left behind
+    same(state, want)
+
+
 def test_the_state_is_given_away():
     state, step = start(), train.make_train_step(squares)
     step.many(state, stacked())
