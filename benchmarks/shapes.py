@@ -213,7 +213,7 @@ def all_rows() -> list[Row]:
 
 QUICK = (
     Row("LeNet", 8, 1),
-    Row("LeNet", 2, 2, "Adam", "bf16"),
+    Row("small MLP", 2, 2, "Adam", "bf16"),
     Row("ResNet", 2, 2, "momentum"),
     Row("transformer", 2, 1, "Adam"),
 )

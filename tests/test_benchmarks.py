@@ -67,7 +67,7 @@ def test_shapes_has_every_sort_of_row_beside_every_plain_step(tmp_path):
         assert set(row["ms_a_step"]) == plain | {"jaxpar pmap", "jaxpar shard_map", "jaxpar many"}
         assert all(v > 0 for v in [*row["ms_a_step"].values(), *row["against_plain"].values()])
         assert name in shown
-    assert {name.split()[0] for name in report["rows"]} == {"LeNet", "ResNet", "transformer"}
+    assert {name.split()[0] for name in report["rows"]} == {"LeNet", "small", "ResNet", "transformer"}
     for way in ("pmap", "many"):
         assert f"jaxpar {way}, slower than plain by more than 3 %:" in shown
 
