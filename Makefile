@@ -73,6 +73,6 @@ constraints: $(READY)  # write constraints.txt anew: versions only, for every su
 		--quiet -o constraints.txt --upgrade pyproject.toml
 
 clean:  ## remove what make made
-	rm -rf $(VENV) runs build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs build dist site .pytest_cache .ruff_cache docs/.ruff_cache .hypothesis
 
 .PHONY: help setup debian train test notebooks lab lab-test lint docs matrix bench mxnet constraints clean

@@ -48,9 +48,10 @@ def test_the_sdist_holds_what_the_tests_need(built):
     wanted = {"pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "Makefile", "constraints.txt", "mkdocs.yml"}
     for folder, pattern in (("tests", "*.py"), ("docs", "*"), ("notebooks", "*.ipynb"), ("tools", "*.py")):
         wanted |= {str(p.relative_to(ROOT)) for p in (ROOT / folder).rglob(pattern) if p.is_file()}
-    wanted = {name for name in wanted if "__pycache__" not in name and ".ipynb_checkpoints" not in name}
+    left_behind = ("__pycache__", ".ipynb_checkpoints", ".ruff_cache")
+    wanted = {name for name in wanted if not any(word in name for word in left_behind)}
     assert (wanted | MODULES | {"jaxpar/py.typed"}) <= sources
-    assert not [name for name in sources if re.search(r"__pycache__|\.venv|^runs/|^site/|^dist/", name)]
+    assert not [name for name in sources if re.search(r"__pycache__|\.ruff_cache|\.venv|^runs/|^site/|^dist/", name)]
 
 
 def test_the_metadata(built):
