@@ -164,11 +164,9 @@ def groups(
     """
     size, mesh = len(dataset), Mesh(np.array(devices), ("data",))
     _check(size, batch_size, True, len(devices))
-    return (
-        _groups(dataset, batch_size, most, start, _order.on_devices(rng, size, mesh), mesh)
-        if fits(dataset, mesh)
-        else None
-    )
+    if not fits(dataset, mesh):
+        return None
+    return _groups(dataset, batch_size, most, start, _order.on_devices(rng, size, mesh), mesh)
 
 
 def _groups(

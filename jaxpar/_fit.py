@@ -86,8 +86,8 @@ def fit(
         profile: a directory for a trace of five steps, from the eleventh of this call on, by jax's profiler; or
             (directory, first_step, num_steps).
         steps_per_execution: how many steps the host starts at once, by `step.many`, which helps where a step is short;
-            Ctrl-C waits for them. More than 1 needs a `data.Dataset` with room on the devices, which are all of this
-            process. An epoch, `checkpoint_every` and a profile cut them shorter, so nothing else is different.
+            Ctrl-C waits for them. More than 1 needs a `data.Dataset` with room on the devices, and a
+            single process. An epoch, `checkpoint_every` and a profile cut them shorter, so nothing else is different.
             "auto" is up to eight on CPUs, no more than take a fifth of a second; 1 on GPUs and TPUs, for a step with
             convolutions of XLA's (see `many`), and where more is not possible.
         on_interrupt: what Ctrl-C does in the end. "return": `fit` returns the state and the history so far.
@@ -189,7 +189,8 @@ def _together(asked: Any, step: Any, source: data.Source, state: TrainState) -> 
     reasons = {
         "the step was not made by make_train_step": not isinstance(step, TrainStep),
         "the training data is no data.Dataset": not isinstance(source, data.Dataset),
-        "the devices are those of several processes": jax.process_count() > 1,
+        "there are several processes": jax.process_count() > 1,
+        "the state was not made by create_state, so its devices are not known": not state.store.devices,
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     if asked == "auto":

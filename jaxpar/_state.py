@@ -47,7 +47,7 @@ class TrainState:
     store: kv.KVStore
     step: jax.Array
     rng: jax.Array
-    # None with a default that the class has as an attribute: `__getattr__` is for parts that are not found
+    # By factories: a default that is an attribute of the class would hide a part that is not put together yet.
     transform: Any = dataclasses.field(default_factory=tuple)
     model_state: Any = dataclasses.field(default_factory=tuple)
     loss_scale: Any = dataclasses.field(default_factory=tuple)
