@@ -36,7 +36,7 @@ class Output(threading.Thread):
         self._queue.put((descriptor, data))
 
     def say(self, line: str) -> None:
-        self.write(2, f"jaxpar launch: {line}\n".encode())
+        self.write(2, f"jaxpar launch: {line}\n".encode(errors="backslashreplace"))
 
     def finish(self, seconds: float | None) -> None:
         self._queue.put(None)

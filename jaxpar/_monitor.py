@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import select
 import socket
 import sys
 import threading
@@ -17,7 +16,8 @@ import time
 from typing import Any
 
 from ._hub import INTERRUPTED, MOMENT, HubThread
-from ._wire import BEAT, AwakeClock, Line, Message
+from ._messages import FROM_HUB, Message, printable
+from ._wire import BEAT, AwakeClock, Line
 
 LOST = 75  # exit status of a process that ends because another was lost: EX_TEMPFAIL of sysexits.h, "try again"
 _WELCOME = 5.0  # seconds in which a hub answers
@@ -30,7 +30,7 @@ class Monitor(threading.Thread):
     def __init__(self, rank: int, size: int, *, job: str, silence: float, launched: bool, hub: HubThread | None):
         super().__init__(name="jaxpar-monitor", daemon=True)
         self.rank, self.size, self.job, self.silence = rank, size, job, silence
-        self.launched, self.hub = launched, hub
+        self.hub, self._hub_name = hub, "the launcher" if launched else "process 0"
         self.hint: str | None = None
         self.status = 0  # what this process failed with
         self._told = self._left = self._stopped = self._hub_leaves = False
@@ -61,33 +61,38 @@ class Monitor(threading.Thread):
             time.sleep(0 if self._line else 0.1)
         beaten = 0.0
         while True:  # the hub says which are missing when they do not come, shortly after its own time limit
-            messages, self._early = self._early + self._line.receive(), []
-            for message in messages:
+            self._early += self._line.receive()
+            while self._early:
+                message = self._early.pop(0)
                 if "go" in message:
                     self._hub_host = message["host"]
-                    return
+                    return  # what came with it is for `run`
                 if "refused" in message:
                     raise ConnectionError(message["refused"])
                 if "lost" in message:
                     self._end(message)
+            if self._line.fault is not None:
+                raise ConnectionError(f"{self._hub_name} {_rubbish(self._line.fault)}")
             if self._line.closed or time.monotonic() > end + 2 * self.silence:
                 raise ConnectionError("the connection to process 0 was closed before all processes were there")
             if time.monotonic() - beaten > BEAT:
                 beaten = time.monotonic()
                 self._line.send(beat=1)
-            self._wait(BEAT / 2)
+            self._line.wait(BEAT / 2)
 
     def run(self) -> None:
         assert self._line is not None
         clock, beaten = AwakeClock(), 0.0
         heard = clock.now
         while not self._stopped:
-            self._wait(BEAT / 2)
+            self._line.wait(BEAT / 2)
             now = clock.tick()
-            messages = self._line.receive()
+            messages, self._early = self._early + self._line.receive(), []
             for message in messages:
                 self._on_message(message)
             heard = now if messages else heard
+            if self._line.fault is not None:
+                return self._hub_lost("it " + _rubbish(self._line.fault))
             if self._line.closed:
                 return self._hub_lost("its connection closed without a word (killed?)")
             if now - heard > self.silence and not self._left:
@@ -106,9 +111,9 @@ class Monitor(threading.Thread):
         self.join()
 
     def tell_hint(self, hint: str | None) -> None:
-        self.hint = hint
+        self.hint = None if hint is None else printable(hint)
         if self._line is not None:
-            self._line.send(hint=hint)
+            self._line.send(hint=self.hint)
 
     def fail(self, status: int, why: str) -> None:
         """Tells the others that this process failed by itself.
@@ -141,19 +146,15 @@ class Monitor(threading.Thread):
                 sock = socket.create_connection(address, timeout=2)
             except OSError:
                 continue
-            line = Line(sock)
+            line = Line(sock, FROM_HUB)
             hello = {"job": self.job, "rank": self.rank, "size": self.size, "host": socket.gethostname()}
             line.send(hello=1, patience=patience, **hello)
-            select.select([sock], [], [], _WELCOME)
+            line.wait(_WELCOME)
             self._early = line.receive()
             if any({"welcome", "refused"} & set(m) for m in self._early):
                 return line
             line.close()  # not our hub: another run, or another service at one of these ports
         return None
-
-    def _wait(self, seconds: float) -> None:
-        assert self._line is not None
-        select.select([self._line.sock], [], [], seconds)
 
     def _on_message(self, message: Message) -> None:
         if "hint" in message:
@@ -166,8 +167,7 @@ class Monitor(threading.Thread):
     def _hub_lost(self, why: str) -> None:
         if self._left or self._hub_leaves or self._told:
             return
-        name = "the launcher" if self.launched else "process 0"
-        self._end({"name": name, "host": self._hub_host, "why": why})
+        self._end({"name": self._hub_name, "host": self._hub_host, "why": why})
 
     def _end(self, message: Message) -> None:
         name = message.get("name", f"process {message.get('lost')}")
@@ -182,6 +182,10 @@ class Monitor(threading.Thread):
                 self.hub.linger(2.0)
         finally:
             os._exit(LOST)
+
+
+def _rubbish(fault: str) -> str:
+    return f"sent what is no message of this run: {fault}"
 
 
 def last_words(line: str) -> None:

@@ -1,56 +1,98 @@
-"""JSON messages, one a line, over a socket; and a clock that stands still while this process does."""
+"""One end of a connection that carries messages, and a clock that skips the time in which this process stood still."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import select
 import socket
+import threading
 import time
 from typing import Any
 
-BEAT = 1.0  # seconds from one beat to the next
-_LONGEST = 1 << 16  # bytes of one message
-_PAUSE = 2.0  # seconds between two looks at the clock from which this process counts as having been held up
+from ._messages import LONGEST, Message, Types, encode, parse
 
-Message = dict[str, Any]
+BEAT = 1.0  # seconds from one heartbeat to the next
+_PAUSE = 2.0  # seconds between two looks at the clock from which this process counts as having been held up
 
 
 class Line:
-    """One end of a connection. It never blocks: a peer that does not read loses messages, not our time."""
+    """One end of a connection. It never blocks: a peer that does not read loses messages, not our time.
 
-    def __init__(self, sock: socket.socket):
+    Args:
+        sock: a connected socket.
+        types: the messages that the other end may send.
+
+    Attributes:
+        closed: whether the connection has ended, or what arrived was no message.
+        fault: what was wrong with what arrived, in printable words, else None.
+    """
+
+    def __init__(self, sock: socket.socket, types: Types):
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock, self.closed, self._rest = sock, False, b""
+        self.sock, self.closed, self._types = sock, False, types
+        self.fault: str | None = None
+        self._rest, self._unsent = b"", b""
+        self._sending = threading.RLock()
+        self._since, self._received = time.monotonic(), 0
 
     def send(self, **message: Any) -> None:
-        try:
-            self.sock.send(json.dumps(message).encode() + b"\n")
-        except (BlockingIOError, InterruptedError):
-            pass
-        except OSError:
-            self.closed = True
+        """Send a message, whole; it is dropped where 64 KiB wait to be read."""
+        with self._sending:
+            if len(self._unsent) <= LONGEST:
+                self._unsent += encode(message)
+            try:
+                while self._unsent:
+                    self._unsent = self._unsent[self.sock.send(self._unsent) :]
+            except (BlockingIOError, InterruptedError):
+                pass
+            except OSError:
+                self.closed, self._unsent = True, b""
 
     def receive(self) -> list[Message]:
-        """What has arrived; `closed` is set where the other end is gone or talks something else."""
+        """The next messages, of 64 KiB at most; `closed` and `fault` are set where there are no more."""
+        try:
+            data = self.sock.recv(LONGEST)
+        except (BlockingIOError, InterruptedError):
+            return []
+        except OSError:
+            data = b""
+        self._count(len(data))
+        self.closed = self.closed or not data
+        *lines, self._rest = (self._rest + data).split(b"\n")
         messages: list[Message] = []
         try:
-            while chunk := self.sock.recv(_LONGEST):
-                *lines, self._rest = (self._rest + chunk).split(b"\n")
-                messages += [json.loads(line) for line in lines]
-                if len(self._rest) > _LONGEST:
-                    raise ValueError("a message without an end")
-            self.closed = True
-        except (BlockingIOError, InterruptedError):
-            pass
-        except (OSError, ValueError):
-            self.closed = True
-        return [m for m in messages if isinstance(m, dict)]
+            for line in lines:
+                messages.append(parse(line, self._types))
+            if len(self._rest) > LONGEST:
+                raise ValueError(f"a message has at most {LONGEST} bytes")
+        except ValueError as error:
+            self.closed, self.fault, self._rest = True, str(error), b""
+        return messages
+
+    @property
+    def is_flooding(self) -> bool:
+        """Whether more than 128 KiB arrived within the present second."""
+        return self._received > 2 * LONGEST and time.monotonic() - self._since < BEAT
+
+    def wait(self, seconds: float) -> None:
+        """Wait until something arrives; for the whole time where too much does."""
+        if self.is_flooding:
+            return time.sleep(seconds)
+        poll = select.poll()  # select.select takes no descriptor above 1023
+        poll.register(self.sock, select.POLLIN)
+        poll.poll(1000 * seconds)
 
     def close(self) -> None:
         self.closed = True
         self.sock.close()
+
+    def _count(self, number: int) -> None:
+        now = time.monotonic()
+        if now - self._since >= BEAT:
+            self._since, self._received = now, 0
+        self._received += number
 
 
 class AwakeClock:

@@ -18,6 +18,7 @@ import numpy as np
 
 from . import _cluster, _meeting
 from ._hub import SILENCE
+from ._messages import MOST_SECONDS
 from ._monitor import LOST as LOST, Monitor, watch_exit
 from ._relay import Relay
 
@@ -78,10 +79,10 @@ def initialize(
         initialization_timeout = float(os.environ.get("JAXPAR_INITIALIZATION_TIMEOUT") or 60)
     if heartbeat_timeout is None:
         heartbeat_timeout = float(os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or SILENCE)
-    if initialization_timeout <= 0 or heartbeat_timeout < 2:
+    if not 0 < initialization_timeout <= MOST_SECONDS or not 2 <= heartbeat_timeout <= MOST_SECONDS:
         raise ValueError(
             "distributed.initialize: initialization_timeout must be above 0 and heartbeat_timeout 2 seconds or more, "
-            f"got {initialization_timeout:g} and {heartbeat_timeout:g}"
+            f"got {initialization_timeout:g} and {heartbeat_timeout:g}; both at most {MOST_SECONDS:.0f}, a week"
         )
     found = _cluster.find(coordinator, num_processes, process_id)
     by_hand = any(x is not None for x in (coordinator, num_processes, process_id))

@@ -14,7 +14,7 @@ import types
 import jax
 import pytest
 
-from jaxpar import _cluster, _meeting, _wire, distributed
+from jaxpar import _cluster, _meeting, _messages, _wire, distributed
 from jaxpar._hub import HubThread
 from jaxpar._monitor import Monitor
 
@@ -193,12 +193,12 @@ def test_all_meet():
 
 
 def test_other_numbers_are_told_to_all():
-    for error in meet((0, 2), (1, 3)):
+    for error in meet((0, 2), (1, 3), seconds=1.0):
         assert "process 1 was started as one of 3, this run has 2 processes" in error
 
 
 def test_a_number_that_stands_twice_is_told_to_all():
-    for error in meet((0, 3), (1, 3), (1, 3)):
+    for error in meet((0, 3), (1, 3), (1, 3), seconds=1.0):
         assert "two processes say that they are process 1; each needs a number of its own" in error
 
 
@@ -242,15 +242,16 @@ def test_the_port_of_the_coordinator_is_taken():
 
 def test_messages_that_are_none():
     here, there = socket.socketpair()
-    line = _wire.Line(here)
-    there.sendall(b'{"beat": 1}\n[1]\n{"go"')
+    line = _wire.Line(here, _messages.FROM_HUB)
+    there.sendall(b'{"beat": 1}\n{"closing"')
     assert line.receive() == [{"beat": 1}]
     there.sendall(b": 1}\n")
-    assert line.receive() == [{"go": 1}]
+    assert line.receive() == [{"closing": 1}]
     assert not line.closed
-    there.sendall(b"GET / HTTP/1.1\n")
-    assert line.receive() == []
+    there.sendall(b'{"beat": 1}\nGET / HTTP/1.1\n{"beat": 1}\n')
+    assert line.receive() == [{"beat": 1}]
     assert line.closed
+    assert line.fault == "a message is a line of JSON"
     line.close()
     there.close()
 

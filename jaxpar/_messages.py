@@ -1,0 +1,126 @@
+"""The messages of a run: which there are in each direction, and what each field may hold.
+
+A message is one line of JSON: an object whose fields are exactly those of its type. Nothing else is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Message = dict[str, Any]
+Types = Mapping[str, tuple[str, ...]]  # the field that names the type, and the other fields
+
+LONGEST = 1 << 16  # bytes of one message
+MOST_SECONDS = 7 * 24 * 3600.0  # of a time limit
+_MOST_PROCESSES = 1 << 20
+
+FROM_PROCESS: Types = {
+    "hello": ("job", "rank", "size", "host", "patience"),
+    "beat": (),
+    "hint": (),
+    "failed": (),
+    "interrupted": (),
+    "leaving": (),
+}
+FROM_HUB: Types = {
+    "welcome": (),
+    "stranger": (),
+    "beat": (),
+    "hint": (),
+    "go": ("host",),
+    "lost": ("host", "why"),
+    "refused": (),
+    "closing": (),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Field:
+    """What a field may hold, in words and as a question; `longest` caps a text."""
+
+    words: str
+    is_valid: Callable[[Any], bool]
+    longest: int = 0
+
+
+def _integer(low: int, high: int) -> _Field:
+    return _Field(f"an int from {low} to {high}", lambda value: type(value) is int and low <= value <= high)
+
+
+def _text(longest: int, *, or_null: bool = False) -> _Field:
+    def is_valid(value: Any) -> bool:
+        if value is None:
+            return or_null
+        return isinstance(value, str) and len(value) <= longest and value.isprintable()
+
+    return _Field(f"printable text of at most {longest} characters{' or null' if or_null else ''}", is_valid, longest)
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= MOST_SECONDS  # false for NaN
+
+
+_FIELDS = {
+    **dict.fromkeys(("hello", "beat", "leaving", "welcome", "stranger", "go", "closing"), _integer(1, 1)),
+    "job": _text(300),
+    "rank": _integer(0, _MOST_PROCESSES - 1),
+    "lost": _integer(0, _MOST_PROCESSES - 1),
+    "size": _integer(1, _MOST_PROCESSES),
+    "patience": _Field(f"a number from 0 to {MOST_SECONDS:g}", _is_time),
+    "host": _text(255),
+    "hint": _text(4096, or_null=True),
+    **dict.fromkeys(("failed", "interrupted", "refused", "why"), _text(1000)),
+}
+
+
+def parse(line: bytes, types: Types) -> Message:
+    """The message on a line.
+
+    Raises:
+        ValueError: the line is not a message of one of the types, with all fields in range.
+    """
+    if len(line) > LONGEST:
+        raise ValueError(f"a message has at most {LONGEST} bytes")
+    try:
+        message = json.loads(line.decode())
+    except (ValueError, RecursionError):  # RecursionError: nested too deeply
+        raise ValueError("a message is a line of JSON") from None
+    if not isinstance(message, dict) or not any({name, *more} == message.keys() for name, more in types.items()):
+        raise ValueError(f"a message is one of: {', '.join(types)}; each with its own fields")
+    for name, value in message.items():
+        if not _FIELDS[name].is_valid(value):
+            raise ValueError(f"{name} must be {_FIELDS[name].words}, got {_short(value)}")
+    return message
+
+
+def encode(message: Message) -> bytes:
+    """A message as a line; its texts are made printable and cut to their length."""
+    fields = {n: printable(v, _FIELDS[n].longest) if isinstance(v, str) else v for n, v in message.items()}
+    return json.dumps(fields).encode() + b"\n"
+
+
+def printable(text: str, longest: int = LONGEST) -> str:
+    r"""A text with everything escaped that a terminal may act on.
+
+    >>> printable("runs/\x1b[2J")
+    'runs/\\x1b[2J'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)[:longest]
+
+
+def job_name(job: str) -> str:
+    """The name of a job as messages carry it."""
+    return printable(job, _FIELDS["job"].longest)
+
+
+def _short(value: Any) -> str:
+    """A value in a few printable characters; of a container, the type."""
+    if isinstance(value, (dict, list)):
+        return f"a {type(value).__name__}"
+    if isinstance(value, str) and len(value) > 40:
+        return f"{len(value)} characters"
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."
