@@ -31,8 +31,12 @@ debian:  # the Debian packages the README names, where they are missing
 train: $(READY) debian  ## train LeNet on the real Fashion-MNIST over 4 devices; TRAIN_ARGS='--epochs 10' to change it
 	$(BIN)/python -m jaxpar train --devices 4 --epochs 5 --output-dir runs/$$(date +%Y%m%d-%H%M%S) $(TRAIN_ARGS)
 
-test: $(READY) debian  ## run all tests, the notebooks too; PYTEST_ARGS='-k kv' to choose
+test: $(READY) debian  ## run the tests, the notebooks too; PYTEST_ARGS='-k kv' to choose
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# XLA_FLAGS set and empty: the code that users get, where tests/conftest.py would choose what compiles faster.
+test-slow: $(READY) debian  ## the second row: long tests, and those of the core again with XLA as users have it
+	XLA_FLAGS= $(BIN)/python -m pytest -m 'slow or core' $(PYTEST_ARGS)
 
 notebooks: $(READY) debian  ## run the notebooks in place, outputs included
 	$(BIN)/python tools/run_notebooks.py notebooks/*.ipynb
@@ -75,4 +79,4 @@ constraints: $(READY)  # write constraints.txt anew: versions only, for every su
 clean:  ## remove what make made
 	rm -rf $(VENV) runs build dist site .pytest_cache .ruff_cache docs/.ruff_cache .hypothesis
 
-.PHONY: help setup debian train test notebooks lab lab-test lint docs matrix bench mxnet constraints clean
+.PHONY: help setup debian train test test-slow notebooks lab lab-test lint docs matrix bench mxnet constraints clean
