@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import re
@@ -65,6 +66,25 @@ def find(
     return _checked(settings, env)
 
 
+def launched(env: Mapping[str, str] = os.environ) -> Cluster | str | None:
+    """The settings where the variables JAXPAR_* name them: under `jaxpar launch`, or by hand."""
+    return find(None, None, None, env) if _jaxpar(env) else None
+
+
+def has_others(found: Cluster | str | None) -> bool:
+    """Whether there are several processes. On Cloud TPU jax counts them without being initialised."""
+    if isinstance(found, Cluster):
+        return found.num_processes > 1
+    return found is not None and found != "Cloud TPU"
+
+
+def describe(found: Cluster | str | None) -> str:
+    """Which process of how many, and who says so."""
+    if isinstance(found, Cluster):
+        return f"process {found.process_id} of {found.num_processes} ({found.source})"
+    return f"one of several ({found})"
+
+
 def _jaxpar(env: Mapping[str, str]) -> Found:
     """The launcher's variables, or the same set by hand."""
     names = {
@@ -79,7 +99,7 @@ def _jaxpar(env: Mapping[str, str]) -> Found:
         value = next((env[name] for name in tried if env.get(name)), None)
         found[setting] = value if setting == "coordinator" or value is None else _int(tried[0], value)
     if env.get("JAXPAR_HUB"):
-        found["hub"] = env["JAXPAR_HUB"]
+        found |= {"hub": env["JAXPAR_HUB"], "source": "jaxpar launch"}
     return found
 
 
@@ -132,7 +152,12 @@ def _open_mpi(env: Mapping[str, str]) -> Found:
 def _only_jax(env: Mapping[str, str]) -> str | None:
     if "JOB_COMPLETION_INDEX" in env and "KUBERNETES_SERVICE_HOST" in env:
         return "Kubernetes"
-    return "Cloud TPU" if importlib.util.find_spec("libtpu") else None
+    return "Cloud TPU" if _has_libtpu() else None
+
+
+@functools.cache
+def _has_libtpu() -> bool:
+    return importlib.util.find_spec("libtpu") is not None
 
 
 def _checked(settings: Found, env: Mapping[str, str]) -> Cluster:

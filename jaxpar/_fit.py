@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from . import _interrupt, _processes, data
+from . import _interrupt, _processes, data, distributed
 from ._donated import given_away
 from ._evaluate import evaluate
 from ._finite import NonFiniteError
@@ -106,6 +106,7 @@ def fit(
         ValueError: a data set without one whole batch, numbers below 1, `apply_fn` without `test_data` or the
             other way round; a state whose memory was given away; a checkpoint of another model, optimizer, batch
             size or size of data set.
+        RuntimeError: one of several processes of `python -m jaxpar launch` that has not joined the others.
         FileNotFoundError: `resume=True` and no checkpoint.
         NonFiniteError: a `FloatingPointError`: a step with `nonfinite="stop"` met a NaN or infinite loss or gradient;
             it names the step and the keys, and its `state`, which is saved too, is the one before that step.
@@ -126,6 +127,7 @@ def fit(
         >>> [round(record["loss"], 2) for record in history]
         [1.0, 0.36]
     """
+    distributed.check_joined("fit", "each would train a model of its own", launched=True)
     _check_updater(state)
     train_data = data.as_source(train_data)
     _check(train_data, test_data, apply_fn, epochs, batch_size, keep, checkpoint_every, resume)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from . import _check, _processes, kv
+from . import _check, _processes, distributed, kv
 from ._donated import check_alive
 from ._put import host
 from ._store import STORE_AXIS, copied, mesh_of
@@ -103,6 +103,8 @@ def create_state(
 
     Raises:
         ValueError: the store was not made by `kv.from_params`.
+        RuntimeError: one of several processes of `python -m jaxpar launch` that has not joined the others, so that each
+            would train a model of its own: call `jp.distributed.initialize()` first.
 
     Example:
         >>> import optax
@@ -118,6 +120,7 @@ def create_state(
         )
     if store.treedef is None:
         raise ValueError("train.create_state: the store must be made by kv.from_params, so that it knows the params")
+    distributed.check_joined("train.create_state", "each would train a model of its own", launched=True)
     if devices is None:
         devices = store.devices or tuple(jax.devices())
     devices = _check.devices(devices, "train.create_state")

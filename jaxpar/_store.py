@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import _check, _processes, collectives
+from . import _check, _processes, collectives, distributed
 from ._put import host, put, spans_processes
 from ._types import Device, traced
 from .buckets import Limits, Shape
@@ -141,6 +141,10 @@ def create(
     by an all-reduce over those that push, as MXNet did on the host and on the GPUs; then the sums are summed over
     processes. Within `pmap` and `shard_map` the two are the same.
 
+    A kind `dist_...` joins the other processes, as `jp.distributed.initialize()` does where that was not called: those
+    of `python -m jaxpar launch`, SLURM, Open MPI or Kubernetes. So make this store before the first use of JAX, or call
+    `initialize` there. With no others the store has one worker. A process that has joined stays as it is.
+
     Args:
         kind: see the table. MXNet took any unknown name for `local` without a word; here it is an error.
         devices: where the values live, in order. None: `sharded` takes all devices, the other kinds leave a
@@ -153,6 +157,9 @@ def create(
     Raises:
         ValueError: unknown kind, no or repeated devices, negative sizes, a staleness below 0 or of another kind.
         TypeError: a staleness that is no int.
+        RuntimeError: a kind `dist_...` in one of several processes, where JAX was used before they were joined; or the
+            others cannot be joined (see `jp.distributed.initialize`). A kind `sharded` over all devices in a process
+            of `python -m jaxpar launch` that has not joined the others.
 
     Example:
         >>> from jaxpar import kv
@@ -165,9 +172,13 @@ def create(
     staleness = _checked_staleness(kind, staleness)
     if devices is not None:
         devices = _check.devices(devices, "kv.create")
-    elif kind == "sharded":
-        devices = tuple(jax.devices())
     limits = Limits(bucket_bytes, alone_bytes)
+    if kind.startswith("dist_"):
+        distributed.join(f"kv.create: kind {kind!r}")
+    elif kind == "sharded" and devices is None:
+        harm = "each would cut the values over its own devices"
+        distributed.check_joined(f"kv.create: kind {kind!r}", harm, launched=True)
+        devices = tuple(jax.devices())
     return KVStore({}, {}, {}, kind, devices=devices, limits=limits, staleness=staleness)
 
 

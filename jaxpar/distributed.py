@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -24,6 +25,8 @@ from ._relay import Relay
 
 _monitor: Monitor | None = None
 _processes = 1
+_joined = False  # whether `initialize` is done; the process may be the only one
+_failed = False  # whether jax's part of it failed half-way
 
 
 def initialize(
@@ -43,7 +46,7 @@ def initialize(
     hand: JAXPAR_COORDINATOR, JAXPAR_NUM_PROCESSES, JAXPAR_PROCESS_ID), then, as jax does, SLURM, Open MPI,
     Kubernetes, Cloud TPU. Where nothing tells of several processes the call returns quietly and the process
     trains alone, so a script or a notebook may always begin with it (jax raises there). Where the process is
-    initialised already, the call does nothing.
+    initialised already, the call does nothing. `kv.create` makes this call for the kinds `dist_...`.
 
     On CPU devices the collectives between processes are Gloo's.
 
@@ -69,11 +72,10 @@ def initialize(
     Raises:
         ValueError: settings that are incomplete, out of range, or contradict each other.
         RuntimeError: JAX runs already; the port is taken; process 0 is not there; the others did not come in
-            time, or with other numbers.
-
-    MXNet: `tools/launch.py` and the variables DMLC_*; a killed worker left the others waiting for ever.
+            time, or with other numbers; an earlier call failed half-way.
     """
-    if _monitor is not None or jax.distributed.is_initialized():
+    global _joined
+    if _is_joined():
         return
     if initialization_timeout is None:
         initialization_timeout = float(os.environ.get("JAXPAR_INITIALIZATION_TIMEOUT") or 60)
@@ -88,7 +90,11 @@ def initialize(
     by_hand = any(x is not None for x in (coordinator, num_processes, process_id))
     if found is None or (not isinstance(found, str) and found.num_processes == 1 and not found.hub and not by_hand):
         return
-    _check_fresh()
+    if _is_jax_used():
+        raise RuntimeError(
+            "distributed.initialize: JAX runs already and cannot become one of several processes now; call it before "
+            "anything else that uses JAX (in a notebook, restart the kernel and call it first)"
+        )
     jax.config.update("jax_enable_preemption_service", preemption_service)
     chosen = jax.config.jax_cpu_collectives_implementation  # pyright: ignore[reportAttributeAccessIssue]
     if not chosen:  # "mpi" stays where somebody chose it
@@ -98,21 +104,65 @@ def initialize(
         # A net under the monitor: what jax does comes later, and ugly.
         "heartbeat_timeout_seconds": round(max(100, 10 * heartbeat_timeout)),
     }
-    if isinstance(local_device_ids, int):
-        local_device_ids = [local_device_ids]
     if isinstance(found, str):
         _found_by_jax(found, {**options, "local_device_ids": local_device_ids}, heartbeat_timeout, monitor)
+    else:
+        options["local_device_ids"] = found.local_devices if local_device_ids is None else local_device_ids
+        _found_here(found, options, heartbeat_timeout, initialization_timeout, monitor)
+    _joined = True
+
+
+def join(caller: str) -> None:
+    """Joins the processes that `initialize()` finds, if this process has not yet.
+
+    `kv.create` calls this for the kinds `dist_...`. Where there are no others it does nothing.
+
+    Args:
+        caller: who asks; the message begins with it.
+
+    Raises:
+        RuntimeError, ValueError: as `initialize`; JAX was used before, and there are others to join.
+
+    Example:
+        >>> from jaxpar import distributed
+        >>> distributed.join("my_function")  # one process: there is nothing to join
+    """
+    if _is_joined() or (found := _cluster.find(None, None, None)) is None:
         return
-    with contextlib.ExitStack() as kept:
-        if found.process_id == 0 and found.num_processes > 1:
-            kept.enter_context(_meeting.reserve_port(found.coordinator))
-        watching = None
-        if monitor and (found.num_processes > 1 or found.hub):
-            watching = _meeting.meet(found, heartbeat_timeout, initialization_timeout)
-    _begun(found.num_processes, watching)
-    if found.num_processes > 1 or not found.hub:
-        local = found.local_devices if local_device_ids is None else local_device_ids
-        _start_jax(found, watching is not None, {**options, "local_device_ids": local})
+    if not _is_jax_used():
+        return initialize()
+    if _cluster.has_others(found):
+        raise RuntimeError(
+            f"{caller}: this is {_cluster.describe(found)} and has not joined the others. It cannot join them "
+            "now: JAX was used before (by an array, a random key or jax.devices()), which fixed the number of its "
+            "processes at 1. Call jp.distributed.initialize() before the first use of JAX"
+        )
+
+
+def check_joined(caller: str, harm: str, *, launched: bool = False) -> None:
+    """Raises where `initialize()` would find others that this process has not joined.
+
+    Args:
+        caller: who asks; the message begins with it.
+        harm: what would go wrong, a clause.
+        launched: True asks only for the variables of `jaxpar launch`; tasks of SLURM may be runs of their own.
+
+    Raises:
+        RuntimeError: this process has not joined the others. ValueError: as `initialize`.
+
+    Example:
+        >>> from jaxpar import distributed
+        >>> distributed.check_joined("my_function", "the sum would be too small")  # one process
+    """
+    if _is_joined():
+        return
+    found = _cluster.launched() if launched else _cluster.find(None, None, None)
+    if _cluster.has_others(found):
+        apart = "; separate runs are started without the variables JAXPAR_*" if launched else ""
+        raise RuntimeError(
+            f"{caller}: this is {_cluster.describe(found)} and has not joined the others, so {harm}. Call "
+            f"jp.distributed.initialize() before the first use of JAX{apart}"
+        )
 
 
 def set_resume_hint(path: str | os.PathLike[str] | None) -> None:
@@ -156,40 +206,70 @@ def hear_of_losses() -> None:
         _monitor.hear()
 
 
+def _found_here(found: _cluster.Cluster, options: dict[str, Any], silence: float, seconds: float, watch: bool) -> None:
+    """Meets the others, then starts jax."""
+    several = found.num_processes > 1
+    with contextlib.ExitStack() as kept:
+        if found.process_id == 0 and several:
+            kept.enter_context(_meeting.reserve_port(found.coordinator))
+        watching = _meeting.meet(found, silence, seconds) if watch and (several or found.hub) else None
+    _begun(found.num_processes, watching)
+    if several or not found.hub:
+        _start_jax(found, watching is not None, options)
+
+
 def _start_jax(found: _cluster.Cluster, watched: bool, options: dict[str, Any]) -> None:
     address = found.coordinator
     if watched and found.process_id:
         relay = Relay(address)
         relay.start()
         address = relay.address
-    jax.distributed.initialize(
-        address,
-        found.num_processes,
-        found.process_id,
-        cluster_detection_method="deactivate",  # all is known
-        coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
-        or _meeting.bind_address(found.coordinator),
-        **options,
-    )
+    bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or _meeting.bind_address(found.coordinator)
+    with _not_again():
+        jax.distributed.initialize(
+            address,
+            found.num_processes,
+            found.process_id,
+            cluster_detection_method="deactivate",  # all is known
+            coordinator_bind_address=bind_address,
+            **options,
+        )
 
 
-def _check_fresh() -> None:
-    """Raises where JAX has started its devices: it takes no setting of their number any more."""
+@contextlib.contextmanager
+def _not_again() -> Generator[None]:
+    """Remembers that jax's own start failed half-way. Its ValueErrors come before it begins."""
+    global _failed
+    try:
+        yield
+    except BaseException as error:
+        _failed = not isinstance(error, ValueError)
+        raise
+
+
+def _is_joined() -> bool:
+    """Whether `initialize` is done, or the user's own `jax.distributed.initialize`."""
+    if _failed:  # jax may now say that it is initialised, or that it is one of one
+        raise RuntimeError("distributed.initialize: an earlier call failed in this process; start all processes again")
+    return _joined or jax.distributed.is_initialized()
+
+
+def _is_jax_used() -> bool:
+    """Whether JAX has started its devices: it takes no setting of their number any more."""
     number = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
     try:
         jax.config.update("jax_num_cpu_devices", number + 1 if number > 0 else 1)
         jax.config.update("jax_num_cpu_devices", number)
-    except RuntimeError as error:
-        raise RuntimeError(
-            "distributed.initialize: JAX runs already and cannot become one of several processes now; call it before "
-            "anything else that uses JAX (in a notebook, restart the kernel and call it first)"
-        ) from error
+    except RuntimeError:
+        return True
+    return False
 
 
 def _found_by_jax(name: str, options: dict[str, Any], silence: float, watch: bool) -> None:
     """Where only jax can find the settings. They are not known here before JAX runs, so the monitor starts last."""
     try:
-        jax.distributed.initialize(**options)
+        with _not_again():
+            jax.distributed.initialize(**options)
     except ValueError as error:
         if "must be defined" not in str(error) and "should be defined" not in str(error):
             raise
@@ -208,7 +288,9 @@ def _found_by_jax(name: str, options: dict[str, Any], silence: float, watch: boo
     if rank == 0:
         hub, text = _meeting.hub_anywhere(size, silence)
         address[: len(text)] = np.frombuffer(text.encode(), np.uint8)
-    text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(address), np.uint8)).rstrip(b"\0").decode()
+    with ThreadPoolExecutor(1) as thread:  # in this one jax may be tracing, around a kv.create
+        address = thread.submit(multihost_utils.broadcast_one_to_all, address).result()
+    text = bytes(np.asarray(address, np.uint8)).rstrip(b"\0").decode()
     _begun(size, _meeting.meet_at(text, rank, size, silence, hub))
 
 

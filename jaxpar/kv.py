@@ -21,7 +21,7 @@ from typing import Any, overload
 
 import jax
 
-from . import _across, _check, _delay, _eager, _processes, _push
+from . import _across, _check, _delay, _eager, _processes, _push, distributed
 from ._eager import partition_specs as partition_specs
 from ._params import from_params as from_params, place as place, to_params as to_params
 from ._pull import pull as pull, row_sparse_pull as row_sparse_pull
@@ -252,12 +252,33 @@ def broadcast(store: KVStore, key: Key, value: Any, *, devices: Sequence[Device]
 
 
 def rank() -> int:
-    """The number of this process, from 0."""
+    """The number of this process, from 0.
+
+    Raises:
+        RuntimeError: this is one of several processes, by what `jp.distributed.initialize()` finds, and has not
+            joined the others. JAX would answer 0 in each. Call `initialize`, or make a store of a kind `dist_...`.
+
+    Example:
+        >>> from jaxpar import kv
+        >>> kv.rank()
+        0
+    """
+    distributed.check_joined("kv.rank", "JAX would say 0 in each")
     return jax.process_index()
 
 
 def num_workers() -> int:
-    """The number of processes."""
+    """The number of processes.
+
+    Raises:
+        RuntimeError: as `rank`; JAX would answer 1.
+
+    Example:
+        >>> from jaxpar import kv
+        >>> kv.num_workers()
+        1
+    """
+    distributed.check_joined("kv.num_workers", "JAX would say 1 in each")
     return jax.process_count()
 
 
@@ -266,7 +287,13 @@ def barrier(name: str = "barrier") -> None:
 
     Raises:
         ValueError: in every process, where they came with different names.
+        RuntimeError: as `rank`; nobody would be waited for.
+
+    Example:
+        >>> from jaxpar import kv
+        >>> kv.barrier("epoch 1")
     """
+    distributed.check_joined("kv.barrier", "it would wait for none of them")
     _processes.agree("kv.barrier: the processes wait at different barriers", name)
 
 

@@ -19,6 +19,10 @@ if OLD_XLA:
 import jax
 import pytest
 
+CLUSTER = ("JAXPAR_", "SLURM_", "OMPI_", "JAX_COORDINATOR", "JOB_COMPLETION_INDEX")
+for name in [name for name in os.environ if name.startswith(CLUSTER)]:
+    del os.environ[name]  # the tests are one process, whatever has started them
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

@@ -12,9 +12,11 @@ import time
 import types
 
 import jax
+import numpy as np
+import optax
 import pytest
 
-from jaxpar import _cluster, _meeting, _messages, _wire, distributed
+from jaxpar import _cluster, _meeting, _messages, _wire, data, distributed, kv, train
 from jaxpar._hub import HubThread
 from jaxpar._monitor import Monitor
 
@@ -153,6 +155,101 @@ def test_jax_runs_already():
         distributed.initialize("127.0.0.1:1", 2, 0)
     with pytest.raises(ValueError, match="heartbeat_timeout 2 seconds or more, got 60 and 1"):
         distributed.initialize("127.0.0.1:1", 2, 0, heartbeat_timeout=1)
+
+
+# What is for all processes, in one that has not joined them. JAX was used before, so it cannot join now.
+
+UNJOINED = {
+    "process 1 of 2 (jaxpar launch)": {**BY_HAND, "JAXPAR_HUB": "a:2"},
+    "process 1 of 2 (JAXPAR_*)": BY_HAND,
+    "process 3 of 8 (SLURM)": SLURM,
+    "process 2 of 4 (Open MPI)": OPEN_MPI,
+    "one of several (Kubernetes)": {"KUBERNETES_SERVICE_HOST": "1.2.3.4", "JOB_COMPLETION_INDEX": "1"},
+}
+DIST = ("dist_sync", "dist_device_sync", "dist_async")
+
+
+def one_step(kind="device"):
+    """A training of one step: its loss."""
+    store = kv.from_params({"w": np.zeros(())}, kind=kind, optimizer=optax.sgd(0.1))
+    step = train.make_train_step(lambda params, batch, rng: ((params["w"] - batch["label"]).sum(), {}))
+    lines = data.Dataset(np.zeros((8, 1), np.float32), np.ones(8, np.float32))
+    state = train.create_state(store, 0)
+    return train.fit(state, step, lines, epochs=1, batch_size=8, progress=False)[1][0]["loss"]
+
+
+@pytest.fixture
+def surround(monkeypatch):
+    jax.devices()
+
+    def surround(variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return surround
+
+
+@pytest.mark.parametrize("name", UNJOINED)
+def test_a_dist_store_is_never_one_of_many(name, surround):
+    surround(UNJOINED[name])
+    unjoined = re.escape(f"this is {name} and has not joined the others")
+    for kind in DIST:
+        for make in (
+            lambda kind=kind: kv.create(kind),
+            lambda kind=kind: kv.create(kind, devices=jax.devices()),
+            lambda kind=kind: kv.from_params({"w": np.ones(2)}, kind=kind),
+            lambda kind=kind: jax.jit(lambda x: kv.init(kv.create(kind), 0, x))(np.ones(2)),
+        ):
+            with pytest.raises(RuntimeError, match=f"kv.create: kind '{kind}': {unjoined}.*JAX was used before.*Call"):
+                make()
+    for function in (kv.rank, kv.num_workers, kv.barrier):
+        with pytest.raises(RuntimeError, match=f"kv.{function.__name__}: {unjoined}, so .* Call jp.distributed.init"):
+            function()
+    assert kv.create("device", devices=jax.devices()).kind == "device"
+    with pytest.raises(ValueError, match="one or more different devices"):  # said before anything is joined
+        kv.create("dist_sync", devices=[])
+
+
+@pytest.mark.parametrize("name", UNJOINED)
+def test_training_apart_is_refused_where_the_processes_belong_together(name, surround):
+    step = train.make_train_step(lambda params, batch, rng: (params["w"].sum(), {}))
+    state = train.create_state(kv.from_params({"w": np.ones(2)}, optimizer=optax.sgd(0.1)), 0)
+    surround(UNJOINED[name])
+    if "JAXPAR_COORDINATOR" not in UNJOINED[name]:  # these may be runs of their own
+        assert one_step("sharded") == -1.0
+        return
+    for caller, function in {
+        "train.create_state": lambda: train.create_state(state.store, 0),
+        "fit": lambda: train.fit(state, step, [], epochs=1, batch_size=8),
+        "kv.create: kind 'sharded'": lambda: kv.create("sharded"),
+    }.items():
+        with pytest.raises(
+            RuntimeError, match=re.escape(f"{caller}: this is {name} and has not joined the others, so")
+        ):
+            function()
+
+
+def test_one_of_one_and_one_that_has_joined_go_on(surround, monkeypatch):
+    surround({**BY_HAND, "JAXPAR_HUB": "a:2", "JAXPAR_NUM_PROCESSES": "1", "JAXPAR_PROCESS_ID": "0"})
+    assert (kv.create("dist_sync").kind, kv.rank(), kv.num_workers()) == ("dist_sync", 0, 1)
+    assert one_step("dist_sync") == one_step("sharded") == -1.0
+    surround(BY_HAND)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)  # by the user's own call
+    assert [kv.create(kind).kind for kind in DIST * 2] == [*DIST * 2]
+
+
+def test_a_start_that_failed_is_not_taken_for_one_process(surround, monkeypatch):
+    monkeypatch.setattr(distributed, "_failed", False)
+
+    def fail(*args, **options):
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(jax.distributed, "initialize", fail)
+    with pytest.raises(RuntimeError, match="no room"):
+        distributed._start_jax(_cluster.Cluster("127.0.0.1:1", 2, 1, "test"), False, {})
+    for function in (distributed.initialize, kv.rank, lambda: kv.create("dist_sync")):
+        with pytest.raises(RuntimeError, match="an earlier call failed in this process; start all processes again"):
+            function()
 
 
 # Meeting, without JAX: a hub and monitors in threads
@@ -358,8 +455,12 @@ sys.exit()"""
 
 
 def test_a_failing_process_where_only_jax_finds_the_settings(tmp_path):
-    """The monitor then learns everything from jax: tried by letting jax read SLURM's variables."""
-    begin = "jp.distributed._cluster.find = lambda *_: 'SLURM'; jp.distributed.initialize()"
+    """The monitor then learns everything from jax: tried by letting jax read SLURM's variables.
+
+    A store made while jax traces joins the processes here.
+    """
+    find = "jp.distributed._cluster.find = lambda *_: 'SLURM'"
+    begin = f"import jax; {find}; jax.eval_shape(lambda: jp.kv.create('dist_sync').values)"
     port = str(free_port())
 
     def env(rank):
@@ -371,6 +472,58 @@ def test_a_failing_process_where_only_jax_finds_the_settings(tmp_path):
     assert first == (75, last_line(0, 2, 1, "ValueError: no more"))
     assert second[0] == 1
     assert "ValueError: no" in second[1]
+
+
+def test_a_dist_store_joins_the_tasks_of_slurm(tmp_path):
+    begin = "store = jp.kv.create('dist_sync'); store = jp.kv.create('dist_sync')"
+    port = str(free_port())
+
+    def env(rank):
+        slurm = {**SLURM, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank)}
+        return {**slurm, "JAX_COORDINATOR_PORT": port}
+
+    then = """import numpy as np
+store = jp.kv.push(jp.kv.init(store, 3, np.zeros(2)), 3, np.full(2, 1.0 + rank))
+assert (jp.kv.num_workers(), jp.kv.pull(store, 3).tolist()) == (2, [3.0, 3.0])
+sys.exit()"""
+    assert ended(start(tmp_path, 2, then, begin=begin, env=env)) == [(0, [])] * 2
+
+
+def launched(program, *options):
+    return subprocess.run(
+        [sys.executable, "-m", "jaxpar", "launch", *options, "--", "python", str(program)],
+        env={k: v for k, v in os.environ.items() if not k.startswith(("JAX", "SLURM", "OMPI"))},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def test_a_dist_store_joins_the_processes_of_the_launcher(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent("""
+            import numpy as np
+            from jaxpar import kv
+            try:
+                kv.rank()
+            except RuntimeError as error:  # nor did this start JAX
+                print(error)
+            store = kv.from_params({"w": np.zeros(2, np.float32)}, kind="dist_async", staleness=0)
+            store = kv.push(store, 0, np.full(2, 1.0 + kv.rank(), np.float32))
+            kv.barrier()
+            print(kv.rank(), "of", kv.num_workers(), kv.pull(store, 0).tolist(), kv.create("dist_sync"))
+        """)
+    )
+    done = launched(program, "-n", "2", "--devices", "1")
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    said = "kv.rank: this is process {} of 2 (jaxpar launch) and has not joined the others, so JAX would say 0 in each"
+    store = "KVStore(kind='dist_sync', updater=assign, empty)"
+    for rank in range(2):
+        assert f"[{rank}] {rank} of 2 [3.0, 3.0] {store}" in lines
+        assert any(line.startswith(f"[{rank}] {said.format(rank)}") for line in lines)
 
 
 def test_the_launcher_starts_jax_again_after_a_loss(tmp_path):
@@ -396,15 +549,7 @@ def test_the_launcher_starts_jax_again_after_a_loss(tmp_path):
             jax.block_until_ready(jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")(values))
         """)
     )
-    options = ["-n", "2", "--devices", "2", "--max-restarts", "1", "--min-processes", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxpar", "launch", *options, "--", "python", str(program)],
-        env={k: v for k, v in os.environ.items() if not k.startswith(("JAX", "SLURM", "OMPI"))},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    done = launched(program, "-n", "2", "--devices", "2", "--max-restarts", "1", "--min-processes", "1")
     assert done.returncode == 0, done.stderr
     sums = (tmp_path / "sums").read_text().splitlines()
     assert sorted(sums) == ["0 of 1: 2.0", "0 of 2: 4.0", "1 of 2: 4.0"]
