@@ -21,8 +21,8 @@ MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "jaxpar.") i
 # Floor 0: types and checks; 1: pure parts; 2: the store and the step; 3: what touches the world.
 FLOORS = {
     0: "_check _donated _formula _processes _put _settle _types",
-    1: "_compressed _compressor _event_file _lowrank _mxnet_rules _quantize _rowsparse _sharing buckets "
-    "collectives compression models mxnet_optimizers sparse updaters viz",
+    1: "_compressed _compressor _elementwise _event_file _lowrank _mxnet_rules _quantize _rowsparse _shares _sharing "
+    "buckets collectives compression models mxnet_optimizers sparse updaters viz",
     2: "_across _apart _delay _display _eager _finite _gradient _local_steps _loss _one_device _params _pmap_across "
     "_program _pull _push _push_rows _scaling _state _state_display _step _store kv parallel",
 }
