@@ -41,6 +41,11 @@ class _Common:
     wd_mult: tuple[tuple[int, float], ...]
     rate_in_state: bool
 
+    @functools.cached_property
+    def factors(self) -> tuple[dict[int, float], dict[int, float]]:
+        """The multipliers of rate and decay by key."""
+        return dict(self.lr_mult), dict(self.wd_mult)
+
     def rate(self, key: int, state: State) -> Any:
         if self.rate_in_state:
             rate = state["learning_rate"]
@@ -48,10 +53,10 @@ class _Common:
             rate = self.learning_rate(state["count"])
         else:
             rate = self.learning_rate
-        return rate * dict(self.lr_mult).get(key, 1.0)
+        return rate * self.factors[0].get(key, 1.0)
 
     def decay(self, key: int) -> float:
-        return self.wd * dict(self.wd_mult).get(key, 1.0)
+        return self.wd * self.factors[1].get(key, 1.0)
 
     def clip(self, gradient: Array) -> Array:
         limit = self.clip_gradient
@@ -67,6 +72,7 @@ class _Init:
     common: _Common
     slots: tuple[str, ...]
     counted: bool
+    uses_key = False
 
     def __call__(self, key: int, value: Array) -> State:
         if not jnp.issubdtype(value.dtype, jnp.floating):
@@ -91,6 +97,10 @@ class _Update:
     @property
     def uses_key(self) -> bool:
         return bool(self.common.lr_mult or self.common.wd_mult)
+
+    def program_of(self, key: int) -> tuple[float, ...]:
+        """All that the update takes from the key."""
+        return tuple(factors.get(key, 1.0) for factors in self.common.factors)
 
     def __call__(self, key: int, pushed: Array, state: State, stored: Array) -> tuple[Array, State]:
         wide = _wide(stored.dtype)

@@ -16,6 +16,7 @@ from ._put import host
 from ._store import (
     STORE_AXIS,
     KVStore,
+    check_shares,
     copied,
     create,
     init,
@@ -24,6 +25,7 @@ from ._store import (
     set_updater,
     shapes_of,
     signature,
+    wholes_of,
 )
 from ._types import Device
 from .collectives import from_rows, to_rows
@@ -53,7 +55,8 @@ def from_params(
 
     Raises:
         TypeError: a leaf that is no array.
-        ValueError: both an optimizer and an updater, an unknown kind.
+        ValueError: both an optimizer and an updater, an unknown kind; kind `sharded` and an optimizer that is not
+            elementwise, see `kv.set_optimizer`.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -66,14 +69,14 @@ def from_params(
         raise ValueError("kv.from_params: give an optimizer or an updater, not both")
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    store = create(kind, devices=devices, staleness=staleness)
+    store = dataclasses.replace(create(kind, devices=devices, staleness=staleness), paths=tuple(enumerate(paths)))
     if optimizer is not None:
         store = set_optimizer(store, optimizer)
     elif updater is not None:
         store = set_updater(store, updater)
     values = [_leaf(leaf, path) for path, (_, leaf) in zip(paths, leaves, strict=True)]
     store = init(store, list(range(len(values))), values)
-    return dataclasses.replace(store, paths=tuple(enumerate(paths)), treedef=treedef)
+    return dataclasses.replace(store, treedef=treedef)
 
 
 def _leaf(leaf: Any, path: str) -> jax.Array:
@@ -120,6 +123,9 @@ def place(store: KVStore, devices: Sequence[Device]) -> KVStore:
         store: any store.
         devices: one or more different devices.
 
+    Raises:
+        ValueError: kind `sharded` and an updater that is not elementwise for shares of this many devices.
+
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from jaxpar import kv
@@ -131,6 +137,8 @@ def place(store: KVStore, devices: Sequence[Device]) -> KVStore:
     assert target is not None
     store = _of_process_0(store, target)
     moved = dataclasses.replace(store, devices=target, values={}, updater_state={}, residuals={}, pending={})
+    if store.devices is None or len(store.devices) != len(target):
+        check_shares(moved, wholes_of(store), "kv.place")
     mesh = mesh_of(target)
     rows, everywhere = NamedSharding(mesh, P(STORE_AXIS)), NamedSharding(mesh, P())
     shapes = shapes_of(store)

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import _check, _compressed, collectives
-from ._store import KVStore, shapes_of, shards
-from .updaters import Updater
+from ._store import KVStore, check_shares, lay_out, shapes_of, shards
+from .buckets import Shape
+from .updaters import Updater, stateless
 
 Arrays = dict[int, jax.Array]
 POSITION = "position"  # the axis along which a pushed list of values lies
@@ -113,11 +114,39 @@ def update(store: KVStore, summed: Arrays) -> tuple[Arrays, dict[int, Any]]:
     """The new values and updater states of the keys in `summed`, in ascending order of the keys."""
     values: Arrays = {}
     states: dict[int, Any] = {}
+    shapes = shapes_of(store) if store.kind == "sharded" else None
     for key in sorted(summed):
         stored = store.values[key]
         pushed = summed[key].astype(stored.dtype).reshape(stored.shape)
-        values[key], states[key] = updated(store.updater, key, pushed, store.updater_state[key], stored)
+        state = store.updater_state[key]
+        if shapes is None:
+            values[key], states[key] = updated(store.updater, key, pushed, state, stored)
+        else:
+            values[key], states[key] = _updated_rows(store, key, shapes[key], pushed, state, stored)
     return values, states
+
+
+def _updated_rows(
+    store: KVStore, key: int, shape: Shape, pushed: jax.Array, state: Any, stored: jax.Array
+) -> tuple[jax.Array, Any]:
+    """As `updated`, of a value of this shape that is held in rows: the updater gets each row as a flat share.
+
+    A plain function gets the whole value where all rows are here. Elsewhere it must be elementwise.
+    """
+    updater, rows = store.updater, shards(store)
+    if not isinstance(updater, Updater):
+        if stored.size == rows * collectives.chunk_size(math.prod(shape), rows):
+            whole = [collectives.from_rows(array, shape) for array in (pushed, stored)]
+            new, state = updated(updater, key, whole[0], state, whole[1])
+            return lay_out(store, new).reshape(stored.shape), state
+        updater = stateless(updater)
+        spec = jax.ShapeDtypeStruct(shape, stored.dtype)
+        check_shares(dataclasses.replace(store, updater=updater), {key: spec}, "kv.push")
+    if stored.ndim == 1:
+        return updated(updater, key, pushed, state, stored)
+    axes = jax.tree.map(lambda leaf: 0 if leaf.shape == stored.shape else None, state)
+    run = functools.partial(updated, updater, key)
+    return jax.vmap(run, in_axes=(0, axes, 0), out_axes=(0, axes))(pushed, state, stored)
 
 
 def updated(updater: Any, key: int, pushed: jax.Array, state: Any, stored: jax.Array) -> tuple[jax.Array, Any]:

@@ -68,7 +68,9 @@ def make_train_step(
         devices: None follows the state.
         axis_name: the name of the axis over the devices, for collectives in `loss_fn`.
         grad_transform: an optax transform of all gradients together, after they are summed and before the
-            updater: the place for what couples keys, such as `optax.clip_by_global_norm`.
+            updater: the place for what couples keys, such as `optax.clip_by_global_norm`. It gets whole gradients and
+            parameters in every kind of store. In kind `sharded` it may be a whole optimizer that is not elementwise,
+            with `updaters.accumulate` in the store; its state is whole on each device.
         accumulate: cuts each device's share in so many microbatches, taken one after the other; their gradients
             are averaged and pushed once. Each gets an `rng` of its own, and the `model_state` of the one before.
         compute_dtype: such as `jnp.bfloat16`: `loss_fn` gets the floating arrays of `params` and `batch` in it.

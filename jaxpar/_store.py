@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import _check, _processes, collectives, distributed
+from . import _check, _processes, _shares, collectives, distributed
 from ._put import host, put, spans_processes
 from ._types import Device, traced
 from .buckets import Limits, Shape
@@ -136,6 +136,8 @@ def create(
     | `dist_sync`, `dist_device_sync` | as `device`, over the devices of every process | as `device`, in each process |
     | `dist_async` | as `dist_sync`, but `staleness` pushes later; `kv.flush` ends the wait | as `device` |
 
+    Kind `sharded` needs an elementwise updater, see `kv.set_updater`.
+
     With several processes only the kinds that begin with `dist_` aggregate over them at the prompt: each process
     sums the values of its own devices first, `dist_sync` by gathering them on one of its devices, `dist_device_sync`
     by an all-reduce over those that push, as MXNet did on the host and on the GPUs; then the sums are summed over
@@ -213,7 +215,7 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
 
     Raises:
         ValueError: a key that the store holds already, a key named twice, a list of the wrong length; processes
-            that give different keys or shapes.
+            that give different keys or shapes; kind `sharded` and an updater that is not elementwise for a value.
         TypeError: a key that is no int, a value that is no array.
 
     Example:
@@ -231,6 +233,7 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
             raise ValueError(f"kv.init: key {k} is initialised already; push changes its value")
         seen.add(k)
     arrays = {k: _check.array(v, f"kv.init: value of key {k}") for k, v in zip(keys, given, strict=True)}
+    check_shares(store, arrays, "kv.init")
     if store.kind.startswith("dist_") or _processes.to_share(arrays, store.devices or ()):
         arrays = _of_process_0(arrays)
     values = {k: lay_out(store, v) for k, v in arrays.items()}
@@ -243,6 +246,16 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
         updater_state={**store.updater_state, **{k: init_state(store, k, v) for k, v in values.items()}},
         shapes=shapes,
     )
+
+
+def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
+    """`ValueError` where the kind is `sharded` and the updater is not elementwise for one of these whole values.
+
+    A plain function is looked at when it is traced: to trace it here would run its Python once more.
+    """
+    if store.kind == "sharded" and isinstance(store.updater, Updater):
+        specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in values.items()}
+        _shares.check(store.updater, specs, shards(store), dict(store.paths), where)
 
 
 def init_state(store: KVStore, key: int, value: jax.Array) -> Any:
@@ -267,8 +280,13 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
             outside `jit`, once for each key in ascending order, so that a `print` in it prints. An exception in
             it reaches the caller and the old store stays valid (MXNet swallowed it).
 
+    In a store of kind `sharded` an `Updater` sees one device's flat share of a value and must be elementwise: `init`
+    and `update` are traced on the value and on a share, and must be the same elementwise program. A plain function
+    sees whole values at the prompt. Inside `pmap` and `shard_map` it sees shares, and is checked when it is traced.
+
     Raises:
         TypeError: `updater` is neither.
+        ValueError: the kind is `sharded` and the `Updater` is not elementwise for a value of the store.
 
     Example:
         >>> import jax.numpy as jnp
@@ -285,6 +303,7 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
             f"got {_check.describe(updater)}{hint}"
         )
     store = dataclasses.replace(store, updater=updater)
+    check_shares(store, wholes_of(store), "kv.set_updater")
     state = {k: init_state(store, k, v) for k, v in store.values.items()}
     return dataclasses.replace(store, updater_state=state)
 
@@ -295,12 +314,13 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) ->
     Args:
         store: any store.
         tx: an `optax.GradientTransformation`; its state is kept for each key. In a store of kind `sharded` it
-            sees one device's flat share of a value, which is the same thing for elementwise transforms.
+            sees one device's flat share of a value, so it must be elementwise, as `sgd`, `adam` and `adamw` are.
 
     Raises:
         TypeError: `tx` is no optax transform.
         ValueError: `tx` couples the keys, such as clipping by the norm over all of them, which a store that
-            updates key by key cannot do.
+            updates key by key cannot do. Kind `sharded`: `tx` is not elementwise for a value of the store, as `lamb`,
+            `muon` and a mask by the number of axes are not. Nothing was changed.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -424,6 +444,11 @@ def shape_of(store: KVStore, key: int) -> Shape:
 
 def shapes_of(store: KVStore) -> dict[int, Shape]:
     return dict(store.shapes) if store.kind == "sharded" else {k: v.shape for k, v in store.values.items()}
+
+
+def wholes_of(store: KVStore) -> dict[int, jax.ShapeDtypeStruct]:
+    """Shape and dtype of each value as the user sees it."""
+    return {k: jax.ShapeDtypeStruct(shape, store.values[k].dtype) for k, shape in shapes_of(store).items()}
 
 
 def nbytes(value: Any) -> int:

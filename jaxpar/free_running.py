@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import importlib
 import itertools
 import math
@@ -23,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from . import kv
-from .updaters import UpdateFn, Updater
+from . import _shares, kv
+from .updaters import UpdateFn, Updater, stateless
 
 if TYPE_CHECKING:
     import optax
@@ -144,8 +145,8 @@ def start(
 
     Args:
         params: a pytree of arrays.
-        optimizer, updater: as in `kv.from_params`; what a push does. Elementwise where values are split, since each
-            server sees its piece alone. None: a push replaces the value.
+        optimizer, updater: as in `kv.from_params`; what a push does. Where values are split each server sees its
+            piece only, so they must be elementwise. None: a push replaces the value.
         servers: how many.
         split: see `placement`.
         timeout: seconds that a worker waits for a server's answer before it is an error. Processes have five
@@ -153,16 +154,18 @@ def start(
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError: less than one server, both an optimizer and an updater.
+        ValueError: less than one server, both an optimizer and an updater; an updater that is not elementwise for a
+            value that is split.
         TypeError: a leaf of params that is no array.
     """
     store = kv.from_params(params, kind="local", optimizer=optimizer, updater=updater)  # all checks are there
     if isinstance(servers, bool) or not isinstance(servers, int) or servers < 1:
         raise ValueError(f"free_running.start: servers must be an int of 1 or more, got {servers!r}")
-    ray = _ray()
     keys = sorted(store.values)
     values = [np.asarray(store.values[k]) for k in keys]
     pieces = placement([v.shape for v in values], servers, split)
+    _check_pieces(store, pieces)
+    ray = _ray()
     actor = ray.remote(num_cpus=0, runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}})(_Server)
     cut = [{p.key: _cut(values[p.key], p) for p in held} for held in pieces]
     handles = tuple(actor.remote(held, updater, optimizer) for held in cut)
@@ -179,6 +182,24 @@ def start(
     return started
 
 
+def _check_pieces(store: kv.KVStore, pieces: Sequence[Sequence[Piece]]) -> None:
+    """`ValueError` where a value is cut and the updater is not elementwise."""
+    specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in store.values.items()}
+    lengths = [{p.key: p.stop - p.start for p in held if p.stop - p.start < specs[p.key].size} for held in pieces]
+    updater = store.updater
+    if not isinstance(updater, Updater):
+        for k in set().union(*lengths):
+            jax.eval_shape(functools.partial(updater, k), specs[k], specs[k])  # its error, where it cannot be traced
+        updater = stateless(updater)
+    for held in lengths:
+        forms = {k: (specs[k], jax.ShapeDtypeStruct((n,), specs[k].dtype), None) for k, n in held.items()}
+        _shares.check_forms(updater, forms, kv.names(store), "free_running.start", _ADVICE)
+
+
+_ADVICE = (
+    "a value of `split` elements or more is cut over all servers, so its updater must be elementwise; give "
+    "servers=1 or a larger split"
+)
 _TO_START = 300.0
 
 

@@ -43,7 +43,8 @@ class Updater(NamedTuple):
         init: `init(key, value) -> state`, any pytree of arrays, made when the key is initialised.
         update: `update(key, pushed, state, stored) -> (new_stored, new_state)`; `pushed` and `stored` have the
             shape and dtype of the stored value, and `new_stored` must have them too. In a store of kind
-            `sharded` both are one device's flat share of the value.
+            `sharded` both are one device's flat share of the value, so both functions must be elementwise there;
+            `kv.set_updater` traces them on the whole value and on a share to see that.
 
     Example:
         >>> import jax.numpy as jnp
@@ -109,6 +110,7 @@ def stateless(fn: UpdateFn) -> Updater:
 @dataclasses.dataclass(frozen=True)
 class _OptaxInit:
     tx: optax.GradientTransformation
+    uses_key = False
 
     def __call__(self, key: int, value: jax.Array) -> State:
         del key
@@ -148,6 +150,15 @@ def from_optax(tx: optax.GradientTransformation) -> Updater:
 def ignores_key(updater: Any) -> bool:
     """Whether it is known that an updater does the same for every key, so that keys can share a program."""
     return updater in (assign, accumulate) or not getattr(getattr(updater, "update", None), "uses_key", True)
+
+
+def program_of(updater: Updater, key: int) -> Any:
+    """What of a key the programs of `init` and `update` depend on; keys of equal answers share them."""
+    if updater.init is not _no_state and getattr(updater.init, "uses_key", True):
+        return key
+    if ignores_key(updater):
+        return None
+    return getattr(updater.update, "program_of", int)(key)
 
 
 def couples_keys(tx: optax.GradientTransformation) -> bool:

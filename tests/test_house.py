@@ -22,7 +22,7 @@ MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "jaxpar.") i
 FLOORS = {
     0: "_check _donated _formula _processes _put _settle _types",
     1: "_cluster _compressed _compressor _event_file _hub _lowrank _meeting _monitor _mxnet_rules _quantize _relay "
-    "_rowsparse _sharing _wire buckets collectives compression distributed models mxnet_optimizers sparse updaters viz",
+    "_elementwise _messages _rowsparse _shares _sharing _wire buckets collectives compression distributed models mxnet_optimizers sparse updaters viz",
     2: "_across _apart _delay _display _eager _finite _gradient _local_steps _loss _one_device _params _pmap_across "
     "_program _pull _push _push_rows _scaling _state _state_display _step _store kv parallel",
 }
