@@ -11,8 +11,7 @@ os.environ.setdefault("MPLBACKEND", "agg")
 # it. XLA's own passes and the collectives stay; its older emitters of loops write the code, in one piece, and LLVM
 # optimises less. XLA ends a process that has a flag it does not know, and newer versions do not know the first.
 # XLA_FLAGS= (set and empty) tests the code that users get.
-OLD_XLA = importlib.metadata.version("jaxlib").startswith("0.10.")
-if OLD_XLA:
+if importlib.metadata.version("jaxlib").startswith("0.10."):
     emitters = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ.setdefault("XLA_FLAGS", f"{emitters} --xla_backend_optimization_level=1")
 
@@ -45,5 +44,5 @@ CORE = ("kv", "updaters", "compression", "sparse", "devices", "parallel", "train
 def pytest_collection_modifyitems(items):
     """Mark the tests of the core, where XLA's flags above change what is compiled: the second row runs them again."""
     for item in items:
-        if OLD_XLA and item.path.parent.name in CORE:
+        if jax.__version__.startswith("0.10.") and item.path.parent.name in CORE:
             item.add_marker(pytest.mark.core)
