@@ -5,29 +5,32 @@
         arrays/         orbax (OCDBT); the arrays are called "0", "1", ... in the manifest's order
 
 It is written under another name beside its place, flushed, and renamed: a checkpoint is there whole or not at all.
+That name says which process writes (see `_owner`), so that what a killed one left can be told from what is being
+written. Reading changes nothing on disk.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import contextlib
+import math
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-FORMAT = 1
-MANIFEST = "jaxpar.json"
+from . import _manifest, _owner, _regular_file
+from ._manifest import CheckpointError
+
 _ARRAYS = "arrays"
 _UNFINISHED = ".unfinished-"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is damaged, of another program, or not of the state that was asked for."""
+_OWNED = re.compile(re.escape(_UNFINISHED) + "(.+)-[0-9a-f]{8}")
+_OLD = 7 * 24 * 3600  # seconds without a change, after which what nobody is known to write was left by somebody
 
 
 def write(path: Path, content: dict[str, Any], records: list[dict[str, Any]], arrays: list[np.ndarray]) -> None:
@@ -38,13 +41,13 @@ def write(path: Path, content: dict[str, Any], records: list[dict[str, Any]], ar
         OSError: it cannot be written: no space, no permission, no directory.
     """
     refuse_existing(path)
-    unfinished = path.parent / f"{_UNFINISHED}{path.name}-{secrets.token_hex(4)}"
+    unfinished = _unfinished(path.parent)
     try:
         unfinished.mkdir(parents=True)
         _write_arrays(unfinished / _ARRAYS, arrays)
         files = {f.relative_to(unfinished).as_posix(): _print_of(f) for f in _files(unfinished)}
-        body = {"format": FORMAT, "leaves": records, "files": files, **content}
-        (unfinished / MANIFEST).write_text(json.dumps({"sha256": _digest(body), "content": body}, indent=1))
+        body = {"format": _manifest.FORMAT, "leaves": records, "files": files, **content}
+        (unfinished / _manifest.NAME).write_text(_manifest.dumps(body))
         for part in [*_files(unfinished), *(d for d in unfinished.rglob("*") if d.is_dir()), unfinished]:
             _flush(part)
         os.rename(unfinished, path)
@@ -63,54 +66,39 @@ def refuse_existing(path: Path) -> None:
         raise FileExistsError(f"checkpoint.save: {path} exists already; choose another path, or remove it first")
 
 
-def manifest(path: Path) -> dict[str, Any]:
-    """What the checkpoint says about itself.
-
-    Raises:
-        CheckpointError: it is no checkpoint of jaxpar, or the manifest is damaged.
-    """
-    file = path / MANIFEST
-    if not path.is_dir() or not file.exists():
-        other = " (an orbax checkpoint of another program)" if (path / "_CHECKPOINT_METADATA").exists() else ""
-        raise CheckpointError(f"{path} is no checkpoint of jaxpar{other}: it has no {MANIFEST}")
-    try:
-        outer = json.loads(file.read_bytes())
-        body, good = outer["content"], outer["sha256"] == _digest(outer["content"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {MANIFEST} cannot be read ({error})") from None
-    if not good:
-        raise CheckpointError(f"{path} is damaged: {MANIFEST} does not have the checksum it was saved with")
-    if body["format"] > FORMAT:
-        raise CheckpointError(f"{path} was saved by a newer jaxpar (format {body['format']}, this one has {FORMAT})")
-    return body
-
-
 def verify(path: Path, body: dict[str, Any]) -> None:
     """Compares every file with what the manifest says.
 
     Raises:
-        CheckpointError: a file that is missing, shorter, longer or changed; it is named.
+        CheckpointError: a file that is missing, shorter, longer, changed or unreadable; it is named.
     """
     for name, (size, digest) in body["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{path} is damaged: {name} is missing")
-        if file.stat().st_size != size:
-            raise CheckpointError(f"{path} is damaged: {name} has {file.stat().st_size} bytes, saved were {size}")
-        if _print_of(file)[1] != digest:
+        try:
+            found = _regular_file.fingerprint(path / name, size)
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointError(f"{path} is damaged: {name} is missing") from None
+        except OSError as error:
+            raise CheckpointError(f"{path} is unreadable: {name}: {_reason(error)}") from error
+        if found[0] != size:
+            has = "more" if found[0] > size else found[0]
+            raise CheckpointError(f"{path} is damaged: {name} has {has} bytes, saved were {size}")
+        if found[1] != digest:
             raise CheckpointError(f"{path} is damaged: {name} does not have the checksum it was saved with")
+    odd = next(_not_files(path / _ARRAYS), None)
+    if odd is not None:  # orbax would wait for a pipe
+        raise CheckpointError(f"{path} is damaged: {odd.relative_to(path)} is neither a file nor a directory")
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[np.ndarray]]:
     """The manifest and the arrays, everything verified.
 
     Raises:
-        CheckpointError: as `manifest` and `verify`.
+        CheckpointError: there is no good checkpoint; it says why.
     """
-    body = manifest(path)
+    body = _manifest.load(path)
     verify(path, body)
     try:
-        arrays = _read_arrays(path / _ARRAYS, body["leaves"])
+        arrays = _read_arrays(path / _ARRAYS, [_manifest.layout(r) for r in body["leaves"]])
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read, though no file was changed ({_reason(error)})") from error
     return body, arrays
@@ -118,20 +106,74 @@ def read(path: Path) -> tuple[dict[str, Any], list[np.ndarray]]:
 
 def remove(path: Path) -> None:
     """Removes a checkpoint, so that no half of one can be found if the process is killed meanwhile."""
-    gone = path.parent / f"{_UNFINISHED}{path.name}-{secrets.token_hex(4)}"
-    os.rename(path, gone)
+    gone = _unfinished(path.parent)
+    with contextlib.suppress(FileNotFoundError):  # another process removed it
+        os.rename(path, gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def clean(directory: Path) -> None:
-    """Removes what was left by processes that were killed while they wrote."""
-    for path in directory.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(path, ignore_errors=True)
+def remove_leftovers(directory: Path) -> None:
+    """Removes what was being written by processes that have certainly ended; only a process that writes may call it.
+
+    Of others, on another machine, before this one's last start or of an earlier jaxpar, nothing is known. What they
+    left is removed when nothing in it has changed for a week.
+    """
+    with contextlib.suppress(OSError):
+        left = list(directory.glob(f"{_UNFINISHED}*"))
+        now = _time_at(directory) if left else 0.0
+        for path in left:
+            owned = _OWNED.fullmatch(path.name)
+            if (owned and _owner.has_ended(owned[1])) or now - _last_change(path) > _OLD:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def candidates(directory: Path) -> list[Path]:
-    """The directories that may be checkpoints, in no order."""
-    return sorted(p for p in directory.iterdir() if p.is_dir() and not p.name.startswith("."))
+    """The directories that may be checkpoints, in no order; `OSError` where they cannot be listed."""
+    with os.scandir(directory) as entries:
+        return [directory / e.name for e in entries if not e.name.startswith(".") and _may_be_directory(e)]
+
+
+def _may_be_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return True  # reading it says what is the matter
+
+
+def _unfinished(directory: Path) -> Path:
+    """A new name in a directory, of this process."""
+    return directory / f"{_UNFINISHED}{_owner.tag()}-{secrets.token_hex(4)}"
+
+
+def _time_at(directory: Path) -> float:
+    """The time by the clock of the file system, which may be that of another machine; 0 where nothing can be made."""
+    probe = _unfinished(directory)
+    try:
+        probe.mkdir()
+        return probe.stat().st_mtime
+    except OSError:
+        return 0.0
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
+
+
+def _last_change(path: Path) -> float:
+    """When something in a directory was changed last; for ever young where that cannot be read."""
+    try:
+        return max(part.lstat().st_mtime for part in [path, *path.rglob("*")])
+    except OSError:
+        return math.inf
+
+
+def _not_files(directory: Path) -> Iterator[Path]:
+    for folder, _, names in os.walk(directory):
+        for part in (Path(folder, name) for name in names):
+            try:
+                regular = stat.S_ISREG(part.stat().st_mode)
+            except OSError:
+                regular = False
+            if not regular:
+                yield part
 
 
 def _stored(shape: Sequence[int]) -> bool:
@@ -147,17 +189,34 @@ def _write_arrays(path: Path, arrays: list[np.ndarray]) -> None:
             orbax.save(path.absolute(), args=ocp.args.PyTreeSave(named))
 
 
-def _read_arrays(path: Path, records: list[dict[str, Any]]) -> list[np.ndarray]:
+def _read_arrays(path: Path, layouts: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[np.ndarray]:
     import orbax.checkpoint as ocp
 
-    names = [str(i) for i, r in enumerate(records) if _stored(r["shape"])]
+    names = [str(i) for i, (shape, _) in enumerate(layouts) if _stored(shape)]
     found = {}
     if names:
         each = {n: ocp.RestoreArgs(restore_type=np.ndarray) for n in names}
         with _orbax(ocp) as orbax:
+            _check_layouts(layouts, orbax.metadata(path.absolute()).item_metadata)
             args = ocp.args.PyTreeRestore(item=dict.fromkeys(names, 0), restore_args=each)
             found = orbax.restore(path.absolute(), args=args)
-    return [found[str(i)] if _stored(r["shape"]) else np.zeros(r["shape"], r["dtype"]) for i, r in enumerate(records)]
+    return [found[str(i)] if _stored(layouts[i][0]) else np.zeros(*layouts[i]) for i in range(len(layouts))]
+
+
+def _check_layouts(layouts: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], stored: Any) -> None:
+    """`ValueError` where the arrays of orbax are not those of the manifest, or are more than this machine can hold."""
+    if stored is None:
+        raise ValueError("orbax finds no arrays")
+    for i, (shape, dtype) in enumerate(layouts):
+        if _stored(shape):
+            about = stored.tree[str(i)]
+            found = tuple(about.shape), np.dtype(about.dtype)
+            if found != (shape, dtype.newbyteorder("=")):  # orbax stores the bytes in one order
+                raise ValueError(f"array {i} is {found[1]}{list(found[0])}, and in the manifest {dtype}{list(shape)}")
+    total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layouts)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if total > memory:
+        raise ValueError(f"the arrays have {total} bytes, more than the {memory} of this machine's memory")
 
 
 def _orbax(ocp: Any) -> Any:
@@ -176,12 +235,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _print_of(file: Path) -> list[Any]:
-    with open(file, "rb") as opened:
-        return [file.stat().st_size, hashlib.file_digest(opened, "sha256").hexdigest()]
-
-
-def _digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return list(_regular_file.fingerprint(file, file.stat().st_size))
 
 
 def _flush(path: Path) -> None:

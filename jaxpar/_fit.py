@@ -135,7 +135,7 @@ def fit(
     saves = Saves(checkpoint_dir, keep, checkpoint_every, batch_size, train_data.examples(batch_size))
     state, past = saves.resumed(state, resume, step)
     history = History(past.history)
-    told = _told(metrics_file, history, callback, callbacks)
+    told = _told(callback, callbacks)
     began = int(state.step)
     steps = data.num_batches(train_data.examples(batch_size), batch_size)
     left = 0 if past.stopped else max(0, past.first + epochs * steps - began)
@@ -152,6 +152,7 @@ def fit(
         _together(steps_per_execution, step, train_data, state),
         checkpoint_every if checkpoint_dir is not None else None,
     )
+    told = [*_restarted(metrics_file, history), *told]  # now: a call that is refused leaves another run's file as it is
     try:
         with (
             _interrupt.Signals(jax.process_count() > 1) as signals,
@@ -202,16 +203,18 @@ def _together(asked: Any, step: Any, source: data.Source, state: TrainState) -> 
     return int(asked)
 
 
-def _told(metrics_file: Any, history: History, *callbacks: Any) -> list[Callback]:
+def _restarted(metrics_file: Any, history: History) -> list[Callback]:
+    """The sink of the metrics file, if there is one; the file then has these records."""
+    sinks = [] if metrics_file is None else [to_jsonl(metrics_file)]
+    with _processes.together():
+        for sink in sinks:
+            sink.restart(history)
+    return [*sinks]
+
+
+def _told(*callbacks: Any) -> list[Callback]:
     """Whom to tell about each epoch."""
-    told: list[Callback] = []
-    if metrics_file is not None:
-        lines = to_jsonl(metrics_file)
-        with _processes.together():
-            lines.restart(history)
-        told.append(lines)
-    for given in callbacks:
-        told += [given] if callable(given) else list(given)
+    told: list[Callback] = [tell for given in callbacks for tell in ([given] if callable(given) else given)]
     for tell in told:
         if not callable(tell):
             raise TypeError(f"fit: a callback must be a function of (state, record), got {type(tell).__name__}")

@@ -13,8 +13,12 @@ import jax
 from . import distributed
 from ._donated import blank, given_away
 from ._loop import Loop, Record
+from ._manifest import CheckpointError
+from ._save import Found
 from ._state import TrainState
 from ._step import TrainStep
+
+_SIZES = ("batch_size", "examples")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Saves:
         """The state to go on from, and what is known of the run it is in."""
         found = None
         if self._manager is not None and resume:
-            found = self._manager.restore_latest(_like(state, step))
+            found = self._manager._restore(_like(state, step), _check_info)
         if found is None and resume is True:
             raise FileNotFoundError(f"fit: resume=True, but {self.directory} holds no checkpoint")
         stale = given_away(state)
@@ -68,8 +72,9 @@ class Saves:
         state, info = found
         if jax.process_index() == 0:
             print(f"jaxpar: resumed from step {int(state.step)} in {self.directory}", file=sys.stderr)
-        # There is none where it was saved by `checkpoint.save`: no epoch of that state is known.
-        return state, _past(info, *self._sizes) if info else Past(int(state.step) if first is None else first)
+        if _is_of_fit(info):
+            return state, _past(info, *self._sizes)
+        return state, Past(int(state.step) if first is None else first)  # no epoch of that state is known
 
     def save(
         self, state: TrainState, loop: Loop, history: list[Record], *, over: bool, stopped: bool, interrupted: bool
@@ -78,7 +83,7 @@ class Saves:
         due = over or stopped or interrupted or (self._every and loop.at % self._every == 0)
         if self._manager is not None and due:
             about = {"first": loop.first, "history": history, "stopped": stopped, "interrupted": interrupted}
-            sizes = dict(zip(("batch_size", "examples"), self._sizes, strict=True))
+            sizes = dict(zip(_SIZES, self._sizes, strict=True))
             self._manager.save(state, {**about, **sizes, **loop.unfinished()})
 
     def path(self, step: int) -> Path | None:
@@ -104,9 +109,46 @@ def _goes_on(found: TrainState, info: dict[str, Any], step: int) -> bool:
     return int(found.step) > step or (int(found.step) == step and bool(info.get("interrupted")))
 
 
+def _is_of_fit(info: dict[str, Any]) -> bool:
+    """Whether `fit` saved a checkpoint with this info, rather than `checkpoint.save` or a `Manager` by hand."""
+    return "first" in info
+
+
+def _check_info(found: Found) -> None:
+    """`CheckpointError` for an info that looks like that of `fit`, which cannot have saved it."""
+    info, step = found.body.get("info", {}), found.body.get("step", 0)
+    if not _is_of_fit(info):
+        return
+    history, sums = info.get("history"), info.get("sums", {})
+    good = {
+        "first": _is_count(info.get("first")) and info["first"] <= step,
+        **{name: _is_count(info.get(name)) for name in _SIZES},
+        **{name: isinstance(info.get(name, False), bool) for name in ("stopped", "interrupted")},
+        "history": isinstance(history, list) and all(map(_is_record, history)),
+        "sums": isinstance(sums, dict) and all(map(_is_number, sums.values())),
+        "counted": _is_count(info.get("counted", 0)),
+        "seconds": _is_number(info.get("seconds", 0.0)),
+    }
+    wrong = [name for name, holds in good.items() if not holds]
+    if wrong:
+        raise CheckpointError(f"{found.path} is damaged: its info of the run has a wrong {' and '.join(wrong)}")
+
+
+def _is_record(record: Any) -> bool:
+    return isinstance(record, dict) and _is_count(record.get("epoch")) and _is_count(record.get("step"))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or _is_count(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
 def _past(info: dict[str, Any], batch_size: int, examples: int) -> Past:
     """A run goes on with the batches it had."""
-    then, now = (info["batch_size"], info["examples"]), (batch_size, examples)
+    then, now = tuple(info[name] for name in _SIZES), (batch_size, examples)
     if then != now:
         raise ValueError(
             f"fit: the checkpoint is of a run with batches of {then[0]} out of {then[1]} examples, this one has "

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from . import _check, _delay, _push
+from . import _check, _delay, _push, _saved_parts
 from ._put import host, put
 from ._state import TrainState, regrouped
 from ._store import STORE_AXIS, KVStore, mesh_of, names, shapes_of
@@ -97,9 +97,8 @@ def fit(records: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray], like: A
     for i, (path, node) in enumerate(nodes):
         if _is_store(node):
             prefix = _join(_name(path), _RESIDUALS)
-            own = {n: v for n, v in saved.items() if n.startswith(prefix + "/")}
-            residuals = _residuals(filled[i], node, own, prefix, remarks)
-            pending = _pending(filled[i], node, saved, _join(_name(path), _PENDING))
+            residuals = _residuals(filled[i], node, _saved_parts.by_key(saved, prefix, node), prefix, remarks)
+            pending = _pending(filled[i], node, _saved_parts.by_key(saved, _join(_name(path), _PENDING), node))
             filled[i] = dataclasses.replace(filled[i], residuals=residuals, pending=pending)
     return treedef.unflatten(filled), remarks
 
@@ -203,20 +202,17 @@ def _text_of(record: dict[str, Any]) -> str:
     return f"{record['dtype']}[{','.join(map(str, record['shape']))}]"
 
 
-def _residuals(store: KVStore, like: KVStore, saved: dict[str, Any], prefix: str, remarks: list[str]) -> Any:
+def _residuals(store: KVStore, like: KVStore, saved: dict[int, Any], prefix: str, remarks: list[str]) -> Any:
     """The residuals of each key: as saved where they fit the devices of `like`, else from the start."""
     if saved and store.compressor is None:
-        record = next(iter(saved.values()))[0]
+        record = next(iter(next(iter(saved.values())).values()))[0]
         raise ValueError(
             f"{record['words']}: found {_text_of(record)}, but the store of `like` compresses nothing; use "
             "kv.set_gradient_compression on it as before (and again after restoring, to change it)"
         )
-    by_key: dict[int, dict[str, Any]] = {k: {} for k in like.residuals}
-    for name, found in saved.items():
-        by_key.setdefault(int(name.removeprefix(prefix + "/").split("/")[0]), {})[name] = found
     residuals, anew = {}, []
-    for k, own in sorted(by_key.items()):
-        residuals[k], kept = _residual(store, like, k, own, f"{prefix}/{k}")
+    for k in sorted({*like.residuals, *saved}):
+        residuals[k], kept = _residual(store, like, k, saved.get(k, {}), f"{prefix}/{k}")
         anew += [] if kept else [k]
     if anew:
         remarks.append(
@@ -227,13 +223,13 @@ def _residuals(store: KVStore, like: KVStore, saved: dict[str, Any], prefix: str
 
 
 def _residual(store: KVStore, like: KVStore, k: int, own: dict[str, Any], prefix: str) -> tuple[Any, bool]:
+    _saved_parts.check_rows(own)
     held = jax.tree.leaves(like.residuals.get(k))
     first = held[0].shape[0] if held else None
     count = first or (len(store.devices) if store.devices else next(iter(own.values()))[0]["shape"][0])
     fresh = _push.start_residuals(store, k, count)
     slots = [
-        Slot(_join(prefix, _name(path)), prefix, leaf, leaf.shape)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(fresh)[0]
+        Slot(_name(path), prefix, leaf, leaf.shape) for path, leaf in jax.tree_util.tree_flatten_with_path(fresh)[0]
     ]
     found = {name: (tuple(r["shape"]), r["dtype"]) for name, (r, _) in own.items()}
     kept = found == {s.name: (s.shape, s.dtype) for s in slots}
@@ -244,18 +240,13 @@ def _residual(store: KVStore, like: KVStore, k: int, own: dict[str, Any], prefix
     return jax.tree.structure(fresh).unflatten(placed), kept
 
 
-def _pending(store: KVStore, like: KVStore, saved: dict[str, Any], prefix: str) -> dict[int, _delay.Waiting]:
+def _pending(store: KVStore, like: KVStore, saved: dict[int, Any]) -> dict[int, _delay.Waiting]:
     """What waits for each key, handed to the devices of `like`; nothing, where nothing was saved."""
-    found: dict[int, dict[str, Any]] = {}
-    for name, (record, array) in saved.items():
-        if name.startswith(prefix + "/"):
-            key, _, rest = name.removeprefix(prefix + "/").partition("/")
-            found.setdefault(int(key), {})[rest] = record, array
     pending = {}
-    for k in sorted({*like.pending, *found}):
+    for k in sorted({*like.pending, *saved}):
         held = like.pending.get(k)
         count = held.values[0].shape[0] if held else len(store.devices) if store.devices else None
-        waiting = _waiting(store, k, found[k], count) if k in found else _delay.start(store, k, count or 1)
+        waiting = _saved_parts.waiting(store, k, saved[k], count) if k in saved else _delay.start(store, k, count or 1)
         along, everywhere = None, None
         if store.devices:
             mesh = mesh_of(store.devices)
@@ -264,20 +255,6 @@ def _pending(store: KVStore, like: KVStore, saved: dict[str, Any], prefix: str) 
             along, everywhere = held.values[0].sharding, held.count.sharding
         pending[k] = _delay.Waiting(put(waiting.values, along), put(waiting.count, everywhere))
     return pending
-
-
-def _waiting(store: KVStore, k: int, found: dict[str, Any], count: int | None) -> _delay.Waiting:
-    staleness = len(found) - 1
-    if staleness != store.staleness:
-        words = found["count"][0]["words"].partition(":")[0]
-        raise ValueError(
-            f"{words}: values wait for {staleness} pushes, but the store of `like` has staleness {store.staleness}; "
-            f"make it with kv.from_params(..., kind='dist_async', staleness={staleness}), or apply what waits before "
-            "saving (step.finish, kv.flush)"
-        )
-    values = tuple(jnp.asarray(found[f"values/{i}"][1]) for i in range(staleness))
-    waiting = _delay.Waiting(values, jnp.asarray(found["count"][1]))
-    return waiting if count is None else _delay.regrouped(waiting, count)
 
 
 def _averaged(saved: dict[str, Any], like: Any, remarks: list[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@
 What the processes have to agree on is asserted here; what the topologies have to agree on is written to FOLDER.
 """
 
+import builtins
 import sys
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jaxpar import checkpoint, data, kv, models, parallel, sparse, train, updaters
+from jaxpar import _checkpoint_files as files, checkpoint, data, kv, models, parallel, sparse, train, updaters
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -304,16 +305,16 @@ def failures(folder):
     manager = checkpoint.Manager(folder / "lost")
     manager.save(state)
     manager.wait()
-    write = checkpoint.files.write
+    write = files.write
 
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    checkpoint.files.write = full  # fails in the background thread of process 0, which alone writes
+    files.write = full  # fails in the background thread of process 0, which alone writes
     manager.save(state)
     raises(OSError, f"{before}[Errno 28] No space left", lambda: manager.save(state))
     raises(OSError, f"{before}[Errno 28] No space left", lambda: checkpoint.save(folder / "full", state))
-    checkpoint.files.write = write
+    files.write = write
     manager.save(state)
     manager.close()
 
@@ -331,8 +332,38 @@ def failures(folder):
         (newest / "jaxpar.json").write_text("{}")
     kv.barrier("damaged")
     assert checkpoint.Manager(folder / "ends").restore_latest(state) is None
+    check_unreadable(folder / "unreadable", state)
     found, _ = checkpoint.Manager(folder / "lost").restore_latest(new_state("sharded"))
     assert kv.to_params(found.store)["w"].tolist() == kv.to_params(again.store)["w"].tolist()
+
+
+def check_unreadable(directory, state):
+    """What the last process cannot read, all pass over; where nothing is left, all raise."""
+    manager, opens, broken = checkpoint.Manager(directory), builtins.open, []
+    for n in (1, 2, 3):
+        manager.save(state, {"n": n})
+    manager.wait()
+
+    def fails(path, *args, **options):
+        if any(name in str(path) for name in broken):
+            raise OSError(5, "Input/output error", str(path))
+        return opens(path, *args, **options)
+
+    builtins.open = fails
+    last = kv.rank() == kv.num_workers() - 1
+    name = f"step_{int(state.step):08d}"
+    for bad, expected in ((".3", 2), (".2", 1)):
+        broken += [f"{name}{bad}"] if last else []
+        assert checkpoint.Manager(directory).restore_latest(state)[1] == {"n": expected}
+    broken += [name] if last else []
+    words = f"process {kv.num_workers() - 1}: {directory / name} is unreadable: jaxpar.json: Input/output error"
+    raises(checkpoint.CheckpointError, words, lambda: checkpoint.Manager(directory).restore_latest(state))
+    for _ in range(2):
+        raises(checkpoint.CheckpointError, "no earlier checkpoint that all", lambda: manager.restore_latest(state))
+    builtins.open = opens
+    manager.save(state, {"n": 4})
+    assert manager.restore_latest(state)[1] == {"n": 4}
+    manager.close()
 
 
 def main():

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jaxpar import _checkpoint_files as files, checkpoint, data, kv, train
+from jaxpar import _checkpoint_files as files, _manifest, checkpoint, data, kv, train
 
 PARAMS = {"dense": {"bias": np.zeros(3, np.float32), "weight": np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3)}}
 
@@ -260,7 +260,7 @@ def test_any_damaged_file_is_refused_by_name_and_the_one_before_used(tmp_path, c
     assert checkpoint.latest(tmp_path) == new
     assert capsys.readouterr().err == ""
     names = file_names(new)
-    assert files.MANIFEST in names
+    assert _manifest.NAME in names
     assert len(names) > 4
     for name in names:
         for _ in damages(new / name):
@@ -277,13 +277,13 @@ def test_any_damaged_file_is_refused_by_name_and_the_one_before_used(tmp_path, c
 def test_a_manifest_of_nonsense(tmp_path):
     checkpoint.save(tmp_path / "a", jnp.ones(2))
     for text in ("", "[]", "null", "{}", '{"sha256": 1, "content": []}', "\udc80"):
-        (tmp_path / "a" / files.MANIFEST).write_bytes(text.encode(errors="surrogateescape"))
+        (tmp_path / "a" / _manifest.NAME).write_bytes(text.encode(errors="surrogateescape"))
         with pytest.raises(checkpoint.CheckpointError, match=r"a is damaged: jaxpar\.json"):
             checkpoint.restore(tmp_path / "a", jnp.ones(2))
 
 
 def test_a_newer_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "FORMAT", 99)
+    monkeypatch.setattr(_manifest, "FORMAT", 99)
     checkpoint.save(tmp_path / "a", jnp.ones(2))
     monkeypatch.undo()
     with pytest.raises(checkpoint.CheckpointError, match=r"newer jaxpar \(format 99, this one has 1\)"):
@@ -352,14 +352,6 @@ def test_a_step_that_is_there_already(tmp_path):
         manager.close()
     assert sorted(os.listdir(tmp_path)) == ["step_00000000", "step_00000000.2"]
     assert checkpoint.latest(tmp_path) == tmp_path / "step_00000000.2"
-
-
-def test_what_a_killed_process_left_is_removed_and_never_found(tmp_path):
-    checkpoint.save(tmp_path / "a", jnp.ones(2))
-    shutil.copytree(tmp_path / "a", tmp_path / ".unfinished-b-1234")
-    assert checkpoint.latest(tmp_path) == tmp_path / "a"
-    checkpoint.Manager(tmp_path)
-    assert os.listdir(tmp_path) == ["a"]
 
 
 @pytest.mark.parametrize("kind", ["device", "sharded"])
