@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from . import _eager, _processes, _push, buckets, sparse
 from ._put import host, put, spans_processes
+from ._recent import Recent
 from ._store import STORE_AXIS, KVStore, mesh_of, signature
 from .compression import Compressor, LinearCompressor
 from .sparse import RowSparse
@@ -101,7 +102,7 @@ def _totals(store: KVStore, sums: dict[int, jax.Array]) -> tuple[dict[int, jax.A
     if residuals:
         groups = tuple((i,) for i in range(len(arrays)))  # compressed by key
     packed = [_over_leaders(part, along) for part in _eager._packed(arrays, dtypes, groups)]
-    run = _program(devices, store.compressor, store.limits, tuple(sums), shapes, dtypes, groups)
+    run = _programs(store.compressor)(devices, store.compressor, store.limits, tuple(sums), shapes, dtypes, groups)
     totals, residuals = run(packed, residuals)
     return {k: v.addressable_data(0) for k, v in totals.items()}, residuals
 
@@ -111,7 +112,6 @@ def _over_leaders(part: jax.Array, along: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, along, [part])
 
 
-@functools.lru_cache(maxsize=256)
 def _program(
     devices: Any,
     compressor: Compressor | LinearCompressor | None,
@@ -135,6 +135,9 @@ def _program(
             body, mesh=mesh_of(devices), in_specs=P(STORE_AXIS), out_specs=(P(), P(STORE_AXIS)), check_vma=False
         )
     )
+
+
+_programs = Recent(lambda _: functools.lru_cache(maxsize=256)(_program))
 
 
 def _summed_rows(values: list[RowSparse], dtype: Any) -> RowSparse:

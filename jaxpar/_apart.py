@@ -17,7 +17,13 @@ from ._state import TrainState
 
 
 class Apart:
-    """A state without its `rng`, as its leaves; a pytree in which they are called as they are in the state."""
+    """A state without its `rng`, as its leaves; a pytree in which they are called as they are in the state.
+
+    Attributes:
+        structure: that of the state. Arguments of a program have only the names of the leaves here: JAX keeps the
+            structures of arguments for ever, and this one refers to the optimizer.
+        leaves: the arrays.
+    """
 
     __slots__ = ("leaves", "structure")
 
@@ -31,28 +37,31 @@ class Apart:
         leaves, structure = jax.tree.flatten(dataclasses.replace(state, rng=None))
         return cls(structure, leaves)
 
-    def like(self, other: Apart) -> Apart:
-        """The same, with the structure of `other` itself where it is equal: that it is equal takes long to find out."""
-        return Apart(other.structure, self.leaves) if self.structure == other.structure else self
-
     def together(self, rng: Any) -> TrainState:
         return dataclasses.replace(self.structure.unflatten(self.leaves), rng=rng)
 
+    def names(self) -> tuple[str, ...]:
+        if isinstance(self.structure, tuple):
+            return self.structure
+        return tuple(jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(self.together(None)))
+
     def named(self) -> tuple[list[tuple[str, Any]], Any]:
-        found, _ = jax.tree_util.tree_flatten_with_path(self.together(None))
-        return [(jax.tree_util.keystr(path), leaf) for path, leaf in found], self.structure
+        return list(zip(self.names(), self.leaves, strict=True)), self.structure
 
 
 jax.tree_util.register_pytree_with_keys(Apart, Apart.named, Apart, lambda apart: (apart.leaves, apart.structure))
 
 
 def made_of(apart: Apart, rng: jax.Array, by: Any) -> TrainState:
-    """The state that `by` made; its parts are put together when one of them is first asked for."""
+    """The state that a program made whose key is `by`; its parts are put together when one of them is asked for.
+
+    It is the key, since a state that is held would hold a program.
+    """
     state = object.__new__(TrainState)
     vars(state).update(rng=rng, _apart=apart, _by=by)
     return state
 
 
 def maker(state: TrainState) -> Any:
-    """What `made_of` was told that made the state; None for one that was made otherwise."""
+    """The key of the program that made the state; None for one that was made otherwise."""
     return vars(state).get("_by")

@@ -118,6 +118,18 @@ def labels(given: Any, where: str) -> None:
     )
 
 
+def hashable(value: Any, where: str) -> Any:
+    """`value`, for which a compiled program is kept; `TypeError` where it can change and so has no hash."""
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"{where}: expected a function, which is compiled once, got {describe(value)}, which has no hash and may "
+            "change; give a function that calls it"
+        ) from None
+    return value
+
+
 def describe(value: Any) -> str:
     """A few words on what came: `float32[2,3]`, `a list of 3`, `None`."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):

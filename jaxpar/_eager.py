@@ -4,8 +4,8 @@ Three ways. Where every key comes with one value from each of the same several d
 into buckets on each device; one program over those devices sums, unpacks and updates, or, for kind `local`, the
 buckets are moved to where the stored values are and one program there does so. Otherwise the values themselves
 are moved to where the stored ones are. Large values of emulated devices go first, in a program of their own: it
-runs while Python is busy with the many small ones. All programs are kept by jax's own cache: a second push of
-values of the same shapes compiles nothing.
+runs while Python is busy with the many small ones. The programs of the last few updaters and compressors are kept:
+a second push of values of the same shapes compiles nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from . import _push, _sharing, buckets
+from ._recent import Recent
 from ._settle import settle
 from ._store import STORE_AXIS, KVStore, home, mesh_of, nbytes
 from ._types import Device
@@ -99,7 +100,29 @@ def _summed_at_home(store: KVStore, pushed: Lists, devices: Devices) -> Changes:
     return _star(store, [_sharing.put(_packed(values, dtypes, groups), home) for values in each], groups, shapes)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
+def _compiled(fn: Callable[..., Changes], **options: Any) -> Callable[..., Changes]:
+    """`jax.jit` of a function of a store, with programs of their own for the last few updaters and compressors.
+
+    The store goes in without these two, since JAX keeps the structures of arguments for ever.
+    """
+
+    def program(updater: Any, compressor: Any) -> Any:
+        @functools.wraps(fn)
+        def run(store: KVStore, *args: Any) -> Changes:
+            return fn(dataclasses.replace(store, updater=updater, compressor=compressor), *args)
+
+        return jax.jit(run, **options)
+
+    programs = Recent(program)
+
+    def call(store: KVStore, *args: Any) -> Changes:
+        bare = dataclasses.replace(store, updater=None, compressor=None)
+        return programs(store.updater, store.compressor)(bare, *args)
+
+    return call
+
+
+@functools.partial(_compiled, static_argnums=(2, 3))
 def _star(store: KVStore, each: list[list[Any]], groups: Any, shapes: Any) -> Changes:
     packed = [functools.reduce(operator.add, buckets_of_all) for buckets_of_all in zip(*each, strict=True)]
     sums = dict(zip(store.values, buckets.unpack(packed, shapes, groups), strict=True))
@@ -263,10 +286,10 @@ def _program(devices: Devices) -> Any:
             check_vma=False,
         )(store, packed)
 
-    return jax.jit(run, static_argnums=(2, 3))
+    return _compiled(run, static_argnums=(2, 3))
 
 
-@jax.jit
+@_compiled
 def _gathered(store: KVStore, pushed: dict[int, list[Any]]) -> Changes:
     values, states, residuals = _push.push(store, pushed, None)
     if store.kind == "sharded":

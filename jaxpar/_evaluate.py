@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from . import _check, data
 from ._put import put
+from ._recent import Recent
 from ._settle import settle
 from ._state import TrainState, carries
 from ._types import Device
@@ -31,7 +32,7 @@ def evaluate(
         state_or_params: a `TrainState`, or the parameters themselves; the batches go where they are.
         apply_fn: `apply_fn(params, images) -> logits` of shape (n, classes); images as `data.batches` gives
             them. Where the state has a `model_state`, `apply_fn(params, images, model_state)`. The same function
-            object is compiled once.
+            object is compiled once; the programs of the last few are kept.
         dataset: a `data.Dataset` with integer labels.
         batch_size: how many examples at a time; rounded up to a multiple of the number of devices. The result
             does not depend on it but for float32 rounding.
@@ -41,6 +42,7 @@ def evaluate(
 
     Raises:
         ValueError: a batch size below 1, an empty data set.
+        TypeError: an `apply_fn` without a hash, labels that are no integers.
 
     Example:
         >>> from jaxpar import data, models, train
@@ -65,23 +67,29 @@ def evaluate(
     count = len(devices or (None,))
     size = min(-(-batch_size // count), -(-len(dataset) // count)) * count
     totals = jnp.zeros(2) if devices is None else put(np.zeros(2, np.float32), _everywhere(devices))
+    leaves, structure = jax.tree.flatten((params, *model_state))
+    add_batch = _programs(_check.hashable(apply_fn, "evaluate: apply_fn"), structure)
     for batch, valid in _batches(dataset, size, devices):
         settle((batch, totals), devices or ())
-        totals = _add_batch(apply_fn, (params, *model_state), batch, np.int32(valid), totals)
+        totals = add_batch(leaves, batch, np.int32(valid), totals)
     loss, right = np.asarray(totals)
     return {"loss": float(loss) / len(dataset), "accuracy": float(right) / len(dataset)}
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
-def _add_batch(apply_fn: Any, variables: tuple[Any, ...], batch: Any, count: Any, totals: jax.Array) -> jax.Array:
+def _add_batch(
+    apply_fn: Any, structure: Any, leaves: list[jax.Array], batch: Any, count: Any, totals: jax.Array
+) -> jax.Array:
     """`totals` (summed loss, number right) with the first `count` examples of a batch added."""
-    params, *model_state = variables
+    params, *model_state = structure.unflatten(leaves)
     logits = apply_fn(params, batch["image"], *model_state).astype(jnp.float32)
     labels = batch["label"][:, None]
     valid = jnp.arange(logits.shape[0]) < count
     losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels, axis=1)[:, 0]
     right = logits.argmax(axis=1) == labels[:, 0]
     return totals + jnp.stack([jnp.where(valid, losses, 0).sum(), (valid & right).sum()])
+
+
+_programs = Recent(lambda *key: jax.jit(functools.partial(_add_batch, *key), donate_argnums=3))
 
 
 def _batches(dataset: data.Dataset, size: int, devices: Any) -> Iterator[tuple[Any, int]]:

@@ -119,7 +119,9 @@ class LocalSteps(OneDevice):
             "state": () if self.outer is None else self.outer.init(_tree(store, store.values)),
             "since": jnp.zeros((), jnp.int32),
         }
-        return dataclasses.replace(state, local=_copies(devices)(local), outer=everywhere(outer, devices))
+        leaves, structure = jax.tree.flatten(local)
+        local = structure.unflatten(_copies(devices)(leaves))
+        return dataclasses.replace(state, local=local, outer=everywhere(outer, devices))
 
 
 def check_local_steps(local_steps: Any, outer_optimizer: Any) -> None:
@@ -177,9 +179,9 @@ def _tree(store: KVStore, values: Arrays) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _copies(devices: tuple[Device, ...]) -> Any:
-    """The compiled function that gives each device a copy, along a first axis, of what all of them have."""
+    """The compiled function that gives each device a copy, along a first axis, of arrays that all of them have."""
 
-    def copies(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (len(devices), *x.shape)), tree)
+    def copies(leaves: list[jax.Array]) -> list[jax.Array]:
+        return [jnp.broadcast_to(x[None], (len(devices), *x.shape)) for x in leaves]
 
     return jax.jit(copies, out_shardings=NamedSharding(mesh_of(devices), P(STORE_AXIS)))

@@ -8,6 +8,7 @@ and gives back each process's own part; the parts are put together again, withou
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from ._pmapped import forget
 from ._settle import settle
 from ._state import TrainState, specs
 from ._store import STORE_AXIS, mesh_of
@@ -56,11 +58,13 @@ class PmapAcross:
 
     def _program(self, structure: Any, layout: tuple[P, ...], impls: tuple[Any, ...]) -> Any:
         axes = tuple(None if spec == P() else 0 for spec in layout)  # pmap wants a hashable tree here
+        one = self._one  # JAX would keep `self` with the function
 
         def train_step(plain: tuple[jax.Array, ...], batch: Any) -> Any:
-            new, metrics = self._one(structure.unflatten(_wrapped(plain, impls)), batch)
+            new, metrics = one(structure.unflatten(_wrapped(plain, impls)), batch)
             return tuple(jax.random.key_data(x) if _is_key(x) else x for x in jax.tree.leaves(new)), metrics
 
+        weakref.finalize(self, forget, train_step).atexit = False
         return jax.pmap(
             train_step,
             self._axis_name,

@@ -14,8 +14,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from . import _evaluate, data
+from . import _check, _evaluate, data
 from ._put import put
+from ._recent import Recent
 from ._settle import settle
 from ._state import TrainState
 
@@ -85,9 +86,11 @@ def confusion_matrix(
     params, classes, batches, devices = _prepared("confusion_matrix", state_or_params, apply_fn, dataset, batch_size)
     zeros = np.zeros((classes, classes), np.int32)
     matrix = jnp.asarray(zeros) if devices is None else put(zeros, _evaluate._everywhere(devices))
+    leaves, structure = jax.tree.flatten(params)
+    add_counts = _count_programs(apply_fn, structure)
     for batch, valid in batches:
         settle((batch, matrix), devices or ())
-        matrix = _add_counts(apply_fn, params, batch, np.int32(valid), matrix)
+        matrix = add_counts(leaves, batch, np.int32(valid), matrix)
     return np.asarray(matrix).astype(np.int64)
 
 
@@ -122,10 +125,11 @@ def mistakes(
     """
     params, _, batches, devices = _prepared("mistakes", state_or_params, apply_fn, dataset, batch_size)
     where = None if devices is None else _evaluate._everywhere(devices)
-    parts = []
+    leaves, structure = jax.tree.flatten(params)
+    parts, says = [], _says_programs(apply_fn, where, structure)
     for batch, valid in batches:
         settle(batch, devices or ())
-        parts.append((*_says(apply_fn, where, params, batch["image"]), valid))
+        parts.append((*says(leaves, batch["image"]), valid))
     predicted, probabilities = (np.concatenate([np.asarray(p[i])[: p[2]] for p in parts]) for i in (0, 1))
     wrong = np.flatnonzero(predicted != dataset.labels)
     wrong = wrong[np.argsort(-probabilities[wrong], kind="stable")][:most]
@@ -138,6 +142,7 @@ def _prepared(
     """The parameters, the number of classes, the batches with how many of each count, the devices."""
     if batch_size < 1 or not len(dataset):
         raise ValueError(f"{name}: needs examples and a batch_size >= 1, got {len(dataset)} and {batch_size}")
+    _check.hashable(apply_fn, f"{name}: apply_fn")
     params = state_or_params.params if isinstance(state_or_params, TrainState) else state_or_params
     devices = _evaluate._devices_of(params)
     count = len(devices or (None,))
@@ -157,17 +162,25 @@ def _prepared(
     return params, logits.shape[1], _evaluate._batches(dataset, size, devices), devices
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
-def _add_counts(apply_fn: ApplyFn, params: Any, batch: Any, count: Any, matrix: jax.Array) -> jax.Array:
+def _add_counts(
+    apply_fn: ApplyFn, structure: Any, leaves: list[jax.Array], batch: Any, count: Any, matrix: jax.Array
+) -> jax.Array:
     """The matrix with the first `count` examples of a batch counted."""
-    predicted = apply_fn(params, batch["image"]).argmax(axis=1)
+    predicted = apply_fn(structure.unflatten(leaves), batch["image"]).argmax(axis=1)
     valid = jnp.arange(predicted.shape[0]) < count
     return matrix.at[batch["label"], predicted].add(valid.astype(matrix.dtype))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _says(apply_fn: ApplyFn, where: NamedSharding | None, params: Any, images: jax.Array) -> tuple[Any, Any]:
+_count_programs = Recent(lambda *key: jax.jit(functools.partial(_add_counts, *key), donate_argnums=3))
+
+
+def _says(
+    apply_fn: ApplyFn, where: NamedSharding | None, structure: Any, leaves: list[jax.Array], images: jax.Array
+) -> tuple[Any, Any]:
     """The classes and their probabilities, on each device."""
-    p = jax.nn.softmax(apply_fn(params, images).astype(jnp.float32))
+    p = jax.nn.softmax(apply_fn(structure.unflatten(leaves), images).astype(jnp.float32))
     said = p.argmax(axis=1).astype(jnp.int32), p.max(axis=1)
     return said if where is None else tuple(lax.with_sharding_constraint(x, where) for x in said)
+
+
+_says_programs = Recent(lambda *key: jax.jit(functools.partial(_says, *key)))

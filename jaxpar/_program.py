@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ._apart import Apart, made_of
+from ._pmapped import forget
 from ._one_device import OneDevice
 from ._settle import settle
 from ._state import TrainState, everywhere, specs
@@ -28,9 +30,11 @@ class Program:
 
     Args:
         one: the step of one device.
+        key: the devices that it runs on, and the structure of the states without their `rng`.
         check: raises where a batch cannot be divided.
 
     Attributes:
+        key: as given; a state that the program made carries it.
         devices: those that it runs on.
         moves: whether a batch had to be moved there; until then, a batch for a state that the program made is not
             looked at, which would take as long as half of a small step.
@@ -39,18 +43,21 @@ class Program:
     moves = False
 
     def __init__(
-        self, one: Any, engine: str, axis_name: str, devices: tuple[Device, ...], check: Callable[[Batch], None]
+        self, one: Any, engine: str, axis_name: str, key: tuple[tuple[Device, ...], Any], check: Callable[[Batch], None]
     ):
+        devices, structure = key
+        names = Apart(structure, range(structure.num_leaves)).names()
         mapped = _pmapped if engine == "pmap" else _shard_mapped
 
         def train_step(state: Apart, rng: jax.Array, batch: Batch) -> Any:
             check(batch)
-            new, metrics = mapped(one, axis_name, devices, state.together(rng), batch)
-            new = Apart.of(new).like(state)
+            whole = Apart(structure, state.leaves).together(rng)
+            new, metrics = mapped(one, axis_name, devices, whole, batch)
+            new = Apart.of(new)
             # The new state lies exactly as the old one does, so the next step finds its program.
             shardings = [NamedSharding(mesh_of(devices), spec) for spec in specs(new.together(None), STORE_AXIS)]
             leaves = [lax.with_sharding_constraint(x, s) for x, s in zip(new.leaves, shardings, strict=True)]
-            return Apart(new.structure, leaves), metrics
+            return Apart(names if new.structure == structure else new.structure, leaves), metrics
 
         step = jax.jit(train_step)  # so it is traced once, though `train_steps` asks for it twice
 
@@ -68,38 +75,45 @@ class Program:
             rows = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), metrics)
             return lax.while_loop(lambda carry: carry[0] < end, body, (first, state, rows))[1:]
 
-        self.devices = devices
-        self._numbers: dict[int, jax.Array] = {}
+        self.key, self.devices, self._names = key, devices, names
+        self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, devices))
         self._step, self._steps = (jax.jit(f, donate_argnums=0) for f in (train_step, train_steps))
 
     def __call__(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step; or those of `batch[first:end]`, `part` being these."""
         apart = Apart.of(state)
         settle((apart.leaves[0], batch), self.devices)
-        new, metrics = (self._steps if part else self._step)(apart, state.rng, batch, *map(self._number, part))
-        return made_of(new, state.rng, self), metrics
+        run, given = self._steps if part else self._step, Apart(self._names, apart.leaves)
+        new, metrics = run(given, state.rng, batch, *map(self._number, part))
+        if isinstance(new.structure, tuple):
+            new.structure = self.key[1]
+        return made_of(new, state.rng, self.key), metrics
 
     def lower(self, state: TrainState, batch: Batch, *part: int) -> jax.stages.Lowered:
         run = self._steps if part else self._step
-        return run.lower(Apart.of(state), state.rng, batch, *map(self._number, part))
-
-    def _number(self, i: int) -> jax.Array:
-        """It lies on the devices, so that a call needs nothing from the host."""
-        if i not in self._numbers:
-            with jax.ensure_compile_time_eval():
-                self._numbers[i] = everywhere(jnp.int32(i), self.devices)
-        return self._numbers[i]
+        return run.lower(Apart(self._names, Apart.of(state).leaves), state.rng, batch, *map(self._number, part))
 
 
-def finisher(one: OneDevice, axis_name: str, devices: tuple[Device, ...]) -> Any:
-    """The compiled `TrainStep.finish`; the old state stays."""
+def _number(devices: tuple[Device, ...], i: int) -> jax.Array:
+    """The int on the devices, so that a call needs nothing from the host."""
+    with jax.ensure_compile_time_eval():
+        return everywhere(jnp.int32(i), devices)
 
-    def finish(state: TrainState) -> TrainState:
-        layout = jax.tree.structure(state).unflatten(specs(state, axis_name))
+
+def finisher(one: OneDevice, axis_name: str, devices: tuple[Device, ...], structure: Any) -> Any:
+    """The compiled `TrainStep.finish` of states of this structure; the old state stays."""
+
+    @jax.jit
+    def finish(leaves: list[jax.Array]) -> list[jax.Array]:
+        layout = specs(structure.unflatten(leaves), axis_name)
+
+        def flush(leaves: list[jax.Array]) -> list[jax.Array]:
+            return jax.tree.leaves(one.flushed(structure.unflatten(leaves)))
+
         mesh = Mesh(np.array(devices), (axis_name,))
-        return jax.shard_map(one.flushed, mesh=mesh, in_specs=(layout,), out_specs=layout, check_vma=False)(state)
+        return jax.shard_map(flush, mesh=mesh, in_specs=(layout,), out_specs=layout, check_vma=False)(leaves)
 
-    return jax.jit(finish)
+    return lambda state: structure.unflatten(finish(jax.tree.leaves(state)))
 
 
 def _pmapped(one: Any, axis_name: str, devices: Any, state: TrainState, batch: Batch) -> Any:
@@ -112,7 +126,10 @@ def _pmapped(one: Any, axis_name: str, devices: Any, state: TrainState, batch: B
 
     run = jax.pmap(body, axis_name, in_axes=(axes, 0), out_axes=(axes, None), devices=devices)
     k = len(devices)
-    new, metrics = run(leaves, jax.tree.map(lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]), batch))
+    try:
+        new, metrics = run(leaves, jax.tree.map(lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]), batch))
+    finally:
+        forget(body)  # it is a part of the program around it now
     return structure.unflatten(new), metrics
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from . import _push, sparse
+from ._recent import Recent
 from ._store import KVStore
 from ._types import traced
 from .sparse import RowSparse
@@ -42,8 +43,8 @@ def push(
         if concrete:
             rows = [jax.device_put(r, stored.sharding) for r in rows]
         compiled = concrete and isinstance(store.updater, Updater)
-        run = _compiled if compiled else _updated
-        values[key], states[key] = run(store.updater, key, axis_name, rows, state, stored)
+        run = _compiled(store.updater) if compiled else functools.partial(_updated, store.updater)
+        values[key], states[key] = run(key, axis_name, rows, state, stored)
     return values, states, {}
 
 
@@ -63,4 +64,4 @@ def _updated(
     return sparse.lazy_update(update, total, state, stored, coalesced=True)
 
 
-_compiled = functools.partial(jax.jit, static_argnums=(0, 1, 2))(_updated)
+_compiled = Recent(lambda updater: jax.jit(functools.partial(_updated, updater), static_argnums=(0, 1)))

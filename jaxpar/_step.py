@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from . import _check, kv, parallel
-from ._apart import maker
+from ._apart import Apart, maker
 from ._donated import check_alive
 from ._finite import ACTIONS, Guard
 from ._gradient import Gradient
@@ -21,6 +22,7 @@ from ._one_device import OneDevice
 from ._pmap_across import PmapAcross
 from ._program import Program, finisher
 from ._put import put
+from ._recent import Recent
 from ._scaling import DynamicLossScale, check_loss_scale
 from ._settle import settle
 from ._state import TrainState, carries, everywhere, placed
@@ -164,8 +166,8 @@ class TrainStep:
         self.devices: tuple[Device, ...] | None = devices
         self.nonfinite: str = nonfinite
         self._one = one
-        self._programs: dict[tuple[Device, ...], Any] = {}
-        self._finishers: dict[tuple[Device, ...], Any] = {}
+        self._programs = Recent(functools.partial(_compiled, one, engine))
+        self._finishers = Recent(functools.partial(finisher, one, one.axis_name))
         self._stateless = one.grad_transform is None  # whether the grad_transform is known to have no state
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -214,8 +216,9 @@ class TrainStep:
                 f"got {_check.describe(state)}"
             )
         try:
-            program = maker(state)
-            if program is not None and self._programs.get(program.devices) is program and not program.moves:
+            key = maker(state)
+            program = None if key is None else self._programs.find(key)
+            if program is not None and not program.moves:
                 try:
                     return program(state, batch, *part)
                 except (TypeError, ValueError):
@@ -264,10 +267,8 @@ class TrainStep:
         state = self.complete(state)
         if not state.store.staleness and not carries(state.local):
             return state
-        if devices not in self._finishers:
-            self._finishers[devices] = finisher(self._one, self.axis_name, devices)
         settle(state, devices)
-        return self._finishers[devices](state)
+        return self._finishers(devices, jax.tree.structure(state))(state)
 
     def _missing(self, state: TrainState) -> dict[str, Any]:
         """The parts of a state that it has not and that this step keeps, as they are before the first step."""
@@ -293,36 +294,36 @@ class TrainStep:
         """
         devices = self._devices_for(state)
         state = self.complete(state)
-        if devices not in self._programs:
-            self._programs[devices] = self._compiled(devices)
-        program = self._programs[devices]
-        self._check_batch(batch, len(devices), axis)
+        program = self._programs(devices, Apart.of(state).structure)
+        _check_batch(batch, len(devices), self._one.gradient.accumulate, axis)
         arrays = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.Array) and not traced(leaf)]
         if any(array.sharding.device_set != set(devices) for array in arrays):
             program.moves = True
             batch = put(batch, NamedSharding(mesh_of(devices), P(*axis * [None], STORE_AXIS)))
         return program, state, batch
 
-    def _check_batch(self, batch: Batch, devices: int, axis: int = 0) -> None:
-        n = parallel.batch_length(batch, "train step", axis)
-        parts = self._one.gradient.accumulate
-        if n % (devices * parts) == 0:
-            return
-        fit = n // (devices * parts) * devices * parts or devices * parts
-        if n % devices:
-            raise ValueError(
-                f"train step: a batch of {n} cannot be divided by {devices} devices; use a batch of {fit}, or pad it"
-            )
+
+def _compiled(one: OneDevice, engine: str, devices: tuple[Device, ...], structure: Any) -> Any:
+    """The program for states of a structure: of an optimizer, a model and what else the step keeps in them."""
+    if engine == "pmap" and len({d.process_index for d in devices}) > 1:
+        return PmapAcross(one, one.axis_name, devices)
+
+    def check(batch: Batch) -> None:
+        _check_batch(batch, len(devices), one.gradient.accumulate)
+
+    return Program(one, engine, one.axis_name, (devices, structure), check)
+
+
+def _check_batch(batch: Batch, devices: int, parts: int, axis: int = 0) -> None:
+    n = parallel.batch_length(batch, "train step", axis)
+    if n % (devices * parts) == 0:
+        return
+    fit = n // (devices * parts) * devices * parts or devices * parts
+    if n % devices:
         raise ValueError(
-            f"train step: a batch of {n} gives each of {devices} devices {n // devices} examples, which cannot be cut "
-            f"in accumulate={parts} microbatches; use a batch of {fit}"
+            f"train step: a batch of {n} cannot be divided by {devices} devices; use a batch of {fit}, or pad it"
         )
-
-    def _compiled(self, devices: tuple[Device, ...]) -> Any:
-        if self.engine == "pmap" and len({d.process_index for d in devices}) > 1:
-            return PmapAcross(self._one, self.axis_name, devices)
-
-        def check(batch: Batch) -> None:
-            self._check_batch(batch, len(devices))
-
-        return Program(self._one, self.engine, self.axis_name, devices, check)
+    raise ValueError(
+        f"train step: a batch of {n} gives each of {devices} devices {n // devices} examples, which cannot be cut "
+        f"in accumulate={parts} microbatches; use a batch of {fit}"
+    )

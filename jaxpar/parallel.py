@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -12,6 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from . import _check, kv
+from ._pmapped import forget
+from ._recent import Recent
 from ._settle import settle
 from ._store import copied, mesh_of
 from ._types import Device
@@ -240,7 +243,7 @@ def check_engine(engine: str, what: str) -> None:
         raise ValueError(f"{what}: unknown engine {engine!r}; known are {', '.join(ENGINES)}")
 
 
-def _pmapped(
+def _make_pmapped(
     fn: Callable[..., Any],
     axis_name: str,
     devices: Sequence[Device],
@@ -248,7 +251,16 @@ def _pmapped(
     out_axes: Any,
     donate: tuple[int, ...],
 ) -> Callable[..., Any]:
-    return jax.pmap(fn, axis_name, in_axes=in_axes, out_axes=out_axes, devices=devices, donate_argnums=donate)
+    @functools.wraps(fn)
+    def own(*args: Any) -> Any:
+        return fn(*args)
+
+    run = jax.pmap(own, axis_name, in_axes=in_axes, out_axes=out_axes, devices=devices, donate_argnums=donate)
+    weakref.finalize(run, forget, own).atexit = False
+    return run
+
+
+_pmapped = Recent(_make_pmapped)  # the same function is compiled once, as by `jax.pmap` itself
 
 
 def _shard_mapped(

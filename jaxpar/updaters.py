@@ -12,12 +12,12 @@ static argument: the same `tx` object is one compiled program.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
+from ._recent import Recent
 from .mxnet_optimizers import (
     multipliers as multipliers,
     mxnet_adagrad as mxnet_adagrad,
@@ -167,23 +167,24 @@ def couples_keys(tx: optax.GradientTransformation) -> bool:
     Found by trying: two values, the gradient of the second one ordinary, huge and NaN; the update of the
     first must not change by a bit. A transform that cannot take two plain vectors is not judged (False).
     """
+    return _couples_keys(tx)
+
+
+def _is_coupling(tx: optax.GradientTransformation) -> bool:
     import jax.numpy as jnp
 
     others = jnp.stack([jnp.ones(4), jnp.full(4, 1e30), jnp.full(4, jnp.nan)])
+
+    def first_update(other: jax.Array) -> jax.Array:
+        ones = jnp.ones(4)
+        return tx.update((ones, other), tx.init((ones, ones)), (ones, ones))[0][0]  # pyright: ignore
+
     try:
         with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
-            first = _first_updates(tx, others)
+            first = jax.jit(jax.vmap(first_update))(others)
             return not bool((first == first[:1]).all())
     except Exception:  # any error here is about our two vectors, not about the user's values
         return False
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _first_updates(tx: optax.GradientTransformation, others: jax.Array) -> jax.Array:
-    """The first of two values' updates for each gradient of the second; one program for each `tx`."""
-
-    def first_update(other: jax.Array) -> jax.Array:
-        ones = jax.numpy.ones(4)
-        return tx.update((ones, other), tx.init((ones, ones)), (ones, ones))[0][0]  # pyright: ignore
-
-    return jax.vmap(first_update)(others)
+_couples_keys = Recent(_is_coupling)  # the program goes, the answer stays for the same `tx`

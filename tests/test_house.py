@@ -20,7 +20,7 @@ MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "jaxpar.") i
 
 # Floor 0: types and checks; 1: pure parts, and the way to other processes; 2: the store and the step; 3: the edge.
 FLOORS = {
-    0: "_check _donated _formula _processes _put _settle _types",
+    0: "_check _donated _formula _pmapped _processes _put _recent _settle _types",
     1: "_cluster _compressed _compressor _event_file _hub _lowrank _meeting _monitor _mxnet_rules _quantize _relay "
     "_elementwise _messages _rowsparse _shares _sharing _wire buckets collectives compression distributed models mxnet_optimizers sparse updaters viz",
     2: "_across _apart _delay _display _eager _finite _gradient _local_steps _loss _one_device _params _pmap_across "

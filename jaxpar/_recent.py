@@ -1,0 +1,58 @@
+"""What belongs to the last few things that a user made: optimizers, functions, compressions.
+
+A module's own `jax.jit` keeps a program for each static argument for ever, and with it all that the argument refers
+to. So such programs are `jit`s of their own here, one for each thing, and the one used longest ago is released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+MOST = 8  # how many are kept
+
+
+class Recent:
+    """The values of the last few keys; a key is a tuple, and is compared, not hashed.
+
+    So the parts of a key need no hash, as an updater needs none.
+
+    Args:
+        make: makes the value of a key, from its parts.
+
+    Example:
+        >>> made = []
+        >>> double = Recent(lambda x: made.append(x) or 2 * x)
+        >>> [double(x) for x in (1, 2, 1)], made
+        ([2, 4, 2], [1, 2])
+    """
+
+    def __init__(self, make: Callable[..., Any]):
+        self._make = make
+        self._held: list[tuple[tuple[Any, ...], Any]] = []  # the last one used comes first
+
+    def __call__(self, *key: Any) -> Any:
+        """The value of this key, made where it is not held."""
+        value = self.find(key)
+        if value is None:
+            value = self._make(*key)
+            self._held = [(key, value), *self._held][:MOST]
+        return value
+
+    def find(self, key: tuple[Any, ...]) -> Any:
+        """The value of this key; None where it is not held."""
+        held = self._held  # another thread may put another list there
+        for i, (other, value) in enumerate(held):
+            if _is_same(other, key):
+                if i:
+                    self._held = [held[i], *held[:i], *held[i + 1 :]]
+                return value
+        return None
+
+
+def _is_same(key: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether two keys are equal; keys that cannot be compared, as arrays cannot, are not."""
+    try:
+        return key == other
+    except Exception:
+        return False
