@@ -16,11 +16,12 @@ from typing import Any
 
 import jax
 
-from jaxpar import buckets, compression
+from jaxpar import compression
+from jaxpar._devices import buckets
 
 Shape = tuple[int, ...]
 FLOAT32 = 4
-SMALL = 64 << 10  # jaxpar.collectives gathers smaller buckets of kind `local` whole
+SMALL = 64 << 10  # jaxpar._devices.collectives gathers smaller buckets of kind `local` whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +250,7 @@ class Exchange:
 
 
 def exchanges(
-    shapes: Sequence[Shape], kind: str, n: int, compressor: str = "none", limits: buckets.Limits | None = None
+    shapes: Sequence[Shape], kind: str, n: int, compressor: str = "none", limits: buckets.BucketLimits | None = None
 ) -> list[Exchange]:
     """The collectives of one step of `jaxpar.train.make_train_step`, apart from those of the metrics.
 
@@ -263,7 +264,7 @@ def exchanges(
     Raises:
         ValueError: another kind or compressor.
     """
-    limits = buckets.Limits() if limits is None else limits
+    limits = buckets.BucketLimits() if limits is None else limits
     if kind == "sharded" and compressor == "none":
         chunks = [(-(-math.prod(s) // n),) for s in shapes]
         whole = [FLOAT32 * n * sum(math.prod(chunks[i]) for i in g) for g in _groups(chunks, limits)]
@@ -293,7 +294,7 @@ def _star(size: int, n: int) -> list[Exchange]:
 
 
 @functools.lru_cache
-def _compressed(shapes: tuple[Shape, ...], name: str, limits: buckets.Limits) -> tuple[list[Shape], list[int]]:
+def _compressed(shapes: tuple[Shape, ...], name: str, limits: buckets.BucketLimits) -> tuple[list[Shape], list[int]]:
     """The values that are sent plain, and the bytes of the buckets of what a device sends for the others."""
     made = compression.make({"type": name})
     if made is None or isinstance(made, compression.LinearCompressor):
@@ -313,7 +314,7 @@ def _nbytes(shape: Shape, dtype: Any) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _groups(shapes: Sequence[Shape], limits: buckets.Limits) -> tuple[tuple[int, ...], ...]:
+def _groups(shapes: Sequence[Shape], limits: buckets.BucketLimits) -> tuple[tuple[int, ...], ...]:
     return buckets.plan(tuple((tuple(s), "float32") for s in shapes), limits)
 
 

@@ -55,7 +55,8 @@ def child(started: float, devices: int, batch: int, cache: str | None, examples:
     import optax
 
     from jaxpar import data, kv, train
-    from jaxpar._settle import can_hang
+    from jaxpar._devices.emulated import can_hang
+    from jaxpar.data import _load
     from jaxpar.models import lenet
 
     jax.monitoring.register_event_duration_secs_listener(stages.compiled)
@@ -63,7 +64,7 @@ def child(started: float, devices: int, batch: int, cache: str | None, examples:
         train.use_compilation_cache(cache)
     chosen = jax.devices()[:devices]
     stages.end("import")
-    if examples is None and data.DEBIAN_DIR.exists():
+    if examples is None and _load.DEBIAN_DIR.exists():
         dataset = data.load("fashion_mnist", "train", verbose=False)
     else:
         rng, n = np.random.default_rng(0), examples or 60_000
@@ -122,8 +123,9 @@ def run_child(devices: int, batch: int, cache: str | None, examples: int | None)
 def prepare() -> None:
     """Reads the data set once: the very first time it is written into TFDS's folder, which no run is to pay for."""
     from jaxpar import data
+    from jaxpar.data import _load
 
-    if data.DEBIAN_DIR.exists():
+    if _load.DEBIAN_DIR.exists():
         data.load("fashion_mnist", "train", verbose=False)
 
 

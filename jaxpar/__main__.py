@@ -7,14 +7,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from . import _cli_launch
+from ._launch import command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; 0 where it worked, 1 where it failed, with one line on standard error; 2: bad arguments."""
     parser = argparse.ArgumentParser(prog="jaxpar", description="Data-parallel training and network plots in JAX.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    _cli_launch.add_parser(commands)
+    command.add_parser(commands)
     if (sys.argv[1:] if argv is None else list(argv))[:1] != ["launch"]:  # which has no need of JAX
         _add_commands(commands)
     args = parser.parse_args(argv)
@@ -30,21 +30,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_commands(commands: Any) -> None:
-    from . import _cli_train
-    from .viz import _cli as _cli_plot
+    from ._cli import plot as _cli_plot, plot as _plot, train
 
-    _cli_train.add_parser(commands)
-    plot = commands.add_parser("plot", help="draw a function", description=_cli_plot.__doc__)
+    train.add_parser(commands)
+    plot = commands.add_parser("plot", help="draw a function", description=_plot.__doc__)
     _cli_plot.add_arguments(plot)
-    plot.set_defaults(run=_cli_plot.run)
+    plot.set_defaults(run=_plot.run)
 
 
 def _hear_of_losses() -> None:
     """One of several processes that fails because another was lost says so, and nothing else."""
     if "jaxpar.distributed" in sys.modules:
-        from . import distributed
+        from .distributed import _initialize
 
-        distributed.hear_of_losses()
+        _initialize.hear_of_losses()
 
 
 if __name__ == "__main__":

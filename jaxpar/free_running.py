@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from . import _shares, kv
+from . import kv, updaters
 from .updaters import UpdateFn, Updater, stateless
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _check_pieces(store: kv.KVStore, pieces: Sequence[Sequence[Piece]]) -> None:
         updater = stateless(updater)
     for held in lengths:
         forms = {k: (specs[k], jax.ShapeDtypeStruct((n,), specs[k].dtype), None) for k, n in held.items()}
-        _shares.check_forms(updater, forms, kv.names(store), "free_running.start", _ADVICE)
+        updaters.check_elementwise_forms(updater, forms, kv.names(store), "free_running.start", _ADVICE)
 
 
 _ADVICE = (

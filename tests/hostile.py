@@ -11,7 +11,7 @@ import termios
 import time
 import types
 
-from jaxpar import _hub
+from jaxpar._heartbeat import server
 
 JOB = "a-job"
 HELLO = {"hello": 1, "job": JOB, "rank": 2, "size": 3, "host": "there", "patience": 5.0}
@@ -82,12 +82,12 @@ class Run:
 
     def __init__(self, monkeypatch, size=3, **options):
         self.clock = types.SimpleNamespace(now=0.0, tick=lambda: self.clock.now)
-        monkeypatch.setattr(_hub, "AwakeClock", lambda: self.clock)
+        monkeypatch.setattr(server, "AwakeClock", lambda: self.clock)
         self.selector = selectors.DefaultSelector()
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = self.listener.getsockname()
         self.size = size
-        self.hub = _hub.Hub(self.selector, self.listener, job=JOB, size=size, **options)
+        self.hub = server.HeartbeatServer(self.selector, self.listener, job=JOB, size=size, **options)
         self.clients = []
 
     def __enter__(self):

@@ -17,7 +17,9 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jaxpar import _checkpoint_files as files, checkpoint, data, kv, models, parallel, sparse, train, updaters
+from jaxpar import checkpoint, data, kv, models, parallel, sparse, train, updaters
+from jaxpar._core import checks
+from jaxpar.checkpoint import _files
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -139,7 +141,7 @@ def check_mapped(kind):
     push = lambda store, share: kv.push(store, 5, share, axis_name="i")  # noqa: E731
     pushed = jax.pmap(push, "i", in_axes=(None, 0), out_axes=None)(store, shares)
     assert kv.pull(pushed, 5).tolist() == total
-    for engine in parallel.ENGINES:
+    for engine in checks.ENGINES:
         run = parallel.spmd(push, engine=engine, axis_name="i", devices=everywhere, in_axes=(None, 0), out_axes=None)
         assert kv.pull(run(store, shares), 5).tolist() == total, engine
     raises(ValueError, f"one entry for each of the {mine} devices", lambda: run(store, jnp.ones((mine + 1, 4))))
@@ -305,16 +307,16 @@ def failures(folder):
     manager = checkpoint.Manager(folder / "lost")
     manager.save(state)
     manager.wait()
-    write = files.write
+    write = _files.write
 
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    files.write = full  # fails in the background thread of process 0, which alone writes
+    _files.write = full  # fails in the background thread of process 0, which alone writes
     manager.save(state)
     raises(OSError, f"{before}[Errno 28] No space left", lambda: manager.save(state))
     raises(OSError, f"{before}[Errno 28] No space left", lambda: checkpoint.save(folder / "full", state))
-    files.write = write
+    _files.write = write
     manager.save(state)
     manager.close()
 

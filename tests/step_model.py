@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpar import kv, parallel, train
+from jaxpar import kv, train
+from jaxpar._core import checks
 
-ENGINES = parallel.ENGINES
+ENGINES = checks.ENGINES
 KINDS = ("device", "local", "sharded")
 EVERYWHERE = [(engine, kind) for engine in ENGINES for kind in KINDS]
 IN_TURN = [("pmap", "device"), ("shard_map", "local"), ("shard_map", "sharded")]  # each of them once

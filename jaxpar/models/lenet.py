@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from .._formula import as_written
-from . import _conv
+from .._core.formula import as_written
+from . import _cpu_convolution
 
 _WEIGHT_STDDEV = 0.01
 _LEAST_BATCH = 8  # fewer do not fill the vectors of a CPU
@@ -99,8 +99,8 @@ def _on_cpu(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.A
     x_WxHxB = images[:, :26, :26, 0].transpose(2, 1, 0)
     # Without the constraint XLA keeps the batch first and only calls it last.
     x_WxHxB = with_layout_constraint(x_WxHxB, Layout(major_to_minor=(0, 1, 2)))
-    x_WxCxHxB = _conv.direct(x_WxHxB, **params["conv1"])
-    x_WxCxHxB = _conv.winograd(x_WxCxHxB, **params["conv2"])
+    x_WxCxHxB = _cpu_convolution.direct(x_WxHxB, **params["conv1"])
+    x_WxCxHxB = _cpu_convolution.winograd(x_WxCxHxB, **params["conv2"])
     x_DxB = x_WxCxHxB.transpose(2, 0, 1, 3).reshape(-1, images.shape[0])
     x_DxB = jax.nn.relu(_dense_batch_last(params["dense1"], x_DxB))
     return _dense_batch_last(params["dense2"], x_DxB).T

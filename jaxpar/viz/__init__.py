@@ -11,20 +11,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._calls import CALLS as CALLS, Call as Call
-from ._fold import RULES as RULES, Fold as Fold, Rule as Rule
+from ._fold.calls import CALLS as CALLS, Call as Call
+from ._fold.table import RULES as RULES, Fold as Fold, Rule as Rule
 from ._graph import Edge as Edge, Graph as Graph, Node as Node
 from ._plot import plot_network as plot_network
 from ._summary import print_summary as print_summary
 from ._trace import trace as trace
 
 if TYPE_CHECKING:
-    from ._render import Plot as Plot, RenderError as RenderError
+    from ._draw.render import Plot as Plot, RenderError as RenderError
 else:
 
     def __getattr__(name: str) -> Any:
         if name in ("Plot", "RenderError"):  # they need graphviz, which loads on first use
-            from . import _render
+            from ._draw import render
 
-            return getattr(_render, name)
+            return getattr(render, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ._calls import Call
-from ._dot import Options
-from ._fold import Rule
-from ._style import THEMES
+from ._draw.dot import Options
+from ._draw.style import THEMES
+from ._fold.calls import Call
+from ._fold.table import Rule
 from ._trace import trace
 
 if TYPE_CHECKING:
-    from ._render import Plot
+    from ._draw.render import Plot
 
 
 def plot_network(
@@ -70,6 +70,6 @@ def plot_network(
         fn, *args, params_argnums=params_argnums, depth=depth, max_nodes=max_nodes, repeats=repeats, rules=rules,
         **kwargs,
     )  # fmt: skip
-    from ._render import Plot
+    from ._draw.render import Plot
 
     return Plot(graph, Options(title, hide_weights, node_attrs, heat, theme, legend), time_limit)

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
-from ._calls import Call
-from ._fold import Rule
+from ._fold.calls import Call
+from ._fold.table import Rule
 from ._graph import Graph, Node, human
 from ._trace import trace
 

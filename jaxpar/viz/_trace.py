@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 
-from .._formula import as_written
-from . import _backward, _collapse, _fold, _group, _jaxpr, _net
-from ._calls import CALLS, Call, fold_calls
-from ._cells import Cells
-from ._fold import RULES, Rule
+from .._core.formula import as_written
+from ._fold import backward, group, table
+from ._fold.calls import CALLS, Call, fold_calls
+from ._fold.cells import Cells
+from ._fold.table import RULES, Rule
 from ._graph import Graph
+from ._layout import collapse, net as _net
+from ._read import jaxpr
 
 
 def trace(
@@ -62,27 +64,27 @@ def trace(
     patterns = [rule for rule in rules if isinstance(rule, Rule)]
     cells = Cells(raw)
     fold_calls(cells, (*CALLS, *calls))
-    _fold.fold_patterns(cells, (*patterns, *RULES))
-    _group.fold_helpers(cells)
-    _group.fold_statements(cells)
-    _group.fold_siblings(cells)
-    _backward.attach_residuals(cells)
-    _backward.attach_views(cells)
-    _backward.fold_backward(cells)
-    _group.break_cycles(cells)
+    table.fold_patterns(cells, (*patterns, *RULES))
+    group.fold_helpers(cells)
+    group.fold_statements(cells)
+    group.fold_siblings(cells)
+    backward.attach_residuals(cells)
+    backward.attach_views(cells)
+    backward.fold_backward(cells)
+    group.break_cycles(cells)
     net = _net.build(cells)
     if repeats:
-        _collapse.collapse_repeats(net)
+        collapse.collapse_repeats(net)
     if depth is not None:
-        _collapse.collapse_scopes(net, depth)
+        collapse.collapse_scopes(net, depth)
     if max_nodes is not None:
-        _collapse.limit(net, max_nodes)
+        collapse.limit(net, max_nodes)
     return _net.to_graph(net)
 
 
 def read(
     fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int] | None = 0, **kwargs: Any
-) -> _jaxpr.Raw:
+) -> jaxpr.Raw:
     """The flat equations of a function and the names of its arguments."""
     names, weights = _arguments(fn, args, kwargs, params_argnums)
 
@@ -93,7 +95,7 @@ def read(
     with as_written(True):
         closed, out = jax.make_jaxpr(traced, return_shape=True)(*args, **kwargs)
     results = ["output" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
-    return _jaxpr.read(closed, names, weights, results)
+    return jaxpr.read(closed, names, weights, results)
 
 
 def _arguments(

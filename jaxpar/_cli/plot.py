@@ -1,0 +1,119 @@
+"""`python -m jaxpar plot`: the network of a function named on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_DTYPES = {
+    "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "i8": "int8", "i16": "int16",
+    "i32": "int32", "i64": "int64", "u8": "uint8", "u32": "uint32", "bool": "bool",
+}  # fmt: skip
+_INPUT = re.compile(r"(?P<shape>(\d+(x\d+)*)?)(:(?P<dtype>\w+))?")
+
+
+class ArgumentError(ValueError):
+    """What was given on the command line does not name a function, an input or a file to write."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `plot`."""
+    parser.add_argument("function", help="MODULE:FUNCTION, or lenet or matrix_factorization")
+    parser.add_argument(
+        "--input", action="append", default=[], metavar="SHAPE:DTYPE",
+        help="one array argument, e.g. 256x28x28x1:f32; once for each, in order",
+    )  # fmt: skip
+    parser.add_argument("-o", "--output", default=None, help="file to write, .svg, .png, .pdf or .dot (NAME.svg)")
+    parser.add_argument("--title", default=None)
+    parser.add_argument("--depth", type=int, default=None, help="how deep to unfold modules; 0 closes them all")
+    parser.add_argument("--theme", choices=("light", "dark"), default="light")
+    parser.add_argument("--heat", choices=("flops", "bytes"), default=None, help="colour by cost")
+    parser.add_argument("--show-weights", action="store_true", help="draw the parameters too")
+    parser.add_argument("--params", type=int, default=None, metavar="N", help="which --input is a parameter (none)")
+    parser.add_argument("--summary", action="store_true", help="print the table of layers too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the picture; 0, or 2 for bad arguments, or 1 where tracing or drawing fails, with a line on stderr."""
+    try:
+        fn, arrays, params, title = _resolve(args)
+    except ArgumentError as error:
+        print(f"jaxpar plot: {error}", file=sys.stderr)
+        return 2
+    from ..viz import plot_network, print_summary
+    from ..viz._draw.render import RenderError
+
+    output = args.output or f"{title}.svg"
+    try:
+        plot = plot_network(
+            fn, *arrays, title=args.title or title, depth=args.depth, theme=args.theme, heat=args.heat,
+            hide_weights=not args.show_weights, params_argnums=params,
+        )  # fmt: skip
+        path = plot.save(output)
+    except (RenderError, OSError) as error:
+        print(f"jaxpar plot: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        print(f"jaxpar plot: {args.function} cannot be traced: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    if args.summary:
+        print_summary(fn, *arrays, params_argnums=params)
+    print(f"{path}: {plot.network}")
+    return 0
+
+
+def _resolve(args: argparse.Namespace) -> tuple[Callable[..., Any], list[Any], int | None, str]:
+    inputs = [parse_input(text) for text in args.input]
+    if args.function in ("lenet", "matrix_factorization"):
+        fn, arrays = _model(args.function, inputs)
+        return fn, arrays, 0, args.function
+    module_name, colon, name = args.function.partition(":")
+    if not colon or not module_name or not name:
+        raise ArgumentError(f"expected MODULE:FUNCTION, lenet or matrix_factorization, got {args.function!r}")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ArgumentError(f"cannot import {module_name}: {error}") from None
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ArgumentError(f"module {module_name} has no {name}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ArgumentError(f"{args.function} is a {type(found).__name__}; expected a function")
+    if args.params is not None and not 0 <= args.params < len(inputs):
+        raise ArgumentError(f"--params {args.params}: there are {len(inputs)} inputs, counted from 0")
+    return found, inputs, args.params, name
+
+
+def _model(name: str, inputs: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
+    from ..models import lenet, matrix_factorization
+
+    rng = jax.random.key(0)
+    if name == "lenet":
+        params = jax.eval_shape(lenet.init, rng)
+        return lenet.apply, [params, *(inputs or [parse_input("256x28x28x1:f32")])]
+    params = jax.eval_shape(lambda rng: matrix_factorization.init(rng, 943, 1682, 64), rng)
+    return matrix_factorization.apply, [params, *(inputs or [parse_input("64:i32"), parse_input("64:i32")])]
+
+
+def parse_input(text: str) -> jax.ShapeDtypeStruct:
+    """ "256x28x28x1:f32" as a shape and dtype; float32 where none is given, a scalar where no shape is."""
+    match = _INPUT.fullmatch(text)
+    if match is None:
+        raise ArgumentError(f"--input {text!r}: expected SHAPE:DTYPE such as 256x28x28x1:f32")
+    given = match["dtype"] or "f32"
+    try:
+        dtype = jnp.dtype(_DTYPES.get(given, given))
+    except TypeError:
+        raise ArgumentError(f"--input {text!r}: unknown dtype {given!r}; known are {', '.join(_DTYPES)}") from None
+    shape = tuple(int(length) for length in match["shape"].split("x") if length)
+    return jax.ShapeDtypeStruct(shape, dtype)

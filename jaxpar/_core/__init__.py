@@ -1,0 +1,1 @@
+"""Checks, text and files: used everywhere, knows nothing of the rest."""

@@ -1,0 +1,59 @@
+"""Files that are written whole or not at all. No JAX here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def append(path: Path, content: bytes) -> None:
+    """Add bytes to the end of a file, all of them or none.
+
+    Raises:
+        OSError: the file cannot be written. Its content is as before.
+    """
+    with open(path, "ab", buffering=0) as file:
+        size, rest = file.tell(), memoryview(content)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(size)
+            raise
+
+
+def replace(path: Path, write: bytes | Callable[[Any], None]) -> None:
+    """Put a new file in the place of an old one. Readers see the old content or the new.
+
+    Args:
+        path: the file. A link is followed.
+        write: the content, or a function that writes it to an open binary file.
+
+    Raises:
+        OSError: the file cannot be written. The old one is as before.
+    """
+    target = path.resolve()
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with open(unfinished, "wb") as file:
+            if isinstance(write, bytes):
+                file.write(write)
+            else:
+                write(file)
+        os.replace(unfinished, target)
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Wait until a file or a folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,119 @@
+"""Text for people: tables at the prompt and in notebooks, and lines on standard error. No JAX here."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import os
+import sys
+import threading
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows under a title, as text for a prompt and as HTML for a notebook.
+
+    Attributes:
+        title: the line above the rows.
+        columns: the head of each column. It is shown in HTML only.
+        rows: one sequence of texts for each row, as long as `columns`.
+        most: longer tables are cut.
+        align: `left` or `right`, of the cells in HTML.
+        first: how many rows of a long table are shown before the cut. None shows the first `most` rows.
+
+    Example:
+        >>> print(Table("two keys", ("key", "bytes"), [("0", "8"), ("1", "1,024")]))
+        two keys
+          0  8
+          1  1,024
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[str]]
+    most: int = 20
+    align: str = "left"
+    first: int | None = None
+
+    def __str__(self) -> str:
+        above, below = self._shown()
+        widths = [max(map(len, column)) for column in zip(*above, *below, strict=True)]
+        lines = [self._line(row, widths) for row in above]
+        lines += [f"  {self._cut()}"] if self._cut() else []
+        return "\n".join([self.title, *lines, *(self._line(row, widths) for row in below)])
+
+    def _repr_html_(self) -> str:
+        above, below = self._shown()
+        head = "".join(self._cell("th", column) for column in self.columns)
+        body = "".join(map(self._row, above))
+        if self._cut():
+            body += f'<tr><td colspan="{len(self.columns)}">{self._cut()}</td></tr>'
+        body += "".join(map(self._row, below))
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if self.rows else ""
+        return f"<div><p>{html.escape(self.title)}</p>{table}</div>"
+
+    def _shown(self) -> tuple[Sequence[Sequence[str]], Sequence[Sequence[str]]]:
+        """The rows before and after the cut."""
+        if len(self.rows) <= self.most:
+            return self.rows, ()
+        first = self.most if self.first is None else self.first
+        return self.rows[:first], self.rows[len(self.rows) - (self.most - first) :]
+
+    def _cut(self) -> str:
+        return f"... and {len(self.rows) - self.most} more" if len(self.rows) > self.most else ""
+
+    @staticmethod
+    def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+        return "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+    def _row(self, row: Sequence[str]) -> str:
+        return "<tr>" + "".join(self._cell("td", cell) for cell in row) + "</tr>"
+
+    def _cell(self, tag: str, text: str) -> str:
+        return f'<{tag} style="text-align:{self.align};white-space:nowrap">{html.escape(text)}</{tag}>'
+
+
+def say(message: str, who: str = "jaxpar") -> None:
+    """Write one line to standard error, after the name of who says it."""
+    print(f"{who}: {message}", file=sys.stderr, flush=True)
+
+
+def say_before_exit(line: str) -> None:
+    """Write a line to standard error and flush both streams, even when another thread holds their locks."""
+
+    def write() -> None:
+        sys.stdout.flush()
+        sys.stderr.write(line + "\n")  # one call, since other threads write too
+        sys.stderr.flush()
+
+    thread = threading.Thread(target=write, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is shutting down and starts no thread any more
+        return write()
+    thread.join(1.0)
+    if thread.is_alive():
+        os.write(2, line.encode() + b"\n")
+
+
+def is_interactive() -> bool:
+    """Whether a person watches: a terminal or a notebook."""
+    return sys.stdout.isatty() or in_notebook()
+
+
+def in_notebook() -> bool:
+    """Whether this is the kernel of a notebook."""
+    if "IPython" not in sys.modules:
+        return False
+    shell = sys.modules["IPython"].get_ipython()
+    return shell is not None and "IPKernelApp" in getattr(shell, "config", {})
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 key`, `2 keys`.
+
+    >>> plural(1, "key"), plural(2, "key")
+    ('1 key', '2 keys')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,1 @@
+"""Arrays on devices and between them."""

@@ -1,0 +1,1 @@
+"""How processes notice that one of them is lost. No JAX here."""

@@ -1,0 +1,1 @@
+"""`python -m jaxpar launch`: several processes on this machine. No JAX here."""

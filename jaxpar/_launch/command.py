@@ -1,0 +1,157 @@
+"""`python -m jaxpar launch`: several processes on this machine, as one run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._heartbeat.server import SILENCE
+from . import launcher
+
+_ABOUT = """\
+Starts n processes on this machine, each with its rank in front of what it prints. A script that begins with
+jaxpar.distributed.initialize() needs nothing else. When one process fails, is killed or frozen, all are ended, and
+started again where --max-restarts allows it. `python` as the first word is the interpreter that runs the launcher.
+
+exit status: 0: all ended with 0. 2: bad arguments. Else that of the process that failed first, 128 + signal where it
+was killed; 128 + signal where the launcher itself was told to end.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the subparsers of the command line."""
+    parser = commands.add_parser(
+        "launch",
+        help="start several processes",
+        description=_ABOUT,
+        usage="jaxpar launch -n N [options] -- python script.py [arguments]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add, count = parser.add_argument, _number(int, 1)
+    add("-n", "--processes", type=count, required=True, metavar="N", help="how many")
+    add("--devices", type=count, metavar="K", help="emulated CPU devices of each process; no GPU is used")
+    add("--gpus-per-process", type=count, metavar="K", help="GPUs of each process (default: an even share)")
+    add("--max-restarts", type=_number(int, 0), default=0, metavar="R", help="starts after a failure (default: 0)")
+    add("--min-processes", type=count, metavar="M", help="a restart leaves out the process that was lost, down to M")
+    add("--coordinator-port", type=_port, metavar="P", help="default: a free one, another at each start")
+    add("--env", action="append", default=[], type=_pair, metavar="K=V", help="a variable for all processes")
+    add("--grace", type=_number(float, 0), default=30.0, metavar="S", help="seconds from SIGTERM to SIGKILL (30)")
+    add(
+        "--heartbeat-timeout",
+        type=_number(float, 2),
+        default=os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or SILENCE,
+        metavar="S",
+        help=f"seconds of silence after which a process counts as frozen ($JAXPAR_HEARTBEAT_TIMEOUT, or {SILENCE:g})",
+    )
+    add("command", nargs=argparse.REMAINDER, help="after --")
+    parser.set_defaults(run=lambda args: run(args, parser))
+
+
+def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Checks the arguments, starts the processes and waits for them."""
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        parser.error("no command given; end the line with: -- python script.py")
+    if command[0] == "python":
+        command = [sys.executable, *command[1:]]
+    if shutil.which(command[0]) is None:
+        parser.error(f"cannot find the command {command[0]!r}, or it may not be executed")
+    if args.min_processes is not None and args.min_processes > args.processes:
+        parser.error(f"--min-processes {args.min_processes} is more than -n {args.processes}")
+    if args.devices is not None and args.gpus_per_process is not None:
+        parser.error("--devices emulates devices on the CPU, --gpus-per-process shares out GPUs: give one of them")
+    env = dict(args.env)
+    gpus: list[str] = []
+    if args.devices is not None:
+        env = {"JAX_NUM_CPU_DEVICES": str(args.devices), "JAX_PLATFORMS": "cpu", **env}
+    else:
+        try:
+            gpus = _gpus({**os.environ, **env}, args.processes, args.gpus_per_process)
+        except ValueError as error:
+            parser.error(str(error))
+    return launcher.launch(
+        launcher.Plan(
+            command,
+            args.processes,
+            env=env,
+            gpus=gpus,
+            max_restarts=args.max_restarts,
+            min_processes=args.min_processes,
+            port=args.coordinator_port,
+            grace=args.grace,
+            silence=args.heartbeat_timeout,
+        )
+    )
+
+
+def _gpus(env: dict[str, str], processes: int, each: int | None) -> list[str]:
+    """What each process sees of the GPUs; nothing where there are none, or where JAX is told to leave them alone."""
+    platforms = env.get("JAX_PLATFORMS", "")
+    if each is None and platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return []
+    gpus = gpus_of(env, _listed())
+    return [] if each is None and not gpus else share_gpus(gpus, processes, each)
+
+
+def gpus_of(env: Mapping[str, str], listing: Sequence[str]) -> list[str]:
+    """The GPUs that may be used: those of CUDA_VISIBLE_DEVICES, else as many as `nvidia-smi -L` lists."""
+    if "CUDA_VISIBLE_DEVICES" in env:
+        return [name.strip() for name in env["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")]
+    return [str(i) for i, _ in enumerate(listing)]
+
+
+def share_gpus(gpus: Sequence[str], processes: int, each: int | None) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each process: `each` GPUs, or an even share of all.
+
+    Raises:
+        ValueError: there are not enough.
+    """
+    number = len(gpus) // processes if each is None else each
+    if number < 1 or number * processes > len(gpus):
+        raise ValueError(
+            f"{processes} processes with {max(number, 1)} GPU each need {max(number, 1) * processes}, there are "
+            f"{len(gpus)}; start fewer processes, or give --devices to emulate devices on the CPU"
+        )
+    return [",".join(gpus[i * number : (i + 1) * number]) for i in range(processes)]
+
+
+def _listed() -> list[str]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        return []
+    return [line for line in found.stdout.splitlines() if line.startswith("GPU ")]
+
+
+def _number(kind: type, least: int) -> Any:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value < float("inf"):
+            word = "an int" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {word} of {least} or more, got {text!r}")
+        return value
+
+    return parse
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"must be a port from 1 to 65535, got {text!r}")
+    return int(text)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not name or not sign:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    return name, value

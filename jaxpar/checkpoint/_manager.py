@@ -1,0 +1,221 @@
+"""The checkpoints of a run in one directory: written in the background, rotated, and the newest good one restored."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._devices import processes
+from . import _files, _leaves, _manifest, _save
+from ._manifest import CheckpointError
+from ._save import Found, PathLike, Tree
+
+Accepts = Callable[[Found], object]
+
+
+class Manager:
+    """The checkpoints of a run in one directory, written in the background; the last `keep` of them stay.
+
+    Args:
+        directory: one run at a time writes into it. The first `save` makes it where it does not exist. To make a
+            `Manager` and to restore changes nothing there. A `save` removes what killed processes of this machine
+            left half-written, and of others what has not changed for a week.
+        keep: how many stay. Damaged ones do not count and are never removed.
+        on_latest: called with the path of the checkpoint that would be restored, whenever that is another one: when
+            one is on disk (by the thread that writes, in the first of several processes) or was restored.
+
+    Raises:
+        OSError: nothing can be written there.
+
+    Example:
+        >>> import tempfile
+        >>> import jax.numpy as jnp
+        >>> from jaxpar import checkpoint
+        >>> checkpoints = checkpoint.Manager(tempfile.mkdtemp(), keep=2)
+        >>> checkpoints.save({"w": jnp.ones(2)}, {"seen": 1})
+        >>> checkpoints.close()
+        >>> state, info = checkpoints.restore_latest({"w": jnp.zeros(2)})
+        >>> state["w"].tolist(), info
+        ([1.0, 1.0], {'seen': 1})
+    """
+
+    def __init__(self, directory: PathLike, *, keep: int = 3, on_latest: Callable[[Path], None] | None = None):
+        if keep < 1:
+            raise ValueError(f"checkpoint.Manager: keep must be 1 or more, got {keep!r}")
+        self.directory: Path = Path(directory)
+        self._on_latest = on_latest
+        self.keep: int = keep
+        self._bad: set[Path] = set()
+        self._writer: concurrent.futures.ThreadPoolExecutor | None = None
+        self._writing: concurrent.futures.Future[None] | None = None
+        self._writes = jax.process_index() == 0
+        self._waited = True  # the same in every process
+        with processes.raise_together():
+            if self._writes:
+                _check_writable(self.directory)
+
+    def save(self, state: Any, info: dict[str, Any] | None = None) -> None:
+        """Copies the state and writes the copy in the background; the state may be donated right after.
+
+        It waits for the checkpoint before, where that is still being written.
+
+        Args:
+            state: as for `save`.
+            info: what to keep beside it, as JSON: a dict of at most 100 lists and dicts in each other.
+
+        Raises:
+            OSError: the checkpoint before this one could not be written.
+            TypeError: a leaf that is no array, an `info` that is no dict of JSON.
+        """
+        self.wait()
+        records, arrays = _leaves.to_leaves(state, self._writes)
+        with processes.raise_together():
+            info = _as_json({} if info is None else info)
+            if self._writes:
+                content = {**_save.about(state, self.directory), "info": info}
+                self._writer = self._writer or concurrent.futures.ThreadPoolExecutor(1, "jaxpar-checkpoint")
+                self._writing = self._writer.submit(self._write, content, records, arrays)
+        self._waited = False
+
+    def restore_latest(self, like: Tree) -> tuple[Tree, dict[str, Any]] | None:
+        """(the state, the info) of the newest checkpoint that is good, or None.
+
+        One that is damaged or cannot be read is named on standard error, and the one before is tried. With several
+        processes all take the same one: the newest that each of them can read.
+
+        Raises:
+            CheckpointError: the checkpoint is good but does not fit `like`; or process 0 can read checkpoints, and
+                there is none that all processes can read.
+        """
+        return self._restore(like, lambda found: None)
+
+    def _restore(self, like: Tree, accepts: Accepts) -> tuple[Tree, dict[str, Any]] | None:
+        """As `restore_latest`; one that `accepts` refuses by a `CheckpointError` is passed over too."""
+        self.wait()
+        found = self._agreed(accepts)
+        if found is None:
+            return None
+        state = _save.fill(found, like)
+        if self._on_latest is not None:
+            self._on_latest(found.path)
+        return state, found.body.get("info", {})
+
+    def _agreed(self, accepts: Accepts) -> Found | None:
+        """The newest checkpoint that every process can read, the same in all of them."""
+        missed, self._bad = "", set()  # what could not be read before may be readable now
+        while True:
+            own: dict[str, Found] = {}
+            chosen = processes.ask_first(lambda own=own: self._newest_good(own, accepts), CheckpointError)
+            if chosen is None and missed:
+                raise CheckpointError(f"{missed}; and there is no earlier checkpoint that all processes can read")
+            if chosen is None:
+                return None
+            with processes.raise_together(CheckpointError):
+                found, why = (own[chosen], None) if chosen in own else _try_to_read(chosen)
+            missed = _difference(chosen, found, why)
+            if not missed:
+                return found
+            if self._writes:
+                _save.pass_over(Path(chosen), self._bad, missed)
+
+    def _newest_good(self, own: dict[str, Found], accepts: Accepts) -> str | None:
+        """The path of a checkpoint that this process can read, and in `own` what it holds."""
+        found = _save.newest_good(self.directory, self._bad, accepts)
+        if found is None:
+            return None
+        own[str(found.path)] = found
+        return str(found.path)
+
+    def wait(self) -> None:
+        """Returns when what was saved is on disk; `OSError` where it could not be written."""
+        if not self._waited:
+            self._waited = True
+            with processes.raise_together():
+                self._finish()
+
+    def _finish(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def close(self) -> None:
+        """As `wait`, and ends the thread that writes.
+
+        While an exception is on its way out, which may be so in this process alone, it does not ask the others.
+        """
+        try:
+            if sys.exception() is None:
+                self.wait()
+            else:
+                self._finish()
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown()
+                self._writer = None
+
+    def _write(self, content: dict[str, Any], records: list[Any], arrays: list[np.ndarray]) -> None:
+        _files.remove_leftovers(self.directory)
+        written = _free(self.directory, content)
+        _files.write(written, content, records, arrays)
+        if self._on_latest is not None:
+            self._on_latest(written)
+        for path, _ in _save.newest_first(self.directory, set(self._bad), report=False)[self.keep :]:
+            _files.remove(path)
+
+
+def _try_to_read(path: str) -> tuple[Found | None, str | None]:
+    """What this process reads at a path, or why it cannot."""
+    try:
+        return _save.read(path), None
+    except (CheckpointError, FileNotFoundError) as error:
+        return None, str(error)
+
+
+def _difference(path: str, found: Found | None, why: str | None) -> str:
+    """Which process cannot read the checkpoint that process 0 reads, and why; "" where all read the same."""
+    digest = None if found is None else _manifest.digest(found.body)
+    said = [json.loads(text) for text in processes.exchange(json.dumps([digest, why]))]
+    for process, (theirs, reason) in enumerate(said):
+        if theirs != said[0][0]:
+            return f"process {process}: {reason or f'{path} is another checkpoint than in process 0'}"
+    return ""
+
+
+def _as_json(info: Any) -> dict[str, Any]:
+    """A copy of the info; `TypeError` where it cannot be saved."""
+    if not isinstance(info, dict):
+        raise TypeError(f"checkpoint.Manager.save: info must be a dict, got {type(info).__name__}")
+    try:
+        copy = json.loads(json.dumps(info))
+        _manifest.check_depth(copy)
+    except (ValueError, RecursionError) as error:
+        raise TypeError(f"checkpoint.Manager.save: info must be JSON ({error})") from error
+    return copy
+
+
+def _check_writable(directory: Path) -> None:
+    """`OSError` where nothing can be written to a directory, or it cannot be made. It writes nothing."""
+    there = next(p for p in (directory.absolute(), *directory.absolute().parents) if os.path.lexists(p))
+    number = errno.ENOTDIR if not there.is_dir() else errno.EACCES if not os.access(there, os.W_OK | os.X_OK) else 0
+    if number:
+        reason = os.strerror(number)
+        raise OSError(f"checkpoint.Manager: nothing can be written to {directory} ({reason}); choose another directory")
+
+
+def _free(directory: Path, content: dict[str, Any]) -> Path:
+    """A path that is not taken; a step may be there already, damaged or from an earlier run."""
+    name = f"step_{content['step']:08d}" if "step" in content else f"save_{content['order']:08d}"
+    path, again = directory / name, 1
+    while os.path.lexists(path):
+        again += 1
+        path = directory / f"{name}.{again}"
+    return path

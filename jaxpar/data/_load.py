@@ -1,0 +1,129 @@
+"""Data sets as arrays, and their batches, gathered on the devices.
+
+    train = jp.data.load("fashion_mnist", "train")
+    for batch in jp.data.batches(train, 256, rng=jax.random.key(0), devices=jax.devices()):
+        batch["image"], batch["label"]  # float32 (256, 28, 28, 1) in [0, 1], int32 (256,)
+
+Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017, https://arxiv.org/abs/1708.07747.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from . import _idx, _tfds
+from ._dataset import Dataset
+
+FASHION_MNIST_CLASSES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+
+
+DEBIAN_DIR = Path("/usr/share/datasets/fashion-mnist")
+
+
+_SOURCES = ("auto", "prepared", "files", "debian", "download")
+
+
+def load(
+    name: str = "fashion_mnist",
+    split: str = "train",
+    *,
+    data_dir: str | os.PathLike[str] | None = None,
+    source: str = "auto",
+    verbose: bool = True,
+) -> Dataset:
+    """Loads a split of a data set of tensorflow-datasets (TFDS), without TensorFlow.
+
+    Args:
+      name: TFDS's name of an image classification data set; without a network "fashion_mnist".
+      split: "train", "test", or a part of one in TFDS's notation, "train[:1000]".
+      data_dir: TFDS's folder; default $TFDS_DATA_DIR, else ~/tensorflow_datasets, as TFDS has it.
+      source: "auto" takes the first there is of: "prepared", a TFDS data set in `data_dir`; "files", the
+        four idx .gz files in $JAXPAR_DATA_DIR; "debian", those of the package dataset-fashion-mnist;
+        "download", TFDS's own. Each of these words asks for that one alone. What does not lie in `data_dir`
+        yet is written there once, as a genuine TFDS data set: other processes may be doing the same, and a
+        crash leaves nothing half-written. Decoding 60,000 pictures takes seconds, so a copy of what was decoded
+        is kept beside TFDS's files (a whole split of up to 1 GiB), and made anew when those change.
+      verbose: say in one line on standard error where the data came from.
+
+    Returns:
+      A `Dataset`: `images` uint8 `(n, 28, 28, 1)`, `labels` int32 `(n,)`, in TFDS's fixed order.
+
+    Raises:
+      ConnectionError: the download's host does not answer (within 10 seconds); the message says what to do.
+      FileNotFoundError: the source asked for is not there, or lacks one of its files.
+      ValueError: an unknown name, split or source; a damaged file or data set, which is named.
+    """
+    if source not in _SOURCES:
+        raise ValueError(f"source must be one of {', '.join(_SOURCES)}; got {source!r}")
+    folder = Path(data_dir).expanduser() if data_dir is not None else _tfds.default_data_dir()
+    found, files = _find(name, folder, source)
+    prepared = found == "prepared" or _tfds.prepared_dir(name, folder) is not None
+    if files is not None:
+        _idx.check(files)
+    elif found == "download":
+        _check_reachable(name)
+    if not prepared:
+        _tfds.prepare(name, folder, files=files)
+    dataset = Dataset(*_tfds.read(name, split, folder), source=found, name=name, split=split)
+    if verbose:
+        place = f"{files}, kept in {folder}" if files else folder
+        print(f"jaxpar: {name} {split}, {len(dataset)} images, source: {found} ({place})", file=sys.stderr)
+    return dataset
+
+
+def _find(name: str, folder: Path, source: str) -> tuple[str, Path | None]:
+    """The word for the first source there is of those `source` allows, and where its idx files are."""
+    if source in ("auto", "prepared") and _tfds.prepared_dir(name, folder) is not None:
+        return "prepared", None
+    if source == "prepared":
+        raise FileNotFoundError(f"{folder} holds no {name!r} prepared by tensorflow-datasets. {_advice(name)}")
+    if source in ("files", "debian") and name != "fashion_mnist":
+        raise ValueError(f"source={source!r} is for 'fashion_mnist' only; got name {name!r}")
+    for word, place in _places().items():
+        if name == "fashion_mnist" and source in ("auto", word):
+            missing = _idx.missing(place) if place else list(_idx.OFFICIAL)
+            if place and not missing:
+                return word, place
+            if source == word or len(missing) < len(_idx.OFFICIAL):
+                lack = f"{place} lacks {', '.join(missing)}" if place else "$JAXPAR_DATA_DIR is not set"
+                raise FileNotFoundError(f"source {word!r}: {lack}. {_advice(name)}")
+    return "download", None
+
+
+def _places() -> dict[str, Path | None]:
+    """Where the idx files may lie, in the order of search."""
+    given = os.environ.get("JAXPAR_DATA_DIR")
+    return {"files": Path(given).expanduser() if given else None, "debian": DEBIAN_DIR}
+
+
+def _check_reachable(name: str) -> None:
+    url = _tfds.download_url(name)
+    try:
+        if url:
+            _tfds.check_reachable(url)
+    except ConnectionError as error:
+        raise ConnectionError(f"{error}. {_advice(name)}") from None
+
+
+def _advice(name: str) -> str:
+    """What to do where there is no network."""
+    elsewhere = "give as data_dir a folder in which tensorflow-datasets has prepared it elsewhere"
+    if name != "fashion_mnist":
+        return f"Without a network: {elsewhere}."
+    return (
+        "Without a network: install Debian's package (apt-get install dataset-fashion-mnist), or set "
+        f"$JAXPAR_DATA_DIR to a folder with {', '.join(_idx.OFFICIAL)}, or {elsewhere}."
+    )

@@ -1,0 +1,27 @@
+"""The key-value store: init, push, pull as pure functions over an immutable pytree.
+
+>>> import jax.numpy as jnp
+>>> from jaxpar import kv
+>>> store = kv.init(kv.create("device"), 3, jnp.full((2, 3), 2.0))
+>>> store = kv.push(store, 3, [jnp.ones((2, 3))] * 4)
+>>> kv.pull(store, 3).tolist()
+[[4.0, 4.0, 4.0], [4.0, 4.0, 4.0]]
+
+A pushed value goes this way: store -> buckets -> compression -> collective -> updater -> store. Typed at the
+prompt, a push takes arrays or lists of arrays on any devices; inside `pmap` or `shard_map`, with `axis_name`, it
+takes this device's share and sums over that axis.
+"""
+
+from ._create import (
+    create as create,
+    init as init,
+    set_gradient_compression as set_gradient_compression,
+    set_optimizer as set_optimizer,
+    set_updater as set_updater,
+)
+from ._eager import partition_specs as partition_specs
+from ._params import from_params as from_params, place as place, to_params as to_params
+from ._pull import broadcast as broadcast, pull as pull, row_sparse_pull as row_sparse_pull
+from ._push import flush as flush, push as push, pushpull as pushpull
+from ._store import KVStore as KVStore, names as names
+from ._workers import barrier as barrier, num_workers as num_workers, rank as rank

@@ -1,0 +1,261 @@
+"""Bounded staleness: what is pushed waits, unreduced, on the device that pushed it, and is applied tau pushes later.
+
+So the sum over the devices of what was pushed tau steps ago needs nothing of this step's forward and backward
+pass, and a compiled step may send the one while it computes the other. A push of a key is: the oldest waiting
+value leaves, the new one joins at the end, and what left is pushed as in any other store. The first tau pushes of
+a key apply nothing: value, updater state and residuals stay as they are, bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
+
+from .._core.arrays import is_traced
+from .._devices import collectives
+from .._devices.mesh import STORE_AXIS, mesh_of
+from .._devices.placement import to_host
+from . import _aggregate
+from ._store import KVStore, shapes_of
+
+Arrays = dict[int, jax.Array]
+Lists = dict[int, list[jax.Array]]
+Changes = tuple[dict[int, Any], dict[int, Any], dict[int, Any]]  # values, updater states, residuals
+Send = Callable[[KVStore, Lists], Changes]
+
+# Bytes. From here on a device that is told every other one's whole value spends more on them than on a second message.
+_BY_SHARES = 64 << 10
+
+
+class PendingPushes(NamedTuple):
+    """What waits of one key.
+
+    Attributes:
+        values: tau arrays (devices, *shape) of the stored dtype, the oldest first; at the prompt the first axis are
+            the positions in the pushed list. Zeros stand where nothing was pushed yet.
+        count: int32 scalar, how many of them (the last ones) were pushed; tau from then on.
+    """
+
+    values: tuple[jax.Array, ...]
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+def start(store: KVStore, key: int, count: int) -> PendingPushes:
+    """Nothing waits yet, from any of `count` devices."""
+    shape, dtype = (count, *shapes_of(store)[key]), store.values[key].dtype
+    return PendingPushes(tuple(jnp.zeros(shape, dtype) for _ in range(store.staleness)), jnp.zeros((), jnp.int32))
+
+
+def push(store: KVStore, pushed: Lists, axis_name: str | None, send: Send) -> tuple[Changes, dict[int, PendingPushes]]:
+    """What `send`, the push without a delay, changes with the values that are due, and what waits then."""
+    held = {k: store.pending[k] for k in pushed if k in store.pending}
+    if axis_name is None and not is_traced((pushed, held, store.values)):
+        return _at_prompt(store, pushed, send)
+    if axis_name is None:
+        new = {k: jnp.stack([v.astype(store.values[k].dtype) for v in values]) for k, values in pushed.items()}
+        due, pending, ready = rotate_queue(store, new)
+        lists = {k: list(stacked) for k, stacked in due.items()}
+    else:
+        _aggregate.axis_size(axis_name, "kv.push")
+        due, pending, ready = rotate_queue(store, _aggregate.local_sums(store, pushed), one=True)
+        lists = {k: [value] for k, value in due.items()}
+    return where_ready(store, send(without_delay(store), lists), ready, lists, axis_name), pending
+
+
+def without_delay(store: KVStore) -> KVStore:
+    """The store as one that applies at once what is pushed."""
+    return dataclasses.replace(store, staleness=0, pending={})
+
+
+def rotate_queue(store: KVStore, new: Arrays, *, one: bool = False) -> tuple[Arrays, dict[int, PendingPushes], Arrays]:
+    """The values that are due for new ones.
+
+    Args:
+        store: any store with a staleness.
+        new: with `one` this device's value of each key; else values (n, *shape).
+        one: whether this runs inside a mapped axis. There the axis of the devices of what waits has the length 1
+            (`shard_map`) or is gone (`pmap`).
+
+    Returns:
+        (the oldest values of each key, in the same layout; what waits now; whether the oldest values were ever
+        pushed, a bool scalar for each key).
+    """
+    due, pending, ready = {}, {}, {}
+    for k, value in new.items():
+        value = value.astype(store.values[k].dtype)
+        stacked = value[None] if one else value
+        held = store.pending.get(k) or start(store, k, stacked.shape[0])
+        oldest = held.values[0]
+        if one and oldest.size != value.size:
+            raise ValueError(
+                f"kv.push: key {k}: values {oldest.shape} wait for a push of {value.shape} on each device; spread the "
+                "store by kv.place and kv.partition_specs, or apply what waits by kv.flush first"
+            )
+        due[k] = oldest.reshape(value.shape) if one else oldest
+        joined = value.reshape(oldest.shape) if one else value
+        pending[k] = PendingPushes((*held.values[1:], joined), jnp.minimum(held.count + 1, store.staleness))
+        ready[k] = held.count == store.staleness
+    return due, pending, ready
+
+
+def where_ready(store: KVStore, changes: Changes, ready: Arrays, lists: Lists, axis_name: str | None) -> Changes:
+    """The changes of the keys that were ready; the others as they are in the store."""
+    values, states, residuals = changes
+
+    def residual(k: int) -> Any:
+        if axis_name is None:
+            return _aggregate.residual_for(store, k, len(lists[k]))
+        return _aggregate.held_residual(store, k, axis_name)
+
+    return (
+        {k: jnp.where(ready[k], v, store.values[k]) for k, v in values.items()},
+        {k: select(ready[k], state, store.updater_state[k]) for k, state in states.items()},
+        {k: select(ready[k], state, residual(k)) for k, state in residuals.items()},
+    )
+
+
+def select(condition: jax.Array, new: Any, old: Any) -> Any:
+    """One of two pytrees of the same structure, by a bool scalar."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+def sum_apart(x: jax.Array, axis_name: str) -> jax.Array:
+    """The sum over the axis of what this step found out, by a collective that XLA joins with no other.
+
+    It puts all-reduces together, and all-gathers too: the sum of what waited would then wait for this step's loss.
+    """
+    count = lax.axis_size(axis_name)
+
+    def told(x: jax.Array) -> jax.Array:
+        """(devices, *shape): what every device has."""
+        return lax.all_to_all(jnp.broadcast_to(x[None], (count, *x.shape)), axis_name, split_axis=0, concat_axis=0)
+
+    if x.nbytes < _BY_SHARES:
+        return told(x).sum(0)
+    rows = collectives.to_rows(x, count)
+    share = lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0).sum(0)
+    return collectives.from_rows(told(share), x.shape)
+
+
+def flush(store: KVStore, axis_name: str | None, send: Send) -> KVStore:
+    """The store after all that waits was pushed, the oldest first."""
+    at_prompt = axis_name is None and not is_traced((store.pending, store.values))
+    store = dataclasses.replace(store, pending=dict(sorted(store.pending.items())))  # as a push has its keys
+    for i in range(store.staleness):
+        if at_prompt:
+            lists = {k: _rows(w.values[i]) for k, w in store.pending.items() if i >= store.staleness - _count(w)}
+            changes = send(without_delay(store), lists) if lists else ({}, {}, {})
+        else:
+            lists, ready = waiting(store, i, axis_name)
+            changes = where_ready(store, send(without_delay(store), lists), ready, lists, axis_name)
+        store = with_changes(store, changes)
+    empty = _emptied if at_prompt else jax.tree.map
+    return dataclasses.replace(store, pending=empty(jnp.zeros_like, store.pending))
+
+
+def waiting(store: KVStore, i: int, axis_name: str | None) -> tuple[Lists, Arrays]:
+    """Place i of what waits, and whether it was pushed."""
+    shapes = shapes_of(store)
+    lists = {
+        k: list(w.values[i]) if axis_name is None else [w.values[i].reshape(shapes[k])]
+        for k, w in store.pending.items()
+    }
+    return lists, {k: i >= store.staleness - w.count for k, w in store.pending.items()}
+
+
+def with_changes(store: KVStore, changes: Changes, pending: dict[int, PendingPushes] | None = None) -> KVStore:
+    """The store with what a push changed."""
+    values, states, residuals = changes
+    return dataclasses.replace(
+        store,
+        values={**store.values, **values},
+        updater_state={**store.updater_state, **states},
+        residuals={**store.residuals, **residuals},
+        pending={**store.pending, **(pending or {})},
+    )
+
+
+def regrouped(held: PendingPushes, count: int) -> PendingPushes:
+    """The same for another number of devices: what is due sums to the same, so nothing is lost.
+
+    Device i takes the values of the devices i, i + count, i + 2 count, ...; where there are more devices than
+    before, the others wait with zeros.
+    """
+
+    def spread(rows: jax.Array) -> jax.Array:
+        if rows.shape[0] == count:
+            return rows
+        filled = jnp.pad(rows, [(0, -rows.shape[0] % count)] + [(0, 0)] * (rows.ndim - 1))
+        return filled.reshape(-1, count, *rows.shape[1:]).sum(0, dtype=rows.dtype)
+
+    return PendingPushes(tuple(map(spread, held.values)), held.count)
+
+
+# At the prompt, where the number of pushes is known and nothing has to be masked.
+
+
+def _at_prompt(store: KVStore, pushed: Lists, send: Send) -> tuple[Changes, dict[int, PendingPushes]]:
+    due: Lists = {}
+    pending: dict[int, PendingPushes] = {}
+    for k, values in pushed.items():
+        new = _stacked([_cast(v, store.values[k].dtype) for v in values])
+        held = store.pending.get(k)
+        if held is None:
+            held = PendingPushes(tuple(_empty(new) for _ in range(store.staleness)), jnp.zeros((), jnp.int32))
+        count = _count(held)
+        if count == store.staleness:
+            due[k] = _rows(held.values[0])
+            counted = held.count
+        else:
+            counted = jax.device_put(np.int32(count + 1), held.count.sharding)
+        pending[k] = PendingPushes((*held.values[1:], new), counted)
+    return (send(without_delay(store), due) if due else ({}, {}, {})), pending
+
+
+def _count(held: PendingPushes) -> int:
+    """How many values were pushed; ready at once, since no program of a push computes it."""
+    return int(to_host(held.count))
+
+
+def _cast(value: jax.Array, dtype: Any) -> jax.Array:
+    return value if value.dtype == dtype else value.astype(dtype)
+
+
+def _stacked(values: Sequence[jax.Array]) -> jax.Array:
+    """(n, *shape): each row stays on its device where these are different ones, else all go to the first."""
+    shardings = [v.sharding for v in values]
+    single = all(isinstance(s, SingleDeviceSharding) for s in shardings)
+    if len(values) > 1 and single and len(set(shardings)) == len(values):
+        along = NamedSharding(mesh_of([next(iter(s.device_set)) for s in shardings]), P(STORE_AXIS))
+        rows = [_as_row(v) for v in values]
+        return jax.make_array_from_single_device_arrays((len(rows), *values[0].shape), along, rows)
+    return _stack([v if v.sharding == shardings[0] else jax.device_put(v, shardings[0]) for v in values])
+
+
+def _rows(stacked: jax.Array) -> list[jax.Array]:
+    """The inverse: a list of this process's rows, each where it lies."""
+    shards = stacked.addressable_shards
+    if len(shards) > 1 and all(s.data.shape[0] == 1 for s in shards) and stacked.shape[0] > 1:
+        return [_only_row(s.data) for s in sorted(shards, key=lambda s: s.index[0].start)]
+    return _unstack(stacked)
+
+
+def _emptied(_: Any, pending: dict[int, PendingPushes]) -> dict[int, PendingPushes]:
+    return jax.tree.map(_empty, pending)
+
+
+def _empty(like: jax.Array) -> jax.Array:
+    return jnp.zeros(like.shape, like.dtype, device=like.sharding)
+
+
+_as_row = jax.jit(lambda value: value[None])
+_only_row = jax.jit(lambda row: row[0])
+_stack = jax.jit(jnp.stack)
+_unstack = jax.jit(lambda stacked: list(stacked))

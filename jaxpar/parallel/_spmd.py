@@ -1,0 +1,151 @@
+"""One function on every device."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+
+from .._core.arrays import Device
+from .._core.checks import Engine, check_devices, check_engine
+from .._core.recent import Recent
+from .._devices.emulated import wait_before_collectives
+from .._devices.pmap_cache import forget
+
+
+def spmd(
+    fn: Callable[..., Any],
+    *,
+    engine: Engine = "pmap",
+    axis_name: str,
+    devices: Sequence[Device] | None = None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    donate_argnums: int | Sequence[int] = (),
+) -> Callable[..., Any]:
+    """Runs one function on every device, each with its own slice, by `jax.pmap` or by `jax.shard_map`.
+
+    Both engines have the meaning of `pmap`: an argument with axis 0 has one entry for each device, and the
+    function sees its entry without that axis; results are stacked along it. Collectives in the function take
+    `axis_name`.
+
+    In several processes `devices` may be those of all of them, jax.devices(). Then every process calls the
+    function with the entries of its own devices and gets back theirs, while collectives run over all.
+
+    Args:
+        fn: the function of one device.
+        engine: `pmap` or `shard_map`; same results.
+        axis_name: the name of the axis over the devices.
+        devices: None takes all local ones.
+        in_axes: 0 (an entry for each device) or None (the same for all), for all arguments, or a tuple with
+            one of them for each.
+        out_axes: the same for the results; None asks for a result that is equal on all devices.
+        donate_argnums: arguments whose memory the results may take.
+
+    Returns:
+        A compiled function of the stacked arguments.
+
+    Raises:
+        ValueError: an unknown engine; an argument whose first axis is not the number of this process's devices.
+
+    Example:
+        >>> total = spmd(lambda x: jax.lax.psum(x, "i"), axis_name="i", devices=jax.devices()[:2])
+        >>> total(jnp.array([1.0, 2.0])).tolist()
+        [3.0, 3.0]
+    """
+    check_engine(engine, "spmd")
+    chosen = check_devices(devices, "spmd")
+    donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    run = _pmapped if engine == "pmap" else _shard_mapped
+    compiled = run(fn, axis_name, chosen, in_axes, out_axes, donate)
+
+    own = sum(d.process_index == jax.process_index() for d in chosen)
+
+    @functools.wraps(fn)
+    def call(*args: Any) -> Any:
+        _check_entries(args, in_axes, own)
+        wait_before_collectives(args, chosen)
+        return compiled(*args)
+
+    return call
+
+
+def _make_pmapped(
+    fn: Callable[..., Any],
+    axis_name: str,
+    devices: Sequence[Device],
+    in_axes: Any,
+    out_axes: Any,
+    donate: tuple[int, ...],
+) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def own(*args: Any) -> Any:
+        return fn(*args)
+
+    run = jax.pmap(own, axis_name, in_axes=in_axes, out_axes=out_axes, devices=devices, donate_argnums=donate)
+    weakref.finalize(run, forget, own).atexit = False
+    return run
+
+
+_pmapped = Recent(_make_pmapped)  # the same function is compiled once, as by `jax.pmap` itself
+
+
+def _shard_mapped(
+    fn: Callable[..., Any],
+    axis_name: str,
+    devices: Sequence[Device],
+    in_axes: Any,
+    out_axes: Any,
+    donate: tuple[int, ...],
+) -> Callable[..., Any]:
+    mesh = Mesh(np.array(devices), (axis_name,))
+    in_specs, out_specs = _specs(in_axes, axis_name), _specs(out_axes, axis_name)
+
+    def run(*args: Any) -> Any:
+        def body(*args: Any) -> Any:
+            out = fn(*_over(lambda x: x[0], args, in_axes))
+            return _over(lambda x: jnp.asarray(x)[None], out, out_axes)
+
+        return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
+
+    compiled = jax.jit(run, donate_argnums=donate)
+    if not mesh.is_multi_process:
+        return compiled
+
+    def of_this_process(*args: Any) -> Any:
+        from jax.experimental import multihost_utils
+
+        out = compiled(*multihost_utils.host_local_array_to_global_array(args, mesh, in_specs))
+        return multihost_utils.global_array_to_host_local_array(out, mesh, out_specs)
+
+    return of_this_process
+
+
+def _over(change: Callable[[Any], Any], tree: Any, axes: Any) -> Any:
+    """`change` at the leaves that have axis 0."""
+    if isinstance(axes, tuple) and isinstance(tree, tuple):
+        return tuple(_over(change, t, a) for t, a in zip(tree, axes, strict=True))
+    return tree if axes is None else jax.tree.map(change, tree)
+
+
+def _specs(axes: Any, axis_name: str) -> Any:
+    if isinstance(axes, tuple):
+        return tuple(_specs(a, axis_name) for a in axes)
+    return P() if axes is None else P(axis_name)
+
+
+def _check_entries(args: tuple[Any, ...], in_axes: Any, count: int) -> None:
+    axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+    for i, (arg, axis) in enumerate(zip(args, axes, strict=True)):
+        for leaf in jax.tree.leaves(arg) if axis == 0 else ():
+            if np.shape(leaf)[:1] != (count,):
+                raise ValueError(
+                    f"spmd: argument {i} must have one entry for each of the {count} devices along its first axis, "
+                    f"got shape {tuple(np.shape(leaf))}; reshape a batch to ({count}, n // {count}, ...)"
+                )

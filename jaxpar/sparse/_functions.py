@@ -1,0 +1,292 @@
+"""Row-sparse values: some rows of a table, for embeddings whose gradient touches few of them.
+
+A `RowSparse` holds m rows of a table as `indices` (m,) and `values` (m, ...). Work and memory of every
+function here, but for `to_dense`, grow with m and not with the table. Arrays have fixed shapes under `jit`,
+so a result may hold padding there: rows with index `shape[0]` and zero values, which every function ignores.
+
+Training an embedding through a store, without a gradient of the table's size:
+
+1. pull the rows of the batch: `rows = kv.row_sparse_pull(store, key, ids)`, or `take(table, ids)`;
+2. differentiate by the rows: `loss, grads = value_and_grad(loss_fn)(rows, ids)`, where `rows[ids]` looks up;
+3. push the gradient, a `RowSparse` again: `store = kv.push(store, key, grads)`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._row_sparse import (
+    RowSparse,
+    as_ids,
+    check_range,
+    check_table,
+    distinct_rows,
+    known,
+    padding_last,
+    unchecked,
+    with_values,
+)
+
+__all__ = [
+    "RowSparse",
+    "add",
+    "allreduce",
+    "coalesce",
+    "from_dense",
+    "lazy_update",
+    "take",
+    "to_dense",
+    "value_and_grad",
+]
+
+
+def coalesce(rows: RowSparse, *, size: int | None = None) -> RowSparse:
+    """The same table with sorted indices, each once; the values of one index are summed.
+
+    Args:
+        rows: m rows in any order.
+        size: how many rows the result has, padding included. Default: as many as there are different ones, or
+            m under `jit`. Give m in a notebook too to have one compiled program for every batch.
+
+    Raises:
+        ValueError: there are more different rows than `size`. Under `jit` that cannot be seen and the rows of
+            the largest indices are lost, so give an upper bound.
+
+    Example:
+        >>> rows = RowSparse(np.array([2, 0, 2]), jnp.array([1.0, 2.0, 3.0]), (4,))
+        >>> coalesce(rows).indices.tolist(), coalesce(rows).values.tolist()
+        ([0, 2], [2.0, 4.0])
+        >>> coalesce(rows, size=3).indices.tolist()
+        [0, 2, 4]
+    """
+    distinct = distinct_rows(rows).size if known(rows.indices) else None
+    if size is None:
+        size = rows.indices.shape[0] if distinct is None else distinct
+    elif distinct is not None and distinct > size:
+        raise ValueError(f"coalesce: size {size} is too small for {distinct} different rows")
+    return _coalesce(rows, size)
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def _coalesce(rows: RowSparse, size: int) -> RowSparse:
+    count = rows.shape[0]
+    indices = padding_last(rows.indices, count)
+    order = jnp.argsort(indices, stable=True)
+    ordered = indices[order]
+    new = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
+    place = jnp.where(ordered < count, jnp.cumsum(new) - 1, size).astype(jnp.int32)
+    values = jnp.zeros((size, *rows.shape[1:]), rows.dtype).at[place].add(rows.values[order], mode="drop")
+    return unchecked(rows.shape, (jnp.full(size, count, jnp.int32).at[place].set(ordered, mode="drop"), values))
+
+
+def to_dense(rows: RowSparse) -> jax.Array:
+    """The whole table, of shape `rows.shape`: rows of one index summed, zeros elsewhere."""
+    indices = padding_last(rows.indices, rows.shape[0])
+    return jnp.zeros(rows.shape, rows.dtype).at[indices].add(rows.values, mode="drop")
+
+
+def from_dense(array: jax.Array, row_ids: Any = None) -> RowSparse:
+    """The rows of a table that are asked for, or, without `row_ids`, those that hold anything but zeros.
+
+    Args:
+        array: the table, at least one axis.
+        row_ids: as for `take`. None looks at the values, which cannot be done under `jit`.
+
+    Example:
+        >>> from_dense(jnp.array([[0.0, 0.0], [1.0, 0.0], [0.0, 0.0]])).indices.tolist()
+        [1]
+    """
+    if row_ids is not None:
+        return take(array, row_ids)
+    array = jnp.asarray(array)
+    if not known(array):
+        raise ValueError("from_dense: which rows are not zero is unknown under jit; give row_ids")
+    return take(array, np.flatnonzero(np.asarray((array != 0).reshape(array.shape[0], -1).any(-1))))
+
+
+def take(array: jax.Array, row_ids: Any, *, size: int | None = None) -> RowSparse:
+    """Rows of a table, sorted and each once, as MXNet's `row_sparse_pull` gives them.
+
+    Args:
+        array: the table, at least one axis.
+        row_ids: integers of any shape, any order, repeated or not, none at all.
+        size: how many rows the result has, padding included. Default: as many as there are different ids, or
+            the number of ids under `jit`.
+
+    Raises:
+        TypeError: ids that are no integers.
+        ValueError: an id beyond the table or negative, named in the message (MXNet skipped the one and
+            aborted at the other), or a `size` that is too small. Under `jit` such an id becomes padding.
+
+    Example:
+        >>> rows = take(jnp.arange(8.0).reshape(4, 2), [3, 0, 3, 1])
+        >>> rows.indices.tolist(), rows.values.tolist()
+        ([0, 1, 3], [[0.0, 1.0], [2.0, 3.0], [6.0, 7.0]])
+    """
+    array = jnp.asarray(array)
+    count = check_table(array.shape, "take")[0]
+    ids = as_ids(row_ids, "take: row ids").reshape(-1)
+    check_range(ids, count, "take: row", last=count - 1)
+    if known(ids):
+        unique = _fixed_size(np.unique(np.asarray(ids)), size, count)
+    else:
+        ids = padding_last(jnp.asarray(ids, jnp.int32), count)
+        unique = jnp.unique(ids, size=ids.size if size is None else size, fill_value=count)
+    unique = jnp.asarray(unique, jnp.int32)
+    return unchecked(array.shape, (unique, array.at[unique].get(mode="fill", fill_value=0)))
+
+
+def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
+    """The sum of row-sparse values of one table, row by row; `size` as for `coalesce`.
+
+    Raises:
+        ValueError: an empty list, or tables of different shapes.
+
+    Example:
+        >>> one = RowSparse(np.array([0, 2]), jnp.array([1.0, 1.0]), (3,))
+        >>> total = add([one, RowSparse(np.array([2]), jnp.array([5.0]), (3,))])
+        >>> total.indices.tolist(), total.values.tolist()
+        ([0, 2], [1.0, 6.0])
+    """
+    shapes = sorted({one.shape for one in rows})
+    if len(shapes) != 1:
+        raise ValueError(f"add: expected row-sparse values of one shape, got shapes {shapes}")
+    indices = jnp.concatenate([one.indices for one in rows])
+    values = jnp.concatenate([one.values for one in rows])
+    return coalesce(unchecked(shapes[0], (indices, values)), size=size)
+
+
+def allreduce(rows: RowSparse, axis_name: Any, *, size: int | None = None) -> RowSparse:
+    """The sum over the devices of `pmap` or `shard_map`, the same on each; the table is never built.
+
+    What crosses between devices is each one's indices and values. `shard_map` cannot see that the result is
+    the same on each: for `out_specs=P()` it wants `check_vma=False`.
+
+    Args:
+        rows: this device's m rows, the same m on each device.
+        axis_name: the mapped axis, or a tuple of them.
+        size: rows of the result, padding included; an upper bound of the different rows on all devices.
+            Default: m times the number of devices.
+    """
+    indices = jax.lax.all_gather(rows.indices, axis_name, tiled=True)
+    values = jax.lax.all_gather(rows.values, axis_name, tiled=True)
+    return _coalesce(unchecked(rows.shape, (indices, values)), indices.shape[0] if size is None else size)
+
+
+def lazy_update(
+    update: Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, Any]],
+    rows: RowSparse,
+    state: Any,
+    stored: jax.Array,
+    *,
+    coalesced: bool = False,
+) -> tuple[jax.Array, Any]:
+    """An updater applied to the rows present alone; other rows of value and state stay as they are.
+
+    So momentum and weight decay of an absent row rest, as with MXNet's `lazy_update`. Under `jit` with
+    `stored` and `state` donated, in this order (that of the results: JAX pairs donated buffers with results
+    of the same shape in turn), the table is changed in place. Outside of `jit` it is copied once.
+
+    Args:
+        update: `update(pushed_rows, state_rows, stored_rows) -> (new_rows, new_state_rows)`, e.g.
+            `functools.partial(updater.update, key)`. It must treat rows alike, wherever they lie.
+        rows: what was pushed; rows of one index are summed first.
+        state: the updater's state. Leaves of the shape of `stored` go in by rows, others (counts) whole.
+        stored: the table.
+        coalesced: `rows` come from `coalesce`, `add` or `allreduce`, and need no second sort.
+
+    Returns:
+        (stored, state), updated; dtypes as before.
+
+    Raises:
+        ValueError: `rows` are of another table, or the update changes the shape or structure of what it got.
+
+    Example:
+        >>> rows = RowSparse(np.array([1]), jnp.array([5.0]), (3,))
+        >>> def sgd(pushed, state, stored):
+        ...     return stored - pushed, state
+        >>> lazy_update(sgd, rows, (), jnp.ones(3))[0].tolist()
+        [1.0, -4.0, 1.0]
+    """
+    if rows.shape != stored.shape:
+        raise ValueError(f"lazy_update: rows of a table of shape {rows.shape}, stored value of {stored.shape}")
+    rows = with_values(rows, rows.values.astype(stored.dtype))
+    if not coalesced:
+        rows = _coalesce(rows, rows.indices.shape[0])
+    indices = _apart(rows)
+
+    def by_row(leaf: Any) -> bool:
+        return np.shape(leaf) == stored.shape
+
+    def gather(leaf: Any) -> Any:
+        return jnp.asarray(leaf).at[indices].get(mode="fill", fill_value=0) if by_row(leaf) else leaf
+
+    def scatter(leaf: Any, new: Any) -> Any:
+        if not by_row(leaf):
+            return new
+        if np.shape(new) != rows.values.shape:
+            raise ValueError(f"lazy_update: the update got rows of {rows.values.shape}, gave {np.shape(new)}")
+        return jnp.asarray(leaf).at[indices].set(new.astype(leaf.dtype), mode="drop", unique_indices=True)
+
+    new = update(rows.values, jax.tree.map(gather, state), gather(stored))
+    # All reads come before all writes: a row read again after a scatter would cost a copy of the table.
+    new_rows, new_state = jax.lax.optimization_barrier(new)
+    return scatter(stored, new_rows), jax.tree.map(scatter, state, new_state)
+
+
+def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
+    """As `jax.value_and_grad` by the first argument, where leaves of that may be `RowSparse`.
+
+    Args:
+        loss_fn: `loss_fn(params, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`; it looks rows up
+            by `params[...][ids]`.
+        has_aux: as in JAX.
+
+    Returns:
+        `fn(params, *args, **kwargs) -> (loss, grads)`; a `RowSparse` in `params` is one in `grads`, with the
+        same indices and the gradient of its rows: what a store takes as a push.
+
+    Example:
+        >>> rows = take(jnp.ones((1000, 2)), [7, 3])
+        >>> loss, grads = value_and_grad(lambda rows, ids: (rows[ids] ** 2).sum())(rows, jnp.array([7, 3, 7]))
+        >>> float(loss), grads.indices.tolist(), grads.values.tolist()
+        (6.0, [3, 7], [[2.0, 2.0], [4.0, 4.0]])
+    """
+
+    def is_rows(leaf: Any) -> bool:
+        return isinstance(leaf, RowSparse)
+
+    def merge(leaf: Any, values: Any) -> Any:
+        return with_values(leaf, values) if is_rows(leaf) else values
+
+    def run(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        leaves, tree = jax.tree.flatten(params, is_leaf=is_rows)
+
+        def loss_of(values: list[Any]) -> Any:
+            return loss_fn(jax.tree.unflatten(tree, list(map(merge, leaves, values))), *args, **kwargs)
+
+        values = [leaf.values if is_rows(leaf) else leaf for leaf in leaves]
+        loss, grads = jax.value_and_grad(loss_of, has_aux=has_aux)(values)
+        return loss, jax.tree.unflatten(tree, list(map(merge, leaves, grads)))
+
+    return run
+
+
+def _fixed_size(unique: np.ndarray, size: int | None, count: int) -> np.ndarray:
+    if size is None:
+        return unique
+    if unique.size > size:
+        raise ValueError(f"take: size {size} is too small for {unique.size} different rows")
+    return np.concatenate([unique, np.full(size - unique.size, count, unique.dtype)])
+
+
+def _apart(rows: RowSparse) -> jax.Array:
+    """Indices that are all different: each row of padding gets a place of its own beyond the table."""
+    count, m = rows.shape[0], rows.indices.shape[0]
+    return jnp.where(rows.indices < count, rows.indices, count + np.arange(m, dtype=np.int32))

@@ -1,0 +1,1 @@
+"""The training step: pure functions of a state and a batch."""

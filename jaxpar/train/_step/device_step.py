@@ -1,0 +1,165 @@
+"""The step as one device runs it: gradient, push, updater, and the decision whether the update is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ... import kv
+from ..._core.arrays import Device
+from ..._devices import buckets, collectives
+from ...kv import _aggregate, _staleness, _update
+from ...kv._store import shapes_of
+from . import nonfinite
+from .gradient import Gradient, StepResult, wide
+from .loss_scale import DynamicLossScale
+from .state import TrainState, carries
+
+Arrays = dict[int, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceStep:
+    """The step inside the mapped axis.
+
+    Attributes:
+        gradient: computes the gradient of this device's share.
+        axis_name: the axis.
+        grad_transform: an optax transform of the summed gradients, or None.
+        scaling: the loss scale: None, a number, or what makes it dynamic.
+        guard: decides whether the update is made; None where it always is.
+    """
+
+    gradient: Gradient
+    axis_name: str
+    grad_transform: Any = None
+    scaling: float | DynamicLossScale | None = None
+    guard: nonfinite.Guard | None = None
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        params = kv.to_params(state.store, axis_name=self.axis_name)
+        own = self.gradient(params, batch, self._rng(state), state.model_state, self._scale(state))
+        count = lax.axis_size(self.axis_name)
+        pushed = {k: g / count for k, g in own.grads.items()}
+        due, pending, ready = pushed, {}, None
+        if state.store.staleness:
+            due, pending, ready = _staleness.rotate_queue(state.store, pushed, one=True)
+        store, transform, summed = self._applied(state, params, due, ready)
+        metrics, model_state, found = self._of_all(state, own, pushed, summed)
+        new = dataclasses.replace(
+            state,
+            store=dataclasses.replace(store, pending={**store.pending, **pending}),
+            step=state.step + 1,
+            transform=transform,
+            model_state=model_state,
+        )
+        return (new, metrics) if self.guard is None else self.guard(state, new, metrics, found)
+
+    def begun(self, state: TrainState, devices: tuple[Device, ...]) -> TrainState:
+        """The state with what the step alone knows how to begin; it lies on the devices."""
+        del devices
+        if carries(state.local):
+            raise ValueError(
+                "train step: the state holds the own parameters of each device, as a step with local_steps leaves it; "
+                "end the round by that step's finish(state), then go on from train.create_state(state.store, rng)"
+            )
+        return state
+
+    def flushed(self, state: TrainState) -> TrainState:
+        """The state after all that waits in its store was applied, the oldest first."""
+        for i in range(state.store.staleness):
+            params = kv.to_params(state.store)
+            lists, ready = _staleness.waiting(state.store, i, self.axis_name)
+            due = {k: value for k, (value,) in lists.items()}
+            store, transform, _ = self._applied(state, params, due, ready)
+            state = dataclasses.replace(state, store=store, transform=transform)
+        empty = jax.tree.map(jnp.zeros_like, state.store.pending)
+        return dataclasses.replace(state, store=dataclasses.replace(state.store, pending=empty))
+
+    def _applied(self, state: TrainState, params: Any, due: Arrays, ready: Arrays | None) -> tuple[Any, Any, Arrays]:
+        """The store and the transform's state after a push of `due`, and the sums; as they were where not `ready`."""
+        summed, residuals = self._summed(state.store, due)
+        updates, transform = self._transformed(state, params, summed)
+        changes = (*_update.update(state.store, updates), residuals)
+        if ready is not None:
+            changes = _staleness.where_ready(state.store, changes, ready, {}, self.axis_name)
+            if jax.tree.leaves(transform):
+                transform = _staleness.select(jnp.stack(list(ready.values())).any(), transform, state.transform)
+        return _staleness.with_changes(state.store, changes), transform, summed
+
+    def _summed(self, store: kv.KVStore, due: Arrays) -> tuple[Arrays, dict[int, Any]]:
+        """XLA keeps a collective of one device, and the copies into its buckets; so one device is asked for none."""
+        alone = lax.axis_size(self.axis_name) == 1 and store.kind != "sharded"
+        if alone and not _aggregate.compressed_keys(store, due):
+            return due, {}
+        return _aggregate.reduce(store, due, self.axis_name)
+
+    def _rng(self, state: TrainState) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(state.rng, state.step), lax.axis_index(self.axis_name))
+
+    def _scale(self, state: TrainState) -> Any:
+        return state.loss_scale["scale"] if isinstance(self.scaling, DynamicLossScale) else self.scaling
+
+    def _of_all(
+        self, state: TrainState, own: StepResult, pushed: Arrays, summed: Arrays
+    ) -> tuple[dict[str, Any], Any, Any]:
+        """The metrics and the model state as means over the devices, and who found what is not finite.
+
+        All of that shares one collective. A sum of finite shares is finite, each being divided by the number of
+        devices, so looking at what is pushed is enough, unless a compressor comes in between.
+        """
+        found = None
+        if self.guard is not None:
+            found = nonfinite.nonfinite_flags(own.metrics["loss"], pushed, summed if state.store.compressor else {})
+        leaves, structure = jax.tree.flatten(own.model_state)
+        floating = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+        add = _staleness.sum_apart if state.store.staleness else lax.psum
+        metrics, averaged, found = means((own.metrics, floating, found), self.axis_name, add)
+        mean = iter(averaged)
+        leaves = [next(mean).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves]
+        return metrics, structure.unflatten(leaves), found
+
+    def _transformed(self, state: TrainState, params: Any, summed: Arrays) -> tuple[Arrays, Any]:
+        """The summed gradients through `grad_transform`; a sharded store's are gathered for it."""
+        if self.grad_transform is None:
+            return summed, state.transform
+        keys, store = list(summed), state.store
+        whole = list(summed.values())
+        if store.kind == "sharded":
+            shapes = shapes_of(store)
+            whole = collectives.all_gather(whole, [shapes[k] for k in keys], self.axis_name, store.limits)
+        leaves, structure = jax.tree.flatten(params)
+        grads = [jnp.zeros_like(leaf) for leaf in leaves]
+        for k, g in zip(keys, whole, strict=True):
+            grads[k] = g
+        updates, transform = self.grad_transform.update(
+            structure.unflatten(grads), self._transform_state(state, params), params
+        )
+        new = jax.tree.leaves(updates)
+        own = collectives.own_chunk if store.kind == "sharded" else lambda x, _: x
+        return {k: own(new[k], self.axis_name) for k in keys}, transform if jax.tree.leaves(transform) else ()
+
+    def _transform_state(self, state: TrainState, params: Any) -> Any:
+        fresh = jax.eval_shape(self.grad_transform.init, params)
+        if jax.tree.structure(state.transform) == jax.tree.structure(fresh):
+            return state.transform
+        if jax.tree.leaves(fresh):
+            raise ValueError(
+                "train step: the state holds that of another grad_transform; make it anew by "
+                "train.create_state(store, rng, grad_transform=...)"
+            )
+        return self.grad_transform.init(params)
+
+
+def means(tree: Any, axis_name: str, add: Any = lax.psum) -> Any:
+    """The mean over the devices of every leaf, in float32 or wider."""
+    leaves, structure = jax.tree.flatten(tree)
+    floats = [jnp.asarray(x).astype(wide(x)) for x in leaves]
+    if lax.axis_size(axis_name) == 1:
+        return structure.unflatten(floats)
+    sums = collectives.bucketed(lambda x: add(x, axis_name), floats, buckets.BucketLimits())
+    return structure.unflatten([s / lax.axis_size(axis_name) for s in sums])

@@ -1,0 +1,151 @@
+"""The gradient of one device's share of a batch: in microbatches, at another precision, with less memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..._core import checks
+from .state import carries
+
+Grads = dict[int, jax.Array]
+
+
+class StepResult(NamedTuple):
+    """What a device found out about its share.
+
+    Attributes:
+        grads: the gradient of the mean loss for the key of each floating parameter, in its dtype.
+        metrics: `loss` and what `loss_fn` reports beside it.
+        model_state: the new one, () where there is none.
+    """
+
+    grads: Grads
+    metrics: dict[str, Any]
+    model_state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """How the gradient is computed; the attributes are the options of `make_train_step`."""
+
+    loss_fn: Callable[..., Any]
+    accumulate: int = 1
+    compute_dtype: Any = None
+    remat: Any = False
+
+    def __call__(self, params: Any, batch: Any, rng: jax.Array, model_state: Any, scale: Any = None) -> StepResult:
+        """The gradient over the whole share; the loss is multiplied by `scale` on the way and divided again."""
+        if self.accumulate == 1:
+            found = self._of_one(params, batch, rng, model_state, scale)
+        else:
+            found = self._of_many(params, batch, rng, model_state, scale)
+        if scale is None:
+            return found
+        return found._replace(grads={k: _divided(g, scale) for k, g in found.grads.items()})
+
+    def _of_one(self, params: Any, batch: Any, rng: jax.Array, model_state: Any, scale: Any) -> StepResult:
+        leaves, structure = jax.tree.flatten(params)
+        keys = floating_keys(leaves)
+        batch = self._cast(batch)
+
+        def loss(trained: list[jax.Array]) -> tuple[jax.Array, Any]:
+            merged = {**dict(enumerate(leaves)), **dict(zip(keys, trained, strict=True))}
+            whole = self._cast(structure.unflatten(list(merged.values())))
+            value, aux, new = _call_loss(self.loss_fn, whole, batch, rng, model_state)
+            if self.compute_dtype is not None or scale is not None:
+                value = value.astype(jnp.result_type(value, jnp.float32))
+            return value if scale is None else value * scale, ({"loss": value, **aux}, new)
+
+        if self.remat is not False:
+            loss = jax.checkpoint(loss, policy=None if self.remat is True else self.remat)
+        (_, (metrics, new)), grads = jax.value_and_grad(loss, has_aux=True)([leaves[k] for k in keys])
+        return StepResult(dict(zip(keys, grads, strict=True)), metrics, new)
+
+    def _of_many(self, params: Any, batch: Any, rng: jax.Array, model_state: Any, scale: Any) -> StepResult:
+        """The mean over microbatches, one after the other, so that only one's activations are alive."""
+        count = self.accumulate
+        parts = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
+        leaves = jax.tree.leaves(params)
+
+        def add(carry: tuple[Grads, Any], part: tuple[jax.Array, Any]) -> tuple[tuple[Grads, Any], Any]:
+            sums, model_state = carry
+            i, batch = part
+            found = self._of_one(params, batch, jax.random.fold_in(rng, i), model_state, scale)
+            sums = {k: total + found.grads[k].astype(total.dtype) for k, total in sums.items()}
+            return (sums, found.model_state), found.metrics
+
+        start = {k: jnp.zeros(leaves[k].shape, wide(leaves[k])) for k in floating_keys(leaves)}
+        (sums, model_state), metrics = lax.scan(add, (start, model_state), (jnp.arange(count), parts))
+        grads = {k: (total / count).astype(leaves[k].dtype) for k, total in sums.items()}
+        return StepResult(grads, jax.tree.map(lambda x: x.astype(wide(x)).mean(0), metrics), model_state)
+
+    def _cast(self, tree: Any) -> Any:
+        """The floating arrays in the dtype to compute in."""
+        if self.compute_dtype is None:
+            return tree
+        return jax.tree.map(
+            lambda x: x.astype(self.compute_dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+        )
+
+
+def floating_keys(leaves: list[jax.Array]) -> list[int]:
+    """The keys of the parameters that have a gradient."""
+    return [k for k, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+
+def wide(x: Any) -> Any:
+    """The dtype to add up values of this one in: float32 or wider."""
+    return jnp.result_type(x, jnp.float32)
+
+
+def _divided(grad: jax.Array, scale: Any) -> jax.Array:
+    return (grad.astype(wide(grad)) / scale).astype(grad.dtype)
+
+
+def _call_loss(
+    loss_fn: Any, params: Any, batch: Any, rng: Any, model_state: Any
+) -> tuple[jax.Array, dict[str, Any], Any]:
+    """What a loss function returned, looked at."""
+    if not carries(model_state):
+        return *_check_loss_result(loss_fn(params, batch, rng), ("loss", "aux")), ()
+    loss, aux, new = _check_loss_result(loss_fn(params, batch, rng, model_state), ("loss", "aux", "new_model_state"))
+    return loss, aux, _same_structure(new, model_state)
+
+
+def _check_loss_result(result: Any, names: tuple[str, ...]) -> Any:
+    if not (isinstance(result, tuple) and len(result) == len(names) and isinstance(result[1], dict)):
+        given = "(params, batch, rng)" if len(names) == 2 else "(params, batch, rng, model_state)"
+        hint = "; a state made with create_state(model_state=...) is needed to return a third value"
+        raise TypeError(
+            f"train step: loss_fn{given} must return ({', '.join(names)}) with aux a dict, which may be empty; got "
+            f"{checks.describe(result)}{hint if isinstance(result, tuple) and len(result) == 3 > len(names) else ''}"
+        )
+    if jnp.shape(result[0]) != ():
+        raise TypeError(
+            f"train step: the loss must be a scalar, the mean over the examples; got shape {jnp.shape(result[0])}"
+        )
+    return result
+
+
+def _same_structure(new: Any, old: Any) -> Any:
+    """The new model state in the dtypes of the old one."""
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise TypeError(
+            "train step: the new_model_state of loss_fn must have the structure of the old one: expected "
+            f"{jax.tree.structure(old)}, got {jax.tree.structure(new)}"
+        )
+
+    def fitted(path: Any, leaf: Any, like: Any) -> Any:
+        where = f"train step: leaf {jax.tree_util.keystr(path, simple=True, separator='/')!r} of new_model_state"
+        leaf = checks.array(leaf, where)
+        checks.same_shape(leaf, like.shape, where)
+        checks.castable(leaf.dtype, like.dtype, where)
+        return leaf.astype(like.dtype)
+
+    return jax.tree_util.tree_map_with_path(fitted, new, old)

@@ -1,0 +1,54 @@
+"""The loss of a classifier, in the shape that the training step takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..._core import checks
+
+
+@dataclasses.dataclass(frozen=True)
+class _ClassificationLoss:
+    apply_fn: Callable[[Any, jax.Array], jax.Array]
+
+    def __call__(self, params: Any, batch: dict[str, jax.Array], rng: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
+        del rng
+        if not isinstance(batch, dict) or not {"image", "label"} <= batch.keys():
+            raise TypeError(
+                'classification_loss: a batch must be a dict with "image" and "label", as data.batches makes them; got '
+                f"{sorted(batch) if isinstance(batch, dict) else checks.describe(batch)}; for other batches write a "
+                "loss_fn(params, batch, rng) -> (loss, aux) yourself"
+            )
+        checks.labels(batch["label"], "classification_loss")
+        logits = self.apply_fn(params, batch["image"]).astype(jnp.float32)
+        labels = batch["label"][:, None]
+        losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels, axis=1)
+        return losses.mean(), {"accuracy": (logits.argmax(axis=1) == labels[:, 0]).mean()}
+
+
+def classification_loss(
+    apply_fn: Callable[[Any, jax.Array], jax.Array],
+) -> Callable[[Any, dict[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, Any]]]:
+    """A `loss_fn` for `make_train_step`: mean cross-entropy of the logits, with the accuracy beside it.
+
+    Args:
+        apply_fn: `apply_fn(params, images) -> logits` of shape (n, classes).
+
+    Returns:
+        `loss_fn(params, batch, rng) -> (loss, {"accuracy"})` for batches `{"image", "label"}` with integer
+        labels; the loss is in nats an example.
+
+    Example:
+        >>> from jaxpar import models, train
+        >>> loss_fn = train.classification_loss(models.lenet.apply)
+        >>> batch = {"image": jnp.zeros((2, 28, 28, 1)), "label": jnp.array([3, 5])}
+        >>> loss, aux = loss_fn(models.lenet.init(jax.random.key(0)), batch, jax.random.key(1))
+        >>> round(float(loss), 3)
+        2.303
+    """
+    return _ClassificationLoss(apply_fn)

@@ -1,0 +1,135 @@
+"""A training step out of a loss function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..._core import checks
+from ..._core.arrays import Device
+from .device_step import DeviceStep
+from .gradient import Gradient
+from .local_sgd import LocalSGD, check_local_steps
+from .loss_scale import DynamicLossScale, check_loss_scale
+from .nonfinite import ACTIONS, Guard
+from .train_step import LossFn, TrainStep
+
+if TYPE_CHECKING:
+    import optax
+
+
+def make_train_step(
+    loss_fn: LossFn,
+    *,
+    engine: checks.Engine = "pmap",
+    devices: Sequence[Device] | None = None,
+    axis_name: str = "data",
+    grad_transform: optax.GradientTransformation | None = None,
+    accumulate: int = 1,
+    compute_dtype: Any = None,
+    remat: bool | Callable[..., Any] = False,
+    nonfinite: Literal["ignore", "skip", "stop"] = "ignore",
+    loss_scale: float | Literal["dynamic"] | DynamicLossScale | None = None,
+    local_steps: int | None = None,
+    outer_optimizer: optax.GradientTransformation | None = None,
+) -> TrainStep:
+    """A data-parallel training step over the devices that the state lives on.
+
+    Each device takes its share of the batch and computes the gradient of its mean loss; that gradient divided
+    by the number of devices is pushed, so the sum over the devices is the gradient of the mean over the batch,
+    whatever their number; the store's updater does the rest.
+
+    Args:
+        loss_fn: `loss_fn(params, batch, rng) -> (loss, aux)`: the mean loss over the examples of `batch`, which
+            is one device's share, and a dict of further values to report. `rng` differs from step to step and
+            from device to device. Where the state has a `model_state`,
+            `loss_fn(params, batch, rng, model_state) -> (loss, aux, new_model_state)`; the means over the
+            devices of its floating leaves are kept, other leaves must come out the same on all devices.
+        engine: `pmap` or `shard_map`; same numbers from both.
+        devices: None follows the state.
+        axis_name: the name of the axis over the devices, for collectives in `loss_fn`.
+        grad_transform: an optax transform of all gradients together, after they are summed and before the
+            updater: the place for what couples keys, such as `optax.clip_by_global_norm`. It gets whole gradients and
+            parameters in every kind of store. In kind `sharded` it may be a whole optimizer that is not elementwise,
+            with `updaters.accumulate` in the store; its state is whole on each device.
+        accumulate: cuts each device's share in so many microbatches, taken one after the other; their gradients
+            are averaged and pushed once. Each gets an `rng` of its own, and the `model_state` of the one before.
+        compute_dtype: such as `jnp.bfloat16`: `loss_fn` gets the floating arrays of `params` and `batch` in it.
+            The store, the gradients that are pushed, their sums and the loss stay float32.
+        remat: True, or a policy of `jax.checkpoint_policies`: `loss_fn` is wrapped in `jax.checkpoint`, so that
+            activations are computed again on the way back, all or those that the policy does not save.
+        nonfinite: what a NaN or infinite loss or gradient on any device does. `ignore`: nothing, it is pushed as
+            any other number. `skip`: that update is left out on all devices (store, transform and model state
+            stay as they are, the step is counted); `metrics["skipped"]` is 1. `stop`: nothing changes from that
+            step on, not even the number of the step, until the error of `check_finite`, or `fit`, hands out the
+            state to go on with.
+        loss_scale: a number that the loss is multiplied by and its gradients are divided by, before they are
+            pushed; "dynamic", or a `DynamicLossScale`, for one that adapts itself. Made for float16. A dynamic
+            scale leaves out the updates that overflow, whatever `nonfinite` says, and stops nothing unless the
+            loss itself is not finite or the scale is down at its least.
+        local_steps: H: every device makes H updates of its own, by the store's updater and with the mean gradient
+            of its share of each batch, before all agree on new parameters; see `jaxpar.train._step.local_sgd`. The
+            store holds the parameters on which they agreed last, so that is what `state.params`, `evaluate` and `fit`
+            see; `step.finish(state)` ends a round before its time. A `grad_transform` gets each device's own
+            gradients. The metrics, and a `model_state`, are means over the devices at every step.
+        outer_optimizer: with `local_steps`, an optax transform for the mean over the devices of (parameters at the
+            start of the round - own parameters), such as `optax.sgd(0.7, momentum=0.9, nesterov=True)`, which is
+            DiLoCo (Douillard et al. 2023). None averages the parameters.
+
+    Returns:
+        `step(state, batch) -> (state, metrics)`, compiled once for each shape of a batch. `batch` is the global
+        batch, a pytree of arrays with a common first axis that the number of devices divides. The memory of
+        `state` is given to the new one: the old state cannot be used again. `metrics` are the means over the
+        devices of `loss` and of what is in `aux`; they are on the devices, and reading one waits for the step.
+        `skipped` (0.0 or 1.0) and `loss_scale` are beside them where the step can skip, or scales dynamically.
+
+    Raises:
+        ValueError: an unknown engine or another option out of its range; when called, a batch that cannot be
+            divided.
+        TypeError: a `compute_dtype` that is not floating; when called, a `loss_fn` that returns something else.
+
+    Example:
+        >>> import optax
+        >>> from jaxpar import kv, train
+        >>> def loss_fn(params, batch, rng):
+        ...     return ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean(), {}
+        >>> step = train.make_train_step(loss_fn)
+        >>> store = kv.from_params({"w": jnp.zeros(1)}, optimizer=optax.sgd(0.5))
+        >>> state = train.create_state(store, 0, devices=jax.devices()[:2])
+        >>> state, metrics = step(state, {"x": jnp.ones((4, 1)), "y": jnp.ones(4)})
+        >>> float(metrics["loss"]), state.params["w"].tolist()
+        (1.0, [1.0])
+    """
+    if not callable(loss_fn):
+        raise TypeError(
+            "make_train_step: expected the function loss_fn(params, batch, rng) itself, not what it returns; "
+            f"got {checks.describe(loss_fn)}"
+        )
+    checks.check_engine(engine, "make_train_step")
+    chosen = None if devices is None else checks.check_devices(devices, "make_train_step")
+    _check_options(accumulate, compute_dtype, remat, nonfinite)
+    check_local_steps(local_steps, outer_optimizer)
+    scaling = check_loss_scale(loss_scale)
+    dynamic = scaling if isinstance(scaling, DynamicLossScale) else None
+    guard = Guard(nonfinite == "stop", dynamic) if nonfinite != "ignore" or dynamic else None
+    gradient = Gradient(loss_fn, accumulate, compute_dtype, remat)
+    options = gradient, axis_name, grad_transform, scaling, guard
+    one = DeviceStep(*options) if local_steps is None else LocalSGD(*options, int(local_steps), outer_optimizer)
+    return TrainStep(one, engine, chosen, nonfinite)
+
+
+def _check_options(accumulate: Any, compute_dtype: Any, remat: Any, nonfinite: Any) -> None:
+    if isinstance(accumulate, bool) or not isinstance(accumulate, (int, np.integer)) or accumulate < 1:
+        raise ValueError(f"make_train_step: accumulate must be an int of 1 or more, got {accumulate!r}")
+    if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
+        raise TypeError(f"make_train_step: compute_dtype must be a floating dtype, got {compute_dtype!r}")
+    if not isinstance(remat, bool) and not callable(remat):
+        raise ValueError(
+            f"make_train_step: remat must be True, False or a policy such as jax.checkpoint_policies.dots_saveable, "
+            f"got {remat!r}"
+        )
+    if nonfinite not in ACTIONS:
+        raise ValueError(f"make_train_step: nonfinite must be one of {', '.join(ACTIONS)}, got {nonfinite!r}")

@@ -1,0 +1,174 @@
+"""Numbers that are not finite: seen on any device, the update is left out on all of them, and the keys are named."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...kv import KVStore
+from .loss_scale import DynamicLossScale
+from .state import TrainState, carries
+
+ACTIONS = ("ignore", "skip", "stop")
+
+
+class NonFiniteError(FloatingPointError):
+    """A step found a loss or a gradient that is NaN or infinite.
+
+    Attributes:
+        step: the number of that step; the first is 0.
+        names: what was not finite: "loss", and the paths of the parameters whose gradients were not.
+        state: a `TrainState` to go on with. After `nonfinite="stop"` it is the state before that step, to the bit.
+    """
+
+    def __init__(self, step: int, names: tuple[str, ...], state: TrainState, left_out: str):
+        self.step: int = step
+        self.names: tuple[str, ...] = names
+        self.state: Any = state
+        shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        parts = f"the loss and the gradients of {shown.removeprefix(repr('loss') + ', ')}"
+        if names[:1] != ("loss",):
+            parts = f"the gradients of {shown}"
+        elif len(names) == 1:
+            parts = "the loss"
+        super().__init__(f"train step {step} (the first is 0): not finite: {parts}; {left_out}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """Looks at what a step found and decides, the same on all devices, whether the update is made.
+
+    Attributes:
+        stop: whether nothing more is to change once a step went wrong; else its update alone is left out.
+        scaling: where the loss scale is dynamic; an overflow that a smaller scale can cure stops nothing.
+    """
+
+    stop: bool
+    scaling: DynamicLossScale | None = None
+
+    def start(self, store: KVStore) -> dict[str, jax.Array]:
+        """The part `nonfinite` of a state before the first step."""
+        found = jnp.zeros(1 + len(_trained(store)), jnp.float32)
+        return {"found": found, "step": jnp.int32(-1), "skipped": jnp.int32(0)}
+
+    def __call__(
+        self, old: TrainState, new: TrainState, metrics: dict[str, Any], found: jax.Array
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """The state that the step leaves behind, and its metrics.
+
+        Args:
+            old, new: the states before and after the update.
+            metrics: of the step, the same on all devices.
+            found: float32 (1 + floating keys,), above 0 where some device saw what is not finite; the same on all.
+        """
+        bad = (found > 0).any()
+        halted, fatal = jnp.array(False), jnp.array(False)
+        if self.stop:
+            halted = (old.nonfinite["found"] > 0).any()
+            fatal = bad if self.scaling is None else bad & ((found[0] > 0) | self._at_its_least(old))
+        frozen, skipped = halted | fatal, bad | halted
+        report = {"skipped": skipped.astype(jnp.float32)}
+        state = _either(skipped, old, new)
+        state = dataclasses.replace(
+            state,
+            step=jnp.where(frozen, old.step, new.step),
+            nonfinite=self._noted(old, found, bad, halted, fatal),
+        )
+        if self.scaling is not None:
+            report["loss_scale"] = old.loss_scale["scale"]
+            scale = self.scaling.updated(old.loss_scale, bad)
+            state = dataclasses.replace(state, loss_scale=_either(frozen, old.loss_scale, scale))
+        for name in report:
+            if name in metrics:
+                raise ValueError(f"train step: aux of loss_fn has {name!r}, which the step reports itself; rename it")
+        return state, {**metrics, **report}
+
+    def _at_its_least(self, old: TrainState) -> jax.Array:
+        assert self.scaling is not None
+        return old.loss_scale["scale"] <= self.scaling.least
+
+    def _noted(self, old: TrainState, found: Any, bad: Any, halted: Any, fatal: Any) -> dict[str, jax.Array]:
+        """Where the step stops: the first one that went wrong. Where it skips: the last, and how many."""
+        held = old.nonfinite
+        note = fatal & ~halted if self.stop else bad
+        count = bad & ~(halted | fatal)
+        return {
+            "found": jnp.where(note, found, held["found"]),
+            "step": jnp.where(note, old.step, held["step"]),
+            "skipped": held["skipped"] + count.astype(jnp.int32),
+        }
+
+
+def nonfinite_flags(loss: jax.Array, pushed: dict[int, jax.Array], summed: dict[int, jax.Array]) -> jax.Array:
+    """float32 (1 + keys,): 1 where this device's loss, pushed gradient or (where given) its sum is not finite."""
+    bad = [~jnp.isfinite(loss).all()]
+    for k, g in pushed.items():
+        finite = jnp.isfinite(g).all()
+        bad.append(~(finite & jnp.isfinite(summed[k]).all() if k in summed else finite))
+    return jnp.stack(bad).astype(jnp.float32)
+
+
+def check_finite(metrics: dict[str, Any], state: TrainState) -> None:
+    """Raises where a step found numbers that are not finite; for loops of one's own. Waits for the step.
+
+    `fit` calls it for a step with `nonfinite="stop"`. Called after every step it makes the host wait each time;
+    with "stop" nothing is lost by calling it every hundred steps, as the state does not change after a bad one.
+
+    Args:
+        metrics: what the step returned.
+        state: the state it returned, or a later one.
+
+    Raises:
+        NonFiniteError: a `FloatingPointError` that names the step and the keys; its `state` is one to go on with.
+
+    Example:
+        >>> import optax
+        >>> from jaxpar import kv, train
+        >>> def loss_fn(params, batch, rng):
+        ...     return (params["w"] * batch).mean(), {}
+        >>> step = train.make_train_step(loss_fn, nonfinite="stop")
+        >>> state = train.create_state(kv.from_params({"w": jnp.ones(())}, optimizer=optax.sgd(0.1)), 0)
+        >>> state, metrics = step(state, jnp.full(jax.device_count(), jnp.inf))
+        >>> try:
+        ...     train.check_finite(metrics, state)
+        ... except FloatingPointError as error:
+        ...     print(error.step, error.names, float(error.state.params["w"]))
+        0 ('loss', 'w') 1.0
+    """
+    if not carries(state.nonfinite):
+        if not np.isfinite(float(metrics["loss"])):
+            raise NonFiniteError(int(state.step) - 1, ("loss",), state, "its update was made")
+        return
+    if not jax.device_get(metrics["skipped"]):
+        return
+    held = jax.device_get(state.nonfinite)
+    if not held["found"].any():
+        return  # an overflow on the way to the right loss scale
+    names = tuple(name for name, bad in zip(["loss", *_trained(state.store)], held["found"], strict=True) if bad)
+    number = int(held["step"])
+    if number != int(state.step):
+        raise NonFiniteError(number, names, state, "its update was left out")
+    raise NonFiniteError(
+        number, names, cleared(state), "no update was made since, and `state` of this error is the state before it"
+    )
+
+
+def cleared(state: TrainState) -> TrainState:
+    """A state that was stopped, as it was before the step that went wrong."""
+    held = state.nonfinite
+    like = {"found": jnp.zeros_like(held["found"]), "step": jnp.full_like(held["step"], -1)}
+    return dataclasses.replace(state, nonfinite={**held, **like})
+
+
+def _trained(store: KVStore) -> list[str]:
+    """The paths of the floating parameters."""
+    return [path for k, path in store.paths if jnp.issubdtype(store.values[k].dtype, jnp.inexact)]
+
+
+def _either(first: jax.Array, one: Any, other: Any) -> Any:
+    """`one` where `first` is true, else `other`; what both share is handed on."""
+    return jax.tree.map(lambda a, b: a if a is b else jnp.where(first, a, b), one, other)

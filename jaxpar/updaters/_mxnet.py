@@ -1,0 +1,179 @@
+"""The optimizers of MXNet 1.9.1 as updaters, for results that equal MXNet's step by step.
+
+They differ from optax's of the same name: SGD has the learning rate inside the momentum buffer, weight decay
+is in most of them added to the gradient, and epsilon stands in other places. g is the pushed sum times
+`rescale_grad`, w the stored value; arithmetic is in the stored dtype, in float32 where that is narrower.
+
+| | the step |
+|---|---|
+| sgd | m = momentum·m - rate·(clip(g) + wd·w); w = w + m |
+| nag | m = momentum·m - rate·(clip(g) + wd·w); w = w + momentum·m - rate·(clip(g) + wd·w) |
+| adam | h = clip(g + wd·w); w = w - rate·√(1-β₂ᵗ)/(1-β₁ᵗ)·m/(√v + ε), m and v the running means of h and h² |
+| rmsprop | h = clip(g + wd·w); n = γ·n + (1-γ)·h²; w = w - rate·h/√(n + ε) |
+| adagrad | h = clip(g); n = n + h²; w = w - rate·(h/√(n + ε) + wd·w) |
+
+`learning_rate` is a number, or a schedule `count -> rate` of the key's earlier pushes, as in optax. With
+`rate_in_state` the state of each key holds the rate, and `set_learning_rate` changes it without a new
+compilation. `lr_mult` and `wd_mult` give factors by key, see `multipliers`. Equal arguments give equal
+updaters, which are one compiled program.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from ._mxnet_rules import Options, Rate, adagrad, adam, make, nag, rmsprop, sgd
+
+if TYPE_CHECKING:
+    from ._base import Updater
+
+Tree = TypeVar("Tree")
+
+
+def mxnet_sgd(learning_rate: Rate = 0.01, momentum: float = 0.0, wd: float = 0.0, **common: Unpack[Options]) -> Updater:
+    """MXNet's SGD. The momentum buffer holds the rate, so a change of the rate acts on new gradients alone.
+
+    Args:
+        learning_rate: a number, or a schedule `count -> rate`.
+        momentum: factor of the buffer; 0 keeps none.
+        wd: weight decay, added to the clipped gradient as wd · value.
+        **common: `rescale_grad` (1.0), `clip_gradient` (None: none; else each element to ±it), `lr_mult` and
+            `wd_mult` (key -> factor), `rate_in_state` (False). The same for every optimizer here.
+
+    Raises:
+        TypeError: an argument of the wrong kind or name.
+        ValueError: a number out of range.
+
+    Example:
+        >>> updater = mxnet_sgd(lambda count: jnp.where(count < 2, 1.0, 0.1), momentum=0.9)
+        >>> value, state = jnp.zeros(()), updater.init(0, jnp.zeros(()))
+        >>> for _ in range(4):
+        ...     value, state = updater.update(0, jnp.ones(()), state, value)
+        ...     print(round(float(value), 3))
+        -1.0
+        -2.9
+        -4.71
+        -6.439
+    """
+    slots = ("momentum",) if momentum else ()
+    return make(sgd, slots, {"momentum": momentum}, learning_rate, wd, common)
+
+
+def mxnet_nag(learning_rate: Rate = 0.1, momentum: float = 0.9, wd: float = 0.0, **common: Unpack[Options]) -> Updater:
+    """MXNet's Nesterov accelerated gradient; arguments as for `mxnet_sgd`."""
+    slots = ("momentum",) if momentum else ()
+    return make(nag, slots, {"momentum": momentum}, learning_rate, wd, common)
+
+
+def mxnet_adam(
+    learning_rate: Rate = 0.001,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    epsilon: float = 1e-8,
+    wd: float = 0.0,
+    **common: Unpack[Options],
+) -> Updater:
+    """MXNet's Adam: weight decay is part of the gradient, clipped with it; `common` as for `mxnet_sgd`."""
+    options = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    return make(adam, ("mean", "variance"), options, learning_rate, wd, common, counted=True)
+
+
+def mxnet_rmsprop(
+    learning_rate: Rate = 0.001,
+    gamma: float = 0.9,
+    epsilon: float = 1e-8,
+    wd: float = 0.0,
+    **common: Unpack[Options],
+) -> Updater:
+    """MXNet's RMSProp, not centred (`gamma` is its gamma1); `common` as for `mxnet_sgd`."""
+    return make(rmsprop, ("square",), {"gamma": gamma, "epsilon": epsilon}, learning_rate, wd, common)
+
+
+def mxnet_adagrad(
+    learning_rate: Rate = 0.01, epsilon: float = 1e-7, wd: float = 0.0, **common: Unpack[Options]
+) -> Updater:
+    """MXNet's AdaGrad, with weight decay beside the scaled gradient; `common` as for `mxnet_sgd`."""
+    return make(adagrad, ("history",), {"epsilon": epsilon}, learning_rate, wd, common)
+
+
+def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
+    """The same state with another rate, for optimizers made with `rate_in_state=True`; nothing recompiles.
+
+    Args:
+        state: of one key, or any pytree of such states.
+        learning_rate: a number or 0-d array.
+
+    Raises:
+        ValueError: no rate is in `state`.
+
+    Example:
+        >>> updater = mxnet_sgd(1.0, rate_in_state=True)
+        >>> state = set_learning_rate(updater.init(0, jnp.zeros(2)), 0.1)
+        >>> updater.update(0, jnp.ones(2), state, jnp.zeros(2))[0].tolist() == jnp.full(2, -0.1).tolist()
+        True
+    """
+    found: list[tuple[Any, ...]] = []
+
+    def replace(path: tuple[Any, ...], leaf: Any) -> Any:
+        if path and getattr(path[-1], "key", None) == "learning_rate":
+            found.append(path)
+            # In the array's own dtype and place, so that a compiled step takes it as it took the old one.
+            return jnp.zeros_like(leaf) + jnp.asarray(learning_rate, leaf.dtype)
+        return leaf
+
+    state = jax.tree_util.tree_map_with_path(replace, state)
+    if not found:
+        raise ValueError("set_learning_rate: no rate in this state; make the optimizer with rate_in_state=True")
+    return state
+
+
+def multipliers(names: Mapping[int, str], patterns: Mapping[str, float]) -> dict[int, float]:
+    """Factors by key, for `lr_mult` and `wd_mult`, out of factors by name.
+
+    Args:
+        names: key -> name, as `kv.names(store)` gives it.
+        patterns: name or pattern (`*`, `?`, `[...]`, case matters) -> factor. Where several match, the last
+            one holds.
+
+    Returns:
+        {key: factor} of the keys whose name matches.
+
+    Raises:
+        ValueError: a pattern that matches no name.
+
+    Example:
+        >>> names = {0: "conv1/weight", 1: "conv1/bias", 2: "dense1/bias"}
+        >>> multipliers(names, {"*/bias": 2.0, "dense1/*": 0.5})
+        {1: 2.0, 2: 0.5}
+    """
+    factors: dict[int, float] = {}
+    for pattern, factor in patterns.items():
+        keys = [k for k, name in names.items() if name == pattern or fnmatch.fnmatchcase(name, pattern)]
+        if not keys:
+            raise ValueError(f"multipliers: {pattern!r} matches no name, known are {', '.join(names.values())}")
+        factors.update(dict.fromkeys(keys, factor))
+    return dict(sorted(factors.items()))
+
+
+def mxnet_wd_mult(names: Mapping[int, str], kinds: tuple[str, ...] = ("weight", "gamma")) -> dict[int, float]:
+    """MXNet's own rule: weight decay 0 for every key whose name does not end in `_weight` or `_gamma`.
+
+    The last word of a name counts, whatever stands before it, so `conv1/weight` and `['conv1']['weight']` are
+    weights too.
+
+    Args:
+        names: key -> name, as `kv.names(store)` gives it.
+        kinds: the last words that keep their decay; `("kernel", "scale")` for Flax.
+
+    Example:
+        >>> mxnet_wd_mult({0: "conv1_weight", 1: "conv1_bias", 2: "norm/gamma", 3: "norm/beta"})
+        {1: 0.0, 3: 0.0}
+    """
+    last_word = re.compile(rf"(^|[\W_])({'|'.join(map(re.escape, kinds))})\W*$")
+    return {key: 0.0 for key, name in names.items() if not last_word.search(name)}

@@ -1,0 +1,1 @@
+"""From boxes and arrows to text, SVG and PNG."""

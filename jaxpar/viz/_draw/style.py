@@ -1,0 +1,93 @@
+"""Colours and sizes: MXNet's palette, in a light and a dark theme."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .._fold.table import COLLECTIVES
+from .._graph import Node
+
+# kind of layer: (colour, name in the legend); the colours are those of mxnet.visualization
+_KINDS = {
+    "input": ("#8dd3c7", "input"),
+    "weight": ("#ccebc5", "parameter"),
+    "matrix": ("#fb8072", "convolution, dense"),
+    "embedding": ("#fdcdac", "embedding"),
+    "activation": ("#ffffb3", "activation"),
+    "pooling": ("#80b1d3", "pooling"),
+    "norm": ("#bebada", "normalization"),
+    "shape": ("#fdb462", "concat, flatten"),
+    "softmax": ("#b3de69", "softmax, attention"),
+    "loss": ("#f4a6c6", "loss"),
+    "collective": ("#c51b7d", "sent between devices"),
+    "block": ("#d9d9d9", "collapsed"),
+    "other": ("#fccde5", "other"),
+}
+_OPS = {
+    "matrix": ("Convolution", "Deconvolution", "FullyConnected", "MatMul"),
+    "embedding": ("Embedding",),
+    "activation": ("Activation",),
+    "pooling": ("Pooling",),
+    "norm": ("LayerNorm", "BatchNorm", "GroupNorm", "InstanceNorm", "RMSNorm", "Normalization", "Dropout"),
+    "shape": ("Concat", "Flatten"),
+    "softmax": ("Softmax", "LogSoftmax", "Attention"),
+    "loss": ("Loss",),
+    "input": ("input",),
+    "weight": ("weight",),
+    "collective": tuple(COLLECTIVES - {"axis_index"}),
+}
+_KIND_OF = {op: kind for kind, ops in _OPS.items() for op in ops}
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """What is drawn on what; boxes have dark text in both themes."""
+
+    background: str
+    text: str
+    line: str
+    faint: str
+    cluster: str
+    region: str
+
+
+THEMES = {
+    "light": Theme("#ffffff", "#24292f", "#57606a", "#b6bcc4", "#f6f8fa", "#eef4fb"),
+    "dark": Theme("#1e1e1e", "#e6e6e6", "#a8b0b8", "#5f666d", "#2a2a2a", "#25303b"),
+}
+
+
+def kind(node: Node) -> str:
+    """Which colour a node has."""
+    if node.kind not in _KIND_OF and node.detail.endswith((" layers", " steps")):
+        return "block"
+    return _KIND_OF.get(node.kind, "other")
+
+
+def fill(node: Node) -> str:
+    """The colour of its kind of layer."""
+    return _KINDS[kind(node)][0]
+
+
+def legend(nodes: list[Node]) -> list[tuple[str, str]]:
+    """(colour, name) of the kinds that are drawn, in the order of the palette."""
+    drawn = {kind(node) for node in nodes}
+    return [value for name, value in _KINDS.items() if name in drawn]
+
+
+def heat(share: float) -> str:
+    """White to red, for 0 to the largest."""
+    low, high = (255, 247, 236), (215, 48, 31)
+    mixed = (round(a + (b - a) * share**0.5) for a, b in zip(low, high, strict=True))
+    return "#" + "".join(f"{part:02x}" for part in mixed)
+
+
+# Widths of DejaVu Sans, the widest of the usual sans-serif fonts, in units of its size: a box that fits its text
+# in this font fits it in any.
+_NARROW, _WIDE = "iIjl.,:;'|![]()ft/\\r -", "mwMWOQGDH@%&×+=<>~#…"
+
+
+def text_width(text: str, size: float, bold: bool = False) -> float:
+    """An upper estimate of the width of a line of text, in the unit of `size`."""
+    units = sum(0.42 if c in _NARROW else 0.98 if c in _WIDE else 0.66 for c in text)
+    return units * size * (1.1 if bold else 1.0)

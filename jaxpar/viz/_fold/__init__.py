@@ -1,0 +1,1 @@
+"""From equations to layers."""

@@ -1,0 +1,177 @@
+"""Gradients: each equation of a gradient goes to the layer it is the gradient of, one backward cell a layer.
+
+Such an equation keeps the place in the program of the layer that it differentiates. Where a place was run several
+times, as in a loop over layers, what the equation reads tells which time it was.
+"""
+
+from __future__ import annotations
+
+from .._graph import BACKWARD
+from .._read.jaxpr import Eqn
+from .._read.source import Frame
+from .cells import Cell, Cells
+
+_ANONYMOUS = ("<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<module>")
+
+
+def fold_backward(cells: Cells) -> None:
+    """Make the backward cells."""
+    targets = _targets(cells)
+    found: dict[object, list[int]] = {}
+    for eqn in cells.raw.eqns:
+        if eqn.backward:
+            target = targets.get(eqn.id)
+            key: object = target.id if target is not None else (_function(eqn.stack), eqn.scope)
+            found.setdefault(key, []).append(eqn.id)
+    for eqns in found.values():
+        if all(cells.raw.eqns[number].view for number in eqns):
+            continue
+        target = targets.get(eqns[0])
+        op = target.op if target is not None else _function(cells.raw.eqns[eqns[0]].stack)
+        made = cells.new(eqns, op + BACKWARD, target.detail if target else "", bool(target and target.major))
+        made.forward = target
+
+
+def _targets(cells: Cells) -> dict[int, Cell]:
+    """The layer of each backward equation that has one."""
+    layers, near = _places(cells)
+    found: dict[int, Cell] = {}
+    several: dict[int, list[Eqn]] = {}
+    elsewhere: list[Eqn] = []
+    for eqn in cells.raw.eqns:
+        if not eqn.backward:
+            continue
+        place = next((number for number in cells.raw.above(eqn) if number in layers), None)
+        if place is None:
+            elsewhere.append(eqn)
+        elif len(layers[place]) == 1:
+            found[eqn.id] = layers[place][0]
+        else:
+            several.setdefault(place, []).append(eqn)
+    for place, eqns in several.items():
+        found |= _which_time(cells, layers[place], eqns)
+    for eqn in elsewhere:  # the layers that the same lines of the user's made; the one that it follows, if any
+        candidates = near.get(_users_place(eqn.stack), [])
+        before = [cells.raw.of(value).producer for value in eqn.ins]
+        follows = [found[n] for n in before if n is not None and found.get(n) in candidates]
+        if candidates:
+            found[eqn.id] = (follows or candidates)[-1]
+    return found
+
+
+def _places(cells: Cells) -> tuple[dict[int, list[Cell]], dict[tuple[int, ...], list[Cell]]]:
+    """The forward cells at each place of the program, and at each place of the user's own code."""
+    layers: dict[int, list[Cell]] = {}
+    near: dict[tuple[int, ...], list[Cell]] = {}
+    for cell in cells:
+        for eqn in cells.eqns(cell):
+            if eqn.backward:
+                continue
+            for position in (eqn.position, *eqn.enclosing):
+                here = layers.setdefault(position, [])
+                if cell not in here[-1:]:
+                    here.append(cell)
+            here = near.setdefault(_users_place(eqn.stack), [])
+            if cell not in here[-1:]:
+                here.append(cell)
+    return layers, near
+
+
+def _users_place(stack: tuple[Frame, ...]) -> tuple[int, ...]:
+    return tuple(frame.call for frame in stack if frame.origin != "jax")
+
+
+def _which_time(cells: Cells, layers: list[Cell], eqns: list[Eqn]) -> dict[int, Cell]:
+    """Equations that read one cotangent belong together; what only one layer reads or makes tells which it is.
+
+    Where nothing tells, the last layer's gradient comes first.
+    """
+    whose = _own_values(cells, layers)
+    groups = _by_cotangent(cells, eqns)
+    found: dict[int, Cell] = {}
+    open_groups = []
+    for group in groups:
+        reads = (cells.raw.root(value) for eqn in group for value in eqn.ins)
+        votes = [whose[root] for root in reads if root in whose]
+        if votes:
+            best = max(votes, key=votes.count)
+            found |= {eqn.id: best for eqn in group}
+        else:
+            open_groups.append(group)
+    rest = [cell for cell in layers if cell not in found.values()] or layers
+    for number, group in enumerate(open_groups):
+        before = [cells.raw.of(value).producer for value in group[0].ins]
+        same = [found[eqn] for eqn in before if eqn is not None and eqn in found]
+        target = same[-1] if same else rest[len(rest) - 1 - number * len(rest) // len(open_groups)]
+        found |= {eqn.id: target for eqn in group}
+    return found
+
+
+def _own_values(cells: Cells, layers: list[Cell]) -> dict[int, Cell]:
+    """The values that only one of these layers reads or makes."""
+    whose: dict[int, Cell | None] = {}
+    for cell in layers:
+        made = [out for eqn in cells.eqns(cell) for out in eqn.outs]
+        for root in {*cells.inputs(cell), *made}:
+            whose[root] = cell if whose.get(root, cell) is cell else None
+    return {root: cell for root, cell in whose.items() if cell is not None}
+
+
+def _by_cotangent(cells: Cells, eqns: list[Eqn]) -> list[list[Eqn]]:
+    raw = cells.raw
+    group_of: dict[int, int] = {}  # a cotangent, or a result of a group: which group
+    groups: list[list[Eqn]] = []
+    for eqn in eqns:
+        reads = {raw.root(value) for value in eqn.ins}
+        cotangents = [
+            root
+            for root in sorted(reads)
+            if (producer := raw.values[root].producer) is not None and raw.eqns[producer].backward
+        ]
+        known = next((group_of[root] for root in cotangents if root in group_of), None)
+        if eqn.prim in ("add_any", "add") or known is None:
+            known = len(groups)
+            groups.append([])
+        groups[known].append(eqn)
+        if eqn.prim not in ("add_any", "add"):
+            for root in cotangents:
+                group_of.setdefault(root, known)
+        if eqn.view or eqn.prim == "reduce_sum":
+            group_of.setdefault(eqn.outs[0], known)
+    return groups
+
+
+def _function(stack: tuple[Frame, ...]) -> str:
+    """The innermost function of the user's that has a name: that of a rule of differentiation, say."""
+    for frame in reversed(stack):
+        if frame.origin != "jax" and not frame.name.endswith(_ANONYMOUS):
+            return frame.name.rsplit(".", 1)[-1].strip("_")
+    return "custom gradient"
+
+
+def attach_views(cells: Cells) -> None:
+    """Each view belongs to the cell that reads it, else to the one that makes what it shows."""
+    raw = cells.raw
+    readers: dict[int, list[int]] = {}
+    for eqn in raw.eqns:
+        for value in eqn.ins:
+            readers.setdefault(value, []).append(eqn.id)
+    for eqn in reversed(raw.eqns):
+        if not eqn.view:
+            continue
+        near = [cells.owner[n] for n in readers.get(eqn.outs[0], ()) if raw.eqns[n].backward == eqn.backward]
+        owner = next((cell for cell in near if cell is not None), None) or cells.producer(eqn.outs[0])
+        if owner is not None and raw.eqns[owner.eqns[0]].backward == eqn.backward:
+            cells.owner[eqn.id] = owner
+            owner.eqns = sorted((*owner.eqns, eqn.id))
+
+
+def attach_residuals(cells: Cells) -> None:
+    """What differentiation computes beside a layer belongs to the layer."""
+    last: Cell | None = None
+    for eqn in cells.raw.eqns:
+        if eqn.residual and last is not None:
+            cells.owner[eqn.id] = last
+            last.eqns = sorted((*last.eqns, eqn.id))
+        elif not eqn.backward and not eqn.view:
+            last = cells.owner[eqn.id]

@@ -1,0 +1,131 @@
+"""What folding works on: cells, each a set of equations that will be one node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .._read.jaxpr import Eqn, Raw
+
+_PLAIN_NAMES = {
+    "add_any": "add", "reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_prod": "prod",
+    "reduce_and": "all", "reduce_or": "any", "integer_pow": "pow", "select_n": "where", "dot_general": "MatMul",
+    "concatenate": "Concat", "reshape": "Flatten", "max": "maximum", "min": "minimum", "psum_invariant": "psum",
+    "conv_general_dilated": "conv", "psum2": "psum", "all_gather_invariant": "all_gather",
+}  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class Cell:
+    """Equations that are drawn as one node; `major` cells are layers, the others small steps between them."""
+
+    id: int
+    op: str
+    eqns: list[int]
+    detail: str = ""
+    major: bool = False
+    name: str = ""
+    forward: Cell | None = None  # of a backward cell: the layer whose gradient it is
+
+
+class Cells:
+    """The cells of a raw graph, and who feeds whom."""
+
+    def __init__(self, raw: Raw) -> None:
+        self.raw = raw
+        self.owner: list[Cell | None] = [None] * len(raw.eqns)
+        self.cells: dict[int, Cell] = {}
+        self._consumers: dict[int, list[int]] = {}
+        for eqn in raw.eqns:
+            if not eqn.view:
+                for value in eqn.ins:
+                    self._consumers.setdefault(raw.root(value), []).append(eqn.id)
+        self._made = 0
+        self._results = {raw.root(value) for value in raw.outputs}
+
+    def __iter__(self):
+        return iter(sorted(self.cells.values(), key=lambda cell: cell.eqns[0]))
+
+    def new(self, eqns: Iterable[int], op: str, detail: str = "", major: bool = False) -> Cell:
+        """One cell out of equations, taken from the cells that had them."""
+        numbers = sorted(set(eqns))
+        for number in numbers:
+            old = self.owner[number]
+            if old is not None:
+                old.eqns.remove(number)
+                if not old.eqns:
+                    del self.cells[old.id]
+        self._made += 1
+        cell = Cell(self._made, op, numbers, detail, major)
+        for number in numbers:
+            self.owner[number] = cell
+        self.cells[cell.id] = cell
+        return cell
+
+    def eqns(self, cell: Cell) -> list[Eqn]:
+        """The equations of a cell, in order."""
+        return [self.raw.eqns[number] for number in cell.eqns]
+
+    def prims(self, cell: Cell) -> set[str]:
+        """The names of the primitives in a cell."""
+        return {self.raw.eqns[number].prim for number in cell.eqns}
+
+    def inputs(self, cell: Cell) -> list[int]:
+        """The values from outside that a cell reads, in order, each once, without literals."""
+        real = [eqn for eqn in self.eqns(cell) if not eqn.view]
+        inside = {out for eqn in real for out in eqn.outs}
+        roots = dict.fromkeys(self.raw.root(value) for eqn in real for value in eqn.ins)
+        return [root for root in roots if root not in inside and self.raw.values[root].kind != "literal"]
+
+    def weights(self, cell: Cell) -> list[int]:
+        """The parameters that a cell reads."""
+        return [root for root in self.inputs(cell) if self.raw.values[root].kind == "weight"]
+
+    def data(self, cell: Cell) -> list[int]:
+        """The inputs of a cell that are neither parameters nor constants."""
+        return [root for root in self.inputs(cell) if self.raw.values[root].kind in ("op", "input")]
+
+    def producer(self, value: int) -> Cell | None:
+        """The cell that computes a value; None for inputs, parameters and constants."""
+        shown = self.raw.of(value)
+        return None if shown.kind != "op" or shown.producer is None else self.owner[shown.producer]
+
+    def users(self, cell: Cell) -> list[Cell]:
+        """The forward cells that read a cell, in order, each once."""
+        found: dict[int, Cell] = {}
+        for eqn in self.eqns(cell):
+            for out in () if eqn.view else eqn.outs:
+                for reader in self._consumers.get(out, ()):
+                    owner = self.owner[reader]
+                    if (
+                        owner is not None
+                        and owner is not cell
+                        and not self.raw.eqns[reader].backward
+                        and not self.raw.eqns[reader].residual
+                    ):
+                        found[owner.id] = owner
+        return list(found.values())
+
+    def sole_user(self, cell: Cell) -> Cell | None:
+        """The one forward cell that reads a cell, where the cell is no result of the function."""
+        users = self.users(cell)
+        return users[0] if len(users) == 1 and not self.is_result(cell) else None
+
+    def is_result(self, cell: Cell) -> bool:
+        """Whether the function returns something of a cell."""
+        return any(out in self._results for eqn in self.eqns(cell) for out in eqn.outs)
+
+    def output(self, cell: Cell) -> int:
+        """The value a cell is known by: the last that other layers read, else the caller, else its gradient."""
+        inside = set(cell.eqns)
+        outs = [out for eqn in reversed(self.eqns(cell)) if not (eqn.residual or eqn.view) for out in eqn.outs]
+        readers = {out: [r for r in self._consumers.get(out, ()) if r not in inside] for out in outs}
+        backward = self.raw.eqns[cell.eqns[0]].backward
+        forward = [o for o in outs if any(backward or not self.raw.eqns[r].backward for r in readers[o])]
+        results = [out for out in outs if out in self._results]
+        return next(iter([*forward, *results, *(out for out in outs if readers[out]), *outs]))
+
+
+def plain_name(prim: str) -> str:
+    """What a primitive is called in a picture."""
+    return _PLAIN_NAMES.get(prim, prim)

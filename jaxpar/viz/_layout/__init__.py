@@ -1,0 +1,1 @@
+"""From layers to boxes and arrows."""

@@ -1,0 +1,1 @@
+"""From a function to its equations, regions, sources and costs."""

@@ -1,0 +1,595 @@
+"""Checkpoints: what goes in comes out, on other devices too; what is damaged is refused; a killed run goes on."""
+
+import json
+import os
+import pickle
+import resource
+import shutil
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from jaxpar import checkpoint, data, kv, train
+from jaxpar.checkpoint import _files, _manifest
+
+PARAMS = {"dense": {"bias": np.zeros(3, np.float32), "weight": np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3)}}
+
+
+def loss_fn(params, batch, rng):
+    noise = 0.01 * jax.random.normal(rng, (3,))
+    scores = batch["image"] @ params["dense"]["weight"] + (params["dense"]["bias"] + noise)[None]
+    wrong = ((scores - jax.nn.one_hot(batch["label"], 3)) ** 2).mean()
+    return wrong, {"accuracy": (scores.argmax(-1) == batch["label"]).mean()}
+
+
+def points(n=64, seed=0):
+    rng = np.random.default_rng(seed)
+    return data.Dataset(rng.normal(size=(n, 5)).astype(np.float32), rng.integers(0, 3, n))
+
+
+def make(kind="device", count=4, *, compression=None, params=PARAMS, tx=None, rng=3):
+    store = kv.from_params(params, kind=kind, optimizer=tx or ADAM, devices=jax.devices()[:count])
+    if compression:
+        store = kv.set_gradient_compression(store, compression)
+    return train.create_state(store, rng)
+
+
+ADAM = optax.adam(0.05)
+STEP = train.make_train_step(loss_fn)
+
+
+def trained(state, steps=2, step=STEP):
+    batches = data.batches(points(), 16, epochs=None, devices=state.store.devices)
+    for _ in range(steps):
+        state, _ = step(state, next(batches))
+    return state
+
+
+def numbers(tree):
+    leaves = [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(tree)
+    ]
+    return [np.array(x) for x in leaves]
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(numbers(a), numbers(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+def file_names(path):
+    return sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
+
+
+# What goes in comes out.
+
+
+@pytest.mark.parametrize("kind", ["local", "device", "sharded"])
+def test_train_state_round_trip(tmp_path, kind):
+    state = trained(make(kind))
+    before = numbers(state)
+    checkpoint.save(tmp_path / "a", state)
+    restored = checkpoint.restore(tmp_path / "a", make(kind, rng=8))
+    same(restored, state)
+    assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(make(kind))]
+    assert jax.random.key_impl(restored.rng) == jax.random.key_impl(state.rng)
+    trained(restored)  # donates the restored arrays: none of them may be memory of another
+    for x, y in zip(before, numbers(state), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_any_pytree_of_arrays(tmp_path):
+    on = NamedSharding(jax.make_mesh((4,), ("x",), devices=jax.devices()[:4]), P("x"))
+    tree = {
+        "half": jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3),
+        "empty": jnp.zeros((0, 3), jnp.int8),
+        "flag": jnp.array(True),
+        "host": np.arange(3, dtype=np.float64),
+        "number": 7,
+        "rate": 0.1,
+        "rng": jax.random.split(jax.random.key(1, impl="rbg"), 3),
+        "split": jax.device_put(jnp.arange(8.0), on),
+        "nested/odd name": [jnp.ones(1), (jnp.zeros(2), {3: jnp.ones((), jnp.complex64)})],
+    }
+    checkpoint.save(tmp_path / "a", tree)
+    restored = checkpoint.restore(tmp_path / "a", tree)
+    same(*(jax.tree.map(jnp.asarray, {k: v for k, v in t.items() if k != "host"}) for t in (restored, tree)))
+    assert type(restored["host"]) is np.ndarray
+    assert restored["host"].dtype == np.float64
+    assert (type(restored["number"]), type(restored["rate"]), restored["rate"]) == (int, float, 0.1)
+    assert str(jax.random.key_impl(restored["rng"])) == "rbg"
+    assert restored["split"].sharding == on
+
+
+def test_restore_from_shapes_alone(tmp_path):
+    state = trained(make("sharded"))
+    checkpoint.save(tmp_path / "a", state)
+    same(checkpoint.restore(tmp_path / "a", jax.eval_shape(lambda s: s, state)), state)
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    restored = checkpoint.restore(tmp_path / "a", placed)
+    assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(state)]
+    same(trained(restored), trained(state))
+
+
+def test_store_alone_and_stores_in_a_tree(tmp_path):
+    store = kv.init(kv.create("device"), [9, 4], [jnp.arange(3.0), jnp.ones((2, 2), jnp.int32)])
+    checkpoint.save(tmp_path / "a", store)
+    assert checkpoint.restore(tmp_path / "a", store) == store
+    tree = {"one": store, "two": [kv.from_params(PARAMS, kind="sharded", optimizer=ADAM)]}
+    checkpoint.save(tmp_path / "b", tree)
+    same(checkpoint.restore(tmp_path / "b", tree), tree)
+
+
+def test_nothing_is_pickled(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("pickled")
+
+    for name in ("dump", "dumps", "load", "loads"):
+        monkeypatch.setattr(pickle, name, refuse)
+    checkpoint.save(tmp_path / "a", make())
+    checkpoint.restore(tmp_path / "a", make())
+    with pytest.raises(TypeError, match="leaf 'x' must be an array of numbers, got object"):
+        checkpoint.save(tmp_path / "b", {"x": np.array([{}], object)})
+    with pytest.raises(TypeError, match="leaf 'x' must be an array of numbers, got 'text'"):
+        checkpoint.save(tmp_path / "b", {"x": "text"})
+    assert not (tmp_path / "b").exists()
+
+
+# On other devices, in stores of another kind.
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        (("device", 4), ("device", 1)),
+        (("device", 4), ("sharded", 2)),
+        (("device", 4), ("sharded", 8)),
+        (("sharded", 4), ("sharded", 1)),
+        (("sharded", 4), ("sharded", 8)),
+        (("sharded", 4), ("device", 2)),
+        (("sharded", 4), ("local", 8)),
+    ],
+    ids=lambda x: f"{x[0]}{x[1]}",
+)
+def test_other_devices_and_kinds(tmp_path, saved, wanted):
+    step = train.make_train_step(lambda params, batch, rng: loss_fn(params, batch, jax.random.key(0)))
+    state = trained(make(*saved), step=step)
+    checkpoint.save(tmp_path / "a", state)
+    restored = checkpoint.restore(tmp_path / "a", make(*wanted, rng=8))
+    assert restored.store.kind == wanted[0]
+    assert {len(x.sharding.device_set) for x in jax.tree.leaves(restored)} == {wanted[1]}
+    same(restored.params, state.params)
+    assert int(restored.step) == 2
+    on, there = trained(state, 3, step), trained(restored, 3, step)
+    for x, y in zip(numbers(on.params), numbers(there.params), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_residuals_stay_on_as_many_devices_and_start_anew_on_others(tmp_path, capsys):
+    two_bit = {"type": "2bit", "threshold": 0.5}
+    wide = {"w": np.zeros((5, 64), np.float32)}
+    make_wide = lambda count: make("device", count, compression=two_bit, params=wide)  # noqa: E731
+    state = make_wide(4)
+    held = jax.tree.map(lambda x: jnp.full_like(x, 0.25), state.store.residuals)
+    assert held
+    state = train.TrainState(kv.KVStore(**{**vars(state.store), "residuals": held}), state.step, state.rng)
+    checkpoint.save(tmp_path / "a", state)
+
+    same(checkpoint.restore(tmp_path / "a", make_wide(4)), state)
+    assert capsys.readouterr().err == ""
+    restored = checkpoint.restore(tmp_path / "a", make_wide(2))
+    same(restored, make_wide(2))
+    assert "residuals of keys [0] start anew" in capsys.readouterr().err
+    with pytest.raises(checkpoint.CheckpointError, match=r"key 0 \('w'\): residuals/0.*compresses nothing"):
+        checkpoint.restore(tmp_path / "a", make("device", 4, params=wide))
+
+
+def test_residuals_of_a_store_that_follows_its_devices(tmp_path):
+    fresh = kv.set_gradient_compression(kv.init(kv.create("device"), 5, jnp.zeros(64)), {"type": "2bit"})
+    pushed = kv.push(fresh, 5, [jnp.full(64, 0.3), jnp.full(64, 0.4)])
+    checkpoint.save(tmp_path / "a", pushed)
+    restored = checkpoint.restore(tmp_path / "a", fresh)
+    assert restored == pushed
+    assert kv.push(restored, 5, [jnp.full(64, 0.3)] * 2) == kv.push(pushed, 5, [jnp.full(64, 0.3)] * 2)
+
+
+# What does not fit is named.
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        ({"w": jnp.zeros((2, 4)), "n": jnp.int32(0)}, r"leaf 'w': expected float32\[2,4\], found float32\[2,3\]"),
+        ({"w": jnp.zeros((2, 3), jnp.float16), "n": jnp.int32(0)}, r"leaf 'w': expected float16\[2,3\], found float32"),
+        ({"w": jnp.zeros((2, 3)), "n": jax.random.key(0)}, r"leaf 'n': expected key<fry>\[\], found int32\[\]"),
+        ({"w": jnp.zeros((2, 3))}, r"leaf 'n': found int32\[\], expected no such leaf.* 1 leaves, the checkpoint 2"),
+        (
+            {"w": jnp.zeros((2, 3)), "n": jnp.int32(0), "b": jnp.ones(1)},
+            r"leaf 'b': expected float32\[1\], found nothing",
+        ),
+    ],
+)
+def test_a_leaf_that_does_not_fit(tmp_path, like, message):
+    checkpoint.save(tmp_path / "a", {"w": jnp.zeros((2, 3)), "n": jnp.int32(0)})
+    with pytest.raises(checkpoint.CheckpointError, match=f"a does not fit `like`: {message}"):
+        checkpoint.restore(tmp_path / "a", like)
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        (lambda: make(params={"dense": {"bias": np.zeros(3, np.float32), "weight": np.ones((5, 4), np.float32)}}),
+         r"key 1 \('dense/weight'\): value: expected float32\[5,4\], found float32\[5,3\]"),
+        (lambda: make(params={"dense": {"bias": np.zeros(3, np.float32), "zeight": np.ones((5, 3), np.float32)}}),
+         r"key 1 \('dense/zeight'\): value: found key 1 \('dense/weight'\): value in its place"),
+        (lambda: make(tx=optax.sgd(0.1)), r"key 0 \('dense/bias'\): updater_state/0/.*expected no such leaf"),
+        (lambda: make(tx=optax.sgd(0.1, momentum=0.9)), r"key 0 \('dense/bias'\): updater_state/0/.*found nothing"),
+    ],
+)  # fmt: skip
+def test_another_model_or_optimizer(tmp_path, like, message):
+    checkpoint.save(tmp_path / "a", make("sharded"))
+    with pytest.raises(checkpoint.CheckpointError, match=message):
+        checkpoint.restore(tmp_path / "a", like())
+
+
+# Damaged, foreign, missing.
+
+
+def damages(file):
+    """The file cut, changed in one bit, and removed, one after the other."""
+    good = file.read_bytes()
+    for name, bad in (("cut", good[: len(good) // 2]), ("changed", bytes([good[0] ^ 1]) + good[1:]), ("removed", None)):
+        file.write_bytes(bad) if bad is not None else file.unlink()
+        yield name
+        file.write_bytes(good)
+
+
+def test_any_damaged_file_is_refused_by_name_and_the_one_before_used(tmp_path, capsys):
+    checkpoint.save(tmp_path / "good", {"w": jnp.ones(5)})
+    checkpoint.save(tmp_path / "new", {"w": jnp.zeros(5)})
+    like, new = {"w": jnp.full(5, 7.0)}, tmp_path / "new"
+    assert checkpoint.latest(tmp_path) == new
+    assert capsys.readouterr().err == ""
+    names = file_names(new)
+    assert _manifest.NAME in names
+    assert len(names) > 4
+    for name in names:
+        for _ in damages(new / name):
+            with pytest.raises(checkpoint.CheckpointError, match=f"new is .*{name.split('/')[-1]}"):
+                checkpoint.restore(new, like)
+            assert checkpoint.latest(tmp_path) == tmp_path / "good"
+            assert f"{new} is " in capsys.readouterr().err
+            state, _ = checkpoint.Manager(tmp_path).restore_latest(like)
+            np.testing.assert_array_equal(state["w"], np.ones(5))
+            assert name.split("/")[-1] in capsys.readouterr().err
+    assert checkpoint.latest(tmp_path) == new
+
+
+def test_a_manifest_of_nonsense(tmp_path):
+    checkpoint.save(tmp_path / "a", jnp.ones(2))
+    for text in ("", "[]", "null", "{}", '{"sha256": 1, "content": []}', "\udc80"):
+        (tmp_path / "a" / _manifest.NAME).write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.raises(checkpoint.CheckpointError, match=r"a is damaged: jaxpar\.json"):
+            checkpoint.restore(tmp_path / "a", jnp.ones(2))
+
+
+def test_a_newer_format_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(_manifest, "FORMAT", 99)
+    checkpoint.save(tmp_path / "a", jnp.ones(2))
+    monkeypatch.undo()
+    with pytest.raises(checkpoint.CheckpointError, match=r"newer jaxpar \(format 99, this one has 1\)"):
+        checkpoint.restore(tmp_path / "a", jnp.ones(2))
+
+
+def test_foreign_checkpoints_are_passed_over_by_name(tmp_path, capsys):
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as other:
+        other.save(tmp_path / "foreign", args=ocp.args.PyTreeSave({"w": np.ones(2)}))
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    assert checkpoint.latest(tmp_path) is None
+    heard = capsys.readouterr().err
+    assert f"{tmp_path / 'foreign'} is no checkpoint of jaxpar (an orbax checkpoint of another program)" in heard
+    assert "plots is no checkpoint of jaxpar" in heard
+    assert "metrics" not in heard
+    with pytest.raises(checkpoint.CheckpointError, match="foreign is no checkpoint of jaxpar"):
+        checkpoint.restore(tmp_path / "foreign", {"w": jnp.ones(2)})
+
+
+def test_nothing_there(tmp_path):
+    assert checkpoint.latest(tmp_path / "none") is None
+    assert checkpoint.latest(tmp_path) is None
+    with pytest.raises(FileNotFoundError, match=r"there is nothing at .*none"):
+        checkpoint.restore(tmp_path / "none", jnp.ones(1))
+    with pytest.raises(FileNotFoundError, match=r"checkpoint.latest found no checkpoint"):
+        checkpoint.restore(checkpoint.latest(tmp_path), jnp.ones(1))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="file is no directory"):
+        checkpoint.latest(tmp_path / "file")
+
+
+def test_an_existing_path_is_refused(tmp_path):
+    checkpoint.save(tmp_path / "a", jnp.ones(2))
+    (tmp_path / "empty").mkdir()
+    for name in ("a", "empty"):
+        with pytest.raises(FileExistsError, match=f"{name} exists already"):
+            checkpoint.save(tmp_path / name, jnp.zeros(2))
+    assert checkpoint.restore(tmp_path / "a", jnp.zeros(2)).tolist() == [1, 1]
+
+
+# The manager.
+
+
+def test_the_last_few_stay(tmp_path, capsys):
+    manager = checkpoint.Manager(tmp_path, keep=2)
+    for n in range(4):
+        manager.save({"w": jnp.full(2, float(n))}, {"n": n, "loss": [0.1 + n, float("inf")]})
+    manager.close()
+    assert sorted(os.listdir(tmp_path)) == ["save_00000003", "save_00000004"]
+    shutil.rmtree(tmp_path / "save_00000004" / "arrays")
+    again = checkpoint.Manager(tmp_path, keep=2)
+    state, info = again.restore_latest({"w": jnp.zeros(2)})
+    assert (state["w"].tolist(), info) == ([2.0, 2.0], {"n": 2, "loss": [2.1, float("inf")]})
+    assert "save_00000004 is damaged" in capsys.readouterr().err
+    again.save({"w": jnp.zeros(2)})
+    again.close()
+    # The damaged one does not count as one of two, and stays as it is.
+    assert sorted(os.listdir(tmp_path)) == ["save_00000003", "save_00000004", "save_00000005"]
+
+
+def test_a_step_that_is_there_already(tmp_path):
+    for n in range(2):
+        manager = checkpoint.Manager(tmp_path)
+        manager.save(make(rng=n))
+        manager.close()
+    assert sorted(os.listdir(tmp_path)) == ["step_00000000", "step_00000000.2"]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step_00000000.2"
+
+
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+def test_the_state_may_be_donated_at_once(tmp_path, monkeypatch, kind):
+    write = _files.write
+
+    def late(*args):
+        time.sleep(0.3)
+        write(*args)
+
+    monkeypatch.setattr(_files, "write", late)
+    state = trained(make(kind))
+    before = numbers(state)
+    manager = checkpoint.Manager(tmp_path)
+    started = time.perf_counter()
+    manager.save(state)
+    assert time.perf_counter() - started < 0.3
+    assert checkpoint.latest(tmp_path) is None
+    state = trained(state, 5)
+    manager.close()
+    restored = checkpoint.restore(checkpoint.latest(tmp_path), state)
+    for x, y in zip(before, numbers(restored), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_full_disk(tmp_path):
+    large = {"w": jax.random.normal(jax.random.key(0), (300, 300))}
+    manager = checkpoint.Manager(tmp_path)
+    manager.save(large, {"n": 1})
+    manager.wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        manager.save(large, {"n": 2})
+        with pytest.raises(
+            OSError, match=r"save_00000002 could not be written \(.*earlier checkpoints are as they were"
+        ):
+            manager.wait()
+        with pytest.raises(OSError, match="b could not be written"):
+            checkpoint.save(tmp_path / "b", large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == ["save_00000001"]
+    manager.save(large, {"n": 3})
+    manager.close()
+    assert manager.restore_latest(large)[1] == {"n": 3}
+
+
+def test_no_directory_to_write_to(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(OSError, match=r"Manager: nothing can be written to .*file.*choose another"):
+            checkpoint.Manager(path)
+    with pytest.raises(NotADirectoryError, match="file is no directory"):
+        checkpoint.save(tmp_path / "file" / "below", jnp.ones(1))
+    assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(ValueError, match="keep must be 1 or more, got 0"):
+        checkpoint.Manager(tmp_path, keep=0)
+
+
+# A run that stops and goes on.
+
+
+def run(state, directory=None, step=STEP, epochs=3, batch_size=16, **kwargs):
+    return train.fit(
+        state, step, points(), epochs=epochs, batch_size=batch_size, progress=False, checkpoint_dir=directory, **kwargs
+    )
+
+
+def facts(history):
+    return [{k: v for k, v in r.items() if k not in ("seconds", "images_per_second")} for r in history]
+
+
+@pytest.mark.parametrize("every", [None, 1, 3])
+def test_a_run_that_fails_in_an_epoch_goes_on_as_if_it_had_not(tmp_path, capsys, every):
+    def fails(state, batch, seen=[]):  # noqa: B006
+        seen.append(1)
+        if len(seen) == 8:
+            raise RuntimeError("at step 7")
+        return STEP(state, batch)
+
+    with pytest.raises(RuntimeError, match="at step 7"):
+        run(make(), tmp_path, fails, checkpoint_every=every)
+    state, history = run(make(), tmp_path, checkpoint_every=every)
+    assert f"resumed from step { ({None: 4, 1: 7, 3: 6}[every]) } in {tmp_path}" in capsys.readouterr().err
+    expected, records = run(make())
+    same(state, expected)
+    assert facts(history) == facts(records)
+    assert all(r["seconds"] > 0 for r in history)
+
+    def never(state, batch):
+        raise AssertionError("the run was over")
+
+    again, same_history = run(make(), tmp_path, never)
+    same(again, expected)
+    assert same_history == history
+
+
+def test_resume_false_and_true_and_other_batches(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"resume=True, but .* holds no checkpoint"):
+        run(make(), tmp_path, resume=True)
+    run(make(), tmp_path, epochs=1)
+    with pytest.raises(ValueError, match="batches of 16 out of 64 examples, this one has 32 out of 64"):
+        run(make(), tmp_path, batch_size=32)
+    _, history = run(make(), tmp_path, epochs=1, resume=False)
+    assert len(history) == 1
+    assert len(os.listdir(tmp_path)) == 2
+    _, history = run(make(), tmp_path, epochs=2, resume=True)
+    assert [r["epoch"] for r in history] == [1, 2]
+
+
+def test_going_on_from_a_state_saved_by_hand(tmp_path):
+    state, history = run(make(), epochs=1)
+    checkpoint.save(tmp_path / "mine", state)
+    resumed, records = run(make(), tmp_path, epochs=2)
+    expected, whole = run(make(), epochs=2)
+    same(resumed, expected)
+    assert facts(history + records) == facts(whole)
+
+
+KILLED = r'''
+import json, os, random, shutil, signal, sys, time
+
+kills, epochs, directory, seed = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+import jax, jax.numpy as jnp, numpy as np, optax, orbax.checkpoint
+from jaxpar import checkpoint, data, kv, train
+
+jax.config.update("jax_compilation_cache_dir", os.path.join(directory, "programs"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def loss_fn(params, batch, rng):
+    hidden = jnp.tanh(batch["image"] @ params["a"]) * jax.random.bernoulli(rng, 0.8, (64,))[None]
+    scores = hidden @ params["b"]
+    return optax.softmax_cross_entropy_with_integer_labels(scores, batch["label"]).mean(), {}
+
+
+def fit(name, pipe=None):
+    """A whole run, in a process of its own; a byte for each step goes into the pipe."""
+    rng = np.random.default_rng(0)
+    points = data.Dataset(rng.normal(size=(80, 32)).astype(np.float32), rng.integers(0, 10, 80))
+    params = {"a": rng.normal(size=(32, 64)).astype(np.float32) / 6, "b": np.zeros((64, 10), np.float32)}
+    store = kv.from_params(params, kind="sharded" if seed % 2 else "device", optimizer=optax.adam(0.01))
+    store = kv.set_gradient_compression(store, {"type": "2bit", "threshold": 0.01})
+    program = train.make_train_step(loss_fn)
+
+    def step(state, batch):
+        if pipe is not None:
+            os.write(pipe, b".")
+        return program(state, batch)
+
+    state = train.create_state(store, 5, devices=jax.devices()[:4])
+    state, history = train.fit(
+        state, step, points, epochs=epochs, batch_size=8, progress=False, checkpoint_every=1,
+        checkpoint_dir=os.path.join(directory, name))
+    np.savez(os.path.join(directory, name + ".npz"), *[np.asarray(x) for x in jax.tree.leaves(state.store)])
+    losses = [(r["epoch"], r["loss"]) for r in history]
+    open(os.path.join(directory, name + ".json"), "w").write(json.dumps(losses))
+
+
+def kill_after(calls):
+    """Has the process kill itself in a call of fsync, which is while it writes a checkpoint."""
+    left, fsync = [calls], os.fsync
+
+    def counted(handle):
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(handle)
+
+    os.fsync = counted
+
+
+def start(name, fsyncs=0):
+    """(process, the end of the pipe to read from)."""
+    read, write = os.pipe()
+    child = os.fork()  # nothing of jax runs in the parent, and nothing is imported twice
+    if child:
+        os.close(write)
+        return child, read
+    os.close(read)
+    code = 1
+    try:
+        if fsyncs:
+            kill_after(fsyncs)
+        fit(name, write)
+        code = 0
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def finish(name):
+    child, read = start(name)
+    while os.read(read, 1024):
+        pass
+    assert os.waitpid(child, 0)[1] == 0, f"{name} failed"
+
+
+finish("whole")
+dice, done, halves = random.Random(seed), 0, 0
+while done < kills:
+    if done % 2:
+        child, read = start("killed", fsyncs=dice.randint(1, 6 if done == 1 else 60))
+        while os.read(read, 1024):
+            pass
+    else:
+        child, read = start("killed")
+        for _ in range(dice.randint(1, 9)):
+            assert os.read(read, 1), "the run was over before it was killed as often as it should be"
+        time.sleep(dice.uniform(0, 0.1))
+        os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    os.close(read)
+    done += 1
+    halves += any(n.startswith(".unfinished") for n in os.listdir(os.path.join(directory, "killed")))
+finish("killed")
+
+a, b = (np.load(os.path.join(directory, f"{n}.npz")) for n in ("whole", "killed"))
+assert a.files == b.files
+for n in a.files:
+    assert a[n].dtype == b[n].dtype and a[n].tobytes() == b[n].tobytes(), n
+histories = [open(os.path.join(directory, f"{n}.json")).read() for n in ("whole", "killed")]
+assert histories[0] == histories[1], histories
+print(json.dumps({"kills": done, "while writing": halves, "epochs": len(json.loads(histories[0]))}))
+'''
+
+
+@pytest.mark.parametrize("seed", [0, 1], ids=["device", "sharded"])
+def test_a_killed_run_goes_on_to_the_last_bit(tmp_path, seed):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
+    arguments = [sys.executable, script, "3", "4", tmp_path, str(seed)]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["kills"] == 3
+    assert told["while writing"] >= 1
+    assert "resumed from step" in done.stderr

@@ -1,0 +1,454 @@
+"""Checkpoints: who looks harms nothing; one that cannot be read, or is forged, is passed over for the one before."""
+
+import builtins
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jaxpar import checkpoint, data, kv, train
+from jaxpar.checkpoint import _files
+from jaxpar.train._fit import resume
+
+LIKE = {"w": jnp.zeros(3), "n": np.int32(0)}
+STEP = train.make_train_step(lambda params, batch, rng: (((batch["image"] @ params["w"]) - 1.0).var(), {}))
+TX = optax.sgd(0.1, momentum=0.9)
+
+
+def start():
+    store = kv.from_params({"w": np.zeros((4, 2), np.float32)}, optimizer=TX, devices=jax.devices()[:2])
+    return train.create_state(store, 3)
+
+
+def run(directory=None, batch_size=8, epochs=2, **options):
+    rng = np.random.default_rng(0)
+    points = data.Dataset(rng.normal(size=(24, 4)).astype(np.float32), np.zeros(24, np.int32))
+    options |= {"progress": False, "checkpoint_dir": directory, "batch_size": batch_size, "epochs": epochs}
+    return train.fit(start(), options.pop("step", STEP), points, **options)
+
+
+def weights(state):
+    return np.asarray(state.params["w"])
+
+
+def two(directory):
+    """An older and a newer checkpoint, of ones and of twos."""
+    for n, name in enumerate(("old", "new"), 1):
+        checkpoint.save(directory / name, {"w": jnp.full(3, float(n)), "n": np.int32(n)})
+    return directory / "new"
+
+
+def tree(directory):
+    """What is in a directory, with the times of the last changes."""
+    found = {p: (p.lstat().st_mtime_ns, p.lstat().st_size) for p in directory.rglob("*")}
+    return {**found, directory: directory.stat().st_mtime_ns}
+
+
+# Looking harms nothing.
+
+
+def test_who_looks_while_a_run_writes_harms_nothing(tmp_path, monkeypatch):
+    write, looks = _files._write_arrays, []
+    directory, metrics = tmp_path / "run", tmp_path / "metrics.jsonl"
+
+    def look(path, arrays):
+        write(path, arrays)
+        before = tree(directory), metrics.read_text()
+        assert any(name.startswith(".unfinished-") for name in os.listdir(directory))
+        checkpoint.Manager(directory).close()
+        found = checkpoint.latest(directory)
+        manager = checkpoint.Manager(directory)
+        assert (manager.restore_latest(start()) is None) == (found is None)
+        if found is not None:
+            with pytest.raises(ValueError, match="batches of 8 out of 24 examples, this one has 12"):
+                run(directory, batch_size=12, metrics_file=metrics)
+        with pytest.raises(TypeError, match="a callback must be a function"):
+            run(directory, callbacks=[3], metrics_file=metrics)
+        assert (tree(directory), metrics.read_text()) == before
+        looks.append(found)
+
+    monkeypatch.setattr(_files, "_write_arrays", look)
+    state, _ = run(directory, checkpoint_every=1, metrics_file=metrics, epochs=1)
+    monkeypatch.undo()
+    assert looks == [None, *(directory / f"step_0000000{n}" for n in (1, 2))]
+    np.testing.assert_array_equal(weights(state), weights(run(epochs=1)[0]))
+    assert len(metrics.read_text().splitlines()) == 1
+
+
+def test_a_manager_makes_no_directory_before_it_saves(tmp_path):
+    manager = checkpoint.Manager(tmp_path / "a" / "b")
+    assert manager.restore_latest(LIKE) is None
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+        run(tmp_path / "a" / "b", resume=True)
+    assert os.listdir(tmp_path) == []
+    manager.save(LIKE)
+    manager.close()
+    assert os.listdir(tmp_path / "a" / "b") == ["save_00000001"]
+
+
+def test_leftovers_go_with_a_save_where_their_process_has_certainly_ended(tmp_path):
+    program = "from jaxpar import _owner; print(_owner.tag())"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+    mine = _files._unfinished(tmp_path).name.removeprefix(".unfinished-")[:-9]
+    machine, number, began = mine.split("-")
+    names = {
+        f"{ended}-00000001": False,
+        f"{machine}-{number}-{int(began) + 1}-00000002": False,  # the number was used again
+        f"{mine}-00000003": True,
+        f"{machine}-1-0-00000004": True,  # it may have begun at any time
+        f"{'a' * 16}-{ended.split('-', 1)[1]}-00000005": True,  # another machine
+        f"{'b' * 16}-1-1-00000006": False,  # and one that wrote last a week ago
+        "step_00000003-1a2b3c4d": True,  # of an earlier jaxpar
+        "step_00000004-1a2b3c4d": False,
+    }
+    for name in names:
+        folder = tmp_path / f".unfinished-{name}"
+        folder.mkdir()
+        (folder / "part").write_text("some")
+        if name.endswith(("6", "4-1a2b3c4d")):
+            for path in (folder / "part", folder):
+                os.utime(path, (time.time() - 8 * 24 * 3600,) * 2)
+    before = tree(tmp_path)
+    manager = checkpoint.Manager(tmp_path)
+    assert checkpoint.latest(tmp_path) is None
+    assert tree(tmp_path) == before
+    manager.save(LIKE)
+    manager.close()
+    assert {n.removeprefix(".unfinished-") for n in os.listdir(tmp_path)} == {
+        "save_00000001",
+        *(name for name, stays in names.items() if stays),
+    }
+
+
+def test_a_checkpoint_that_is_rotated_away_while_it_is_read(tmp_path, monkeypatch, capsys):
+    new, load = two(tmp_path), _files.read
+
+    def read(path):
+        if new.exists():
+            shutil.rmtree(new)
+            checkpoint.save(tmp_path / "newer", {"w": jnp.full(3, 3.0), "n": np.int32(3)})
+        return load(path)
+
+    monkeypatch.setattr(_files, "read", read)
+    assert checkpoint.latest(tmp_path) == tmp_path / "newer"
+    assert capsys.readouterr().err == ""
+
+
+# What cannot be read.
+
+
+def replaced(file, make):
+    file.unlink()
+    make(file)
+
+
+def enlarged(file):
+    with open(file, "r+b") as opened:
+        opened.truncate(200 << 20)
+
+
+DAMAGES = {
+    "directory": lambda file: replaced(file, os.mkdir),
+    "pipe": lambda file: replaced(file, os.mkfifo),
+    "endless": lambda file: replaced(file, lambda path: os.symlink("/dev/zero", path)),
+    "circle": lambda file: replaced(file, lambda path: os.symlink(path, path)),
+    "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "gigantic": enlarged,
+    "deep": lambda file: file.write_text("[" * 100_000),
+    "long number": lambda file: file.write_text("1" * 5000),
+}
+
+
+def passed_over(directory, new, capsys, *words):
+    """The newest checkpoint is refused by the package's own error, and every way of looking takes the one before."""
+    with pytest.raises(checkpoint.CheckpointError) as caught:
+        checkpoint.restore(new, LIKE)
+    assert checkpoint.latest(directory) == directory / "old"
+    said = capsys.readouterr().err
+    state, _ = checkpoint.Manager(directory).restore_latest(LIKE)
+    assert int(state["n"]) == 1
+    for text in (str(caught.value), said, capsys.readouterr().err):
+        assert all(word in text for word in (str(new), *words)), text
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_manifest_that_cannot_be_read(tmp_path, capsys, what):
+    new = two(tmp_path)
+    DAMAGES[what](new / "jaxpar.json")
+    passed_over(tmp_path, new, capsys, "jaxpar.json")
+
+
+def test_an_array_that_cannot_be_read(tmp_path, capsys):
+    new = two(tmp_path)
+    for what in ("directory", "pipe", "endless", "gigantic"):
+        shutil.copytree(new, tmp_path / ".whole", symlinks=True)
+        name = next((new / "arrays" / "d").iterdir())
+        DAMAGES[what](name)
+        passed_over(tmp_path, new, capsys, name.name)
+        shutil.rmtree(new)
+        os.rename(tmp_path / ".whole", new)
+    os.mkfifo(new / "arrays" / "d" / "pipe")
+    passed_over(tmp_path, new, capsys, "arrays/d/pipe is neither a file nor a directory")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+@pytest.mark.parametrize("name", ["jaxpar.json", "arrays/_METADATA"])
+def test_an_error_of_the_disk(tmp_path, capsys, monkeypatch, number, name):
+    new, opens = two(tmp_path), builtins.open
+
+    def fails(path, *args, **options):
+        if os.fspath(path) == os.fspath(new / name):
+            raise OSError(number, os.strerror(number), str(path))
+        return opens(path, *args, **options)
+
+    monkeypatch.setattr(builtins, "open", fails)
+    passed_over(tmp_path, new, capsys, name, os.strerror(number))
+
+
+def test_a_run_goes_on_from_the_one_before_to_the_same_bits(tmp_path, capsys):
+    expected, history = run(epochs=3)
+    run(tmp_path, checkpoint_every=2, epochs=1)  # saves after steps 2 and 3
+    replaced(tmp_path / "step_00000003" / "jaxpar.json", os.mkdir)
+    state, records = run(tmp_path, checkpoint_every=2, epochs=3)
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'step_00000003'} is unreadable: jaxpar.json: it is no regular file" in said
+    assert "resumed from step 2" in said
+    np.testing.assert_array_equal(weights(state), weights(expected))
+    assert [r["loss"] for r in records] == [r["loss"] for r in history]
+
+
+# What was forged, with the right checksum.
+
+
+def forge(path, change):
+    """Changes the content of a manifest, and gives it its checksum."""
+    file = path / "jaxpar.json"
+    body = json.loads(file.read_text())["content"]
+    changed = change(body)
+    text = json.dumps(body if changed is None else changed)
+    digest = hashlib.sha256(json.dumps(json.loads(text), sort_keys=True).encode()).hexdigest()
+    file.write_text(json.dumps({"sha256": digest, "content": json.loads(text)}))
+
+
+def entry(path, value):
+    """A change that puts a value in a place of the manifest."""
+
+    def change(body):
+        *places, last = path
+        for place in places:
+            body = body[place]
+        body[last] = value
+
+    return change
+
+
+def nested(depth):
+    found = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+SHA = "0" * 64
+FORGED = [
+    lambda body: [],
+    lambda body: "text",
+    *(entry([name], value) for name in ("order", "format") for value in (-1, 0, True, 1.5, "1", None, float("nan"))),
+    entry(["order"], 10**300),
+    *(entry(["step"], value) for value in (float("nan"), "7", 10**300, True, [])),
+    *(entry([name], value) for name in ("files", "leaves", "info") for value in (None, 3, "text", True)),
+    entry(["files"], []),
+    entry(["info"], [1]),
+    entry(["info"], {"deep": nested(200)}),
+    entry(["leaves"], {}),
+    entry(["leaves"], [3]),
+    *(lambda body, name=name: body.pop(name) and None for name in ("order", "format", "files", "leaves")),
+    *(lambda body, n=n: body["leaves"][0].pop(n) and None for n in ("name", "words", "dtype")),
+    lambda body: body["leaves"][1].pop("shape") and None,
+    *(entry(["leaves", 1, "shape"], v) for v in (3, "33", [-3], [3.0], [None], [2**61, 2**61], [0, 2**63], [3] * 99)),
+    *(entry(["leaves", 1, "shape"], v) for v in ([4], [3, 1], [], [2**40], [0])),
+    *(entry(["leaves", 1, "dtype"], v) for v in (3, "object", "O", "f4", "float99", "key<fry>", "(" * 9999, "V8", "")),
+    *(entry(["leaves", 1, "dtype"], v) for v in ("float64", "int32")),
+    *(entry(["leaves", 1, "impl"], v) for v in ("threefry2x32", "none", 3, [])),
+    *(entry(["leaves", 1, n], v) for n in ("name", "words") for v in (3, None, [])),
+    lambda body: body["leaves"].append(body["leaves"][0]),
+    lambda body: body["leaves"].append({**body["leaves"][0], "name": "more"}),
+    *(
+        entry(["files", name], [0, SHA])
+        for name in (
+            "../old/jaxpar.json",
+            "/dev/zero",
+            "",
+            ".",
+            "a//b",
+            "a\0b",
+            "\ud800",
+            "x" * 300,
+            "jaxpar.json",
+            "\n",
+        )
+    ),
+    *(entry(["files", "arrays/_METADATA"], v) for v in (None, [], [-1, SHA], [1.0, SHA], [10**300, SHA], [3, 3], [3])),
+]
+
+
+def test_forged_manifests_are_refused(tmp_path, capsys):
+    new = two(tmp_path)
+    whole = (new / "jaxpar.json").read_text()
+    for i, change in enumerate(FORGED):
+        (new / "jaxpar.json").write_text(whole)
+        forge(new, change)
+        with pytest.raises(checkpoint.CheckpointError, match="new "):
+            pytest.fail(f"{i}: {checkpoint.restore(new, LIKE)}")
+        assert checkpoint.latest(tmp_path) == tmp_path / "old", i
+        assert f"{new} " in capsys.readouterr().err
+    (new / "jaxpar.json").write_text(whole)
+    assert checkpoint.latest(tmp_path) == new
+
+
+def parts():
+    """A tree with everything that a checkpoint can hold: keys, empty arrays, residuals, values that wait."""
+    small = kv.init(kv.create("device"), 5, jnp.zeros(32))
+    small = kv.push(kv.set_gradient_compression(small, {"type": "2bit"}), 5, [jnp.full(32, 0.3)] * 2)
+    late = kv.push(kv.from_params({"a": jnp.ones(2)}, kind="dist_async", staleness=1, optimizer=TX), 0, jnp.ones(2))
+    return {"n": 3, "e": jnp.zeros((0, 2)), "rng": jax.random.split(jax.random.key(1), 0), "s": small, "l": late}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = tmp_path_factory.mktemp("forged") / "new"
+    made = parts()
+    checkpoint.save(path, made)
+    return path, made, (path / "jaxpar.json").read_text()
+
+
+HOSTILE = st.one_of(
+    st.sampled_from(
+        [None, True, -1, 0, 1, 3, 2**40, 2**63, 1e300, float("nan"), "", "..", "/etc/passwd", [], {}, [[]]]
+    ),
+    st.sampled_from(["residuals/5", "s/residuals/9/x", "l/pending/0/count", "key<fry>", "float32", "int32", [2, 32]]),
+    st.recursive(st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3), max_leaves=5),
+)
+
+
+def places(value, path=()):
+    """Every place in a manifest."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in inner:
+        yield (*path, name)
+        yield from places(part, (*path, name))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(choices=st.data())
+def test_whatever_is_forged_is_refused_or_restored(whole, choices):
+    path, made, text = whole
+    (path / "jaxpar.json").write_text(text)
+    found = sorted(places(json.loads(text)["content"]), key=str)
+
+    def change(body):
+        for place in choices.draw(st.lists(st.sampled_from(found), min_size=1, max_size=2)):
+            *above, last = place
+            within = body
+            try:
+                for name in above:
+                    within = within[name]
+                if choices.draw(st.booleans()):
+                    within[last] = choices.draw(HOSTILE)
+                else:
+                    del within[last]
+            except (KeyError, IndexError, TypeError):
+                pass  # the first of two changes took it away
+
+    forge(path, change)
+    good = checkpoint.latest(path.parent) == path
+    try:
+        checkpoint.restore(path, made)
+        restored = True
+    except checkpoint.CheckpointError as error:
+        restored, fits = False, "does not fit `like`" not in str(error)
+    assert good == (restored or not fits)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of orbax, which opens all at once
+def test_arrays_of_another_checkpoint_are_refused_though_every_checksum_is_right(tmp_path):
+    new = two(tmp_path)
+    for name, change in (("cut", lambda f: os.truncate(f, 5)), ("gone", os.unlink)):
+        path = shutil.copytree(new, tmp_path / name)
+        for file in (path / "arrays" / "d").iterdir():
+            change(file)
+        now = {f.relative_to(path).as_posix(): _files._print_of(f) for f in _files._files(path) if f.suffix != ".json"}
+        forge(path, entry(["files"], now))
+        forge(path, entry(["order"], 9))
+        with pytest.raises(checkpoint.CheckpointError, match="cannot be read, though no file was changed"):
+            checkpoint.restore(path, LIKE)
+        assert checkpoint.latest(tmp_path) == new
+        shutil.rmtree(path)
+
+
+def test_a_forged_info_of_a_run_is_passed_over(tmp_path, capsys):
+    expected, _ = run(epochs=2)
+    run(tmp_path, checkpoint_every=2, epochs=1)
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    wrong = {
+        "first": [-1, 9, "0", None],
+        "batch_size": ["8", None],
+        "history": [3, {}, [3], [{}], [{"epoch": "1", "step": 3}]],
+        "stopped": [3],
+        "sums": [[], {"loss": "x"}],
+        "counted": [-1],
+        "seconds": ["x"],
+    }
+    for name, values in wrong.items():
+        for value in values:
+            forge(tmp_path / "copy" / "step_00000003", entry(["info", name], value))
+            found = checkpoint.Manager(tmp_path / "copy")._restore(start(), resume._check_info)
+            assert int(found[0].step) == 2, (name, value)
+            assert f"wrong {name}" in capsys.readouterr().err
+            shutil.copy(tmp_path / "step_00000003" / "jaxpar.json", tmp_path / "copy" / "step_00000003")
+    forge(tmp_path / "step_00000003", entry(["info", "history"], 3))
+    state, _ = run(tmp_path, epochs=2)
+    assert "step_00000003 is damaged: its info of the run has a wrong history" in capsys.readouterr().err
+    np.testing.assert_array_equal(weights(state), weights(expected))
+
+
+def test_a_checkpoint_of_a_manager_by_hand_has_no_run(tmp_path):
+    state, _ = run(epochs=1)
+    manager = checkpoint.Manager(tmp_path)
+    manager.save(state, {"note": "mine"})
+    manager.close()
+    resumed, history = run(tmp_path, epochs=2)
+    np.testing.assert_array_equal(weights(resumed), weights(run(epochs=2)[0]))
+    assert [r["epoch"] for r in history] == [2]
+
+
+def test_nothing_is_saved_that_would_be_refused(tmp_path, monkeypatch):
+    manager = checkpoint.Manager(tmp_path)
+    for info in ([1], {"deep": nested(150)}, {"deep": nested(5000)}, {"set": {1}}):
+        with pytest.raises(TypeError, match=r"info must be|not JSON serializable"):
+            manager.save(LIKE, info)
+    monkeypatch.setattr(_files._manifest, "MOST_BYTES", 1500)
+    manager.save(LIKE, {"long": "x" * 2000})
+    with pytest.raises(OSError, match=r"could not be written \(the manifest has .* bytes, and 1500 at most"):
+        manager.wait()
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_forger_wrote_is_escaped_on_the_terminal(tmp_path, capsys):
+    checkpoint.save(tmp_path / "a\x1b[31m", LIKE)
+    forge(tmp_path / "a\x1b[31m", entry(["files", "\x1b]0;title\x07"], [0, SHA]))
+    assert checkpoint.latest(tmp_path) is None
+    said = capsys.readouterr().err
+    assert "\\x1b]0;title\\x07" in said
+    assert "\x1b" not in said

@@ -1,0 +1,297 @@
+"""Batches: what is in them, in which order, where they lie, and what they cost."""
+
+import doctest
+import gc
+import itertools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from jaxpar import data
+from jaxpar.data import Dataset, _batches, _device_copies, _shuffle, batches
+
+
+def make(size=37, shape=(3, 2, 1), dtype=np.uint8):
+    pixels = np.random.default_rng(size).integers(0, 256, (size, *shape))
+    return Dataset(pixels.astype(dtype), np.arange(size))
+
+
+def labels(found):
+    return [np.asarray(batch["label"]).tolist() for batch in found]
+
+
+def same(found, expected):
+    found, expected = list(found), list(expected)
+    assert len(found) == len(expected) > 0
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.keys() == other.keys() == {"image", "label"}
+        for name in mine:
+            assert mine[name].dtype == other[name].dtype
+            np.testing.assert_array_equal(mine[name], other[name])
+
+
+def test_without_rng_the_stored_order_and_the_remainder_dropped():
+    assert labels(batches(make(10), 4)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert labels(batches(make(10), 4, drop_remainder=False))[2] == [8, 9]
+    assert labels(batches(make(4), 2, epochs=2)) == [[0, 1], [2, 3]] * 2
+    assert labels(itertools.islice(batches(make(4), 4, epochs=None), 3)) == [[0, 1, 2, 3]] * 3
+
+
+def test_each_epoch_is_the_permutation_of_fold_in():
+    rng = jax.random.key(3)
+    found = labels(batches(make(12), 4, rng=rng, epochs=3))
+    for epoch in range(3):
+        order = jax.random.permutation(jax.random.fold_in(rng, epoch), 12).tolist()
+        assert [*itertools.chain(*found[3 * epoch : 3 * epoch + 3])] == order
+    assert found[:3] != found[3:6]
+
+
+def test_raw_and_typed_keys_give_the_same_batches():
+    same(batches(make(), 8, rng=jax.random.PRNGKey(5)), batches(make(), 8, rng=jax.random.key(5)))
+
+
+def test_another_key_implementation_keeps_its_own_order():
+    rng = jax.random.key(1, impl="rbg")
+    order = jax.random.permutation(jax.random.fold_in(rng, 0), 16).tolist()
+    assert labels(batches(make(16), 16, rng=rng)) == [order]
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**32 - 1), st.sampled_from(["threefry2x32", "rbg"]))
+@settings(max_examples=15, deadline=None)
+def test_cpus_and_other_devices_draw_the_order_differently_and_draw_the_same(size, epoch, impl):
+    rng = jax.random.key(7, impl=impl)
+    elsewhere = _shuffle._permutation(size, impl, None)(np.asarray(jax.random.key_data(rng)), np.uint32(epoch))
+    np.testing.assert_array_equal(_shuffle.host_order(rng, epoch, size), elsewhere)
+
+
+def test_equal_bits_keep_their_order():
+    assert _shuffle._sorted(np.array([[3, 1, 3, 1], [0, 0, 9, 0]], np.uint32)).tolist() == [1, 3, 2, 0]
+
+
+def test_same_batches_on_any_number_of_devices(devices):
+    dataset, rng = make(50), jax.random.key(0)
+    one = batches(dataset, 16, rng=rng, epochs=2)
+    same(batches(dataset, 16, rng=rng, epochs=2, devices=devices), one)
+
+
+def test_sharding_is_over_the_devices_in_the_order_given(devices):
+    mesh = Mesh(np.array(devices[::-1]), ("data",))
+    for resident in (True, False):
+        batch = next(batches(make(), 8, devices=devices[::-1], resident=resident))
+        for array in batch.values():
+            assert array.sharding == NamedSharding(mesh, P("data"))
+        shard = next(s for s in batch["label"].addressable_shards if s.device == devices[-1])
+        assert shard.data.tolist() == list(range(8 // len(devices)))
+
+
+def test_axis_name_is_the_mesh_axis():
+    batch = next(batches(make(), 4, devices=jax.devices()[:2], axis_name="worker"))
+    assert batch["image"].sharding == NamedSharding(Mesh(np.array(jax.devices()[:2]), ("worker",)), P("worker"))
+
+
+def test_without_devices_arrays_are_uncommitted():
+    for resident in (True, False):
+        batch = next(batches(make(), 8, rng=jax.random.key(0), resident=resident))
+        assert not any(array.committed for array in batch.values())
+
+
+def test_streamed_batches_are_the_resident_ones(devices):
+    dataset, rng = make(50), jax.random.key(9)
+    options = {"rng": rng, "epochs": 2, "drop_remainder": len(devices) > 2, "devices": devices, "start": 1}
+    same(batches(dataset, 16, **options, resident=False), batches(dataset, 16, **options, resident=True))
+
+
+def test_streaming_keeps_two_batches_ahead(monkeypatch):
+    sent = []
+    transfer = _batches._transfer
+    monkeypatch.setattr(_batches, "_transfer", lambda *a: sent.append(len(a[1])) or transfer(*a))
+    found = batches(make(40), 8, resident=False)
+    next(found)
+    assert len(sent) == 2 * 3  # images and labels of the one handed out and of the two behind it
+    assert len(list(found)) == 4
+
+
+def test_images_are_scaled_on_the_way_or_left_alone():
+    dataset = make(8)
+    for resident in (True, False):
+        image = next(batches(dataset, 8, resident=resident))["image"]
+        assert image.dtype == jnp.float32
+        np.testing.assert_allclose(image, dataset.images / np.float32(255), rtol=1.2e-7)
+        assert (image.min() >= 0) & (image.max() <= 1)
+        half = next(batches(dataset, 8, resident=resident, dtype=jnp.bfloat16))["image"]
+        assert half.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(half, image.astype(jnp.bfloat16))
+        raw = next(batches(dataset, 8, resident=resident, dtype=None))["image"]
+        assert raw.dtype == jnp.uint8
+        np.testing.assert_array_equal(raw, dataset.images)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int16])
+def test_other_dtypes_are_only_cast(dtype):
+    dataset = make(8, dtype=dtype)
+    for resident in (True, False):
+        image = next(batches(dataset, 8, devices=jax.devices()[:2], resident=resident))["image"]
+        assert image.dtype == jnp.float32
+        np.testing.assert_array_equal(image, dataset.images.astype(np.float32))
+
+
+@pytest.mark.parametrize("rng", [None, jax.random.key(2)], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("resident", [True, False])
+def test_start_skips_exactly_that_many_batches(rng, resident):
+    options = {"rng": rng, "epochs": 3, "drop_remainder": False, "resident": resident}
+    everything = list(batches(make(10), 4, **options))
+    for start in range(len(everything)):
+        same(batches(make(10), 4, start=start, **options), everything[start:])
+    assert list(batches(make(10), 4, start=len(everything), **options)) == []
+
+
+def test_start_sends_nothing_of_what_it_skips(monkeypatch):
+    rows = []
+    monkeypatch.setattr(_batches, "_transfer", lambda array, index, mesh: rows.extend(index) or jnp.zeros(1))
+    list(batches(make(40), 8, start=4, resident=False))
+    assert rows == [*range(32, 40)] * 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(1, 40), batch_size=st.integers(1, 12), epochs=st.integers(0, 3), drop=st.booleans())
+def test_slices_cover_each_epoch_once(size, batch_size, epochs, drop):
+    if drop and size < batch_size:
+        return
+    found = list(_batches._slices(size, batch_size, epochs, 0, drop))
+    count = data.num_batches(size, batch_size, drop_remainder=drop)
+    assert len(found) == epochs * count
+    for epoch in range(epochs):
+        covered = [i for e, at, n in found if e == epoch for i in range(at, at + n)]
+        assert covered == list(range(count * batch_size if drop else size))
+
+
+@pytest.mark.parametrize("devices", [None, 4], ids=["default device", "4 devices"])
+def test_a_batch_needs_nothing_from_the_host(devices):
+    found = batches(make(400), 8, rng=jax.random.key(0), devices=devices and jax.devices()[:devices])
+    next(found)
+    with jax.transfer_guard("disallow"):
+        rest = list(found)
+    assert [batch["label"].shape for batch in rest] == [(8,)] * 49
+
+
+def test_one_program_for_all_batches_of_all_epochs(caplog):
+    dataset, options = make(71, (5, 1)), {"rng": jax.random.key(0), "devices": jax.devices()[:4]}
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            list(batches(dataset, 8, epochs=3, **options))
+    compiled = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling")]
+    assert len([m for m in compiled if "local" in m]) == 1
+    assert len([m for m in compiled if "draw" in m]) == 1
+
+
+def test_small_batches_are_gathered_eight_at_a_time_and_large_ones_alone(monkeypatch):
+    asked, gather = [], _batches._gather
+
+    def counted(count, several, *rest):
+        asked.append((count, several))
+        return gather(count, several, *rest)
+
+    monkeypatch.setattr(_batches, "_gather", counted)
+    assert labels(batches(make(39), 2, epochs=2, drop_remainder=False))[19:21] == [[38], [0, 1]]
+    assert asked == [(2, 8)] * 3 + [(1, 8)] + [(2, 8)] * 3 + [(1, 8)]
+    asked.clear()
+    list(batches(make(8, (1 << 20,)), 2, dtype=None))  # 2 MB
+    assert asked == [(2, 8)]
+    asked.clear()
+    list(batches(make(8, (1 << 20,)), 2))  # 8 MB in float32
+    assert asked == [(2, 2)] * 2
+    asked.clear()
+    list(batches(make(8, (1 << 20,)), 8))
+    assert asked == [(8, 1)]
+
+
+def on_devices(shape):
+    gc.collect()
+    return len([array for array in jax.live_arrays() if array.shape == shape])
+
+
+@pytest.mark.usefixtures("quick_collections")
+def test_the_copy_on_the_devices_is_made_once_and_goes_with_the_data_set():
+    dataset, shape = make(41, (7, 1)), (41, 7, 1)
+    for devices in (None, jax.devices()[:2]):
+        before = on_devices(shape)
+        for _ in range(3):
+            list(batches(dataset, 4, devices=devices))
+            assert on_devices(shape) == before + 1
+    for count in (3, 4):
+        list(batches(dataset, 12, devices=jax.devices()[:count]))
+    assert on_devices(shape) == 2  # the two placements used last
+    del dataset
+    assert on_devices(shape) == 0
+
+
+def test_residence_is_decided_by_the_memory_that_is_free(monkeypatch):
+    dataset, free = make(40), []
+    monkeypatch.setattr(_device_copies, "free_bytes", lambda device: free[-1])
+    kinds = {}
+    for room in (None, 10**9, 100):
+        free.append(room)
+        found = batches(dataset, 8, devices=jax.devices()[:2])
+        kinds[room] = found.__name__
+    assert kinds == {None: "_resident", 10**9: "_resident", 100: "_streamed"}
+    list(batches(dataset, 8, devices=jax.devices()[:2], resident=True))
+    assert batches(dataset, 8, devices=jax.devices()[:2]).__name__ == "_resident"  # it is there already
+
+
+def test_free_memory_is_what_the_device_says():
+    class Device:
+        platform = "gpu"
+
+        def __init__(self, stats):
+            self.memory_stats = lambda: stats
+
+    assert _device_copies.free_bytes(Device({"bytes_limit": 100, "bytes_in_use": 30})) == 70
+    assert _device_copies.free_bytes(Device(None)) is None
+    assert _device_copies.free_bytes(jax.devices()[0]) > 0
+
+
+@pytest.mark.parametrize(
+    ("size", "batch_size", "options", "message"),
+    [
+        (40, 6, {"devices": 4}, "batch_size 6 cannot be shared evenly by 4 devices; use 4 or 8"),
+        (40, 2, {"devices": 4}, "batch_size 2 cannot be shared evenly by 4 devices; use 4,"),
+        (42, 8, {"devices": 4, "drop_remainder": False}, "last batch would have 2 examples"),
+        (5, 8, {}, "a data set of 5 examples has no batch of 8"),
+        (0, 8, {"drop_remainder": False}, "a data set of 0 examples has no batch"),
+        (40, 0, {}, "must be positive"),
+        (40, 8, {"devices": 0}, "must be positive"),
+        (40, 8, {"start": -1}, "cannot be negative; got start=-1"),
+        (40, 8, {"epochs": -1}, "cannot be negative"),
+    ],
+)
+def test_what_cannot_be_is_said_before_the_first_batch(size, batch_size, options, message):
+    if "devices" in options:
+        options = {**options, "devices": jax.devices()[: options["devices"]]}
+    with pytest.raises(ValueError, match=message):
+        batches(make(size), batch_size, **options)
+
+
+def test_a_seed_is_no_key():
+    with pytest.raises(TypeError, match=r"rng must be a random key, such as jax.random.key\(0\); got int"):
+        batches(make(), 8, rng=0)
+
+
+def test_dataset_checks_and_prints():
+    assert repr(make(5)) == "Dataset(5 images uint8 (3, 2, 1), labels int32, source='arrays')"
+    assert make(5).labels.dtype == np.int32
+    assert Dataset(np.zeros((2, 3)), [0.5, 1.5]).labels.dtype == np.float64
+    assert len(Dataset(jnp.zeros((2, 3)), jnp.zeros(2, jnp.int8))) == 2
+    with pytest.raises(ValueError, match=r"one label an image: images \(3, 2\), labels \(2,\)"):
+        Dataset(np.zeros((3, 2)), np.zeros(2))
+    with pytest.raises(ValueError, match="labels are stored as int32; these run from 0 to 4294967296"):
+        Dataset(np.zeros((2, 2)), np.array([0, 2**32]))
+
+
+@pytest.mark.parametrize("module", [data, _batches])
+def test_examples_in_the_docstrings(module):
+    assert doctest.testmod(module).failed == 0

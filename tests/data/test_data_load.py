@@ -1,0 +1,432 @@
+"""Loading: each source, what is refused, and what is left on the disk. All on the real files."""
+
+import contextlib
+import gzip
+import http.server
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpar import data
+from jaxpar.data import _decoded_cache, _idx, _load, _tfds
+
+needs_files = pytest.mark.skipif(
+    bool(_idx.missing(_load.DEBIAN_DIR)), reason="Debian's package dataset-fashion-mnist is not installed"
+)
+pytestmark = pytest.mark.data
+
+SETTINGS = ("JAXPAR_DATA_DIR", "TFDS_DATA_DIR")
+SHARD = "fashion_mnist-test.array_record-00000-of-00001"
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch):
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """A proxy that takes connections and never answers: the slowest way to have no network."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{server.getsockname()[1]}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        yield
+
+
+@pytest.fixture
+def no_debian(monkeypatch, tmp_path):
+    monkeypatch.setattr(data, "DEBIAN_DIR", tmp_path / "no-such-package")
+
+
+LOAD = "import sys, jaxpar; print(len(jaxpar.data.load('fashion_mnist', 'test[:10]', data_dir=sys.argv[1])))"
+
+
+def start_loading(folder):
+    environment = {k: v for k, v in os.environ.items() if k not in SETTINGS} | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", LOAD, str(folder)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_writing(folder, process, already=()):
+    """Until a folder that is not among `already` is being written; returns all that are unfinished then."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if {path.parent for path in folder.glob("fashion_mnist/incomplete.*/*")} - set(already):
+            break
+        time.sleep(0.02)
+    return set(folder.glob("fashion_mnist/incomplete.*"))
+
+
+@pytest.fixture(scope="module")
+def race(tmp_path_factory):
+    """A data_dir into which a process wrote and was killed, and then two at once wrote all, this one and another.
+
+    Writing it takes ten seconds, so that the tests of what was written read the same one.
+    """
+    folder = tmp_path_factory.mktemp("tfds")
+    killed = start_loading(folder)
+    left = wait_for_writing(folder, killed)
+    killed.kill()
+    killed.communicate()
+    prepared = (folder / "fashion_mnist" / "3.0.1").exists()
+    other = start_loading(folder)
+    try:
+        beside = wait_for_writing(folder, other, left) - left
+        train = data.load("fashion_mnist", "train", data_dir=folder, source="debian", verbose=False)
+        out, err = other.communicate(timeout=120)
+    finally:
+        other.kill()
+        other.communicate()
+    return types.SimpleNamespace(
+        folder=folder, left=left, prepared=prepared, beside=beside, train=train, other=(other.returncode, out), err=err
+    )
+
+
+@pytest.fixture
+def written(race):
+    """The data_dir that Debian's files were written into, and the training set that came of it."""
+    return race.folder, race.train
+
+
+@pytest.fixture
+def copy(written, tmp_path):
+    """A copy of that data_dir, to be damaged; and the folder of the data set in it."""
+    shutil.copytree(written[0], tmp_path / "copy")
+    return tmp_path / "copy", tmp_path / "copy" / "fashion_mnist" / "3.0.1"
+
+
+@pytest.fixture
+def idx_files(tmp_path):
+    folder = tmp_path / "idx"
+    shutil.copytree(_load.DEBIAN_DIR, folder)
+    return folder
+
+
+def in_file_order(images, labels):
+    """TFDS stores the examples in an order of its own; this one depends on the examples alone."""
+    order = np.lexsort((*images.reshape(len(images), -1).T[300:500:8], labels, images.sum((1, 2, 3), np.int64)))
+    return images[order], labels[order]
+
+
+@needs_files
+def test_it_is_fashion_mnist(written):
+    train = written[1]
+    assert train.images.shape == (60000, 28, 28, 1)
+    assert train.images.dtype == np.uint8
+    assert train.labels.dtype == np.int32
+    assert np.bincount(train.labels).tolist() == [6000] * 10
+    assert (train.source, train.name, train.split) == ("debian", "fashion_mnist", "train")
+    images = _idx.read(_load.DEBIAN_DIR / "train-images-idx3-ubyte.gz")[..., None]
+    labels = _idx.read(_load.DEBIAN_DIR / "train-labels-idx1-ubyte.gz")
+    for mine, original in zip(in_file_order(train.images, train.labels), in_file_order(images, labels), strict=True):
+        np.testing.assert_array_equal(mine, original)
+
+
+@needs_files
+def test_plain_tfds_reads_what_was_written(written, race):
+    import tensorflow_datasets as tfds
+
+    folder, train = written
+    source = tfds.data_source("fashion_mnist", split="train", download=False, data_dir=folder)
+    assert len(source) == 60000
+    for index in (0, 1, 59999):
+        np.testing.assert_array_equal(source[index]["image"], train.images[index])
+        assert source[index]["label"] == train.labels[index]
+    info = json.loads((folder / "fashion_mnist" / "3.0.1" / "dataset_info.json").read_text())
+    assert info["name"] == "fashion_mnist"
+    assert info["moduleName"] == "tensorflow_datasets.image_classification.mnist"
+    assert int(info["downloadSize"]) == 30878645  # of the official files, as TFDS lists them
+    assert os.listdir(folder) == ["fashion_mnist"]
+    unfinished = [path.name for path in race.left]  # of the process that was killed
+    assert sorted(os.listdir(folder / "fashion_mnist")) == ["3.0.1", *unfinished]
+    names = tfds.builder("fashion_mnist", data_dir=folder).info.features["label"].names
+    assert tuple(names) == data.FASHION_MNIST_CLASSES
+
+
+def test_checksums_are_the_ones_tfds_lists():
+    infos = _tfds._builder_class("fashion_mnist").url_infos.values()
+    assert {info.filename: info.checksum for info in infos} == {n: o.sha256 for n, o in _idx.OFFICIAL.items()}
+
+
+@needs_files
+def test_a_prepared_set_comes_first_and_the_line_says_so(written, capsys, offline, no_debian):
+    test = data.load("fashion_mnist", "test", data_dir=written[0])
+    assert test.source == "prepared"
+    assert repr(test).startswith("Dataset(fashion_mnist test: 10000 images uint8 (28, 28, 1)")
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert streams.err == f"jaxpar: fashion_mnist test, 10000 images, source: prepared ({written[0]})\n"
+    part = data.load(split="test[:100]", data_dir=str(written[0]), source="prepared", verbose=False)
+    np.testing.assert_array_equal(part.images, test.images[:100])
+    assert capsys.readouterr().err == ""
+
+
+@needs_files
+def test_files_come_before_debian_and_an_empty_folder_is_passed_over(written, idx_files, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JAXPAR_DATA_DIR", str(idx_files))
+    assert _load._find("fashion_mnist", tmp_path / "new", "auto") == ("files", idx_files)
+    monkeypatch.setenv("JAXPAR_DATA_DIR", str(tmp_path / "nothing"))
+    assert _load._find("fashion_mnist", tmp_path / "new", "auto") == ("debian", _load.DEBIAN_DIR)
+    assert _load._find("mnist", tmp_path / "new", "auto") == ("download", None)
+    monkeypatch.setenv("JAXPAR_DATA_DIR", str(idx_files))
+    again = data.load(split="test[:10]", source="files", data_dir=written[0])
+    assert again.source == "files"
+    assert str(idx_files) in capsys.readouterr().err
+
+
+@needs_files
+def test_the_default_folder_is_the_one_tfds_has(written, monkeypatch):
+    assert _tfds.default_data_dir() == Path.home() / "tensorflow_datasets"
+    monkeypatch.setenv("TFDS_DATA_DIR", str(written[0]))
+    assert data.load(split="test[:10]", verbose=False).source == "prepared"
+
+
+@needs_files
+def test_the_official_files_have_the_official_checksum(idx_files):
+    name = "t10k-labels-idx1-ubyte.gz"
+    official = _idx.official_bytes(idx_files / name)
+    assert official != (idx_files / name).read_bytes()
+    (idx_files / name).write_bytes(official)
+    assert _idx.official_bytes(idx_files / name) == official
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def recompress(path):
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes())[:-1]))
+
+
+@needs_files
+@pytest.mark.parametrize("damage", [truncate, flip, recompress, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("name", ["t10k-labels-idx1-ubyte.gz", "train-images-idx3-ubyte.gz"])
+def test_a_damaged_file_is_refused_by_name(name, damage, idx_files, tmp_path, monkeypatch):
+    if damage is recompress and "images" in name:
+        name = "train-labels-idx1-ubyte.gz"  # quick to compress
+    damage(idx_files / name)
+    monkeypatch.setenv("JAXPAR_DATA_DIR", str(idx_files))
+    with pytest.raises(ValueError, match=f"{name} is not the official.*{_idx.OFFICIAL[name].sha256}.*got [0-9a-f]"):
+        data.load(data_dir=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@needs_files
+def test_a_missing_file_is_named(idx_files, tmp_path, monkeypatch, no_debian):
+    (idx_files / "t10k-labels-idx1-ubyte.gz").unlink()
+    monkeypatch.setenv("JAXPAR_DATA_DIR", str(idx_files))
+    for source in ("auto", "files"):
+        with pytest.raises(FileNotFoundError, match=r"idx lacks t10k-labels-idx1-ubyte.gz\. .*apt-get install"):
+            data.load(data_dir=tmp_path / "new", source=source)
+
+
+def test_a_source_that_is_not_there_is_an_error(tmp_path, monkeypatch, no_debian):
+    with pytest.raises(FileNotFoundError, match=r"JAXPAR_DATA_DIR is not set.*apt-get install dataset-fashion"):
+        data.load(data_dir=tmp_path, source="files")
+    with pytest.raises(FileNotFoundError, match="no-such-package lacks train-images"):
+        data.load(data_dir=tmp_path, source="debian")
+    with pytest.raises(FileNotFoundError, match="holds no 'fashion_mnist' prepared"):
+        data.load(data_dir=tmp_path, source="prepared")
+    with pytest.raises(ValueError, match=r"source must be one of auto, prepared, .* got 'web'"):
+        data.load(data_dir=tmp_path, source="web")
+    with pytest.raises(ValueError, match="source='debian' is for 'fashion_mnist' only; got name 'mnist'"):
+        data.load("mnist", data_dir=tmp_path, source="debian")
+    with pytest.raises(ValueError, match="knows no data set 'fashion_nist'"):
+        data.load("fashion_nist", data_dir=tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def cut_to(size):
+    return lambda folder: os.truncate(folder / SHARD, size)
+
+
+@needs_files
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut_to(0),
+        cut_to(65536),
+        cut_to(3_000_000),
+        cut_to(6_225_920),
+        lambda folder: flip(folder / SHARD),
+        lambda folder: (folder / SHARD).unlink(),
+        lambda folder: (folder / "dataset_info.json").write_text('{"name": "fash'),
+        lambda folder: (folder / "dataset_info.json").unlink(),
+    ],
+    ids=["empty", "64 KB", "half", "last block", "flipped", "no shard", "half info", "no info"],
+)
+def test_a_damaged_prepared_set_is_refused_by_name(damage, copy):
+    damage(copy[1])
+    with pytest.raises(ValueError, match=r"prepared data set in .*copy/fashion_mnist.* is damaged .*Delete that"):
+        data.load(split="test", data_dir=copy[0])
+
+
+FRESH = """
+import sys
+import numpy as np
+import jaxpar
+found = jaxpar.data.load("fashion_mnist", "train", data_dir=sys.argv[1], verbose=False)
+np.savez(sys.argv[2], images=found.images, labels=found.labels)
+print("tensorflow_datasets" in sys.modules, found)
+"""
+
+
+@needs_files
+def test_what_was_decoded_once_is_not_decoded_again(written, tmp_path):
+    command = [sys.executable, "-c", FRESH, str(written[0]), str(tmp_path / "found.npz")]
+    done = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+    assert done.stdout.startswith("False Dataset(fashion_mnist train: 60000 images uint8"), done.stderr
+    assert "source='prepared'" in done.stdout
+    with np.load(tmp_path / "found.npz") as found:
+        np.testing.assert_array_equal(found["images"], written[1].images)
+        np.testing.assert_array_equal(found["labels"], written[1].labels)
+        assert found["labels"].dtype == np.int32
+
+
+@needs_files
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: os.utime(folder / SHARD),
+        lambda folder: (folder / "another-file").write_text(""),
+        lambda folder: flip(folder / "jaxpar-test.npz"),
+        lambda folder: (folder / "jaxpar-test.npz").write_bytes(b""),
+        lambda folder: (folder / "jaxpar-test.npz").unlink(),
+    ],
+    ids=["a shard's time", "a new file", "flipped", "empty", "none"],
+)
+def test_a_copy_that_is_damaged_or_older_does_not_count_and_is_made_anew(change, copy, monkeypatch):
+    def load():
+        return data.load(split="test", data_dir=copy[0], verbose=False)
+
+    expected, decoded, decode = load(), [], _tfds._decoded
+    monkeypatch.setattr(_tfds, "_decoded", lambda *args: decoded.append(args) or decode(*args))
+    load()
+    assert not decoded
+    change(copy[1])
+    for _ in range(2):
+        found = load()
+        np.testing.assert_array_equal(found.images, expected.images)
+        np.testing.assert_array_equal(found.labels, expected.labels)
+    assert len(decoded) == 1
+    assert not list(copy[1].glob("*.unfinished"))
+
+
+@needs_files
+def test_parts_and_large_splits_are_not_kept_and_a_full_disk_is_no_error(copy, monkeypatch):
+    for path in copy[1].glob("jaxpar-*"):
+        path.unlink()
+    assert len(data.load(split="test[:10]", data_dir=copy[0])) == 10
+
+    def full(*args, **arrays):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(np, "savez", full)
+        assert len(data.load(split="test", data_dir=copy[0])) == 10000
+    monkeypatch.setattr(_decoded_cache, "_MOST_BYTES", 1000)
+    assert len(data.load(split="test", data_dir=copy[0])) == 10000
+    assert not list(copy[1].glob("jaxpar-*"))
+
+
+@needs_files
+def test_an_unknown_split_and_a_format_for_tensorflow_are_said(copy):
+    with pytest.raises(ValueError, match=r"no split 'valid'; it has \['test', 'train'\]"):
+        data.load(split="valid", data_dir=copy[0])
+    info = copy[1] / "dataset_info.json"
+    info.write_text(info.read_text().replace('"array_record"', '"tfrecord"'))
+    for shard in copy[1].glob("*.array_record-*"):
+        shard.rename(str(shard).replace("array_record", "tfrecord"))
+    with pytest.raises(ValueError, match="cannot be read without TensorFlow; give another data_dir"):
+        data.load(split="test", data_dir=copy[0])
+
+
+def test_without_a_network_it_fails_soon_and_says_what_to_do(offline, no_debian, tmp_path):
+    start = time.monotonic()
+    with pytest.raises(ConnectionError, match=r"cannot download http.*apt-get install dataset-fashion-mnist"):
+        data.load(data_dir=tmp_path / "new")
+    assert time.monotonic() - start < 10
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_download_of_another_name_is_probed_too(offline, tmp_path, monkeypatch):
+    monkeypatch.setattr(_tfds.check_reachable, "__defaults__", (0.3,))
+    with pytest.raises(ConnectionError, match=r"cvdf-datasets/mnist/.* Without a network: give as data_dir"):
+        data.load("mnist", data_dir=tmp_path / "new")
+
+
+@pytest.fixture
+def web(monkeypatch, idx_files):
+    """A proxy that answers every request with the official file of that name, made from `idx_files`."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            path = idx_files / self.path.rsplit("/", 1)[1]
+            content = _idx.official_bytes(path) if path.name not in damaged else path.read_bytes()
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the probe reads no body
+                self.wfile.write(content)
+
+        def log_message(self, *args):
+            pass
+
+    damaged = set()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        yield damaged
+        server.shutdown()
+
+
+@needs_files
+def test_the_download_keeps_the_official_checksums(web, no_debian, tmp_path, written):
+    web.add("t10k-labels-idx1-ubyte.gz")
+    with pytest.raises(Exception, match=r"t10k-labels-idx1-ubyte.gz, downloaded to .* has wrong checksum"):
+        data.load(split="test", data_dir=tmp_path / "new", verbose=False)
+    assert not (tmp_path / "new" / "fashion_mnist" / "3.0.1").exists()
+    web.clear()
+    test = data.load(split="test", data_dir=tmp_path / "new", verbose=False)
+    assert test.source == "download"
+    expected = data.load(split="test", data_dir=written[0], verbose=False)
+    np.testing.assert_array_equal(test.images, expected.images)
+    np.testing.assert_array_equal(test.labels, expected.labels)
+
+
+def test_a_refusing_host_is_no_network_either():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(ConnectionError, match=f"127.0.0.1:{port}/x: the host cannot be reached"):
+        _tfds.check_reachable(f"http://127.0.0.1:{port}/x", 2.0)
+
+
+@needs_files
+def test_a_killed_process_and_two_at_once_leave_a_sound_data_set(race):
+    assert len(race.left) == 1, "the process was killed before or after it wrote"
+    assert not race.prepared
+    assert len(race.beside) == 1, "the other process was not writing when this one began"
+    assert race.other == (0, "10\n"), race.err
+    assert "source: debian" in race.err
+    assert len(race.train) == 60000
+    assert len(data.load(split="test", data_dir=race.folder, source="prepared", verbose=False)) == 10000

@@ -1,0 +1,119 @@
+"""Which values travel together, and the way into a bucket and out of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jaxpar._devices import buckets, collectives
+from jaxpar._devices.buckets import BucketLimits
+
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+avals = st.lists(st.tuples(shapes, st.sampled_from([np.dtype("float32"), np.dtype("int8")])), max_size=12)
+limits = st.builds(BucketLimits, st.integers(0, 200), st.integers(0, 100))
+
+
+def nbytes(aval):
+    return int(np.prod(aval[0], dtype=int)) * aval[1].itemsize
+
+
+@settings(max_examples=100, deadline=None)
+@given(avals, limits)
+def test_a_plan_keeps_its_limits(avals, limits):
+    groups = buckets.plan(tuple(avals), limits)
+    assert sorted(i for g in groups for i in g) == list(range(len(avals)))
+    for group in groups:
+        assert len({avals[i][1] for i in group}) == 1
+        assert list(group) == sorted(group)
+        if len(group) > 1:
+            assert sum(nbytes(avals[i]) for i in group) <= limits.bucket_bytes
+            assert all(nbytes(avals[i]) < limits.alone_bytes for i in group)
+
+
+@settings(max_examples=20, deadline=None)
+@given(avals, limits)
+def test_out_of_a_bucket_comes_what_went_in(avals, limits):
+    values = [np.arange(np.prod(s, dtype=int)).reshape(s).astype(d) for s, d in avals]
+    groups = buckets.plan_of(values, limits)
+    packed = buckets.pack([jnp.asarray(v) for v in values], groups)
+    assert len(packed) == len(groups)
+    out = buckets.unpack(packed, [v.shape for v in values], groups)
+    for value, got in zip(values, out, strict=True):
+        assert got.dtype == value.dtype
+        np.testing.assert_array_equal(got, value)
+
+
+def test_defaults_and_edges():
+    assert buckets.plan(()) == ()
+    many = (((256,), np.dtype("float32")),) * 256
+    assert len(buckets.plan(many)) == 1  # 256 KB
+    large = (((1024, 1024), np.dtype("float32")),) * 8
+    assert buckets.plan(large) == tuple((i,) for i in range(8))
+    assert buckets.plan(many[:3], BucketLimits(2048, 10**9)) == ((0, 1), (2,))
+    assert buckets.plan(many[:2], BucketLimits(10**9, 1024)) == ((0,), (1,))
+
+
+@pytest.mark.parametrize("name", ["bucket_bytes", "alone_bytes"])
+@pytest.mark.parametrize("value", [-1, float("nan")])
+def test_limits_are_sizes(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be a number of bytes of 0 or more"):
+        BucketLimits(**{name: value})
+
+
+VALUES = [(3, 5), (), (0, 2), (17,)]
+
+
+@pytest.mark.parametrize("shards", [1, 3, 8])
+@pytest.mark.parametrize("shape", VALUES, ids=str)
+def test_rows_of_a_value(shape, shards):
+    value = jnp.arange(float(np.prod(shape))).reshape(shape)
+    rows = collectives.to_rows(value, shards)
+    assert rows.shape == (shards, collectives.chunk_size(value.size, shards))
+    np.testing.assert_array_equal(collectives.from_rows(rows, shape), value)
+
+
+@pytest.mark.parametrize("limits", [BucketLimits(), BucketLimits(0, 0)], ids=["buckets", "alone"])
+def test_collectives_against_numpy(limits):
+    count = 4
+    rng = np.random.default_rng(0)
+    given = [rng.integers(-9, 9, (count, *s)).astype(np.float32) for s in VALUES]
+
+    def body(*values):
+        mine = collectives.reduce_scatter(values, "i", limits)
+        own = [collectives.own_chunk(v, "i") for v in collectives.allreduce(values, "i", limits)]
+        return (
+            collectives.allreduce(values, "i", limits),
+            collectives.gather_sum(values, "i", limits),
+            collectives.all_gather(mine, VALUES, "i", limits),
+            [m - o for m, o in zip(mine, own, strict=True)],
+        )
+
+    *sums, differences = jax.pmap(body, "i", devices=jax.devices()[:count])(*given)
+    for result in sums:
+        for got, value in zip(result, given, strict=True):
+            np.testing.assert_array_equal(got, np.broadcast_to(value.sum(0), value.shape))
+    assert not any(np.asarray(d).any() for d in differences)
+
+
+def test_gathered_sums_are_taken_in_the_order_of_the_devices():
+    values = np.float32([1e8, 1.0, -1e8, 1.0])
+    total = jax.pmap(lambda v: collectives.gather_sum([v], "i", BucketLimits())[0], "i", devices=jax.devices()[:4])(
+        values
+    )
+    want = np.float32(0)
+    for v in values:
+        want = np.float32(want + v)
+    assert total.tolist() == [want] * 4
+
+
+@pytest.mark.parametrize("count", [1, 16, 17, 100])
+def test_a_sum_in_order_adds_from_left_to_right(count):
+    terms = np.random.default_rng(0).normal(size=(count, 3)).astype(np.float32)
+    expected = terms[0]
+    for term in terms[1:]:
+        expected = expected + term
+    total = jax.jit(lambda x: collectives.sum_in_order(lambda i: x[i], count))(jnp.asarray(terms))
+    np.testing.assert_array_equal(total, expected)
+    slope = jax.grad(lambda x: collectives.sum_in_order(lambda i: x[i], count).sum())(jnp.asarray(terms))
+    np.testing.assert_array_equal(slope, np.ones_like(terms))

@@ -1,0 +1,170 @@
+"""Several processes on this machine, over Gloo: the same training as in one, and back after all were killed.
+
+Each topology, processes × devices, is one run of process_run.py, which asserts what the processes must agree on.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar import compression, kv
+from jaxpar._devices import buckets, processes as _processes
+from jaxpar.kv import _eager_processes
+
+SCRIPT = Path(__file__).parents[1] / "process_run.py"
+LIMIT = 300  # seconds; a run takes about ten on an idle machine
+
+
+class Run:
+    """Processes that were started together; killed together on leaving."""
+
+    def __init__(self, folder, processes, devices, *phases):
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
+        # Nothing here is long enough for optimised code to pay; of two flags the last one counts.
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+        env |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+        env |= {"XLA_FLAGS": flags, "PYTHONFAULTHANDLER": "1"}
+        self.outputs = [folder / f"output{i}" for i in range(processes)]
+        self.processes = []
+        for i, output in enumerate(self.outputs):
+            command = [sys.executable, SCRIPT, address, str(processes), str(i), folder, *phases]
+            with open(output, "w") as file:
+                started = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
+            self.processes.append(started)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def wait(self, until=lambda: False):
+        """Until all have ended well, or something else has happened; fails when one fails or time is over."""
+        end = time.monotonic() + LIMIT
+        while not until():
+            codes = [process.poll() for process in self.processes]
+            if all(code == 0 for code in codes):
+                return
+            if any(codes) or time.monotonic() > end:
+                shown = [f"--- process {i}: {codes[i]}\n{o.read_text()[-1500:]}" for i, o in enumerate(self.outputs)]
+                pytest.fail("\n".join(shown))
+            time.sleep(0.05)
+
+    def saved(self, name):
+        with np.load(self.folder / name) as found:
+            return dict(found)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """What each topology found. 2 × 2 is then killed in the midst of a run, which each of them resumes."""
+    folder = tmp_path_factory.mktemp("processes")
+    first = Run(folder / "first", 2, 2, "store", "failures", "undisturbed", "training", "killed")
+    saved = first.folder / "run" / "step_00000002"
+    with first:
+        first.wait(until=saved.exists)
+    assert [process.returncode for process in first.processes] == [-9, -9]
+    found = {"2x2": first}
+    for name, *what in (
+        ("4x1", 4, 1, "store", "training", "resumed"),
+        ("1x4", 1, 4, "store", "training", "resumed"),
+        ("2x2 again", 2, 2, "resumed"),
+    ):
+        (folder / name).mkdir()
+        shutil.copytree(first.folder / "run", folder / name / "run")
+        with Run(folder / name, *what) as found[name]:
+            found[name].wait()
+    return found
+
+
+@pytest.mark.parametrize("topology", ["2x2", "4x1"])
+def test_each_topology_trains_the_same_parameters(runs, topology):
+    expected, got = runs["1x4"].saved("training.npz"), runs[topology].saved("training.npz")
+    assert got.keys() == expected.keys()
+    assert sum("lenet" in name for name in got) > 10
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+def test_all_killed_and_resumed_bit_for_bit(runs):
+    expected, got = runs["2x2"].saved("undisturbed.npz"), runs["2x2 again"].saved("resumed.npz")
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].tobytes() == value.tobytes(), name
+
+
+@pytest.mark.parametrize("topology", ["4x1", "1x4"])
+def test_all_killed_and_resumed_on_another_topology(runs, topology):
+    expected, got = runs["2x2"].saved("undisturbed.npz"), runs[topology].saved("resumed.npz")
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+def test_the_first_process_speaks_and_writes_for_all(runs):
+    first, second = (output.read_text() for output in runs["2x2"].outputs)
+    assert "epoch 2/2" in first
+    assert "epoch" not in second
+    lines = (runs["2x2"].folder / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    assert "jaxpar: resumed from step 2" in runs["2x2 again"].outputs[0].read_text()
+    assert "resumed from" not in runs["2x2 again"].outputs[1].read_text()
+    assert "jaxpar.json cannot be read" in first
+    assert "jaxpar.json cannot be read" not in second
+
+
+# What crosses between processes; the program is the same over the devices of one.
+
+
+def program_text(shapes, compressor=None):
+    devices, limits = tuple(jax.devices()[:4]), buckets.BucketLimits()
+    dtypes = (jnp.dtype("float32"),) * len(shapes)
+    groups = buckets.plan(tuple(zip(shapes, dtypes, strict=True)), limits)
+    if compressor is not None:
+        groups = tuple((i,) for i in range(len(shapes)))
+    run = _eager_processes._program(devices, compressor, limits, tuple(range(len(shapes))), shapes, dtypes, groups)
+    sizes = [sum(int(np.prod(shapes[i])) for i in g) for g in groups]
+    packed = [jax.ShapeDtypeStruct((4 * size,), jnp.float32) for size in sizes]
+    residuals = {}
+    if compressor is not None:
+        store = kv.init(kv.create("device"), list(range(len(shapes))), [jnp.zeros(s) for s in shapes])
+        store = kv.place(kv.set_gradient_compression(store, {"type": "2bit"}), devices)
+        residuals = store.residuals
+    return run.lower(packed, residuals).as_text()
+
+
+def test_small_keys_cross_in_one_bucket_and_large_ones_alone():
+    assert program_text(((8,),) * 20).count("all_reduce") == 1
+    assert program_text(((8,), (100_000,), (8,))).count("all_reduce") == 2
+
+
+def test_what_crosses_is_compressed():
+    text = program_text(((64, 64),), compression.make({"type": "2bit", "threshold": 0.5}))
+    assert "all_reduce" not in text
+    crossing = [line for line in text.splitlines() if "all_gather" in line]
+    assert crossing
+    assert all("f32" not in line for line in crossing)
+
+
+def test_one_process_asks_nobody():
+    assert _processes.exchange("a word") == ["a word"]
+    assert _processes.ask_first(lambda: {"step": 3}) == {"step": 3}
+    assert _processes.from_first({"w": 1}) == {"w": 1}
+    assert (_processes.all_true(True), _processes.all_true(False)) == (True, False)
+    with pytest.raises(OSError, match="no room"), _processes.raise_together():
+        raise OSError("no room")

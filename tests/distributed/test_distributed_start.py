@@ -1,0 +1,561 @@
+"""`distributed.initialize`: what it finds, how it fails, and what the survivors do when a process is lost."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import types
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxpar import data, distributed, kv, train
+from jaxpar._heartbeat import connection, messages
+from jaxpar._heartbeat.client import HeartbeatClient
+from jaxpar._heartbeat.server import HubThread
+from jaxpar.distributed import _environment, _initialize, _rendezvous
+
+LIMIT = 60
+SLURM = {
+    "SLURM_JOB_ID": "5000",
+    "SLURM_STEP_NODELIST": "node[007-009,11],other",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+}
+BY_HAND = {"JAXPAR_COORDINATOR": "a:1", "JAXPAR_NUM_PROCESSES": "2", "JAXPAR_PROCESS_ID": "1"}
+
+
+def found(env, *given):
+    result = _environment.find(*(given or (None, None, None)), env)
+    assert isinstance(result, _environment.Cluster)
+    return result.coordinator, result.num_processes, result.process_id, result.local_devices
+
+
+# What the environment says
+
+
+def test_nothing_tells_of_several_processes():
+    assert _environment.find(None, None, None, {"HOME": "/root"}) is None
+    assert _environment.find(None, None, None, {"KUBERNETES_SERVICE_HOST": "1.2.3.4"}) is None  # a notebook in a pod
+    assert _environment.find(None, None, None, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}) is None  # not within srun
+
+
+def test_settings_by_hand():
+    assert found(BY_HAND) == ("a:1", 2, 1, None)
+    assert found({}, "host:12", 3, 0) == ("host:12", 3, 0, None)
+    assert found({"JAX_COORDINATOR_ADDRESS": "b:2"}, None, 3, 0) == ("b:2", 3, 0, None)
+    assert found({**BY_HAND, **SLURM}) == ("a:1", 2, 1, None)
+
+
+def test_slurm():
+    port = 65535 - 4096 + 1 + 5000 % 4096  # as jax chooses it
+    assert found(SLURM) == (f"node007:{port}", 8, 3, (1,))
+    assert found({**SLURM, "SLURM_STEP_NODELIST": "solo"})[0] == f"solo:{port}"
+    assert found({**SLURM, "SLURM_STEP_NODELIST": "a-1,b"})[0] == f"a-1:{port}"
+    assert found({**SLURM, "JAX_COORDINATOR_PORT": "99"})[0] == "node007:99"
+    assert found({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x8)"})[3] is None  # all GPUs of its host
+    assert found({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x4)"})[3] == (1,)
+    assert found({**SLURM, "CUDA_VISIBLE_DEVICES": "0"})[3] is None  # SLURM has shared them out already
+    assert found({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})[1:3] == (1, 0)  # salloc's own step
+    assert found(SLURM, "elsewhere:1", None, None)[:3] == ("elsewhere:1", 8, 3)
+
+
+@pytest.mark.parametrize(("variable", "value"), [(k, v) for k, v in SLURM.items() if k == "SLURM_STEP_NODELIST"])
+def test_slurm_as_jax_reads_it(variable, value, monkeypatch):
+    clusters = pytest.importorskip("jax._src.clusters")  # private: for this comparison alone
+    for name, text in {**SLURM, variable: value}.items():
+        monkeypatch.setenv(name, text)
+    jaxs = clusters.SlurmCluster
+    theirs = jaxs.get_coordinator_address(None, None), jaxs.get_process_count(), jaxs.get_process_id()
+    assert found({**SLURM, variable: value})[:3] == theirs
+
+
+def test_open_mpi():
+    port = 65535 - 4096 + 1 + (1531576320 // 4096) % 4096
+    assert found(OPEN_MPI) == (f"10.96.0.1:{port}", 4, 2, (0,))
+    newer = {k: v for k, v in OPEN_MPI.items() if "MCA" not in k}
+    assert found({**newer, "JAX_COORDINATOR_ADDRESS": "first:7"})[:3] == ("first:7", 4, 2)
+    assert found({**newer, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})[0].startswith("127.0.0.1:")
+    with pytest.raises(ValueError, match="give it: mpirun -x JAX_COORDINATOR_ADDRESS=<first host>:<port>"):
+        found(newer)
+    assert found({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})[3] is None
+
+
+def test_open_mpi_as_jax_reads_it(monkeypatch):
+    clusters = pytest.importorskip("jax._src.clusters")
+    for name, text in OPEN_MPI.items():
+        monkeypatch.setenv(name, text)
+    assert found(OPEN_MPI)[0] == clusters.OmpiCluster.get_coordinator_address(None, None)
+
+
+def test_kubernetes():
+    job = {"KUBERNETES_SERVICE_HOST": "1.2.3.4", "JOB_COMPLETION_INDEX": "1"}
+    assert _environment.find(None, None, None, job) == "Kubernetes"  # jax asks the API server
+    assert found({**job, "JAXPAR_COORDINATOR": "job-0.net:5", "JAXPAR_NUM_PROCESSES": "2"}) == (
+        "job-0.net:5",
+        2,
+        1,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("env", "given", "text"),
+    [
+        ({}, ("a:1", 2, None), "belong together, got {'coordinator': 'a:1', 'num_processes': 2} from the arguments"),
+        ({}, ("a:1", 2, None), "missing: process_id"),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1"}, (None,) * 3, "from JAX_COORDINATOR_ADDRESS; missing: num_processes, pro"),
+        ({"JAXPAR_NUM_PROCESSES": "2"}, (None,) * 3, "from JAXPAR_.; missing: coordinator, process_id"),
+        ({**BY_HAND, "JAXPAR_PROCESS_ID": "x"}, (None,) * 3, "JAXPAR_PROCESS_ID must be an int, got 'x'"),
+        ({**BY_HAND, "JAXPAR_PROCESS_ID": "2"}, (None,) * 3, "process_id must be an int from 0 to 1, got 2"),
+        ({}, ("a:1", 0, 0), "num_processes must be an int of 1 or more, got 0"),
+        ({}, ("a:1", True, 0), "num_processes must be an int of 1 or more, got True"),
+        ({}, ("a", 2, 0), "the coordinator must be 'host:port', got 'a'"),
+        (
+            {**BY_HAND, "JAXPAR_HUB": "b:2"},
+            (None, 4, None),
+            "num_processes=4, but `jaxpar launch` started this process",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit(env, given, text):
+    with pytest.raises(ValueError, match=text):
+        _environment.find(*given, env)
+
+
+def test_one_process_is_started_by_nothing(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("JAXPAR", "SLURM", "OMPI", "JOB_", "JAX_COORDINATOR")):
+            monkeypatch.delenv(name)
+    jax.devices()
+    distributed.initialize()
+    distributed.initialize()
+    assert not jax.distributed.is_initialized()
+    assert distributed.known_processes() == 1
+    distributed.set_resume_hint("nobody listens")
+    _initialize.hear_of_losses()
+
+
+def test_jax_runs_already():
+    jax.devices()
+    with pytest.raises(RuntimeError, match="JAX runs already and cannot become one of several processes now"):
+        distributed.initialize("127.0.0.1:1", 2, 0)
+    with pytest.raises(ValueError, match="heartbeat_timeout 2 seconds or more, got 60 and 1"):
+        distributed.initialize("127.0.0.1:1", 2, 0, heartbeat_timeout=1)
+
+
+# What is for all processes, in one that has not joined them. JAX was used before, so it cannot join now.
+
+UNJOINED = {
+    "process 1 of 2 (jaxpar launch)": {**BY_HAND, "JAXPAR_HUB": "a:2"},
+    "process 1 of 2 (JAXPAR_*)": BY_HAND,
+    "process 3 of 8 (SLURM)": SLURM,
+    "process 2 of 4 (Open MPI)": OPEN_MPI,
+    "one of several (Kubernetes)": {"KUBERNETES_SERVICE_HOST": "1.2.3.4", "JOB_COMPLETION_INDEX": "1"},
+}
+DIST = ("dist_sync", "dist_device_sync", "dist_async")
+
+
+def one_step(kind="device"):
+    """A training of one step: its loss."""
+    store = kv.from_params({"w": np.zeros(())}, kind=kind, optimizer=optax.sgd(0.1))
+    step = train.make_train_step(lambda params, batch, rng: ((params["w"] - batch["label"]).sum(), {}))
+    lines = data.Dataset(np.zeros((8, 1), np.float32), np.ones(8, np.float32))
+    state = train.create_state(store, 0)
+    return train.fit(state, step, lines, epochs=1, batch_size=8, progress=False)[1][0]["loss"]
+
+
+@pytest.fixture
+def surround(monkeypatch):
+    jax.devices()
+
+    def surround(variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return surround
+
+
+@pytest.mark.parametrize("name", UNJOINED)
+def test_a_dist_store_is_never_one_of_many(name, surround):
+    surround(UNJOINED[name])
+    unjoined = re.escape(f"this is {name} and has not joined the others")
+    for kind in DIST:
+        for make in (
+            lambda kind=kind: kv.create(kind),
+            lambda kind=kind: kv.create(kind, devices=jax.devices()),
+            lambda kind=kind: kv.from_params({"w": np.ones(2)}, kind=kind),
+            lambda kind=kind: jax.jit(lambda x: kv.init(kv.create(kind), 0, x))(np.ones(2)),
+        ):
+            with pytest.raises(RuntimeError, match=f"kv.create: kind '{kind}': {unjoined}.*JAX was used before.*Call"):
+                make()
+    for function in (kv.rank, kv.num_workers, kv.barrier):
+        with pytest.raises(RuntimeError, match=f"kv.{function.__name__}: {unjoined}, so .* Call jp.distributed.init"):
+            function()
+    assert kv.create("device", devices=jax.devices()).kind == "device"
+    with pytest.raises(ValueError, match="one or more different devices"):  # said before anything is joined
+        kv.create("dist_sync", devices=[])
+
+
+@pytest.mark.parametrize("name", UNJOINED)
+def test_training_apart_is_refused_where_the_processes_belong_together(name, surround):
+    step = train.make_train_step(lambda params, batch, rng: (params["w"].sum(), {}))
+    state = train.create_state(kv.from_params({"w": np.ones(2)}, optimizer=optax.sgd(0.1)), 0)
+    surround(UNJOINED[name])
+    if "JAXPAR_COORDINATOR" not in UNJOINED[name]:  # these may be runs of their own
+        assert one_step("sharded") == -1.0
+        return
+    for caller, function in {
+        "train.create_state": lambda: train.create_state(state.store, 0),
+        "fit": lambda: train.fit(state, step, [], epochs=1, batch_size=8),
+        "kv.create: kind 'sharded'": lambda: kv.create("sharded"),
+    }.items():
+        with pytest.raises(
+            RuntimeError, match=re.escape(f"{caller}: this is {name} and has not joined the others, so")
+        ):
+            function()
+
+
+def test_one_of_one_and_one_that_has_joined_go_on(surround, monkeypatch):
+    surround({**BY_HAND, "JAXPAR_HUB": "a:2", "JAXPAR_NUM_PROCESSES": "1", "JAXPAR_PROCESS_ID": "0"})
+    assert (kv.create("dist_sync").kind, kv.rank(), kv.num_workers()) == ("dist_sync", 0, 1)
+    assert one_step("dist_sync") == one_step("sharded") == -1.0
+    surround(BY_HAND)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)  # by the user's own call
+    assert [kv.create(kind).kind for kind in DIST * 2] == [*DIST * 2]
+
+
+def test_a_start_that_failed_is_not_taken_for_one_process(surround, monkeypatch):
+    monkeypatch.setattr(distributed, "_failed", False)
+
+    def fail(*args, **options):
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(jax.distributed, "initialize", fail)
+    with pytest.raises(RuntimeError, match="no room"):
+        _initialize._start_jax(_environment.Cluster("127.0.0.1:1", 2, 1, "test"), False, {})
+    for function in (distributed.initialize, kv.rank, lambda: kv.create("dist_sync")):
+        with pytest.raises(RuntimeError, match="an earlier call failed in this process; start all processes again"):
+            function()
+
+
+# Meeting, without JAX: a hub and monitors in threads
+
+
+def free_port():
+    """One whose successors are free too, as far as one can know."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return port if port < 65000 else port - 1000
+
+
+def meet(*settings, seconds=5.0, job="job"):
+    """Each (process_id, num_processes) in a thread of its own: a Monitor or the error."""
+    port, results = free_port(), {}
+
+    def run(i, rank, size):
+        cluster = _environment.Cluster(f"127.0.0.1:{port}", size, rank, "test", job=job)
+        try:
+            results[i] = _rendezvous.join(cluster, 5.0, seconds)
+        except RuntimeError as error:
+            results[i] = str(error)
+
+    threads = [threading.Thread(target=run, args=(i, *numbers)) for i, numbers in enumerate(settings)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    for result in results.values():
+        if isinstance(result, HeartbeatClient):
+            result.stop()
+    return [results[i] for i in range(len(settings))]
+
+
+def test_all_meet():
+    monitors = meet((0, 3), (1, 3), (2, 3))
+    assert [monitor.rank for monitor in monitors] == [0, 1, 2]
+
+
+def test_other_numbers_are_told_to_all():
+    for error in meet((0, 2), (1, 3), seconds=1.0):
+        assert "process 1 was started as one of 3, this run has 2 processes" in error
+
+
+def test_a_number_that_stands_twice_is_told_to_all():
+    for error in meet((0, 3), (1, 3), (1, 3), seconds=1.0):
+        assert "two processes say that they are process 1; each needs a number of its own" in error
+
+
+def test_those_who_do_not_come_are_named():
+    began = time.monotonic()
+    for error in meet((0, 4), (2, 4), seconds=0.8):
+        assert "processes 1, 3 of 4 did not come within 0.8 seconds" in error
+    assert time.monotonic() - began < 5
+
+
+def test_a_coordinator_that_is_not_there():
+    began = time.monotonic()
+    (error,) = meet((1, 2), seconds=0.5)
+    assert re.search(r"process 0 is not there: no answer from the coordinator 127.0.0.1:\d+ .* within 0.5 sec", error)
+    assert error.endswith("(this is process 1 of 2)")
+    assert time.monotonic() - began < 5
+
+
+def test_a_stranger_does_not_disturb():
+    listener = socket.create_server(("127.0.0.1", 0))
+    hub = HubThread(listener, job="a", size=1, silence=5, joining=5)
+    hub.start()
+    monitor = HeartbeatClient(0, 1, job="b", silence=5, launched=False, hub=None)
+    began = time.monotonic()
+    with pytest.raises(ConnectionError, match=r"absent within 0\.3 seconds"):
+        monitor.join_run([listener.getsockname()], 0.3, "absent")  # the hub of another run
+    assert time.monotonic() - began < 3
+    assert hub.hub.lost is None
+
+
+def test_the_port_of_the_coordinator_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(RuntimeError, match=f"coordinator {address} cannot be used .*: Address already in use"):
+            _rendezvous.reserve_port(address)
+    with _rendezvous.reserve_port(address), pytest.raises(RuntimeError, match="another run may have it"):
+        _rendezvous.reserve_port(address)  # a second process 0
+    _rendezvous.reserve_port(address).close()
+
+
+def test_messages_that_are_none():
+    here, there = socket.socketpair()
+    line = connection.JsonConnection(here, messages.FROM_HUB)
+    there.sendall(b'{"beat": 1}\n{"closing"')
+    assert line.receive() == [{"beat": 1}]
+    there.sendall(b": 1}\n")
+    assert line.receive() == [{"closing": 1}]
+    assert not line.closed
+    there.sendall(b'{"beat": 1}\nGET / HTTP/1.1\n{"beat": 1}\n')
+    assert line.receive() == [{"beat": 1}]
+    assert line.closed
+    assert line.fault == "a message is a line of JSON"
+    line.close()
+    there.close()
+
+
+def test_time_in_which_this_process_stood_still_does_not_count(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(connection, "time", types.SimpleNamespace(monotonic=lambda: now))
+    clock = connection.AwakeClock()
+    now = 101.5
+    assert clock.tick() == 1.5
+    now = 131.5  # stopped for half a minute
+    assert clock.tick() == 1.5
+    now = 132.0
+    assert clock.tick() == 2.0
+
+
+# Real runs, without the launcher (as under SLURM) unless said
+
+
+PROGRAM = """
+    import os, signal, sys, time
+    import jaxpar as jp
+    {start}
+    import jax
+    from jax.experimental import multihost_utils
+    rank = jax.process_index()
+    multihost_utils.sync_global_devices("all are there")
+    jp.distributed.set_resume_hint("runs/step_7")
+    {then}
+    for i in range(10**6):
+        multihost_utils.sync_global_devices(f"step {{i}}")
+"""
+
+
+def start(tmp_path, size, then, heartbeat=10.0, begin=None, env=None):
+    begin = begin or f"jp.distributed.initialize(sys.argv[1], {size}, int(sys.argv[2]), heartbeat_timeout={heartbeat})"
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM.format(start=begin, then="\n    ".join(then.split("\n")))))
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "SLURM", "OMPI"))}
+    address = f"127.0.0.1:{free_port()}"
+    return [
+        subprocess.Popen(
+            [sys.executable, str(program), address, str(rank)],
+            env={**clean, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", **(env(rank) if env else {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+def ended(processes, but=()):
+    """The (status, standard error) of each, without Gloo's remarks; those in `but` are killed after the others."""
+    results = {}
+    try:
+        for rank in sorted(range(len(processes)), key=lambda rank: rank in but):
+            if rank in but:
+                processes[rank].kill()
+            _, err = processes[rank].communicate(timeout=LIMIT)
+            results[rank] = processes[rank].returncode, [x for x in err.splitlines() if not x.startswith("[Gloo]")]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return [results[rank] for rank in range(len(processes))]
+
+
+def last_line(rank, size, lost, why):
+    return [
+        f"jaxpar: process {lost} (host {socket.gethostname()}) was lost: {why}. "
+        f"Process {rank} of {size} ends with status 75; resume from runs/step_7"
+    ]
+
+
+def test_a_killed_coordinator_is_noticed_by_every_survivor(tmp_path):
+    first, *others = ended(start(tmp_path, 3, "if rank == 0: os.kill(os.getpid(), signal.SIGKILL)"))
+    assert first[0] == -signal.SIGKILL
+    for rank, (status, lines) in enumerate(others, 1):
+        assert status == distributed.LOST == 75
+        assert lines == last_line(rank, 3, 0, "its connection closed without a word (killed?)")
+
+
+def test_a_frozen_process_is_noticed(tmp_path):
+    frozen = 'if rank == 0: print("now", flush=True); os.kill(os.getpid(), signal.SIGSTOP)'
+    processes = start(tmp_path, 2, frozen, heartbeat=4.0)
+    for line in processes[0].stdout:
+        if "now" in line:
+            break
+    began = time.monotonic()
+    _, (status, lines) = ended(processes, but=[0])
+    assert time.monotonic() - began < 10
+    assert status == 75
+    assert lines == last_line(1, 2, 0, "no sign of life for 4 seconds: it is frozen, or its host is gone")
+
+
+def test_a_process_that_holds_the_lock_for_seconds_or_ends_early_is_no_loss(tmp_path):
+    then = """if rank == 1:
+    import ctypes
+    ctypes.PyDLL(None).sleep(3)  # PyDLL keeps the interpreter lock: no thread of this process runs
+else: time.sleep(4.5)
+sys.exit()"""
+    assert ended(start(tmp_path, 2, then, heartbeat=6.0)) == [(0, [])] * 2
+
+
+def test_a_failing_process_where_only_jax_finds_the_settings(tmp_path):
+    """The monitor then learns everything from jax: tried by letting jax read SLURM's variables.
+
+    A store made while jax traces joins the processes here.
+    """
+    find = "jp.distributed._cluster.find = lambda *_: 'SLURM'"
+    begin = f"import jax; {find}; jax.eval_shape(lambda: jp.kv.create('dist_sync').values)"
+    port = str(free_port())
+
+    def env(rank):
+        slurm = {**SLURM, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank)}
+        return {**slurm, "JAX_COORDINATOR_PORT": port}
+
+    # Left to itself, process 1 would wait in jax's shutdown for process 0, which waits in its collective.
+    first, second = ended(start(tmp_path, 2, "if rank == 1: raise ValueError('no\\nmore')", begin=begin, env=env))
+    assert first == (75, last_line(0, 2, 1, "ValueError: no more"))
+    assert second[0] == 1
+    assert "ValueError: no" in second[1]
+
+
+def test_a_dist_store_joins_the_tasks_of_slurm(tmp_path):
+    begin = "store = jp.kv.create('dist_sync'); store = jp.kv.create('dist_sync')"
+    port = str(free_port())
+
+    def env(rank):
+        slurm = {**SLURM, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank)}
+        return {**slurm, "JAX_COORDINATOR_PORT": port}
+
+    then = """import numpy as np
+store = jp.kv.push(jp.kv.init(store, 3, np.zeros(2)), 3, np.full(2, 1.0 + rank))
+assert (jp.kv.num_workers(), jp.kv.pull(store, 3).tolist()) == (2, [3.0, 3.0])
+sys.exit()"""
+    assert ended(start(tmp_path, 2, then, begin=begin, env=env)) == [(0, [])] * 2
+
+
+def launched(program, *options):
+    return subprocess.run(
+        [sys.executable, "-m", "jaxpar", "launch", *options, "--", "python", str(program)],
+        env={k: v for k, v in os.environ.items() if not k.startswith(("JAX", "SLURM", "OMPI"))},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def test_a_dist_store_joins_the_processes_of_the_launcher(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent("""
+            import numpy as np
+            from jaxpar import kv
+            try:
+                kv.rank()
+            except RuntimeError as error:  # nor did this start JAX
+                print(error)
+            store = kv.from_params({"w": np.zeros(2, np.float32)}, kind="dist_async", staleness=0)
+            store = kv.push(store, 0, np.full(2, 1.0 + kv.rank(), np.float32))
+            kv.barrier()
+            print(kv.rank(), "of", kv.num_workers(), kv.pull(store, 0).tolist(), kv.create("dist_sync"))
+        """)
+    )
+    done = launched(program, "-n", "2", "--devices", "1")
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    said = "kv.rank: this is process {} of 2 (jaxpar launch) and has not joined the others, so JAX would say 0 in each"
+    store = "KVStore(kind='dist_sync', updater=assign, empty)"
+    for rank in range(2):
+        assert f"[{rank}] {rank} of 2 [3.0, 3.0] {store}" in lines
+        assert any(line.startswith(f"[{rank}] {said.format(rank)}") for line in lines)
+
+
+def test_the_launcher_starts_jax_again_after_a_loss(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent("""
+            import os, signal, time
+            import jaxpar as jp
+            jp.distributed.initialize()
+            jp.distributed.initialize()
+            assert jp.distributed.known_processes() == int(os.environ["JAXPAR_NUM_PROCESSES"])
+            import jax, jax.numpy as jnp
+            rank = jax.process_index()
+            values = jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")(jnp.ones(jax.local_device_count()))
+            sums = os.path.join(os.path.dirname(__file__), "sums")
+            with open(sums, "a") as file:
+                file.write(f"{rank} of {jax.process_count()}: {values[0]}\\n")
+            jp.distributed.set_resume_hint("runs/step_9")
+            if rank == 1 and os.environ["JAXPAR_RESTART"] == "0":
+                while len(open(sums).readlines()) < 2:
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+            jax.block_until_ready(jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")(values))
+        """)
+    )
+    done = launched(program, "-n", "2", "--devices", "2", "--max-restarts", "1", "--min-processes", "1")
+    assert done.returncode == 0, done.stderr
+    sums = (tmp_path / "sums").read_text().splitlines()
+    assert sorted(sums) == ["0 of 1: 2.0", "0 of 2: 4.0", "1 of 2: 4.0"]
+    lines = [line for line in done.stderr.splitlines() if "Gloo" not in line]
+    assert re.fullmatch(r"jaxpar launch: process 1 \(pid \d+\) failed: killed by SIGKILL; ending the others", lines[0])
+    assert lines[1].startswith("[0] jaxpar: process 1 (host ")
+    assert lines[2] == "jaxpar launch: restart 1 of 1 with 1 process, from runs/step_9"
+    assert len(lines) == 3

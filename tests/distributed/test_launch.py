@@ -1,0 +1,449 @@
+"""`python -m jaxpar launch`, with programs that do not use JAX, so that a start takes no time."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from jaxpar._launch.launcher.command import gpus_of, share_gpus
+
+LIMIT = 30  # seconds; every test here is over in a few
+
+
+def command(*options):
+    return [sys.executable, "-m", "jaxpar", "launch", *options]
+
+
+def environment(**more):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "CUDA", "SLURM", "OMPI"))}
+    return {**clean, "JAX_PLATFORMS": "cpu", **more}
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Writes a program; `rank`, `size`, `start` and `here` are there."""
+
+    def write(source):
+        path = tmp_path / "program.py"
+        head = """
+            import os, pathlib, signal, subprocess, sys, time
+            rank, size = int(os.environ["JAXPAR_PROCESS_ID"]), int(os.environ["JAXPAR_NUM_PROCESSES"])
+            start, here = int(os.environ["JAXPAR_RESTART"]), pathlib.Path(__file__).parent
+        """
+        path.write_text(textwrap.dedent(head) + textwrap.dedent(source))
+        return ["--", "python", str(path)]
+
+    return write
+
+
+def launch(*arguments, **env):
+    return subprocess.run(
+        command(*arguments), env=environment(**env), capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+
+
+class Running:
+    """A launcher in the background, ended with its children whatever a test does."""
+
+    def __init__(self, *arguments):
+        self.process = subprocess.Popen(
+            command(*arguments), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self):
+        return self
+
+    def lines(self, number):
+        return sorted(self.process.stdout.readline().rstrip() for _ in range(number))
+
+    def end(self):
+        return self.process.communicate(timeout=LIMIT)
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        try:
+            self.process.communicate(timeout=LIMIT)
+        finally:
+            self.process.kill()
+
+
+def alive(pid):
+    """Whether it runs; one that ended and was not reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_lines_carry_the_rank_and_stay_whole(program):
+    source = """
+        for i in range(200):
+            print("x" * 500, i)
+        print("to the error", sys.argv[1:], file=sys.stderr)
+        print("no end", end="")
+    """
+    done = launch("-n", "3", *program(source), "a b", "-n", "--x")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert sorted(done.stderr.splitlines()) == [f"[{r}] to the error ['a b', '-n', '--x']" for r in range(3)]
+    for rank in range(3):
+        own = [line for line in lines if line.startswith(f"[{rank}] ")]
+        assert own == [f"[{rank}] {'x' * 500} {i}" for i in range(200)] + [f"[{rank}] no end"]
+    assert len(lines) == 3 * 201
+
+
+def test_a_line_is_there_as_soon_as_it_is_printed(program):
+    with Running("-n", "2", *program("print('ready'); time.sleep(60)")) as running:
+        assert running.lines(2) == ["[0] ready", "[1] ready"]
+
+
+def test_what_the_processes_are_told(program):
+    names = "JAXPAR_COORDINATOR JAXPAR_HUB JAXPAR_NUM_PROCESSES JAX_NUM_CPU_DEVICES JAX_PLATFORMS COLOUR EMPTY"
+    source = f"print([os.environ.get(name) for name in {names.split()}])"
+    done = launch("-n", "2", "--devices", "3", "--env", "COLOUR=a=b", "--env", "EMPTY=", *program(source))
+    first, second = (eval(line.partition(" ")[2]) for line in sorted(done.stdout.splitlines()))
+    assert first == second
+    assert first[2:] == ["2", "3", "cpu", "a=b", ""]
+    assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in first[:2])
+    assert first[0] != first[1]
+
+
+def test_the_port_of_the_coordinator(program):
+    done = launch("-n", "1", "--coordinator-port", "45678", *program("print(os.environ['JAXPAR_COORDINATOR'])"))
+    assert done.stdout == "[0] 127.0.0.1:45678\n"
+
+
+@pytest.mark.parametrize(
+    ("last_words", "status", "why"),
+    [("sys.exit(7)", 7, "status 7"), ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL")],
+)
+def test_the_first_failure_ends_all_with_its_status(program, last_words, status, why):
+    source = f"""
+        def leave(*_):
+            (here / f"left{{rank}}").touch()
+            sys.exit(9)
+        signal.signal(signal.SIGTERM, leave)
+        (here / f"ready{{rank}}").touch()
+        while len(list(here.glob("ready*"))) < size:
+            time.sleep(0.01)
+        if rank == 1:
+            {last_words}
+        time.sleep(60)
+    """
+    arguments = program(source)
+    began = time.monotonic()
+    done = launch("-n", "3", *arguments)
+    assert done.returncode == status
+    assert time.monotonic() - began < 10
+    assert re.fullmatch(rf"jaxpar launch: process 1 \(pid \d+\) failed: {why}; ending the others\n", done.stderr)
+    here = Path(arguments[-1]).parent
+    assert sorted(p.name for p in here.glob("left*")) == ["left0", "left2"]  # they had SIGTERM, not SIGKILL
+
+
+def test_one_that_ignores_sigterm_and_what_it_started_are_killed_after_the_grace_period(program):
+    source = """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if rank == 0:
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            (here / "pids").write_text(f"{os.getpid()} {child.pid}")
+            time.sleep(60)
+        while not (here / "pids").exists() or not (here / "pids").read_text():
+            time.sleep(0.01)
+        sys.exit(3)
+    """
+    arguments = program(source)
+    began = time.monotonic()
+    done = launch("-n", "2", "--grace", "0.5", *arguments)
+    assert done.returncode == 3
+    assert 0.5 < time.monotonic() - began < 10
+    pids = (Path(arguments[-1]).parent / "pids").read_text().split()
+    assert len(pids) == 2
+    until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_ctrl_c_reaches_every_process(program):
+    source = """
+        try:
+            print("ready")
+            time.sleep(60)
+        except KeyboardInterrupt:
+            print("saved")
+    """
+    with Running("-n", "2", "--max-restarts", "3", *program(source)) as running:
+        running.lines(2)
+        running.process.send_signal(signal.SIGINT)
+        out, err = running.end()
+    assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"]
+    assert err == ""
+    assert running.process.returncode == 130
+
+
+def test_a_second_ctrl_c_does_not_wait(program):
+    source = "signal.signal(signal.SIGINT, lambda *_: print('no')); print('ready')\nwhile True: time.sleep(1)"
+    with Running("-n", "2", *program(source)) as running:
+        running.lines(2)
+        running.process.send_signal(signal.SIGINT)
+        assert running.lines(2) == ["[0] no", "[1] no"]
+        began = time.monotonic()
+        running.process.send_signal(signal.SIGINT)
+        running.end()
+    assert time.monotonic() - began < 5
+    assert running.process.returncode == 130
+
+
+def test_sigterm_leaves_time_to_save(program):
+    source = """
+        def save(*_):
+            time.sleep(0.5)
+            print("saved")
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        print("ready")
+        time.sleep(60)
+    """
+    with Running("-n", "2", "--max-restarts", "3", *program(source)) as running:
+        running.lines(2)
+        running.process.send_signal(signal.SIGTERM)
+        out, err = running.end()
+    assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"]
+    assert err == ""
+    assert running.process.returncode == 143
+
+
+def test_sigterm_kills_after_the_grace_period(program):
+    source = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid()); time.sleep(60)"
+    with Running("-n", "2", "--grace", "0.3", *program(source)) as running:
+        pids = [line.split()[1] for line in running.lines(2)]
+        running.process.send_signal(signal.SIGTERM)
+        running.end()
+    assert running.process.returncode == 143
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_stopped_and_continued(program):
+    source = "print(os.getpid())\nfor i in range(3): time.sleep(0.2)\nprint('done')"
+    with Running("-n", "1", *program(source)) as running:
+        (pid,) = [line.split()[1] for line in running.lines(1)]
+        running.process.send_signal(signal.SIGTSTP)  # Ctrl-Z
+        until(lambda: Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
+        running.process.send_signal(signal.SIGCONT)
+        out, _ = running.end()
+    assert out == "[0] done\n"
+    assert running.process.returncode == 0
+
+
+def test_a_reader_that_hangs_up_ends_the_run(program):
+    source = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: print('x' * 1000)"
+    with Running("-n", "1", "--grace", "0.2", *program(source)) as running:
+        running.process.stdout.readline()
+        running.process.stdout.close()
+        assert running.process.wait(LIMIT) == 128 + signal.SIGPIPE
+
+
+COUNTING = """
+    state = here / f"state{rank}"
+    done = int(state.read_text()) if state.exists() else 0
+    print(f"from {done}, {size} processes, start {start}, port {os.environ['JAXPAR_COORDINATOR'].split(':')[1]}")
+    for done in range(done, 10):
+        (here / f"new{rank}").write_text(str(done + 1))
+        (here / f"new{rank}").replace(state)
+        if rank == 1 and done + 1 in (3, 6) and size > 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    if size > 1 and start < 2:
+        time.sleep(60)
+"""
+
+
+def test_restarts_go_on_from_what_was_saved(program):
+    done = launch("-n", "2", "--max-restarts", "2", *program(COUNTING))
+    assert done.returncode == 0, done.stderr
+    starts = [line for line in done.stdout.splitlines() if line.startswith("[1]")]
+    assert [line.partition(", port")[0] for line in starts] == [
+        "[1] from 0, 2 processes, start 0",
+        "[1] from 3, 2 processes, start 1",
+        "[1] from 6, 2 processes, start 2",
+    ]
+    assert len({line.split()[-1] for line in starts}) == 3  # a port of its own each time
+    lines = done.stderr.splitlines()
+    assert lines[1::2] == [f"jaxpar launch: restart {k} of 2 with 2 processes" for k in (1, 2)]
+    assert all("process 1 (pid" in line and "killed by SIGKILL" in line for line in lines[0::2])
+
+
+def test_no_restart_is_left(program):
+    done = launch("-n", "2", "--max-restarts", "1", *program(COUNTING))
+    assert done.returncode == 137
+    assert done.stderr.count("restart") == 1
+
+
+def test_a_restart_with_fewer_processes(program):
+    done = launch("-n", "2", "--max-restarts", "2", "--min-processes", "1", *program(COUNTING))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[1:] == ["jaxpar launch: restart 1 of 2 with 1 process"]
+    assert re.search(r"\[0\] from \d+, 1 processes, start 1, port \d+$", done.stdout)
+
+
+def test_the_gpus_of_a_lost_process_are_left_out(program):
+    source = """
+        print(start, os.environ["CUDA_VISIBLE_DEVICES"])
+        if not start:
+            sys.exit(rank == 1)
+    """
+    arguments = ["-n", "3", "--max-restarts", "1", "--min-processes", "2", "--gpus-per-process", "2"]
+    done = launch(*arguments, *program(source), CUDA_VISIBLE_DEVICES="0,1,2,3,4,5")
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert set(lines) >= {"[1] 0 2,3", "[0] 1 0,1", "[1] 1 4,5"}
+
+
+MEMBER = """
+    from jaxpar import _cluster, _meeting, _monitor
+    found = _cluster.find(None, None, None)
+    monitor = _meeting.meet(found, 2.0, 10.0)
+    _monitor.watch_exit(monitor)
+    monitor.tell_hint("runs/step_5")
+    assert "jax" not in sys.modules
+"""
+
+
+def test_a_frozen_process_is_noticed(program):
+    source = (
+        MEMBER
+        + """
+    (here / f"pid{rank}").write_text(str(os.getpid()))
+    if rank == 1 and not start:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if not start:
+        time.sleep(60)
+    """
+    )
+    began = time.monotonic()
+    done = launch("-n", "3", "--heartbeat-timeout", "2", "--max-restarts", "1", *program(source))
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - began < 8
+    first, *survivors, last = done.stderr.splitlines()
+    assert "process 1 (pid" in first
+    assert "no sign of life for 2 seconds" in first
+    assert sorted(line.partition(" (host")[0] for line in survivors) == [
+        "[0] jaxpar: process 1",
+        "[2] jaxpar: process 1",
+    ]
+    assert all(re.search(r"ends with status 75; resume from runs/step_5$", line) for line in survivors)
+    assert last == "jaxpar launch: restart 1 of 1 with 3 processes, from runs/step_5"
+
+
+@pytest.mark.parametrize(
+    ("failing", "why"),
+    [("raise ValueError('three\\nlines')", "ValueError: three lines"), ("sys.exit(4)", "it ended with status 4")],
+)
+def test_survivors_say_what_failed(program, failing, why):
+    source = f"""{MEMBER}
+    if rank == 0:
+        {failing}
+    time.sleep(60)
+    """
+    done = launch("-n", "2", *program(source))
+    assert done.returncode == (4 if "exit" in failing else 1)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("[1] ")]
+    assert re.fullmatch(
+        rf"\[1\] jaxpar: process 0 \(host \S+\) was lost: {why}\. Process 1 of 2 ends with status 75; "
+        "resume from runs/step_5",
+        line,
+    )
+
+
+@pytest.mark.parametrize("saving", [1.5, 60])
+def test_when_one_is_interrupted_the_others_have_a_moment(program, saving):
+    source = f"""{MEMBER}
+    if rank == 1:
+        raise KeyboardInterrupt
+    time.sleep({saving})  # a checkpoint, or a collective that waits for process 1
+    sys.exit(130)
+    """
+    began = time.monotonic()
+    done = launch("-n", "2", *program(source))
+    assert done.returncode == 130
+    assert ("[0] jaxpar: process 1" in done.stderr) == (saving == 60)
+    assert time.monotonic() - began < 10
+
+
+def test_a_process_that_ends_in_order_is_no_loss(program):
+    source = (
+        MEMBER
+        + """
+    if rank == 0:
+        time.sleep(3)  # longer than the others would wait for a silent one
+    """
+    )
+    done = launch("-n", "3", "--heartbeat-timeout", "2", *program(source))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_children_end_when_the_launcher_is_killed(program):
+    source = (
+        MEMBER
+        + """
+    print(os.getpid())
+    time.sleep(60)
+    """
+    )
+    with Running("-n", "2", *program(source)) as running:
+        pids = [line.split()[1] for line in running.lines(2)]
+        running.process.kill()
+        until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_the_launcher_needs_no_jax(program):
+    arguments = ["launch", "-n", "1", *program("sys.exit(5)")]
+    code = f"import sys; from jaxpar.__main__ import main; print(main({arguments}), 'jax' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.stdout == "5 False\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["-n", "2"], "no command given; end the line with: -- python script.py"),
+        (["-n", "0", "--", "true"], "must be an int of 1 or more, got '0'"),
+        (["--", "true"], "required: -n/--processes"),
+        (["-n", "2", "--", "no-such-program"], "cannot find the command 'no-such-program'"),
+        (["-n", "2", "--min-processes", "3", "--", "true"], "--min-processes 3 is more than -n 2"),
+        (["-n", "2", "--env", "=x", "--", "true"], "must be NAME=VALUE, got '=x'"),
+        (["-n", "2", "--grace", "soon", "--", "true"], "must be a number of 0 or more, got 'soon'"),
+        (["-n", "2", "--coordinator-port", "70000", "--", "true"], "must be a port from 1 to 65535, got '70000'"),
+        (["-n", "2", "--devices", "1", "--gpus-per-process", "1", "--", "true"], "give one of them"),
+        (["-n", "2", "--gpus-per-process", "2", "--", "true"], "2 processes with 2 GPU each need 4, there are 3"),
+    ],
+)
+def test_bad_arguments(arguments, text, capsys, monkeypatch):
+    from jaxpar.__main__ import main
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    with pytest.raises(SystemExit) as stopped:
+        main(["launch", *arguments])
+    assert stopped.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_sharing_gpus():
+    assert share_gpus(["0", "1", "2", "3"], 2, None) == ["0,1", "2,3"]
+    assert share_gpus(["0", "1", "2", "3", "4"], 2, None) == ["0,1", "2,3"]
+    assert share_gpus(["GPU-a", "GPU-b"], 2, 1) == ["GPU-a", "GPU-b"]
+    with pytest.raises(ValueError, match="4 processes with 1 GPU each need 4, there are 2; start fewer processes"):
+        share_gpus(["0", "1"], 4, None)
+    assert gpus_of({"CUDA_VISIBLE_DEVICES": "2, 3"}, ["GPU 0", "GPU 1"]) == ["2", "3"]
+    assert gpus_of({"CUDA_VISIBLE_DEVICES": "-1"}, ["GPU 0"]) == []
+    assert gpus_of({}, ["GPU 0", "GPU 1"]) == ["0", "1"]

@@ -1,0 +1,178 @@
+"""Every Python block of the documentation runs as it stands, page by page, and every link leads somewhere.
+
+A page is one namespace, its ```python blocks run in their order, in an empty directory. Data sets are cut to their
+first 512 examples (a page says `epochs=5` and means it, but not here), and a page sees eight emulated devices. A
+block with `<!-- not run: why -->` in the line before it is not run; there may be few of those. What an ```output block
+holds is what the Python block before it printed.
+"""
+
+import dataclasses
+import gc
+import importlib.util
+import re
+import shutil
+import sys
+import types
+from pathlib import Path
+
+import jax
+import pytest
+
+import jaxpar
+from jaxpar import data
+from jaxpar.data import _idx, _load
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\S*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
+)
+NOT_RUN = re.compile(r"<!-- not run: (.+) -->\s*$")
+MOST_NOT_RUN = 4
+EXAMPLES = 512
+needs_data = pytest.mark.skipif(
+    bool(_idx.missing(_load.DEBIAN_DIR)), reason="Debian's package dataset-fashion-mnist is not installed"
+)
+
+
+@dataclasses.dataclass
+class Block:
+    page: Path
+    line: int
+    text: str
+    excuse: str | None
+    output: str | None = None
+
+
+def blocks(page):
+    source = page.read_text()
+    found = []
+    for fence in FENCE.finditer(source):
+        before = source[: fence.start()]
+        text = re.sub(f"^{fence['indent']}", "", fence["text"], flags=re.MULTILINE)
+        if fence["language"] == "python":
+            excuse = NOT_RUN.search(before.rstrip("\n").rpartition("\n")[2])
+            found.append(Block(page, before.count("\n") + 2, text, excuse and excuse[1]))
+        elif fence["language"] == "output":
+            found[-1].output = text
+    return found
+
+
+def name(page):
+    return str(page.relative_to(ROOT))
+
+
+def cut(load):
+    """`data.load` of the first examples of a split."""
+
+    def load_some(name="fashion_mnist", split="train", **options):
+        return load(name, split if "[" in split else f"{split}[:{EXAMPLES}]", **options)
+
+    return load_some
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[needs_data, pytest.mark.data] if "data.load(" in page.read_text() else [])
+        for page in PAGES
+        if any(not block.excuse for block in blocks(page))
+    ],
+    ids=name,
+)
+@pytest.mark.usefixtures("quick_collections")
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data, "load", cut(data.load))
+    module = types.ModuleType(f"page_{page.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with jax.numpy_rank_promotion("allow"):  # as readers have it
+        for block in blocks(page):
+            if not block.excuse:
+                # Lines are numbered as in the page, so that a traceback names the line to mend.
+                exec(compile("\n" * (block.line - 1) + block.text, name(page), "exec"), vars(module))
+                printed = capsys.readouterr().out
+                assert block.output in (None, printed), f"{name(page)}:{block.line}"
+    vars(module).clear()
+    gc.collect()
+
+
+def test_the_pages_have_code_that_runs():
+    counted = [block for page in PAGES for block in blocks(page)]
+    assert len([block for block in counted if not block.excuse]) > 20
+    excused = [f"{name(block.page)}:{block.line} {block.excuse}" for block in counted if block.excuse]
+    assert len(excused) <= MOST_NOT_RUN, excused
+
+
+def test_what_counts_as_a_block(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\na = 1\n```\n\n<!-- not run: too long -->\n```python\nb\n```\n"
+        "- list\n\n    ```python\n    c = 1\n    ```\n\n    ```output\n    1\n    ```\n\n```bash\nd\n```\n"
+    )
+    assert [(b.line, b.text, b.excuse, b.output) for b in blocks(page)] == [
+        (2, "a = 1\n", None, None),
+        (7, "b\n", "too long", None),
+        (12, "c = 1\n", None, "1\n"),
+    ]
+
+
+# What fits beside two columns of links in a window of 1280 pixels; docs/.ruff.toml has it too.
+WIDEST = 96
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=name)
+def test_code_fits_its_page(page):
+    printed = ("text", "output")  # the site folds those
+    fences = [fence for fence in FENCE.finditer(page.read_text()) if fence["language"] not in printed]
+    assert [line for fence in fences for line in fence["text"].splitlines() if len(line) > WIDEST] == []
+
+
+def anchors(page):
+    """The anchors of a page's headings, as both GitHub and MkDocs make them for plain words."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    text = FENCE.sub("", page.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{name(page)}: {target}"
+        assert not anchor or anchor in anchors(there), f"{name(page)}: {target}"
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's program dot is not installed")
+def test_the_pictures_are_what_their_script_draws(tmp_path):
+    spec = importlib.util.spec_from_file_location("make_pictures", ROOT / "docs" / "pictures" / "make.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.main(tmp_path)
+    kept = {path.name: texts(path) for path in (ROOT / "docs" / "pictures").glob("*.svg")}
+    assert {path.name: texts(path) for path in tmp_path.iterdir()} == kept, "run python docs/pictures/make.py"
+
+
+def texts(picture):
+    """The words in a picture; where they stand may differ between versions of Graphviz."""
+    return sorted(re.findall(r">([^<>\n]+)</text>", picture.read_text()))
+
+
+def test_every_page_is_in_the_navigation():
+    config = (ROOT / "mkdocs.yml").read_text()
+    listed = set(re.findall(r"(\S+\.md)\b", config.partition("\nnav:")[2]))
+    assert listed == {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
+
+
+def test_the_reference_has_every_public_name():
+    page = (ROOT / "docs" / "reference.md").read_text()
+    listed = dict(re.findall(r"^::: (jaxpar[\w.]*)\n(?:    options: \{members: \[(.*?)\]\})?", page, re.MULTILINE))
+    assert {f"jaxpar.{name}" for name in jaxpar._MODULES} - {"jaxpar.models"} <= listed.keys()
+    for module in ("kv", "train"):
+        names = {name for name in vars(importlib.import_module(f"jaxpar.{module}")) if not name.startswith("_")}
+        source = (ROOT / "jaxpar" / f"{module}.py").read_text()
+        public = {name for name in names if re.search(rf"\bas {name}\b|^def {name}\(", source, re.MULTILINE)}
+        assert public == set(listed[f"jaxpar.{module}"].split(", "))

@@ -1,0 +1,232 @@
+"""The house: rooms with doors, imports that go down, small modules, importing that costs nothing, examples that run."""
+
+import ast
+import doctest
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import jaxpar
+
+ROOT = Path(jaxpar.__file__).parent
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(ROOT.rglob("*.py"))
+    if path != ROOT / "__init__.py"
+}
+
+# A module may import its own room and any line above, whichever way the import is written.
+LAYERS = (
+    "_core",
+    "_devices _heartbeat",
+    "compression sparse updaters models viz data checkpoint distributed _launch",
+    "kv",
+    "parallel free_running train._step",
+    "train._fit",
+    "train",
+    "_cli",
+    "__main__",
+)
+PRIVATE = ("_core", "_devices", "_heartbeat", "_launch", "_cli")
+# The compiled step is a push taken apart.
+EXCEPTIONS = {("train._step", "kv._aggregate"), ("train._step", "kv._staleness"), ("train._step", "kv._update")}
+WITHOUT_JAX = ("_heartbeat", "_launch", "_core.text", "_core.files")
+# Rooms and modules that may touch the world.
+EDGE = [
+    "_core.files",
+    "_core.text",
+    "_heartbeat",
+    "_launch",
+    "_cli",
+    "__main__",
+    "data",
+    "checkpoint",
+    "distributed",
+    "viz._draw",
+    "train._fit",
+    "free_running",
+]
+WORLD = {"os", "sys", "socket", "threading", "signal", "time", "subprocess", "select", "io", "tempfile", "shutil"}
+
+
+def room(module):
+    parts = module.split(".")
+    return ".".join(parts[:2]) if module.startswith(("train._step", "train._fit")) else parts[0]
+
+
+def layer(module):
+    return next(i for i, rooms in enumerate(LAYERS) if room(module) in rooms.split())
+
+
+def is_door(module):
+    return FILES[module].name == "__init__.py" or "." not in module
+
+
+def imports(module):
+    """The modules of the package that a module imports, inside functions and under TYPE_CHECKING too."""
+    path = FILES[module]
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "jaxpar"):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            inner = (node.module or "") if node.level else (node.module or "").removeprefix("jaxpar").strip(".")
+            base = [*start, *filter(None, inner.split("."))]
+            for name in node.names:
+                full = ".".join([*base, name.name])
+                yield full if full in FILES else ".".join(base)
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_go_down_and_through_doors(module):
+    for other in imports(module):
+        assert other in FILES, f"{module} imports {other}, which is the package itself"
+        if room(other) == room(module) or (room(module), other) in EXCEPTIONS:
+            continue
+        assert layer(other) < layer(module), f"{module} imports {other}, which is not below it"
+        own = module == "train" and other.startswith("train._")
+        assert own or is_door(other) or room(other) in PRIVATE, f"{module} imports {other}, past the door of its room"
+
+
+def circles(graph):
+    """A chain of modules that ends where it begins, for each such chain found."""
+    done, under_way = set(), []
+
+    def visit(module):
+        if module in under_way:
+            yield [*under_way[under_way.index(module) :], module]
+        elif module not in done:
+            under_way.append(module)
+            for other in graph.get(module, ()):
+                yield from visit(other)
+            under_way.pop()
+            done.add(module)
+
+    for module in graph:
+        yield from visit(module)
+
+
+def test_no_import_goes_round():
+    """Doors are left out: what they import is what they show."""
+    graph = {m: sorted({o for o in imports(m) if o in FILES} - {m}) for m in FILES}
+    assert not list(circles(graph))
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_nothing_private_of_jax(module):
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        named = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        named += [n.name for n in node.names] if isinstance(node, ast.Import) else []
+        assert not any(name.startswith("jax._src") for name in named)
+
+
+def touches(module):
+    """The words of the world that a module uses: modules of I/O, `open`, `print`."""
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        if isinstance(node, ast.Import):
+            yield from ({n.name.split(".")[0] for n in node.names} & WORLD)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from ({(node.module or "").split(".")[0]} & WORLD)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("open", "print"):
+            yield node.func.id
+
+
+# What is not I/O all the same, or is the user's own wish.
+HARMLESS = {
+    "viz._summary": {"print", "sys"},  # print_summary prints
+    "viz._read.source": {"os", "sys"},  # where Python's own files are
+    "_core.figures": {"io", "os"},
+}
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if not any(f"{m}.".startswith(f"{e}.") for e in EDGE)])
+def test_the_core_is_pure(module):
+    assert set(touches(module)) <= HARMLESS.get(module, set())
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if any(f"{m}.".startswith(f"{w}.") for w in WITHOUT_JAX)])
+def test_rooms_without_jax(module):
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        assert not (isinstance(node, ast.Import) and any(n.name.split(".")[0] == "jax" for n in node.names))
+        assert not (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jax" and not node.level)
+
+
+def bodies(path):
+    """(lines of the body without its docstring, name) of each function."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            yield (body[-1].end_lineno - body[0].lineno + 1 if body else 0), node.name
+
+
+def test_everything_is_small():
+    assert not {m: n for m, p in FILES.items() if (n := len(p.read_text().splitlines())) > 300}
+    assert not [(m, name, n) for m, p in FILES.items() for n, name in bodies(p) if n > 40]
+    assert len([p for p in ROOT.iterdir() if p.name != "__pycache__"]) <= 20
+    for folder in [p for p in ROOT.rglob("*") if p.is_dir() and p.name != "__pycache__"]:
+        assert len(folder.relative_to(ROOT).parts) <= 2
+        assert len(list(folder.glob("*.py"))) <= 20, folder
+
+
+@pytest.mark.parametrize("module", [m for m, p in FILES.items() if p.name == "__init__.py"])
+def test_a_door_has_no_code(module):
+    for node in ast.parse(FILES[module].read_text()).body:
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        words = isinstance(node, ast.Assign) and [t.id for t in node.targets if isinstance(t, ast.Name)] == ["__all__"]
+        assert docstring or words or isinstance(node, ast.ImportFrom), f"{module}: line {node.lineno}"
+
+
+def python(program):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(program)], env=env, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_importing_starts_no_backend_and_loads_nothing_heavy():
+    python("""
+        import sys, jaxpar as jp
+        for name in ("kv", "updaters", "compression", "sparse", "parallel", "train", "models", "data", "viz",
+                     "checkpoint", "distributed"):
+            assert name in dir(jp) and getattr(jp, name).__name__ == "jaxpar." + name
+        heavy = ("optax", "tensorflow_datasets", "orbax", "graphviz", "matplotlib", "tqdm", "flax")
+        assert not [name for name in heavy if name in sys.modules], sorted(set(heavy) & set(sys.modules))
+        jp.parallel.use_cpu_devices(3)
+        import jax
+        assert len(jax.devices()) == 3
+    """)
+
+
+def test_the_package_alone_does_not_even_load_jax():
+    assert python("import sys, jaxpar; print('jax' in sys.modules, jaxpar.__version__)").startswith("False 0.")
+
+
+def test_the_launcher_does_not_load_jax():
+    assert python("""
+        import runpy, sys
+        sys.argv = ["jaxpar", "launch", "--help"]
+        try:
+            runpy.run_module("jaxpar", run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, end.code
+        print("jax" in sys.modules)
+    """).endswith("False\n")
+
+
+def test_an_unknown_name():
+    with pytest.raises(AttributeError, match="no attribute 'kvstore'"):
+        jaxpar.kvstore  # noqa: B018
+
+
+@pytest.mark.parametrize("module", [m for m, path in FILES.items() if ">>> " in path.read_text()])
+def test_examples_in_docstrings(module):
+    result = doctest.testmod(importlib.import_module(f"jaxpar.{module}"), optionflags=doctest.ELLIPSIS)
+    assert result.attempted
+    assert not result.failed

@@ -1,0 +1,136 @@
+"""LeNet's faster formulas on a CPU are LeNet: logits, gradients, training; elsewhere it is computed as written."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpar import kv, train
+from jaxpar._core.formula import as_written
+from jaxpar.models import lenet
+
+BATCH = 16
+
+
+def images(n=BATCH, seed=1):
+    return jax.random.uniform(jax.random.key(seed), (n, 28, 28, 1))
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Large enough that no layer is lost in rounding."""
+    params = jax.tree.map(lambda x: 5 * x, lenet.init(jax.random.key(0)))
+    return jax.tree.map(lambda x: x + 0.05 * (x.ndim == 1), params)
+
+
+def as_written_apply(params, images):
+    with as_written(True):
+        return lenet.apply(params, images)
+
+
+def loss(apply):
+    return lambda params, images: (apply(params, images) ** 2).sum()
+
+
+def close(given, wanted, rtol=3e-6):
+    for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True):
+        assert a.shape == b.shape
+        assert float(abs(a - b).max()) <= rtol * float(abs(b).max())
+
+
+def convolutions(fn, *args):
+    return jax.jit(fn).lower(*args).compile().as_text().count(" convolution(")
+
+
+@pytest.mark.parametrize("n", [8, 13, 100])
+def test_logits_of_any_batch(params, n):
+    close(lenet.apply(params, images(n)), as_written_apply(params, images(n)))
+
+
+def test_gradients(params):
+    inputs = params, images()
+    given = jax.jit(jax.grad(loss(lenet.apply), (0, 1)))(*inputs)
+    with jax.enable_x64(True):  # in float32, jax 0.10.0 sums a bias's gradient as written 4e-6 away from this
+        exact = jax.tree.map(lambda x: np.asarray(x, np.float64), inputs)
+        close(given, jax.jit(jax.grad(loss(as_written_apply), (0, 1)))(*exact))
+
+
+def test_on_a_cpu_no_convolution_is_left_and_no_condition(params):
+    text = jax.jit(jax.grad(loss(lenet.apply))).lower(params, images()).compile().as_text()
+    assert " convolution(" not in text
+    assert " conditional(" not in text
+    assert convolutions(as_written_apply, params, images()) == 2
+
+
+def test_other_platforms_get_xlas_convolutions(params):
+    for platform in ("cuda", "tpu"):
+        text = jax.jit(lenet.apply).trace(params, images()).lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("stablehlo.convolution") == 2
+
+
+@pytest.mark.parametrize("n", [1, 7])
+def test_small_batches_are_computed_as_written(params, n):
+    assert convolutions(lenet.apply, params, images(n)) == 2
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_other_dtypes_are_computed_as_written(params, dtype):
+    params, x = jax.tree.map(lambda x: x.astype(dtype), (params, images()))
+    logits = jax.jit(lenet.apply)(params, x)
+    assert logits.dtype == dtype
+    assert (logits == jax.jit(as_written_apply)(params, x)).all()
+
+
+def test_no_batch_at_all(params):
+    assert lenet.apply(params, images(0)).shape == (0, 10)
+
+
+def test_the_context_is_seen_by_a_function_that_was_compiled_before(params):
+    compiled = jax.jit(lenet.apply)
+    close(compiled(params, images()), compiled(params, images()))
+    with as_written(True):
+        assert "conv_general_dilated" in str(jax.make_jaxpr(compiled)(params, images()))
+    assert "cond[" in str(jax.make_jaxpr(compiled)(params, images(BATCH + 1)))
+
+
+def test_vmap_over_models(params):
+    several = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
+    wanted = jnp.stack([as_written_apply(jax.tree.map(lambda x, i=i: x[i], several), images()) for i in range(2)])
+    close(jax.vmap(lenet.apply, (0, None))(several, images()), wanted)
+
+
+def test_hessian_times_a_vector(params):
+    direction = jax.tree.map(jnp.cos, params)
+
+    def product(apply):
+        gradient = jax.grad(loss(apply))
+        return jax.jit(lambda p, x: jax.jvp(lambda p: gradient(p, x), (p,), (direction,))[1])(params, images())
+
+    close(product(lenet.apply), product(as_written_apply), rtol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["pmap", "shard_map"])
+def test_a_hundred_steps_have_the_loss_curve_of_the_plain_formulation(engine):
+    """From the recipe's weights, at its learning rate. From larger weights training is chaotic: pixels changed by
+    1e-7 change the plain formulation's own curve by more than the formulas do."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 10, 100 * BATCH, dtype=np.int32)
+    pixels = rng.random((10, 28, 28, 1), np.float32)[labels]
+
+    def curve(apply, **kwargs):
+        def loss_fn(params, batch, rng):
+            logits = apply(params, batch["image"])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), {}
+
+        store = kv.from_params(lenet.init(jax.random.key(0)), optimizer=optax.sgd(0.2))
+        state = train.create_state(store, 0, devices=jax.devices()[:2])
+        step = train.make_train_step(loss_fn, **kwargs)
+        losses = []
+        for i in range(100):
+            at = slice(BATCH * i, BATCH * (i + 1))
+            state, metrics = step(state, {"image": pixels[at], "label": labels[at]})
+            losses.append(float(metrics["loss"]))
+        return np.array(losses)
+
+    np.testing.assert_allclose(curve(lenet.apply, engine=engine), curve(as_written_apply, engine=engine), rtol=1e-4)

@@ -1,0 +1,172 @@
+"""Devices: splitting, copying, summing, one function on all of them."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kv_model import put, whole_numbers
+
+from jaxpar import parallel
+from jaxpar._core import checks
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "sizes"), [(8, 4, [2] * 4), (10, 4, [3, 3, 2, 2]), (38, 8, [5] * 6 + [4] * 2), (3, 4, [1, 1, 1, 0])]
+)
+def test_uneven_splits_are_mxnets(n, k, sizes):
+    devices = jax.devices()[:k]
+    parts = parallel.split_and_load(jnp.arange(n), devices, even_split=False)
+    assert [len(p) for p in parts] == sizes
+    assert [p.devices() for p in parts] == [{d} for d in devices]
+    np.testing.assert_array_equal(np.concatenate(parts), np.arange(n))
+
+
+def test_trees_and_numpy_arrays_are_split_too():
+    parts = parallel.split_and_load({"image": np.ones((4, 2)), "label": np.arange(4)}, jax.devices()[:2])
+    assert [p["label"].tolist() for p in parts] == [[0, 1], [2, 3]]
+    assert parts[1]["image"].devices() == {jax.devices()[1]}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (np.ones((10, 2)), "a batch of 10 cannot be divided by 4 devices; use a batch of 8 or 12, or even_split=False"),
+        (np.ones(3), "use a batch of 4 or 4"),
+        ({"a": np.ones(4), "b": np.ones(8)}, r"must share the length of their first axis, got \[\(4,\), \(8,\)\]"),
+        (np.float32(1), "must share the length"),
+    ],
+)
+def test_what_cannot_be_split(data, message):
+    with pytest.raises(ValueError, match=message):
+        parallel.split_and_load(data, jax.devices()[:4])
+    with pytest.raises(ValueError, match="at least one device"):
+        parallel.split_and_load(data, [])
+
+
+def test_copies_have_memory_of_their_own():
+    params = {"w": jnp.ones(3)}
+    for device in jax.devices()[:2]:
+        copy = parallel.copy_to(params, device)
+        assert copy["w"].devices() == {device}
+        copy["w"].delete()
+    everywhere = parallel.replicate(params, jax.devices()[:4])
+    assert everywhere["w"].sharding.is_fully_replicated
+    assert len(everywhere["w"].addressable_shards) == 4
+    everywhere["w"].delete()
+    np.testing.assert_array_equal(params["w"], np.ones(3))
+    with pytest.raises(ValueError, match="replicate: devices must be one or more different"):
+        parallel.replicate(params, [])
+
+
+@pytest.mark.parametrize("place", [[0], [0, 1, 2, 3], [1, 1], [3, 0, 3, 2, 1], list(range(8))], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_allreduce(place, dtype):
+    given = list(whole_numbers(0, len(place), 3, 2).astype(dtype))
+    devices = [jax.devices()[i] for i in place]
+    values = put(given, devices)
+    sums = parallel.allreduce(values)
+    assert [s.devices() for s in sums] == [{d} for d in devices]
+    for total, value, before in zip(sums, values, given, strict=True):
+        assert total.dtype == dtype
+        np.testing.assert_array_equal(total, sum(given))
+        np.testing.assert_array_equal(value, before)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ([], ValueError, "at least one value"),
+        ([jnp.ones(2), jnp.ones(3)], ValueError, r"value 1: expected shape \(2,\), got \(3,\)"),
+        ([jnp.ones(2), jnp.ones(2, int)], TypeError, "value 1: expected dtype float32, got int32"),
+        ([jnp.ones(2), None], TypeError, "value 1: expected an array, got None"),
+    ],
+)
+def test_what_cannot_be_summed(values, error, message):
+    with pytest.raises(error, match=message):
+        parallel.allreduce(values)
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+@pytest.mark.parametrize("engine", checks.ENGINES)
+def test_spmd(engine, count):
+    devices = jax.devices()[:count]
+
+    def fn(x, tree, scale):
+        total = jax.lax.psum(x, "i")
+        return total * scale, {"own": x + tree["y"], "rank": jax.lax.axis_index("i")}
+
+    run = parallel.spmd(fn, engine=engine, axis_name="i", devices=devices, in_axes=(0, 0, None), out_axes=(None, 0))
+    x, y = whole_numbers(0, count, 3), whole_numbers(1, count, 3)
+    total, rest = run(x, {"y": y}, 2.0)
+    np.testing.assert_array_equal(total, 2 * x.sum(0))
+    np.testing.assert_array_equal(rest["own"], x + y)
+    assert rest["rank"].tolist() == list(range(count))
+    assert rest["own"].sharding.device_set == set(devices)
+    assert run.__name__ == "fn"
+
+
+@pytest.mark.parametrize("engine", checks.ENGINES)
+def test_spmd_gives_the_gradient_of_the_whole_batch(engine):
+    """shard_map sums the gradients of replicated arguments by itself where its checks are on: four times too much."""
+    x, w = whole_numbers(0, 4, 2), jnp.float32(1.5)
+
+    def fn(w, x):
+        return jax.lax.pmean(jax.grad(lambda w: (w * x).mean())(w), "i")
+
+    run = parallel.spmd(fn, engine=engine, axis_name="i", devices=jax.devices()[:4], in_axes=(None, 0), out_axes=None)
+    np.testing.assert_allclose(run(w, x), x.mean(), rtol=1e-6)
+
+
+def test_spmd_donates():
+    run = parallel.spmd(lambda x: x + 1, axis_name="i", devices=jax.devices()[:2], donate_argnums=0)
+    x = run(jnp.zeros((2, 3)))
+    run(x)
+    assert x.is_deleted()
+
+
+@pytest.mark.parametrize("engine", checks.ENGINES)
+def test_spmd_says_what_is_wrong(engine):
+    run = parallel.spmd(lambda x: x, engine=engine, axis_name="i", devices=jax.devices()[:4])
+    with pytest.raises(ValueError, match=r"one entry for each of the 4 devices.*got shape \(8,\); reshape"):
+        run(jnp.ones(8))
+    with pytest.raises(ValueError, match="unknown engine 'xla'; known are pmap, shard_map"):
+        parallel.spmd(lambda x: x, engine="xla", axis_name="i")
+    with pytest.raises(ValueError, match="devices must be one or more different devices"):
+        parallel.spmd(lambda x: x, engine=engine, axis_name="i", devices=jax.devices()[:1] * 2)
+
+
+@pytest.mark.parametrize("n", [0, -1, 2.0, True, "4", None])
+def test_a_number_of_devices_is_a_positive_int(n):
+    with pytest.raises(ValueError, match="must be an int of 1 or more, got"):
+        parallel.use_cpu_devices(n)
+
+
+def test_use_cpu_devices_after_jax_has_started():
+    parallel.use_cpu_devices(len(jax.devices()))
+    with pytest.raises(RuntimeError, match=r"JAX runs already, on 8 cpu device.*restart the Python process"):
+        parallel.use_cpu_devices(3)
+    assert len(jax.devices()) == 8
+
+
+def test_use_cpu_devices_before():
+    program = (
+        "from jaxpar import parallel as p; p.use_cpu_devices(3); import jax; print(jax.devices()); p.use_cpu_devices(3)"
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
+    result = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("Cpu") == 3
+
+
+def test_spmd_waits_for_its_inputs_where_older_jax_can_hang(monkeypatch):
+    """A program with collectives that was started while its inputs were being computed hung in a notebook."""
+    ready = []
+    monkeypatch.setattr(parallel, "settle", lambda args, devices: ready.append((args, devices)))
+    devices, values = tuple(jax.devices()[:2]), jnp.arange(2.0)
+    total = parallel.spmd(lambda x: jax.lax.psum(x, "i"), axis_name="i", devices=devices)
+    assert total(values).tolist() == [1.0, 1.0]
+    assert ready == [((values,), devices)]

@@ -1,0 +1,442 @@
+"""Row-sparse values: MXNet's examples, a NumPy model of every function, and what may not be copied."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, PartitionSpec as P
+
+from jaxpar import sparse, updaters
+from jaxpar.models import matrix_factorization
+from jaxpar.sparse import RowSparse
+from jaxpar.updaters import _mxnet
+
+TABLE = np.arange(12.0, dtype=np.float32).reshape(6, 2)
+
+
+def rows_of(indices, shape=(6, 2), seed=0, dtype=np.float32):
+    values = np.random.default_rng(seed).integers(-9, 9, (len(indices), *shape[1:])).astype(dtype)
+    return RowSparse(np.array(indices, np.int32), jnp.asarray(values), shape)
+
+
+def dense_of(rows):
+    """The NumPy model: rows of one index are summed."""
+    table = np.zeros(rows.shape, rows.dtype)
+    held = np.asarray(rows.indices)
+    real = (held >= 0) & (held < rows.shape[0])
+    np.add.at(table, held[real], np.asarray(rows.values)[real])
+    return table
+
+
+def held(rows):
+    """The rows that are no padding, in the order they are held."""
+    real = np.asarray(rows.indices) < rows.shape[0]
+    return np.asarray(rows.indices)[real], np.asarray(rows.values)[real]
+
+
+indices_lists = st.lists(st.integers(0, 5), max_size=8)
+
+
+# ---- the type
+
+
+def test_is_a_pytree_with_a_static_shape():
+    rows = rows_of([3, 0])
+    leaves, tree = jax.tree.flatten(rows)
+    assert [leaf.shape for leaf in leaves] == [(2,), (2, 2)]
+    assert jax.tree.unflatten(tree, leaves).shape == (6, 2)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(rows)]
+    assert paths == [".indices", ".values"]
+    twice = jax.jit(lambda r: jax.tree.map(lambda x: x * 2, r))(rows)
+    np.testing.assert_array_equal(twice.values, rows.values * 2)
+    assert jax.eval_shape(lambda r: r, rows).values.shape == (2, 2)
+
+
+def test_takes_any_integers_and_owns_what_it_holds():
+    indices, values = np.array([3, 0], np.int32), np.ones((2, 2), np.float32)
+    rows = RowSparse(indices, values, (np.int64(6), 2))
+    indices[:], values[:] = 1, 7
+    np.testing.assert_array_equal(rows.indices, [3, 0])
+    np.testing.assert_array_equal(rows.values, np.ones((2, 2)))
+    assert rows.shape == (6, 2)
+    assert RowSparse(np.array([3], np.uint8), np.ones((1, 2)), (6, 2)).indices.dtype == jnp.int32
+    assert RowSparse([], np.ones((0, 2), np.float32), (6, 2)).indices.dtype == jnp.int32
+
+
+@pytest.mark.parametrize(
+    ("indices", "values", "shape", "error", "message"),
+    [
+        ([0.0], (1, 2), (6, 2), TypeError, "indices must be integers, got dtype float64"),
+        ([True], (1, 2), (6, 2), TypeError, "indices must be integers, got dtype bool"),
+        ([[0]], (1, 2), (6, 2), ValueError, r"indices must have one axis, got shape \(1, 1\)"),
+        (
+            [0],
+            (2, 2),
+            (6, 2),
+            ValueError,
+            r"1 rows of a table of shape \(6, 2\) need values of shape \(1, 2\)",
+        ),
+        ([0], (1, 3), (6, 2), ValueError, r"need values of shape \(1, 2\), got \(1, 3\)"),
+        ([0], (1,), (), ValueError, r"a table must have a first axis of fewer than 2\*\*30 rows"),
+        ([0], (1, 2), (2**30, 2), ValueError, r"fewer than 2\*\*30 rows, got shape \(1073741824, 2\)"),
+        ([2, -1], (2, 2), (6, 2), ValueError, "row -1 is not in the table, whose rows are 0 to 5"),
+        ([7], (1, 2), (6, 2), ValueError, "row 7 is not in the table, whose rows are 0 to 5"),
+    ],
+)
+def test_bad_rows_are_named(indices, values, shape, error, message):
+    with pytest.raises(error, match=message):
+        RowSparse(np.array(indices), jnp.ones(values), shape)
+
+
+def test_looking_rows_up():
+    rows = sparse.take(TABLE, [4, 1])
+    np.testing.assert_array_equal(rows[np.array([[4, 1], [1, 1]])], TABLE[[[4, 1], [1, 1]]])
+    np.testing.assert_array_equal(rows[jnp.array([0, 5, 4])], [[0, 0], [0, 0], TABLE[4]])
+    np.testing.assert_array_equal(rows[4], TABLE[4])
+    padded = sparse.take(TABLE, [4, 1], size=4)
+    np.testing.assert_array_equal(
+        jax.jit(lambda r, i: r[i])(padded, jnp.array([1, 5, 6, -1])), dense_of(rows)[[1, 5, 0, 0]]
+    )
+    assert sparse.take(TABLE, [])[jnp.array([2])].tolist() == [[0.0, 0.0]]
+    with pytest.raises(ValueError, match="sorted indices, each once; call coalesce first"):
+        rows_of([3, 0])[jnp.array([0])]
+    with pytest.raises(TypeError, match="not iterable"):
+        list(rows)
+
+
+# ---- functions against NumPy
+
+
+@settings(max_examples=25, deadline=None)
+@given(indices=indices_lists)
+def test_coalesce(indices):
+    rows = rows_of(indices)
+    trimmed = sparse.coalesce(rows)
+    np.testing.assert_array_equal(trimmed.indices, np.unique(indices))
+    np.testing.assert_array_equal(trimmed.values, dense_of(rows)[np.unique(indices).astype(int)])
+    padded = jax.jit(sparse.coalesce)(rows)
+    assert padded.indices.shape == rows.indices.shape
+    for got, expected in zip(held(padded), held(trimmed), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(padded.values[len(trimmed.indices) :], 0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(ids=indices_lists)
+def test_take(ids):
+    unique = np.unique(np.array(ids, int))
+    rows = sparse.take(TABLE, ids)
+    np.testing.assert_array_equal(rows.indices, unique)
+    np.testing.assert_array_equal(rows.values, TABLE[unique])
+    padded = jax.jit(sparse.take)(TABLE, jnp.array(ids, jnp.int32))
+    assert padded.indices.shape == (len(ids),)
+    np.testing.assert_array_equal(held(padded)[0], unique)
+    np.testing.assert_array_equal(held(padded)[1], TABLE[unique])
+    np.testing.assert_array_equal(sparse.to_dense(padded), dense_of(rows))
+
+
+@settings(max_examples=20, deadline=None)
+@given(parts=st.lists(indices_lists, min_size=1, max_size=3))
+def test_add_is_the_dense_sum(parts):
+    rows = [rows_of(indices, seed=i) for i, indices in enumerate(parts)]
+    expected = sum(dense_of(one) for one in rows)
+    total = sparse.add(rows)
+    np.testing.assert_array_equal(total.indices, np.unique(np.concatenate([np.array(p, int) for p in parts])))
+    np.testing.assert_array_equal(dense_of(total), expected)
+    np.testing.assert_array_equal(sparse.to_dense(jax.jit(sparse.add)(rows)), expected)
+
+
+def test_mxnets_examples():
+    assert sparse.take(TABLE, [3, 0, 3, 1]).indices.tolist() == [0, 1, 3]
+    assert sparse.take(TABLE, []).values.shape == (0, 2)
+    reference = jnp.array([[1.764052391052246, 0.40015721321105957, 0.978738009929657], [2.0, 1.0, 0.0]])
+    rows = sparse.take(reference, [1, 0, 0])
+    np.testing.assert_array_equal(sparse.to_dense(rows), reference)
+
+
+def test_sizes():
+    rows = rows_of([4, 1, 4])
+    assert sparse.coalesce(rows, size=5).indices.tolist() == [1, 4, 6, 6, 6]
+    assert sparse.take(TABLE, [4, 1, 4], size=3).indices.tolist() == [1, 4, 6]
+    assert jax.jit(functools.partial(sparse.take, size=2))(TABLE, jnp.array([4, 1, 4])).indices.tolist() == [
+        1,
+        4,
+    ]
+    for call in (sparse.coalesce, lambda rows, size: sparse.add([rows], size=size)):
+        with pytest.raises(ValueError, match="coalesce: size 1 is too small for 2 different rows"):
+            call(rows, size=1)
+    with pytest.raises(ValueError, match="take: size 1 is too small for 2 different rows"):
+        sparse.take(TABLE, [4, 1], size=1)
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 0), (0, 3), (6, 2, 3)], ids=str)
+def test_tables_of_other_shapes(shape):
+    table = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.bfloat16)
+    ids = [] if not shape[0] else [5, 2, 5]
+    rows = sparse.take(table, ids)
+    assert rows.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(rows.values, table[np.unique(np.array(ids, int))])
+    twice = sparse.add([rows, rows])
+    np.testing.assert_array_equal(sparse.to_dense(twice), dense_of(twice))
+    new, _ = sparse.lazy_update(lambda pushed, state, stored: (stored - pushed, state), rows, (), table)
+    assert new.shape == shape
+    np.testing.assert_array_equal(new, jnp.where(sparse.to_dense(rows) != 0, 0, table))
+
+
+def test_from_dense():
+    table = jnp.asarray(TABLE).at[0].set(0).at[3].set(jnp.array([0, 7]))
+    table = table.at[4].set(0)
+    assert sparse.from_dense(table).indices.tolist() == [1, 2, 3, 5]
+    np.testing.assert_array_equal(sparse.to_dense(sparse.from_dense(table)), table)
+    assert sparse.from_dense(table, [4, 0]).indices.tolist() == [0, 4]
+    assert sparse.from_dense(jnp.array([0.0, 2.0])).indices.tolist() == [1]
+    with pytest.raises(ValueError, match="unknown under jit; give row_ids"):
+        jax.jit(sparse.from_dense)(table)
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        ([0, 6], ValueError, "take: row 6 is not in the table, whose rows are 0 to 5"),
+        ([-1], ValueError, "take: row -1 is not in the table, whose rows are 0 to 5"),
+        ([2**40], ValueError, f"take: row {2**40} is not in the table"),
+        ([0.5], TypeError, "take: row ids must be integers, got dtype float64"),
+    ],
+)
+def test_ids_that_mxnet_skipped_or_aborted_at_are_named(ids, error, message):
+    with pytest.raises(error, match=message):
+        sparse.take(TABLE, ids)
+    with pytest.raises(ValueError, match="take: a table must have a first axis"):
+        sparse.take(jnp.ones(()), [0])
+
+
+def test_ids_out_of_range_are_padding_under_jit():
+    rows = jax.jit(sparse.take)(TABLE, jnp.array([-1, 6, 2, 2**31 - 1]))
+    assert rows.indices.tolist() == [2, 6, 6, 6]
+    np.testing.assert_array_equal(sparse.to_dense(rows), dense_of(sparse.take(TABLE, [2])))
+
+    @jax.jit
+    def built(indices):
+        rows = RowSparse(indices, jnp.ones((4, 2)), (6, 2))
+        new, _ = sparse.lazy_update(lambda pushed, state, stored: (stored + pushed, state), rows, (), TABLE)
+        return sparse.to_dense(rows), sparse.to_dense(sparse.coalesce(rows)), new - TABLE
+
+    for table in built(jnp.array([-1, 6, 2, 99])):
+        np.testing.assert_array_equal(table, jnp.zeros((6, 2)).at[2].set(1))
+
+
+def test_adding_needs_one_table():
+    with pytest.raises(ValueError, match=r"of one shape, got shapes \[\(6, 2\), \(7, 2\)\]"):
+        sparse.add([rows_of([0]), rows_of([0], (7, 2))])
+    with pytest.raises(ValueError, match=r"got shapes \[\]"):
+        sparse.add([])
+
+
+# ---- over devices
+
+
+def over_pmap(body, rows, devices):
+    return jax.pmap(body, axis_name="data", devices=devices)(rows)
+
+
+def over_shard_map(body, rows, devices):
+    mesh = Mesh(np.array(devices), ("data",))
+
+    def one(part):
+        return jax.tree.map(lambda x: x[None], body(jax.tree.map(lambda x: x[0], part)))
+
+    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P("data")))(rows)
+
+
+def over_vmap(body, rows, devices):
+    return jax.vmap(body, axis_name="data")(rows)
+
+
+@pytest.mark.parametrize("over", [over_pmap, over_shard_map, over_vmap], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("size", [None, 6])
+def test_allreduce_is_the_sum_over_devices_on_each(over, size, devices):
+    n = len(devices)
+    parts = [rows_of(np.random.default_rng(i).integers(0, 6, 5), seed=i) for i in range(n)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+    total = over(lambda rows: sparse.allreduce(rows, "data", size=size), stacked, devices)
+    assert total.indices.shape == (n, size or 5 * n)
+    for device in range(n):
+        one = jax.tree.map(lambda x, d=device: x[d], total)
+        np.testing.assert_array_equal(held(one)[0], np.unique(np.concatenate([p.indices for p in parts])))
+        np.testing.assert_array_equal(sparse.to_dense(one), sum(dense_of(p) for p in parts))
+
+
+def test_allreduce_sends_rows_and_never_the_table():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    rows = RowSparse(np.zeros(4 * 8, np.int32), jnp.ones((4 * 8, 16)), (100_000, 16))
+    specs = jax.tree.map(lambda _: P("data"), rows)
+
+    mapped = jax.jit(
+        jax.shard_map(lambda r: sparse.allreduce(r, "data"), mesh=mesh, in_specs=(specs,), out_specs=specs)
+    )
+    compiled = mapped.lower(rows).compile()
+    assert "100000,16" not in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes < 100_000
+
+
+# ---- lazy updates
+
+
+def test_lazy_sgd_is_mxnets_example():
+    updater = updaters.mxnet_sgd(0.1, momentum=0.9, wd=0.01)
+    table = jnp.ones((4, 2))
+    state = updater.init(0, table)
+    for row in (0, 1, 0):
+        pushed = RowSparse(np.array([row]), jnp.array([[1.0, 2.0]]), (4, 2))
+        table, state = sparse.lazy_update(functools.partial(updater.update, 0), pushed, state, table)
+    expected = [[0.707201, 0.417301], [0.899, 0.799], [1, 1], [1, 1]]
+    np.testing.assert_allclose(table, expected, atol=1e-6)
+    np.testing.assert_array_equal(state["momentum"][2:], 0)
+
+
+@pytest.mark.parametrize("over", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", ["mxnet_sgd", "mxnet_nag", "mxnet_adam", "mxnet_rmsprop", "mxnet_adagrad"])
+def test_lazy_update_is_the_dense_update_of_the_rows_present(name, over):
+    updater = getattr(_mxnet, name)(lambda count: 0.1 / (1 + count), wd=0.1)
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(6, 2)), jnp.float32)
+    state = dense_state = updater.init(0, table)
+    dense = table
+
+    def push(rows, state, table):
+        return sparse.lazy_update(functools.partial(updater.update, 0), rows, state, table)
+
+    for seed, indices in enumerate([[4, 1, 4], [4], [0, 0], []]):
+        rows = rows_of(indices, seed=seed)
+        new, new_state = updater.update(0, dense_of(rows), dense_state, dense)
+        present = np.isin(np.arange(6), indices)[:, None]
+        dense = jnp.where(present, new, dense)
+        dense_state = jax.tree.map(
+            lambda new, old, p=present: jnp.where(p, new, old) if new.ndim else new, new_state, dense_state
+        )
+        table, state = over(push)(rows, state, table)
+    np.testing.assert_allclose(table, dense, atol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), state, dense_state)
+    assert int(state["count"]) == 4
+
+
+def test_a_donated_table_is_changed_in_place_at_the_cost_of_the_rows():
+    updater = updaters.mxnet_adam(0.1)
+    shape, m = (200_000, 16), 64
+    nbytes = 4 * shape[0] * shape[1]
+    table = jnp.ones(shape)
+
+    @functools.partial(jax.jit, donate_argnums=(1, 2))
+    def push(rows, table, state):
+        return sparse.lazy_update(functools.partial(updater.update, 0), rows, state, table)
+
+    rows = RowSparse(np.arange(m), jnp.ones((m, 16)), shape)
+    compiled = push.lower(rows, table, updater.init(0, table)).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 3 * nbytes  # the table and both of adam's moments
+    assert memory.temp_size_in_bytes < nbytes / 100
+    assert not re.search(r"= f32\[200000,16\]\S* copy\(", compiled.as_text())
+    where = table.unsafe_buffer_pointer()
+    new, _ = push(rows, table, updater.init(0, table))
+    assert new.unsafe_buffer_pointer() == where
+    assert float(new[0, 0]) < 1 == float(new[m, 0])
+
+
+def test_rows_known_to_be_coalesced_are_not_sorted_again():
+    def push(rows, table, coalesced):
+        update = lambda pushed, state, stored: (stored + pushed, state)  # noqa: E731
+        return sparse.lazy_update(update, rows, (), table, coalesced=coalesced)[0]
+
+    rows = sparse.coalesce(rows_of([4, 1, 4]), size=3)
+    jitted = jax.jit(push, static_argnums=2)
+    assert " sort(" in jitted.lower(rows, TABLE, False).compile().as_text()
+    assert " sort(" not in jitted.lower(rows, TABLE, True).compile().as_text()
+    np.testing.assert_array_equal(push(rows, jnp.asarray(TABLE), True), TABLE + dense_of(rows))
+
+
+def test_lazy_update_sums_in_the_stored_dtype():
+    ones = RowSparse(np.zeros(300, np.int32), jnp.ones((300, 1), jnp.bfloat16), (2, 1))
+    table, _ = sparse.lazy_update(lambda p, state, s: (s + p, state), ones, (), jnp.zeros((2, 1)))
+    assert table.tolist() == [[300.0], [0.0]]  # bfloat16 would have stopped at 256
+
+
+def test_lazy_update_names_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"rows of a table of shape \(6, 2\), stored value of \(5, 2\)"):
+        sparse.lazy_update(lambda p, state, s: (s, state), rows_of([0]), (), jnp.ones((5, 2)))
+    with pytest.raises(ValueError, match=r"the update got rows of \(1, 2\), gave \(\)"):
+        sparse.lazy_update(lambda p, state, s: (s.sum(), state), rows_of([0]), (), jnp.ones((6, 2)))
+
+
+def test_vmap_of_lazy_updates():
+    pushes = RowSparse(jnp.array([0, 5]), jnp.ones((2, 2)), (6, 2))
+    pushes = jax.tree.map(lambda x: jnp.stack([x, x]), pushes)
+    tables = jnp.stack([jnp.zeros((6, 2)), jnp.ones((6, 2))])
+    push = functools.partial(sparse.lazy_update, lambda p, state, s: (s + p, state))
+    new, _ = jax.vmap(lambda rows, table: push(rows, (), table))(pushes, tables)
+    np.testing.assert_array_equal(new[:, :, 0], [[1, 0, 0, 0, 0, 1], [2, 1, 1, 1, 1, 2]])
+
+
+def test_scan_of_lazy_updates():
+    pushes = jnp.array([[0, 1, 1], [5, 0, 0]])
+
+    def push(table, indices):
+        rows = RowSparse(indices, jnp.ones((3, 2)), (6, 2))
+        return sparse.lazy_update(lambda p, state, s: (s + p, state), rows, (), table)[0], None
+
+    table, _ = jax.lax.scan(push, jnp.zeros((6, 2)), pushes)
+    np.testing.assert_array_equal(table[:, 0], [3, 2, 0, 0, 0, 1])
+
+
+# ---- training
+
+
+def test_matrix_factorization_by_rows_equals_the_dense_computation():
+    params = matrix_factorization.init(jax.random.key(0), 20, 15, 4)
+    draws = np.random.default_rng(0)
+    updater = updaters.mxnet_sgd(0.5)
+    dense, by_rows = params, params
+
+    def loss_fn(params, users, items, ratings):
+        return ((matrix_factorization.apply(params, users, items) - ratings) ** 2).mean()
+
+    for _ in range(5):
+        ids = {"user": jnp.array(draws.integers(0, 20, 8)), "item": jnp.array(draws.integers(0, 15, 8))}
+        batch = ids["user"], ids["item"], jnp.array(draws.normal(size=8), jnp.float32)
+        loss, grads = jax.value_and_grad(loss_fn)(dense, *batch)
+        dense = jax.tree.map(lambda p, g: p - 0.5 * g, dense, grads)
+
+        rows = {name: sparse.take(by_rows[name], ids[name]) for name in ids}
+        row_loss, row_grads = sparse.value_and_grad(loss_fn)(rows, *batch)
+        update = functools.partial(updater.update, 0)
+        by_rows = {
+            name: sparse.lazy_update(update, row_grads[name], updater.init(0, table), table)[0]
+            for name, table in by_rows.items()
+        }
+        np.testing.assert_allclose(row_loss, loss, rtol=1e-5)
+        for name in ids:
+            assert row_grads[name].indices.tolist() == np.unique(ids[name]).tolist()
+            np.testing.assert_allclose(by_rows[name], dense[name], atol=1e-6)
+
+
+def test_value_and_grad_of_rows_beside_dense_leaves_with_aux():
+    rows = sparse.take(TABLE, [3, 1], size=3)
+    params = {"table": rows, "scale": jnp.float32(2.0)}
+
+    @jax.jit
+    def run(params, ids):
+        def loss_fn(params, ids):
+            looked_up = params["table"][ids] * params["scale"]
+            return looked_up.sum(), looked_up
+
+        return sparse.value_and_grad(loss_fn, has_aux=True)(params, ids)
+
+    (loss, aux), grads = run(params, jnp.array([3, 3, 1]))
+    assert float(loss) == 2 * TABLE[[3, 3, 1]].sum()
+    np.testing.assert_array_equal(aux, 2 * TABLE[[3, 3, 1]])
+    assert float(grads["scale"]) == TABLE[[3, 3, 1]].sum()
+    assert isinstance(grads["table"], RowSparse)
+    np.testing.assert_array_equal(grads["table"].indices, [1, 3, 6])
+    np.testing.assert_array_equal(grads["table"].values, [[2, 2], [4, 4], [0, 0]])

@@ -1,0 +1,323 @@
+"""The training loop: its record, its lines, the order of its batches, what it refuses."""
+
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from kv_model import compilations
+
+from jaxpar import data, kv, train
+from jaxpar.train._fit.progress import Progress, line
+
+
+def points(n, seed):
+    images = np.random.default_rng(seed).random((n, 4), np.float32)
+    return data.Dataset(images, images[:, :3].argmax(1))
+
+
+TRAIN, TEST = points(50, 0), points(21, 1)
+TX = optax.sgd(0.5)
+FIELDS = {"epoch", "step", "loss", "accuracy", "test_loss", "test_accuracy", "seconds", "images_per_second"}
+
+
+def apply(params, images):
+    return images @ params["w"]
+
+
+STEP = train.make_train_step(train.classification_loss(apply))
+
+
+def start(count=2, rng=3, kind="device"):
+    store = kv.from_params({"w": jnp.zeros((4, 3))}, kind=kind, optimizer=TX)
+    return train.create_state(store, rng, devices=jax.devices()[:count])
+
+
+def run(state=None, step=STEP, **options):
+    options = {"epochs": 2, "batch_size": 16, "progress": False, **options}
+    return train.fit(start() if state is None else state, step, TRAIN, **options)
+
+
+def test_the_history_and_the_metrics_file(tmp_path):
+    seen = []
+
+    def callback(state, record):
+        seen.append((int(state.step), record["epoch"], record["test_accuracy"]))
+
+    path = tmp_path / "new" / "metrics.jsonl"
+    state, history = run(test_data=TEST, apply_fn=apply, metrics_file=path, callback=callback)
+    assert int(state.step) == 6  # 50 examples make 3 whole batches of 16
+    assert [set(record) for record in history] == [FIELDS] * 2
+    assert [record["epoch"] for record in history] == [1, 2]
+    assert [json.loads(text) for text in path.read_text().splitlines()] == history
+    assert seen == [(3, 1, history[0]["test_accuracy"]), (6, 2, history[1]["test_accuracy"])]
+    assert history[1]["loss"] < history[0]["loss"]
+    scores = train.evaluate(state, apply, TEST, batch_size=7)
+    np.testing.assert_allclose([history[1]["test_loss"], history[1]["test_accuracy"]], list(scores.values()), rtol=1e-5)
+    assert all(record["images_per_second"] == pytest.approx(48 / record["seconds"]) for record in history)
+
+
+def test_what_is_not_measured_is_none():
+    step = train.make_train_step(lambda p, b, rng: ((apply(p, b["image"]) ** 2).mean(), {"norm": jnp.ones(())}))
+    _, history = run(step=step, epochs=1)
+    assert set(history[0]) == FIELDS | {"norm"}
+    assert [history[0][k] for k in ("accuracy", "test_loss", "test_accuracy")] == [None] * 3
+    assert history[0]["norm"] == 1.0
+
+
+@pytest.mark.parametrize(("count", "kind"), [(1, "device"), (4, "device"), (8, "sharded")])
+def test_the_same_seed_is_the_same_run_on_any_devices(count, kind):
+    want, want_history = run(start(2))
+    state, history = run(start(count, kind=kind))
+    np.testing.assert_allclose(state.params["w"], want.params["w"], atol=1e-6)
+    np.testing.assert_allclose([r["loss"] for r in history], [r["loss"] for r in want_history], rtol=1e-5)
+    other, _ = run(start(2, rng=4))
+    assert not np.allclose(other.params["w"], want.params["w"], atol=1e-4)
+
+
+def test_two_calls_go_on_where_one_would():
+    whole, history = run(epochs=3)
+    state, first = run(epochs=1)
+    state, rest = run(state, epochs=2)
+    assert [r["loss"] for r in first + rest] == [r["loss"] for r in history]
+    np.testing.assert_array_equal(state.params["w"], whole.params["w"])
+
+
+def test_the_loop_is_the_batches_and_the_steps():
+    state = start()
+    order = jax.random.fold_in(jax.random.key(3), 0x5FFE1E)
+    for batch in data.batches(TRAIN, 16, rng=order, epochs=2, devices=jax.devices()[:2]):
+        state, _ = STEP(state, batch)
+    np.testing.assert_array_equal(state.params["w"], run()[0].params["w"])
+
+
+def test_a_second_run_compiles_nothing():
+    run(test_data=TEST, apply_fn=apply)
+    state = start()
+    with compilations() as count:
+        train.fit(state, STEP, TRAIN, epochs=2, batch_size=16, progress=False, test_data=TEST, apply_fn=apply)
+    assert count() == 0
+
+
+def test_plain_lines_where_there_is_no_terminal(capsys):
+    _, history = run(progress=True, test_data=TEST, apply_fn=apply)
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [line(record, 2) for record in history]
+    assert out.startswith("epoch 1/2  loss 1.")
+    assert "test accuracy" in out
+    assert err == ""
+    run(progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_bar_in_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("jaxpar.train._fit.progress._interactive", lambda: True)
+    run(progress=True, epochs=1)
+    out = capsys.readouterr().out
+    assert "epoch 1/1" in out
+    assert "images/s" in out
+    bar = Progress(True, 1, 4)
+    bar.start(1, 2)  # an epoch that is resumed
+    bar.step({"loss": 1.0}, 10.0)
+    bar.close()
+    assert "2/4" in capsys.readouterr().out
+
+
+def test_a_failing_step_leaves_no_bar_behind():
+    def step(state, batch):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        run(step=step, progress=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"epochs": 0}, ValueError, "epochs must be 1 or more, got 0"),
+        ({"batch_size": 0}, ValueError, "batch_size must be 1 or more, got 0"),
+        ({"batch_size": 64}, ValueError, "50 examples make no whole batch of 64"),
+        ({"batch_size": 5}, ValueError, "batch_size 5 cannot be shared evenly by 2 devices; use 4 or 6"),
+        ({"test_data": TEST}, ValueError, "both test_data and apply_fn"),
+        ({"apply_fn": apply}, ValueError, "both test_data and apply_fn"),
+        ({"keep": 0}, ValueError, "keep must be 1 or more"),
+        ({"checkpoint_every": 0}, ValueError, "checkpoint_every must be 1 or more"),
+        ({"resume": "yes"}, ValueError, "resume must be 'auto', True or False, got 'yes'"),
+    ],
+)
+def test_errors(options, error, message):
+    with pytest.raises(error, match=message):
+        run(**options)
+
+
+def test_the_picture_of_a_history(tmp_path):
+    _, history = run()
+    figure = train.plot_history(history, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+    assert [len(axes.get_lines()) for axes in figure.axes] == [1, 1]
+    with pytest.raises(ValueError, match="empty"):
+        train.plot_history([])
+
+
+@pytest.mark.parametrize("true", [True, np.True_, jnp.array(True)], ids=["python", "numpy", "jax"])
+def test_a_callback_that_returns_true_ends_the_training(true, tmp_path):
+    called = []
+
+    def both(state, record):
+        called.append(record["epoch"])
+        return true if record["epoch"] == 2 else None
+
+    state, history = run(epochs=5, callbacks=[both, lambda state, record: called.append("last")])
+    assert int(state.step) == 6
+    assert [r["epoch"] for r in history] == [1, 2]
+    assert called == [1, "last", 2, "last"]
+    run(epochs=5, callbacks=both, checkpoint_dir=tmp_path)
+    again, same = run(epochs=5, callbacks=both, checkpoint_dir=tmp_path)  # in a new process: it is over
+    assert [r["loss"] for r in same] == [r["loss"] for r in history]
+    np.testing.assert_array_equal(again.params["w"], state.params["w"])
+    assert called[4:] == [1, 2]
+
+
+def test_a_callback_that_returns_something_else_does_not():
+    state, _ = run(epochs=3, callbacks=lambda state, record: [1, "yes", np.ones(2)][record["epoch"] - 1])
+    assert int(state.step) == 9
+    with pytest.raises(TypeError, match=r"a callback must be a function of \(state, record\), got str"):
+        run(callbacks=["a"])
+
+
+def test_the_metrics_of_steps_come_in_order_and_make_nothing_wait():
+    behind, at = [], []
+
+    def step(state, batch):
+        state, metrics = STEP(state, batch)
+        at.append(int(metrics["loss"] > 0))
+        return state, metrics
+
+    def on_step(number, metrics):
+        assert metrics["loss"] > 0
+        behind.append((number, len(at)))
+
+    big = points(20 * 16, 0)
+    train.fit(start(), step, big, epochs=1, batch_size=16, progress=False, on_step=on_step)
+    assert behind[:12] == [(i, i + 8) for i in range(1, 13)]
+    assert [number for number, _ in behind] == list(range(1, 21))
+
+
+def test_a_history_is_a_list_that_a_notebook_shows_as_a_table():
+    _, history = run(test_data=TEST, apply_fn=apply)
+    assert isinstance(history, list)
+    html = history._repr_html_()
+    assert html.startswith("<div><p>2 epochs</p><table>")
+    assert html.count("<th") - html.count("<thead") == 8
+    assert f">{history[0]['loss']:.4f}</td>" in html
+    assert "test accuracy</th>" in html
+    _, history = run(epochs=1)
+    assert "test" not in history._repr_html_()  # what was not measured has no column
+    many = train.History({"epoch": i, "<b>": 1e-7, "loss": float("nan")} for i in range(1, 101))
+    html = many._repr_html_()
+    assert html.count("<tr>") == 42
+    assert "&lt;b&gt;" in html
+    assert ">1.000e-07</td>" in html
+    assert ">nan</td>" in html
+    assert (">10</td>" in html, ">11</td>" in html, ">71</td>" in html, ">100</td>" in html) == (
+        True,
+        False,
+        True,
+        True,
+    )
+    assert train.History()._repr_html_().startswith("<div><p>0 epochs</p>")
+
+
+def trace_steps(directory):
+    """The numbers of the steps that a trace names."""
+    (file,) = directory.rglob("*.xplane.pb")
+    profile = jax.profiler.ProfileData.from_file(str(file))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # jax's reader aborts the process where a warning of its own is an error
+        events = [e for plane in profile.planes for line in plane.lines for e in line.events if e.name == "train"]
+        return sorted({dict(e.stats)["step_num"] for e in events})
+
+
+def test_a_trace_of_some_steps(tmp_path):
+    big = points(18 * 16, 0)
+    state, _ = train.fit(start(), STEP, big, epochs=1, batch_size=16, progress=False, profile=tmp_path / "a")
+    assert trace_steps(tmp_path / "a") == [10, 11, 12, 13, 14]
+    run(state, profile=(tmp_path / "b", 1, 2))
+    assert trace_steps(tmp_path / "b") == [19, 20]
+    run(epochs=1, profile=tmp_path / "c")  # a run that is shorter than that
+    assert trace_steps(tmp_path / "c") == [0, 1, 2]
+    with pytest.raises(ValueError, match="profile asks for 2 steps from step 5 of this call on, which has 6 steps"):
+        run(profile=(tmp_path / "d", 5, 2))
+
+
+def test_a_failing_step_ends_the_trace(tmp_path):
+    def step(state, batch):
+        if int(state.step) == 1:
+            raise RuntimeError("mine")
+        return STEP(state, batch)
+
+    with pytest.raises(RuntimeError, match="mine"):
+        run(step=step, profile=(tmp_path, 0, 3))
+    run(profile=(tmp_path / "again", 0, 1))  # there is none under way
+    assert trace_steps(tmp_path / "again") == [0]
+
+
+class Handle:
+    """What stands for a notebook's display: the pictures that were shown in one place."""
+
+    def __init__(self, shown):
+        self.shown = shown
+
+    def update(self, content, raw):
+        self.shown.append(content)
+
+
+def test_a_live_picture_in_a_notebook(monkeypatch, capsys):
+    shown = []
+
+    def display(content, raw, display_id):
+        assert raw
+        assert display_id
+        shown.append(content)
+        return Handle(shown)
+
+    monkeypatch.setattr("IPython.display.display", display)
+    monkeypatch.setattr("jaxpar.train._fit.progress.in_notebook", lambda: True)
+    monkeypatch.setattr("jaxpar.train._fit.live_plot._EVERY", 0.0)
+    monkeypatch.setattr("jaxpar.train._fit.live_plot._SHARE", 1e9)
+    _, history = run(progress="plot", test_data=TEST, apply_fn=apply)
+    assert len(shown) >= 6
+    assert all(content["image/png"][:4] == b"\x89PNG" for content in shown)
+    assert shown[-1]["text/plain"] == line(history[-1], 2)
+    assert capsys.readouterr().out == ""
+    shown.clear()
+    monkeypatch.setattr("jaxpar.train._fit.live_plot._EVERY", 1000.0)
+    run(progress="plot")
+    assert len(shown) == 2  # at the start and at the end
+    assert shown[-1]["text/plain"].startswith("epoch 2/2")
+
+
+def test_a_live_picture_elsewhere_is_lines(capsys):
+    _, history = run(progress="plot")
+    assert capsys.readouterr().out.splitlines() == [line(record, 2) for record in history]
+    with pytest.raises(ValueError, match="progress must be True, False or 'plot', got 'bar'"):
+        run(progress="bar")
+
+
+def test_a_state_shows_what_it_carries():
+    state = start()
+    assert repr(state).splitlines()[0].startswith("TrainState(step=0, rng=key<")
+    assert "  0  w  float32[4,3]" in repr(state)
+    assert "TrainState(step=0" in state._repr_html_()
+    assert "<table>" in state._repr_html_()
+    tx = optax.trace(0.9)
+    store = kv.from_params({"w": jnp.zeros((4, 3))}, optimizer=TX)
+    assert repr(train.create_state(store, 3, grad_transform=tx)).endswith("\ntransform: 1 array, 48 bytes")
+    seen = []
+    jax.jit(lambda s: seen.append(repr(s)))(state)
+    assert seen[0].startswith("TrainState(step=traced")
+    run(state, epochs=1)
+    assert repr(state).startswith("TrainState(given away to a later step; use the state that it returned)")

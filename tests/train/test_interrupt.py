@@ -1,0 +1,379 @@
+"""Ctrl-C, a notebook's interrupt and SIGTERM: the step is finished, the state is saved and is not lost."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from interrupted_run import TX, run, start
+
+from jaxpar import kv, train
+from jaxpar.train._fit import interrupt
+from jaxpar.train._fit.resume import RunCheckpoints
+
+HERE = Path(__file__).parents[1]
+
+
+def at(step, number):
+    """An `on_step` that sends a signal to this very process when the metrics of a step are there."""
+
+    def on_step(now, metrics):
+        if now == step:
+            signal.raise_signal(number)
+
+    return on_step
+
+
+def same(state, other):
+    np.testing.assert_array_equal(state.params["w"], other.params["w"])
+    assert int(state.step) == int(other.step)
+
+
+def losses(history):
+    return [(r["epoch"], r["step"], r["loss"], r["accuracy"]) for r in history]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return run(start(), epochs=4)
+
+
+@pytest.fixture
+def handlers():
+    """The handlers of both signals are after the test what they were before."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(n) for n in numbers]
+    yield
+    assert [signal.getsignal(n) for n in numbers] == before
+
+
+@pytest.mark.usefixtures("handlers")
+def test_sigterm_saves_and_exits(tmp_path, capsys, whole):
+    with pytest.raises(SystemExit) as raised:
+        run(start(), epochs=4, checkpoint_dir=tmp_path, on_step=at(25, signal.SIGTERM))
+    assert raised.value.code == 143
+    err = capsys.readouterr().err
+    step = int(re.search(r"stopped after step (\d+), in epoch 2 of 4", err)[1])
+    assert err == f"jaxpar: fit: SIGTERM: stopped after step {step}, in epoch 2 of 4; saved in " + (
+        f"{tmp_path}/step_{step:08d}\n"
+    )
+    state, history = run(start(), epochs=4, checkpoint_dir=tmp_path)
+    same(state, whole[0])
+    assert losses(history) == losses(whole[1])
+    assert capsys.readouterr().err == f"jaxpar: resumed from step {step} in {tmp_path}\n"
+
+
+@pytest.mark.usefixtures("handlers")
+def test_ctrl_c_in_a_script_raises_with_the_state(capsys, whole):
+    with pytest.raises(KeyboardInterrupt, match=r"after step 33, in epoch 2 of 4; nothing was saved") as raised:
+        run(start(), epochs=4, on_step=at(25, signal.SIGINT), steps_per_execution=1)  # read eight steps later
+    state, history = raised.value.state, raised.value.history
+    assert int(state.step) == 33
+    assert [r.get("interrupted") for r in history] == [None, True]
+    assert losses(history)[0] == losses(whole[1])[0]
+    assert (history[1]["epoch"], history[1]["step"]) == (2, 33)
+    assert capsys.readouterr().err == ""
+    state, history = run(state, epochs=1)  # on from there
+    assert int(state.step) == 53
+
+
+@pytest.mark.usefixtures("handlers")
+def test_ctrl_c_at_a_prompt_returns_and_the_same_call_goes_on(tmp_path, capsys, monkeypatch, whole):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    state, history = run(start(), epochs=4, checkpoint_dir=tmp_path, on_step=at(35, signal.SIGINT))
+    assert int(state.step) == 40
+    assert [r["step"] for r in history] == [20, 40]  # an interrupt between two epochs leaves none unfinished
+    err = capsys.readouterr().err
+    assert f"interrupted after step 40, in epoch 2 of 4; saved in {tmp_path}/step_00000040\nfit: this is" in err
+    state, history = run(state, epochs=4, checkpoint_dir=tmp_path)
+    same(state, whole[0])  # the run is finished, not followed by four epochs more
+    assert losses(history) == losses(whole[1])
+    more, _ = run(state, epochs=1, checkpoint_dir=tmp_path)
+    assert int(more.step) == 100  # a finished run is followed by another
+
+
+@pytest.mark.usefixtures("handlers")
+def test_the_caller_decides(monkeypatch):
+    state, history = run(start(), epochs=4, on_step=at(5, signal.SIGINT), on_interrupt="return", steps_per_execution=1)
+    assert (int(state.step), history[-1]["interrupted"]) == (13, True)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(KeyboardInterrupt, match="fit: interrupted"):
+        run(state, epochs=4, on_step=at(15, signal.SIGINT), on_interrupt="raise")
+    with pytest.raises(ValueError, match="on_interrupt must be 'auto', 'return' or 'raise', got 'never'"):
+        run(start(), epochs=1, on_interrupt="never")
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_second_ctrl_c_stops_at_once():
+    seen = []
+
+    def on_step(step, metrics):
+        seen.append(step)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        run(start(), epochs=4, on_step=on_step)
+    assert not hasattr(raised.value, "state")
+    assert seen == [1]
+
+
+@pytest.mark.usefixtures("handlers")
+def test_an_interrupt_that_must_wait_is_confirmed(capsys, monkeypatch):
+    monkeypatch.setattr(interrupt, "_NOTE_AFTER", 0.05)
+
+    def on_step(step, metrics):
+        if step == 1:
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.5)
+
+    run(start(), epochs=1, on_step=on_step, on_interrupt="return")
+    assert "the interrupt was noted; it stops after the step that is under way" in capsys.readouterr().err
+
+
+def test_others_keep_their_handlers():
+    got = []
+    before = signal.signal(signal.SIGTERM, lambda *_: got.append("mine"))
+    try:
+        state, _ = run(start(), epochs=1, on_step=at(2, signal.SIGTERM))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (got, int(state.step)) == (["mine"], 20)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_after_the_last_step_is_not_lost(number, monkeypatch, tmp_path, capsys):
+    def close(self):
+        signal.raise_signal(number)  # while the last checkpoint is being written
+        closed(self)
+
+    closed = RunCheckpoints.close
+    monkeypatch.setattr(RunCheckpoints, "close", close)
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as raised:
+        run(start(), epochs=1, checkpoint_dir=tmp_path)
+    said = capsys.readouterr().err + str(raised.value)
+    assert f"after step 20, in epoch 1 of 1; saved in {tmp_path}/step_00000020" in said
+    assert getattr(raised.value, "code", 143) == 143
+
+
+@pytest.mark.usefixtures("handlers")
+def test_another_thread_trains_too():
+    got = []
+    thread = threading.Thread(target=lambda: got.append(run(start(), epochs=1)))
+    thread.start()
+    thread.join(60)
+    assert int(got[0][0].step) == 20
+
+
+def test_a_state_that_was_given_away(tmp_path, whole):
+    state = start()
+    run(state, epochs=1)
+    text = "this state was given away to an earlier step; use the one it returned"
+    with pytest.raises(ValueError, match=text):
+        run(state, epochs=1)
+    state = start()
+    run(state, epochs=2, checkpoint_dir=tmp_path)
+    with pytest.raises(ValueError, match=text):
+        run(state, epochs=2, checkpoint_dir=tmp_path, resume=False)
+    resumed, history = run(state, epochs=4, checkpoint_dir=tmp_path)  # a cell is run again: the checkpoint knows
+    same(resumed, whole[0])
+    assert losses(history) == losses(whole[1])
+
+
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+def test_an_exception_brings_the_state_along(kind):
+    def callback(state, record):
+        if record["epoch"] == 2:
+            raise RuntimeError("mine")
+
+    store = kv.from_params({"w": np.zeros((4, 3), np.float32)}, kind=kind, optimizer=TX)
+    with pytest.raises(RuntimeError, match="mine") as raised:
+        run(train.create_state(store, 3, devices=jax.devices()[:2]), epochs=4, callbacks=callback)
+    assert int(raised.value.state.step) == 40
+    assert [r["epoch"] for r in raised.value.history] == [1, 2]
+    assert "history up to step 40 are the attributes" in raised.value.__notes__[0]
+    state, _ = run(raised.value.state, epochs=1)
+    assert int(state.step) == 60
+
+
+class Process:
+    """The program in a process of its own."""
+
+    def __init__(self, *arguments, **variables):
+        env = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(HERE.parent), **variables}
+        self.process = subprocess.Popen(
+            [sys.executable, HERE / "interrupted_run.py", *map(str, arguments)],
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def wait_for(self, step):
+        for line in self.process.stdout:
+            if line.startswith(f"step {step}\n"):
+                return
+        pytest.fail(f"it ended before step {step}: {self.process.stderr.read()}")
+
+    def end(self):
+        """(status, the last whole line of standard output, standard error)"""
+        out, err = self.process.stdout.read(), self.process.stderr.read()
+        return self.process.wait(60), out.rpartition("\n")[0].rpartition("\n")[2], err
+
+
+def test_in_processes(tmp_path):
+    started = [
+        Process(tmp_path / "terminated", 1000, "PLAIN"),
+        Process(tmp_path / "interrupted", 1000, "CATCH"),
+        Process("-", 1000, "PLAIN"),
+        Process("-", 1000, "PLAIN", 1000),
+    ]
+    try:
+        for process, step, number in zip(started, (25, 25, 3, 1), (15, 2, 2, 2), strict=True):
+            process.wait_for(step)
+            process.process.send_signal(number)
+        # It sleeps in the callback of a step for 1000 seconds: the first Ctrl-C waits for it, the second does not.
+        for line in started[3].process.stderr:
+            if "noted" in line:
+                break
+        started[3].process.send_signal(signal.SIGINT)
+        terminated, caught, plain, twice = [process.end() for process in started]
+    finally:
+        for process in started:
+            process.process.kill()
+            process.process.communicate()
+
+    assert terminated[0] == 143
+    step = int(re.search(r"SIGTERM: stopped after step (\d+)", terminated[2])[1])
+    path = tmp_path / "terminated" / f"step_{step:08d}"
+    assert terminated[2].splitlines()[-1].endswith(f"saved in {path}")
+    assert (path / "jaxpar.json").exists()
+    expected, history = run(start(), epochs=step // 20 + 1)
+    resumed, resumed_history = run(start(), epochs=step // 20 + 1, checkpoint_dir=tmp_path / "terminated")
+    same(resumed, expected)
+    assert losses(resumed_history) == losses(history)
+
+    assert caught[0] == 7
+    assert re.match(r"caught (\d+) (\d+) \1 (True|None)$", caught[1])
+    assert "Traceback" not in caught[2]
+    assert (tmp_path / "interrupted" / f"step_{int(caught[1].split()[1]):08d}").is_dir()
+
+    assert plain[0] == -signal.SIGINT  # as Python ends after a KeyboardInterrupt, so that a shell stops its loop
+    assert re.search(r"KeyboardInterrupt: fit: interrupted after step \d+, in epoch", plain[2])
+    assert twice[0] == -signal.SIGINT
+    assert twice[2].splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_one_of_two_processes_is_preempted(tmp_path, whole):
+    """It tells the other one, and both stop after the same step, which is saved."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    names = ("JAXPAR_COORDINATOR", "JAXPAR_NUM_PROCESSES", "JAXPAR_PROCESS_ID")
+    both = [
+        Process(
+            tmp_path, 1000, "PLAIN", JAX_NUM_CPU_DEVICES="1", **dict(zip(names, (address, "2", str(i)), strict=True))
+        )
+        for i in range(2)
+    ]
+    try:
+        both[1].wait_for(3)
+        both[1].process.send_signal(signal.SIGTERM)
+        ended = [process.end() for process in both]
+    finally:
+        for process in both:
+            process.process.kill()
+            process.process.communicate()
+    assert [status for status, *_ in ended] == [143, 143], ended
+    said = [re.search(r"SIGTERM: stopped after step (\d+), .*saved in .*/step_(\d+)$", err, re.M) for *_, err in ended]
+    steps = {int(number) for found in said for number in found.groups()}
+    assert len(steps) == 1
+    assert max(steps) % 16 == 0 or max(steps) % 20 == 0
+    resumed, history = run(start(), epochs=4, checkpoint_dir=tmp_path)  # in one process
+    np.testing.assert_allclose(resumed.params["w"], whole[0].params["w"], rtol=1e-5)
+    np.testing.assert_allclose([r["loss"] for r in history], [r["loss"] for r in whole[1]], rtol=1e-5)
+
+
+def test_a_notebook_is_interrupted(tmp_path):
+    """In a kernel of its own, by the message that the stop button sends; then the cell is run again."""
+    client = pytest.importorskip("jupyter_client")
+    manager = client.KernelManager()
+    manager.kernel_cmd = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    manager.start_kernel(
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
+    )
+    kernel = manager.client()
+    kernel.start_channels()
+    try:
+        kernel.wait_for_ready(timeout=60)
+        ask(kernel, SETUP + f"directory = {str(tmp_path)!r}")
+        message = kernel.execute(CELL)
+        texts = until(kernel, "step 5\n")
+        manager.interrupt_kernel()
+        assert reply_to(kernel, message)["status"] == "ok"
+        texts += rest(kernel)
+        step = int(re.search(r"interrupted after step (\d+), in epoch", texts)[1])
+        assert f"saved in {tmp_path}/step_{step:08d}\nfit: this is the state and the history" in texts
+        assert ask(kernel, "print(int(state.step), history[-1].get('interrupted'))").startswith(f"{step} ")
+        ask(kernel, "pause = 0")
+        assert f"resumed from step {step}" in ask(kernel, CELL)
+        assert ask(kernel, "print(int(state.step), len(history))") == "240 12\n"
+    finally:
+        kernel.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+SETUP = """
+import time
+from interrupted_run import run, start
+pause = 0.05
+state = start()
+def on_step(step, metrics):
+    print("step", step, flush=True)
+    time.sleep(pause)
+"""
+CELL = "state, history = run(state, epochs=12, checkpoint_dir=directory, on_step=on_step)"
+
+
+def until(kernel, text):
+    got = ""
+    while text not in got:
+        message = kernel.get_iopub_msg(timeout=60)
+        assert message["msg_type"] != "error", message["content"]
+        got += message["content"].get("text", "")
+    return got
+
+
+def rest(kernel):
+    """What a cell still prints until the kernel is idle."""
+    got = ""
+    while True:
+        message = kernel.get_iopub_msg(timeout=60)
+        assert message["msg_type"] != "error", message["content"]
+        got += message["content"].get("text", "")
+        asked = message["parent_header"].get("msg_type") == "execute_request"
+        if asked and message["content"].get("execution_state") == "idle":
+            return got
+
+
+def ask(kernel, code):
+    message = kernel.execute(code)
+    reply = reply_to(kernel, message)
+    assert reply["status"] == "ok", reply
+    return rest(kernel)
+
+
+def reply_to(kernel, message):
+    while True:  # there may be replies to what was asked to see whether the kernel is ready
+        reply = kernel.get_shell_msg(timeout=60)
+        if reply["parent_header"]["msg_id"] == message:
+            return reply["content"]

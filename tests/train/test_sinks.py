@@ -1,0 +1,319 @@
+"""Where records go: JSON lines, CSV, TensorBoard, pandas; once each, also after a crash."""
+
+import csv
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import time
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpar import data, kv, train
+
+TX = optax.sgd(0.5)
+IMAGES = np.random.default_rng(0).random((50, 4), np.float32)
+TRAIN = data.Dataset(IMAGES, IMAGES[:, :3].argmax(1))  # three steps of 16
+TEST = data.Dataset(IMAGES[:20], TRAIN.labels[:20])
+
+
+def apply(params, images):
+    return images @ params["w"]
+
+
+STEP = train.make_train_step(train.classification_loss(apply))
+
+
+def start():
+    store = kv.from_params({"w": jnp.zeros((4, 3))}, optimizer=TX)
+    return train.create_state(store, 3, devices=jax.devices()[:2])
+
+
+def run(state=None, **options):
+    options = {"epochs": 2, "batch_size": 16, "progress": False, "test_data": TEST, "apply_fn": apply, **options}
+    return train.fit(start() if state is None else state, STEP, TRAIN, **options)
+
+
+def at(step):
+    return types.SimpleNamespace(step=step)
+
+
+def lines(path):
+    """Strict JSON: what Python's own reader takes beside it is an error."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    return [json.loads(text, parse_constant=refuse) for text in path.read_text().splitlines()]
+
+
+def rows(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_json_lines(tmp_path):
+    path = tmp_path / "new" / "metrics.jsonl"
+    _, history = run(callbacks=train.to_jsonl(path))
+    assert lines(path) == history
+    assert [r["step"] for r in lines(path)] == [3, 6]
+
+
+def test_json_lines_are_strict(tmp_path):
+    record = {
+        "epoch": 1,
+        "loss": math.nan,
+        "high": math.inf,
+        "low": -math.inf,
+        "accuracy": None,
+        "deep": {"x": math.nan},
+    }
+    train.to_jsonl(tmp_path / "a")(at(3), record)
+    want = {"loss": "NaN", "high": "Infinity", "low": "-Infinity", "accuracy": None, "deep": {"x": "NaN"}}
+    assert lines(tmp_path / "a") == [{"step": 3, "epoch": 1, **want}]
+    assert math.isnan(float(lines(tmp_path / "a")[0]["loss"]))
+    assert float(lines(tmp_path / "a")[0]["low"]) == -math.inf
+
+
+def test_the_metrics_file_is_strict_too(tmp_path):
+    step = train.make_train_step(lambda p, b, rng: (jnp.sum(p["w"]) * jnp.nan, {}))
+    train.fit(start(), step, TRAIN, epochs=1, batch_size=16, progress=False, metrics_file=tmp_path / "m.jsonl")
+    assert lines(tmp_path / "m.jsonl")[0]["loss"] == "NaN"
+
+
+def test_csv(tmp_path):
+    path = tmp_path / "metrics.csv"
+    _, history = run(callbacks=[train.to_csv(path)])
+    assert [list(row) for row in rows(path)] == [list(record) for record in history]
+    assert [float(row["test_accuracy"]) for row in rows(path)] == [r["test_accuracy"] for r in history]
+    more = train.to_csv(path)
+    more(at(9), {"epoch": 3, "loss": math.nan, "new, name": 'a "b"', "accuracy": None})
+    assert [row["new, name"] for row in rows(path)] == ["", "", 'a "b"']
+    assert (rows(path)[2]["loss"], rows(path)[2]["accuracy"]) == ("nan", "")
+    assert rows(path)[0]["images_per_second"] == str(history[0]["images_per_second"])
+    more(at(12), {"epoch": 4, "loss": 1.0})
+    assert [row["step"] for row in rows(path)] == ["3", "6", "9", "12"]
+
+
+@pytest.mark.parametrize(("sink", "read"), [(train.to_jsonl, lines), (train.to_csv, rows)], ids=["jsonl", "csv"])
+def test_a_run_that_goes_on_has_each_epoch_once(tmp_path, sink, read):
+    path = tmp_path / "metrics"
+
+    def steps():
+        return [int(r["step"]) for r in read(path)]
+
+    def crash(state, record):
+        if record["epoch"] == 2:
+            raise RuntimeError("crash")
+
+    # The crash comes before the second checkpoint, so that the second epoch is made and written twice.
+    with pytest.raises(RuntimeError, match="crash"):
+        run(epochs=3, callbacks=[sink(path), crash])
+    assert steps() == [3, 6]
+    _, history = run(epochs=3, checkpoint_dir=tmp_path / "c", callbacks=sink(path))
+    assert steps() == [3, 6, 9]
+    with open(path, "a") as file:
+        file.write("9, torn")  # the process was killed while it wrote
+    _, history = run(epochs=5, checkpoint_dir=tmp_path / "c", callbacks=sink(path))
+    assert steps() == [3, 6, 9, 12, 15]
+    assert [float(r["loss"]) for r in read(path)] == [r["loss"] for r in history]
+    run(epochs=1, callbacks=sink(path))  # another run into the same file
+    assert steps() == [3]
+    state, _ = run(epochs=1)
+    run(state, epochs=1, callbacks=sink(path))  # and one that goes on from a state
+    assert steps() == [3, 6]
+
+
+@pytest.mark.parametrize("sink", [train.to_jsonl, train.to_csv], ids=["jsonl", "csv"])
+def test_a_file_of_something_else_is_left_alone(tmp_path, sink):
+    path = tmp_path / "thesis.txt"
+    path.write_text("all my work\nand more\n")
+    with pytest.raises(ValueError, match=r"thesis.txt holds something else than records with a step"):
+        sink(path)(at(3), {"loss": 1.0})
+    assert path.read_text() == "all my work\nand more\n"
+
+
+def test_metrics_of_steps(tmp_path):
+    seen = []
+    sinks = [train.to_jsonl(tmp_path / "steps.jsonl"), train.to_csv(tmp_path / "steps.csv")]
+
+    def on_step(step, metrics):
+        seen.append((step, metrics))
+        for sink in sinks:
+            sink.on_step(step, metrics)
+
+    _, history = run(on_step=on_step)
+    assert [step for step, _ in seen] == [1, 2, 3, 4, 5, 6]
+    assert {type(v) for _, metrics in seen for v in metrics.values()} == {float}
+    assert np.mean([m["loss"] for _, m in seen[:3]]) == pytest.approx(history[0]["loss"], rel=1e-6)
+    assert lines(tmp_path / "steps.jsonl") == [{"step": step, **metrics} for step, metrics in seen]
+    assert [float(r["accuracy"]) for r in rows(tmp_path / "steps.csv")] == [m["accuracy"] for _, m in seen]
+
+
+def scalars(directory):
+    """What TensorBoard's own reader finds: {tag: [(step, value)]}"""
+    module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = module.EventAccumulator(str(directory)).Reload()
+    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def test_tensorboard(tmp_path):
+    board = train.to_tensorboard(tmp_path / "run")
+    run(callbacks=board, on_step=board.on_step, checkpoint_dir=tmp_path / "c")
+    _, history = run(epochs=3, callbacks=train.to_tensorboard(tmp_path / "run"), checkpoint_dir=tmp_path / "c")
+    found = scalars(tmp_path / "run")
+    assert set(found) == {
+        *("train/loss", "train/accuracy", "train/seconds", "train/images_per_second"),
+        *("test/loss", "test/accuracy", "step/loss", "step/accuracy"),
+    }
+    assert [step for step, _ in found["step/loss"]] == [1, 2, 3, 4, 5, 6]
+    for tag, name in (("train/loss", "loss"), ("test/accuracy", "test_accuracy")):
+        assert found[tag] == [(r["step"], pytest.approx(r[name])) for r in history]
+    # Epochs that are made again after a crash replace those there were.
+    train.to_tensorboard(tmp_path / "run")(at(6), {"epoch": 2, "loss": 7.0})
+    assert scalars(tmp_path / "run")["train/loss"] == [(3, pytest.approx(history[0]["loss"])), (6, 7.0)]
+
+
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [
+        ("pandas", lambda: train.to_pandas([])),
+        ("matplotlib.figure", lambda: train.plot_history([{"epoch": 1, "loss": 1.0}])),
+    ],
+    ids=["pandas", "matplotlib"],
+)
+def test_what_is_not_installed(monkeypatch, module, call):
+    from jaxpar._core import figures
+
+    figures._kind.cache_clear()
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ModuleNotFoundError, match=f"pip install {module.split('.')[0]}"):
+        call()
+
+
+def test_the_command_line(tmp_path, monkeypatch, capsys):
+    from jaxpar.__main__ import main
+
+    images = np.random.default_rng(0).integers(0, 256, (128, 28, 28, 1), np.uint8)
+    few = data.Dataset(images, images[:, 14, 14, 0] // 26)
+    monkeypatch.setattr(data, "load", lambda *args, **options: few)
+    monkeypatch.setattr("jaxpar._cli.train._devices", lambda *args: jax.devices()[:1])  # they are there already
+    places = {name: tmp_path / name for name in ("tensorboard-dir", "profile-dir", "metrics-file")}
+    options = [f"--{name}={path}" for name, path in places.items()]
+    assert main(["train", "--epochs=1", "--batch-size=64", "--no-progress", *options]) == 0, capsys.readouterr()
+    (record,) = lines(places["metrics-file"])
+    found = scalars(places["tensorboard-dir"])
+    assert found["test/accuracy"] == [(2, pytest.approx(record["test_accuracy"]))]
+    assert [step for step, _ in found["step/loss"]] == [1, 2]
+    assert list(places["profile-dir"].rglob("*.xplane.pb"))
+
+
+def test_pandas():
+    pytest.importorskip("pandas")
+    _, history = run()
+    frame = train.to_pandas(history)
+    assert list(frame.columns) == list(history[0])
+    assert frame["test_accuracy"].tolist() == [r["test_accuracy"] for r in history]
+
+
+def test_a_place_that_cannot_be_written_is_known_at_the_start(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    made = []
+    options = {"on_step": lambda *a: made.append(a)}
+    with pytest.raises(OSError, match=r"metrics cannot be written to .*file/m.jsonl \(.*\); choose another place"):
+        run(metrics_file=file / "m.jsonl", **options)
+    with pytest.raises(OSError, match=r"metrics cannot be written to .* \(Is a directory\)"):
+        run(metrics_file=tmp_path, **options)
+    with pytest.raises(OSError, match=r"nothing can be written to .*file/c .*; choose another directory"):
+        run(checkpoint_dir=file / "c", **options)
+    assert (made, file.read_text(), os.listdir(tmp_path)) == ([], "mine", ["file"])
+    with pytest.raises(OSError, match=r"metrics cannot be written to .*file/tb"):
+        train.to_tensorboard(file / "tb")(at(3), {"loss": 1.0})
+
+
+@pytest.fixture
+def full_disk():
+    """A function after which no file of this process can grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("sink", [train.to_jsonl, train.to_csv], ids=["jsonl", "csv"])
+def test_a_disk_that_fills_up_keeps_what_is_there(tmp_path, full_disk, sink):
+    path = tmp_path / "metrics"
+    one = sink(path)
+    one(at(3), {"epoch": 1, "loss": 1.0})
+    before = path.read_bytes()
+    full_disk(len(before) + 3)
+    with pytest.raises(OSError, match=r"metrics cannot be written to .*metrics \(File too large\)"):
+        one(at(6), {"epoch": 2, "loss": 0.5})
+    assert path.read_bytes() == before  # no half of a line
+    full_disk(10**6)
+    one(at(6), {"epoch": 2, "loss": 0.5})
+    assert path.read_bytes().startswith(before)
+    assert path.read_bytes().count(b"6") == 1
+
+
+def test_a_full_disk_under_fit(tmp_path, full_disk):
+    """The metrics have no room left after the first epoch: the state of the second is saved all the same."""
+
+    sink = train.to_jsonl(tmp_path / "m")
+
+    def metrics(state, record):
+        if record["epoch"] == 2:
+            while not (tmp_path / "c" / "step_00000003").exists():  # its writer has the same limit
+                time.sleep(0.01)
+            full_disk((tmp_path / "m").stat().st_size + 3)
+        try:
+            sink(state, record)
+        finally:
+            full_disk(10**9)  # the checkpoints are on another disk
+
+    with pytest.raises(OSError, match="metrics cannot be written") as raised:
+        run(epochs=3, checkpoint_dir=tmp_path / "c", callbacks=[metrics])
+    assert int(raised.value.state.step) == 6
+    assert [r["step"] for r in lines(tmp_path / "m")] == [3]
+    state, history = run(epochs=3, checkpoint_dir=tmp_path / "c", metrics_file=tmp_path / "m")
+    whole, want = run(epochs=3)
+    np.testing.assert_array_equal(state.params["w"], whole.params["w"])
+    assert [r["loss"] for r in lines(tmp_path / "m")] == [r["loss"] for r in want] == [r["loss"] for r in history]
+
+
+def test_a_full_disk_under_the_checkpoints(tmp_path, monkeypatch):
+    """Only that `fit` says it, keeps what there is and hands over the state; test_checkpoint.py has the rest."""
+    from jaxpar.checkpoint import _files
+
+    def full(path, arrays):
+        saved.append(path)
+        if len(saved) == 2:
+            raise OSError(28, "No space left on device")
+        write(path, arrays)
+
+    saved, write = [], _files._write_arrays
+    monkeypatch.setattr(_files, "_write_arrays", full)
+    with pytest.raises(OSError, match=r"step_00000006 could not be written \(No space left on device\)") as raised:
+        run(epochs=3, checkpoint_dir=tmp_path)
+    assert int(raised.value.state.step) == 9
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000003"]
+    monkeypatch.undo()
+    state, _ = run(epochs=3, checkpoint_dir=tmp_path)
+    np.testing.assert_array_equal(state.params["w"], raised.value.state.params["w"])
+
+
+def test_event_files_have_the_published_checksum():
+    from jaxpar.train._fit import event_file
+
+    crc = 0xE3069283  # of "123456789", the check value of CRC-32C
+    masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    assert event_file._checksum(b"123456789") == masked.to_bytes(4, "little")

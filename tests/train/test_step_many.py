@@ -1,0 +1,295 @@
+"""Several steps by one program: the same numbers as one after the other, in `step.many` and in `fit`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from kv_model import collectives_in, compilations
+from step_model import ENGINES, IN_TURN, line, squares
+
+from jaxpar import data, kv, train
+from jaxpar.data import _batches
+from jaxpar.train._step.pmap_processes import PmapAcross
+
+TX = optax.adam(0.1)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.ema(0.9))
+PARAMS = {"w": jnp.ones(3), "b": jnp.zeros(())}
+LINES = [line(seed=i) for i in range(5)]
+
+
+def stacked(batches=LINES):
+    return jax.tree.map(lambda *x: np.stack(x), *batches)
+
+
+def start(kind="device", count=2, compression=None, model_state=()):
+    store = kv.from_params(PARAMS, kind=kind, optimizer=TX)
+    store = kv.set_gradient_compression(store, compression) if compression else store
+    return train.create_state(store, 7, devices=jax.devices()[:count], model_state=model_state)
+
+
+def one_by_one(step, state):
+    losses = []
+    for batch in LINES:
+        state, metrics = step(state, batch)
+        losses.append(metrics["loss"])
+    return state, np.array(losses)
+
+
+def same(state, other, **tolerance):
+    for part in ("store", "step", "transform", "model_state", "loss_scale", "nonfinite", "outer", "local"):
+        mine, theirs = jax.tree.leaves(getattr(state, part)), jax.tree.leaves(getattr(other, part))
+        for a, b in zip(mine, theirs, strict=True):
+            np.testing.assert_allclose(a, b, **{"rtol": 0, "atol": 0, **tolerance}, err_msg=part)
+
+
+def counted(params, batch, rng, seen):
+    loss, aux = squares(params, batch, rng)
+    return loss, aux, {"batches": seen["batches"] + 1, "mean": 0.9 * seen["mean"] + 0.1 * batch["x"].mean()}
+
+
+CASES = {
+    "plain": {},
+    "stop": {"nonfinite": "stop"},
+    "dynamic": {"loss_scale": "dynamic"},
+    "clipped": {"grad_transform": CLIPPED},
+    "accumulate": {"accumulate": 2},
+    "local": {"local_steps": 2, "outer_optimizer": optax.sgd(0.7, momentum=0.9)},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_same_numbers_as_one_by_one(engine, case):
+    step = train.make_train_step(squares, engine=engine, **CASES[case])
+    want, losses = one_by_one(step, start())
+    state, metrics = step.many(start(), stacked())
+    same(state, want)
+    np.testing.assert_array_equal(metrics["loss"], losses)
+
+
+@pytest.mark.parametrize(("engine", "kind"), [*IN_TURN, ("pmap", "dist_async")])
+@pytest.mark.parametrize("compression", [None, {"type": "2bit"}, {"type": "powersgd"}])
+def test_any_kind_and_compression(engine, kind, compression):
+    step = train.make_train_step(squares, engine=engine)
+    want, losses = one_by_one(step, start(kind, compression=compression))
+    state, metrics = step.many(start(kind, compression=compression), stacked())
+    rounding = 1e-6 if compression == {"type": "2bit"} else 0  # of what it leaves over
+    same(state, want, rtol=rounding, atol=rounding)
+    np.testing.assert_array_equal(metrics["loss"], losses)
+
+
+def test_a_model_state():
+    seen = {"batches": jnp.zeros((), jnp.int32), "mean": jnp.zeros(())}
+    step = train.make_train_step(counted)
+    want, _ = one_by_one(step, start(model_state=seen))
+    state, _ = step.many(start(model_state=seen), stacked())
+    same(state, want)
+    assert int(state.model_state["batches"]) == len(LINES)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_parts_are_the_same_program(engine):
+    step = train.make_train_step(squares, engine=engine)
+    want, losses = one_by_one(step, start())
+    batches = jax.device_put(stacked())
+    state, _ = step.many(start(), batches, 0, 0)
+    assert int(state.step) == 0
+    with compilations() as count:
+        state, first = step.many(state, batches, end=2)
+        state, rest = step.many(state, batches, 2)
+        jax.block_until_ready(state)
+    assert count() == 0
+    same(state, want)
+    np.testing.assert_array_equal(first["loss"], [*losses[:2], 0, 0, 0])
+    np.testing.assert_array_equal(rest["loss"], [0, 0, *losses[2:]])
+
+
+def test_single_steps_in_between():
+    step = train.make_train_step(squares)
+    want, _ = one_by_one(step, start())
+    state, _ = step(start(), LINES[0])
+    state, _ = step.many(state, stacked(LINES[1:4]))
+    state, _ = step(state, LINES[4])
+    same(state, want)
+
+
+def test_inside_of_another_program():
+    step = train.make_train_step(squares)
+    want, _ = one_by_one(step, start())
+    state, _ = jax.jit(step.many)(start(), stacked())
+    same(state, want)
+    state, _ = step.many(start(), stacked())  # nothing of that trace is left behind
+    same(state, want)
+
+
+def test_the_state_is_given_away():
+    state, step = start(), train.make_train_step(squares)
+    step.many(state, stacked())
+    assert state.store.values[0].is_deleted()
+    with pytest.raises(RuntimeError, match="was given to the state that a step made of it"):
+        step.many(state, stacked())
+
+
+@pytest.mark.parametrize(("engine", "kind"), IN_TURN)
+def test_the_program_has_the_collectives_and_the_memory_of_one_step(engine, kind):
+    """Nothing is copied that a step does not copy, and the state's memory is given to the new one."""
+    params = {"w": jnp.ones(3), "b": jnp.zeros((64, 1024))}
+    state = train.create_state(kv.from_params(params, kind=kind, optimizer=TX), 7, devices=jax.devices()[:2])
+
+    def loss_fn(params, batch, rng):
+        return squares({"w": params["w"], "b": params["b"].mean()}, batch, rng)
+
+    step = train.make_train_step(loss_fn, engine=engine)
+    batches = stacked()
+    one = step.lower(state, LINES[0]).compile()
+    many = step.lower(state, batches, many=True).compile()
+    assert sorted(collectives_in(many.as_text())) == sorted(collectives_in(one.as_text()))
+    one, many = one.memory_analysis(), many.memory_analysis()
+    extra = sum(x.nbytes for x in jax.tree.leaves(batches)) + 1024
+    assert many.alias_size_in_bytes >= one.alias_size_in_bytes
+    assert many.temp_size_in_bytes <= one.temp_size_in_bytes + extra
+    assert many.argument_size_in_bytes <= one.argument_size_in_bytes + extra
+
+
+def test_a_step_that_stops_in_the_middle():
+    batches = stacked()
+    batches["y"][2, 0] = np.nan
+    step = train.make_train_step(squares, nonfinite="stop")
+    state, metrics = step.many(start(), batches)
+    assert metrics["skipped"].tolist() == [0, 0, 1, 1, 1]
+    assert int(state.step) == 2
+
+
+def test_batches_on_another_device():
+    step = train.make_train_step(squares, devices=jax.devices()[:2])
+    want, _ = one_by_one(step, start())
+    state, _ = step.many(start(), jax.device_put(stacked(LINES[:2]), jax.devices()[3]))
+    state, _ = step.many(state, jax.device_put(stacked(LINES[2:]), jax.devices()[3]))
+    same(state, want)
+
+
+def test_mistakes():
+    state, step = start(), train.make_train_step(squares)
+    with pytest.raises(ValueError, match="many: the arrays of a batch must share the length of their first axis"):
+        step.many(state, {"x": np.ones((2, 8, 3)), "y": np.ones((3, 8))})
+    with pytest.raises(ValueError, match=r"must share the length of their second axis, .* got \[\(8, 3\), \(8,\)\]"):
+        step.many(state, {"x": np.ones((8, 3)), "y": np.ones(8)})
+    with pytest.raises(ValueError, match="a batch of 7 cannot be divided by 2 devices"):
+        step.many(state, {"x": np.ones((2, 7, 3)), "y": np.ones((2, 7))})
+    with pytest.raises(TypeError, match="train step: expected a state"):
+        step.many({}, stacked())
+    with pytest.raises(ValueError, match="a pmap over several processes is no part of a larger program"):
+        PmapAcross(None, "data", tuple(jax.devices()))(state, stacked(), 0, 5)
+    assert int(step.many(state, stacked())[0].step) == 5
+
+
+# ---- in fit
+
+POINTS = data.Dataset(np.random.default_rng(0).random((50, 4), np.float32), np.arange(50) % 3)
+STEP = train.make_train_step(train.classification_loss(lambda params, x: x @ params["w"]))
+SGD = optax.sgd(0.5)
+
+
+def fit(state=None, source=POINTS, step=STEP, **options):
+    if state is None:
+        store = kv.from_params({"w": jnp.zeros((4, 3))}, optimizer=SGD)
+        state = train.create_state(store, 3, devices=jax.devices()[:2])
+    return train.fit(state, step, source, **{"epochs": 3, "batch_size": 4, "progress": False, **options})
+
+
+@pytest.mark.parametrize("most", [None, 1, 5, 20])
+@pytest.mark.parametrize("begin", [0, 7, 12, 25])
+def test_groups_are_the_batches(most, begin):
+    options = {"rng": jax.random.key(5), "start": begin, "devices": jax.devices()[:2]}
+    batches = data.batches(POINTS, 4, epochs=None, **options)
+    groups = _batches.groups(POINTS, 4, most, **options)
+    found = 0
+    while found < 40:
+        group, number = next(groups)
+        assert (begin + found) // 12 == (begin + found + number - 1) // 12  # of one epoch, which has 12
+        assert group["image"].shape == (most or 8, 4, 4)
+        for i in range(number):
+            jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x, i=i: x[i], group), next(batches))
+        found += number
+
+
+@pytest.mark.parametrize("together", ["auto", 3, 12, 50])
+def test_fit_is_the_same_with_any_number(together):
+    def told(into):
+        return lambda step, metrics: into.append((step, metrics))
+
+    one, many = [], []
+    want, history = fit(steps_per_execution=1, on_step=told(one))
+    state, record = fit(steps_per_execution=together, on_step=told(many))
+    same(state, want)
+    assert many == one
+    assert [step for step, _ in one] == list(range(1, 37))
+    assert [r["loss"] for r in record] == [r["loss"] for r in history]
+    assert [r["step"] for r in record] == [12, 24, 36]
+
+
+@pytest.mark.parametrize("together", ["auto", 5])
+def test_checkpoints_and_the_last_step_cut_it_short(tmp_path, together):
+    fit(checkpoint_dir=tmp_path, checkpoint_every=7, keep=99, epochs=2, steps_per_execution=together)
+    saved = sorted(int(path.name[5:13]) for path in tmp_path.glob("step_*"))
+    assert saved == [7, 12, 14, 21, 24]
+
+
+def test_calls_of_the_step():
+    class Seen(train.TrainStep):
+        def many(self, state, batches, first=0, end=None):
+            calls.append((first, end))
+            return super().many(state, batches, first, end)
+
+    calls = []
+    step = train.make_train_step(train.classification_loss(lambda params, x: x @ params["w"]))
+    step.__class__ = Seen
+    fit(step=step, steps_per_execution=5, epochs=1)
+    assert calls == [(0, 5), (0, 5), (0, 2)]
+    calls.clear()
+    fit(step=step, epochs=2)
+    assert sum(end - first for first, end in calls) == 24
+    assert max(end - first for first, end in calls) > 1
+    calls.clear()
+    fit(step=step, steps_per_execution=1, epochs=1)
+    assert not calls
+
+
+def test_convolutions_are_kept_out_of_loops():
+    def loss_fn(params, batch, rng):
+        found = jax.lax.conv(batch["image"].reshape(-1, 1, 4, 1), params["w"], (1, 1), "SAME")
+        return (found**2).mean(), {}
+
+    class Single(train.TrainStep):
+        def many(self, *args):
+            raise AssertionError("called")
+
+    store = kv.from_params({"w": jnp.ones((1, 1, 3, 1))}, optimizer=SGD)
+    state = train.create_state(store, 3, devices=jax.devices()[:2])
+    step = train.make_train_step(loss_fn)
+    step.__class__ = Single
+    state, _ = fit(state, step=step, epochs=1)
+    assert int(state.step) == 12
+    with pytest.raises(AssertionError, match="called"):
+        fit(state, step=step, epochs=1, steps_per_execution=4)
+
+
+def test_what_cannot_be_together(monkeypatch):
+    arrays = data.from_arrays({"image": POINTS.images, "label": POINTS.labels})
+    assert int(fit(source=arrays, epochs=1)[0].step) == 12  # "auto" is 1 here
+    with pytest.raises(ValueError, match=r"steps_per_execution is 4, but the training data is no data\.Dataset"):
+        fit(source=arrays, steps_per_execution=4)
+    with pytest.raises(ValueError, match="but the step was not made by make_train_step"):
+        fit(step=lambda state, batch: STEP(state, batch), steps_per_execution=4)
+    nowhere = train.TrainState(kv.from_params({"w": jnp.zeros((4, 3))}, optimizer=SGD), jnp.int32(0), jax.random.key(3))
+    assert int(fit(nowhere, epochs=1, batch_size=8)[0].step) == 6
+    with pytest.raises(ValueError, match="but the state was not made by create_state"):
+        fit(nowhere, steps_per_execution=4)
+    monkeypatch.setattr(_batches, "fits", lambda dataset, mesh: False)
+    assert int(fit(epochs=1)[0].step) == 12
+    with pytest.raises(ValueError, match="steps_per_execution is 4, but the devices have no room for the data set"):
+        fit(steps_per_execution=4)
+    for wrong in (0, -1, True, 2.0, "many"):
+        with pytest.raises(ValueError, match="steps_per_execution must be 'auto', or an int of 1 or more"):
+            fit(steps_per_execution=wrong)

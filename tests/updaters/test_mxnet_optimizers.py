@@ -1,0 +1,307 @@
+"""MXNet's optimizers: its own numbers, learning rates that change, multipliers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpar import updaters
+
+ARGS = {
+    "sgd": (updaters.mxnet_sgd, {"learning_rate": 0.1}),
+    "sgd_momentum_wd": (updaters.mxnet_sgd, {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}),
+    "adam": (updaters.mxnet_adam, {"learning_rate": 0.01}),
+    "rmsprop": (updaters.mxnet_rmsprop, {"learning_rate": 0.01}),
+    "adagrad": (updaters.mxnet_adagrad, {"learning_rate": 0.1}),
+    "nag": (updaters.mxnet_nag, {"learning_rate": 0.1, "momentum": 0.9}),
+}
+# Seen on MXNet 1.9.1, (2, 3) values flat, after each of six pushes from four devices.
+REFERENCE = {
+    "sgd": [
+        [1.3346575, 0.6339716, 1.1953967, 2.1198223, 1.4640242, -1.1749088],
+        [1.5281506, 0.3021138, 1.4634198, 2.3532493, 1.7800307, -1.0082277],
+        [1.6472946, 0.3724403, 1.5885783, 2.5589168, 1.839891, -0.8867888],
+        [1.5688924, -0.1235967, 1.5536966, 2.3489637, 1.6764482, -0.7744911],
+        [1.4928044, -0.3388935, 1.359704, 1.9468596, 1.8119816, -0.9680093],
+        [1.3258379, -0.5121447, 1.5964671, 1.6828293, 1.9462374, -1.0184491],
+    ],
+    "sgd_momentum_wd": [
+        [1.3328935, 0.6335714, 1.194418, 2.1175814, 1.4621565, -1.1739315],
+        [1.1370106, 0.5111529, 1.6553586, 2.2379103, 1.4118397, -1.1830647],
+        [1.0787231, 0.4707916, 2.1937084, 2.5496359, 1.4250029, -1.0686626],
+        [0.9467833, -0.0620415, 2.6411479, 2.6176863, 1.2719822, -0.8523344],
+        [0.7510028, -0.7568259, 2.8472095, 2.2742097, 1.2685249, -0.8503048],
+        [0.4070828, -1.5546262, 3.2665808, 1.6987765, 1.3984007, -0.8980677],
+    ],
+    "adam": [
+        [1.7540523, 0.4101573, 0.9887381, 2.2308931, 1.8575579, -0.9872779],
+        [1.7510022, 0.4079311, 0.9987374, 2.2344158, 1.8568728, -0.9876],
+        [1.7502847, 0.4073267, 1.008184, 2.2404971, 1.8570884, -0.9851077],
+        [1.7487773, 0.402538, 1.0153362, 2.2416172, 1.8555, -0.9810795],
+        [1.7466832, 0.3969702, 1.0181378, 2.2383831, 1.8555248, -0.9811132],
+        [1.7433091, 0.3910294, 1.0228205, 2.2336416, 1.8567693, -0.981862],
+    ],
+    "rmsprop": [
+        [1.7324296, 0.43178, 1.0103608, 2.2092702, 1.8359352, -1.0089006],
+        [1.7459974, 0.4054894, 1.0354544, 2.2376442, 1.8560661, -0.9878899],
+        [1.754481, 0.4112635, 1.0469596, 2.2578883, 1.8600537, -0.9735171],
+        [1.7486957, 0.3858027, 1.0435988, 2.239949, 1.8492657, -0.960708],
+        [1.7428786, 0.3748721, 1.0268767, 2.2161288, 1.8583022, -0.9794491],
+        [1.7304972, 0.3659748, 1.0446638, 2.2015095, 1.8673439, -0.9845312],
+    ],
+    "adagrad": [
+        [1.6640524, 0.5001572, 1.078738, 2.1408932, 1.767558, -1.0772779],
+        [1.7051357, 0.4184096, 1.1565068, 2.2296634, 1.8292127, -1.0128067],
+        [1.7296604, 0.4354792, 1.1906413, 2.291271, 1.8408129, -0.9702914],
+        [1.7137282, 0.3585531, 1.1811708, 2.2380331, 1.8106179, -0.9337025],
+        [1.6984478, 0.3268833, 1.1345698, 2.1666389, 1.8349069, -0.9870378],
+        [1.6666564, 0.3021876, 1.1840084, 2.1241925, 1.8582995, -1.000807],
+    ],
+    "nag": [
+        [0.9482023, 0.8444046, 1.3903896, 2.0108588, 1.1008437, -1.3527766],
+        [0.9680291, 0.4032645, 2.0751271, 2.356303, 1.3743937, -1.1961637],
+        [1.0381033, 0.4385307, 2.6879714, 2.8478866, 1.4499173, -0.974491],
+        [0.8449762, -0.5354939, 3.0606132, 2.7063005, 1.1534733, -0.6709149],
+        [0.5971567, -1.3747464, 3.0587986, 2.0038328, 1.2912854, -0.8664489],
+        [0.1253619, -2.2654839, 3.6816084, 1.2318479, 1.5484226, -0.9640987],
+    ],
+}
+
+
+def make(name, **more):
+    function, args = ARGS[name]
+    return function(**(args | more))
+
+
+def reference_stream():
+    """Initial weights (2, 3) and the sums of four devices' gradients (6, 2, 3), as the reference was made."""
+    stream = np.random.RandomState(0).randn(6 + 6 * 4 * 6).astype(np.float32)
+    return jnp.asarray(stream[:6].reshape(2, 3)), jnp.asarray(stream[6:].reshape(6, 4, 2, 3).sum(1))
+
+
+def run(updater, value, gradients, key=0, state=None):
+    state = updater.init(key, value) if state is None else state
+    values = []
+    for gradient in gradients:
+        value, state = updater.update(key, gradient, state, value)
+        values.append(value)
+    return jnp.stack(values), state
+
+
+def scanned(updater, value, gradients, key=0):
+    def push(carry, gradient):
+        value, state = updater.update(key, gradient, *carry[::-1])
+        return (value, state), value
+
+    (_, state), values = jax.lax.scan(push, (value, updater.init(key, value)), gradients)
+    return values, state
+
+
+@pytest.mark.parametrize("runner", [run, scanned], ids=["eager", "scan"])
+@pytest.mark.parametrize("name", ARGS)
+def test_six_pushes_equal_mxnets(name, runner):
+    values, _ = runner(make(name), *reference_stream())
+    np.testing.assert_allclose(values.reshape(6, 6), REFERENCE[name], atol=1e-5)
+
+
+TABLE = {
+    "sgd": (updaters.mxnet_sgd(0.1), [0.99, -1.98, 0.47], [0.74, -1.83, 0.494]),
+    "momentum": (
+        updaters.mxnet_sgd(0.1, momentum=0.9, wd=1e-4),
+        [0.98999, -1.97998, 0.469995],
+        [0.75796998, -2.23177648, 0.48028284],
+    ),
+    "nag": (
+        updaters.mxnet_nag(0.1, momentum=0.9, wd=1e-4),
+        [0.98098099, -1.96196198, 0.44299048],
+        [0.52212441, -2.03847432, 0.47623128],
+    ),
+    "adam": (
+        updaters.mxnet_adam(0.1),
+        [0.89999962, -1.8999995, 0.39999944],
+        [0.81782764, -2.04659557, 0.41761512],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_worked_table(name):
+    updater, first, fifth = TABLE[name]
+    pushes = [[0.1, -0.2, 0.3], [0.5, 0.5, -0.5], [-1, 2, 0.25], [0, 0, 0], [3, -4, 0.01]]
+    values, _ = run(updater, jnp.array([1, -2, 0.5]), jnp.array(pushes, jnp.float32))
+    np.testing.assert_allclose(values[0], first, atol=1e-6)
+    np.testing.assert_allclose(values[4], fifth, atol=1e-5)
+
+
+def halved(count):
+    return jnp.where(count < 2, 1.0, 0.1)
+
+
+def test_a_changed_rate_acts_on_new_gradients_alone_unlike_optax():
+    gradients = jnp.ones(4)
+    expected = [-1, -2.9, -4.71, -6.439]
+    values, state = run(updaters.mxnet_sgd(halved, momentum=0.9), jnp.zeros(()), gradients)
+    np.testing.assert_allclose(values, expected, atol=1e-6)
+    assert int(state["count"]) == 4
+
+    tx = optax.sgd(halved, momentum=0.9)
+    value, state, theirs = jnp.zeros(()), tx.init(jnp.zeros(())), []
+    for gradient in gradients:
+        updates, state = tx.update(gradient, state)
+        value = value + updates
+        theirs.append(float(value))
+    np.testing.assert_allclose(theirs[:2], expected[:2], atol=1e-6)
+    np.testing.assert_allclose(theirs[2:], [-3.171, -3.5149], atol=1e-5)
+
+
+def test_a_rate_in_the_state_changes_without_a_new_compilation():
+    updater = updaters.mxnet_sgd(1.0, momentum=0.9, rate_in_state=True)
+    traces = []
+
+    @jax.jit
+    def push(state, value):
+        traces.append(None)
+        return updater.update(0, jnp.ones(()), state, value)
+
+    value = jnp.zeros(())
+    states, values = {0: updater.init(0, value)}, []
+    for rate in (1.0, 1.0, 0.1, 0.1):
+        states = updaters.set_learning_rate(states, rate)
+        value, states[0] = push(states[0], value)
+        values.append(float(value))
+    np.testing.assert_allclose(values, [-1, -2.9, -4.71, -6.439], atol=1e-6)
+    assert len(traces) == 1
+
+
+def test_setting_a_rate_that_is_not_there():
+    updater = updaters.mxnet_sgd(1.0, momentum=0.9)
+    with pytest.raises(ValueError, match="no rate in this state; make the optimizer with rate_in_state=True"):
+        updaters.set_learning_rate(updater.init(0, jnp.zeros(2)), 0.1)
+
+
+def test_what_is_clipped():
+    value, gradient = jnp.array([10.0]), jnp.array([5.0])
+    common = {"wd": 0.5, "clip_gradient": 1.0, "rescale_grad": 2.0}
+
+    def step(updater):
+        return float(run(updater, value, [gradient])[0][0, 0] - value[0])
+
+    assert step(updaters.mxnet_sgd(0.1, **common)) == pytest.approx(-0.1 * (1 + 5))  # decay is not clipped
+    assert step(updaters.mxnet_nag(0.1, momentum=0.9, **common)) == pytest.approx(-0.1 * 6 * 1.9)
+    assert step(updaters.mxnet_adagrad(0.1, **common)) == pytest.approx(-0.1 * (1 + 5), rel=1e-5)
+    _, state = run(updaters.mxnet_adam(0.1, **common), value, [gradient])
+    np.testing.assert_allclose(state["mean"], 0.1 * 1, rtol=1e-6)  # the decayed gradient, clipped
+    _, state = run(updaters.mxnet_rmsprop(0.1, **common), value, [gradient])
+    np.testing.assert_allclose(state["square"], 0.1 * 1, rtol=1e-6)
+    assert step(updaters.mxnet_sgd(0.1, rescale_grad=-0.5)) == pytest.approx(0.25)
+
+
+def test_multipliers_by_key():
+    updater = updaters.mxnet_sgd(0.1, wd=0.5, lr_mult={1: 2.0, 3: 0.0}, wd_mult={2: 0.0})
+    value, gradient = jnp.ones(1), jnp.ones(1)
+    steps = [float(run(updater, value, [gradient], key=key)[0][0, 0]) - 1 for key in range(4)]
+    np.testing.assert_allclose(steps, [-0.15, -0.3, -0.1, 0.0], atol=1e-6)
+
+
+NAMES = {0: "conv1_weight", 1: "conv1_bias", 2: "['dense1']['weight']", 3: "norm/gamma", 4: "norm/beta"}
+
+
+def test_multipliers_by_name():
+    assert updaters.multipliers(NAMES, {"conv1_*": 0.1, "conv1_bias": 2.0}) == {0: 0.1, 1: 2.0}
+    assert updaters.multipliers(NAMES, {"['dense1']['weight']": 3.0}) == {2: 3.0}  # a whole name is no pattern
+    with pytest.raises(ValueError, match=r"'conv9\*' matches no name, known are conv1_weight, conv1_bias"):
+        updaters.multipliers(NAMES, {"conv9*": 1.0})
+
+
+def test_mxnets_rule_of_weight_decay():
+    assert updaters.mxnet_wd_mult(NAMES) == {1: 0.0, 4: 0.0}
+    assert updaters.mxnet_wd_mult({0: "a/kernel", 1: "a/bias", 2: "overweight"}, ("kernel",)) == {1: 0.0, 2: 0.0}
+
+
+@pytest.mark.parametrize("name", ARGS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_values_keep_their_dtype_and_a_wide_state(name, dtype):
+    value, gradients = reference_stream()
+    values, state = run(make(name), value.astype(dtype), gradients.astype(dtype))
+    assert values.dtype == dtype
+    slots = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
+    assert all(leaf.dtype == jnp.float32 and leaf.shape == (2, 3) for leaf in slots)
+    np.testing.assert_allclose(values[-1].astype(jnp.float32).reshape(6), REFERENCE[name][-1], atol=0.15)
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        value, gradients = reference_stream()
+        for name in ARGS:
+            updater = make(name, learning_rate=lambda count: 0.1 / (1 + count))
+            values, state = run(updater, value.astype("float64"), gradients.astype("float64"))
+            assert values.dtype == jnp.float64
+            assert all(leaf.dtype in (jnp.float64, jnp.int32) for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0)])
+@pytest.mark.parametrize("name", ARGS)
+def test_scalar_and_empty_values(name, shape):
+    value = jnp.ones(shape)
+    new, state = make(name).update(0, jnp.ones(shape), make(name).init(0, value), value)
+    assert new.shape == shape
+    assert not shape or not new.size
+    assert shape or float(new) < 1
+    assert jax.tree.structure(state) == jax.tree.structure(make(name).init(0, value))
+
+
+@pytest.mark.parametrize("name", ARGS)
+def test_equal_arguments_are_one_compiled_program(name):
+    traces = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def push(updater, state, value):
+        traces.append(updater)
+        return updater.update(0, value, state, value)
+
+    for _ in range(3):
+        updater = make(name, lr_mult={2: 0.5, 1: 3.0})
+        push(updater, updater.init(0, jnp.ones(2)), jnp.ones(2))
+    assert len(traces) == 1
+    assert make(name) != make(name, wd=0.25)
+
+
+def test_pmap_and_vmap_give_the_eager_values(devices):
+    updater = make("adam")
+    value, gradients = reference_stream()
+    gradients = gradients[: len(devices)]
+    gradients = jnp.concatenate([gradients, gradients])[: len(devices)]
+    state = updater.init(0, value)
+    expected = jnp.stack([updater.update(0, g, state, value)[0] for g in gradients])
+
+    def push(gradient):
+        return updater.update(0, gradient, state, value)[0]
+
+    np.testing.assert_allclose(jax.pmap(push, devices=devices)(gradients), expected, atol=1e-6)
+    np.testing.assert_allclose(jax.vmap(push)(gradients), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: updaters.mxnet_sgd("0.1"), TypeError, "learning_rate must be a number or a schedule, got '0.1'"),
+        (lambda: updaters.mxnet_sgd(-0.1), ValueError, "learning_rate must be at least 0, got -0.1"),
+        (lambda: updaters.mxnet_sgd(0.1, momentum=-1), ValueError, "momentum must be at least 0, got -1"),
+        (lambda: updaters.mxnet_sgd(0.1, wd=float("nan")), ValueError, "wd must be at least 0, got nan"),
+        (lambda: updaters.mxnet_adam(0.1, clip_gradient=-1), ValueError, "clip_gradient must be at least 0"),
+        (lambda: updaters.mxnet_adam(0.1, momentum=0.9), TypeError, "unexpected keyword argument 'momentum'"),
+        (lambda: updaters.mxnet_sgd(0.1, lr_mult={"bias": 2.0}), TypeError, "lr_mult maps keys to factors"),
+        (lambda: updaters.mxnet_sgd(halved, rate_in_state=True), TypeError, "takes a number to start with"),
+        (
+            lambda: updaters.mxnet_sgd(0.1).init(3, jnp.ones(2, int)),
+            TypeError,
+            "key 3: an optimizer needs a floating",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,236 @@
+"""The picture: text that fits, stable output, themes, files, and what happens without `dot`."""
+
+import functools
+import itertools
+import re
+import sys
+import xml.etree.ElementTree as ET
+
+import graphviz
+import jax
+import jax.numpy as jnp
+import pytest
+import viz_models as m
+
+from jaxpar import viz
+from jaxpar.models import lenet
+from jaxpar.viz._draw.render import RenderError
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+NETWORKS = {
+    "lenet": lambda: (lenet.apply, (m.LENET, m.IMAGES)),
+    "factorization": lambda: (m.factorization_loss, (*m.factorization(), m.Spec((32,), m.f32))),
+    "gradient": lambda: (jax.value_and_grad(m.lenet_loss), (m.LENET, m.IMAGES, m.LABELS)),
+    "transformer": lambda: (m.transformer, (m.transformer_params(), m.TOKENS)),
+    "transformer gradient": lambda: (jax.grad(m.transformer_loss), (m.transformer_params(), m.TOKENS)),
+    "scan": lambda: (m.transformer_scanned, (m.scanned_params(), m.TOKENS)),
+    "resnet": m.flax_resnet50,
+    "flax": lambda: m.flax_transformer(12),
+    "haiku": lambda: m.haiku_transformer(2),
+    "pmap": m.pmap_step,
+    "tangle": lambda: (m.tangle(600), (m.Spec((4,), m.f32),)),
+}
+network = functools.cache(lambda name: NETWORKS[name]())
+
+
+def draw(name, **options):
+    fn, args = network(name)
+    return viz.plot_network(fn, *args, title=name, **options)
+
+
+drawn = functools.cache(draw)  # for the tests that only look
+
+
+def boxes(svg):
+    """(texts with their sizes and weights, left, right) of each node and cluster."""
+    for group in ET.fromstring(svg).iter(SVG + "g"):
+        if group.get("class") not in ("node", "cluster"):
+            continue
+        texts = [(t.text or "", float(t.get("font-size")), t.get("font-weight")) for t in group.iter(SVG + "text")]
+        ellipse = next(group.iter(SVG + "ellipse"), None)
+        if ellipse is not None:
+            centre, radius = float(ellipse.get("cx")), float(ellipse.get("rx"))
+            yield texts, centre - radius, centre + radius
+            continue
+        shape = next(e for e in group.iter() if e.tag in (SVG + "polygon", SVG + "path"))
+        xs = [float(x) for x in re.findall(r"(-?[\d.]+),-?[\d.]+", shape.get("points") or shape.get("d"))]
+        yield texts, min(xs), max(xs)
+
+
+@pytest.fixture(scope="module")
+def width():
+    """The width of a text in DejaVu Sans, wider than the fonts that a browser takes for Helvetica."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    def measure(text, size, weight):
+        if not text.strip():
+            return 0.0
+        font = FontProperties(family="DejaVu Sans", weight=weight or "normal")
+        return TextPath((0, 0), text, size=size, prop=font).get_extents().width
+
+    return measure
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_renders_and_no_label_is_wider_than_its_box(name, width):
+    plot = drawn(name)
+    assert plot.pipe("png").startswith(b"\x89PNG")
+    found = list(boxes(plot.pipe("svg")))
+    assert len(found) >= len(plot.network.nodes)
+    for texts, left, right in found:
+        for text, size, weight in texts:
+            assert width(text, size, weight) <= right - left, text
+
+
+@pytest.mark.parametrize("options", [{"heat": "flops"}, {"heat": "bytes"}, {"hide_weights": False}, {"theme": "dark"}])
+def test_renders_with_every_option(options, width):
+    for texts, left, right in boxes(draw("gradient", **options).pipe("svg")):
+        assert all(width(*text) <= right - left for text in texts)
+
+
+def test_the_picture_of_lenet_says_what_mxnets_did():
+    plot = draw("lenet")
+    assert isinstance(plot, graphviz.Digraph)
+    root = ET.fromstring(plot.pipe("svg"))
+    nodes = {g.find(SVG + "title").text: g for g in root.iter(SVG + "g") if g.get("class") == "node"}
+    edges = [g.find(SVG + "title").text for g in root.iter(SVG + "g") if g.get("class") == "edge"]
+    assert list(nodes) == [node.name for node in plot.network.nodes]
+    assert edges == [f"{edge.source}->{edge.target}" for edge in plot.network.edges]
+    conv = nodes["conv1"]
+    assert [t.text for t in conv.iter(SVG + "text")] == ["Convolution", "3x3/1, 20", "200 params"]
+    assert next(conv.iter(SVG + "path")).get("fill") == "#fb8072"
+    assert next(nodes["images"].iter(SVG + "ellipse")).get("fill") == "#8dd3c7"
+    labels = [t.text.strip() for g in root.iter(SVG + "g") if g.get("class") == "edge" for t in g.iter(SVG + "text")]
+    assert labels[:2] == ["256x28x28x1", "256x26x26x20"]
+    link = conv.find(f"{SVG}g/{SVG}a")
+    assert "lenet.py:" in link.get("{http://www.w3.org/1999/xlink}title")
+    height = {name: float(next(g.iter(SVG + "text")).get("y")) for name, g in nodes.items()}
+    assert height["images"] > height["conv1"] > height["dense2"]  # bottom-up
+
+
+def test_repeated_blocks_and_devices_are_labelled_clusters():
+    def labels(name):
+        root = ET.fromstring(drawn(name).pipe("svg"))
+        return [next(g.iter(SVG + "text")).text for g in root.iter(SVG + "g") if g.get("class") == "cluster"]
+
+    assert labels("transformer") == ["×12"]
+    assert labels("scan") == ["scan ×12"]
+    assert labels("pmap") == ["pmap data=4"]
+    assert "Block_0 ×12" in labels("flax")
+
+
+def test_the_same_function_gives_the_same_text():
+    for name in ("gradient", "transformer", "pmap", "flax"):
+        assert draw(name).source == drawn(name).source
+
+
+def test_options_are_in_the_text():
+    assert "#1e1e1e" in draw("lenet", theme="dark").source
+    assert "params['conv1']['weight']" in draw("lenet", hide_weights=False).source
+    plain = draw("lenet").source
+    assert "\"params['conv1']['weight']\" [" not in plain
+    assert plain.count("pooling</FONT>") == 1
+    assert "pooling</FONT>" not in draw("lenet", legend=False).source
+    assert draw("lenet", heat="flops").source.count("FLOP</FONT>") == 11
+    assert 'shape="hexagon"' in draw("lenet", node_attrs={"shape": "hexagon"}).source
+    assert 'color="red"' in draw("lenet", node_attrs={"color": "red"}).source
+    assert draw("lenet").source.startswith("digraph lenet {")
+
+
+@pytest.mark.parametrize("option", [{"theme": "blue"}, {"heat": "watts"}])
+def test_unknown_options_are_refused(option):
+    with pytest.raises(ValueError, match="must be"):
+        draw("lenet", **option)
+
+
+def test_names_and_titles_of_any_kind():
+    def fn(params, x):
+        with jax.named_scope("a<b> [1]"):
+            return jnp.tanh(x @ params['we"ird\\<name>&'])
+
+    plot = viz.plot_network(
+        fn, {'we"ird\\<name>&': m.Spec((4, 4), m.f32)}, m.Spec((3, 4), m.f32), title='<b>"&\\', hide_weights=False
+    )
+    texts = "".join(ET.fromstring(plot.pipe("svg")).itertext())
+    assert '<b>"&\\' in texts
+    assert "tanh" in texts
+
+
+@pytest.mark.parametrize(
+    ("ending", "start"),
+    [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF"), ("dot", b"digraph"), ("gv", b"digraph")],
+)
+def test_save(tmp_path, ending, start):
+    path = draw("lenet").save(tmp_path / "deep" / f"net.{ending}")
+    with open(path, "rb") as file:
+        assert file.read().startswith(start)
+
+
+def test_render_as_graphviz_does(tmp_path):
+    assert draw("lenet").render(str(tmp_path / "net"), format="png").endswith("net.png")
+    with pytest.raises(RenderError, match="cannot draw nonsense"):
+        draw("lenet").save(tmp_path / "net.nonsense")
+
+
+def test_a_notebook_shows_svg():
+    shown = draw("lenet")._repr_mimebundle_()
+    assert "Convolution" in shown["image/svg+xml"]
+    assert shown["text/plain"] == repr(draw("lenet").network)
+
+
+def test_the_renderer_is_stopped_in_time():
+    with pytest.raises(RenderError, match=r"did not finish in 0\.001 s and was stopped.*depth=0"):
+        draw("transformer", time_limit=0.001).pipe("svg")
+
+
+@pytest.fixture
+def no_dot(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_without_dot_a_plainer_picture(no_dot, monkeypatch, name, width):
+    monkeypatch.setitem(sys.modules, "pygraphviz", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    plot = drawn(name)
+    with pytest.raises(RenderError, match="apt-get install graphviz"):
+        plot.pipe("svg")
+    shown = plot._repr_mimebundle_()
+    assert "pip install pygraphviz" in shown["text/plain"]
+    root = ET.fromstring(shown["image/svg+xml"])
+    groups = list(root.iter(SVG + "g"))
+    assert len(groups) == len(plot.network.nodes)
+    spans = []
+    for group in groups:
+        rect = group.find(SVG + "rect")
+        left, top, wide = (float(rect.get(key)) for key in ("x", "y", "width"))
+        spans.append((top, left, left + wide))
+        assert all(
+            width(t.text, float(t.get("font-size")), t.get("font-weight")) <= wide for t in group.iter(SVG + "text")
+        )
+    spans.sort()
+    for (top, _, right), (next_top, left, _) in itertools.pairwise(spans):
+        assert top != next_top or right <= left  # no box covers another
+
+
+def test_without_dot_pygraphviz_draws(no_dot, monkeypatch, tmp_path):
+    """A stand-in for the package: what is asked of it, and that its picture comes back."""
+    (tmp_path / "pygraphviz.py").write_text(
+        "class AGraph:\n"
+        "    def __init__(self, string): self.string = string\n"
+        "    def draw(self, format, prog): return f'{prog} {format} {len(self.string)}'.encode()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    plot = draw("lenet")
+    assert plot.pipe("svg") == f"dot svg {len(plot.source)}".encode()
+
+
+def test_import_is_light():
+    import subprocess
+
+    code = "import sys, jaxpar.viz; assert not {'graphviz', 'IPython', 'matplotlib'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

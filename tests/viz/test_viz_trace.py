@@ -1,0 +1,455 @@
+"""What jaxpar.viz makes of functions: nodes, edges, shapes, parameters and costs."""
+
+import itertools
+import resource
+
+import jax
+import jax.numpy as jnp
+import pytest
+import viz_models as m
+
+from jaxpar import viz
+from jaxpar._core.formula import as_written
+from jaxpar.models import lenet, matrix_factorization
+from jaxpar.viz import Call, Fold, Rule
+
+
+def ops(graph):
+    return [node.op for node in graph.layers]
+
+
+def xla_flops(fn, *args):
+    with as_written(True):
+        return jax.jit(fn).lower(*args).cost_analysis()["flops"]
+
+
+def check(graph):
+    """Names are unique, edges end at nodes, and the order of the nodes is one in which they can be computed."""
+    names = [node.name for node in graph.nodes]
+    assert len(set(names)) == len(names)
+    place = {name: number for number, name in enumerate(names)}
+    assert all(place[edge.source] < place[edge.target] for edge in graph.edges)
+    assert sum(node.params for node in graph.nodes) == graph.total_params
+    return graph
+
+
+def test_lenet_is_the_layers_of_mxnets_plot():
+    graph = check(viz.trace(lenet.apply, m.LENET, m.IMAGES))
+    expected = [
+        ("conv1", "Convolution", "3x3/1, 20", (256, 26, 26, 20), 200),
+        ("relu0", "Activation", "relu", (256, 26, 26, 20), 0),
+        ("pooling0", "Pooling", "avg, 2x2/2x2", (256, 13, 13, 20), 0),
+        ("conv2", "Convolution", "5x5/1, 50", (256, 9, 9, 50), 25050),
+        ("relu1", "Activation", "relu", (256, 9, 9, 50), 0),
+        ("pooling1", "Pooling", "avg, 2x2/2x2", (256, 4, 4, 50), 0),
+        ("flatten0", "Flatten", "", (256, 800), 0),
+        ("dense1", "FullyConnected", "128", (256, 128), 102528),
+        ("relu2", "Activation", "relu", (256, 128), 0),
+        ("dense2", "FullyConnected", "10", (256, 10), 1290),
+    ]
+    assert [(n.name, n.op, n.detail, n.shape, n.params) for n in graph.layers] == expected
+    names = ["images", *(row[0] for row in expected)]
+    assert [(edge.source, edge.target) for edge in graph.edges] == list(itertools.pairwise(names))
+    assert [edge.shape for edge in graph.edges] == [(256, 28, 28, 1), *(row[3] for row in expected[:-1])]
+    assert graph.total_params == 129_068
+    assert {node.dtype for node in graph.nodes} == {"float32"}
+    assert graph["conv1"].weights == ("params['conv1']['weight']", "params['conv1']['bias']")
+    assert graph["conv1"].source.startswith("models/lenet.py:")
+    assert graph["dense2"].outputs == ("output",)
+    assert len(graph.weights) == 8
+
+
+def test_matrix_factorization_with_its_loss():
+    params, user, item = m.factorization()
+    assert ops(viz.trace(matrix_factorization.apply, params, user, item)) == ["Embedding", "Embedding", "mul", "sum"]
+    graph = check(viz.trace(m.factorization_loss, params, user, item, m.Spec((32,), m.f32)))
+    assert ops(graph) == ["Embedding", "Embedding", "mul", "sum", "Loss"]
+    assert [node.name for node in graph.inputs] == ["user", "item", "score"]
+    assert graph.layers[-1].shape == ()
+    assert graph.layers[-1].detail == "squared error"
+    assert [node.params for node in graph.layers] == [943 * 64, 1682 * 64, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [
+        (lenet.apply, (m.LENET, m.IMAGES)),
+        (m.lenet_loss, (m.LENET, m.IMAGES, m.LABELS)),
+        (jax.value_and_grad(m.lenet_loss), (m.LENET, m.IMAGES, m.LABELS)),
+        (jax.grad(m.lenet_loss), (m.LENET, m.IMAGES, m.LABELS)),
+        (m.factorization_loss, (*m.factorization(), m.Spec((32,), m.f32))),
+        (m.transformer, (m.transformer_params(), m.TOKENS)),
+        (jax.grad(m.transformer_loss), (m.transformer_params(2), m.TOKENS)),
+    ],
+    ids=["lenet", "loss", "value_and_grad", "grad", "factorization", "transformer", "transformer grad"],
+)
+def test_flops_agree_with_xla(fn, args):
+    """Within 0.5 %: masks, scales and indices that are folded out of sight are not counted."""
+    assert viz.trace(fn, *args).total_flops == pytest.approx(xla_flops(fn, *args), rel=0.005)
+
+
+def test_flops_of_lenet_are_exactly_those_of_xla():
+    assert viz.trace(lenet.apply, m.LENET, m.IMAGES).total_flops == xla_flops(lenet.apply, m.LENET, m.IMAGES)
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID", [(2, 1), (0, 3)]])
+@pytest.mark.parametrize(("stride", "dilation"), [(1, 1), (2, 1), (1, 2), (3, 2)])
+def test_flops_of_any_convolution(padding, stride, dilation):
+    def conv(w, x):
+        return jax.lax.conv_general_dilated(
+            x, w, (stride, 1), padding, rhs_dilation=(dilation, 1), dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    args = m.Spec((3, 3, 4, 6), m.f32), m.Spec((2, 14, 11, 4), m.f32)
+    grad = jax.grad(lambda w, x: conv(w, x).sum(), argnums=(0, 1))
+    assert viz.trace(conv, *args).total_flops == xla_flops(conv, *args)
+    assert viz.trace(grad, *args).total_flops == pytest.approx(xla_flops(grad, *args), rel=0.05)
+
+
+@pytest.mark.parametrize("differentiate", [jax.grad, jax.value_and_grad])
+def test_a_gradient_is_the_forward_layers_with_one_backward_node_each(differentiate):
+    forward = viz.trace(m.lenet_loss, m.LENET, m.IMAGES, m.LABELS)
+    graph = check(viz.trace(differentiate(m.lenet_loss), m.LENET, m.IMAGES, m.LABELS))
+    layers = [node for node in graph.layers if not node.is_backward]
+    backward = [node for node in graph.layers if node.is_backward]
+    assert [(n.name, n.op) for n in layers] == [(n.name, n.op) for n in forward.layers]
+    assert sorted(n.name for n in backward) == sorted(f"{n.name} (backward)" for n in layers)
+    assert {n.name: n.op for n in backward} == {f"{n.name} (backward)": f"{n.op} (backward)" for n in layers}
+    assert graph.total_params == 129_068
+    assert len(graph["conv1 (backward)"].outputs) == 2
+
+
+def test_a_transformer_is_one_block_times_twelve():
+    graph = check(viz.trace(m.transformer, m.transformer_params(12), m.TOKENS))
+    assert len(graph.nodes) <= 22
+    assert graph.scopes == ((("×12",), 12),)
+    inside = [node for node in graph.layers if node.scope == ("×12",)]
+    assert {node.repeat for node in inside} == {12}
+    assert ops(graph).count("LayerNorm") == 3
+    assert ops(graph).count("Softmax") == 1
+    full = check(viz.trace(m.transformer, m.transformer_params(12), m.TOKENS, repeats=False))
+    assert len(full.layers) == 12 * len(inside) + len(graph.layers) - len(inside)
+    assert (full.total_params, full.total_flops) == (graph.total_params, graph.total_flops)
+    leaves = jax.tree.leaves(m.transformer_params(12))
+    assert graph.total_params == sum(leaf.size for leaf in leaves)  # the table is used twice, and counted once
+
+
+def test_the_gradient_of_a_transformer_repeats_too():
+    graph = check(viz.trace(jax.grad(m.transformer_loss), m.transformer_params(12), m.TOKENS))
+    assert len(graph.nodes) <= 44
+    assert sorted(count for _, count in graph.scopes) == [12, 12]
+    layers = {node.name for node in graph.layers if not node.is_backward and node.op != "add"}
+    assert {f"{name} (backward)" for name in layers} <= {node.name for node in graph.nodes}
+
+
+def test_a_scan_over_layers_is_a_cluster_whose_costs_are_those_of_all_layers():
+    graph = check(viz.trace(m.transformer_scanned, m.scanned_params(12), m.TOKENS))
+    inside = [node for node in graph.layers if node.scope[:1] == ("scan ×12",)]
+    unrolled = viz.trace(m.transformer, m.transformer_params(12), m.TOKENS)
+    assert graph["attn/q"].flops == unrolled["attn/q"].flops
+    assert graph["attn/q"].params == unrolled["attn/q"].params == 12 * 64 * 64
+    assert len(inside) == sum(node.repeat == 12 for node in unrolled.layers)
+
+
+@pytest.mark.parametrize("build", [m.flax_transformer, m.equinox_transformer, m.haiku_transformer])
+def test_transformers_of_the_libraries(build):
+    fn, args = build(3)
+    graph = check(viz.trace(fn, *args))
+    assert ops(graph).count("LayerNorm") == 2
+    assert ops(graph).count("FullyConnected") == 6 + (build is m.flax_transformer)
+    assert [node.detail for node in graph.layers if node.op == "Activation"] == ["gelu"]
+    assert any(count == 3 for _, count in graph.scopes)
+    assert len(graph.nodes) <= 18
+    assert any("ttention" in part for node in graph.layers for part in node.scope)
+    if len(args) == 2:
+        assert graph.total_params == sum(leaf.size for leaf in jax.tree.leaves(args[0]))
+
+
+def test_resnet50_of_flax():
+    fn, args = m.flax_resnet50()
+    graph = check(viz.trace(fn, *args))
+    assert graph.total_params == sum(leaf.size for leaf in jax.tree.leaves(args[0]))
+    count = {op: sum(node.repeat for node in graph.layers if node.op == op) for op in set(ops(graph))}
+    assert (count["Convolution"], count["BatchNorm"], count["Activation"], count["add"]) == (53, 53, 49, 16)
+    assert (count["Pooling"], count["FullyConnected"], count["mean"]) == (1, 1, 1)
+    assert sorted(times for _, times in graph.scopes) == [2, 2, 3, 5]
+    closed = viz.trace(fn, *args, depth=0)
+    assert sum(node.op.startswith("Bottleneck") for node in closed.layers) == 8
+    assert len(closed.layers) == 14
+    assert closed.total_flops == graph.total_flops
+
+
+@pytest.mark.parametrize("build", [m.pmap_step, m.shard_map_step])
+def test_a_training_step_shows_what_it_sends(build):
+    step, args = build()
+    graph = check(viz.trace(step, *args))
+    (psum,) = [node for node in graph.layers if node.op == "psum"]
+    assert psum.detail == "over data ×8, 516 kB"
+    assert len([node for node in graph.layers if node.is_backward]) == 11
+    assert graph.total_params == 129_068
+    scope = ("pmap data=4",) if build is m.pmap_step else ("local", "shard_map data=4")
+    assert {node.scope for node in graph.layers} == {scope}
+    assert graph["conv1"].shape == (64, 26, 26, 20)  # one device's share
+
+
+@pytest.mark.parametrize("engine", ["pmap", "shard_map"])
+def test_the_training_step_of_this_package(engine):
+    from jaxpar import kv, train
+
+    def loss(params, batch, rng):
+        return m.lenet_loss(params, batch["image"], batch["label"]), {}
+
+    devices = jax.devices()[:4]
+    store = kv.from_params(lenet.init(jax.random.key(0)), devices=devices)
+    state = train.create_state(store, jax.random.key(1), devices=devices)
+    step = train.make_train_step(loss, engine=engine, devices=devices)
+    graph = check(viz.trace(step, state, {"image": m.IMAGES, "label": m.LABELS}))
+    assert any(node.op == "psum" and node.detail.endswith("516 kB") for node in graph.layers)
+    assert sorted(n.kind for n in graph.layers if n.is_backward) == sorted(
+        n.op for n in viz.trace(m.lenet_loss, m.LENET, m.IMAGES, m.LABELS).layers
+    )
+    assert graph.total_params == 129_068
+    assert len(graph.nodes) <= 36
+
+
+def test_other_collectives_stand_out():
+    from jax.sharding import Mesh, PartitionSpec as P
+
+    def local(x):
+        gathered = jax.lax.all_gather(x, "data", tiled=True)
+        return jax.lax.psum_scatter(gathered, "data", tiled=True)
+
+    mesh = Mesh(jax.devices()[:4], ("data",))
+    fn = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    graph = viz.trace(fn, m.Spec((32, 4), m.f32))
+    assert [(n.op, n.detail) for n in graph.layers] == [
+        ("all_gather", "over data, 128 B"),
+        ("reduce_scatter", "over data, 512 B"),
+    ]
+
+
+def test_loops_branches_and_custom_gradients_are_clusters():
+    @jax.custom_vjp
+    def custom(x):
+        return jnp.sin(x) * x
+
+    custom.defvjp(lambda x: (custom(x), x), lambda x, g: (g * jnp.cos(x),))
+    x = m.Spec((4, 4), m.f32)
+
+    def scope(fn):
+        return {node.scope for node in viz.trace(fn, x).layers}
+
+    assert scope(lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: jnp.tanh(c) @ c, x)) == {("while",)}
+    assert ("cond", "branch 1") in scope(lambda x: jax.lax.cond(x[0, 0] > 0, jnp.tanh, lambda x: x @ x, x))
+    assert ("custom_vjp",) in scope(custom) | scope(lambda x: custom(x) @ x)
+    assert ("remat",) in scope(jax.grad(lambda x: jax.checkpoint(lambda x: jnp.tanh(x @ x) @ x)(x).sum()))
+    assert ("inner",) in scope(lambda x: jax.jit(_inner)(x) @ x)
+
+
+def _inner(x):
+    return jnp.tanh(x) @ x
+
+
+_inner.__name__ = "inner"
+
+
+def test_named_scopes_and_depth():
+    def fn(params, x):
+        with jax.named_scope("encoder"):
+            x = jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"])
+        with jax.named_scope("decoder"):
+            return jnp.tanh(x @ params["c"])
+
+    args = {name: m.Spec((4, 4), m.f32) for name in "abc"}, m.Spec((3, 4), m.f32)
+    graph = viz.trace(fn, *args)
+    assert [node.scope for node in graph.layers] == [("encoder",)] * 4 + [("decoder",)] * 2
+    closed = check(viz.trace(fn, *args, depth=0))
+    assert [(node.name, node.params) for node in closed.layers] == [("encoder", 32), ("decoder", 16)]
+
+
+LOGITS, PICKED = m.Spec((3, 5), m.f32), m.Spec((3,), m.i32)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z, y: -jnp.take_along_axis(jax.nn.log_softmax(z), y[:, None], axis=1).mean(),
+        lambda z, y: -jax.nn.log_softmax(z)[jnp.arange(3), y].mean(),
+        lambda z, y: -(jax.nn.one_hot(y, 5) * jax.nn.log_softmax(z)).sum(-1).mean(),
+        lambda z, y: jnp.mean(-jnp.sum(jax.nn.one_hot(y, 5) * jax.nn.log_softmax(z), axis=-1)),
+        lambda z, y: _optax().softmax_cross_entropy_with_integer_labels(z, y).mean(),
+    ],
+)
+def test_cross_entropy_however_written_is_one_loss(loss):
+    graph = viz.trace(loss, LOGITS, PICKED, params_argnums=None)
+    assert [(node.op, node.detail) for node in graph.layers] == [("Loss", "softmax cross-entropy")]
+
+
+def _optax():
+    import optax
+
+    return optax
+
+
+X4 = m.Spec((2, 4, 6, 3), m.f32)
+
+
+@pytest.mark.parametrize(
+    ("pool", "detail"),
+    [
+        (lambda x: _window(x, jax.lax.add, 0.0) / 4, "avg, 2x2/2x2"),
+        (lambda x: _window(x, jax.lax.max, -jnp.inf), "max, 2x2/2x2"),
+        (lambda x: x.reshape(2, 2, 2, 3, 2, 3).mean((2, 4)), "avg, 2x2/2x2"),
+        (lambda x: x.reshape(2, 2, 2, 3, 2, 3).max((2, 4)), "max, 2x2/2x2"),
+        (lambda x: jnp.maximum(x[:, ::2], x[:, 1::2]), "max, 2/2"),
+        (lambda x: (x[:, ::2, ::2] + x[:, 1::2, ::2] + x[:, ::2, 1::2] + x[:, 1::2, 1::2]) * 0.25, "avg, 2x2/2x2"),
+    ],
+)
+def test_pooling_however_written(pool, detail):
+    graph = viz.trace(pool, X4)
+    assert [(node.op, node.detail) for node in graph.layers] == [("Pooling", detail)]
+
+
+def _window(x, reduce, start):
+    return jax.lax.reduce_window(x, start, reduce, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu", "silu", "sigmoid", "elu", "leaky_relu", "softplus", "relu6"])
+def test_activations_go_by_their_name(name):
+    graph = viz.trace(getattr(jax.nn, name), m.Spec((8,), m.f32))
+    assert [(node.op, node.detail) for node in graph.layers] == [("Activation", name)]
+
+
+def test_equal_calls_side_by_side_and_in_a_row_stay_apart():
+    def parallel(x):
+        return [jax.nn.softmax(part) for part in x]
+
+    def chained(x):
+        for _ in range(2):
+            x = jax.nn.softmax(x)
+        return x
+
+    x = m.Spec((3, 5), m.f32)
+    assert ops(viz.trace(parallel, x)).count("Softmax") == 3
+    assert ops(viz.trace(chained, x)) == ["Softmax", "Softmax"]
+
+
+def test_biases_on_either_side_and_shared_weights():
+    def fn(params, x):
+        x = params["b"][None] + x @ params["w"]
+        return x @ params["w"]
+
+    params = {"w": m.Spec((4, 4), m.f32), "b": m.Spec((4,), m.f32)}
+    graph = check(viz.trace(fn, params, m.Spec((3, 4), m.f32)))
+    assert [(node.op, node.params) for node in graph.layers] == [("FullyConnected", 20), ("FullyConnected", 0)]
+
+
+def test_what_counts_as_a_parameter():
+    captured = jnp.ones((3, 5))
+    graph = viz.trace(lambda x: x @ captured, m.Spec((2, 3), m.f32))
+    assert (graph.inputs[0].name, graph.total_params) == ("x", 15)
+    both = m.Spec((3, 3), m.f32), m.Spec((3, 3), m.f32)
+    assert viz.trace(jnp.dot, *both, params_argnums=1).layers[0].op == "FullyConnected"
+    assert viz.trace(jnp.dot, *both, params_argnums=None).layers[0].op == "MatMul"
+    noisy = viz.trace(lambda rng, x: x + jax.random.normal(rng, (3,)), jax.random.key(0), m.Spec((3,), m.f32))
+    assert noisy.total_params == 0
+    assert "Random" in ops(noisy)
+
+
+def test_an_optimizer_is_a_node_and_its_state_no_parameters():
+    tx = _optax().adam(1e-3)
+
+    def step(state, images, labels):
+        params, opt_state = state
+        grads = jax.grad(m.lenet_loss)(params, images, labels)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return _optax().apply_updates(params, updates), opt_state
+
+    graph = check(viz.trace(step, (m.LENET, jax.eval_shape(tx.init, m.LENET)), m.IMAGES, m.LABELS))
+    assert [op for op in ops(graph) if op.startswith("optax")] == ["optax.update", "optax.apply_updates"]
+    assert graph.total_params == 129_068
+
+
+def swish_of_mine(x):
+    return x / (1 + jnp.exp(-x)) + jnp.abs(x)
+
+
+def test_rules_of_the_user():
+    x = m.Spec((8,), m.f32)
+
+    def fn(x):
+        return jnp.cos(swish_of_mine(x))
+
+    assert ops(viz.trace(fn, x)) == ["swish_of_mine", "cos"]
+    named = viz.trace(fn, x, rules=[Call("swish_of_mine", "Activation", "mine")])
+    assert [(node.op, node.detail) for node in named.layers] == [("Activation", "mine"), ("cos", "")]
+
+    def cosine(cells, cell):
+        return Fold((cell,), "Cosine", "of one")
+
+    graph = viz.trace(fn, x, rules=[Rule("cosine", frozenset(("cos",)), cosine)])
+    assert graph.layers[-1].op == "Cosine"
+    assert graph.layers[-1].detail == "of one"
+
+
+def test_a_trace_is_the_same_every_time():
+    grad = jax.grad(m.transformer_loss)
+    args = m.transformer_params(3), m.TOKENS
+    assert viz.trace(grad, *args) == viz.trace(grad, *args)
+
+
+def _cpu_seconds():
+    """Of this process and of dot: a busy machine does not fail the test."""
+    return sum(getattr(resource.getrusage(who), kind) for who in _WHO for kind in ("ru_utime", "ru_stime"))
+
+
+_WHO = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+
+
+@pytest.mark.parametrize("build", [m.chain, m.tangle])
+def test_ten_thousand_equations(build):
+    fn, x = build(10_000), m.Spec((4,), m.f32)
+    start = _cpu_seconds()
+    plot = viz.plot_network(fn, x)
+    plot.pipe("svg")
+    assert _cpu_seconds() - start < 5
+    assert plot.network.equations >= 10_000
+    assert len(plot.network.nodes) <= 200
+    assert check(plot.network).total_flops == pytest.approx(viz.trace(fn, x, max_nodes=None).total_flops)
+
+
+def test_the_users_own_error_comes_through():
+    def wrong(params, x):
+        raise RuntimeError("my own words")
+
+    with pytest.raises(RuntimeError, match="my own words"):
+        viz.trace(wrong, m.LENET, m.IMAGES)
+
+
+@pytest.mark.parametrize("draw", [viz.trace, viz.plot_network, viz.print_summary])
+def test_an_argument_that_is_no_array_is_named(draw):
+    def apply(params, mode):
+        return params
+
+    with pytest.raises(TypeError, match=r"argument mode of apply is 'train', a str; expected an array"):
+        draw(apply, m.LENET, "train")
+    with pytest.raises(TypeError, match=r"argument params\['act'\] of apply is .*functools\.partial"):
+        draw(apply, {"act": jax.nn.relu}, m.IMAGES)
+
+
+def test_nothing_is_run_and_no_memory_is_taken():
+    huge = m.Spec((1 << 20, 1 << 20), m.f32)  # four terabytes
+    graph = viz.trace(lambda w, x: x @ w, huge, m.Spec((8, 1 << 20), m.f32))
+    assert graph.layers[0].params == 1 << 40
+
+
+def test_the_examples_in_the_docstrings():
+    import doctest
+    import importlib
+
+    for name in ("_trace", "_plot", "_summary"):
+        result = doctest.testmod(
+            importlib.import_module(f"jaxpar.viz.{name}"), optionflags=doctest.NORMALIZE_WHITESPACE
+        )
+        assert result.attempted
+        assert not result.failed
