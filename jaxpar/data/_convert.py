@@ -1,4 +1,4 @@
-"""What other libraries' loaders yield, as NumPy arrays, and these as arrays over the devices."""
+"""Arrays as a batch needs them: elements of other libraries, dtypes of JAX, shares of the devices."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding
 
+from .._core import checks
+from .._core.arrays import Device
 from .._devices.emulated import wait_before_collectives
-from ._batches import _convert_streamed
-from ._device_copies import canonical
-
-AXIS = "data"
+from .._devices.mesh import split_over
 
 
 def as_dict(element: Any, names: tuple[str, ...]) -> Any:
-    """An element as a pytree of arrays: a tuple or a list as a dict with those names."""
+    """An element as a pytree of arrays. A tuple or a list becomes a dict with these names."""
     if isinstance(element, (tuple, list)) and not hasattr(element, "_fields"):
         if len(element) != len(names):
             raise ValueError(
@@ -26,10 +25,10 @@ def as_dict(element: Any, names: tuple[str, ...]) -> Any:
                 f"{len(names)} names {names}; give names= one for each, or elements that are dicts"
             )
         element = dict(zip(names, element, strict=True))
-    return jax.tree_util.tree_map_with_path(_array, element, is_leaf=lambda x: isinstance(x, (list, str)))
+    return jax.tree_util.tree_map_with_path(_as_array, element, is_leaf=lambda x: isinstance(x, (list, str)))
 
 
-def _array(path: Any, leaf: Any) -> Any:
+def _as_array(path: Any, leaf: Any) -> Any:
     if isinstance(leaf, (np.ndarray, jax.Array)):
         array = leaf
     else:
@@ -47,16 +46,18 @@ def _array(path: Any, leaf: Any) -> Any:
 
 def stack(examples: Sequence[Any]) -> Any:
     """Examples of one structure and shape as one batch."""
-    return _joined(np.stack, examples, first=0)
+    return _join(np.stack, examples, first=0)
 
 
 def concatenate(batches: Sequence[Any]) -> Any:
     """Batches of any lengths as one."""
-    return _joined(np.concatenate, batches, first=1)
+    return _join(np.concatenate, batches, first=1)
 
 
-def _joined(join: Callable[[list[np.ndarray]], np.ndarray], some: Sequence[Any], first: int) -> Any:
-    def joined(path: Any, *leaves: Any) -> np.ndarray:
+def _join(join: Callable[[list[np.ndarray]], np.ndarray], trees: Sequence[Any], first: int) -> Any:
+    """The trees leaf by leaf as one. Shapes must agree from axis `first` on."""
+
+    def join_leaves(path: Any, *leaves: Any) -> np.ndarray:
         shapes = {np.shape(leaf)[first:] for leaf in leaves}
         if len(shapes) > 1:
             raise ValueError(
@@ -65,39 +66,55 @@ def _joined(join: Callable[[list[np.ndarray]], np.ndarray], some: Sequence[Any],
             )
         return join([np.asarray(leaf) for leaf in leaves])
 
-    return jax.tree_util.tree_map_with_path(joined, *some)
+    return jax.tree_util.tree_map_with_path(join_leaves, *trees)
 
 
 def path_name(path: Any) -> str:
     return repr(jax.tree_util.keystr(path, simple=True, separator="/")) if path else "an element"
 
 
-def mesh_for(batch_size: int, devices: Sequence[Any] | None) -> Mesh | None:
-    """The devices as a mesh, checked to share a batch evenly."""
+def as_jax_dtype(array: np.ndarray) -> np.ndarray:
+    """The array in the dtype that JAX keeps it in. 64 bits become 32 unless x64 is enabled."""
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def convert_image(image: jax.Array, dtype: Any) -> jax.Array:
+    """The image in the batch's dtype. uint8 becomes a fraction of 255 in floating point."""
+    if dtype is None or image.dtype == dtype:
+        return image
+    scaled = image.dtype == jnp.uint8 and jnp.issubdtype(dtype, jnp.floating)
+    return (image.astype(jnp.float32) / 255).astype(dtype) if scaled else image.astype(dtype)
+
+
+convert_on_device = jax.jit(convert_image, static_argnums=1)
+
+
+def share_sharding(batch_size: int, devices: Sequence[Device] | None, where: str) -> NamedSharding | None:
+    """The sharding of a batch over the devices. None stands for the default device.
+
+    Raises:
+        ValueError: the devices cannot share a batch evenly.
+    """
     if devices is None:
         return None
-    if batch_size % len(devices):
-        down, up = batch_size // len(devices) * len(devices), -(-batch_size // len(devices)) * len(devices)
-        choice = f"{down} or {up}" if down else f"{up}"
-        raise ValueError(
-            f"batch_size {batch_size} cannot be shared evenly by {len(devices)} devices; use {choice}, for example"
-        )
-    return Mesh(np.array(devices), (AXIS,))
+    devices = checks.devices(devices, where)
+    checks.even_share(batch_size, len(devices), where)
+    return split_over(devices)
 
 
-def to_devices(batch: Any, mesh: Mesh | None, *, whole: bool) -> Any:
+def to_devices(batch: Any, sharding: NamedSharding | None, *, whole: bool) -> Any:
     """The batch on the devices, split along its first axis.
 
-    whole: each process has the whole batch, and takes its rows; else each has its own share of it.
+    Args:
+        whole: each process has the whole batch and takes its rows. Otherwise each has its own share.
     """
-    if mesh is None:
+    if sharding is None:
         return jax.tree.map(jnp.asarray, batch)
-    sharding = NamedSharding(mesh, P(AXIS))
 
     def put(array: Any) -> jax.Array:
         if isinstance(array, jax.Array) and jax.process_count() == 1:
             return jax.device_put(array, sharding)
-        array = canonical(np.asarray(array))
+        array = as_jax_dtype(np.asarray(array))
         if whole:
             return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
         return jax.make_array_from_process_local_data(sharding, array)
@@ -105,10 +122,10 @@ def to_devices(batch: Any, mesh: Mesh | None, *, whole: bool) -> Any:
     return jax.tree.map(put, batch)
 
 
-def ready_batch(batch: Any, mesh: Mesh | None, dtype: Any) -> Any:
+def ready_batch(batch: Any, sharding: NamedSharding | None, dtype: Any) -> Any:
     """The batch with "image" in `dtype`, safe to start a program with collectives on."""
     if dtype is not None and isinstance(batch, dict) and "image" in batch:
-        batch = {**batch, "image": _convert_streamed(batch["image"], np.dtype(dtype))}
-    if mesh is not None:
-        wait_before_collectives(batch, tuple(np.ravel(mesh.devices)))
+        batch = {**batch, "image": convert_on_device(batch["image"], np.dtype(dtype))}
+    if sharding is not None:
+        wait_before_collectives(batch, tuple(sharding.device_set))
     return batch

@@ -13,20 +13,20 @@ from ._batches import Batch, batches
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
-    """Images and labels in host memory.
+    """Images and labels in host memory, and where they came from.
 
-    Make one of your own arrays by `Dataset(images, labels)`, of any shape and dtype; do not change the arrays
+    Make one of your own arrays by `Dataset(images, labels)`, of any shape and dtype. Do not change the arrays
     afterwards, since the devices may hold copies.
 
     Attributes:
-      images: `(n, ...)`; from `load` uint8 `(n, 28, 28, 1)`.
-      labels: `(n, ...)`; integers become int32.
-      source: where they came from: "prepared", "files", "debian", "download", or "arrays".
-      name: the data set's name.
-      split: the split's name.
+        images: `(n, ...)`; from `load` uint8 `(n, 28, 28, 1)`.
+        labels: `(n, ...)`; integers become int32.
+        source: where they came from: "prepared", "files", "debian", "download", or "arrays".
+        name: the data set's name.
+        split: the split's name.
 
     Raises:
-      ValueError: not as many labels as images, or a label that int32 cannot hold.
+        ValueError: not as many labels as images, or a label that int32 cannot hold.
 
     >>> import numpy as np
     >>> Dataset(np.zeros((6, 28, 28, 1), np.uint8), np.arange(6))
@@ -42,7 +42,7 @@ class Dataset:
     def __post_init__(self) -> None:
         images, labels = np.asarray(self.images), np.asarray(self.labels)
         if images.ndim == 0 or labels.ndim == 0 or len(images) != len(labels):
-            raise ValueError(f"a data set needs one label an image: images {images.shape}, labels {labels.shape}")
+            raise ValueError(f"a data set needs one label per image: images {images.shape}, labels {labels.shape}")
         if np.issubdtype(labels.dtype, np.integer) and labels.dtype != np.int32:
             limits = np.iinfo(np.int32)
             if labels.size and not limits.min <= labels.min() <= labels.max() <= limits.max:
@@ -53,11 +53,6 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.images)
-
-    def examples(self, batch_size: int) -> int:
-        """How many examples an epoch has, whatever the batch size: what `Source` asks for."""
-        del batch_size
-        return len(self)
 
     def batches(self, batch_size: int, **options: Any) -> Iterator[Batch]:
         """`data.batches(dataset, batch_size, **options)`."""

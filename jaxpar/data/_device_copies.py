@@ -1,28 +1,44 @@
-"""Which data sets live on the devices: one copy on each, as long as the data set itself lives."""
+"""Copies of data sets on devices: one on each, as long as the data set itself lives."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-if TYPE_CHECKING:
-    from ._dataset import Dataset
+from ._convert import as_jax_dtype
 
 _COPIES = 2  # placements kept for one data set, say for training on four devices and evaluating on one
 
-# Device copies by data set; they go when the data set goes.
-_residents: weakref.WeakKeyDictionary[Dataset, dict[Any, tuple[jax.Array, jax.Array]]]
+
+class Examples(Protocol):
+    """What batches are made of, in host memory. A `Dataset` has it."""
+
+    @property
+    def images(self) -> np.ndarray:
+        """`(n, ...)`."""
+        ...
+
+    @property
+    def labels(self) -> np.ndarray:
+        """`(n, ...)`."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+# Device copies by data set. They go when the data set goes.
+_residents: weakref.WeakKeyDictionary[Examples, dict[Any, tuple[jax.Array, jax.Array]]]
 _residents = weakref.WeakKeyDictionary()
 
 
-def copies(dataset: Dataset, mesh: Mesh | None) -> tuple[jax.Array, jax.Array]:
-    """The whole data set on each device, placed once in the data set's life."""
+def copies(dataset: Examples, mesh: Mesh | None) -> tuple[jax.Array, jax.Array]:
+    """Images and labels, whole on each device. They are sent once in the data set's life."""
     placed = _residents.setdefault(dataset, {})
     key = _placement(mesh)
     if key not in placed:
@@ -38,19 +54,14 @@ def _placement(mesh: Mesh | None) -> Any:
 
 def place(array: np.ndarray, mesh: Mesh | None) -> jax.Array:
     """A copy of the array on each device of the mesh, or an uncommitted one on the default device."""
-    array = canonical(array)
+    array = as_jax_dtype(array)
     if mesh is None:
         return jnp.asarray(array)
     return jax.make_array_from_callback(array.shape, NamedSharding(mesh, P()), lambda index: array[index])
 
 
-def canonical(array: np.ndarray) -> np.ndarray:
-    """The array in the dtype that JAX keeps it in: 64 bits become 32 unless x64 is enabled."""
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
-
-
-def fits(dataset: Dataset, mesh: Mesh | None) -> bool:
-    """Whether each device has room for the data set twice over; where a device does not say, yes."""
+def has_room(dataset: Examples, mesh: Mesh | None) -> bool:
+    """Whether each device has room for the data set twice over. A device that does not say has."""
     if _placement(mesh) in _residents.get(dataset, {}):
         return True
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
@@ -59,6 +70,7 @@ def fits(dataset: Dataset, mesh: Mesh | None) -> bool:
 
 
 def free_bytes(device: Any) -> int | None:
+    """The free memory of a device. None where it does not say."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)

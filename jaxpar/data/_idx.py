@@ -1,4 +1,4 @@
-"""The four idx files of Fashion-MNIST: their official checksums, and reading them without TensorFlow."""
+"""The four idx files of Fashion-MNIST: their published checksums, and reading them without TensorFlow."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ OFFICIAL = {
     ),
 }
 
-_FHCRC, _FEXTRA, _FNAME, _FCOMMENT = 2, 4, 8, 16  # flag bits of a gzip member, RFC 1952
+_BARE_HEADER = 10  # bytes of a gzip header without a file name, RFC 1952
 
 
 def missing(folder: str | os.PathLike[str]) -> list[str]:
-    """The names of the four files that `folder` lacks (all four where it is no folder)."""
+    """The names of the four files that `folder` lacks. All four where it is no folder."""
     return [name for name in OFFICIAL if not (Path(folder) / name).is_file()]
 
 
 def check(folder: Path) -> None:
-    """Holds each of the four files against its published checksum; see `official_bytes`."""
+    """Compare each of the four files with its published checksum. See `official_bytes`."""
     for name in OFFICIAL:
         official_bytes(folder / name)
 
 
 def official_bytes(path: Path) -> bytes:
-    """The published .gz file, byte for byte, from `path`, which may differ from it in the gzip header only.
+    """The published .gz file, byte for byte, which is what TFDS asks for.
 
-    Debian's package stores the same compressed bytes under a header without file name and time stamp; with
-    the published header put back they have the published sha256, so nothing is taken on trust.
+    Debian's package has the same compressed bytes after a header without file name and time stamp. With the published
+    header they have the published sha256.
 
     Raises:
-      ValueError: the file is another one, half-written or damaged; the message has both checksums.
+        ValueError: the file is another one, half-written or damaged. The message has both checksums.
     """
     sha256, mtime = OFFICIAL[path.name]
     raw = path.read_bytes()
     name = path.name.removesuffix(".gz").encode()
-    header = struct.pack("<4BLBB", 0x1F, 0x8B, 8, _FNAME, mtime, 0, 3) + name + b"\0"
-    for candidate in (raw, header + raw[_header_size(raw) :]):
+    header = struct.pack("<4BLBB", 0x1F, 0x8B, 8, 8, mtime, 0, 3) + name + b"\0"
+    for candidate in (raw, header + raw[_BARE_HEADER:]):
         if hashlib.sha256(candidate).hexdigest() == sha256:
             return candidate
     raise ValueError(
@@ -71,24 +71,11 @@ def official_bytes(path: Path) -> bytes:
     )
 
 
-def _header_size(raw: bytes) -> int:
-    """The length of the gzip header (RFC 1952, section 2.3); 0 where there is none."""
-    if len(raw) < 10 or raw[:2] != b"\x1f\x8b":
-        return 0
-    flags, at = raw[3], 10
-    if flags & _FEXTRA:
-        at += 2 + int.from_bytes(raw[at : at + 2], "little")
-    for flag in (_FNAME, _FCOMMENT):
-        if flags & flag:
-            at = raw.find(b"\0", at) + 1
-    return at + (2 if flags & _FHCRC else 0)
-
-
 def read(path: str | os.PathLike[str]) -> np.ndarray:
     """The uint8 array in a gzipped idx file: images `(n, rows, columns)` or labels `(n,)`.
 
     Raises:
-      ValueError: no idx file of unsigned bytes, or not as many bytes as its header says.
+        ValueError: no idx file of unsigned bytes, or not as many bytes as its header says.
     """
     with gzip.open(path, "rb") as file:
         content = file.read()

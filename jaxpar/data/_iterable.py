@@ -1,16 +1,161 @@
-"""Data sets out of iterables."""
+"""Training data and data sets out of what other libraries iterate over.
+
+Nothing of PyTorch, Grain or Hugging Face is imported: an element is a pytree of what NumPy or DLPack can read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ._convert import as_dict, concatenate, stack
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core import checks
+from ._batches import epochs_from, whole_batches
+from ._convert import as_dict, concatenate, path_name, ready_batch, share_sharding, stack, to_devices
 from ._dataset import Dataset
+
+_WHERE = "data.from_iterable"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class IterableSource:
+    """Batches or examples of another library. `from_iterable` makes it.
+
+    Attributes:
+        source, steps_per_epoch, batched, names, dtype: as given to `from_iterable`.
+    """
+
+    source: Any
+    steps_per_epoch: int | None
+    batched: bool
+    names: tuple[str, ...]
+    dtype: Any
+
+    def examples(self, batch_size: int) -> int:
+        """Batches in an epoch times `batch_size`.
+
+        Raises:
+            TypeError: the length is not known.
+        """
+        if self.steps_per_epoch is not None:
+            return self.steps_per_epoch * batch_size
+        try:
+            return len(self.source) * (batch_size if self.batched else jax.process_count())
+        except TypeError:
+            raise TypeError(
+                f"{_WHERE}: {_describe(self.source)} has no length, so say how many batches make an epoch: "
+                f"{_WHERE}(source, steps_per_epoch=...)"
+            ) from None
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        rng: jax.Array | None = None,
+        epochs: int | None = 1,
+        start: int = 0,
+        devices: Sequence[Any] | None = None,
+    ) -> Iterator[Any]:
+        """Batches on the devices, in the iterable's own order. `rng` is not used.
+
+        `start` skips batches. Earlier epochs are not read. The first batches of this epoch are read and dropped. Of an
+        iterator, which cannot be rewound, nothing is skipped.
+        """
+        del rng
+        steps = whole_batches(self.examples(batch_size), batch_size, _WHERE)
+        sharding = share_sharding(batch_size, devices, _WHERE)
+        share = batch_size // jax.process_count()
+        once = self.source if isinstance(self.source, Iterator) else None
+        for epoch, skipped in epochs_from(start, steps, epochs):
+            elements = once if once is not None else iter(self._epoch(epoch))
+            found = 0 if once is None else skipped
+            for batch in itertools.islice(self._host_batches(elements, share), steps - found):
+                found += 1
+                if once is not None or found > skipped:
+                    _check_lengths(batch, share, found - 1)
+                    yield ready_batch(to_devices(batch, sharding, whole=False), sharding, self.dtype)
+            if found < steps:
+                raise ValueError(_too_few(self.source, epoch, found, steps))
+
+    def _epoch(self, epoch: int) -> Iterable[Any]:
+        return self.source(epoch) if _is_function(self.source) else self.source
+
+    def _host_batches(self, elements: Iterator[Any], share: int) -> Iterator[Any]:
+        """This process's batches as pytrees of arrays."""
+        if self.batched:
+            yield from (as_dict(element, self.names) for element in elements)
+            return
+        while len(some := [as_dict(e, self.names) for e in itertools.islice(elements, share)]) == share:
+            yield stack(some)
+
+
+def from_iterable(
+    source: Any,
+    *,
+    steps_per_epoch: int | None = None,
+    batched: bool = True,
+    names: Sequence[str] = ("image", "label"),
+    dtype: Any = jnp.float32,
+) -> IterableSource:
+    """Training data out of what another library iterates over.
+
+    That may be a PyTorch DataLoader, a data set of Grain or Hugging Face, a list, a generator.
+
+    Args:
+        source: something that can be iterated over again for each epoch; or a function of the epoch, `source(0)`,
+            `source(1)`, ..., that returns such a thing; or an iterator, which is read once, epoch after epoch.
+        steps_per_epoch: batches in an epoch. None: as `len(source)` says.
+        batched: whether an element is a batch, with n examples along the first axis of each array. False: an
+            element is one example, and `batch_size` of them are stacked. Those that fill no batch are left out.
+        names: an element that is a tuple or a list becomes a dict with these names. Any other pytree stays as it
+            is. Leaves may be NumPy or JAX arrays, PyTorch tensors, pictures of Pillow, numbers.
+        dtype: of what is called "image", as in `data.batches`: uint8 is divided by 255 on the device. None leaves
+            images as they are.
+
+    Returns:
+        A `Source` for `train.fit`. `source.batches(batch_size, devices=devices)` gives batches on the devices. In
+        several processes, each one reads its own share of a batch, `batch_size / processes` examples.
+
+    Raises:
+        ValueError: when read: batches of another size, or fewer than an epoch has.
+        TypeError: when read: a leaf that is no array of numbers, such as text; no known length.
+
+    Resuming:
+        A run that goes on in the middle of an epoch reads that epoch's first batches and drops them. It sees what an
+        undisturbed run would have seen if the same epoch gives the same batches again, as a function of the epoch can
+        that seeds the shuffling. An iterator is not rewound: what it yields next is next.
+
+    Example:
+        >>> import numpy as np
+        >>> loader = [(np.full((4, 2), i, np.uint8), np.arange(4)) for i in range(3)]
+        >>> [batch["label"].shape for batch in from_iterable(loader).batches(4)]
+        [(4,), (4,), (4,)]
+        >>> rows = ({"x": float(i)} for i in range(10))
+        >>> [batch["x"].tolist() for batch in from_iterable(rows, batched=False, steps_per_epoch=2).batches(3)]
+        [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    """
+    if isinstance(source, dict) or hasattr(source, "dtype") or _is_tuple_of_arrays(source):
+        raise TypeError(
+            f"{_WHERE}: {_describe(source)} of arrays is data, not a loader; use data.Dataset(images, labels) "
+            'or data.from_arrays({"name": array})'
+        )
+    if not _is_function(source) and not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
+        raise TypeError(
+            f"{_WHERE}: expected something to iterate over, or a function of the epoch that returns it; "
+            f"got {_describe(source)}"
+        )
+    if steps_per_epoch is not None:
+        checks.whole_number(steps_per_epoch, _WHERE, "steps_per_epoch")
+    return IterableSource(source, steps_per_epoch, batched, tuple(names), dtype)
 
 
 def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
-    """Reads what another library iterates over into one `Dataset`, say test data for `train.evaluate`.
+    """Read what another library iterates over into one `Dataset`, such as test data.
 
     Args:
         elements: dicts with "image" and "label", or pairs of these, as for `from_iterable`.
@@ -31,3 +176,39 @@ def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
     join = concatenate if batched else stack
     whole = join([{"image": each["image"], "label": each["label"]} for each in found])
     return Dataset(whole["image"], whole["label"])
+
+
+def _is_function(source: Any) -> bool:
+    return callable(source) and not isinstance(source, Iterable) and not hasattr(source, "__getitem__")
+
+
+def _is_tuple_of_arrays(source: Any) -> bool:
+    return type(source) is tuple and all(hasattr(each, "dtype") for each in source)
+
+
+def _check_lengths(batch: Any, share: int, at: int) -> None:
+    """`ValueError` for a batch of another number of examples than this process's share."""
+    shapes = {path_name(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
+    if {shape[:1] for shape in shapes.values()} != {(share,)}:
+        given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(
+            f"{_WHERE}: batch {at} of the epoch should have {share} examples in each array, got {given}; "
+            "make the loader's batches that large and drop an incomplete last one (drop_last=True, "
+            "drop_remainder=True); where an element is one example, say batched=False"
+        )
+
+
+def _too_few(source: Any, epoch: int, found: int, steps: int) -> str:
+    """The message for an epoch that ends early."""
+    what = f"{_WHERE}: {_describe(source)} ended after {found} of the {steps} batches of epoch {epoch}; "
+    if isinstance(source, Iterator):
+        return what + (
+            "an iterator is read only once: give what can be iterated over again (a list, a loader), or a function of "
+            "the epoch that returns an iterator"
+        )
+    return what + "give steps_per_epoch= as many as there are"
+
+
+def _describe(source: Any) -> str:
+    name = getattr(source, "__name__", None)
+    return f"the function {name}" if name and _is_function(source) else f"a {type(source).__name__}"

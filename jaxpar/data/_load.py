@@ -1,18 +1,12 @@
-"""Data sets as arrays, and their batches, gathered on the devices.
-
-    train = jp.data.load("fashion_mnist", "train")
-    for batch in jp.data.batches(train, 256, rng=jax.random.key(0), devices=jax.devices()):
-        batch["image"], batch["label"]  # float32 (256, 28, 28, 1) in [0, 1], int32 (256,)
-
-Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017, https://arxiv.org/abs/1708.07747.
-"""
+"""A data set by its name: where its files are, and the line that says so."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
+from .._core.checks import choice
+from .._core.text import say
 from . import _idx, _tfds
 from ._dataset import Dataset
 
@@ -28,11 +22,7 @@ FASHION_MNIST_CLASSES = (
     "Bag",
     "Ankle boot",
 )
-
-
 DEBIAN_DIR = Path("/usr/share/datasets/fashion-mnist")
-
-
 _SOURCES = ("auto", "prepared", "files", "debian", "download")
 
 
@@ -44,30 +34,30 @@ def load(
     source: str = "auto",
     verbose: bool = True,
 ) -> Dataset:
-    """Loads a split of a data set of tensorflow-datasets (TFDS), without TensorFlow.
+    """Load a split of a data set of tensorflow-datasets (TFDS), without TensorFlow.
+
+    What is not in `data_dir` yet is written there once, as a genuine TFDS data set. Other processes may do the same at
+    the same time, and a crash leaves nothing half-written. Decoding 60,000 pictures takes seconds, so a decoded copy of
+    a whole split of up to 1 GiB is kept next to TFDS's files, and made again when those change.
 
     Args:
-      name: TFDS's name of an image classification data set; without a network "fashion_mnist".
-      split: "train", "test", or a part of one in TFDS's notation, "train[:1000]".
-      data_dir: TFDS's folder; default $TFDS_DATA_DIR, else ~/tensorflow_datasets, as TFDS has it.
-      source: "auto" takes the first there is of: "prepared", a TFDS data set in `data_dir`; "files", the
-        four idx .gz files in $JAXPAR_DATA_DIR; "debian", those of the package dataset-fashion-mnist;
-        "download", TFDS's own. Each of these words asks for that one alone. What does not lie in `data_dir`
-        yet is written there once, as a genuine TFDS data set: other processes may be doing the same, and a
-        crash leaves nothing half-written. Decoding 60,000 pictures takes seconds, so a copy of what was decoded
-        is kept beside TFDS's files (a whole split of up to 1 GiB), and made anew when those change.
-      verbose: say in one line on standard error where the data came from.
+        name: TFDS's name of an image classification data set. Without a network "fashion_mnist".
+        split: "train", "test", or a part of one in TFDS's notation, "train[:1000]".
+        data_dir: TFDS's folder. None: $TFDS_DATA_DIR, else ~/tensorflow_datasets, as TFDS has it.
+        source: "auto" takes the first there is of: "prepared", a TFDS data set in `data_dir`; "files", the four
+            idx .gz files in $JAXPAR_DATA_DIR; "debian", those of the package dataset-fashion-mnist; "download",
+            TFDS's own. Each of these words asks for that one only.
+        verbose: say in one line on standard error where the data came from.
 
     Returns:
-      A `Dataset`: `images` uint8 `(n, 28, 28, 1)`, `labels` int32 `(n,)`, in TFDS's fixed order.
+        A `Dataset`: `images` uint8 `(n, 28, 28, 1)`, `labels` int32 `(n,)`, in TFDS's fixed order.
 
     Raises:
-      ConnectionError: the download's host does not answer (within 10 seconds); the message says what to do.
-      FileNotFoundError: the source asked for is not there, or lacks one of its files.
-      ValueError: an unknown name, split or source; a damaged file or data set, which is named.
+        ConnectionError: the download's host does not answer within 10 seconds. The message says what to do.
+        FileNotFoundError: the source asked for is not there, or lacks one of its files.
+        ValueError: an unknown name, split or source; a damaged file or data set, which is named.
     """
-    if source not in _SOURCES:
-        raise ValueError(f"source must be one of {', '.join(_SOURCES)}; got {source!r}")
+    choice(source, "data.load", "source", _SOURCES)
     folder = Path(data_dir).expanduser() if data_dir is not None else _tfds.default_data_dir()
     found, files = _find(name, folder, source)
     prepared = found == "prepared" or _tfds.prepared_dir(name, folder) is not None
@@ -80,12 +70,12 @@ def load(
     dataset = Dataset(*_tfds.read(name, split, folder), source=found, name=name, split=split)
     if verbose:
         place = f"{files}, kept in {folder}" if files else folder
-        print(f"jaxpar: {name} {split}, {len(dataset)} images, source: {found} ({place})", file=sys.stderr)
+        say(f"{name} {split}, {len(dataset)} images, source: {found} ({place})")
     return dataset
 
 
 def _find(name: str, folder: Path, source: str) -> tuple[str, Path | None]:
-    """The word for the first source there is of those `source` allows, and where its idx files are."""
+    """The first source there is of those that `source` allows, and the folder of its idx files."""
     if source in ("auto", "prepared") and _tfds.prepared_dir(name, folder) is not None:
         return "prepared", None
     if source == "prepared":
@@ -104,12 +94,13 @@ def _find(name: str, folder: Path, source: str) -> tuple[str, Path | None]:
 
 
 def _places() -> dict[str, Path | None]:
-    """Where the idx files may lie, in the order of search."""
+    """Folders of idx files, in the order of search."""
     given = os.environ.get("JAXPAR_DATA_DIR")
     return {"files": Path(given).expanduser() if given else None, "debian": DEBIAN_DIR}
 
 
 def _check_reachable(name: str) -> None:
+    """`ConnectionError` with advice where the download's host does not answer."""
     url = _tfds.download_url(name)
     try:
         if url:

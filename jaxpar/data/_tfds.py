@@ -1,4 +1,4 @@
-"""Whether a download can begin at all: one short question, where TFDS would retry for minutes."""
+"""Data sets of tensorflow-datasets (TFDS): downloaded, prepared and read without TensorFlow."""
 
 from __future__ import annotations
 
@@ -9,39 +9,13 @@ import os
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from . import _decoded_cache, _idx
-
-
-def check_reachable(url: str, seconds: float = 5.0) -> None:
-    """Asks for `url` once, as TFDS does (proxies of the environment too), and reads no body.
-
-    It runs in a thread of its own because a name look-up cannot be given a time limit.
-
-    Raises:
-      ConnectionError: no answer within `seconds`, or one that is no success.
-    """
-    import requests
-
-    answer: list[str] = [f"no answer within {seconds:g} s"]
-
-    def ask() -> None:
-        try:
-            with requests.get(url, stream=True, timeout=seconds) as response:
-                answer[0] = "" if response.ok else f"HTTP status {response.status_code}"
-        except requests.RequestException as error:
-            answer[0] = f"the host cannot be reached ({type(error).__name__})"
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if answer[0]:
-        raise ConnectionError(f"cannot download {url}: {answer[0]}")
 
 
 @functools.cache
@@ -60,7 +34,7 @@ def default_data_dir() -> Path:
 
 @functools.cache
 def _builder_class(name: str) -> Any:
-    """TFDS's builder of `name`; MNIST and its relatives read their idx files without TensorFlow."""
+    """TFDS's builder of `name`. MNIST and its relatives read their idx files without TensorFlow."""
     tfds = _tfds()
     from tensorflow_datasets.image_classification import mnist
 
@@ -86,7 +60,7 @@ def _builder_class(name: str) -> Any:
 
 
 def _png(image: np.ndarray) -> io.BytesIO:
-    """The image as a PNG file: TFDS stores it as it is, where an array would be encoded by TensorFlow."""
+    """The image as a PNG file, which TFDS stores as it is. TensorFlow would encode an array."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -96,14 +70,14 @@ def _png(image: np.ndarray) -> io.BytesIO:
 
 
 class _WithoutExtraction:
-    """A download manager that leaves .gz files as they are: TFDS's extraction needs TensorFlow."""
+    """A download manager that leaves .gz files as they are. TFDS's extraction needs TensorFlow."""
 
     def __init__(self, dl_manager: Any):
         self.download_and_extract = dl_manager.download
 
 
 def prepared_dir(name: str, data_dir: Path) -> Path | None:
-    """Where `data_dir` holds a prepared `name`, or None."""
+    """The folder of a prepared `name` in `data_dir`, or None."""
     if (known := _decoded_cache.find(name, data_dir)) is not None:
         return known
     builder = _builder(name, data_dir)
@@ -111,10 +85,10 @@ def prepared_dir(name: str, data_dir: Path) -> Path | None:
 
 
 def prepare(name: str, data_dir: Path, *, files: Path | None = None) -> None:
-    """Writes TFDS's `name` into `data_dir` from the idx `files`, or from TFDS's own download where None.
+    """Write TFDS's `name` into `data_dir` from the idx `files`. None: from TFDS's own download.
 
-    TFDS writes into `incomplete.*` beside the target and renames it at the end; a process that finds the
-    target there by then throws its own away, so that several may prepare at once.
+    TFDS writes into `incomplete.*` next to the target and renames it at the end. A process that finds the target there
+    by then deletes its own, so that several may prepare at once.
     """
     with contextlib.ExitStack() as stack:
         manual_dir = None
@@ -142,20 +116,19 @@ def read(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np.ndarray]
     The first time a whole split is decoded, a copy is kept for the next time.
 
     Raises:
-      ValueError: no such split; no `image` and `label` in it; or what lies on the disk is damaged.
+        ValueError: no such split; no `image` and `label` in it; or what is on the disk is damaged.
     """
     folder = prepared_dir(name, data_dir)
-    kept = None if folder is None else _decoded_cache.load(folder, split)
-    if kept is not None:
-        return kept
-    images, labels = _decoded(name, split, data_dir)
+    if folder is not None and (copy := _decoded_cache.load(folder, split)) is not None:
+        return copy
+    images, labels = _decode_split(name, split, data_dir)
     if folder is not None:
         _decoded_cache.save(folder, split, images, labels)
     return images, labels
 
 
-def _decoded(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np.ndarray]:
-    """As `read`, from TFDS's own files."""
+def _decode_split(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The same from TFDS's own files."""
     builder = _builder(name, data_dir)
     if not builder.info.splits:
         raise _damaged(builder.data_dir, "dataset_info.json is missing or names no split")
@@ -169,12 +142,7 @@ def _decoded(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np.ndar
     decode = _decoder(features["image"])
     decoders = {"image": _tfds().decode.SkipDecoding()} if decode else None
     try:
-        records = builder.as_data_source(split=split, decoders=decoders)
-        images, labels = [], []
-        for start in range(0, len(records), 1000):
-            for record in records.__getitems__(range(start, min(start + 1000, len(records)))):
-                images.append(decode(record["image"]) if decode else record["image"])
-                labels.append(record["label"])
+        images, labels = _decode_records(builder.as_data_source(split=split, decoders=decoders), decode)
         if len(images) != expected:
             raise RuntimeError(f"{expected} records expected, {len(images)} found")
         return np.stack(images), np.asarray(labels, np.int32)
@@ -187,12 +155,23 @@ def _decoded(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np.ndar
         raise _damaged(builder.data_dir, f"split {split!r}: {error}") from error
 
 
+def _decode_records(records: Any, decode: Callable[[bytes], np.ndarray] | None) -> tuple[list[Any], list[Any]]:
+    """Images and labels of TFDS's records, read a thousand at a time."""
+    images: list[Any] = []
+    labels: list[Any] = []
+    for start in range(0, len(records), 1000):
+        for record in records.__getitems__(range(start, min(start + 1000, len(records)))):
+            images.append(decode(record["image"]) if decode else record["image"])
+            labels.append(record["label"])
+    return images, labels
+
+
 def _damaged(folder: str | Path, reason: str) -> ValueError:
     return ValueError(f"the prepared data set in {folder} is damaged ({reason}). Delete that folder and load again.")
 
 
 def _builder(name: str, data_dir: Path) -> Any:
-    """TFDS's builder for reading; a dataset_info.json that it cannot read is named."""
+    """TFDS's builder for reading. A dataset_info.json that it cannot read is named."""
     try:
         return _tfds().builder(name, data_dir=data_dir)
     except _tfds().core.DatasetNotFoundError:
@@ -201,8 +180,8 @@ def _builder(name: str, data_dir: Path) -> Any:
         raise _damaged(data_dir / name, str(error)) from error
 
 
-def _decoder(feature: Any):
-    """Pillow's decoding of 8-bit images, faster than TFDS's own path to it; None for other features."""
+def _decoder(feature: Any) -> Callable[[bytes], np.ndarray] | None:
+    """Pillow's decoding of 8-bit images, faster than TFDS's own way to it. None for other features."""
     from PIL import Image
 
     modes = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -220,7 +199,33 @@ def _decoder(feature: Any):
 
 
 def download_url(name: str) -> str | None:
-    """The first address that TFDS would download `name` from; None where it does not say."""
+    """The first address that TFDS would download `name` from. None where it does not say."""
     cls = _builder_class(name)
     urls = [cls.URL + "train-labels-idx1-ubyte.gz"] if hasattr(cls, "URL") else list(cls.url_infos or ())
     return urls[0] if urls else None
+
+
+def check_reachable(url: str, seconds: float = 5.0) -> None:
+    """Ask for `url` once, where TFDS would retry for minutes. Proxies count, as they do for TFDS.
+
+    It runs in a thread of its own because a name look-up cannot be given a time limit. No body is read.
+
+    Raises:
+        ConnectionError: no answer within `seconds`, or one that is no success.
+    """
+    import requests
+
+    answer: list[str] = [f"no answer within {seconds:g} s"]
+
+    def ask() -> None:
+        try:
+            with requests.get(url, stream=True, timeout=seconds) as response:
+                answer[0] = "" if response.ok else f"HTTP status {response.status_code}"
+        except requests.RequestException as error:
+            answer[0] = f"the host cannot be reached ({type(error).__name__})"
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if answer[0]:
+        raise ConnectionError(f"cannot download {url}: {answer[0]}")

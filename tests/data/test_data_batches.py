@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxpar import data
-from jaxpar.data import Dataset, _batches, _device_copies, _shuffle, batches
+from jaxpar.data import Dataset, _batches, _device_copies, _gather, _shuffle, batches
 
 
 def make(size=37, shape=(3, 2, 1), dtype=np.uint8):
@@ -70,7 +70,7 @@ def test_cpus_and_other_devices_draw_the_order_differently_and_draw_the_same(siz
 
 
 def test_equal_bits_keep_their_order():
-    assert _shuffle._sorted(np.array([[3, 1, 3, 1], [0, 0, 9, 0]], np.uint32)).tolist() == [1, 3, 2, 0]
+    assert _shuffle._stable_order(np.array([[3, 1, 3, 1], [0, 0, 9, 0]], np.uint32)).tolist() == [1, 3, 2, 0]
 
 
 def test_same_batches_on_any_number_of_devices(devices):
@@ -190,13 +190,13 @@ def test_one_program_for_all_batches_of_all_epochs(caplog):
 
 
 def test_small_batches_are_gathered_eight_at_a_time_and_large_ones_alone(monkeypatch):
-    asked, gather = [], _batches._gather
+    asked, gather = [], _gather.gather
 
     def counted(count, several, *rest):
         asked.append((count, several))
         return gather(count, several, *rest)
 
-    monkeypatch.setattr(_batches, "_gather", counted)
+    monkeypatch.setattr(_gather, "gather", counted)
     assert labels(batches(make(39), 2, epochs=2, drop_remainder=False))[19:21] == [[38], [0, 1]]
     assert asked == [(2, 8)] * 3 + [(1, 8)] + [(2, 8)] * 3 + [(1, 8)]
     asked.clear()
@@ -258,15 +258,15 @@ def test_free_memory_is_what_the_device_says():
 @pytest.mark.parametrize(
     ("size", "batch_size", "options", "message"),
     [
-        (40, 6, {"devices": 4}, "batch_size 6 cannot be shared evenly by 4 devices; use 4 or 8"),
-        (40, 2, {"devices": 4}, "batch_size 2 cannot be shared evenly by 4 devices; use 4,"),
+        (40, 6, {"devices": 4}, "data.batches: a batch of 6 cannot be divided by 4 devices; use a batch of 4 or 8"),
+        (40, 2, {"devices": 4}, "a batch of 2 cannot be divided by 4 devices; use a batch of 4$"),
         (42, 8, {"devices": 4, "drop_remainder": False}, "last batch would have 2 examples"),
         (5, 8, {}, "a data set of 5 examples has no batch of 8"),
         (0, 8, {"drop_remainder": False}, "a data set of 0 examples has no batch"),
-        (40, 0, {}, "must be positive"),
-        (40, 8, {"devices": 0}, "must be positive"),
-        (40, 8, {"start": -1}, "cannot be negative; got start=-1"),
-        (40, 8, {"epochs": -1}, "cannot be negative"),
+        (40, 0, {}, "data.batches: batch_size must be an int of 1 or more, got 0"),
+        (40, 8, {"devices": 0}, "data.batches: devices must be one or more different devices"),
+        (40, 8, {"start": -1}, "data.batches: start must be an int of 0 or more, got -1"),
+        (40, 8, {"epochs": -1}, "epochs must be an int of 0 or more, got -1"),
     ],
 )
 def test_what_cannot_be_is_said_before_the_first_batch(size, batch_size, options, message):
@@ -286,7 +286,7 @@ def test_dataset_checks_and_prints():
     assert make(5).labels.dtype == np.int32
     assert Dataset(np.zeros((2, 3)), [0.5, 1.5]).labels.dtype == np.float64
     assert len(Dataset(jnp.zeros((2, 3)), jnp.zeros(2, jnp.int8))) == 2
-    with pytest.raises(ValueError, match=r"one label an image: images \(3, 2\), labels \(2,\)"):
+    with pytest.raises(ValueError, match=r"one label per image: images \(3, 2\), labels \(2,\)"):
         Dataset(np.zeros((3, 2)), np.zeros(2))
     with pytest.raises(ValueError, match="labels are stored as int32; these run from 0 to 4294967296"):
         Dataset(np.zeros((2, 2)), np.array([0, 2**32]))

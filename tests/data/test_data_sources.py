@@ -203,9 +203,12 @@ def test_collect():
 
 def test_what_fit_asks_for_is_a_protocol():
     dataset = data.Dataset(X, Y)
-    assert isinstance(dataset, data.Source)
-    assert data.as_source(dataset) is dataset
-    assert labels(dataset.batches(24)) == [Y[:24].tolist(), Y[24:].tolist()]
+    source = data.as_source(dataset)
+    assert isinstance(source, data.Source)
+    assert data.as_source(source) is source
+    assert source.examples(8) == 48
+    for batches in (source.batches(24), dataset.batches(24)):
+        assert labels(batches) == [Y[:24].tolist(), Y[24:].tolist()]
 
 
 @pytest.mark.parametrize(
@@ -245,9 +248,9 @@ def test_sources_that_are_refused():
         run(x for x in LOADER)
     with pytest.raises(TypeError, match=r"expected something to iterate over.*got a int"):
         run(3)
-    with pytest.raises(ValueError, match="steps_per_epoch must be 1 or more, got 0"):
+    with pytest.raises(ValueError, match="data.from_iterable: steps_per_epoch must be an int of 1 or more, got 0"):
         data.from_iterable(LOADER, steps_per_epoch=0)
-    with pytest.raises(ValueError, match="batch_size 8 cannot be shared evenly by 3 devices; use 6 or 9"):
+    with pytest.raises(ValueError, match="a batch of 8 cannot be divided by 3 devices; use a batch of 6 or 9"):
         list(data.from_iterable(LOADER).batches(8, devices=jax.devices()[:3]))
     with pytest.raises(ValueError, match=r"share the length of their first axis, got \[\(48, 4\), \(3,\)\]"):
         data.from_arrays((X, Y[:3]))

@@ -140,7 +140,7 @@ def test_a_failing_step_leaves_no_bar_behind():
         ({"epochs": 0}, ValueError, "epochs must be 1 or more, got 0"),
         ({"batch_size": 0}, ValueError, "batch_size must be 1 or more, got 0"),
         ({"batch_size": 64}, ValueError, "50 examples make no whole batch of 64"),
-        ({"batch_size": 5}, ValueError, "batch_size 5 cannot be shared evenly by 2 devices; use 4 or 6"),
+        ({"batch_size": 5}, ValueError, "a batch of 5 cannot be divided by 2 devices; use a batch of 4 or 6"),
         ({"test_data": TEST}, ValueError, "both test_data and apply_fn"),
         ({"apply_fn": apply}, ValueError, "both test_data and apply_fn"),
         ({"keep": 0}, ValueError, "keep must be 1 or more"),

@@ -203,7 +203,7 @@ def fit(state=None, source=POINTS, step=STEP, **options):
 def test_groups_are_the_batches(most, begin):
     options = {"rng": jax.random.key(5), "start": begin, "devices": jax.devices()[:2]}
     batches = data.batches(POINTS, 4, epochs=None, **options)
-    groups = _batches.groups(POINTS, 4, most, **options)
+    groups = data.batch_groups(data.as_source(POINTS), 4, most, **options)
     found = 0
     while found < 40:
         group, number = next(groups)
@@ -286,7 +286,7 @@ def test_what_cannot_be_together(monkeypatch):
     assert int(fit(nowhere, epochs=1, batch_size=8)[0].step) == 6
     with pytest.raises(ValueError, match="but the state was not made by create_state"):
         fit(nowhere, steps_per_execution=4)
-    monkeypatch.setattr(_batches, "fits", lambda dataset, mesh: False)
+    monkeypatch.setattr(_batches, "has_room", lambda dataset, mesh: False)
     assert int(fit(epochs=1)[0].step) == 12
     with pytest.raises(ValueError, match="steps_per_execution is 4, but the devices have no room for the data set"):
         fit(steps_per_execution=4)

@@ -193,7 +193,7 @@ def _steps_per_program(asked: Any, step: Any, source: data.Source, state: TrainS
         return 1
     reasons = {
         "the step was not made by make_train_step": not isinstance(step, TrainStep),
-        "the training data is no data.Dataset": not isinstance(source, data.Dataset),
+        "the training data is no data.Dataset": not isinstance(source, data.DatasetSource),
         "there are several processes": jax.process_count() > 1,
         "the state was not made by create_state, so its devices are not known": not state.store.devices,
     }

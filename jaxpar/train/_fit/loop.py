@@ -14,7 +14,6 @@ import numpy as np
 
 from ... import data
 from ..._core.arrays import Device
-from ...data import _batches
 from .._step.nonfinite import check_finite
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
@@ -162,12 +161,12 @@ class Loop:
 
     def _groups(
         self, state: TrainState, rng: jax.Array, devices: Sequence[Device]
-    ) -> Iterator[tuple[_batches.Batch, int]] | None:
+    ) -> Iterator[tuple[data.Batch, int]] | None:
         """Batches for several steps at once; None where the steps are to be made one by one."""
-        if self.together == 1 or not isinstance(self.source, data.Dataset):
+        if self.together == 1:
             return None
         most = None if isinstance(self.together, str) else self.together  # "auto"
-        groups = _batches.groups(self.source, self.batch_size, most, rng=rng, start=self.at, devices=devices)
+        groups = data.batch_groups(self.source, self.batch_size, most, rng=rng, start=self.at, devices=devices)
         if most is not None and groups is None:
             raise ValueError(f"fit: steps_per_execution is {most}, but the devices have no room for the data set")
         if most is not None or groups is None:
