@@ -50,7 +50,7 @@ def save(folder: Path, split: str, images: np.ndarray, labels: np.ndarray) -> No
 def _read(path: Path, *names: str) -> list[np.ndarray] | None:
     """These arrays of a copy, with their checksums verified. None for a copy that does not count."""
     try:
-        with np.load(path) as copy:
+        with open(path, "rb") as file, np.load(file) as copy:
             return [copy[name] for name in names] if copy["origin"] == _origin(path.parent) else None
     except Exception:  # damaged headers raise almost anything: the split is decoded again
         return None

@@ -61,12 +61,13 @@ def test_another_key_implementation_keeps_its_own_order():
     assert labels(batches(make(16), 16, rng=rng)) == [order]
 
 
-@given(st.integers(1, 3000), st.integers(0, 2**32 - 1), st.sampled_from(["threefry2x32", "rbg"]))
-@settings(max_examples=15, deadline=None)
-def test_cpus_and_other_devices_draw_the_order_differently_and_draw_the_same(size, epoch, impl):
+@pytest.mark.parametrize(("size", "impl"), [(1, "rbg"), (1625, "threefry2x32"), (1626, "rbg"), (1627, "threefry2x32")])
+def test_cpus_and_other_devices_draw_the_order_differently_and_draw_the_same(size, impl):
+    """jax sorts once up to 1,625 examples and twice from there on."""
     rng = jax.random.key(7, impl=impl)
-    elsewhere = _shuffle._permutation(size, impl, None)(np.asarray(jax.random.key_data(rng)), np.uint32(epoch))
-    np.testing.assert_array_equal(_shuffle.host_order(rng, epoch, size), elsewhere)
+    for epoch in (0, 1, 12345, 2**32 - 1):
+        elsewhere = _shuffle._permutation(size, impl, None)(np.asarray(jax.random.key_data(rng)), np.uint32(epoch))
+        np.testing.assert_array_equal(_shuffle.host_order(rng, epoch, size), elsewhere)
 
 
 def test_equal_bits_keep_their_order():

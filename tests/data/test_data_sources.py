@@ -248,7 +248,7 @@ def test_sources_that_are_refused():
         run(x for x in LOADER)
     with pytest.raises(TypeError, match=r"expected something to iterate over.*got a int"):
         run(3)
-    with pytest.raises(ValueError, match="data.from_iterable: steps_per_epoch must be an int of 1 or more, got 0"):
+    with pytest.raises(ValueError, match=r"data\.from_iterable: steps_per_epoch must be an int of 1 or more, got 0"):
         data.from_iterable(LOADER, steps_per_epoch=0)
     with pytest.raises(ValueError, match="a batch of 8 cannot be divided by 3 devices; use a batch of 6 or 9"):
         list(data.from_iterable(LOADER).batches(8, devices=jax.devices()[:3]))
