@@ -90,7 +90,8 @@ def test_a_loader_trains(kind):
     np.testing.assert_array_equal(state.params["w"], by_hand(LOADER * 2))
 
 
-def test_batches_lie_over_the_devices(devices):
+@pytest.mark.parametrize("devices", [1, 4], indirect=True)
+def test_batches_are_split_over_the_devices(devices):
     (first, *rest) = data.from_iterable(LOADER).batches(8, devices=devices)
     assert len(rest) == 5
     assert first["image"].sharding.device_set == set(devices)
