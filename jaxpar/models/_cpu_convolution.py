@@ -1,18 +1,18 @@
-"""Convolution, ReLU and 2×2 mean pooling in one, for CPUs: the batch is the last axis.
+"""Convolution, ReLU and 2×2 mean pooling in one, for LeNet on CPUs. The batch is the last axis.
 
 XLA's own convolution is slow on a CPU where there are few channels, and its gradient of the filter is slower still.
-With the batch last every loop runs over whole vectors, whatever the number of channels. Two ways to compute:
+With the batch last every loop runs over whole vectors, whatever the number of channels. There are two ways to compute:
 
-- `direct`, for one channel: the sums over the window are written out, so that XLA makes one loop of convolution,
-  ReLU and pooling and nothing in between is stored.
+- `direct`, for one channel: the sums over the window are written out. XLA makes one loop of convolution, ReLU and
+  pooling, and nothing in between is stored.
 - `winograd`, for a width of 12 and windows of 5: the minimal filtering of Winograd (1980) along the width, with the
-  points of Toom and Cook; 4 results take 8 products where 20 are usual. The height is summed in matrix products. See
+  points of Toom and Cook. 4 results take 8 products where 20 are usual. The height is summed in matrix products. See
   Lavin and Gray (2016), "Fast algorithms for convolutional neural networks", who do this in both directions.
 
 Both are float32 throughout. `winograd` rounds about four times as coarsely as a plain sum, 7e-7 of the result (root
-mean square). With 12 products for all 8 results it would be 1.08 times as fast, but round at 2.5e-6, and units close
-to zero would be switched on or off by that five times as often.
-The derivatives are JAX's own, forward and reverse and of any order, but for those of two steps that have a rule here.
+mean square). With 12 products for all 8 results it would round at 2.5e-6, and units close to zero would be switched on
+or off five times as often.
+The derivatives are JAX's own, forward and reverse and of any order, except in the steps that have a rule here.
 
 Shapes in names: W width, H height, C channels in, O channels out, N batch.
 """
@@ -80,7 +80,7 @@ def winograd(x_WxCxHxN: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Ar
     strips = jnp.concatenate([x_WxCxHxN[:_STRIP], x_WxCxHxN[_RESULTS:]], axis=3)  # as if there were twice as many
     weight_PxOxK = jnp.einsum("pw,hwco->pohc", of_weight, weight).reshape(-1, out, height * channels)
 
-    @jax.checkpoint  # to cut the windows out again is as fast as to keep them
+    @jax.checkpoint  # cutting the windows out again is as fast as keeping them
     def at_point(weight_x: tuple[jax.Array, jax.Array]) -> jax.Array:
         weight_OxK, x_CxHxN = weight_x
         windows = _windows(x_CxHxN, height, rows)
@@ -98,8 +98,10 @@ def winograd(x_WxCxHxN: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Ar
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _windows(x_CxHxN: jax.Array, height: int, rows: int) -> jax.Array:
-    """(height, C, rows, N): as many rows from each of the first ones on. The loop copies faster than `stack` does,
-    whose transpose is the better one."""
+    """(height, C, rows, N): as many rows from each of the first ones on.
+
+    The loop copies faster than `stack` does, but the transpose of `stack` is the faster one.
+    """
     return lax.map(lambda h: lax.dynamic_slice_in_dim(x_CxHxN, h, rows, 1), jnp.arange(height))
 
 
@@ -145,7 +147,7 @@ def _relu_pool_pair(x_WxOxHxN: jax.Array) -> jax.Array:
 
 @_relu_pool_pair.defjvp
 def _relu_pool_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Slices that are added are fastest forward; backward a sum over axes, which only spreads the gradient."""
+    """Sums of slices are fastest forward. Backward a sum over axes is, which only spreads the gradient."""
     (x,), (t,) = primals, tangents
     return _relu_pool_pair(x), jnp.where(_windowed(x) > 0, _windowed(t), 0).sum((0, 3)) / 4
 

@@ -25,27 +25,27 @@ _SHAPES = {
 
 
 def init(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
-    """Weights drawn from N(0, 0.01²), biases 0: 129,068 parameters, float32.
+    """The 129,068 parameters, float32. Weights are drawn from N(0, 0.01²), biases are 0.
 
     Args:
         rng: a random key.
 
     Returns:
         `{layer: {"weight", "bias"}}` for conv1 (3, 3, 1, 20), conv2 (5, 5, 20, 50), dense1 (800, 128) and
-        dense2 (128, 10); biases have the last length of their weight.
+        dense2 (128, 10). A bias has the last length of its weight.
 
     Example:
         >>> params = init(jax.random.key(0))
         >>> sum(leaf.size for leaf in jax.tree.leaves(params))
         129068
     """
-    drawn = _drawn(rng)
-    return {layer: {"weight": drawn[layer]["weight"], "bias": drawn[layer]["bias"]} for layer in _SHAPES}
+    params = _draw(rng)
+    return {layer: {"weight": params[layer]["weight"], "bias": params[layer]["bias"]} for layer in _SHAPES}
 
 
 @jax.jit
-def _drawn(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
-    """One program, of normals without axes: drawn in their shapes they take four times as long to compile."""
+def _draw(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
+    """The parameters by one program, of normals without axes. Drawn in their shapes they compile slowly."""
     params: dict[str, dict[str, jax.Array]] = {}
     for (layer, shape), rng_layer in zip(_SHAPES.items(), jax.random.split(rng, len(_SHAPES)), strict=True):
         normal = lax.optimization_barrier(jax.random.normal(rng_layer, (math.prod(shape),)))  # rounded as outside `jit`
@@ -56,8 +56,8 @@ def _drawn(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
 def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Array:
     """The logits of a batch of images.
 
-    On a CPU, float32 and a batch of 8 or more are computed by other formulas (`_conv.py`), several times as fast;
-    the logits differ by rounding alone.
+    On a CPU, float32 and a batch of 8 or more are computed by faster formulas (`_cpu_convolution`). The logits differ
+    only by rounding.
 
     Args:
         params: as `init` gives them.
@@ -95,7 +95,7 @@ def _anywhere(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax
 
 
 def _on_cpu(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Array:
-    """The same with the batch last, without the two last rows and columns: the poolings leave them out."""
+    """The same with the batch last, without the two last rows and columns, which the poolings leave out."""
     x_WxHxB = images[:, :26, :26, 0].transpose(2, 1, 0)
     # Without the constraint XLA keeps the batch first and only calls it last.
     x_WxHxB = with_layout_constraint(x_WxHxB, Layout(major_to_minor=(0, 1, 2)))
@@ -122,8 +122,9 @@ def _dense_batch_last(layer: dict[str, jax.Array], x_DxB: jax.Array) -> jax.Arra
 
 
 def _mean_pool(x_BxHxWxC: jax.Array) -> jax.Array:
-    """Windows of 2×2, an odd last row or column dropped; four slices added, faster on CPU than reduce_window."""
+    """The mean of windows of 2×2. An odd last row or column is left out."""
     _, height, width, _ = x_BxHxWxC.shape
     x_BxHxWxC = x_BxHxWxC[:, : height // 2 * 2, : width // 2 * 2]
+    # Sums of slices are faster on a CPU than `reduce_window`.
     rows = x_BxHxWxC[:, 0::2] + x_BxHxWxC[:, 1::2]
     return (rows[:, :, 0::2] + rows[:, :, 1::2]) / 4

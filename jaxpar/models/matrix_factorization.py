@@ -27,7 +27,7 @@ def init(rng: jax.Array, users: int, items: int, k: int) -> dict[str, jax.Array]
 
 
 def apply(params: dict[str, jax.Array], user_ids: jax.Array, item_ids: jax.Array) -> jax.Array:
-    """The scores of pairs of a user and an item.
+    """The score of each pair of a user and an item.
 
     Args:
         params: as `init` gives them.
