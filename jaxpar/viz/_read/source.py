@@ -9,13 +9,13 @@ from typing import Any
 import jax
 
 _JAX = os.path.dirname(os.path.abspath(str(jax.__file__))) + os.sep
-_JAXPAR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_VIZ = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_JAXPAR = os.path.dirname(os.path.dirname(_VIZ)) + os.sep
 # Of JAX's own frames only those of its public functions say what is computed; the rest is how it traces.
 _JAX_PUBLIC = tuple(
     os.path.join(_JAX, "_src", part)
     for part in ("numpy/", "nn/", "scipy/", "lax/", "image/", "ops/", "random.py", "initializers")
 )
-_VIZ = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _MODELS = os.path.join(_JAXPAR, "models") + os.sep
 
 
