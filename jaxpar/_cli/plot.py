@@ -13,24 +13,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_DTYPES = {
-    "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "i8": "int8", "i16": "int16",
-    "i32": "int32", "i64": "int64", "u8": "uint8", "u32": "uint32", "bool": "bool",
-}  # fmt: skip
+from .. import models, viz
+
+_DTYPES = dict(
+    pair.split(":")
+    for pair in (
+        "f16:float16 bf16:bfloat16 f32:float32 f64:float64 i8:int8 i16:int16 i32:int32 i64:int64 u8:uint8 u32:uint32 "
+        "bool:bool"
+    ).split()
+)
 _INPUT = re.compile(r"(?P<shape>(\d+(x\d+)*)?)(:(?P<dtype>\w+))?")
 
 
 class ArgumentError(ValueError):
-    """What was given on the command line does not name a function, an input or a file to write."""
+    """An argument does not name a function or an input."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `plot`."""
     parser.add_argument("function", help="MODULE:FUNCTION, or lenet or matrix_factorization")
-    parser.add_argument(
-        "--input", action="append", default=[], metavar="SHAPE:DTYPE",
-        help="one array argument, e.g. 256x28x28x1:f32; once for each, in order",
-    )  # fmt: skip
+    each = "one array argument, e.g. 256x28x28x1:f32; once for each, in order"
+    parser.add_argument("--input", action="append", default=[], metavar="SHAPE:DTYPE", help=each)
     parser.add_argument("-o", "--output", default=None, help="file to write, .svg, .png, .pdf or .dot (NAME.svg)")
     parser.add_argument("--title", default=None)
     parser.add_argument("--depth", type=int, default=None, help="how deep to unfold modules; 0 closes them all")
@@ -42,30 +45,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the picture; 0, or 2 for bad arguments, or 1 where tracing or drawing fails, with a line on stderr."""
+    """Write the picture.
+
+    Returns:
+        0, or 2 for bad arguments, or 1 where tracing or drawing fails. An error is one line on standard error.
+    """
     try:
         fn, arrays, params, title = _resolve(args)
     except ArgumentError as error:
         print(f"jaxpar plot: {error}", file=sys.stderr)
         return 2
-    from ..viz import plot_network, print_summary
-    from ..viz._draw.render import RenderError
-
     output = args.output or f"{title}.svg"
     try:
-        plot = plot_network(
-            fn, *arrays, title=args.title or title, depth=args.depth, theme=args.theme, heat=args.heat,
-            hide_weights=not args.show_weights, params_argnums=params,
-        )  # fmt: skip
+        options = {"title": args.title or title, "depth": args.depth, "theme": args.theme, "heat": args.heat}
+        options |= {"hide_weights": not args.show_weights, "params_argnums": params}
+        plot = viz.plot_network(fn, *arrays, **options)
         path = plot.save(output)
-    except (RenderError, OSError) as error:
+    except (viz.RenderError, OSError) as error:
         print(f"jaxpar plot: {error}", file=sys.stderr)
         return 1
     except Exception as error:
         print(f"jaxpar plot: {args.function} cannot be traced: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     if args.summary:
-        print_summary(fn, *arrays, params_argnums=params)
+        viz.print_summary(fn, *arrays, params_argnums=params)
     print(f"{path}: {plot.network}")
     return 0
 
@@ -95,18 +98,24 @@ def _resolve(args: argparse.Namespace) -> tuple[Callable[..., Any], list[Any], i
 
 
 def _model(name: str, inputs: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
-    from ..models import lenet, matrix_factorization
-
+    """A model of jaxpar and its arguments."""
     rng = jax.random.key(0)
     if name == "lenet":
-        params = jax.eval_shape(lenet.init, rng)
-        return lenet.apply, [params, *(inputs or [parse_input("256x28x28x1:f32")])]
-    params = jax.eval_shape(lambda rng: matrix_factorization.init(rng, 943, 1682, 64), rng)
-    return matrix_factorization.apply, [params, *(inputs or [parse_input("64:i32"), parse_input("64:i32")])]
+        params = jax.eval_shape(models.lenet.init, rng)
+        return models.lenet.apply, [params, *(inputs or [parse_input("256x28x28x1:f32")])]
+    params = jax.eval_shape(lambda rng: models.matrix_factorization.init(rng, 943, 1682, 64), rng)
+    return models.matrix_factorization.apply, [params, *(inputs or [parse_input("64:i32"), parse_input("64:i32")])]
 
 
 def parse_input(text: str) -> jax.ShapeDtypeStruct:
-    """ "256x28x28x1:f32" as a shape and dtype; float32 where none is given, a scalar where no shape is."""
+    """The shape and dtype of "256x28x28x1:f32". Without a dtype float32, without a shape a scalar.
+
+    >>> parse_input("2x3:bf16")
+    ShapeDtypeStruct(shape=(2, 3), dtype=bfloat16)
+
+    Raises:
+        ArgumentError: it is none, or its dtype is unknown.
+    """
     match = _INPUT.fullmatch(text)
     if match is None:
         raise ArgumentError(f"--input {text!r}: expected SHAPE:DTYPE such as 256x28x28x1:f32")

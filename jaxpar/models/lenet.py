@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from .._core.formula import as_written
 from . import _cpu_convolution
 
 _WEIGHT_STDDEV = 0.01
@@ -76,7 +75,7 @@ def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Arr
     if images.shape[1:] != (28, 28, 1):
         raise ValueError(f"lenet.apply: images must have the shape (n, 28, 28, 1), got {images.shape}")
     small = images.shape[0] < _LEAST_BATCH
-    if small or as_written.value or any(x.dtype != jnp.float32 for x in (images, *jax.tree.leaves(params))):
+    if small or any(x.dtype != jnp.float32 for x in (images, *jax.tree.leaves(params))):
         return _anywhere(params, images)
     return _by_platform(params, images)
 

@@ -1,30 +1,28 @@
-"""See any JAX function: a picture, a table, and the plain data that both are drawn from.
+"""Any JAX function as a picture, as a table, and as the plain data of both.
 
-- `plot_network(fn, *args)`: the picture, a `graphviz.Digraph` that a notebook shows and `save` writes.
-- `print_summary(fn, *args)`: the table of layers.
-- `trace(fn, *args)`: the `Graph` of `Node`s and `Edge`s.
-- `CALLS`, `RULES`: what is folded into one layer. `rules=[Call("my_attention", "Attention")]` folds a function of your
-  own; a `Rule` matches a pattern of cells and returns a `Fold`.
+    plot_network(fn, *args)     a `graphviz.Digraph` that a notebook shows and `save` writes
+    print_summary(fn, *args)    the table of layers
+    trace(fn, *args)            the `Graph` of `Node`s and `Edge`s
+
+A function goes one way:
+
+    _trace      its jaxpr, and the passes below in their order
+    _read       nested jaxprs as one flat list of equations
+    _fold       equations as layers: known calls, patterns, small helpers, gradients
+    _layout     layers as nodes and edges with names; repeats and deep scopes collapsed
+    _graph      the `Graph`
+    _draw       dot text, the picture, the table
+
+`CALLS` and `RULES` are what is folded into one layer. `rules=[Call("my_attention", "Attention")]` folds a function of
+your own. A `Rule` matches a pattern of cells and returns a `Fold`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
+from ._draw.render import RenderError as RenderError
 from ._fold.calls import CALLS as CALLS, Call as Call
-from ._fold.table import RULES as RULES, Fold as Fold, Rule as Rule
+from ._fold.patterns import Fold as Fold, Rule as Rule
+from ._fold.table import RULES as RULES
 from ._graph import Edge as Edge, Graph as Graph, Node as Node
+from ._lazy import *  # noqa: F403  `Plot`, which loads graphviz
 from ._plot import plot_network as plot_network
 from ._summary import print_summary as print_summary
 from ._trace import trace as trace
-
-if TYPE_CHECKING:
-    from ._draw.render import Plot as Plot, RenderError as RenderError
-else:
-
-    def __getattr__(name: str) -> Any:
-        if name in ("Plot", "RenderError"):  # they need graphviz, which loads on first use
-            from ._draw import render
-
-            return getattr(render, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

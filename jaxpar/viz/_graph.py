@@ -1,9 +1,12 @@
-"""The plain data that both the picture and the table are drawn from."""
+"""The plain data that the picture and the table are drawn from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+BACKWARD = " (backward)"
+_REGIONS = ("scan ×", "while", "cond", "branch ", "pmap ", "shard_map ", "remat", "custom_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,20 +14,20 @@ class Node:
     """One layer of a network, or one of its inputs.
 
     Attributes:
-        name: unique in its graph: the layer's name in the parameters or modules where it has one ("conv1"), else
-            its kind and a number ("pooling0").
-        op: the kind of layer: "Convolution", "FullyConnected", "Activation", ..., "input", "weight", or the name
-            of the JAX function or primitive that nothing folds. The gradient of a layer ends in " (backward)".
-        detail: what a label adds to the kind ("3x3/1, 20", "relu", "avg, 2x2/2x2"); may be empty.
-        shape, dtype: of the (first) output; inside pmap and shard_map those of one device.
-        params: how many parameters this layer is the first to use; a weight shared by two layers counts once.
-        flops: floating-point operations as XLA counts them; exp, tanh and the like are not among them.
-        bytes: of the distinct arrays this layer reads and writes.
-        scope: the modules, named scopes, jitted functions and loops it stands in, from the outside in.
+        name: unique in its graph. The name of the parameters or module where there is one ("conv1"), else the kind
+            and a number ("pooling0").
+        op: the kind of layer: "Convolution", "FullyConnected", "Activation", ..., "input", "weight", or the name of
+            the JAX function or primitive that nothing folds. The gradient of a layer ends in " (backward)".
+        detail: what a label adds to the kind ("3x3/1, 20", "relu", "avg, 2x2/2x2"). May be empty.
+        shape, dtype: of the first output. Inside pmap and shard_map those of one device.
+        params: elements of the parameters that it is the first to use. A weight shared by two layers counts once.
+        flops: floating-point operations as XLA counts them, without exp, tanh and the like.
+        bytes: of the distinct arrays that it reads and writes.
+        scope: the modules, named scopes, jitted functions and loops around it, from the outside in.
         source: "file.py:12 in function", where the user's code makes it.
         weights: the names of the parameters that it uses.
-        repeat: how many copies of it were drawn as one; params, flops and bytes are those of all copies.
-        equations: how many equations of the jaxpr were folded into it (into each copy).
+        repeat: the number of copies that are drawn as one. Params, flops and bytes are those of all copies.
+        equations: the number of equations of the jaxpr that were folded into each copy.
         outputs: the names of the function's results among its outputs.
     """
 
@@ -54,9 +57,6 @@ class Node:
         return self.op.endswith(BACKWARD)
 
 
-BACKWARD = " (backward)"
-
-
 @dataclass(frozen=True, slots=True)
 class Edge:
     """An array that flows from the node named `source` to the node named `target`."""
@@ -72,13 +72,12 @@ class Graph:
     """A function as a graph.
 
     Attributes:
-        nodes: the inputs and the layers, in the order in which they are traced; parameters are not among them.
+        nodes: the inputs and the layers, in the order in which they can be computed.
         edges: the arrays between them.
-        weights, weight_edges: the parameters as nodes, and which layer each goes to; drawn with
-            `hide_weights=False`.
-        total_params: elements of the distinct parameters used, each counted once.
-        equations: of the jaxpr, nested ones included.
-        scopes: how many copies each scope path stands for, where that is more than one.
+        weights, weight_edges: the parameters as nodes, and the layers that read them.
+        total_params: elements of the parameters used, each counted once.
+        equations: the number of equations of the jaxpr, nested ones included.
+        scopes: how many copies a repeated scope stands for.
     """
 
     nodes: tuple[Node, ...]
@@ -101,11 +100,15 @@ class Graph:
 
     @property
     def total_flops(self) -> int:
-        """FLOPs of all layers."""
+        """The FLOPs of all layers."""
         return sum(node.flops for node in self.nodes)
 
     def __getitem__(self, name: str) -> Node:
-        """The node of this name; KeyError where there is none."""
+        """The node of this name.
+
+        Raises:
+            KeyError: there is none. The message lists the names.
+        """
         for node in self.nodes:
             if node.name == name:
                 return node
@@ -119,7 +122,11 @@ class Graph:
 
 
 def human(number: float, unit: str) -> str:
-    """ "1.04 GFLOP", "516 kB": three digits and a decimal prefix."""
+    """A number with three digits and a decimal prefix.
+
+    >>> human(1_040_000_000, "FLOP"), human(516_272, "B")
+    ('1.04 GFLOP', '516 kB')
+    """
     for prefix in ("", "k", "M", "G", "T"):
         if abs(number) < 999.5:
             return f"{number:.3g} {prefix}{unit}"
@@ -128,11 +135,16 @@ def human(number: float, unit: str) -> str:
 
 
 def common_prefix(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """What all of these scopes begin with."""
+    """The scopes that all of these paths begin with."""
     paths = list(paths)
-    found = []
+    found: list[str] = []
     for parts in zip(*paths, strict=False):
         if len(set(parts)) > 1:
             break
         found.append(parts[0])
     return tuple(found)
+
+
+def is_region(scope: str) -> bool:
+    """Whether a scope is a loop, a branch, a custom gradient or a map over devices."""
+    return scope.startswith(_REGIONS)

@@ -1,18 +1,18 @@
-"""`plot_network`."""
+"""`plot_network`: from a function to its picture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ._draw.dot import Options
-from ._draw.style import THEMES
+from .._core.checks import choice
+from ._draw.style import THEMES, Options
 from ._fold.calls import Call
-from ._fold.table import Rule
+from ._fold.patterns import Rule
 from ._trace import trace
 
 if TYPE_CHECKING:
-    from ._draw.render import Plot
+    from ._draw.picture import Plot
 
 
 def plot_network(
@@ -32,29 +32,31 @@ def plot_network(
     time_limit: float = 30.0,
     **kwargs: Any,
 ) -> Plot:
-    """Draw a function as the network it computes, after `mxnet.visualization.plot_network`.
+    """Draw a function as the network it computes.
 
-    Inputs are ovals at the bottom, layers are boxes coloured by kind, edges carry the shapes; a gradient stands beside
-    its layer and flows down; what is sent between devices stands out. Nothing is run.
+    Inputs are ovals at the bottom. Layers are boxes coloured by kind. Edges carry the shapes. A gradient is next to its
+    layer and flows down. Collectives between devices stand out by their colour. Nothing is run. MXNet has the same in
+    `mxnet.visualization.plot_network`.
 
     Args:
         fn, args, kwargs, params_argnums, depth, max_nodes, repeats, rules: as for `trace`.
-        title: stands below the picture, and names the file that `render` writes.
+        title: the text below the picture, and the name of the file that `render` writes.
         hide_weights: whether the parameters are left out.
-        node_attrs: Graphviz attributes for every node, over those chosen here, e.g. `{"shape": "oval"}`.
+        node_attrs: Graphviz attributes of every node, such as `{"shape": "oval"}`. They win over those chosen here.
         heat: "flops" or "bytes" colours the layers by what they cost, and writes it on them.
         theme: "light" or "dark".
         legend: whether the colours are explained.
-        time_limit: seconds the renderer may take.
+        time_limit: seconds that the renderer may take.
 
     Returns:
-        A `graphviz.Digraph`: its `source` is the same for the same function; it shows itself in a notebook, and
-        `save("net.svg")` writes it (.png, .pdf, .dot too). Its `network` is the `Graph`. Where the program `dot` is
-        missing, pygraphviz draws it if installed; a notebook shows a plainer picture otherwise, and `save` raises a
-        `RenderError` with the command that installs Graphviz.
+        A `graphviz.Digraph`. A notebook shows it, and `save("net.svg")` writes it (.png, .pdf, .dot too). Its `network`
+        is the `Graph`, and its `source` is the same for the same function. Where the program `dot` is missing,
+        pygraphviz draws it. Where both are missing, a notebook shows how to install one, and the table of layers;
+        `save` writes that table and raises a `RenderError`.
 
     Raises:
-        TypeError: an argument is no array. ValueError: an unknown theme or heat.
+        TypeError: an argument is no array.
+        ValueError: an unknown theme or heat.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -62,14 +64,11 @@ def plot_network(
         >>> plot.network
         Graph(1 inputs, 2 layers, 2 edges, 6 parameters, 4 equations)
     """
-    if theme not in THEMES:
-        raise ValueError(f"plot_network: theme must be one of {', '.join(THEMES)}, got {theme!r}")
-    if heat not in (None, "flops", "bytes"):
-        raise ValueError(f"plot_network: heat must be None, 'flops' or 'bytes', got {heat!r}")
-    graph = trace(
-        fn, *args, params_argnums=params_argnums, depth=depth, max_nodes=max_nodes, repeats=repeats, rules=rules,
-        **kwargs,
-    )  # fmt: skip
-    from ._draw.render import Plot
+    choice(theme, "plot_network", "theme", THEMES)
+    if heat is not None:
+        choice(heat, "plot_network", "heat", ("flops", "bytes"))
+    reading: dict[str, Any] = {"depth": depth, "max_nodes": max_nodes, "repeats": repeats, "rules": rules}
+    graph = trace(fn, *args, params_argnums=params_argnums, **reading, **kwargs)
+    from ._draw.picture import Plot  # loads graphviz
 
     return Plot(graph, Options(title, hide_weights, node_attrs, heat, theme, legend), time_limit)

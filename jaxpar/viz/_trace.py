@@ -1,4 +1,4 @@
-"""`trace`: a function becomes a `Graph`; nothing is run and no memory is taken."""
+"""`trace`: from a function to its `Graph`, in passes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ from typing import Any
 
 import jax
 
-from .._core.formula import as_written
-from ._fold import backward, group, table
+from .._core.arrays import is_prng_key
+from ._fold.backward import attach_residuals, attach_views, fold_backward
 from ._fold.calls import CALLS, Call, fold_calls
 from ._fold.cells import Cells
-from ._fold.table import RULES, Rule
+from ._fold.cycles import break_cycles
+from ._fold.helpers import fold_helpers, fold_siblings, fold_statements
+from ._fold.patterns import Rule, fold_patterns
+from ._fold.table import RULES
 from ._graph import Graph
-from ._layout import collapse, net as _net
+from ._layout.build import build
+from ._layout.collapse import collapse_scopes, limit_nodes
+from ._layout.graph import to_graph
+from ._layout.repeats import collapse_repeats
 from ._read import jaxpr
+from ._read.raw import Raw
 
 
 def trace(
@@ -29,29 +36,29 @@ def trace(
     rules: Sequence[Rule | Call] = (),
     **kwargs: Any,
 ) -> Graph:
-    """A function as a `Graph` of layers, from its jaxpr alone: nothing is run and no memory is taken.
+    """The layers of a function, read from its jaxpr. Nothing is run and no memory is taken.
 
-    Equations are folded into layers: by the function that made them (`jax.nn.softmax`, a module's `LayerNorm`), by
-    patterns (a convolution and its bias), and what is left by the user's own small functions and lines. Gradients
-    become one backward node a layer. A repeated block is kept once, with its count.
+    Equations are folded into layers. First by the function that made them (`jax.nn.softmax`, a module's `LayerNorm`).
+    Then by patterns (a convolution and its bias). What is left, by the user's own small functions and lines. A layer's
+    gradient becomes one backward node. A repeated block is kept once, with its count.
 
     Args:
         fn: any function that JAX can trace: jitted, mapped over devices, the gradient of another.
         args, kwargs: arrays or `jax.ShapeDtypeStruct`s, in any pytree.
-        params_argnums: which positional arguments hold the parameters; None for none of them. A bare array that is
+        params_argnums: which positional arguments hold the parameters. None for none of them. A bare array that is
             the only argument is data. Arrays that the function captured are parameters too.
-        depth: how many nested modules and scopes to keep open; None for all, 0 closes every one but those that
-            stand around the whole function.
-        max_nodes: draw at most so many nodes, closing the deepest scopes first; None for no limit.
+        depth: how many nested modules and scopes to keep open. None for all. Scopes around the whole function do not
+            count, so 0 closes all others.
+        max_nodes: how many nodes to draw at most. The deepest scopes close first. None for no limit.
         repeats: whether repeated blocks are kept once.
         rules: `Call`s and `Rule`s to try before those in `CALLS` and `RULES`.
 
     Returns:
-        The graph. Inside `pmap` and `shard_map`, shapes and costs are those of one device; a scan counts as often
-        as it runs, a while loop once.
+        The graph. Inside `pmap` and `shard_map`, shapes and costs are those of one device. A scan counts as often as
+        it runs, a while loop once. Of `jax.lax.platform_dependent` the default branch counts.
 
     Raises:
-        TypeError: an argument is no array; the message names it. Whatever `fn` itself raises comes through.
+        TypeError: an argument is no array. The message names it. Errors of `fn` itself come through.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -64,27 +71,25 @@ def trace(
     patterns = [rule for rule in rules if isinstance(rule, Rule)]
     cells = Cells(raw)
     fold_calls(cells, (*CALLS, *calls))
-    table.fold_patterns(cells, (*patterns, *RULES))
-    group.fold_helpers(cells)
-    group.fold_statements(cells)
-    group.fold_siblings(cells)
-    backward.attach_residuals(cells)
-    backward.attach_views(cells)
-    backward.fold_backward(cells)
-    group.break_cycles(cells)
-    net = _net.build(cells)
+    fold_patterns(cells, (*patterns, *RULES))
+    fold_helpers(cells)
+    fold_statements(cells)
+    fold_siblings(cells)
+    attach_residuals(cells)
+    attach_views(cells)
+    fold_backward(cells)
+    break_cycles(cells)
+    net = build(cells)
     if repeats:
-        collapse.collapse_repeats(net)
+        collapse_repeats(net)
     if depth is not None:
-        collapse.collapse_scopes(net, depth)
+        collapse_scopes(net, depth)
     if max_nodes is not None:
-        collapse.limit(net, max_nodes)
-    return _net.to_graph(net)
+        limit_nodes(net, max_nodes)
+    return to_graph(net)
 
 
-def read(
-    fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int] | None = 0, **kwargs: Any
-) -> jaxpr.Raw:
+def read(fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int] | None = 0, **kwargs: Any) -> Raw:
     """The flat equations of a function and the names of its arguments."""
     names, weights = _arguments(fn, args, kwargs, params_argnums)
 
@@ -92,8 +97,7 @@ def read(
     def traced(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
-    with as_written(True):
-        closed, out = jax.make_jaxpr(traced, return_shape=True)(*args, **kwargs)
+    closed, out = jax.make_jaxpr(traced, return_shape=True)(*args, **kwargs)
     results = ["output" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
     return jaxpr.read(closed, names, weights, results)
 
@@ -112,7 +116,7 @@ def _arguments(
             name = names[number] + jax.tree_util.keystr(path)
             _check_array(fn, name, leaf)
             found.append(name)
-            weights.append(number in argnums and not bare and not str(getattr(leaf, "dtype", "")).startswith("key"))
+            weights.append(number in argnums and not bare and not is_prng_key(leaf))
     for path, leaf in jax.tree_util.tree_leaves_with_path(kwargs):
         name = str(getattr(path[0], "key", path[0])) + jax.tree_util.keystr(path[1:])
         _check_array(fn, name, leaf)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .._fold.table import COLLECTIVES
+from .._fold.patterns import COLLECTIVES
 from .._graph import Node
 
-# kind of layer: (colour, name in the legend); the colours are those of mxnet.visualization
+FONT = "Helvetica,Arial,sans-serif"
+SIZE, SMALL = 12.0, 9.5  # points
+INK = "#1f2328"
+# kind of layer: (colour, name in the legend), with the colours of mxnet.visualization
 _KINDS = {
     "input": ("#8dd3c7", "input"),
     "weight": ("#ccebc5", "parameter"),
@@ -40,8 +44,20 @@ _KIND_OF = {op: kind for kind, ops in _OPS.items() for op in ops}
 
 
 @dataclass(frozen=True, slots=True)
+class Options:
+    """How a graph is drawn: arguments of `plot_network`."""
+
+    title: str = "plot"
+    hide_weights: bool = True
+    node_attrs: Mapping[str, str] | None = None
+    heat: str | None = None
+    theme: str = "light"
+    legend: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Theme:
-    """What is drawn on what; boxes have dark text in both themes."""
+    """The colours around the boxes, which are the same in both themes."""
 
     background: str
     text: str
@@ -57,37 +73,42 @@ THEMES = {
 }
 
 
-def kind(node: Node) -> str:
-    """Which colour a node has."""
+def _kind(node: Node) -> str:
+    """The kind that gives a node its colour."""
     if node.kind not in _KIND_OF and node.detail.endswith((" layers", " steps")):
         return "block"
     return _KIND_OF.get(node.kind, "other")
 
 
 def fill(node: Node) -> str:
-    """The colour of its kind of layer."""
-    return _KINDS[kind(node)][0]
+    """The colour of a node."""
+    return _KINDS[_kind(node)][0]
 
 
 def legend(nodes: list[Node]) -> list[tuple[str, str]]:
-    """(colour, name) of the kinds that are drawn, in the order of the palette."""
-    drawn = {kind(node) for node in nodes}
+    """The colour and the name of each kind that is drawn, in the order of the palette."""
+    drawn = {_kind(node) for node in nodes}
     return [value for name, value in _KINDS.items() if name in drawn]
 
 
 def heat(share: float) -> str:
-    """White to red, for 0 to the largest."""
+    """A colour from white to red, for a share of the largest cost."""
     low, high = (255, 247, 236), (215, 48, 31)
     mixed = (round(a + (b - a) * share**0.5) for a, b in zip(low, high, strict=True))
     return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
-# Widths of DejaVu Sans, the widest of the usual sans-serif fonts, in units of its size: a box that fits its text
-# in this font fits it in any.
+def ink(colour: str) -> str:
+    """Dark text on light colours, white on dark ones."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return INK if 0.3 * red + 0.59 * green + 0.11 * blue > 120 else "#ffffff"
+
+
+# Widths in DejaVu Sans, the widest of the usual sans-serif fonts: a box that fits a text in it fits it in any.
 _NARROW, _WIDE = "iIjl.,:;'|![]()ft/\\r -", "mwMWOQGDH@%&×+=<>~#…"
 
 
 def text_width(text: str, size: float, bold: bool = False) -> float:
-    """An upper estimate of the width of a line of text, in the unit of `size`."""
+    """An upper estimate of the width of a line, in the unit of `size`."""
     units = sum(0.42 if c in _NARROW else 0.98 if c in _WIDE else 0.66 for c in text)
     return units * size * (1.1 if bold else 1.0)

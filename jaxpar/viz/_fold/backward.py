@@ -1,21 +1,19 @@
-"""Gradients: each equation of a gradient goes to the layer it is the gradient of, one backward cell a layer.
+"""Gradients: one backward cell for each layer.
 
-Such an equation keeps the place in the program of the layer that it differentiates. Where a place was run several
+An equation of a gradient keeps the place in the program of the layer that it differentiates. Where a place ran several
 times, as in a loop over layers, what the equation reads tells which time it was.
 """
 
 from __future__ import annotations
 
 from .._graph import BACKWARD
-from .._read.jaxpr import Eqn
-from .._read.source import Frame
+from .._read.raw import Eqn
+from .._read.source import ANONYMOUS, Frame
 from .cells import Cell, Cells
-
-_ANONYMOUS = ("<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<module>")
 
 
 def fold_backward(cells: Cells) -> None:
-    """Make the backward cells."""
+    """Make a backward cell of the equations of each layer's gradient."""
     targets = _targets(cells)
     found: dict[object, list[int]] = {}
     for eqn in cells.raw.eqns:
@@ -33,7 +31,7 @@ def fold_backward(cells: Cells) -> None:
 
 
 def _targets(cells: Cells) -> dict[int, Cell]:
-    """The layer of each backward equation that has one."""
+    """The layer of each backward equation that has one, by the id of the equation."""
     layers, near = _places(cells)
     found: dict[int, Cell] = {}
     several: dict[int, list[Eqn]] = {}
@@ -50,7 +48,7 @@ def _targets(cells: Cells) -> dict[int, Cell]:
             several.setdefault(place, []).append(eqn)
     for place, eqns in several.items():
         found |= _which_time(cells, layers[place], eqns)
-    for eqn in elsewhere:  # the layers that the same lines of the user's made; the one that it follows, if any
+    for eqn in elsewhere:  # the layers of the same lines of the user: the one that it follows, if any
         candidates = near.get(_users_place(eqn.stack), [])
         before = [cells.raw.of(value).producer for value in eqn.ins]
         follows = [found[n] for n in before if n is not None and found.get(n) in candidates]
@@ -78,13 +76,15 @@ def _places(cells: Cells) -> tuple[dict[int, list[Cell]], dict[tuple[int, ...], 
 
 
 def _users_place(stack: tuple[Frame, ...]) -> tuple[int, ...]:
+    """A place in the code outside of JAX."""
     return tuple(frame.call for frame in stack if frame.origin != "jax")
 
 
 def _which_time(cells: Cells, layers: list[Cell], eqns: list[Eqn]) -> dict[int, Cell]:
-    """Equations that read one cotangent belong together; what only one layer reads or makes tells which it is.
+    """The layer of each equation, for several layers of one place.
 
-    Where nothing tells, the last layer's gradient comes first.
+    Equations that read one cotangent belong to one layer. A value that only one layer reads or makes tells which.
+    Where nothing tells, the gradient of the last layer comes first.
     """
     whose = _own_values(cells, layers)
     groups = _by_cotangent(cells, eqns)
@@ -118,6 +118,7 @@ def _own_values(cells: Cells, layers: list[Cell]) -> dict[int, Cell]:
 
 
 def _by_cotangent(cells: Cells, eqns: list[Eqn]) -> list[list[Eqn]]:
+    """Groups of equations that read the same cotangent."""
     raw = cells.raw
     group_of: dict[int, int] = {}  # a cotangent, or a result of a group: which group
     groups: list[list[Eqn]] = []
@@ -142,15 +143,15 @@ def _by_cotangent(cells: Cells, eqns: list[Eqn]) -> list[list[Eqn]]:
 
 
 def _function(stack: tuple[Frame, ...]) -> str:
-    """The innermost function of the user's that has a name: that of a rule of differentiation, say."""
+    """The innermost named function of the user, such as a rule of differentiation."""
     for frame in reversed(stack):
-        if frame.origin != "jax" and not frame.name.endswith(_ANONYMOUS):
+        if frame.origin != "jax" and not frame.name.endswith(ANONYMOUS):
             return frame.name.rsplit(".", 1)[-1].strip("_")
     return "custom gradient"
 
 
 def attach_views(cells: Cells) -> None:
-    """Each view belongs to the cell that reads it, else to the one that makes what it shows."""
+    """Add each view to the cell that reads it, else to the cell of what it shows."""
     raw = cells.raw
     readers: dict[int, list[int]] = {}
     for eqn in raw.eqns:
@@ -167,7 +168,7 @@ def attach_views(cells: Cells) -> None:
 
 
 def attach_residuals(cells: Cells) -> None:
-    """What differentiation computes beside a layer belongs to the layer."""
+    """Add what differentiation computes next to a layer to the layer."""
     last: Cell | None = None
     for eqn in cells.raw.eqns:
         if eqn.residual and last is not None:

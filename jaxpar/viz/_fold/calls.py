@@ -1,11 +1,11 @@
-"""The first fold: a call of a known function is one cell, whatever equations it made."""
+"""The first fold: a call of a known function is one cell."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from .._read.jaxpr import Eqn
+from .._read.raw import Eqn
 from .._read.source import Frame
 from .cells import Cells, plain_name
 
@@ -18,10 +18,10 @@ class Call:
     """A function that is drawn as one node.
 
     Attributes:
-        function: its name, or that of the class whose `__call__` it is; case and underscores do not matter.
+        function: its name, or the name of a class for its `__call__`. Case and underscores do not matter.
         op: the kind of layer.
-        detail: what the label adds; None for the name of the function.
-        matrices: whether it is folded although it multiplies by a parameter, as an attention layer does.
+        detail: what the label adds. None for the name of the function.
+        matrices: whether it is folded even where it multiplies by a parameter, as an attention layer does.
     """
 
     function: str
@@ -30,50 +30,57 @@ class Call:
     matrices: bool = False
 
 
-def known(names: str, op: str, detail: str | None = "") -> tuple[Call, ...]:
+def _calls(names: str, op: str, detail: str | None = "") -> tuple[Call, ...]:
     """One `Call` for each of several names."""
     return tuple(Call(name, op, detail) for name in names.split())
 
 
 CALLS: tuple[Call, ...] = (
-    *known(
+    *_calls(
         "relu relu6 gelu silu swish sigmoid hard_sigmoid hard_silu hard_swish hard_tanh log_sigmoid elu selu celu "
         "leaky_relu softplus soft_sign glu mish squareplus prelu sparse_plus",
         "Activation",
         None,
     ),
-    *known("softmax", "Softmax"),
-    *known("log_softmax", "LogSoftmax"),
-    *known("dot_product_attention scaled_dot_product_attention", "Attention"),
-    *known("attention", "Attention"),
-    *known("layer_norm", "LayerNorm"),
-    *known("batch_norm batch_norm1d batch_norm2d", "BatchNorm"),
-    *known("group_norm", "GroupNorm"),
-    *known("instance_norm", "InstanceNorm"),
-    *known("rms_norm", "RMSNorm"),
-    *known("weight_norm spectral_norm standardize", "Normalization", None),
-    *known("dropout alpha_dropout", "Dropout"),
-    *known("one_hot", "OneHot"),
-    *known("rope rotary_embedding apply_rope rotary_position_embedding apply_rotary_embedding", "RoPE"),
-    *known("softmax_cross_entropy softmax_cross_entropy_with_integer_labels", "Loss", "softmax cross-entropy"),
-    *known("sigmoid_binary_cross_entropy", "Loss", "sigmoid cross-entropy"),
-    *known("cross_entropy cross_entropy_loss", "Loss", "cross-entropy"),
-    *known("l2_loss mse mse_loss mean_squared_error squared_error", "Loss", "squared error"),
-    *known("huber_loss", "Loss", "Huber"),
-    *known("normal uniform bernoulli categorical gumbel truncated_normal randint permutation choice exponential "
-           "split fold_in random_bits bits key PRNGKey", "Random", None),
-)  # fmt: skip
+    *_calls("softmax", "Softmax"),
+    *_calls("log_softmax", "LogSoftmax"),
+    *_calls("dot_product_attention scaled_dot_product_attention", "Attention"),
+    *_calls("attention", "Attention"),
+    *_calls("layer_norm", "LayerNorm"),
+    *_calls("batch_norm batch_norm1d batch_norm2d", "BatchNorm"),
+    *_calls("group_norm", "GroupNorm"),
+    *_calls("instance_norm", "InstanceNorm"),
+    *_calls("rms_norm", "RMSNorm"),
+    *_calls("weight_norm spectral_norm standardize", "Normalization", None),
+    *_calls("dropout alpha_dropout", "Dropout"),
+    *_calls("one_hot", "OneHot"),
+    *_calls("rope rotary_embedding apply_rope rotary_position_embedding apply_rotary_embedding", "RoPE"),
+    *_calls("softmax_cross_entropy softmax_cross_entropy_with_integer_labels", "Loss", "softmax cross-entropy"),
+    *_calls("sigmoid_binary_cross_entropy", "Loss", "sigmoid cross-entropy"),
+    *_calls("cross_entropy cross_entropy_loss", "Loss", "cross-entropy"),
+    *_calls("l2_loss mse mse_loss mean_squared_error squared_error", "Loss", "squared error"),
+    *_calls("huber_loss", "Loss", "Huber"),
+    *_calls(
+        "normal uniform bernoulli categorical gumbel truncated_normal randint permutation choice exponential split "
+        "fold_in random_bits bits key PRNGKey",
+        "Random",
+        None,
+    ),
+)
 _MINOR = frozenset(("Random", "OneHot"))
 
 
 def normalize(name: str) -> str:
-    """A function's name without what people write differently: "LayerNorm.__call__", "_layer_norm" -> "layernorm"."""
+    """The key of a function: "layernorm" for "LayerNorm.__call__" and "_layer_norm"."""
     name = name.removesuffix(".__call__").rsplit(".", 1)[-1]
     return name.replace("_", "").lower()
 
 
 def fold_calls(cells: Cells, calls: Iterable[Call]) -> None:
-    """A cell for every forward equation: the calls named in the table, then JAX's own functions, then the rest."""
+    """Make a cell of every call in the table, of JAX's own functions, and of every other equation.
+
+    Gradients get no cells yet.
+    """
     table = {normalize(call.function): call for call in calls}
     forward = [e for e in cells.raw.eqns if not (e.view or e.backward or e.residual)]
     _fold_calls(cells, table, forward, 0)
@@ -89,6 +96,8 @@ def _fold_calls(cells: Cells, table: Mapping[str, Call], eqns: list[Eqn], depth:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
+    """A call on the stack. `depth` is its place there, `call` its entry in the table."""
+
     place: tuple[int, ...]
     name: str
     call: Call | None
@@ -96,7 +105,7 @@ class _Key:
 
 
 def _runs(eqns: list[Eqn], table: Mapping[str, Call], depth: int) -> list[tuple[_Key | None, list[Eqn]]]:
-    """Equations that one call made stand together; where they begin anew, it was called again."""
+    """Equations of one call, next to each other. Where they begin again, it was called again."""
     runs: list[tuple[_Key | None, list[Eqn]]] = []
     keys: dict[object, _Key | None] = {}
     key: _Key | None = None
@@ -105,14 +114,14 @@ def _runs(eqns: list[Eqn], table: Mapping[str, Call], depth: int) -> list[tuple[
         if place not in keys:
             keys[place] = _key(eqn.stack, table, depth)
         new = keys[place]
-        if new is None or new != key or _begins_anew(eqn, runs[-1][1]):
+        if new is None or new != key or _begins_again(eqn, runs[-1][1]):
             runs.append((new, []))
         runs[-1][1].append(eqn)
         key = new
     return runs
 
 
-def _begins_anew(eqn: Eqn, run: list[Eqn]) -> bool:
+def _begins_again(eqn: Eqn, run: list[Eqn]) -> bool:
     first, last = run[0], run[-1]
     if eqn.position != first.position or eqn.prim != first.prim:
         return False
@@ -120,6 +129,7 @@ def _begins_anew(eqn: Eqn, run: list[Eqn]) -> bool:
 
 
 def _key(stack: tuple[Frame, ...], table: Mapping[str, Call], start: int) -> _Key | None:
+    """The outermost call that the table has, else the outermost public function of JAX."""
     boundary = None
     for depth, frame in enumerate(stack):
         call = table.get(normalize(frame.name)) if depth >= start else None

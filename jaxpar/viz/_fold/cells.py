@@ -1,35 +1,43 @@
-"""What folding works on: cells, each a set of equations that will be one node."""
+"""Cells: sets of equations, each of which will be one node."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .._read.jaxpr import Eqn, Raw
+from .._read.raw import Eqn, Raw
 
-_PLAIN_NAMES = {
-    "add_any": "add", "reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_prod": "prod",
-    "reduce_and": "all", "reduce_or": "any", "integer_pow": "pow", "select_n": "where", "dot_general": "MatMul",
-    "concatenate": "Concat", "reshape": "Flatten", "max": "maximum", "min": "minimum", "psum_invariant": "psum",
-    "conv_general_dilated": "conv", "psum2": "psum", "all_gather_invariant": "all_gather",
-}  # fmt: skip
+_PLAIN_NAMES = dict(
+    pair.split(":")
+    for pair in (
+        "add_any:add reduce_sum:sum reduce_max:max reduce_min:min reduce_prod:prod reduce_and:all reduce_or:any "
+        "max:maximum min:minimum integer_pow:pow select_n:where dot_general:MatMul conv_general_dilated:conv "
+        "concatenate:Concat reshape:Flatten psum2:psum psum_invariant:psum all_gather_invariant:all_gather"
+    ).split()
+)
 
 
 @dataclass(slots=True, eq=False)
 class Cell:
-    """Equations that are drawn as one node; `major` cells are layers, the others small steps between them."""
+    """Equations that are drawn as one node.
+
+    Attributes:
+        op, detail: the kind of layer, as in a `Node`.
+        eqns: the ids of its equations, in order.
+        major: whether it is a layer, not a small step between layers.
+        forward: of a backward cell, the layer whose gradient it is.
+    """
 
     id: int
     op: str
     eqns: list[int]
     detail: str = ""
     major: bool = False
-    name: str = ""
-    forward: Cell | None = None  # of a backward cell: the layer whose gradient it is
+    forward: Cell | None = None
 
 
 class Cells:
-    """The cells of a raw graph, and who feeds whom."""
+    """The cells of a `Raw`, and which cell reads which."""
 
     def __init__(self, raw: Raw) -> None:
         self.raw = raw
@@ -47,7 +55,7 @@ class Cells:
         return iter(sorted(self.cells.values(), key=lambda cell: cell.eqns[0]))
 
     def new(self, eqns: Iterable[int], op: str, detail: str = "", major: bool = False) -> Cell:
-        """One cell out of equations, taken from the cells that had them."""
+        """Make one cell of equations. Cells that had them lose them."""
         numbers = sorted(set(eqns))
         for number in numbers:
             old = self.owner[number]
@@ -71,7 +79,7 @@ class Cells:
         return {self.raw.eqns[number].prim for number in cell.eqns}
 
     def inputs(self, cell: Cell) -> list[int]:
-        """The values from outside that a cell reads, in order, each once, without literals."""
+        """The values from outside that a cell reads, in order, without literals."""
         real = [eqn for eqn in self.eqns(cell) if not eqn.view]
         inside = {out for eqn in real for out in eqn.outs}
         roots = dict.fromkeys(self.raw.root(value) for eqn in real for value in eqn.ins)
@@ -86,12 +94,12 @@ class Cells:
         return [root for root in self.inputs(cell) if self.raw.values[root].kind in ("op", "input")]
 
     def producer(self, value: int) -> Cell | None:
-        """The cell that computes a value; None for inputs, parameters and constants."""
+        """The cell that computes a value, or None for inputs, parameters and constants."""
         shown = self.raw.of(value)
         return None if shown.kind != "op" or shown.producer is None else self.owner[shown.producer]
 
     def users(self, cell: Cell) -> list[Cell]:
-        """The forward cells that read a cell, in order, each once."""
+        """The forward cells that read a cell, in order."""
         found: dict[int, Cell] = {}
         for eqn in self.eqns(cell):
             for out in () if eqn.view else eqn.outs:
@@ -107,16 +115,16 @@ class Cells:
         return list(found.values())
 
     def sole_user(self, cell: Cell) -> Cell | None:
-        """The one forward cell that reads a cell, where the cell is no result of the function."""
+        """The only forward cell that reads a cell. None for a result of the function."""
         users = self.users(cell)
         return users[0] if len(users) == 1 and not self.is_result(cell) else None
 
     def is_result(self, cell: Cell) -> bool:
-        """Whether the function returns something of a cell."""
+        """Whether the function returns a value of a cell."""
         return any(out in self._results for eqn in self.eqns(cell) for out in eqn.outs)
 
     def output(self, cell: Cell) -> int:
-        """The value a cell is known by: the last that other layers read, else the caller, else its gradient."""
+        """The value a cell is known by: the last that layers read, else the caller, else its gradient."""
         inside = set(cell.eqns)
         outs = [out for eqn in reversed(self.eqns(cell)) if not (eqn.residual or eqn.view) for out in eqn.outs]
         readers = {out: [r for r in self._consumers.get(out, ()) if r not in inside] for out in outs}
@@ -127,5 +135,19 @@ class Cells:
 
 
 def plain_name(prim: str) -> str:
-    """What a primitive is called in a picture."""
+    """The name of a primitive in a picture."""
     return _PLAIN_NAMES.get(prim, prim)
+
+
+def components(cells: Cells, part: list[Cell]) -> list[list[Cell]]:
+    """These cells as connected sets."""
+    group = {cell.id: {cell.id} for cell in part}
+    for cell in part:
+        for value in cells.inputs(cell):
+            other = cells.producer(value)
+            if other is not None and other.id in group and group[other.id] is not group[cell.id]:
+                merged = group[other.id] | group[cell.id]
+                for member in merged:
+                    group[member] = merged
+    distinct = {id(members): members for members in group.values()}
+    return [[cell for cell in part if cell.id in members] for members in distinct.values()]

@@ -1,1 +1,1 @@
-"""From layers to boxes and arrows."""
+"""From layers to nodes and edges with names, collapsed where they repeat or are many."""

@@ -1,1 +1,1 @@
-"""From a function to its equations, regions, sources and costs."""
+"""From a function's jaxpr to flat equations: `jaxpr.read`."""

@@ -1,4 +1,4 @@
-"""FLOPs of an equation, counted as XLA's own cost analysis counts them."""
+"""FLOPs of an equation, as XLA's cost analysis counts them."""
 
 from __future__ import annotations
 
@@ -9,96 +9,21 @@ from typing import Any
 _Params = dict[str, Any]
 _Avals = Sequence[Any]  # what has a shape and a dtype
 
-_TRANSCENDENTAL = frozenset(
-    [
-        "exp",
-        "exp2",
-        "log",
-        "log1p",
-        "expm1",
-        "sqrt",
-        "rsqrt",
-        "cbrt",
-        "sin",
-        "cos",
-        "tan",
-        "tanh",
-        "asin",
-        "acos",
-        "atan",
-        "atan2",
-        "sinh",
-        "cosh",
-        "asinh",
-        "acosh",
-        "atanh",
-        "pow",
-        "erf",
-        "erfc",
-        "erf_inv",
-        "lgamma",
-        "digamma",
-    ]
-)
 _ELEMENTWISE = frozenset(
-    [
-        "add",
-        "add_any",
-        "sub",
-        "mul",
-        "div",
-        "neg",
-        "abs",
-        "sign",
-        "max",
-        "min",
-        "floor",
-        "ceil",
-        "round",
-        "is_finite",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "and",
-        "or",
-        "xor",
-        "not",
-        "select_n",
-        "clamp",
-        "square",
-        "convert_element_type",
-        "nextafter",
-        "rem",
-        "population_count",
-        "clz",
-        "real",
-        "imag",
-        "complex",
-        "conj",
-        "shift_left",
-        "shift_right_logical",
-        "shift_right_arithmetic",
-        "eq_to",
-        "le_to",
-        "lt_to",
-        "reduce_precision",
-    ]
+    "add add_any sub mul div neg abs sign max min floor ceil round is_finite eq ne lt le gt ge and or xor not "
+    "select_n clamp square convert_element_type nextafter rem population_count clz real imag complex conj shift_left "
+    "shift_right_logical shift_right_arithmetic eq_to le_to lt_to reduce_precision".split()
 )
-_REDUCTIONS = frozenset(
-    ["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"]
-)
+_REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor".split())
 
 
 def flops(name: str, params: _Params, ins: _Avals, outs: _Avals) -> int:
-    """Floating-point operations of one equation; 0 for what only moves data.
+    """Floating-point operations of one equation. Moving data costs 0, and so do exp, tanh and the like.
 
     Args:
         name: of the primitive.
         params: of the equation.
-        ins, outs: what has a `shape` and a `dtype`, one for each operand and result.
+        ins, outs: of each operand and result: anything with a `shape` and a `dtype`.
     """
     if name in _FORMULAS:
         return _FORMULAS[name](params, ins, outs)
@@ -114,18 +39,13 @@ def flops(name: str, params: _Params, ins: _Avals, outs: _Avals) -> int:
 
 
 def size(aval: Any) -> int:
-    """How many elements."""
+    """The number of elements."""
     return math.prod(getattr(aval, "shape", ()))
 
 
 def nbytes(aval: Any) -> int:
-    """Bytes of an array; keys of random numbers and tokens count as nothing."""
+    """Bytes of an array. Random keys and tokens have none."""
     return size(aval) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
-
-
-def is_transcendental(name: str) -> bool:
-    """Whether XLA counts it apart from the FLOPs."""
-    return name in _TRANSCENDENTAL
 
 
 def _dot(params: _Params, ins: _Avals, outs: _Avals) -> int:
@@ -134,7 +54,7 @@ def _dot(params: _Params, ins: _Avals, outs: _Avals) -> int:
 
 
 def _conv(params: _Params, ins: _Avals, outs: _Avals) -> int:
-    """Products with padding are not counted, as XLA does not count them."""
+    """XLA counts no products with padding, and so neither does this."""
     lhs, rhs, out = ins[0].shape, ins[1].shape, outs[0].shape
     numbers = params["dimension_numbers"]
     lhs_spec, rhs_spec, out_spec = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec

@@ -1,4 +1,4 @@
-"""Where an equation comes from: its Python call stack, by JAX's public traceback objects."""
+"""Where an equation comes from: its Python call stack, from JAX's public traceback objects."""
 
 from __future__ import annotations
 
@@ -11,32 +11,42 @@ import jax
 _JAX = os.path.dirname(os.path.abspath(str(jax.__file__))) + os.sep
 _VIZ = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAXPAR = os.path.dirname(os.path.dirname(_VIZ)) + os.sep
-# Of JAX's own frames only those of its public functions say what is computed; the rest is how it traces.
+# Of JAX's own frames only those of its public functions say what is computed. The others are how it traces.
 _JAX_PUBLIC = tuple(
     os.path.join(_JAX, "_src", part)
     for part in ("numpy/", "nn/", "scipy/", "lax/", "image/", "ops/", "random.py", "initializers")
 )
 _MODELS = os.path.join(_JAXPAR, "models") + os.sep
+ANONYMOUS = ("<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<module>")  # functions without a name
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A call on the stack. `call` tells two places of one function apart, `function` does not."""
+    """A call on the stack.
 
-    origin: str  # "user", "library" or "jax"
-    package: str  # of a library: "flax", "optax", ...
-    name: str  # qualified: "LayerNorm.__call__"
-    file: str  # its last two parts
+    Attributes:
+        origin: "user", "library" or "jax".
+        package: of a library: "flax", "optax", ...
+        name: qualified: "LayerNorm.__call__".
+        file: the last two parts of its path.
+        function: the same number for every call in a function.
+        call: another number for every place in it.
+    """
+
+    origin: str
+    package: str
+    name: str
+    file: str
     line: int
     function: int
     call: int
 
 
 class Sources:
-    """Reads stacks and numbers what it meets, so that stacks compare as tuples of small integers.
+    """Reads stacks, and numbers functions and places so that stacks compare fast.
 
-    The instruction offset of each frame (`raw_frames`) tells two calls on one line apart; where a version of JAX has
-    none, the line must do.
+    The instruction offset of a frame (`raw_frames`) tells two calls on one line apart. A version of JAX without it
+    gives the line only.
     """
 
     def __init__(self) -> None:
@@ -45,13 +55,13 @@ class Sources:
         self._functions: dict[Any, int] = {}
 
     def stack(self, source_info: Any) -> tuple[Frame, ...]:
-        """The calls from the outside in, without those of this package; empty where JAX kept none."""
+        """The calls from the outside in, without those of `jaxpar.viz`. Empty where JAX kept none."""
         traceback = getattr(source_info, "traceback", None)
         if traceback is None:
             return ()
         known = self._stacks.get(id(traceback))
         if known is None:
-            known = (traceback, self._read(traceback))  # kept alive, or its id would be given to another
+            known = (traceback, self._read(traceback))  # kept alive, or another would get its id
             self._stacks[id(traceback)] = known
         return known[1]
 
@@ -86,6 +96,7 @@ class Sources:
 
 
 def _origin(file: str) -> tuple[str, str]:
+    """The origin and the package of a file. Both are empty for frames that say nothing."""
     if file.startswith(_JAX):
         public = file.startswith(_JAX_PUBLIC) and "control_flow" not in file
         return ("jax", "jax") if public else ("", "")
@@ -101,13 +112,13 @@ def _origin(file: str) -> tuple[str, str]:
 
 
 def is_jax_function(jaxpr: Any) -> bool:
-    """Whether a nested jaxpr is that of a function of JAX itself, such as `jax.nn.relu`."""
+    """Whether a nested jaxpr is of a function of JAX itself, such as `jax.nn.relu`."""
     info = str(getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "") or "")
     return _JAX in info
 
 
 def describe(stack: tuple[Frame, ...]) -> str:
-    """The innermost frame of the user's own code, else of a library: "file.py:12 in function"."""
+    """The innermost frame of the user's code, or else of a library: "file.py:12 in function"."""
     for origin in ("user", "library"):
         for frame in reversed(stack):
             if frame.origin == origin:

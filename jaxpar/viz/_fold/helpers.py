@@ -1,0 +1,106 @@
+"""The third fold: small steps, by where in the program they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .._read.source import ANONYMOUS, Frame
+from .cells import Cell, Cells, components
+from .patterns import COLLECTIVES
+
+
+@dataclass(slots=True)
+class _Run:
+    """Neighbouring cells of one place. The key None is no place."""
+
+    key: object
+    cells: list[Cell]
+    name: str = ""
+
+
+def fold_helpers(cells: Cells) -> None:
+    """Make one cell of a call of a user's or library function that makes only small steps."""
+    for depth in range(1, 12):
+        for run in _helper_runs(cells, depth):
+            steps = sum(len(cell.eqns) for cell in run.cells)
+            small = not any(cell.major or cell.op in COLLECTIVES for cell in run.cells)
+            if small and steps >= 3 and len(run.cells) > 1:
+                cells.new([n for cell in run.cells for n in cell.eqns], run.name)
+
+
+def _helper_runs(cells: Cells, depth: int) -> list[_Run]:
+    """Neighbouring cells inside one call of the function at this depth of the stack."""
+    runs: list[_Run] = []
+    for cell in cells:
+        if cells.raw.eqns[cell.eqns[0]].backward:
+            continue
+        stack = tuple(f for f in cells.raw.eqns[cell.eqns[0]].stack if f.origin != "jax")
+        found = len(stack) > depth and not stack[depth].name.endswith(ANONYMOUS)
+        key = (*(f.call for f in stack[:depth]), -2 - stack[depth].function) if found else None
+        same = key is not None and runs and runs[-1].key == key
+        if not same or _begins_again(cells, cell, runs[-1].cells):
+            runs.append(_Run(key, [], _helper_name(stack, depth) if found else ""))
+        runs[-1].cells.append(cell)
+    return [run for run in runs if run.key is not None]
+
+
+def _begins_again(cells: Cells, cell: Cell, run: list[Cell]) -> bool:
+    """Whether a cell is the first of a run again: the same step, which reads the run."""
+    first, new = cells.raw.eqns[run[0].eqns[0]], cells.raw.eqns[cell.eqns[0]]
+    connected = any(cells.producer(value) in run for value in cells.inputs(cell))
+    return first.position == new.position and first.prim == new.prim and connected
+
+
+def _helper_name(stack: tuple[Frame, ...], depth: int) -> str:
+    frame = stack[depth]
+    parts = [part for part in frame.name.split(".") if part not in ("<locals>", "__call__")]
+    name = parts[-1].strip("_")
+    if frame.origin != "library":
+        return name
+    return f"{frame.package}.{'update' if name == 'update_fn' else name}"
+
+
+def fold_statements(cells: Cells) -> None:
+    """Make one cell of three or more connected small steps of one line."""
+    runs: list[_Run] = []
+    for cell in cells:
+        eqn = cells.raw.eqns[cell.eqns[0]]
+        if eqn.backward or cell.major or cell.op in COLLECTIVES or cell.op == "cond":
+            runs.append(_Run(None, []))
+            continue
+        stack = [f for f in eqn.stack if f.origin != "jax"]
+        key = (eqn.scope, *(f.call for f in stack[:-1]), stack[-1].function, stack[-1].line) if stack else None
+        if key is None or not runs or runs[-1].key != key or _begins_again(cells, cell, runs[-1].cells):
+            runs.append(_Run(key, []))
+        runs[-1].cells.append(cell)
+    for run in runs:
+        for part in components(cells, run.cells):
+            if len(part) >= 3:
+                names = list(dict.fromkeys(cell.op for cell in part))
+                detail = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+                cells.new([n for cell in part for n in cell.eqns], "Elementwise", detail)
+
+
+def fold_siblings(cells: Cells) -> None:
+    """Make one cell "×8" of one line's small step or collective for every leaf of a tree."""
+    run: list[Cell] = []
+    for cell in [*cells, None]:
+        if cell is not None and not cell.major and not cells.raw.eqns[cell.eqns[0]].backward:
+            run.append(cell)
+            continue
+        _merge_siblings(cells, run)
+        run = []
+
+
+def _merge_siblings(cells: Cells, run: list[Cell]) -> None:
+    groups: dict[object, list[Cell]] = {}
+    for cell in run:
+        eqn = cells.raw.eqns[cell.eqns[0]]
+        place = tuple(f.call for f in eqn.stack if f.origin != "jax")
+        groups.setdefault((cell.op, cell.detail, eqn.scope, place), []).append(cell)
+    for (op, detail, *_), same in groups.items():  # pyright: ignore[reportGeneralTypeIssues]
+        if len(same) < 2 or any(cells.producer(v) in same for cell in same for v in cells.inputs(cell)):
+            continue
+        count = f"×{len(same)}"
+        merged = cells.new([n for cell in same for n in cell.eqns], op, f"{detail} {count}".strip())
+        merged.major = False

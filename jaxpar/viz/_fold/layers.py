@@ -1,0 +1,128 @@
+"""Rules for layers: convolution, dense, embedding, activation, collectives, and factors that disappear."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from .cells import Cell, Cells
+from .patterns import Fold, bias, by, is_scalar, is_scale, single, takes_scale
+
+
+def convolution(cells: Cells, cell: Cell) -> Fold | None:
+    """A convolution, or a transposed one, with its bias."""
+    eqn = single(cells, cell)
+    if eqn is None:
+        return None
+    numbers = eqn.params["dimension_numbers"]
+    kernel_shape = eqn.in_shapes[1]
+    kernel = [kernel_shape[axis] for axis in numbers.rhs_spec[2:]]
+    dilated = any(step > 1 for step in eqn.params["lhs_dilation"])
+    strides = eqn.params["lhs_dilation"] if dilated else eqn.params["window_strides"]
+    detail = f"{by(kernel)}/{_stride(strides)}, {kernel_shape[numbers.rhs_spec[0]]}"
+    groups = eqn.params["feature_group_count"]
+    detail += f", {groups} groups" if groups > 1 else ""
+    return Fold((cell, *bias(cells, cell)), "Deconvolution" if dilated else "Convolution", detail)
+
+
+def _stride(strides: Iterable[int]) -> str:
+    """One number where all axes have the same stride."""
+    strides = tuple(strides)
+    return str(strides[0]) if strides and len(set(strides)) == 1 else by(strides)
+
+
+def fully_connected(cells: Cells, cell: Cell) -> Fold | None:
+    """A product with a parameter and its bias. Other products are "MatMul"."""
+    eqn = single(cells, cell)
+    if eqn is None:
+        return None
+    weights = [cells.raw.weight_of(value) is not None for value in eqn.ins]
+    if sum(weights) != 1:
+        return Fold((cell,), "MatMul")
+    side = weights.index(True)
+    contracted, batched = eqn.params["dimension_numbers"]
+    fixed = {*contracted[side], *batched[side]}
+    features = math.prod(d for axis, d in enumerate(eqn.in_shapes[side]) if axis not in fixed)
+    return Fold((cell, *bias(cells, cell)), "FullyConnected", str(features))
+
+
+def late_bias(cells: Cells, cell: Cell) -> Fold | None:
+    """A vector of parameters added to anything else, as in `x + h @ w + b`."""
+    eqn = single(cells, cell)
+    if eqn is None or eqn.prim != "add":
+        return None
+    shapes = zip(eqn.ins, eqn.in_shapes, strict=True)
+    weights = [shape for value, shape in shapes if cells.raw.weight_of(value) is not None]
+    before = cells.producer(cells.data(cell)[0]) if len(weights) == 1 and cells.data(cell) else None
+    if before is None or cells.sole_user(before) is not cell or not takes_scale(cells, before, cell):
+        return None
+    if max(weights[0], default=1) != math.prod(weights[0]):
+        return None
+    return Fold((before, cell), before.op, before.detail, before.major)
+
+
+def embedding(cells: Cells, cell: Cell) -> Fold | None:
+    """Rows of a parameter."""
+    for eqn in cells.eqns(cell):
+        table = cells.raw.weight_of(eqn.ins[0]) if eqn.prim == "gather" else None
+        if table is not None:
+            shape = cells.raw.values[table].shape
+            return Fold((cell,), "Embedding", by(shape))
+    return None
+
+
+def activation(cells: Cells, cell: Cell) -> Fold | None:
+    """An activation of one equation. A maximum is one where the other operand is 0."""
+    eqn = single(cells, cell)
+    if eqn is None:
+        return None
+    if eqn.prim == "max":
+        zero = any(
+            is_scalar(cells, value) and cells.raw.of(value).kind == "literal" and cells.raw.of(value).literal == 0
+            for value in eqn.ins
+        )
+        return Fold((cell,), "Activation", "relu") if zero else None
+    return Fold((cell,), "Activation", {"logistic": "sigmoid"}.get(eqn.prim, eqn.prim))
+
+
+def silu(cells: Cells, cell: Cell) -> Fold | None:
+    """`x * sigmoid(x)`."""
+    user = cells.sole_user(cell)
+    eqn = single(cells, user) if user is not None else None
+    if user is None or eqn is None or eqn.prim != "mul" or cell.detail != "sigmoid":
+        return None
+    return Fold((cell, user), "Activation", "silu") if cells.inputs(cell)[0] in cells.inputs(user) else None
+
+
+def flatten(cells: Cells, cell: Cell) -> Fold | None:
+    """A reshape that keeps the first axis."""
+    return Fold((cell,), "Flatten", cell.detail)
+
+
+def concat(cells: Cells, cell: Cell) -> Fold | None:
+    """Arrays joined along an axis."""
+    return Fold((cell,), "Concat", cell.detail)
+
+
+def collective(cells: Cells, cell: Cell) -> Fold | None:
+    """A collective, with the names of its axes."""
+    axes = [eqn.params.get("axes", eqn.params.get("axis_name")) for eqn in cells.eqns(cell)]
+    known = next((axis for axis in axes if axis is not None), None)
+    if known is None or cell.op == "axis_index":
+        return None
+    names = known if isinstance(known, (tuple, list, frozenset)) else (known,)
+    return Fold((cell,), cell.op, "over " + ", ".join(map(str, names)), major=False)
+
+
+def scale(cells: Cells, cell: Cell) -> Fold | None:
+    """A constant factor or offset, as part of the cell before it, or else after it."""
+    if not is_scale(cells, cell):
+        return None
+    value = next(iter(cells.data(cell)), None)
+    before = cells.producer(value) if value is not None else None
+    if before is not None and takes_scale(cells, before, cell) and cells.sole_user(before) is cell:
+        return Fold((before, cell), before.op, before.detail, before.major)
+    after = cells.sole_user(cell)
+    if after is not None and takes_scale(cells, after, cell):
+        return Fold((cell, after), after.op, after.detail, after.major)
+    return None

@@ -1,0 +1,61 @@
+"""Rules for losses: means, squared errors, cross-entropy."""
+
+from __future__ import annotations
+
+from .cells import Cell, Cells
+from .patterns import Fold, is_scale, single, tail
+
+_REDUCTIONS = frozenset(("sum", "mean", "neg"))
+_PICKS = frozenset("take_along_axis take gather getitem rewriting_take mul where sum mean neg squeeze".split())
+_LABELS = ("OneHot", "eq", "neg", "arange", "iota")
+
+
+def mean(cells: Cells, cell: Cell) -> Fold | None:
+    """A sum divided by a constant."""
+    user = cells.sole_user(cell)
+    if user is None or single(cells, cell) is None or user.op != "div" or not is_scale(cells, user):
+        return None
+    return Fold((cell, user), "mean", "", major=False)
+
+
+def squared_error(cells: Cells, cell: Cell) -> Fold | None:
+    """A difference, its square, and the sum or mean of that."""
+    square = cells.sole_user(cell)
+    eqn = single(cells, square) if square is not None else None
+    if square is None or eqn is None or single(cells, cell) is None or len(cells.data(cell)) < 2:
+        return None
+    squares = eqn.prim == "square" or (eqn.prim == "integer_pow" and eqn.params["y"] == 2)
+    squares = squares or (eqn.prim == "mul" and cells.raw.root(eqn.ins[0]) == cells.raw.root(eqn.ins[1]))
+    rest = tail(cells, square, _REDUCTIONS)
+    if not squares or not any(part.op in _REDUCTIONS for part in rest):
+        return None
+    return Fold((cell, square, *rest), "Loss", "squared error")
+
+
+def cross_entropy(cells: Cells, cell: Cell) -> Fold | None:
+    """A log-softmax, the picked label, the mean, and what prepares the labels."""
+    found = [cell]
+    while (user := cells.sole_user(found[-1])) is not None:
+        if user.op not in _PICKS and not is_scale(cells, user):
+            break
+        found.append(user)
+    while len(found) > 1 and not _reduces(cells, found[-1]) and not is_scale(cells, found[-1]):
+        found.pop()
+    if not any(_reduces(cells, part) for part in found[1:]):
+        return None
+    for part in tuple(found):
+        for value in cells.data(part):
+            label = cells.producer(value)
+            if label is not None and label not in found and label.op in _LABELS:
+                found += [label] if cells.sole_user(label) is not None else []
+    return Fold(tuple(found), "Loss", "softmax cross-entropy")
+
+
+def _reduces(cells: Cells, cell: Cell) -> bool:
+    return bool(cells.prims(cell) & {"gather", "reduce_sum"})
+
+
+def reduction(cells: Cells, cell: Cell) -> Fold | None:
+    """The sum or mean of a loss."""
+    rest = tail(cells, cell, _REDUCTIONS)
+    return Fold((cell, *rest), "Loss", cell.detail) if rest else None

@@ -1,0 +1,109 @@
+"""How a pattern of cells becomes one layer: `Rule` finds it, `Fold` says what it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from .._read.raw import Eqn
+from .cells import Cell, Cells
+
+COLLECTIVES = frozenset(
+    "psum pmean pmax pmin all_gather all_to_all reduce_scatter psum_scatter ppermute pgather axis_index".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Cells that are one layer.
+
+    Attributes:
+        cells: all of them.
+        op, detail: of the layer, as in a `Node`.
+        major: whether it is a layer, not a small step between layers.
+    """
+
+    cells: tuple[Cell, ...]
+    op: str
+    detail: str = ""
+    major: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A pattern of cells.
+
+    Attributes:
+        name: for people.
+        ops: the kinds of cells that it is tried on. Empty for all.
+        match: called as `match(cells, cell)`. Returns a `Fold` with the cell, or None.
+    """
+
+    name: str
+    ops: frozenset[str]
+    match: Callable[[Cells, Cell], Fold | None]
+
+
+def fold_patterns(cells: Cells, rules: Iterable[Rule]) -> None:
+    """Apply each rule to all forward cells, one rule after the other."""
+    for rule in rules:
+        for cell in list(cells):
+            if cell.id not in cells.cells or (rule.ops and cell.op not in rule.ops):
+                continue
+            found = rule.match(cells, cell)
+            if found is not None:
+                eqns = [number for part in found.cells for number in part.eqns]
+                cells.new(eqns, found.op, found.detail, found.major)
+
+
+def single(cells: Cells, cell: Cell) -> Eqn | None:
+    """The equation of a cell that has one, or None."""
+    return cells.raw.eqns[cell.eqns[0]] if len(cell.eqns) == 1 else None
+
+
+def is_scalar(cells: Cells, value: int) -> bool:
+    """Whether a value is a literal or a constant of one element."""
+    shown = cells.raw.of(value)
+    return shown.kind in ("literal", "const") and math.prod(shown.shape) == 1
+
+
+def is_scale(cells: Cells, cell: Cell) -> bool:
+    """Whether a cell only scales or shifts by a constant, or changes the sign."""
+    eqn = single(cells, cell)
+    if eqn is None or eqn.prim not in ("mul", "div", "add", "sub", "neg", "copysign"):
+        return False
+    data = [value for value in eqn.ins if not is_scalar(cells, value)]
+    return len(data) == 1 and cells.raw.weight_of(data[0]) is None
+
+
+def bias(cells: Cells, cell: Cell) -> tuple[Cell, ...]:
+    """The addition of a parameter that follows a cell, if any."""
+    user = cells.sole_user(cell)
+    eqn = single(cells, user) if user is not None and user.op == "add" else None
+    if user is None or eqn is None:
+        return ()
+    return (user,) if any(cells.raw.weight_of(value) is not None for value in eqn.ins) else ()
+
+
+def tail(cells: Cells, cell: Cell, ops: frozenset[str]) -> tuple[Cell, ...]:
+    """The cells of these kinds, or changes of scale, that follow one after the other."""
+    found: list[Cell] = []
+    while (user := cells.sole_user(cell)) is not None and (user.op in ops or is_scale(cells, user)):
+        found.append(user)
+        cell = user
+    return tuple(found)
+
+
+def _same_scope(cells: Cells, a: Cell, b: Cell) -> bool:
+    return cells.raw.eqns[a.eqns[0]].scope == cells.raw.eqns[b.eqns[0]].scope
+
+
+def takes_scale(cells: Cells, cell: Cell, scale: Cell) -> bool:
+    """Whether a change of scale may become part of a cell."""
+    return cell.op not in COLLECTIVES and cell.op not in ("Flatten", "cond") and _same_scope(cells, cell, scale)
+
+
+def by(sizes: Iterable[int]) -> str:
+    """ "2x3" for (2, 3)."""
+    return "x".join(map(str, sizes))

@@ -1,0 +1,122 @@
+"""Rules for pooling: windows reduced, strided slices added, axes split and reduced."""
+
+from __future__ import annotations
+
+from .._read.raw import Eqn
+from .cells import Cell, Cells
+from .patterns import Fold, by, is_scale, single
+
+
+def window_pooling(cells: Cells, cell: Cell) -> Fold | None:
+    """A `reduce_window`, and the division by its size."""
+    windows = [eqn for eqn in cells.eqns(cell) if eqn.prim.startswith("reduce_window")]
+    if not windows:
+        return None
+    eqn = windows[0]
+    kind = {"reduce_window_max": "max", "reduce_window_min": "min"}.get(eqn.prim, "sum")
+    tail: tuple[Cell, ...] = ()
+    if kind == "sum":
+        tail = _divided(cells, cell)
+        kind = "avg" if tail or "div" in cells.prims(cell) else kind
+    window, stride = eqn.params["window_dimensions"], eqn.params["window_strides"]
+    axes = [i for i, (w, s) in enumerate(zip(window, stride, strict=True)) if w > 1 or s > 1]
+    detail = f"{kind}, {by(window[i] for i in axes)}/{by(stride[i] for i in axes)}"
+    return Fold((cell, *tail), "Pooling", detail)
+
+
+def _divided(cells: Cells, cell: Cell) -> tuple[Cell, ...]:
+    """The cells that divide by the size of the window, given or counted."""
+    user = cells.sole_user(cell)
+    if user is None or user.op not in ("div", "mul"):
+        return ()
+    if is_scale(cells, user):
+        return (user,)
+    others = [cells.producer(value) for value in cells.inputs(user)]
+    counts = [other for other in others if other is not None and other is not cell]
+    if len(counts) == 1 and not cells.data(counts[0]) and cells.sole_user(counts[0]) is user:
+        return counts[0], user
+    return ()
+
+
+def slice_pooling(cells: Cells, cell: Cell) -> Fold | None:
+    """Strided slices of one array, added or their maximum: rows, then columns, or all at once."""
+    users = cells.users(cell)
+    if (users and all(user.op == "slice" for user in users)) or any(user.op == cell.op for user in users[:1]):
+        return None  # a step of a larger one
+    found: list[Cell] = []
+    windows: dict[int, tuple[int, int]] = {}
+    top: Cell | None = cell
+    while top is not None and (step := _added_slices(cells, top)) is not None:
+        parts, source, axes = step
+        found += parts
+        windows |= axes
+        below = cells.producer(source)
+        inner = below is not None and all(user in parts for user in cells.users(below))
+        top = below if inner and below is not None and below.op == cell.op else None
+        if inner and below is not None and below.op == "slice" and single(cells, below) is not None:
+            found.append(below)  # an odd last row or column cut off
+    if not windows:
+        return None
+    tail = _divided(cells, cell) if cell.op == "add" else ()
+    kind = "max" if cell.op == "maximum" else "avg" if tail else "sum"
+    sizes = [windows[axis] for axis in sorted(windows)]
+    detail = f"{kind}, {by(k for k, _ in sizes)}/{by(s for _, s in sizes)}"
+    return Fold((*found, *tail), "Pooling", detail)
+
+
+def _added_slices(cells: Cells, top: Cell) -> tuple[list[Cell], int, dict[int, tuple[int, int]]] | None:
+    """The cells of one level, the array they slice, and window and stride of each strided axis."""
+    parts, slices, todo = list[Cell](), list[Eqn](), [top]
+    while todo:
+        cell = todo.pop()
+        eqn = single(cells, cell)
+        if eqn is None:
+            return None
+        if cell.op == "slice" and cell is not top:
+            slices.append(eqn)
+        elif cell.op == top.op and (cell is top or cells.sole_user(cell) is not None):
+            producers = [cells.producer(value) for value in eqn.ins]
+            if len(producers) != 2 or any(other is None for other in producers):
+                return None
+            todo += [other for other in producers if other is not None]
+        else:
+            return None
+        parts.append(cell)
+    sources = {cells.raw.root(eqn.ins[0]) for eqn in slices}
+    axes = _strided_axes(slices) if len(sources) == 1 and len(slices) >= 2 else {}
+    return (parts, sources.pop(), axes) if axes else None
+
+
+def _strided_axes(slices: list[Eqn]) -> dict[int, tuple[int, int]]:
+    """Window and stride of each strided axis. Empty where the slices are no windows."""
+    axes: dict[int, tuple[int, int]] = {}
+    for axis in range(len(slices[0].in_shapes[0])):
+        starts = {eqn.params["start_indices"][axis] for eqn in slices}
+        strides = {(eqn.params["strides"] or (1,) * 9)[axis] for eqn in slices}
+        if len(strides) != 1:
+            return {}
+        stride = strides.pop()
+        if stride > 1:
+            axes[axis] = (len(starts), stride)
+        elif len(starts) > 1:
+            return {}
+    return axes
+
+
+def reshape_pooling(cells: Cells, cell: Cell) -> Fold | None:
+    """A reshape from (n, h, w, c) to (n, h/2, 2, w/2, 2, c), and the twos reduced."""
+    eqn = cells.raw.eqns[cell.eqns[0]]
+    if not eqn.prim.startswith("reduce_") or "axes" not in eqn.params or not eqn.ins:
+        return None
+    axes, shape, seen = eqn.params["axes"], eqn.in_shapes[0], cells.raw.of(eqn.ins[0]).shape
+    if len(shape) != len(seen) + len(axes) or len(axes) < 1 or len(seen) < 3:
+        return None
+    merged = [d * shape[i + 1] if i + 1 in axes else d for i, d in enumerate(shape) if i not in axes]
+    if tuple(merged) != seen:
+        return None
+    sizes = by(shape[axis] for axis in axes)
+    if eqn.prim == "reduce_max":
+        return Fold((cell,), "Pooling", f"max, {sizes}/{sizes}")
+    tail = () if cell.op == "mean" else _divided(cells, cell)
+    kind = "avg" if cell.op == "mean" or tail else "sum"
+    return Fold((cell, *tail), "Pooling", f"{kind}, {sizes}/{sizes}")

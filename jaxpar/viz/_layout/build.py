@@ -1,0 +1,147 @@
+"""From cells to a `Net`: one draft for each cell and each input."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+from .._fold.cells import Cell, Cells
+from .._fold.patterns import COLLECTIVES
+from .._graph import BACKWARD, common_prefix, human, is_region
+from .._read.raw import Eqn, Raw
+from .._read.source import describe
+from .net import Draft, Net
+
+
+def build(cells: Cells) -> Net:
+    """The net of all cells and inputs. Parameters are lists on the drafts that read them."""
+    raw = cells.raw
+    drafts, by_cell = list[Draft](), dict[int, Draft]()
+    inputs = {n: value for n, value in enumerate(raw.values) if value.kind == "input"}
+    for number, value in inputs.items():
+        drafts.append(Draft(number - len(raw.values), "input", "", number, name=value.name))
+    for cell in _topological(cells):
+        draft = _draft(cells, cell, len(by_cell))
+        drafts.append(draft)
+        by_cell[cell.id] = draft
+    for cell in cells:
+        by_cell[cell.id].forward = by_cell.get(cell.forward.id) if cell.forward is not None else None
+    edges = _edges(cells, by_cell)
+    for name, output in zip(raw.output_names, raw.outputs, strict=True):
+        owner = cells.producer(raw.root(output))
+        if owner is not None:
+            by_cell[owner.id].outputs.append(name)
+    _number_scopes(drafts)
+    net = Net(raw, drafts, edges, _optimizer_state(cells))
+    _drop_unused(net)
+    return net
+
+
+def _edges(cells: Cells, by_cell: dict[int, Draft]) -> dict[tuple[int, int, int], None]:
+    """Who reads what of whom, in the order of the trace."""
+    raw = cells.raw
+    found: dict[tuple[int, int, int], None] = {}
+    for cell in cells:
+        for root in cells.inputs(cell):
+            source = cells.producer(root)
+            if source is not None and source is not cell:
+                found[by_cell[source.id].at, by_cell[cell.id].at, root] = None
+            elif raw.values[root].kind == "input":
+                found[root - len(raw.values), by_cell[cell.id].at, root] = None
+    return found
+
+
+def _topological(cells: Cells) -> list[Cell]:
+    """Cells in the order of the trace, but after all that they read."""
+    first = {cell.id: next((e.id for e in cells.eqns(cell) if not e.view), cell.eqns[0]) for cell in cells}
+    readers: dict[int, list[int]] = {}
+    waiting: dict[int, int] = {}
+    for cell in cells:
+        sources = {p.id for root in cells.inputs(cell) if (p := cells.producer(root)) is not None}
+        sources.discard(cell.id)
+        waiting[cell.id] = len(sources)
+        for source in sources:
+            readers.setdefault(source, []).append(cell.id)
+    ready = [(first[number], number) for number, count in waiting.items() if count == 0]
+    heapq.heapify(ready)
+    found: list[Cell] = []
+    while ready:
+        _, number = heapq.heappop(ready)
+        found.append(cells.cells[number])
+        for reader in readers.get(number, ()):
+            waiting[reader] -= 1
+            if waiting[reader] == 0:
+                heapq.heappush(ready, (first[reader], reader))
+    return found
+
+
+def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
+    eqns = cells.eqns(cell)
+    real = [eqn for eqn in eqns if not eqn.view] or eqns
+    output, read = cells.output(cell), _bytes_read(cells.raw, eqns)
+    detail = cell.detail
+    if cell.op in COLLECTIVES and cell.op != "axis_index":
+        detail = f"{detail}, {human(read, 'B')}"
+    return Draft(
+        at=at,
+        op=cell.op,
+        detail=detail,
+        value=output,
+        scope=common_prefix(eqn.scope for eqn in real),
+        source=describe(real[0].stack),
+        flops=sum(eqn.flops for eqn in eqns),
+        bytes=read + cells.raw.values[output].bytes,
+        equations=len(eqns),
+        weights=cells.weights(cell),
+    )
+
+
+def _bytes_read(raw: Raw, eqns: list[Eqn]) -> int:
+    """Bytes of the distinct arrays that these equations read from outside."""
+    inside = {out for eqn in eqns for out in eqn.outs}
+    reads: dict[int, int] = {}
+    for eqn in [eqn for eqn in eqns if not eqn.view] or eqns:
+        for value, shape in zip(eqn.ins, eqn.in_shapes, strict=False):
+            root = raw.root(value)
+            if root not in inside:  # a slice or a device's share is smaller than the whole array, a broadcast larger
+                whole = raw.values[root]
+                share = whole.bytes * math.prod(shape) // max(1, math.prod(whole.shape))
+                reads[root] = max(reads.get(root, 0), min(share, whole.bytes))
+    return sum(reads.values())
+
+
+def _number_scopes(drafts: list[Draft]) -> None:
+    """Number scopes that are entered again: "Linear", "Linear (2)". Gradients get the scope of their layer."""
+    seen: dict[tuple[str, ...], int] = {}
+    last_plain: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+    for draft in (d for d in drafts if d.op != "input" and not d.op.endswith(BACKWARD)):
+        plain, numbered = draft.scope, ()
+        same = True
+        for depth, name in enumerate(plain):
+            same = same and last_plain[: depth + 1] == plain[: depth + 1]
+            path = (*numbered, name)
+            if same:
+                numbered = last[: depth + 1]
+                continue
+            count = seen[path] = seen.get(path, 0) + 1
+            numbered = (*numbered, name if count == 1 or is_region(name) else f"{name} ({count})")
+        last_plain, last, draft.scope = plain, numbered, numbered
+    for draft in drafts:
+        if draft.forward is not None and not any(is_region(name) for name in draft.scope):
+            draft.scope = draft.forward.scope
+
+
+def _optimizer_state(cells: Cells) -> set[int]:
+    """Weights that no differentiated layer reads, where there are gradients."""
+    backward = [cell for cell in cells if cell.op.endswith(BACKWARD)]
+    layers = {cell.forward.id for cell in backward if cell.forward is not None}
+    read = {w for cell in cells for w in cells.weights(cell)}
+    trained = {w for cell in cells if cell.id in layers or cell in backward for w in cells.weights(cell)}
+    return read - trained if backward else set()
+
+
+def _drop_unused(net: Net) -> None:
+    """Drop arguments that nothing reads, and layers without edges that cost nothing."""
+    used = {end for source, target, _ in net.edges for end in (source, target)}
+    net.drafts = [d for d in net.drafts if d.at in used or d.outputs or d.flops]

@@ -1,0 +1,179 @@
+"""Repeated blocks, drawn once with "×12"."""
+
+from __future__ import annotations
+
+import re
+
+from .net import Draft, Net, shared_scope
+
+_Sources = dict[int, set[int]]  # which drafts each draft reads
+
+_LONGEST = 400  # layers in a repeated block
+_CANDIDATES = 6  # lengths tried from one place
+
+
+def collapse_repeats(net: Net) -> None:
+    """Draw neighbouring copies of a block once. Blocks may contain blocks, up to three deep."""
+    for _ in range(3):
+        if not _collapse_once(net):
+            return
+
+
+def _collapse_once(net: Net) -> bool:
+    layers, sources = net.layers, net.sources()
+    signs = [_signature(net, draft) for draft in layers]
+    places: dict[object, list[int]] = {}
+    for number, sign in enumerate(signs):
+        places.setdefault(sign, []).append(number)
+    order = dict.fromkeys(places, 0)
+    done, start = False, 0
+    while start < len(layers):
+        found = _repeat_at(layers, signs, places[signs[start]], order, start, sources)
+        if found is None:
+            start += 1
+            continue
+        period, count = found
+        start = _aligned(layers, signs, sources, start, period, count)
+        copies = [layers[start + c * period : start + (c + 1) * period] for c in range(count)]
+        names = _merge_copies(net, copies)
+        for draft in layers[start + period * count :]:
+            if not sources.get(draft.at, set()).isdisjoint(names):
+                sources[draft.at] = {names.get(source, source) for source in sources[draft.at]}
+        start += period * count
+        done = True
+    return done
+
+
+def _signature(net: Net, draft: Draft) -> object:
+    """What copies of a layer have in common."""
+    value = net.raw.values[draft.value]
+    weights = tuple(net.raw.values[weight].shape for weight in draft.weights)
+    scope = tuple(re.sub(r" \(\d+\)|_?\d+", "", part) for part in draft.scope)
+    return (draft.op, draft.detail, value.shape, value.dtype, weights, scope, draft.repeat)
+
+
+def _repeat_at(
+    layers: list[Draft], signs: list[object], same: list[int], order: dict[object, int], start: int, sources: _Sources
+) -> tuple[int, int] | None:
+    """Length and count of the copies that begin here, the shortest worth it."""
+    at = order[signs[start]]
+    while at < len(same) and same[at] <= start:
+        at += 1
+    order[signs[start]] = at
+    for next_start in same[at : at + _CANDIDATES]:
+        period = next_start - start
+        if period > _LONGEST:
+            return None
+        count = 1
+        while signs[start + count * period : start + (count + 1) * period] == signs[start : start + period]:
+            count += 1
+        while count > 1 and not _alike(layers, sources, start, period, count):
+            count -= 1 if count <= 3 else count // 2
+        if (count >= 3 and (count - 1) * period >= 4) or (count == 2 and period >= 5):
+            return period, count
+    return None
+
+
+def _aligned(layers: list[Draft], signs: list[object], sources: _Sources, start: int, period: int, count: int) -> int:
+    """Where the copies begin: at the border of a module, if they can be shifted there."""
+
+    def inside(at: int) -> int:
+        copies = [layers[at + c * period : at + (c + 1) * period] for c in range(count)]
+        own = min(len(shared_scope(copy)) for copy in copies)
+        return own - len(shared_scope(*copies))
+
+    best, at = start, start
+    while at - start < period and at + period * count < len(layers):
+        at += 1
+        block = signs[at : at + period]
+        same = all(signs[at + c * period : at + (c + 1) * period] == block for c in range(1, count))
+        if not same:
+            break
+        if inside(at) > inside(best) and _alike(layers, sources, at, period, count):
+            best = at
+    return best
+
+
+def _alike(layers: list[Draft], sources: _Sources, start: int, period: int, count: int) -> bool:
+    """Whether all copies have the same edges: inside, to the copy before, and to fixed others."""
+    where = {layers[start + n].at: n for n in range(period * count)}
+    patterns = [_wires(layers, sources, where, start, period, copy) for copy in range(count)]
+    first, second = patterns[0], patterns[1]
+    if count < 4 and not any(wire[0].startswith("back") for wires in second for wire in wires):
+        return False  # a few parallel branches are no tower
+    if any(pattern != second for pattern in patterns[2:]):
+        return False
+    for mine, others in zip(first, second, strict=True):
+        inside = {wire for wire in mine if wire[0] == "in"}
+        if inside != {wire for wire in others if wire[0] == "in"} or len(mine) != len(others):
+            return False
+    return True
+
+
+def _wires(
+    layers: list[Draft], sources: _Sources, where: dict[int, int], start: int, period: int, copy: int
+) -> list[set[tuple[str, int]]]:
+    """Where each layer of a copy reads from: in the copy, so many copies back, or outside of all."""
+    found: list[set[tuple[str, int]]] = []
+    for n in range(period):
+        wires: set[tuple[str, int]] = set()
+        for source in sources.get(layers[start + copy * period + n].at, ()):
+            at = where.get(source)
+            if at is None:
+                wires.add(("out", source))
+            elif at // period == copy:
+                wires.add(("in", at % period))
+            else:
+                wires.add((f"back {copy - at // period}", at % period))
+        found.append(wires)
+    return found
+
+
+def _merge_copies(net: Net, copies: list[list[Draft]]) -> dict[int, int]:
+    """Keep the first copy, with the sums of all. Returns which draft replaces which."""
+    first, names = copies[0], dict[int, int]()
+    scope = shared_scope(*copies)
+    copy_of = {draft.at: number for number, copy in enumerate(copies) for draft in copy}
+    for edge in list(net.edges):  # from one copy to the next
+        if copy_of.get(edge[0], 0) != copy_of.get(edge[1], 0) and edge[0] in copy_of and edge[1] in copy_of:
+            del net.edges[edge]
+    for number, kept in enumerate(first):
+        kept.own = len(kept.weights) if kept.own is None else kept.own
+        for copy in copies[1:]:
+            other = copy[number]
+            names[other.at] = kept.at
+            kept.flops += other.flops
+            kept.bytes += other.bytes
+            kept.weights = list(dict.fromkeys((*kept.weights, *other.weights)))
+            kept.outputs += other.outputs
+        kept.repeat *= len(copies)
+    by_at = {draft.at: draft for draft in first}
+    net.drafts = [draft for draft in net.drafts if draft.at not in names]
+    for draft in net.drafts:
+        if draft.forward is not None and draft.forward.at in names:
+            draft.forward = by_at[names[draft.forward.at]]
+    net.redirect(names)
+    _name_block(net, first, scope, len(copies))
+    return names
+
+
+def _name_block(net: Net, first: list[Draft], shared: tuple[str, ...], count: int) -> None:
+    """Write the count on the scope that only the block has, or on a new one."""
+    own = shared_scope(first)
+    if len(own) > len(shared):
+        label = f"{own[len(shared)]} ×{count}"
+        rest = len(shared) + 1
+    else:
+        inner = {draft.scope for draft in net.drafts if draft not in first and draft.op != "input"}
+        whole = bool(shared) and not any(scope[: len(shared)] == shared for scope in inner)
+        label = f"{shared[-1]} ×{count}" if whole else f"×{count}"
+        shared = shared[:-1] if whole else shared
+        rest = len(shared) + 1 if whole else len(shared)
+    taken = {draft.scope[: len(shared) + 1] for draft in net.drafts}
+    unique, number = (*shared, label), 1
+    while unique in taken:
+        number += 1
+        unique = (*shared, f"{label} ({number})")
+    for draft in first:
+        draft.scope = (*unique, *draft.scope[rest:])
+    net.repeats[unique] = count

@@ -1,0 +1,115 @@
+"""Loops, branches and maps over devices: which nested jaxpr is written out, and under which label."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .source import Frame
+
+INLINE = frozenset(
+    "jit pjit closed_call core_call core_closed_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat "
+    "remat2 checkpoint custom_lin run_state".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A nested jaxpr that is written out in the place of its equation.
+
+    Attributes:
+        label: of its cluster. Empty for none.
+        body: the jaxpr, open or closed.
+        skip: how many operands of the equation come before those of the body.
+        times: how often it runs, as far as that is known.
+        carried: the results that the next pass reads, by position.
+    """
+
+    label: str
+    body: Any
+    skip: int = 0
+    times: int = 1
+    carried: Sequence[int] = ()
+
+
+def region_of(eqn: Any, stack: tuple[Frame, ...]) -> Region | None:
+    """The region that an equation is, or None. A `cond` with several branches is none."""
+    describe = _REGIONS.get(eqn.primitive.name)
+    return None if describe is None else describe(eqn, stack)
+
+
+def _scan(eqn: Any, stack: tuple[Frame, ...]) -> Region:
+    length = eqn.params["length"]
+    carried = range(eqn.params.get("num_carry", 0))
+    return Region(f"scan ×{length}", eqn.params["jaxpr"], times=length, carried=carried)
+
+
+def _while(eqn: Any, stack: tuple[Frame, ...]) -> Region:
+    """One pass, as XLA counts it. The condition is not drawn, nor are counters."""
+    body = eqn.params["body_jaxpr"]
+    carried = [n for n, var in enumerate(body.jaxpr.outvars) if getattr(var.aval, "shape", ()) != ()]
+    return Region("while", body, skip=eqn.params["cond_nconsts"], carried=carried)
+
+
+def _cond(eqn: Any, stack: tuple[Frame, ...]) -> Region | None:
+    """The default branch of `jax.lax.platform_dependent`. The choice itself is not drawn."""
+    platforms = eqn.params.get("branches_platforms") or ()
+    return Region("", eqn.params["branches"][platforms.index(None)], skip=1) if None in platforms else None
+
+
+def _shard_map(eqn: Any, stack: tuple[Frame, ...]) -> Region:
+    axes = dict(getattr(eqn.params.get("mesh"), "shape", {}) or {})
+    by_pmap = any(f.file.endswith("/pmap.py") or f.name == "pmap" for f in stack) or _traced_by_pmap(eqn)
+    label = ("pmap " if by_pmap else "shard_map ") + ", ".join(f"{name}={size}" for name, size in axes.items())
+    return Region(label.strip(), eqn.params["jaxpr"])
+
+
+def _traced_by_pmap(eqn: Any) -> bool:
+    info = getattr(getattr(eqn.params["jaxpr"], "debug_info", None), "func_src_info", "")
+    return "pmap.py" in str(info)
+
+
+def _pmap(eqn: Any, stack: tuple[Frame, ...]) -> Region:
+    return Region(f"pmap {eqn.params.get('axis_name')}={eqn.params.get('axis_size')}", body_of(eqn))
+
+
+_REGIONS = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map, "xla_pmap": _pmap}
+
+
+def branches_of(eqn: Any) -> list[tuple[str, Any]]:
+    """The label and the jaxpr of each branch of a `cond`."""
+    branches = eqn.params["branches"]
+    platforms = eqn.params.get("branches_platforms") or [(str(number),) for number in range(len(branches))]
+    return [("branch " + ", ".join(names), body) for names, body in zip(platforms, branches, strict=True)]
+
+
+def body_of(eqn: Any) -> Any:
+    """The nested jaxpr whose arguments are those of the equation, or None."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        body = eqn.params.get(name)
+        inner = getattr(body, "jaxpr", body)
+        if inner is not None and len(getattr(inner, "invars", ())) == len(eqn.invars):
+            return body
+    return None
+
+
+def maps_devices(jaxpr: Any) -> bool:
+    """Whether a map over devices is directly inside, or inside a call."""
+    for eqn in jaxpr.eqns:
+        body = body_of(eqn) if eqn.primitive.name in INLINE else None
+        if eqn.primitive.name in ("shard_map", "xla_pmap"):
+            return True
+        if body is not None and maps_devices(getattr(body, "jaxpr", body)):
+            return True
+    return False
+
+
+def call_label(eqn: Any, name: str) -> str:
+    """The label of the cluster of a call: remat, a custom gradient, or the name of a jitted function."""
+    prim = eqn.primitive.name
+    if prim in ("remat", "remat2", "checkpoint"):
+        return "remat"
+    if prim.startswith("custom_"):
+        return name or prim.removesuffix("_call").removesuffix("_jaxpr").replace("_call", "")
+    return "" if name == "<lambda>" else name
