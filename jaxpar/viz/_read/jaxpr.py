@@ -13,7 +13,17 @@ import jax.extend.core as jex
 from .costs import flops, nbytes, size
 from .liveness import drop_dead, mark_residuals
 from .raw import Eqn, Raw, Value
-from .regions import INLINE, Region, body_of, branches_of, call_label, maps_devices, region_of
+from .regions import (
+    INLINE,
+    Region,
+    body_of,
+    branches_of,
+    call_label,
+    count_fillers,
+    default_branch,
+    maps_devices,
+    region_of,
+)
 from .source import Frame, Sources, is_jax_function
 from .views import mark_view
 
@@ -91,11 +101,13 @@ class _Reader:
     def walk(self, jaxpr: Any, env: dict[Any, int], context: _Context) -> None:
         """Write out every equation of a jaxpr."""
         for eqn in jaxpr.eqns:
-            self.raw.count += 1
             inner = self.context_of(eqn, context)
             name = eqn.primitive.name
+            self.raw.count += name != "platform_index"
             if (region := region_of(eqn, inner.stack)) is not None:
                 self.add_region(eqn, region, env, inner)
+            elif (branch := default_branch(eqn)) is not None:
+                self.add_default(eqn, branch, env, inner)
             elif name == "cond":
                 self.add_branches(eqn, env, inner)
             elif name in INLINE and (body := body_of(eqn)) is not None:
@@ -181,6 +193,16 @@ class _Reader:
         self.carried.update(results[number] for number in region.carried)
         for var, value in zip(eqn.outvars, results, strict=True):
             env[var] = self.new_value(var.aval, root=value)
+
+    def add_default(self, eqn: Any, branch: Any, env: dict[Any, int], context: _Context) -> None:
+        """Write out the default branch, as if the function had no other. The choice does not count."""
+        self.raw.count -= 1 + count_fillers(branch.jaxpr)
+        args = (self.value_of(env, atom) for atom in eqn.invars[1:])
+        inner = dict(zip(branch.jaxpr.invars, args, strict=True))
+        self.add_constants(inner, branch)
+        self.walk(branch.jaxpr, inner, context)
+        for var, atom in zip(eqn.outvars, branch.jaxpr.outvars, strict=True):
+            env[var] = self.value_of(inner, atom)
 
     def add_branches(self, eqn: Any, env: dict[Any, int], context: _Context) -> None:
         """Write out all branches of a `cond`, and a node that picks from their results."""

@@ -34,7 +34,7 @@ class Region:
 
 
 def region_of(eqn: Any, stack: tuple[Frame, ...]) -> Region | None:
-    """The region that an equation is, or None. A `cond` with several branches is none."""
+    """The region that an equation is, or None. A `cond` has several branches and is none."""
     describe = _REGIONS.get(eqn.primitive.name)
     return None if describe is None else describe(eqn, stack)
 
@@ -50,12 +50,6 @@ def _while(eqn: Any, stack: tuple[Frame, ...]) -> Region:
     body = eqn.params["body_jaxpr"]
     carried = [n for n, var in enumerate(body.jaxpr.outvars) if getattr(var.aval, "shape", ()) != ()]
     return Region("while", body, skip=eqn.params["cond_nconsts"], carried=carried)
-
-
-def _cond(eqn: Any, stack: tuple[Frame, ...]) -> Region | None:
-    """The default branch of `jax.lax.platform_dependent`. The choice itself is not drawn."""
-    platforms = eqn.params.get("branches_platforms") or ()
-    return Region("", eqn.params["branches"][platforms.index(None)], skip=1) if None in platforms else None
 
 
 def _shard_map(eqn: Any, stack: tuple[Frame, ...]) -> Region:
@@ -74,7 +68,23 @@ def _pmap(eqn: Any, stack: tuple[Frame, ...]) -> Region:
     return Region(f"pmap {eqn.params.get('axis_name')}={eqn.params.get('axis_size')}", body_of(eqn))
 
 
-_REGIONS = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map, "xla_pmap": _pmap}
+_REGIONS = {"scan": _scan, "while": _while, "shard_map": _shard_map, "xla_pmap": _pmap}
+
+
+def default_branch(eqn: Any) -> Any:
+    """The jaxpr of the default of a `jax.lax.platform_dependent`, or None."""
+    platforms = eqn.params.get("branches_platforms") or () if eqn.primitive.name == "cond" else ()
+    return eqn.params["branches"][platforms.index(None)] if None in platforms else None
+
+
+def count_fillers(jaxpr: Any) -> int:
+    """How many equations of a branch only fill in what the gradient of another branch reads."""
+    fillers: set[int] = set()  # the ids of variables, since literals cannot be hashed
+    for eqn in jaxpr.eqns:
+        empty = eqn.primitive.name.startswith("empty") and not eqn.invars
+        if empty or (eqn.invars and all(id(atom) in fillers for atom in eqn.invars)):
+            fillers.update(map(id, eqn.outvars))
+    return len(fillers)
 
 
 def branches_of(eqn: Any) -> list[tuple[str, Any]]:
