@@ -15,12 +15,12 @@ import jax.numpy as jnp
 
 from .. import models, viz
 
-_DTYPES = dict(
-    pair.split(":")
-    for pair in (
-        "f16:float16 bf16:bfloat16 f32:float32 f64:float64 i8:int8 i16:int16 i32:int32 i64:int64 u8:uint8 u32:uint32 "
-        "bool:bool"
-    ).split()
+_DTYPES: dict[str, str] = dict(
+    zip(
+        "f16 bf16 f32 f64 i8 i16 i32 i64 u8 u32 bool".split(),
+        "float16 bfloat16 float32 float64 int8 int16 int32 int64 uint8 uint32 bool".split(),
+        strict=True,
+    )
 )
 _INPUT = re.compile(r"(?P<shape>(\d+(x\d+)*)?)(:(?P<dtype>\w+))?")
 
@@ -57,7 +57,12 @@ def run(args: argparse.Namespace) -> int:
         return 2
     output = args.output or f"{title}.svg"
     try:
-        options = {"title": args.title or title, "depth": args.depth, "theme": args.theme, "heat": args.heat}
+        options: dict[str, Any] = {
+            "title": args.title or title,
+            "depth": args.depth,
+            "theme": args.theme,
+            "heat": args.heat,
+        }
         options |= {"hide_weights": not args.show_weights, "params_argnums": params}
         plot = viz.plot_network(fn, *arrays, **options)
         path = plot.save(output)

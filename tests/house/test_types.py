@@ -99,5 +99,5 @@ def test_every_public_name_has_a_complete_type(tmp_path):
     assert {"jaxpar.kv", "jaxpar.train", "jaxpar.viz", "jaxpar.parallel", "jaxpar.models.lenet"} <= modules
     incomplete = {symbol["name"] for symbol in report["symbols"] if not symbol["isTypeKnown"]}
     # A `Plot` is a `graphviz.Digraph`, and graphviz has no py.typed.
-    assert incomplete == {"jaxpar.viz.plot_network", "jaxpar.viz.Plot", "jaxpar.viz._draw.render.Plot"}
+    assert incomplete == {"jaxpar.viz.plot_network", "jaxpar.viz.Plot", "jaxpar.viz._draw.picture.Plot"}
     assert report["exportedSymbolCounts"]["withKnownType"] > 200

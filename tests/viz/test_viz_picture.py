@@ -1,9 +1,7 @@
 """The picture: text that fits, stable output, themes, files, and what happens without `dot`."""
 
 import functools
-import itertools
 import re
-import sys
 import xml.etree.ElementTree as ET
 
 import graphviz
@@ -14,7 +12,6 @@ import viz_models as m
 
 from jaxpar import viz
 from jaxpar.models import lenet
-from jaxpar.viz._draw.render import RenderError
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -94,6 +91,7 @@ def test_renders_with_every_option(options, width):
 def test_the_picture_of_lenet_says_what_mxnets_did():
     plot = draw("lenet")
     assert isinstance(plot, graphviz.Digraph)
+    assert isinstance(plot, viz.Plot)
     root = ET.fromstring(plot.pipe("svg"))
     nodes = {g.find(SVG + "title").text: g for g in root.iter(SVG + "g") if g.get("class") == "node"}
     edges = [g.find(SVG + "title").text for g in root.iter(SVG + "g") if g.get("class") == "edge"]
@@ -142,8 +140,13 @@ def test_options_are_in_the_text():
 
 @pytest.mark.parametrize("option", [{"theme": "blue"}, {"heat": "watts"}])
 def test_unknown_options_are_refused(option):
-    with pytest.raises(ValueError, match="must be"):
+    with pytest.raises(ValueError, match=r"plot_network: unknown (theme 'blue'; known are light, dark|heat 'watts')"):
         draw("lenet", **option)
+
+
+def test_an_unknown_name():
+    with pytest.raises(AttributeError, match=r"'jaxpar\.viz' has no attribute 'plot'"):
+        viz.plot  # noqa: B018
 
 
 def test_names_and_titles_of_any_kind():
@@ -171,7 +174,7 @@ def test_save(tmp_path, ending, start):
 
 def test_render_as_graphviz_does(tmp_path):
     assert draw("lenet").render(str(tmp_path / "net"), format="png").endswith("net.png")
-    with pytest.raises(RenderError, match="cannot draw nonsense"):
+    with pytest.raises(viz.RenderError, match="cannot draw nonsense"):
         draw("lenet").save(tmp_path / "net.nonsense")
 
 
@@ -182,8 +185,10 @@ def test_a_notebook_shows_svg():
 
 
 def test_the_renderer_is_stopped_in_time():
-    with pytest.raises(RenderError, match=r"did not finish in 0\.001 s and was stopped.*depth=0"):
-        draw("transformer", time_limit=0.001).pipe("svg")
+    plot = draw("lenet", time_limit=0.001)
+    with pytest.raises(viz.RenderError, match=r"did not finish in 0\.001 s and was stopped.*depth=0"):
+        plot.pipe("svg")
+    assert lists_all_layers(plot._repr_mimebundle_()["text/html"], plot.network)
 
 
 @pytest.fixture
@@ -191,29 +196,36 @@ def no_dot(monkeypatch):
     monkeypatch.setenv("PATH", "")
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_without_dot_a_plainer_picture(no_dot, monkeypatch, name, width):
-    monkeypatch.setitem(sys.modules, "pygraphviz", None)
+@pytest.fixture
+def no_renderer(no_dot, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    plot = drawn(name)
-    with pytest.raises(RenderError, match="apt-get install graphviz"):
+
+
+def lists_all_layers(table, graph):
+    """Whether a page has a row for each node, and closes what it opens."""
+    _, *rows = ET.fromstring(f"<div>{table}</div>").iter("tr")
+    names = [next(row.iter("td")).text for row in rows]
+    return len(names) == len(graph.nodes) and all(map(str.startswith, names, (node.name for node in graph.nodes)))
+
+
+def test_without_a_renderer_a_notebook_says_what_to_install_and_shows_the_table(no_renderer):
+    plot = drawn("gradient")
+    with pytest.raises(viz.RenderError, match="apt-get install graphviz.*pip install pygraphviz"):
         plot.pipe("svg")
     shown = plot._repr_mimebundle_()
-    assert "pip install pygraphviz" in shown["text/plain"]
-    root = ET.fromstring(shown["image/svg+xml"])
-    groups = list(root.iter(SVG + "g"))
-    assert len(groups) == len(plot.network.nodes)
-    spans = []
-    for group in groups:
-        rect = group.find(SVG + "rect")
-        left, top, wide = (float(rect.get(key)) for key in ("x", "y", "width"))
-        spans.append((top, left, left + wide))
-        assert all(
-            width(t.text, float(t.get("font-size")), t.get("font-weight")) <= wide for t in group.iter(SVG + "text")
-        )
-    spans.sort()
-    for (top, _, right), (next_top, left, _) in itertools.pairwise(spans):
-        assert top != next_top or right <= left  # no box covers another
+    assert set(shown) == {"text/html", "text/plain"}
+    assert shown["text/plain"].count("pip install pygraphviz") == shown["text/html"].count("pip install pygraphviz") == 1
+    assert lists_all_layers(shown["text/html"], plot.network)
+
+
+@pytest.mark.parametrize("write", ["save", "render"])
+def test_without_a_renderer_the_table_is_written(no_renderer, tmp_path, write):
+    plot = drawn("gradient")
+    with pytest.raises(viz.RenderError, match=r"pip install pygraphviz.*written to .*net\.layers\.html instead"):
+        plot.save(tmp_path / "new" / "net.png") if write == "save" else plot.render(tmp_path / "new" / "net", format="png")
+    (file,) = (tmp_path / "new").iterdir()
+    assert lists_all_layers(file.read_text(), plot.network)
+    assert plot.save(tmp_path / "net.dot").endswith("net.dot")  # which needs no renderer
 
 
 def test_without_dot_pygraphviz_draws(no_dot, monkeypatch, tmp_path):
@@ -227,10 +239,3 @@ def test_without_dot_pygraphviz_draws(no_dot, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     plot = draw("lenet")
     assert plot.pipe("svg") == f"dot svg {len(plot.source)}".encode()
-
-
-def test_import_is_light():
-    import subprocess
-
-    code = "import sys, jaxpar.viz; assert not {'graphviz', 'IPython', 'matplotlib'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,14 +7,26 @@ from dataclasses import dataclass
 
 from .._read.raw import Eqn, Raw
 
-_PLAIN_NAMES = dict(
-    pair.split(":")
-    for pair in (
-        "add_any:add reduce_sum:sum reduce_max:max reduce_min:min reduce_prod:prod reduce_and:all reduce_or:any "
-        "max:maximum min:minimum integer_pow:pow select_n:where dot_general:MatMul conv_general_dilated:conv "
-        "concatenate:Concat reshape:Flatten psum2:psum psum_invariant:psum all_gather_invariant:all_gather"
-    ).split()
-)
+_PLAIN_NAMES = {
+    "add_any": "add",
+    "reduce_sum": "sum",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_prod": "prod",
+    "reduce_and": "all",
+    "reduce_or": "any",
+    "max": "maximum",
+    "min": "minimum",
+    "integer_pow": "pow",
+    "select_n": "where",
+    "dot_general": "MatMul",
+    "conv_general_dilated": "conv",
+    "concatenate": "Concat",
+    "reshape": "Flatten",
+    "psum2": "psum",
+    "psum_invariant": "psum",
+    "all_gather_invariant": "all_gather",
+}
 
 
 @dataclass(slots=True, eq=False)
