@@ -252,6 +252,13 @@ def _inner(x):
 _inner.__name__ = "inner"
 
 
+def test_a_function_that_is_inlined_is_no_cluster():
+    inlined = jax.jit(_inner, inline=True)
+    given, wanted = (viz.trace(lambda x, fn=fn: fn(x) @ x, m.Spec((4, 4), m.f32)) for fn in (inlined, _inner))
+    assert {node.scope for node in given.layers} == {()}
+    assert [(node.name, node.op, node.flops) for node in given.nodes] == [(n.name, n.op, n.flops) for n in wanted.nodes]
+
+
 def portable(w, x):
     return jax.nn.relu(x @ w) @ w
 

@@ -21,6 +21,7 @@ from .regions import (
     call_label,
     count_fillers,
     default_branch,
+    is_inlined,
     maps_devices,
     region_of,
 )
@@ -72,6 +73,7 @@ class _Reader:
         self.raw = Raw()
         self.sources = Sources()
         self.carried: set[int] = set()  # values that a loop needs although nothing reads them
+        self.calls = itertools.count()
         self.clusters: dict[tuple[str, ...], itertools.count[int]] = {}
 
     def new_value(
@@ -110,6 +112,8 @@ class _Reader:
                 self.add_default(eqn, branch, env, inner)
             elif name == "cond":
                 self.add_branches(eqn, env, inner)
+            elif is_inlined(eqn) and not is_jax_function((body := eqn.params["jaxpr"]).jaxpr):
+                self.add_in_place(eqn, body, eqn.invars, env, inner)
             elif name in INLINE and (body := body_of(eqn)) is not None:
                 self.add_call(eqn, body, env, inner)
             else:
@@ -177,7 +181,7 @@ class _Reader:
             enclosing = (*context.enclosing, self.raw.position(context.stack))
             context = replace(context, enclosing=enclosing)
         if library and name:
-            number = -1 - self.raw.count  # a call of its own, wherever it is made
+            number = -1 - next(self.calls)  # a call of its own, wherever it is made
             frame = Frame("jax", "jax", name, "", 0, number, number)
             context = replace(context, stack=(*context.stack, frame))
         elif not is_jax_function(jaxpr):
@@ -196,12 +200,18 @@ class _Reader:
 
     def add_default(self, eqn: Any, branch: Any, env: dict[Any, int], context: _Context) -> None:
         """Write out the default branch, as if the function had no other. The choice does not count."""
-        self.raw.count -= 1 + count_fillers(branch.jaxpr)
-        args = (self.value_of(env, atom) for atom in eqn.invars[1:])
-        inner = dict(zip(branch.jaxpr.invars, args, strict=True))
-        self.add_constants(inner, branch)
-        self.walk(branch.jaxpr, inner, context)
-        for var, atom in zip(eqn.outvars, branch.jaxpr.outvars, strict=True):
+        self.raw.count -= count_fillers(branch.jaxpr)
+        self.add_in_place(eqn, branch, eqn.invars[1:], env, context)
+
+    def add_in_place(
+        self, eqn: Any, body: Any, operands: Sequence[Any], env: dict[Any, int], context: _Context
+    ) -> None:
+        """Write out a nested jaxpr as if its equations were in this one. Its equation does not count."""
+        self.raw.count -= 1
+        inner = {var: self.value_of(env, atom) for var, atom in zip(body.jaxpr.invars, operands, strict=True)}
+        self.add_constants(inner, body)
+        self.walk(body.jaxpr, inner, context)
+        for var, atom in zip(eqn.outvars, body.jaxpr.outvars, strict=True):
             env[var] = self.value_of(inner, atom)
 
     def add_branches(self, eqn: Any, env: dict[Any, int], context: _Context) -> None:

@@ -71,6 +71,12 @@ def _pmap(eqn: Any, stack: tuple[Frame, ...]) -> Region:
 _REGIONS = {"scan": _scan, "while": _while, "shard_map": _shard_map, "xla_pmap": _pmap}
 
 
+def is_inlined(eqn: Any) -> bool:
+    """Whether this is a call of a function that was jitted with `inline=True`. From jax 0.12 on it is in the jaxpr."""
+    inline = eqn.params.get("inline")
+    return getattr(inline, "name", inline) in (True, "JAX_EARLY", "JAX_LATE")
+
+
 def default_branch(eqn: Any) -> Any:
     """The jaxpr of the default of a `jax.lax.platform_dependent`, or None."""
     platforms = eqn.params.get("branches_platforms") or () if eqn.primitive.name == "cond" else ()
