@@ -1,6 +1,6 @@
-"""The messages of a run: which there are in each direction, and what each field may hold.
+"""The messages of a run, in both directions, and the valid values of each field.
 
-A message is one line of JSON: an object whose fields are exactly those of its type. Nothing else is read.
+A message is one line of JSON. It is an object with exactly the fields of its type. Anything else is invalid.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ Message = dict[str, Any]
 Types = Mapping[str, tuple[str, ...]]  # the field that names the type, and the other fields
 
 LONGEST = 1 << 16  # bytes of one message
-MOST_SECONDS = 7 * 24 * 3600.0  # of a time limit
+MOST_SECONDS = 7 * 24 * 3600.0  # the largest time limit
 _MOST_PROCESSES = 1 << 20
 
 FROM_PROCESS: Types = {
-    "hello": ("job", "rank", "size", "host", "patience"),
-    "beat": (),
+    "hello": ("job", "rank", "size", "host", "timeout"),
+    "heartbeat": (),
     "hint": (),
     "failed": (),
     "interrupted": (),
     "leaving": (),
 }
-FROM_HUB: Types = {
+FROM_SERVER: Types = {
     "welcome": (),
-    "stranger": (),
-    "beat": (),
+    "other_run": (),
+    "heartbeat": (),
     "hint": (),
     "go": ("host",),
     "lost": ("host", "why"),
@@ -39,7 +39,13 @@ FROM_HUB: Types = {
 
 @dataclasses.dataclass(frozen=True)
 class _Field:
-    """What a field may hold, in words and as a question; `longest` caps a text."""
+    """The valid values of a field.
+
+    Attributes:
+        words: what they are.
+        is_valid: whether a value is one of them.
+        longest: a longer text is cut before it is sent.
+    """
 
     words: str
     is_valid: Callable[[Any], bool]
@@ -64,12 +70,12 @@ def _is_time(value: Any) -> bool:
 
 
 _FIELDS = {
-    **dict.fromkeys(("hello", "beat", "leaving", "welcome", "stranger", "go", "closing"), _integer(1, 1)),
+    **dict.fromkeys(("hello", "heartbeat", "leaving", "welcome", "other_run", "go", "closing"), _integer(1, 1)),
     "job": _text(300),
     "rank": _integer(0, _MOST_PROCESSES - 1),
     "lost": _integer(0, _MOST_PROCESSES - 1),
     "size": _integer(1, _MOST_PROCESSES),
-    "patience": _Field(f"a number from 0 to {MOST_SECONDS:g}", _is_time),
+    "timeout": _Field(f"a number from 0 to {MOST_SECONDS:g}", _is_time),
     "host": _text(255),
     "hint": _text(4096, or_null=True),
     **dict.fromkeys(("failed", "interrupted", "refused", "why"), _text(1000)),
@@ -97,13 +103,13 @@ def parse(line: bytes, types: Types) -> Message:
 
 
 def encode(message: Message) -> bytes:
-    """A message as a line; its texts are made printable and cut to their length."""
+    """A message as a line. Its texts are escaped and cut to the longest valid length."""
     fields = {n: printable(v, _FIELDS[n].longest) if isinstance(v, str) else v for n, v in message.items()}
     return json.dumps(fields).encode() + b"\n"
 
 
 def printable(text: str, longest: int = LONGEST) -> str:
-    r"""A text with everything escaped that a terminal may act on.
+    r"""A text whose control characters are escaped.
 
     >>> printable("runs/\x1b[2J")
     'runs/\\x1b[2J'
@@ -117,7 +123,7 @@ def job_name(job: str) -> str:
 
 
 def _short(value: Any) -> str:
-    """A value in a few printable characters; of a container, the type."""
+    """A value in at most 60 printable characters. A container is shown by its type."""
     if isinstance(value, (dict, list)):
         return f"a {type(value).__name__}"
     if isinstance(value, str) and len(value) > 40:

@@ -1,9 +1,8 @@
-"""A door to jax's coordination service that stays open when the service dies.
+"""A local proxy for jax's coordination service. It hides a lost connection from jax's client, which would abort.
 
-That service lives in process 0. When process 0 is killed, jax's client in every other process aborts within a
-tenth of a second, with a C++ stack trace and status 134, before a monitor could say what happened. Behind this
-relay, in the process itself, the client sees no connection closing; it gives up after its own heartbeat timeout,
-which comes later than the monitor's.
+The service is in process 0. When process 0 is killed, jax's client in every other process aborts within a tenth of a
+second, with a C++ stack trace and status 134, before the loss can be reported. Through this proxy, which is in the same
+process, the client sees no closed connection. It gives up after its own heartbeat timeout, which is longer than ours.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ import socket
 import threading
 import time
 
+from . import addresses
+
 _CHUNK = 1 << 18
 _MOST = 16  # connections at a time; jax's client has one or two
 _RETRY = 0.05  # seconds between two attempts
@@ -20,97 +21,103 @@ _END = 5.0  # seconds which the service has to end after its client has
 
 
 class ServiceProxy(threading.Thread):
-    """Listens at `address` on this host and hands every connection on to `target` ("host:port").
+    """A listener on this host that forwards every connection.
 
-    Each connection has threads of its own, so that one that hangs or breaks holds up no other.
+    Each connection has threads of its own, so that one that hangs or breaks does not delay another.
+
+    Args:
+        target: the service, "host:port".
+
+    Attributes:
+        address: where the proxy listens, "host:port".
     """
 
     def __init__(self, target: str):
-        super().__init__(name="jaxpar-relay", daemon=True)
-        host, port = target.rsplit(":", 1)
-        self._target = (host.strip("[]"), int(port))
+        super().__init__(name="jaxpar-proxy", daemon=True)
+        self._target = addresses.split(target)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._pairs: list[_Pair] = []
 
     def run(self) -> None:
+        """Accept connections until the process ends."""
         while True:
             try:
-                near, _ = self._listener.accept()
+                client, _ = self._listener.accept()
             except OSError:  # out of descriptors, or the connection is gone already
                 time.sleep(_RETRY)
                 continue
-            self._admit(near)
+            self._admit(client)
 
-    def _admit(self, near: socket.socket) -> None:
-        """Start a pair; where there are too many, close the oldest that has sent nothing, else the new one."""
+    def _admit(self, client: socket.socket) -> None:
+        """Start a pair. Where there are too many, close the oldest that has sent nothing, else the new one."""
         self._pairs = [pair for pair in self._pairs if pair.is_alive()]
         silent = [pair for pair in self._pairs if pair.is_silent]
         if len(self._pairs) >= _MOST and not silent:
-            return near.close()
+            return client.close()
         if len(self._pairs) >= _MOST:
             self._pairs.remove(silent[0])
             silent[0].stop()
-        pair = _Pair(near, self._target)
+        pair = _Pair(client, self._target)
         try:
             pair.start()
         except RuntimeError:  # no more threads
-            return near.close()
+            return client.close()
         self._pairs.append(pair)
 
 
 class _Pair(threading.Thread):
-    """A connection of jax's client and the one to the service that it is handed on to."""
+    """A connection of jax's client, and the connection to the service to which it is forwarded."""
 
-    def __init__(self, near: socket.socket, target: tuple[str, int]):
-        super().__init__(name="jaxpar-relay-pair", daemon=True)
-        self._near, self._target = near, target
+    def __init__(self, client: socket.socket, target: tuple[str, int]):
+        super().__init__(name="jaxpar-proxy-pair", daemon=True)
+        self._client, self._target = client, target
         self.is_silent = True
 
     def run(self) -> None:
-        with self._near as near:
-            data = _receive(near)  # jax's client speaks first
+        with self._client as client:
+            data = _receive(client)  # jax's client sends first
             self.is_silent = False
-            far = self._reach() if data else None
-            if far is None:
+            service = self._connect() if data else None
+            if service is None:
                 return
-            with far:
-                self._exchange(near, far, data)
+            with service:
+                self._forward(client, service, data)
 
     def stop(self) -> None:
-        _shut(self._near, socket.SHUT_RDWR)
+        _shut(self._client, socket.SHUT_RDWR)
 
-    def _reach(self) -> socket.socket | None:
-        """A connection to the service; None where the client ends before there is one (process 0 may be slower)."""
-        while _is_open(self._near):
+    def _connect(self) -> socket.socket | None:
+        """A connection to the service, which may start later. It is None where the client ends before that."""
+        while _is_open(self._client):
             try:
-                far = socket.create_connection(self._target, timeout=5)
+                service = socket.create_connection(self._target, timeout=5)
             except OSError:
                 time.sleep(_RETRY)
                 continue
-            far.settimeout(None)
-            return far
+            service.settimeout(None)
+            return service
         return None
 
-    def _exchange(self, near: socket.socket, far: socket.socket, data: bytes) -> None:
-        for sock in (near, far):
+    def _forward(self, client: socket.socket, service: socket.socket, data: bytes) -> None:
+        """Forward both directions until the client ends. The end of the service is never forwarded."""
+        for sock in (client, service):
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        answers = threading.Thread(target=_copy, args=(far, near), daemon=True)
+        answers = threading.Thread(target=_copy, args=(service, client), daemon=True)
         answers.start()
         with contextlib.suppress(OSError):
-            far.sendall(data)
-        _copy(near, far)
-        # The client has finished. That the service is gone is never passed on to it.
-        _shut(far, socket.SHUT_WR)
+            service.sendall(data)
+        _copy(client, service)
+        _shut(service, socket.SHUT_WR)
         answers.join(_END)
-        for sock in (near, far):
+        for sock in (client, service):
             _shut(sock, socket.SHUT_RDWR)  # wakes the other thread where it still waits
         answers.join()
 
 
 def _copy(source: socket.socket, drain: socket.socket) -> None:
-    """Pass on what comes from `source` until its end; what `drain` no longer takes is dropped."""
+    """Copy from `source` until its end. What `drain` no longer takes is dropped."""
     is_open = True
     while data := _receive(source):
         try:
@@ -136,6 +143,6 @@ def _is_open(sock: socket.socket) -> bool:
         return False
 
 
-def _shut(sock: socket.socket, how: int) -> None:
+def _shut(sock: socket.socket, direction: int) -> None:
     with contextlib.suppress(OSError):
-        sock.shutdown(how)
+        sock.shutdown(direction)

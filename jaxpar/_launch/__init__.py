@@ -1,1 +1,7 @@
-"""`python -m jaxpar launch`: several processes on this machine. No JAX here."""
+"""`python -m jaxpar launch`: several processes on this machine. No JAX here.
+
+command     the arguments
+launcher    starts the processes, ends them after a failure, starts them again
+child       one process and its output
+signals     the signals that reach the launcher
+"""

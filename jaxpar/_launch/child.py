@@ -1,4 +1,4 @@
-"""One process that the launcher has started, and what it prints."""
+"""A process that the launcher has started, and its output."""
 
 from __future__ import annotations
 
@@ -16,43 +16,55 @@ _LONGEST = 1 << 16  # bytes of a line without an end that are held back
 
 
 class Output(threading.Thread):
-    """Writes to standard output and error in a thread: a pager that stops reading must not stop the launcher."""
+    """A thread that writes to standard output and error: a pager that stops reading must not stop the launcher.
+
+    Attributes:
+        is_broken: whether the reader has closed the pipe.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="jaxpar-output", daemon=True)
         self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
-        self.broken = False
+        self.is_broken = False
 
     def run(self) -> None:
+        """Write until `finish`."""
         while (item := self._queue.get()) is not None:
             descriptor, rest = item
-            while rest and not self.broken:
+            while rest and not self.is_broken:
                 try:
                     rest = rest[os.write(descriptor, rest) :]
-                except OSError:  # nobody reads any more: `| head`
-                    self.broken = True
+                except OSError:  # the pipe is closed: `| head`
+                    self.is_broken = True
 
     def write(self, descriptor: int, data: bytes) -> None:
+        """Put bytes in the queue of this thread."""
         self._queue.put((descriptor, data))
 
     def say(self, line: str) -> None:
+        """Write a line of the launcher's own to standard error."""
         self.write(2, f"jaxpar launch: {line}\n".encode(errors="backslashreplace"))
 
     def finish(self, seconds: float | None) -> None:
+        """Wait until all is written, for `seconds` at most."""
         self._queue.put(None)
         self.join(seconds)
 
 
 class Stream:
-    """A pipe of a child; each line of it goes on with the rank in front, whole and alone."""
+    """A pipe of a child. Each line is written whole, after a prefix.
+
+    Attributes:
+        is_open: whether the pipe has not ended.
+    """
 
     def __init__(self, pipe: IO[bytes], prefix: str, write: Callable[[bytes], None]):
         os.set_blocking(pipe.fileno(), False)
-        self.pipe, self.open = pipe, True
+        self.pipe, self.is_open = pipe, True
         self._prefix, self._write, self._rest = prefix.encode(), write, b""
 
     def read(self) -> None:
-        """Takes what is there; `open` is False from the end on."""
+        """Read what is there. At the end of the pipe `is_open` becomes False."""
         try:
             data = os.read(self.pipe.fileno(), 1 << 18)
         except BlockingIOError:
@@ -65,11 +77,23 @@ class Stream:
         self._rest = rest
         if lines:
             self._write(b"".join(self._prefix + line + b"\n" for line in lines))
-        self.open = bool(data)
+        self.is_open = bool(data)
 
 
 class Child:
-    """A process in a session of its own, so that it can be ended with all that it started."""
+    """A process in a session of its own, so that it can be ended with all that it started.
+
+    Args:
+        rank: its number in this start.
+        slot: its number in the first start, which chooses its GPUs.
+        command, env: as for `subprocess.Popen`.
+        output: where its lines are written.
+
+    Attributes:
+        status: its exit status as a shell would say it, or None while it runs.
+    """
+
+    status: int | None
 
     def __init__(self, rank: int, slot: int, command: Sequence[str], env: Mapping[str, str], output: Output):
         self.rank, self.slot, self.status = rank, slot, None
@@ -88,40 +112,39 @@ class Child:
             Stream(self.process.stderr, f"[{rank}] ", lambda data: output.write(2, data)),
         ]
 
-    status: int | None
-
     def poll(self) -> bool:
-        """Whether it has just ended; `status` is then what a shell would say."""
+        """Update `status` and return whether the process has just ended."""
         if self.status is None and (code := self.process.poll()) is not None:
             self.status = code if code >= 0 else 128 - code
             return True
         return False
 
-    def signal(self, number: int) -> None:
-        """Sends a signal to the process and all that it started; a stopped one is woken to take it."""
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process and all that it started. A stopped one is continued to take it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
             if number not in (signal.SIGKILL, signal.SIGSTOP):
                 os.killpg(self.process.pid, signal.SIGCONT)
 
     def register(self, selector: selectors.BaseSelector) -> None:
+        """Have the selector read both streams until their ends."""
         for stream in self.streams:
             selector.register(stream.pipe, selectors.EVENT_READ, lambda stream=stream: self._read(stream, selector))
 
     def _read(self, stream: Stream, selector: selectors.BaseSelector) -> None:
         stream.read()
-        if not stream.open:
+        if not stream.is_open:
             selector.unregister(stream.pipe)
             stream.pipe.close()
 
     @property
-    def silent(self) -> bool:
-        """Whether all that it printed has been read."""
-        return not any(stream.open for stream in self.streams)
+    def is_read(self) -> bool:
+        """Whether all output has been read."""
+        return not any(stream.is_open for stream in self.streams)
 
 
-def how(status: int) -> str:
-    """In words: how a process with this status ended."""
+def describe_status(status: int) -> str:
+    """How a process with this exit status ended."""
     if status > 128:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(status - 128).name}"

@@ -10,21 +10,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._heartbeat.server import SILENCE
+from .._heartbeat.server import HEARTBEAT_TIMEOUT
 from . import launcher
 
 _ABOUT = """\
-Starts n processes on this machine, each with its rank in front of what it prints. A script that begins with
-jaxpar.distributed.initialize() needs nothing else. When one process fails, is killed or frozen, all are ended, and
-started again where --max-restarts allows it. `python` as the first word is the interpreter that runs the launcher.
+Start n processes on this machine. Each line that they print begins with the rank of its process. A script that begins
+with jaxpar.distributed.initialize() needs nothing else. When one process fails, is killed or frozen, all are ended.
+With --max-restarts they are started again. `python` as the first word is the interpreter that runs the launcher.
 
-exit status: 0: all ended with 0. 2: bad arguments. Else that of the process that failed first, 128 + signal where it
-was killed; 128 + signal where the launcher itself was told to end.
+exit status: 0: all ended with 0. 2: bad arguments. 128 + signal: a signal ended the launcher. Else the status of the
+process that failed first, 128 + signal where it was killed.
 """
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to the subparsers of the command line."""
+    """Add `launch` to the subparsers of the command line."""
     parser = commands.add_parser(
         "launch",
         help="start several processes",
@@ -44,16 +44,17 @@ def add_parser(commands: Any) -> None:
     add(
         "--heartbeat-timeout",
         type=_number(float, 2),
-        default=os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or SILENCE,
+        default=os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or HEARTBEAT_TIMEOUT,
         metavar="S",
-        help=f"seconds of silence after which a process counts as frozen ($JAXPAR_HEARTBEAT_TIMEOUT, or {SILENCE:g})",
+        help="seconds without a heartbeat after which a process counts as frozen "
+        f"($JAXPAR_HEARTBEAT_TIMEOUT, or {HEARTBEAT_TIMEOUT:g})",
     )
     add("command", nargs=argparse.REMAINDER, help="after --")
     parser.set_defaults(run=lambda args: run(args, parser))
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Checks the arguments, starts the processes and waits for them."""
+    """Check the arguments, start the processes and wait for them."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         parser.error("no command given; end the line with: -- python script.py")
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         env = {"JAX_NUM_CPU_DEVICES": str(args.devices), "JAX_PLATFORMS": "cpu", **env}
     else:
         try:
-            gpus = _gpus({**os.environ, **env}, args.processes, args.gpus_per_process)
+            gpus = _choose_gpus({**os.environ, **env}, args.processes, args.gpus_per_process)
         except ValueError as error:
             parser.error(str(error))
     return launcher.launch(
@@ -84,32 +85,32 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             min_processes=args.min_processes,
             port=args.coordinator_port,
             grace=args.grace,
-            silence=args.heartbeat_timeout,
+            heartbeat_timeout=args.heartbeat_timeout,
         )
     )
 
 
-def _gpus(env: dict[str, str], processes: int, each: int | None) -> list[str]:
-    """What each process sees of the GPUs; nothing where there are none, or where JAX is told to leave them alone."""
+def _choose_gpus(env: dict[str, str], processes: int, each: int | None) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each process. It is empty where there are no GPUs, or JAX_PLATFORMS excludes them."""
     platforms = env.get("JAX_PLATFORMS", "")
     if each is None and platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return []
-    gpus = gpus_of(env, _listed())
+    gpus = visible_gpus(env, _listed_gpus())
     return [] if each is None and not gpus else share_gpus(gpus, processes, each)
 
 
-def gpus_of(env: Mapping[str, str], listing: Sequence[str]) -> list[str]:
-    """The GPUs that may be used: those of CUDA_VISIBLE_DEVICES, else as many as `nvidia-smi -L` lists."""
+def visible_gpus(env: Mapping[str, str], listing: Sequence[str]) -> list[str]:
+    """The GPUs of CUDA_VISIBLE_DEVICES, or those that `nvidia-smi -L` lists."""
     if "CUDA_VISIBLE_DEVICES" in env:
         return [name.strip() for name in env["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")]
     return [str(i) for i, _ in enumerate(listing)]
 
 
 def share_gpus(gpus: Sequence[str], processes: int, each: int | None) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each process: `each` GPUs, or an even share of all.
+    """CUDA_VISIBLE_DEVICES of each process. `each` None shares all GPUs evenly.
 
     Raises:
-        ValueError: there are not enough.
+        ValueError: there are not enough GPUs.
     """
     number = len(gpus) // processes if each is None else each
     if number < 1 or number * processes > len(gpus):
@@ -120,17 +121,19 @@ def share_gpus(gpus: Sequence[str], processes: int, each: int | None) -> list[st
     return [",".join(gpus[i * number : (i + 1) * number]) for i in range(processes)]
 
 
-def _listed() -> list[str]:
+def _listed_gpus() -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     try:
-        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
     except subprocess.TimeoutExpired:
         return []
-    return [line for line in found.stdout.splitlines() if line.startswith("GPU ")]
+    return [line for line in listing.stdout.splitlines() if line.startswith("GPU ")]
 
 
 def _number(kind: type, least: int) -> Any:
+    """A parser of a number of at least `least`."""
+
     def parse(text: str) -> Any:
         try:
             value = kind(text)

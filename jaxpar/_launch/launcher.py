@@ -1,6 +1,6 @@
-"""Several processes on this machine: started together, watched, ended together, started again.
+"""The launcher: starts several processes on this machine, ends them after a failure, starts them again.
 
-The launcher holds the hub (`_hub`), so it sees a frozen process as well as one that ended. It uses no JAX.
+It holds the heartbeat server, so it notices a frozen process too.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
-from .._heartbeat.server import INTERRUPTED, MOMENT, SILENCE, HeartbeatServer
-from .child import Child, Output, how
+from .._heartbeat.server import HEARTBEAT_TIMEOUT, INTERRUPT_GRACE, INTERRUPTED, HeartbeatServer
+from .child import Child, Output, describe_status
 from .signals import Signals
 
-_TOLD = 3.0  # seconds in which a process that was told of a loss ends by itself
-_LOOK = 0.25  # seconds between two looks at the processes, where no signal came
+_EXIT_TIME = 3.0  # seconds in which a process ends by itself after a loss report
+_POLL_INTERVAL = 0.25  # seconds between two checks of the processes without a signal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Plan:
         command: the program and its arguments.
         processes: how many.
         env: variables for all of them.
-        gpus: for each process, the value of CUDA_VISIBLE_DEVICES; empty leaves it alone.
+        gpus: for each process, the value of CUDA_VISIBLE_DEVICES. Empty leaves the variable as it is.
         max_restarts: how often all are started again after a failure.
-        min_processes: where given, a restart leaves out those that were lost as long as so many remain.
-        port: of the coordinator; None takes a free one, another at each start.
+        min_processes: a restart leaves out the process that was lost, down to this many. None leaves out none.
+        port: of the coordinator. None takes a free one, another at each start.
         grace: seconds between SIGTERM and SIGKILL.
-        silence: seconds without a beat after which a process counts as frozen.
+        heartbeat_timeout: seconds without a heartbeat after which a process counts as frozen.
     """
 
     command: Sequence[str]
@@ -46,15 +46,15 @@ class Plan:
     min_processes: int | None = None
     port: int | None = None
     grace: float = 30.0
-    silence: float = SILENCE
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
 
 
 def launch(plan: Plan) -> int:
-    """Runs the processes until all have ended in order, or one failed and no restart is left.
+    """Run the processes until all have ended with 0, or one failed and no restart is left.
 
     Returns:
-        0 where all ended with 0; 128 + signal where the launcher was told to end; else the status of the process
-        that failed first (128 + signal where it was killed; a frozen one is killed by SIGKILL: 137).
+        0 where all ended with 0. 128 + signal where a signal ended the launcher. Else the status of the process that
+        failed first: 128 + signal where it was killed, 137 where it was frozen.
     """
     output = Output()
     output.start()
@@ -66,149 +66,165 @@ def launch(plan: Plan) -> int:
             if status == 0 or signals.ending or restart == plan.max_restarts:
                 break
             restart += 1
-            slots = _remaining(plan, slots, run)
-            resume = f", from {run.hint}" if run.hint else ""
+            slots = _slots_left(plan, slots, run)
+            resume = f", from {run.server.hint}" if run.server.hint else ""
             number = f"{len(slots)} process{'es' if len(slots) > 1 else ''}"
             output.say(f"restart {restart} of {plan.max_restarts} with {number}{resume}")
     output.finish(5.0 if signals.ending else None)
     return 128 + signals.ending if signals.ending else status
 
 
-def _remaining(plan: Plan, slots: list[int], run: _Run) -> list[int]:
-    """The places that are used again: without the one that was lost, where fewer processes are allowed."""
+def _slots_left(plan: Plan, slots: list[int], run: _Run) -> list[int]:
+    """The slots of the next start. It is without the process that was lost where fewer are allowed."""
     if plan.min_processes is None or len(slots) <= plan.min_processes or run.first is None:
         return slots
     return [slot for slot in slots if slot != run.first.slot]
 
 
 class _Run:
-    """One start of all processes, to its end."""
+    """One start of all processes, to its end.
+
+    Attributes:
+        first: the process that failed first, or None.
+        server: the heartbeat server of this start.
+    """
 
     def __init__(self, plan: Plan, slots: Sequence[int], restart: int, signals: Signals, output: Output):
         self.plan, self.signals, self.output = plan, signals, output
-        self.first: Child | None = None  # the one that failed first
-        self._deadlines: list[tuple[float, int]] = []  # when to send which signal to those that are left
+        self.first: Child | None = None
+        self._deadlines: list[tuple[float, int]] = []  # when to send which signal to those that still run
         self._report_at: float | None = None
         self._why = "the run is being ended"
-        self._passed_on, self._seen = False, 0  # whether a signal was passed on, and how many came
+        self._is_interrupted, self._signals_handled = False, 0
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals.wake, selectors.EVENT_READ, signals.clear)
         listener = socket.create_server(("127.0.0.1", 0))
         job = secrets.token_hex(8)
-        self.hub = HeartbeatServer(
-            self._selector, listener, job=job, size=len(slots), silence=plan.silence, closed=lambda rank: None
+        self.server = HeartbeatServer(
+            self._selector,
+            listener,
+            job=job,
+            size=len(slots),
+            heartbeat_timeout=plan.heartbeat_timeout,
+            on_close=lambda rank: None,  # its exit status says more
         )
-        shared = {
-            **os.environ,
-            "PYTHONUNBUFFERED": "1",
-            **plan.env,
-            "JAXPAR_COORDINATOR": f"127.0.0.1:{plan.port or _free_port()}",
-            "JAXPAR_NUM_PROCESSES": str(len(slots)),
-            "JAXPAR_HUB": f"127.0.0.1:{listener.getsockname()[1]}",
-            "JAXPAR_JOB": job,
-            "JAXPAR_RESTART": str(restart),
-            "JAXPAR_HEARTBEAT_TIMEOUT": f"{plan.silence:g}",
-        }
-        self.children: list[Child] = []
-        for rank, slot in enumerate(slots):
-            own = {"JAXPAR_PROCESS_ID": str(rank)}
-            if plan.gpus:
-                own["CUDA_VISIBLE_DEVICES"] = plan.gpus[slot]
-            child = Child(rank, slot, plan.command, {**shared, **own}, output)
-            child.register(self._selector)
-            self.children.append(child)
-
-    @property
-    def hint(self) -> str | None:
-        return self.hub.hint
+        run = {"JAXPAR_HUB": f"127.0.0.1:{listener.getsockname()[1]}", "JAXPAR_JOB": job}
+        shared = {**_environment(plan, len(slots), restart), **run}
+        self.children = [self._start(rank, slot, shared) for rank, slot in enumerate(slots)]
 
     def wait(self) -> int:
+        """Wait for the end of all processes, and return the exit status of the run."""
         try:
             while any(child.status is None for child in self.children):
-                self._step(_LOOK)
-            self._clean()
+                self._step(_POLL_INTERVAL)
+            self._read_rest()
         finally:
-            self._kill()
-            self.hub.close()
+            self._kill_rest()
+            self.server.close()
             self._selector.close()
         return 0 if self.first is None else self.first.status or 1
+
+    def _start(self, rank: int, slot: int, shared: Mapping[str, str]) -> Child:
+        own = {"JAXPAR_PROCESS_ID": str(rank)}
+        if self.plan.gpus:
+            own["CUDA_VISIBLE_DEVICES"] = self.plan.gpus[slot]
+        child = Child(rank, slot, self.plan.command, {**shared, **own}, self.output)
+        child.register(self._selector)
+        return child
 
     def _step(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
             key.data()
-        self.hub.look()
-        self._obey()
-        if self.hub.lost is not None and self.first is None:  # silent, or it told that it failed
-            self._failed(self.children[self.hub.lost.rank], self.hub.lost.why, told=True)
+        self.server.check()
+        self._handle_signals()
+        if self.server.lost is not None and self.first is None:  # silent, or it reported its own failure
+            self._end_others(self.children[self.server.lost.rank], self.server.lost.why, from_server=True)
         for child in self.children:
             if child.poll() and child.status:
-                self._failed(child, how(child.status))
+                self._end_others(child, describe_status(child.status))
         now = time.monotonic()
         if self._report_at is not None and self.first is not None and now >= self._report_at:
             self._report_at = None
-            self.hub.report(self.first.rank, self._why)
+            self.server.report(self.first.rank, self._why)
         while self._deadlines and now > self._deadlines[0][0]:
-            self._send(self._deadlines.pop(0)[1])
+            self._send_signal(self._deadlines.pop(0)[1])
 
-    def _obey(self) -> None:
-        """Passes signals on; a second Ctrl-C ends at once."""
-        if self.signals.stopped:
-            self.signals.stopped = False
-            self._send(signal.SIGSTOP)
+    def _handle_signals(self) -> None:
+        """Pass signals on to the processes. A second Ctrl-C kills them."""
+        if self.signals.is_stopped:
+            self.signals.is_stopped = False
+            self._send_signal(signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
-            self._send(signal.SIGCONT)
-        if (self.signals.ending or self.output.broken) and not self._passed_on:
+            self._send_signal(signal.SIGCONT)
+        if (self.signals.ending or self.output.is_broken) and not self._is_interrupted:
             self.signals.ending = self.signals.ending or signal.SIGPIPE
             number = signal.SIGINT if self.signals.ending == signal.SIGINT else signal.SIGTERM
-            self._passed_on, self._seen = True, self.signals.times
-            self._send(number)
+            self._is_interrupted, self._signals_handled = True, self.signals.count
+            self._send_signal(number)
             self._deadlines = [(time.monotonic() + self.plan.grace, signal.SIGKILL)]
-        elif self.signals.times > self._seen:
-            self._seen = self.signals.times
-            self._send(signal.SIGKILL)
+        elif self.signals.count > self._signals_handled:
+            self._signals_handled = self.signals.count
+            self._send_signal(signal.SIGKILL)
 
-    def _failed(self, child: Child, why: str, told: bool = False) -> None:
-        """The first failure ends all: those that listen are told and end by themselves, the others get SIGTERM."""
+    def _end_others(self, failed: Child, why: str, from_server: bool = False) -> None:
+        """End all after the first failure.
+
+        Processes with a heartbeat client get a report and end by themselves. The others get SIGTERM.
+        """
         if self.first is not None:
             return
-        self.first = child
+        self.first = failed
         now = time.monotonic()
         # Where one was interrupted the others may have been, too; one that waits for it cannot end by itself.
-        wait = min(MOMENT, self.plan.grace) if self._passed_on or child.status in INTERRUPTED else 0.0
+        is_interrupt = self._is_interrupted or failed.status in INTERRUPTED
+        wait = min(INTERRUPT_GRACE, self.plan.grace) if is_interrupt else 0.0
         self._report_at = now + wait
-        if self._passed_on:
+        if self._is_interrupted:
             return
-        self.output.say(f"process {child.rank} (pid {child.process.pid}) failed: {why}; ending the others")
+        self.output.say(f"process {failed.rank} (pid {failed.process.pid}) failed: {why}; ending the others")
         self._why = why
-        listening = set(self.hub.peers)
-        if told and child.rank in listening and not self.hub.peers[child.rank].leaving:
-            child.signal(signal.SIGKILL)  # frozen
+        connected = set(self.server.peers)
+        if from_server and failed.rank in connected and not self.server.peers[failed.rank].is_leaving:
+            failed.send_signal(signal.SIGKILL)  # frozen
         for other in self.children:
-            if other.rank not in listening and not wait:
-                other.signal(signal.SIGTERM)
-        start = now + wait + (_TOLD if listening else 0.0)
+            if other.rank not in connected and not wait:
+                other.send_signal(signal.SIGTERM)
+        start = now + wait + (_EXIT_TIME if connected else 0.0)
         self._deadlines = [(start, signal.SIGTERM), (start + self.plan.grace, signal.SIGKILL)]
 
-    def _send(self, number: int) -> None:
+    def _send_signal(self, number: int) -> None:
         for child in self.children:
             if child.status is None:
-                child.signal(number)
+                child.send_signal(number)
 
-    def _clean(self) -> None:
-        """Reads what is left in the pipes; a process in the background that holds one open is not waited for."""
-        if self.first is not None or self._passed_on:
-            self._kill()
+    def _read_rest(self) -> None:
+        """Read the rest of the output, for a second at most: a process in the background may hold a pipe open."""
+        if self.first is not None or self._is_interrupted:
+            self._kill_rest()
         end = time.monotonic() + 1.0
-        while time.monotonic() < end and not all(child.silent for child in self.children):
+        while time.monotonic() < end and not all(child.is_read for child in self.children):
             for key, _ in self._selector.select(0.1):
                 key.data()
 
-    def _kill(self) -> None:
-        """Ends what the processes left behind, after a failure or a signal; nothing after an end in order."""
-        if self.first is not None or self._passed_on or any(child.status is None for child in self.children):
+    def _kill_rest(self) -> None:
+        """Kill what the processes left running, after a failure or a signal."""
+        if self.first is not None or self._is_interrupted or any(child.status is None for child in self.children):
             for child in self.children:
-                child.signal(signal.SIGKILL)
+                child.send_signal(signal.SIGKILL)
                 child.process.wait()
+
+
+def _environment(plan: Plan, processes: int, restart: int) -> dict[str, str]:
+    """The variables that all processes of a start share."""
+    return {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        **plan.env,
+        "JAXPAR_COORDINATOR": f"127.0.0.1:{plan.port or _free_port()}",
+        "JAXPAR_NUM_PROCESSES": str(processes),
+        "JAXPAR_RESTART": str(restart),
+        "JAXPAR_HEARTBEAT_TIMEOUT": f"{plan.heartbeat_timeout:g}",
+    }
 
 
 def _free_port() -> int:

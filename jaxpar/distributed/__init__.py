@@ -4,13 +4,23 @@
 >>> distributed.initialize()  # one process: there is nothing to do
 
 The same script runs in a notebook, under `python -m jaxpar launch`, SLURM, Open MPI, Kubernetes and on Cloud TPU.
+
+A start goes one way:
+
+    _environment   which process this is, of how many, and where process 0 is
+    _initialize    check the request, choose the way of the start
+    _rendezvous    join the others through the heartbeat server
+    _start         start jax
+    _process       what this process knows of the run from then on
+
+`_join` is for callers that need all processes, such as `kv.create`.
 """
 
 from .._heartbeat.client import LOST as LOST
-from ._initialize import (
-    check_joined as check_joined,
-    initialize as initialize,
-    join as join,
+from ._initialize import initialize as initialize
+from ._join import check_joined as check_joined, join as join
+from ._process import (
     known_processes as known_processes,
     set_resume_hint as set_resume_hint,
+    wait_for_loss_report as wait_for_loss_report,
 )

@@ -1,4 +1,4 @@
-"""Which process this is, of how many, and where process 0 is: from arguments or from the environment."""
+"""Which process this is, of how many, and where process 0 is: from arguments or the environment."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from .._core.checks import whole_number
+
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
@@ -18,9 +20,9 @@ class Cluster:
     Attributes:
         coordinator: "host:port" of process 0.
         num_processes, process_id: how many there are, and which one this is.
-        source: what told so, in words.
-        hub: "host:port" where the launcher listens; None without launcher.
-        job: a word that tells this run from others.
+        source: where the settings come from, in words.
+        server: "host:port" of the launcher's heartbeat server. None without launcher.
+        job: the name of this run.
         local_devices: the GPU of this process where several processes share a host and each sees all GPUs.
     """
 
@@ -28,12 +30,20 @@ class Cluster:
     num_processes: int
     process_id: int
     source: str
-    hub: str | None = None
+    server: str | None = None
     job: str = ""
     local_devices: tuple[int, ...] | None = None
 
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one process, without a launcher."""
+        return self.num_processes == 1 and not self.server
 
-Found = dict[str, Any]
+
+Settings = dict[str, Any]
+
+
+_NEEDED = ("coordinator", "num_processes", "process_id")
 
 
 def find(
@@ -42,17 +52,20 @@ def find(
     process_id: int | None,
     env: Mapping[str, str] = os.environ,
 ) -> Cluster | str | None:
-    """The settings; None where nothing tells of several processes; a name where only jax can find them.
+    """The settings of this process. An argument goes before the environment.
 
-    What is given as an argument goes before what the environment says.
+    Returns:
+        The settings. None where nothing names several processes. The name of the surroundings where only jax can find
+        the settings.
 
     Raises:
+        TypeError: `num_processes` or `process_id` is no int.
         ValueError: settings that are incomplete, out of range, or contradict the launcher.
     """
-    given: Found = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
+    given: Settings = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     given = {name: value for name, value in given.items() if value is not None}
     found = _jaxpar(env) or _slurm(env) or _open_mpi(env)
-    if "hub" in found and (other := [n for n, v in given.items() if v != found[n]]):
+    if "server" in found and (other := [n for n, v in given.items() if v != found[n]]):
         name = other[0]
         raise ValueError(
             f"distributed.initialize: {name}={given[name]!r}, but `jaxpar launch` started this process with "
@@ -62,31 +75,36 @@ def find(
         return elsewhere
     if not found and not given and "JAX_COORDINATOR_ADDRESS" not in env:
         return None
-    settings: Found = {"source": "the arguments", "coordinator": env.get("JAX_COORDINATOR_ADDRESS"), **found, **given}
-    return _checked(settings, env)
+    settings: Settings = {
+        "source": "the arguments",
+        "coordinator": env.get("JAX_COORDINATOR_ADDRESS"),
+        **found,
+        **given,
+    }
+    return _cluster(settings, env)
 
 
-def launched(env: Mapping[str, str] = os.environ) -> Cluster | str | None:
-    """The settings where the variables JAXPAR_* name them: under `jaxpar launch`, or by hand."""
+def find_launched(env: Mapping[str, str] = os.environ) -> Cluster | str | None:
+    """The settings from the variables JAXPAR_*, or None. `jaxpar launch` sets them, or the user."""
     return find(None, None, None, env) if _jaxpar(env) else None
 
 
 def has_others(found: Cluster | str | None) -> bool:
-    """Whether there are several processes. On Cloud TPU jax counts them without being initialised."""
+    """Whether `find` found several processes. On Cloud TPU jax counts them without being initialised."""
     if isinstance(found, Cluster):
         return found.num_processes > 1
     return found is not None and found != "Cloud TPU"
 
 
 def describe(found: Cluster | str | None) -> str:
-    """Which process of how many, and who says so."""
+    """Which process of how many, and where that comes from."""
     if isinstance(found, Cluster):
         return f"process {found.process_id} of {found.num_processes} ({found.source})"
     return f"one of several ({found})"
 
 
-def _jaxpar(env: Mapping[str, str]) -> Found:
-    """The launcher's variables, or the same set by hand."""
+def _jaxpar(env: Mapping[str, str]) -> Settings:
+    """The settings of the launcher, or the same variables set by hand."""
     names = {
         "coordinator": ("JAXPAR_COORDINATOR", "JAX_COORDINATOR_ADDRESS"),
         "num_processes": ("JAXPAR_NUM_PROCESSES",),
@@ -94,17 +112,17 @@ def _jaxpar(env: Mapping[str, str]) -> Found:
     }
     if not any(name.startswith("JAXPAR_") and name in env for tried in names.values() for name in tried):
         return {}
-    found: Found = {"source": "JAXPAR_*", "job": env.get("JAXPAR_JOB", "")}
+    found: Settings = {"source": "JAXPAR_*", "job": env.get("JAXPAR_JOB", "")}
     for setting, tried in names.items():
         value = next((env[name] for name in tried if env.get(name)), None)
         found[setting] = value if setting == "coordinator" or value is None else _int(tried[0], value)
     if env.get("JAXPAR_HUB"):
-        found |= {"hub": env["JAXPAR_HUB"], "source": "jaxpar launch"}
+        found |= {"server": env["JAXPAR_HUB"], "source": "jaxpar launch"}
     return found
 
 
-def _slurm(env: Mapping[str, str]) -> Found:
-    """The variables of `srun`, read as jax does (first host of the step; a port that follows from the job)."""
+def _slurm(env: Mapping[str, str]) -> Settings:
+    """The settings of `srun`, as jax reads them: the first host of the step, a port by the number of the job."""
     needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
     if not all(name in env for name in needed):
         return {}
@@ -123,12 +141,12 @@ def _slurm(env: Mapping[str, str]) -> Found:
     }
 
 
-def _open_mpi(env: Mapping[str, str]) -> Found:
-    """The variables of `mpirun` of Open MPI; from its release 5 on they no longer name a host."""
+def _open_mpi(env: Mapping[str, str]) -> Settings:
+    """The settings of Open MPI's `mpirun`. From release 5 on they no longer name a host."""
     if "OMPI_COMM_WORLD_SIZE" not in env or "OMPI_COMM_WORLD_RANK" not in env:
         return {}
     size, local = env["OMPI_COMM_WORLD_SIZE"], env.get("OMPI_COMM_WORLD_LOCAL_SIZE")
-    found: Found = {
+    found: Settings = {
         "source": "Open MPI",
         "num_processes": _int("OMPI_COMM_WORLD_SIZE", size),
         "process_id": _int("OMPI_COMM_WORLD_RANK", env["OMPI_COMM_WORLD_RANK"]),
@@ -160,26 +178,31 @@ def _has_libtpu() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-def _checked(settings: Found, env: Mapping[str, str]) -> Cluster:
-    three = ("coordinator", "num_processes", "process_id")
-    missing = [name for name in three if settings.get(name) is None]
-    if missing:
-        told = {name: settings[name] for name in three if name not in missing}
-        told_by = "JAX_COORDINATOR_ADDRESS" if settings["source"] == "the arguments" and len(told) == 1 else ""
-        raise ValueError(
-            f"distributed.initialize: coordinator, num_processes and process_id belong together, got {told} from "
-            f"{told_by or settings['source']}; missing: {', '.join(missing)} (or JAXPAR_COORDINATOR, "
-            "JAXPAR_NUM_PROCESSES, JAXPAR_PROCESS_ID in the environment)"
-        )
-    address, size, rank = (settings[name] for name in three)
+def _cluster(settings: Settings, env: Mapping[str, str]) -> Cluster:
+    """The settings of a process, after all checks."""
+    _check_complete(settings)
+    address, size, rank = (settings[name] for name in _NEEDED)
     if not isinstance(address, str) or not re.fullmatch(r"(\[[^\]]+\]|[^:\s]+):\d{1,5}", address):
         raise ValueError(f"distributed.initialize: the coordinator must be 'host:port', got {address!r}")
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"distributed.initialize: num_processes must be an int of 1 or more, got {size!r}")
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < size:
-        raise ValueError(f"distributed.initialize: process_id must be an int from 0 to {size - 1}, got {rank!r}")
-    settings["job"] = settings.get("job") or env.get("JAXPAR_JOB") or address
-    return Cluster(**settings)
+    size = whole_number(size, "distributed.initialize", "num_processes")
+    rank = whole_number(rank, "distributed.initialize", "process_id", 0)
+    if rank >= size:
+        raise ValueError(f"distributed.initialize: process_id must be an int from 0 to {size - 1}, got {rank}")
+    job = settings.get("job") or env.get("JAXPAR_JOB") or address
+    return Cluster(**{**settings, "num_processes": size, "process_id": rank, "job": job})
+
+
+def _check_complete(settings: Settings) -> None:
+    """`ValueError` where the coordinator, the number of processes or that of this one is missing."""
+    missing = [name for name in _NEEDED if settings.get(name) is None]
+    if not missing:
+        return
+    given = {name: settings[name] for name in _NEEDED if name not in missing}
+    raise ValueError(
+        f"distributed.initialize: coordinator, num_processes and process_id belong together, got {given} from "
+        f"{settings['source']}; missing: {', '.join(missing)} (or "
+        "JAXPAR_COORDINATOR, JAXPAR_NUM_PROCESSES, JAXPAR_PROCESS_ID in the environment)"
+    )
 
 
 def _int(name: str, value: str) -> int:
@@ -190,11 +213,11 @@ def _int(name: str, value: str) -> int:
 
 
 def _port(env: Mapping[str, str], number: int) -> str:
-    """jax's choice: JAX_COORDINATOR_PORT, or one of the upper 4096 ports, by the number of the job."""
+    """The port as jax chooses it: JAX_COORDINATOR_PORT, or one of the upper 4096, by the number of the job."""
     return env.get("JAX_COORDINATOR_PORT") or str(65535 - 2**12 + 1 + number % 2**12)
 
 
-def _one_gpu(env: Mapping[str, str], local_rank: str, alone: object) -> tuple[int, ...] | None:
-    """jax's choice, one GPU for each process of a host, but all of them for a process that is alone there."""
+def _one_gpu(env: Mapping[str, str], local_rank: str, is_only_one: object) -> tuple[int, ...] | None:
+    """The GPU of this process as jax chooses it. It is None, for all, where the host has no other process."""
     sees_one = len(env.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1 and env.get("CUDA_VISIBLE_DEVICES")
-    return None if alone or sees_one else (int(local_rank),)
+    return None if is_only_one or sees_one else (int(local_rank),)

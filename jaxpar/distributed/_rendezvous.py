@@ -1,4 +1,7 @@
-"""How a process gets to the hub: its address follows from the coordinator's, or the launcher tells it."""
+"""How a process joins the heartbeat server.
+
+Its address follows from the coordinator's. Under the launcher it is in the environment.
+"""
 
 from __future__ import annotations
 
@@ -8,52 +11,60 @@ import socket
 
 from .._heartbeat.addresses import is_loopback, own_address, split
 from .._heartbeat.client import HeartbeatClient
-from .._heartbeat.server import HubThread
+from .._heartbeat.server_thread import ServerThread
 from ._environment import Cluster
 
-_PORTS = 8  # the hub takes the first free one of so many after the coordinator's
+_PORTS = 8  # the server takes the first free one of these many after the coordinator's
 
 
-def join(found: Cluster, silence: float, seconds: float) -> HeartbeatClient:
-    """The monitor of this process, after all have met; process 0 starts the hub where no launcher has it.
+def join(cluster: Cluster, heartbeat_timeout: float, join_timeout: float) -> HeartbeatClient:
+    """Join the others, and return the heartbeat client. Process 0 starts the server where no launcher has it.
 
     Raises:
-        RuntimeError: process 0 is not there, others did not come in time or with other numbers, no port is free.
+        RuntimeError: the server does not answer, others did not join in time or with other numbers, or no port is free.
     """
-    hub, host, port = None, *split(found.hub or found.coordinator)
-    addresses = [(host, port)] if found.hub else [(host, p) for p in _ports(port)]
-    if found.process_id == 0 and not found.hub:
+    server, host, port = None, *split(cluster.server or cluster.coordinator)
+    addresses = [(host, port)] if cluster.server else [(host, p) for p in _ports(port)]
+    if cluster.process_id == 0 and not cluster.server:
         listener = _listen(host, _ports(port))
         addresses = [("127.0.0.1", listener.getsockname()[1])]
-        hub = HubThread(listener, job=found.job, size=found.num_processes, silence=silence, joining=seconds)
-    monitor = HeartbeatClient(
-        found.process_id, found.num_processes, job=found.job, silence=silence, launched=bool(found.hub), hub=hub
-    )
-    if found.hub:
-        where = f"the launcher is not there: no answer at {found.hub}"
-    else:
-        ports = sorted(_ports(port))
-        where = (
-            f"process 0 is not there: no answer from the coordinator {found.coordinator} at ports {ports[0]} to "
-            f"{ports[-1]} of the monitor"
+        server = ServerThread(
+            listener,
+            job=cluster.job,
+            size=cluster.num_processes,
+            heartbeat_timeout=heartbeat_timeout,
+            join_timeout=join_timeout,
         )
-    return _joined(monitor, addresses, seconds, where)
+    client = HeartbeatClient(
+        cluster.process_id,
+        cluster.num_processes,
+        job=cluster.job,
+        heartbeat_timeout=heartbeat_timeout,
+        launched=bool(cluster.server),
+        server=server,
+    )
+    return _join(client, addresses, join_timeout, _describe_absence(cluster))
 
 
-def hub_anywhere(size: int, silence: float) -> tuple[HubThread, str]:
-    """A hub at a free port of this host, and its address."""
+def start_server(size: int, heartbeat_timeout: float) -> tuple[ServerThread, str]:
+    """A heartbeat server at a free port of this host, and its address."""
     listener = socket.create_server(("", 0))
-    hub = HubThread(listener, job="jax", size=size, silence=silence, joining=60.0)
-    return hub, f"{own_address()}:{listener.getsockname()[1]}"
+    server = ServerThread(listener, job="jax", size=size, heartbeat_timeout=heartbeat_timeout, join_timeout=60.0)
+    return server, f"{own_address()}:{listener.getsockname()[1]}"
 
 
-def join_at(address: str, rank: int, size: int, silence: float, hub: HubThread | None) -> HeartbeatClient:
-    monitor = HeartbeatClient(rank, size, job="jax", silence=silence, launched=False, hub=hub)
-    return _joined(monitor, [split(address)], 60.0, f"no answer at {address}")
+def join_at(
+    address: str, rank: int, size: int, heartbeat_timeout: float, server: ServerThread | None
+) -> HeartbeatClient:
+    """Join the others through the server at an address, and return the heartbeat client."""
+    client = HeartbeatClient(rank, size, job="jax", heartbeat_timeout=heartbeat_timeout, launched=False, server=server)
+    return _join(client, [split(address)], 60.0, f"no answer at {address}")
 
 
 def reserve_port(address: str) -> socket.socket:
-    """Keeps the coordinator's port until jax takes it (close the socket then); gRPC would share it without a word.
+    """Reserve the coordinator's port until jax takes it. Close the socket then.
+
+    Without this gRPC would silently share the port with another run.
 
     Raises:
         RuntimeError: the port is taken.
@@ -75,16 +86,27 @@ def reserve_port(address: str) -> socket.socket:
     return reserved
 
 
-def _joined(monitor: HeartbeatClient, addresses: list[tuple[str, int]], seconds: float, absent: str) -> HeartbeatClient:
-    if monitor.hub is not None:
-        monitor.hub.start()
+def _join(client: HeartbeatClient, addresses: list[tuple[str, int]], seconds: float, absent: str) -> HeartbeatClient:
+    if client.server is not None:
+        client.server.start()
     try:
-        monitor.join_run(addresses, seconds, absent)
+        client.join_run(addresses, seconds, absent)
     except ConnectionError as error:
         raise RuntimeError(
-            f"distributed.initialize: {error} (this is process {monitor.rank} of {monitor.size})"
+            f"distributed.initialize: {error} (this is process {client.rank} of {client.size})"
         ) from None
-    return monitor
+    return client
+
+
+def _describe_absence(cluster: Cluster) -> str:
+    """The message where no server answers."""
+    if cluster.server:
+        return f"the launcher is not there: no answer at {cluster.server}"
+    ports = sorted(_ports(split(cluster.coordinator)[1]))
+    return (
+        f"process 0 is not there: no answer from the coordinator {cluster.coordinator} at ports {ports[0]} to "
+        f"{ports[-1]} of the heartbeat server"
+    )
 
 
 def _listen(host: str, ports: list[int]) -> socket.socket:
@@ -93,8 +115,8 @@ def _listen(host: str, ports: list[int]) -> socket.socket:
         with contextlib.suppress(OSError):
             return socket.create_server((interface, port))
     raise RuntimeError(
-        f"distributed.initialize: the monitor takes one of the ports {min(ports)} to {max(ports)} on this host, and "
-        "none is free; choose another port for the coordinator"
+        f"distributed.initialize: the heartbeat server takes one of the ports {min(ports)} to {max(ports)} on this "
+        "host, and none is free; choose another port for the coordinator"
     )
 
 

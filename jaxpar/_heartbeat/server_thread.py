@@ -1,0 +1,43 @@
+"""The heartbeat server in a thread of process 0, where there is no launcher."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+
+from .connection import INTERVAL
+from .server import HeartbeatServer
+
+
+class ServerThread(threading.Thread):
+    """A thread that runs a heartbeat server until every process has left. Args as for `HeartbeatServer`."""
+
+    def __init__(self, listener: socket.socket, *, job: str, size: int, heartbeat_timeout: float, join_timeout: float):
+        super().__init__(name="jaxpar-heartbeat-server", daemon=True)
+        self._selector = selectors.DefaultSelector()
+        self.server = HeartbeatServer(
+            self._selector,
+            listener,
+            job=job,
+            size=size,
+            heartbeat_timeout=heartbeat_timeout,
+            join_timeout=join_timeout,
+        )
+
+    def run(self) -> None:
+        """Serve until every process has left."""
+        while not self.server.is_over:
+            for key, _ in self._selector.select(INTERVAL / 2):
+                key.data()
+            self.server.check()
+        self.server.close()
+        self._selector.close()
+
+    def wait_for_peers(self, seconds: float) -> None:
+        """Wait until every peer has closed its connection, so that none sees a reset before the last message."""
+        end = time.monotonic() + seconds
+        gone = {0} if self.server.lost is None else {0, self.server.lost.rank}
+        while time.monotonic() < end and set(self.server.peers) - gone:
+            time.sleep(0.02)

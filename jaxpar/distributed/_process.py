@@ -1,0 +1,115 @@
+"""What this process knows of the run it is part of."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Generator
+
+import jax
+
+from .._heartbeat.client import HeartbeatClient
+from .._heartbeat.exit import watch_exit
+
+
+@dataclasses.dataclass
+class Process:
+    """This process among the others.
+
+    Attributes:
+        client: its heartbeat client, or None.
+        processes: how many processes the run has.
+        is_joined: whether `initialize` is done. The process may be the only one.
+        has_failed: whether jax failed during its own start.
+    """
+
+    client: HeartbeatClient | None = None
+    processes: int = 1
+    is_joined: bool = False
+    has_failed: bool = False
+
+
+this = Process()
+
+
+def become(processes: int, client: HeartbeatClient | None) -> None:
+    """Make this process one of several. From now on it reports how it ends."""
+    this.client, this.processes = client, processes
+    if client is not None:
+        watch_exit(client)
+
+
+@contextlib.contextmanager
+def start_once() -> Generator[None]:
+    """Record an error of jax's own start, which cannot be repeated. Its ValueErrors come before it begins."""
+    try:
+        yield
+    except BaseException as error:
+        this.has_failed = not isinstance(error, ValueError)
+        raise
+
+
+def is_joined() -> bool:
+    """Whether `initialize` is done, or the user's own `jax.distributed.initialize`.
+
+    Raises:
+        RuntimeError: an earlier start failed half-way.
+    """
+    if this.has_failed:  # jax may now say that it is initialised, or that it is one of one
+        raise RuntimeError("distributed.initialize: an earlier call failed in this process; start all processes again")
+    return this.is_joined or jax.distributed.is_initialized()
+
+
+def is_jax_used() -> bool:
+    """Whether JAX has started its devices. Their number is fixed from then on."""
+    number = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        jax.config.update("jax_num_cpu_devices", number + 1 if number > 0 else 1)
+        jax.config.update("jax_num_cpu_devices", number)
+    except RuntimeError:
+        return True
+    return False
+
+
+def set_resume_hint(path: str | os.PathLike[str] | None) -> None:
+    """Set the checkpoint that a process names when it ends because another was lost.
+
+    `train.fit` calls this after each checkpoint. All processes receive the path.
+
+    Args:
+        path: the newest good checkpoint, or None.
+
+    Example:
+        >>> from jaxpar import distributed
+        >>> distributed.set_resume_hint("runs/lenet/step_00000120")
+    """
+    if this.client is not None:
+        this.client.send_resume_hint(None if path is None else os.fspath(path))
+
+
+def known_processes() -> int:
+    """How many processes `initialize` found. It is 1 before that.
+
+    Unlike `jax.process_count` this starts no device.
+
+    Example:
+        >>> from jaxpar import distributed
+        >>> distributed.known_processes()
+        1
+    """
+    return this.processes
+
+
+def wait_for_loss_report() -> None:
+    """Wait one second for a loss report, before an error is shown.
+
+    A collective can raise before the report of its lost peer has arrived. This call does not return where another
+    process was lost: the process ends with one line on standard error. With one process it returns at once.
+
+    Example:
+        >>> from jaxpar import distributed
+        >>> distributed.wait_for_loss_report()
+    """
+    if this.client is not None:
+        this.client.wait_for_loss_report()
