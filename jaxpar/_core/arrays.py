@@ -1,4 +1,4 @@
-"""Names that jax has at run time and type checkers cannot see, and questions about arrays."""
+"""The type of a device, questions about arrays, and random keys as plain integers."""
 
 from __future__ import annotations
 
@@ -10,37 +10,42 @@ import jax
 import jax.core
 import numpy as np
 
-
-def nbytes(value: Any) -> int:
-    return math.prod(value.shape) * np.dtype(value.dtype).itemsize
-
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # type checkers cannot see jax.Device
     Device = Any
 else:
     Device = jax.Device
 
 
+def nbytes(value: Any) -> int:
+    """Bytes of an array, or of anything with a shape and a dtype."""
+    return math.prod(value.shape) * np.dtype(value.dtype).itemsize
+
+
 def is_traced(tree: Any) -> bool:
-    """Whether some array of the pytree is a tracer: no values, no devices yet."""
+    """Whether some array of the pytree is a tracer, which has no values and no devices."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def is_prng_key(leaf: Any) -> bool:
     """Whether this is an array of typed random keys, as `jax.random.key` makes.
 
-    >>> is_prng_key(jax.random.key(0)), is_prng_key(jax.numpy.ones(2)), is_prng_key(3)
-    (True, False, False)
+    Example:
+        >>> is_prng_key(jax.random.key(0)), is_prng_key(jax.numpy.ones(2)), is_prng_key(3)
+        (True, False, False)
     """
     return hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def without_keys(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """The pytree with random keys as plain integers, and the function that makes them keys again.
+    """The pytree with random keys as plain integers, and a function to restore them.
 
-    >>> plain, restore = without_keys({"rng": jax.random.key(0), "x": jax.numpy.ones(2)})
-    >>> plain["rng"].dtype, restore(plain)["rng"].dtype
-    (dtype('uint32'), key<fry>)
+    Returns:
+        (the pytree with uint32 arrays in place of keys; a function of such a pytree that makes them keys again).
+
+    Example:
+        >>> plain, restore = without_keys({"rng": jax.random.key(0), "x": jax.numpy.ones(2)})
+        >>> plain["rng"].dtype, restore(plain)["rng"].dtype
+        (dtype('uint32'), key<fry>)
     """
     leaves, treedef = jax.tree.flatten(tree)
     impls = [jax.random.key_impl(leaf) if is_prng_key(leaf) else None for leaf in leaves]

@@ -1,18 +1,25 @@
-"""The one place that looks at what came in and words the message: key, expected, given, what to do."""
+"""Checks of what users give. Each message names the key or argument, what was expected, what came, and what to do."""
 
 from __future__ import annotations
 
 import difflib
+import math
 import numbers
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .arrays import Device
+
+Engine = Literal["pmap", "shard_map"]
+ENGINES: tuple[Engine, ...] = get_args(Engine)
+
+
+# Keys of a store, and the values given for them.
 
 
 class UnknownKeyError(KeyError):
@@ -23,8 +30,12 @@ class UnknownKeyError(KeyError):
 
 
 def as_key(key: Any) -> int:
-    """`key` as a Python int; `TypeError` for what is no int (a bool is none, a NumPy int is one)."""
-    if isinstance(key, (bool, np.bool_)) or not isinstance(key, (int, np.integer)):
+    """`key` as a Python int. A NumPy int is a key, a bool is none.
+
+    Raises:
+        TypeError: it is no int.
+    """
+    if not _is_int(key):
         hint = "; give a list of ints for several keys" if isinstance(key, tuple) else ""
         hint = "; kv.names(store) says which key a name has" if isinstance(key, str) else hint
         raise TypeError(f"a key of the store must be an int, got {key!r} of type {type(key).__name__}{hint}")
@@ -39,7 +50,15 @@ def as_keys(key: Any) -> tuple[list[int], bool]:
 
 
 def as_values(keys: Sequence[int], value: Any, many: bool, what: str) -> list[Any]:
-    """One value a key; `ValueError` where the lists differ in length."""
+    """One value for each key.
+
+    Args:
+        many: whether a list of keys was given, as from `as_keys`.
+
+    Raises:
+        TypeError: a list of keys, and no list of values.
+        ValueError: the lists differ in length.
+    """
     if not many:
         return [value]
     if not isinstance(value, (list, tuple)):
@@ -56,15 +75,22 @@ def as_values(keys: Sequence[int], value: Any, many: bool, what: str) -> list[An
 
 
 def known(keys: Iterable[int], values: dict[int, Any], what: str) -> None:
-    """`KeyError` for a key the store does not hold."""
+    """`UnknownKeyError` for a key that the store does not hold."""
     for key in keys:
         if key not in values:
             there = f"the store holds {shorten(sorted(values))}" if values else "the store is empty"
             raise UnknownKeyError(f"{what}: key {key} was never initialised ({there}); call kv.init first")
 
 
+# Arrays.
+
+
 def array(value: Any, where: str) -> jax.Array:
-    """`value` as a jax array that nobody else can change; `TypeError` for what is no array of numbers."""
+    """`value` as a jax array with memory of its own.
+
+    Raises:
+        TypeError: it is no array of numbers.
+    """
     if isinstance(value, jax.Array):
         return value
     if isinstance(value, (list, tuple, str, bytes, dict)) or value is None:
@@ -76,14 +102,15 @@ def array(value: Any, where: str) -> jax.Array:
 
 
 def same_shape(value: Any, shape: tuple[int, ...], where: str) -> None:
+    """`ValueError` for an array of another shape."""
     if value.shape != shape:
         raise ValueError(f"{where}: expected shape {shape}, got {value.shape}")
 
 
 def castable(given: Any, stored: Any, where: str) -> None:
-    """`TypeError` where a value of dtype `given` cannot be stored as dtype `stored` safely.
+    """`TypeError` if a value of dtype `given` cannot be stored as dtype `stored` safely.
 
-    Floating to floating is a cast, whatever the widths, and so is complex to complex; anything else must be
+    Floating to floating is a cast, whatever the widths, and so is complex to complex. Anything else must be
     safe in NumPy's sense and must not turn integers into floating numbers.
     """
     if given == stored:
@@ -98,20 +125,8 @@ def castable(given: Any, stored: Any, where: str) -> None:
         raise TypeError(f"{where}: dtype {given} cannot be cast safely to the stored {stored}")
 
 
-def devices(given: Any, where: str) -> tuple[Any, ...]:
-    """The devices as a tuple; an error where they are none, one stands twice, or a number came in their place."""
-    if not isinstance(given, Iterable) or isinstance(given, str):
-        hint = f"; for the first {given} of them write jax.devices()[:{given}]" if isinstance(given, int) else ""
-        raise TypeError(f"{where}: devices must be a list of devices such as jax.devices(), got {given!r}{hint}")
-    chosen = tuple(given)
-    if not chosen or len(set(chosen)) < len(chosen):
-        hint = "" if chosen else "; give at least one device"
-        raise ValueError(f"{where}: devices must be one or more different devices, got {list(chosen)}{hint}")
-    return chosen
-
-
 def labels(given: Any, where: str) -> None:
-    """`TypeError` for what is no array of one integer for each example; shape and dtype are looked at alone."""
+    """`TypeError` unless the array holds one integer per example. Only shape and dtype are checked."""
     if given.ndim == 1 and jnp.issubdtype(given.dtype, jnp.integer):
         return
     hint = "make floating class numbers integers by labels.astype(int)"
@@ -134,8 +149,134 @@ def hashable(value: Any, where: str) -> Any:
     return value
 
 
+# Devices and batches.
+
+
+def devices(given: Any, where: str) -> tuple[Any, ...]:
+    """The devices as a tuple.
+
+    Raises:
+        TypeError: no list of devices, for example their number.
+        ValueError: no device, or one appears twice.
+    """
+    if not isinstance(given, Iterable) or isinstance(given, str):
+        hint = f"; for the first {given} of them write jax.devices()[:{given}]" if isinstance(given, int) else ""
+        raise TypeError(f"{where}: devices must be a list of devices such as jax.devices(), got {given!r}{hint}")
+    chosen = tuple(given)
+    if not chosen or len(set(chosen)) < len(chosen):
+        hint = "" if chosen else "; give at least one device"
+        raise ValueError(f"{where}: devices must be one or more different devices, got {list(chosen)}{hint}")
+    return chosen
+
+
+def check_devices(given: Sequence[Device] | None, what: str) -> tuple[Device, ...]:
+    """The devices as a tuple, all local ones for None. Errors as of `devices`."""
+    return devices(jax.local_devices() if given is None else given, what)
+
+
+def check_own(devices: Iterable[Device], what: str) -> None:
+    """`ValueError` for a device of another process, to which nothing can be sent from here."""
+    for d in devices:
+        if d.process_index != jax.process_index():
+            raise ValueError(
+                f"{what}: {d} belongs to process {d.process_index} and this is process {jax.process_index()}; give "
+                "devices of this process, jax.local_devices()"
+            )
+
+
+def check_engine(engine: str, what: str) -> None:
+    """`ValueError` for a word that names no engine."""
+    choice(engine, what, "engine", ENGINES)
+
+
+def batch_length(data: Any, what: str, axis: int = 0) -> int:
+    """The length of an axis that all arrays of a batch share.
+
+    Args:
+        axis: 0, or 1 for several batches stacked along a first axis.
+
+    Raises:
+        ValueError: no arrays, or their lengths differ.
+    """
+    lengths = {np.shape(leaf)[axis : axis + 1] for leaf in jax.tree.leaves(data)}
+    if len(lengths) != 1 or () in lengths:
+        shapes = [tuple(np.shape(leaf)) for leaf in jax.tree.leaves(data)]
+        which = "second axis, the one after that of the steps" if axis else "first axis"
+        raise ValueError(f"{what}: the arrays of a batch must share the length of their {which}, got {shapes}")
+    return next(iter(lengths))[0]
+
+
+def even_share(n: int, parts: int, where: str, advice: str = "") -> int:
+    """How many of `n` examples each of `parts` devices gets.
+
+    Raises:
+        ValueError: `n` cannot be divided. The message names the nearest batches that can.
+    """
+    if n % parts == 0:
+        return n // parts
+    sizes = " or ".join(str(size) for size in dict.fromkeys((n // parts * parts, -(-n // parts) * parts)) if size)
+    raise ValueError(f"{where}: a batch of {n} cannot be divided by {parts} devices; use a batch of {sizes}{advice}")
+
+
+# Options.
+
+
+def whole_number(value: Any, where: str, name: str, least: int = 1) -> int:
+    """`value` as an int of at least `least`. A NumPy int is a number, a bool is none.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is less than `least`.
+    """
+    message = f"{where}: {name} must be an int of {least} or more, got {_shown(value)}"
+    if not _is_int(value):
+        raise TypeError(message)
+    if value < least:
+        raise ValueError(message)
+    return operator.index(value)
+
+
+def number(value: Any, where: str, name: str, expected: str, allowed: Callable[[float], bool]) -> float:
+    """`value` as a float for which `allowed` holds. A NumPy scalar is a number, a bool is none.
+
+    Args:
+        expected: the words of the message, such as "a number above 0".
+
+    Raises:
+        TypeError: it is no real number.
+        ValueError: it is not allowed.
+    """
+    message = f"{where}: {name} must be {expected}, got {_shown(value)}"
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.floating, np.integer)):
+        raise TypeError(message)
+    try:
+        result = float(value)
+    except OverflowError:  # an int beyond the range of floats
+        result = math.inf if value > 0 else -math.inf
+    if not allowed(result):
+        raise ValueError(message)
+    return result
+
+
+def choice(value: Any, where: str, name: str, known: Iterable[str]) -> str:
+    """`value`, which must be one of the known words.
+
+    Raises:
+        ValueError: it is another. The message lists the known ones and suggests the nearest.
+    """
+    words = list(known)
+    if isinstance(value, str) and value in words:
+        return value
+    near = difflib.get_close_matches(str(value), words, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{where}: unknown {name} {value!r}; known are {', '.join(words)}{hint}")
+
+
+# Words of messages.
+
+
 def describe(value: Any) -> str:
-    """A few words on what came: `float32[2,3]`, `a list of 3`, `None`."""
+    """What came, in a few words: `float32[2,3]`, `a list of 3`, `None`."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     if isinstance(value, (list, tuple)):
@@ -150,96 +291,9 @@ def shorten(items: Sequence[Any], most: int = 8) -> str:
     return f"[{shown}, ... {len(items)} in all]" if len(items) > most else f"[{shown}]"
 
 
-Engine = Literal["pmap", "shard_map"]
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, np.generic) else describe(value)
 
 
-ENGINES: tuple[Engine, ...] = ("pmap", "shard_map")
-
-
-def check_devices(given: Sequence[Device] | None, what: str) -> tuple[Device, ...]:
-    """The devices as a tuple, all local ones for None; `ValueError` where there is none or one stands twice."""
-    return devices(jax.local_devices() if given is None else given, what)
-
-
-def check_own(devices: Iterable[Device], what: str) -> None:
-    """`ValueError` for a device of another process, to which nothing can be sent from here."""
-    for d in devices:
-        if d.process_index != jax.process_index():
-            raise ValueError(
-                f"{what}: {d} belongs to process {d.process_index} and this is process {jax.process_index()}; give "
-                "devices of this process, jax.local_devices()"
-            )
-
-
-def batch_length(data: Any, what: str, axis: int = 0) -> int:
-    """The length of the first axis that all arrays of a batch share; `axis` 1: of the second, of several batches."""
-    lengths = {np.shape(leaf)[axis : axis + 1] for leaf in jax.tree.leaves(data)}
-    if len(lengths) != 1 or () in lengths:
-        shapes = [tuple(np.shape(leaf)) for leaf in jax.tree.leaves(data)]
-        which = "second axis, the one after that of the steps" if axis else "first axis"
-        raise ValueError(f"{what}: the arrays of a batch must share the length of their {which}, got {shapes}")
-    return next(iter(lengths))[0]
-
-
-def check_engine(engine: str, what: str) -> None:
-    if engine not in ENGINES:
-        raise ValueError(f"{what}: unknown engine {engine!r}; known are {', '.join(ENGINES)}")
-
-
-def whole_number(value: Any, where: str, name: str, least: int = 1) -> int:
-    """`value` as an int of at least `least`. A bool is no number, a NumPy int is one.
-
-    Raises:
-        TypeError: it is no int.
-        ValueError: it is less than `least`.
-    """
-    expected = f"{where}: {name} must be an int of {least} or more, got {describe(value)}"
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise TypeError(expected)
-    if value < least:
-        raise ValueError(expected)
-    return operator.index(value)
-
-
-def number(value: Any, where: str, name: str, expected: str, allowed: Callable[[float], bool]) -> float:
-    """`value` as a float for which `allowed` holds. A bool is no number, a NumPy scalar is one.
-
-    Args:
-        expected: the words of the message, such as "a number above 0".
-
-    Raises:
-        TypeError: it is no real number.
-        ValueError: it is not allowed.
-    """
-    message = f"{where}: {name} must be {expected}, got {describe(value)}"
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.floating, np.integer)):
-        raise TypeError(message)
-    if not allowed(float(value)):
-        raise ValueError(message)
-    return float(value)
-
-
-def choice(value: Any, where: str, name: str, known: Iterable[str]) -> str:
-    """`value` where it is one of the known words.
-
-    Raises:
-        ValueError: it is another. The message lists the known ones and suggests the nearest.
-    """
-    words = list(known)
-    if isinstance(value, str) and value in words:
-        return value
-    near = difflib.get_close_matches(str(value), words, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{where}: unknown {name} {value!r}; known are {', '.join(words)}{hint}")
-
-
-def even_share(n: int, parts: int, where: str, advice: str = "") -> int:
-    """How many of `n` examples each of `parts` devices gets.
-
-    Raises:
-        ValueError: `n` cannot be divided. The message names the nearest batches that can.
-    """
-    if n % parts == 0:
-        return n // parts
-    sizes = " or ".join(str(size) for size in dict.fromkeys((n // parts * parts, -(-n // parts) * parts)) if size)
-    raise ValueError(f"{where}: a batch of {n} cannot be divided by {parts} devices; use a batch of {sizes}{advice}")
+def _is_int(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))

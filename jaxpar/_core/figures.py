@@ -9,36 +9,40 @@ from typing import Any
 
 
 def figure(name: str, width: float, height: float) -> Any:
-    """An empty figure of so many inches, for the function of that name.
+    """An empty figure of this size in inches.
+
+    Args:
+        name: the function that draws, for the message.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
     try:
-        return _kind()(figsize=(width, height), layout="constrained")
+        return _figure_type()(figsize=(width, height), layout="constrained")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{name} draws with matplotlib: pip install matplotlib") from error
 
 
 def saved(figure: Any, path: str | os.PathLike[str] | None) -> Any:
-    """The figure, written to a file where there is a path."""
+    """The figure, after it was written to a file if there is a path."""
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
 
 
 def png(figure: Any, dpi: float = 100) -> bytes:
+    """The figure as the bytes of a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi)
     return buffer.getvalue()
 
 
 @functools.cache
-def _kind() -> Any:
+def _figure_type() -> Any:
     from matplotlib.figure import Figure
 
     class Picture(Figure):
-        """A figure that is of no window and no global list of figures, so that nothing shows it twice."""
+        """A figure in no window and in no global list of figures, so that a notebook shows it once."""
 
         def _repr_png_(self) -> bytes:
             return png(self)

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def append(path: Path, content: bytes) -> None:
-    """Add bytes to the end of a file, all of them or none.
+    """Append bytes to a file, all of them or none.
 
     Raises:
         OSError: the file cannot be written. Its content is as before.
@@ -27,7 +27,7 @@ def append(path: Path, content: bytes) -> None:
 
 
 def replace(path: Path, write: bytes | Callable[[Any], None]) -> None:
-    """Put a new file in the place of an old one. Readers see the old content or the new.
+    """Replace a file. Readers see the old content or the new, never a part.
 
     Args:
         path: the file. A link is followed.
@@ -51,7 +51,7 @@ def replace(path: Path, write: bytes | Callable[[Any], None]) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until a file or a folder is on the disk."""
+    """Wait until the disk has a file, or the entries of a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Text for people: tables at the prompt and in notebooks, and lines on standard error. No JAX here."""
+"""Text for people: tables, and lines on standard error. No JAX here."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Table:
 
     Attributes:
         title: the line above the rows.
-        columns: the head of each column. It is shown in HTML only.
-        rows: one sequence of texts for each row, as long as `columns`.
-        most: longer tables are cut.
-        align: `left` or `right`, of the cells in HTML.
-        first: how many rows of a long table are shown before the cut. None shows the first `most` rows.
+        columns: the head of each column, shown in HTML only.
+        rows: the cells of each row, as many as `columns`.
+        most: how many rows are shown. Longer tables are cut.
+        align: of the cells in HTML, `left` or `right`.
+        first: how many of the shown rows are before the cut. None: all of them.
 
     Example:
         >>> print(Table("two keys", ("key", "bytes"), [("0", "8"), ("1", "1,024")]))
@@ -75,12 +75,15 @@ class Table:
 
 
 def say(message: str, who: str = "jaxpar") -> None:
-    """Write one line to standard error, after the name of who says it."""
+    """Write one line to standard error, with a name before it."""
     print(f"{who}: {message}", file=sys.stderr, flush=True)
 
 
 def say_before_exit(line: str) -> None:
-    """Write a line to standard error and flush both streams, even when another thread holds their locks."""
+    """Write a line to standard error and flush both streams.
+
+    If another thread holds their locks for a second, the line is written past them.
+    """
 
     def write() -> None:
         sys.stdout.flush()
@@ -90,7 +93,7 @@ def say_before_exit(line: str) -> None:
     thread = threading.Thread(target=write, daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # the interpreter is shutting down and starts no thread any more
+    except RuntimeError:  # the interpreter shuts down and starts no threads
         return write()
     thread.join(1.0)
     if thread.is_alive():
@@ -98,7 +101,7 @@ def say_before_exit(line: str) -> None:
 
 
 def is_interactive() -> bool:
-    """Whether a person watches: a terminal or a notebook."""
+    """Whether standard output is a terminal or a notebook."""
     return sys.stdout.isatty() or in_notebook()
 
 
@@ -111,9 +114,10 @@ def in_notebook() -> bool:
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 key`, `2 keys`.
+    """A count and its noun.
 
-    >>> plural(1, "key"), plural(2, "key")
-    ('1 key', '2 keys')
+    Example:
+        >>> plural(1, "key"), plural(1200, "key")
+        ('1 key', '1,200 keys')
     """
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,1 +1,10 @@
-"""Arrays on devices and between them."""
+"""Arrays on devices and between them.
+
+mesh         the mesh of a store's devices, and the two ways to lay an array out on it
+placement    arrays onto devices and back to the host
+donation     whether a state's memory was donated
+emulated     emulated CPU devices: one memory, and a hang of older XLA
+buckets      small values travel as one array
+collectives  sums over the devices of a mapped axis, in buckets
+processes    values, decisions and errors that all processes share
+"""

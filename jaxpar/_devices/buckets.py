@@ -1,8 +1,10 @@
-"""Buckets: many small values travel as one flat array, large ones alone and uncopied.
+"""Buckets: small values travel as one flat array, large ones one by one and uncopied.
 
-A collective costs a rendezvous of all devices whatever its size, so 256 values of 1 KB want one; copying
+A collective costs a rendezvous of all devices, whatever its size, so 256 values of 1 KB want one collective. Copying
 8 values of 4 MB into one buffer costs more than seven rendezvous. With four CPU devices the two costs are equal at
-about 16 KB a value, which is the default.
+about 16 KB for each value, which is the default of `BucketLimits`.
+
+The way of a value: `plan` says which values share a bucket, `pack` joins them, and `unpack` is its inverse.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._core import checks
+
 Shape = tuple[int, ...]
+Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +30,12 @@ class BucketLimits:
     """When values share a bucket.
 
     Attributes:
-        bucket_bytes: a bucket is closed before it would grow past this.
-        alone_bytes: a value of this many bytes or more never enters a bucket.
+        bucket_bytes: no bucket of several values is larger than this.
+        alone_bytes: a value of this many bytes or more never shares a bucket.
+
+    Raises:
+        TypeError: a limit is no number.
+        ValueError: a limit is negative or NaN.
     """
 
     bucket_bytes: int = 4 << 20
@@ -34,21 +43,20 @@ class BucketLimits:
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "alone_bytes"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be a number of bytes of 0 or more, got {getattr(self, name)!r}")
+            checks.number(getattr(self, name), "BucketLimits", name, "a number of bytes of 0 or more", lambda n: n >= 0)
 
 
 @functools.lru_cache(maxsize=256)
-def plan(avals: tuple[tuple[Shape, Any], ...], limits: BucketLimits = BucketLimits()) -> tuple[tuple[int, ...], ...]:
+def plan(avals: tuple[tuple[Shape, Any], ...], limits: BucketLimits = BucketLimits()) -> Groups:
     """Which values travel together.
 
     Args:
         avals: (shape, dtype) of each value.
-        limits: see `Limits`.
+        limits: see `BucketLimits`.
 
     Returns:
-        Groups of positions in `avals`; every position is in exactly one group, the values of a group have one
-        dtype, and a group of one travels in its own shape.
+        Groups of positions in `avals`. Every position is in exactly one group, and the values of a group have one
+        dtype.
 
     Example:
         >>> plan((((2,), jnp.float32), ((1024, 1024), jnp.float32), ((3,), jnp.float32)))
@@ -70,27 +78,83 @@ def plan(avals: tuple[tuple[Shape, Any], ...], limits: BucketLimits = BucketLimi
     return tuple(map(tuple, groups))
 
 
-def plan_of(values: Sequence[Any], limits: BucketLimits) -> tuple[tuple[int, ...], ...]:
-    """The plan for these arrays (or tracers)."""
+def plan_of(values: Sequence[Any], limits: BucketLimits) -> Groups:
+    """The plan for these arrays or tracers."""
     return plan(tuple((v.shape, v.dtype) for v in values), limits)
 
 
-def pack(values: Sequence[jax.Array], groups: Sequence[Sequence[int]]) -> list[jax.Array]:
-    """One array a group: the values behind one another, flat; a group of one as it is."""
+def consecutive(groups: Sequence[Sequence[int]]) -> tuple[list[int], Groups]:
+    """The positions in some groups of a plan, and these groups over them, counted from 0.
+
+    So programs that pack and unpack some groups of a plan depend on their sizes only.
+
+    Example:
+        >>> consecutive([(0, 3), (5,)])
+        ([0, 3, 5], ((0, 1), (2,)))
+    """
+    positions = [i for group in groups for i in group]
+    count = iter(range(len(positions)))
+    return positions, tuple(tuple(next(count) for _ in group) for group in groups)
+
+
+def pack(values: Sequence[Any], groups: Sequence[Sequence[int]], axis: int = 0, xp: Any = jnp) -> list[Any]:
+    """One array for each group: its values one after another along an axis.
+
+    Args:
+        values: arrays, those of a group of one dtype.
+        groups: positions in `values`, as from `plan`.
+        axis: the values are joined along this axis. The axes before it are kept, and must be equal in a group. The
+            axes from it on are flattened.
+        xp: `jax.numpy`, or `numpy` for arrays in host memory.
+
+    Returns:
+        An array (*first axes, sum of the flattened sizes) for each group. The value of a group of one is returned
+        as it is.
+
+    Example:
+        >>> values = [jnp.ones((2, 3)), jnp.zeros((2,)), jnp.ones((2, 1))]
+        >>> [array.shape for array in pack(values, [(0, 1), (2,)])]
+        [(8,), (2, 1)]
+        >>> [array.shape for array in pack(values, [(0, 1), (2,)], axis=1)]
+        [(2, 4), (2, 1)]
+    """
+
+    def flat(value: Any) -> Any:
+        return value.reshape((*value.shape[:axis], math.prod(value.shape[axis:])))
+
     return [
-        values[group[0]] if len(group) == 1 else jnp.concatenate([values[i].reshape(-1) for i in group])
+        values[group[0]] if len(group) == 1 else xp.concatenate([flat(values[i]) for i in group], axis=axis)
         for group in groups
     ]
 
 
-def unpack(packed: Sequence[jax.Array], shapes: Sequence[Shape], groups: Sequence[Sequence[int]]) -> list[jax.Array]:
-    """The inverse of `pack`: the values again, in their first order and shapes."""
+def unpack(
+    packed: Sequence[jax.Array], shapes: Sequence[Shape], groups: Sequence[Sequence[int]], axis: int = 0
+) -> list[jax.Array]:
+    """The values out of their buckets: the inverse of `pack`.
+
+    Args:
+        packed: an array for each group. That of a group of one may be flat or not.
+        shapes: of each value, without the axes before `axis`. Those are taken from the packed array, which may have
+            got them in between: a gather over devices adds one.
+        groups: as for `pack`.
+        axis: along which the values were joined.
+
+    Returns:
+        The values in their first order, of shape (*first axes, *shape).
+
+    Example:
+        >>> [value.tolist() for value in unpack([jnp.arange(4), jnp.array([7])], [(2,), (), (2,)], [(0, 2), (1,)])]
+        [[0, 1], 7, [2, 3]]
+        >>> unpack([jnp.zeros((5, 4))], [(3,), ()], [(0, 1)], axis=1)[1].shape
+        (5,)
+    """
     values: list[Any] = [None] * len(shapes)
     for array, group in zip(packed, groups, strict=True):
         start = 0
         for i in group:
-            size = math.prod(shapes[i])
-            part = array if len(group) == 1 else jax.lax.slice(array, (start,), (start + size,))
-            values[i] = part.reshape(shapes[i])
-            start += size
+            stop = start + math.prod(shapes[i])
+            part = array if len(group) == 1 else jax.lax.slice_in_dim(array, start, stop, axis=axis)
+            values[i] = part.reshape(array.shape[:axis] + tuple(shapes[i]))
+            start = stop
     return values

@@ -1,7 +1,7 @@
-"""Sums over the devices of a mapped axis: what each kind of store does with the values that are pushed.
+"""Sums over the devices of a mapped axis, one for each way in which a store sums what is pushed.
 
-Everything here runs inside `pmap`, `shard_map` or `vmap` with an axis name, takes a list of this device's
-values and sends them in buckets.
+Everything here runs inside `pmap`, `shard_map` or `vmap` with an axis name. The functions with `limits` take a list of
+this device's values and send them in buckets.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._core.arrays import nbytes
 from . import buckets
 from .buckets import BucketLimits, Shape
 
-# Bytes. From here on a device that gathers every other one's whole value spends more on memory than on messages.
-_GATHER_BY_SHARES = 64 << 10
-_WRITTEN_OUT = 16  # terms
+# Bytes. A device that gathers whole values of this size from all others spends more on memory than on messages.
+_SHARED_BYTES = 64 << 10
+# Terms. Longer sums are loops.
+_UNROLLED_TERMS = 16
 
 
 def bucketed(
     collective: Callable[[jax.Array], jax.Array], values: Sequence[jax.Array], limits: BucketLimits
 ) -> list[jax.Array]:
-    """An elementwise collective applied to the values bucket by bucket."""
+    """The results of an elementwise collective, called once for each bucket."""
     groups = buckets.plan_of(values, limits)
     packed = [collective(array) for array in buckets.pack(values, groups)]
     return buckets.unpack(packed, [v.shape for v in values], groups)
@@ -39,44 +41,67 @@ def allreduce(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits)
 
 
 def gather_sum(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
-    """The same sum by gathering every device's values and adding them up in the order of the devices.
+    """The sum over the axis of each value, added in the order of the devices (kind `local`).
 
-    Kind `local`: the star of MXNet's article. The order of the additions does not depend on the backend.
+    Every device gathers the values and adds them itself, so the order does not depend on the backend.
     """
-    return bucketed(lambda x: _gathered_sum(x, axis_name), values, limits)
+    return bucketed(lambda x: _gather_and_sum(x, axis_name), values, limits)
 
 
-def _gathered_sum(x: jax.Array, axis_name: str) -> jax.Array:
-    """Small: every device gathers all and adds. Large: each gathers and adds one share, then all get the shares."""
-    if x.size * x.dtype.itemsize < _GATHER_BY_SHARES:
-        return _ordered_sum(gathered(x, axis_name))
-    rows = to_rows(x, lax.axis_size(axis_name))
-    share = _ordered_sum(lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0))
-    return from_rows(gathered(share, axis_name), x.shape)
+def reduce_scatter(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
+    """This device's (chunk,) of the sum over the axis of each value (kind `sharded`)."""
+    shards = lax.axis_size(axis_name)
+    rows = [to_rows(v, shards) for v in values]
+    groups = buckets.plan_of(rows, limits)
+    mine = [lax.psum_scatter(array, axis_name) for array in buckets.pack(rows, groups, axis=1)]
+    return buckets.unpack(mine, [r.shape[1:] for r in rows], groups)
 
 
-def _ordered_sum(stacked: jax.Array) -> jax.Array:
-    return sum_in_order(lambda i: stacked[i], stacked.shape[0])
+def all_gather(
+    chunks: Sequence[jax.Array], shapes: Sequence[Shape], axis_name: str, limits: BucketLimits
+) -> list[jax.Array]:
+    """The whole values, of these shapes, out of every device's (chunk,): the inverse of a scatter."""
+    groups = buckets.plan_of(chunks, limits)
+    whole = [gathered(array, axis_name) for array in buckets.pack(chunks, groups)]
+    rows = buckets.unpack(whole, [c.shape for c in chunks], groups, axis=1)
+    return [from_rows(r, shape) for r, shape in zip(rows, shapes, strict=True)]
 
 
-def sum_in_order(term: Callable[[Any], jax.Array], count: int) -> jax.Array:
-    """term(0) + term(1) + ... + term(count - 1), added up from left to right.
+def sum_apart(x: jax.Array, axis_name: str) -> jax.Array:
+    """The sum over the axis, by a collective that XLA joins with no other.
 
-    Few terms are written out, so that XLA fuses them; many are a loop, so that the program does not grow with them.
+    XLA joins all-reduces, and all-gathers too. The sum of delayed pushes would then have to wait for what this step
+    computes. It does not join all-to-alls.
     """
-    if count <= _WRITTEN_OUT:
-        return functools.reduce(operator.add, map(term, range(count)))
-    return lax.fori_loop(1, count, lambda i, total: total + term(i), term(0))
+    count = lax.axis_size(axis_name)
+
+    def of_all(x: jax.Array) -> jax.Array:
+        """(devices, *shape), on every device."""
+        return lax.all_to_all(jnp.broadcast_to(x[None], (count, *x.shape)), axis_name, split_axis=0, concat_axis=0)
+
+    if nbytes(x) < _SHARED_BYTES:
+        return of_all(x).sum(0)
+    share = lax.all_to_all(to_rows(x, count), axis_name, split_axis=0, concat_axis=0).sum(0)
+    return from_rows(of_all(share), x.shape)
 
 
 def gathered(value: jax.Array, axis_name: str) -> jax.Array:
     """The value of every device, along a new first axis, on every device.
 
-    `shard_map(check_vma=True)` tells what is equal on all devices from what may differ; this is of the first
-    sort, and says so where that is asked.
+    Under `shard_map(check_vma=True)` the result has the type of a value that is equal on all devices.
     """
     device = jax.typeof(lax.axis_index(axis_name)).manual_axis_type
     return lax.all_gather(value, axis_name, to="invarying" if axis_name in device.varying else "varying")
+
+
+def sum_in_order(term: Callable[[Any], jax.Array], count: int) -> jax.Array:
+    """term(0) + term(1) + ... + term(count - 1), added from left to right.
+
+    Few terms are unrolled, so that XLA fuses them. Many are a loop, so that the program does not grow with them.
+    """
+    if count <= _UNROLLED_TERMS:
+        return functools.reduce(operator.add, map(term, range(count)))
+    return lax.fori_loop(1, count, lambda i, total: total + term(i), term(0))
 
 
 def chunk_size(size: int, shards: int) -> int:
@@ -92,42 +117,24 @@ def to_rows(value: jax.Array, shards: int) -> jax.Array:
 
 
 def from_rows(rows: jax.Array, shape: Shape) -> jax.Array:
-    """The inverse of `to_rows`."""
+    """The value out of its rows: the inverse of `to_rows`."""
     return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
-
-
-def _by_rows(rows: Sequence[jax.Array], limits: BucketLimits) -> tuple[list[jax.Array], tuple[tuple[int, ...], ...]]:
-    """(shards, chunk) arrays in buckets along their second axis."""
-    groups = buckets.plan_of(rows, limits)
-    return [rows[g[0]] if len(g) == 1 else jnp.concatenate([rows[i] for i in g], axis=1) for g in groups], groups
-
-
-def reduce_scatter(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
-    """The sum over the axis of each value, each device keeping its own (chunk,) of it (kind `sharded`)."""
-    shards = lax.axis_size(axis_name)
-    rows = [to_rows(v, shards) for v in values]
-    packed, groups = _by_rows(rows, limits)
-    mine = [lax.psum_scatter(array, axis_name) for array in packed]
-    return buckets.unpack(mine, [r.shape[1:] for r in rows], groups)
-
-
-def all_gather(
-    chunks: Sequence[jax.Array], shapes: Sequence[Shape], axis_name: str, limits: BucketLimits
-) -> list[jax.Array]:
-    """The whole values out of every device's (chunk,): the inverse of the scatter."""
-    groups = buckets.plan_of(chunks, limits)
-    whole = [gathered(array, axis_name) for array in buckets.pack(chunks, groups)]
-    values: list[jax.Array | None] = [None] * len(chunks)
-    for array, group in zip(whole, groups, strict=True):
-        start = 0
-        for i in group:
-            width = chunks[i].shape[0]
-            values[i] = from_rows(lax.slice_in_dim(array, start, start + width, axis=1), shapes[i])
-            start += width
-    return values  # pyright: ignore[reportReturnType]
 
 
 def own_chunk(value: jax.Array, axis_name: str) -> jax.Array:
     """This device's (chunk,) of a value that every device has."""
     rows = to_rows(value, lax.axis_size(axis_name))
     return lax.dynamic_index_in_dim(rows, lax.axis_index(axis_name), keepdims=False)
+
+
+def _gather_and_sum(x: jax.Array, axis_name: str) -> jax.Array:
+    """Small: every device gathers and adds all. Large: each gathers and adds one share, then all gather the shares."""
+    if nbytes(x) < _SHARED_BYTES:
+        return _ordered_sum(gathered(x, axis_name))
+    rows = to_rows(x, lax.axis_size(axis_name))
+    share = _ordered_sum(lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0))
+    return from_rows(gathered(share, axis_name), x.shape)
+
+
+def _ordered_sum(stacked: jax.Array) -> jax.Array:
+    return sum_in_order(lambda i: stacked[i], stacked.shape[0])

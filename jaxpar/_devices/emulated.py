@@ -1,4 +1,13 @@
-"""What is true of emulated CPU devices only: they share one memory, and older XLA can hang on them."""
+"""What is true of emulated CPU devices only: older XLA can hang on them, and they share one memory.
+
+The hang. Before jax 0.12, a program with collectives over several CPU devices could hang forever when it was started
+while its inputs were still being computed. XLA has as many threads as there are devices. They wait in the collective
+for a device whose inputs need one of these threads. So with older jax, `wait_before_collectives` comes before each such
+program. The devices are the host's own cores, so the wait costs little.
+
+The memory. A jax array never changes, and jax copies a donated array whose memory somebody else uses. So the same bytes
+can be a value on every CPU device of this process. `put` and `views` use that where `jax.device_put` would copy.
+"""
 
 from __future__ import annotations
 
@@ -11,69 +20,69 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from .._core.arrays import Device, is_traced
+from . import buckets
 
 _CAN_HANG = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)
 
 
+def can_hang(devices: Sequence[Device]) -> bool:
+    """Whether a program with collectives over these devices can hang."""
+    return _CAN_HANG and len(devices) > 1 and devices[0].platform == "cpu"
+
+
 def wait_before_collectives(tree: Any, devices: Sequence[Device]) -> None:
-    """Waits for the arrays where a program over these devices could hang without it."""
+    """Wait for the arrays of a pytree if a program over these devices can hang without."""
     if can_hang(devices) and not is_traced(tree):
         jax.block_until_ready(tree)
 
 
-def can_hang(devices: Sequence[Device]) -> bool:
-    """Whether a program over these devices could."""
-    return _CAN_HANG and len(devices) > 1 and devices[0].platform == "cpu"
-
-
 def one_memory(devices: Iterable[Device]) -> bool:
-    """Whether these are CPU devices of this process."""
+    """Whether all these devices are CPU devices of this process."""
     return all(d.platform == "cpu" and d.process_index == jax.process_index() for d in devices)
 
 
 def put(arrays: Sequence[jax.Array], where: Sharding) -> list[jax.Array]:
-    """The arrays with that sharding, as `jax.device_put`; what is in the same memory already is not copied.
+    """Arrays with that sharding, as `jax.device_put`, without copies inside one memory.
 
-    Shared is what lies whole in one memory and shall lie whole on one device or on each of several.
+    An array on one device is shared if `where` asks for the whole array on one or several devices of the same memory.
+    The call waits until a shared array is computed.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> first, second = jax.devices()[:2]
-        >>> there = put([jax.device_put(jnp.ones(1 << 20), first)], SingleDeviceSharding(second))
-        >>> there[0].devices() == {second}
+        >>> (there,) = put([jax.device_put(jnp.ones(1 << 20), first)], SingleDeviceSharding(second))
+        >>> there.devices() == {second}
         True
     """
     if not where.is_fully_replicated or not one_memory(where.device_set):
         return jax.device_put(list(arrays), where)
-    return jax.device_put([_seen(a, where) for a in arrays], where)
-
-
-def _seen(array: jax.Array, where: Sharding) -> jax.Array | np.ndarray:
-    """The array's memory, where it lies on one CPU device of this process."""
-    there = array.sharding
-    if isinstance(there, SingleDeviceSharding) and there != where and one_memory(there.device_set):
-        return np.asarray(array)
-    return array
+    return jax.device_put([_shareable(a, where) for a in arrays], where)
 
 
 def views(arrays: Iterable[jax.Array]) -> list[np.ndarray]:
-    """The arrays of devices of one memory as NumPy sees them, without a copy.
+    """The arrays of devices of one memory as NumPy arrays, without copies.
 
-    A program takes these as arguments without a copy too, and faster than arrays put on its device first; run it
-    `on` that device.
+    A program takes them as arguments without copies too, faster than arrays that are put on its device first. Call it
+    inside `on` that device. The call waits until the arrays are computed.
     """
     return [np.asarray(a) for a in arrays]
 
 
-def bucketed(arrays: Iterable[jax.Array], dtypes: Iterable[Any], groups: Iterable[Sequence[int]]) -> list[np.ndarray]:
-    """`buckets.pack` of views, cast to these dtypes: one array a group, a group of one not copied."""
-    seen = [view.astype(dtype, copy=False) for view, dtype in zip(views(arrays), dtypes, strict=True)]
-    return [
-        seen[group[0]] if len(group) == 1 else np.concatenate([seen[i] for i in group], axis=None) for group in groups
-    ]
+def bucketed(arrays: Iterable[jax.Array], dtypes: Iterable[Any], groups: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """The buckets of views of the arrays, cast to these dtypes. A group of one is copied only by a cast."""
+    cast = [view.astype(dtype, copy=False) for view, dtype in zip(views(arrays), dtypes, strict=True)]
+    return buckets.pack(cast, groups, xp=np)
 
 
 def on(where: Sharding) -> contextlib.AbstractContextManager[Any]:
-    """Programs whose arguments are views and uncommitted arrays run on this one device."""
+    """A context in which programs with views and uncommitted arrays as arguments run on this one device."""
     (device,) = where.device_set
     return jax.default_device(device)
+
+
+def _shareable(array: jax.Array, where: Sharding) -> jax.Array | np.ndarray:
+    """A view of an array on another CPU device of this process. Other arrays are returned as they are."""
+    sharding = array.sharding
+    if isinstance(sharding, SingleDeviceSharding) and sharding != where and one_memory(sharding.device_set):
+        return np.asarray(array)
+    return array

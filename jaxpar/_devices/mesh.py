@@ -1,7 +1,8 @@
-"""The mesh of a store's devices, and copies of arrays on it."""
+"""The mesh of a store's devices: how arrays are laid out on it, and copies of them there."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,22 +18,28 @@ STORE_AXIS = "data"
 
 
 def mesh_of(devices: Sequence[Device]) -> Mesh:
+    """The mesh of these devices, with the one axis `STORE_AXIS`."""
     return Mesh(np.array(devices), (STORE_AXIS,))
-
-
-def copied(tree: Any, sharding: jax.sharding.Sharding) -> Any:
-    """The arrays with that sharding in memory of their own, so that donating them harms nobody.
-
-    `device_put(may_alias=False)` is not enough: going from one device to several it keeps the first one's buffer.
-    """
-    return put(jax.tree.map(jnp.copy, tree), sharding)
 
 
 def copies_on(devices: Sequence[Device]) -> NamedSharding:
     """The sharding of a value with a whole copy on each device."""
-    return NamedSharding(mesh_of(devices), PartitionSpec())
+    return _sharding(tuple(devices), PartitionSpec())
 
 
 def split_over(devices: Sequence[Device], axis: int = 0) -> NamedSharding:
     """The sharding of a value of which each device has an equal part along one axis."""
-    return NamedSharding(mesh_of(devices), PartitionSpec(*[None] * axis, STORE_AXIS))
+    return _sharding(tuple(devices), PartitionSpec(*[None] * axis, STORE_AXIS))
+
+
+def copied(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    """The arrays with that sharding, in memory of their own: donating them leaves the given ones valid.
+
+    `device_put(may_alias=False)` is not enough. From one device to several it keeps the buffer of the first.
+    """
+    return put(jax.tree.map(jnp.copy, tree), sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def _sharding(devices: tuple[Device, ...], spec: PartitionSpec) -> NamedSharding:
+    return NamedSharding(mesh_of(devices), spec)

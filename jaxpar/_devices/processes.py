@@ -1,7 +1,11 @@
-"""What several processes tell each other: values, agreement and errors. Every process must make the same calls.
+"""Values, decisions and errors that all processes of a run share. Every process must make the same calls.
 
-A collective that one process skips leaves the others waiting for ever, so a decision that steers what is called
-next is made by one process for all, and an error in one is raised in all. With one process nothing is sent.
+A collective that one process skips leaves the others waiting forever. So a decision on which the next calls depend is
+made by one process for all (`ask_first`), and an error in one is raised in all (`raise_together`). With one process
+nothing is sent.
+
+All of it is made of two collectives over the leaders, the first devices of the processes: a gather of texts
+(`exchange`), and a sum in which only the first process has values (`from_first`).
 """
 
 from __future__ import annotations
@@ -14,15 +18,14 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from .._core.arrays import Device
+from .._core.arrays import Device, without_keys
+from .mesh import copies_on, split_over
 from .placement import spans_processes
 
-_AXIS = "processes"
-_FIRST = 1020  # bytes of a message that travel without being asked for
+# Bytes of a text that the first gather sends. A second one sends the rest of longer texts.
+_FIRST_BYTES = 1020
 
 
 @functools.cache
@@ -36,45 +39,50 @@ def leaders() -> tuple[Device, ...]:
 
 
 def exchange(text: str) -> list[str]:
-    """The text of every process, in their order."""
+    """The text that each process gives, in the order of the processes."""
     if jax.process_count() == 1:
         return [text]
     raw = text.encode()
-    found = _gathered(np.frombuffer(len(raw).to_bytes(4, "big") + raw[:_FIRST].ljust(_FIRST, b"\0"), np.uint8))
-    lengths = [int.from_bytes(row[:4].tobytes(), "big") for row in found]
-    parts = [row[4:].tobytes() for row in found]
-    if max(lengths) > _FIRST:
-        width = 1 << (max(lengths) - _FIRST - 1).bit_length()  # few sizes, so few programs
-        rest = _gathered(np.frombuffer(raw[_FIRST:].ljust(width, b"\0"), np.uint8))
+    rows = _gather(len(raw).to_bytes(4, "big") + raw[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"))
+    lengths = [int.from_bytes(row[:4].tobytes(), "big") for row in rows]
+    parts = [row[4:].tobytes() for row in rows]
+    if max(lengths) > _FIRST_BYTES:
+        width = 1 << (max(lengths) - _FIRST_BYTES - 1).bit_length()  # few sizes, so few programs
+        rest = _gather(raw[_FIRST_BYTES:].ljust(width, b"\0"))
         parts = [part + row.tobytes() for part, row in zip(parts, rest, strict=True)]
     return [part[:length].decode() for part, length in zip(parts, lengths, strict=True)]
 
 
 def from_first(tree: Any) -> Any:
-    """The arrays that process 0 gives, in host memory; the others must give arrays of the same shapes."""
+    """The arrays that process 0 gives, in host memory. The others must give arrays of the same shapes and dtypes."""
     if jax.process_count() == 1:
         return tree
     mine = jax.process_index() == 0
-    leaves, structure = jax.tree.flatten(tree)
-    impls = [jax.random.key_impl(x) if _is_key(x) else None for x in leaves]
-    hosts = [np.asarray(jax.random.key_data(x) if impl else x) for x, impl in zip(leaves, impls, strict=True)]
-    spread = [_spread(x if mine else np.zeros_like(x)) for x in hosts]
-    received = [np.asarray(x.addressable_data(0)) for x in _sums()(spread)]
-    return structure.unflatten(
-        [jax.random.wrap_key_data(jnp.asarray(x), impl=i) if i else x for x, i in zip(received, impls, strict=True)]
-    )
+    plain, restore = without_keys(tree)
+    leaves, structure = jax.tree.flatten(plain)
+    hosts = [np.asarray(leaf) for leaf in leaves]
+    sums = _sum_program()([_row_of_leaders(x if mine else np.zeros_like(x)) for x in hosts])
+    return restore(structure.unflatten([np.asarray(x.addressable_data(0)) for x in sums]))
 
 
 def to_share(tree: Any, devices: Sequence[Device]) -> bool:
-    """Whether arrays that each process has for itself go to devices of several, so that one must say what they are."""
+    """Whether each process has arrays of its own for devices of several processes.
+
+    Then one process must say what they are, by `from_first`, or each could have other values.
+    """
     several = len({d.process_index for d in devices}) > 1
     return several and not any(map(spans_processes, jax.tree.leaves(tree)))
 
 
 def ask_first(ask: Callable[[], Any], *kinds: type[Exception]) -> Any:
-    """What process 0's call of `ask` returns, which must be JSON; where that raises, every process raises.
+    """The answer of process 0, which calls `ask`, in every process.
 
-    The exception of another process is raised here as the first of `kinds`, or of Python's own, that it is of.
+    Args:
+        ask: called by process 0 only. Its result must be JSON.
+        kinds: exceptions that are raised as themselves in the other processes, next to Python's own.
+
+    Raises:
+        Exception: `ask` raised it. It is raised in every process.
     """
     if jax.process_count() == 1:
         return ask()
@@ -84,14 +92,14 @@ def ask_first(ask: Callable[[], Any], *kinds: type[Exception]) -> Any:
             answer = ask()
         except Exception as raised:
             error = raised
-    told = json.loads(exchange(json.dumps({"answer": answer, "error": _words(error, kinds)}))[0])
-    _raise([told["error"]], error, kinds)
-    return told["answer"]
+    reply = json.loads(exchange(json.dumps({"answer": answer, "error": _as_json(error, kinds)}))[0])
+    _raise([reply["error"]], error, kinds)
+    return reply["answer"]
 
 
 @contextlib.contextmanager
 def raise_together(*kinds: type[Exception]) -> Generator[None]:
-    """What fails in this block in one process raises in every process. There may be no collective in it."""
+    """A block whose error in one process is raised in every process. There may be no collective in it."""
     if jax.process_count() == 1:
         yield
         return
@@ -100,22 +108,23 @@ def raise_together(*kinds: type[Exception]) -> Generator[None]:
         yield
     except Exception as raised:
         error = raised
-    _raise([json.loads(said) for said in exchange(json.dumps(_words(error, kinds)))], error, kinds)
+    _raise([json.loads(text) for text in exchange(json.dumps(_as_json(error, kinds)))], error, kinds)
 
 
 def all_true(yes: bool) -> bool:
-    """Whether every process says yes."""
+    """Whether the answer is yes in every process."""
     if jax.process_count() == 1:
         return yes
     return "no" not in exchange("yes" if yes else "no")
 
 
 def agree(what: str, text: str) -> None:
-    """`ValueError` in every process where they do not all say the same."""
-    if len(set(exchange(text if len(text) < _FIRST else hashlib.sha256(text.encode()).hexdigest()))) > 1:
-        said = exchange(text)
-        odd = next(i for i, other in enumerate(said) if other != said[0])
-        raise ValueError(f"{what}; process 0: {_cut(said[0])}, process {odd}: {_cut(said[odd])}")
+    """`ValueError` in every process unless all give the same text. `what` is the beginning of the message."""
+    short = text if len(text) < _FIRST_BYTES else hashlib.sha256(text.encode()).hexdigest()
+    if len(set(exchange(short))) > 1:
+        texts = exchange(text)
+        other = next(i for i, given in enumerate(texts) if given != texts[0])
+        raise ValueError(f"{what}; process 0: {_shorten(texts[0])}, process {other}: {_shorten(texts[other])}")
 
 
 _KINDS = (
@@ -124,8 +133,8 @@ _KINDS = (
 )
 
 
-def _words(error: Exception | None, kinds: tuple[type[Exception], ...]) -> Any:
-    """The error as JSON: which of the kinds it is, and its message."""
+def _as_json(error: Exception | None, kinds: tuple[type[Exception], ...]) -> Any:
+    """The error as JSON: the position of its kind, and its message."""
     if error is None:
         return None
     known = (*kinds, *_KINDS)
@@ -134,6 +143,7 @@ def _words(error: Exception | None, kinds: tuple[type[Exception], ...]) -> Any:
 
 
 def _raise(errors: list[Any], own: Exception | None, kinds: tuple[type[Exception], ...]) -> None:
+    """Raise this process's own error, or else the first of the others."""
     if own is not None:
         raise own
     for process, error in enumerate(errors):
@@ -142,31 +152,27 @@ def _raise(errors: list[Any], own: Exception | None, kinds: tuple[type[Exception
             raise (RuntimeError if kind is Exception else kind)(f"process {process}: {error[1]}")
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) < 300 else text[:300] + "..."
 
 
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _spread(mine: np.ndarray) -> jax.Array:
+def _row_of_leaders(mine: np.ndarray) -> jax.Array:
     """This process's array as its row of an array over the leaders."""
-    sharding = NamedSharding(Mesh(np.array(leaders()), (_AXIS,)), P(_AXIS))
     row = jax.device_put(mine[None], leaders()[jax.process_index()])
-    return jax.make_array_from_single_device_arrays((len(leaders()), *mine.shape), sharding, [row])
+    shape = (len(leaders()), *mine.shape)
+    return jax.make_array_from_single_device_arrays(shape, split_over(leaders()), [row])
 
 
-def _gathered(mine: np.ndarray) -> np.ndarray:
-    return np.asarray(_copies()(_spread(mine)).addressable_data(0))
-
-
-@functools.cache
-def _copies() -> Callable[..., Any]:
-    return jax.jit(lambda x: x, out_shardings=NamedSharding(Mesh(np.array(leaders()), (_AXIS,)), P()))
+def _gather(mine: bytes) -> np.ndarray:
+    """(processes, bytes): what each process gives, all of one length."""
+    return np.asarray(_gather_program()(_row_of_leaders(np.frombuffer(mine, np.uint8))).addressable_data(0))
 
 
 @functools.cache
-def _sums() -> Callable[..., Any]:
-    everywhere = NamedSharding(Mesh(np.array(leaders()), (_AXIS,)), P())
-    return jax.jit(lambda xs: [x.sum(0, dtype=x.dtype) for x in xs], out_shardings=everywhere)
+def _gather_program() -> Callable[..., Any]:
+    return jax.jit(lambda x: x, out_shardings=copies_on(leaders()))
+
+
+@functools.cache
+def _sum_program() -> Callable[..., Any]:
+    return jax.jit(lambda xs: [x.sum(0, dtype=x.dtype) for x in xs], out_shardings=copies_on(leaders()))

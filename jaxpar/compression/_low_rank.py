@@ -1,10 +1,9 @@
-"""Compressors that send a part of a value: its largest elements, or its largest singular directions."""
+"""Compressors that send a part of a value: its largest elements or its largest singular directions."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -12,18 +11,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._base import Compressor, LinearCompressor, Payload, Shape, State, check_number, floating, plain_bytes, start
+from .._core.checks import number, whole_number
+from ._base import (
+    Compressor,
+    LinearCompressor,
+    Payload,
+    Shape,
+    State,
+    as_float32,
+    is_floating,
+    plain_bytes,
+    start_residual,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class TopK(Compressor):
-    """The k elements of largest magnitude (ties: the first), as int32 positions and float32 values.
+    """The k elements of largest magnitude, as int32 positions and float32 values.
 
-    k is `ratio` times the number of elements, rounded, at least 1. See Aji and Heafield 2017 and, for error
-    feedback, Stich et al. 2018.
+    k is `ratio` times the number of elements, rounded, and at least 1. Of equal magnitudes the first are sent. See Aji
+    and Heafield 2017 and, for error feedback, Stich et al. 2018.
 
     Attributes:
         ratio: the part of the elements that is sent, in (0, 1].
+
+    Raises:
+        TypeError: the ratio is no number.
+        ValueError: it is out of range.
 
     Example:
         >>> compressor = TopK(0.5)
@@ -38,10 +52,13 @@ class TopK(Compressor):
     linear: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", check_number("topk", "ratio", self.ratio, positive=True, most=1))
+        ratio = number(
+            self.ratio, "compression 'topk'", "ratio", "a float32 > 0 and <= 1", lambda r: 0 < as_float32(r) <= 1
+        )
+        object.__setattr__(self, "ratio", ratio)
 
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
-        return start("topk", shape, dtype)
+        return start_residual("topk", shape, dtype)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         shape = state["residual"].shape
@@ -66,14 +83,19 @@ class TopK(Compressor):
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(LinearCompressor):
-    """Vogels, Karimireddy and Jaggi 2019: a matrix is sent as P Qᵀ of low rank, one power iteration a push.
+    """A matrix is sent as P Qᵀ of low rank, found by one power iteration for each push.
 
-    A value is the matrix (product of the other axes, last axis): inputs × outputs of JAX's layers. P = M Q is
-    summed over the devices and made orthonormal, Q = Mᵀ P is summed, the sum is P Qᵀ; Q is kept for the next
-    push, the part of M outside of P for the residual. Two sums of rank × (rows + columns) float32 in all.
+    See Vogels, Karimireddy and Jaggi 2019. A value is the matrix M (product of the other axes, last axis), which for
+    the layers of JAX is inputs × outputs. P = M Q is summed over the devices and made orthonormal. Q = Mᵀ P is
+    summed. The sum of the values is P Qᵀ. Q is kept for the next push, and the residual is the part of M outside of P.
+    Two sums of rank × (rows + columns) float32 in all.
 
     Attributes:
-        rank: at least 1; at most what the matrix has is used.
+        rank: an int of 1 or more. The rank of the matrix is used if it is smaller.
+
+    Raises:
+        TypeError: the rank is no int.
+        ValueError: it is less than 1.
 
     Example:
         >>> compressor = PowerSGD(rank=1)
@@ -88,13 +110,11 @@ class PowerSGD(LinearCompressor):
     linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, numbers.Integral) or self.rank < 1:
-            raise ValueError(f"compression 'powersgd': rank must be an int >= 1, got {self.rank!r}")
-        object.__setattr__(self, "rank", int(self.rank))
+        object.__setattr__(self, "rank", whole_number(self.rank, "compression 'powersgd'", "rank"))
 
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
-        """The residual, and a first `q` that is the same on every device whatever the seed."""
-        state = start("powersgd", shape, dtype)
+        """The residual, and a first `q`, which is the same on every device whatever the seed."""
+        state = start_residual("powersgd", shape, dtype)
         rows, columns = _matrix(shape)
         q = jax.random.normal(jax.random.key(0, impl="threefry2x32"), (columns, self._rank(rows, columns)))
         return {**state, "q": q.astype(jnp.float32)}
@@ -105,10 +125,10 @@ class PowerSGD(LinearCompressor):
         Args:
             value: this device's share, floating, any shape.
             state: of this device, from `init` or an earlier call.
-            psum: sums a pytree over the devices, e.g. `lambda tree: jax.lax.psum(tree, "data")`.
+            psum: sums a pytree over the devices, such as `lambda tree: jax.lax.psum(tree, "data")`.
 
         Returns:
-            (the sum, the same on every device, in the dtype and shape of `value`; the new state).
+            (the sum, equal on every device, of the shape and dtype of `value`; the new state).
         """
         value = jnp.asarray(value)
         m = (state["residual"] + value.astype(jnp.float32)).reshape(_matrix(value.shape))
@@ -128,29 +148,30 @@ class PowerSGD(LinearCompressor):
 
     def pays(self, shape: Shape, dtype: Any) -> bool:
         smaller = self.wire_bytes(shape, dtype) < plain_bytes(shape, dtype)
-        return floating(dtype) and len(shape) >= 2 and smaller
+        return is_floating(dtype) and len(shape) >= 2 and smaller
 
     def _rank(self, rows: int, columns: int) -> int:
         return min(self.rank, rows, columns)
 
 
 def _matrix(shape: Shape) -> tuple[int, int]:
+    """The shape as that of a matrix: (rows, columns)."""
     columns = shape[-1] if shape else 1
     return math.prod(shape[:-1]), columns
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    # Full precision: on GPUs the default would lose more than the compression does, and go to the residual.
+    # Full precision: on GPUs the default would lose more than the compression does, and the residual would have it.
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 def _scaled(columns: jax.Array) -> jax.Array:
-    """Each column divided by its largest magnitude, so that gradients of 1e-20 do not underflow squared."""
+    """Each column divided by its largest magnitude, so that the squares of gradients of 1e-20 do not underflow."""
     size = jnp.abs(columns).max(0, keepdims=True)
     return columns / jnp.where(size < np.finfo(np.float32).tiny, np.float32(1), size)
 
 
 def _next_q(q: jax.Array, before: jax.Array) -> jax.Array:
-    """The start of the next push; a column that vanished (a gradient of zeros) keeps its old direction."""
+    """The start of the next push. A column that vanished, by a gradient of zeros, keeps its direction."""
     vanished = jnp.abs(q).max(0, keepdims=True) < np.finfo(np.float32).tiny
     return jnp.where(vanished, before, _scaled(q))

@@ -1,7 +1,7 @@
-"""Quantizers: every element is sent in 2, 1, 8 or 16 bits, what rounding loses is sent with the next push.
+"""Quantizers: every element is sent in 1, 2, 8 or 16 bits.
 
-All arithmetic is float32. With g the pushed value and r the residual, each encoder sends q = Q(r + g) and
-keeps r' = r + g - q (error feedback; Seide et al. 2014, Karimireddy et al. 2019).
+All arithmetic is float32. With the pushed value g and the residual r, each encoder sends q = Q(r + g) and keeps
+r' = r + g - q for the next push: error feedback (Seide et al. 2014, Karimireddy et al. 2019).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._base import Compressor, Payload, Shape, State, check_number, check_word, start
+from .._core.checks import choice, number
+from ._base import Compressor, Payload, Shape, State, as_float32, start_residual
 
 _INT8_BLOCK = 1024
 _ROUNDINGS = ("nearest", "stochastic")
@@ -24,12 +25,16 @@ _ROUNDINGS = ("nearest", "stochastic")
 class TwoBit(Compressor):
     """MXNet's `2bit`: +threshold, -threshold or 0 for each element, 16 codes in a uint32.
 
-    With a = residual + value: a >= threshold is code 11, a <= -threshold is code 10, else 00. The first of
-    16 elements lies in the top two bits of byte 0 of the little-endian word, as in MXNet's buffers; values,
-    bytes and residuals are MXNet's bit for bit. NaN is sent as 0 and stays in the residual.
+    With a = residual + value, a >= threshold is code 11, a <= -threshold is code 10, anything else is 00. The first of
+    16 elements is in the top two bits of byte 0 of the little-endian word. Values, bytes and residuals are MXNet's,
+    bit for bit. NaN is sent as 0 and stays in the residual.
 
     Attributes:
-        threshold: what a code stands for, > 0, in the units of the gradient.
+        threshold: the value of a code, above 0, in the units of the gradient.
+
+    Raises:
+        TypeError: the threshold is no number.
+        ValueError: as a float32 it is not above 0, or not finite.
 
     Example:
         >>> compressor = TwoBit(0.5)
@@ -46,11 +51,14 @@ class TwoBit(Compressor):
     linear: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        threshold = check_number("2bit", "threshold", self.threshold, positive=True)
+        expected = "a finite float32 > 0"
+        threshold = number(
+            self.threshold, "compression '2bit'", "threshold", expected, lambda t: 0 < as_float32(t) < math.inf
+        )
         object.__setattr__(self, "threshold", threshold)
 
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
-        return start("2bit", shape, dtype)
+        return start_residual("2bit", shape, dtype)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         wanted, t = _wanted(value, state), np.float32(self.threshold)
@@ -71,13 +79,17 @@ class TwoBit(Compressor):
 
 @dataclasses.dataclass(frozen=True)
 class OneBit(Compressor):
-    """MXNet 2's `1bit`: +1 for each element whose residual + value > threshold, else -1; 32 in a uint32.
+    """MXNet 2's `1bit`: +1 or -1 for each element, 32 codes in a uint32.
 
-    The first of 32 elements is the top bit of byte 0 of the little-endian word. The step is 1 whatever the
-    threshold, so gradients want a scale near 1; NaN is sent as -1.
+    +1 is sent where residual + value > threshold. The first of 32 elements is in the top bit of byte 0 of the
+    little-endian word. The step is 1 whatever the threshold, so gradients need a scale near 1. NaN is sent as -1.
 
     Attributes:
         threshold: any finite number, in the units of the gradient.
+
+    Raises:
+        TypeError: the threshold is no number.
+        ValueError: as a float32 it is not finite.
 
     Example:
         >>> compressor = OneBit(0.5)
@@ -92,10 +104,17 @@ class OneBit(Compressor):
     linear: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", check_number("1bit", "threshold", self.threshold))
+        threshold = number(
+            self.threshold,
+            "compression '1bit'",
+            "threshold",
+            "a finite float32",
+            lambda t: math.isfinite(as_float32(t)),
+        )
+        object.__setattr__(self, "threshold", threshold)
 
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
-        return start("1bit", shape, dtype)
+        return start_residual("1bit", shape, dtype)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         wanted = _wanted(value, state)
@@ -115,13 +134,22 @@ class OneBit(Compressor):
 
 @dataclasses.dataclass(frozen=True)
 class Int8(Compressor):
-    """Symmetric 8-bit integers with a float32 scale (largest magnitude / 127) for each 1,024 elements.
+    """Symmetric 8-bit integers with a float32 scale for each 1,024 elements.
 
-    A scale per block costs 0.4 % on the wire and keeps one outlier from spoiling the whole value; where a
-    block begins depends on the value, so this one is not elementwise.
+    The scale is the largest magnitude of the block, divided by 127. A scale per block costs 0.4 % on the wire, and an
+    outlier spoils its block only. Where a block begins depends on the value, so this compression is not elementwise.
 
     Attributes:
-        rounding: `nearest`, or `stochastic` (unbiased: the mean of what is sent is what was wanted).
+        rounding: `nearest`, or `stochastic`, which is unbiased: the mean of what is sent is the value.
+
+    Raises:
+        ValueError: an unknown rounding.
+
+    Example:
+        >>> compressor = Int8()
+        >>> payload, state = compressor.encode(jnp.array([127.0, -2.25]), compressor.init((2,), "float32"))
+        >>> payload["codes"].tolist(), payload["scales"].tolist(), state["residual"].tolist()
+        ([127, -2], [1.0], [0.0, -0.25])
     """
 
     rounding: str = "nearest"
@@ -129,7 +157,7 @@ class Int8(Compressor):
     linear: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_word("int8", "rounding", self.rounding, _ROUNDINGS)
+        choice(self.rounding, "compression 'int8'", "rounding", _ROUNDINGS)
 
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
         return _start_rounding("int8", self.rounding, shape, dtype, seed)
@@ -138,7 +166,7 @@ class Int8(Compressor):
         shape, size = state["residual"].shape, state["residual"].size
         wanted = _padded(_wanted(value, state), _INT8_BLOCK).reshape(-1, _INT8_BLOCK)
         scales = jnp.abs(wanted).max(-1) / 127
-        # Subnormal scales may be flushed to 0 in the quotient: such a block waits in the residual.
+        # Subnormal scales may be flushed to 0 in the quotient. Such a block stays in the residual.
         scales = jnp.where(scales < np.finfo(np.float32).tiny, np.float32(0), scales)
         quotient = wanted / jnp.where(scales == 0, np.float32(1), scales)[:, None]
         quotient = jnp.where(scales[:, None] == 0, np.float32(0), quotient)
@@ -155,7 +183,7 @@ class Int8(Compressor):
     def wire_bytes(self, shape: Shape, dtype: Any) -> int:
         return math.prod(shape) + 4 * _words(shape, _INT8_BLOCK)
 
-    def _dither(self, shape: Shape, state: State):
+    def _dither(self, shape: Shape, state: State) -> Any:
         if self.rounding == "nearest":
             return np.float32(0.5)
         return (_random_16_bits(state, shape).astype(jnp.float32) + 0.5) / 2**16
@@ -166,8 +194,17 @@ class BFloat16(Compressor):
     """The upper 16 bits of a float32, sent as uint16 so that no compiler widens them on the way.
 
     Attributes:
-        rounding: `nearest` (ties to even), or `stochastic` (unbiased: the mean of what is sent is what was
-            wanted).
+        rounding: `nearest`, with ties to even, or `stochastic`, which is unbiased: the mean of what is sent is the
+            value.
+
+    Raises:
+        ValueError: an unknown rounding.
+
+    Example:
+        >>> compressor = BFloat16()
+        >>> payload, state = compressor.encode(jnp.array([1 + 2**-9]), compressor.init((1,), "float32"))
+        >>> compressor.decode(payload, (1,), "float32").tolist(), state["residual"].tolist()
+        ([1.0], [0.001953125])
     """
 
     rounding: str = "nearest"
@@ -175,14 +212,14 @@ class BFloat16(Compressor):
     linear: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_word("bf16", "rounding", self.rounding, _ROUNDINGS)
+        choice(self.rounding, "compression 'bf16'", "rounding", _ROUNDINGS)
 
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
         return _start_rounding("bf16", self.rounding, shape, dtype, seed)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         wanted = _wanted(value, state)
-        # In integers: XLA may drop a float32 -> bfloat16 -> float32 pair, and with it the rounding error.
+        # In integers, since XLA may drop a float32 -> bfloat16 -> float32 pair, and with it the rounding error.
         bits = jax.lax.bitcast_convert_type(wanted, jnp.uint32)
         rounded = jnp.where(jnp.isfinite(wanted), bits + self._dither(bits, state), bits)
         rounded = rounded & np.uint32(0xFFFF0000)
@@ -204,47 +241,54 @@ class BFloat16(Compressor):
 
 
 def _wanted(value: jax.Array, state: State) -> jax.Array:
+    """The float32 value that is to be sent: with what earlier pushes did not send."""
     return state["residual"] + jnp.asarray(value).astype(jnp.float32)
 
 
 def _words(shape: Shape, per_word: int) -> int:
+    """How many words, or blocks, hold an array of this shape."""
     return -(-math.prod(shape) // per_word)
 
 
 def _padded(values: jax.Array, multiple: int) -> jax.Array:
-    """Flat, with zeros at the end up to a multiple of `multiple`."""
+    """The flat values, with zeros at the end up to a multiple of `multiple`."""
     flat = values.reshape(-1)
     return jnp.pad(flat, (0, -flat.size % multiple))
 
 
 def _shifts(shape: Shape, bits: int) -> jax.Array:
-    """How far to the left each code of a word lies. Computed: a table keeps XLA from vectorizing (5 ×)."""
+    """By how many bits each code of a word is shifted to the left.
+
+    Computed, because XLA does not vectorize the use of a table.
+    """
     per_byte = 8 // bits
     place = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
     return 8 * (place // per_byte) + (8 - bits) - bits * (place % per_byte)
 
 
 def _pack_pairs(codes: jax.Array) -> jax.Array:
-    """2-bit codes, one in a uint8, to 16 in a uint32: four bytes are folded into one at a time."""
+    """2-bit codes, given one in a uint8, 16 in a uint32. Four bytes at a time become one."""
     four = jax.lax.bitcast_convert_type(codes.reshape(-1, 4), jnp.uint32)
     byte = (four << 6) | (four >> 4) | (four >> 14) | (four >> 24)
     return jax.lax.bitcast_convert_type(byte.astype(jnp.uint8).reshape(-1, 4), jnp.uint32)
 
 
 def _unpack(words: jax.Array, bits: int) -> jax.Array:
+    """The codes of uint32 words, flat, each as a uint32."""
     shape = (words.size, 32 // bits)
     return ((words[:, None] >> _shifts(shape, bits)) & np.uint32(2**bits - 1)).reshape(-1)
 
 
 def _start_rounding(name: str, rounding: str, shape: Shape, dtype: Any, seed: Any) -> State:
-    state = start(name, shape, dtype)
+    """The residual, and for stochastic rounding the seed and the number of pushes of a random stream."""
+    state = start_residual(name, shape, dtype)
     if rounding == "nearest":
         return state
     return {**state, "stream": jnp.stack([jnp.asarray(seed, jnp.uint32), jnp.uint32(0)])}
 
 
 def _random_16_bits(state: State, shape: Shape) -> jax.Array:
-    """uint16 by the stream's seed and the number of earlier pushes; both halves of each draw are used."""
+    """Random uint16 from the stream's seed and number of pushes. Both halves of each draw are used."""
     seed, pushes = state["stream"][0], state["stream"][1]
     rng = jax.random.fold_in(jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), seed), pushes)
     draws = jax.random.bits(rng, (_words(shape, 2),), jnp.uint32)
@@ -252,6 +296,7 @@ def _random_16_bits(state: State, shape: Shape) -> jax.Array:
 
 
 def _advance(state: State) -> State:
+    """The state with one more push counted in its stream."""
     if "stream" not in state:
         return state
     return {**state, "stream": state["stream"] + jnp.array([0, 1], jnp.uint32)}

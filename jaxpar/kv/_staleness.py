@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from .._core.arrays import is_traced
-from .._devices import collectives
+from .._devices.collectives import sum_apart as sum_apart
 from .._devices.mesh import STORE_AXIS, mesh_of
 from .._devices.placement import to_host
 from . import _aggregate
@@ -29,9 +28,6 @@ Arrays = dict[int, jax.Array]
 Lists = dict[int, list[jax.Array]]
 Changes = tuple[dict[int, Any], dict[int, Any], dict[int, Any]]  # values, updater states, residuals
 Send = Callable[[KVStore, Lists], Changes]
-
-# Bytes. From here on a device that is told every other one's whole value spends more on them than on a second message.
-_BY_SHARES = 64 << 10
 
 
 class PendingPushes(NamedTuple):
@@ -124,24 +120,6 @@ def where_ready(store: KVStore, changes: Changes, ready: Arrays, lists: Lists, a
 def select(condition: jax.Array, new: Any, old: Any) -> Any:
     """One of two pytrees of the same structure, by a bool scalar."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
-
-
-def sum_apart(x: jax.Array, axis_name: str) -> jax.Array:
-    """The sum over the axis of what this step found out, by a collective that XLA joins with no other.
-
-    It puts all-reduces together, and all-gathers too: the sum of what waited would then wait for this step's loss.
-    """
-    count = lax.axis_size(axis_name)
-
-    def told(x: jax.Array) -> jax.Array:
-        """(devices, *shape): what every device has."""
-        return lax.all_to_all(jnp.broadcast_to(x[None], (count, *x.shape)), axis_name, split_axis=0, concat_axis=0)
-
-    if x.nbytes < _BY_SHARES:
-        return told(x).sum(0)
-    rows = collectives.to_rows(x, count)
-    share = lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0).sum(0)
-    return collectives.from_rows(told(share), x.shape)
 
 
 def flush(store: KVStore, axis_name: str | None, send: Send) -> KVStore:

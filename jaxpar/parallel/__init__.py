@@ -1,4 +1,9 @@
-"""Devices: emulating them, spreading a batch over them, summing over them, running one function on all."""
+"""Devices: emulate them, spread a batch over them, sum over them, run one function on all.
+
+_devices    emulated CPU devices; a batch split over devices, params copied to them
+_allreduce  the sum of arrays on several devices, on each of them
+_spmd       one function on every device, by `pmap` or `shard_map`
+"""
 
 from ._allreduce import allreduce as allreduce
 from ._devices import (

@@ -1,4 +1,4 @@
-"""Sums over devices."""
+"""The sum of arrays on several devices, on each of them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import jax.numpy as jnp
 
 from .. import kv
 from .._core import checks
-from .._core.checks import check_own
 
 
 def allreduce(values: Sequence[Any]) -> list[jax.Array]:
-    """The sum of the values, once on the device of each of them.
+    """The sum of the values, on the device of each of them.
+
+    MXNet's article changes the values in place. Here they stay as they are.
 
     Args:
-        values: arrays of one shape and dtype, on any devices of this process. (Over processes a store of kind
-            `dist_sync` sums.)
+        values: arrays of one shape and dtype, on any devices of this process. Over several processes, push to a store
+            of kind `dist_sync`.
 
     Returns:
-        A list as long as `values`; entry i is the sum, on the device of `values[i]`. The given arrays stay as
-        they are (MXNet's article changed them in place).
+        A list as long as `values`. Entry i is the sum, on the device of `values[i]`.
 
     Raises:
-        ValueError: no values, or values of different shapes.
-        TypeError: what is no array, or dtypes that differ.
+        TypeError: a value is no array, or dtypes differ.
+        ValueError: no values, values of different shapes, or one on a device of another process.
 
     Example:
         >>> first, second = jax.devices()[:2]
@@ -38,7 +38,7 @@ def allreduce(values: Sequence[Any]) -> list[jax.Array]:
     if not arrays:
         raise ValueError("allreduce: give at least one value")
     for i, array in enumerate(arrays):
-        check_own(array.devices(), f"allreduce: value {i}")
+        checks.check_own(array.devices(), f"allreduce: value {i}")
         checks.same_shape(array, arrays[0].shape, f"allreduce: value {i}")
         if array.dtype != arrays[0].dtype:
             raise TypeError(f"allreduce: value {i}: expected dtype {arrays[0].dtype}, got {array.dtype}")

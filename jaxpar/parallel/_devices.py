@@ -1,4 +1,4 @@
-"""Emulated devices, and batches and params on devices."""
+"""Emulated devices; batches and params on devices."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from .._core import checks
 from .._core.arrays import Device
-from .._core.checks import batch_length, check_devices, check_own
-from .._devices.mesh import copied, mesh_of
+from .._devices.mesh import copied, copies_on
 
 
 def use_cpu_devices(n: int) -> None:
-    """Makes JAX run on `n` emulated CPU devices. To be called before the first use of JAX.
+    """Run JAX on `n` emulated CPU devices. Call it before the first use of JAX.
 
-    In a notebook this belongs into the first cell; running that cell again does no harm. Other platforms are
-    switched off: leave the call out where there are GPUs to train on.
+    In a notebook this belongs in the first cell, which may be run again. Other platforms are switched off, so leave the
+    call out to train on GPUs.
 
     Args:
         n: how many, at least 1. They share the cores of the machine.
 
     Raises:
-        ValueError: `n` is no positive int.
+        TypeError: `n` is no int.
+        ValueError: `n` is less than 1.
         RuntimeError: JAX runs already, with other devices.
 
     Example:
@@ -33,68 +33,79 @@ def use_cpu_devices(n: int) -> None:
         >>> len(jax.devices())
         8
     """
-    if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
-        raise ValueError(f"use_cpu_devices: the number of devices must be an int of 1 or more, got {n!r}")
+    n = checks.whole_number(n, "use_cpu_devices", "n")
     try:
-        jax.config.update("jax_num_cpu_devices", int(n))
+        jax.config.update("jax_num_cpu_devices", n)
         jax.config.update("jax_platforms", "cpu")
     except RuntimeError as error:
         devices = jax.devices()
         if len(devices) == n and devices[0].platform == "cpu":
             return
         raise RuntimeError(
-            f"use_cpu_devices({n}): JAX runs already, on {len(devices)} {devices[0].platform} device(s), and takes "
-            "no other number now; restart the Python process or the notebook's kernel and call this first"
+            f"use_cpu_devices({n}): JAX runs already, on {len(devices)} {devices[0].platform} device(s), and their "
+            "number is fixed; restart the Python process or the notebook's kernel and call this first"
         ) from error
 
 
 def split_and_load(data: Any, devices: Sequence[Device], *, even_split: bool = True) -> list[Any]:
-    """Splits a batch along its first axis and puts one part on each device, as gluon's function of this name.
+    """Split a batch along its first axis, and put one part on each device.
+
+    The function of this name in gluon, for pytrees.
 
     Args:
         data: an array with a first axis of n examples, or a pytree of such arrays. In several processes each
             gives what it has loaded for its own devices.
-        devices: k devices, of this process.
-        even_split: whether n must be divisible by k. False: the first n % k parts are one example larger
-            (10 on 4 devices: 3, 3, 2, 2).
+        devices: k devices of this process.
+        even_split: whether n must be divisible by k. If False, the first n % k parts are one example larger: 10
+            examples on 4 devices are 3, 3, 2 and 2.
 
     Returns:
         A list of k parts, part i on device i.
 
     Raises:
-        ValueError: n is not divisible by k and `even_split`; arrays of different length; a device of another
-            process.
+        TypeError: `devices` is no list of devices.
+        ValueError: n is not divisible by k and `even_split`; arrays of different length; no device, one that appears
+            twice or is of another process.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> [part.shape for part in split_and_load(jnp.zeros((8, 3)), jax.devices()[:4])]
         [(2, 3), (2, 3), (2, 3), (2, 3)]
     """
     devices = checks.devices(devices, "split_and_load")
-    check_own(devices, "split_and_load")
-    n, k = batch_length(data, "split_and_load"), len(devices)
-    if even_split and n % k:
-        raise ValueError(
-            f"split_and_load: a batch of {n} cannot be divided by {k} devices; use a batch of {n // k * k or k} or "
-            f"{-(-n // k) * k}, or even_split=False"
-        )
+    checks.check_own(devices, "split_and_load")
+    n, k = checks.batch_length(data, "split_and_load"), len(devices)
+    if even_split:
+        checks.even_share(n, k, "split_and_load", ", or even_split=False")
     ends = np.cumsum([n // k + (i < n % k) for i in range(k)])
     parts = [jax.tree.map(lambda x, i=i: x[ends[i - 1] if i else 0 : ends[i]], data) for i in range(k)]
     return [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
 
 
 def copy_to(params: Any, device: Device) -> Any:
-    """A copy of a pytree of arrays on one device, of this process: the articles' `get_params`.
+    """A copy of a pytree of arrays on one device of this process.
+
+    Args:
+        params: a pytree of arrays.
+        device: of this process.
+
+    Returns:
+        The pytree on that device, in memory of its own.
+
+    Raises:
+        ValueError: the device is of another process.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> copy_to({"w": jnp.ones(2)}, jax.devices()[0])["w"].tolist()
         [1.0, 1.0]
     """
-    check_own([device], "copy_to")
+    checks.check_own([device], "copy_to")
     return copied(params, SingleDeviceSharding(device))
 
 
 def replicate(tree: Any, devices: Sequence[Device]) -> Any:
-    """A pytree with a copy of every array on each device, as arrays over all of them.
+    """A pytree of arrays with a whole copy on each device.
 
     Args:
         tree: a pytree of arrays.
@@ -102,10 +113,15 @@ def replicate(tree: Any, devices: Sequence[Device]) -> Any:
             this with the same arrays.
 
     Returns:
-        The pytree as fully replicated arrays, ready for a program over these devices.
+        The pytree as fully replicated arrays over all the devices.
+
+    Raises:
+        TypeError: `devices` is no list of devices.
+        ValueError: no device, or one appears twice.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> replicate({"w": jnp.ones(2)}, jax.devices()[:2])["w"].sharding.is_fully_replicated
         True
     """
-    return copied(tree, NamedSharding(mesh_of(check_devices(devices, "replicate")), P()))
+    return copied(tree, copies_on(checks.devices(devices, "replicate")))

@@ -29,30 +29,31 @@ def spmd(
     out_axes: Any = 0,
     donate_argnums: int | Sequence[int] = (),
 ) -> Callable[..., Any]:
-    """Runs one function on every device, each with its own slice, by `jax.pmap` or by `jax.shard_map`.
+    """A function that runs `fn` on every device, each with its own slice.
 
-    Both engines have the meaning of `pmap`: an argument with axis 0 has one entry for each device, and the
-    function sees its entry without that axis; results are stacked along it. Collectives in the function take
-    `axis_name`.
+    Both engines have the meaning of `pmap`. An argument with axis 0 has one entry for each device, and `fn` gets its
+    entry without that axis. Results are stacked along it.
 
-    In several processes `devices` may be those of all of them, jax.devices(). Then every process calls the
-    function with the entries of its own devices and gets back theirs, while collectives run over all.
+    In several processes, `devices` may be those of all of them, jax.devices(). Then every process calls the
+    function with the entries of its own devices, and gets their results. Collectives run over all devices.
 
     Args:
-        fn: the function of one device.
-        engine: `pmap` or `shard_map`; same results.
+        fn: the function of one device. Its collectives take `axis_name`.
+        engine: `pmap` or `shard_map`. The results are the same.
         axis_name: the name of the axis over the devices.
-        devices: None takes all local ones.
-        in_axes: 0 (an entry for each device) or None (the same for all), for all arguments, or a tuple with
-            one of them for each.
-        out_axes: the same for the results; None asks for a result that is equal on all devices.
-        donate_argnums: arguments whose memory the results may take.
+        devices: None: all local ones.
+        in_axes: 0 (an entry for each device) or None (the same for all). One for all arguments, or a tuple with one
+            for each.
+        out_axes: the same for the results. None asks for a result that is equal on all devices.
+        donate_argnums: arguments that are donated to the results.
 
     Returns:
-        A compiled function of the stacked arguments.
+        A compiled function of the stacked arguments. It raises `ValueError` for an argument whose first axis is not
+        the number of this process's devices.
 
     Raises:
-        ValueError: an unknown engine; an argument whose first axis is not the number of this process's devices.
+        TypeError: `devices` is no list of devices.
+        ValueError: an unknown engine; no device, or one that appears twice.
 
     Example:
         >>> total = spmd(lambda x: jax.lax.psum(x, "i"), axis_name="i", devices=jax.devices()[:2])
@@ -128,7 +129,7 @@ def _shard_mapped(
 
 
 def _over(change: Callable[[Any], Any], tree: Any, axes: Any) -> Any:
-    """`change` at the leaves that have axis 0."""
+    """The tree with `change` applied to the leaves that have axis 0."""
     if isinstance(axes, tuple) and isinstance(tree, tuple):
         return tuple(_over(change, t, a) for t, a in zip(tree, axes, strict=True))
     return tree if axes is None else jax.tree.map(change, tree)

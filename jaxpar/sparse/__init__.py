@@ -1,7 +1,7 @@
 """Row-sparse values: some rows of a table, for embeddings whose gradient touches few of them.
 
 A `RowSparse` holds m rows of a table as `indices` (m,) and `values` (m, ...). Work and memory of every
-function here, but for `to_dense`, grow with m and not with the table. Arrays have fixed shapes under `jit`,
+function here, except `to_dense`, grow with m and not with the table. Arrays have fixed shapes under `jit`,
 so a result may hold padding there: rows with index `shape[0]` and zero values, which every function ignores.
 
 Training an embedding through a store, without a gradient of the table's size:
@@ -9,6 +9,8 @@ Training an embedding through a store, without a gradient of the table's size:
 1. pull the rows of the batch: `rows = kv.row_sparse_pull(store, key, ids)`, or `take(table, ids)`;
 2. differentiate by the rows: `loss, grads = value_and_grad(loss_fn)(rows, ids)`, where `rows[ids]` looks up;
 3. push the gradient, a `RowSparse` again: `store = kv.push(store, key, grads)`.
+
+The room: `_row_sparse` has the type and the checks of indices, `_functions` has what is done with it.
 """
 
 from ._functions import (

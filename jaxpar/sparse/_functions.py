@@ -1,15 +1,4 @@
-"""Row-sparse values: some rows of a table, for embeddings whose gradient touches few of them.
-
-A `RowSparse` holds m rows of a table as `indices` (m,) and `values` (m, ...). Work and memory of every
-function here, but for `to_dense`, grow with m and not with the table. Arrays have fixed shapes under `jit`,
-so a result may hold padding there: rows with index `shape[0]` and zero values, which every function ignores.
-
-Training an embedding through a store, without a gradient of the table's size:
-
-1. pull the rows of the batch: `rows = kv.row_sparse_pull(store, key, ids)`, or `take(table, ids)`;
-2. differentiate by the rows: `loss, grads = value_and_grad(loss_fn)(rows, ids)`, where `rows[ids]` looks up;
-3. push the gradient, a `RowSparse` again: `store = kv.push(store, key, grads)`.
-"""
+"""Functions of row-sparse values and of tables: take rows, sum them, update by them."""
 
 from __future__ import annotations
 
@@ -33,29 +22,17 @@ from ._row_sparse import (
     with_values,
 )
 
-__all__ = [
-    "RowSparse",
-    "add",
-    "allreduce",
-    "coalesce",
-    "from_dense",
-    "lazy_update",
-    "take",
-    "to_dense",
-    "value_and_grad",
-]
-
 
 def coalesce(rows: RowSparse, *, size: int | None = None) -> RowSparse:
-    """The same table with sorted indices, each once; the values of one index are summed.
+    """The same table with sorted, unique indices. Values of one index are summed.
 
     Args:
         rows: m rows in any order.
-        size: how many rows the result has, padding included. Default: as many as there are different ones, or
-            m under `jit`. Give m in a notebook too to have one compiled program for every batch.
+        size: how many rows the result has, padding included. Default: the number of different ones, or m under
+            `jit`. Give m in a notebook too, to have one compiled program for every batch.
 
     Raises:
-        ValueError: there are more different rows than `size`. Under `jit` that cannot be seen and the rows of
+        ValueError: there are more different rows than `size`. Under `jit` this cannot be checked, and the rows of
             the largest indices are lost, so give an upper bound.
 
     Example:
@@ -86,17 +63,25 @@ def _coalesce(rows: RowSparse, size: int) -> RowSparse:
 
 
 def to_dense(rows: RowSparse) -> jax.Array:
-    """The whole table, of shape `rows.shape`: rows of one index summed, zeros elsewhere."""
+    """The whole table, of shape `rows.shape`. Rows of one index are summed, absent rows are zeros.
+
+    Example:
+        >>> to_dense(RowSparse(np.array([2, 2]), jnp.array([1.0, 2.0]), (3,))).tolist()
+        [0.0, 0.0, 3.0]
+    """
     indices = padding_last(rows.indices, rows.shape[0])
     return jnp.zeros(rows.shape, rows.dtype).at[indices].add(rows.values, mode="drop")
 
 
 def from_dense(array: jax.Array, row_ids: Any = None) -> RowSparse:
-    """The rows of a table that are asked for, or, without `row_ids`, those that hold anything but zeros.
+    """Rows of a table: the given ones, or all that are not zero.
 
     Args:
         array: the table, at least one axis.
-        row_ids: as for `take`. None looks at the values, which cannot be done under `jit`.
+        row_ids: as for `take`. None takes the rows that are not zero, which is impossible under `jit`.
+
+    Raises:
+        TypeError, ValueError: as of `take`, or no `row_ids` under `jit`.
 
     Example:
         >>> from_dense(jnp.array([[0.0, 0.0], [1.0, 0.0], [0.0, 0.0]])).indices.tolist()
@@ -111,18 +96,18 @@ def from_dense(array: jax.Array, row_ids: Any = None) -> RowSparse:
 
 
 def take(array: jax.Array, row_ids: Any, *, size: int | None = None) -> RowSparse:
-    """Rows of a table, sorted and each once, as MXNet's `row_sparse_pull` gives them.
+    """Rows of a table, sorted and unique.
 
     Args:
         array: the table, at least one axis.
-        row_ids: integers of any shape, any order, repeated or not, none at all.
-        size: how many rows the result has, padding included. Default: as many as there are different ids, or
-            the number of ids under `jit`.
+        row_ids: integers of any shape, in any order, repeated or not. There may be none.
+        size: how many rows the result has, padding included. Default: the number of different ids, or of all ids
+            under `jit`.
 
     Raises:
         TypeError: ids that are no integers.
-        ValueError: an id beyond the table or negative, named in the message (MXNet skipped the one and
-            aborted at the other), or a `size` that is too small. Under `jit` such an id becomes padding.
+        ValueError: an id that is negative or beyond the table, or a `size` that is too small. Under `jit` such an id
+            becomes padding.
 
     Example:
         >>> rows = take(jnp.arange(8.0).reshape(4, 2), [3, 0, 3, 1])
@@ -143,10 +128,14 @@ def take(array: jax.Array, row_ids: Any, *, size: int | None = None) -> RowSpars
 
 
 def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
-    """The sum of row-sparse values of one table, row by row; `size` as for `coalesce`.
+    """The sum of row-sparse values of one table, coalesced.
+
+    Args:
+        rows: values of one table.
+        size: how many rows the result has, as for `coalesce`.
 
     Raises:
-        ValueError: an empty list, or tables of different shapes.
+        ValueError: an empty list, tables of different shapes, or a `size` that is too small.
 
     Example:
         >>> one = RowSparse(np.array([0, 2]), jnp.array([1.0, 1.0]), (3,))
@@ -163,16 +152,22 @@ def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
 
 
 def allreduce(rows: RowSparse, axis_name: Any, *, size: int | None = None) -> RowSparse:
-    """The sum over the devices of `pmap` or `shard_map`, the same on each; the table is never built.
+    """The sum over the devices of `pmap` or `shard_map`, equal on each.
 
-    What crosses between devices is each one's indices and values. `shard_map` cannot see that the result is
-    the same on each: for `out_specs=P()` it wants `check_vma=False`.
+    Each device sends its indices and values. The table is never built. `shard_map` cannot infer that the result is
+    equal on all devices, so `out_specs=P()` needs `check_vma=False`.
 
     Args:
         rows: this device's m rows, the same m on each device.
         axis_name: the mapped axis, or a tuple of them.
-        size: rows of the result, padding included; an upper bound of the different rows on all devices.
+        size: rows of the result, padding included: an upper bound of the different rows on all devices.
             Default: m times the number of devices.
+
+    Example:
+        >>> def total(index, value):
+        ...     return to_dense(allreduce(RowSparse(index, value, (3,)), "i"))
+        >>> jax.vmap(total, axis_name="i")(jnp.array([[2], [0]]), jnp.ones((2, 1)))[0].tolist()
+        [1.0, 0.0, 1.0]
     """
     indices = jax.lax.all_gather(rows.indices, axis_name, tiled=True)
     values = jax.lax.all_gather(rows.values, axis_name, tiled=True)
@@ -187,25 +182,25 @@ def lazy_update(
     *,
     coalesced: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """An updater applied to the rows present alone; other rows of value and state stay as they are.
+    """Apply an updater to the pushed rows only. Other rows of value and state do not change.
 
-    So momentum and weight decay of an absent row rest, as with MXNet's `lazy_update`. Under `jit` with
-    `stored` and `state` donated, in this order (that of the results: JAX pairs donated buffers with results
-    of the same shape in turn), the table is changed in place. Outside of `jit` it is copied once.
+    So an absent row has no momentum and no weight decay, as with MXNet's `lazy_update`. Under `jit`, donate `stored`
+    and `state`, in this order, to have the table changed in place. (JAX pairs donated buffers with results of the same
+    shape in turn, and this is the order of the results.) Outside of `jit` the table is copied once.
 
     Args:
-        update: `update(pushed_rows, state_rows, stored_rows) -> (new_rows, new_state_rows)`, e.g.
-            `functools.partial(updater.update, key)`. It must treat rows alike, wherever they lie.
-        rows: what was pushed; rows of one index are summed first.
-        state: the updater's state. Leaves of the shape of `stored` go in by rows, others (counts) whole.
+        update: `update(pushed_rows, state_rows, stored_rows) -> (new_rows, new_state_rows)`, such as
+            `functools.partial(updater.update, key)`. It must treat all rows alike.
+        rows: what was pushed. Rows of one index are summed first.
+        state: the updater's state. Leaves of the shape of `stored` are passed by rows, others (counts) whole.
         stored: the table.
-        coalesced: `rows` come from `coalesce`, `add` or `allreduce`, and need no second sort.
+        coalesced: whether `rows` come from `coalesce`, `add` or `allreduce`, and need no second sort.
 
     Returns:
-        (stored, state), updated; dtypes as before.
+        (stored, state), updated, of the same shapes and dtypes.
 
     Raises:
-        ValueError: `rows` are of another table, or the update changes the shape or structure of what it got.
+        ValueError: `rows` are of another table, or the update changes the shape or structure of its arguments.
 
     Example:
         >>> rows = RowSparse(np.array([1]), jnp.array([5.0]), (3,))
@@ -219,7 +214,7 @@ def lazy_update(
     rows = with_values(rows, rows.values.astype(stored.dtype))
     if not coalesced:
         rows = _coalesce(rows, rows.indices.shape[0])
-    indices = _apart(rows)
+    indices = _unique_indices(rows)
 
     def by_row(leaf: Any) -> bool:
         return np.shape(leaf) == stored.shape
@@ -235,22 +230,22 @@ def lazy_update(
         return jnp.asarray(leaf).at[indices].set(new.astype(leaf.dtype), mode="drop", unique_indices=True)
 
     new = update(rows.values, jax.tree.map(gather, state), gather(stored))
-    # All reads come before all writes: a row read again after a scatter would cost a copy of the table.
+    # All reads come before all writes. A read after a scatter would cost a copy of the table.
     new_rows, new_state = jax.lax.optimization_barrier(new)
     return scatter(stored, new_rows), jax.tree.map(scatter, state, new_state)
 
 
 def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
-    """As `jax.value_and_grad` by the first argument, where leaves of that may be `RowSparse`.
+    """`jax.value_and_grad` by a first argument whose leaves may be `RowSparse`.
 
     Args:
-        loss_fn: `loss_fn(params, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`; it looks rows up
+        loss_fn: `loss_fn(params, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`. It looks rows up
             by `params[...][ids]`.
         has_aux: as in JAX.
 
     Returns:
-        `fn(params, *args, **kwargs) -> (loss, grads)`; a `RowSparse` in `params` is one in `grads`, with the
-        same indices and the gradient of its rows: what a store takes as a push.
+        `fn(params, *args, **kwargs) -> (loss, grads)`. A `RowSparse` in `params` is one in `grads`, with the
+        same indices and the gradient of its rows. It can be pushed to a store.
 
     Example:
         >>> rows = take(jnp.ones((1000, 2)), [7, 3])
@@ -279,6 +274,7 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
 
 
 def _fixed_size(unique: np.ndarray, size: int | None, count: int) -> np.ndarray:
+    """The indices, padded to `size` of them."""
     if size is None:
         return unique
     if unique.size > size:
@@ -286,7 +282,7 @@ def _fixed_size(unique: np.ndarray, size: int | None, count: int) -> np.ndarray:
     return np.concatenate([unique, np.full(size - unique.size, count, unique.dtype)])
 
 
-def _apart(rows: RowSparse) -> jax.Array:
-    """Indices that are all different: each row of padding gets a place of its own beyond the table."""
+def _unique_indices(rows: RowSparse) -> jax.Array:
+    """Indices that are all different: each row of padding gets one of its own beyond the table."""
     count, m = rows.shape[0], rows.indices.shape[0]
     return jnp.where(rows.indices < count, rows.indices, count + np.arange(m, dtype=np.int32))

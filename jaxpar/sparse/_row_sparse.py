@@ -15,20 +15,20 @@ from jax.core import Tracer
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowSparse:
-    """Some rows of a table; the other rows are zero. A pytree with the leaves `indices` and `values`.
+    """Some rows of a table. The other rows are zero.
 
-    An index may come twice: its rows are summed, as in MXNet. `take`, `coalesce`, `add` and `allreduce` give
-    sorted indices, each once.
+    A pytree with the leaves `indices` and `values`. An index may appear twice. Its rows are summed. `take`,
+    `coalesce`, `add` and `allreduce` return sorted, unique indices.
 
     Args:
-        indices: (m,) integers in [0, shape[0]), stored as int32; shape[0] itself marks padding.
+        indices: (m,) integers in [0, shape[0]), stored as int32. shape[0] itself marks padding.
         values: (m, *shape[1:]), the rows.
-        shape: of the table; at least one axis.
+        shape: of the table, at least one axis.
 
     Raises:
         TypeError: indices are no integers.
         ValueError: shapes that do not fit each other, or an index out of range. Under `jit` only shapes are
-            known: a negative index or one beyond the table is padding there.
+            known, and an index out of range is padding.
 
     Example:
         >>> from jaxpar import sparse
@@ -57,17 +57,28 @@ class RowSparse:
         object.__setattr__(self, "indices", _own(indices).astype(jnp.int32))
         object.__setattr__(self, "values", values)
 
-    __iter__ = None  # or Python would iterate by __getitem__, without end
+    __iter__ = None  # otherwise Python would iterate by __getitem__, forever
 
     @property
     def dtype(self) -> Any:
+        """The dtype of the rows."""
         return self.values.dtype
 
     def __getitem__(self, ids: Any) -> jax.Array:
-        """Rows by their index in the table, zeros for a row that is not held.
+        """Rows by their index in the table, zeros for absent rows.
 
-        So a model that looks up `table[ids]` runs on the pulled rows as well. Needs sorted indices, each
-        once, as `take` and `coalesce` give them (`ValueError` otherwise, outside of `jit`).
+        So a model that looks up `table[ids]` runs on pulled rows too.
+
+        Args:
+            ids: integers of any shape.
+
+        Returns:
+            An array (*shape of the ids, *shape[1:]).
+
+        Raises:
+            TypeError: ids that are no integers.
+            ValueError: indices that are not sorted and unique, as `take` and `coalesce` return them. Under `jit` this
+                is not checked.
 
         Example:
             >>> from jaxpar import sparse
@@ -91,7 +102,7 @@ def _flatten(rows: RowSparse) -> tuple[tuple[tuple[Any, Any], ...], tuple[int, .
 
 
 def unchecked(shape: tuple[int, ...], leaves: Iterable[Any]) -> RowSparse:
-    """Without the checks: leaves may have another leading axis, or be no arrays at all."""
+    """A `RowSparse` without checks. Its leaves may have a further first axis, or be no arrays."""
     rows = object.__new__(RowSparse)
     for name, value in zip(("indices", "values", "shape"), (*leaves, shape), strict=True):
         object.__setattr__(rows, name, value)
@@ -102,22 +113,28 @@ jax.tree_util.register_pytree_with_keys(RowSparse, _flatten, unchecked)
 
 
 def with_values(rows: RowSparse, values: Any) -> RowSparse:
+    """The same rows with other values."""
     return unchecked(rows.shape, (rows.indices, values))
 
 
 def _own(array: Any) -> jax.Array:
-    return array if isinstance(array, jax.Array) else jnp.array(array)  # a copy: NumPy's memory may change
+    """A jax array. NumPy arrays are copied, since their memory may change later."""
+    return array if isinstance(array, jax.Array) else jnp.array(array)
 
 
 def known(array: Any) -> bool:
-    """Whether this process can look at every value."""
+    """Whether this process can read every value."""
     if isinstance(array, Tracer):
         return False
     return not isinstance(array, jax.Array) or array.is_fully_addressable
 
 
 def check_table(shape: Iterable[Any], what: str) -> tuple[int, ...]:
-    """The shape as Python ints; ValueError unless it has rows, few enough for int32 with room for padding."""
+    """The shape of a table as Python ints.
+
+    Raises:
+        ValueError: no first axis, or too many rows for int32 indices and padding.
+    """
     shape = tuple(map(operator.index, shape))
     if not shape or not 0 <= shape[0] < 2**30:
         raise ValueError(f"{what}: a table must have a first axis of fewer than 2**30 rows, got shape {shape}")
@@ -125,7 +142,11 @@ def check_table(shape: Iterable[Any], what: str) -> tuple[int, ...]:
 
 
 def as_ids(ids: Any, what: str) -> np.ndarray | jax.Array:
-    """`ids` as an array of NumPy or JAX; TypeError unless integers. An empty list has none but is meant."""
+    """`ids` as an array of NumPy or JAX. An empty list is an array of integers.
+
+    Raises:
+        TypeError: they are no integers.
+    """
     ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if ids.size == 0 and not isinstance(ids, jax.Array):
         ids = ids.astype(np.int32)
@@ -135,6 +156,7 @@ def as_ids(ids: Any, what: str) -> np.ndarray | jax.Array:
 
 
 def check_range(ids: Any, count: int, what: str, *, last: int) -> None:
+    """`ValueError` for an id that is negative or above `last`. Nothing is checked under `jit`."""
     if not known(ids):
         return
     host = np.asarray(ids)
@@ -144,6 +166,7 @@ def check_range(ids: Any, count: int, what: str, *, last: int) -> None:
 
 
 def check_sorted(rows: RowSparse) -> None:
+    """`ValueError` for indices that are not sorted and unique. Nothing is checked under `jit`."""
     if known(rows.indices):
         held = np.asarray(rows.indices)
         if (held[1:] <= held[:-1])[held[1:] < rows.shape[0]].any():
@@ -151,10 +174,11 @@ def check_sorted(rows: RowSparse) -> None:
 
 
 def distinct_rows(rows: RowSparse) -> np.ndarray:
+    """The sorted, unique indices, without padding."""
     held = np.asarray(rows.indices)
     return np.unique(held[(held >= 0) & (held < rows.shape[0])])
 
 
 def padding_last(indices: jax.Array, count: int) -> jax.Array:
-    """What is no row of the table as index `count`; JAX would count a negative one from the end."""
+    """The indices with `count` for those out of range. JAX would count a negative one from the end."""
     return jnp.where((indices < 0) | (indices > count), count, indices)

@@ -117,7 +117,7 @@ class DeviceStep:
             found = nonfinite.nonfinite_flags(own.metrics["loss"], pushed, summed if state.store.compressor else {})
         leaves, structure = jax.tree.flatten(own.model_state)
         floating = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
-        add = _staleness.sum_apart if state.store.staleness else lax.psum
+        add = collectives.sum_apart if state.store.staleness else lax.psum
         metrics, averaged, found = means((own.metrics, floating, found), self.axis_name, add)
         mean = iter(averaged)
         leaves = [next(mean).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves]
