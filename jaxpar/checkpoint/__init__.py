@@ -11,4 +11,4 @@
 
 from ._manager import Manager as Manager
 from ._manifest import CheckpointError as CheckpointError
-from ._save import latest as latest, restore as restore, save as save
+from ._save import Found as Found, latest as latest, restore as restore, save as save

@@ -12,6 +12,7 @@ prompt, a push takes arrays or lists of arrays on any devices; inside `pmap` or 
 takes this device's share and sums over that axis.
 """
 
+from . import _portable as _portable  # registers how a store is saved
 from ._create import (
     create as create,
     init as init,

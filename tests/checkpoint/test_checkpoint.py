@@ -175,7 +175,7 @@ def test_other_devices_and_kinds(tmp_path, saved, wanted):
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
-def test_residuals_stay_on_as_many_devices_and_start_anew_on_others(tmp_path, capsys):
+def test_residuals_stay_on_as_many_devices_and_start_again_on_others(tmp_path, capsys):
     two_bit = {"type": "2bit", "threshold": 0.5}
     wide = {"w": np.zeros((5, 64), np.float32)}
     make_wide = lambda count: make("device", count, compression=two_bit, params=wide)  # noqa: E731
@@ -189,7 +189,7 @@ def test_residuals_stay_on_as_many_devices_and_start_anew_on_others(tmp_path, ca
     assert capsys.readouterr().err == ""
     restored = checkpoint.restore(tmp_path / "a", make_wide(2))
     same(restored, make_wide(2))
-    assert "residuals of keys [0] start anew" in capsys.readouterr().err
+    assert "residuals of keys [0] start again" in capsys.readouterr().err
     with pytest.raises(checkpoint.CheckpointError, match=r"key 0 \('w'\): residuals/0.*compresses nothing"):
         checkpoint.restore(tmp_path / "a", make("device", 4, params=wide))
 

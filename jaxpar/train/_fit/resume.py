@@ -12,8 +12,7 @@ import jax
 
 from ... import distributed
 from ..._devices.donation import is_donated, zeros_if_donated
-from ...checkpoint import CheckpointError
-from ...checkpoint._save import Found
+from ...checkpoint import CheckpointError, Found
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
 from .loop import Loop, Record

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ... import distributed, kv
-from ..._core import checks
+from ..._core import checks, portable
 from ..._core.arrays import Device, is_traced
 from ..._devices import processes
 from ..._devices.donation import check_not_donated
@@ -178,3 +178,26 @@ def specs(state: TrainState, axis_name: str) -> list[P]:
 def carries(part: Any) -> bool:
     """Whether a part of a state is there; () stands for none."""
     return not (isinstance(part, tuple) and not part)
+
+
+def _average_local(like: TrainState, saved: portable.Saved, remarks: list[str]) -> portable.Saved:
+    """What was saved of local steps, for the number of devices of `like`."""
+    wanted = jax.tree.leaves(like.local)
+    own = {n: v for n, v in saved.items() if n.startswith("local/") and v[1].ndim}
+    if not wanted or not own:
+        return saved
+    count, before = wanted[0].shape[0], next(iter(own.values()))[1].shape[0]
+    if count == before:
+        return saved
+    remarks.append(
+        f"the local parameters and updater states of {before} devices were averaged for {count}: they are in a round "
+        "of local steps, and each belongs to its device"
+    )
+    new: portable.Saved = {}
+    for name, (record, array) in own.items():
+        array = np.asarray(regrouped(jnp.asarray(array), count))
+        new[name] = {**record, "shape": list(array.shape)}, array
+    return {**saved, **new}
+
+
+portable.register_adapter(TrainState, _average_local)

@@ -1,0 +1,121 @@
+"""How a state is saved: the room that defines a type registers it here, and `checkpoint` asks.
+
+A saved state is `{name: (record, array)}`. A record says in JSON what an array is. So `checkpoint` knows names, shapes
+and dtypes, and nothing of stores or steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from .arrays import is_prng_key
+
+Saved = dict[str, tuple[dict[str, Any], np.ndarray]]  # (record, array) by name
+PARTS = ("residual", "pending")  # what belongs to the devices that pushed, see `Slot.part`
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A place in a state for one array.
+
+    Attributes:
+        name: its path in the state.
+        words: what a message calls it.
+        leaf: what is there: an array, a `jax.ShapeDtypeStruct` or a Python number.
+        shape: of the array as it is saved.
+        rows: whether the leaf has this array flat, padded and cut into one row for each device.
+        part: one of `PARTS` for what belongs to the devices that pushed, else None.
+    """
+
+    name: str
+    words: str
+    leaf: Any
+    shape: tuple[int, ...]
+    rows: bool = False
+    part: str | None = None
+
+    @property
+    def dtype(self) -> str:
+        return str(self.leaf.dtype if hasattr(self.leaf, "dtype") else np.asarray(self.leaf).dtype)
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint says about the array, as JSON."""
+        about = {"name": self.name, "words": self.words, "shape": list(self.shape), "dtype": self.dtype}
+        about |= {self.part: True} if self.part else {}
+        return about | ({"impl": str(jax.random.key_impl(self.leaf))} if is_prng_key(self.leaf) else {})
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeFormat:
+    """How the nodes of a type are saved and restored.
+
+    Attributes:
+        slots: `slots(node, prefix)` gives a slot for each leaf, in the order of the leaves.
+        bare: `bare(node)` is the node without what `complete` restores.
+        complete: `complete(filled, like, saved, prefix, remarks)` is the bare node with the rest of what was saved,
+            for the devices of `like`. It adds a remark for the user where something could not be taken up.
+    """
+
+    slots: Callable[[Any, str], Iterable[Slot]]
+    bare: Callable[[Any], Any]
+    complete: Callable[[Any, Any, Saved, str, list[str]], Any]
+
+
+# Filled when a module is imported, and then only read: a type is saved in one way in a process.
+_NODES: dict[type, NodeFormat] = {}
+_ADAPTERS: dict[type, Callable[[Any, Saved, list[str]], Saved]] = {}
+
+
+def register_node(kind: type, format: NodeFormat) -> None:
+    """Say how the nodes of a type are saved."""
+    _NODES[kind] = format
+
+
+def register_adapter(kind: type, adapt: Callable[[Any, Saved, list[str]], Saved]) -> None:
+    """Say how what was saved is brought to another number of devices, for a state of a type.
+
+    Args:
+        kind: the type of a whole state.
+        adapt: `adapt(like, saved, remarks) -> saved`.
+    """
+    _ADAPTERS[kind] = adapt
+
+
+def format_of(node: Any) -> NodeFormat | None:
+    """How a node is saved; None for one whose leaves are saved each by itself."""
+    return _NODES.get(type(node))
+
+
+def is_registered(node: Any) -> bool:
+    """Whether a node is of a type that says how it is saved."""
+    return type(node) in _NODES
+
+
+def adapted(like: Any, saved: Saved, remarks: list[str]) -> Saved:
+    """What was saved, for the devices of `like`."""
+    adapt = _ADAPTERS.get(type(like))
+    return saved if adapt is None else adapt(like, saved, remarks)
+
+
+def path_name(path: Any) -> str:
+    """The name of a path of jax: `store/values/3`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def joined(prefix: str, name: str) -> str:
+    """Two parts of a name, of which either may be empty.
+
+    >>> joined("store", "values/3"), joined("", "step"), joined("store", "")
+    ('store/values/3', 'step', 'store')
+    """
+    return f"{prefix}/{name}" if prefix and name else prefix or name
+
+
+def describe_record(record: dict[str, Any]) -> str:
+    """`float32[2,3]`, of a saved array."""
+    return f"{record['dtype']}[{','.join(map(str, record['shape']))}]"

@@ -1,0 +1,161 @@
+"""How a store is saved and restored: whole values, whatever its kind and devices.
+
+- A value of a store of kind `sharded` is saved whole. A store of any kind on any number of devices can restore it.
+- Residuals belong to the devices that pushed. For another number of devices they start again.
+- Pending pushes are regrouped for the new devices. Their sum stays the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core import checks
+from .._core.portable import (
+    NodeFormat,
+    Saved,
+    Slot,
+    describe_record,
+    joined,
+    path_name,
+    register_node,
+)
+from .._devices.mesh import copies_on, split_over
+from .._devices.placement import put
+from . import _aggregate, _staleness
+from ._store import KVStore, names, shapes_of
+
+_RESIDUALS, _PENDING = "residuals", "pending"
+
+
+def slots(store: KVStore, prefix: str) -> Iterable[Slot]:
+    """A slot for each leaf of the store."""
+    shapes, called = shapes_of(store), names(store)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(store)[0]:
+        field, k = path[0].name, path[1].key
+        part = {_RESIDUALS: "residual", _PENDING: "pending"}.get(field)
+        rows = store.kind == "sharded" and not part and leaf.shape == store.values[k].shape
+        name = path_name(path)
+        key = f"key {k} ({called[k]!r})" if called.get(k, str(k)) != str(k) else f"key {k}"
+        words = f"{key}: {'value' if field == 'values' else name}"
+        yield Slot(joined(prefix, name), words, leaf, tuple(shapes[k] if rows else leaf.shape), rows, part)
+
+
+def bare(store: KVStore) -> KVStore:
+    """The store without what belongs to the devices that pushed."""
+    return dataclasses.replace(store, residuals={}, pending={})
+
+
+def complete(store: KVStore, like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> KVStore:
+    """The store with residuals and pending pushes, for the devices of `like`."""
+    residuals = _residuals(store, like, by_key(saved, joined(prefix, _RESIDUALS), like), remarks)
+    pending = _pending(store, like, by_key(saved, joined(prefix, _PENDING), like))
+    return dataclasses.replace(store, residuals=residuals, pending=pending)
+
+
+def by_key(saved: Saved, prefix: str, store: KVStore) -> dict[int, Saved]:
+    """What was saved below a prefix, for each key of the store. The names are what follows the key.
+
+    Raises:
+        ValueError: a key that the store does not have.
+    """
+    keys, found = {str(k): k for k in store.values}, dict[int, Saved]()
+    for name, (record, array) in saved.items():
+        if name.startswith(prefix + "/"):
+            key, _, rest = name.removeprefix(prefix + "/").partition("/")
+            if key not in keys:
+                raise ValueError(f"{record['words']}: found {name!r}, but the store of `like` has no such key")
+            found.setdefault(keys[key], {})[rest] = record, array
+    return found
+
+
+def _residuals(store: KVStore, like: KVStore, saved: dict[int, Saved], remarks: list[str]) -> Any:
+    """The residuals of each key: as saved where they fit the devices of `like`, else new ones."""
+    if saved and store.compressor is None:
+        record = next(iter(next(iter(saved.values())).values()))[0]
+        raise ValueError(
+            f"{record['words']}: found {describe_record(record)}, but the store of `like` compresses nothing; use "
+            "kv.set_gradient_compression on it as before (and again after restoring, to change it)"
+        )
+    both = {k: _residual(store, like, k, saved.get(k, {})) for k in sorted({*like.residuals, *saved})}
+    new = [k for k, (_, fits) in both.items() if not fits]
+    if new:
+        remarks.append(
+            f"the compressor's residuals of keys {checks.shorten(new)} start again; they belong to the devices "
+            "that pushed and to their compressor, and the saved ones fit no others"
+        )
+    return {k: residual for k, (residual, _) in both.items()}
+
+
+def _residual(store: KVStore, like: KVStore, k: int, own: Saved) -> tuple[Any, bool]:
+    """The residual of a key, and whether it is the saved one."""
+    _check_rows(own)
+    held = jax.tree.leaves(like.residuals.get(k))
+    first = held[0].shape[0] if held else None
+    count = first or (len(store.devices) if store.devices else next(iter(own.values()))[0]["shape"][0])
+    fresh = _aggregate.start_residuals(store, k, count)
+    expected = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(fresh)[0]}
+    fits = {name: (tuple(r["shape"]), r["dtype"]) for name, (r, _) in own.items()} == {
+        name: (leaf.shape, str(leaf.dtype)) for name, leaf in expected.items()
+    }
+    where = split_over(store.devices) if store.devices else None
+    shardings = [getattr(leaf, "sharding", where) for leaf in held] or [where] * len(expected)
+    leaves = [own[name][1] if fits else np.asarray(leaf) for name, leaf in expected.items()]
+    placed = [put(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+    return jax.tree.structure(fresh).unflatten(placed), fits
+
+
+def _check_rows(saved: Saved) -> None:
+    """`ValueError` for an array that does not have a row for each device."""
+    for record, array in saved.values():
+        if not array.ndim or not array.shape[0]:
+            raise ValueError(f"{record['words']}: expected a row for each device, found the shape {list(array.shape)}")
+
+
+def _pending(store: KVStore, like: KVStore, saved: dict[int, Saved]) -> dict[int, _staleness.PendingPushes]:
+    """The pending pushes of each key, for the devices of `like`; none where none were saved."""
+    pending = {}
+    for k in sorted({*like.pending, *saved}):
+        held = like.pending.get(k)
+        count = held.values[0].shape[0] if held else len(store.devices) if store.devices else None
+        found = _restore_pending(store, k, saved[k], count) if k in saved else _staleness.start(store, k, count or 1)
+        along, everywhere = None, None
+        if store.devices:
+            along, everywhere = split_over(store.devices), copies_on(store.devices)
+        if held:
+            along, everywhere = held.values[0].sharding, held.count.sharding
+        pending[k] = _staleness.PendingPushes(put(found.values, along), put(found.count, everywhere))
+    return pending
+
+
+def _restore_pending(store: KVStore, k: int, found: Saved, count: int | None) -> _staleness.PendingPushes:
+    """The pending pushes of a key, regrouped for `count` devices; None for as many as before.
+
+    Raises:
+        ValueError: another staleness, or arrays that do not have the key's shape and dtype.
+    """
+    record = next(iter(found.values()))[0]
+    words, staleness = record["words"].partition(":")[0], len(found) - 1
+    if found.keys() != {"count", *(f"values/{i}" for i in range(staleness))}:
+        raise ValueError(f"{words}: expected a count and the pending values, found {sorted(found)}")
+    if staleness != store.staleness:
+        raise ValueError(
+            f"{words}: values wait for {staleness} pushes, but the store of `like` has staleness {store.staleness}; "
+            f"make it with kv.from_params(..., kind='dist_async', staleness={staleness}), or apply what is pending "
+            "before saving (step.finish, kv.flush)"
+        )
+    arrays = [found[f"values/{i}"][1] for i in range(staleness)]
+    rows, pushes = max((a.shape[0] for a in arrays if a.ndim), default=0), found["count"][1]
+    expected = (rows, *shapes_of(store)[k]), store.values[k].dtype
+    if not rows or any((a.shape, a.dtype) != expected for a in arrays) or (pushes.shape, pushes.dtype) != ((), "int32"):
+        raise ValueError(f"{words}: pending values must have the key's shape and dtype, with a row for each device")
+    held = _staleness.PendingPushes(tuple(map(jnp.asarray, arrays)), jnp.asarray(pushes))
+    return held if count is None else _staleness.regrouped(held, count)
+
+
+register_node(KVStore, NodeFormat(slots, bare, complete))
