@@ -1,4 +1,4 @@
-"""Which values travel together, and the way into a bucket and out of it."""
+"""Which values share a bucket, the way in and out of it, and the collectives that use it."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxpar._devices import buckets, collectives
+from jaxpar._devices import buckets, collectives, mesh
 from jaxpar._devices.buckets import BucketLimits
 
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
@@ -31,17 +31,38 @@ def test_a_plan_keeps_its_limits(avals, limits):
             assert all(nbytes(avals[i]) < limits.alone_bytes for i in group)
 
 
-@settings(max_examples=20, deadline=None)
-@given(avals, limits)
-def test_out_of_a_bucket_comes_what_went_in(avals, limits):
-    values = [np.arange(np.prod(s, dtype=int)).reshape(s).astype(d) for s, d in avals]
+TAILS = [(3, 5), (), (0, 2), (17,), (2,), (2, 2)]
+
+
+@pytest.mark.parametrize("limits", [BucketLimits(), BucketLimits(100, 60), BucketLimits(0, 0)], ids=repr)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_out_of_a_bucket_comes_what_went_in(axis, limits):
+    """With `axis` 1 there is a first axis of 3, which no value is joined along."""
+    lead = (3,) * axis
+    values = [
+        np.arange(np.prod((*lead, *tail), dtype=int))
+        .reshape((*lead, *tail))
+        .astype("int8" if i % 4 == 3 else "float32")
+        for i, tail in enumerate(TAILS)
+    ]
     groups = buckets.plan_of(values, limits)
-    packed = buckets.pack([jnp.asarray(v) for v in values], groups)
-    assert len(packed) == len(groups)
-    out = buckets.unpack(packed, [v.shape for v in values], groups)
-    for value, got in zip(values, out, strict=True):
+    packed = jax.jit(lambda values: buckets.pack(values, groups, axis))([jnp.asarray(v) for v in values])
+    for array, host, group in zip(packed, buckets.pack(values, groups, axis, xp=np), groups, strict=True):
+        np.testing.assert_array_equal(array, host)
+        size = sum(values[i].size for i in group)
+        assert array.shape == (values[group[0]].shape if len(group) == 1 else (*lead, size // 3**axis))
+    for value, got in zip(values, jax.jit(lambda p: buckets.unpack(p, TAILS, groups, axis))(packed), strict=True):
         assert got.dtype == value.dtype
         np.testing.assert_array_equal(got, value)
+
+
+def test_a_value_of_its_own_may_come_back_flat_and_gathered():
+    """A program over devices has it so."""
+    values, groups = [jnp.ones((2, 3)), jnp.zeros(())], ((0,), (1,))
+    flat = [v.reshape(-1) for v in buckets.pack(values, groups)]
+    assert [v.shape for v in buckets.unpack(flat, [(2, 3), ()], groups)] == [(2, 3), ()]
+    gathered = [jnp.stack([v] * 4) for v in flat]
+    assert [v.shape for v in buckets.unpack(gathered, [(2, 3), ()], groups, axis=1)] == [(4, 2, 3), (4,)]
 
 
 def test_defaults_and_edges():
@@ -57,11 +78,11 @@ def test_defaults_and_edges():
 @pytest.mark.parametrize("name", ["bucket_bytes", "alone_bytes"])
 @pytest.mark.parametrize("value", [-1, float("nan")])
 def test_limits_are_sizes(name, value):
-    with pytest.raises(ValueError, match=f"{name} must be a number of bytes of 0 or more"):
+    with pytest.raises(ValueError, match=f"{name} must be a number of bytes of 0 or more, got {value}"):
         BucketLimits(**{name: value})
 
 
-VALUES = [(3, 5), (), (0, 2), (17,)]
+VALUES = [(3, 5), (), (0, 2), (17,), (150, 120)]  # the last one is summed by shares
 
 
 @pytest.mark.parametrize("shards", [1, 3, 8])
@@ -86,6 +107,7 @@ def test_collectives_against_numpy(limits):
             collectives.allreduce(values, "i", limits),
             collectives.gather_sum(values, "i", limits),
             collectives.all_gather(mine, VALUES, "i", limits),
+            [collectives.sum_apart(v, "i") for v in values],
             [m - o for m, o in zip(mine, own, strict=True)],
         )
 
@@ -94,6 +116,15 @@ def test_collectives_against_numpy(limits):
         for got, value in zip(result, given, strict=True):
             np.testing.assert_array_equal(got, np.broadcast_to(value.sum(0), value.shape))
     assert not any(np.asarray(d).any() for d in differences)
+
+
+def test_layouts_on_devices():
+    devices = jax.devices()[:4]
+    assert mesh.copies_on(devices) is mesh.copies_on(tuple(devices))
+    assert mesh.copies_on(devices).shard_shape((8, 4)) == (8, 4)
+    assert mesh.split_over(devices).shard_shape((8, 4)) == (2, 4)
+    assert mesh.split_over(devices, 1).shard_shape((8, 4)) == (8, 1)
+    assert list(mesh.split_over(devices[::-1]).mesh.devices) == devices[::-1]
 
 
 def test_gathered_sums_are_taken_in_the_order_of_the_devices():
