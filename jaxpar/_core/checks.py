@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import numbers
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -251,8 +250,8 @@ def number(value: Any, where: str, name: str, expected: str, allowed: Callable[[
         raise TypeError(message)
     try:
         result = float(value)
-    except OverflowError:  # an int beyond the range of floats
-        result = math.inf if value > 0 else -math.inf
+    except OverflowError as error:
+        raise ValueError(f"{message}, beyond the range of floats") from error
     if not allowed(result):
         raise ValueError(message)
     return result
