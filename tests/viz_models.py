@@ -1,10 +1,12 @@
 """Networks that the tests of jaxpar.viz draw; the ones of Flax, Equinox and Haiku are imported where they are used."""
 
+import functools
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from jaxpar import viz
 from jaxpar.models import lenet, matrix_factorization
 
 f32, i32 = jnp.float32, jnp.int32
@@ -225,3 +227,31 @@ def tangle(equations):
         return found[-1]
 
     return tangle
+
+
+NETWORKS = {
+    "lenet": lambda: (lenet.apply, (LENET, IMAGES)),
+    "factorization": lambda: (factorization_loss, (*factorization(), Spec((32,), f32))),
+    "gradient": lambda: (jax.value_and_grad(lenet_loss), (LENET, IMAGES, LABELS)),
+    "transformer": lambda: (transformer, (transformer_params(), TOKENS)),
+    "transformer gradient": lambda: (jax.grad(transformer_loss), (transformer_params(), TOKENS)),
+    "scan": lambda: (transformer_scanned, (scanned_params(), TOKENS)),
+    "resnet": flax_resnet50,
+    "flax": lambda: flax_transformer(12),
+    "haiku": lambda: haiku_transformer(2),
+    "pmap": pmap_step,
+    "tangle": lambda: (tangle(600), (Spec((4,), f32),)),
+}
+
+
+@functools.cache
+def network(name):
+    """The function and its arguments."""
+    return NETWORKS[name]()
+
+
+@functools.cache
+def traced(name):
+    """Its graph."""
+    fn, args = network(name)
+    return viz.trace(fn, *args)

@@ -13,7 +13,7 @@ import viz_models as m
 from jaxpar import viz
 from jaxpar._cli import plot
 from jaxpar.models import lenet, matrix_factorization
-from jaxpar.viz import _summary
+from jaxpar.viz._draw.table import to_html
 
 
 def summary(fn, *args, **options):
@@ -52,10 +52,10 @@ def test_scalars_vectors_and_shared_weights():
 
 
 def test_every_layer_is_in_the_table_repeats_once():
-    text = summary(m.transformer, m.transformer_params(12), m.TOKENS)
-    assert "attn/q (FullyConnected 64) ×12" in text
-    assert text.count("LayerNorm") == 3
-    assert summary(m.transformer, m.transformer_params(12), m.TOKENS, repeats=False).count("LayerNorm") == 25
+    args = m.transformer, m.transformer_params(4), m.TOKENS
+    assert "attn/q (FullyConnected 64) ×4" in summary(*args)
+    assert summary(*args).count("LayerNorm") == 3
+    assert summary(*args, repeats=False).count("LayerNorm") == 9
 
 
 def test_prints_to_standard_output(capsys):
@@ -69,7 +69,7 @@ def test_html_is_escaped_and_complete():
             return x @ params["w<1>"]
 
     graph = viz.trace(fn, {"w<1>": m.Spec((4, 4), m.f32)}, m.Spec((3, 4), m.f32))
-    page = _summary.to_html(graph)
+    page = to_html(graph)
     assert page.count("<tr") == 1 + len(graph.nodes)
     assert "<1>" not in page
     assert "16 parameters" in page

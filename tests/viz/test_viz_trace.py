@@ -119,7 +119,7 @@ def test_a_gradient_is_the_forward_layers_with_one_backward_node_each(differenti
 
 
 def test_a_transformer_is_one_block_times_twelve():
-    graph = check(viz.trace(m.transformer, m.transformer_params(12), m.TOKENS))
+    graph = check(m.traced("transformer"))
     assert len(graph.nodes) <= 22
     assert graph.scopes == ((("×12",), 12),)
     inside = [node for node in graph.layers if node.scope == ("×12",)]
@@ -134,7 +134,7 @@ def test_a_transformer_is_one_block_times_twelve():
 
 
 def test_the_gradient_of_a_transformer_repeats_too():
-    graph = check(viz.trace(jax.grad(m.transformer_loss), m.transformer_params(12), m.TOKENS))
+    graph = check(m.traced("transformer gradient"))
     assert len(graph.nodes) <= 44
     assert sorted(count for _, count in graph.scopes) == [12, 12]
     layers = {node.name for node in graph.layers if not node.is_backward and node.op != "add"}
@@ -142,9 +142,9 @@ def test_the_gradient_of_a_transformer_repeats_too():
 
 
 def test_a_scan_over_layers_is_a_cluster_whose_costs_are_those_of_all_layers():
-    graph = check(viz.trace(m.transformer_scanned, m.scanned_params(12), m.TOKENS))
+    graph = check(m.traced("scan"))
     inside = [node for node in graph.layers if node.scope[:1] == ("scan ×12",)]
-    unrolled = viz.trace(m.transformer, m.transformer_params(12), m.TOKENS)
+    unrolled = m.traced("transformer")
     assert graph["attn/q"].flops == unrolled["attn/q"].flops
     assert graph["attn/q"].params == unrolled["attn/q"].params == 12 * 64 * 64
     assert len(inside) == sum(node.repeat == 12 for node in unrolled.layers)
@@ -165,8 +165,8 @@ def test_transformers_of_the_libraries(build):
 
 
 def test_resnet50_of_flax():
-    fn, args = m.flax_resnet50()
-    graph = check(viz.trace(fn, *args))
+    fn, args = m.network("resnet")
+    graph = check(m.traced("resnet"))
     assert graph.total_params == sum(leaf.size for leaf in jax.tree.leaves(args[0]))
     count = {op: sum(node.repeat for node in graph.layers if node.op == op) for op in set(ops(graph))}
     assert (count["Convolution"], count["BatchNorm"], count["Activation"], count["add"]) == (53, 53, 49, 16)
@@ -437,9 +437,8 @@ def test_rules_of_the_user():
 
 
 def test_a_trace_is_the_same_every_time():
-    grad = jax.grad(m.transformer_loss)
-    args = m.transformer_params(3), m.TOKENS
-    assert viz.trace(grad, *args) == viz.trace(grad, *args)
+    fn, args = m.network("gradient")
+    assert viz.trace(fn, *args) == m.traced("gradient")
 
 
 def _cpu_seconds():
@@ -451,13 +450,14 @@ _WHO = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
 
 
 @pytest.mark.parametrize("build", [m.chain, m.tangle])
-def test_ten_thousand_equations(build):
-    fn, x = build(10_000), m.Spec((4,), m.f32)
+@pytest.mark.parametrize("equations", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_many_equations(build, equations):
+    fn, x = build(equations), m.Spec((4,), m.f32)
     start = _cpu_seconds()
     plot = viz.plot_network(fn, x)
     plot.pipe("svg")
     assert _cpu_seconds() - start < 5
-    assert plot.network.equations >= 10_000
+    assert plot.network.equations >= equations
     assert len(plot.network.nodes) <= 200
     assert check(plot.network).total_flops == pytest.approx(viz.trace(fn, x, max_nodes=None).total_flops)
 
