@@ -129,6 +129,17 @@ def test_bad_command_lines(module, monkeypatch, capsys, words, status, message):
     assert error.startswith("jaxpar plot: ")
 
 
+def test_without_a_renderer_the_command_line_ends_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run("matrix_factorization", "-o", str(tmp_path / "mf.svg")) == 1
+    out, error = capsys.readouterr()
+    assert error.startswith("jaxpar plot: jaxpar.viz: the program `dot`")
+    assert error.count("\n") == 1
+    assert "Embedding" in (tmp_path / "mf.layers.html").read_text()
+    assert not out
+
+
 @pytest.mark.parametrize(
     ("text", "shape", "dtype"), [("2x3:bf16", (2, 3), "bfloat16"), (":i32", (), "int32"), ("7", (7,), "float32")]
 )
