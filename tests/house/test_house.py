@@ -5,6 +5,8 @@ import doctest
 import importlib
 import importlib.util
 import os
+import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -179,6 +181,15 @@ def test_a_door_has_no_code(module):
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         words = isinstance(node, ast.Assign) and [t.id for t in node.targets if isinstance(t, ast.Name)] == ["__all__"]
         assert docstring or words or isinstance(node, ast.ImportFrom), f"{module}: line {node.lineno}"
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_source():
+    drawing = runpy.run_path(str(ROOT.parent / "tools" / "draw_rooms.py"))
+    assert set(drawing["arrows"]()) <= drawing["drawn"](), "python tools/draw_rooms.py draws it again"
+    page = (ROOT.parent / "docs" / "architecture.md").read_text()
+    assert not [room for room in drawing["ROOMS"] if f"`{room}`" not in page]
+    named = [path for path in re.findall(r"`([a-z_/]+\.py)`", page) if "/" in path]
+    assert not [path for path in named if not ((ROOT / path).exists() or (ROOT.parent / path).exists())]
 
 
 def python(program):
