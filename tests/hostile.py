@@ -1,9 +1,11 @@
-"""A hub on loopback that the test drives turn by turn, and plain sockets that talk to it."""
+"""A heartbeat server on loopback that the test drives turn by turn, and plain sockets that talk to it."""
 
 import array
 import contextlib
 import fcntl
 import json
+import os
+import resource
 import select
 import selectors
 import socket
@@ -11,18 +13,44 @@ import termios
 import time
 import types
 
+import pytest
+
 from jaxpar._heartbeat import server
 
 JOB = "a-job"
-HELLO = {"hello": 1, "job": JOB, "rank": 2, "size": 3, "host": "there", "patience": 5.0}
+HELLO = {"hello": 1, "job": JOB, "rank": 2, "size": 3, "host": "there", "timeout": 5.0}
 
 
-def on_the_way(sock):
-    """How many bytes the other end of a socket has not got yet; on a busy machine even loopback takes its time."""
+@contextlib.contextmanager
+def descriptors(limit):
+    """At most `limit` descriptors for this process, or at least that many where it has fewer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < limit:
+        pytest.skip(f"this machine allows {hard} descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def next_descriptor(sock):
+    """The smallest free descriptor."""
+    free = os.dup(sock.fileno())
+    os.close(free)
+    return free
+
+
+def open_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def unsent(sock):
+    """How many bytes the other end of a socket has not got yet. On a busy machine even loopback takes its time."""
     number, poll = array.array("i", [0]), select.poll()
     try:
         poll.register(sock, select.POLLRDHUP)
-        if not poll.poll(0):  # else nobody reads there any more
+        if not poll.poll(0):  # else the other end does not read any more
             fcntl.ioctl(sock, termios.TIOCOUTQ, number)
     except (OSError, ValueError):  # it is closed at this end
         return 0
@@ -45,7 +73,7 @@ class Client:
         self.ended = self.floods = False
 
     def send(self, *messages):
-        """Bytes go as they are, anything else as a line of JSON."""
+        """Send bytes as they are, anything else as a line of JSON."""
         for message in messages:
             data = message if isinstance(message, bytes) else json.dumps(message).encode() + b"\n"
             with contextlib.suppress(OSError):
@@ -62,23 +90,23 @@ class Client:
         except ConnectionError:
             self.ended = True
         *lines, self._rest = self._rest.split(b"\n")
-        return [message for message in map(json.loads, lines) if "beat" not in message]
+        return [message for message in map(json.loads, lines) if "heartbeat" not in message]
 
     def ends(self):
-        """Whether the hub closes the connection; messages on the way are passed over."""
+        """Whether the server closes the connection. Earlier messages are skipped."""
         end = time.monotonic() + 5
         while not self.ended and time.monotonic() < end:
             self.read()
             is_readable(self.sock, 0.1)
         return self.ended
 
-    def hang_up(self):
+    def shut(self, direction=socket.SHUT_RDWR):
         with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
+            self.sock.shutdown(direction)
 
 
 class Run:
-    """A hub for `size` processes, with a clock that moves only when `wait` is called."""
+    """A server for `size` processes, with a clock that moves only when `wait` is called."""
 
     def __init__(self, monkeypatch, size=3, **options):
         self.clock = types.SimpleNamespace(now=0.0, tick=lambda: self.clock.now)
@@ -87,7 +115,7 @@ class Run:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = self.listener.getsockname()
         self.size = size
-        self.hub = server.HeartbeatServer(self.selector, self.listener, job=JOB, size=size, **options)
+        self.server = server.HeartbeatServer(self.selector, self.listener, job=JOB, size=size, **options)
         self.clients = []
 
     def __enter__(self):
@@ -96,7 +124,7 @@ class Run:
     def __exit__(self, *_):
         for client in self.clients:
             client.sock.close()
-        self.hub.close()
+        self.server.close()
         self.selector.close()
 
     def connect(self, *messages):
@@ -108,39 +136,39 @@ class Run:
         return client
 
     def member(self, rank, **changes):
-        """A healthy process that has said hello."""
+        """A healthy process that has sent its hello."""
         return self.connect({**HELLO, "rank": rank, "size": self.size, **changes})
 
     def turn(self, most=10_000):
-        """The hub works until nothing is left to do; how many turns that took."""
+        """Let the server work until nothing is left to do, and return the number of turns."""
         turns, idle, end = 0, 0, time.monotonic() + 20
         while idle < 2:
-            assert time.monotonic() < end, "the hub never reads what was sent"
+            assert time.monotonic() < end, "the server never reads what was sent"
             ready = self.selector.select(0)
             for key, _ in ready:
                 key.data()
-            self.hub.look()
+            self.server.check()
             turns += bool(ready)
             idle = 0 if ready or self._is_busy() else idle + 1
-            assert turns < most, "the hub never comes to rest"
+            assert turns < most, "the server never comes to rest"
         return turns
 
     def _is_busy(self):
-        """Whether something is on its way; then it is given a moment."""
+        """Whether something is unsent."""
         socks = [c.sock for c in self.clients if not c.floods]
-        socks += [peer.line.sock for peer in [*self.hub.peers.values(), *self.hub._new]]
-        busy = any(map(on_the_way, socks))
-        for sock in socks if busy else ():
+        socks += [peer.connection.sock for peer in [*self.server.peers.values(), *self.server._pending]]
+        is_busy = any(map(unsent, socks))
+        for sock in socks if is_busy else ():
             with contextlib.suppress(OSError):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)  # says at once what it has got
-        return busy
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)  # acknowledges at once
+        return is_busy
 
     def wait(self, seconds):
         self.clock.now += seconds
         self.turn()
 
-    def together(self):
-        """All are there; what they were sent on the way is read."""
+    def all_members(self):
+        """All processes of the run, after it has begun."""
         members = [self.member(rank) for rank in range(self.size)]
         for member in members:
             assert [set(m) for m in member.read()][-1] == {"go", "host"}

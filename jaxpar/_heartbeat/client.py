@@ -86,27 +86,33 @@ class HeartbeatClient(threading.Thread):
     def run(self) -> None:
         """Send and read heartbeats until `stop`. A loss ends the process."""
         assert self._connection is not None
+        try:
+            if (why := self._watch(self._connection)) is not None:
+                self._end_without_server(why)
+        finally:
+            self._connection.close()
+
+    def _watch(self, connection: JsonConnection) -> str | None:
+        """Send and read heartbeats. Return why the server is lost, or None after `stop`."""
         clock, sent = AwakeClock(), 0.0
         received = clock.now
         while not self._is_stopped:
-            self._connection.wait(INTERVAL / 2)
+            connection.wait(INTERVAL / 2)
             now = clock.tick()
-            messages, self._unhandled = self._unhandled + self._connection.receive(), []
+            messages, self._unhandled = self._unhandled + connection.receive(), []
             for message in messages:
                 self._handle(message)
             received = now if messages else received
-            if self._connection.fault is not None:
-                return self._end_without_server(f"it {_describe_fault(self._connection.fault)}")
-            if self._connection.is_closed:
-                return self._end_without_server("its connection closed (killed?)")
+            if connection.fault is not None:
+                return f"it {_describe_fault(connection.fault)}"
+            if connection.is_closed:
+                return "its connection closed (killed?)"
             if now - received > self.heartbeat_timeout and not self._is_leaving:
-                return self._end_without_server(
-                    f"no heartbeat for {self.heartbeat_timeout:g} seconds: it is frozen, or its host is gone"
-                )
+                return f"no heartbeat for {self.heartbeat_timeout:g} seconds: it is frozen, or its host is gone"
             if now - sent >= INTERVAL:
                 sent = now
-                self._connection.send(heartbeat=1)
-        self._connection.close()
+                connection.send(heartbeat=1)
+        return None
 
     def stop(self) -> None:
         """Leave the run and end this thread."""

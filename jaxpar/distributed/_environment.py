@@ -189,7 +189,8 @@ def _cluster(settings: Settings, env: Mapping[str, str]) -> Cluster:
     if rank >= size:
         raise ValueError(f"distributed.initialize: process_id must be an int from 0 to {size - 1}, got {rank}")
     job = settings.get("job") or env.get("JAXPAR_JOB") or address
-    return Cluster(**{**settings, "num_processes": size, "process_id": rank, "job": job})
+    checked: Settings = {**settings, "num_processes": size, "process_id": rank, "job": job}
+    return Cluster(**checked)
 
 
 def _check_complete(settings: Settings) -> None:

@@ -1,50 +1,23 @@
 """`python -m jaxpar launch`, with programs that do not use JAX, so that a start takes no time."""
 
-import os
 import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
-from jaxpar._launch.launcher.command import gpus_of, share_gpus
+from launched import HEAD, LIMIT, MEMBER, command, environment, launch, write
 
-LIMIT = 30  # seconds; every test here is over in a few
-
-
-def command(*options):
-    return [sys.executable, "-m", "jaxpar", "launch", *options]
-
-
-def environment(**more):
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "CUDA", "SLURM", "OMPI"))}
-    return {**clean, "JAX_PLATFORMS": "cpu", **more}
+from jaxpar.__main__ import main
+from jaxpar._launch.command import share_gpus, visible_gpus
 
 
 @pytest.fixture
 def program(tmp_path):
-    """Writes a program; `rank`, `size`, `start` and `here` are there."""
-
-    def write(source):
-        path = tmp_path / "program.py"
-        head = """
-            import os, pathlib, signal, subprocess, sys, time
-            rank, size = int(os.environ["JAXPAR_PROCESS_ID"]), int(os.environ["JAXPAR_NUM_PROCESSES"])
-            start, here = int(os.environ["JAXPAR_RESTART"]), pathlib.Path(__file__).parent
-        """
-        path.write_text(textwrap.dedent(head) + textwrap.dedent(source))
-        return ["--", "python", str(path)]
-
-    return write
-
-
-def launch(*arguments, **env):
-    return subprocess.run(
-        command(*arguments), env=environment(**env), capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    """Writes a program; `rank`, `size`, `start` and `here` are there, and with `member` a heartbeat client."""
+    return lambda source, member=False: write(tmp_path, HEAD, MEMBER if member else "", source)
 
 
 class Running:
@@ -109,7 +82,7 @@ def test_a_line_is_there_as_soon_as_it_is_printed(program):
         assert running.lines(2) == ["[0] ready", "[1] ready"]
 
 
-def test_what_the_processes_are_told(program):
+def test_the_variables_of_the_processes(program):
     names = "JAXPAR_COORDINATOR JAXPAR_HUB JAXPAR_NUM_PROCESSES JAX_NUM_CPU_DEVICES JAX_PLATFORMS COLOUR EMPTY"
     source = f"print([os.environ.get(name) for name in {names.split()}])"
     done = launch("-n", "2", "--devices", "3", "--env", "COLOUR=a=b", "--env", "EMPTY=", *program(source))
@@ -118,18 +91,15 @@ def test_what_the_processes_are_told(program):
     assert first[2:] == ["2", "3", "cpu", "a=b", ""]
     assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in first[:2])
     assert first[0] != first[1]
-
-
-def test_the_port_of_the_coordinator(program):
     done = launch("-n", "1", "--coordinator-port", "45678", *program("print(os.environ['JAXPAR_COORDINATOR'])"))
     assert done.stdout == "[0] 127.0.0.1:45678\n"
 
 
 @pytest.mark.parametrize(
-    ("last_words", "status", "why"),
+    ("failing", "status", "why"),
     [("sys.exit(7)", 7, "status 7"), ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL")],
 )
-def test_the_first_failure_ends_all_with_its_status(program, last_words, status, why):
+def test_the_first_failure_ends_all_with_its_status(program, failing, status, why):
     source = f"""
         def leave(*_):
             (here / f"left{{rank}}").touch()
@@ -139,7 +109,7 @@ def test_the_first_failure_ends_all_with_its_status(program, last_words, status,
         while len(list(here.glob("ready*"))) < size:
             time.sleep(0.01)
         if rank == 1:
-            {last_words}
+            {failing}
         time.sleep(60)
     """
     arguments = program(source)
@@ -244,7 +214,7 @@ def test_stopped_and_continued(program):
     assert running.process.returncode == 0
 
 
-def test_a_reader_that_hangs_up_ends_the_run(program):
+def test_a_reader_that_closes_the_pipe_ends_the_run(program):
     source = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: print('x' * 1000)"
     with Running("-n", "1", "--grace", "0.2", *program(source)) as running:
         running.process.stdout.readline()
@@ -307,34 +277,21 @@ def test_the_gpus_of_a_lost_process_are_left_out(program):
     assert set(lines) >= {"[1] 0 2,3", "[0] 1 0,1", "[1] 1 4,5"}
 
 
-MEMBER = """
-    from jaxpar import _cluster, _meeting, _monitor
-    found = _cluster.find(None, None, None)
-    monitor = _meeting.meet(found, 2.0, 10.0)
-    _monitor.watch_exit(monitor)
-    monitor.tell_hint("runs/step_5")
-    assert "jax" not in sys.modules
-"""
-
-
 def test_a_frozen_process_is_noticed(program):
-    source = (
-        MEMBER
-        + """
-    (here / f"pid{rank}").write_text(str(os.getpid()))
-    if rank == 1 and not start:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if not start:
-        time.sleep(60)
+    source = """
+        if not start:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(60)
     """
-    )
     began = time.monotonic()
-    done = launch("-n", "3", "--heartbeat-timeout", "2", "--max-restarts", "1", *program(source))
+    arguments = ["-n", "3", "--heartbeat-timeout", "2", "--max-restarts", "1"]
+    done = launch(*arguments, *program(source, member=True))
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - began < 8
     first, *survivors, last = done.stderr.splitlines()
     assert "process 1 (pid" in first
-    assert "no sign of life for 2 seconds" in first
+    assert "no heartbeat for 2 seconds" in first
     assert sorted(line.partition(" (host")[0] for line in survivors) == [
         "[0] jaxpar: process 1",
         "[2] jaxpar: process 1",
@@ -348,12 +305,7 @@ def test_a_frozen_process_is_noticed(program):
     [("raise ValueError('three\\nlines')", "ValueError: three lines"), ("sys.exit(4)", "it ended with status 4")],
 )
 def test_survivors_say_what_failed(program, failing, why):
-    source = f"""{MEMBER}
-    if rank == 0:
-        {failing}
-    time.sleep(60)
-    """
-    done = launch("-n", "2", *program(source))
+    done = launch("-n", "2", *program(f"if rank == 0: {failing}\ntime.sleep(60)", member=True))
     assert done.returncode == (4 if "exit" in failing else 1)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("[1] ")]
     assert re.fullmatch(
@@ -363,42 +315,28 @@ def test_survivors_say_what_failed(program, failing, why):
     )
 
 
-@pytest.mark.parametrize("saving", [1.5, 60])
-def test_when_one_is_interrupted_the_others_have_a_moment(program, saving):
-    source = f"""{MEMBER}
-    if rank == 1:
-        raise KeyboardInterrupt
-    time.sleep({saving})  # a checkpoint, or a collective that waits for process 1
-    sys.exit(130)
+@pytest.mark.parametrize("saving", [0.5, 60])
+def test_when_one_is_interrupted_the_others_have_time_to_save(program, saving):
+    source = f"""
+        if rank == 1:
+            raise KeyboardInterrupt
+        time.sleep({saving})  # a checkpoint, or a collective that waits for process 1
+        sys.exit(130)
     """
     began = time.monotonic()
-    done = launch("-n", "2", *program(source))
+    done = launch("-n", "2", "--grace", "2", *program(source, member=True))
     assert done.returncode == 130
     assert ("[0] jaxpar: process 1" in done.stderr) == (saving == 60)
     assert time.monotonic() - began < 10
 
 
-def test_a_process_that_ends_in_order_is_no_loss(program):
-    source = (
-        MEMBER
-        + """
-    if rank == 0:
-        time.sleep(3)  # longer than the others would wait for a silent one
-    """
-    )
-    done = launch("-n", "3", "--heartbeat-timeout", "2", *program(source))
+def test_a_process_that_ends_with_0_is_no_loss(program):
+    done = launch("-n", "3", *program("if rank == 0: time.sleep(1)", member=True))
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_children_end_when_the_launcher_is_killed(program):
-    source = (
-        MEMBER
-        + """
-    print(os.getpid())
-    time.sleep(60)
-    """
-    )
-    with Running("-n", "2", *program(source)) as running:
+    with Running("-n", "2", *program("print(os.getpid()); time.sleep(60)", member=True)) as running:
         pids = [line.split()[1] for line in running.lines(2)]
         running.process.kill()
         until(lambda: not any(alive(pid) for pid in pids))
@@ -429,8 +367,6 @@ def test_the_launcher_needs_no_jax(program):
     ],
 )
 def test_bad_arguments(arguments, text, capsys, monkeypatch):
-    from jaxpar.__main__ import main
-
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     with pytest.raises(SystemExit) as stopped:
         main(["launch", *arguments])
@@ -444,6 +380,6 @@ def test_sharing_gpus():
     assert share_gpus(["GPU-a", "GPU-b"], 2, 1) == ["GPU-a", "GPU-b"]
     with pytest.raises(ValueError, match="4 processes with 1 GPU each need 4, there are 2; start fewer processes"):
         share_gpus(["0", "1"], 4, None)
-    assert gpus_of({"CUDA_VISIBLE_DEVICES": "2, 3"}, ["GPU 0", "GPU 1"]) == ["2", "3"]
-    assert gpus_of({"CUDA_VISIBLE_DEVICES": "-1"}, ["GPU 0"]) == []
-    assert gpus_of({}, ["GPU 0", "GPU 1"]) == ["0", "1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, 3"}, ["GPU 0", "GPU 1"]) == ["2", "3"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, ["GPU 0"]) == []
+    assert visible_gpus({}, ["GPU 0", "GPU 1"]) == ["0", "1"]

@@ -1,0 +1,48 @@
+"""`python -m jaxpar launch` as a process, and programs for it that send heartbeats without loading JAX."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+LIMIT = 60  # seconds; every run here is over in a few
+
+# A program under the launcher, with a heartbeat client. It does not import JAX, so that its start takes no time.
+HEAD = """
+import os, pathlib, signal, subprocess, sys, time
+rank, size = int(os.environ["JAXPAR_PROCESS_ID"]), int(os.environ["JAXPAR_NUM_PROCESSES"])
+start, here = int(os.environ["JAXPAR_RESTART"]), pathlib.Path(__file__).parent
+host, port = os.environ["JAXPAR_HUB"].split(":")
+"""
+MEMBER = """
+from jaxpar._heartbeat.client import HeartbeatClient
+from jaxpar._heartbeat.exit import watch_exit
+client = HeartbeatClient(rank, size, job=os.environ["JAXPAR_JOB"], heartbeat_timeout=2.0, launched=True)
+client.join_run([(host, int(port))], 10.0, "absent")
+watch_exit(client)
+client.send_resume_hint("runs/step_5")
+assert "jax" not in sys.modules
+"""
+
+
+def command(*options):
+    return [sys.executable, "-m", "jaxpar", "launch", *options]
+
+
+def environment(**more):
+    """The variables of this process without those of a cluster."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "CUDA", "SLURM", "OMPI"))}
+    return {**clean, "JAX_PLATFORMS": "cpu", **more}
+
+
+def write(folder, *parts):
+    """Write a program, and return the end of a command line of the launcher."""
+    path = folder / "program.py"
+    path.write_text("".join(map(textwrap.dedent, parts)))
+    return ["--", "python", str(path)]
+
+
+def launch(*arguments, **env):
+    return subprocess.run(
+        command(*arguments), env=environment(**env), capture_output=True, text=True, timeout=LIMIT, check=False
+    )
