@@ -75,12 +75,8 @@ def find(
         return elsewhere
     if not found and not given and "JAX_COORDINATOR_ADDRESS" not in env:
         return None
-    settings: Settings = {
-        "source": "the arguments",
-        "coordinator": env.get("JAX_COORDINATOR_ADDRESS"),
-        **found,
-        **given,
-    }
+    source = "the arguments" if given else "JAX_COORDINATOR_ADDRESS"
+    settings = {"source": source, "coordinator": env.get("JAX_COORDINATOR_ADDRESS"), **found, **given}
     return _cluster(settings, env)
 
 

@@ -1,6 +1,6 @@
 """`distributed.initialize`: what it finds, how it fails, and what the survivors do when a process is lost."""
 
-import os
+import functools
 import re
 import signal
 import socket
@@ -15,12 +15,13 @@ import jax
 import numpy as np
 import optax
 import pytest
+from launched import environment, launch, write
 
 from jaxpar import data, distributed, kv, train
 from jaxpar._heartbeat import connection, messages
 from jaxpar._heartbeat.client import HeartbeatClient
-from jaxpar._heartbeat.server import HubThread
-from jaxpar.distributed import _environment, _initialize, _rendezvous
+from jaxpar._heartbeat.server_thread import ServerThread
+from jaxpar.distributed import _environment, _process, _rendezvous, _start
 
 LIMIT = 60
 SLURM = {
@@ -49,7 +50,7 @@ def found(env, *given):
 # What the environment says
 
 
-def test_nothing_tells_of_several_processes():
+def test_nothing_names_several_processes():
     assert _environment.find(None, None, None, {"HOME": "/root"}) is None
     assert _environment.find(None, None, None, {"KUBERNETES_SERVICE_HOST": "1.2.3.4"}) is None  # a notebook in a pod
     assert _environment.find(None, None, None, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}) is None  # not within srun
@@ -75,14 +76,13 @@ def test_slurm():
     assert found(SLURM, "elsewhere:1", None, None)[:3] == ("elsewhere:1", 8, 3)
 
 
-@pytest.mark.parametrize(("variable", "value"), [(k, v) for k, v in SLURM.items() if k == "SLURM_STEP_NODELIST"])
-def test_slurm_as_jax_reads_it(variable, value, monkeypatch):
-    clusters = pytest.importorskip("jax._src.clusters")  # private: for this comparison alone
-    for name, text in {**SLURM, variable: value}.items():
-        monkeypatch.setenv(name, text)
-    jaxs = clusters.SlurmCluster
-    theirs = jaxs.get_coordinator_address(None, None), jaxs.get_process_count(), jaxs.get_process_id()
-    assert found({**SLURM, variable: value})[:3] == theirs
+def test_slurm_and_open_mpi_as_jax_reads_them(surround):
+    clusters = pytest.importorskip("jax._src.clusters")  # private: only for this comparison
+    surround({**SLURM, **OPEN_MPI})
+    theirs = clusters.SlurmCluster
+    address = theirs.get_coordinator_address(None, None)
+    assert found(SLURM)[:3] == (address, theirs.get_process_count(), theirs.get_process_id())
+    assert found(OPEN_MPI)[0] == clusters.OmpiCluster.get_coordinator_address(None, None)
 
 
 def test_open_mpi():
@@ -96,22 +96,11 @@ def test_open_mpi():
     assert found({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})[3] is None
 
 
-def test_open_mpi_as_jax_reads_it(monkeypatch):
-    clusters = pytest.importorskip("jax._src.clusters")
-    for name, text in OPEN_MPI.items():
-        monkeypatch.setenv(name, text)
-    assert found(OPEN_MPI)[0] == clusters.OmpiCluster.get_coordinator_address(None, None)
-
-
 def test_kubernetes():
     job = {"KUBERNETES_SERVICE_HOST": "1.2.3.4", "JOB_COMPLETION_INDEX": "1"}
     assert _environment.find(None, None, None, job) == "Kubernetes"  # jax asks the API server
-    assert found({**job, "JAXPAR_COORDINATOR": "job-0.net:5", "JAXPAR_NUM_PROCESSES": "2"}) == (
-        "job-0.net:5",
-        2,
-        1,
-        None,
-    )
+    by_hand = {"JAXPAR_COORDINATOR": "job-0.net:5", "JAXPAR_NUM_PROCESSES": "2"}
+    assert found({**job, **by_hand}) == ("job-0.net:5", 2, 1, None)
 
 
 @pytest.mark.parametrize(
@@ -119,12 +108,13 @@ def test_kubernetes():
     [
         ({}, ("a:1", 2, None), "belong together, got {'coordinator': 'a:1', 'num_processes': 2} from the arguments"),
         ({}, ("a:1", 2, None), "missing: process_id"),
+        ({}, ("a:1", None, None), "got {'coordinator': 'a:1'} from the arguments; missing: num_processes, process_id"),
         ({"JAX_COORDINATOR_ADDRESS": "a:1"}, (None,) * 3, "from JAX_COORDINATOR_ADDRESS; missing: num_processes, pro"),
         ({"JAXPAR_NUM_PROCESSES": "2"}, (None,) * 3, "from JAXPAR_.; missing: coordinator, process_id"),
         ({**BY_HAND, "JAXPAR_PROCESS_ID": "x"}, (None,) * 3, "JAXPAR_PROCESS_ID must be an int, got 'x'"),
         ({**BY_HAND, "JAXPAR_PROCESS_ID": "2"}, (None,) * 3, "process_id must be an int from 0 to 1, got 2"),
         ({}, ("a:1", 0, 0), "num_processes must be an int of 1 or more, got 0"),
-        ({}, ("a:1", True, 0), "num_processes must be an int of 1 or more, got True"),
+        ({}, ("a:1", 2, -1), "process_id must be an int of 0 or more, got -1"),
         ({}, ("a", 2, 0), "the coordinator must be 'host:port', got 'a'"),
         (
             {**BY_HAND, "JAXPAR_HUB": "b:2"},
@@ -138,17 +128,20 @@ def test_settings_that_do_not_fit(env, given, text):
         _environment.find(*given, env)
 
 
-def test_one_process_is_started_by_nothing(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith(("JAXPAR", "SLURM", "OMPI", "JOB_", "JAX_COORDINATOR")):
-            monkeypatch.delenv(name)
+def test_numbers_that_are_none():
+    for given in (("a:1", True, 0), ("a:1", "2", 0), ("a:1", 2, 0.5)):
+        with pytest.raises(TypeError, match=r"distributed.initialize: (num_processes|process_id) must be an int of"):
+            _environment.find(*given, {})
+
+
+def test_where_there_is_one_process_nothing_starts():
     jax.devices()
     distributed.initialize()
     distributed.initialize()
     assert not jax.distributed.is_initialized()
     assert distributed.known_processes() == 1
-    distributed.set_resume_hint("nobody listens")
-    _initialize.hear_of_losses()
+    distributed.set_resume_hint("there is no client")
+    distributed.wait_for_loss_report()
 
 
 def test_jax_runs_already():
@@ -171,10 +164,18 @@ UNJOINED = {
 DIST = ("dist_sync", "dist_device_sync", "dist_async")
 
 
-def one_step(kind="device"):
-    """A training of one step: its loss."""
-    store = kv.from_params({"w": np.zeros(())}, kind=kind, optimizer=optax.sgd(0.1))
-    step = train.make_train_step(lambda params, batch, rng: ((params["w"] - batch["label"]).sum(), {}))
+TX = optax.sgd(0.1)  # one, and one step, so that each kind is compiled once
+
+
+@functools.cache
+def make_step():
+    return train.make_train_step(lambda params, batch, rng: ((params["w"] - batch["label"]).sum(), {}))
+
+
+def one_step(kind):
+    """The loss of a training of one step."""
+    store = kv.from_params({"w": np.zeros(())}, kind=kind, optimizer=TX)
+    step = make_step()
     lines = data.Dataset(np.zeros((8, 1), np.float32), np.ones(8, np.float32))
     state = train.create_state(store, 0)
     return train.fit(state, step, lines, epochs=1, batch_size=8, progress=False)[1][0]["loss"]
@@ -214,8 +215,8 @@ def test_a_dist_store_is_never_one_of_many(name, surround):
 
 @pytest.mark.parametrize("name", UNJOINED)
 def test_training_apart_is_refused_where_the_processes_belong_together(name, surround):
-    step = train.make_train_step(lambda params, batch, rng: (params["w"].sum(), {}))
-    state = train.create_state(kv.from_params({"w": np.ones(2)}, optimizer=optax.sgd(0.1)), 0)
+    step = make_step()
+    state = train.create_state(kv.from_params({"w": np.ones(())}, optimizer=TX), 0)
     surround(UNJOINED[name])
     if "JAXPAR_COORDINATOR" not in UNJOINED[name]:  # these may be runs of their own
         assert one_step("sharded") == -1.0
@@ -241,31 +242,31 @@ def test_one_of_one_and_one_that_has_joined_go_on(surround, monkeypatch):
 
 
 def test_a_start_that_failed_is_not_taken_for_one_process(surround, monkeypatch):
-    monkeypatch.setattr(distributed, "_failed", False)
+    monkeypatch.setattr(_process, "this", _process.Process())
 
     def fail(*args, **options):
         raise RuntimeError("no room")
 
     monkeypatch.setattr(jax.distributed, "initialize", fail)
     with pytest.raises(RuntimeError, match="no room"):
-        _initialize._start_jax(_environment.Cluster("127.0.0.1:1", 2, 1, "test"), False, {})
+        _start._start_jax(_environment.Cluster("127.0.0.1:1", 2, 1, "test"), False, {})
     for function in (distributed.initialize, kv.rank, lambda: kv.create("dist_sync")):
         with pytest.raises(RuntimeError, match="an earlier call failed in this process; start all processes again"):
             function()
 
 
-# Meeting, without JAX: a hub and monitors in threads
+# Joining without JAX: a server and clients in threads
 
 
 def free_port():
-    """One whose successors are free too, as far as one can know."""
+    """A port. The next ones are free too, very likely."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     return port if port < 65000 else port - 1000
 
 
-def meet(*settings, seconds=5.0, job="job"):
-    """Each (process_id, num_processes) in a thread of its own: a Monitor or the error."""
+def join(*settings, seconds=5.0, job="job"):
+    """The client or the error of each (process_id, num_processes), in a thread of its own."""
     port, results = free_port(), {}
 
     def run(i, rank, size):
@@ -286,46 +287,44 @@ def meet(*settings, seconds=5.0, job="job"):
     return [results[i] for i in range(len(settings))]
 
 
-def test_all_meet():
-    monitors = meet((0, 3), (1, 3), (2, 3))
-    assert [monitor.rank for monitor in monitors] == [0, 1, 2]
+def test_all_join():
+    clients = join((0, 3), (1, 3), (2, 3))
+    assert [client.rank for client in clients] == [0, 1, 2]
 
 
-def test_other_numbers_are_told_to_all():
-    for error in meet((0, 2), (1, 3), seconds=1.0):
-        assert "process 1 was started as one of 3, this run has 2 processes" in error
-
-
-def test_a_number_that_stands_twice_is_told_to_all():
-    for error in meet((0, 3), (1, 3), (1, 3), seconds=1.0):
-        assert "two processes say that they are process 1; each needs a number of its own" in error
-
-
-def test_those_who_do_not_come_are_named():
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ([(0, 2), (1, 3)], "process 1 was started as one of 3, this run has 2 processes"),
+        ([(0, 3), (1, 3), (1, 3)], "two processes say that they are process 1; each needs a number of its own"),
+        ([(0, 4), (2, 4)], "processes 1, 3 of 4 did not come within 0.5 seconds"),
+    ],
+)
+def test_every_process_says_why_the_run_cannot_begin(settings, text):
     began = time.monotonic()
-    for error in meet((0, 4), (2, 4), seconds=0.8):
-        assert "processes 1, 3 of 4 did not come within 0.8 seconds" in error
+    for error in join(*settings, seconds=0.5):
+        assert text in error
     assert time.monotonic() - began < 5
 
 
 def test_a_coordinator_that_is_not_there():
     began = time.monotonic()
-    (error,) = meet((1, 2), seconds=0.5)
+    (error,) = join((1, 2), seconds=0.5)
     assert re.search(r"process 0 is not there: no answer from the coordinator 127.0.0.1:\d+ .* within 0.5 sec", error)
     assert error.endswith("(this is process 1 of 2)")
     assert time.monotonic() - began < 5
 
 
-def test_a_stranger_does_not_disturb():
+def test_another_run_is_left_in_peace():
     listener = socket.create_server(("127.0.0.1", 0))
-    hub = HubThread(listener, job="a", size=1, silence=5, joining=5)
-    hub.start()
-    monitor = HeartbeatClient(0, 1, job="b", silence=5, launched=False, hub=None)
+    thread = ServerThread(listener, job="a", size=1, heartbeat_timeout=5, join_timeout=5)
+    thread.start()
+    client = HeartbeatClient(0, 1, job="b", heartbeat_timeout=5, launched=False)
     began = time.monotonic()
     with pytest.raises(ConnectionError, match=r"absent within 0\.3 seconds"):
-        monitor.join_run([listener.getsockname()], 0.3, "absent")  # the hub of another run
+        client.join_run([listener.getsockname()], 0.3, "absent")
     assert time.monotonic() - began < 3
-    assert hub.hub.lost is None
+    assert thread.server.lost is None
 
 
 def test_the_port_of_the_coordinator_is_taken():
@@ -340,21 +339,20 @@ def test_the_port_of_the_coordinator_is_taken():
 
 def test_messages_that_are_none():
     here, there = socket.socketpair()
-    line = connection.JsonConnection(here, messages.FROM_HUB)
-    there.sendall(b'{"beat": 1}\n{"closing"')
-    assert line.receive() == [{"beat": 1}]
-    there.sendall(b": 1}\n")
-    assert line.receive() == [{"closing": 1}]
-    assert not line.closed
-    there.sendall(b'{"beat": 1}\nGET / HTTP/1.1\n{"beat": 1}\n')
-    assert line.receive() == [{"beat": 1}]
-    assert line.closed
-    assert line.fault == "a message is a line of JSON"
-    line.close()
-    there.close()
+    with there:
+        end = connection.JsonConnection(here, messages.FROM_SERVER)
+        there.sendall(b'{"heartbeat": 1}\n{"closing"')
+        assert end.receive() == [{"heartbeat": 1}]
+        there.sendall(b": 1}\n")
+        assert end.receive() == [{"closing": 1}]
+        assert not end.is_closed
+        there.sendall(b'{"heartbeat": 1}\nGET / HTTP/1.1\n{"heartbeat": 1}\n')
+        assert end.receive() == [{"heartbeat": 1}]
+        assert (end.is_closed, end.fault) == (True, "a message is a line of JSON")
+        end.close()
 
 
-def test_time_in_which_this_process_stood_still_does_not_count(monkeypatch):
+def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):
     now = 100.0
     monkeypatch.setattr(connection, "time", types.SimpleNamespace(monotonic=lambda: now))
     clock = connection.AwakeClock()
@@ -388,18 +386,24 @@ def start(tmp_path, size, then, heartbeat=10.0, begin=None, env=None):
     begin = begin or f"jp.distributed.initialize(sys.argv[1], {size}, int(sys.argv[2]), heartbeat_timeout={heartbeat})"
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM.format(start=begin, then="\n    ".join(then.split("\n")))))
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "SLURM", "OMPI"))}
     address = f"127.0.0.1:{free_port()}"
     return [
         subprocess.Popen(
             [sys.executable, str(program), address, str(rank)],
-            env={**clean, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", **(env(rank) if env else {})},
+            env={**environment(JAX_NUM_CPU_DEVICES="1"), **(env(rank) if env else {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(size)
     ]
+
+
+def as_slurm(tasks=2):
+    """The environment of each task on this machine."""
+    port = str(free_port())
+    own = {**SLURM, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": str(tasks), "JAX_COORDINATOR_PORT": port}
+    return lambda rank: {**own, "SLURM_PROCID": str(rank)}
 
 
 def ended(processes, but=()):
@@ -425,15 +429,17 @@ def last_line(rank, size, lost, why):
     ]
 
 
+@pytest.mark.slow
 def test_a_killed_coordinator_is_noticed_by_every_survivor(tmp_path):
     first, *others = ended(start(tmp_path, 3, "if rank == 0: os.kill(os.getpid(), signal.SIGKILL)"))
     assert first[0] == -signal.SIGKILL
     for rank, (status, lines) in enumerate(others, 1):
         assert status == distributed.LOST == 75
-        assert lines == last_line(rank, 3, 0, "its connection closed without a word (killed?)")
+        assert lines == last_line(rank, 3, 0, "its connection closed (killed?)")
 
 
-def test_a_frozen_process_is_noticed(tmp_path):
+@pytest.mark.slow
+def test_a_frozen_process_is_noticed_by_a_collective(tmp_path):
     frozen = 'if rank == 0: print("now", flush=True); os.kill(os.getpid(), signal.SIGSTOP)'
     processes = start(tmp_path, 2, frozen, heartbeat=4.0)
     for line in processes[0].stdout:
@@ -443,9 +449,10 @@ def test_a_frozen_process_is_noticed(tmp_path):
     _, (status, lines) = ended(processes, but=[0])
     assert time.monotonic() - began < 10
     assert status == 75
-    assert lines == last_line(1, 2, 0, "no sign of life for 4 seconds: it is frozen, or its host is gone")
+    assert lines == last_line(1, 2, 0, "no heartbeat for 4 seconds: it is frozen, or its host is gone")
 
 
+@pytest.mark.slow
 def test_a_process_that_holds_the_lock_for_seconds_or_ends_early_is_no_loss(tmp_path):
     then = """if rank == 1:
     import ctypes
@@ -455,70 +462,56 @@ sys.exit()"""
     assert ended(start(tmp_path, 2, then, heartbeat=6.0)) == [(0, [])] * 2
 
 
+@pytest.mark.slow
 def test_a_failing_process_where_only_jax_finds_the_settings(tmp_path):
-    """The monitor then learns everything from jax: tried by letting jax read SLURM's variables.
+    """The client then learns everything from jax: tried by letting jax read SLURM's variables.
 
     A store made while jax traces joins the processes here.
     """
-    find = "jp.distributed._cluster.find = lambda *_: 'SLURM'"
+    find = "from jaxpar.distributed import _environment; _environment.find = lambda *_: 'SLURM'"
     begin = f"import jax; {find}; jax.eval_shape(lambda: jp.kv.create('dist_sync').values)"
-    port = str(free_port())
-
-    def env(rank):
-        slurm = {**SLURM, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank)}
-        return {**slurm, "JAX_COORDINATOR_PORT": port}
-
-    # Left to itself, process 1 would wait in jax's shutdown for process 0, which waits in its collective.
-    first, second = ended(start(tmp_path, 2, "if rank == 1: raise ValueError('no\\nmore')", begin=begin, env=env))
+    # By jax only, process 1 would wait in its shutdown for process 0, which waits in its collective.
+    failing = "if rank == 1: raise ValueError('no\\nmore')"
+    first, second = ended(start(tmp_path, 2, failing, begin=begin, env=as_slurm()))
     assert first == (75, last_line(0, 2, 1, "ValueError: no more"))
     assert second[0] == 1
     assert "ValueError: no" in second[1]
 
 
+@pytest.mark.slow
 def test_a_dist_store_joins_the_tasks_of_slurm(tmp_path):
     begin = "store = jp.kv.create('dist_sync'); store = jp.kv.create('dist_sync')"
-    port = str(free_port())
-
-    def env(rank):
-        slurm = {**SLURM, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank)}
-        return {**slurm, "JAX_COORDINATOR_PORT": port}
-
     then = """import numpy as np
 store = jp.kv.push(jp.kv.init(store, 3, np.zeros(2)), 3, np.full(2, 1.0 + rank))
 assert (jp.kv.num_workers(), jp.kv.pull(store, 3).tolist()) == (2, [3.0, 3.0])
 sys.exit()"""
-    assert ended(start(tmp_path, 2, then, begin=begin, env=env)) == [(0, [])] * 2
+    assert ended(start(tmp_path, 2, then, begin=begin, env=as_slurm())) == [(0, [])] * 2
 
 
-def launched(program, *options):
-    return subprocess.run(
-        [sys.executable, "-m", "jaxpar", "launch", *options, "--", "python", str(program)],
-        env={k: v for k, v in os.environ.items() if not k.startswith(("JAX", "SLURM", "OMPI"))},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-
-
-def test_a_dist_store_joins_the_processes_of_the_launcher(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent("""
-            import numpy as np
-            from jaxpar import kv
-            try:
-                kv.rank()
-            except RuntimeError as error:  # nor did this start JAX
-                print(error)
-            store = kv.from_params({"w": np.zeros(2, np.float32)}, kind="dist_async", staleness=0)
-            store = kv.push(store, 0, np.full(2, 1.0 + kv.rank(), np.float32))
-            kv.barrier()
-            print(kv.rank(), "of", kv.num_workers(), kv.pull(store, 0).tolist(), kv.create("dist_sync"))
-        """)
-    )
-    done = launched(program, "-n", "2", "--devices", "1")
-    assert done.returncode == 0, done.stderr
+def test_a_dist_store_under_the_launcher_until_the_coordinator_is_killed(tmp_path):
+    """The one start of jax in the first row, about 4 s: the others are in the second."""
+    program = """
+        import os, signal
+        import numpy as np
+        from jaxpar import distributed, kv
+        try:
+            kv.rank()
+        except RuntimeError as error:  # nor did this start JAX
+            print(error)
+        store = kv.from_params({"w": np.zeros(2, np.float32)}, kind="dist_async", staleness=0)
+        store = kv.push(store, 0, np.full(2, 1.0 + kv.rank(), np.float32))
+        kv.barrier()
+        print(kv.rank(), "of", kv.num_workers(), kv.pull(store, 0).tolist(), kv.create("dist_sync"))
+        distributed.set_resume_hint("runs/step_7")
+        if kv.rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        kv.barrier("process 0 never comes")
+    """
+    done = launch("-n", "2", "--devices", "1", *write(tmp_path, program))
+    assert done.returncode == 137, done.stderr
+    first, second = [line for line in done.stderr.splitlines() if "Gloo" not in line]
+    assert re.fullmatch(r"jaxpar launch: process 0 \(pid \d+\) failed: killed by SIGKILL; ending the others", first)
+    assert [second] == ["[1] " + line for line in last_line(1, 2, 0, "killed by SIGKILL")]
     lines = sorted(done.stdout.splitlines())
     said = "kv.rank: this is process {} of 2 (jaxpar launch) and has not joined the others, so JAX would say 0 in each"
     store = "KVStore(kind='dist_sync', updater=assign, empty)"
@@ -527,30 +520,29 @@ def test_a_dist_store_joins_the_processes_of_the_launcher(tmp_path):
         assert any(line.startswith(f"[{rank}] {said.format(rank)}") for line in lines)
 
 
+@pytest.mark.slow
 def test_the_launcher_starts_jax_again_after_a_loss(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent("""
-            import os, signal, time
-            import jaxpar as jp
-            jp.distributed.initialize()
-            jp.distributed.initialize()
-            assert jp.distributed.known_processes() == int(os.environ["JAXPAR_NUM_PROCESSES"])
-            import jax, jax.numpy as jnp
-            rank = jax.process_index()
-            values = jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")(jnp.ones(jax.local_device_count()))
-            sums = os.path.join(os.path.dirname(__file__), "sums")
-            with open(sums, "a") as file:
-                file.write(f"{rank} of {jax.process_count()}: {values[0]}\\n")
-            jp.distributed.set_resume_hint("runs/step_9")
-            if rank == 1 and os.environ["JAXPAR_RESTART"] == "0":
-                while len(open(sums).readlines()) < 2:
-                    time.sleep(0.01)
-                os.kill(os.getpid(), signal.SIGKILL)
-            jax.block_until_ready(jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")(values))
-        """)
-    )
-    done = launched(program, "-n", "2", "--devices", "2", "--max-restarts", "1", "--min-processes", "1")
+    program = """
+        import os, signal, time
+        import jaxpar as jp
+        jp.distributed.initialize()
+        jp.distributed.initialize()
+        assert jp.distributed.known_processes() == int(os.environ["JAXPAR_NUM_PROCESSES"])
+        import jax, jax.numpy as jnp
+        rank = jax.process_index()
+        values = jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")(jnp.ones(jax.local_device_count()))
+        sums = os.path.join(os.path.dirname(__file__), "sums")
+        with open(sums, "a") as file:
+            file.write(f"{rank} of {jax.process_count()}: {values[0]}\\n")
+        jp.distributed.set_resume_hint("runs/step_9")
+        if rank == 1 and os.environ["JAXPAR_RESTART"] == "0":
+            while len(open(sums).readlines()) < 2:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        jax.block_until_ready(jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")(values))
+    """
+    options = ["-n", "2", "--devices", "2", "--max-restarts", "1", "--min-processes", "1"]
+    done = launch(*options, *write(tmp_path, program))
     assert done.returncode == 0, done.stderr
     sums = (tmp_path / "sums").read_text().splitlines()
     assert sorted(sums) == ["0 of 1: 2.0", "0 of 2: 4.0", "1 of 2: 4.0"]
