@@ -110,9 +110,9 @@ def start(
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError: less than one server; both an optimizer and an updater; an updater that is not elementwise for a
+        ValueError: less than one server. Both an optimizer and an updater. An updater that is not elementwise for a
             value that is split.
-        TypeError: a leaf of params that is no array; `servers` is no int.
+        TypeError: a leaf of params that is no array, or `servers` that is no int.
     """
     store = kv.from_params(params, kind="local", optimizer=optimizer, updater=updater)  # checks them
     whole_number(servers, "free_running.start", "servers")
