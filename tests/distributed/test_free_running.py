@@ -153,7 +153,12 @@ def ray():
         process.wait(60)  # Ray ends its processes and does not look at them again, which would be a warning
 
 
-with_ray = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
+def with_ray(test):
+    """In the second row, since each server is a process that imports JAX. Ray warns."""
+    kinds = ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
+    return pytest.mark.slow(pytest.mark.filterwarnings(*kinds)(test))
+
+
 PARAMS = {"b": np.zeros(3, np.float32), "w": np.zeros((4, 3), np.float32)}
 ONES = jax.tree.map(np.ones_like, PARAMS)
 
