@@ -16,7 +16,7 @@ from jax import lax
 from .._core import checks
 from .._devices import collectives
 from . import _compressed
-from ._store import Arrays, KVStore, shapes_of, shards
+from ._store import Arrays, Changes as Changes, KVStore, shapes_of, shards, with_changes as with_changes
 from ._update import update
 
 POSITION = "position"  # the axis along which a pushed list of values lies
@@ -118,16 +118,14 @@ def local_sums(store: KVStore, pushed: dict[int, list[jax.Array]]) -> Arrays:
     }
 
 
-def push(
-    store: KVStore, pushed: dict[int, list[jax.Array]], axis_name: str | None
-) -> tuple[Arrays, dict[int, Any], dict[int, Any]]:
-    """The new values, updater states and residuals of the keys that are pushed."""
+def push(store: KVStore, pushed: dict[int, list[jax.Array]], axis_name: str | None) -> Changes:
+    """What a push changes."""
     if axis_name is None:
         sums, residuals = _sums_of_lists(store, pushed)
     else:
         axis_size(axis_name, "kv.push")
         sums, residuals = reduce(store, local_sums(store, pushed), axis_name)
-    return *update(store, sums), residuals
+    return Changes(*update(store, sums), residuals)
 
 
 def _sums_of_lists(store: KVStore, pushed: dict[int, list[jax.Array]]) -> tuple[Arrays, dict[int, Any]]:

@@ -27,7 +27,7 @@ from .._devices.emulated import wait_before_collectives
 from .._devices.mesh import STORE_AXIS, mesh_of
 from ..updaters import Updater, assign, ignores_key
 from . import _aggregate, _update
-from ._store import KVStore, home
+from ._store import Changes, KVStore, home
 
 # XLA compiles a kernel for each value, so a program for thousands of keys would take minutes.
 _MOST_KEYS = 256
@@ -37,18 +37,17 @@ _BY_ONE = 1 << 20
 
 Devices = tuple[Device, ...]
 Lists = dict[int, list[jax.Array]]
-Changes = tuple[dict[int, Any], dict[int, Any], dict[int, Any]]  # values, updater states, residuals
 
 
 def push(store: KVStore, pushed: Lists) -> Changes:
-    """The new values, updater states and residuals of the keys that are pushed."""
+    """What a push changes."""
     if len(pushed) > _MOST_KEYS:
         return _by_parts(store, pushed, _MOST_KEYS)
     if isinstance(store.updater, Updater):
         return _run(store, pushed)
-    sums, _, residuals = _run(dataclasses.replace(store, updater=assign), pushed)
+    sums, _, residuals, _ = _run(dataclasses.replace(store, updater=assign), pushed)
     held = dataclasses.replace(store, values={k: _moved(store.values[k], v.sharding) for k, v in sums.items()})
-    return *_update.update(held, sums), residuals
+    return Changes(*_update.update(held, sums), residuals)
 
 
 def _by_parts(store: KVStore, pushed: Lists, most: int) -> Changes:
@@ -58,7 +57,7 @@ def _by_parts(store: KVStore, pushed: Lists, most: int) -> Changes:
 
 
 def _merged(parts: Iterable[Changes]) -> Changes:
-    return tuple({k: v for part in each for k, v in part.items()} for each in zip(*parts, strict=True))  # pyright: ignore[reportReturnType]
+    return Changes(*({k: v for part in each for k, v in part.items()} for each in zip(*parts, strict=True)))
 
 
 def _run(store: KVStore, pushed: Lists) -> Changes:
@@ -83,7 +82,7 @@ def _run(store: KVStore, pushed: Lists) -> Changes:
         results = _summed_by_one(part, lists, devices)
     else:
         results = _summed_in_place(part, lists, devices)
-    return tuple({k: result[n] for k, n in names.items() if n in result} for result in results)  # pyright: ignore[reportReturnType]
+    return Changes(*({k: result[n] for k, n in names.items() if n in result} for result in results))
 
 
 def _moved_and_summed(store: KVStore, pushed: Lists) -> Changes:
@@ -130,7 +129,7 @@ def _compiled(fn: Callable[..., Changes], **options: Any) -> Callable[..., Chang
 def _gather_and_update(store: KVStore, each: list[list[Any]], groups: Any, shapes: Any) -> Changes:
     packed = [functools.reduce(operator.add, buckets_of_all) for buckets_of_all in zip(*each, strict=True)]
     sums = dict(zip(store.values, buckets.unpack(packed, shapes, groups), strict=True))
-    return *_update.update(store, sums), {}
+    return Changes(*_update.update(store, sums))
 
 
 def _summed_on_one_device(store: KVStore, pushed: Lists, devices: Devices) -> set[int]:
@@ -145,9 +144,9 @@ def _summed_by_one(store: KVStore, pushed: Lists, devices: Devices) -> Changes:
     one, (everywhere, _) = SingleDeviceSharding(devices[0]), _shardings(devices)
     part = dataclasses.replace(store, values=_moved(store.values, one), updater_state=_moved(store.updater_state, one))
     with emulated.on(one):
-        values, states, _ = _gathered(part, {k: emulated.views(vs) for k, vs in pushed.items()})
+        values, states, *_ = _gathered(part, {k: emulated.views(vs) for k, vs in pushed.items()})
     leaves, structure = jax.tree.flatten((values, states))
-    return *structure.unflatten(emulated.put(leaves, everywhere)), {}
+    return Changes(*structure.unflatten(emulated.put(leaves, everywhere)))
 
 
 def _summed_in_place(store: KVStore, pushed: Lists, devices: Devices) -> Changes:
@@ -286,7 +285,7 @@ def _program(devices: Devices) -> Any:
             body,
             mesh=mesh_of(devices),
             in_specs=(specs, P(STORE_AXIS)),
-            out_specs=(specs.values, specs.updater_state, residual_specs),
+            out_specs=Changes(specs.values, specs.updater_state, residual_specs),
             check_vma=False,
         )(store, packed)
 
@@ -295,10 +294,11 @@ def _program(devices: Devices) -> Any:
 
 @_compiled
 def _gathered(store: KVStore, pushed: dict[int, list[Any]]) -> Changes:
-    values, states, residuals = _aggregate.push(store, pushed, None)
+    changes = _aggregate.push(store, pushed, None)
     if store.kind == "sharded":
-        values = {k: jax.lax.with_sharding_constraint(v, home(store)) for k, v in values.items()}
-    return values, states, residuals
+        values = {k: jax.lax.with_sharding_constraint(v, home(store)) for k, v in changes.values.items()}
+        changes = changes._replace(values=values)
+    return changes
 
 
 def partition_specs(store: KVStore, axis_name: str) -> KVStore:

@@ -25,17 +25,14 @@ from ..sparse import RowSparse
 from ..updaters import assign
 from . import _aggregate, _eager
 from ._create import signature
-from ._store import KVStore
+from ._store import Changes, KVStore
 
 
-def push(
-    store: KVStore, pushed: dict[int, list[jax.Array]]
-) -> tuple[dict[int, jax.Array], dict[int, Any], dict[int, Any]]:
-    """The new values, updater states and residuals of the keys that are pushed."""
+def push(store: KVStore, pushed: dict[int, list[jax.Array]]) -> Changes:
+    """What a push changes."""
     totals, residuals = _totals(store, _own_sums(store, pushed))
     totals = {k: [put(v, store.values[k].sharding)] for k, v in totals.items()}
-    values, states, _ = _eager.push(dataclasses.replace(store, compressor=None, residuals={}), totals)
-    return values, states, residuals
+    return _eager.push(dataclasses.replace(store, compressor=None, residuals={}), totals)._replace(residuals=residuals)
 
 
 def rows(store: KVStore, pushed: dict[int, list[RowSparse]]) -> dict[int, list[RowSparse]]:
@@ -79,7 +76,7 @@ def _own_sums(store: KVStore, pushed: dict[int, list[jax.Array]]) -> dict[int, j
         compressor=None,
         devices=None,
     )
-    sums = _eager.push(part, {k: pushed[k] for k in like})[0] if like else {}
+    sums = _eager.push(part, {k: pushed[k] for k in like}).values if like else {}
     return {k: _here(sums[k] if k in sums else pushed[k][0]) for k in pushed}
 
 

@@ -27,7 +27,7 @@ from .._devices.placement import spans_processes
 from ..sparse import RowSparse
 from . import _aggregate, _eager, _eager_processes, _staleness
 from ._pull import pull
-from ._store import Key, KVStore, shapes_of
+from ._store import Changes, Key, KVStore, shapes_of, with_changes
 
 
 def push(store: KVStore, key: Key, value: Any, *, axis_name: str | None = None) -> KVStore:
@@ -73,7 +73,7 @@ def push(store: KVStore, key: Key, value: Any, *, axis_name: str | None = None) 
         return store
     rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], RowSparse)}
     dense = {k: vs for k, vs in pushed.items() if k not in rows}
-    parts, pending = [], {}
+    parts: list[Changes] = []
     if rows:
         from . import _rows
 
@@ -81,12 +81,11 @@ def push(store: KVStore, key: Key, value: Any, *, axis_name: str | None = None) 
             rows = _eager_processes.rows(store, rows)
         parts.append(_rows.push(store, rows, axis_name))
     if dense and store.staleness:
-        changes, pending = _staleness.push(store, dense, axis_name, functools.partial(_dense, axis_name=axis_name))
-        parts.append(changes)
+        parts.append(_staleness.push(store, dense, axis_name, functools.partial(_dense, axis_name=axis_name)))
     elif dense:
         parts.append(_dense(store, dense, axis_name))
     for changes in parts:
-        store = _staleness.with_changes(store, changes, pending)
+        store = with_changes(store, changes)
     return store
 
 
@@ -112,7 +111,7 @@ def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     return _staleness.flush(store, axis_name, functools.partial(_dense, axis_name=axis_name))
 
 
-def _dense(store: KVStore, pushed: dict[int, list[jax.Array]], axis_name: str | None) -> Any:
+def _dense(store: KVStore, pushed: dict[int, list[jax.Array]], axis_name: str | None) -> Changes:
     if _across_processes(store, pushed, axis_name):
         return _eager_processes.push(store, pushed)
     if axis_name is None and not _traced(store, pushed):

@@ -13,12 +13,10 @@ from .._core.recent import Recent
 from ..sparse import RowSparse
 from ..updaters import Updater, assign
 from . import _aggregate, _update
-from ._store import KVStore
+from ._store import Changes, KVStore
 
 
-def push(
-    store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | None
-) -> tuple[dict[int, jax.Array], dict[int, Any], dict[int, Any]]:
+def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | None) -> Changes:
     """The new values and updater states of the keys that are pushed; there are no residuals.
 
     With the default updater the rows replace the whole value, as in MXNet: what is not mentioned becomes 0. Any
@@ -46,7 +44,7 @@ def push(
         compiled = concrete and isinstance(store.updater, Updater)
         run = _compiled(store.updater) if compiled else functools.partial(_updated, store.updater)
         values[key], states[key] = run(key, axis_name, rows, state, stored)
-    return values, states, {}
+    return Changes(values, states)
 
 
 def _updated(

@@ -22,11 +22,9 @@ from .._devices.collectives import sum_apart as sum_apart
 from .._devices.mesh import STORE_AXIS, mesh_of
 from .._devices.placement import to_host
 from . import _aggregate
-from ._store import KVStore, shapes_of
+from ._store import Arrays, Changes, KVStore, shapes_of, with_changes
 
-Arrays = dict[int, jax.Array]
 Lists = dict[int, list[jax.Array]]
-Changes = tuple[dict[int, Any], dict[int, Any], dict[int, Any]]  # values, updater states, residuals
 Send = Callable[[KVStore, Lists], Changes]
 
 
@@ -49,7 +47,7 @@ def start(store: KVStore, key: int, count: int) -> PendingPushes:
     return PendingPushes(tuple(jnp.zeros(shape, dtype) for _ in range(store.staleness)), jnp.zeros((), jnp.int32))
 
 
-def push(store: KVStore, pushed: Lists, axis_name: str | None, send: Send) -> tuple[Changes, dict[int, PendingPushes]]:
+def push(store: KVStore, pushed: Lists, axis_name: str | None, send: Send) -> Changes:
     """What `send`, the push without a delay, changes with the values that are due, and what waits then."""
     held = {k: store.pending[k] for k in pushed if k in store.pending}
     if axis_name is None and not is_traced((pushed, held, store.values)):
@@ -62,7 +60,8 @@ def push(store: KVStore, pushed: Lists, axis_name: str | None, send: Send) -> tu
         _aggregate.axis_size(axis_name, "kv.push")
         due, pending, ready = rotate_queue(store, _aggregate.local_sums(store, pushed), one=True)
         lists = {k: [value] for k, value in due.items()}
-    return where_ready(store, send(without_delay(store), lists), ready, lists, axis_name), pending
+    changes = where_ready(store, send(without_delay(store), lists), ready, lists, axis_name)
+    return changes._replace(pending=pending)
 
 
 def without_delay(store: KVStore) -> KVStore:
@@ -103,14 +102,14 @@ def rotate_queue(store: KVStore, new: Arrays, *, one: bool = False) -> tuple[Arr
 
 def where_ready(store: KVStore, changes: Changes, ready: Arrays, lists: Lists, axis_name: str | None) -> Changes:
     """The changes of the keys that were ready; the others as they are in the store."""
-    values, states, residuals = changes
+    values, states, residuals, _ = changes
 
     def residual(k: int) -> Any:
         if axis_name is None:
             return _aggregate.residual_for(store, k, len(lists[k]))
         return _aggregate.held_residual(store, k, axis_name)
 
-    return (
+    return Changes(
         {k: jnp.where(ready[k], v, store.values[k]) for k, v in values.items()},
         {k: select(ready[k], state, store.updater_state[k]) for k, state in states.items()},
         {k: select(ready[k], state, residual(k)) for k, state in residuals.items()},
@@ -129,7 +128,7 @@ def flush(store: KVStore, axis_name: str | None, send: Send) -> KVStore:
     for i in range(store.staleness):
         if at_prompt:
             lists = {k: _rows(w.values[i]) for k, w in store.pending.items() if i >= store.staleness - _count(w)}
-            changes = send(without_delay(store), lists) if lists else ({}, {}, {})
+            changes = send(without_delay(store), lists) if lists else Changes()
         else:
             lists, ready = waiting(store, i, axis_name)
             changes = where_ready(store, send(without_delay(store), lists), ready, lists, axis_name)
@@ -146,18 +145,6 @@ def waiting(store: KVStore, i: int, axis_name: str | None) -> tuple[Lists, Array
         for k, w in store.pending.items()
     }
     return lists, {k: i >= store.staleness - w.count for k, w in store.pending.items()}
-
-
-def with_changes(store: KVStore, changes: Changes, pending: dict[int, PendingPushes] | None = None) -> KVStore:
-    """The store with what a push changed."""
-    values, states, residuals = changes
-    return dataclasses.replace(
-        store,
-        values={**store.values, **values},
-        updater_state={**store.updater_state, **states},
-        residuals={**store.residuals, **residuals},
-        pending={**store.pending, **(pending or {})},
-    )
 
 
 def regrouped(held: PendingPushes, count: int) -> PendingPushes:
@@ -179,7 +166,7 @@ def regrouped(held: PendingPushes, count: int) -> PendingPushes:
 # At the prompt, where the number of pushes is known and nothing has to be masked.
 
 
-def _at_prompt(store: KVStore, pushed: Lists, send: Send) -> tuple[Changes, dict[int, PendingPushes]]:
+def _at_prompt(store: KVStore, pushed: Lists, send: Send) -> Changes:
     due: Lists = {}
     pending: dict[int, PendingPushes] = {}
     for k, values in pushed.items():
@@ -194,7 +181,8 @@ def _at_prompt(store: KVStore, pushed: Lists, send: Send) -> tuple[Changes, dict
         else:
             counted = jax.device_put(np.int32(count + 1), held.count.sharding)
         pending[k] = PendingPushes((*held.values[1:], new), counted)
-    return (send(without_delay(store), due) if due else ({}, {}, {})), pending
+    changes = send(without_delay(store), due) if due else Changes()
+    return changes._replace(pending=pending)
 
 
 def _count(held: PendingPushes) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +104,27 @@ _DATA = ("values", "updater_state", "residuals", "pending")
 jax.tree_util.register_dataclass(
     KVStore, _DATA, tuple(f.name for f in dataclasses.fields(KVStore) if f.name not in _DATA)
 )
+
+
+_NONE: dict[int, Any] = {}  # a pytree, as the fields of a store are
+
+
+class Changes(NamedTuple):
+    """What a push replaces, by key.
+
+    Attributes:
+        values, updater_state, residuals, pending: as the fields of `KVStore`. Keys that are missing stay as they are.
+    """
+
+    values: Arrays = _NONE
+    updater_state: dict[int, Any] = _NONE
+    residuals: dict[int, Any] = _NONE
+    pending: dict[int, Any] = _NONE
+
+
+def with_changes(store: KVStore, changes: Changes) -> KVStore:
+    """The store after a push."""
+    return dataclasses.replace(store, **{name: getattr(store, name) | new for name, new in changes._asdict().items()})
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -84,12 +84,12 @@ class DeviceStep:
         """The store and the transform's state after a push of `due`, and the sums; as they were where not `ready`."""
         summed, residuals = self._summed(state.store, due)
         updates, transform = self._transformed(state, params, summed)
-        changes = (*_update.update(state.store, updates), residuals)
+        changes = _aggregate.Changes(*_update.update(state.store, updates), residuals)
         if ready is not None:
             changes = _staleness.where_ready(state.store, changes, ready, {}, self.axis_name)
             if jax.tree.leaves(transform):
                 transform = _staleness.select(jnp.stack(list(ready.values())).any(), transform, state.transform)
-        return _staleness.with_changes(state.store, changes), transform, summed
+        return _aggregate.with_changes(state.store, changes), transform, summed
 
     def _summed(self, store: kv.KVStore, due: Arrays) -> tuple[Arrays, dict[int, Any]]:
         """XLA keeps a collective of one device, and the copies into its buckets; so one device is asked for none."""
