@@ -92,7 +92,7 @@ def check_wrong_pushes(kind, store):
     words = "every process must push the same keys, in the same shapes; process 0: key 3 float32[2,3], process 1: key 5"
     raises(ValueError, words, lambda: kv.push(store, 5 if rank else 3, value))
     total = kv.place(store, jax.devices())
-    raises(ValueError, "key 3: this value lies on devices of several", lambda: kv.push(store, 3, total.values[3]))
+    raises(ValueError, "key 3: this value is on devices of several", lambda: kv.push(store, 3, total.values[3]))
     nothing = lambda: kv.push(store, 3, [jnp.ones((2, 3))][:rank])  # noqa: E731
     raises(ValueError, "process 0: no key, process 1: key 3", nothing)
     rows = sparse.RowSparse(np.arange(1), jnp.ones((1, 3)), (2, 3))
@@ -133,7 +133,7 @@ def check_rows(kind):
 
 
 def check_mapped(kind):
-    """Inside pmap and shard_map, and a push at the prompt to a store that lies on all devices."""
+    """Inside pmap and shard_map, and a push at the prompt to a store on all devices."""
     everywhere, mine = jax.devices(), jax.local_device_count()
     store = kv.init(kv.create(kind), 5, jnp.zeros(4))
     shares = jnp.full((mine, 4), 1.0 + kv.rank())
@@ -233,11 +233,11 @@ def training(folder):
 
 
 def check_refused():
-    """A store that lies on devices of several processes is pushed to inside a program only."""
+    """A store that is on devices of several processes is pushed to inside a program only."""
     values = [jax.device_put(np.ones(10, np.float32), device) for device in jax.local_devices()]
     for kind in ("sharded", "device"):
         store = train.create_state(new_state(kind).store, 0, devices=jax.devices()).store
-        words = f"key 0: the store, of kind '{kind}', lies on devices of several processes"
+        words = f"key 0: the store, of kind '{kind}', is on devices of several processes"
         raises(ValueError, words, lambda store=store: kv.push(store, 0, values))
     there = [d for d in jax.devices() if d.process_index != kv.rank()][:1]
     words = "the devices asked for are all of other processes"

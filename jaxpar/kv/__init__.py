@@ -1,4 +1,4 @@
-"""The key-value store: init, push, pull as pure functions over an immutable pytree.
+"""The key-value store: pure functions over an immutable pytree.
 
 >>> import jax.numpy as jnp
 >>> from jaxpar import kv
@@ -7,9 +7,19 @@
 >>> kv.pull(store, 3).tolist()
 [[4.0, 4.0, 4.0], [4.0, 4.0, 4.0]]
 
-A pushed value goes this way: store -> buckets -> compression -> collective -> updater -> store. Typed at the
-prompt, a push takes arrays or lists of arrays on any devices; inside `pmap` or `shard_map`, with `axis_name`, it
-takes this device's share and sums over that axis.
+At the prompt, a push takes arrays or lists of arrays on any devices. Inside `pmap` or `shard_map`, with `axis_name`,
+it takes this device's share and sums over that axis.
+
+A push goes one way:
+
+    _push        check the request, choose how to sum
+    _aggregate   sum over the devices: buckets, compression (`_compressed`), collective
+    _update      hand each sum to the updater
+    _store       the next store, with these changes
+
+`_eager` runs the same as compiled programs at the prompt, and `_eager_processes` sums over processes there.
+`_staleness` delays a push, and `_rows` pushes some rows of a table. What differs between the kinds of store is in
+`_kinds`.
 """
 
 from . import _portable as _portable  # registers how a store is saved
@@ -20,8 +30,8 @@ from ._create import (
     set_optimizer as set_optimizer,
     set_updater as set_updater,
 )
-from ._eager import partition_specs as partition_specs
-from ._params import from_params as from_params, place as place, to_params as to_params
+from ._params import from_params as from_params, to_params as to_params
+from ._place import partition_specs as partition_specs, place as place
 from ._pull import broadcast as broadcast, pull as pull, row_sparse_pull as row_sparse_pull
 from ._push import flush as flush, push as push, pushpull as pushpull
 from ._store import KVStore as KVStore, names as names

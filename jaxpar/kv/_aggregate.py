@@ -1,12 +1,11 @@
-"""A push as a pure function of arrays: aggregate, then update. Runs under `jit`, `pmap`, `shard_map`, `vmap`."""
+"""A push as a pure function of arrays: sum, then update. Runs under `jit`, `pmap`, `shard_map` and `vmap`."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -14,111 +13,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._core import checks
-from .._devices import collectives
 from . import _compressed
-from ._store import Arrays, Changes as Changes, KVStore, shapes_of, shards, with_changes as with_changes
+from ._store import (
+    Arrays,
+    Changes as Changes,
+    KVStore,
+    Lists,
+    kind_of,
+    shapes_of,
+    shards,
+    with_changes as with_changes,
+)
 from ._update import update
 
-POSITION = "position"  # the axis along which a pushed list of values lies
+POSITION = "position"  # the axis of a pushed list of values
 
 
-def axis_size(axis_name: str, what: str) -> int:
-    """The number of devices along a mapped axis; a clear error where there is no such axis."""
-    try:
-        return lax.axis_size(axis_name)
-    except NameError as error:
-        raise NameError(
-            f"{what}: axis_name={axis_name!r} is the axis of no pmap or shard_map around this call; leave it out "
-            "for values outside of them"
-        ) from error
-
-
-def compressed_keys(store: KVStore, keys: Iterable[int]) -> set[int]:
-    """The keys whose values are smaller compressed than plain; the others are sent as they are."""
-    if store.compressor is None:
-        return set()
-    shapes = shapes_of(store)
-    return {k for k in keys if store.compressor.pays(shapes[k], store.values[k].dtype)}
-
-
-def start_residual(store: KVStore, key: int, seed: Any) -> Any:
-    """What the compressor remembers for a key on one device before the first push."""
-    shape, dtype = shapes_of(store)[key], store.values[key].dtype
-    assert store.compressor is not None
-    rows = None
-    if store.kind == "sharded" and not store.compressor.linear:
-        rows = shards(store)
-        shape = (collectives.chunk_size(math.prod(shape), rows),)
-    return _compressed.start(store.compressor, shape, dtype, jnp.asarray(seed, jnp.uint32), rows)
-
-
-def _seed(key: int, device: Any) -> Any:
-    """Tells the random streams of keys and devices apart."""
-    return jnp.uint32(key % (1 << 32)) * jnp.uint32(0x9E3779B1) + jnp.asarray(device, jnp.uint32)
-
-
-def start_residuals(store: KVStore, key: int, count: int) -> Any:
-    """The states of a key for `count` devices, the devices as first axis."""
-    return jax.vmap(lambda device: start_residual(store, key, _seed(key, device)))(jnp.arange(count))
-
-
-def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict[int, Any]]:
-    """The sum of each value over the axis, and the new residuals of this device.
-
-    Kind `sharded` gives this device's (chunk,) of the sum, the other kinds the whole sum. Residuals come back
-    in the shapes they had in the store.
-    """
-    if store.kind == "sharded" and axis_size(axis_name, "kv.push") != shards(store):
-        raise ValueError(
-            f"kv.push: the axis {axis_name!r} has {lax.axis_size(axis_name)} devices, but the store of kind "
-            f"'sharded' was made for {shards(store)}"
-        )
-    small = compressed_keys(store, pushed)
-    plain = [k for k in pushed if k not in small]
-    summed: Arrays = {}
-    if plain:
-        by_kind = {"local": collectives.gather_sum, "sharded": collectives.reduce_scatter}
-        sums = by_kind.get(store.kind, collectives.allreduce)([pushed[k] for k in plain], axis_name, store.limits)
-        summed.update(zip(plain, sums, strict=True))
-    residuals: dict[int, Any] = {}
-    packed = [k for k in pushed if k in small]
-    if packed:
-        assert store.compressor is not None
-        own = [_own_residual(store, k, axis_name) for k in packed]
-        send = _compressed.reduce_scatter if store.kind == "sharded" else _compressed.allreduce
-        sums, states = send(store.compressor, [pushed[k] for k in packed], [s for s, _ in own], axis_name, store.limits)
-        summed.update(zip(packed, sums, strict=True))
-        for k, state, (_, like) in zip(packed, states, own, strict=True):
-            residuals[k] = jax.tree.map(lambda new, old: new.reshape(old.shape), state, like)
-    return {k: summed[k] for k in pushed}, residuals
-
-
-def _own_residual(store: KVStore, key: int, axis_name: str) -> tuple[Any, Any]:
-    """This device's state in the compressor's shapes, and the leaves as the store holds them.
-
-    Under `shard_map` the first axis, the devices, is still there with length 1; under `pmap` it is gone.
-    """
-    fresh = start_residual(store, key, _seed(key, lax.axis_index(axis_name)))
-    held = store.residuals.get(key)
-    if held is None:
-        return fresh, jax.tree.map(lambda leaf: leaf[None], fresh)
-    return jax.tree.map(lambda leaf, shape: leaf.reshape(shape.shape), held, fresh), held
-
-
-def held_residual(store: KVStore, key: int, axis_name: str) -> Any:
-    """This device's state of a key before a push, as the store holds it or will hold it."""
-    return _own_residual(store, key, axis_name)[1]
-
-
-def local_sums(store: KVStore, pushed: dict[int, list[jax.Array]]) -> Arrays:
-    """The sum of each key's own list of values, in the stored dtype and in the order of the list."""
-    return {
-        k: functools.reduce(operator.add, [v.astype(store.values[k].dtype) for v in values])
-        for k, values in pushed.items()
-    }
-
-
-def push(store: KVStore, pushed: dict[int, list[jax.Array]], axis_name: str | None) -> Changes:
+def push(store: KVStore, pushed: Lists, axis_name: str | None) -> Changes:
     """What a push changes."""
     if axis_name is None:
         sums, residuals = _sums_of_lists(store, pushed)
@@ -128,42 +39,184 @@ def push(store: KVStore, pushed: dict[int, list[jax.Array]], axis_name: str | No
     return Changes(*update(store, sums), residuals)
 
 
-def _sums_of_lists(store: KVStore, pushed: dict[int, list[jax.Array]]) -> tuple[Arrays, dict[int, Any]]:
-    """Sums without a mapped axis: each position of a list is a device with a residual of its own."""
+def axis_size(axis_name: str, what: str) -> int:
+    """The number of devices along a mapped axis. `NameError` if there is no such axis."""
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as error:
+        raise NameError(
+            f"{what}: axis_name={axis_name!r} is the axis of no pmap or shard_map around this call; leave it out "
+            "for values outside of them"
+        ) from error
+
+
+def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict[int, Any]]:
+    """The sum of each value over the axis, and the new residuals of this device.
+
+    Kind `sharded` gives this device's (chunk,) of the sum, the other kinds the whole sum. Residuals have the shapes
+    that they have in the store.
+    """
+    kind = kind_of(store)
+    if kind.layout.is_split and axis_size(axis_name, "kv.push") != shards(store):
+        raise ValueError(
+            f"kv.push: the axis {axis_name!r} has {lax.axis_size(axis_name)} devices, but the store of kind "
+            f"{store.kind!r} was made for {shards(store)}"
+        )
     small = compressed_keys(store, pushed)
+    plain, packed = [k for k in pushed if k not in small], [k for k in pushed if k in small]
+    summed: Arrays = {}
+    residuals: dict[int, Any] = {}
+    if plain:
+        sums = kind.reduce([pushed[k] for k in plain], axis_name, store.limits)
+        summed.update(zip(plain, sums, strict=True))
+    if packed:
+        own, held = _own_residuals(store, packed, axis_name)
+        values = [pushed[k] for k in packed]
+        sums, states = kind.reduce_compressed(store.compressor, values, own, axis_name, store.limits)
+        summed.update(zip(packed, sums, strict=True))
+        for k, state, like in zip(packed, states, held, strict=True):
+            residuals[k] = jax.tree.map(lambda new, old: new.reshape(old.shape), state, like)
+    return {k: summed[k] for k in pushed}, residuals
+
+
+def local_sums(store: KVStore, pushed: Lists) -> Arrays:
+    """The sum of each key's own list of values, in the stored dtype and in the order of the list."""
+    return {
+        k: functools.reduce(operator.add, [v.astype(store.values[k].dtype) for v in values])
+        for k, values in pushed.items()
+    }
+
+
+def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any]]:
+    """Sums without a mapped axis. Each position of a list is a device with a residual of its own."""
+    small = compressed_keys(store, pushed)
+    layout = kind_of(store).layout
     sums = local_sums(store, {k: v for k, v in pushed.items() if k not in small})
-    sharded = store.kind == "sharded"
-    if sharded:
-        sums = {k: collectives.to_rows(v, shards(store)) for k, v in sums.items()}
+    sums = {k: layout.stored(v, store.devices) for k, v in sums.items()}
     residuals: dict[int, Any] = {}
     for count in sorted({len(pushed[k]) for k in small}):
         keys = [k for k in pushed if k in small and len(pushed[k]) == count]
-        if sharded and count != shards(store):
+        if layout.is_split and count != shards(store):
             raise ValueError(
-                f"kv.push: keys {checks.shorten(keys)} are compressed in a store of kind 'sharded'; push one "
+                f"kv.push: keys {checks.shorten(keys)} are compressed in a store of kind {store.kind!r}; push one "
                 f"value for each of its {shards(store)} devices, got {count}"
             )
         stacked = {k: jnp.stack([v.astype(store.values[k].dtype) for v in pushed[k]]) for k in keys}
-        held = {k: residual_for(store, k, count) for k in keys}
+        held = residuals_for(store, dict.fromkeys(keys, count))
         summed, new = jax.vmap(
             lambda values, own: reduce(dataclasses.replace(store, residuals=own), values, POSITION),
             axis_name=POSITION,
-            out_axes=(0 if sharded else None, 0),
+            out_axes=(0 if layout.is_split else None, 0),
         )(stacked, held)
         sums |= summed
         residuals |= new
     return sums, residuals
 
 
+# Values of which each device has a part.
+
+
+def is_split(store: KVStore) -> bool:
+    """Whether a device has a part of each value only."""
+    return kind_of(store).layout.is_split
+
+
+def gather(store: KVStore, parts: Arrays, axis_name: str) -> Arrays:
+    """The whole values, out of what every device has of each."""
+    shapes = shapes_of(store)
+    whole = kind_of(store).layout.gather(list(parts.values()), [shapes[k] for k in parts], axis_name, store.limits)
+    return dict(zip(parts, whole, strict=True))
+
+
+def own_parts(store: KVStore, values: Arrays, axis_name: str) -> Arrays:
+    """What this device stores of whole values: the inverse of `gather`."""
+    layout = kind_of(store).layout
+    return {k: layout.own(v, axis_name) for k, v in values.items()}
+
+
+# Residuals.
+
+
+def compressed_keys(store: KVStore, keys: Iterable[int]) -> set[int]:
+    """The keys whose values are smaller compressed than plain. The others are sent as they are."""
+    if store.compressor is None:
+        return set()
+    shapes = shapes_of(store)
+    return {k for k in keys if store.compressor.pays(shapes[k], store.values[k].dtype)}
+
+
+def start_residuals(store: KVStore, key: int, count: int) -> Any:
+    """The states of a key for `count` devices, the devices as first axis."""
+    (states,) = _start_all(store, [key], count)
+    return states
+
+
 def residual_for(store: KVStore, key: int, count: int) -> Any:
-    """The states of `count` pushed values; `ValueError` where the last push had another number of them."""
-    held = store.residuals.get(key)
-    if held is None:
-        return start_residuals(store, key, count)
-    before = jax.tree.leaves(held)[0].shape[0]
-    if before != count:
-        raise ValueError(
-            f"kv.push: key {key} is compressed and was pushed with {before} values before, now with {count}; each "
-            "position has a residual of its own (kv.set_gradient_compression starts them anew)"
-        )
+    """The states of `count` pushed values of a key. Errors as of `residuals_for`."""
+    return residuals_for(store, {key: count})[key]
+
+
+def residuals_for(store: KVStore, counts: Mapping[int, int]) -> dict[int, Any]:
+    """The states of as many pushed values of each key as `counts` says.
+
+    Raises:
+        ValueError: the last push of a key had another number of values.
+    """
+    residuals: dict[int, Any] = {}
+    for k, count in counts.items():
+        held = store.residuals.get(k)
+        if held is None:
+            continue
+        before = jax.tree.leaves(held)[0].shape[0]
+        if before != count:
+            raise ValueError(
+                f"kv.push: key {k} is compressed and was pushed with {before} values before, now with {count}; each "
+                "position has a residual of its own (kv.set_gradient_compression starts them from scratch)"
+            )
+        residuals[k] = held
+    for count in set(counts.values()):
+        keys = [k for k in counts if k not in residuals and counts[k] == count]
+        residuals.update(zip(keys, _start_all(store, keys, count) if keys else [], strict=True))
+    return residuals
+
+
+def held_residual(store: KVStore, key: int, axis_name: str) -> Any:
+    """This device's state of a key before a push, as the store holds it or will hold it."""
+    _, (held,) = _own_residuals(store, [key], axis_name)
     return held
+
+
+def _own_residuals(store: KVStore, keys: list[int], axis_name: str) -> tuple[list[Any], list[Any]]:
+    """This device's states in the compressor's shapes, and the same as the store holds them.
+
+    Under `shard_map` the first axis, the devices, is there with length 1. Under `pmap` it is gone.
+    """
+    own, held = _start_on_device(store, keys, lax.axis_index(axis_name)), []
+    for i, k in enumerate(keys):
+        if k in store.residuals:
+            held.append(store.residuals[k])
+            own[i] = jax.tree.map(lambda leaf, fresh: leaf.reshape(fresh.shape), store.residuals[k], own[i])
+        else:
+            held.append(jax.tree.map(lambda leaf: leaf[None], own[i]))
+    return own, held
+
+
+def _start_all(store: KVStore, keys: list[int], count: int) -> list[Any]:
+    return jax.vmap(lambda device: _start_on_device(store, keys, device))(jnp.arange(count))
+
+
+def _start_on_device(store: KVStore, keys: list[int], device: Any) -> list[Any]:
+    """What the compressor remembers for these keys on one device before the first push."""
+    assert store.compressor is not None
+    shapes, rows = shapes_of(store), None
+    shapes = [shapes[k] for k in keys]
+    if not store.compressor.linear:
+        forms = [kind_of(store).layout.encoded(shape, store.devices) for shape in shapes]
+        rows, shapes = forms[0][0], [shape for _, shape in forms]
+    dtypes = [store.values[k].dtype for k in keys]
+    return _compressed.start(store.compressor, shapes, dtypes, [_seed(k, device) for k in keys], rows)
+
+
+def _seed(key: int, device: Any) -> jax.Array:
+    """A number that separates the random streams of keys and devices."""
+    return jnp.uint32(key % (1 << 32)) * jnp.uint32(0x9E3779B1) + jnp.asarray(device, jnp.uint32)

@@ -1,11 +1,12 @@
 """Sums over devices of compressed values: bucket, encode, exchange, decode and add.
 
-Elementwise compressors take whole buckets; the others take value by value, and only what they made is put in
-buckets. What crosses between devices is the payload and nothing else.
+Elementwise compressors encode whole buckets. The others encode value by value, and their payloads share buckets. Only
+payloads are sent between devices.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,13 +19,27 @@ from .._devices.buckets import BucketLimits, Shape
 from ..compression import Compressor, LinearCompressor, decode_sum
 
 State = Any
+Sums = tuple[list[jax.Array], list[State]]
 
 
-def start(compressor: Compressor | LinearCompressor, shape: Shape, dtype: Any, seed: Any, rows: int | None) -> State:
-    """The state of a device that has pushed nothing; with `rows`, one for each row of a sharded value."""
-    if rows is None:
-        return compressor.init(shape, dtype, seed=seed)
-    seeds = jnp.asarray(seed, jnp.uint32) * jnp.uint32(rows) + jnp.arange(rows, dtype=jnp.uint32)
+def start(
+    compressor: Compressor | LinearCompressor,
+    shapes: Sequence[Shape],
+    dtypes: Sequence[Any],
+    seeds: Sequence[Any],
+    rows: int | None,
+) -> list[State]:
+    """The state for each value on a device that has pushed nothing.
+
+    Args:
+        rows: with a number, each state has one part for each row of a split value, and `shapes` are those of a row.
+    """
+    init = compressor.init if rows is None else functools.partial(_start_rows, compressor, rows)
+    return [init(shape, dtype, seed=seed) for shape, dtype, seed in zip(shapes, dtypes, seeds, strict=True)]
+
+
+def _start_rows(compressor: Any, rows: int, shape: Shape, dtype: Any, *, seed: Any) -> State:
+    seeds = seed * jnp.uint32(rows) + jnp.arange(rows, dtype=jnp.uint32)
     return jax.vmap(lambda s: compressor.init(shape, dtype, seed=s))(seeds)
 
 
@@ -34,23 +49,19 @@ def allreduce(
     states: Sequence[State],
     axis_name: str,
     limits: BucketLimits,
-) -> tuple[list[jax.Array], list[State]]:
+) -> Sums:
     """The sums over the axis on every device, and the new states of this device."""
     if isinstance(compressor, LinearCompressor):
         return _linear(compressor, values, states, axis_name, limits)
-    groups = buckets.plan_of(values, limits) if compressor.elementwise else [(i,) for i in range(len(values))]
-    flat = [jnp.concatenate([values[i].reshape(-1) for i in g]) for g in groups]
+    shapes = [v.shape for v in values]
+    groups = buckets.plan_of(values, limits) if compressor.elementwise else tuple((i,) for i in range(len(values)))
+    flat = [array.reshape(-1) for array in buckets.pack(values, groups)]
     joined = [_join([states[i] for i in g]) for g in groups]
     coded = [compressor.encode(v, s) for v, s in zip(flat, joined, strict=True)]
-    gathered = _exchange([payload for payload, _ in coded], lambda x: collectives.gathered(x, axis_name), 0, limits)
+    send = functools.partial(collectives.gathered, axis_name=axis_name)
+    gathered = _exchange([payload for payload, _ in coded], send, 0, limits)
     sums = [decode_sum(compressor, payloads, v.shape, v.dtype) for payloads, v in zip(gathered, flat, strict=True)]
-    shapes = [v.shape for v in values]
-    sums = [s.reshape(shapes[g[0]]) if len(g) == 1 else s for s, g in zip(sums, groups, strict=True)]
-    new_states: list[State] = [None] * len(values)
-    for (_, state), g in zip(coded, groups, strict=True):
-        for i, part in zip(g, _split(state, [shapes[i] for i in g]), strict=True):
-            new_states[i] = part
-    return buckets.unpack(sums, shapes, groups), new_states
+    return buckets.unpack(sums, shapes, groups), _split([state for _, state in coded], shapes, groups)
 
 
 def reduce_scatter(
@@ -59,20 +70,16 @@ def reduce_scatter(
     states: Sequence[State],
     axis_name: str,
     limits: BucketLimits,
-) -> tuple[list[jax.Array], list[State]]:
-    """This device's (chunk,) of each sum over the axis; every row is encoded for the device that keeps it."""
+) -> Sums:
+    """This device's (chunk,) of each sum over the axis. Every row is encoded for the device that keeps it."""
     if isinstance(compressor, LinearCompressor):
         sums, states = _linear(compressor, values, states, axis_name, limits)
         return [collectives.own_chunk(s, axis_name) for s in sums], states
     shards = lax.axis_size(axis_name)
     rows = [collectives.to_rows(v, shards) for v in values]
     coded = [jax.vmap(compressor.encode)(r, s) if r.size else ({}, s) for r, s in zip(rows, states, strict=True)]
-    exchanged = _exchange(
-        [payload for payload, _ in coded],
-        lambda x: lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True),
-        1,
-        limits,
-    )
+    send = functools.partial(lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0, tiled=True)
+    exchanged = _exchange([payload for payload, _ in coded], send, 1, limits)
     sums = [
         decode_sum(compressor, payloads, r.shape[1:], r.dtype) if r.size else r[0]
         for payloads, r in zip(exchanged, rows, strict=True)
@@ -86,7 +93,7 @@ def _linear(
     states: Sequence[State],
     axis_name: str,
     limits: BucketLimits,
-) -> tuple[list[jax.Array], list[State]]:
+) -> Sums:
     def psum(tree: Any) -> Any:
         leaves, structure = jax.tree.flatten(tree)
         return structure.unflatten(collectives.allreduce(leaves, axis_name, limits))
@@ -103,30 +110,20 @@ def _exchange(
     `lead` 0: each array goes whole to every device. `lead` 1: row i of each array goes to device i.
     """
     leaves, structure = jax.tree.flatten(payloads)
-    tails = [leaf.shape[lead:] for leaf in leaves]
-    flat = [leaf.reshape(*leaf.shape[:lead], -1) for leaf in leaves]
-    groups = buckets.plan_of(flat, limits)
-    out: list[Any] = [None] * len(leaves)
-    for group in groups:
-        together = flat[group[0]] if len(group) == 1 else jnp.concatenate([flat[i] for i in group], axis=-1)
-        arrived = collective(together)
-        start = 0
-        for i in group:
-            width = flat[i].shape[-1]
-            part = lax.slice_in_dim(arrived, start, start + width, axis=1)
-            out[i] = part.reshape(arrived.shape[0], *tails[i])
-            start += width
-    return structure.unflatten(out)
+    shapes = [leaf.shape[lead:] for leaf in leaves]
+    groups = buckets.plan_of(leaves, limits)
+    received = [collective(array) for array in buckets.pack(leaves, groups, axis=lead)]
+    return structure.unflatten(buckets.unpack(received, shapes, groups, axis=1))
 
 
 def _join(states: Sequence[State]) -> State:
-    """One state for a bucket: the residuals behind one another, the rest as the first one has it."""
-    residual = jnp.concatenate([s["residual"].reshape(-1) for s in states])
-    return {**states[0], "residual": residual}
+    """One state for a bucket: the residuals one after another, the rest as the first one has it."""
+    (residual,) = buckets.pack([s["residual"] for s in states], [range(len(states))])
+    return {**states[0], "residual": residual.reshape(-1)}
 
 
-def _split(state: State, shapes: Sequence[Shape]) -> list[State]:
-    groups = [tuple(range(len(shapes)))]
-    residual = state["residual"] if len(shapes) > 1 else state["residual"].reshape(shapes[0])
-    parts = buckets.unpack([residual], shapes, groups)
-    return [{**state, "residual": part} for part in parts]
+def _split(joined: Sequence[State], shapes: Sequence[Shape], groups: buckets.Groups) -> list[State]:
+    """The inverse: the state of each value."""
+    residuals = buckets.unpack([state["residual"] for state in joined], shapes, groups)
+    rest = {i: state for state, group in zip(joined, groups, strict=True) for i in group}
+    return [{**rest[i], "residual": residual} for i, residual in enumerate(residuals)]

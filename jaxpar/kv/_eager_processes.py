@@ -1,9 +1,8 @@
-"""A push typed at the prompt in several processes: each sums its own values, then they sum over processes.
+"""A push at the prompt in several processes: each sums its own values, then they sum over processes.
 
-Every process keeps its own copy of the stored values, on its own devices, as a store of kind `device` does. The
-sums travel from the first device of each process to those of the others by one compiled program, in buckets and
-compressed where the store says so; then every process makes the same update. So they must all push the same keys
-in the same order.
+Every process has its own copy of the stored values, on its own devices, as a store of kind `device` does. One compiled
+program sums over the first devices of the processes, in buckets and compressed if the store says so. Then every process
+makes the same update. So all must push the same keys in the same order.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from .. import sparse
 from .._core.recent import Recent
 from .._devices import buckets, processes
-from .._devices.mesh import STORE_AXIS, mesh_of
+from .._devices.mesh import STORE_AXIS, mesh_of, split_over
 from .._devices.placement import put, spans_processes, to_host
 from ..compression import Compressor, LinearCompressor
 from ..sparse import RowSparse
 from ..updaters import assign
 from . import _aggregate, _eager
 from ._create import signature
-from ._store import Changes, KVStore
+from ._store import Arrays, Changes, KVStore, Lists, kind_of
 
 
-def push(store: KVStore, pushed: dict[int, list[jax.Array]]) -> Changes:
+def push(store: KVStore, pushed: Lists) -> Changes:
     """What a push changes."""
     totals, residuals = _totals(store, _own_sums(store, pushed))
     totals = {k: [put(v, store.values[k].sharding)] for k, v in totals.items()}
@@ -37,11 +36,11 @@ def push(store: KVStore, pushed: dict[int, list[jax.Array]]) -> Changes:
 
 def rows(store: KVStore, pushed: dict[int, list[RowSparse]]) -> dict[int, list[RowSparse]]:
     """For each key the sum of the rows that all processes push, unique and sorted, in every process."""
-    return {k: [put(_summed_rows(vs, store.values[k].dtype), store.values[k].sharding)] for k, vs in pushed.items()}
+    return {k: [put(_add_rows(vs, store.values[k].dtype), store.values[k].sharding)] for k, vs in pushed.items()}
 
 
 def agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
-    """Compares what the processes push, on every push: with other keys in one of them all would wait for ever.
+    """Compare what the processes push. With other keys in one of them, all would wait forever.
 
     Raises:
         ValueError: they push different keys or shapes, or an array that belongs to several processes.
@@ -49,7 +48,7 @@ def agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
     for k, values in pushed.items():
         if any(spans_processes(leaf) for leaf in jax.tree.leaves(values)):
             raise ValueError(
-                f"kv.push: key {k}: this value lies on devices of several processes; at the prompt each process pushes "
+                f"kv.push: key {k}: this value is on devices of several processes; at the prompt each process pushes "
                 "what it has itself (value.addressable_data(i)), and a sum over all devices belongs inside pmap or "
                 "shard_map, with axis_name"
             )
@@ -59,11 +58,8 @@ def agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
     processes.agree(where, signature(like) + (f", of keys {rows} rows" if rows else ""))
 
 
-def _own_sums(store: KVStore, pushed: dict[int, list[jax.Array]]) -> dict[int, jax.Array]:
-    """The sum of this process's values of each key, on its first device.
-
-    `dist_sync` gathers them there; `dist_device_sync` sums them on the devices that push.
-    """
+def _own_sums(store: KVStore, pushed: Lists) -> Arrays:
+    """The sum of this process's values of each key, on its first device."""
     here = SingleDeviceSharding(_leader())
     like = {k: put(to_host(store.values[k]), here) for k, vs in pushed.items() if len(vs) > 1}
     part = dataclasses.replace(
@@ -71,7 +67,7 @@ def _own_sums(store: KVStore, pushed: dict[int, list[jax.Array]]) -> dict[int, j
         values=like,
         updater_state=dict.fromkeys(like, ()),
         residuals={},
-        kind="device" if store.kind == "dist_device_sync" else "local",
+        kind=kind_of(store).within_process,
         updater=assign,
         compressor=None,
         devices=None,
@@ -92,19 +88,18 @@ def _here(value: jax.Array) -> jax.Array:
     return jax.device_put(value, _leader())
 
 
-def _totals(store: KVStore, sums: dict[int, jax.Array]) -> tuple[dict[int, jax.Array], dict[int, Any]]:
+def _totals(store: KVStore, sums: Arrays) -> tuple[Arrays, dict[int, Any]]:
     """The sums over the processes, on each one's first device, and the residuals of what is compressed."""
     devices = processes.leaders()
-    along = NamedSharding(mesh_of(devices), P(STORE_AXIS))
-    residuals = {
-        k: put(_aggregate.residual_for(store, k, len(devices)), along) for k in _aggregate.compressed_keys(store, sums)
-    }
+    along = split_over(devices)
+    compressed = _aggregate.compressed_keys(store, sums)
+    residuals = put(_aggregate.residuals_for(store, dict.fromkeys(compressed, len(devices))), along)
     arrays, dtypes = list(sums.values()), tuple(store.values[k].dtype for k in sums)
     shapes = tuple(a.shape for a in arrays)
     groups = buckets.plan(tuple(zip(shapes, dtypes, strict=True)), store.limits)
     if residuals:
         groups = tuple((i,) for i in range(len(arrays)))  # compressed by key
-    packed = [_over_leaders(part, along) for part in _eager._packed(arrays, dtypes, groups)]
+    packed = [_over_leaders(part, along) for part in _eager.pack(arrays, dtypes, groups)]
     run = _programs(store.compressor)(devices, store.compressor, store.limits, tuple(sums), shapes, dtypes, groups)
     totals, residuals = run(packed, residuals)
     return {k: v.addressable_data(0) for k, v in totals.items()}, residuals
@@ -129,8 +124,7 @@ def _program(
     store = KVStore(like, {}, {}, "device", compressor=compressor, limits=limits)
 
     def body(packed: list[jax.Array], residuals: dict[int, Any]) -> Any:
-        flat = [p.reshape(shapes[g[0]]) if len(g) == 1 else p for p, g in zip(packed, groups, strict=True)]
-        mine = dict(zip(keys, buckets.unpack(flat, shapes, groups), strict=True))
+        mine = dict(zip(keys, buckets.unpack(packed, shapes, groups), strict=True))
         return _aggregate.reduce(dataclasses.replace(store, residuals=residuals), mine, STORE_AXIS)
 
     return jax.jit(
@@ -143,13 +137,13 @@ def _program(
 _programs = Recent(lambda _: functools.lru_cache(maxsize=256)(_program))
 
 
-def _summed_rows(values: list[RowSparse], dtype: Any) -> RowSparse:
+def _add_rows(values: list[RowSparse], dtype: Any) -> RowSparse:
     own = jax.device_put([RowSparse(r.indices, r.values.astype(dtype), r.shape) for r in values], _leader())
     count = sum(r.indices.shape[0] for r in own)
     most = max(map(int, processes.exchange(str(count))))
     size = 1 << (most - 1).bit_length() if most else 1  # few sizes, so few programs
     mine = sparse.add(own, size=size)
-    along = NamedSharding(mesh_of(processes.leaders()), P(STORE_AXIS))
+    along = split_over(processes.leaders())
     run = _rows_program(processes.leaders(), mine.shape)
     indices, summed = run(_over_leaders(mine.indices, along), _over_leaders(mine.values, along))
     return RowSparse(indices.addressable_data(0), summed.addressable_data(0), mine.shape)

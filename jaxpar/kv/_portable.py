@@ -28,7 +28,7 @@ from .._core.portable import (
 from .._devices.mesh import copies_on, split_over
 from .._devices.placement import put
 from . import _aggregate, _staleness
-from ._store import KVStore, names, shapes_of
+from ._store import KVStore, kind_of, names, shapes_of
 
 _RESIDUALS, _PENDING = "residuals", "pending"
 
@@ -39,7 +39,7 @@ def slots(store: KVStore, prefix: str) -> Iterable[Slot]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(store)[0]:
         field, k = path[0].name, path[1].key
         part = {_RESIDUALS: "residual", _PENDING: "pending"}.get(field)
-        rows = store.kind == "sharded" and not part and leaf.shape == store.values[k].shape
+        rows = kind_of(store).layout.is_split and not part and leaf.shape == store.values[k].shape
         name = path_name(path)
         key = f"key {k} ({called[k]!r})" if called.get(k, str(k)) != str(k) else f"key {k}"
         words = f"{key}: {'value' if field == 'values' else name}"
@@ -155,7 +155,7 @@ def _restore_pending(store: KVStore, k: int, found: Saved, count: int | None) ->
     if not rows or any((a.shape, a.dtype) != expected for a in arrays) or (pushes.shape, pushes.dtype) != ((), "int32"):
         raise ValueError(f"{words}: pending values must have the key's shape and dtype, with a row for each device")
     held = _staleness.PendingPushes(tuple(map(jnp.asarray, arrays)), jnp.asarray(pushes))
-    return held if count is None else _staleness.regrouped(held, count)
+    return held if count is None else _staleness.regroup(held, count)
 
 
 register_node(KVStore, NodeFormat(slots, bare, complete))

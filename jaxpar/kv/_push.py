@@ -1,16 +1,4 @@
-"""The key-value store: init, push, pull as pure functions over an immutable pytree.
-
->>> import jax.numpy as jnp
->>> from jaxpar import kv
->>> store = kv.init(kv.create("device"), 3, jnp.full((2, 3), 2.0))
->>> store = kv.push(store, 3, [jnp.ones((2, 3))] * 4)
->>> kv.pull(store, 3).tolist()
-[[4.0, 4.0, 4.0], [4.0, 4.0, 4.0]]
-
-A pushed value goes this way: store -> buckets -> compression -> collective -> updater -> store. Typed at the
-prompt, a push takes arrays or lists of arrays on any devices; inside `pmap` or `shard_map`, with `axis_name`, it
-takes this device's share and sums over that axis.
-"""
+"""Pushes: check the request, choose how to sum, apply the changes."""
 
 from __future__ import annotations
 
@@ -25,76 +13,81 @@ from .._core import checks
 from .._core.arrays import Device, is_traced
 from .._devices.placement import spans_processes
 from ..sparse import RowSparse
-from . import _aggregate, _eager, _eager_processes, _staleness
+from . import _aggregate, _eager, _eager_processes, _rows, _staleness
 from ._pull import pull
-from ._store import Changes, Key, KVStore, shapes_of, with_changes
+from ._store import Changes, Key, KVStore, Lists, kind_of, shape_of, shapes_of, with_changes
 
 
 def push(store: KVStore, key: Key, value: Any, *, axis_name: str | None = None) -> KVStore:
-    """The store after the values of each key were summed and handed to the updater.
+    """Sum what is pushed to each key, apply the updater, and return the next store.
+
+    The sum of a key replaces the stored value, or goes through the store's updater.
 
     Args:
         store: any store.
-        key: an int, or a list of ints. A key that stands twice in the list has its values summed.
-        value: an array of the stored shape, or a list of them (one for each device, any number, on any
-            devices), which is summed; an empty list pushes nothing. For a list of keys, a list with one such
-            entry for each. A `RowSparse` (or a list of them) touches its rows alone, see `jaxpar.sparse`.
-            Floating values of any width are cast to a stored floating dtype.
-        axis_name: inside `pmap` or `shard_map`, the axis to sum over; `value` is this device's share. Beware that
-            in `shard_map` with `check_vma=True` (its default) jax sums the gradient by replicated params itself,
-            and a push would sum it again: give the params `jax.lax.pcast(params, axis_name, to="varying")` first,
-            or `check_vma=False`. `train.make_train_step` sees to that.
-
-    In several processes the kinds `dist_...` sum over all of them. At the prompt every process pushes the values
-    of its own devices, any number of them; they are summed first, then over processes, and every process gets the
-    same sum. All must push the same keys in the same order, which is compared on every push. What crosses between
-    processes travels in buckets, and compressed where the store says so (what crosses within a process is not).
-    The other kinds sum what this process pushes. Inside `pmap` and `shard_map` all kinds sum over the axis.
+        key: an int, or a list of ints. A key may appear twice. Its values are summed.
+        value: an array of the stored shape, or a list of them, any number on any devices, which is summed. An empty
+            list pushes nothing. For a list of keys, a list with one such entry per key. A `RowSparse`, or a list of
+            them, changes its own rows only. Floating values of any width are cast to a stored floating dtype.
+        axis_name: the mapped axis to sum over, inside `pmap` or `shard_map`. `value` is this device's share. See
+            "Gradients under shard_map" below.
 
     Returns:
-        A new store. The sum of a key replaces the stored value, or goes through the store's updater.
+        The next store. `store` stays valid.
 
     Raises:
         KeyError: a key that was never initialised.
-        ValueError: a wrong shape, a list of the wrong length; processes that push different keys; at the prompt, a
-            store that lies on devices of several, unless it is of a kind `dist_*`.
-        TypeError: a key that is no int, a dtype that cannot be cast safely.
+        ValueError: a wrong shape, a list of the wrong length, or processes that push different keys. At the prompt,
+            a store on devices of several processes, unless it is of a kind `dist_*`.
+        TypeError: a key that is no int, or a dtype that cannot be cast safely.
         NameError: there is no axis of that name.
 
-    MXNet: `KVStore.push`. There a push of an unknown key gave no key in the message, a value of another shape
-    changed the stored shape without a word, and a single pushed array was kept by reference.
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxpar import kv
+        >>> store = kv.init(kv.create("device"), [3, 5], [jnp.zeros(2), jnp.zeros(())])
+        >>> store = kv.push(store, [3, 5], [[jnp.ones(2), jnp.ones(2)], jnp.ones(())])
+        >>> kv.pull(store, 3).tolist(), kv.pull(store, 5).tolist()
+        ([2.0, 2.0], 1.0)
+
+    Several processes:
+        The kinds `dist_*` sum over all processes, the other kinds sum what this process pushes. At the prompt every
+        process pushes the values of its own devices, any number of them. They are summed first, then over processes,
+        and every process gets the same sum. All must push the same keys in the same order, which is compared on every
+        push. Only the sums between processes are compressed. Inside `pmap` and `shard_map` all kinds sum over the
+        axis.
+
+    Gradients under shard_map:
+        With `check_vma=True`, the default, jax already sums the gradient of replicated params, and a push would sum
+        it again. Pass `check_vma=False`, or mark the params with `jax.lax.pcast(params, axis_name, to="varying")`.
+        `train.make_train_step` does.
     """
     pushed = _request(store, key, value)
-    if _across_processes(store, pushed, axis_name):
+    if _is_across_processes(store, pushed, axis_name):
         _eager_processes.agree(store, pushed)
     elif axis_name is None and jax.process_count() > 1:
         _check_within_process(store, pushed)
-    if not pushed:
-        return store
     rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], RowSparse)}
     dense = {k: vs for k, vs in pushed.items() if k not in rows}
     parts: list[Changes] = []
     if rows:
-        from . import _rows
-
-        if _across_processes(store, rows, axis_name):
-            rows = _eager_processes.rows(store, rows)
-        parts.append(_rows.push(store, rows, axis_name))
+        parts.append(_push_rows(store, rows, axis_name))
     if dense and store.staleness:
-        parts.append(_staleness.push(store, dense, axis_name, functools.partial(_dense, axis_name=axis_name)))
+        parts.append(_staleness.push(store, dense, axis_name, functools.partial(_push_dense, axis_name=axis_name)))
     elif dense:
-        parts.append(_dense(store, dense, axis_name))
-    for changes in parts:
-        store = with_changes(store, changes)
-    return store
+        parts.append(_push_dense(store, dense, axis_name))
+    return functools.reduce(with_changes, parts, store)
 
 
 def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
-    """The store after everything that waits in it was applied, the oldest push first: for the end of training.
+    """Apply all pending pushes, the oldest first: for the end of training.
 
     Args:
-        store: any store; without a staleness there is nothing to do.
+        store: any store. Without a staleness nothing changes.
         axis_name: inside `pmap` or `shard_map`, the axis over which the store is spread.
+
+    Returns:
+        The next store, in which nothing is pending.
 
     Example:
         >>> import jax.numpy as jnp
@@ -108,23 +101,29 @@ def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     """
     if not store.pending:
         return store
-    return _staleness.flush(store, axis_name, functools.partial(_dense, axis_name=axis_name))
+    return _staleness.flush(store, axis_name, functools.partial(_push_dense, axis_name=axis_name))
 
 
-def _dense(store: KVStore, pushed: dict[int, list[jax.Array]], axis_name: str | None) -> Changes:
-    if _across_processes(store, pushed, axis_name):
+def _push_rows(store: KVStore, rows: dict[int, list[RowSparse]], axis_name: str | None) -> Changes:
+    if _is_across_processes(store, rows, axis_name):
+        rows = _eager_processes.rows(store, rows)
+    return _rows.push(store, rows, axis_name)
+
+
+def _push_dense(store: KVStore, pushed: Lists, axis_name: str | None) -> Changes:
+    if _is_across_processes(store, pushed, axis_name):
         return _eager_processes.push(store, pushed)
-    if axis_name is None and not _traced(store, pushed):
+    if axis_name is None and not _is_traced(store, pushed):
         return _eager.push(store, pushed)
     if axis_name is None:
-        _warn_unsummed(store)
+        _warn_without_axis(store)
     return _aggregate.push(store, pushed, axis_name)
 
 
-def _warn_unsummed(store: KVStore) -> None:
-    """A push inside `pmap` or `shard_map` without `axis_name` is allowed, and hardly ever meant."""
+def _warn_without_axis(store: KVStore) -> None:
+    """A push inside `pmap` or `shard_map` without `axis_name` is allowed, but rarely meant."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
-    if axes and store.kind != "local":
+    if axes and not kind_of(store).on_one_device:
         warnings.warn(
             f"kv.push: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
             f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a store of its own on each",
@@ -132,23 +131,23 @@ def _warn_unsummed(store: KVStore) -> None:
         )
 
 
-def _across_processes(store: KVStore, pushed: Any, axis_name: str | None) -> bool:
+def _is_across_processes(store: KVStore, pushed: Any, axis_name: str | None) -> bool:
     """Whether this is a push at the prompt that other processes make too."""
-    several = store.kind.startswith("dist_") and jax.process_count() > 1
-    return several and axis_name is None and not _traced(store, pushed)
+    several = kind_of(store).over_processes and jax.process_count() > 1
+    return several and axis_name is None and not _is_traced(store, pushed)
 
 
 def _check_within_process(store: KVStore, pushed: Any) -> None:
     for k in pushed:
         if spans_processes(store.values[k]):
             raise ValueError(
-                f"kv.push: key {k}: the store, of kind {store.kind!r}, lies on devices of several processes, and a "
+                f"kv.push: key {k}: the store, of kind {store.kind!r}, is on devices of several processes, and a "
                 "push at the prompt is of one of them; push inside pmap or shard_map with axis_name, as a training "
                 "step does, or use kind 'dist_sync' or 'dist_device_sync'"
             )
 
 
-def _traced(store: KVStore, pushed: Any) -> bool:
+def _is_traced(store: KVStore, pushed: Any) -> bool:
     part = [(store.values[k], store.updater_state[k], store.residuals.get(k)) for k in pushed]
     return is_traced((part, pushed))
 
@@ -185,14 +184,17 @@ def pushpull(
     devices: Sequence[Device] | None = None,
     axis_name: str | None = None,
 ) -> tuple[KVStore, Any]:
-    """`push`, then `pull` of the same keys; a store without updater gives the sums back.
+    """Call `push`, then `pull` of the same keys.
 
     Args:
         store, key, value, axis_name: as in `push`.
         devices: as in `pull`.
 
     Returns:
-        (the new store, what was pulled).
+        (the next store, what was pulled). A store without updater gives the sums.
+
+    Raises:
+        KeyError, TypeError, ValueError, NameError: as of `push` and `pull`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -207,25 +209,22 @@ def pushpull(
 
 
 def _request(store: KVStore, key: Key, value: Any) -> dict[int, list[Any]]:
-    """The values of each key, checked, in ascending order of the keys; keys with no value are left out."""
+    """The values of each key, checked, in ascending order of the keys. Keys with no value are left out."""
     keys, many = checks.as_keys(key)
     checks.known(keys, store.values, "kv.push")
-    shapes = shapes_of(store) if len(keys) > 1 else {keys[0]: _shape(store, keys[0])} if keys else {}
+    given = checks.as_values(keys, value, many, "kv.push")
+    shapes = shapes_of(store) if len(keys) > 1 else {k: shape_of(store, k) for k in keys}
     pushed: dict[int, list[Any]] = {}
-    for k, given in zip(keys, checks.as_values(keys, value, many, "kv.push"), strict=True):
-        values = given if isinstance(given, (list, tuple)) else [given]
-        pushed.setdefault(k, []).extend(_checked(v, k, shapes[k], store.values[k].dtype) for v in values)
+    for k, values in zip(keys, given, strict=True):
+        values = values if isinstance(values, (list, tuple)) else [values]
+        pushed.setdefault(k, []).extend(_check(v, k, shapes[k], store.values[k].dtype) for v in values)
     for k, values in pushed.items():
         if len({isinstance(v, RowSparse) for v in values}) > 1:
             raise TypeError(f"kv.push: key {k}: RowSparse and dense values cannot be pushed together")
     return {k: pushed[k] for k in sorted(pushed) if pushed[k]}
 
 
-def _shape(store: KVStore, key: int) -> tuple[int, ...]:
-    return shapes_of(store)[key] if store.kind == "sharded" else store.values[key].shape
-
-
-def _checked(value: Any, key: int, shape: tuple[int, ...], dtype: Any) -> Any:
+def _check(value: Any, key: int, shape: tuple[int, ...], dtype: Any) -> Any:
     if not isinstance(value, (jax.Array, RowSparse)):
         value = checks.array(value, f"kv.push: value for key {key}")
     if value.shape != shape:

@@ -1,4 +1,4 @@
-"""A push of rows: summed over devices without making them dense, then an update of these rows alone."""
+"""A push of rows: a sum over devices that stays sparse, then an update of these rows only."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from .._core.recent import Recent
 from ..sparse import RowSparse
 from ..updaters import Updater, assign
 from . import _aggregate, _update
-from ._store import Changes, KVStore
+from ._store import Changes, KVStore, kind_of
 
 
 def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | None) -> Changes:
-    """The new values and updater states of the keys that are pushed; there are no residuals.
+    """What a push of rows changes. It makes no residuals.
 
-    With the default updater the rows replace the whole value, as in MXNet: what is not mentioned becomes 0. Any
-    other updater sees the rows that are mentioned, of the stored value and of its own state.
+    With the default updater the rows replace the whole value, as in MXNet: the other rows become 0. Any other updater
+    sees the rows that are pushed, of the stored value and of its own state.
+
+    Raises:
+        ValueError: values are split, or pushes are delayed.
     """
-    if store.kind == "sharded":
+    if kind_of(store).layout.is_split:
         raise ValueError(
-            f"kv.push: keys {sorted(pushed)}: a store of kind 'sharded' cuts values across their rows and takes "
+            f"kv.push: keys {sorted(pushed)}: a store of kind {store.kind!r} cuts values across their rows and takes "
             "no RowSparse; use kind 'device' or 'local' for this table"
         )
     if store.staleness:
         raise ValueError(
-            f"kv.push: keys {sorted(pushed)}: a RowSparse names other rows with each push, so it cannot wait in a "
-            f"store of staleness {store.staleness}; push dense values, or use kind 'dist_sync' for this table"
+            f"kv.push: keys {sorted(pushed)}: a RowSparse names other rows with each push, so a store "
+            f"of staleness {store.staleness} cannot delay it; push dense values, or use kind 'dist_sync' for this table"
         )
     values: dict[int, jax.Array] = {}
     states: dict[int, Any] = {}
@@ -42,12 +45,12 @@ def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | No
         if concrete:
             rows = [jax.device_put(r, stored.sharding) for r in rows]
         compiled = concrete and isinstance(store.updater, Updater)
-        run = _compiled(store.updater) if compiled else functools.partial(_updated, store.updater)
+        run = _compiled(store.updater) if compiled else functools.partial(_add_and_update, store.updater)
         values[key], states[key] = run(key, axis_name, rows, state, stored)
     return Changes(values, states)
 
 
-def _updated(
+def _add_and_update(
     updater: Any, key: int, axis_name: str | None, rows: list[RowSparse], state: Any, stored: jax.Array
 ) -> tuple[jax.Array, Any]:
     rows = [RowSparse(r.indices, r.values.astype(stored.dtype), r.shape) for r in rows]
@@ -58,9 +61,9 @@ def _updated(
         return sparse.to_dense(total), state
 
     def update(pushed: jax.Array, state: Any, stored: jax.Array) -> tuple[jax.Array, Any]:
-        return _update.updated(updater, key, pushed, state, stored)
+        return _update.update_one(updater, key, pushed, state, stored)
 
     return sparse.lazy_update(update, total, state, stored, coalesced=True)
 
 
-_compiled = Recent(lambda updater: jax.jit(functools.partial(_updated, updater), static_argnums=(0, 1)))
+_compiled = Recent(lambda updater: jax.jit(functools.partial(_add_and_update, updater), static_argnums=(0, 1)))

@@ -1,9 +1,9 @@
-"""Bounded staleness: what is pushed waits, unreduced, on the device that pushed it, and is applied tau pushes later.
+"""Bounded staleness: a pushed value stays on the device that pushed it, unreduced, and is applied tau pushes later.
 
-So the sum over the devices of what was pushed tau steps ago needs nothing of this step's forward and backward
-pass, and a compiled step may send the one while it computes the other. A push of a key is: the oldest waiting
-value leaves, the new one joins at the end, and what left is pushed as in any other store. The first tau pushes of
-a key apply nothing: value, updater state and residuals stay as they are, bit for bit.
+So the sum over the devices of what was pushed tau steps ago depends on nothing of this step's forward and backward
+pass. A compiled step may send the one while it computes the other. A push of a key takes the oldest value out of a
+queue, appends the new one, and pushes the oldest as in any other store. The first tau pushes of a key apply nothing:
+value, updater state and residuals stay as they are, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,26 +15,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from .._core.arrays import is_traced
-from .._devices.collectives import sum_apart as sum_apart
-from .._devices.mesh import STORE_AXIS, mesh_of
+from .._devices.mesh import split_over
 from .._devices.placement import to_host
 from . import _aggregate
-from ._store import Arrays, Changes, KVStore, shapes_of, with_changes
+from ._store import Arrays, Changes, KVStore, Lists, shapes_of, with_changes
 
-Lists = dict[int, list[jax.Array]]
 Send = Callable[[KVStore, Lists], Changes]
 
 
 class PendingPushes(NamedTuple):
-    """What waits of one key.
+    """The pushes of one key that are not applied yet.
 
     Attributes:
-        values: tau arrays (devices, *shape) of the stored dtype, the oldest first; at the prompt the first axis are
-            the positions in the pushed list. Zeros stand where nothing was pushed yet.
-        count: int32 scalar, how many of them (the last ones) were pushed; tau from then on.
+        values: tau arrays (devices, *shape) of the stored dtype, the oldest first. At the prompt the first axis has
+            the positions in the pushed list. Places to which nothing was pushed yet hold zeros.
+        count: int32 scalar, how many of them (the last ones) were pushed. At most tau.
     """
 
     values: tuple[jax.Array, ...]
@@ -42,16 +40,16 @@ class PendingPushes(NamedTuple):
 
 
 def start(store: KVStore, key: int, count: int) -> PendingPushes:
-    """Nothing waits yet, from any of `count` devices."""
+    """An empty queue for each of `count` devices."""
     shape, dtype = (count, *shapes_of(store)[key]), store.values[key].dtype
     return PendingPushes(tuple(jnp.zeros(shape, dtype) for _ in range(store.staleness)), jnp.zeros((), jnp.int32))
 
 
 def push(store: KVStore, pushed: Lists, axis_name: str | None, send: Send) -> Changes:
-    """What `send`, the push without a delay, changes with the values that are due, and what waits then."""
+    """What a push changes: `send`, the push without a delay, gets the values that are due."""
     held = {k: store.pending[k] for k in pushed if k in store.pending}
     if axis_name is None and not is_traced((pushed, held, store.values)):
-        return _at_prompt(store, pushed, send)
+        return _push_at_prompt(store, pushed, send)
     if axis_name is None:
         new = {k: jnp.stack([v.astype(store.values[k].dtype) for v in values]) for k, values in pushed.items()}
         due, pending, ready = rotate_queue(store, new)
@@ -70,17 +68,20 @@ def without_delay(store: KVStore) -> KVStore:
 
 
 def rotate_queue(store: KVStore, new: Arrays, *, one: bool = False) -> tuple[Arrays, dict[int, PendingPushes], Arrays]:
-    """The values that are due for new ones.
+    """Take the oldest values out of the queues and append new ones.
 
     Args:
         store: any store with a staleness.
-        new: with `one` this device's value of each key; else values (n, *shape).
-        one: whether this runs inside a mapped axis. There the axis of the devices of what waits has the length 1
+        new: with `one` this device's value of each key, else values (n, *shape).
+        one: whether this runs inside a mapped axis. There the first axis of the queues, the devices, has length 1
             (`shard_map`) or is gone (`pmap`).
 
     Returns:
-        (the oldest values of each key, in the same layout; what waits now; whether the oldest values were ever
-        pushed, a bool scalar for each key).
+        (the oldest values of each key, in the same layout; the new queues; for each key a bool scalar, whether the
+        oldest value was ever pushed).
+
+    Raises:
+        ValueError: a queue is of another number of devices.
     """
     due, pending, ready = {}, {}, {}
     for k, value in new.items():
@@ -90,8 +91,8 @@ def rotate_queue(store: KVStore, new: Arrays, *, one: bool = False) -> tuple[Arr
         oldest = held.values[0]
         if one and oldest.size != value.size:
             raise ValueError(
-                f"kv.push: key {k}: values {oldest.shape} wait for a push of {value.shape} on each device; spread the "
-                "store by kv.place and kv.partition_specs, or apply what waits by kv.flush first"
+                f"kv.push: key {k}: values {oldest.shape} are pending, and each device pushes {value.shape}; spread "
+                "the store by kv.place and kv.partition_specs, or apply the pending ones by kv.flush first"
             )
         due[k] = oldest.reshape(value.shape) if one else oldest
         joined = value.reshape(oldest.shape) if one else value
@@ -101,7 +102,7 @@ def rotate_queue(store: KVStore, new: Arrays, *, one: bool = False) -> tuple[Arr
 
 
 def where_ready(store: KVStore, changes: Changes, ready: Arrays, lists: Lists, axis_name: str | None) -> Changes:
-    """The changes of the keys that were ready; the others as they are in the store."""
+    """The changes of the keys that are ready. The others are as in the store."""
     values, states, residuals, _ = changes
 
     def residual(k: int) -> Any:
@@ -122,23 +123,23 @@ def select(condition: jax.Array, new: Any, old: Any) -> Any:
 
 
 def flush(store: KVStore, axis_name: str | None, send: Send) -> KVStore:
-    """The store after all that waits was pushed, the oldest first."""
+    """The store after all pending pushes, the oldest first."""
     at_prompt = axis_name is None and not is_traced((store.pending, store.values))
     store = dataclasses.replace(store, pending=dict(sorted(store.pending.items())))  # as a push has its keys
     for i in range(store.staleness):
         if at_prompt:
-            lists = {k: _rows(w.values[i]) for k, w in store.pending.items() if i >= store.staleness - _count(w)}
+            lists = {k: _unstack(w.values[i]) for k, w in store.pending.items() if i >= store.staleness - _count(w)}
             changes = send(without_delay(store), lists) if lists else Changes()
         else:
-            lists, ready = waiting(store, i, axis_name)
+            lists, ready = pending_at(store, i, axis_name)
             changes = where_ready(store, send(without_delay(store), lists), ready, lists, axis_name)
         store = with_changes(store, changes)
-    empty = _emptied if at_prompt else jax.tree.map
-    return dataclasses.replace(store, pending=empty(jnp.zeros_like, store.pending))
+    empty = jax.tree.map(_zeros_like if at_prompt else jnp.zeros_like, store.pending)
+    return dataclasses.replace(store, pending=empty)
 
 
-def waiting(store: KVStore, i: int, axis_name: str | None) -> tuple[Lists, Arrays]:
-    """Place i of what waits, and whether it was pushed."""
+def pending_at(store: KVStore, i: int, axis_name: str | None) -> tuple[Lists, Arrays]:
+    """Place i of the queues, and whether it was pushed."""
     shapes = shapes_of(store)
     lists = {
         k: list(w.values[i]) if axis_name is None else [w.values[i].reshape(shapes[k])]
@@ -147,11 +148,11 @@ def waiting(store: KVStore, i: int, axis_name: str | None) -> tuple[Lists, Array
     return lists, {k: i >= store.staleness - w.count for k, w in store.pending.items()}
 
 
-def regrouped(held: PendingPushes, count: int) -> PendingPushes:
-    """The same for another number of devices: what is due sums to the same, so nothing is lost.
+def regroup(held: PendingPushes, count: int) -> PendingPushes:
+    """The queue for another number of devices, with the same sums.
 
-    Device i takes the values of the devices i, i + count, i + 2 count, ...; where there are more devices than
-    before, the others wait with zeros.
+    Device i takes the values of the devices i, i + count, i + 2 count, ... If there are more devices than before, the
+    others have zeros.
     """
 
     def spread(rows: jax.Array) -> jax.Array:
@@ -166,27 +167,27 @@ def regrouped(held: PendingPushes, count: int) -> PendingPushes:
 # At the prompt, where the number of pushes is known and nothing has to be masked.
 
 
-def _at_prompt(store: KVStore, pushed: Lists, send: Send) -> Changes:
+def _push_at_prompt(store: KVStore, pushed: Lists, send: Send) -> Changes:
     due: Lists = {}
     pending: dict[int, PendingPushes] = {}
     for k, values in pushed.items():
-        new = _stacked([_cast(v, store.values[k].dtype) for v in values])
+        new = _stack([_cast(v, store.values[k].dtype) for v in values])
         held = store.pending.get(k)
         if held is None:
-            held = PendingPushes(tuple(_empty(new) for _ in range(store.staleness)), jnp.zeros((), jnp.int32))
-        count = _count(held)
-        if count == store.staleness:
-            due[k] = _rows(held.values[0])
-            counted = held.count
+            held = PendingPushes(tuple(_zeros_like(new) for _ in range(store.staleness)), jnp.zeros((), jnp.int32))
+        number = _count(held)
+        if number == store.staleness:
+            due[k] = _unstack(held.values[0])
+            count = held.count
         else:
-            counted = jax.device_put(np.int32(count + 1), held.count.sharding)
-        pending[k] = PendingPushes((*held.values[1:], new), counted)
+            count = jax.device_put(np.int32(number + 1), held.count.sharding)
+        pending[k] = PendingPushes((*held.values[1:], new), count)
     changes = send(without_delay(store), due) if due else Changes()
     return changes._replace(pending=pending)
 
 
 def _count(held: PendingPushes) -> int:
-    """How many values were pushed; ready at once, since no program of a push computes it."""
+    """How many values were pushed. It is ready at once, since no program of a push computes it."""
     return int(to_host(held.count))
 
 
@@ -194,34 +195,30 @@ def _cast(value: jax.Array, dtype: Any) -> jax.Array:
     return value if value.dtype == dtype else value.astype(dtype)
 
 
-def _stacked(values: Sequence[jax.Array]) -> jax.Array:
-    """(n, *shape): each row stays on its device where these are different ones, else all go to the first."""
+def _stack(values: Sequence[jax.Array]) -> jax.Array:
+    """(n, *shape): each row stays on its device if these are different ones, else all go to the first."""
     shardings = [v.sharding for v in values]
     single = all(isinstance(s, SingleDeviceSharding) for s in shardings)
     if len(values) > 1 and single and len(set(shardings)) == len(values):
-        along = NamedSharding(mesh_of([next(iter(s.device_set)) for s in shardings]), P(STORE_AXIS))
-        rows = [_as_row(v) for v in values]
+        along = split_over([next(iter(s.device_set)) for s in shardings])
+        rows = [_add_axis(v) for v in values]
         return jax.make_array_from_single_device_arrays((len(rows), *values[0].shape), along, rows)
-    return _stack([v if v.sharding == shardings[0] else jax.device_put(v, shardings[0]) for v in values])
+    return _stack_program([v if v.sharding == shardings[0] else jax.device_put(v, shardings[0]) for v in values])
 
 
-def _rows(stacked: jax.Array) -> list[jax.Array]:
-    """The inverse: a list of this process's rows, each where it lies."""
+def _unstack(stacked: jax.Array) -> list[jax.Array]:
+    """The inverse: a list of this process's rows, each on its device."""
     shards = stacked.addressable_shards
     if len(shards) > 1 and all(s.data.shape[0] == 1 for s in shards) and stacked.shape[0] > 1:
-        return [_only_row(s.data) for s in sorted(shards, key=lambda s: s.index[0].start)]
-    return _unstack(stacked)
+        return [_drop_axis(s.data) for s in sorted(shards, key=lambda s: s.index[0].start)]
+    return _unstack_program(stacked)
 
 
-def _emptied(_: Any, pending: dict[int, PendingPushes]) -> dict[int, PendingPushes]:
-    return jax.tree.map(_empty, pending)
+def _zeros_like(array: jax.Array) -> jax.Array:
+    return jnp.zeros(array.shape, array.dtype, device=array.sharding)
 
 
-def _empty(like: jax.Array) -> jax.Array:
-    return jnp.zeros(like.shape, like.dtype, device=like.sharding)
-
-
-_as_row = jax.jit(lambda value: value[None])
-_only_row = jax.jit(lambda row: row[0])
-_stack = jax.jit(jnp.stack)
-_unstack = jax.jit(lambda stacked: list(stacked))
+_add_axis = jax.jit(lambda value: value[None])
+_drop_axis = jax.jit(lambda row: row[0])
+_stack_program = jax.jit(jnp.stack)
+_unstack_program = jax.jit(lambda stacked: list(stacked))

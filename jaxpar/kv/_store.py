@@ -1,4 +1,4 @@
-"""The store itself: a frozen pytree of values, updater states, residuals and what waits, keyed by ints."""
+"""The store: a frozen pytree of values, updater states, residuals and pending pushes, keyed by ints."""
 
 from __future__ import annotations
 
@@ -7,55 +7,48 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import updaters
-from .._core.arrays import Device
+from .._core.arrays import Device, without_keys
+from .._core.text import Table
 from .._devices.buckets import BucketLimits, Shape
-from .._devices.mesh import STORE_AXIS, mesh_of
 from .._devices.placement import to_host
 from ..compression import Compressor, LinearCompressor
 from ..updaters import Updater, assign
+from . import _display
+from ._kinds import KINDS, Kind
 
+Key = int | Sequence[int]
 Arrays = dict[int, jax.Array]
+Lists = dict[int, list[jax.Array]]
 
-
-_VERBS = (
-    "init",
-    "push",
-    "pull",
-    "pushpull",
-    "broadcast",
-    "row_sparse_pull",
-    "set_updater",
-    "set_optimizer",
-    "set_gradient_compression",
+_VERBS = frozenset(
+    "init push pull pushpull broadcast row_sparse_pull set_updater set_optimizer set_gradient_compression".split()
 )
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class KVStore:
-    """An immutable key-value store; a pytree. Made by `kv.create`; every function of `jp.kv` returns a new one.
+    """An immutable key-value store, as a pytree. Every function of `jp.kv` returns a new one.
 
     Attributes:
-        values: the stored value of each key. In a store of kind `sharded` a value is kept flat, padded and cut
-            into one row for each device: (devices, chunk).
+        values: the stored value of each key. In a store of kind `sharded` a value is flat, padded and cut into one
+            row for each device: (devices, chunk).
         updater_state: what the updater remembers for each key.
-        residuals: for each key that is compressed, the state of the compressor, with the devices (or the
-            positions in the pushed list) as a first axis.
-        pending: for each key that was pushed to a store with a staleness, what waits: `values`, the staleness many
-            arrays (devices, *shape), the oldest first, and `count`, int32, how many of them were pushed.
-        kind: as given to `create`; static.
-        updater: what a push does; static.
-        compressor: of gradients, or None; static.
-        devices: those of the store, or None where they follow the pushes; static.
-        limits: which values share a bucket; static.
-        staleness: how many pushes of a key later a push is applied; 0 but for kind `dist_async`; static.
-        shapes: kind `sharded` only: (key, shape) of the values as the user sees them; static.
-        paths: (key, path in the pytree given to `kv.from_params`); static.
-        treedef: the structure of that pytree, or None; static.
+        residuals: the state of the compressor for each key that is compressed. The first axis has the devices, or
+            the positions in the pushed list.
+        pending: in a store with a staleness, the pushes of each key that are not applied yet. `values` are as many
+            arrays (devices, *shape) as the staleness, the oldest first. `count`, int32, is how many were pushed.
+        kind: as given to `create`. Static, as are all fields below.
+        updater: what a push does.
+        compressor: of gradients, or None.
+        devices: those of the store. None: they follow the pushes.
+        limits: which values share a bucket.
+        staleness: how many pushes of a key later a push is applied. More than 0 for kind `dist_async` only.
+        shapes: (key, shape) of the values as the user sees them, for kind `sharded` only.
+        paths: (key, path in the pytree given to `kv.from_params`).
+        treedef: the structure of that pytree, or None.
     """
 
     values: dict[int, jax.Array]
@@ -73,38 +66,34 @@ class KVStore:
     staleness: int = 0
 
     def __eq__(self, other: object) -> bool:
-        """Whether both hold the same keys, values and states, to the last bit, and work in the same way."""
+        """Whether both have the same options, keys, values and states, to the last bit."""
         if not isinstance(other, KVStore):
             return NotImplemented
         mine, my_tree = jax.tree.flatten(self)
         theirs, their_tree = jax.tree.flatten(other)
-        return my_tree == their_tree and all(map(_same, mine, theirs))
+        return my_tree == their_tree and all(map(_is_same, mine, theirs))
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Only for names that there are not: MXNet's methods are functions here."""
+            """Called for unknown names only: the methods of MXNet's store are functions here."""
             hint = f"; a store is a value: store = kv.{name}(store, ...) makes the next one" if name in _VERBS else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __repr__(self) -> str:
-        from ._display import as_text
-
-        return as_text(self)
+        return str(self._table())
 
     def _repr_html_(self) -> str:
-        from ._display import as_html
+        return self._table()._repr_html_()
 
-        return as_html(self)
+    def _table(self) -> Table:
+        arrays = all(hasattr(v, "shape") for v in self.values.values())
+        return _display.table(self, names(self), shapes_of(self) if arrays else {})
 
 
 _DATA = ("values", "updater_state", "residuals", "pending")
-
-
-jax.tree_util.register_dataclass(
-    KVStore, _DATA, tuple(f.name for f in dataclasses.fields(KVStore) if f.name not in _DATA)
-)
-
+_STATIC = tuple(f.name for f in dataclasses.fields(KVStore) if f.name not in _DATA)
+jax.tree_util.register_dataclass(KVStore, _DATA, _STATIC)
 
 _NONE: dict[int, Any] = {}  # a pytree, as the fields of a store are
 
@@ -127,29 +116,14 @@ def with_changes(store: KVStore, changes: Changes) -> KVStore:
     return dataclasses.replace(store, **{name: getattr(store, name) | new for name, new in changes._asdict().items()})
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Whether two leaves are equal; a tree of the store's structure may hold others than arrays."""
-    if not all(isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in (a, b)):
-        return type(a) is type(b) and bool(a == b)
-    return a.shape == b.shape and a.dtype == b.dtype and _numbers(a).tobytes() == _numbers(b).tobytes()
-
-
-def _numbers(leaf: jax.Array) -> np.ndarray:
-    return np.asarray(to_host(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf))
-
-
-def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
-    """`ValueError` where the kind is `sharded` and the updater is not elementwise for one of these whole values.
-
-    A plain function is looked at when it is traced: to trace it here would run its Python once more.
-    """
-    if store.kind == "sharded" and isinstance(store.updater, Updater):
-        specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in values.items()}
-        updaters.check_elementwise(store.updater, specs, shards(store), dict(store.paths), where)
-
-
 def names(store: KVStore) -> dict[int, str]:
-    """`{key: path}`: where a key stood in the pytree given to `kv.from_params`; else the key as text.
+    """The name of each key: its path in the pytree given to `kv.from_params`, or else the key as text.
+
+    Args:
+        store: any store.
+
+    Returns:
+        {key: name}, in the order of the keys.
 
     Example:
         >>> import jax.numpy as jnp
@@ -161,14 +135,14 @@ def names(store: KVStore) -> dict[int, str]:
     return {k: paths.get(k, str(k)) for k in sorted(store.values)}
 
 
+def kind_of(store: KVStore) -> Kind:
+    """The kind of a store as an object."""
+    return KINDS[store.kind]
+
+
 def home(store: KVStore) -> jax.sharding.Sharding | None:
-    """The sharding of a newly initialised value; None where it stays where it is."""
-    if store.devices is None:
-        return None
-    if store.kind == "local":
-        return jax.sharding.SingleDeviceSharding(store.devices[0])
-    spec = PartitionSpec(STORE_AXIS) if store.kind == "sharded" else PartitionSpec()
-    return NamedSharding(mesh_of(store.devices), spec)
+    """The sharding of a new value. None: it stays where it is."""
+    return None if store.devices is None else kind_of(store).home(store.devices)
 
 
 def shards(store: KVStore) -> int:
@@ -179,16 +153,36 @@ def shards(store: KVStore) -> int:
 
 def shape_of(store: KVStore, key: int) -> Shape:
     """The shape of a value as the user sees it."""
-    return dict(store.shapes)[key] if store.kind == "sharded" else store.values[key].shape
+    return dict(store.shapes)[key] if kind_of(store).layout.is_split else store.values[key].shape
 
 
 def shapes_of(store: KVStore) -> dict[int, Shape]:
-    return dict(store.shapes) if store.kind == "sharded" else {k: v.shape for k, v in store.values.items()}
+    """The shape of each value as the user sees it."""
+    return dict(store.shapes) if kind_of(store).layout.is_split else {k: v.shape for k, v in store.values.items()}
 
 
-def wholes_of(store: KVStore) -> dict[int, jax.ShapeDtypeStruct]:
+def specs_of(store: KVStore) -> dict[int, jax.ShapeDtypeStruct]:
     """Shape and dtype of each value as the user sees it."""
     return {k: jax.ShapeDtypeStruct(shape, store.values[k].dtype) for k, shape in shapes_of(store).items()}
 
 
-Key = int | Sequence[int]
+def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
+    """`ValueError` if values are split and the updater is not elementwise for one of these whole values.
+
+    A plain function is checked when it is traced: to trace it here would run its Python once more.
+    """
+    if kind_of(store).layout.is_split and isinstance(store.updater, Updater):
+        specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in values.items()}
+        updaters.check_elementwise(store.updater, specs, shards(store), dict(store.paths), where)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two leaves are equal. A tree of the store's structure may hold other things than arrays."""
+    if not all(isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in (a, b)):
+        return type(a) is type(b) and bool(a == b)
+    return a.shape == b.shape and a.dtype == b.dtype and _on_host(a).tobytes() == _on_host(b).tobytes()
+
+
+def _on_host(leaf: jax.Array) -> np.ndarray:
+    plain, _ = without_keys(leaf)
+    return np.asarray(to_host(plain))

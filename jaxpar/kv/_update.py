@@ -14,58 +14,70 @@ from .._devices import collectives
 from .._devices.buckets import Shape
 from ..updaters import Updater, stateless
 from ._create import lay_out
-from ._store import Arrays, KVStore, check_shares, shapes_of, shards
+from ._store import Arrays, KVStore, check_shares, kind_of, shapes_of, shards
+
+Pair = tuple[jax.Array, Any]  # a new value and a new state
 
 
 def update(store: KVStore, summed: Arrays) -> tuple[Arrays, dict[int, Any]]:
     """The new values and updater states of the keys in `summed`, in ascending order of the keys."""
-    values: Arrays = {}
-    states: dict[int, Any] = {}
-    shapes = shapes_of(store) if store.kind == "sharded" else None
-    for key in sorted(summed):
-        stored = store.values[key]
-        pushed = summed[key].astype(stored.dtype).reshape(stored.shape)
-        state = store.updater_state[key]
-        if shapes is None:
-            values[key], states[key] = updated(store.updater, key, pushed, state, stored)
-        else:
-            values[key], states[key] = _updated_rows(store, key, shapes[key], pushed, state, stored)
-    return values, states
+    keys = sorted(summed)
+    pushed = {k: summed[k].astype(store.values[k].dtype).reshape(store.values[k].shape) for k in keys}
+    if kind_of(store).layout.is_split:
+        shapes = shapes_of(store)
+        pairs = {k: _update_rows(store, k, shapes[k], pushed[k]) for k in keys}
+    elif isinstance(store.updater, Updater):
+        pairs = {k: store.updater.update(k, pushed[k], store.updater_state[k], store.values[k]) for k in keys}
+        pairs = check_results(pairs, store.values)
+    else:
+        pairs = {k: update_one(store.updater, k, pushed[k], store.updater_state[k], store.values[k]) for k in keys}
+    return {k: new for k, (new, _) in pairs.items()}, {k: state for k, (_, state) in pairs.items()}
 
 
-def _updated_rows(
-    store: KVStore, key: int, shape: Shape, pushed: jax.Array, state: Any, stored: jax.Array
-) -> tuple[jax.Array, Any]:
-    """As `updated`, of a value of this shape that is held in rows: the updater gets each row as a flat share.
+def update_one(updater: Any, key: int, pushed: jax.Array, state: Any, stored: jax.Array) -> Pair:
+    """One call of the updater, and the check of its result."""
+    if isinstance(updater, Updater):
+        pair = updater.update(key, pushed, state, stored)
+    else:
+        pair = updater(key, pushed, stored), state
+    return check_results({key: pair}, {key: stored})[key]
 
-    A plain function gets the whole value where all rows are here. Elsewhere it must be elementwise.
+
+def check_results(pairs: dict[int, Pair], stored: Arrays) -> dict[int, Pair]:
+    """What the updater returned, in the dtypes of the stored values.
+
+    Raises:
+        TypeError: a result is no array, or its dtype cannot be cast safely.
+        ValueError: a result has another shape than the stored value.
     """
-    updater, rows = store.updater, shards(store)
+    results: dict[int, Pair] = {}
+    for key, (new, state) in pairs.items():
+        where = f"kv.push: the updater's result for key {key}"
+        if new is None:
+            raise TypeError(f"{where} is None; an updater returns the new value, it cannot change `stored` in place")
+        value = checks.array(new, where)
+        checks.same_shape(value, stored[key].shape, where)
+        checks.castable(value.dtype, stored[key].dtype, where)
+        results[key] = value.astype(stored[key].dtype), state
+    return results
+
+
+def _update_rows(store: KVStore, key: int, shape: Shape, pushed: jax.Array) -> Pair:
+    """As `update_one`, of a value of this shape that is held in rows. An `Updater` gets each row as a flat share.
+
+    A plain function gets the whole value if all rows are here. Elsewhere it must be elementwise.
+    """
+    updater, state, stored = store.updater, store.updater_state[key], store.values[key]
     if not isinstance(updater, Updater):
+        rows, layout = shards(store), kind_of(store).layout
         if stored.size == rows * collectives.chunk_size(math.prod(shape), rows):
-            whole = [collectives.from_rows(array, shape) for array in (pushed, stored)]
-            new, state = updated(updater, key, whole[0], state, whole[1])
+            new, state = update_one(updater, key, layout.whole(pushed, shape), state, layout.whole(stored, shape))
             return lay_out(store, new).reshape(stored.shape), state
         updater = stateless(updater)
         spec = jax.ShapeDtypeStruct(shape, stored.dtype)
         check_shares(dataclasses.replace(store, updater=updater), {key: spec}, "kv.push")
     if stored.ndim == 1:
-        return updated(updater, key, pushed, state, stored)
+        return update_one(updater, key, pushed, state, stored)
     axes = jax.tree.map(lambda leaf: 0 if leaf.shape == stored.shape else None, state)
-    run = functools.partial(updated, updater, key)
+    run = functools.partial(update_one, updater, key)
     return jax.vmap(run, in_axes=(0, axes, 0), out_axes=(0, axes))(pushed, state, stored)
-
-
-def updated(updater: Any, key: int, pushed: jax.Array, state: Any, stored: jax.Array) -> tuple[jax.Array, Any]:
-    """One call of the updater, and a look at what it returned."""
-    if isinstance(updater, Updater):
-        new, state = updater.update(key, pushed, state, stored)
-    else:
-        new = updater(key, pushed, stored)
-    where = f"kv.push: the updater's result for key {key}"
-    if new is None:
-        raise TypeError(f"{where} is None; an updater returns the new value, it cannot change `stored` in place")
-    new = checks.array(new, where)
-    checks.same_shape(new, stored.shape, where)
-    checks.castable(new.dtype, stored.dtype, where)
-    return new.astype(stored.dtype), state

@@ -12,8 +12,8 @@ def rank() -> int:
     """The number of this process, from 0.
 
     Raises:
-        RuntimeError: this is one of several processes, by what `jp.distributed.initialize()` finds, and has not
-            joined the others. JAX would answer 0 in each. Call `initialize`, or make a store of a kind `dist_...`.
+        RuntimeError: this is one of several processes, as `jp.distributed.initialize()` finds them, and has not joined
+            the others. JAX would give 0 in each. Call `initialize`, or make a store of a kind `dist_*`.
 
     Example:
         >>> from jaxpar import kv
@@ -28,7 +28,7 @@ def num_workers() -> int:
     """The number of processes.
 
     Raises:
-        RuntimeError: as `rank`; JAX would answer 1.
+        RuntimeError: as of `rank`. JAX would give 1.
 
     Example:
         >>> from jaxpar import kv
@@ -40,11 +40,14 @@ def num_workers() -> int:
 
 
 def barrier(name: str = "barrier") -> None:
-    """Returns when every process has called it; at once where there is one process.
+    """Wait until every process has called this. With one process it returns at once.
+
+    Args:
+        name: of the barrier, the same in every process.
 
     Raises:
-        ValueError: in every process, where they came with different names.
-        RuntimeError: as `rank`; nobody would be waited for.
+        ValueError: in every process, if they give different names.
+        RuntimeError: as of `rank`. It would wait for no process.
 
     Example:
         >>> from jaxpar import kv

@@ -271,8 +271,8 @@ def test_a_checkpoint_holds_what_waits(tmp_path, count, capsys):
 def test_what_it_looks_like():
     store = kv.push(begun(2, shape=(5,)), 3, [jnp.ones(5)] * 4)
     assert "kind='dist_async'" in repr(store)
-    assert "staleness=2, 1 key, 20 bytes, updater state 4 bytes, waiting 160 bytes" in repr(store)
-    assert "waiting 160 bytes" in store._repr_html_()
+    assert "staleness=2, 1 key, 20 bytes, updater state 4 bytes, pending 160 bytes" in repr(store)
+    assert "pending 160 bytes" in store._repr_html_()
     assert store != kv.push(begun(2, shape=(5,)), 3, [jnp.zeros(5)] * 4)
 
 
@@ -287,10 +287,10 @@ def test_errors():
     assert kv.create("dist_async").staleness == 1
     assert kv.create("dist_sync", staleness=0).staleness == 0
     rows = sparse.RowSparse(jnp.array([1]), jnp.ones((1, 3)), SHAPE)
-    with pytest.raises(ValueError, match="cannot wait in a store of staleness 1; push dense values, or use kind"):
+    with pytest.raises(ValueError, match="a store of staleness 1 cannot delay it; push dense values, or use kind"):
         kv.push(begun(1), 3, rows)
     store = kv.place(begun(1), jax.devices()[:4])
-    with pytest.raises(ValueError, match=r"key 3: values .* wait for a push of \(2, 3\) on each device.*kv.flush"):
+    with pytest.raises(ValueError, match=r"key 3: values .* are pending, and each device pushes \(2, 3\).*kv.flush"):
         jax.vmap(lambda v: kv.push(store, 3, v, axis_name="d").values, axis_name="d")(jnp.ones((2, *SHAPE)))
 
 

@@ -41,7 +41,7 @@ def test_the_updater_is_named(updater, name):
     assert f"updater={name}" in repr(kv.set_updater(kv.create(), updater))
 
 
-def test_where_a_value_lives():
+def test_the_devices_of_a_value():
     devices = jax.devices()[:3]
     device = kv.push(kv.init(kv.create("device"), 0, jnp.ones(6)), 0, put([jnp.ones(6)] * 3, devices))
     assert "a copy on cpu:0, cpu:1, cpu:2" in repr(device)
@@ -89,7 +89,7 @@ def test_the_table_of_a_notebook():
     parser = Balanced()
     parser.feed(store._repr_html_())
     assert parser.open == []
-    titles = ["key", "name", "value", "bytes", "where it lives"]
+    titles = ["key", "name", "value", "bytes", "devices"]
     assert parser.cells == [*titles, "0", "<script>", "float32[2,3]", "24", "a copy on cpu:0, cpu:1"]
     assert "<script>" not in store._repr_html_()
 

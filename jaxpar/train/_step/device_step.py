@@ -73,7 +73,7 @@ class DeviceStep:
         """The state after all that waits in its store was applied, the oldest first."""
         for i in range(state.store.staleness):
             params = kv.to_params(state.store)
-            lists, ready = _staleness.waiting(state.store, i, self.axis_name)
+            lists, ready = _staleness.pending_at(state.store, i, self.axis_name)
             due = {k: value for k, (value,) in lists.items()}
             store, transform, _ = self._applied(state, params, due, ready)
             state = dataclasses.replace(state, store=store, transform=transform)

@@ -11,19 +11,18 @@ import jax
 
 from ..._core.arrays import is_traced, nbytes
 from ..._devices.donation import is_donated
-from ...kv import _display
 
 
 def as_text(state: Any) -> str:
     """A line about the state, the store, a line for each other part that is there."""
     rest = [f"{name}: {words}" for name, words in _parts(state)]
-    return "\n".join([f"TrainState({_summary(state)})", _display.as_text(state.store), *rest])
+    return "\n".join([f"TrainState({_summary(state)})", str(state.store), *rest])
 
 
 def as_html(state: Any) -> str:
     """The same as HTML."""
     rest = "".join(f"<p>{name}: {html.escape(words)}</p>" for name, words in _parts(state))
-    return f"<div><p>TrainState({html.escape(_summary(state))})</p>{_display.as_html(state.store)}{rest}</div>"
+    return f"<div><p>TrainState({html.escape(_summary(state))})</p>{state.store._repr_html_()}{rest}</div>"
 
 
 def _summary(state: Any) -> str:
