@@ -1,4 +1,4 @@
-"""`python -m jaxpar plot`: the network of a function named on the command line."""
+"""`python -m jaxpar plot`: draw a function named on the command line."""
 
 from __future__ import annotations
 

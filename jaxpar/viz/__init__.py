@@ -1,4 +1,4 @@
-"""Any JAX function as a picture, as a table, and as the plain data of both.
+"""Any JAX function as a picture, a table and plain data.
 
     plot_network(fn, *args)     a `graphviz.Digraph` that a notebook shows and `save` writes
     print_summary(fn, *args)    the table of layers
@@ -9,7 +9,7 @@ A function goes one way:
     _trace      its jaxpr, and the passes below in their order
     _read       nested jaxprs as one flat list of equations
     _fold       equations as layers: known calls, patterns, small helpers, gradients
-    _layout     layers as nodes and edges with names; repeats and deep scopes collapsed
+    _layout     layers as nodes and edges with names, repeats and deep scopes collapsed
     _graph      the `Graph`
     _draw       dot text, the picture, the table
 

@@ -59,7 +59,12 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An array that flows from the node named `source` to the node named `target`."""
+    """An array that flows between two nodes.
+
+    Attributes:
+        source, target: the names of the nodes.
+        shape, dtype: of the array.
+    """
 
     source: str
     target: str
@@ -77,7 +82,7 @@ class Graph:
         weights, weight_edges: the parameters as nodes, and the layers that read them.
         total_params: elements of the parameters used, each counted once.
         equations: the number of equations of the jaxpr, nested ones included.
-        scopes: how many copies a repeated scope stands for.
+        scopes: each repeated scope, and the number of its copies.
     """
 
     nodes: tuple[Node, ...]
@@ -146,5 +151,5 @@ def common_prefix(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def is_region(scope: str) -> bool:
-    """Whether a scope is a loop, a branch, a custom gradient or a map over devices."""
+    """Whether a scope is a loop, branch, custom gradient or device map."""
     return scope.startswith(_REGIONS)

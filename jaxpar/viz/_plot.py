@@ -51,8 +51,8 @@ def plot_network(
     Returns:
         A `graphviz.Digraph`. A notebook shows it, and `save("net.svg")` writes it (.png, .pdf, .dot too). Its `network`
         is the `Graph`, and its `source` is the same for the same function. Where the program `dot` is missing,
-        pygraphviz draws it. Where both are missing, a notebook shows how to install one, and the table of layers;
-        `save` writes that table and raises a `RenderError`.
+        pygraphviz draws it. Where both are missing, a notebook shows how to install one, and the table of layers.
+        `save` then writes that table and raises a `RenderError`.
 
     Raises:
         TypeError: an argument is no array.

@@ -1,4 +1,4 @@
-"""`print_summary`: the layers as a table, on the terminal and in a notebook."""
+"""`print_summary`: the table of layers, on the terminal or in a notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a `Graph` to the text of a picture, in Graphviz's dot language."""
+"""From a `Graph` to the text of a picture, in the dot language."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .labels import caption, cost, label, label_lines, scope_label, shape_text, 
 from .style import FONT, SIZE, SMALL, THEMES, Options, Theme, ink, text_width
 
 _POINTS = 72.0  # of an inch
-_MANY = 150  # nodes, above which dot is told to try less hard
+_MANY = 150  # nodes, above which dot works with limits
 
 
 def to_dot(graph: Graph, options: Options) -> list[str]:
@@ -27,7 +27,7 @@ def to_dot(graph: Graph, options: Options) -> list[str]:
 
 
 def _drawn(graph: Graph, edges: list[Edge]) -> list[Node]:
-    """All nodes except scalars without edges, such as the step that an optimizer counts."""
+    """All nodes except scalars without edges, such as an optimizer's count."""
     joined = {end for edge in edges for end in (edge.source, edge.target)}
     return [node for node in graph.nodes if node.name in joined or node.shape or not joined]
 

@@ -1,4 +1,4 @@
-"""The words of a picture: labels, tooltips and the caption with its legend."""
+"""The words of a picture: labels, tooltips, caption and legend."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 
 def scope_label(name: str) -> str:
-    """The label of a cluster: its scope without the number of a repetition."""
+    """The label of a cluster: its scope, without a number."""
     head, found, number = name.rpartition(" (")
     return head if found and number[:-1].isdigit() else name
 

@@ -17,7 +17,7 @@ from .table import to_html
 
 
 class Plot(graphviz.Digraph):
-    """A drawn network, shown at the end of a notebook cell and saved with `save`.
+    """A drawn network. A notebook shows it and `save` writes it.
 
     Attributes:
         network: the `Graph` that it was drawn from.

@@ -17,7 +17,7 @@ _PYGRAPHVIZ = (
 
 
 class RenderError(RuntimeError):
-    """No picture: there is no renderer, it failed, or it took too long. The message says what to do."""
+    """There is no picture. The message says why and what to do."""
 
 
 class NoRendererError(RenderError):

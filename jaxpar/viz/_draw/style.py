@@ -86,13 +86,13 @@ def fill(node: Node) -> str:
 
 
 def legend(nodes: list[Node]) -> list[tuple[str, str]]:
-    """The colour and the name of each kind that is drawn, in the order of the palette."""
+    """The colour and the name of each kind that is drawn."""
     drawn = {_kind(node) for node in nodes}
     return [value for name, value in _KINDS.items() if name in drawn]
 
 
 def heat(share: float) -> str:
-    """A colour from white to red, for a share of the largest cost."""
+    """A colour from white to red, for a share from 0 to 1."""
     low, high = (255, 247, 236), (215, 48, 31)
     mixed = (round(a + (b - a) * share**0.5) for a, b in zip(low, high, strict=True))
     return "#" + "".join(f"{part:02x}" for part in mixed)
@@ -109,6 +109,6 @@ _NARROW, _WIDE = "iIjl.,:;'|![]()ft/\\r -", "mwMWOQGDH@%&×+=<>~#…"
 
 
 def text_width(text: str, size: float, bold: bool = False) -> float:
-    """An upper estimate of the width of a line, in the unit of `size`."""
+    """An upper estimate of the width of a line, in units of `size`."""
     units = sum(0.42 if c in _NARROW else 0.98 if c in _WIDE else 0.66 for c in text)
     return units * size * (1.1 if bold else 1.0)

@@ -1,4 +1,4 @@
-"""The layers as a table: text for a prompt, HTML for a notebook."""
+"""The table of layers, as text and as HTML."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From equations to layers: calls, then patterns, then helpers, and the gradient of each."""
+"""From equations to layers: calls, patterns, helpers, and the gradient of each."""

@@ -31,7 +31,7 @@ def fold_backward(cells: Cells) -> None:
 
 
 def _targets(cells: Cells) -> dict[int, Cell]:
-    """The layer of each backward equation that has one, by the id of the equation."""
+    """The layer of each backward equation that has one, by its id."""
     layers, near = _places(cells)
     found: dict[int, Cell] = {}
     several: dict[int, list[Eqn]] = {}
@@ -58,7 +58,7 @@ def _targets(cells: Cells) -> dict[int, Cell]:
 
 
 def _places(cells: Cells) -> tuple[dict[int, list[Cell]], dict[tuple[int, ...], list[Cell]]]:
-    """The forward cells at each place of the program, and at each place of the user's own code."""
+    """The forward cells at each place of the program, and of the user's code."""
     layers: dict[int, list[Cell]] = {}
     near: dict[tuple[int, ...], list[Cell]] = {}
     for cell in cells:
@@ -143,7 +143,7 @@ def _by_cotangent(cells: Cells, eqns: list[Eqn]) -> list[list[Eqn]]:
 
 
 def _function(stack: tuple[Frame, ...]) -> str:
-    """The innermost named function of the user, such as a rule of differentiation."""
+    """The innermost named function of the user: a rule of differentiation."""
     for frame in reversed(stack):
         if frame.origin != "jax" and not frame.name.endswith(ANONYMOUS):
             return frame.name.rsplit(".", 1)[-1].strip("_")
@@ -151,7 +151,7 @@ def _function(stack: tuple[Frame, ...]) -> str:
 
 
 def attach_views(cells: Cells) -> None:
-    """Add each view to the cell that reads it, else to the cell of what it shows."""
+    """Add each view to the cell that reads it, or to its operand's."""
     raw = cells.raw
     readers: dict[int, list[int]] = {}
     for eqn in raw.eqns:

@@ -77,8 +77,9 @@ def normalize(name: str) -> str:
 
 
 def fold_calls(cells: Cells, calls: Iterable[Call]) -> None:
-    """Make a cell of every call in the table, of JAX's own functions, and of every other equation.
+    """Make the first cells.
 
+    A call in the table is one cell, and so is a call of JAX's own functions. Every other equation is one by itself.
     Gradients get no cells yet.
     """
     table = {normalize(call.function): call for call in calls}
@@ -129,7 +130,7 @@ def _begins_again(eqn: Eqn, run: list[Eqn]) -> bool:
 
 
 def _key(stack: tuple[Frame, ...], table: Mapping[str, Call], start: int) -> _Key | None:
-    """The outermost call that the table has, else the outermost public function of JAX."""
+    """The outermost call in the table, or else the outermost public JAX function."""
     boundary = None
     for depth, frame in enumerate(stack):
         call = table.get(normalize(frame.name)) if depth >= start else None

@@ -106,7 +106,7 @@ class Cells:
         return [root for root in self.inputs(cell) if self.raw.values[root].kind in ("op", "input")]
 
     def producer(self, value: int) -> Cell | None:
-        """The cell that computes a value, or None for inputs, parameters and constants."""
+        """The cell that computes a value. None for inputs, parameters and constants."""
         shown = self.raw.of(value)
         return None if shown.kind != "op" or shown.producer is None else self.owner[shown.producer]
 
@@ -136,7 +136,11 @@ class Cells:
         return any(out in self._results for eqn in self.eqns(cell) for out in eqn.outs)
 
     def output(self, cell: Cell) -> int:
-        """The value a cell is known by: the last that layers read, else the caller, else its gradient."""
+        """The value that a cell is known by.
+
+        That is the last one that other layers read. Else the last one returned, else the last one that its gradient
+        reads.
+        """
         inside = set(cell.eqns)
         outs = [out for eqn in reversed(self.eqns(cell)) if not (eqn.residual or eqn.view) for out in eqn.outs]
         readers = {out: [r for r in self._consumers.get(out, ()) if r not in inside] for out in outs}

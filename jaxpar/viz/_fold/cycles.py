@@ -1,4 +1,4 @@
-"""Cycles between cells, which a fold that is not convex makes: found and broken."""
+"""Cycles between cells are found and broken. A fold that is not convex makes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def break_cycles(cells: Cells) -> None:
 
 
 def _split(cells: Cells, victim: Cell, tried: set[frozenset[int]]) -> list[Cell]:
-    """The connected parts of a cell where it has several, else its equations."""
+    """Split a cell into its connected parts, or else into equations."""
     op, detail, forward = victim.op, victim.detail, victim.forward
     pieces, made = components(cells, _singles(cells, victim)), list[Cell]()
     for piece in pieces:

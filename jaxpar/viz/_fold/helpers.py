@@ -1,4 +1,4 @@
-"""The third fold: small steps, by where in the program they are made."""
+"""The third fold: small steps, by their place in the program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Run:
 
 
 def fold_helpers(cells: Cells) -> None:
-    """Make one cell of a call of a user's or library function that makes only small steps."""
+    """Make one cell of each function call that has only small steps."""
     for depth in range(1, 12):
         for run in _helper_runs(cells, depth):
             steps = sum(len(cell.eqns) for cell in run.cells)
@@ -29,7 +29,7 @@ def fold_helpers(cells: Cells) -> None:
 
 
 def _helper_runs(cells: Cells, depth: int) -> list[_Run]:
-    """Neighbouring cells inside one call of the function at this depth of the stack."""
+    """Neighbouring cells inside one call at this depth of the stack."""
     runs: list[_Run] = []
     for cell in cells:
         if cells.raw.eqns[cell.eqns[0]].backward:
@@ -45,7 +45,7 @@ def _helper_runs(cells: Cells, depth: int) -> list[_Run]:
 
 
 def _begins_again(cells: Cells, cell: Cell, run: list[Cell]) -> bool:
-    """Whether a cell is the first of a run again: the same step, which reads the run."""
+    """Whether a cell repeats the first of a run, and reads the run."""
     first, new = cells.raw.eqns[run[0].eqns[0]], cells.raw.eqns[cell.eqns[0]]
     connected = any(cells.producer(value) in run for value in cells.inputs(cell))
     return first.position == new.position and first.prim == new.prim and connected
@@ -61,7 +61,7 @@ def _helper_name(stack: tuple[Frame, ...], depth: int) -> str:
 
 
 def fold_statements(cells: Cells) -> None:
-    """Make one cell of three or more connected small steps of one line."""
+    """Make one cell of three or more connected steps of one line."""
     runs: list[_Run] = []
     for cell in cells:
         eqn = cells.raw.eqns[cell.eqns[0]]
@@ -82,7 +82,7 @@ def fold_statements(cells: Cells) -> None:
 
 
 def fold_siblings(cells: Cells) -> None:
-    """Make one cell "×8" of one line's small step or collective for every leaf of a tree."""
+    """Make one cell "×8" of the steps that one line does for each leaf."""
     run: list[Cell] = []
     for cell in [*cells, None]:
         if cell is not None and not cell.major and not cells.raw.eqns[cell.eqns[0]].backward:

@@ -47,7 +47,7 @@ def fully_connected(cells: Cells, cell: Cell) -> Fold | None:
 
 
 def late_bias(cells: Cells, cell: Cell) -> Fold | None:
-    """A vector of parameters added to anything else, as in `x + h @ w + b`."""
+    """A bias added later, as in `x + h @ w + b`."""
     eqn = single(cells, cell)
     if eqn is None or eqn.prim != "add":
         return None
@@ -115,7 +115,7 @@ def collective(cells: Cells, cell: Cell) -> Fold | None:
 
 
 def scale(cells: Cells, cell: Cell) -> Fold | None:
-    """A constant factor or offset, as part of the cell before it, or else after it."""
+    """A constant factor or offset, as part of a neighbour. The cell before it comes first."""
     if not is_scale(cells, cell):
         return None
     value = next(iter(cells.data(cell)), None)

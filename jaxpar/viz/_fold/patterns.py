@@ -1,4 +1,4 @@
-"""How a pattern of cells becomes one layer: `Rule` finds it, `Fold` says what it is."""
+"""A pattern of cells as one layer. A `Rule` finds it, a `Fold` says what it is."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def is_scalar(cells: Cells, value: int) -> bool:
 
 
 def is_scale(cells: Cells, cell: Cell) -> bool:
-    """Whether a cell only scales or shifts by a constant, or changes the sign."""
+    """Whether a cell only scales, shifts by a constant, or changes the sign."""
     eqn = single(cells, cell)
     if eqn is None or eqn.prim not in ("mul", "div", "add", "sub", "neg", "copysign"):
         return False
@@ -87,7 +87,7 @@ def bias(cells: Cells, cell: Cell) -> tuple[Cell, ...]:
 
 
 def tail(cells: Cells, cell: Cell, ops: frozenset[str]) -> tuple[Cell, ...]:
-    """The cells of these kinds, or changes of scale, that follow one after the other."""
+    """The chain of cells of these kinds, or changes of scale, that follows."""
     found: list[Cell] = []
     while (user := cells.sole_user(cell)) is not None and (user.op in ops or is_scale(cells, user)):
         found.append(user)

@@ -25,7 +25,7 @@ def window_pooling(cells: Cells, cell: Cell) -> Fold | None:
 
 
 def _divided(cells: Cells, cell: Cell) -> tuple[Cell, ...]:
-    """The cells that divide by the size of the window, given or counted."""
+    """The cells that divide by the size of the window, if any."""
     user = cells.sole_user(cell)
     if user is None or user.op not in ("div", "mul"):
         return ()
@@ -39,7 +39,7 @@ def _divided(cells: Cells, cell: Cell) -> tuple[Cell, ...]:
 
 
 def slice_pooling(cells: Cells, cell: Cell) -> Fold | None:
-    """Strided slices of one array, added or their maximum: rows, then columns, or all at once."""
+    """The sum or maximum of strided slices of one array. Rows and columns may be separate steps."""
     users = cells.users(cell)
     if (users and all(user.op == "slice" for user in users)) or any(user.op == cell.op for user in users[:1]):
         return None  # a step of a larger one
@@ -65,7 +65,7 @@ def slice_pooling(cells: Cells, cell: Cell) -> Fold | None:
 
 
 def _added_slices(cells: Cells, top: Cell) -> tuple[list[Cell], int, dict[int, tuple[int, int]]] | None:
-    """The cells of one level, the array they slice, and window and stride of each strided axis."""
+    """The cells of one step, the array sliced, and its `_strided_axes`."""
     parts, slices, todo = list[Cell](), list[Eqn](), [top]
     while todo:
         cell = todo.pop()
@@ -104,7 +104,7 @@ def _strided_axes(slices: list[Eqn]) -> dict[int, tuple[int, int]]:
 
 
 def reshape_pooling(cells: Cells, cell: Cell) -> Fold | None:
-    """A reshape from (n, h, w, c) to (n, h/2, 2, w/2, 2, c), and the twos reduced."""
+    """A reshape such as (n, h, w, c) to (n, h/2, 2, w/2, 2, c), reduced over the twos."""
     eqn = cells.raw.eqns[cell.eqns[0]]
     if not eqn.prim.startswith("reduce_") or "axes" not in eqn.params or not eqn.ins:
         return None

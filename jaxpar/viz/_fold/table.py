@@ -1,4 +1,4 @@
-"""The patterns that are known, in the order in which they are tried."""
+"""The known patterns, in the order in which they are tried."""
 
 from __future__ import annotations
 

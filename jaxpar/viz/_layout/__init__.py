@@ -1,1 +1,1 @@
-"""From layers to nodes and edges with names, collapsed where they repeat or are many."""
+"""From layers to named nodes and edges. Repeats and large graphs are collapsed."""

@@ -1,4 +1,4 @@
-"""From cells to a `Net`: one draft for each cell and each input."""
+"""From cells to a `Net`: a draft for each cell and input."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build(cells: Cells) -> Net:
 
 
 def _edges(cells: Cells, by_cell: dict[int, Draft]) -> dict[tuple[int, int, int], None]:
-    """Who reads what of whom, in the order of the trace."""
+    """The edges between the drafts, in the order of the trace."""
     raw = cells.raw
     found: dict[tuple[int, int, int], None] = {}
     for cell in cells:
@@ -52,7 +52,7 @@ def _edges(cells: Cells, by_cell: dict[int, Draft]) -> dict[tuple[int, int, int]
 
 
 def _topological(cells: Cells) -> list[Cell]:
-    """Cells in the order of the trace, but after all that they read."""
+    """Cells after all that they read, otherwise in the order of the trace."""
     first = {cell.id: next((e.id for e in cells.eqns(cell) if not e.view), cell.eqns[0]) for cell in cells}
     readers: dict[int, list[int]] = {}
     waiting: dict[int, int] = {}

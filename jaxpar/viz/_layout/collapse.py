@@ -1,4 +1,4 @@
-"""Large graphs made small: deep scopes as one node, and at last whole stretches."""
+"""Large graphs made small: deep scopes first, then whole stretches."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _sum(group: list[Draft], op: str, scope: tuple[str, ...], detail: str, name:
 
 
 def limit_nodes(net: Net, most: int) -> None:
-    """Merge until at most `most` nodes are left: the deepest scopes first, then neighbours."""
+    """Merge until at most `most` nodes are left. The deepest scopes come first, then neighbours."""
     depth = max((len(draft.scope) for draft in net.drafts), default=0) - _depth_of_all(net)
     while len(net.drafts) > most and depth > 0:
         depth -= 1

@@ -35,7 +35,7 @@ def to_graph(net: Net) -> Graph:
 
 
 def _one_each(net: Net) -> dict[tuple[int, int], int]:
-    """The array of each edge: the one the source is known by, else the largest."""
+    """One array for each edge. The one that the source is known by comes first, then the largest."""
     known = {draft.at: draft.value for draft in net.drafts}
     found: dict[tuple[int, int], int] = {}
     for source, target, value in sorted(net.edges):

@@ -1,4 +1,4 @@
-"""The names of nodes: of the parameters or the module, else the kind and a number."""
+"""The names of nodes, after their parameters, their module or their kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _GENERIC = frozenset("w W weight weights kernel b B bias scale offset embedding 
 
 
 def name_drafts(net: Net) -> dict[int, str]:
-    """A name for each draft, unique and the same for the same function."""
+    """A unique name for each draft, the same for the same function."""
     members: dict[tuple[str, ...], int] = {}
     for draft in net.drafts:
         if not draft.op.endswith(BACKWARD):
@@ -35,7 +35,7 @@ def name_drafts(net: Net) -> dict[int, str]:
 
 
 def _own_name(net: Net, draft: Draft, members: dict[tuple[str, ...], int]) -> str:
-    """The name of a scope with only this draft, or of its weights. Empty for none."""
+    """The name of a draft's own scope, or of its weights. Empty for none."""
     if draft.name:
         return draft.name
     if draft.scope and members.get(draft.scope) == 1 and "×" not in draft.scope[-1] and "=" not in draft.scope[-1]:
@@ -46,7 +46,11 @@ def _own_name(net: Net, draft: Draft, members: dict[tuple[str, ...], int]) -> st
 
 
 def _name_of_weights(names: list[str]) -> str:
-    """ "conv1" for params['conv1']['weight'] and its bias; "attn/q" for params['attn']['q']."""
+    """A short name for a layer with these weights.
+
+    >>> _name_of_weights(["params['conv1']['weight']", "params['conv1']['bias']"]), _name_of_weights(["p['attn']['q']"])
+    ('conv1', 'attn/q')
+    """
     keys = re.findall(r"[\w-]+", names[0])[1:]
     path = [key for key in keys if not key.isdigit()]
     if not path or keys[-1].isdigit() or path[0] in _GENERIC:
@@ -58,13 +62,13 @@ def _name_of_weights(names: list[str]) -> str:
 
 
 def _base(draft: Draft) -> str:
-    """What a draft without a name of its own is called before its number."""
+    """The name of a draft without its own, before the number."""
     name = draft.detail if draft.op == "Activation" and draft.detail else draft.op
     return re.sub(r"[^\w.]+", "_", name).strip("_").lower()
 
 
 def _unique(wanted: str, base: str, taken: set[str], numbers: dict[str, int]) -> str:
-    """The wanted name, or one with a number where it is taken or empty. `taken` and `numbers` grow."""
+    """The wanted name, with a number where it is taken or empty. `taken` and `numbers` grow."""
     if wanted and wanted not in taken:
         taken.add(wanted)
         return wanted

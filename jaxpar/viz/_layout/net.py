@@ -1,4 +1,4 @@
-"""A small graph of drafts, which collapsing merges further until it becomes the `Graph`."""
+"""The graph while it is made: drafts, which collapsing merges."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Net:
     Attributes:
         edges: (from, to, value), in order.
         state: weights that only an optimizer reads. They are no parameters of the network.
-        repeats: how many copies each scope stands for.
+        repeats: the number of copies of each repeated scope.
     """
 
     raw: Raw

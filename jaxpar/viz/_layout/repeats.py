@@ -55,7 +55,7 @@ def _signature(net: Net, draft: Draft) -> object:
 def _repeat_at(
     layers: list[Draft], signs: list[object], same: list[int], order: dict[object, int], start: int, sources: _Sources
 ) -> tuple[int, int] | None:
-    """Length and count of the copies that begin here, the shortest worth it."""
+    """Length and count of the shortest copies that begin here."""
     at = order[signs[start]]
     while at < len(same) and same[at] <= start:
         at += 1
@@ -75,7 +75,7 @@ def _repeat_at(
 
 
 def _aligned(layers: list[Draft], signs: list[object], sources: _Sources, start: int, period: int, count: int) -> int:
-    """Where the copies begin: at the border of a module, if they can be shifted there."""
+    """Where the copies begin, shifted to the border of a module if possible."""
 
     def inside(at: int) -> int:
         copies = [layers[at + c * period : at + (c + 1) * period] for c in range(count)]
@@ -95,7 +95,10 @@ def _aligned(layers: list[Draft], signs: list[object], sources: _Sources, start:
 
 
 def _alike(layers: list[Draft], sources: _Sources, start: int, period: int, count: int) -> bool:
-    """Whether all copies have the same edges: inside, to the copy before, and to fixed others."""
+    """Whether all copies have the same edges.
+
+    Those are the edges inside, from the copy before, and from others that are the same for all copies.
+    """
     where = {layers[start + n].at: n for n in range(period * count)}
     patterns = [_wires(layers, sources, where, start, period, copy) for copy in range(count)]
     first, second = patterns[0], patterns[1]
@@ -113,7 +116,7 @@ def _alike(layers: list[Draft], sources: _Sources, start: int, period: int, coun
 def _wires(
     layers: list[Draft], sources: _Sources, where: dict[int, int], start: int, period: int, copy: int
 ) -> list[set[tuple[str, int]]]:
-    """Where each layer of a copy reads from: in the copy, so many copies back, or outside of all."""
+    """What each layer of a copy reads: in the copy, n copies back, or outside."""
     found: list[set[tuple[str, int]]] = []
     for n in range(period):
         wires: set[tuple[str, int]] = set()
@@ -158,7 +161,7 @@ def _merge_copies(net: Net, copies: list[list[Draft]]) -> dict[int, int]:
 
 
 def _name_block(net: Net, first: list[Draft], shared: tuple[str, ...], count: int) -> None:
-    """Write the count on the scope that only the block has, or on a new one."""
+    """Write the count on the block's own scope, or on a new one."""
     own = shared_scope(first)
     if len(own) > len(shared):
         label = f"{own[len(shared)]} ×{count}"

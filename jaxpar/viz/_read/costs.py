@@ -76,7 +76,7 @@ def _conv(params: _Params, ins: _Avals, outs: _Avals) -> int:
 def _valid_positions(
     length: int, window: int, out: int, stride: int, pad: int, dilation: int, window_dilation: int
 ) -> int:
-    """Pairs of an output and a tap of the window that meet a real input, along one axis."""
+    """Pairs of output and tap that meet a real input, along one axis."""
     end = (length - 1) * dilation + 1
     count = 0
     for tap in range(window):

@@ -1,4 +1,4 @@
-"""From a closed jaxpr to one flat list of equations, nested jaxprs written out in their place."""
+"""From a closed jaxpr to one flat list of equations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ _JUNK_SCOPES = frozenset(("checkpoint", "closed_call", "remat", "core_call", "~"
 
 
 def read(closed: Any, names: Sequence[str], is_weight: Sequence[bool], output_names: Sequence[str]) -> Raw:
-    """The flat form of a closed jaxpr, without the equations that no result needs.
+    """The flat form of a closed jaxpr.
+
+    Nested jaxprs are written out in their place. Equations that no result needs are dropped.
 
     Args:
         closed: of the function.
@@ -206,7 +208,7 @@ class _Reader:
     def add_in_place(
         self, eqn: Any, body: Any, operands: Sequence[Any], env: dict[Any, int], context: _Context
     ) -> None:
-        """Write out a nested jaxpr as if its equations were in this one. Its equation does not count."""
+        """Write out a nested jaxpr as if it were part of this one. Its equation does not count."""
         self.raw.count -= 1
         inner = {var: self.value_of(env, atom) for var, atom in zip(body.jaxpr.invars, operands, strict=True)}
         self.add_constants(inner, body)
@@ -215,7 +217,7 @@ class _Reader:
             env[var] = self.value_of(inner, atom)
 
     def add_branches(self, eqn: Any, env: dict[Any, int], context: _Context) -> None:
-        """Write out all branches of a `cond`, and a node that picks from their results."""
+        """Write out all branches of a `cond`, and the node that picks one."""
         context = self.in_cluster(context, "cond")
         index, *args = (self.value_of(env, atom) for atom in eqn.invars)
         ins = [index]
@@ -245,7 +247,10 @@ class _Reader:
 
 
 def _name_stack(info: Any) -> tuple[tuple[str, ...], bool, bool, bool]:
-    """The scopes that people wrote; whether the equation is of a gradient, was differentiated, is computed again."""
+    """The user's scopes, and three marks of an equation.
+
+    The marks are: it is of a gradient, it was differentiated, it is computed again.
+    """
     entries = getattr(getattr(info, "name_stack", None), "stack", ())
     names, backward, tangent, again = [], False, False, False
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Which equations count: those that a result needs, and those that only a gradient reads."""
+"""Which equations a result needs, and which only a gradient reads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from .raw import Eqn, Raw
 
 
 def drop_dead(raw: Raw, carried: set[int]) -> None:
-    """Keep what a result needs, what a loop carries, and what a gradient was taken of.
+    """Drop the equations that no result needs.
+
+    What a loop carries is kept, and so are layers of which only the gradient is needed.
 
     Args:
         raw: changed in place.

@@ -1,4 +1,4 @@
-"""The flat form of a function: values, equations, and all of them as `Raw`."""
+"""The flat form of a function: its values and equations."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Raw:
         return self.places.setdefault(place(stack), len(self.places))
 
     def above(self, eqn: Eqn) -> tuple[int, ...]:
-        """Its place and the places that it was called from, the innermost first.
+        """Its place and those that it was called from, innermost first.
 
         A rule of differentiation is called from the place of the equation that it differentiates.
         """

@@ -1,4 +1,4 @@
-"""Loops, branches and maps over devices: which nested jaxpr is written out, and under which label."""
+"""Loops, branches, calls and device maps: their nested jaxprs and their labels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INLINE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A nested jaxpr that is written out in the place of its equation.
+    """A nested jaxpr, written out in the place of its equation.
 
     Attributes:
         label: of its cluster. Empty for none.
@@ -72,7 +72,7 @@ _REGIONS = {"scan": _scan, "while": _while, "shard_map": _shard_map, "xla_pmap":
 
 
 def is_inlined(eqn: Any) -> bool:
-    """Whether this is a call of a function that was jitted with `inline=True`. From jax 0.12 on it is in the jaxpr."""
+    """Whether this calls a function jitted with `inline=True`. Jax 0.12 keeps such calls in the jaxpr."""
     inline = eqn.params.get("inline")
     return getattr(inline, "name", inline) in (True, "JAX_EARLY", "JAX_LATE")
 
@@ -84,7 +84,7 @@ def default_branch(eqn: Any) -> Any:
 
 
 def count_fillers(jaxpr: Any) -> int:
-    """How many equations of a branch only fill in what the gradient of another branch reads."""
+    """How many equations only fill in residuals of another branch."""
     fillers: set[int] = set()  # the ids of variables, since literals cannot be hashed
     for eqn in jaxpr.eqns:
         empty = eqn.primitive.name.startswith("empty") and not eqn.invars
@@ -122,7 +122,7 @@ def maps_devices(jaxpr: Any) -> bool:
 
 
 def call_label(eqn: Any, name: str) -> str:
-    """The label of the cluster of a call: remat, a custom gradient, or the name of a jitted function."""
+    """The label of a call: "remat", or the name of its function."""
     prim = eqn.primitive.name
     if prim in ("remat", "remat2", "checkpoint"):
         return "remat"

@@ -1,4 +1,4 @@
-"""Where an equation comes from: its Python call stack, from JAX's public traceback objects."""
+"""The Python call stack of an equation, from JAX's public traceback objects."""
 
 from __future__ import annotations
 
@@ -112,13 +112,13 @@ def _origin(file: str) -> tuple[str, str]:
 
 
 def is_jax_function(jaxpr: Any) -> bool:
-    """Whether a nested jaxpr is of a function of JAX itself, such as `jax.nn.relu`."""
+    """Whether a jaxpr is of a JAX function, such as `jax.nn.relu`."""
     info = str(getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "") or "")
     return _JAX in info
 
 
 def describe(stack: tuple[Frame, ...]) -> str:
-    """The innermost frame of the user's code, or else of a library: "file.py:12 in function"."""
+    """The innermost frame of the user or a library: "file.py:12 in function"."""
     for origin in ("user", "library"):
         for frame in reversed(stack):
             if frame.origin == origin:

@@ -1,4 +1,4 @@
-"""Equations that are part of an edge, not of a node: views, constants, wrapped indices."""
+"""Equations that are no layers: views, constants, wrapped indices."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _is_constant(raw: Raw, eqn: Eqn) -> bool:
 
 
 def _wrapped_index(raw: Raw, eqn: Eqn) -> int | None:
-    """The `i` of `select_n(i < 0, i, i + N)`, which is how negative indices are read."""
+    """The `i` of `select_n(i < 0, i, i + N)`, JAX's reading of negative indices."""
     if eqn.prim != "select_n" or len(eqn.ins) != 3:
         return None
     test, index, wrapped = (raw.root(value) for value in eqn.ins)
