@@ -44,7 +44,7 @@ def test_a_batch_that_the_devices_cannot_share():
     batch = jax.tree.map(lambda x: x[:6], BATCH)
     mistake(lambda: STEP(state, batch), ValueError, "a batch of 6", "4 devices", "use a batch of 4, or pad it")
     fit = {"epochs": 1, "batch_size": 6, "progress": False}
-    mistake(lambda: train.fit(state, STEP, ARRAYS, **fit), ValueError, "6", "4 devices", "use 4 or 8")
+    mistake(lambda: train.fit(state, STEP, ARRAYS, **fit), ValueError, "6 cannot", "4 devices", "use a batch of 4 or 8")
     mistake(lambda: parallel.split_and_load(np.ones(6), DEVICES), ValueError, "use a batch of 4 or 8, or even_split=F")
     STEP(state, BATCH)  # the state was not given away
 

@@ -32,7 +32,7 @@ Callback = Callable[[TrainState, Record], Any]
 def fit(
     state: TrainState,
     step: TrainStep,
-    train_data: data.Source | Iterable[Any],
+    train_data: data.Dataset | data.Source | Iterable[Any],
     *,
     test_data: data.Dataset | None = None,
     apply_fn: Callable[[Any, jax.Array], jax.Array] | None = None,
