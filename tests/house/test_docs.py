@@ -173,6 +173,6 @@ def test_the_reference_has_every_public_name():
     assert {f"jaxpar.{name}" for name in jaxpar._MODULES} - {"jaxpar.models"} <= listed.keys()
     for module in ("kv", "train"):
         names = {name for name in vars(importlib.import_module(f"jaxpar.{module}")) if not name.startswith("_")}
-        source = (ROOT / "jaxpar" / f"{module}.py").read_text()
+        source = (ROOT / "jaxpar" / module / "__init__.py").read_text()
         public = {name for name in names if re.search(rf"\bas {name}\b|^def {name}\(", source, re.MULTILINE)}
         assert public == set(listed[f"jaxpar.{module}"].split(", "))
