@@ -1,4 +1,8 @@
-"""Saving and restoring a training state, through orbax and without pickle.
+"""Save and restore a training state, through orbax and without pickle.
+
+`_save` saves one checkpoint, restores it and finds the newest good one. `_manager` keeps the checkpoints of a run.
+`_leaves` turns a state into named arrays and back. `_files` writes and reads a directory. `_manifest` checks what a
+checkpoint says about itself, `_regular_file` reads within bounds, and `_owner` knows whose unfinished files may go.
 
 >>> import tempfile
 >>> import jax.numpy as jnp

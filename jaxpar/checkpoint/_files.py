@@ -4,9 +4,8 @@
         jaxpar.json     names, shapes and dtypes of the arrays; size and SHA-256 of each file; its own SHA-256
         arrays/         orbax (OCDBT); the arrays are called "0", "1", ... in the manifest's order
 
-It is written under another name beside its place, flushed, and renamed: a checkpoint is there whole or not at all.
-That name says which process writes (see `_owner`), so that what a killed one left can be told from what is being
-written. Reading changes nothing on disk.
+It is written under another name in the same directory, flushed, and renamed. So a checkpoint is there whole or not at
+all. The other name says which process writes (see `_owner`). Reading changes nothing on disk.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from .._core import files
 from . import _manifest, _owner, _regular_file
 from ._manifest import CheckpointError
 
@@ -34,7 +34,7 @@ _OLD = 7 * 24 * 3600  # seconds without a change, after which what nobody is kno
 
 
 def write(path: Path, content: dict[str, Any], records: list[dict[str, Any]], arrays: list[np.ndarray]) -> None:
-    """Writes a checkpoint; where that fails nothing of it stays.
+    """Write a checkpoint, whole or not at all.
 
     Raises:
         FileExistsError: the path exists.
@@ -49,9 +49,9 @@ def write(path: Path, content: dict[str, Any], records: list[dict[str, Any]], ar
         body = {"format": _manifest.FORMAT, "leaves": records, "files": files, **content}
         (unfinished / _manifest.NAME).write_text(_manifest.dumps(body))
         for part in [*_files(unfinished), *(d for d in unfinished.rglob("*") if d.is_dir()), unfinished]:
-            _flush(part)
+            files.flush_to_disk(part)
         os.rename(unfinished, path)
-        _flush(path.parent)
+        files.flush_to_disk(path.parent)
     except Exception as error:
         raise OSError(
             f"checkpoint: {path} could not be written ({_reason(error)}); nothing of it was kept, and earlier "
@@ -67,10 +67,10 @@ def refuse_existing(path: Path) -> None:
 
 
 def verify(path: Path, body: dict[str, Any]) -> None:
-    """Compares every file with what the manifest says.
+    """Compare every file with what the manifest says.
 
     Raises:
-        CheckpointError: a file that is missing, shorter, longer, changed or unreadable; it is named.
+        CheckpointError: a file is missing, has another size or content, or cannot be read. The message names it.
     """
     for name, (size, digest) in body["files"].items():
         try:
@@ -90,10 +90,10 @@ def verify(path: Path, body: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """The manifest and the arrays, everything verified.
+    """The manifest and the arrays, all verified.
 
     Raises:
-        CheckpointError: there is no good checkpoint; it says why.
+        CheckpointError: there is no good checkpoint. The message says why.
     """
     body = _manifest.load(path)
     verify(path, body)
@@ -105,7 +105,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[np.ndarray]]:
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint, so that no half of one can be found if the process is killed meanwhile."""
+    """Remove a checkpoint. A process that is killed meanwhile leaves no half of one."""
     gone = _unfinished(path.parent)
     with contextlib.suppress(FileNotFoundError):  # another process removed it
         os.rename(path, gone)
@@ -113,10 +113,12 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Removes what was being written by processes that have certainly ended; only a process that writes may call it.
+    """Remove what processes that have certainly ended left half-written.
 
-    Of others, on another machine, before this one's last start or of an earlier jaxpar, nothing is known. What they
-    left is removed when nothing in it has changed for a week.
+    Only a process that writes to the directory may call it.
+
+    Nothing is known of processes on another machine, before this machine's last start, or of an earlier jaxpar. What
+    they left is removed when nothing in it has changed for a week.
     """
     with contextlib.suppress(OSError):
         left = list(directory.glob(f"{_UNFINISHED}*"))
@@ -128,7 +130,7 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def candidates(directory: Path) -> list[Path]:
-    """The directories that may be checkpoints, in no order; `OSError` where they cannot be listed."""
+    """The directories that may be checkpoints, in no order. `OSError` where they cannot be listed."""
     with os.scandir(directory) as entries:
         return [directory / e.name for e in entries if not e.name.startswith(".") and _may_be_directory(e)]
 
@@ -146,7 +148,7 @@ def _unfinished(directory: Path) -> Path:
 
 
 def _time_at(directory: Path) -> float:
-    """The time by the clock of the file system, which may be that of another machine; 0 where nothing can be made."""
+    """The time by the file system's clock, which may be another machine's. 0 where no file can be made."""
     probe = _unfinished(directory)
     try:
         probe.mkdir()
@@ -158,7 +160,7 @@ def _time_at(directory: Path) -> float:
 
 
 def _last_change(path: Path) -> float:
-    """When something in a directory was changed last; for ever young where that cannot be read."""
+    """When something in a directory was changed last. Infinity where that cannot be read."""
     try:
         return max(part.lstat().st_mtime for part in [path, *path.rglob("*")])
     except OSError:
@@ -220,7 +222,7 @@ def _check_layouts(layouts: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], sto
 
 
 def _orbax(ocp: Any) -> Any:
-    """orbax for this process alone: what is saved is whole in each process, and one of them writes it."""
+    """orbax for this process only: what is saved is whole in each process, and one of them writes it."""
     import jax
 
     mine = jax.process_index()
@@ -236,14 +238,6 @@ def _files(directory: Path) -> list[Path]:
 
 def _print_of(file: Path) -> list[Any]:
     return list(_regular_file.fingerprint(file, file.stat().st_size))
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _reason(error: BaseException) -> str:

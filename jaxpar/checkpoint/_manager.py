@@ -23,12 +23,12 @@ Accepts = Callable[[Found], object]
 
 
 class Manager:
-    """The checkpoints of a run in one directory, written in the background; the last `keep` of them stay.
+    """The checkpoints of a run in one directory, written in the background. The last `keep` stay.
 
     Args:
-        directory: one run at a time writes into it. The first `save` makes it where it does not exist. To make a
-            `Manager` and to restore changes nothing there. A `save` removes what killed processes of this machine
-            left half-written, and of others what has not changed for a week.
+        directory: one run at a time writes into it. The first `save` makes it where it does not exist. Making a
+            `Manager` and restoring change nothing there. A `save` removes what killed processes of this machine
+            left half-written. What others left is removed when it has not changed for a week.
         keep: how many stay. Damaged ones do not count and are never removed.
         on_latest: called with the path of the checkpoint that would be restored, whenever that is another one: when
             one is on disk (by the thread that writes, in the first of several processes) or was restored.
@@ -64,13 +64,13 @@ class Manager:
                 _check_writable(self.directory)
 
     def save(self, state: Any, info: dict[str, Any] | None = None) -> None:
-        """Copies the state and writes the copy in the background; the state may be donated right after.
+        """Copy the state and write the copy in the background. The state may be donated right after.
 
         It waits for the checkpoint before, where that is still being written.
 
         Args:
             state: as for `save`.
-            info: what to keep beside it, as JSON: a dict of at most 100 lists and dicts in each other.
+            info: what to keep with it, as JSON: a dict of at most 100 lists and dicts in each other.
 
         Raises:
             OSError: the checkpoint before this one could not be written.
@@ -87,10 +87,10 @@ class Manager:
         self._waited = False
 
     def restore_latest(self, like: Tree) -> tuple[Tree, dict[str, Any]] | None:
-        """(the state, the info) of the newest checkpoint that is good, or None.
+        """(the state, the info) of the newest good checkpoint, or None.
 
-        One that is damaged or cannot be read is named on standard error, and the one before is tried. With several
-        processes all take the same one: the newest that each of them can read.
+        A damaged or unreadable checkpoint is named on standard error, and the one before is tried. Several processes
+        take the same one: the newest that each of them can read.
 
         Raises:
             CheckpointError: the checkpoint is good but does not fit `like`; or process 0 can read checkpoints, and
@@ -99,7 +99,7 @@ class Manager:
         return self._restore(like, lambda found: None)
 
     def _restore(self, like: Tree, accepts: Accepts) -> tuple[Tree, dict[str, Any]] | None:
-        """As `restore_latest`; one that `accepts` refuses by a `CheckpointError` is passed over too."""
+        """As `restore_latest`. One that `accepts` refuses by a `CheckpointError` is passed over too."""
         self.wait()
         found = self._agreed(accepts)
         if found is None:
@@ -136,7 +136,7 @@ class Manager:
         return str(found.path)
 
     def wait(self) -> None:
-        """Returns when what was saved is on disk; `OSError` where it could not be written."""
+        """Wait until what was saved is on disk. `OSError` where it could not be written."""
         if not self._waited:
             self._waited = True
             with processes.raise_together():
@@ -148,9 +148,9 @@ class Manager:
             writing.result()
 
     def close(self) -> None:
-        """As `wait`, and ends the thread that writes.
+        """Wait as `wait` does, and end the thread that writes.
 
-        While an exception is on its way out, which may be so in this process alone, it does not ask the others.
+        While an exception is raised, perhaps in this process only, the other processes are not asked.
         """
         try:
             if sys.exception() is None:
@@ -173,7 +173,7 @@ class Manager:
 
 
 def _try_to_read(path: str) -> tuple[Found | None, str | None]:
-    """What this process reads at a path, or why it cannot."""
+    """What this process reads at a path, or the reason why it cannot."""
     try:
         return _save.read(path), None
     except (CheckpointError, FileNotFoundError) as error:
@@ -191,7 +191,7 @@ def _difference(path: str, found: Found | None, why: str | None) -> str:
 
 
 def _as_json(info: Any) -> dict[str, Any]:
-    """A copy of the info; `TypeError` where it cannot be saved."""
+    """A copy of the info. `TypeError` where it cannot be saved."""
     if not isinstance(info, dict):
         raise TypeError(f"checkpoint.Manager.save: info must be a dict, got {type(info).__name__}")
     try:
@@ -203,7 +203,7 @@ def _as_json(info: Any) -> dict[str, Any]:
 
 
 def _check_writable(directory: Path) -> None:
-    """`OSError` where nothing can be written to a directory, or it cannot be made. It writes nothing."""
+    """`OSError` where a directory cannot be written or made. Nothing is written."""
     there = next(p for p in (directory.absolute(), *directory.absolute().parents) if os.path.lexists(p))
     number = errno.ENOTDIR if not there.is_dir() else errno.EACCES if not os.access(there, os.W_OK | os.X_OK) else 0
     if number:
@@ -212,7 +212,7 @@ def _check_writable(directory: Path) -> None:
 
 
 def _free(directory: Path, content: dict[str, Any]) -> Path:
-    """A path that is not taken; a step may be there already, damaged or from an earlier run."""
+    """A path that is not taken. The step may be there already, damaged or from an earlier run."""
     name = f"step_{content['step']:08d}" if "step" in content else f"save_{content['order']:08d}"
     path, again = directory / name, 1
     while os.path.lexists(path):

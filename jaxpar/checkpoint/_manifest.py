@@ -3,7 +3,7 @@
     {"sha256": ..., "content": {"format": 1, "order": ..., "step": ..., "info": {...},
                                 "leaves": [{"name", "words", "shape", "dtype", ...}], "files": {name: [size, sha256]}}}
 
-What is written passes the same checks, so every checkpoint that was saved can be restored.
+What is written passes the same checks, so every saved checkpoint can be restored.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def dumps(body: dict[str, Any]) -> str:
-    """The text of a manifest; `ValueError` for one that `load` would refuse."""
+    """The text of a manifest. `ValueError` for one that `load` would refuse."""
     check(body)
     text = json.dumps({"sha256": digest(body), "content": body}, indent=1)
     if len(text) > MOST_BYTES:  # JSON is ASCII here
@@ -80,11 +80,11 @@ def digest(body: dict[str, Any]) -> str:
 
 
 def check(body: Any) -> None:
-    """Checks the content of a manifest: each entry there, of its type and within bounds.
+    """Check the content of a manifest: each entry is there, of its type and within bounds.
 
     Raises:
-        ValueError: it names the entry, what was expected and what was found. Of a newer format only the number of
-            the format is checked.
+        ValueError: the message names the entry, what was expected and what was found. Of a newer format only its
+            number is checked.
     """
     if type(body) is not dict:
         raise ValueError(f"its content must be an object, got {_shown(body)}")
@@ -113,7 +113,7 @@ def check_depth(value: Any) -> None:
 
 
 def layout(record: dict[str, Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype of the array that is stored for a leaf; of random keys that of their data.
+    """Shape and dtype of the array that is stored for a leaf. Random keys are stored as their data.
 
     Raises:
         ValueError: a shape or a dtype that no array has.
@@ -135,7 +135,7 @@ def layout(record: dict[str, Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def printable(text: str) -> str:
-    """A text that a terminal shows as it is: whatever it would obey instead is escaped, and a long one is cut."""
+    """A text that a terminal shows as it is. Control characters are escaped, and a long text is cut."""
     text = text if len(text) < 500 else text[:500] + "..."
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
@@ -186,7 +186,7 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 @functools.lru_cache(maxsize=16)
 def _keyed(impl: str) -> tuple[str, jax.ShapeDtypeStruct]:
-    """The dtype of random keys, and what the data of one is; an exception of jax's where there are no such keys."""
+    """The dtype of random keys, and what the data of one is. jax raises where there are no such keys."""
     key = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
     return str(key.dtype), jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
 
@@ -211,7 +211,7 @@ def _inside(value: dict[str, Any] | list[Any]) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value for a message; of a list or an object the type, since its text may be long or deep."""
+    """A value for a message. Of a list or an object only the type, since its text may be long or deep."""
     if isinstance(value, dict | list):
         return f"a {type(value).__name__} of {len(value)}"
     if type(value) is int and abs(value) > _MOST_INT:

@@ -1,7 +1,7 @@
 """Which process a file belongs to, and whether that process has certainly ended.
 
 A process is named by its machine since its last start, its number there, and the time at which it began. Numbers are
-used again and hosts share names, so none of the three is enough.
+reused and hosts share names, so none of the three is enough.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def tag() -> str:
 
 
 def has_ended(tag: str) -> bool:
-    """Whether a process has certainly ended; False where that cannot be known, as on another machine."""
+    """Whether a process has certainly ended. False where that cannot be known, as on another machine."""
     found = _TAG.fullmatch(tag)
     if found is None or found[1] == _UNKNOWN or found[1] != _machine():
         return False
@@ -38,7 +38,7 @@ def has_ended(tag: str) -> bool:
 
 
 def _machine() -> str:
-    """This machine since its last start, and its numbering of processes; zeros where Linux does not say."""
+    """This machine since its last start, and its numbering of processes. Zeros where Linux does not say."""
     try:
         parts = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
     except OSError:
@@ -49,7 +49,7 @@ def _machine() -> str:
 
 
 def _began(number: int) -> int | None:
-    """When a process began, in the kernel's ticks; None where that cannot be read."""
+    """When a process began, in the kernel's ticks. None where that cannot be read."""
     try:
         return int(Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

@@ -1,6 +1,6 @@
 """Regular files, read within a bound.
 
-A pipe would wait for ever, and a device may never end. So neither is opened, also where a link leads to it.
+A pipe would wait forever, and a device may never end. So neither is opened, also where a link leads to it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def read(path: Path, most: int) -> bytes:
 
 
 def fingerprint(path: Path, most: int) -> tuple[int, str]:
-    """Number and SHA-256 of the bytes, of the first `most + 1` of them where there are more; `OSError` as in `read`."""
+    """Number and SHA-256 of the bytes, at most the first `most + 1` of them. `OSError` as in `read`."""
     size, digest = 0, hashlib.sha256()
     for part in _chunks(path, most + 1):
         size += len(part)
@@ -46,7 +46,7 @@ def _chunks(path: Path, most: int) -> Iterator[bytes]:
 
 
 def _open(path: str, flags: int) -> int:
-    """Opens without waiting for a writer, and without a terminal that could send signals."""
+    """Open a file without waiting for a writer, and without a terminal that could send signals."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
+from .._core import text
 from .._devices import processes
 from . import _files, _leaves, _manifest
 from ._manifest import CheckpointError
@@ -29,19 +29,19 @@ class Found(NamedTuple):
 
 
 def save(path: PathLike, state: Any) -> None:
-    """Saves a state; on return it is on disk, whole and flushed.
+    """Save a state. On return it is on disk, whole and flushed.
 
-    Nothing in a checkpoint depends on the devices: the values of a store of kind `sharded` are saved whole. With
-    several processes all of them call it, and the first one writes.
+    Nothing in a checkpoint depends on the devices: the values of a store of kind `sharded` are saved whole. All of
+    several processes call it, and the first one writes.
 
     Args:
-        path: a directory that does not exist yet; those above it are made.
+        path: a directory that does not exist yet. Those above it are made.
         state: a `train.TrainState`, a `kv.KVStore`, or any pytree of arrays (jax, NumPy, typed random keys) and
             Python numbers.
 
     Raises:
         FileExistsError: the path exists.
-        OSError: it cannot be written; nothing of it is kept then.
+        OSError: it cannot be written. Nothing of it is kept then.
         TypeError: a leaf that is no array.
     """
     path, writes = Path(path), jax.process_index() == 0
@@ -58,8 +58,8 @@ def restore(path: PathLike, like: Tree) -> Tree:
     """The state saved at a path, in the structure and on the devices of `like`.
 
     `like` may be on another number of devices than the saved state was, and its stores of another kind (`device`,
-    `sharded`, ...). Residuals of a compressor belong to the devices that pushed; with another number of them they
-    start anew, which is said on standard error.
+    `sharded`, ...). Residuals of a compressor belong to the devices that pushed. With another number of devices they
+    start again, and a line on standard error says so.
 
     Args:
         path: as given to `save`.
@@ -68,8 +68,8 @@ def restore(path: PathLike, like: Tree) -> Tree:
 
     Raises:
         FileNotFoundError: there is nothing at the path.
-        CheckpointError: a `ValueError`: the checkpoint is damaged, cannot be read or is of another program, or it
-            does not fit `like`; the message names the file, or the leaf with what was expected and found.
+        CheckpointError: a `ValueError`. The checkpoint is damaged, cannot be read, is of another program, or does not
+            fit `like`. The message names the file, or the leaf with what was expected and found.
 
     Example:
         >>> import tempfile, jax
@@ -97,7 +97,7 @@ def _spread(leaf: Any) -> bool:
 
 
 def read(path: PathLike | None) -> Found:
-    """The checkpoint at a path, everything verified; errors as those of `restore`."""
+    """The checkpoint at a path, all verified. It raises what `restore` raises."""
     if path is None:
         raise FileNotFoundError("checkpoint.restore: the path is None; checkpoint.latest found no checkpoint")
     path = Path(path)
@@ -114,8 +114,8 @@ def read(path: PathLike | None) -> Found:
 def latest(directory: PathLike) -> Path | None:
     """The newest checkpoint of a directory that `restore` can read.
 
-    It is complete, and every byte is as it was saved. To know that, it is read whole. Those that are damaged, cannot
-    be read or are of another program are named on standard error and passed over. Nothing on disk is changed.
+    It is read whole, so every byte is known to be as it was saved. Checkpoints that are damaged, cannot be read or are
+    of another program are named on standard error and passed over. Nothing on disk is changed.
 
     Args:
         directory: where `save` or `Manager` put checkpoints, each a directory in it.
@@ -144,7 +144,7 @@ def latest(directory: PathLike) -> Path | None:
 def newest_good(
     directory: Path, bad: set[Path], accepts: Callable[[Found], object] = lambda found: None
 ) -> Found | None:
-    """The newest good checkpoint; the others are named on standard error, put into `bad` and passed over.
+    """The newest good checkpoint. Newer ones are named on standard error, put into `bad` and passed over.
 
     `accepts` gets each that is good, and raises a `CheckpointError` for one that is not to be taken.
     """
@@ -165,7 +165,7 @@ def newest_good(
 
 
 def pass_over(path: Path, bad: set[Path], why: str) -> None:
-    """Puts a checkpoint among the bad ones, and says so."""
+    """Put a checkpoint among the bad ones, and say so."""
     bad.add(path)
     say(f"{why}; looking for an earlier one")
 
@@ -179,7 +179,7 @@ def about(state: Any, directory: Path) -> dict[str, Any]:
 
 
 def newest_first(directory: Path, bad: set[Path], report: bool = True) -> list[tuple[Path, dict[str, Any]]]:
-    """The checkpoints whose manifests can be read; `bad` are left out, and gets those that cannot."""
+    """The checkpoints whose manifests can be read, without those in `bad`, which gets those that cannot."""
     if not directory.exists():
         return []
     if not directory.is_dir():
@@ -221,5 +221,5 @@ def fill(found: Found, like: Any) -> Any:
 
 
 def say(message: str) -> None:
-    """A line on standard error."""
-    print(f"jaxpar: checkpoint: {_manifest.printable(message)}", file=sys.stderr, flush=True)
+    """Write a line to standard error."""
+    text.say(_manifest.printable(message), "jaxpar: checkpoint")
