@@ -1,30 +1,29 @@
-"""`python -m jaxpar train`: LeNet on a data set of images of 28 × 28 pixels, over several devices."""
+"""`python -m jaxpar train`: LeNet on images of 28 × 28 pixels, over several devices."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from .. import compression, kv
 from .._core.arrays import Device
+from .._core.text import say
 from .._devices.emulated import can_hang
-
-_KINDS = ("local", "device", "sharded", "dist_sync", "dist_device_sync", "dist_async", "nccl")
-_COMPRESSIONS = ("none", "1bit", "2bit", "int8", "bf16", "topk", "powersgd")
+from .arguments import metrics_path, number
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to the subparsers of the command line."""
+    """Add the command to those of the command line."""
     parser = commands.add_parser(
         "train",
         help="train LeNet",
         description=__doc__,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    positive, rate = _number(int), _number(float)
+    positive, rate = number(int, 1), number(float, 0, above=True)
     parser.add_argument("--dataset", default="fashion_mnist", help="a name of tensorflow-datasets")
     parser.add_argument("--data-dir", help="the folder of tensorflow-datasets (default: its own)")
     parser.add_argument(
@@ -33,38 +32,25 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--epochs", type=positive, default=5)
     parser.add_argument("--batch-size", type=positive, default=256, help="over all devices together")
     parser.add_argument("--learning-rate", type=rate, default=0.2)
-    parser.add_argument("--kvstore", choices=_KINDS, default="device")
+    parser.add_argument("--kvstore", choices=(*kv.KINDS, "nccl"), default="device")
     parser.add_argument("--engine", choices=("pmap", "shard_map"), default="pmap")
-    parser.add_argument("--compression", choices=_COMPRESSIONS, default="none")
+    parser.add_argument("--compression", choices=compression.TYPES, default="none")
     parser.add_argument("--threshold", type=rate, help="of the compressions 2bit and 1bit (default: 0.5)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--no-compilation-cache", action="store_true", help="compile anew what an earlier run has compiled"
+        "--no-compilation-cache", action="store_true", help="compile again what an earlier run compiled"
     )
     parser.add_argument("--no-progress", action="store_true", help="print nothing but the result")
     parser.add_argument("--checkpoint-dir", type=Path, help="where to keep checkpoints, and to resume from")
-    parser.add_argument("--metrics-file", type=Path, help="a JSON line for each epoch")
-    parser.add_argument("--tensorboard-dir", type=Path, help="event files for TensorBoard")
+    parser.add_argument("--metrics-file", type=metrics_path, help="a JSON line for each epoch")
+    parser.add_argument("--tensorboard-dir", type=Path, help="event files for TensorBoard, by its package")
     parser.add_argument("--profile-dir", type=Path, help="a trace of five steps, for XProf")
     parser.add_argument("--output-dir", type=Path, help="checkpoints, metrics.jsonl and history.png in one folder")
     parser.set_defaults(run=lambda args: run(args, parser))
 
 
-def _number(kind: type) -> Any:
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = 0
-        if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"must be {'an int' if kind is int else 'a number'} above 0, got {text!r}")
-        return value
-
-    return parse
-
-
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Trains, and prints what it runs on, each epoch and the result."""
+    """Train, and print the configuration, each epoch and the result."""
     from .. import data, distributed, models, train
 
     distributed.initialize()  # one of several processes, under `launch` or a cluster's scheduler
@@ -127,7 +113,7 @@ def _devices(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[
 def _store(args: argparse.Namespace) -> Any:
     import optax
 
-    from .. import kv, models
+    from .. import models
 
     params = models.lenet.init(jax.random.key(args.seed))
     store = kv.from_params(params, kind=args.kvstore, optimizer=optax.sgd(args.learning_rate))
@@ -162,4 +148,4 @@ def _plot(history: list[dict[str, Any]], path: Path) -> None:
     try:
         plot_history(history, path)
     except ModuleNotFoundError as error:
-        print(f"jaxpar: no {path.name}: {error}", file=sys.stderr)
+        say(f"no {path.name}: {error}")

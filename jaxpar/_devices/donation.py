@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.arrays import is_prng_key, is_traced
+from .._core.arrays import is_prng_key
 
 
 def is_donated(state: Any) -> bool:
@@ -44,7 +44,7 @@ def zeros_if_donated(state: Any) -> Any:
 
 
 def _is_deleted(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted()
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
 
 
 def _zeros_like(leaf: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from .._core.arrays import is_traced, without_keys
+from .._core.arrays import without_keys
 
 
 def put(tree: Any, sharding: Sharding | None) -> Any:
@@ -34,7 +34,7 @@ def put(tree: Any, sharding: Sharding | None) -> Any:
 
 def spans_processes(leaf: Any) -> bool:
     """Whether some of the array's devices are of another process."""
-    return isinstance(leaf, jax.Array) and not is_traced(leaf) and not leaf.is_fully_addressable
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.is_fully_addressable
 
 
 def to_host(leaf: Any) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from .._core import files
+from .._core.files import flush_to_disk
 from . import _manifest, _owner, _regular_file
 from ._manifest import CheckpointError
 
@@ -49,9 +49,9 @@ def write(path: Path, content: dict[str, Any], records: list[dict[str, Any]], ar
         body = {"format": _manifest.FORMAT, "leaves": records, "files": files, **content}
         (unfinished / _manifest.NAME).write_text(_manifest.dumps(body))
         for part in [*_files(unfinished), *(d for d in unfinished.rglob("*") if d.is_dir()), unfinished]:
-            files.flush_to_disk(part)
+            flush_to_disk(part)
         os.rename(unfinished, path)
-        files.flush_to_disk(path.parent)
+        flush_to_disk(path.parent)
     except Exception as error:
         raise OSError(
             f"checkpoint: {path} could not be written ({_reason(error)}); nothing of it was kept, and earlier "

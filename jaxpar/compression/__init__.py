@@ -25,5 +25,5 @@ How a store exchanges payloads over devices is in `kv`.
 
 from ._base import Compressor as Compressor, LinearCompressor as LinearCompressor, decode_sum as decode_sum
 from ._low_rank import PowerSGD as PowerSGD, TopK as TopK
-from ._make import make as make
+from ._make import TYPES as TYPES, make as make
 from ._quantize import BFloat16 as BFloat16, Int8 as Int8, OneBit as OneBit, TwoBit as TwoBit

@@ -12,6 +12,7 @@ from ._low_rank import PowerSGD, TopK
 from ._quantize import BFloat16, Int8, OneBit, TwoBit
 
 _TYPES = {"1bit": OneBit, "2bit": TwoBit, "bf16": BFloat16, "int8": Int8, "powersgd": PowerSGD, "topk": TopK}
+TYPES = ("none", *_TYPES)
 
 
 def make(spec: Mapping[str, Any]) -> Compressor | LinearCompressor | None:
@@ -36,10 +37,9 @@ def make(spec: Mapping[str, Any]) -> Compressor | LinearCompressor | None:
         example = '{"type": "2bit", "threshold": 0.5}'
         raise TypeError(f"compression must be a mapping such as {example}, got {describe(spec)}")
     parameters = dict(spec)
-    known = ("none", *_TYPES)
     if "type" not in parameters:
-        raise ValueError(f"compression: the specification has no 'type'; known are {', '.join(known)}")
-    name = choice(parameters.pop("type"), "compression", "type", known)
+        raise ValueError(f"compression: the specification has no 'type'; known are {', '.join(TYPES)}")
+    name = choice(parameters.pop("type"), "compression", "type", TYPES)
     if name == "none" and parameters:
         raise ValueError(f"compression 'none' takes no parameters, got {', '.join(map(repr, parameters))}")
     if name == "none":

@@ -24,6 +24,7 @@ A push goes one way:
 
 from . import _portable as _portable  # registers how a store is saved
 from ._create import (
+    KINDS as KINDS,
     create as create,
     init as init,
     set_gradient_compression as set_gradient_compression,

@@ -37,7 +37,11 @@ CELLS = [
     options = dict(test_data=examples, apply_fn=jp.models.lenet.apply, batch_size=64)
     state, history = jp.train.fit(state, step, examples, epochs=2, **options)
     """,
-    "state, history = jp.train.fit(state, step, examples, epochs=2, progress='plot', **options)",
+    """
+    plot = jp.train.LivePlot()
+    live = dict(callbacks=plot, on_step=plot.on_step, progress=False)
+    state, history = jp.train.fit(state, step, examples, epochs=2, **live, **options)
+    """,
     "history",
     "jp.train.plot_history(history)",
     "jp.viz.plot_network(jp.models.lenet.apply, params, jax.ShapeDtypeStruct((64, 28, 28, 1), jnp.float32))",

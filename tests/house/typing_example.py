@@ -92,6 +92,8 @@ def training(folder: Path) -> None:
     assert_type(history, History)
     assert_type(jp.train.evaluate(state, apply, test, batch_size=256), dict[str, float])
     assert_type(jp.train.confusion_matrix(state, apply, test), np.ndarray)
+    plot = jp.train.LivePlot()
+    jp.train.fit(state, step, train, epochs=1, batch_size=256, callbacks=[plot], on_step=plot.on_step)
     jp.checkpoint.save(folder / "state", state)
     assert_type(jp.checkpoint.restore(folder / "state", state), TrainState)
     assert_type(jp.checkpoint.latest(folder), Path | None)

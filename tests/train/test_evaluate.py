@@ -84,7 +84,7 @@ def test_a_logit_that_is_not_finite_in_the_padding_does_no_harm():
 
 @pytest.mark.parametrize("batch_size", [0, -3])
 def test_errors(batch_size):
-    with pytest.raises(ValueError, match="needs examples and a batch_size >= 1"):
+    with pytest.raises(ValueError, match="evaluate: batch_size must be an int of 1 or more, got "):
         train.evaluate(PARAMS, apply, SET, batch_size=batch_size)
-    with pytest.raises(ValueError, match="needs examples"):
+    with pytest.raises(ValueError, match="evaluate: expected examples, got an empty data set"):
         train.evaluate(PARAMS, apply, data.Dataset(SET.images[:0], SET.labels[:0]), batch_size=4)

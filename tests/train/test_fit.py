@@ -48,7 +48,7 @@ def test_the_history_and_the_metrics_file(tmp_path):
         seen.append((int(state.step), record["epoch"], record["test_accuracy"]))
 
     path = tmp_path / "new" / "metrics.jsonl"
-    state, history = run(test_data=TEST, apply_fn=apply, metrics_file=path, callback=callback)
+    state, history = run(test_data=TEST, apply_fn=apply, metrics_file=path, callbacks=callback)
     assert int(state.step) == 6  # 50 examples make 3 whole batches of 16
     assert [set(record) for record in history] == [FIELDS] * 2
     assert [record["epoch"] for record in history] == [1, 2]
@@ -114,7 +114,7 @@ def test_plain_lines_where_there_is_no_terminal(capsys):
 
 
 def test_a_bar_in_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr("jaxpar.train._fit.progress._interactive", lambda: True)
+    monkeypatch.setattr("jaxpar.train._fit.progress.is_interactive", lambda: True)
     run(progress=True, epochs=1)
     out = capsys.readouterr().out
     assert "epoch 1/1" in out
@@ -137,15 +137,28 @@ def test_a_failing_step_leaves_no_bar_behind():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"epochs": 0}, ValueError, "epochs must be 1 or more, got 0"),
-        ({"batch_size": 0}, ValueError, "batch_size must be 1 or more, got 0"),
+        ({"epochs": 0}, ValueError, "fit: epochs must be an int of 1 or more, got 0"),
+        ({"epochs": 2.0}, TypeError, "fit: epochs must be an int of 1 or more, got 2.0"),
+        ({"batch_size": 0}, ValueError, "batch_size must be an int of 1 or more, got 0"),
         ({"batch_size": 64}, ValueError, "50 examples make no whole batch of 64"),
         ({"batch_size": 5}, ValueError, "a batch of 5 cannot be divided by 2 devices; use a batch of 4 or 6"),
         ({"test_data": TEST}, ValueError, "both test_data and apply_fn"),
         ({"apply_fn": apply}, ValueError, "both test_data and apply_fn"),
-        ({"keep": 0}, ValueError, "keep must be 1 or more"),
-        ({"checkpoint_every": 0}, ValueError, "checkpoint_every must be 1 or more"),
+        ({"keep": 0}, ValueError, "keep must be an int of 1 or more, got 0"),
+        ({"checkpoint_every": 0}, ValueError, "checkpoint_every must be an int of 1 or more"),
         ({"resume": "yes"}, ValueError, "resume must be 'auto', True or False, got 'yes'"),
+        ({"progress": "plot"}, ValueError, r"progress='plot' is now a callback: plot = train.LivePlot\(\)"),
+        ({"progress": "bar"}, ValueError, "progress must be True or False, got 'bar'"),
+        ({"callback": print}, TypeError, "fit: unknown argument callback=; callbacks= takes a function or a sequence"),
+        ({"checkpoints_dir": "c"}, TypeError, r"unknown argument checkpoints_dir=; did you mean checkpoint_dir\?"),
+        ({"callbacks": 3}, TypeError, r"a callback must be a function of \(state, record\).*got int"),
+        ({"on_step": 3}, TypeError, r"on_step must be a function of \(step, metrics\), got 3"),
+        (
+            {"steps_per_execution": 0},
+            ValueError,
+            "steps_per_execution must be an int of 1 or more, got 0; or say 'auto'",
+        ),
+        ({"state": {}}, TypeError, "fit: expected a state, train.create_state"),
     ],
 )
 def test_errors(options, error, message):
@@ -184,7 +197,7 @@ def test_a_callback_that_returns_true_ends_the_training(true, tmp_path):
 def test_a_callback_that_returns_something_else_does_not():
     state, _ = run(epochs=3, callbacks=lambda state, record: [1, "yes", np.ones(2)][record["epoch"] - 1])
     assert int(state.step) == 9
-    with pytest.raises(TypeError, match=r"a callback must be a function of \(state, record\), got str"):
+    with pytest.raises(TypeError, match=r"a callback must be a function of \(state, record\), .*; got str"):
         run(callbacks=["a"])
 
 
@@ -275,7 +288,7 @@ class Handle:
         self.shown.append(content)
 
 
-def test_a_live_picture_in_a_notebook(monkeypatch, capsys):
+def test_a_live_plot_in_a_notebook(monkeypatch, capsys):
     shown = []
 
     def display(content, raw, display_id):
@@ -285,26 +298,49 @@ def test_a_live_picture_in_a_notebook(monkeypatch, capsys):
         return Handle(shown)
 
     monkeypatch.setattr("IPython.display.display", display)
-    monkeypatch.setattr("jaxpar.train._fit.progress.in_notebook", lambda: True)
+    monkeypatch.setattr("jaxpar.train._fit.live_plot.in_notebook", lambda: True)
     monkeypatch.setattr("jaxpar.train._fit.live_plot._EVERY", 0.0)
     monkeypatch.setattr("jaxpar.train._fit.live_plot._SHARE", 1e9)
-    _, history = run(progress="plot", test_data=TEST, apply_fn=apply)
-    assert len(shown) >= 6
+    plot = train.LivePlot()
+    _, history = run(callbacks=[plot], on_step=plot.on_step, epochs=1, test_data=TEST, apply_fn=apply)
+    assert len(shown) == 4  # three steps and the epoch
     assert all(content["image/png"][:4] == b"\x89PNG" for content in shown)
-    assert shown[-1]["text/plain"] == line(history[-1], 2)
+    assert shown[0]["text/plain"].startswith("step 1  loss 1.")
+    assert shown[-1]["text/plain"] == line(history[-1])
+    assert [[row.get_label() for row in axes.get_lines()] for axes in plot._axes] == [
+        ["train", "test", "step"],
+        ["train", "test"],
+    ]
     assert capsys.readouterr().out == ""
     shown.clear()
     monkeypatch.setattr("jaxpar.train._fit.live_plot._EVERY", 1000.0)
-    run(progress="plot")
+    run(callbacks=plot, on_step=plot.on_step)
     assert len(shown) == 2  # at the start and at the end
-    assert shown[-1]["text/plain"].startswith("epoch 2/2")
+    assert shown[-1]["text/plain"].startswith("epoch 2  loss")
 
 
-def test_a_live_picture_elsewhere_is_lines(capsys):
-    _, history = run(progress="plot")
+def test_a_live_plot_elsewhere_draws_nothing(capsys, monkeypatch):
+    monkeypatch.setattr("jaxpar.train._fit.live_plot.LivePlot._plot", lambda self: pytest.fail("it draws"))
+    _, history = run(callbacks=train.LivePlot(), progress=True)
     assert capsys.readouterr().out.splitlines() == [line(record, 2) for record in history]
-    with pytest.raises(ValueError, match="progress must be True, False or 'plot', got 'bar'"):
-        run(progress="bar")
+
+
+def test_callbacks_end_with_the_run():
+    class Last:
+        def __call__(self, state, record):
+            if record["epoch"] == 2:
+                raise RuntimeError("mine")
+
+        def on_end(self, history):
+            self.history = list(history)
+
+    last = Last()
+    _, history = run(epochs=1, callbacks=[last])
+    assert last.history == history
+    with pytest.raises(RuntimeError, match="mine") as raised:
+        run(epochs=3, callbacks=[last])
+    assert last.history == raised.value.history
+    assert len(last.history) == 2
 
 
 def test_a_state_shows_what_it_carries():

@@ -107,7 +107,7 @@ def test_the_caller_decides(monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(KeyboardInterrupt, match="fit: interrupted"):
         run(state, epochs=4, on_step=at(15, signal.SIGINT), on_interrupt="raise")
-    with pytest.raises(ValueError, match="on_interrupt must be 'auto', 'return' or 'raise', got 'never'"):
+    with pytest.raises(ValueError, match="fit: unknown on_interrupt 'never'; known are auto, return, raise"):
         run(start(), epochs=1, on_interrupt="never")
 
 
@@ -128,7 +128,7 @@ def test_a_second_ctrl_c_stops_at_once():
 
 @pytest.mark.usefixtures("handlers")
 def test_an_interrupt_that_must_wait_is_confirmed(capsys, monkeypatch):
-    monkeypatch.setattr(interrupt, "_NOTE_AFTER", 0.05)
+    monkeypatch.setattr(interrupt, "_CONFIRM_AFTER", 0.05)
 
     def on_step(step, metrics):
         if step == 1:
@@ -177,7 +177,7 @@ def test_another_thread_trains_too():
 def test_a_state_that_was_given_away(tmp_path, whole):
     state = start()
     run(state, epochs=1)
-    text = "this state was given away to an earlier step; use the one it returned"
+    text = "this state was donated to an earlier step; use the one that it returned"
     with pytest.raises(ValueError, match=text):
         run(state, epochs=1)
     state = start()

@@ -60,7 +60,7 @@ def test_the_most_certain_ones():
     np.testing.assert_array_equal(few.indices, wrong.indices[:3])
     assert repr(few) == "Mistakes(3 of 37 examples)"
     assert few._repr_html_().count("<tr>") == 4
-    assert "more</p>" not in few._repr_html_()
+    assert "more" not in few._repr_html_()
     assert f"... and {len(wrong) - 10} more" in wrong._repr_html_()
 
 
@@ -68,10 +68,56 @@ def test_the_most_certain_ones():
 def test_errors(call):
     with pytest.raises(ValueError, match="the model has 4 classes, the labels run from 0 to 4"):
         call(PARAMS, apply, data.Dataset(SET.images[:5], np.arange(5)))
-    with pytest.raises(ValueError, match=r"a label an example, an int; got logits \(5, 4\), labels float64 \(5,\)"):
+    with pytest.raises(TypeError, match=rf"{call.__name__}: labels must be integers of shape \(n,\)"):
         call(PARAMS, apply, data.Dataset(SET.images[:5], np.arange(5.0)))
-    with pytest.raises(ValueError, match="needs examples and a batch_size >= 1, got 37 and 0"):
+    with pytest.raises(ValueError, match=r"needs logits of shape \(n, classes\), got float32\[37\]"):
+        call(PARAMS, lambda params, images: images.sum(1), SET)
+    with pytest.raises(ValueError, match="batch_size must be an int of 1 or more, got 0"):
         call(PARAMS, apply, SET, batch_size=0)
+    with pytest.raises(TypeError, match=r"expected a data\.Dataset"):
+        call(PARAMS, apply, SET.images)
+
+
+@pytest.mark.parametrize(("kind", "count"), [(None, 1), ("device", 2), ("sharded", 3)])
+def test_the_outputs_of_every_example(kind, count):
+    def outputs(params, inputs):
+        return {"logits": inputs["x"] @ params["w"], "bytes": (inputs["i"] % 5).astype(jnp.uint8)}
+
+    state = PARAMS if kind is None else state_on(kind, count)
+    inputs = {"x": SET.images.astype(np.float32), "i": np.arange(37)}
+    got = train.predict(state, outputs, inputs, batch_size=10)
+    np.testing.assert_array_equal(got["bytes"], np.arange(37) % 5)
+    assert got["bytes"].dtype == np.uint8
+    np.testing.assert_allclose(got["logits"], inputs["x"] @ PARAMS["w"], rtol=1e-4)
+    of_images = train.predict(state, apply, SET, batch_size=64)
+    np.testing.assert_allclose(of_images * 255, got["logits"], rtol=1e-4)
+    np.testing.assert_array_equal(of_images, train.predict(state, apply, data.as_source(SET), batch_size=64))
+
+
+def test_a_model_with_a_state_of_its_own():
+    def shifted(params, images, model_state):
+        return apply(params, images) + model_state["shift"][None]
+
+    shift = np.array([0, 0, 0, 9], np.float32)
+    store = kv.from_params(PARAMS, optimizer=optax.sgd(0.1))
+    state = train.create_state(store, 0, devices=jax.devices()[:2], model_state={"shift": jnp.asarray(shift)})
+    logits = train.predict(state, shifted, SET, batch_size=16)
+    np.testing.assert_allclose(logits, SET.images / 255 @ PARAMS["w"] + shift, rtol=1e-4, atol=1e-5)
+    matrix = train.confusion_matrix(state, shifted, SET, batch_size=16)
+    assert matrix.sum(0).tolist() == np.bincount(logits.argmax(1), minlength=4).tolist()
+    wrong = train.mistakes(state, shifted, SET, batch_size=16)
+    assert len(wrong) == 37 - matrix.trace()
+    accuracy = train.evaluate(state, shifted, SET, batch_size=16)["accuracy"]
+    assert matrix.trace() / matrix.sum() == pytest.approx(accuracy)
+
+
+def test_what_predict_refuses():
+    with pytest.raises(ValueError, match=r"one row per example; got shape \(4,\) for a batch of 10"):
+        train.predict(PARAMS, lambda params, images: apply(params, images).sum(0), SET, batch_size=10)
+    with pytest.raises(TypeError, match="got ArraySource, which may leave out the last examples; give the arrays"):
+        train.predict(PARAMS, apply, data.from_arrays({"x": SET.images}), batch_size=10)
+    with pytest.raises(ValueError, match="predict: expected examples, got empty arrays"):
+        train.predict(PARAMS, apply, SET.images[:0], batch_size=10)
 
 
 def test_the_picture_of_a_confusion_matrix(tmp_path):

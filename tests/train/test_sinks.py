@@ -1,6 +1,5 @@
-"""Where records go: JSON lines, CSV, TensorBoard, pandas; once each, also after a crash."""
+"""Records in JSON lines, TensorBoard and pandas: each epoch once, after a crash too."""
 
-import csv
 import json
 import math
 import os
@@ -54,11 +53,6 @@ def lines(path):
     return [json.loads(text, parse_constant=refuse) for text in path.read_text().splitlines()]
 
 
-def rows(path):
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_json_lines(tmp_path):
     path = tmp_path / "new" / "metrics.jsonl"
     _, history = run(callbacks=train.to_jsonl(path))
@@ -88,26 +82,11 @@ def test_the_metrics_file_is_strict_too(tmp_path):
     assert lines(tmp_path / "m.jsonl")[0]["loss"] == "NaN"
 
 
-def test_csv(tmp_path):
-    path = tmp_path / "metrics.csv"
-    _, history = run(callbacks=[train.to_csv(path)])
-    assert [list(row) for row in rows(path)] == [list(record) for record in history]
-    assert [float(row["test_accuracy"]) for row in rows(path)] == [r["test_accuracy"] for r in history]
-    more = train.to_csv(path)
-    more(at(9), {"epoch": 3, "loss": math.nan, "new, name": 'a "b"', "accuracy": None})
-    assert [row["new, name"] for row in rows(path)] == ["", "", 'a "b"']
-    assert (rows(path)[2]["loss"], rows(path)[2]["accuracy"]) == ("nan", "")
-    assert rows(path)[0]["images_per_second"] == str(history[0]["images_per_second"])
-    more(at(12), {"epoch": 4, "loss": 1.0})
-    assert [row["step"] for row in rows(path)] == ["3", "6", "9", "12"]
-
-
-@pytest.mark.parametrize(("sink", "read"), [(train.to_jsonl, lines), (train.to_csv, rows)], ids=["jsonl", "csv"])
-def test_a_run_that_goes_on_has_each_epoch_once(tmp_path, sink, read):
+def test_a_run_that_goes_on_has_each_epoch_once(tmp_path):
     path = tmp_path / "metrics"
 
     def steps():
-        return [int(r["step"]) for r in read(path)]
+        return [int(r["step"]) for r in lines(path)]
 
     def crash(state, record):
         if record["epoch"] == 2:
@@ -115,52 +94,52 @@ def test_a_run_that_goes_on_has_each_epoch_once(tmp_path, sink, read):
 
     # The crash comes before the second checkpoint, so that the second epoch is made and written twice.
     with pytest.raises(RuntimeError, match="crash"):
-        run(epochs=3, callbacks=[sink(path), crash])
+        run(epochs=3, callbacks=[train.to_jsonl(path), crash])
     assert steps() == [3, 6]
-    _, history = run(epochs=3, checkpoint_dir=tmp_path / "c", callbacks=sink(path))
+    _, history = run(epochs=3, checkpoint_dir=tmp_path / "c", callbacks=train.to_jsonl(path))
     assert steps() == [3, 6, 9]
     with open(path, "a") as file:
         file.write("9, torn")  # the process was killed while it wrote
-    _, history = run(epochs=5, checkpoint_dir=tmp_path / "c", callbacks=sink(path))
+    _, history = run(epochs=5, checkpoint_dir=tmp_path / "c", callbacks=train.to_jsonl(path))
     assert steps() == [3, 6, 9, 12, 15]
-    assert [float(r["loss"]) for r in read(path)] == [r["loss"] for r in history]
-    run(epochs=1, callbacks=sink(path))  # another run into the same file
+    assert [float(r["loss"]) for r in lines(path)] == [r["loss"] for r in history]
+    run(epochs=1, callbacks=train.to_jsonl(path))  # another run into the same file
     assert steps() == [3]
     state, _ = run(epochs=1)
-    run(state, epochs=1, callbacks=sink(path))  # and one that goes on from a state
+    run(state, epochs=1, callbacks=train.to_jsonl(path))  # and one that goes on from a state
     assert steps() == [3, 6]
 
 
-@pytest.mark.parametrize("sink", [train.to_jsonl, train.to_csv], ids=["jsonl", "csv"])
-def test_a_file_of_something_else_is_left_alone(tmp_path, sink):
+def test_a_file_of_something_else_is_left_alone(tmp_path):
     path = tmp_path / "thesis.txt"
     path.write_text("all my work\nand more\n")
-    with pytest.raises(ValueError, match=r"thesis.txt holds something else than records with a step"):
-        sink(path)(at(3), {"loss": 1.0})
+    with pytest.raises(
+        ValueError, match=r"thesis.txt holds something else than JSON lines of records with a step"
+    ):
+        train.to_jsonl(path)(at(3), {"loss": 1.0})
     assert path.read_text() == "all my work\nand more\n"
 
 
 def test_metrics_of_steps(tmp_path):
     seen = []
-    sinks = [train.to_jsonl(tmp_path / "steps.jsonl"), train.to_csv(tmp_path / "steps.csv")]
+    sink = train.to_jsonl(tmp_path / "steps.jsonl")
 
     def on_step(step, metrics):
         seen.append((step, metrics))
-        for sink in sinks:
-            sink.on_step(step, metrics)
+        sink.on_step(step, metrics)
 
     _, history = run(on_step=on_step)
     assert [step for step, _ in seen] == [1, 2, 3, 4, 5, 6]
     assert {type(v) for _, metrics in seen for v in metrics.values()} == {float}
     assert np.mean([m["loss"] for _, m in seen[:3]]) == pytest.approx(history[0]["loss"], rel=1e-6)
     assert lines(tmp_path / "steps.jsonl") == [{"step": step, **metrics} for step, metrics in seen]
-    assert [float(r["accuracy"]) for r in rows(tmp_path / "steps.csv")] == [m["accuracy"] for _, m in seen]
 
 
 def scalars(directory):
     """What TensorBoard's own reader finds: {tag: [(step, value)]}"""
-    module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    found = module.EventAccumulator(str(directory)).Reload()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(directory)).Reload()
     return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
@@ -186,16 +165,30 @@ def test_tensorboard(tmp_path):
     [
         ("pandas", lambda: train.to_pandas([])),
         ("matplotlib.figure", lambda: train.plot_history([{"epoch": 1, "loss": 1.0}])),
+        ("tensorboard.summary.writer.record_writer", lambda: train.to_tensorboard("runs")),
     ],
-    ids=["pandas", "matplotlib"],
+    ids=["pandas", "matplotlib", "tensorboard"],
 )
 def test_what_is_not_installed(monkeypatch, module, call):
     from jaxpar._core import figures
 
-    figures._kind.cache_clear()
+    figures._figure_type.cache_clear()
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ModuleNotFoundError, match=f"pip install {module.split('.')[0]}"):
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install '?(jaxpar\[)?{module.split('.')[0]}"):
         call()
+    assert not os.path.exists("runs")
+
+
+def test_tensorboard_on_a_full_disk_keeps_whole_records(tmp_path, full_disk):
+    board = train.to_tensorboard(tmp_path)
+    board(at(3), {"epoch": 1, "loss": 1.0})
+    (file,) = tmp_path.iterdir()
+    full_disk(file.stat().st_size + 3)
+    with pytest.raises(OSError, match=r"metrics cannot be written to .*File too large"):
+        board(at(6), {"epoch": 2, "loss": 0.5})
+    full_disk(10**6)
+    board(at(6), {"epoch": 2, "loss": 0.25})
+    assert scalars(tmp_path) == {"train/loss": [(3, 1.0), (6, 0.25)]}
 
 
 def test_the_command_line(tmp_path, monkeypatch, capsys):
@@ -213,6 +206,9 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     assert found["test/accuracy"] == [(2, pytest.approx(record["test_accuracy"]))]
     assert [step for step, _ in found["step/loss"]] == [1, 2]
     assert list(places["profile-dir"].rglob("*.xplane.pb"))
+    with pytest.raises(SystemExit):
+        main(["train", "--metrics-file=m.csv"])
+    assert "m.csv gets JSON lines; name it .jsonl" in capsys.readouterr().err
 
 
 def test_pandas():
@@ -249,10 +245,9 @@ def full_disk():
     signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.parametrize("sink", [train.to_jsonl, train.to_csv], ids=["jsonl", "csv"])
-def test_a_disk_that_fills_up_keeps_what_is_there(tmp_path, full_disk, sink):
+def test_a_disk_that_fills_up_keeps_what_is_there(tmp_path, full_disk):
     path = tmp_path / "metrics"
-    one = sink(path)
+    one = train.to_jsonl(path)
     one(at(3), {"epoch": 1, "loss": 1.0})
     before = path.read_bytes()
     full_disk(len(before) + 3)
@@ -309,11 +304,3 @@ def test_a_full_disk_under_the_checkpoints(tmp_path, monkeypatch):
     monkeypatch.undo()
     state, _ = run(epochs=3, checkpoint_dir=tmp_path)
     np.testing.assert_array_equal(state.params["w"], raised.value.state.params["w"])
-
-
-def test_event_files_have_the_published_checksum():
-    from jaxpar.train._fit import event_file
-
-    crc = 0xE3069283  # of "123456789", the check value of CRC-32C
-    masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-    assert event_file._checksum(b"123456789") == masked.to_bytes(4, "little")

@@ -1,4 +1,4 @@
-"""Compiled programs kept on disk, so that the next run starts at once."""
+"""Compiled programs on disk, so that the next run need not compile them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import jax
 
 
 def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Path | None:
-    """Keeps what XLA compiles in a directory, by jax's own persistent compilation cache, from now on.
+    """Keep what XLA compiles in a directory, by jax's own persistent compilation cache.
 
-    The first step of a run then loads its program where an earlier run compiled the same one; jax tells programs
-    apart by their text, versions, options and devices. In a notebook call it in the first cell; `python -m jaxpar
-    train` calls it, but for several emulated devices on a jax before 0.12: a program that begins at once can hang there
-    (see `_settle.py`), which was seen with a program of the user's own, started while its inputs were being computed.
+    The first step of a run then loads its program if an earlier run compiled the same one. jax compares the text of
+    programs, versions, options and devices. In a notebook call it in the first cell. `python -m jaxpar train` calls it,
+    except for several emulated devices with a jax before 0.12: a program of the user's own that starts at once can hang
+    there, see `jaxpar._devices.emulated`.
 
     Args:
-        directory: None takes `jaxpar/<a name for this kind of processor>` in the user's cache directory
-            ($XDG_CACHE_HOME or ~/.cache): a program for one processor must not be run on another, and a home may be
-            shared by several machines.
+        directory: where. None: `jaxpar/<a name for this kind of processor>` in the user's cache directory
+            ($XDG_CACHE_HOME or ~/.cache). A program for one processor must not run on another, and several machines may
+            share a home.
 
     Returns:
-        The directory. Where `jax_compilation_cache_dir` is set already, that one, and nothing is changed; None where
-        no directory was given and there is no safe place: none that can be made, or not the user's own.
+        The directory. If `jax_compilation_cache_dir` is set already, that one, and nothing changes. None if no
+        directory was given and there is no safe place: none can be made, or it is not the user's own.
 
     Raises:
-        OSError: a directory that was given cannot be made.
+        OSError: the given directory cannot be made.
 
     Example:
         >>> import tempfile
@@ -54,7 +54,7 @@ def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Pa
 
 
 def _own_directory() -> Path | None:
-    """The default, where nobody else can put programs for us to run."""
+    """The default directory, if nobody else can write programs into it."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         chosen = Path(base, "jaxpar", _processor())
@@ -67,7 +67,7 @@ def _own_directory() -> Path | None:
 
 
 def _processor() -> str:
-    """A name for this kind of processor: what it is called, and what it can do."""
+    """A name for this kind of processor, of its model and its features."""
     words = [platform.machine(), platform.processor()]
     try:
         with open("/proc/cpuinfo") as lines:

@@ -1,32 +1,26 @@
-"""The training loop as people call it: epochs of steps, with progress, metrics, callbacks and checkpoints."""
+"""The training loop: epochs of steps, with progress, metrics, callbacks and checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import jax
-import numpy as np
 
-from ... import data, distributed
-from ..._devices import processes
+from ... import data
 from ..._devices.donation import is_donated
-from ...updaters import assign
 from .._step.nonfinite import NonFiniteError
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
 from . import interrupt
-from .evaluate import evaluate
-from .history import History
-from .loop import Loop, OnStep, Record
-from .metrics_files import to_jsonl
-from .profile import Profile, Trace
-from .progress import Progress
+from .callbacks import Callback, OnStep, collect_callbacks
+from .history import History, Record
+from .loop import Loop
+from .profile import Profile
 from .resume import RunCheckpoints
-
-Callback = Callable[[TrainState, Record], Any]
+from .run import plan_run, refuse_unknown
 
 
 def fit(
@@ -35,87 +29,84 @@ def fit(
     train_data: data.Dataset | data.Source | Iterable[Any],
     *,
     test_data: data.Dataset | None = None,
-    apply_fn: Callable[[Any, jax.Array], jax.Array] | None = None,
+    apply_fn: Callable[..., jax.Array] | None = None,
     epochs: int,
     batch_size: int,
-    progress: bool | Literal["plot"] = True,
+    progress: bool = True,
     checkpoint_dir: str | os.PathLike[str] | None = None,
     resume: bool | Literal["auto"] = "auto",
     checkpoint_every: int | None = None,
     keep: int = 3,
     metrics_file: str | os.PathLike[str] | None = None,
-    callback: Callback | Sequence[Callback] = (),
     callbacks: Callback | Sequence[Callback] = (),
     on_step: OnStep | None = None,
     profile: Profile | None = None,
     steps_per_execution: int | Literal["auto"] = "auto",
     on_interrupt: Literal["auto", "return", "raise"] = "auto",
+    **unknown: Never,
 ) -> tuple[TrainState, History]:
-    """Trains for some epochs.
+    """Train for some epochs.
 
-    The order of the examples follows from `state.rng` and the number of the step alone, so a run that is
-    resumed goes on as if it had never stopped, and the number of devices does not change it. The host feeds the
-    devices a few steps ahead and never waits for the step it has just begun.
+    The order of the examples depends on `state.rng` and the number of the step only. So a resumed run goes on as if it
+    had never stopped, and the number of devices does not change the order. The host starts a few steps ahead of the
+    devices.
 
-    Ctrl-C, a notebook's interrupt and SIGTERM let the steps that are under way finish; with `checkpoint_dir` the
-    state after it is saved, and the same call goes on from there, to the epoch it was going to. A second one
-    stops at once, without that. Of several processes all stop after the same step, whichever got the signal; signals
-    are left alone in threads other than the main one.
+    Ctrl-C, a notebook's interrupt and SIGTERM let the steps under way finish. With `checkpoint_dir` the state after
+    them is saved, and the same call goes on from there, to the same last epoch. A second signal stops at once and saves
+    nothing. Several processes stop after the same step, whichever got the signal. In threads other than the main one,
+    signals are not handled.
 
     Args:
-        state: from `create_state`; its memory is given to the new states, so go on with the one returned.
+        state: from `create_state`. It is donated: go on with the state that is returned.
         step: from `make_train_step`.
-        train_data: a `data.Dataset`; the examples that fill no whole batch at the end of an epoch are left out. Or
-            what `data.from_arrays` or `data.from_iterable` makes; anything else is given to the latter.
-        test_data: where given, with `apply_fn`, evaluated after each epoch.
+        train_data: a `data.Dataset`, the result of `data.from_arrays` or `data.from_iterable`, or anything that the
+            latter takes. Examples that fill no whole batch at the end of an epoch are left out.
+        test_data: evaluated after each epoch, with `apply_fn`.
         apply_fn: as in `evaluate`.
-        epochs: how many, from the step at which `state` is.
-        batch_size: examples in a global batch.
-        progress: a tqdm bar in a terminal or a notebook, and a line for each epoch. "plot": a picture of the
-            losses in a notebook, drawn anew about once a second (elsewhere the same as True). False: nothing.
-        checkpoint_dir: where to keep checkpoints, by orbax; one after each epoch.
-        resume: "auto" goes on from the latest checkpoint in `checkpoint_dir` if it is further than `state`, or
-            of the run that was interrupted there; False ignores it; True insists on one.
-        checkpoint_every: a checkpoint after so many steps too.
+        epochs: how many, from the step of `state`.
+        batch_size: examples in a batch, over all devices.
+        progress: show a tqdm bar in a terminal or a notebook, and a line for each epoch.
+        checkpoint_dir: where checkpoints are saved, one after each epoch.
+        resume: "auto" goes on from the latest checkpoint in `checkpoint_dir` if it is after `state`, or of the run
+            that was interrupted at it. False ignores it. True requires one.
+        checkpoint_every: also save a checkpoint each time after this many steps.
         keep: how many of the latest checkpoints stay.
-        metrics_file: a file that gets the history as JSON lines, one after each epoch, as by `to_jsonl`; written
-            anew.
-        callbacks: a function or several, each called as `callback(state, record)` after an epoch, when it is
-            evaluated; one that returns True ends the training. Do not keep the state, the next step takes it.
-        callback: the same.
-        on_step: `on_step(step, metrics)` for each step, in order, with its metrics as floats; `step` counts from
-            1 as `state.step` does. It is called up to sixteen steps late, so that nothing waits for it.
-        profile: a directory for a trace of five steps, from the eleventh of this call on, by jax's profiler; or
+        metrics_file: a file for the history as JSON lines, as by `to_jsonl`. It holds this run only.
+        callbacks: one or several functions `callback(state, record)`, called after an epoch and its evaluation. One
+            that returns True ends the training. Do not keep the state: the next step takes its memory. A callback
+            with a method `on_end(history)` gets that call when `fit` ends.
+        on_step: `on_step(step, metrics)`, called for each step in order, with its metrics as floats. `step` counts from
+            1. The call comes up to sixteen steps late, so that nothing waits for it.
+        profile: a directory for a trace of five steps, from the eleventh of this call on, by jax's profiler. Or
             (directory, first_step, num_steps).
-        steps_per_execution: how many steps the host starts at once, by `step.many`, which helps where a step is short;
-            Ctrl-C waits for them. More than 1 needs a `data.Dataset` with room on the devices, and a
-            single process. An epoch, `checkpoint_every` and a profile cut them shorter, so nothing else is different.
-            "auto" is up to eight on CPUs, no more than take a fifth of a second; 1 on GPUs and TPUs, for a step with
+        steps_per_execution: how many steps one compiled program makes, by `step.many`. It helps where steps are short.
+            Ctrl-C waits for them. More than 1 needs a `data.Dataset` that the devices have room for, and a single
+            process. An epoch, `checkpoint_every` and a profile cut programs shorter, so nothing else changes. "auto" is
+            up to eight on CPUs, no more than take a fifth of a second. It is 1 on GPUs and TPUs, for a step with
             convolutions of XLA's (see `many`), and where more is not possible.
-        on_interrupt: what Ctrl-C does in the end. "return": `fit` returns the state and the history so far.
-            "raise": it raises a KeyboardInterrupt with both as attributes `state` and `history`. "auto": return
-            in a notebook or at a prompt, raise in a script.
+        on_interrupt: how `fit` ends after Ctrl-C. "return": by the state and the history so far. "raise": by a
+            KeyboardInterrupt with both as attributes `state` and `history`. "auto": return in a notebook or at a
+            prompt, raise in a script.
 
     Returns:
-        (the trained state, a list with a dict for each epoch: `epoch` from 1, the `step` at its end, mean `loss`
-        and whatever else the step reports, `accuracy` (None where it reports none), `test_loss` and
-        `test_accuracy` (None without test data), `seconds` of training and `images_per_second`). A resumed run
-        has the earlier epochs in it. `skipped`, of a step that may leave updates out, is how many it left out,
-        and the means are of the others. An epoch that was interrupted comes last, with `interrupted` True and the
-        means over the steps that it had.
+        (the trained state, a list with a dict for each epoch). A dict has `epoch` from 1, the `step` at its end, mean
+        `loss` and whatever else the step reports, `accuracy` (None if it reports none), `test_loss` and `test_accuracy`
+        (None without test data), `seconds` of training and `images_per_second`. A resumed run has the earlier epochs
+        too. `skipped` is how many updates a step left out that may do so. The means are of the others. An interrupted
+        epoch comes last, with `interrupted` True and means over the steps that it had.
 
     Raises:
-        ValueError: a data set without one whole batch, numbers below 1, `apply_fn` without `test_data` or the
-            other way round; a state whose memory was given away; a checkpoint of another model, optimizer, batch
-            size or size of data set.
+        TypeError: an argument of another type, or one that `fit` does not have.
+        ValueError: a data set without one whole batch, numbers below 1, only one of `apply_fn` and `test_data`, a
+            donated state, a checkpoint of another model, optimizer, batch size or size of data set.
         RuntimeError: one of several processes of `python -m jaxpar launch` that has not joined the others.
         FileNotFoundError: `resume=True` and no checkpoint.
-        NonFiniteError: a `FloatingPointError`: a step with `nonfinite="stop"` met a NaN or infinite loss or gradient;
-            it names the step and the keys, and its `state`, which is saved too, is the one before that step.
-        OSError: a checkpoint or metrics that cannot be written; the earlier ones stay.
+        NonFiniteError: a `FloatingPointError`: a step with `nonfinite="stop"` met a NaN or infinite loss or gradient.
+            It names the step and the keys. Its `state`, which is saved too, is the one before that step.
+        OSError: a checkpoint or metrics that cannot be written. The earlier ones stay.
         KeyboardInterrupt: after Ctrl-C, see `on_interrupt`. SystemExit(143): after SIGTERM.
-        An exception that comes out of the run itself has `state` and `history` up to the last step as attributes,
-        unless that step took the state with it.
+        An exception from the run itself has `state` and `history` up to the last step as attributes, unless that step
+        took the state with it.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optax
@@ -129,175 +120,82 @@ def fit(
         >>> [round(record["loss"], 2) for record in history]
         [1.0, 0.36]
     """
-    distributed.check_joined("fit", "each would train a model of its own", launched=True)
-    _check_updater(state)
-    train_data = data.as_source(train_data)
-    _check(train_data, test_data, apply_fn, epochs, batch_size, keep, checkpoint_every, resume)
-    _check_modes(progress, on_interrupt)
-    saves = RunCheckpoints(checkpoint_dir, keep, checkpoint_every, batch_size, train_data.examples(batch_size))
-    state, past = saves.resumed(state, resume, step)
-    history = History(past.history)
-    told = _callbacks(callback, callbacks)
-    began = int(state.step)
-    steps = data.num_batches(train_data.examples(batch_size), batch_size)
-    left = 0 if past.stopped else max(0, past.first + epochs * steps - began)
-    loop = Loop(
-        step,
-        train_data,
-        batch_size,
-        past.first,
-        left,
-        Progress(progress, epochs, steps),
-        past.under_way,
-        on_step,
-        Trace(profile, left),
-        _steps_per_program(steps_per_execution, step, train_data, state),
-        checkpoint_every if checkpoint_dir is not None else None,
-    )
-    told = [*_restarted(metrics_file, history), *told]  # now: a call that is refused leaves another run's file as it is
+    refuse_unknown(unknown, fit)
+    options: dict[str, Any] = {
+        **{"epochs": epochs, "batch_size": batch_size, "progress": progress, "profile": profile},
+        **{"test_data": test_data, "apply_fn": apply_fn, "on_interrupt": on_interrupt},
+        **{"checkpoint_dir": checkpoint_dir, "checkpoint_every": checkpoint_every},
+    }
+    called = collect_callbacks(metrics_file, callbacks, on_step)
+    run = plan_run(state, step, train_data, called, steps_per_execution=steps_per_execution, **options)
+    checkpoints = RunCheckpoints(checkpoint_dir, keep, run)
+    state, past = checkpoints.resume(state, resume)
+    loop = Loop(run, state, past)
+    called.start(loop.history)  # after all that may refuse this call, so that the file of another run stays as it is
+    number = _train(loop, checkpoints)
+    return _finish(loop, checkpoints, number)
+
+
+def _train(loop: Loop, checkpoints: RunCheckpoints) -> int | None:
+    """Make the steps. Return the number of the signal that ended the run, or None."""
     try:
         with (
             interrupt.Signals(jax.process_count() > 1) as signals,
-            contextlib.closing(saves),
-            _saved(saves, loop, history, began),
+            contextlib.closing(checkpoints),
+            _saved_if_not_finite(loop, checkpoints),
+            loop.run.callbacks.ended_with(loop.history),
+            contextlib.closing(loop.steps()) as steps,
         ):
-            made = loop.run(state)
-            for state, done in made:
-                if done is not None:
-                    _evaluated(done, state, apply_fn, test_data, batch_size)
-                    loop.progress.end(done)
-                    history.append(done)
-                stop = asked = False
-                try:
-                    stop = done is not None and _run_callbacks(told, state, done)
-                finally:  # a callback that fails costs no steps
-                    asked = signals.look(state, loop.at, done is not None)
-                    saves.save(state, loop, history, over=done is not None, stopped=stop, interrupted=asked)
-                if stop or asked:
-                    history += loop.cut()
+            for record in steps:
+                if _should_stop(loop, checkpoints, signals, record):
+                    loop.end_interrupted()
                     break
     except Exception as error:
-        _attach_state(error, state, history, loop.at > began)
+        _attach_state(error, loop)
         raise
-    if signals.asked is not None:
-        where = interrupt.where(loop.at, loop.epoch, epochs, saves.path(loop.at))
-        return interrupt.leave(signals.asked, state, history, where, on_interrupt)
-    return state, history
+    return signals.asked
 
 
-def _steps_per_program(asked: Any, step: Any, source: data.Source, state: TrainState) -> int | Literal["auto"]:
-    """How many steps the host starts at once."""
-    if asked != "auto" and (isinstance(asked, bool) or not isinstance(asked, int | np.integer) or asked < 1):
-        raise ValueError(f"fit: steps_per_execution must be 'auto', or an int of 1 or more, got {asked!r}")
-    if asked == 1:
-        return 1
-    reasons = {
-        "the step was not made by make_train_step": not isinstance(step, TrainStep),
-        "the training data is no data.Dataset": not isinstance(source, data.DatasetSource),
-        "there are several processes": jax.process_count() > 1,
-        "the state was not made by create_state, so its devices are not known": not state.store.devices,
-    }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    if asked == "auto":
-        return "auto" if reason is None and all(d.platform == "cpu" for d in state.store.devices or ()) else 1
-    if reason:
-        raise ValueError(f"fit: steps_per_execution is {asked}, but {reason}; say 1, or leave it out")
-    return int(asked)
+def _should_stop(loop: Loop, checkpoints: RunCheckpoints, signals: interrupt.Signals, record: Record | None) -> bool:
+    """Evaluate and call the callbacks after an epoch, save if it is due; return whether the run is to stop."""
+    stopped, over = False, record is not None
+    if record is not None:
+        loop.end_epoch(record)
+    try:
+        if record is not None:
+            stopped = loop.run.callbacks.run(loop.state, record)
+    finally:  # a callback that fails costs no steps
+        interrupted = signals.should_stop(loop.state, loop.at, over)
+        checkpoints.save(loop, epoch_over=over, stopped=stopped, interrupted=interrupted)
+    return stopped or interrupted
 
 
-def _restarted(metrics_file: Any, history: History) -> list[Callback]:
-    """The sink of the metrics file, if there is one; the file then has these records."""
-    sinks = [] if metrics_file is None else [to_jsonl(metrics_file)]
-    with processes.raise_together():
-        for sink in sinks:
-            sink.restart(history)
-    return [*sinks]
-
-
-def _callbacks(*callbacks: Any) -> list[Callback]:
-    """Whom to tell about each epoch."""
-    told: list[Callback] = [tell for given in callbacks for tell in ([given] if callable(given) else given)]
-    for tell in told:
-        if not callable(tell):
-            raise TypeError(f"fit: a callback must be a function of (state, record), got {type(tell).__name__}")
-    return told
-
-
-def _run_callbacks(told: list[Callback], state: TrainState, record: Record) -> bool:
-    """Calls the callbacks; whether one of them ends the training by returning True, of Python, NumPy or JAX.
-
-    In several processes each calls its own; where one fails all fail, and where one ends the training all end it.
-    """
-    with processes.raise_together():
-        answers = [tell(state, record) for tell in told]
-    stop = any(isinstance(a, bool | np.bool_ | jax.Array) and np.shape(a) == () and bool(a) for a in answers)
-    return not processes.all_true(not stop)
+def _finish(loop: Loop, checkpoints: RunCheckpoints, number: int | None) -> tuple[TrainState, History]:
+    """The result of `fit`, or its exception after a signal."""
+    if number is None:
+        return loop.state, loop.history
+    where = interrupt.where(loop.at, loop.number, loop.run.epochs, checkpoints.path(loop.at))
+    return interrupt.finish_interrupted(number, loop.state, loop.history, where, loop.run.on_interrupt)
 
 
 @contextlib.contextmanager
-def _saved(saves: RunCheckpoints, loop: Loop, history: History, began: int) -> Generator[None]:
-    """Where a step stops because it is not finite, the state before it is saved."""
+def _saved_if_not_finite(loop: Loop, checkpoints: RunCheckpoints) -> Generator[None]:
+    """Save the state before a step that is not finite."""
     try:
         yield
     except NonFiniteError as error:
-        loop.stopped(error.step)
-        if error.step > began:
-            saves.save(error.state, loop, history, over=False, stopped=False, interrupted=True)
+        loop.go_back(error.state, error.step)
+        if loop.at > loop.began:
+            checkpoints.save(loop, epoch_over=False, interrupted=True)
         raise
 
 
-def _attach_state(error: Exception, state: TrainState, history: History, made: bool) -> None:
-    """Leaves what was computed with an exception; the caller's own state was given to the first step."""
-    if isinstance(error, NonFiniteError):
-        state, made = error.state, True
-    if made and not is_donated(state):
-        error.state, error.history = state, history  # pyright: ignore[reportAttributeAccessIssue]
+def _attach_state(error: Exception, loop: Loop) -> None:
+    """Put the state and the history on an exception: the caller's own state was donated to the first step."""
+    made = loop.at > loop.began or isinstance(error, NonFiniteError)
+    if made and not is_donated(loop.state):
+        error.state, error.history = loop.state, loop.history  # pyright: ignore[reportAttributeAccessIssue]
         error.add_note(
-            f"fit: the state and the history up to step {int(state.step)} are the attributes `state` and `history` "
-            "of this exception; in a notebook: import sys; state = sys.last_value.state"
+            f"fit: the state and the history up to step {int(loop.state.step)} are the attributes `state` and "
+            "`history` of this exception; in a notebook: import sys; state = sys.last_value.state"
         )
-
-
-def _evaluated(record: Record, state: TrainState, apply_fn: Any, test_data: Any, batch_size: int) -> None:
-    if test_data is not None:
-        scores = evaluate(state, apply_fn, test_data, batch_size=batch_size)
-        record["test_loss"], record["test_accuracy"] = scores["loss"], scores["accuracy"]
-
-
-def _check(
-    train_data: Any,
-    test_data: Any,
-    apply_fn: Any,
-    epochs: int,
-    batch_size: int,
-    keep: int,
-    checkpoint_every: int | None,
-    resume: Any,
-) -> None:
-    for name, value in (("epochs", epochs), ("batch_size", batch_size), ("keep", keep)):
-        if value < 1:
-            raise ValueError(f"fit: {name} must be 1 or more, got {value!r}")
-    if checkpoint_every is not None and checkpoint_every < 1:
-        raise ValueError(f"fit: checkpoint_every must be 1 or more, got {checkpoint_every!r}")
-    if resume not in ("auto", True, False):
-        raise ValueError(f"fit: resume must be 'auto', True or False, got {resume!r}")
-    if (test_data is None) != (apply_fn is None):
-        raise ValueError("fit: evaluation takes both test_data and apply_fn, got only one of them")
-    examples = train_data.examples(batch_size)
-    if not data.num_batches(examples, batch_size):
-        raise ValueError(f"fit: {examples} examples make no whole batch of {batch_size}")
-
-
-def _check_updater(state: TrainState) -> None:
-    if state.store.updater is assign:
-        raise ValueError(
-            "fit: the store has no optimizer, so every step would replace the parameters by their gradients; "
-            "make it by kv.from_params(params, optimizer=optax.sgd(0.1))"
-        )
-
-
-def _check_modes(progress: Any, on_interrupt: Any) -> None:
-    if progress not in (True, False, "plot"):
-        raise ValueError(f"fit: progress must be True, False or 'plot', got {progress!r}")
-    if on_interrupt not in ("auto", "return", "raise"):
-        raise ValueError(f"fit: on_interrupt must be 'auto', 'return' or 'raise', got {on_interrupt!r}")

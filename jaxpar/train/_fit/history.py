@@ -1,47 +1,41 @@
-"""What `fit` measured, epoch by epoch: a list of dicts, a table in a notebook, a DataFrame, a picture."""
+"""What `fit` measured, epoch by epoch: a list of dicts, a table, a DataFrame, a picture."""
 
 from __future__ import annotations
 
-import html
 import math
 import os
 from collections.abc import Sequence
 from typing import Any
 
-_MOST = 40
+from ..._core.figures import figure as new_figure, saved
+from ..._core.text import Table, plural
+
+Record = dict[str, Any]
+
+_MOST = 40  # rows of the table
 
 
-class History(list[dict[str, Any]]):
-    """A list with a dict for each epoch, which a notebook shows as a table.
+class History(list[Record]):
+    """A list with a dict for each epoch. A notebook shows it as a table.
 
     >>> History([{"epoch": 1, "loss": 2.5, "accuracy": None}])._repr_html_().count("<td")
     2
     """
 
     def _repr_html_(self) -> str:
-        """Values that are None in every epoch have no column; of a long history the first and last epochs."""
+        """Only what some epoch has. A long history shows the first and the last epochs."""
         names = [
             n for n in dict.fromkeys(n for record in self for n in record) if any(r.get(n) is not None for r in self)
         ]
-        head = "".join(_cell("th", name.replace("_", " ")) for name in names)
-        rows: list[dict[str, Any] | None] = list(self)
-        if len(rows) > _MOST:
-            rows[_MOST // 4 : len(rows) - (_MOST - _MOST // 4)] = [None]
-        body = "".join("<tr>" + "".join(_cell("td", _text(n, row)) for n in names) + "</tr>" for row in rows)
-        count = f"{len(self)} epoch{'s' if len(self) != 1 else ''}"
-        return f"<div><p>{count}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        rows = [[_text(name, record.get(name)) for name in names] for record in self]
+        columns = tuple(name.replace("_", " ") for name in names)
+        table = Table(plural(len(self), "epoch"), columns, rows, _MOST, "right", first=_MOST // 4)
+        return table._repr_html_()
 
 
-def _cell(tag: str, text: str) -> str:
-    return f'<{tag} style="text-align:right;white-space:nowrap">{html.escape(text)}</{tag}>'
-
-
-def _text(name: str, record: dict[str, Any] | None) -> str:
-    value = "…" if record is None else record.get(name)
-    if value is None or isinstance(value, str):
-        return value or ""
-    if isinstance(value, bool) or not isinstance(value, float):
-        return str(value)
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
     if name == "seconds":
         return f"{value:.2f}"
     if name == "images_per_second":
@@ -49,8 +43,10 @@ def _text(name: str, record: dict[str, Any] | None) -> str:
     return f"{value:.4f}" if not value or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value) else f"{value:.3e}"
 
 
-def to_pandas(history: Sequence[dict[str, Any]]) -> Any:
-    """A history as a `pandas.DataFrame` with a row for each epoch; what was not measured is missing in it.
+def to_pandas(history: Sequence[Record]) -> Any:
+    """A history as a `pandas.DataFrame` with a row for each epoch.
+
+    What was not measured is missing in it. `to_pandas(history).to_csv("history.csv")` writes a table.
 
     Raises:
         ModuleNotFoundError: pandas is not installed.
@@ -67,19 +63,19 @@ def to_pandas(history: Sequence[dict[str, Any]]) -> Any:
     return pandas.DataFrame(list(history))
 
 
-def plot_history(history: Sequence[dict[str, Any]], path: str | os.PathLike[str] | None = None) -> Any:
-    """Loss and accuracy by epoch, side by side; needs matplotlib.
+def plot_history(history: Sequence[Record], path: str | os.PathLike[str] | None = None) -> Any:
+    """Draw loss and accuracy by epoch, side by side.
 
     Args:
         history: what `fit` returned.
-        path: a file to write the picture to, in the format its name ends with.
+        path: a file for the picture. Its ending says the format.
 
     Returns:
-        The matplotlib figure; a notebook shows it.
+        The matplotlib figure, which a notebook shows.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        ValueError: an empty history.
+        ValueError: the history is empty.
 
     Example:
         >>> figure = plot_history([{"epoch": 1, "loss": 2.3, "accuracy": 0.1, "test_accuracy": 0.2}])
@@ -88,8 +84,6 @@ def plot_history(history: Sequence[dict[str, Any]], path: str | os.PathLike[str]
     """
     if not history:
         raise ValueError("plot_history: the history is empty")
-    from ..._core.figures import figure as new_figure, saved
-
     figure = new_figure("plot_history", 9, 3.2)
     epochs = [record["epoch"] for record in history]
     for axes, name in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):

@@ -1,4 +1,4 @@
-"""The steps of a run in a row, fed ahead of the devices, with the metrics of the epoch they are in."""
+"""The steps of a run in a row, several ahead of the host, with the metrics of the epoch they are in."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,32 +16,31 @@ from ... import data
 from ..._core.arrays import Device
 from .._step.nonfinite import check_finite
 from .._step.state import TrainState
-from .._step.train_step import TrainStep
+from .epoch import Epoch, epoch_of
+from .history import History, Record
 from .profile import Trace
 from .progress import Progress
+from .run import Run, RunHistory
 
-Record = dict[str, Any]
-OnStep = Callable[[int, dict[str, float]], Any]
-
-_BEHIND = 8
-_AT_ONCE = 0.2  # seconds that several steps take together; Ctrl-C waits for them
-_SHUFFLE = 0x5FFE1E  # what tells the random key of the order of examples from those of the steps
+_BEHIND = 8  # steps whose metrics are not read yet, so that the host need not wait
+_AT_ONCE = 0.2  # seconds that the steps of one program take. Ctrl-C waits for them.
+_SHUFFLE = 0x5FFE1E  # folded into the key of the run, for the order of the examples
 
 
 @dataclasses.dataclass(frozen=True)
-class _Made:
-    """The metrics of one step; or, with `end`, of several, with the steps from `first` to `end` in their first axis."""
+class _Steps:
+    """The metrics of one step. With `end`, those of steps `first` to `end` along their first axis."""
 
     metrics: dict[str, jax.Array]
     first: int = 0
     end: int = 0
 
     @property
-    def steps(self) -> int:
+    def number(self) -> int:
         return self.end - self.first or 1
 
     def rows(self) -> list[dict[str, float]]:
-        """Those that are numbers, for each step; waits for it."""
+        """The metrics that are numbers, for each step. Waits for them."""
         if not self.end:
             return [{k: float(v) for k, v in self.metrics.items() if np.ndim(v) == 0}]
         columns = {k: np.asarray(v) for k, v in self.metrics.items() if np.ndim(v) == 1}
@@ -49,177 +48,154 @@ class _Made:
 
 
 class Loop:
-    """The steps of a run.
+    """The steps of a run, and where it is.
 
-    Args:
-        first: the step at which the run began, before it was resumed.
-        left: how many steps are still to be made.
-        under_way: what `unfinished` said about the epoch in which it is resumed.
-        on_step: gets the metrics of each step, a few steps later.
-        together: how many steps a program makes; "auto": as many as take a fifth of a second, in the fast cases.
-        every: a program ends with each step whose number this divides; None for none.
+    Attributes:
+        run: the inputs.
+        state: the state after the last step.
+        history: the records so far.
+        at: the number of steps that were made.
+        first: the value of `at` where the run began, before it was resumed.
+        began: the value of `at` where this call of `fit` began.
+        last: the value of `at` at the end.
+        epoch: the sums of the epoch under way.
     """
 
-    def __init__(
-        self,
-        step: TrainStep,
-        source: data.Source,
-        batch_size: int,
-        first: int,
-        left: int,
-        progress: Progress,
-        under_way: dict[str, Any],
-        on_step: OnStep | None,
-        trace: Trace,
-        together: int | Literal["auto"] = 1,
-        every: int | None = None,
-    ):
-        self.step, self.source, self.batch_size, self.first = step, source, batch_size, first
-        self.steps = data.num_batches(source.examples(batch_size), batch_size)
-        self.left, self.at = left, first
-        self.nonfinite = getattr(step, "nonfinite", "ignore")  # a step of the user's own has none
-        self.skips = getattr(step, "skips", False)
-        self.state: TrainState | None = None
-        self.progress, self.on_step, self.trace = progress, on_step, trace
-        self.together, self.every, self.pace = together, every, float("inf")
-        self.sums: collections.Counter[str] = collections.Counter(under_way.get("sums", {}))
-        self.counted, self.seconds = under_way.get("counted", 0), under_way.get("seconds", 0.0)
-        self.waiting: collections.deque[_Made] = collections.deque()  # metrics that were not read yet
-        self.started = self.read = 0.0
+    def __init__(self, run: Run, state: TrainState, past: RunHistory):
+        self.run, self.state, self.history = run, state, History(past.history)
+        self.first, self.epoch = past.first, epoch_of(past.under_way)
+        self.at = self.began = int(state.step)
+        self.last = self.began if past.stopped else max(self.began, past.first + run.epochs * run.steps)
+        self._progress = Progress(run.progress, run.epochs, run.steps)
+        self._trace = Trace(run.profile, self.last - self.began)
+        self._pace, self._read = float("inf"), 0.0  # seconds of a step, and when the last one was read
+        self._unread: collections.deque[_Steps] = collections.deque()
 
     @property
-    def epoch(self) -> int:
-        """That of the last step, from 1."""
-        return -(-(self.at - self.first) // self.steps)
+    def number(self) -> int:
+        """The number of the epoch of the last step, from 1."""
+        return -(-(self.at - self.first) // self.run.steps)
 
-    def unfinished(self) -> dict[str, Any]:
-        """What the record of an epoch that is under way needs of it; waits for the steps made so far."""
-        if (self.at - self.first) % self.steps == 0:
+    @property
+    def between_epochs(self) -> bool:
+        return (self.at - self.first) % self.run.steps == 0
+
+    def steps(self) -> Generator[Record | None]:
+        """Make the steps. Give None after one or several, and the record where an epoch is over."""
+        calls = self._calls()
+        try:
+            self._start_epoch()
+            while self.at < self.last:
+                self.state, made = next(calls)
+                self.at += made.number
+                self._unread.append(made)
+                self._count(0 if self.between_epochs else _BEHIND)
+                if not self.between_epochs:
+                    yield None
+                    continue
+                record = self._record()
+                yield record
+                self.epoch = Epoch()
+                self._start_epoch()
+        finally:
+            self._trace.close(self.state)
+            self._progress.close()
+
+    def end_epoch(self, record: Record) -> None:
+        """Evaluate the state, show the record and keep it."""
+        record |= self.run.scores(self.state)
+        self._progress.end(record)
+        self.history.append(record)
+
+    def under_way(self) -> dict[str, Any]:
+        """What a checkpoint keeps of an epoch under way. Waits for its steps. Empty between epochs."""
+        if self.between_epochs:
             return {}
         self._count(0)
-        seconds = self.seconds + time.perf_counter() - self.started
-        return {"sums": dict(self.sums), "counted": self.counted, "seconds": seconds}
+        return self.epoch.info()
 
-    def stopped(self, step: int) -> None:
-        """Goes back to the step that was not finite; nothing after it counts."""
-        self.at = step
-        self.waiting.clear()
+    def end_interrupted(self) -> None:
+        """Keep the record of an epoch that an interrupt ends."""
+        if not self.between_epochs:
+            self._count(0)
+            self.history.append({**self._record(), "interrupted": True})
 
-    def cut(self) -> list[Record]:
-        """The record of an epoch that an interrupt ends before its time; none between two epochs."""
-        if (self.at - self.first) % self.steps == 0:
-            return []
-        self._count(0)
-        self.seconds += time.perf_counter() - self.started
-        return [{**self._record(), "interrupted": True}]
+    def go_back(self, state: TrainState, step: int) -> None:
+        """Go back to the state before a step that is not finite. No later step counts."""
+        self.state, self.at = state, step
+        self._unread.clear()
 
-    def run(self, state: TrainState) -> Iterator[tuple[TrainState, Record | None]]:
-        """The state after each step, or after several, with a record where an epoch is over."""
-        self.at = int(state.step)
-        last = self.at + self.left
-        calls = self._calls(state, last)
-        try:
-            self._begin_epoch(last)
-            while self.at < last:
-                state, made = next(calls)
-                self.state = state
-                self.at += made.steps
-                self.waiting.append(made)
-                over = (self.at - self.first) % self.steps == 0
-                self._count(0 if over else _BEHIND)
-                if not over:
-                    yield state, None
-                    continue
-                self.seconds += time.perf_counter() - self.started
-                yield state, self._record()
-                self.sums.clear()
-                self.counted, self.seconds = 0, 0.0
-                self._begin_epoch(last)
-        finally:
-            self.trace.close(state)
-            self.progress.close()
-
-    def _calls(self, state: TrainState, last: int) -> Iterator[tuple[TrainState, _Made]]:
-        """Calls the step, or several at once; each time `at` has gone on when the next is asked for."""
+    def _calls(self) -> Iterator[tuple[TrainState, _Steps]]:
+        """Call the step, or a program of several steps. `at` has changed when the next is asked for."""
+        run, state = self.run, self.state
         rng, devices = jax.random.fold_in(state.rng, _SHUFFLE), state.store.devices
-        groups = self._groups(state, rng, devices) if devices else None
+        groups = self._groups(rng, devices) if devices else None
         if groups is None:
-            source = self.source.batches(self.batch_size, rng=rng, epochs=None, start=self.at, devices=devices)
-            for batch in source:
-                with self.trace.step(self.at, state):
-                    state, metrics = self.step(state, batch)
-                yield state, _Made(metrics)
+            for batch in run.source.batches(run.batch_size, rng=rng, epochs=None, start=self.at, devices=devices):
+                with self._trace.step(self.at, state):
+                    state, metrics = run.step(state, batch)
+                yield state, _Steps(metrics)
             return
         for batches, number in groups:
             done = 0
             while done < number:
-                end = min(number, done + self._next(last))
-                with self.trace.step(self.at, state):
-                    state, metrics = self.step.many(state, batches, done, end)
-                yield state, _Made(metrics, done, end)
+                end = min(number, done + self._next_number())
+                with self._trace.step(self.at, state):
+                    state, metrics = run.step.many(state, batches, done, end)
+                yield state, _Steps(metrics, done, end)
                 done = end
 
-    def _groups(
-        self, state: TrainState, rng: jax.Array, devices: Sequence[Device]
-    ) -> Iterator[tuple[data.Batch, int]] | None:
-        """Batches for several steps at once; None where the steps are to be made one by one."""
-        if self.together == 1:
+    def _groups(self, rng: jax.Array, devices: Sequence[Device]) -> Iterator[tuple[data.Batch, int]] | None:
+        """Batches for programs of several steps. None where each step is a program."""
+        run = self.run
+        if run.per_program == 1:
             return None
-        most = None if isinstance(self.together, str) else self.together  # "auto"
-        groups = data.batch_groups(self.source, self.batch_size, most, rng=rng, start=self.at, devices=devices)
+        most = None if run.per_program == "auto" else run.per_program
+        groups = data.batch_groups(run.source, run.batch_size, most, rng=rng, start=self.at, devices=devices)
         if most is not None and groups is None:
-            raise ValueError(f"fit: steps_per_execution is {most}, but the devices have no room for the data set")
+            raise ValueError(
+                f"fit: steps_per_execution is {most}, but the devices have no room for the data set; "
+                "say 1, or leave it out"
+            )
         if most is not None or groups is None:
             return groups
         first = next(groups)
-        return None if self.step.slow_in_a_loop(state, first[0]) else itertools.chain([first], groups)
+        return None if run.step.slow_in_a_loop(self.state, first[0]) else itertools.chain([first], groups)
 
-    def _next(self, last: int) -> int:
-        """How many steps the next program is to make, if there are as many batches."""
-        if self.trace.wanted:
+    def _next_number(self) -> int:
+        """How many steps the next program makes, if there are as many batches."""
+        if self._trace.wanted:
             return 1
-        most = max(1, int(_AT_ONCE / self.pace)) if isinstance(self.together, str) else self.together
-        return min(most, last - self.at, self.every - self.at % self.every if self.every else most)
+        per_program, every = self.run.per_program, self.run.checkpoint_every
+        most = max(1, int(_AT_ONCE / self._pace)) if per_program == "auto" else per_program
+        return min(most, self.last - self.at, every - self.at % every if every else most)
 
-    def _begin_epoch(self, last: int) -> None:
-        if self.at < last:
-            epoch, done = divmod(self.at - self.first, self.steps)
-            self.progress.start(epoch + 1, done)
-        self.started = self.read = time.perf_counter()
+    def _start_epoch(self) -> None:
+        if self.at < self.last:
+            epoch, done = divmod(self.at - self.first, self.run.steps)
+            self._progress.start(epoch + 1, done)
+        self.epoch.start()
+        self._read = self.epoch.started
 
     def _count(self, behind: int) -> None:
-        """Reads the metrics of all steps but the last few, which waits for these steps."""
-        while sum(made.steps for made in self.waiting) > behind:
-            made = self.waiting.popleft()
+        """Read the metrics of all steps except the last few. Waits for these steps."""
+        while sum(made.number for made in self._unread) > behind:
+            made = self._unread.popleft()
             rows = made.rows()
             now = time.perf_counter()
-            self.pace, self.read = (now - self.read) / made.steps, now
-            number = self.at - sum(later.steps for later in self.waiting) - made.steps
-            for i, row in enumerate(rows, 1):
-                left_out = self.skips and row["skipped"] > 0
-                if left_out and self.nonfinite == "stop":
-                    assert self.state is not None
-                    check_finite(row, self.state)
-                self.sums.update({"skipped": 1} if left_out else row)
-                self.counted += 1
-                self.progress.step(row, self.counted * self.batch_size / (self.seconds + now - self.started))
-                if self.on_step is not None:
-                    self.on_step(number + i, row)
+            self._pace, self._read = (now - self._read) / made.number, now
+            number = self.at - sum(later.number for later in self._unread) - made.number
+            for i, metrics in enumerate(rows, 1):
+                self._count_step(number + i, metrics)
+
+    def _count_step(self, number: int, metrics: dict[str, float]) -> None:
+        run, skipped = self.run, self.run.skips and metrics["skipped"] > 0
+        if skipped and run.stops:
+            check_finite(metrics, self.state)
+        self.epoch.add({"skipped": 1} if skipped else metrics)
+        self._progress.step(metrics, self.epoch.counted * run.batch_size / self.epoch.elapsed())
+        if run.callbacks.on_step is not None:
+            run.callbacks.on_step(number, metrics)
 
     def _record(self) -> Record:
-        sums = dict(self.sums)
-        left_out = int(sums.pop("skipped", 0)) if self.skips else 0
-        made = self.counted - left_out
-        means = {k: v / made for k, v in sums.items()} if made else {"loss": float("nan")}
-        means |= {"skipped": left_out} if self.skips else {}
-        return {
-            "epoch": self.epoch,
-            "step": self.at,
-            "loss": None,
-            "accuracy": None,
-            **means,
-            "test_loss": None,
-            "test_accuracy": None,
-            "seconds": self.seconds,
-            "images_per_second": self.counted * self.batch_size / self.seconds,
-        }
+        return self.epoch.record(self.number, self.at, self.run.batch_size, self.run.skips)

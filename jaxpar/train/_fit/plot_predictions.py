@@ -1,4 +1,4 @@
-"""Pictures of what a classifier gets right and wrong; they need matplotlib."""
+"""Pictures of what a classifier gets right and wrong."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def plot_confusion_matrix(
     class_names: Sequence[str] | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """The counts of `confusion_matrix` as a picture, coloured by their part of the row.
+    """Draw the counts of `confusion_matrix`, coloured by their fraction of the row.
 
     Args:
         matrix: (classes, classes).
-        class_names: what to write instead of the numbers of the classes.
-        path: a file to write the picture to, in the format its name ends with.
+        class_names: one for each class. None: their numbers.
+        path: a file for the picture. Its ending says the format.
 
     Returns:
-        The matplotlib figure; a notebook shows it.
+        The matplotlib figure, which a notebook shows.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        ValueError: a matrix that is not square, another number of names.
+        ValueError: a matrix that is not square, or another number of names.
 
     Example:
         >>> figure = plot_confusion_matrix(np.array([[3, 1], [0, 4]]), class_names=["cat", "dog"])
@@ -51,7 +51,7 @@ def plot_confusion_matrix(
     axes = figure.subplots()
     parts = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
     image = axes.imshow(parts, cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(image, ax=axes, fraction=0.046, label="part of the class")
+    figure.colorbar(image, ax=axes, fraction=0.046, label="fraction of the class")
     if n <= _NUMBERED:
         for i, j in np.ndindex(n, n):
             colour = "white" if parts[i, j] > 0.5 else "black" if matrix[i, j] else "0.75"
@@ -71,16 +71,16 @@ def plot_mistakes(
     most: int = 20,
     path: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """The images of the first mistakes, each with what it was taken for and what it is.
+    """Draw the images of the first mistakes, with the predicted and the right class.
 
     Args:
-        mistakes: what `mistakes` returned.
-        dataset: the one it was given; images of shape (n, height, width), or with 1, 3 or 4 channels after that.
+        mistakes: the result of `mistakes`.
+        dataset: the one given to it. Images have shape (n, height, width), or with 1, 3 or 4 channels after that.
         class_names, path: as in `plot_confusion_matrix`.
         most: how many to show.
 
     Returns:
-        The matplotlib figure; a notebook shows it.
+        The matplotlib figure, which a notebook shows.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

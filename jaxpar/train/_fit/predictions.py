@@ -1,41 +1,67 @@
-"""What a classifier says about every example of a data set: the confusion matrix, and where it is wrong."""
+"""What a model gives for every example, and where a classifier is wrong."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import html
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
 
 from ... import data
 from ..._core import checks
 from ..._core.recent import Recent
+from ..._core.text import Table
 from ..._devices.emulated import wait_before_collectives
-from ..._devices.placement import put
-from .._step.state import TrainState
-from . import evaluate
+from .evaluate import check_classified
+from .every_example import every_example, model_of
 
-ApplyFn = Callable[[Any, jax.Array], jax.Array]
-_MOST = 10
+ApplyFn = Callable[..., Any]
+_MOST = 10  # rows of the table
+
+
+def predict(state_or_params: Any, apply_fn: ApplyFn, source: Any, *, batch_size: int) -> Any:
+    """The outputs of a model for every example, in order.
+
+    Args:
+        state_or_params: a `TrainState`, or the parameters. The batches go to their devices.
+        apply_fn: `apply_fn(params, inputs) -> outputs`, arrays with one row per example, or a pytree of them. With a
+            `model_state`, `apply_fn(params, inputs, model_state)`. The same function object is compiled once.
+        source: a `data.Dataset`, whose images are the inputs as `data.batches` gives them. Or inputs: an array, or a
+            pytree of arrays with a common first axis of n examples.
+        batch_size: how many examples at a time, rounded up to a multiple of the number of devices.
+
+    Returns:
+        NumPy arrays with a first axis of n, in the structure that `apply_fn` returns. With several processes each gets
+        all of them.
+
+    Raises:
+        ValueError: no examples, a batch size below 1, outputs without one row per example.
+        TypeError: an `apply_fn` without a hash, a source of batches.
+
+    Example:
+        >>> from jaxpar import train
+        >>> double = lambda params, x: {"twice": params * x}
+        >>> train.predict(2.0, double, np.arange(5.0, dtype=np.float32), batch_size=2)["twice"].tolist()
+        [0.0, 2.0, 4.0, 6.0, 8.0]
+    """
+    return _predict("predict", state_or_params, apply_fn, source, batch_size)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Mistakes:
-    """Examples that a classifier gets wrong, the one that it is most certain of first.
+    """Examples that a classifier gets wrong, the most certain first.
 
     Attributes:
         indices: int64 (n,), their places in the data set.
-        predicted: int32 (n,), the classes it says.
-        labels: int32 (n,), the classes they are of.
-        probabilities: float32 (n,), what it gives to the class it says.
-        examples: how many there were to get right or wrong.
+        predicted: int32 (n,), the classes that were predicted.
+        labels: int32 (n,), the right classes.
+        probabilities: float32 (n,), of the predicted classes.
+        examples: how many examples there were.
     """
 
     indices: np.ndarray
@@ -51,33 +77,26 @@ class Mistakes:
         return f"Mistakes({len(self)} of {self.examples} examples)"
 
     def _repr_html_(self) -> str:
-        names = ("index", "predicted", "label", "probability")
-        columns = (self.indices, self.predicted, self.labels, self.probabilities)
-        head = "".join(f'<th style="text-align:right">{name}</th>' for name in names)
-        body = ""
-        for row in zip(*(column[:_MOST] for column in columns), strict=True):
-            words = [f"{x:.4f}" if isinstance(x, np.floating) else str(x) for x in row]
-            body += "<tr>" + "".join(f'<td style="text-align:right">{w}</td>' for w in words) + "</tr>"
-        more = f"<p>... and {len(self) - _MOST} more</p>" if len(self) > _MOST else ""
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        return f"<div><p>{html.escape(repr(self))}</p>{table}{more}</div>"
+        columns = (self.indices, self.predicted, self.labels)
+        rows = [(*map(str, row), f"{p:.4f}") for *row, p in zip(*columns, self.probabilities, strict=True)]
+        return Table(repr(self), ("index", "predicted", "label", "probability"), rows, _MOST, "right")._repr_html_()
 
 
 def confusion_matrix(
     state_or_params: Any, apply_fn: ApplyFn, dataset: data.Dataset, *, batch_size: int = 256
 ) -> np.ndarray:
-    """How many examples of each class are taken for each class, counted on the devices.
+    """How many examples of each class were classified as each class.
 
     Args:
-        state_or_params, apply_fn, dataset: as in `evaluate`.
-        batch_size: how many examples at a time; rounded up to a multiple of the number of devices.
+        state_or_params, apply_fn, dataset, batch_size: as in `evaluate`.
 
     Returns:
-        int64 (classes, classes): row i, column j counts the examples of class i that are classified as j. Its
-        trace divided by its sum is the accuracy that `evaluate` gives.
+        int64 (classes, classes). Row i, column j counts the examples of class i that are classified as j. The trace
+        divided by the sum is the accuracy that `evaluate` gives.
 
     Raises:
-        ValueError: labels that are no classes of the model; no examples.
+        ValueError: labels that are no classes of the model, or no examples.
+        TypeError: as `evaluate`.
 
     Example:
         >>> from jaxpar import data, train
@@ -85,15 +104,10 @@ def confusion_matrix(
         >>> train.confusion_matrix({}, lambda params, images: images, points, batch_size=2).tolist()
         [[1, 0, 0], [0, 1, 1], [0, 0, 1]]
     """
-    params, classes, batches, devices = _prepared("confusion_matrix", state_or_params, apply_fn, dataset, batch_size)
-    zeros = np.zeros((classes, classes), np.int32)
-    matrix = jnp.asarray(zeros) if devices is None else put(zeros, evaluate._everywhere(devices))
-    leaves, structure = jax.tree.flatten(params)
-    add_counts = _count_programs(apply_fn, structure)
-    for batch, valid in batches:
-        wait_before_collectives((batch, matrix), devices or ())
-        matrix = add_counts(leaves, batch, np.int32(valid), matrix)
-    return np.asarray(matrix).astype(np.int64)
+    logits = _logits("confusion_matrix", state_or_params, apply_fn, dataset, batch_size)
+    matrix = np.zeros((logits.shape[1], logits.shape[1]), np.int64)
+    np.add.at(matrix, (dataset.labels, logits.argmax(axis=1)), 1)
+    return matrix
 
 
 def mistakes(
@@ -104,19 +118,18 @@ def mistakes(
     batch_size: int = 256,
     most: int | None = None,
 ) -> Mistakes:
-    """The examples that a classifier gets wrong, the one that it is most certain of first.
+    """The examples that a classifier gets wrong, the most certain first.
 
     Args:
-        state_or_params, apply_fn, dataset: as in `evaluate`.
-        batch_size: how many examples at a time; rounded up to a multiple of the number of devices.
-        most: keep so many of them; None all.
+        state_or_params, apply_fn, dataset, batch_size: as in `evaluate`.
+        most: how many to keep. None: all.
 
     Returns:
-        `Mistakes(indices, predicted, labels, probabilities)`; the probability is the softmax of the logits at the
-        class that is predicted.
+        `Mistakes(indices, predicted, labels, probabilities)`. The probability is the softmax of the logits at the
+        predicted class.
 
     Raises:
-        ValueError: as `confusion_matrix`.
+        ValueError, TypeError: as `confusion_matrix`.
 
     Example:
         >>> from jaxpar import data, train
@@ -125,64 +138,73 @@ def mistakes(
         >>> wrong, wrong.indices.tolist(), wrong.predicted.tolist(), wrong.labels.tolist()
         (Mistakes(1 of 4 examples), [3], [2], [1])
     """
-    params, _, batches, devices = _prepared("mistakes", state_or_params, apply_fn, dataset, batch_size)
-    where = None if devices is None else evaluate._everywhere(devices)
-    leaves, structure = jax.tree.flatten(params)
-    parts, says = [], _says_programs(apply_fn, where, structure)
-    for batch, valid in batches:
-        wait_before_collectives(batch, devices or ())
-        parts.append((*says(leaves, batch["image"]), valid))
-    predicted, probabilities = (np.concatenate([np.asarray(p[i])[: p[2]] for p in parts]) for i in (0, 1))
+    logits = _logits("mistakes", state_or_params, apply_fn, dataset, batch_size)
+    predicted = logits.argmax(axis=1).astype(np.int32)
+    probabilities = 1 / np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1)
     wrong = np.flatnonzero(predicted != dataset.labels)
     wrong = wrong[np.argsort(-probabilities[wrong], kind="stable")][:most]
     return Mistakes(wrong, predicted[wrong], dataset.labels[wrong], probabilities[wrong], len(dataset))
 
 
-def _prepared(
-    name: str, state_or_params: Any, apply_fn: ApplyFn, dataset: data.Dataset, batch_size: int
-) -> tuple[Any, int, Iterator[tuple[Any, int]], Any]:
-    """The parameters, the number of classes, the batches with how many of each count, the devices."""
-    if batch_size < 1 or not len(dataset):
-        raise ValueError(f"{name}: needs examples and a batch_size >= 1, got {len(dataset)} and {batch_size}")
+def _logits(name: str, state_or_params: Any, apply_fn: ApplyFn, dataset: data.Dataset, batch_size: int) -> np.ndarray:
+    """float32 (n, classes). All that can be known is checked before any work."""
+    check_classified(dataset, name)
     checks.hashable(apply_fn, f"{name}: apply_fn")
-    params = state_or_params.params if isinstance(state_or_params, TrainState) else state_or_params
-    devices = evaluate._devices_of(params)
-    count = len(devices or (None,))
-    size = min(-(-batch_size // count), -(-len(dataset) // count)) * count
+    params, *model_state = model_of(state_or_params)
+    size = every_example(name, params, dataset, batch_size).size
     image = jax.ShapeDtypeStruct((size, *dataset.images.shape[1:]), jnp.float32)
-    logits = jax.eval_shape(apply_fn, params, image)
+    logits = jax.eval_shape(apply_fn, params, image, *model_state)
+    if not hasattr(logits, "shape") or len(logits.shape) != 2:
+        raise ValueError(f"{name}: needs logits of shape (n, classes), got {checks.describe(logits)} from apply_fn")
     labels = dataset.labels
-    if len(logits.shape) != 2 or labels.ndim != 1 or labels.dtype != np.int32:
-        raise ValueError(
-            f"{name}: needs logits of shape (n, classes) and a label an example, an int; got logits {logits.shape}, "
-            f"labels {labels.dtype} {labels.shape}"
-        )
     if labels.min() < 0 or labels.max() >= logits.shape[1]:
         raise ValueError(
             f"{name}: the model has {logits.shape[1]} classes, the labels run from {labels.min()} to {labels.max()}"
         )
-    return params, logits.shape[1], evaluate._batches(dataset, size, devices), devices
+    return _predict(name, state_or_params, apply_fn, dataset, batch_size).astype(np.float32)
 
 
-def _add_counts(
-    apply_fn: ApplyFn, structure: Any, leaves: list[jax.Array], batch: Any, count: Any, matrix: jax.Array
-) -> jax.Array:
-    """The matrix with the first `count` examples of a batch counted."""
-    predicted = apply_fn(structure.unflatten(leaves), batch["image"]).argmax(axis=1)
-    valid = jnp.arange(predicted.shape[0]) < count
-    return matrix.at[batch["label"], predicted].add(valid.astype(matrix.dtype))
+def _predict(name: str, state_or_params: Any, apply_fn: ApplyFn, source: Any, batch_size: int) -> Any:
+    if isinstance(source, data.DatasetSource):
+        source = source.dataset
+    if isinstance(source, data.Source):
+        raise TypeError(
+            f"{name}: expected a data.Dataset or arrays, got {type(source).__name__}, which may leave out the last "
+            "examples; give the arrays themselves, or data.collect(loader)"
+        )
+    model = model_of(state_or_params)
+    examples = every_example(name, model[0], source, batch_size)
+    leaves, structure = jax.tree.flatten(model)
+    key = (checks.hashable(apply_fn, f"{name}: apply_fn"), structure, examples.copies)
+    outputs_of, parts, last = _programs(*key), [], None
+    for batch, valid in examples.batches():
+        inputs = batch["image"] if isinstance(source, data.Dataset) else batch
+        wait_before_collectives(inputs, examples.devices or ())
+        made = outputs_of(leaves, inputs), valid
+        if last is not None:  # while the devices compute the next one
+            parts.append(_on_host(*last))
+        last = made
+    parts.append(_on_host(*last)) if last is not None else None
+    return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
 
 
-_count_programs = Recent(lambda *key: jax.jit(functools.partial(_add_counts, *key), donate_argnums=3))
+def _on_host(outputs: Any, count: int) -> Any:
+    """The first `count` rows."""
+    return jax.tree.map(lambda x: np.asarray(x)[:count], outputs)
 
 
-def _says(
-    apply_fn: ApplyFn, where: NamedSharding | None, structure: Any, leaves: list[jax.Array], images: jax.Array
-) -> tuple[Any, Any]:
-    """The classes and their probabilities, on each device."""
-    p = jax.nn.softmax(apply_fn(structure.unflatten(leaves), images).astype(jnp.float32))
-    said = p.argmax(axis=1).astype(jnp.int32), p.max(axis=1)
-    return said if where is None else tuple(lax.with_sharding_constraint(x, where) for x in said)
+def _outputs(apply_fn: ApplyFn, structure: Any, copies: Any, leaves: list[jax.Array], inputs: Any) -> Any:
+    """The outputs for a batch, with a copy on each device."""
+    params, *model_state = structure.unflatten(leaves)
+    outputs = apply_fn(params, inputs, *model_state)
+    n = len(jax.tree.leaves(inputs)[0])
+    for leaf in jax.tree.leaves(outputs):
+        if jnp.shape(leaf)[:1] != (n,):
+            raise ValueError(
+                f"predict: apply_fn must return arrays with one row per example; got shape {jnp.shape(leaf)} for a "
+                f"batch of {n}"
+            )
+    return outputs if copies is None else lax.with_sharding_constraint(outputs, copies)
 
 
-_says_programs = Recent(lambda *key: jax.jit(functools.partial(_says, *key)))
+_programs = Recent(lambda *key: jax.jit(functools.partial(_outputs, *key)))

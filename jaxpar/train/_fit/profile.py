@@ -1,4 +1,4 @@
-"""A trace of a few steps by jax's profiler, to look at in XProf."""
+"""A trace of a few steps by jax's profiler, for XProf."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Trace:
     """Traces some of the steps of a run.
 
     Args:
-        profile: None for none; a directory, or (directory, first step, number of steps), steps counted from 0 at
-            the start of this call of `fit`.
-        steps: how many steps there will be.
+        profile: a directory, or (directory, first step, number of steps) with steps counted from 0 at the start of this
+            call of `fit`. None: no trace.
+        steps: how many steps the run has.
 
     Raises:
-        ValueError: steps that the run does not have.
+        ValueError: it asks for steps that the run does not have.
     """
 
     def __init__(self, profile: Profile | None, steps: int):
@@ -36,16 +36,17 @@ class Trace:
 
     @property
     def wanted(self) -> bool:
+        """Whether there is a trace at all."""
         return self._directory is not None
 
     def step(self, at: int, state: Any) -> contextlib.AbstractContextManager[None]:
-        """Around a step; `state` is the one before it."""
+        """A block for one step. `state` is the one before it."""
         return _NOTHING if self._directory is None else self._step(self._directory, at, state)
 
     @contextlib.contextmanager
     def _step(self, directory: str, at: int, state: Any) -> Generator[None]:
         if self._made == self._first:
-            jax.block_until_ready(state)  # what was begun before is not in the trace
+            jax.block_until_ready(state)  # earlier steps are not in the trace
             jax.profiler.start_trace(directory)
             self._on = True
         if self._made == self._first + self._num:
@@ -55,11 +56,11 @@ class Trace:
         self._made += 1
 
     def close(self, state: Any) -> None:
-        """Ends the trace, if it is under way, when the state has been computed."""
+        """End a trace under way, when the state is computed."""
         if self._on:
             self._on = False
             try:
-                if not is_donated(state):  # a step that failed may have taken it
+                if not is_donated(state):  # a step that failed may have taken its memory
                     jax.block_until_ready(state)
             finally:
                 jax.profiler.stop_trace()

@@ -1,4 +1,4 @@
-"""What a running loop shows: a bar in a terminal or a notebook or a picture there, elsewhere a line per epoch."""
+"""What a running loop shows: a bar in a terminal or a notebook, and a line per epoch."""
 
 from __future__ import annotations
 
@@ -8,32 +8,30 @@ from typing import Any
 
 import jax
 
-from .live_plot import LivePlot
+from ..._core.text import is_interactive
+from .history import Record
 
 
 class Progress:
-    """A bar for each epoch, or a line after it; nothing where it is switched off.
+    """A bar for each epoch, and a line after it.
 
     Args:
-        show: whether to show anything; "plot": as a picture, in a notebook.
-        epochs: how many there will be in all.
-        steps: how many steps an epoch has.
+        show: whether to show anything. Of several processes only the first does.
+        epochs: how many the run has.
+        steps: of an epoch.
     """
 
-    def __init__(self, show: bool | str, epochs: int, steps: int):
-        show = show if jax.process_index() == 0 else False  # of several processes the first one speaks
-        self._show, self._epochs, self._steps = bool(show), epochs, steps
-        self._plot = LivePlot(epochs, steps) if show == "plot" and in_notebook() else None
-        self._bars = bool(show) and self._plot is None and _interactive()
+    def __init__(self, show: bool, epochs: int, steps: int):
+        self._show = bool(show) and jax.process_index() == 0
+        self._epochs, self._steps = epochs, steps
+        self._bars = self._show and is_interactive()
         self._bar: Any = None
 
     def start(self, epoch: int, done: int) -> None:
-        """A new epoch, of which `done` steps were made before."""
-        if self._plot is not None:
-            self._plot.start(epoch, done)
+        """Begin an epoch, of which `done` steps were made before."""
         if self._bars:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # tqdm's, where ipywidgets is missing: its plain bar will do
+                warnings.simplefilter("ignore")  # tqdm warns if ipywidgets is missing, and shows its plain bar
                 from tqdm.auto import tqdm
             self._bar = tqdm(
                 total=self._steps,
@@ -44,9 +42,7 @@ class Progress:
             )
 
     def step(self, metrics: dict[str, float], images_per_second: float) -> None:
-        """One step more; the metrics are of one that is finished, a little earlier."""
-        if self._plot is not None:
-            self._plot.step(metrics, images_per_second)
+        """Count a step. The metrics may be of an earlier one."""
         if self._bar is not None:
             words = {k: f"{v:.4f}" for k, v in metrics.items()}
             if images_per_second:
@@ -54,49 +50,31 @@ class Progress:
             self._bar.set_postfix(words, refresh=False)
             self._bar.update()
 
-    def end(self, record: dict[str, Any]) -> None:
-        """The epoch is over: its line, with the bar or without."""
-        self._close_bar()
-        if self._plot is not None:
-            self._plot.end(record, line(record, self._epochs))
-        elif self._show:
+    def end(self, record: Record) -> None:
+        """End an epoch: close its bar, print its line."""
+        self.close()
+        if self._show:
             print(line(record, self._epochs), flush=True)
 
     def close(self) -> None:
-        if self._plot is not None:
-            self._plot.close()
-        self._close_bar()
-
-    def _close_bar(self) -> None:
+        """Close the bar."""
         if self._bar is not None:
             self._bar.leave = False
-            self._bar.total = self._bar.n  # the notebook's bar stays, red, where it is not full
+            self._bar.total = self._bar.n  # a notebook keeps a bar that is not full, in red
             self._bar.close()
             self._bar = None
 
 
-def line(record: dict[str, Any], epochs: int) -> str:
+def line(record: Record, epochs: int | None = None) -> str:
     """One line about an epoch.
 
     >>> line({"epoch": 1, "loss": 2.3, "accuracy": 0.1, "test_accuracy": None, "seconds": 2.0,
     ...       "images_per_second": 30000.0}, 5)
     'epoch 1/5  loss 2.3000  accuracy 0.1000  2.0 s  30,000 images/s'
     """
-    words = [f"epoch {record['epoch']}/{epochs}"]
+    words = [f"epoch {record['epoch']}" + (f"/{epochs}" if epochs else "")]
     for name in ("loss", "accuracy", "test_loss", "test_accuracy"):
         if record.get(name) is not None:
             words.append(f"{name.replace('_', ' ')} {record[name]:.4f}")
     words += [f"{record['seconds']:.1f} s", f"{record['images_per_second']:,.0f} images/s"]
     return "  ".join(words)
-
-
-def _interactive() -> bool:
-    return sys.stdout.isatty() or in_notebook()
-
-
-def in_notebook() -> bool:
-    """Whether this is the kernel of a notebook."""
-    if "IPython" not in sys.modules:
-        return False
-    shell = sys.modules["IPython"].get_ipython()
-    return shell is not None and "IPKernelApp" in getattr(shell, "config", {})

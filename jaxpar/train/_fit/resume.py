@@ -1,120 +1,101 @@
-"""The checkpoints of a run of `fit`: what it goes on from, and when it saves."""
+"""The checkpoints of a run of `fit`: where it goes on, and when it saves."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from ... import distributed
+from ..._core import checks
+from ..._core.text import say
 from ..._devices.donation import is_donated, zeros_if_donated
-from ...checkpoint import CheckpointError, Found
+from ...checkpoint import CheckpointError, Found, Manager
 from .._step.state import TrainState
-from .._step.train_step import TrainStep
-from .loop import Loop, Record
+from .loop import Loop
+from .run import Run, RunHistory
 
 _SIZES = ("batch_size", "examples")
 
 
-@dataclasses.dataclass(frozen=True)
-class RunHistory:
-    """What happened before this call of `fit`.
-
-    Attributes:
-        first: the step at which the run began.
-        history: of the epochs that are over.
-        under_way: the sums of the epoch that is not.
-        stopped: whether a callback ended the training.
-    """
-
-    first: int
-    history: list[Record] = dataclasses.field(default_factory=list)
-    under_way: dict[str, Any] = dataclasses.field(default_factory=dict)
-    stopped: bool = False
-
-
 class RunCheckpoints:
-    """The checkpoints in a directory; none where `directory` is None.
+    """The checkpoints of a run in a directory. None where `directory` is None.
 
     Args:
-        every: save after so many steps, beside the end of each epoch.
-        batch_size, examples: of the run; a checkpoint of others is refused.
+        directory, keep: as given to `fit`.
+        run: a checkpoint of a run with other batches is refused.
     """
 
-    def __init__(
-        self, directory: str | os.PathLike[str] | None, keep: int, every: int | None, batch_size: int, examples: int
-    ):
-        self.directory, self._every, self._sizes = directory, every, (batch_size, examples)
+    def __init__(self, directory: str | os.PathLike[str] | None, keep: int, run: Run):
+        keep = checks.whole_number(keep, "fit", "keep")
+        self.directory, self._run = directory, run
         self._manager = None
         if directory is not None:
-            from ... import checkpoint
+            self._manager = Manager(directory, keep=keep, on_latest=distributed.set_resume_hint)
 
-            self._manager = checkpoint.Manager(directory, keep=keep, on_latest=distributed.set_resume_hint)
-
-    def resumed(self, state: TrainState, resume: str | bool, step: TrainStep) -> tuple[TrainState, RunHistory]:
-        """The state to go on from, and what is known of the run it is in."""
+    def resume(self, state: TrainState, resume: str | bool) -> tuple[TrainState, RunHistory]:
+        """The state to go on from, and the run that it is in."""
+        if resume not in ("auto", True, False):
+            raise ValueError(f"fit: resume must be 'auto', True or False, got {resume!r}")
         found = None
         if self._manager is not None and resume:
-            found = self._manager._restore(_like(state, step), _check_info)
+            found = self._manager._restore(_like(state, self._run.step), _check_info)
         if found is None and resume is True:
             raise FileNotFoundError(f"fit: resume=True, but {self.directory} holds no checkpoint")
-        stale = is_donated(state)
-        if found is None or not (stale or _goes_on(*found, int(state.step))):
-            if stale:
-                raise ValueError("fit: this state was given away to an earlier step; use the one it returned")
+        donated = is_donated(state)
+        if found is None or not (donated or _goes_on(*found, int(state.step))):
+            if donated:
+                raise ValueError("fit: this state was donated to an earlier step; use the one that it returned")
             return state, RunHistory(int(state.step))
-        first = None if stale else int(state.step)
+        first = None if donated else int(state.step)
         state, info = found
         if jax.process_index() == 0:
-            print(f"jaxpar: resumed from step {int(state.step)} in {self.directory}", file=sys.stderr)
+            say(f"resumed from step {int(state.step)} in {self.directory}")
         if _is_of_fit(info):
-            return state, _past(info, *self._sizes)
+            return state, _run_history(info, self._run)
         return state, RunHistory(int(state.step) if first is None else first)  # no epoch of that state is known
 
-    def save(
-        self, state: TrainState, loop: Loop, history: list[Record], *, over: bool, stopped: bool, interrupted: bool
-    ) -> None:
-        """Saves the state if it is time to, `over` being whether an epoch ends with it."""
-        due = over or stopped or interrupted or (self._every and loop.at % self._every == 0)
+    def save(self, loop: Loop, *, epoch_over: bool, stopped: bool = False, interrupted: bool = False) -> None:
+        """Save the state of the loop if it is due."""
+        every = self._run.checkpoint_every
+        due = epoch_over or stopped or interrupted or (every and loop.at % every == 0)
         if self._manager is not None and due:
-            about = {"first": loop.first, "history": history, "stopped": stopped, "interrupted": interrupted}
-            sizes = dict(zip(_SIZES, self._sizes, strict=True))
-            self._manager.save(state, {**about, **sizes, **loop.unfinished()})
+            about = {"first": loop.first, "history": loop.history, "stopped": stopped, "interrupted": interrupted}
+            sizes = {name: getattr(self._run, name) for name in _SIZES}
+            self._manager.save(loop.state, {**about, **sizes, **loop.under_way()})
 
     def path(self, step: int) -> Path | None:
-        """The newest checkpoint of a step, where there are checkpoints at all."""
+        """The newest checkpoint of a step. None where there is no directory."""
         if self.directory is None:
             return None
         return max(Path(self.directory).glob(f"step_{step:08d}*"), key=lambda path: path.stat().st_mtime, default=None)
 
     def close(self) -> None:
-        """Waits for what is being written; `OSError` where it could not be."""
+        """Wait until all is written. `OSError` where it cannot be."""
         if self._manager is not None:
             self._manager.close()
 
 
-def _like(state: TrainState, step: TrainStep) -> TrainState:
-    """A state of the structure that the step's checkpoints have; a step of the user's own has that of `state`."""
+def _like(state: TrainState, step: Any) -> TrainState:
+    """A state with all parts that the step's checkpoints have. A step of the user's own has those of `state`."""
     state = zeros_if_donated(state)
     return step.complete(state) if hasattr(step, "complete") else state
 
 
 def _goes_on(found: TrainState, info: dict[str, Any], step: int) -> bool:
-    """Whether a checkpoint is further than a state, or of the run that was interrupted at it."""
+    """Whether a checkpoint is after a step, or of a run that was interrupted at it."""
     return int(found.step) > step or (int(found.step) == step and bool(info.get("interrupted")))
 
 
 def _is_of_fit(info: dict[str, Any]) -> bool:
-    """Whether `fit` saved a checkpoint with this info, rather than `checkpoint.save` or a `Manager` by hand."""
+    """Whether `fit` saved a checkpoint with this info, not the user."""
     return "first" in info
 
 
 def _check_info(found: Found) -> None:
-    """`CheckpointError` for an info that looks like that of `fit`, which cannot have saved it."""
+    """`CheckpointError` for the info of a run that `fit` cannot have saved."""
     info, step = found.body.get("info", {}), found.body.get("step", 0)
     if not _is_of_fit(info):
         return
@@ -145,12 +126,12 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
-def _past(info: dict[str, Any], batch_size: int, examples: int) -> RunHistory:
-    """A run goes on with the batches it had."""
-    then, now = tuple(info[name] for name in _SIZES), (batch_size, examples)
-    if then != now:
+def _run_history(info: dict[str, Any], run: Run) -> RunHistory:
+    """The run of a checkpoint. `ValueError` if it had other batches."""
+    saved, now = tuple(info[name] for name in _SIZES), (run.batch_size, run.examples)
+    if saved != now:
         raise ValueError(
-            f"fit: the checkpoint is of a run with batches of {then[0]} out of {then[1]} examples, this one has "
+            f"fit: the checkpoint is of a run with batches of {saved[0]} out of {saved[1]} examples, this one has "
             f"{now[0]} out of {now[1]}; use those again, or another checkpoint_dir, or resume=False"
         )
     return RunHistory(info["first"], info["history"], info, info.get("stopped", False))
