@@ -14,9 +14,10 @@ import jax
 import numpy as np
 
 from .._core import checks
-from .._core.arrays import is_prng_key
+from .._core.arrays import is_prng_key, without_keys
 from .._core.portable import (
     PARTS,
+    Saved,
     Slot,
     adapted,
     describe_record,
@@ -35,8 +36,10 @@ def to_leaves(tree: Any, keep: bool = True) -> tuple[list[dict[str, Any]], list[
     Without `keep` there are no arrays: a process that writes nothing only gives the others its part of them.
     """
     found = _slots(tree)
-    arrays = [_host(slot, keep) for slot in found]
-    return [slot.record() for slot in found], [array for array in arrays if array is not None]
+    plain, _ = without_keys([slot.leaf for slot in found])
+    held = list(map(to_host, plain))
+    arrays = [_copy(slot, leaf) for slot, leaf in zip(found, held, strict=True)] if keep else []
+    return [slot.record() for slot in found], arrays
 
 
 def from_leaves(records: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray], like: Any) -> tuple[Any, list[str]]:
@@ -54,7 +57,7 @@ def from_leaves(records: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray],
     wanted = _slots(bare)
     saved = adapted(like, saved, remarks)
     _compare(wanted, [record for record, _ in saved.values() if not set(PARTS) & record.keys()])
-    state = jax.tree.structure(bare).unflatten([_put(slot, *saved[slot.name]) for slot in wanted])
+    state = jax.tree.structure(bare).unflatten(_restore(wanted, saved))
 
     nodes, treedef = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_registered)
     filled = treedef.flatten_up_to(state)
@@ -71,10 +74,11 @@ def _bare(node: Any) -> Any:
 
 def _slots(tree: Any) -> list[Slot]:
     """In the order of the leaves of the tree."""
+    nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_registered)[0]
+    formats, names = [format_of(node) for _, node in nodes], [path_name(path) for path, _ in nodes]
     found: list[Slot] = []
-    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_registered)[0]:
-        format = format_of(node)
-        found += [_slot(path_name(path), node)] if format is None else format.slots(node, path_name(path))
+    for (_, node), format, name in zip(nodes, formats, names, strict=True):
+        found += [_slot(name, node)] if format is None else format.slots(node, name)
     seen: set[str] = set()
     for slot in found:
         if slot.name in seen:
@@ -90,27 +94,37 @@ def _slot(name: str, leaf: Any) -> Slot:
     return Slot(name, f"leaf {name!r}", leaf, tuple(np.shape(leaf)))
 
 
-def _host(slot: Slot, keep: bool) -> np.ndarray | None:
-    leaf = to_host(jax.random.key_data(slot.leaf) if is_prng_key(slot.leaf) else slot.leaf)
-    if not keep:
-        return None
-    array = np.array(leaf, copy=True)  # asarray would share the memory of an array on a CPU device
+def _copy(slot: Slot, leaf: Any) -> np.ndarray:
+    """The whole value in memory of its own. `np.asarray` would share that of an array on a CPU device."""
+    array = np.array(leaf, copy=True)
     return array.reshape(-1)[: math.prod(slot.shape)].reshape(slot.shape) if slot.rows else array
 
 
-def _put(slot: Slot, record: dict[str, Any], array: np.ndarray) -> Any:
-    """The array with the layout and on the devices of the slot's leaf."""
-    leaf = slot.leaf
-    if isinstance(leaf, _SCALARS):
-        return type(leaf)(array.item())
-    if isinstance(leaf, (np.ndarray, np.generic)):
+def _restore(slots: Sequence[Slot], saved: Saved) -> list[Any]:
+    """The saved arrays with the layouts and on the devices of the slots' leaves."""
+    found = [saved[slot.name] for slot in slots]
+    arrays = [_laid_out(slot, array) for slot, (_, array) in zip(slots, found, strict=True)]
+    on_host = [isinstance(slot.leaf, (*_SCALARS, np.ndarray, np.generic)) for slot in slots]
+    placed = [
+        array if host else put(array, getattr(slot.leaf, "sharding", None))
+        for slot, array, host in zip(slots, arrays, on_host, strict=True)
+    ]
+    impls = [None if host else record.get("impl") for (record, _), host in zip(found, on_host, strict=True)]
+    return [
+        leaf if impl is None else jax.random.wrap_key_data(leaf, impl=impl)
+        for leaf, impl in zip(placed, impls, strict=True)
+    ]
+
+
+def _laid_out(slot: Slot, array: np.ndarray) -> Any:
+    """A saved array as the slot's leaf has it: a Python number, or rows for the devices."""
+    if isinstance(slot.leaf, _SCALARS):
+        return type(slot.leaf)(array.item())
+    if not slot.rows:
         return array
-    if slot.rows:
-        flat = np.zeros(math.prod(leaf.shape), array.dtype)
-        flat[: array.size] = array.reshape(-1)
-        array = flat.reshape(leaf.shape)
-    placed = put(array, getattr(leaf, "sharding", None))
-    return jax.random.wrap_key_data(placed, impl=record["impl"]) if "impl" in record else placed
+    flat = np.zeros(math.prod(slot.leaf.shape), array.dtype)
+    flat[: array.size] = array.reshape(-1)
+    return flat.reshape(slot.leaf.shape)
 
 
 def _compare(wanted: list[Slot], records: list[dict[str, Any]]) -> None:

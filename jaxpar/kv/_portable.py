@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -33,17 +32,21 @@ from ._store import KVStore, kind_of, names, shapes_of
 _RESIDUALS, _PENDING = "residuals", "pending"
 
 
-def slots(store: KVStore, prefix: str) -> Iterable[Slot]:
+def slots(store: KVStore, prefix: str) -> list[Slot]:
     """A slot for each leaf of the store."""
-    shapes, called = shapes_of(store), names(store)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(store)[0]:
+    paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(store)[0], strict=True) if store.values else ((), ())
+    shapes, called, split = shapes_of(store), names(store), kind_of(store).layout.is_split
+    inner = list(map(path_name, paths))
+    full = [joined(prefix, name) for name in inner]
+    found: list[Slot] = []
+    for path, leaf, name, full_name in zip(paths, leaves, inner, full, strict=True):
         field, k = path[0].name, path[1].key
         part = {_RESIDUALS: "residual", _PENDING: "pending"}.get(field)
-        rows = kind_of(store).layout.is_split and not part and leaf.shape == store.values[k].shape
-        name = path_name(path)
+        rows = split and not part and leaf.shape == store.values[k].shape
         key = f"key {k} ({called[k]!r})" if called.get(k, str(k)) != str(k) else f"key {k}"
         words = f"{key}: {'value' if field == 'values' else name}"
-        yield Slot(joined(prefix, name), words, leaf, tuple(shapes[k] if rows else leaf.shape), rows, part)
+        found.append(Slot(full_name, words, leaf, tuple(shapes[k] if rows else leaf.shape), rows, part))
+    return found
 
 
 def bare(store: KVStore) -> KVStore:
