@@ -1,12 +1,16 @@
 """Updaters: what a push does to the stored value, as pure functions.
 
-An `Updater` is a pair of pure functions, in the manner of optax: `init` makes the state that belongs to a key,
-`update` turns what was pushed (summed over devices), that state and the stored value into the new stored value
-and the new state. MXNet's updater mutated the stored array and its return value was ignored; here it is the
-other way round. MXNet's own optimizers are here too (`mxnet_sgd`, ...; see `jaxpar.updaters._mxnet`).
+An `Updater` is a pair of pure functions, in the manner of optax. `init` makes the state of a key. `update` takes the
+sum of what was pushed, that state and the stored value, and returns the new value and the new state.
 
-All of these compare equal when they are made from the same parts, so a store that carries one is a stable
-static argument: the same `tx` object is one compiled program.
+Updaters that are made of the same parts are equal. So a store that has one is a stable static argument: the same `tx`
+object is one compiled program.
+
+    _base          the type, `assign` and `accumulate`
+    _optax         optax transforms as updaters
+    _mxnet         the optimizers of MXNet, `mxnet_sgd` and others; their formulas are in `_mxnet_rules`
+    _shares        refuses an updater that is not elementwise, where values are split over devices
+    _elementwise   whether a program is elementwise, read from its jaxpr
 """
 
 from ._base import (

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from .._core.recent import Recent
-
-if TYPE_CHECKING:
-    import optax
-
-
 State = Any
-
-
 UpdateFn = Callable[[int, jax.Array, jax.Array], jax.Array]  # (key, pushed, stored) -> new_stored
 
 
@@ -24,11 +16,11 @@ class Updater(NamedTuple):
     """A pair of pure functions that says what a push does.
 
     Attributes:
-        init: `init(key, value) -> state`, any pytree of arrays, made when the key is initialised.
-        update: `update(key, pushed, state, stored) -> (new_stored, new_state)`; `pushed` and `stored` have the
-            shape and dtype of the stored value, and `new_stored` must have them too. In a store of kind
-            `sharded` both are one device's flat share of the value, so both functions must be elementwise there;
-            `kv.set_updater` traces them on the whole value and on a share to see that.
+        init: `init(key, value) -> state`, any pytree of arrays. Called when the key is initialised.
+        update: `update(key, pushed, state, stored) -> (new_stored, new_state)`. `pushed` and `stored` have the shape
+            and dtype of the stored value, and `new_stored` must have them too. In a store of kind `sharded` both are
+            one device's flat share of the value, so both functions must be elementwise there. `kv.set_updater` checks
+            that.
 
     Example:
         >>> import jax.numpy as jnp
@@ -62,8 +54,6 @@ def _accumulate(key: int, pushed: jax.Array, state: State, stored: jax.Array) ->
 
 
 assign: Updater = Updater(_no_state, _assign)
-
-
 accumulate: Updater = Updater(_no_state, _accumulate)
 
 
@@ -76,10 +66,13 @@ class _Stateless:
 
 
 def stateless(fn: UpdateFn) -> Updater:
-    """An updater out of `fn(key, pushed, stored) -> new_stored`, a pure function.
+    """An updater without state, out of a pure function.
 
-    As an `Updater` it is compiled into the push; the bare function given to `kv.set_updater` runs in Python
-    on every push instead, so that a `print` in it prints.
+    An `Updater` is compiled into the push. The bare function, given to `kv.set_updater`, runs in Python on every push
+    instead, so that a `print` in it prints.
+
+    Args:
+        fn: `fn(key, pushed, stored) -> new_stored`, arrays of the stored shape and dtype.
 
     Example:
         >>> import jax.numpy as jnp
@@ -91,34 +84,14 @@ def stateless(fn: UpdateFn) -> Updater:
 
 
 def ignores_key(updater: Any) -> bool:
-    """Whether it is known that an updater does the same for every key, so that keys can share a program."""
+    """Whether an updater is known to do the same for every key, so that keys can share a program."""
     return updater in (assign, accumulate) or not getattr(getattr(updater, "update", None), "uses_key", True)
 
 
 def program_of(updater: Updater, key: int) -> Any:
-    """What of a key the programs of `init` and `update` depend on; keys of equal answers share them."""
+    """What the programs of `init` and `update` depend on. Keys with equal answers share them."""
     if updater.init is not _no_state and getattr(updater.init, "uses_key", True):
         return key
     if ignores_key(updater):
         return None
     return getattr(updater.update, "program_of", int)(key)
-
-
-def _is_coupling(tx: optax.GradientTransformation) -> bool:
-    import jax.numpy as jnp
-
-    others = jnp.stack([jnp.ones(4), jnp.full(4, 1e30), jnp.full(4, jnp.nan)])
-
-    def first_update(other: jax.Array) -> jax.Array:
-        ones = jnp.ones(4)
-        return tx.update((ones, other), tx.init((ones, ones)), (ones, ones))[0][0]  # pyright: ignore
-
-    try:
-        with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
-            first = jax.jit(jax.vmap(first_update))(others)
-            return not bool((first == first[:1]).all())
-    except Exception:  # any error here is about our two vectors, not about the user's values
-        return False
-
-
-_couples_keys = Recent(_is_coupling)  # the program goes, the answer stays for the same `tx`

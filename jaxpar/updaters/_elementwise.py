@@ -1,7 +1,7 @@
 """Whether a jaxpr is elementwise in a value, and whether two of them are the same program for two shapes of it.
 
-`read` writes a jaxpr down without the shape of the value. Two readings are equal where the jaxprs are the same
-equations in the same order, with equal constants and parameters. The rule:
+`read` describes a jaxpr without the shape of the value. Two readings are equal if the jaxprs are the same equations in
+the same order, with equal constants and parameters. The rule:
 
 - An equation that depends on the value must be one of `ELEMENTWISE`.
 - Its operands are numbers for each element of the value, or scalars. A broadcast scalar counts as the scalar.
@@ -38,8 +38,8 @@ ELEMENTWISE = frozenset(_NAMES.split())
 _CALL_NAMES = "jit pjit closed_call core_call custom_jvp_call custom_vjp_call remat remat2 checkpoint"
 _CALLS = frozenset(_CALL_NAMES.split())
 _INNER = ("jaxpr", "call_jaxpr")
-_SILENT = ("debug_callback", "debug_print")  # they give nothing back
-_MOST_COMPARED = 1 << 20  # elements; larger constants are equal where they are the same array
+_SILENT = ("debug_callback", "debug_print")  # they return nothing
+_MOST_COMPARED = 1 << 20  # elements. Larger constants are equal if they are the same array
 _NO_ARITHMETIC = ("sharding", "name", "out_sharding")
 
 
@@ -53,12 +53,12 @@ class Kind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class _Result:
-    name: Any  # equal in two programs where the result is computed in the same way
+    name: Any  # equal in two programs if the result is computed in the same way
     kind: Kind
 
 
 class NotElementwise(Exception):
-    """Names the equation that breaks the rule."""
+    """The message names the equation that breaks the rule."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ def read(closed: ClosedJaxpr, kinds: Sequence[Kind], shape: tuple[int, ...]) -> 
 
 
 class _Reader:
-    """Writes a jaxpr down as lines that do not name the shape of the value."""
+    """Describes a jaxpr in lines that do not name the shape of the value."""
 
     def __init__(self, shape: tuple[int, ...]):
         self.shape = shape
@@ -153,7 +153,7 @@ class _Reader:
             raise NotElementwise(f"{name!r} changes the shape of the value")
 
     def _cond(self, eqn: Any, given: list[_Result]) -> list[_Result]:
-        """The branches are read apart; a result is what it may be in any of them."""
+        """Each branch is read by itself. A result is what it may be in any of them."""
         index, *operands = given
         if index.kind == Kind.ELEMENTS:
             raise NotElementwise("'cond' looks at the value")

@@ -1,8 +1,8 @@
 """The optimizers of MXNet 1.9.1 as updaters, for results that equal MXNet's step by step.
 
-They differ from optax's of the same name: SGD has the learning rate inside the momentum buffer, weight decay
-is in most of them added to the gradient, and epsilon stands in other places. g is the pushed sum times
-`rescale_grad`, w the stored value; arithmetic is in the stored dtype, in float32 where that is narrower.
+They differ from optax's of the same name. SGD has the learning rate inside the momentum buffer, weight decay is added
+to the gradient in most of them, and epsilon is in other places. g is the pushed sum times `rescale_grad`, w the stored
+value. Arithmetic is in the stored dtype, or in float32 if that is narrower.
 
 | | the step |
 |---|---|
@@ -13,9 +13,9 @@ is in most of them added to the gradient, and epsilon stands in other places. g 
 | adagrad | h = clip(g); n = n + h²; w = w - rate·(h/√(n + ε) + wd·w) |
 
 `learning_rate` is a number, or a schedule `count -> rate` of the key's earlier pushes, as in optax. With
-`rate_in_state` the state of each key holds the rate, and `set_learning_rate` changes it without a new
-compilation. `lr_mult` and `wd_mult` give factors by key, see `multipliers`. Equal arguments give equal
-updaters, which are one compiled program.
+`rate_in_state` the state of each key holds the rate, and `set_learning_rate` changes it without a new compilation.
+`lr_mult` and `wd_mult` are factors by key, see `multipliers`. Equal arguments give equal updaters, which are one
+compiled program.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
 
+from ._base import Updater
 from ._mxnet_rules import Options, Rate, adagrad, adam, make, nag, rmsprop, sgd
-
-if TYPE_CHECKING:
-    from ._base import Updater
 
 Tree = TypeVar("Tree")
 
 
 def mxnet_sgd(learning_rate: Rate = 0.01, momentum: float = 0.0, wd: float = 0.0, **common: Unpack[Options]) -> Updater:
-    """MXNet's SGD. The momentum buffer holds the rate, so a change of the rate acts on new gradients alone.
+    """MXNet's SGD. A change of the rate acts on new gradients only.
 
     Args:
         learning_rate: a number, or a schedule `count -> rate`.
-        momentum: factor of the buffer; 0 keeps none.
+        momentum: factor of the buffer. 0 keeps none.
         wd: weight decay, added to the clipped gradient as wd · value.
-        **common: `rescale_grad` (1.0), `clip_gradient` (None: none; else each element to ±it), `lr_mult` and
-            `wd_mult` (key -> factor), `rate_in_state` (False). The same for every optimizer here.
+        **common: `rescale_grad` (1.0), `clip_gradient` (None, or a limit for each element), `lr_mult` and `wd_mult`
+            (key -> factor), `rate_in_state` (False). The same for every optimizer here.
+
+    Returns:
+        An `Updater` of floating values. Its state has the shape of the value, in float32 or wider.
 
     Raises:
         TypeError: an argument of the wrong kind or name.
@@ -66,7 +67,13 @@ def mxnet_sgd(learning_rate: Rate = 0.01, momentum: float = 0.0, wd: float = 0.0
 
 
 def mxnet_nag(learning_rate: Rate = 0.1, momentum: float = 0.9, wd: float = 0.0, **common: Unpack[Options]) -> Updater:
-    """MXNet's Nesterov accelerated gradient; arguments as for `mxnet_sgd`."""
+    """MXNet's Nesterov accelerated gradient. Arguments as of `mxnet_sgd`.
+
+    Example:
+        >>> updater, value = mxnet_nag(0.1, momentum=0.5), jnp.zeros(2)
+        >>> updater.update(0, jnp.ones(2), updater.init(0, value), value)[0].round(3).tolist()
+        [-0.15000000596046448, -0.15000000596046448]
+    """
     slots = ("momentum",) if momentum else ()
     return make(nag, slots, {"momentum": momentum}, learning_rate, wd, common)
 
@@ -79,7 +86,13 @@ def mxnet_adam(
     wd: float = 0.0,
     **common: Unpack[Options],
 ) -> Updater:
-    """MXNet's Adam: weight decay is part of the gradient, clipped with it; `common` as for `mxnet_sgd`."""
+    """MXNet's Adam. Weight decay is part of the gradient and clipped with it. `common` as of `mxnet_sgd`.
+
+    Example:
+        >>> updater, value = mxnet_adam(0.5), jnp.zeros(2)
+        >>> updater.update(0, jnp.ones(2), updater.init(0, value), value)[0].round(3).tolist()
+        [-0.5, -0.5]
+    """
     options = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     return make(adam, ("mean", "variance"), options, learning_rate, wd, common, counted=True)
 
@@ -91,23 +104,38 @@ def mxnet_rmsprop(
     wd: float = 0.0,
     **common: Unpack[Options],
 ) -> Updater:
-    """MXNet's RMSProp, not centred (`gamma` is its gamma1); `common` as for `mxnet_sgd`."""
+    """MXNet's RMSProp, not centred. `gamma` is MXNet's gamma1, `common` as of `mxnet_sgd`.
+
+    Example:
+        >>> updater, value = mxnet_rmsprop(0.5, gamma=0.75), jnp.zeros(2)
+        >>> updater.update(0, jnp.ones(2), updater.init(0, value), value)[0].round(3).tolist()
+        [-1.0, -1.0]
+    """
     return make(rmsprop, ("square",), {"gamma": gamma, "epsilon": epsilon}, learning_rate, wd, common)
 
 
 def mxnet_adagrad(
     learning_rate: Rate = 0.01, epsilon: float = 1e-7, wd: float = 0.0, **common: Unpack[Options]
 ) -> Updater:
-    """MXNet's AdaGrad, with weight decay beside the scaled gradient; `common` as for `mxnet_sgd`."""
+    """MXNet's AdaGrad. Weight decay is added to the scaled gradient. `common` as of `mxnet_sgd`.
+
+    Example:
+        >>> updater, value = mxnet_adagrad(0.5), jnp.zeros(2)
+        >>> updater.update(0, jnp.ones(2), updater.init(0, value), value)[0].round(3).tolist()
+        [-0.5, -0.5]
+    """
     return make(adagrad, ("history",), {"epsilon": epsilon}, learning_rate, wd, common)
 
 
 def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
-    """The same state with another rate, for optimizers made with `rate_in_state=True`; nothing recompiles.
+    """The same state with another rate. Nothing recompiles.
 
     Args:
-        state: of one key, or any pytree of such states.
+        state: of one key, or any pytree of such states, of an optimizer made with `rate_in_state=True`.
         learning_rate: a number or 0-d array.
+
+    Returns:
+        A pytree of the same structure, shapes and dtypes.
 
     Raises:
         ValueError: no rate is in `state`.
@@ -134,12 +162,11 @@ def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
 
 
 def multipliers(names: Mapping[int, str], patterns: Mapping[str, float]) -> dict[int, float]:
-    """Factors by key, for `lr_mult` and `wd_mult`, out of factors by name.
+    """Factors by key out of factors by name, for `lr_mult` and `wd_mult`.
 
     Args:
         names: key -> name, as `kv.names(store)` gives it.
-        patterns: name or pattern (`*`, `?`, `[...]`, case matters) -> factor. Where several match, the last
-            one holds.
+        patterns: name or pattern (`*`, `?`, `[...]`, case matters) -> factor. If several match, the last one counts.
 
     Returns:
         {key: factor} of the keys whose name matches.
@@ -162,14 +189,17 @@ def multipliers(names: Mapping[int, str], patterns: Mapping[str, float]) -> dict
 
 
 def mxnet_wd_mult(names: Mapping[int, str], kinds: tuple[str, ...] = ("weight", "gamma")) -> dict[int, float]:
-    """MXNet's own rule: weight decay 0 for every key whose name does not end in `_weight` or `_gamma`.
+    """MXNet's own rule: no weight decay for biases and the like.
 
-    The last word of a name counts, whatever stands before it, so `conv1/weight` and `['conv1']['weight']` are
-    weights too.
+    Only keys whose name ends in one of `kinds` keep it. The last word of a name counts, so `conv1/weight` and
+    `['conv1']['weight']` end in `weight` as `conv1_weight` does.
 
     Args:
         names: key -> name, as `kv.names(store)` gives it.
-        kinds: the last words that keep their decay; `("kernel", "scale")` for Flax.
+        kinds: the last words that keep their decay. `("kernel", "scale")` for Flax.
+
+    Returns:
+        {key: 0.0} of the other keys, for `wd_mult`.
 
     Example:
         >>> mxnet_wd_mult({0: "conv1_weight", 1: "conv1_bias", 2: "norm/gamma", 3: "norm/beta"})

@@ -1,4 +1,4 @@
-"""The steps of MXNet's optimizers, and what they share; `jaxpar.updaters._mxnet` puts them together."""
+"""The steps of MXNet's optimizers, and what they share. `_mxnet` has the functions for users."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import jax.numpy as jnp
 from jax import Array
 
-if TYPE_CHECKING:
-    from ._base import Updater
+from .._core import checks
+from ._base import Updater
 
 Rate = float | Callable[[Array], Any]
 State = dict[str, Array]
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of every optimizer; `mxnet_optimizers.mxnet_sgd` tells what they mean."""
+    """Keyword arguments of every optimizer, described in `mxnet_sgd`."""
 
     rescale_grad: float
     clip_gradient: float | None
@@ -31,7 +31,7 @@ class Options(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class _Common:
-    """What every optimizer takes. Multipliers are sorted pairs: equal ones are equal static fields."""
+    """What every optimizer has. Multipliers are sorted pairs, so that equal ones are equal static fields."""
 
     learning_rate: Rate
     wd: float
@@ -198,15 +198,21 @@ def make(
     *,
     counted: bool = False,
 ) -> Updater:
-    from ._base import Updater  # here, so that jaxpar.updaters may offer these functions as its own
+    """An updater out of a rule, the names of its arrays of state, and its options.
 
-    shared = _common(learning_rate, wd, **common)
-    numbers_of = tuple((name, _number(name, value)) for name, value in options.items())
+    Args:
+        slots: the names of the arrays of state that have the shape of the value.
+        counted: whether the rule needs the number of earlier pushes. A schedule needs it always.
+    """
+    where = f"mxnet_{rule.__name__}"
+    shared = _common(where, learning_rate, wd, **common)
+    numbers_of = tuple((name, _number(where, name, value)) for name, value in options.items())
     counted = counted or callable(learning_rate)
     return Updater(_Init(shared, slots, counted), _Update(shared, rule, numbers_of))
 
 
 def _common(
+    where: str,
     learning_rate: Rate,
     wd: float,
     *,
@@ -217,31 +223,29 @@ def _common(
     rate_in_state: bool = False,
 ) -> _Common:
     if callable(learning_rate) and rate_in_state:
-        raise TypeError("learning_rate: rate_in_state takes a number to start with, got a schedule")
+        raise TypeError(f"{where}: rate_in_state takes a number to start with, got a schedule")
     return _Common(
-        learning_rate=learning_rate if callable(learning_rate) else _number("learning_rate", learning_rate),
-        wd=_number("wd", wd),
-        rescale_grad=_number("rescale_grad", rescale_grad, least=None),
-        clip_gradient=None if clip_gradient is None else _number("clip_gradient", clip_gradient),
-        lr_mult=_factors("lr_mult", lr_mult),
-        wd_mult=_factors("wd_mult", wd_mult),
+        learning_rate=learning_rate if callable(learning_rate) else _number(where, "learning_rate", learning_rate),
+        wd=_number(where, "wd", wd),
+        rescale_grad=checks.number(rescale_grad, where, "rescale_grad", "a number", lambda _: True),
+        clip_gradient=None if clip_gradient is None else _number(where, "clip_gradient", clip_gradient),
+        lr_mult=_factors(where, "lr_mult", lr_mult),
+        wd_mult=_factors(where, "wd_mult", wd_mult),
         rate_in_state=bool(rate_in_state),
     )
 
 
-def _number(name: str, value: Any, *, least: float | None = 0) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        more = " or a schedule" if name == "learning_rate" else ""
-        raise TypeError(f"{name} must be a number{more}, got {value!r}")
-    if least is not None and not float(value) >= least:
-        raise ValueError(f"{name} must be at least {least}, got {value!r}")
-    return float(value)
+def _number(where: str, name: str, value: Any) -> float:
+    schedule = " or a schedule" if name == "learning_rate" else ""
+    return checks.number(value, where, name, f"a number of 0 or more{schedule}", lambda n: n >= 0)
 
 
-def _factors(name: str, factors: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:
+def _factors(where: str, name: str, factors: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:
     if factors is not None and not all(isinstance(key, numbers.Integral) for key in factors):
-        raise TypeError(f"{name} maps keys to factors, got {factors!r}; multipliers(names, patterns) makes one")
-    return tuple(sorted((int(key), _number(name, value)) for key, value in (factors or {}).items()))
+        raise TypeError(
+            f"{where}: {name} maps keys to factors, got {factors!r}; multipliers(names, patterns) makes one"
+        )
+    return tuple(sorted((int(key), _number(where, name, value)) for key, value in (factors or {}).items()))
 
 
 def _wide(dtype: Any) -> jnp.dtype:

@@ -6,8 +6,10 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 
-from ._base import State, Updater, _couples_keys
+from .._core.recent import Recent
+from ._base import State, Updater
 
 if TYPE_CHECKING:
     import optax
@@ -35,13 +37,16 @@ class _OptaxUpdate:
 
 
 def from_optax(tx: optax.GradientTransformation) -> Updater:
-    """An updater that treats what is pushed as the gradient of the stored value.
+    """An updater for which what is pushed is the gradient of the stored value.
 
-    Each key has its own optax state. A transform that couples keys (`optax.clip_by_global_norm`) sees one key
-    at a time here; give it to the training step as `grad_transform` instead. `kv.set_optimizer` refuses one.
+    Each key has its own optax state. A transform that couples keys (`optax.clip_by_global_norm`) sees one key at a
+    time here. `kv.set_optimizer` refuses it. Give it to the training step as `grad_transform`.
 
     Args:
-        tx: the transform; the same object makes an equal updater, another `optax.sgd(0.1)` does not.
+        tx: the transform. The same object makes an equal updater, another `optax.sgd(0.1)` does not.
+
+    Returns:
+        An `Updater`. The state of a key is that of `tx` for its value.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -56,7 +61,25 @@ def from_optax(tx: optax.GradientTransformation) -> Updater:
 def couples_keys(tx: optax.GradientTransformation) -> bool:
     """Whether the update of one value depends on the gradient of another, as with clipping by a global norm.
 
-    Found by trying: two values, the gradient of the second one ordinary, huge and NaN; the update of the
-    first must not change by a bit. A transform that cannot take two plain vectors is not judged (False).
+    `tx` is run on two vectors. The gradient of the second is ordinary, huge or NaN, and the update of the first must
+    not change by a bit. A transform that cannot take two plain vectors is not judged (False).
     """
     return _couples_keys(tx)
+
+
+def _is_coupling(tx: optax.GradientTransformation) -> bool:
+    others = jnp.stack([jnp.ones(4), jnp.full(4, 1e30), jnp.full(4, jnp.nan)])
+
+    def first_update(other: jax.Array) -> jax.Array:
+        ones = jnp.ones(4)
+        return tx.update((ones, other), tx.init((ones, ones)), (ones, ones))[0][0]  # pyright: ignore
+
+    try:
+        with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
+            first = jax.jit(jax.vmap(first_update))(others)
+            return not bool((first == first[:1]).all())
+    except Exception:  # an error here is about these two vectors, not about the user's values
+        return False
+
+
+_couples_keys = Recent(_is_coupling)  # the program is released, the answer stays for the same `tx`

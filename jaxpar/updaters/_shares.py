@@ -1,15 +1,15 @@
-"""Refuses an updater that computes something else for one device's share of a value than for the whole value.
+"""Whether an updater computes the same for one device's share of a value as for the whole value.
 
 A store of kind `sharded` keeps a value flat and cut into shares, and its updater sees one share at a time. That is
-right only where `init` and `update` are the same elementwise program for the value and for a share. The rule is about
-programs, not numbers: a trial with numbers misses thresholds, periods and masks. Nothing is computed here.
+right only if `init` and `update` are the same elementwise program for the value and for a share. The rule is about
+programs, since a trial with numbers misses thresholds, periods and masks. Nothing is computed here.
 
 - `init` and `update` are traced on the whole value and on a share, (chunk,).
 - `init` is traced on the rows of all shares, (shards, chunk), too. That is what `kv.init` hands to it.
 - All traces must give the same reading, see `_elementwise`.
 - Each leaf of the state must have one number for each element of the value, or be a scalar.
 
-A plain function has no part in this at the prompt, where it sees whole values.
+A plain function sees whole values at the prompt, so the rule does not concern it there.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Forms = tuple[Spec, Spec, Spec | None]  # the whole value, a flat share of it, t
 def check_elementwise(
     updater: Updater, values: Mapping[int, Spec], shards: int, names: Mapping[int, str], where: str
 ) -> None:
-    """`ValueError` where the updater must not be given the shares of one of the values.
+    """`ValueError` unless the updater may be given the shares of all values.
 
     Args:
         updater: what a push does.
         values: shapes and dtypes of the whole values by key.
         shards: how many shares a value is cut into.
-        names: of the keys, where they have names.
+        names: of the keys that have names.
         where: the function that is called, for the message.
     """
 
@@ -61,7 +61,7 @@ def check_elementwise(
 def check_elementwise_forms(
     updater: Updater, values: Mapping[int, Forms], names: Mapping[int, str], where: str, advice: str
 ) -> None:
-    """`ValueError` where the updater must not be given one of the shares; the message ends in `advice`."""
+    """`ValueError` unless the updater may be given all shares. The message ends in `advice`."""
     if updater in (assign, accumulate):
         return
     groups: dict[Any, tuple[Forms, dict[Any, int]]] = {}
@@ -84,9 +84,10 @@ def _batches(keys: list[int]) -> Iterator[list[int]]:
 
 
 def fault(updater: Updater, keys: Sequence[int], value: Spec, share: Spec, rows: Spec | None = None) -> str | None:
-    """Why an updater is not the same for a value and for a share of it, in words; None where it is.
+    """Why an updater is not the same for a value and for a share of it, in words. None: it is.
 
-    The keys have values of one shape. What raises on both forms of one key is not judged: it raises on every push.
+    The keys have values of one shape. An updater that raises on both forms of one key is not judged. It raises on every
+    push.
 
     Example:
         >>> import optax, jax.numpy as jnp
@@ -96,10 +97,10 @@ def fault(updater: Updater, keys: Sequence[int], value: Spec, share: Spec, rows:
         >>> fault(updaters.from_optax(optax.adaptive_grad_clip(0.1)), [0], value, share)
         "the updater is not elementwise: 'reduce_sum' combines elements of the value"
     """
-    whole, part = _traced(updater, keys, value), _traced(updater, keys, share)
+    whole, part = _trace(updater, keys, value), _trace(updater, keys, share)
     if isinstance(whole, Exception) and isinstance(part, Exception) and len(keys) == 1:
         return None
-    laid_out = None if rows is None else _traced(updater, keys, rows, with_update=False)
+    laid_out = None if rows is None else _trace(updater, keys, rows, with_update=False)
     try:
         return _difference(whole, part) or (laid_out and _difference(whole, laid_out))
     except NotElementwise as error:
@@ -107,7 +108,7 @@ def fault(updater: Updater, keys: Sequence[int], value: Spec, share: Spec, rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Traced:
+class _Traces:
     """What an updater does with one form of a value: its jaxprs, the state and what comes of both."""
 
     value: Spec
@@ -120,7 +121,7 @@ class _Traced:
         return jax.tree.leaves(self.state)
 
 
-def _traced(updater: Updater, keys: Sequence[int], value: Spec, with_update: bool = True) -> _Traced | Exception:
+def _trace(updater: Updater, keys: Sequence[int], value: Spec, with_update: bool = True) -> _Traces | Exception:
     """The traces, all keys in one, or what was raised."""
 
     def init(value: Any) -> Any:
@@ -135,17 +136,17 @@ def _traced(updater: Updater, keys: Sequence[int], value: Spec, with_update: boo
         rest = jax.make_jaxpr(update, return_shape=True)(value, states, value) if with_update else ()
     except Exception as error:  # any error is the updater's own
         return error
-    return _Traced(value, started, states, *rest)
+    return _Traces(value, started, states, *rest)
 
 
-def _difference(whole: _Traced | Exception, part: _Traced | Exception) -> str | None:
-    """How the two differ, in words; `NotElementwise` where one of them breaks the rule."""
+def _difference(whole: _Traces | Exception, part: _Traces | Exception) -> str | None:
+    """How the two differ, in words. `NotElementwise` if one of them breaks the rule."""
     for form, name in ((whole, "the whole value"), (part, "a share of it")):
         if isinstance(form, Exception):
             first = str(form).strip().partition("\n")[0][:200]
             return f"the updater fails on {name} only ({type(form).__name__}: {first})"
-    assert isinstance(whole, _Traced)
-    assert isinstance(part, _Traced)
+    assert isinstance(whole, _Traces)
+    assert isinstance(part, _Traces)
     both = f"{checks.describe(whole.value)} and for a share of it"
     reason = _other_state(whole, part)
     if reason is not None:
@@ -159,7 +160,7 @@ def _difference(whole: _Traced | Exception, part: _Traced | Exception) -> str | 
     return None if reason is None else f"the updater is not the same program for {both}: {reason}"
 
 
-def _other_state(whole: _Traced, part: _Traced) -> str | None:
+def _other_state(whole: _Traces, part: _Traces) -> str | None:
     """How the states differ, before an update and after it."""
     if jax.tree.structure(whole.state) != jax.tree.structure(part.state):
         return "its state has another structure"
@@ -180,7 +181,7 @@ def _shapes(state: Any) -> Any:
 
 
 def _other_program(whole: Reading, part: Reading) -> str | None:
-    """Where two readings part."""
+    """The first difference of two readings."""
     if whole == part:
         return None
     if len(whole.lines) != len(part.lines):
