@@ -149,8 +149,7 @@ def test_small_and_integer_values_go_round_it():
     assert kv.pull(store, 1).tolist() == [6] * 64
 
 
-@pytest.mark.parametrize("kind", ["local", "device", "sharded"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("kind", "dtype"), [("local", "float16"), ("device", "bfloat16"), ("sharded", "float16")])
 def test_narrow_values_are_compressed(kind, dtype):
     devices = jax.devices()[:2]
     store = kv.init(kv.create(kind, devices=devices), 3, jnp.zeros(64, dtype))

@@ -66,8 +66,9 @@ TREES = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the other libraries, not ours
-@pytest.mark.parametrize("kind", ["device", "sharded"])
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "sharded") for name in TREES), *((name, "device") for name in ("dict", "empty", "nnx"))]
+)
 def test_a_tree_goes_in_and_comes_out(name, kind):
     params = TREES[name]()
     leaves, structure = jax.tree.flatten(params)

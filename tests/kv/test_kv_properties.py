@@ -12,7 +12,7 @@ from kv_model import KINDS, Model, assert_unchanged, put, snapshot
 from jaxpar import kv, updaters
 
 SHAPES = {3: (2,), 5: (), 9: (0, 2), 11: (3, 1)}
-few = settings(max_examples=12, deadline=None)
+few = settings(max_examples=8, deadline=None)
 kinds = st.sampled_from(["local", "device", "sharded"])
 keys_of = st.lists(st.sampled_from(list(SHAPES)), min_size=1, max_size=4)
 
@@ -103,7 +103,7 @@ def test_repr_and_equality_never_fail(kind, keys, compress):
     if compress:
         store = kv.set_gradient_compression(store, {"type": "2bit"})
     assert repr(store).startswith(f"KVStore(kind='{kind}'")
-    assert "<table>" in store._repr_html_()
+    assert ("<table>" in store._repr_html_()) == bool(keys)
     for other in (store, jax.tree.map(lambda x: x + 1, store), jax.tree.map(lambda x: x[None], store), kv.create(), 3):
         assert isinstance(store == other, bool)
     assert store == store

@@ -1,9 +1,6 @@
 """Every way to push and pull, each against the NumPy model of the store."""
 
 import functools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +41,6 @@ def start(kind, update=None, **options):
 PLACES = {
     "one": [0],
     "not_the_first": [3],
-    "two": [0, 1],
-    "four": [0, 1, 2, 3],
     "eight": list(range(8)),
     "backwards": [3, 2, 1, 0],
     "others": [4, 5, 6, 7],
@@ -71,7 +66,7 @@ def test_lists_on_any_devices(kind, place):
 def test_one_store_pushed_from_ever_other_devices():
     """A value that lies on some devices meets pushes from others, of other numbers, with single arrays between."""
     store, model = start("device", add_twice)
-    for step, place in enumerate([*PLACES.values(), [0]]):
+    for step, place in enumerate([*PLACES.values(), [0, 1], [0]]):
         keys = list(SHAPES)[step % 2 :]
         lists = [list(whole_numbers(step + k, len(place), *SHAPES[k])) for k in keys]
         store = kv.push(store, keys, [put(vs, [jax.devices()[i] for i in place]) for vs in lists])
@@ -189,23 +184,16 @@ def test_small_integers_are_cast_to_wider_ones():
     assert kv.pull(store, 3).tolist() == [200, 200]
 
 
-def test_float64_where_it_is_enabled():
-    program = """
-import jax, numpy as np, jax.numpy as jnp
-from jaxpar import kv
-for kind in ("local", "device", "sharded"):
-    store = kv.init(kv.create(kind), 3, np.zeros(5))
-    store = kv.push(store, 3, [jax.device_put(np.full(5, 0.1), d) for d in jax.devices()[:3]])
-    assert kv.pull(store, 3).dtype == jnp.float64
-    np.testing.assert_allclose(kv.pull(store, 3), np.full(5, 0.1 + 0.1 + 0.1), rtol=1e-15)
-    store = kv.push(store, 3, jnp.full(5, 0.5, jnp.float32))
-    assert kv.pull(store, 3).dtype == jnp.float64 and kv.pull(store, 3)[0] == 0.5
-print("done")
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "JAX_ENABLE_X64": "1"}, capture_output=True, text=True
-    )
-    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
+@pytest.mark.parametrize("kind", KINDS)
+def test_float64_where_it_is_enabled(kind):
+    with jax.enable_x64(True):
+        store = kv.init(kv.create(kind), 3, np.zeros(5))
+        store = kv.push(store, 3, put([np.full(5, 0.1)] * 3, jax.devices()[:3]))
+        assert kv.pull(store, 3).dtype == jnp.float64
+        np.testing.assert_allclose(kv.pull(store, 3), np.full(5, 0.1 + 0.1 + 0.1), rtol=1e-15)
+        store = kv.push(store, 3, jnp.full(5, 0.5, jnp.float32))
+        assert kv.pull(store, 3).dtype == jnp.float64
+        assert kv.pull(store, 3)[0] == 0.5
 
 
 # ---- values that are global arrays already
@@ -269,7 +257,7 @@ def over(engine, kind, devices, body, updater):
     return store, model, jax.jit(run)
 
 
-@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ["pmap", "shard_map"])
 def test_inside_pmap_and_shard_map(engine, kind, count):
@@ -410,7 +398,7 @@ def test_the_same_optimizer_object_is_one_program():
     assert count() == 0
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ten_thousand_keys(count):
     keys, devices = list(range(10_000)), jax.devices()[:count]
     values = whole_numbers(0, 10_000, 2)
@@ -418,7 +406,7 @@ def test_ten_thousand_keys(count):
     store = kv.init(kv.create("device"), keys, [jnp.zeros(2)] * 10_000)
     store = kv.push(store, keys, [list(vs) for vs in zip(*on_devices, strict=True)])
     np.testing.assert_array_equal(np.stack(jax.device_get(kv.pull(store, keys))), count * values)
-    assert "10000 keys" in repr(store)
+    assert "10,000 keys" in repr(store)
 
 
 def test_a_plain_updater_on_values_that_live_on_different_devices():

@@ -31,7 +31,7 @@ def table(kind="device", updater=updaters.accumulate):
 
 
 @pytest.mark.parametrize("kind", ["local", "device", "dist_sync"])
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 def test_lists_of_rows_are_summed_by_row(kind, count):
     given = [rows_of(i) for i in range(count)]
     total = sum(dense(rows) for rows in given)

@@ -64,9 +64,9 @@ def printing(key, pushed, stored):
 
 
 CASES = (
-    [(kind, SHAPE, n) for kind in KINDS for n in (1, 4)]
-    + [(kind, SHAPE, n) for kind in ("local", "device", "sharded") for n in (2, 8)]
-    + [(kind, shape, 4) for kind in ("device", "sharded") for shape in SHAPES]
+    [(kind, SHAPE, 4) for kind in KINDS]
+    + [(kind, SHAPE, n) for kind in ("local", "device", "sharded") for n in (1, 8)]
+    + [(kind, shape, 4) for kind in ("device", "sharded") for shape in SHAPES[:3]]
 )
 
 
@@ -81,7 +81,7 @@ def twice(key, pushed, stored):
 
 
 @pytest.mark.parametrize("updater", [twice, updaters.stateless(twice)], ids=["function", "Updater"])
-@pytest.mark.parametrize("shape", [SHAPE, *SHAPES], ids=str)
+@pytest.mark.parametrize("shape", [SHAPE, *SHAPES[:2]], ids=str)
 def test_the_article_under_jit(shape, updater):
     names = []
 

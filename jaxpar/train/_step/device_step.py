@@ -13,7 +13,6 @@ from ... import kv
 from ..._core.arrays import Device
 from ..._devices import buckets, collectives
 from ...kv import _aggregate, _staleness, _update
-from ...kv._store import shapes_of
 from . import nonfinite
 from .gradient import Gradient, StepResult, wide
 from .loss_scale import DynamicLossScale
@@ -93,7 +92,7 @@ class DeviceStep:
 
     def _summed(self, store: kv.KVStore, due: Arrays) -> tuple[Arrays, dict[int, Any]]:
         """XLA keeps a collective of one device, and the copies into its buckets; so one device is asked for none."""
-        alone = lax.axis_size(self.axis_name) == 1 and store.kind != "sharded"
+        alone = lax.axis_size(self.axis_name) == 1 and not _aggregate.is_split(store)
         if alone and not _aggregate.compressed_keys(store, due):
             return due, {}
         return _aggregate.reduce(store, due, self.axis_name)
@@ -128,20 +127,17 @@ class DeviceStep:
         if self.grad_transform is None:
             return summed, state.transform
         keys, store = list(summed), state.store
-        whole = list(summed.values())
-        if store.kind == "sharded":
-            shapes = shapes_of(store)
-            whole = collectives.all_gather(whole, [shapes[k] for k in keys], self.axis_name, store.limits)
+        whole = _aggregate.gather(store, summed, self.axis_name)
         leaves, structure = jax.tree.flatten(params)
         grads = [jnp.zeros_like(leaf) for leaf in leaves]
-        for k, g in zip(keys, whole, strict=True):
+        for k, g in whole.items():
             grads[k] = g
         updates, transform = self.grad_transform.update(
             structure.unflatten(grads), self._transform_state(state, params), params
         )
         new = jax.tree.leaves(updates)
-        own = collectives.own_chunk if store.kind == "sharded" else lambda x, _: x
-        return {k: own(new[k], self.axis_name) for k in keys}, transform if jax.tree.leaves(transform) else ()
+        own = _aggregate.own_parts(store, {k: new[k] for k in keys}, self.axis_name)
+        return own, transform if jax.tree.leaves(transform) else ()
 
     def _transform_state(self, state: TrainState, params: Any) -> Any:
         fresh = jax.eval_shape(self.grad_transform.init, params)

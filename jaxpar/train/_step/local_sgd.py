@@ -146,10 +146,10 @@ def check_local_steps(local_steps: Any, outer_optimizer: Any) -> None:
 
 
 def _check_store(store: KVStore) -> None:
-    if store.kind == "sharded":
+    if _aggregate.is_split(store):
         raise ValueError(
-            "train step: with local_steps each device keeps all parameters, and a store of kind 'sharded' gives it a "
-            "part of them; use kind 'device' or 'dist_sync'"
+            f"train step: with local_steps each device keeps all parameters, and a store of kind {store.kind!r} gives "
+            "it a part of them; use kind 'device' or 'dist_sync'"
         )
     if store.staleness:
         raise ValueError(
