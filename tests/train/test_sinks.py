@@ -113,9 +113,7 @@ def test_a_run_that_goes_on_has_each_epoch_once(tmp_path):
 def test_a_file_of_something_else_is_left_alone(tmp_path):
     path = tmp_path / "thesis.txt"
     path.write_text("all my work\nand more\n")
-    with pytest.raises(
-        ValueError, match=r"thesis.txt holds something else than JSON lines of records with a step"
-    ):
+    with pytest.raises(ValueError, match=r"thesis.txt holds something else than JSON lines of records with a step"):
         train.to_jsonl(path)(at(3), {"loss": 1.0})
     assert path.read_text() == "all my work\nand more\n"
 
