@@ -356,4 +356,4 @@ def test_a_state_shows_what_it_carries():
     jax.jit(lambda s: seen.append(repr(s)))(state)
     assert seen[0].startswith("TrainState(step=traced")
     run(state, epochs=1)
-    assert repr(state).startswith("TrainState(given away to a later step; use the state that it returned)")
+    assert repr(state).startswith("TrainState(donated to a later step; use the state that it returned)")

@@ -221,7 +221,7 @@ def test_one_program_with_its_state_donated(action):
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="nonfinite must be one of ignore, skip, stop, got 'raise'"):
+    with pytest.raises(ValueError, match="unknown nonfinite 'raise'; known are ignore, skip, stop"):
         train.make_train_step(squares, nonfinite="raise")
     step = train.make_train_step(lambda p, b, rng: (p["w"].sum(), {"skipped": 1.0}), nonfinite="skip")
     with pytest.raises(ValueError, match="aux of loss_fn has 'skipped', which the step reports itself; rename it"):

@@ -307,8 +307,8 @@ def test_the_parts_of_a_state_that_a_step_made():
     state = start(2, tx=adam())
     step = train.make_train_step(squares)
     made, _ = step(state, line(8))
-    with pytest.raises(AttributeError, match="'TrainState' object has no attribute 'parameters'"):
-        _ = made.parameters
+    assert list(vars(made)) == [field.name for field in dataclasses.fields(made)], "it remembers nothing else"
+    assert list(vars(made.store)) == [field.name for field in dataclasses.fields(made.store)]
     assert not hasattr(made, "__array__")
     copies = [copy.copy(made), dataclasses.replace(made), jax.tree.map(lambda x: x, made)]
     assert (int(made.step), made.transform) == (1, ())
@@ -322,6 +322,23 @@ def test_the_parts_of_a_state_that_a_step_made():
         step(made, line(8))
     with pytest.raises(RuntimeError, match="was given to the state that a step made of it"):
         _ = made.params
+
+
+def test_an_error_of_the_loss_function_is_raised_at_once():
+    calls = []
+
+    def loss(params, batch, rng):
+        calls.append(len(batch["y"]))
+        if len(batch["y"]) == 4:
+            raise TypeError("no batch of four")
+        return squares(params, batch, rng)
+
+    step = train.make_train_step(loss)
+    state, _ = step(start(1), line(8))
+    calls.clear()
+    with pytest.raises(TypeError, match="no batch of four"):
+        step(state, line(4))
+    assert calls == [4], "it was called again after its error"
 
 
 def test_batches_that_lie_elsewhere_in_the_middle_of_a_run():

@@ -1,4 +1,4 @@
-"""The step as one device runs it: gradient, push, updater, and the decision whether the update is made."""
+"""The step of one device: gradient, push, updater, and whether the update is made."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Arrays = dict[int, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class DeviceStep:
-    """The step inside the mapped axis.
+    """The step inside the mapped axis: `one(state, batch) -> (state, metrics)`.
 
     Attributes:
         gradient: computes the gradient of this device's share.
         axis_name: the axis.
         grad_transform: an optax transform of the summed gradients, or None.
-        scaling: the loss scale: None, a number, or what makes it dynamic.
-        guard: decides whether the update is made; None where it always is.
+        scaling: the loss scale: None, a number, or a `DynamicLossScale`.
+        guard: decides whether the update is made. None: always.
     """
 
     gradient: Gradient
@@ -47,8 +47,8 @@ class DeviceStep:
         due, pending, ready = pushed, {}, None
         if state.store.staleness:
             due, pending, ready = _staleness.rotate_queue(state.store, pushed, one=True)
-        store, transform, summed = self._applied(state, params, due, ready)
-        metrics, model_state, found = self._of_all(state, own, pushed, summed)
+        store, transform, summed = self._apply(state, params, due, ready)
+        metrics, model_state, found = self._mean_over_devices(state, own, pushed, summed)
         new = dataclasses.replace(
             state,
             store=dataclasses.replace(store, pending={**store.pending, **pending}),
@@ -58,8 +58,8 @@ class DeviceStep:
         )
         return (new, metrics) if self.guard is None else self.guard(state, new, metrics, found)
 
-    def begun(self, state: TrainState, devices: tuple[Device, ...]) -> TrainState:
-        """The state with what the step alone knows how to begin; it lies on the devices."""
+    def with_initial_parts(self, state: TrainState, devices: tuple[Device, ...]) -> TrainState:
+        """The state, which is on the devices, with the parts that only this kind of step has."""
         del devices
         if carries(state.local):
             raise ValueError(
@@ -68,21 +68,21 @@ class DeviceStep:
             )
         return state
 
-    def flushed(self, state: TrainState) -> TrainState:
-        """The state after all that waits in its store was applied, the oldest first."""
+    def apply_pending(self, state: TrainState) -> TrainState:
+        """The state after all pending pushes of its store were applied, the oldest first."""
         for i in range(state.store.staleness):
             params = kv.to_params(state.store)
             lists, ready = _staleness.pending_at(state.store, i, self.axis_name)
             due = {k: value for k, (value,) in lists.items()}
-            store, transform, _ = self._applied(state, params, due, ready)
+            store, transform, _ = self._apply(state, params, due, ready)
             state = dataclasses.replace(state, store=store, transform=transform)
         empty = jax.tree.map(jnp.zeros_like, state.store.pending)
         return dataclasses.replace(state, store=dataclasses.replace(state.store, pending=empty))
 
-    def _applied(self, state: TrainState, params: Any, due: Arrays, ready: Arrays | None) -> tuple[Any, Any, Arrays]:
-        """The store and the transform's state after a push of `due`, and the sums; as they were where not `ready`."""
-        summed, residuals = self._summed(state.store, due)
-        updates, transform = self._transformed(state, params, summed)
+    def _apply(self, state: TrainState, params: Any, due: Arrays, ready: Arrays | None) -> tuple[Any, Any, Arrays]:
+        """The store and the transform's state after a push of `due`, unchanged where not `ready`, and the sums."""
+        summed, residuals = self._sum(state.store, due)
+        updates, transform = self._transform(state, params, summed)
         changes = _aggregate.Changes(*_update.update(state.store, updates), residuals)
         if ready is not None:
             changes = _staleness.where_ready(state.store, changes, ready, {}, self.axis_name)
@@ -90,8 +90,8 @@ class DeviceStep:
                 transform = _staleness.select(jnp.stack(list(ready.values())).any(), transform, state.transform)
         return _aggregate.with_changes(state.store, changes), transform, summed
 
-    def _summed(self, store: kv.KVStore, due: Arrays) -> tuple[Arrays, dict[int, Any]]:
-        """XLA keeps a collective of one device, and the copies into its buckets; so one device is asked for none."""
+    def _sum(self, store: kv.KVStore, due: Arrays) -> tuple[Arrays, dict[int, Any]]:
+        """The sums and the residuals. One device needs no collective, and XLA would keep it with its copies."""
         alone = lax.axis_size(self.axis_name) == 1 and not _aggregate.is_split(store)
         if alone and not _aggregate.compressed_keys(store, due):
             return due, {}
@@ -103,13 +103,13 @@ class DeviceStep:
     def _scale(self, state: TrainState) -> Any:
         return state.loss_scale["scale"] if isinstance(self.scaling, DynamicLossScale) else self.scaling
 
-    def _of_all(
+    def _mean_over_devices(
         self, state: TrainState, own: StepResult, pushed: Arrays, summed: Arrays
     ) -> tuple[dict[str, Any], Any, Any]:
-        """The metrics and the model state as means over the devices, and who found what is not finite.
+        """The metrics and the model state as means over the devices, and the flags of what is not finite.
 
-        All of that shares one collective. A sum of finite shares is finite, each being divided by the number of
-        devices, so looking at what is pushed is enough, unless a compressor comes in between.
+        All of them share one collective. Each share is divided by the number of devices, so a sum of finite shares is
+        finite, and to check what is pushed is enough unless there is a compressor.
         """
         found = None
         if self.guard is not None:
@@ -122,8 +122,8 @@ class DeviceStep:
         leaves = [next(mean).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves]
         return metrics, structure.unflatten(leaves), found
 
-    def _transformed(self, state: TrainState, params: Any, summed: Arrays) -> tuple[Arrays, Any]:
-        """The summed gradients through `grad_transform`; a sharded store's are gathered for it."""
+    def _transform(self, state: TrainState, params: Any, summed: Arrays) -> tuple[Arrays, Any]:
+        """The summed gradients through `grad_transform`. Those of a sharded store are gathered for it."""
         if self.grad_transform is None:
             return summed, state.transform
         keys, store = list(summed), state.store
@@ -145,7 +145,7 @@ class DeviceStep:
             return state.transform
         if jax.tree.leaves(fresh):
             raise ValueError(
-                "train step: the state holds that of another grad_transform; make it anew by "
+                "train step: the state holds that of another grad_transform; make it again by "
                 "train.create_state(store, rng, grad_transform=...)"
             )
         return self.grad_transform.init(params)

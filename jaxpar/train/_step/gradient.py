@@ -17,12 +17,12 @@ Grads = dict[int, jax.Array]
 
 
 class StepResult(NamedTuple):
-    """What a device found out about its share.
+    """What one device computed for its share.
 
     Attributes:
         grads: the gradient of the mean loss for the key of each floating parameter, in its dtype.
-        metrics: `loss` and what `loss_fn` reports beside it.
-        model_state: the new one, () where there is none.
+        metrics: `loss`, and `aux` of `loss_fn`.
+        model_state: the new one, or ().
     """
 
     grads: Grads
@@ -32,7 +32,7 @@ class StepResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """How the gradient is computed; the attributes are the options of `make_train_step`."""
+    """How the gradient is computed. The attributes are options of `make_train_step`."""
 
     loss_fn: Callable[..., Any]
     accumulate: int = 1
@@ -40,14 +40,14 @@ class Gradient:
     remat: Any = False
 
     def __call__(self, params: Any, batch: Any, rng: jax.Array, model_state: Any, scale: Any = None) -> StepResult:
-        """The gradient over the whole share; the loss is multiplied by `scale` on the way and divided again."""
+        """The gradient over the whole share. The loss is multiplied by `scale`, and the gradient divided by it."""
         if self.accumulate == 1:
             found = self._of_one(params, batch, rng, model_state, scale)
         else:
             found = self._of_many(params, batch, rng, model_state, scale)
         if scale is None:
             return found
-        return found._replace(grads={k: _divided(g, scale) for k, g in found.grads.items()})
+        return found._replace(grads={k: _divide(g, scale) for k, g in found.grads.items()})
 
     def _of_one(self, params: Any, batch: Any, rng: jax.Array, model_state: Any, scale: Any) -> StepResult:
         leaves, structure = jax.tree.flatten(params)
@@ -68,7 +68,7 @@ class Gradient:
         return StepResult(dict(zip(keys, grads, strict=True)), metrics, new)
 
     def _of_many(self, params: Any, batch: Any, rng: jax.Array, model_state: Any, scale: Any) -> StepResult:
-        """The mean over microbatches, one after the other, so that only one's activations are alive."""
+        """The mean over microbatches. They run one after the other, so memory holds the activations of one."""
         count = self.accumulate
         parts = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
         leaves = jax.tree.leaves(params)
@@ -100,18 +100,18 @@ def floating_keys(leaves: list[jax.Array]) -> list[int]:
 
 
 def wide(x: Any) -> Any:
-    """The dtype to add up values of this one in: float32 or wider."""
+    """The dtype for sums of such values: float32 or wider."""
     return jnp.result_type(x, jnp.float32)
 
 
-def _divided(grad: jax.Array, scale: Any) -> jax.Array:
+def _divide(grad: jax.Array, scale: Any) -> jax.Array:
     return (grad.astype(wide(grad)) / scale).astype(grad.dtype)
 
 
 def _call_loss(
     loss_fn: Any, params: Any, batch: Any, rng: Any, model_state: Any
 ) -> tuple[jax.Array, dict[str, Any], Any]:
-    """What a loss function returned, looked at."""
+    """Call a loss function and check what it returns."""
     if not carries(model_state):
         return *_check_loss_result(loss_fn(params, batch, rng), ("loss", "aux")), ()
     loss, aux, new = _check_loss_result(loss_fn(params, batch, rng, model_state), ("loss", "aux", "new_model_state"))
@@ -141,11 +141,11 @@ def _same_structure(new: Any, old: Any) -> Any:
             f"{jax.tree.structure(old)}, got {jax.tree.structure(new)}"
         )
 
-    def fitted(path: Any, leaf: Any, like: Any) -> Any:
+    def cast(path: Any, leaf: Any, like: Any) -> Any:
         where = f"train step: leaf {jax.tree_util.keystr(path, simple=True, separator='/')!r} of new_model_state"
         leaf = checks.array(leaf, where)
         checks.same_shape(leaf, like.shape, where)
         checks.castable(leaf.dtype, like.dtype, where)
         return leaf.astype(like.dtype)
 
-    return jax.tree_util.tree_map_with_path(fitted, new, old)
+    return jax.tree_util.tree_map_with_path(cast, new, old)

@@ -1,12 +1,13 @@
-"""Local steps: every device trains by itself for a while, then all agree on new parameters.
+"""Local steps: every device makes updates of its own, then all agree on new parameters.
 
-DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1): each device makes H updates of its own copy of the
-parameters with an inner optimizer, whose state it keeps; then the mean over the devices of (parameters at the start
-of the round - own parameters) is the gradient that an outer optimizer gets, SGD with Nesterov momentum in the
-paper, and the next round starts everywhere from its result. Without an outer optimizer the parameters are averaged,
-which is local SGD (Stich 2018, arXiv 1805.09767). Here the inner optimizer is the store's updater, the store holds
-the parameters at the start of the round, and what sums the outer gradient is a push: in buckets, compressed where
-the store says so.
+DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1). In a round, each device makes H updates of its own copy
+of the parameters with an inner optimizer, whose state it keeps. The mean over the devices of (parameters at the start
+of the round - own parameters) is the gradient of an outer optimizer, in the paper SGD with Nesterov momentum. The next
+round starts on all devices from its result. Without an outer optimizer the parameters are averaged, which is local SGD
+(Stich 2018, arXiv 1805.09767).
+
+The inner optimizer is the store's updater. The store holds the parameters at the start of the round. The outer gradient
+is pushed as any other, in buckets and compressed if the store has a compressor.
 """
 
 from __future__ import annotations
@@ -17,14 +18,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ... import kv
 from ..._core import checks
 from ..._core.arrays import Device
-from ..._devices.mesh import STORE_AXIS, mesh_of
+from ..._devices.mesh import split_over
 from ...kv import KVStore, _aggregate, _update
 from .device_step import Arrays, DeviceStep
 from .gradient import floating_keys
@@ -33,11 +32,11 @@ from .state import TrainState, carries, everywhere
 
 @dataclasses.dataclass(frozen=True)
 class LocalSGD(DeviceStep):
-    """The step of a device that trains by itself.
+    """The step of one device in a round of local steps.
 
     Attributes:
-        steps: H, how many updates make a round.
-        outer: the optax transform that gets the outer gradient; None averages.
+        steps: H, the updates of a round.
+        outer: the optax transform of the outer gradient. None averages.
     """
 
     steps: int = 1
@@ -47,10 +46,10 @@ class LocalSGD(DeviceStep):
         mine = own_state(state)
         params = kv.to_params(mine.store)
         found = self.gradient(params, batch, self._rng(state), state.model_state, self._scale(state))
-        updates, transform = self._transformed(mine, params, found.grads)
+        updates, transform = self._transform(mine, params, found.grads)
         transform = transform if jax.tree.leaves(transform) else state.local["transform"]
         values, states = _update.update(mine.store, updates)
-        metrics, model_state, bad = self._of_all(state, found, found.grads, {})
+        metrics, model_state, bad = self._mean_over_devices(state, found, found.grads, {})
         new = dataclasses.replace(
             state,
             step=state.step + 1,
@@ -58,22 +57,22 @@ class LocalSGD(DeviceStep):
             local=_like(state.local, {"values": values, "updater_state": states, "transform": transform}),
             outer={**state.outer, "since": state.outer["since"] + 1},
         )
-        new = self._round_ended(new, new.outer["since"] == self.steps)
+        new = self._end_round(new, new.outer["since"] == self.steps)
         return (new, metrics) if self.guard is None else self.guard(state, new, metrics, bad)
 
-    def flushed(self, state: TrainState) -> TrainState:
-        """The state after the round that is under way was ended before its time."""
-        return self._round_ended(state, state.outer["since"] > 0)
+    def apply_pending(self, state: TrainState) -> TrainState:
+        """The state after the unfinished round was ended early."""
+        return self._end_round(state, state.outer["since"] > 0)
 
-    def _round_ended(self, state: TrainState, due: jax.Array) -> TrainState:
-        """The state, after the devices agreed where it is `due`, which must be the same on all of them."""
+    def _end_round(self, state: TrainState, due: jax.Array) -> TrainState:
+        """The state, after the devices agreed if `due`, which must be the same on all of them."""
 
-        def agreed(state: TrainState) -> tuple[Any, ...]:
-            values, residuals, outer = self._agreed(state)
+        def agree(state: TrainState) -> tuple[Any, ...]:
+            values, residuals, outer = self._next_round(state)
             local = {**state.local, "values": _like(state.local["values"], values)}
             return values, residuals, {"state": outer, "since": jnp.zeros_like(state.outer["since"])}, local
 
-        def alone(state: TrainState) -> tuple[Any, ...]:
+        def keep(state: TrainState) -> tuple[Any, ...]:
             store = state.store
             held = {
                 k: _aggregate.held_residual(store, k, self.axis_name)
@@ -82,7 +81,7 @@ class LocalSGD(DeviceStep):
             return {k: store.values[k] for k in trained}, held, state.outer, state.local
 
         trained = list(state.local["values"])
-        values, residuals, outer, local = lax.cond(due, agreed, alone, state)
+        values, residuals, outer, local = lax.cond(due, agree, keep, state)
         store = dataclasses.replace(
             state.store,
             values={**state.store.values, **values},
@@ -90,7 +89,7 @@ class LocalSGD(DeviceStep):
         )
         return dataclasses.replace(state, store=store, outer=outer, local=local)
 
-    def _agreed(self, state: TrainState) -> tuple[Arrays, dict[int, Any], Any]:
+    def _next_round(self, state: TrainState) -> tuple[Arrays, dict[int, Any], Any]:
         """The parameters of the next round, the residuals and the state of the outer optimizer."""
         store, count = state.store, lax.axis_size(self.axis_name)
         own = own_state(state).store.values
@@ -102,16 +101,16 @@ class LocalSGD(DeviceStep):
         steps = dict(zip(sorted(gradient), jax.tree.leaves(updates), strict=True))
         return {k: (store.values[k] + u).astype(store.values[k].dtype) for k, u in steps.items()}, residuals, outer
 
-    def begun(self, state: TrainState, devices: tuple[Device, ...]) -> TrainState:
-        """The state with the parts `local` and `outer` as they are before the first round; those it has stay."""
+    def with_initial_parts(self, state: TrainState, devices: tuple[Device, ...]) -> TrainState:
+        """The state with the parts `local` and `outer`, as before the first round. Parts that it has stay."""
         store = state.store
         _check_store(store)
         fresh = () if self.outer is None else jax.eval_shape(self.outer.init, _tree(store, store.values))
         if carries(state.local):
             if jax.tree.structure(fresh) != jax.tree.structure(state.outer["state"]):
                 raise ValueError(
-                    "train step: the state is of another outer_optimizer; end its round by that step's finish(state), "
-                    "then go on from train.create_state(state.store, rng)"
+                    "train step: the state belongs to another outer_optimizer; end its round by that step's "
+                    "finish(state), then go on from train.create_state(state.store, rng)"
                 )
             return state
         keys = floating_keys([store.values[k] for k, _ in store.paths])
@@ -130,13 +129,12 @@ class LocalSGD(DeviceStep):
 
 
 def check_local_steps(local_steps: Any, outer_optimizer: Any) -> None:
-    """The options as `make_train_step` takes them."""
+    """Check the two options of `make_train_step`."""
     if local_steps is None:
         if outer_optimizer is not None:
             raise ValueError("make_train_step: outer_optimizer goes with local_steps, which is None")
         return
-    if isinstance(local_steps, bool) or not isinstance(local_steps, (int, np.integer)) or local_steps < 1:
-        raise ValueError(f"make_train_step: local_steps must be None or an int of 1 or more, got {local_steps!r}")
+    checks.whole_number(local_steps, "make_train_step", "local_steps")
     parts = (getattr(outer_optimizer, name, None) for name in ("init", "update"))
     if outer_optimizer is not None and not all(map(callable, parts)):
         raise TypeError(
@@ -159,7 +157,7 @@ def _check_store(store: KVStore) -> None:
 
 
 def own_state(state: TrainState) -> TrainState:
-    """The state with this device's own values, updater states and transform in place of the common ones."""
+    """The state with this device's values, updater states and transform in place of the common ones."""
     store, local = state.store, state.local
     values = {k: own.reshape(store.values[k].shape) for k, own in local["values"].items()}
     states = {k: _like(store.updater_state[k], own) for k, own in local["updater_state"].items()}
@@ -170,12 +168,12 @@ def own_state(state: TrainState) -> TrainState:
 
 
 def _like(like: Any, tree: Any) -> Any:
-    """The arrays in the shapes of others: with the axis of the devices, of length 1 or gone, or without it."""
+    """The arrays in the shapes of others, which have an axis of length 1 for the device, or have none."""
     return jax.tree.map(lambda old, new: new.reshape(old.shape), like, tree)
 
 
 def _tree(store: KVStore, values: Arrays) -> Any:
-    """The floating parameters as the pytree that the user knows; None for the others."""
+    """The floating parameters as the user's pytree, with None for the others."""
     assert store.treedef is not None
     leaves = [store.values[k] for k, _ in store.paths]
     trained = set(floating_keys(leaves))
@@ -184,9 +182,9 @@ def _tree(store: KVStore, values: Arrays) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _copies(devices: tuple[Device, ...]) -> Any:
-    """The compiled function that gives each device a copy, along a first axis, of arrays that all of them have."""
+    """A compiled function that copies arrays along a new first axis, one copy for each device."""
 
     def copies(leaves: list[jax.Array]) -> list[jax.Array]:
         return [jnp.broadcast_to(x[None], (len(devices), *x.shape)) for x in leaves]
 
-    return jax.jit(copies, out_shardings=NamedSharding(mesh_of(devices), P(STORE_AXIS)))
+    return jax.jit(copies, out_shardings=split_over(devices))

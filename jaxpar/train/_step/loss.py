@@ -1,4 +1,4 @@
-"""The loss of a classifier, in the shape that the training step takes."""
+"""The loss of a classifier, as the training step takes it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class _ClassificationLoss:
 def classification_loss(
     apply_fn: Callable[[Any, jax.Array], jax.Array],
 ) -> Callable[[Any, dict[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, Any]]]:
-    """A `loss_fn` for `make_train_step`: mean cross-entropy of the logits, with the accuracy beside it.
+    """A `loss_fn` for `make_train_step`: mean cross-entropy of the logits, and the accuracy.
 
     Args:
         apply_fn: `apply_fn(params, images) -> logits` of shape (n, classes).
 
     Returns:
         `loss_fn(params, batch, rng) -> (loss, {"accuracy"})` for batches `{"image", "label"}` with integer
-        labels; the loss is in nats an example.
+        labels. The loss is in nats per example.
 
     Example:
         >>> from jaxpar import models, train

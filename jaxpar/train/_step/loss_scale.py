@@ -1,4 +1,4 @@
-"""Loss scaling: what keeps the small gradients of float16 from becoming zero on their way back."""
+"""Loss scaling, which keeps the small gradients of float16 from becoming zero."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..._core import checks
+
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
-    """A loss scale that is as large as it can be: it grows until gradients overflow, and falls where they do.
+    """A loss scale that grows until gradients overflow and falls when they do.
 
     The loss is multiplied by the scale before it is differentiated and the gradients are divided by it. After
-    `period` good steps in a row the scale is multiplied by `factor`; where a gradient overflows, it is divided by
-    `factor` and that update is skipped. Micikevicius et al. 2018, "Mixed precision training", section 3.2; the
-    defaults are the usual ones of PyTorch's `GradScaler` and NVIDIA's apex.
+    `period` good steps in a row the scale is multiplied by `factor`. If a gradient overflows, it is divided by
+    `factor` and that update is skipped. See Micikevicius et al. 2018, "Mixed precision training", section 3.2.
 
     Attributes:
         initial: the scale at the first step. Powers of two divide without rounding.
         period: good steps before it grows.
         factor: above 1.
-        least, most: it never leaves these bounds.
+        least, most: the bounds of the scale.
 
     Example:
         >>> scaling = DynamicLossScale(initial=8.0, period=2)
         >>> state = scaling.start()
         >>> for overflow in (False, False, True):
-        ...     state = scaling.updated(state, jnp.array(overflow))
+        ...     state = scaling.next_state(state, jnp.array(overflow))
         ...     print(state["scale"], state["good_steps"])
         8.0 1
         16.0 0
@@ -50,9 +51,11 @@ class DynamicLossScale:
             )
 
     def start(self) -> dict[str, jax.Array]:
+        """The part `loss_scale` of a state before the first step: float32 `scale` and int32 `good_steps`."""
         return {"scale": jnp.float32(self.initial), "good_steps": jnp.int32(0)}
 
-    def updated(self, state: dict[str, jax.Array], overflow: jax.Array) -> dict[str, jax.Array]:
+    def next_state(self, state: dict[str, jax.Array], overflow: jax.Array) -> dict[str, jax.Array]:
+        """The same part after a step, of which `overflow` says whether a gradient was not finite."""
         scale, good = state["scale"], state["good_steps"] + 1
         full = good >= self.period
         grown = jnp.where(full, jnp.minimum(scale * self.factor, self.most), scale)
@@ -63,14 +66,10 @@ class DynamicLossScale:
 
 
 def check_loss_scale(loss_scale: Any) -> float | DynamicLossScale | None:
-    """The option as it was meant; `ValueError` for what is none."""
+    """The option as a float or a `DynamicLossScale`. `ValueError` or `TypeError` for anything else."""
     if loss_scale is None or isinstance(loss_scale, DynamicLossScale):
         return loss_scale
     if isinstance(loss_scale, str) and loss_scale == "dynamic":
         return DynamicLossScale()
-    if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)) or not 0 < loss_scale < math.inf:
-        raise ValueError(
-            "make_train_step: loss_scale must be None, a number above 0, 'dynamic' or a train.DynamicLossScale, got "
-            f"{loss_scale!r}"
-        )
-    return float(loss_scale)
+    expected = "None, a number above 0, 'dynamic' or a train.DynamicLossScale"
+    return checks.number(loss_scale, "make_train_step", "loss_scale", expected, lambda x: 0 < x < math.inf)

@@ -1,4 +1,4 @@
-"""A training step out of a loss function."""
+"""`make_train_step`: a training step for a loss function, and the checks of its options."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
-import numpy as np
 
 from ..._core import checks
 from ..._core.arrays import Device
@@ -36,63 +35,63 @@ def make_train_step(
     local_steps: int | None = None,
     outer_optimizer: optax.GradientTransformation | None = None,
 ) -> TrainStep:
-    """A data-parallel training step over the devices that the state lives on.
+    """A data-parallel training step over the devices of the state.
 
-    Each device takes its share of the batch and computes the gradient of its mean loss; that gradient divided
-    by the number of devices is pushed, so the sum over the devices is the gradient of the mean over the batch,
-    whatever their number; the store's updater does the rest.
+    Each device computes the gradient of the mean loss over its share of the batch, and pushes it divided by the number
+    of devices. So the sum over the devices is the gradient of the mean over the batch. The store's updater applies it.
 
     Args:
         loss_fn: `loss_fn(params, batch, rng) -> (loss, aux)`: the mean loss over the examples of `batch`, which
             is one device's share, and a dict of further values to report. `rng` differs from step to step and
-            from device to device. Where the state has a `model_state`,
-            `loss_fn(params, batch, rng, model_state) -> (loss, aux, new_model_state)`; the means over the
-            devices of its floating leaves are kept, other leaves must come out the same on all devices.
-        engine: `pmap` or `shard_map`; same numbers from both.
-        devices: None follows the state.
+            from device to device. If the state has a `model_state`, it is
+            `loss_fn(params, batch, rng, model_state) -> (loss, aux, new_model_state)`. The new state has the means
+            over the devices of floating leaves. Other leaves must be the same on all devices.
+        engine: `pmap` or `shard_map`. Both give the same numbers.
+        devices: of the step. None: those of the state.
         axis_name: the name of the axis over the devices, for collectives in `loss_fn`.
         grad_transform: an optax transform of all gradients together, after they are summed and before the
-            updater: the place for what couples keys, such as `optax.clip_by_global_norm`. It gets whole gradients and
-            parameters in every kind of store. In kind `sharded` it may be a whole optimizer that is not elementwise,
-            with `updaters.accumulate` in the store; its state is whole on each device.
-        accumulate: cuts each device's share in so many microbatches, taken one after the other; their gradients
-            are averaged and pushed once. Each gets an `rng` of its own, and the `model_state` of the one before.
-        compute_dtype: such as `jnp.bfloat16`: `loss_fn` gets the floating arrays of `params` and `batch` in it.
+            updater. It is for transforms that couple keys, such as `optax.clip_by_global_norm`. It gets whole gradients
+            and parameters in every kind of store. In kind `sharded` it may be a whole optimizer that is not
+            elementwise, with `updaters.accumulate` in the store. Its state is whole on each device.
+        accumulate: the number of microbatches that each device's share is cut in. They run one after the other, and
+            the mean of their gradients is pushed once. Each gets an `rng` of its own and the `model_state` of the one
+            before.
+        compute_dtype: such as `jnp.bfloat16`. `loss_fn` gets the floating arrays of `params` and `batch` in it.
             The store, the gradients that are pushed, their sums and the loss stay float32.
-        remat: True, or a policy of `jax.checkpoint_policies`: `loss_fn` is wrapped in `jax.checkpoint`, so that
-            activations are computed again on the way back, all or those that the policy does not save.
+        remat: True, or a policy of `jax.checkpoint_policies`. `loss_fn` is wrapped in `jax.checkpoint`, so the backward
+            pass computes activations again, all or those that the policy does not save.
         nonfinite: what a NaN or infinite loss or gradient on any device does. `ignore`: nothing, it is pushed as
-            any other number. `skip`: that update is left out on all devices (store, transform and model state
-            stay as they are, the step is counted); `metrics["skipped"]` is 1. `stop`: nothing changes from that
-            step on, not even the number of the step, until the error of `check_finite`, or `fit`, hands out the
-            state to go on with.
-        loss_scale: a number that the loss is multiplied by and its gradients are divided by, before they are
-            pushed; "dynamic", or a `DynamicLossScale`, for one that adapts itself. Made for float16. A dynamic
-            scale leaves out the updates that overflow, whatever `nonfinite` says, and stops nothing unless the
-            loss itself is not finite or the scale is down at its least.
-        local_steps: H: every device makes H updates of its own, by the store's updater and with the mean gradient
-            of its share of each batch, before all agree on new parameters; see `jaxpar.train._step.local_sgd`. The
-            store holds the parameters on which they agreed last, so that is what `state.params`, `evaluate` and `fit`
-            see; `step.finish(state)` ends a round before its time. A `grad_transform` gets each device's own
-            gradients. The metrics, and a `model_state`, are means over the devices at every step.
+            any other number. `skip`: no device makes that update. Store, transform and model state stay as they are,
+            the step is counted, and `metrics["skipped"]` is 1. `stop`: nothing changes from that step on, not even
+            the number of the step. The error of `check_finite`, or of `fit`, has the state to go on with.
+        loss_scale: a number that the loss is multiplied by. The gradients are divided by it before they are pushed.
+            "dynamic", or a `DynamicLossScale`, adapts itself. For float16. A dynamic scale skips the updates that
+            overflow, whatever `nonfinite` says. It stops only if the loss itself is not finite or the scale is at its
+            least.
+        local_steps: H. Every device makes H updates of its own, by the store's updater and with the mean gradient
+            of its share of each batch, before all agree on new parameters. The store holds the parameters on which
+            they agreed last, and `state.params`, `evaluate` and `fit` see these. `step.finish(state)` ends a round
+            early. A `grad_transform` gets each device's own gradients. The metrics, and a `model_state`, are means
+            over the devices at every step.
         outer_optimizer: with `local_steps`, an optax transform for the mean over the devices of (parameters at the
             start of the round - own parameters), such as `optax.sgd(0.7, momentum=0.9, nesterov=True)`, which is
             DiLoCo (Douillard et al. 2023). None averages the parameters.
 
     Returns:
         `step(state, batch) -> (state, metrics)`, compiled once for each shape of a batch. `batch` is the global
-        batch, a pytree of arrays with a common first axis that the number of devices divides. The memory of
-        `state` is given to the new one: the old state cannot be used again. `metrics` are the means over the
-        devices of `loss` and of what is in `aux`; they are on the devices, and reading one waits for the step.
-        `skipped` (0.0 or 1.0) and `loss_scale` are beside them where the step can skip, or scales dynamically.
+        batch, a pytree of arrays with a common first axis that the number of devices divides. `state` is donated:
+        the old state cannot be used again. `metrics` are the means over the devices of `loss` and of what is in
+        `aux`, in float32 or wider. They are on the devices, and reading one waits for the step. They include
+        `skipped` (0.0 or 1.0) if the step can skip, and `loss_scale` if it scales dynamically.
 
     Raises:
-        ValueError: an unknown engine or another option out of its range; when called, a batch that cannot be
+        ValueError: an unknown engine or another option out of its range. When called: a batch that cannot be
             divided.
-        TypeError: a `compute_dtype` that is not floating; when called, a `loss_fn` that returns something else.
+        TypeError: an option of a wrong type, or a `compute_dtype` that is not floating. When called: a `loss_fn` that
+            returns something else.
 
     Example:
-        >>> import optax
+        >>> import jax, jax.numpy as jnp, optax
         >>> from jaxpar import kv, train
         >>> def loss_fn(params, batch, rng):
         ...     return ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean(), {}
@@ -122,8 +121,7 @@ def make_train_step(
 
 
 def _check_options(accumulate: Any, compute_dtype: Any, remat: Any, nonfinite: Any) -> None:
-    if isinstance(accumulate, bool) or not isinstance(accumulate, (int, np.integer)) or accumulate < 1:
-        raise ValueError(f"make_train_step: accumulate must be an int of 1 or more, got {accumulate!r}")
+    checks.whole_number(accumulate, "make_train_step", "accumulate")
     if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
         raise TypeError(f"make_train_step: compute_dtype must be a floating dtype, got {compute_dtype!r}")
     if not isinstance(remat, bool) and not callable(remat):
@@ -131,5 +129,4 @@ def _check_options(accumulate: Any, compute_dtype: Any, remat: Any, nonfinite: A
             f"make_train_step: remat must be True, False or a policy such as jax.checkpoint_policies.dots_saveable, "
             f"got {remat!r}"
         )
-    if nonfinite not in ACTIONS:
-        raise ValueError(f"make_train_step: nonfinite must be one of {', '.join(ACTIONS)}, got {nonfinite!r}")
+    checks.choice(nonfinite, "make_train_step", "nonfinite", ACTIONS)

@@ -1,4 +1,4 @@
-"""Numbers that are not finite: seen on any device, the update is left out on all of them, and the keys are named."""
+"""What happens when a loss or gradient is not finite on some device: no device updates, and the keys are named."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class NonFiniteError(FloatingPointError):
     """A step found a loss or a gradient that is NaN or infinite.
 
     Attributes:
-        step: the number of that step; the first is 0.
+        step: the number of that step. The first is 0.
         names: what was not finite: "loss", and the paths of the parameters whose gradients were not.
         state: a `TrainState` to go on with. After `nonfinite="stop"` it is the state before that step, to the bit.
     """
@@ -40,11 +40,11 @@ class NonFiniteError(FloatingPointError):
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """Looks at what a step found and decides, the same on all devices, whether the update is made.
+    """Decides, the same on all devices, whether the update of a step is made.
 
     Attributes:
-        stop: whether nothing more is to change once a step went wrong; else its update alone is left out.
-        scaling: where the loss scale is dynamic; an overflow that a smaller scale can cure stops nothing.
+        stop: whether nothing changes after a bad step. Otherwise only its update is skipped.
+        scaling: the dynamic loss scale, or None. An overflow that a smaller scale can cure stops nothing.
     """
 
     stop: bool
@@ -58,41 +58,42 @@ class Guard:
     def __call__(
         self, old: TrainState, new: TrainState, metrics: dict[str, Any], found: jax.Array
     ) -> tuple[TrainState, dict[str, Any]]:
-        """The state that the step leaves behind, and its metrics.
+        """The next state and its metrics.
 
         Args:
             old, new: the states before and after the update.
             metrics: of the step, the same on all devices.
-            found: float32 (1 + floating keys,), above 0 where some device saw what is not finite; the same on all.
+            found: float32 (1 + floating keys,), above 0 where some device found what is not finite.
+                The same on all devices.
         """
         bad = (found > 0).any()
         halted, fatal = jnp.array(False), jnp.array(False)
         if self.stop:
             halted = (old.nonfinite["found"] > 0).any()
-            fatal = bad if self.scaling is None else bad & ((found[0] > 0) | self._at_its_least(old))
+            fatal = bad if self.scaling is None else bad & ((found[0] > 0) | self._is_at_least(old))
         frozen, skipped = halted | fatal, bad | halted
         report = {"skipped": skipped.astype(jnp.float32)}
         state = _either(skipped, old, new)
         state = dataclasses.replace(
             state,
             step=jnp.where(frozen, old.step, new.step),
-            nonfinite=self._noted(old, found, bad, halted, fatal),
+            nonfinite=self._record_failure(old, found, bad, halted, fatal),
         )
         if self.scaling is not None:
             report["loss_scale"] = old.loss_scale["scale"]
-            scale = self.scaling.updated(old.loss_scale, bad)
+            scale = self.scaling.next_state(old.loss_scale, bad)
             state = dataclasses.replace(state, loss_scale=_either(frozen, old.loss_scale, scale))
         for name in report:
             if name in metrics:
                 raise ValueError(f"train step: aux of loss_fn has {name!r}, which the step reports itself; rename it")
         return state, {**metrics, **report}
 
-    def _at_its_least(self, old: TrainState) -> jax.Array:
+    def _is_at_least(self, old: TrainState) -> jax.Array:
         assert self.scaling is not None
         return old.loss_scale["scale"] <= self.scaling.least
 
-    def _noted(self, old: TrainState, found: Any, bad: Any, halted: Any, fatal: Any) -> dict[str, jax.Array]:
-        """Where the step stops: the first one that went wrong. Where it skips: the last, and how many."""
+    def _record_failure(self, old: TrainState, found: Any, bad: Any, halted: Any, fatal: Any) -> dict[str, jax.Array]:
+        """The next part `nonfinite`: of the first bad step with `stop`, else of the last, and how many were skipped."""
         held = old.nonfinite
         note = fatal & ~halted if self.stop else bad
         count = bad & ~(halted | fatal)
@@ -113,17 +114,17 @@ def nonfinite_flags(loss: jax.Array, pushed: dict[int, jax.Array], summed: dict[
 
 
 def check_finite(metrics: dict[str, Any], state: TrainState) -> None:
-    """Raises where a step found numbers that are not finite; for loops of one's own. Waits for the step.
+    """Raise an error if a step found numbers that are not finite. Waits for the step.
 
-    `fit` calls it for a step with `nonfinite="stop"`. Called after every step it makes the host wait each time;
-    with "stop" nothing is lost by calling it every hundred steps, as the state does not change after a bad one.
+    For loops of your own. `fit` calls it for a step with `nonfinite="stop"`. After every step, it makes the host wait
+    each time. With "stop", a call every hundred steps loses nothing, as the state does not change after a bad step.
 
     Args:
         metrics: what the step returned.
-        state: the state it returned, or a later one.
+        state: the state that it returned, or a later one.
 
     Raises:
-        NonFiniteError: a `FloatingPointError` that names the step and the keys; its `state` is one to go on with.
+        NonFiniteError: a `FloatingPointError` that names the step and the keys. Its `state` is one to go on with.
 
     Example:
         >>> import optax
@@ -153,12 +154,15 @@ def check_finite(metrics: dict[str, Any], state: TrainState) -> None:
     if number != int(state.step):
         raise NonFiniteError(number, names, state, "its update was left out")
     raise NonFiniteError(
-        number, names, cleared(state), "no update was made since, and `state` of this error is the state before it"
+        number,
+        names,
+        without_failure(state),
+        "no update was made since, and `state` of this error is the state before it",
     )
 
 
-def cleared(state: TrainState) -> TrainState:
-    """A state that was stopped, as it was before the step that went wrong."""
+def without_failure(state: TrainState) -> TrainState:
+    """A stopped state as it was before the bad step."""
     held = state.nonfinite
     like = {"found": jnp.zeros_like(held["found"]), "step": jnp.full_like(held["step"], -1)}
     return dataclasses.replace(state, nonfinite={**held, **like})
@@ -170,5 +174,5 @@ def _trained(store: KVStore) -> list[str]:
 
 
 def _either(first: jax.Array, one: Any, other: Any) -> Any:
-    """`one` where `first` is true, else `other`; what both share is handed on."""
+    """`one` where `first` is true, else `other`. A leaf that both share is returned as it is."""
     return jax.tree.map(lambda a, b: a if a is b else jnp.where(first, a, b), one, other)

@@ -1,22 +1,24 @@
-"""The state of training: everything that a step changes, as one pytree, and where its parts lie."""
+"""The state of training: everything that a step changes, as one pytree, and how its parts are placed."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import html
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 from ... import distributed, kv
 from ..._core import checks, portable
-from ..._core.arrays import Device, is_traced
+from ..._core.arrays import Device, is_traced, nbytes
+from ..._core.text import plural
 from ..._devices import processes
-from ..._devices.donation import check_not_donated
-from ..._devices.mesh import STORE_AXIS, copied, mesh_of
+from ..._devices.donation import check_not_donated, is_donated
+from ..._devices.mesh import copied, copies_on, split_over
 from ..._devices.placement import to_host
 
 if TYPE_CHECKING:
@@ -26,62 +28,63 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that training changes; a pytree.
+    """Everything that training changes. A pytree.
 
     Attributes:
         store: holds the parameters, the updater's state and the residuals of a compressor.
         step: int32, how many batches the store has seen.
-        rng: a random key that stays as it is; step t uses `fold_in(rng, t)`, so a run that is resumed draws
-            the same numbers.
-        transform: the state of the step's `grad_transform`, () where there is none.
+        rng: a random key that never changes. Step t uses `fold_in(rng, t)`, so a resumed run draws the same numbers.
+        transform: the state of the step's `grad_transform`, or ().
         model_state: what the model itself carries from step to step, such as the running statistics of batch
-            norm; () where it carries nothing.
+            norm, or ().
         loss_scale: `{"scale", "good_steps"}` of a step with `loss_scale="dynamic"`, else ().
-        nonfinite: float32 (1 + floating keys,) of a step with `nonfinite="stop"`, else (): zeros until a step
-            finds a number that is not finite, then on how many devices the loss and the gradient of each key
-            were not.
-        outer: of a step with `local_steps`, else (): `state`, that of the outer optimizer, and `since`, int32, how
-            many updates every device has made by itself since all agreed on the parameters in `store`.
-        local: of a step with `local_steps`, else (): the `values`, `updater_state` and `transform` of each device,
-            which are the first axis.
+        nonfinite: `{"found", "step", "skipped"}` of a step that can skip or stop, else (). `found` is float32
+            (1 + floating keys,): on how many devices the loss and the gradient of each key were not finite in the
+            bad step, zeros before. `step` is the number of that step, `skipped` how many updates were skipped.
+        outer: `{"state", "since"}` of a step with `local_steps`, else (). `state` is that of the outer optimizer.
+            `since`, int32, is how many updates each device has made since all agreed on the parameters in `store`.
+        local: `{"values", "updater_state", "transform"}` of a step with `local_steps`, else (). The devices are the
+            first axis.
     """
 
     store: kv.KVStore
     step: jax.Array
     rng: jax.Array
-    # By factories: a default that is an attribute of the class would hide a part that is not put together yet.
-    transform: Any = dataclasses.field(default_factory=tuple)
-    model_state: Any = dataclasses.field(default_factory=tuple)
-    loss_scale: Any = dataclasses.field(default_factory=tuple)
-    nonfinite: Any = dataclasses.field(default_factory=tuple)
-    outer: Any = dataclasses.field(default_factory=tuple)
-    local: Any = dataclasses.field(default_factory=tuple)
+    transform: Any = ()
+    model_state: Any = ()
+    loss_scale: Any = ()
+    nonfinite: Any = ()
+    outer: Any = ()
+    local: Any = ()
 
     @property
     def params(self) -> Any:
-        """The parameters as they were given to `kv.from_params`; `RuntimeError` where a step took the state."""
+        """The parameters as they were given to `kv.from_params`. `RuntimeError` if the state was donated."""
         if not is_traced(self.store.values):
             check_not_donated(self.store.values, "state.params")
         return kv.to_params(self.store)
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """A part of a state that a step made: they are put together when one of them is first asked for."""
-            if name not in self.__dataclass_fields__ or "_apart" not in vars(self):
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            vars(self).update(vars(vars(self)["_apart"].together(self.rng)))
-            return vars(self)[name]
-
     def __repr__(self) -> str:
-        from .state_display import as_text
-
-        return as_text(self)
+        rest = [f"{name}: {words}" for name, words in self._other_parts()]
+        return "\n".join([f"TrainState({self._summary()})", repr(self.store), *rest])
 
     def _repr_html_(self) -> str:
-        from .state_display import as_html
+        rest = "".join(f"<p>{name}: {html.escape(words)}</p>" for name, words in self._other_parts())
+        return f"<div><p>TrainState({html.escape(self._summary())})</p>{self.store._repr_html_()}{rest}</div>"
 
-        return as_html(self)
+    def _summary(self) -> str:
+        if is_donated(self):
+            return "donated to a later step; use the state that it returned"
+        known = isinstance(self.step, jax.Array) and not is_traced(self.step)
+        return f"step={int(self.step) if known else 'traced'}, rng={getattr(self.rng, 'dtype', self.rng)}"
+
+    def _other_parts(self) -> Iterator[tuple[str, str]]:
+        """The name of each part next to the store that holds arrays, and how much it holds."""
+        for name in [field.name for field in dataclasses.fields(self)][3:]:
+            leaves = jax.tree.leaves(getattr(self, name))
+            if leaves:
+                size = sum(nbytes(leaf) for leaf in leaves if hasattr(leaf, "dtype"))
+                yield name, f"{plural(len(leaves), 'array')}, {size:,} bytes"
 
 
 def create_state(
@@ -95,18 +98,19 @@ def create_state(
     """The state before the first step, copied onto the devices that will train.
 
     Args:
-        store: made by `kv.from_params`; it stays valid, the state holds copies.
+        store: made by `kv.from_params`. It stays valid, as the state holds copies.
         rng: a random key, or an int to make one of.
         devices: None takes the store's, or else all of them.
-        grad_transform: the one given to `make_train_step`; the step makes the state of it at its first call
-            where it is not given here.
+        grad_transform: the one given to `make_train_step`. If it is not given here, the first call of the step makes
+            its state.
         model_state: a pytree of arrays that the model changes itself, such as the running statistics of batch
-            norm. Where it is given, `loss_fn` takes it as a fourth argument and returns the new one.
+            norm. `loss_fn` then takes it as a fourth argument and returns the new one.
 
     Raises:
+        TypeError: no store.
         ValueError: the store was not made by `kv.from_params`.
-        RuntimeError: one of several processes of `python -m jaxpar launch` that has not joined the others, so that each
-            would train a model of its own: call `jp.distributed.initialize()` first.
+        RuntimeError: this is one of several processes of `python -m jaxpar launch` and has not joined the others. Call
+            `jp.distributed.initialize()` first.
 
     Example:
         >>> import optax
@@ -130,53 +134,53 @@ def create_state(
     transform = () if grad_transform is None else grad_transform.init(kv.to_params(store))
     model_state = () if model_state is None else model_state
     state = TrainState(store, jnp.zeros((), jnp.int32), rng, transform, model_state)
-    return placed(state, tuple(devices))
+    return place_state(state, tuple(devices))
 
 
 def _rest(state: TrainState) -> dict[str, Any]:
-    """What of a state each device has a copy of, beside the store."""
+    """The parts of a state next to the store of which each device has a copy."""
     return {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in ("store", "local")}
 
 
-def placed(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
+def place_state(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
     """The state copied onto these devices."""
     rest = _rest(state)
     if processes.to_share(rest, devices):
         rest = processes.from_first(rest)
-    local = copied(regrouped(state.local, len(devices)), NamedSharding(mesh_of(devices), P(STORE_AXIS)))
+    local = copied(regroup_local(state.local, len(devices)), split_over(devices))
     return TrainState(kv.place(state.store, devices), **everywhere(rest, devices), local=local)
 
 
-def regrouped(local: Any, count: int) -> Any:
-    """What devices have for themselves, for another number of them: each takes the mean of all.
+def regroup_local(local: Any, count: int) -> Any:
+    """The part `local` for another number of devices. Each gets the mean of all.
 
-    The mean of the parameters is all that the outer gradient depends on. Integers, such as counts of steps, are
-    those of the first device.
+    The outer gradient depends only on the mean of the parameters. Integers, such as counts of steps, are those of the
+    first device.
     """
 
-    def shared(x: jax.Array) -> jax.Array:
+    def mean(x: jax.Array) -> jax.Array:
         if x.shape[0] == count:
             return x
         x = jnp.asarray(to_host(x))
-        mean = x.mean(0, keepdims=True, dtype=x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x[:1]
-        return jnp.broadcast_to(mean, (count, *x.shape[1:]))
+        value = x.mean(0, keepdims=True, dtype=x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x[:1]
+        return jnp.broadcast_to(value, (count, *x.shape[1:]))
 
-    return jax.tree.map(shared, local)
+    return jax.tree.map(mean, local)
 
 
 def everywhere(tree: Any, devices: tuple[Device, ...]) -> Any:
     """A copy of the arrays on each of the devices."""
-    return copied(tree, NamedSharding(mesh_of(devices), P()))
+    return copied(tree, copies_on(devices))
 
 
-def specs(state: TrainState, axis_name: str) -> list[P]:
-    """How each leaf of the state lies along the axis of the devices."""
+def partition_specs(state: TrainState, axis_name: str) -> list[P]:
+    """How each leaf of the state is laid out along the axis of the devices."""
     store, rest = jax.tree.leaves(kv.partition_specs(state.store, axis_name)), jax.tree.leaves(_rest(state))
     return store + [P() for _ in rest] + [P(axis_name) for _ in jax.tree.leaves(state.local)]
 
 
 def carries(part: Any) -> bool:
-    """Whether a part of a state is there; () stands for none."""
+    """Whether a part of a state is present. () stands for none."""
     return not (isinstance(part, tuple) and not part)
 
 
@@ -195,7 +199,7 @@ def _average_local(like: TrainState, saved: portable.Saved, remarks: list[str]) 
     )
     new: portable.Saved = {}
     for name, (record, array) in own.items():
-        array = np.asarray(regrouped(jnp.asarray(array), count))
+        array = np.asarray(regroup_local(jnp.asarray(array), count))
         new[name] = {**record, "shape": list(array.shape)}, array
     return {**saved, **new}
 

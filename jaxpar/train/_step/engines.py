@@ -1,0 +1,88 @@
+"""The engines: how the step of one device becomes the step of all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+
+from ..._core.arrays import Device
+from ..._devices.pmap_cache import forget
+from .device_step import DeviceStep
+from .state import TrainState, partition_specs
+
+Batch = Any
+Devices = tuple[Device, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """What the programs of a step need to know of an engine.
+
+    Attributes:
+        step: `step(one, devices, state, batch) -> (state, metrics)` of whole arrays, traced inside a program.
+        finish: `finish(one, devices, state) -> state`, the same for the end of training.
+        within_one_process: whether `step` can be traced only where all devices are of this process.
+    """
+
+    step: Callable[[DeviceStep, Devices, TrainState, Batch], tuple[TrainState, Any]]
+    finish: Callable[[DeviceStep, Devices, TrainState], TrainState]
+    within_one_process: bool = False
+
+
+def _step_by_pmap(one: DeviceStep, devices: Devices, state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
+    leaves, treedef = jax.tree.flatten(state)
+    axes = [None if spec == P() else 0 for spec in partition_specs(state, one.axis_name)]
+
+    def body(leaves: list[jax.Array], batch: Batch) -> Any:
+        new, metrics = one(treedef.unflatten(leaves), batch)
+        return jax.tree.leaves(new), metrics
+
+    run = jax.pmap(body, one.axis_name, in_axes=(axes, 0), out_axes=(axes, None), devices=devices)
+    try:
+        new, metrics = run(leaves, split_batch(batch, len(devices)))
+    finally:
+        forget(body)  # it is a part of the program around it now
+    return treedef.unflatten(new), metrics
+
+
+def _step_by_shard_map(one: DeviceStep, devices: Devices, state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
+    specs = _spec_tree(one, state)
+    # With the check on, the gradient of replicated params would be summed already.
+    run = jax.shard_map(
+        one,
+        mesh=_mesh(one, devices),
+        in_specs=(specs, P(one.axis_name)),
+        out_specs=(specs, P()),
+        check_vma=False,
+    )
+    return run(state, batch)
+
+
+def _finish_by_shard_map(one: DeviceStep, devices: Devices, state: TrainState) -> TrainState:
+    specs = _spec_tree(one, state)
+    mesh = _mesh(one, devices)
+    return jax.shard_map(one.apply_pending, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)(state)
+
+
+ENGINES = {
+    "pmap": Engine(_step_by_pmap, _finish_by_shard_map, within_one_process=True),
+    "shard_map": Engine(_step_by_shard_map, _finish_by_shard_map),
+}
+
+
+def split_batch(batch: Batch, count: int) -> Batch:
+    """The arrays of a batch with a new first axis of this length, as `pmap` takes them."""
+    return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
+
+
+def _spec_tree(one: DeviceStep, state: TrainState) -> Any:
+    return jax.tree.structure(state).unflatten(partition_specs(state, one.axis_name))
+
+
+def _mesh(one: DeviceStep, devices: Devices) -> Mesh:
+    return Mesh(np.array(devices), (one.axis_name,))
