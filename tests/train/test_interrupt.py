@@ -230,6 +230,7 @@ class Process:
         return self.process.wait(60), out.rpartition("\n")[0].rpartition("\n")[2], err
 
 
+@pytest.mark.slow
 def test_in_processes(tmp_path):
     started = [
         Process(tmp_path / "terminated", 1000, "PLAIN"),
@@ -273,6 +274,7 @@ def test_in_processes(tmp_path):
     assert twice[2].splitlines()[-1] == "KeyboardInterrupt"
 
 
+@pytest.mark.slow
 def test_one_of_two_processes_is_preempted(tmp_path, whole):
     """It tells the other one, and both stop after the same step, which is saved."""
     with socket.socket() as free:
@@ -303,6 +305,7 @@ def test_one_of_two_processes_is_preempted(tmp_path, whole):
     np.testing.assert_allclose([r["loss"] for r in history], [r["loss"] for r in whole[1]], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_notebook_is_interrupted(tmp_path):
     """In a kernel of its own, by the message that the stop button sends; then the cell is run again."""
     client = pytest.importorskip("jupyter_client")

@@ -189,6 +189,7 @@ def test_tensorboard_on_a_full_disk_keeps_whole_records(tmp_path, full_disk):
     assert scalars(tmp_path) == {"train/loss": [(3, 1.0), (6, 0.25)]}
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path, monkeypatch, capsys):
     from jaxpar.__main__ import main
 
@@ -204,9 +205,27 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     assert found["test/accuracy"] == [(2, pytest.approx(record["test_accuracy"]))]
     assert [step for step, _ in found["step/loss"]] == [1, 2]
     assert list(places["profile-dir"].rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--metrics-file=m.csv", "m.csv gets JSON lines; name it .jsonl"),
+        ("--epochs=0", "argument --epochs: must be an int of at least 1, got '0'"),
+        ("--epochs=1.5", "must be an int of at least 1, got '1.5'"),
+        ("--learning-rate=0", "must be a number above 0, got '0'"),
+        ("--learning-rate=inf", "must be a number above 0, got 'inf'"),
+        ("--learning-rate=nan", "must be a number above 0, got 'nan'"),
+        ("--kvstore=disk", "'sharded', 'dist_sync'"),
+        ("--compression=zip", "'none', '1bit', '2bit'"),
+    ],
+)
+def test_arguments_of_the_command_line(capsys, argument, message):
+    from jaxpar.__main__ import main
+
     with pytest.raises(SystemExit):
-        main(["train", "--metrics-file=m.csv"])
-    assert "m.csv gets JSON lines; name it .jsonl" in capsys.readouterr().err
+        main(["train", argument])
+    assert message in capsys.readouterr().err.replace("choose from sharded, dist_sync", "'sharded', 'dist_sync'")
 
 
 def test_pandas():
