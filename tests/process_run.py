@@ -225,6 +225,10 @@ def training(folder):
         scores = np.float32(scores)
         assert all(np.array_equal(scores, other) for other in gathered(scores)), name
         found[name] = scores
+        if not lenet:
+            test = images(side, 13, seed=1)
+            classes = train.predict(state, apply_fn, test, batch_size=8).argmax(1)
+            assert (classes == test.labels).mean() == pytest.approx(scores[3]), name
     check_batches()
     if kv.num_workers() > 1:
         check_refused()
