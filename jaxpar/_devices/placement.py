@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from jax.sharding import Sharding
 

@@ -282,9 +282,8 @@ def _unpack(words: jax.Array, bits: int) -> jax.Array:
 def _start_rounding(name: str, rounding: str, shape: Shape, dtype: Any, seed: Any) -> State:
     """The residual, and for stochastic rounding the seed and the number of pushes of a random stream."""
     state = start_residual(name, shape, dtype)
-    if rounding == "nearest":
-        return state
-    return {**state, "stream": jnp.stack([jnp.asarray(seed, jnp.uint32), jnp.uint32(0)])}
+    stream = jnp.stack([jnp.asarray(seed, jnp.uint32), jnp.uint32(0)])
+    return state if rounding == "nearest" else {**state, "stream": stream}
 
 
 def _random_16_bits(state: State, shape: Shape) -> jax.Array:
@@ -297,6 +296,5 @@ def _random_16_bits(state: State, shape: Shape) -> jax.Array:
 
 def _advance(state: State) -> State:
     """The state with one more push counted in its stream."""
-    if "stream" not in state:
-        return state
-    return {**state, "stream": state["stream"] + jnp.array([0, 1], jnp.uint32)}
+    moved = {name: value + jnp.array([0, 1], jnp.uint32) for name, value in state.items() if name == "stream"}
+    return {**state, **moved}
