@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from kv_model import collectives_in, compilations
-from step_model import ENGINES, EVERYWHERE, IN_TURN, adam, by_hand, close, line, squares, start
+from step_model import IN_TURN, adam, by_hand, close, line, squares, start
 
 from jaxpar import kv, train
 
@@ -31,7 +31,7 @@ def wide_batch(n=32):
 # ---- accumulation
 
 
-@pytest.mark.parametrize(("engine", "kind"), EVERYWHERE)
+@pytest.mark.parametrize(("engine", "kind"), IN_TURN)
 def test_microbatches_are_the_plain_step(engine, kind):
     step = train.make_train_step(squares, engine=engine, accumulate=4)
     state = start(4, kind, adam())
@@ -173,8 +173,7 @@ def deep_start():
     return start(2, params=[jnp.eye(40) * 1.1] * 4)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("remat", [True, jax.checkpoint_policies.dots_saveable])
+@pytest.mark.parametrize(("engine", "remat"), [("pmap", True), ("shard_map", jax.checkpoint_policies.dots_saveable)])
 def test_what_is_computed_again_changes_nothing(engine, remat):
     found, sines = [], []
     for option in (False, remat):

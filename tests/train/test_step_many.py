@@ -59,8 +59,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "case"), [*(("pmap", case) for case in CASES), ("shard_map", "plain"), ("shard_map", "local")]
+)
 def test_the_same_numbers_as_one_by_one(engine, case):
     step = train.make_train_step(squares, engine=engine, **CASES[case])
     want, losses = one_by_one(step, start())
@@ -69,8 +70,16 @@ def test_the_same_numbers_as_one_by_one(engine, case):
     np.testing.assert_array_equal(metrics["loss"], losses)
 
 
-@pytest.mark.parametrize(("engine", "kind"), [*IN_TURN, ("pmap", "dist_async")])
-@pytest.mark.parametrize("compression", [None, {"type": "2bit"}, {"type": "powersgd"}])
+@pytest.mark.parametrize(
+    ("engine", "kind", "compression"),
+    [
+        ("pmap", "device", {"type": "powersgd"}),
+        ("shard_map", "local", {"type": "2bit"}),
+        ("shard_map", "sharded", None),
+        ("shard_map", "sharded", {"type": "powersgd"}),
+        ("pmap", "dist_async", {"type": "2bit"}),
+    ],
+)
 def test_any_kind_and_compression(engine, kind, compression):
     step = train.make_train_step(squares, engine=engine)
     want, losses = one_by_one(step, start(kind, compression=compression))
@@ -201,8 +210,7 @@ def fit(state=None, source=POINTS, step=STEP, **options):
     return train.fit(state, step, source, **{"epochs": 3, "batch_size": 4, "progress": False, **options})
 
 
-@pytest.mark.parametrize("most", [None, 1, 5, 20])
-@pytest.mark.parametrize("begin", [0, 7, 12, 25])
+@pytest.mark.parametrize(("most", "begin"), [(None, 0), (None, 7), (1, 12), (5, 0), (5, 25), (20, 7)])
 def test_groups_are_the_batches(most, begin):
     options = {"rng": jax.random.key(5), "start": begin, "devices": jax.devices()[:2]}
     batches = data.batches(POINTS, 4, epochs=None, **options)

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from kv_model import collectives_in
-from step_model import ENGINES, EVERYWHERE, adam, by_hand, close, line, squares, start
+from step_model import ENGINES, IN_TURN, adam, by_hand, close, line, squares, start
 
 from jaxpar import checkpoint, kv, train
 
@@ -17,7 +17,7 @@ def tiny(params, batch, rng):
 
 
 @pytest.mark.parametrize(
-    ("engine", "kind", "loss_scale"), [("pmap", "device", 2.0**15), *((*where, "dynamic") for where in EVERYWHERE)]
+    ("engine", "kind", "loss_scale"), [("pmap", "device", 2.0**15), *((*where, "dynamic") for where in IN_TURN)]
 )
 def test_small_gradients_survive_float16(engine, kind, loss_scale):
     def moved(scale):

@@ -11,16 +11,14 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from kv_model import collectives_in, compilations
-from step_model import ENGINES, KINDS, adam, by_hand, close, line, squares, start
+from step_model import ENGINES, EVERYWHERE, IN_TURN, KINDS, adam, by_hand, close, line, squares, start
 
 from jaxpar import kv, models, train
 
 # ---- the same numbers
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize(("engine", "kind", "count"), [*((*where, 4) for where in EVERYWHERE), ("pmap", "sharded", 1)])
 def test_the_gradient_is_that_of_the_whole_batch(engine, count, kind):
     """Never one device's, nor their sum, which shard_map makes where its checks are on."""
     params = {"w": jnp.zeros(())}
@@ -30,9 +28,10 @@ def test_the_gradient_is_that_of_the_whole_batch(engine, count, kind):
     assert float(state.params["w"]) == -3.5
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("engine", "kind", "count"),
+    [*((*where, 8) for where in EVERYWHERE), ("pmap", "device", 1), ("shard_map", "sharded", 1), ("pmap", "local", 2)],
+)
 def test_any_devices_engines_and_kinds_are_the_plain_loop(engine, count, kind):
     state = start(count, kind, adam())
     step = train.make_train_step(squares, engine=engine)
@@ -67,10 +66,8 @@ def lenet():
     ("engine", "count", "kind"),
     [
         ("pmap", 1, "device"),
-        ("pmap", 4, "device"),
-        ("pmap", 8, "device"),
-        ("shard_map", 2, "device"),
-        ("shard_map", 4, "local"),
+        pytest.param("pmap", 8, "device", marks=pytest.mark.slow),
+        pytest.param("shard_map", 4, "local", marks=pytest.mark.slow),
         ("shard_map", 8, "sharded"),
     ],
 )
@@ -158,8 +155,7 @@ def test_aux_values_are_means_over_devices_whatever_their_dtype():
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "kind"), IN_TURN)
 def test_leaves_that_are_not_floating_are_left_alone(engine, kind):
     params = {"count": jnp.arange(3), "w": jnp.ones(3), "mask": jnp.array([True, False, True])}
 
@@ -226,8 +222,7 @@ def test_the_compiled_text(engine):
     assert names in (["all-reduce"], ["all-reduce"] * 2), "gradients in one bucket, metrics in another"
 
 
-@pytest.mark.parametrize("kind", ["device", "local"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "kind"), [("pmap", "device"), ("shard_map", "local")])
 def test_one_device_needs_no_collective(engine, kind):
     text = train.make_train_step(squares, engine=engine).lower(start(1, kind), line()).compile().as_text()
     assert collectives_in(text) == []
