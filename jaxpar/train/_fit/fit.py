@@ -124,7 +124,7 @@ def fit(
     options: dict[str, Any] = {
         **{"epochs": epochs, "batch_size": batch_size, "progress": progress, "profile": profile},
         **{"test_data": test_data, "apply_fn": apply_fn, "on_interrupt": on_interrupt},
-        **{"checkpoint_dir": checkpoint_dir, "checkpoint_every": checkpoint_every},
+        **{"checkpoint_dir": checkpoint_dir, "checkpoint_every": checkpoint_every, "keep": keep},
     }
     called = collect_callbacks(metrics_file, callbacks, on_step)
     run = plan_run(state, step, train_data, called, steps_per_execution=steps_per_execution, **options)

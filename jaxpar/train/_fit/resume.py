@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from ... import distributed
-from ..._core import checks
 from ..._core.text import say
 from ..._devices.donation import is_donated, zeros_if_donated
 from ...checkpoint import CheckpointError, Found, Manager
@@ -29,7 +28,6 @@ class RunCheckpoints:
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, keep: int, run: Run):
-        keep = checks.whole_number(keep, "fit", "keep")
         self.directory, self._run = directory, run
         self._manager = None
         if directory is not None:

@@ -97,6 +97,7 @@ def plan_run(
     apply_fn: Callable[..., jax.Array] | None,
     checkpoint_dir: Any,
     checkpoint_every: int | None,
+    keep: int,
     steps_per_execution: Any,
     **others: Any,
 ) -> Run:
@@ -108,6 +109,7 @@ def plan_run(
     distributed.check_joined("fit", "each would train a model of its own", launched=True)
     _check_updater(state)
     sizes = (checks.whole_number(epochs, "fit", "epochs"), checks.whole_number(batch_size, "fit", "batch_size"))
+    checks.whole_number(keep, "fit", "keep")
     if checkpoint_every is not None:
         every = checks.whole_number(checkpoint_every, "fit", "checkpoint_every")
         checkpoint_every = None if checkpoint_dir is None else every
