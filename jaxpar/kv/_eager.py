@@ -158,7 +158,8 @@ def _compile(fn: Callable[..., Changes], **options: Any) -> Callable[..., Change
     programs = Recent(program)
 
     def call(store: KVStore, *args: Any) -> Changes:
-        bare = dataclasses.replace(store, updater=None, compressor=None)
+        bare = object.__new__(KVStore)  # `dataclasses.replace` takes forty microseconds
+        vars(bare).update(vars(store), updater=None, compressor=None)
         return programs(store.updater, store.compressor)(bare, *args)
 
     return call
