@@ -198,7 +198,6 @@ def test_many_names_are_cut():
 @pytest.mark.parametrize(
     ("engine", "kind", "action"),
     [(*where, action) for where, action in zip(IN_TURN, ("skip", "stop", "skip"), strict=True)],
-    [(*where, action) for where, action in zip(IN_TURN, ("skip", "stop", "skip"), strict=True)],
 )
 def test_a_few_numbers_more_in_the_same_collectives(engine, kind, action):
     batch = line()
