@@ -153,6 +153,7 @@ def test_the_pictures_are_what_their_script_draws(tmp_path):
     spec.loader.exec_module(script)
     script.main(tmp_path)
     kept = {path.name: texts(path) for path in (ROOT / "docs" / "pictures").glob("*.svg")}
+    del kept["rooms.svg"]  # drawn by tools/draw_rooms.py
     assert {path.name: texts(path) for path in tmp_path.iterdir()} == kept, "run python docs/pictures/make.py"
 
 

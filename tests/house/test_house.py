@@ -143,6 +143,7 @@ HARMLESS = {
     "viz._summary": {"print", "sys"},  # print_summary prints
     "viz._read.source": {"os", "sys"},  # where Python's own files are
     "_core.figures": {"io", "os"},
+    "_devices.pmap_cache": {"sys"},  # sys.modules
 }
 
 

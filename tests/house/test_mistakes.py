@@ -42,7 +42,7 @@ def mistake(call, error, *words):
 def test_a_batch_that_the_devices_cannot_share():
     state = start()
     batch = jax.tree.map(lambda x: x[:6], BATCH)
-    mistake(lambda: STEP(state, batch), ValueError, "a batch of 6", "4 devices", "use a batch of 4, or pad it")
+    mistake(lambda: STEP(state, batch), ValueError, "a batch of 6", "4 devices", "use a batch of 4 or 8, or pad it")
     fit = {"epochs": 1, "batch_size": 6, "progress": False}
     mistake(lambda: train.fit(state, STEP, ARRAYS, **fit), ValueError, "6 cannot", "4 devices", "use a batch of 4 or 8")
     mistake(lambda: parallel.split_and_load(np.ones(6), DEVICES), ValueError, "use a batch of 4 or 8, or even_split=F")
@@ -103,7 +103,7 @@ def test_a_state_used_again_after_a_step_took_it():
     mistake(lambda: state.params, RuntimeError, "state.params", *advice)
     mistake(lambda: train.evaluate(state, apply, ARRAYS, batch_size=8), RuntimeError, *advice)
     mistake(
-        lambda: train.fit(state, STEP, ARRAYS, epochs=1, batch_size=8, progress=False), ValueError, "use the one it ret"
+        lambda: train.fit(state, STEP, ARRAYS, epochs=1, batch_size=8, progress=False), ValueError, "use the one that"
     )
     STEP(new, BATCH)
 
