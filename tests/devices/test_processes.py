@@ -94,6 +94,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("topology", ["2x2", "4x1"])
+@pytest.mark.slow
 def test_each_topology_trains_the_same_parameters(runs, topology):
     expected, got = runs["1x4"].saved("training.npz"), runs[topology].saved("training.npz")
     assert got.keys() == expected.keys()
@@ -102,6 +103,7 @@ def test_each_topology_trains_the_same_parameters(runs, topology):
         np.testing.assert_allclose(got[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_all_killed_and_resumed_bit_for_bit(runs):
     expected, got = runs["2x2"].saved("undisturbed.npz"), runs["2x2 again"].saved("resumed.npz")
     assert got.keys() == expected.keys()
@@ -110,12 +112,14 @@ def test_all_killed_and_resumed_bit_for_bit(runs):
 
 
 @pytest.mark.parametrize("topology", ["4x1", "1x4"])
+@pytest.mark.slow
 def test_all_killed_and_resumed_on_another_topology(runs, topology):
     expected, got = runs["2x2"].saved("undisturbed.npz"), runs[topology].saved("resumed.npz")
     for name, value in expected.items():
         np.testing.assert_allclose(got[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_first_process_speaks_and_writes_for_all(runs):
     first, second = (output.read_text() for output in runs["2x2"].outputs)
     assert "epoch 2/2" in first

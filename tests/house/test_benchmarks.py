@@ -22,6 +22,7 @@ def run(name, tmp_path, *more):
     return done.stdout, json.loads(output.read_text())
 
 
+@pytest.mark.slow
 def test_kvstore_measures_every_way_and_kind(tmp_path):
     shown, report = run("kvstore", tmp_path, "--no-mxnet")
     ways = {f"{way} {kind}" for way in ("compiled", "loop", "eager") for kind in ("local", "device", "sharded")}
@@ -41,6 +42,7 @@ def test_a_process_kept_on_one_core_is_let_go_again():
     assert os.sched_getaffinity(0) == before
 
 
+@pytest.mark.slow
 def test_train_step_stands_beside_the_plain_one(tmp_path):
     shown, report = run("train_step", tmp_path, "--no-mxnet")
     jaxpar = {f"jaxpar {e}, {n}" for e in ("pmap", "shard_map") for n in ("1 device", "2 devices")}
@@ -60,6 +62,7 @@ def test_flax_is_left_out_where_it_is_not_installed(capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("no Flax: ")
 
 
+@pytest.mark.slow
 def test_shapes_has_every_sort_of_row_beside_every_plain_step(tmp_path):
     shown, report = run("shapes", tmp_path)  # it compares the losses itself
     for name, row in report["rows"].items():
@@ -72,6 +75,7 @@ def test_shapes_has_every_sort_of_row_beside_every_plain_step(tmp_path):
         assert f"jaxpar {way}, slower than plain by more than 3 %:" in shown
 
 
+@pytest.mark.slow
 def test_lenet_parts_add_up(tmp_path):
     shown, report = run("lenet_parts", tmp_path)  # it compares the layers, one after the other, with the whole itself
     layers = {f"{layer} {way}" for layer in ("conv1", "conv2", "dense1", "dense2") for way in ("forward", "backward")}
@@ -90,6 +94,7 @@ def test_lenet_parts_add_up(tmp_path):
     assert "whole step, measured" in shown
 
 
+@pytest.mark.slow
 def test_first_step_says_where_the_seconds_go(tmp_path):
     shown, report = run("first_step", tmp_path)
     assert list(report["rows"]) == [f"1 device, cache {cache}" for cache in ("off", "cold", "warm")]
@@ -101,6 +106,7 @@ def test_first_step_says_where_the_seconds_go(tmp_path):
     assert "the goal is 5 s" in shown
 
 
+@pytest.mark.slow
 def test_xla_options_measures_processes_with_options_of_their_own(tmp_path):
     shown, report = run("xla_options", tmp_path)
     rows = report["rows"]

@@ -31,7 +31,11 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+# Notebook 05 starts and kills processes for a minute; the second row runs it.
+RUN = [pytest.param(p, marks=pytest.mark.slow if p.stem == "05_many_processes" else ()) for p in NOTEBOOKS]
+
+
+@pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
 def test_notebook_runs(path, tmp_path, monkeypatch):
     copy = Path(shutil.copy(path, tmp_path))
     monkeypatch.setenv("JAXPAR_NOTEBOOK_QUICK", "1")
