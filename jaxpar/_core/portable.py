@@ -59,11 +59,13 @@ class NodeFormat:
         bare: `bare(node)` is the node without what `complete` restores.
         complete: `complete(filled, like, saved, prefix, remarks)` is the bare node with the rest of what was saved,
             for the devices of `like`. It adds a remark for the user where something could not be taken up.
+        adapt: `adapt(like, saved, prefix, remarks) -> saved` brings what an older version saved to the names of today.
     """
 
     slots: Callable[[Any, str], Iterable[Slot]]
     bare: Callable[[Any], Any]
     complete: Callable[[Any, Any, Saved, str, list[str]], Any]
+    adapt: Callable[[Any, Saved, str, list[str]], Saved] = lambda like, saved, prefix, remarks: saved
 
 
 # Filled when a module is imported, and then only read: a type is saved in one way in a process.

@@ -56,10 +56,13 @@ def from_leaves(records: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray],
     bare = jax.tree.map(_bare, like, is_leaf=is_registered)
     wanted = _slots(bare)
     saved = adapted(like, saved, remarks)
+    nodes, treedef = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_registered)
+    for path, node in nodes:
+        if (format := format_of(node)) is not None:
+            saved = format.adapt(node, saved, path_name(path), remarks)
     _compare(wanted, [record for record, _ in saved.values() if not set(PARTS) & record.keys()])
     state = jax.tree.structure(bare).unflatten(_restore(wanted, saved))
 
-    nodes, treedef = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_registered)
     filled = treedef.flatten_up_to(state)
     for i, (path, node) in enumerate(nodes):
         if (format := format_of(node)) is not None:

@@ -18,7 +18,7 @@ A push goes one way:
     _store       the next store, with these changes
 
 `_eager` runs the same as compiled programs at the prompt, and `_eager_processes` sums over processes there.
-`_staleness` delays a push, and `_rows` pushes some rows of a table. What differs between the kinds of store is in
+`_tree` hands all sums at once to an optimizer that sees the whole pytree. `_staleness` delays a push, and `_rows` pushes some rows of a table. What differs between the kinds of store is in
 `_kinds`.
 """
 
@@ -31,7 +31,7 @@ from ._create import (
     set_optimizer as set_optimizer,
     set_updater as set_updater,
 )
-from ._params import from_params as from_params, to_params as to_params
+from ._params import eval_params as eval_params, from_params as from_params, to_params as to_params
 from ._place import partition_specs as partition_specs, place as place
 from ._pull import broadcast as broadcast, pull as pull, row_sparse_pull as row_sparse_pull
 from ._push import flush as flush, push as push, pushpull as pushpull

@@ -36,7 +36,7 @@ def push(store: KVStore, pushed: Lists, axis_name: str | None) -> Changes:
     else:
         axis_size(axis_name, "kv.push")
         sums, residuals = reduce(store, local_sums(store, pushed), axis_name)
-    return Changes(*update(store, sums), residuals)
+    return update(store, sums)._replace(residuals=residuals)
 
 
 def axis_size(axis_name: str, what: str) -> int:

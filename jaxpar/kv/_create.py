@@ -16,7 +16,8 @@ from .._devices import processes
 from .._devices.buckets import BucketLimits
 from .._devices.mesh import copies_on
 from .._devices.placement import put, spans_processes
-from ..updaters import UpdateFn, Updater, couples_keys, from_optax
+from ..updaters import TreeOptimizer, UpdateFn, Updater, couples_keys, from_optax
+from . import _tree
 from ._kinds import ALIASES, KINDS, Kind
 from ._store import Changes, KVStore, check_shares, home, kind_of, specs_of, with_changes
 
@@ -132,6 +133,11 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     """
     keys, many = checks.as_keys(key)
     given = checks.as_values(keys, value, many, "kv.init")
+    if isinstance(store.updater, TreeOptimizer):
+        raise ValueError(
+            f"kv.init: keys {checks.shorten(keys)}: the optimizer of this store sees the whole pytree that "
+            "kv.from_params was given, which has no such keys; make a store of all params"
+        )
     seen = set(store.values)
     for k in keys:
         if k in seen:
@@ -182,7 +188,7 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
             "kv.set_updater: expected updater(key, pushed, stored) -> new_stored or a jp.updaters.Updater, "
             f"got {checks.describe(updater)}{hint}"
         )
-    store = dataclasses.replace(store, updater=updater)
+    store = dataclasses.replace(store, updater=updater, optimizer_state=())
     check_shares(store, specs_of(store), "kv.set_updater")
     state = {k: _start_state(store, k, v) for k, v in store.values.items()}
     return dataclasses.replace(store, updater_state=state)
@@ -191,19 +197,22 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
 def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) -> KVStore:
     """Make an optax transform the updater. What is pushed is then the gradient of the stored value.
 
+    In a store made by `kv.from_params` the transform sees the whole pytree, with one state for all of it in
+    `store.optimizer_state`. A push must then have all floating keys. In any other store each key has its own state.
+
     Args:
         store: any store.
-        tx: an `optax.GradientTransformation`. Each key has its own state. In a store of kind `sharded` it sees one
-            device's flat share of a value, so it must be elementwise, as `sgd`, `adam` and `adamw` are.
+        tx: an `optax.GradientTransformation`. In a store of kind `sharded` it sees one device's flat share of each
+            value, so it must be elementwise, as `sgd`, `adam` and `adamw` are.
 
     Returns:
         A new store with the same values.
 
     Raises:
         TypeError: `tx` is no optax transform.
-        ValueError: `tx` couples the keys, as clipping by the norm over all of them does. The store updates key by
-            key. For kind `sharded`, `tx` is not elementwise for a value of the store, as `lamb`, `muon` and a mask by
-            the number of axes are not.
+        ValueError: in a store with one state a key, `tx` couples the keys, as clipping by the norm over all of them
+            does. For kind `sharded`, `tx` is not elementwise, as `lamb`, `muon` and a mask by the number of axes are
+            not. In a store with a staleness, `tx` reads the loss, as `optax.contrib.reduce_on_plateau` does.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -218,11 +227,13 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) ->
         name = getattr(tx, "__name__", None) if callable(tx) else None
         hint = f"; call it first, {name}(0.1)" if name else ", say optax.sgd(0.1)"
         raise TypeError(f"kv.set_optimizer: expected an optax.GradientTransformation{hint}; got {checks.describe(tx)}")
+    if store.treedef is not None:
+        return _tree.with_optimizer(store, tx, "kv.set_optimizer")
     if couples_keys(tx):
         raise ValueError(
             "kv.set_optimizer: this transform computes the update of one key from the gradients of others (as "
-            "optax.clip_by_global_norm does), and the store updates key by key; give that part to "
-            "train.make_train_step as grad_transform, and the rest here"
+            "optax.clip_by_global_norm does), and this store updates key by key; make the store by "
+            "kv.from_params(params, optimizer=...), whose optimizer sees the whole pytree"
         )
     return set_updater(store, from_optax(tx))
 

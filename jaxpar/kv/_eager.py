@@ -24,8 +24,8 @@ from .._core.recent import Recent
 from .._devices import buckets, emulated
 from .._devices.buckets import BucketLimits, Groups, Shape
 from .._devices.mesh import STORE_AXIS, copies_on, split_over
-from ..updaters import Updater, assign, ignores_key
-from . import _aggregate, _update
+from ..updaters import TreeOptimizer, Updater, assign, ignores_key
+from . import _aggregate, _tree, _update
 from ._place import partition_specs
 from ._store import Changes, KVStore, Lists, home, kind_of
 
@@ -42,23 +42,29 @@ Devices = tuple[Device, ...]
 
 def push(store: KVStore, pushed: Lists) -> Changes:
     """What a push changes."""
-    if len(pushed) > _MOST_KEYS:
-        return _push_parts(store, pushed, _MOST_KEYS)
     if isinstance(store.updater, Updater):
-        return _push(store, pushed)
-    sums, _, residuals, _ = _push(dataclasses.replace(store, updater=assign), pushed)
+        return _push_any_number(store, pushed)
+    sums, _, residuals, *_ = _push_any_number(dataclasses.replace(store, updater=assign, optimizer_state=()), pushed)
+    if isinstance(store.updater, TreeOptimizer):
+        return _update_tree(store, sums)._replace(residuals=residuals)
     held = dataclasses.replace(store, values={k: _move(store.values[k], v.sharding) for k, v in sums.items()})
-    return Changes(*_update.update(held, sums), residuals)
+    return _update.update(held, sums)._replace(residuals=residuals)
+
+
+def _push_any_number(store: KVStore, pushed: Lists) -> Changes:
+    """A push to any number of keys."""
+    return _push(store, pushed) if len(pushed) <= _MOST_KEYS else _push_parts(store, pushed, _MOST_KEYS)
 
 
 def _push_parts(store: KVStore, pushed: Lists, most: int) -> Changes:
     """The push of a few keys at a time."""
     keys = list(pushed)
-    return _merge(push(store, {k: pushed[k] for k in keys[i : i + most]}) for i in range(0, len(keys), most))
+    return _merge(_push(store, {k: pushed[k] for k in keys[i : i + most]}) for i in range(0, len(keys), most))
 
 
 def _merge(parts: Iterable[Changes]) -> Changes:
-    return Changes(*({k: v for part in each for k, v in part.items()} for each in zip(*parts, strict=True)))
+    by_key = zip(*(part[:-1] for part in parts), strict=True)  # no part has an optimizer_state
+    return Changes(*({k: v for part in each for k, v in part.items()} for each in by_key))
 
 
 def _push(store: KVStore, pushed: Lists) -> Changes:
@@ -83,7 +89,7 @@ def _push(store: KVStore, pushed: Lists) -> Changes:
         changes = _sum_on_first(part, lists, devices)
     else:
         changes = _sum_in_place(part, lists, devices)
-    return Changes(*({k: change[n] for k, n in names.items() if n in change} for change in changes))
+    return Changes(*({k: change[n] for k, n in names.items() if n in change} for change in changes[:-1]))
 
 
 def _pushing_devices(store: KVStore, pushed: Lists) -> Devices | None:
@@ -195,7 +201,36 @@ def _sum_at_home(store: KVStore, pushed: Lists, devices: Devices) -> Changes:
 def _sum_buckets(store: KVStore, each: list[list[Any]], groups: Groups, shapes: Any) -> Changes:
     packed = [functools.reduce(operator.add, of_all_devices) for of_all_devices in zip(*each, strict=True)]
     sums = dict(zip(store.values, buckets.unpack(packed, shapes, groups), strict=True))
-    return Changes(*_update.update(store, sums))
+    return _update.update(store, sums)
+
+
+# Update the whole pytree, after the sums.
+
+
+def _update_tree(store: KVStore, sums: dict[int, jax.Array]) -> Changes:
+    """The update of all params at once, where the sums are."""
+    some = next(iter(sums.values()))
+    where = some.sharding
+    held = {k: _move(store.values[k], v.sharding) for k, v in sums.items()}
+    sums = {k: _move(v, where) if v.sharding.device_set != where.device_set else v for k, v in sums.items()}
+    split = kind_of(store).layout.is_split
+    state = store.optimizer_state if split else _move(store.optimizer_state, where)
+    others = {k: v for k, v in store.values.items() if k not in sums}  # without a gradient
+    store = dataclasses.replace(store, values=held, optimizer_state=state, updater_state={}, residuals={}, pending={})
+    return _update_tree_program(dataclasses.replace(store, values={**others, **held}), sums)
+
+
+@_compile
+def _update_tree_program(store: KVStore, sums: dict[int, jax.Array]) -> Changes:
+    changes = _tree.update(store, sums, None)
+    if not kind_of(store).layout.is_split:
+        return changes
+    rows = home(store)
+
+    def placed(leaf: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(leaf, rows) if _tree.is_rows(store, leaf) else leaf
+
+    return jax.tree.map(placed, changes)
 
 
 # Sum on the devices that push.

@@ -14,7 +14,7 @@ from .._core.arrays import Device
 from .._devices import processes
 from .._devices.mesh import copied, copies_on, split_over
 from .._devices.placement import to_host
-from . import _aggregate, _staleness
+from . import _aggregate, _staleness, _tree
 from ._create import create, signature
 from ._store import KVStore, check_shares, kind_of, shapes_of, specs_of
 
@@ -50,6 +50,7 @@ def place(store: KVStore, devices: Sequence[Device]) -> KVStore:
     empty = dataclasses.replace(store, devices=target, values={}, updater_state={}, residuals={}, pending={})
     if store.devices is None or len(store.devices) != len(target):
         check_shares(empty, specs_of(store), "kv.place")
+        _tree.check_shares(store, len(target), "kv.place")
     layout, shapes, keys = kind_of(store).layout, shapes_of(store), sorted(store.values)
 
     def move(k: int, leaf: jax.Array) -> jax.Array:
@@ -62,8 +63,22 @@ def place(store: KVStore, devices: Sequence[Device]) -> KVStore:
         empty,
         values={k: move(k, store.values[k]) for k in keys},
         updater_state={k: jax.tree.map(lambda leaf, k=k: move(k, leaf), store.updater_state[k]) for k in keys},
+        optimizer_state=_moved_state(store, target),
     )
     return _with_pending(_with_residuals(on_target, store.residuals), store.pending)
+
+
+def _moved_state(store: KVStore, target: Sequence[Device]) -> Any:
+    """The state of an optimizer of the whole pytree, on other devices."""
+    layout = kind_of(store).layout
+    leaves, structure = jax.tree.flatten(store.optimizer_state)
+    moved: list[Any] = []
+    for leaf, shape in zip(leaves, _tree.state_shapes(store), strict=True):
+        if shape is None:
+            moved.append(copied(leaf, copies_on(target)))
+        else:
+            moved.append(copied(layout.stored(layout.whole(leaf, shape), target), layout.sharding(target)))
+    return structure.unflatten(moved)
 
 
 def partition_specs(store: KVStore, axis_name: str) -> KVStore:
@@ -93,6 +108,7 @@ def partition_specs(store: KVStore, axis_name: str) -> KVStore:
         store,
         values=dict.fromkeys(store.values, layout.spec(axis_name)),
         updater_state={k: jax.tree.map(lambda leaf, k=k: spec(leaf, k), v) for k, v in store.updater_state.items()},
+        optimizer_state=jax.tree.map(lambda x: split if _tree.is_rows(store, x) else whole, store.optimizer_state),
         residuals=jax.tree.map(lambda _: split, store.residuals),
         pending={k: p._replace(values=(split,) * len(p.values), count=whole) for k, p in store.pending.items()},
     )
@@ -100,12 +116,12 @@ def partition_specs(store: KVStore, axis_name: str) -> KVStore:
 
 def _values_of_first(store: KVStore, target: Sequence[Device]) -> KVStore:
     """The store with process 0's values and states, if they are local and go to devices of several processes."""
-    held = (store.values, store.updater_state)
+    held = (store.values, store.updater_state, store.optimizer_state)
     if not processes.to_share(held, target):
         return store
     processes.agree("kv.place: every process must hold the same keys, in the same shapes", signature(store.values))
-    values, states = processes.from_first(held)
-    return dataclasses.replace(store, values=values, updater_state=states)
+    values, states, whole = processes.from_first(held)
+    return dataclasses.replace(store, values=values, updater_state=states, optimizer_state=whole)
 
 
 def _with_residuals(store: KVStore, before: dict[int, Any]) -> KVStore:

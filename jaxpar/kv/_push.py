@@ -13,7 +13,8 @@ from .._core import checks
 from .._core.arrays import Device, is_traced
 from .._devices.placement import spans_processes
 from ..sparse import RowSparse
-from . import _aggregate, _eager, _eager_processes, _rows, _staleness
+from ..updaters import TreeOptimizer
+from . import _aggregate, _eager, _eager_processes, _rows, _staleness, _tree
 from ._pull import pull
 from ._store import Changes, Key, KVStore, Lists, kind_of, shape_of, shapes_of, with_changes
 
@@ -149,7 +150,7 @@ def _check_within_process(store: KVStore, pushed: Any) -> None:
 
 def _is_traced(store: KVStore, pushed: Any) -> bool:
     part = [(store.values[k], store.updater_state[k], store.residuals.get(k)) for k in pushed]
-    return is_traced((part, pushed))
+    return is_traced((part, store.optimizer_state, pushed))
 
 
 @overload
@@ -221,7 +222,10 @@ def _request(store: KVStore, key: Key, value: Any) -> dict[int, list[Any]]:
     for k, values in pushed.items():
         if len({isinstance(v, RowSparse) for v in values}) > 1:
             raise TypeError(f"kv.push: key {k}: RowSparse and dense values cannot be pushed together")
-    return {k: pushed[k] for k in sorted(pushed) if pushed[k]}
+    pushed = {k: pushed[k] for k in sorted(pushed) if pushed[k]}
+    if isinstance(store.updater, TreeOptimizer):
+        _tree.check_pushed(store, pushed, [k for k, values in pushed.items() if isinstance(values[0], RowSparse)])
+    return pushed
 
 
 def _check(value: Any, key: int, shape: tuple[int, ...], dtype: Any) -> Any:

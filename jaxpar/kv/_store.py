@@ -36,6 +36,9 @@ class KVStore:
         values: the stored value of each key. In a store of kind `sharded` a value is flat, padded and cut into one
             row for each device: (devices, chunk).
         updater_state: what the updater remembers for each key.
+        optimizer_state: of a store made by `kv.from_params(params, optimizer=tx)`, the state of `tx` for the whole
+            pytree, else (). In a store of kind `sharded`, what has a number for each element of a value is laid out
+            as the value.
         residuals: the state of the compressor for each key that is compressed. The first axis has the devices, or
             the positions in the pushed list.
         pending: in a store with a staleness, the pushes of each key that are not applied yet. `values` are as many
@@ -64,6 +67,7 @@ class KVStore:
     treedef: Any = None
     pending: dict[int, Any] = dataclasses.field(default_factory=dict)
     staleness: int = 0
+    optimizer_state: Any = ()
 
     def __eq__(self, other: object) -> bool:
         """Whether both have the same options, keys, values and states, to the last bit."""
@@ -91,7 +95,7 @@ class KVStore:
         return _display.table(self, names(self), shapes_of(self) if arrays else {})
 
 
-_DATA = ("values", "updater_state", "residuals", "pending")
+_DATA = ("values", "updater_state", "residuals", "pending", "optimizer_state")
 _STATIC = tuple(f.name for f in dataclasses.fields(KVStore) if f.name not in _DATA)
 jax.tree_util.register_dataclass(KVStore, _DATA, _STATIC)
 
@@ -99,21 +103,27 @@ _NONE: dict[int, Any] = {}  # a pytree, as the fields of a store are
 
 
 class Changes(NamedTuple):
-    """What a push replaces, by key.
+    """What a push replaces.
 
     Attributes:
         values, updater_state, residuals, pending: as the fields of `KVStore`. Keys that are missing stay as they are.
+        optimizer_state: the new one, or None: it stays as it is.
     """
 
     values: Arrays = _NONE
     updater_state: dict[int, Any] = _NONE
     residuals: dict[int, Any] = _NONE
     pending: dict[int, Any] = _NONE
+    optimizer_state: Any = None
 
 
 def with_changes(store: KVStore, changes: Changes) -> KVStore:
     """The store after a push."""
-    return dataclasses.replace(store, **{name: getattr(store, name) | new for name, new in changes._asdict().items()})
+    *by_key, optimizer_state = changes
+    fields = {name: getattr(store, name) | new for name, new in zip(changes._fields, by_key, strict=False)}
+    if optimizer_state is not None:
+        fields["optimizer_state"] = optimizer_state
+    return dataclasses.replace(store, **fields)
 
 
 def names(store: KVStore) -> dict[int, str]:

@@ -12,15 +12,18 @@ import jax
 from .._core import checks
 from .._devices import collectives
 from .._devices.buckets import Shape
-from ..updaters import Updater, stateless
+from ..updaters import TreeOptimizer, Updater, stateless
+from . import _tree
 from ._create import lay_out
-from ._store import Arrays, KVStore, check_shares, kind_of, shapes_of, shards
+from ._store import Arrays, Changes, KVStore, check_shares, kind_of, shapes_of, shards
 
 Pair = tuple[jax.Array, Any]  # a new value and a new state
 
 
-def update(store: KVStore, summed: Arrays) -> tuple[Arrays, dict[int, Any]]:
-    """The new values and updater states of the keys in `summed`, in ascending order of the keys."""
+def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Changes:
+    """The changes of the keys in `summed`, in ascending order of the keys. A `TreeOptimizer` gets the loss, if known."""
+    if isinstance(store.updater, TreeOptimizer):
+        return _tree.update(store, summed, loss)
     keys = sorted(summed)
     pushed = {k: summed[k].astype(store.values[k].dtype).reshape(store.values[k].shape) for k in keys}
     if kind_of(store).layout.is_split:
@@ -31,7 +34,7 @@ def update(store: KVStore, summed: Arrays) -> tuple[Arrays, dict[int, Any]]:
         pairs = check_results(pairs, store.values)
     else:
         pairs = {k: update_one(store.updater, k, pushed[k], store.updater_state[k], store.values[k]) for k in keys}
-    return {k: new for k, (new, _) in pairs.items()}, {k: state for k, (_, state) in pairs.items()}
+    return Changes({k: new for k, (new, _) in pairs.items()}, {k: state for k, (_, state) in pairs.items()})
 
 
 def update_one(updater: Any, key: int, pushed: jax.Array, state: Any, stored: jax.Array) -> Pair:

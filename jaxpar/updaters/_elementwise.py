@@ -74,13 +74,12 @@ class Reading:
     results: list[Any]
 
 
-def read(closed: ClosedJaxpr, kinds: Sequence[Kind], shape: tuple[int, ...]) -> Reading:
+def read(closed: ClosedJaxpr, kinds: Sequence[Kind]) -> Reading:
     """The reading of a jaxpr.
 
     Args:
         closed: the jaxpr.
-        kinds: of its arguments.
-        shape: of the value.
+        kinds: of its arguments. Those with elements may belong to several values of different shapes.
 
     Raises:
         NotElementwise: an equation breaks the rule.
@@ -88,7 +87,7 @@ def read(closed: ClosedJaxpr, kinds: Sequence[Kind], shape: tuple[int, ...]) -> 
     Example:
         >>> import jax.numpy as jnp
         >>> def forms(f):
-        ...     return [read(jax.make_jaxpr(f)(jnp.ones(s)), [Kind.ELEMENTS], s) for s in ((4, 4), (8,))]
+        ...     return [read(jax.make_jaxpr(f)(jnp.ones(s)), [Kind.ELEMENTS]) for s in ((4, 4), (8,))]
         >>> whole, share = forms(lambda x: x * jnp.ones_like(x) + 2)
         >>> whole == share
         True
@@ -96,7 +95,7 @@ def read(closed: ClosedJaxpr, kinds: Sequence[Kind], shape: tuple[int, ...]) -> 
         >>> whole == share
         False
     """
-    reader = _Reader(shape)
+    reader = _Reader()
     given = [_Result(("argument", i), kind) for i, kind in enumerate(kinds)]
     results = reader.read(closed.jaxpr, closed.consts, given)
     return Reading(reader.lines, [r.name for r in results])
@@ -105,8 +104,7 @@ def read(closed: ClosedJaxpr, kinds: Sequence[Kind], shape: tuple[int, ...]) -> 
 class _Reader:
     """Describes a jaxpr in lines that do not name the shape of the value."""
 
-    def __init__(self, shape: tuple[int, ...]):
-        self.shape = shape
+    def __init__(self):
         self.lines: list[Any] = []
         self.count = 0
 
@@ -149,7 +147,8 @@ class _Reader:
             raise NotElementwise(f"{name!r} combines elements of the value")
         if any(g.kind == Kind.ARRAY for g in given):
             raise NotElementwise(f"{name!r} takes an array that is not made of the value")
-        if any(v.aval.shape != self.shape for v in eqn.outvars):
+        shapes = {v.aval.shape for v, g in zip(eqn.invars, given, strict=True) if g.kind == Kind.ELEMENTS}
+        if {v.aval.shape for v in eqn.outvars} != shapes:
             raise NotElementwise(f"{name!r} changes the shape of the value")
 
     def _cond(self, eqn: Any, given: list[_Result]) -> list[_Result]:

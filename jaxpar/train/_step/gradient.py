@@ -60,7 +60,7 @@ class Gradient:
             value, aux, new = _call_loss(self.loss_fn, whole, batch, rng, model_state)
             if self.compute_dtype is not None or scale is not None:
                 value = value.astype(jnp.result_type(value, jnp.float32))
-            return value if scale is None else value * scale, ({"loss": value, **aux}, new)
+            return value if scale is None else value * scale, ({"loss": value, **_without_loss(aux)}, new)
 
         if self.remat is not False:
             loss = jax.checkpoint(loss, policy=None if self.remat is True else self.remat)
@@ -130,7 +130,14 @@ def _check_loss_result(result: Any, names: tuple[str, ...]) -> Any:
         raise TypeError(
             f"train step: the loss must be a scalar, the mean over the examples; got shape {jnp.shape(result[0])}"
         )
+    loss, aux = result[:2]
+    if aux.get("loss", loss) is not loss:
+        raise ValueError("train step: aux of loss_fn has another 'loss', which the step reports itself; rename it")
     return result
+
+
+def _without_loss(aux: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in aux.items() if name != "loss"}
 
 
 def _same_structure(new: Any, old: Any) -> Any:

@@ -43,7 +43,7 @@ class TrainState:
             bad step, zeros before. `step` is the number of that step, `skipped` how many updates were skipped.
         outer: `{"state", "since"}` of a step with `local_steps`, else (). `state` is that of the outer optimizer.
             `since`, int32, is how many updates each device has made since all agreed on the parameters in `store`.
-        local: `{"values", "updater_state", "transform"}` of a step with `local_steps`, else (). The devices are the
+        local: `{"values", "updater_state", "optimizer_state", "transform"}` of a step with `local_steps`, else (). The devices are the
             first axis.
     """
 
@@ -63,6 +63,13 @@ class TrainState:
         if not is_traced(self.store.values):
             check_not_donated(self.store.values, "state.params")
         return kv.to_params(self.store)
+
+    @property
+    def eval_params(self) -> Any:
+        """The parameters to evaluate, see `kv.eval_params`. `RuntimeError` if the state was donated."""
+        if not is_traced(self.store.values):
+            check_not_donated(self.store.values, "state.eval_params")
+        return kv.eval_params(self.store)
 
     def __repr__(self) -> str:
         rest = [f"{name}: {words}" for name, words in self._other_parts()]
