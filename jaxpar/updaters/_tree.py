@@ -41,7 +41,7 @@ class TreeOptimizer:
         """The state before the first update."""
         import optax
 
-        state = self._transform().init(params)
+        state = self.tx.init(params)
         return Lookahead(state, params) if isinstance(state, optax.LookaheadState) else state
 
     def update(self, grads: Tree, state: Any, params: Tree, value: jax.Array | None = None) -> tuple[Tree, Any]:
@@ -80,15 +80,11 @@ class TreeOptimizer:
         read = [v for eqn in traced.eqns for v in eqn.invars] + list(traced.outvars)
         return any(v is traced.invars[0] for v in read if not isinstance(v, Literal))
 
-    def _transform(self) -> Any:
-        """The transform, which `optax.MultiSteps` keeps inside."""
-        inner = getattr(self.tx, "gradient_transformation", None)
-        return self.tx if inner is None else inner()
-
     def _updates(self, grads: Tree, state: Any, params: Tree, value: jax.Array | None) -> tuple[Tree, Any]:
         import optax
 
-        update = optax.with_extra_args_support(self._transform()).update
+        plain = isinstance(self.tx, optax.GradientTransformation)  # `optax.MultiSteps` is none
+        update = optax.with_extra_args_support(self.tx).update if plain else self.tx.update
         known = {} if value is None else {"value": value, "grad": grads}
         try:
             try:
