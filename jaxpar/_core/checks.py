@@ -73,7 +73,7 @@ def as_values(keys: Sequence[int], value: Any, many: bool, what: str) -> list[An
     return list(value)
 
 
-def known(keys: Iterable[int], values: dict[int, Any], what: str) -> None:
+def check_known(keys: Iterable[int], values: dict[int, Any], what: str) -> None:
     """`UnknownKeyError` for a key that the store does not hold."""
     for key in keys:
         if key not in values:
@@ -227,7 +227,7 @@ def whole_number(value: Any, where: str, name: str, least: int = 1) -> int:
         TypeError: it is no int.
         ValueError: it is less than `least`.
     """
-    message = f"{where}: {name} must be an int of {least} or more, got {_shown(value)}"
+    message = f"{where}: {name} must be an int of {least} or more, got {_quote(value)}"
     if not _is_int(value):
         raise TypeError(message)
     if value < least:
@@ -245,7 +245,7 @@ def number(value: Any, where: str, name: str, expected: str, allowed: Callable[[
         TypeError: it is no real number.
         ValueError: it is not allowed.
     """
-    message = f"{where}: {name} must be {expected}, got {_shown(value)}"
+    message = f"{where}: {name} must be {expected}, got {_quote(value)}"
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.floating, np.integer)):
         raise TypeError(message)
     try:
@@ -290,7 +290,7 @@ def shorten(items: Sequence[Any], most: int = 8) -> str:
     return f"[{shown}, ... {len(items)} in all]" if len(items) > most else f"[{shown}]"
 
 
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
     return repr(value) if isinstance(value, np.generic) else describe(value)
 
 

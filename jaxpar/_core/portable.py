@@ -89,7 +89,7 @@ def register_adapter(kind: type, adapt: Callable[[Any, Saved, list[str]], Saved]
 
 
 def format_of(node: Any) -> NodeFormat | None:
-    """How a node is saved; None for one whose leaves are saved each by itself."""
+    """How a node is saved. None for one whose leaves are saved each by itself."""
     return _NODES.get(type(node))
 
 
@@ -98,10 +98,10 @@ def is_registered(node: Any) -> bool:
     return type(node) in _NODES
 
 
-def adapted(like: Any, saved: Saved, remarks: list[str]) -> Saved:
+def adapt(like: Any, saved: Saved, remarks: list[str]) -> Saved:
     """What was saved, for the devices of `like`."""
-    adapt = _ADAPTERS.get(type(like))
-    return saved if adapt is None else adapt(like, saved, remarks)
+    function = _ADAPTERS.get(type(like))
+    return saved if function is None else function(like, saved, remarks)
 
 
 def path_name(path: Any) -> str:
@@ -109,10 +109,10 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def joined(prefix: str, name: str) -> str:
+def join_names(prefix: str, name: str) -> str:
     """Two parts of a name, of which either may be empty.
 
-    >>> joined("store", "values/3"), joined("", "step"), joined("store", "")
+    >>> join_names("store", "values/3"), join_names("", "step"), join_names("store", "")
     ('store/values/3', 'step', 'store')
     """
     return f"{prefix}/{name}" if prefix and name else prefix or name

@@ -26,7 +26,7 @@ _SHARED_BYTES = 64 << 10
 _UNROLLED_TERMS = 16
 
 
-def bucketed(
+def map_buckets(
     collective: Callable[[jax.Array], jax.Array], values: Sequence[jax.Array], limits: BucketLimits
 ) -> list[jax.Array]:
     """The results of an elementwise collective, called once for each bucket."""
@@ -37,7 +37,7 @@ def bucketed(
 
 def allreduce(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
     """The sum over the axis of each value, on every device (kind `device`)."""
-    return bucketed(lambda x: lax.psum(x, axis_name), values, limits)
+    return map_buckets(lambda x: lax.psum(x, axis_name), values, limits)
 
 
 def gather_sum(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
@@ -45,7 +45,7 @@ def gather_sum(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits
 
     Every device gathers the values and adds them itself, so the order does not depend on the backend.
     """
-    return bucketed(lambda x: _gather_and_sum(x, axis_name), values, limits)
+    return map_buckets(lambda x: _gather_and_sum(x, axis_name), values, limits)
 
 
 def reduce_scatter(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
@@ -62,7 +62,7 @@ def all_gather(
 ) -> list[jax.Array]:
     """The whole values, of these shapes, out of every device's (chunk,): the inverse of a scatter."""
     groups = buckets.plan_of(chunks, limits)
-    whole = [gathered(array, axis_name) for array in buckets.pack(chunks, groups)]
+    whole = [gather_stack(array, axis_name) for array in buckets.pack(chunks, groups)]
     rows = buckets.unpack(whole, [c.shape for c in chunks], groups, axis=1)
     return [from_rows(r, shape) for r, shape in zip(rows, shapes, strict=True)]
 
@@ -85,7 +85,7 @@ def sum_apart(x: jax.Array, axis_name: str) -> jax.Array:
     return from_rows(of_all(share), x.shape)
 
 
-def gathered(value: jax.Array, axis_name: str) -> jax.Array:
+def gather_stack(value: jax.Array, axis_name: str) -> jax.Array:
     """The value of every device, along a new first axis, on every device.
 
     Under `shard_map(check_vma=True)` the result has the type of a value that is equal on all devices.
@@ -130,10 +130,10 @@ def own_chunk(value: jax.Array, axis_name: str) -> jax.Array:
 def _gather_and_sum(x: jax.Array, axis_name: str) -> jax.Array:
     """Small: every device gathers and adds all. Large: each gathers and adds one share, then all gather the shares."""
     if nbytes(x) < _SHARED_BYTES:
-        return _ordered_sum(gathered(x, axis_name))
+        return _ordered_sum(gather_stack(x, axis_name))
     rows = to_rows(x, lax.axis_size(axis_name))
     share = _ordered_sum(lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0))
-    return from_rows(gathered(share, axis_name), x.shape)
+    return from_rows(gather_stack(share, axis_name), x.shape)
 
 
 def _ordered_sum(stacked: jax.Array) -> jax.Array:

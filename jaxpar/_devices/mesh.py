@@ -32,7 +32,7 @@ def split_over(devices: Sequence[Device], axis: int = 0) -> NamedSharding:
     return _sharding(tuple(devices), PartitionSpec(*[None] * axis, STORE_AXIS))
 
 
-def copied(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+def put_copy(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     """The arrays with that sharding, in memory of their own: donating them leaves the given ones valid.
 
     `device_put(may_alias=False)` is not enough. From one device to several it keeps the buffer of the first.

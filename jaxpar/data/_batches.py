@@ -52,7 +52,7 @@ def batches(
 ) -> Iterator[Batch]:
     """Iterate over `{"image", "label"}` batches on the devices.
 
-    The data set is copied to each device once, as it is stored, and kept there as long as it lives. Batches are then
+    The data set is copied to each device once, as it is stored, and kept there as long as it exists. Batches are then
     gathered there, up to eight small ones by one compiled program, without a transfer from the host. A data set that
     is too large for that streams from the host, two batches ahead.
 
@@ -75,7 +75,7 @@ def batches(
         An iterator of dicts: "image" `(batch_size, ...)` of `dtype`, "label" `(batch_size, ...)`.
 
     Raises:
-        TypeError: a size that is no int; an `rng` that is no random key.
+        TypeError: a size that is no int, or an `rng` that is no random key.
         ValueError: a batch that the devices cannot share evenly, or a data set without one batch.
 
     >>> import numpy as np
@@ -98,7 +98,7 @@ def batches(
         resident = has_room(dataset, mesh)
         if mesh is not None and mesh.is_multi_process:
             resident = all_true(resident)
-    return (_resident if resident else _streamed)(dataset, slices, order, mesh, dtype)
+    return (_from_devices if resident else _from_host)(dataset, slices, order, mesh, dtype)
 
 
 def _check(size: int, batch_size: int, drop_remainder: bool, parts: int) -> None:
@@ -151,7 +151,7 @@ def _slices(
             yield epoch, at, min(batch_size, stop - at)
 
 
-def _resident(dataset: Examples, slices: _Slices, order: Order, mesh: Mesh | None, dtype: Any) -> Iterator[Batch]:
+def _from_devices(dataset: Examples, slices: _Slices, order: Order, mesh: Mesh | None, dtype: Any) -> Iterator[Batch]:
     """Batches gathered from the copies on the devices."""
     images, labels = copies(dataset, mesh)
     epoch = count = rows = cursor = None
@@ -168,7 +168,7 @@ def _resident(dataset: Examples, slices: _Slices, order: Order, mesh: Mesh | Non
         yield ready.popleft()
 
 
-def _streamed(dataset: Examples, slices: _Slices, order: Order, mesh: Mesh | None, dtype: Any) -> Iterator[Batch]:
+def _from_host(dataset: Examples, slices: _Slices, order: Order, mesh: Mesh | None, dtype: Any) -> Iterator[Batch]:
     """The same batches from host memory. Transfers run while earlier batches are in use."""
     ahead: collections.deque[Batch] = collections.deque()
     epoch, rows = None, np.empty(0, np.int32)

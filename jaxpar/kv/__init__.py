@@ -31,6 +31,7 @@ from ._create import (
     set_optimizer as set_optimizer,
     set_updater as set_updater,
 )
+from ._kinds import _KIND_NAMES as _KIND_NAMES
 from ._params import eval_params as eval_params, from_params as from_params, to_params as to_params
 from ._place import partition_specs as partition_specs, place as place
 from ._pull import broadcast as broadcast, pull as pull, row_sparse_pull as row_sparse_pull

@@ -211,7 +211,7 @@ def _start_on_device(store: KVStore, keys: list[int], device: Any) -> list[Any]:
     shapes, rows = shapes_of(store), None
     shapes = [shapes[k] for k in keys]
     if not store.compressor.linear:
-        forms = [kind_of(store).layout.encoded(shape, store.devices) for shape in shapes]
+        forms = [kind_of(store).layout.code_shape(shape, store.devices) for shape in shapes]
         rows, shapes = forms[0][0], [shape for _, shape in forms]
     dtypes = [store.values[k].dtype for k in keys]
     return _compressed.start(store.compressor, shapes, dtypes, [_seed(k, device) for k in keys], rows)

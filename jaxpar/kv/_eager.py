@@ -82,7 +82,7 @@ def _push(store: KVStore, pushed: Lists) -> Changes:
     part = _substore(store, names, residuals)
     lists = {names[k]: vs for k, vs in pushed.items()}
     if devices is None or (not in_place and residuals):
-        changes = _sum_lists(part, {k: emulated.put(vs, _target(part, k)) for k, vs in lists.items()})
+        changes = _sum_lists(part, {k: emulated.share_or_put(vs, _target(part, k)) for k, vs in lists.items()})
     elif not in_place:
         changes = _sum_at_home(part, lists, devices)
     elif large:
@@ -190,10 +190,10 @@ def _sum_at_home(store: KVStore, pushed: Lists, devices: Devices) -> Changes:
     where = _target(store, next(iter(pushed)))
     each = [[vs[i] for vs in pushed.values()] for i in range(len(devices))]
     if isinstance(where, SingleDeviceSharding) and emulated.one_memory({*devices, *where.device_set}):
-        packed = [emulated.bucketed(values, dtypes, groups) for values in each]
+        packed = [emulated.pack_views(values, dtypes, groups) for values in each]
         with emulated.on(where):
             return _sum_buckets(store, packed, groups, shapes)
-    packed = [emulated.put(pack(values, dtypes, groups), where) for values in each]
+    packed = [emulated.share_or_put(pack(values, dtypes, groups), where) for values in each]
     return _sum_buckets(store, packed, groups, shapes)
 
 
@@ -257,7 +257,7 @@ def _sum_on_first(store: KVStore, pushed: Lists, devices: Devices) -> Changes:
     with emulated.on(first):
         values, states, *_ = _sum_lists(part, {k: emulated.views(vs) for k, vs in pushed.items()})
     leaves, structure = jax.tree.flatten((values, states))
-    return Changes(*structure.unflatten(emulated.put(leaves, _across(devices).copies)))
+    return Changes(*structure.unflatten(emulated.share_or_put(leaves, _across(devices).copies)))
 
 
 def _sum_in_place(store: KVStore, pushed: Lists, devices: Devices) -> Changes:

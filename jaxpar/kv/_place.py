@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from .._core.arrays import Device
 from .._devices import processes
-from .._devices.mesh import copied, copies_on, split_over
+from .._devices.mesh import copies_on, put_copy, split_over
 from .._devices.placement import to_host
 from . import _aggregate, _staleness, _tree
 from ._create import create, signature
@@ -56,8 +56,8 @@ def place(store: KVStore, devices: Sequence[Device]) -> KVStore:
     def move(k: int, leaf: jax.Array) -> jax.Array:
         """A value, or a leaf of an updater's state. That is laid out as the value if it has its shape."""
         if leaf.shape != store.values[k].shape:
-            return copied(leaf, copies_on(target))
-        return copied(layout.stored(layout.whole(leaf, shapes[k]), target), layout.sharding(target))
+            return put_copy(leaf, copies_on(target))
+        return put_copy(layout.stored(layout.whole(leaf, shapes[k]), target), layout.sharding(target))
 
     on_target = dataclasses.replace(
         empty,
@@ -134,7 +134,7 @@ def _with_residuals(store: KVStore, before: dict[int, Any]) -> KVStore:
         fresh = _aggregate.start_residuals(store, k, len(store.devices))
         held = before.get(k)
         same = held is not None and jax.tree.map(jnp.shape, held) == jax.tree.map(jnp.shape, fresh)
-        residuals[k] = copied(held if same else fresh, split_over(store.devices))
+        residuals[k] = put_copy(held if same else fresh, split_over(store.devices))
     return dataclasses.replace(store, residuals=residuals)
 
 
@@ -160,6 +160,7 @@ def _with_pending(store: KVStore, before: dict[int, _staleness.PendingPushes]) -
                 "processes; call kv.flush before"
             )
         held = _staleness.regroup(jax.tree.map(to_host, held), count)
-        values, number = copied(held.values, split_over(store.devices)), copied(held.count, copies_on(store.devices))
+        values = put_copy(held.values, split_over(store.devices))
+        number = put_copy(held.count, copies_on(store.devices))
         pending[k] = _staleness.PendingPushes(values, number)
     return dataclasses.replace(store, pending=pending)

@@ -20,7 +20,7 @@ from .._core.portable import (
     Saved,
     Slot,
     describe_record,
-    joined,
+    join_names,
     path_name,
     register_node,
 )
@@ -39,7 +39,7 @@ def slots(store: KVStore, prefix: str) -> list[Slot]:
     shapes, called, split = shapes_of(store), names(store), kind_of(store).layout.is_split
     whole = iter(_tree.state_shapes(store))
     inner = list(map(path_name, paths))
-    full = [joined(prefix, name) for name in inner]
+    full = [join_names(prefix, name) for name in inner]
     found: list[Slot] = []
     for path, leaf, name, full_name in zip(paths, leaves, inner, full, strict=True):
         field = path[0].name
@@ -63,8 +63,8 @@ def bare(store: KVStore) -> KVStore:
 
 def complete(store: KVStore, like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> KVStore:
     """The store with residuals and pending pushes, for the devices of `like`."""
-    residuals = _residuals(store, like, by_key(saved, joined(prefix, _RESIDUALS), like), remarks)
-    pending = _pending(store, like, by_key(saved, joined(prefix, _PENDING), like))
+    residuals = _residuals(store, like, by_key(saved, join_names(prefix, _RESIDUALS), like), remarks)
+    pending = _pending(store, like, by_key(saved, join_names(prefix, _PENDING), like))
     return dataclasses.replace(store, residuals=residuals, pending=pending)
 
 
@@ -128,7 +128,7 @@ def _check_rows(saved: Saved) -> None:
 
 
 def _pending(store: KVStore, like: KVStore, saved: dict[int, Saved]) -> dict[int, _staleness.PendingPushes]:
-    """The pending pushes of each key, for the devices of `like`; none where none were saved."""
+    """The pending pushes of each key, for the devices of `like`. None where none were saved."""
     pending = {}
     for k in sorted({*like.pending, *saved}):
         held = like.pending.get(k)
@@ -144,7 +144,7 @@ def _pending(store: KVStore, like: KVStore, saved: dict[int, Saved]) -> dict[int
 
 
 def _restore_pending(store: KVStore, k: int, found: Saved, count: int | None) -> _staleness.PendingPushes:
-    """The pending pushes of a key, regrouped for `count` devices; None for as many as before.
+    """The pending pushes of a key, regrouped for `count` devices. None for as many as before.
 
     Raises:
         ValueError: another staleness, or arrays that do not have the key's shape and dtype.

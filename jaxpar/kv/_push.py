@@ -212,7 +212,7 @@ def pushpull(
 def _request(store: KVStore, key: Key, value: Any) -> dict[int, list[Any]]:
     """The values of each key, checked, in ascending order of the keys. Keys with no value are left out."""
     keys, many = checks.as_keys(key)
-    checks.known(keys, store.values, "kv.push")
+    checks.check_known(keys, store.values, "kv.push")
     given = checks.as_values(keys, value, many, "kv.push")
     shapes = shapes_of(store) if len(keys) > 1 else {k: shape_of(store, k) for k in keys}
     pushed: dict[int, list[Any]] = {}

@@ -77,8 +77,8 @@ def rotate_queue(store: KVStore, new: Arrays, *, one: bool = False) -> tuple[Arr
             (`shard_map`) or is gone (`pmap`).
 
     Returns:
-        (the oldest values of each key, in the same layout; the new queues; for each key a bool scalar, whether the
-        oldest value was ever pushed).
+        (the oldest values of each key, in the same layout, the new queues, and for each key a bool scalar, whether
+        the oldest value was ever pushed).
 
     Raises:
         ValueError: a queue is of another number of devices.

@@ -1,6 +1,6 @@
 """Devices: emulate them, spread a batch over them, sum over them, run one function on all.
 
-_devices    emulated CPU devices; a batch split over devices, params copied to them
+_devices    emulated CPU devices, a batch split over devices, params copied to them
 _allreduce  the sum of arrays on several devices, on each of them
 _spmd       one function on every device, by `pmap` or `shard_map`
 """

@@ -8,7 +8,7 @@ object is one compiled program.
 
     _base          the type, `assign` and `accumulate`
     _optax         optax transforms as updaters
-    _mxnet         the optimizers of MXNet, `mxnet_sgd` and others; their formulas are in `_mxnet_rules`
+    _mxnet         the optimizers of MXNet, `mxnet_sgd` and others. Their formulas are in `_mxnet_rules`
     _tree          an optax transform that sees all params at once
     _evaluated     averages of params in an optimizer's state, for evaluation
     _shares        refuses an updater that is not elementwise, where values are split over devices

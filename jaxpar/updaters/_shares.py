@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr
 from .._core import checks
 from .._devices.collectives import chunk_size
 from ._base import Updater, accumulate, assign, program_of
-from ._elementwise import Kind, NotElementwise, Reading, read
+from ._elementwise import Extent, NotElementwise, Reading, read
 from ._tree import TreeOptimizer
 
 Spec = jax.ShapeDtypeStruct
@@ -182,12 +182,12 @@ def _difference(whole: _Traces | Exception, part: _Traces | Exception) -> str | 
     reason = _other_state(whole, part)
     if reason is not None:
         return f"the updater is not the same for {both}: {reason}"
-    values = [Kind.ELEMENTS] * len(specs)
+    values = [Extent.ELEMENTS] * len(specs)
     reason = _other_program(read(whole.init, values), read(part.init, values))
     if reason is None and whole.update is not None and part.update is not None:
-        state = [Kind.ELEMENTS if leaf.shape else Kind.SCALAR for leaf in part.leaves()]
-        kinds = [*values, *state, *values]
-        reason = _other_program(read(whole.update, kinds), read(part.update, kinds))
+        state = [Extent.ELEMENTS if leaf.shape else Extent.SCALAR for leaf in part.leaves()]
+        extents = [*values, *state, *values]
+        reason = _other_program(read(whole.update, extents), read(part.update, extents))
     return None if reason is None else f"the updater is not the same program for {both}: {reason}"
 
 

@@ -159,5 +159,5 @@ def means(tree: Any, axis_name: str, add: Any = lax.psum) -> Any:
     floats = [jnp.asarray(x).astype(wide(x)) for x in leaves]
     if lax.axis_size(axis_name) == 1:
         return structure.unflatten(floats)
-    sums = collectives.bucketed(lambda x: add(x, axis_name), floats, buckets.BucketLimits())
+    sums = collectives.map_buckets(lambda x: add(x, axis_name), floats, buckets.BucketLimits())
     return structure.unflatten([s / lax.axis_size(axis_name) for s in sums])

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from ..._core import checks
 from ..._core.arrays import is_prng_key, is_traced, without_keys
 from ..._devices.emulated import wait_before_collectives
-from ..._devices.mesh import STORE_AXIS, copied, copies_on, mesh_of, split_over
+from ..._devices.mesh import STORE_AXIS, copies_on, mesh_of, put_copy, split_over
 from ..._devices.placement import put
 from ..._devices.pmap_cache import forget
 from .device_step import DeviceStep
@@ -263,7 +263,7 @@ def _loop_over_batches(train_step: Callable[..., Any]) -> Callable[..., Any]:
 def _number(devices: Devices, i: int) -> jax.Array:
     """The int on the devices, so that a call needs nothing from the host."""
     with jax.ensure_compile_time_eval():
-        return copied(jnp.int32(i), copies_on(devices))
+        return put_copy(jnp.int32(i), copies_on(devices))
 
 
 def _check_one(part: tuple[int, ...]) -> None:

@@ -18,7 +18,7 @@ from ..._core.arrays import Device, is_traced, nbytes
 from ..._core.text import plural
 from ..._devices import processes
 from ..._devices.donation import check_not_donated, is_donated
-from ..._devices.mesh import copied, copies_on, split_over
+from ..._devices.mesh import copies_on, put_copy, split_over
 from ..._devices.placement import to_host
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def place_state(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
     rest = _rest(state)
     if processes.to_share(rest, devices):
         rest = processes.from_first(rest)
-    local = copied(regroup_local(state.local, len(devices)), split_over(devices))
+    local = put_copy(regroup_local(state.local, len(devices)), split_over(devices))
     return TrainState(kv.place(state.store, devices), **everywhere(rest, devices), local=local)
 
 
@@ -177,7 +177,7 @@ def regroup_local(local: Any, count: int) -> Any:
 
 def everywhere(tree: Any, devices: tuple[Device, ...]) -> Any:
     """A copy of the arrays on each of the devices."""
-    return copied(tree, copies_on(devices))
+    return put_copy(tree, copies_on(devices))
 
 
 def partition_specs(state: TrainState, axis_name: str) -> list[P]:
@@ -187,7 +187,7 @@ def partition_specs(state: TrainState, axis_name: str) -> list[P]:
 
 
 def carries(part: Any) -> bool:
-    """Whether a part of a state is present. () stands for none."""
+    """Whether a part of a state is present. () is none."""
     return not (isinstance(part, tuple) and not part)
 
 
