@@ -22,6 +22,11 @@ def mesh_of(devices: Sequence[Device]) -> Mesh:
     return Mesh(np.array(devices), (STORE_AXIS,))
 
 
+def auto_mesh(mesh: Mesh) -> Mesh:
+    """The mesh with axes of type Auto, over which the compiler spreads a program. `jax.make_mesh` makes Explicit ones."""
+    return Mesh(mesh.devices, mesh.axis_names)
+
+
 def copies_on(devices: Sequence[Device]) -> NamedSharding:
     """The sharding of a value with a whole copy on each device."""
     return _sharding(tuple(devices), PartitionSpec())

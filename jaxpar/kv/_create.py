@@ -19,7 +19,7 @@ from .._devices.placement import put, spans_processes
 from ..updaters import TreeOptimizer, UpdateFn, Updater, couples_keys, from_optax
 from . import _tree
 from ._kinds import ALIASES, KINDS, Kind
-from ._store import Changes, KVStore, check_shares, home, kind_of, specs_of, with_changes
+from ._store import Changes, KVStore, check_shares, home, kind_of, layout_of, specs_of, with_changes
 
 if TYPE_CHECKING:
     import optax
@@ -147,8 +147,8 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     check_shares(store, arrays, "kv.init")
     if kind_of(store).over_processes or processes.to_share(arrays, store.devices or ()):
         arrays = _values_of_first(arrays)
-    values = {k: lay_out(store, v) for k, v in arrays.items()}
-    shapes = tuple((k, tuple(v.shape)) for k, v in arrays.items()) if kind_of(store).layout.is_split else ()
+    values = {k: lay_out(store, k, v) for k, v in arrays.items()}
+    shapes = tuple((k, tuple(v.shape)) for k, v in arrays.items()) if layout_of(store).is_split else ()
     states = {k: _start_state(store, k, v) for k, v in values.items()}
     return dataclasses.replace(with_changes(store, Changes(values, states)), shapes=store.shapes + shapes)
 
@@ -260,7 +260,14 @@ def set_gradient_compression(store: KVStore, spec: Mapping[str, Any]) -> KVStore
         >>> kv.pull(store, 3).tolist()
         [0.0, 0.5, -0.5]
     """
-    return dataclasses.replace(store, compressor=compression.make(spec), residuals={})
+    compressor = compression.make(spec)
+    if store.shardings and compressor is not None:
+        raise ValueError(
+            "kv.set_gradient_compression: values of this store are split over a mesh, and their gradients are summed by "
+            "the compiler, so there is nothing to compress; make the store without sharding=, mesh= and with an "
+            "elementwise optimizer for kind 'sharded'"
+        )
+    return dataclasses.replace(store, compressor=compressor, residuals={})
 
 
 def signature(arrays: Mapping[int, Any]) -> str:
@@ -268,10 +275,10 @@ def signature(arrays: Mapping[int, Any]) -> str:
     return ", ".join(f"key {k} {checks.describe(v)}" for k, v in arrays.items()) or "no key"
 
 
-def lay_out(store: KVStore, value: jax.Array) -> jax.Array:
+def lay_out(store: KVStore, key: int, value: jax.Array) -> jax.Array:
     """A whole value as the store holds it, on the store's devices."""
-    value = kind_of(store).layout.stored(value, store.devices)
-    sharding = home(store)
+    value = layout_of(store).stored(value, store.devices)
+    sharding = home(store, key)
     return value if sharding is None or is_traced(value) else put(value, sharding)
 
 
@@ -282,8 +289,8 @@ def _start_state(store: KVStore, key: int, value: jax.Array) -> Any:
     state = store.updater.init(key, value)
     if store.devices is None or is_traced(value):
         return state
-    on = home(store)
-    rest = copies_on(store.devices) if kind_of(store).layout.is_split else on  # what has not the value's shape
+    on = home(store, key)
+    rest = copies_on(store.devices) if layout_of(store).is_split or store.shardings else on  # of another shape
     return jax.tree.map(lambda leaf: put(leaf, on if leaf.shape == value.shape else rest), state)
 
 

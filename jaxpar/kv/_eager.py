@@ -27,7 +27,7 @@ from .._devices.mesh import STORE_AXIS, copies_on, split_over
 from ..updaters import TreeOptimizer, Updater, assign, ignores_key
 from . import _aggregate, _tree, _update
 from ._place import partition_specs
-from ._store import Changes, KVStore, Lists, home, kind_of
+from ._store import Changes, KVStore, Lists, home, kind_of, layout_of
 
 # XLA compiles a kernel for each value, so a program for thousands of keys would take minutes.
 _MOST_KEYS = 256
@@ -95,7 +95,7 @@ def _push(store: KVStore, pushed: Lists) -> Changes:
 def _pushing_devices(store: KVStore, pushed: Lists) -> Devices | None:
     """The devices in their order, if each key has one value from each of the same several ones."""
     first = next(iter(pushed.values()))
-    if len(first) < 2:
+    if len(first) < 2 or store.shardings:
         return None
     shardings = [v.sharding for v in first]
     if not all(isinstance(s, SingleDeviceSharding) for s in shardings) or len(set(shardings)) < len(shardings):
@@ -113,7 +113,7 @@ def _pushing_devices(store: KVStore, pushed: Lists) -> Devices | None:
 
 def _large_keys(store: KVStore, pushed: Lists, devices: Devices) -> set[int]:
     """The keys for which one device does the work of all: large values of which each has a copy, in one memory."""
-    if kind_of(store).layout.is_split:
+    if layout_of(store).is_split:
         return set()
     large = {k for k in pushed if store.values[k].nbytes >= _LARGE}
     return large if large and emulated.one_memory(devices) else set()
@@ -121,13 +121,14 @@ def _large_keys(store: KVStore, pushed: Lists, devices: Devices) -> set[int]:
 
 def _substore(store: KVStore, names: dict[int, int], residuals: dict[int, Any]) -> KVStore:
     """The store with these keys only, under other names and without paths: what a program depends on."""
-    shapes = dict(store.shapes)
+    shapes, shardings = dict(store.shapes), dict(store.shardings)
     return dataclasses.replace(
         store,
         values={n: store.values[k] for k, n in names.items()},
         updater_state={n: store.updater_state[k] for k, n in names.items()},
         residuals={names[k]: held for k, held in residuals.items()},
         shapes=tuple((n, shapes[k]) for k, n in names.items()) if shapes else (),
+        shardings=tuple((n, shardings[k]) for k, n in names.items()) if shardings else (),
         paths=(),
         treedef=None,
     )
@@ -135,7 +136,7 @@ def _substore(store: KVStore, names: dict[int, int], residuals: dict[int, Any]) 
 
 def _target(store: KVStore, key: int) -> Sharding:
     """Where a pushed value is sent that is not summed where it is."""
-    if kind_of(store).layout.is_split:
+    if layout_of(store).is_split:
         assert store.devices is not None
         return copies_on(store.devices)
     return store.values[key].sharding
@@ -177,10 +178,14 @@ def _compile(fn: Callable[..., Changes], **options: Any) -> Callable[..., Change
 @_compile
 def _sum_lists(store: KVStore, pushed: dict[int, list[Any]]) -> Changes:
     changes = _aggregate.push(store, pushed, None)
-    if not kind_of(store).layout.is_split:
-        return changes
-    values = {k: jax.lax.with_sharding_constraint(v, home(store)) for k, v in changes.values.items()}
-    return changes._replace(values=values)
+    return changes._replace(values=_at_home(store, changes.values))
+
+
+def _at_home(store: KVStore, values: dict[int, jax.Array]) -> dict[int, jax.Array]:
+    """Values that are split over devices, with their shardings. Others are returned as they are."""
+    if not layout_of(store).is_split and not store.shardings:
+        return values
+    return {k: jax.lax.with_sharding_constraint(v, home(store, k)) for k, v in values.items()}
 
 
 def _sum_at_home(store: KVStore, pushed: Lists, devices: Devices) -> Changes:
@@ -209,11 +214,9 @@ def _sum_buckets(store: KVStore, each: list[list[Any]], groups: Groups, shapes: 
 
 def _update_tree(store: KVStore, sums: dict[int, jax.Array]) -> Changes:
     """The update of all params at once, where the sums are."""
-    some = next(iter(sums.values()))
-    where = some.sharding
+    where = next(iter(sums.values())).sharding
     held = {k: _move(store.values[k], v.sharding) for k, v in sums.items()}
-    sums = {k: _move(v, where) if v.sharding.device_set != where.device_set else v for k, v in sums.items()}
-    split = kind_of(store).layout.is_split
+    split = layout_of(store).is_split or store.shardings
     state = store.optimizer_state if split else _move(store.optimizer_state, where)
     others = {k: v for k, v in store.values.items() if k not in sums}  # without a gradient
     store = dataclasses.replace(store, values=held, optimizer_state=state, updater_state={}, residuals={}, pending={})
@@ -223,14 +226,10 @@ def _update_tree(store: KVStore, sums: dict[int, jax.Array]) -> Changes:
 @_compile
 def _update_tree_program(store: KVStore, sums: dict[int, jax.Array]) -> Changes:
     changes = _tree.update(store, sums, None)
-    if not kind_of(store).layout.is_split:
-        return changes
-    rows = home(store)
-
-    def placed(leaf: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(leaf, rows) if _tree.is_rows(store, leaf) else leaf
-
-    return jax.tree.map(placed, changes)
+    leaves, structure = jax.tree.flatten(changes.optimizer_state)
+    homes = _tree.state_homes(store)
+    leaves = [x if s is None else jax.lax.with_sharding_constraint(x, s) for x, s in zip(leaves, homes, strict=True)]
+    return changes._replace(values=_at_home(store, changes.values), optimizer_state=structure.unflatten(leaves))
 
 
 # Sum on the devices that push.
@@ -264,7 +263,7 @@ def _sum_in_place(store: KVStore, pushed: Lists, devices: Devices) -> Changes:
     shapes, dtypes, limits = _shapes(pushed), _dtypes(store, pushed), _limits(store)
     across = _across(devices)
     groups = buckets.plan(tuple(zip(shapes, dtypes, strict=True)), limits)
-    if not kind_of(store).layout.is_split:
+    if not layout_of(store).is_split:
         values, states = _move(store.values, across.copies), _move(store.updater_state, across.copies)
         store = dataclasses.replace(store, values=values, updater_state=states)
     store = dataclasses.replace(store, residuals=_move(store.residuals, across.split))

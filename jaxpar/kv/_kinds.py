@@ -90,6 +90,9 @@ class Whole:
         return None, shape
 
 
+WHOLE = Whole()
+
+
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """A value as (devices, chunk): flat, padded, one row on each device."""
@@ -140,7 +143,7 @@ class Kind:
     place: str
     reduce: Callable[[Arrays, str, BucketLimits], list[jax.Array]]
     reduce_compressed: Callable[..., tuple[list[jax.Array], list[Any]]] = _compressed.allreduce
-    layout: Layout = Whole()
+    layout: Layout = WHOLE
     on_one_device: bool = False
     over_processes: bool = False
     within_process: str = ""

@@ -7,15 +7,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from .._core import checks
-from .._core.arrays import Device
+from .._core.arrays import Device, is_traced
+from .._devices.mesh import auto_mesh, mesh_of
+from .._devices.sharding_rules import fsdp
+from .._devices.shardings import shardings_of
 from ..updaters import TreeOptimizer, UpdateFn, Updater, has_average
 from . import _tree
 from ._create import create, init, set_optimizer, set_updater
+from ._place import check_mesh_options
 from ._pull import pull_whole
-from ._store import KVStore
+from ._store import KVStore, kind_of
 
 if TYPE_CHECKING:
     import optax
@@ -29,8 +35,14 @@ def from_params(
     updater: Updater | UpdateFn | None = None,
     devices: Sequence[Device] | None = None,
     staleness: int | None = None,
+    mesh: Mesh | None = None,
+    sharding: Any = None,
 ) -> KVStore:
     """Make a store that holds a pytree of arrays.
+
+    With `mesh` or `sharding`, or where a param comes split over devices, values keep their shapes and are split over a
+    mesh, which the training step's engine `jit` needs. So are those of a store of kind `sharded` whose optimizer is not
+    elementwise.
 
     Args:
         params: any pytree whose leaves are arrays.
@@ -40,6 +52,10 @@ def from_params(
             `jp.updaters.mxnet_sgd(...)`, keeps one state a key.
         updater: as in `kv.set_updater`. Not together with `optimizer`.
         devices, staleness: as in `kv.create`.
+        mesh: the devices, in place of `devices`, with named axes.
+        sharding: how params are split over the mesh, as in `jp.parallel.shardings_of`: a rule such as
+            `jp.parallel.fsdp("data")`, or a pytree of `NamedSharding` or `PartitionSpec`. None keeps what the params
+            come with. The others are copied to all devices, and in kind `sharded` split by `fsdp` over the first axis.
 
     Returns:
         A store with the keys 0 to n-1 in the order of `jax.tree.flatten`. The name of a key is the path of its leaf.
@@ -63,11 +79,49 @@ def from_params(
     values = [_leaf(leaf, path) for path, (_, leaf) in zip(paths, leaves, strict=True)]
     _check_untied(paths, [leaf for _, leaf in leaves])
     store = dataclasses.replace(create(kind, devices=devices, staleness=staleness), paths=tuple(enumerate(paths)))
+    chosen = mesh if mesh is not None else _mesh_for(store, params, sharding, optimizer)
+    if chosen is not None:
+        store = _on_mesh(store, params, chosen, sharding)
     store = init(store, list(range(len(values))), values)
     store = dataclasses.replace(store, treedef=treedef)
     if optimizer is not None:
         return set_optimizer(store, optimizer)
     return store if updater is None else set_updater(store, updater)
+
+
+def _mesh_for(store: KVStore, params: Any, sharding: Any, optimizer: Any) -> Mesh | None:
+    """The mesh over which values are split in their own shapes. None: there is none."""
+    given = [s for s in jax.tree.leaves(sharding) if isinstance(s, NamedSharding)]
+    found = given or _split_shardings(params)
+    if found:
+        mesh = found[0].mesh
+        assert isinstance(mesh, Mesh)
+        return mesh
+    if sharding is not None:
+        return mesh_of(store.devices or tuple(jax.devices()))
+    if not kind_of(store).layout.is_split or optimizer is None or isinstance(optimizer, Updater):
+        return None
+    assert store.devices is not None
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    trained = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, specs)
+    whole = _tree.needs_whole(optimizer, trained, len(store.devices))
+    return mesh_of(store.devices) if whole else None
+
+
+def _on_mesh(store: KVStore, params: Any, mesh: Mesh, sharding: Any) -> KVStore:
+    """The store without keys, with the shardings of all that it will have."""
+    check_mesh_options(store)
+    mesh = auto_mesh(mesh)
+    if sharding is None and kind_of(store).layout.is_split and not _split_shardings(params):
+        sharding = fsdp(mesh.axis_names[0])
+    found = jax.tree.leaves(shardings_of(params, sharding, mesh, where="kv.from_params"))
+    return dataclasses.replace(store, devices=tuple(mesh.devices.flat), shardings=tuple(enumerate(found)))
+
+
+def _split_shardings(params: Any) -> list[NamedSharding]:
+    """The shardings of params that come split over devices."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params) if not is_traced(leaf)]
+    return [s for s in shardings if isinstance(s, NamedSharding) and not s.is_fully_replicated]
 
 
 def _check_untied(paths: Sequence[str], leaves: Sequence[Any]) -> None:

@@ -28,7 +28,7 @@ from .._devices.mesh import copies_on, split_over
 from .._devices.placement import put
 from ..updaters import TreeOptimizer
 from . import _aggregate, _staleness, _tree
-from ._store import KVStore, kind_of, names, shapes_of
+from ._store import KVStore, layout_of, names, shapes_of
 
 _RESIDUALS, _PENDING, _OPTIMIZER = "residuals", "pending", "optimizer_state"
 
@@ -36,7 +36,7 @@ _RESIDUALS, _PENDING, _OPTIMIZER = "residuals", "pending", "optimizer_state"
 def slots(store: KVStore, prefix: str) -> list[Slot]:
     """A slot for each leaf of the store."""
     paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(store)[0], strict=True) if store.values else ((), ())
-    shapes, called, split = shapes_of(store), names(store), kind_of(store).layout.is_split
+    shapes, called, split = shapes_of(store), names(store), layout_of(store).is_split
     whole = iter(_tree.state_shapes(store))
     inner = list(map(path_name, paths))
     full = [join_names(prefix, name) for name in inner]
@@ -178,10 +178,9 @@ def adapt(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved
     wanted = [slot for slot in slots(like, prefix) if slot.name.startswith(joined(prefix, _OPTIMIZER) + "/")]
     if not isinstance(like.updater, TreeOptimizer) or not old or not wanted:
         return saved
-    called = {k: name for k, name in names(like).items() if k in set(_tree.trained_keys(like))}
     found: Saved = {}
     for slot in wanted:
-        entry = _state_of_a_key(slot.name.removeprefix(joined(prefix, _OPTIMIZER) + "/"), called, old, saved)
+        entry = _state_of_a_key(like, slot.name.removeprefix(joined(prefix, _OPTIMIZER) + "/"), old, saved)
         if entry is None:
             return saved
         found[slot.name] = {**entry[0], "name": slot.name, "words": slot.words}, entry[1]
@@ -189,13 +188,14 @@ def adapt(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved
     return {name: entry for name, entry in saved.items() if not name.startswith(before)} | found
 
 
-def _state_of_a_key(name: str, called: dict[int, str], old: dict[str, str], saved: Saved) -> Any:
+def _state_of_a_key(like: KVStore, name: str, old: dict[str, str], saved: Saved) -> Any:
     """What was saved for a leaf `0/mu/dense/bias` of the optimizer's state. A scalar must be equal for all keys."""
-    for k, param in sorted(called.items(), key=lambda item: -len(item[1])):
-        if f"/{name}".endswith(f"/{param}"):
-            part = name.removesuffix(param).rstrip("/")
-            full = old.get(f"{k}/{part}" if part else str(k))
-            return None if full is None else saved[full]
+    called = {k: param for k, param in names(like).items() if k in set(_tree.trained_keys(like))}
+    k = _tree.param_of(like, name)
+    if k is not None:
+        part = name.removesuffix(called[k]).rstrip("/")
+        full = old.get(f"{k}/{part}" if part else str(k))
+        return None if full is None else saved[full]
     entries = [saved[old[f"{k}/{name}"]] for k in called if f"{k}/{name}" in old]
     same = len(entries) == len(called) and all(np.array_equal(e[1], entries[0][1]) for e in entries)
     return entries[0] if same else None

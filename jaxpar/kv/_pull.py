@@ -19,7 +19,7 @@ from ..sparse import RowSparse, take
 from ._aggregate import axis_size
 from ._create import init
 from ._kinds import Layout
-from ._store import Key, KVStore, kind_of, shapes_of
+from ._store import Key, KVStore, layout_of, shapes_of
 
 # XLA compiles a kernel for each value, so a program that packs thousands of them would take minutes.
 _MOST_VALUES = 256
@@ -89,7 +89,7 @@ def pull(
 
 def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> list[jax.Array]:
     """The values of these keys in the shapes that the user sees."""
-    layout, stored = kind_of(store).layout, [store.values[k] for k in keys]
+    layout, stored = layout_of(store), [store.values[k] for k in keys]
     if not layout.is_split:
         return stored
     shapes = shapes_of(store)

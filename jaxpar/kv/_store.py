@@ -17,7 +17,7 @@ from .._devices.placement import to_host
 from ..compression import Compressor, LinearCompressor
 from ..updaters import Updater, assign
 from . import _display
-from ._kinds import KINDS, Kind
+from ._kinds import KINDS, WHOLE, Kind, Layout
 
 Key = int | Sequence[int]
 Arrays = dict[int, jax.Array]
@@ -52,6 +52,8 @@ class KVStore:
         shapes: (key, shape) of the values as the user sees them, for kind `sharded` only.
         paths: (key, path in the pytree given to `kv.from_params`).
         treedef: the structure of that pytree, or None.
+        shardings: (key, sharding) of values that are split over a mesh in their own shapes, or (). They are on one
+            mesh, whose devices are those of the store.
     """
 
     values: dict[int, jax.Array]
@@ -68,6 +70,7 @@ class KVStore:
     pending: dict[int, Any] = dataclasses.field(default_factory=dict)
     staleness: int = 0
     optimizer_state: Any = ()
+    shardings: tuple[tuple[int, jax.sharding.NamedSharding], ...] = ()
 
     def __eq__(self, other: object) -> bool:
         """Whether both have the same options, keys, values and states, to the last bit."""
@@ -150,8 +153,15 @@ def kind_of(store: KVStore) -> Kind:
     return KINDS[store.kind]
 
 
-def home(store: KVStore) -> jax.sharding.Sharding | None:
+def layout_of(store: KVStore) -> Layout:
+    """How a store keeps its values. Where they have shardings of their own, they keep the shapes that the user sees."""
+    return WHOLE if store.shardings else kind_of(store).layout
+
+
+def home(store: KVStore, key: int) -> jax.sharding.Sharding | None:
     """The sharding of a new value. None: it stays where it is."""
+    if store.shardings:
+        return dict(store.shardings)[key]
     return None if store.devices is None else kind_of(store).home(store.devices)
 
 
@@ -163,12 +173,12 @@ def shards(store: KVStore) -> int:
 
 def shape_of(store: KVStore, key: int) -> Shape:
     """The shape of a value as the user sees it."""
-    return dict(store.shapes)[key] if kind_of(store).layout.is_split else store.values[key].shape
+    return dict(store.shapes)[key] if layout_of(store).is_split else store.values[key].shape
 
 
 def shapes_of(store: KVStore) -> dict[int, Shape]:
     """The shape of each value as the user sees it."""
-    return dict(store.shapes) if kind_of(store).layout.is_split else {k: v.shape for k, v in store.values.items()}
+    return dict(store.shapes) if layout_of(store).is_split else {k: v.shape for k, v in store.values.items()}
 
 
 def specs_of(store: KVStore) -> dict[int, jax.ShapeDtypeStruct]:
@@ -181,7 +191,7 @@ def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
 
     A plain function is checked when it is traced: to trace it here would run its Python once more.
     """
-    if kind_of(store).layout.is_split and isinstance(store.updater, Updater):
+    if layout_of(store).is_split and isinstance(store.updater, Updater):
         specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in values.items()}
         updaters.check_elementwise(store.updater, specs, shards(store), dict(store.paths), where)
 

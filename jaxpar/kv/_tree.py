@@ -8,14 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
 from .. import updaters
 from .._core import checks
 from .._core.arrays import is_traced
+from .._core.portable import path_name
 from .._devices.mesh import copies_on
 from .._devices.placement import put
 from ..updaters import TreeOptimizer
-from ._store import Arrays, Changes, KVStore, home, kind_of, names, specs_of
+from ._store import Arrays, Changes, KVStore, kind_of, layout_of, names, specs_of
 
 _PER_KEY = "updater=jp.updaters.from_optax(tx), which keeps one state a key"
 
@@ -55,6 +57,20 @@ def with_optimizer(store: KVStore, tx: Any, where: str) -> KVStore:
     return dataclasses.replace(store, optimizer_state=_placed(store, optimizer.init(tree_of(store, store.values))))
 
 
+def needs_whole(tx: Any, params: Any, count: int) -> bool:
+    """Whether a transform is not elementwise in the params, so that it cannot be given one device's shares.
+
+    Args:
+        params: shapes and dtypes of the whole params, with None where there is no gradient.
+        count: how many shares a value is cut into.
+    """
+    try:
+        updaters.check_elementwise_tree(TreeOptimizer(tx), params, count, "")
+    except ValueError:
+        return True
+    return False
+
+
 def _check_one_place(store: KVStore, where: str) -> None:
     """`ValueError` where values are committed to different devices, so that no program can have them all."""
     places: dict[frozenset[Any], int] = {}
@@ -75,9 +91,38 @@ def _placed(store: KVStore, state: Any) -> Any:
     """The optimizer's state on the devices of the store."""
     if store.devices is None or is_traced(state):
         return state
-    on = home(store)
-    rest = copies_on(store.devices) if kind_of(store).layout.is_split else on
-    return jax.tree.map(lambda leaf: put(leaf, on if is_rows(store, leaf) else rest), state)
+    homes = state_homes(dataclasses.replace(store, optimizer_state=state))
+    leaves, structure = jax.tree.flatten(state)
+    return structure.unflatten([put(leaf, home) for leaf, home in zip(leaves, homes, strict=True)])
+
+
+def state_homes(store: KVStore) -> list[Sharding | None]:
+    """The sharding of each leaf of the optimizer's state. None: it stays where it is.
+
+    What belongs to a param, by its path and shape, has the sharding of the param. Each device has a copy of the rest.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(store.optimizer_state)
+    if store.devices is None:
+        return [None] * len(leaves)
+    if not layout_of(store).is_split and not store.shardings:
+        return [kind_of(store).home(store.devices)] * len(leaves)
+    copies = copies_on(store.devices)
+    if not store.shardings:
+        rows = layout_of(store).sharding(store.devices)
+        return [rows if is_rows(store, leaf) else copies for _, leaf in leaves]
+    specs, places = specs_of(store), dict(store.shardings)
+    found = [param_of(store, path_name(path)) for path, _ in leaves]
+    return [
+        places[k] if k is not None and specs[k].shape == leaf.shape else copies
+        for k, (_, leaf) in zip(found, leaves, strict=True)
+    ]
+
+
+def param_of(store: KVStore, path: str) -> int | None:
+    """The key of the floating param whose name ends the path of a leaf of the optimizer's state, or None."""
+    called = names(store)
+    ends = [k for k in trained_keys(store) if f"/{path}".endswith(f"/{called[k]}")]
+    return max(ends, key=lambda k: len(called[k]), default=None)
 
 
 def is_rows(store: KVStore, leaf: Any) -> bool:
@@ -85,13 +130,13 @@ def is_rows(store: KVStore, leaf: Any) -> bool:
 
     Where values are split, a leaf of the state has one number for each element of a value, or is a scalar.
     """
-    return kind_of(store).layout.is_split and leaf.ndim == 2
+    return layout_of(store).is_split and leaf.ndim == 2
 
 
 def state_shapes(store: KVStore) -> list[tuple[int, ...] | None]:
     """For each leaf of the optimizer's state, the shape of the value to which its rows belong. None: it has no rows."""
     leaves = jax.tree.leaves(store.optimizer_state)
-    if not kind_of(store).layout.is_split:
+    if not layout_of(store).is_split:
         return [None] * len(leaves)
     # One axis whose length tells the key: an elementwise state has the shape of its value.
     marks = {k: i + 2 for i, k in enumerate(trained_keys(store))}
@@ -149,7 +194,7 @@ def update(store: KVStore, summed: Arrays, value: jax.Array | None) -> Changes:
     def run(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         return store.updater.update(grads, state, params, value)
 
-    if kind_of(store).layout.is_split and any(g.ndim > 1 for g in grads.values()):  # rows
+    if layout_of(store).is_split and any(g.ndim > 1 for g in grads.values()):  # rows
         axes = jax.tree.map(lambda leaf: 0 if is_rows(store, leaf) else None, store.optimizer_state)
         run = jax.vmap(run, in_axes=(0, axes, 0), out_axes=(0, axes))
     params, state = run(*args)
@@ -168,7 +213,7 @@ def _check_state(new: Any, old: Any) -> None:
 
 def whole_state(store: KVStore) -> Any:
     """The optimizer's state with whole values, for `eval_params` and for checkpoints."""
-    layout = kind_of(store).layout
+    layout = layout_of(store)
     leaves, structure = jax.tree.flatten(store.optimizer_state)
     whole = [
         leaf if shape is None else layout.whole(leaf, shape)
@@ -179,5 +224,5 @@ def whole_state(store: KVStore) -> Any:
 
 def check_shares(store: KVStore, count: int, where: str) -> None:
     """`ValueError` if values are split and the optimizer is not elementwise for shares of this many devices."""
-    if kind_of(store).layout.is_split and isinstance(store.updater, TreeOptimizer):
+    if layout_of(store).is_split and isinstance(store.updater, TreeOptimizer):
         updaters.check_elementwise_tree(store.updater, tree_of(store, specs_of(store)), count, where)

@@ -15,7 +15,7 @@ from .._devices.buckets import Shape
 from ..updaters import TreeOptimizer, Updater, stateless
 from . import _tree
 from ._create import lay_out
-from ._store import Arrays, Changes, KVStore, check_shares, kind_of, shapes_of, shards
+from ._store import Arrays, Changes, KVStore, check_shares, layout_of, shapes_of, shards
 
 Pair = tuple[jax.Array, Any]  # a new value and a new state
 
@@ -26,7 +26,7 @@ def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Cha
         return _tree.update(store, summed, loss)
     keys = sorted(summed)
     pushed = {k: summed[k].astype(store.values[k].dtype).reshape(store.values[k].shape) for k in keys}
-    if kind_of(store).layout.is_split:
+    if layout_of(store).is_split:
         shapes = shapes_of(store)
         pairs = {k: _update_rows(store, k, shapes[k], pushed[k]) for k in keys}
     elif isinstance(store.updater, Updater):
@@ -72,10 +72,10 @@ def _update_rows(store: KVStore, key: int, shape: Shape, pushed: jax.Array) -> P
     """
     updater, state, stored = store.updater, store.updater_state[key], store.values[key]
     if not isinstance(updater, Updater):
-        rows, layout = shards(store), kind_of(store).layout
+        rows, layout = shards(store), layout_of(store)
         if stored.size == rows * collectives.chunk_size(math.prod(shape), rows):
             new, state = update_one(updater, key, layout.whole(pushed, shape), state, layout.whole(stored, shape))
-            return lay_out(store, new).reshape(stored.shape), state
+            return lay_out(store, key, new).reshape(stored.shape), state
         updater = stateless(updater)
         spec = jax.ShapeDtypeStruct(shape, stored.dtype)
         check_shares(dataclasses.replace(store, updater=updater), {key: spec}, "kv.push")
