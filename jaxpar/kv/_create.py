@@ -14,12 +14,11 @@ from .._core import checks
 from .._core.arrays import Device, is_traced
 from .._devices import processes
 from .._devices.buckets import BucketLimits
-from .._devices.mesh import copies_on
 from .._devices.placement import put, spans_processes
 from ..updaters import TreeOptimizer, UpdateFn, Updater, couples_keys, from_optax
 from . import _tree
 from ._kinds import ALIASES, KINDS, Kind
-from ._store import Changes, KVStore, check_shares, home, kind_of, layout_of, specs_of, with_changes
+from ._store import Changes, KVStore, check_shares, copies_for, home, kind_of, layout_of, specs_of, with_changes
 
 if TYPE_CHECKING:
     import optax
@@ -290,7 +289,7 @@ def _start_state(store: KVStore, key: int, value: jax.Array) -> Any:
     if store.devices is None or is_traced(value):
         return state
     on = home(store, key)
-    rest = copies_on(store.devices) if layout_of(store).is_split or store.shardings else on  # of another shape
+    rest = copies_for(store) if layout_of(store).is_split or store.shardings else on  # of another shape
     return jax.tree.map(lambda leaf: put(leaf, on if leaf.shape == value.shape else rest), state)
 
 

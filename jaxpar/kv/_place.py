@@ -18,7 +18,7 @@ from .._devices.sharding_rules import fsdp
 from .._devices.shardings import shardings_of
 from . import _aggregate, _staleness, _tree
 from ._create import create, signature
-from ._store import KVStore, check_shares, kind_of, layout_of, names, shapes_of, specs_of
+from ._store import KVStore, check_shares, copies_for, kind_of, layout_of, names, shapes_of, specs_of
 
 
 def place(
@@ -141,7 +141,7 @@ def on_mesh(store: KVStore, shardings: dict[int, NamedSharding]) -> KVStore:
 
     def state(k: int, leaf: jax.Array) -> jax.Array:
         if leaf.shape != store.values[k].shape:
-            return put_copy(leaf, copies_on(devices))
+            return put_copy(leaf, copies_for(target))
         return put_copy(layout.whole(leaf, shapes[k]), shardings[k])
 
     return dataclasses.replace(
@@ -203,7 +203,7 @@ def leaf_shardings(store: KVStore) -> KVStore:
     if not store.shardings:
         mesh = mesh_of(store.devices)
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(store, STORE_AXIS))
-    places, copies = dict(store.shardings), copies_on(store.devices)
+    places, copies = dict(store.shardings), copies_for(store)
     return dataclasses.replace(
         store,
         values=places,

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import updaters
 from .._core.arrays import Device, without_keys
 from .._core.text import Table
 from .._devices.buckets import BucketLimits, Shape
+from .._devices.mesh import copies_on
 from .._devices.placement import to_host
 from ..compression import Compressor, LinearCompressor
 from ..updaters import Updater, assign
@@ -70,7 +72,7 @@ class KVStore:
     pending: dict[int, Any] = dataclasses.field(default_factory=dict)
     staleness: int = 0
     optimizer_state: Any = ()
-    shardings: tuple[tuple[int, jax.sharding.NamedSharding], ...] = ()
+    shardings: tuple[tuple[int, NamedSharding], ...] = ()
 
     def __eq__(self, other: object) -> bool:
         """Whether both have the same options, keys, values and states, to the last bit."""
@@ -163,6 +165,19 @@ def home(store: KVStore, key: int) -> jax.sharding.Sharding | None:
     if store.shardings:
         return dict(store.shardings)[key]
     return None if store.devices is None else kind_of(store).home(store.devices)
+
+
+def mesh_of_values(store: KVStore) -> Mesh:
+    """The mesh over which values are split in their own shapes."""
+    mesh = store.shardings[0][1].mesh
+    assert isinstance(mesh, Mesh)
+    return mesh
+
+
+def copies_for(store: KVStore) -> NamedSharding:
+    """The sharding of an array of which each device of the store has a copy."""
+    assert store.devices is not None
+    return NamedSharding(mesh_of_values(store), PartitionSpec()) if store.shardings else copies_on(store.devices)
 
 
 def shards(store: KVStore) -> int:

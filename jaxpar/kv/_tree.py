@@ -14,10 +14,9 @@ from .. import updaters
 from .._core import checks
 from .._core.arrays import is_traced
 from .._core.portable import path_name
-from .._devices.mesh import copies_on
 from .._devices.placement import put
 from ..updaters import TreeOptimizer
-from ._store import Arrays, Changes, KVStore, kind_of, layout_of, names, specs_of
+from ._store import Arrays, Changes, KVStore, copies_for, kind_of, layout_of, names, specs_of
 
 _PER_KEY = "updater=jp.updaters.from_optax(tx), which keeps one state a key"
 
@@ -106,7 +105,7 @@ def state_homes(store: KVStore) -> list[Sharding | None]:
         return [None] * len(leaves)
     if not layout_of(store).is_split and not store.shardings:
         return [kind_of(store).home(store.devices)] * len(leaves)
-    copies = copies_on(store.devices)
+    copies = copies_for(store)
     if not store.shardings:
         rows = layout_of(store).sharding(store.devices)
         return [rows if is_rows(store, leaf) else copies for _, leaf in leaves]

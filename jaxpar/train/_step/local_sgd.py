@@ -136,7 +136,7 @@ class LocalSGD(DeviceStep):
         }
         leaves, structure = jax.tree.flatten(local)
         local = structure.unflatten(_copies(devices)(leaves))
-        return dataclasses.replace(state, local=local, outer=everywhere(outer, devices))
+        return dataclasses.replace(state, local=local, outer=everywhere(outer, store))
 
 
 def check_local_steps(local_steps: Any, outer_optimizer: Any) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ... import distributed, kv
 from ..._core import checks, portable
@@ -18,8 +18,9 @@ from ..._core.arrays import Device, is_traced, nbytes
 from ..._core.text import plural
 from ..._devices import processes
 from ..._devices.donation import check_not_donated, is_donated
-from ..._devices.mesh import copies_on, put_copy, split_over
+from ..._devices.mesh import put_copy, split_over
 from ..._devices.placement import to_host
+from ...kv import _place
 
 if TYPE_CHECKING:
     import optax
@@ -155,7 +156,8 @@ def place_state(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
     if processes.to_share(rest, devices):
         rest = processes.from_first(rest)
     local = put_copy(regroup_local(state.local, len(devices)), split_over(devices))
-    return TrainState(kv.place(state.store, devices), **everywhere(rest, devices), local=local)
+    store = kv.place(state.store, devices)
+    return TrainState(store, **everywhere(rest, store), local=local)
 
 
 def regroup_local(local: Any, count: int) -> Any:
@@ -175,15 +177,27 @@ def regroup_local(local: Any, count: int) -> Any:
     return jax.tree.map(mean, local)
 
 
-def everywhere(tree: Any, devices: tuple[Device, ...]) -> Any:
-    """A copy of the arrays on each of the devices."""
-    return put_copy(tree, copies_on(devices))
+def everywhere(tree: Any, store: kv.KVStore) -> Any:
+    """A copy of the arrays on each of the store's devices."""
+    return put_copy(tree, kv.copies_for(store))
 
 
 def partition_specs(state: TrainState, axis_name: str) -> list[P]:
     """How each leaf of the state is laid out along the axis of the devices."""
     store, rest = jax.tree.leaves(kv.partition_specs(state.store, axis_name)), jax.tree.leaves(_rest(state))
     return store + [P() for _ in rest] + [P(axis_name) for _ in jax.tree.leaves(state.local)]
+
+
+def leaf_shardings(state: TrainState) -> list[NamedSharding]:
+    """The sharding of each leaf of the state, whose store has devices."""
+    devices = state.store.devices
+    assert devices is not None
+    rest, local = jax.tree.leaves(_rest(state)), jax.tree.leaves(state.local)
+    return (
+        jax.tree.leaves(_place.leaf_shardings(state.store))
+        + [kv.copies_for(state.store)] * len(rest)
+        + [split_over(devices)] * len(local)
+    )
 
 
 def carries(part: Any) -> bool:

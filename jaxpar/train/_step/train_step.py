@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from ... import kv
 from ..._core import checks
@@ -15,8 +15,10 @@ from ..._core.arrays import Device
 from ..._core.recent import Recent
 from ..._devices.donation import check_not_donated
 from ..._devices.emulated import wait_before_collectives
+from ..._devices.mesh import auto_mesh, mesh_of
 from .device_step import DeviceStep
-from .engines import ENGINES, Batch
+from .engines import ENGINES, Batch, Engine
+from .global_step import GlobalStep
 from .loss_scale import DynamicLossScale
 from .programs import Program, make_finish, make_program
 from .state import TrainState, carries, everywhere, place_state
@@ -34,14 +36,23 @@ class TrainStep:
         engine, axis_name, devices, nonfinite: as given.
     """
 
-    def __init__(self, one: DeviceStep, engine: str, devices: tuple[Device, ...] | None, nonfinite: str):
+    def __init__(
+        self,
+        one: DeviceStep,
+        engine: str,
+        devices: tuple[Device, ...] | None,
+        nonfinite: str,
+        mesh: Mesh | None,
+        whole: GlobalStep | None,
+    ):
         self.engine: str = engine
         self.axis_name: str = one.axis_name
         self.devices: tuple[Device, ...] | None = devices
         self.nonfinite: str = nonfinite
         self._one = one
-        self._programs = Recent(functools.partial(make_program, one, ENGINES[engine]))
-        self._finishers = Recent(functools.partial(make_finish, one, ENGINES[engine]))
+        self._mesh, self._whole = mesh, whole
+        self._programs = Recent(lambda treedef: make_program(*self._engine_for(treedef), treedef))
+        self._finishers = Recent(lambda treedef: make_finish(*self._engine_for(treedef), treedef))
         self._stateless = one.grad_transform is None  # whether the grad_transform is known to have none
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -118,12 +129,15 @@ class TrainStep:
         The first call of the step does the same. Use it for a state that a checkpoint is restored into:
         `checkpoint.restore(path, step.complete(train.create_state(store, rng)))`.
         """
+        if self._engine_name(state.store) == "jit":
+            state = self._onto_mesh(state)
         devices = self._devices_for(state)
         if state.store.devices != devices:
             state = place_state(state, devices)
         missing = self._missing(state)
-        state = dataclasses.replace(state, **everywhere(missing, devices)) if missing else state
-        return self._one.with_initial_parts(state, devices)
+        state = dataclasses.replace(state, **everywhere(missing, state.store)) if missing else state
+        one, _ = self._engine_of(state.store)
+        return one.with_initial_parts(state, devices)
 
     def finish(self, state: TrainState) -> TrainState:
         """The state with nothing pending, for the end of training. The given state stays valid.
@@ -137,6 +151,53 @@ class TrainStep:
             return state
         wait_before_collectives(state, devices)
         return self._finishers(jax.tree.structure(state))(state)
+
+    def _engine_name(self, store: kv.KVStore) -> str:
+        """The engine for a store, see `make_train_step`."""
+        if self.engine != "auto":
+            if store.shardings and self.engine != "jit":
+                raise ValueError(
+                    f"train step: values of this store are split over a mesh in their own shapes, and engine "
+                    f"{self.engine!r} gives each device whole values or flat shares; use engine 'jit' or 'auto'"
+                )
+            return self.engine
+        if self._mesh is not None or store.shardings:
+            return "jit"
+        devices = self.devices or store.devices or jax.devices()
+        return "shard_map" if len({d.process_index for d in devices}) > 1 else "pmap"
+
+    def _engine_of(self, store: kv.KVStore) -> tuple[DeviceStep, Engine]:
+        name = self._engine_name(store)
+        if name != "jit":
+            return self._one, ENGINES[name]
+        if self._whole is None:
+            raise ValueError(
+                "train step: values of this store are split over a mesh, and local_steps are updates of each device "
+                "by itself; use kind 'device' without mesh= and sharding="
+            )
+        return self._whole, ENGINES[name]
+
+    def _engine_for(self, treedef: Any) -> tuple[DeviceStep, Engine]:
+        return self._engine_of(treedef.unflatten(range(treedef.num_leaves)).store)
+
+    def _onto_mesh(self, state: TrainState) -> TrainState:
+        """The state on the mesh of engine `jit`."""
+        store = state.store
+        if store.shardings:
+            own = kv.mesh_of_values(store)
+            if self._mesh is not None and auto_mesh(self._mesh) != own:
+                raise ValueError(
+                    f"train step: the state is on a mesh {dict(own.shape)}, and the step was made for "
+                    f"{dict(self._mesh.shape)}, or for other devices; place the store: kv.place(store, mesh=mesh)"
+                )
+            return state
+        mesh = self._mesh or self._context_mesh(state) or mesh_of(self._devices_for(state))
+        return place_state(dataclasses.replace(state, store=kv.place(store, mesh=mesh)), tuple(mesh.devices.flat))
+
+    def _context_mesh(self, state: TrainState) -> Mesh | None:
+        """The mesh that `jax.set_mesh` has set, unless the step or the store has devices."""
+        mesh = jax.sharding.get_mesh()
+        return None if mesh.empty or self.devices or state.store.devices else mesh
 
     def _missing(self, state: TrainState) -> dict[str, Any]:
         """The parts that this step keeps and the state has not, as before the first step."""
