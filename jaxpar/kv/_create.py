@@ -262,8 +262,8 @@ def set_gradient_compression(store: KVStore, spec: Mapping[str, Any]) -> KVStore
     compressor = compression.make(spec)
     if store.shardings and compressor is not None:
         raise ValueError(
-            "kv.set_gradient_compression: values of this store are split over a mesh, and their gradients are summed by "
-            "the compiler, so there is nothing to compress; make the store without sharding=, mesh= and with an "
+            "kv.set_gradient_compression: values of this store are split over a mesh, and the compiler sums their "
+            "gradients, so no device has one to compress; make the store without sharding= and mesh=, and with an "
             "elementwise optimizer for kind 'sharded'"
         )
     return dataclasses.replace(store, compressor=compressor, residuals={})

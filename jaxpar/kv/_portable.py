@@ -173,14 +173,14 @@ def adapt(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved
 
     Where it does not fit, it stays as it is, and the comparison with `like` says what is missing.
     """
-    before = joined(prefix, "updater_state") + "/"
+    before = join_names(prefix, "updater_state") + "/"
     old = {name.removeprefix(before): name for name in saved if name.startswith(before)}
-    wanted = [slot for slot in slots(like, prefix) if slot.name.startswith(joined(prefix, _OPTIMIZER) + "/")]
+    wanted = [slot for slot in slots(like, prefix) if slot.name.startswith(join_names(prefix, _OPTIMIZER) + "/")]
     if not isinstance(like.updater, TreeOptimizer) or not old or not wanted:
         return saved
     found: Saved = {}
     for slot in wanted:
-        entry = _state_of_a_key(like, slot.name.removeprefix(joined(prefix, _OPTIMIZER) + "/"), old, saved)
+        entry = _state_of_a_key(like, slot.name.removeprefix(join_names(prefix, _OPTIMIZER) + "/"), old, saved)
         if entry is None:
             return saved
         found[slot.name] = {**entry[0], "name": slot.name, "words": slot.words}, entry[1]

@@ -69,7 +69,9 @@ GIVEN = {
     "selective_transform": lambda: optax.selective_transform(optax.adam(0.1), freeze_mask=MATRICES),
     "snapshot": lambda: optax.snapshot("norm", optax.tree.norm),
     "split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(optax.adam(0.1)),
-    "stateless": lambda: optax.stateless(lambda updates, params: jax.tree.map(lambda g, p: -0.1 * g * p, updates, params)),
+    "stateless": lambda: optax.stateless(
+        lambda updates, params: jax.tree.map(lambda g, p: -0.1 * g * p, updates, params)
+    ),
     "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(lambda g, p: -0.1 * g * p),
     "with_extra_args_support": lambda: optax.with_extra_args_support(optax.sgd(0.1)),
 }
@@ -130,9 +132,7 @@ def loss_fn(params, batch, rng=None):
 
 def batches(params):
     rng = np.random.default_rng(0)
-    return [
-        jax.tree.map(lambda p: rng.integers(-4, 5, (8, *p.shape)).astype(np.float32), params) for _ in range(STEPS)
-    ]
+    return [jax.tree.map(lambda p: rng.integers(-4, 5, (8, *p.shape)).astype(np.float32), params) for _ in range(STEPS)]
 
 
 def plain(tx, start):

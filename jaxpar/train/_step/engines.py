@@ -81,7 +81,9 @@ def _finish_by_shard_map(one: DeviceStep, devices: Devices, state: TrainState) -
 
 def _step_by_jit(one: DeviceStep, devices: Devices, state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
     del devices
-    with jax.sharding.use_abstract_mesh(kv.mesh_of_values(state.store).abstract_mesh):  # for bare PartitionSpecs in a loss
+    with jax.sharding.use_abstract_mesh(
+        kv.mesh_of_values(state.store).abstract_mesh
+    ):  # for bare PartitionSpecs in a loss
         return one(state, batch)
 
 

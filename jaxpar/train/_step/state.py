@@ -44,8 +44,8 @@ class TrainState:
             bad step, zeros before. `step` is the number of that step, `skipped` how many updates were skipped.
         outer: `{"state", "since"}` of a step with `local_steps`, else (). `state` is that of the outer optimizer.
             `since`, int32, is how many updates each device has made since all agreed on the parameters in `store`.
-        local: `{"values", "updater_state", "optimizer_state", "transform"}` of a step with `local_steps`, else (). The devices are the
-            first axis.
+        local: `{"values", "updater_state", "optimizer_state", "transform"}` of a step with `local_steps`, else ().
+            The devices are the first axis.
     """
 
     store: kv.KVStore
