@@ -116,8 +116,8 @@ def _batches(keys: list[int]) -> Iterator[list[int]]:
 def fault(updater: Updater, keys: Sequence[int], value: Any, share: Any, rows: Any = None) -> str | None:
     """Why an updater is not the same for a value and for a share of it, in words. None: it is.
 
-    A value may be a pytree of specs, for an optimizer of all params. The keys have values of one shape. An updater that raises on both forms of one key is not judged. It raises on every
-    push.
+    A value may be a pytree of specs, for an optimizer of all params. The keys have values of one shape. An updater that
+    raises on both forms of one key is not judged. It raises on every push.
 
     Example:
         >>> import optax, jax.numpy as jnp

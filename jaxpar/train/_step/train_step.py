@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,7 @@ class TrainStep:
         self._mesh, self._whole = mesh, whole
         self._programs = Recent(lambda treedef: make_program(*self._engine_for(treedef), treedef))
         self._finishers = Recent(lambda treedef: make_finish(*self._engine_for(treedef), treedef))
+        self._last: Any = (_no_state, None)  # a reference to the last state returned, and its program
         self._stateless = one.grad_transform is None  # whether the grad_transform is known to have none
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -102,8 +104,10 @@ class TrainStep:
                 f"got {checks.describe(state)}"
             )
         try:
-            program, complete, leaves = self._prepare(state)
-            return program(complete, leaves, batch, *part)
+            program, state = self._prepare(state)
+            new, metrics = program(state, batch, *part)
+            self._last = weakref.ref(new), program
+            return new, metrics
         except RuntimeError as error:
             if "deleted" in str(error):
                 check_not_donated(state, "train step")
@@ -111,8 +115,8 @@ class TrainStep:
 
     def lower(self, state: TrainState, batch: Batch, *, many: bool = False) -> jax.stages.Lowered:
         """The step before compilation, for its text, costs or memory. With `many`, what `step.many` runs."""
-        program, _, leaves = self._prepare(state)
-        return program.lower(leaves, batch, *([0, 0] if many else []))
+        program, state = self._prepare(state)
+        return program.lower(state, batch, *([0, 0] if many else []))
 
     def slow_in_a_loop(self, state: TrainState, batches: Batch) -> bool:
         """Whether `many` is slow on CPUs: whether the step has a convolution of XLA's."""
@@ -215,15 +219,22 @@ class TrainStep:
     def _devices_for(self, state: TrainState) -> tuple[Device, ...]:
         return self.devices or state.store.devices or tuple(jax.devices())
 
-    def _prepare(self, state: TrainState) -> tuple[Program, TrainState, list[Any]]:
-        """The program for a state, the complete state, and its leaves.
+    def _prepare(self, state: TrainState) -> tuple[Program, TrainState]:
+        """The program for a state, and the complete state.
 
-        Where there is a program for the structure of a state, the state is complete and on the program's devices.
+        The state that the last call returned has the structure of that call. Where there is a program for the structure
+        of a state, the state is complete and on the program's devices.
         """
-        leaves, treedef = jax.tree.flatten(state)
+        last, program = self._last
+        if last() is state:
+            return program, state
+        treedef = jax.tree.structure(state)
         program = self._programs.find((treedef,))
         if program is None:
             state = self.complete(state)
-            leaves, treedef = jax.tree.flatten(state)
-            program = self._programs(treedef)
-        return program, state, leaves
+            program = self._programs(jax.tree.structure(state))
+        return program, state
+
+
+def _no_state() -> None:
+    """A reference to a state that is gone."""
