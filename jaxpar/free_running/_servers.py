@@ -101,8 +101,9 @@ def start(
 
     Args:
         params: a pytree of arrays.
-        optimizer, updater: what a push does, as in `kv.from_params`. None: a push replaces the value. Where values are
-            split each server sees only its piece, so the updater must be elementwise.
+        optimizer, updater: what a push does, as in `kv.set_optimizer` and `kv.set_updater`, with one state a key. None:
+            a push replaces the value. Where values are split each server sees only its piece, so the updater must be
+            elementwise.
         servers: how many.
         split: see `placement`.
         timeout: seconds that a worker waits for a server's answer before it is an error. Processes have five
@@ -114,7 +115,13 @@ def start(
             value that is split.
         TypeError: a leaf of params that is no array, or `servers` that is no int.
     """
-    store = kv.from_params(params, kind="local", optimizer=optimizer, updater=updater)  # checks them
+    if optimizer is not None and updater is not None:
+        raise ValueError("free_running.start: give an optimizer or an updater, not both")
+    store = kv.from_params(params, kind="local", updater=updater)
+    if optimizer is not None:  # one state a key, as the servers have
+        store = dataclasses.replace(
+            kv.set_optimizer(dataclasses.replace(store, treedef=None), optimizer), treedef=store.treedef
+        )
     whole_number(servers, "free_running.start", "servers")
     keys = sorted(store.values)
     values = [np.asarray(store.values[k]) for k in keys]

@@ -232,7 +232,8 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) ->
         raise ValueError(
             "kv.set_optimizer: this transform computes the update of one key from the gradients of others (as "
             "optax.clip_by_global_norm does), and this store updates key by key; make the store by "
-            "kv.from_params(params, optimizer=...), whose optimizer sees the whole pytree"
+            "kv.from_params(params, optimizer=...), whose optimizer sees the whole pytree, or give that part to "
+            "train.make_train_step as grad_transform"
         )
     return set_updater(store, from_optax(tx))
 

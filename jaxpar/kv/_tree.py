@@ -135,7 +135,7 @@ def is_rows(store: KVStore, leaf: Any) -> bool:
 def state_shapes(store: KVStore) -> list[tuple[int, ...] | None]:
     """For each leaf of the optimizer's state, the shape of the value to which its rows belong. None: it has no rows."""
     leaves = jax.tree.leaves(store.optimizer_state)
-    if not layout_of(store).is_split:
+    if not layout_of(store).is_split or not leaves:
         return [None] * len(leaves)
     # One axis whose length tells the key: an elementwise state has the shape of its value.
     marks = {k: i + 2 for i, k in enumerate(trained_keys(store))}

@@ -33,7 +33,7 @@ Spec = jax.ShapeDtypeStruct
 
 _ADVICE = (
     "a store of kind 'sharded' gives the updater one device's flat share of a value, so it must be elementwise; use "
-    "kind='device'"
+    "kind='device', or kv.from_params(params, kind='sharded', optimizer=tx), which splits whole values over a mesh"
 )
 _TOGETHER = 256  # keys that are traced together
 Forms = tuple[Spec, Spec, Spec | None]  # the whole value, a flat share of it, the rows that `init` gets

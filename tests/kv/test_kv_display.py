@@ -14,7 +14,7 @@ from jaxpar import kv, updaters
 def test_the_text_of_a_store():
     store = kv.from_params({"w<1>": jnp.ones((2, 3)), "b": jnp.zeros(4, jnp.bfloat16)}, optimizer=optax.sgd(0.1))
     lines = repr(store).splitlines()
-    assert lines[0] == "KVStore(kind='device', updater=optax transform, 2 keys, 32 bytes)"
+    assert lines[0] == "KVStore(kind='device', updater=optax transform of all params, 2 keys, 32 bytes)"
     assert lines[1].split() == ["0", "b", "bfloat16[4]", "8", "cpu:0"]
     assert lines[2].split() == ["1", "w<1>", "float32[2,3]", "24", "cpu:0"]
 

@@ -184,7 +184,7 @@ def test_other_devices_go_on_from_the_mean(tmp_path, count, capsys):
     for other in (restored, moved):
         mean = state.local["values"][1].mean(0)
         close(other.local["values"][1], jnp.broadcast_to(mean, (count, 3)))
-        assert other.local["updater_state"][1][0].count.tolist() == [4] * count
+        assert other.local["optimizer_state"][0].count.tolist() == [4] * count
         close(step.finish(other).params, step.finish(state).params)
 
 

@@ -134,7 +134,7 @@ def test_compute_in_bfloat16_store_in_float32():
     state, metrics = train.make_train_step(loss, compute_dtype=jnp.bfloat16)(state, batch)
     assert seen == [["bfloat16", "bfloat16", "bfloat16", "int32"], "bfloat16"]
     assert {str(x.dtype) for x in jax.tree.leaves((state.store.values, metrics))} == {"float32"}
-    assert {str(x.dtype) for x in jax.tree.leaves(state.store.updater_state)} == {"float32", "int32"}
+    assert {str(x.dtype) for x in jax.tree.leaves(state.store.optimizer_state)} == {"float32", "int32"}
 
 
 @pytest.mark.parametrize(("engine", "kind"), IN_TURN)
@@ -170,7 +170,7 @@ def deep(params, batch, rng):
 
 
 def deep_start():
-    return start(2, params=[jnp.eye(40) * 1.1] * 4)
+    return start(2, params=[jnp.eye(40) * 1.1 for _ in range(4)])
 
 
 @pytest.mark.parametrize(("engine", "remat"), [("pmap", True), ("shard_map", jax.checkpoint_policies.dots_saveable)])
