@@ -8,7 +8,8 @@ object is one compiled program.
 
     _base          the type, `assign` and `accumulate`
     _optax         optax transforms as updaters
-    _mxnet         the optimizers of MXNet, `mxnet_sgd` and others; their formulas are in `_mxnet_rules`
+    _mxnet         the optimizers of MXNet, `mxnet_sgd` and others; their formulas are in `_mxnet_rules`,
+                   their common options in `_mxnet_options`
     _shares        refuses an updater that is not elementwise, where values are split over devices
     _elementwise   whether a program is elementwise, read from its jaxpr
 """
@@ -18,7 +19,9 @@ from ._base import (
     Updater as Updater,
     accumulate as accumulate,
     assign as assign,
+    check_rows as check_rows,
     ignores_key as ignores_key,
+    is_lazy as is_lazy,
     program_of as program_of,
     stateless as stateless,
 )
