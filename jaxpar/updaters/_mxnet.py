@@ -202,7 +202,8 @@ def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
     """The same state with another rate. Nothing recompiles.
 
     Args:
-        state: of one key, or any pytree of such states, of an optimizer made with `rate_in_state=True`.
+        state: of one key, any pytree of such states, or one with stores in it, such as a training state. Where there
+            are stores, only their `updater_state` changes, and not a `learning_rate` of the model's own.
         learning_rate: a number or 0-d array.
 
     Returns:
@@ -217,19 +218,26 @@ def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
         >>> updater.update(0, jnp.ones(2), state, jnp.zeros(2))[0].tolist() == jnp.full(2, -0.1).tolist()
         True
     """
-    found: list[tuple[Any, ...]] = []
-
-    def replace(path: tuple[Any, ...], leaf: Any) -> Any:
-        if path and getattr(path[-1], "key", None) == "learning_rate":
-            found.append(path)
-            # In the array's own dtype and place, so that a compiled step takes it as it took the old one.
-            return jnp.zeros_like(leaf) + jnp.asarray(learning_rate, leaf.dtype)
-        return leaf
-
-    state = jax.tree_util.tree_map_with_path(replace, state)
-    if not found:
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+    places = [i for i, (path, _) in enumerate(leaves) if path and _name(path[-1]) == "learning_rate"]
+    if any(map(_is_in_store, leaves)):
+        places = [i for i in places if _is_in_store(leaves[i])]
+    if not places:
         raise ValueError("set_learning_rate: no rate in this state; make the optimizer with rate_in_state=True")
-    return state
+    new = [leaf for _, leaf in leaves]
+    for i in places:
+        # In the array's own dtype and place, so that a compiled step takes it as it took the old one.
+        new[i] = jnp.zeros_like(new[i]) + jnp.asarray(learning_rate, new[i].dtype)
+    return jax.tree.unflatten(structure, new)
+
+
+def _is_in_store(entry: tuple[Any, Any]) -> bool:
+    return any(_name(step) == "updater_state" for step in entry[0])
+
+
+def _name(step: Any) -> Any:
+    """What a step of a path is called: the key of a dict or the name of a field."""
+    return getattr(step, "key", getattr(step, "name", None))
 
 
 def multipliers(names: Mapping[int, str], patterns: Mapping[str, float]) -> dict[int, float]:
