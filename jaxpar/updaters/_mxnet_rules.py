@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from ._base import Updater
 from ._mxnet_options import Common, State, number
@@ -90,7 +90,7 @@ class _Update:
         gradient = pushed.astype(wide) * self.common.rescale_grad
         rate = jnp.asarray(self.common.rate(key, state), wide)
         rule = functools.partial(self.rule, **dict(self.options))
-        value = state["master"] if "master" in state else stored.astype(wide)
+        value = _master(state["master"], stored) if "master" in state else stored.astype(wide)
         value, slots = rule(self.common, gradient, value, state, rate, self.common.decay(key))
         state = {**state, **slots}
         if "master" in state:
@@ -186,6 +186,16 @@ def adagrad(
     gradient = common.clip(gradient)
     history = state["history"] + gradient**2
     return value - rate * (gradient / jnp.sqrt(history + epsilon) + decay * value), {"history": history}
+
+
+def _master(master: Array, stored: Array) -> Array:
+    """The wide copy of a value. Where the value was changed from outside (averaged, assigned), it is the value's own.
+
+    The bits are compared, since XLA may leave out a rounding that is only compared as a number.
+    """
+    bits = f"uint{8 * stored.dtype.itemsize}"
+    rounded = lax.bitcast_convert_type(master.astype(stored.dtype), bits)
+    return jnp.where(rounded == lax.bitcast_convert_type(stored, bits), master, stored.astype(master.dtype))
 
 
 def _clip_weights(value: Array, limit: float) -> Array:

@@ -396,3 +396,17 @@ def test_multi_precision_trains_a_copy_in_float32(dtype):
     assert values.dtype == dtype
     assert values[-1] == 1 - 2.0**-8 == state["master"][0]
     assert updaters.mxnet_sgd(1.0).init(0, jnp.ones(1)) == wide.init(0, jnp.ones(1)) == {}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_float32_copy_follows_a_value_that_was_changed(compiled):
+    """Averaging over devices and restored parameters change the value and not the optimizer's state."""
+    updater = updaters.mxnet_sgd(1.0, multi_precision=True)
+    update = jax.jit(updater.update, static_argnums=0) if compiled else updater.update
+    value = jnp.array([1, 1, -1e-7, 60000], "float16")
+    pushed, state = jnp.array([2.0**-13, 2.0**-13, -6e-8, -9000], "float16"), updater.init(0, value)
+    value, state = update(0, pushed, state, value)
+    np.testing.assert_array_equal(value[:2], 1)
+    value, state = update(0, pushed, state, value.at[0].set(3))
+    expected = [3 - 2.0**-13, 1 - 2.0**-12, float(jnp.float16(-1e-7)) - 2 * float(pushed[2]), 78000]
+    np.testing.assert_allclose(state["master"], expected, rtol=1e-6)
