@@ -8,8 +8,7 @@ object is one compiled program.
 
     _base          the type, `assign` and `accumulate`
     _optax         optax transforms as updaters
-    _mxnet         the optimizers of MXNet, `mxnet_sgd` and others; their formulas are in `_mxnet_rules`,
-                   their common options in `_mxnet_options`
+    _mxnet         the optimizers of MXNet, `mxnet_sgd` and others; their formulas are in `_mxnet_rules`
     _shares        refuses an updater that is not elementwise, where values are split over devices
     _elementwise   whether a program is elementwise, read from its jaxpr
 """

@@ -202,8 +202,9 @@ def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
     """The same state with another rate. Nothing recompiles.
 
     Args:
-        state: of one key, any pytree of such states, or one with stores in it, such as a training state. Where there
-            are stores, only their `updater_state` changes, and not a `learning_rate` of the model's own.
+        state: of one key, a dict or list of such states, or a store or training state. In the last two only what
+            optimizers hold is changed, and no `learning_rate` of the model. The rate of `optax.inject_hyperparams`
+            is changed too.
         learning_rate: a number or 0-d array.
 
     Returns:
@@ -219,9 +220,9 @@ def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
         True
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
-    places = [i for i, (path, _) in enumerate(leaves) if path and _name(path[-1]) == "learning_rate"]
-    if any(map(_is_in_store, leaves)):
-        places = [i for i in places if _is_in_store(leaves[i])]
+    paths = [path for path, _ in leaves]
+    of_optimizers = _is_rate_of_optimizer if any(map(_has_field, paths)) else _is_rate
+    places = [i for i, path in enumerate(paths) if of_optimizers(path)]
     if not places:
         raise ValueError("set_learning_rate: no rate in this state; make the optimizer with rate_in_state=True")
     new = [leaf for _, leaf in leaves]
@@ -231,13 +232,18 @@ def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
     return jax.tree.unflatten(structure, new)
 
 
-def _is_in_store(entry: tuple[Any, Any]) -> bool:
-    return any(_name(step) == "updater_state" for step in entry[0])
+def _is_rate(path: tuple[Any, ...]) -> bool:
+    return bool(path) and getattr(path[-1], "key", None) == "learning_rate"
 
 
-def _name(step: Any) -> Any:
-    """What a step of a path is called: the key of a dict or the name of a field."""
-    return getattr(step, "key", getattr(step, "name", None))
+def _is_rate_of_optimizer(path: tuple[Any, ...]) -> bool:
+    """Whether it is in the `updater_state` of a store, or in the `hyperparams` of optax."""
+    names = [getattr(step, "key", getattr(step, "name", None)) for step in path]
+    return _is_rate(path) and ("updater_state" in names or "hyperparams" in names[-2:-1])
+
+
+def _has_field(path: tuple[Any, ...]) -> bool:
+    return any(isinstance(step, jax.tree_util.GetAttrKey) for step in path)
 
 
 def multipliers(names: Mapping[int, str], patterns: Mapping[str, float]) -> dict[int, float]:

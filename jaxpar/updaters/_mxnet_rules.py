@@ -1,4 +1,7 @@
-"""The steps of MXNet's optimizers, and what runs them. `_mxnet` has the functions for users."""
+"""The steps of MXNet's optimizers, and what runs them.
+
+`_mxnet` has the functions for users, `_mxnet_options` what their arguments have in common.
+"""
 
 from __future__ import annotations
 

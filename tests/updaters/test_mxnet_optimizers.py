@@ -178,12 +178,15 @@ def test_a_rate_in_the_state_changes_without_a_new_compilation():
 
 def test_setting_a_rate_leaves_the_models_own_alone():
     store = kv.set_updater(kv.init(kv.create(), 0, jnp.ones(2)), updaters.mxnet_sgd(1.0, rate_in_state=True))
-    state = {"model_state": {"learning_rate": jnp.ones(())}, "store": store, "outer": {"updater_state": {}}}
+    hyper = optax.inject_hyperparams(optax.adam)(1.0).init({"learning_rate": jnp.ones(3)})
+    state = {"model_state": {"learning_rate": jnp.ones(())}, "store": store, "transform": hyper}
     new = updaters.set_learning_rate(state, 0.5)
     assert new["model_state"] == state["model_state"]
-    assert new["store"].updater_state[0]["learning_rate"] == 0.5
+    assert new["store"].updater_state[0]["learning_rate"] == 0.5 == new["transform"].hyperparams["learning_rate"]
+    assert new["transform"].inner_state[0].mu["learning_rate"].tolist() == [0, 0, 0]
+    without = {**state, "store": kv.set_updater(store, updaters.mxnet_sgd(1.0)), "transform": ()}
     with pytest.raises(ValueError, match="no rate in this state"):
-        updaters.set_learning_rate({**state, "store": kv.set_updater(store, updaters.mxnet_sgd(1.0, momentum=0.9))}, 1)
+        updaters.set_learning_rate(without, 0.5)
 
 
 def test_setting_a_rate_that_is_not_there():
