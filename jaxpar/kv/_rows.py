@@ -1,4 +1,4 @@
-"""A push of rows: a sum over devices that stays sparse, then an update of these rows only."""
+"""A push of rows: a sum over devices that stays sparse, then an update of these rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .. import sparse
+from .. import sparse, updaters
 from .._core.arrays import is_traced
 from .._core.recent import Recent
 from ..sparse import RowSparse
@@ -20,10 +20,11 @@ def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | No
     """What a push of rows changes. It makes no residuals.
 
     With the default updater the rows replace the whole value, as in MXNet: the other rows become 0. Any other updater
-    sees the rows that are pushed, of the stored value and of its own state.
+    sees the rows that are pushed, of the stored value and of its own state. Some of MXNet's optimizers update the whole
+    table instead, as MXNet does.
 
     Raises:
-        ValueError: values are split, or pushes are delayed.
+        ValueError: values are split, pushes are delayed, or the optimizer takes no rows of this key.
     """
     if layout_of(store).is_split or store.shardings:
         raise ValueError(
@@ -35,6 +36,11 @@ def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | No
             f"kv.push: keys {sorted(pushed)}: a RowSparse names other rows with each push, so a store "
             f"of staleness {store.staleness} cannot delay it; push dense values, or use kind 'dist_sync' for this table"
         )
+    for key in pushed:
+        try:
+            updaters.check_rows(store.updater, key)
+        except ValueError as error:
+            raise ValueError(f"kv.push: key {key}: {error}") from None
     values: dict[int, jax.Array] = {}
     states: dict[int, Any] = {}
     for key, rows in pushed.items():
@@ -63,6 +69,8 @@ def _add_and_update(
     def update(pushed: jax.Array, state: Any, stored: jax.Array) -> tuple[jax.Array, Any]:
         return _update.update_one(updater, key, pushed, state, stored)
 
+    if not updaters.is_lazy(updater, state):
+        return update(sparse.to_dense(total), state, stored)
     return sparse.lazy_update(update, total, state, stored, coalesced=True)
 
 

@@ -20,7 +20,9 @@ from ._base import (
     Updater as Updater,
     accumulate as accumulate,
     assign as assign,
+    check_rows as check_rows,
     ignores_key as ignores_key,
+    is_lazy as is_lazy,
     program_of as program_of,
     stateless as stateless,
 )

@@ -95,3 +95,21 @@ def program_of(updater: Updater, key: int) -> Any:
     if ignores_key(updater):
         return None
     return getattr(updater.update, "program_of", int)(key)
+
+
+def is_lazy(updater: Any, state: State) -> bool:
+    """Whether a push of rows updates these rows only. `update.is_lazy` says otherwise for some updaters.
+
+    Args:
+        updater: what a push does.
+        state: of the key.
+    """
+    asked = getattr(getattr(updater, "update", None), "is_lazy", None)
+    return asked is None or bool(asked(state))
+
+
+def check_rows(updater: Any, key: int) -> None:
+    """`ValueError` if the updater takes no rows of this key. `update.check_rows` decides."""
+    check = getattr(getattr(updater, "update", None), "check_rows", None)
+    if check is not None:
+        check(key)

@@ -7,15 +7,27 @@ value. Arithmetic is in the stored dtype, or in float32 if that is narrower.
 | | the step |
 |---|---|
 | sgd | m = momentum·m - rate·(clip(g) + wd·w); w = w + m |
-| nag | m = momentum·m - rate·(clip(g) + wd·w); w = w + momentum·m - rate·(clip(g) + wd·w) |
+| nag | m = momentum·m; w' = w + momentum·m - (1 + momentum)·rate·(clip(g) + wd·w); m = m - rate·(clip(g) + wd·w') |
 | adam | h = clip(g + wd·w); w = w - rate·√(1-β₂ᵗ)/(1-β₁ᵗ)·m/(√v + ε), m and v the running means of h and h² |
-| rmsprop | h = clip(g + wd·w); n = γ·n + (1-γ)·h²; w = w - rate·h/√(n + ε) |
+| rmsprop | h = clip(g + wd·w); n = γ₁·n + (1-γ₁)·h²; w = w - rate·h/√(n + ε) |
+| rmsprop, centered | m the running mean of h too; d = γ₂·d - rate·h/√(n - m² + ε); w = w + d |
 | adagrad | h = clip(g); n = n + h²; w = w - rate·(h/√(n + ε) + wd·w) |
 
 `learning_rate` is a number, or a schedule `count -> rate` of the key's earlier pushes, as in optax. With
 `rate_in_state` the state of each key holds the rate, and `set_learning_rate` changes it without a new compilation.
 `lr_mult` and `wd_mult` are factors by key, see `multipliers`. Equal arguments give equal updaters, which are one
 compiled program.
+
+A push of a `RowSparse` updates the pushed rows only ("lazy"), or the whole table as a dense push would. MXNet does the
+same with rows that are pushed into a dense value:
+
+| | lazy |
+|---|---|
+| sgd | with `lazy_update`, if the value has no float32 copy (`multi_precision`) |
+| nag | without momentum, if the value has no float32 copy |
+| adam | with `lazy_update` |
+| rmsprop | never |
+| adagrad | always. Weight decay is refused, as in MXNet |
 """
 
 from __future__ import annotations
@@ -28,21 +40,33 @@ from typing import Any, TypeVar, Unpack
 import jax
 import jax.numpy as jnp
 
+from .._core import checks
 from ._base import Updater
-from ._mxnet_rules import Options, Rate, adagrad, adam, make, nag, rmsprop, sgd
+from ._mxnet_options import AdaGradOptions, Options, Rate, RMSPropOptions, common_of, renamed
+from ._mxnet_rules import Rows, adagrad, adam, centered_rmsprop, make, nag, rmsprop, sgd
 
 Tree = TypeVar("Tree")
 
 
-def mxnet_sgd(learning_rate: Rate = 0.01, momentum: float = 0.0, wd: float = 0.0, **common: Unpack[Options]) -> Updater:
+def mxnet_sgd(
+    learning_rate: Rate | None = 0.01,
+    momentum: float = 0.0,
+    wd: float = 0.0,
+    *,
+    lazy_update: bool = True,
+    **common: Unpack[Options],
+) -> Updater:
     """MXNet's SGD. A change of the rate acts on new gradients only.
 
     Args:
-        learning_rate: a number, or a schedule `count -> rate`.
+        learning_rate: a number, or a schedule `count -> rate`. None is 0.01, as in MXNet.
         momentum: factor of the buffer. 0 keeps none.
         wd: weight decay, added to the clipped gradient as wd · value.
-        **common: `rescale_grad` (1.0), `clip_gradient` (None, or a limit for each element), `lr_mult` and `wd_mult`
-            (key -> factor), `rate_in_state` (False). The same for every optimizer here.
+        lazy_update: whether a push of a `RowSparse` updates its rows only.
+        **common: `rescale_grad` (1.0), `clip_gradient` (None, or a limit for each element. 0 is none), `lr_mult` and
+            `wd_mult` (key -> factor), `multi_precision` (False. Whether the state of a value narrower than float32 has
+            a float32 copy, which is what is trained), `begin_num_update` (0, the first count), `rate_in_state` (False).
+            The same for every optimizer here.
 
     Returns:
         An `Updater` of floating values. Its state has the shape of the value, in float32 or wider.
@@ -62,76 +86,125 @@ def mxnet_sgd(learning_rate: Rate = 0.01, momentum: float = 0.0, wd: float = 0.0
         -4.71
         -6.439
     """
+    shared = common_of(mxnet_sgd, learning_rate, wd, common)
     slots = ("momentum",) if momentum else ()
-    return make(sgd, slots, {"momentum": momentum}, learning_rate, wd, common)
+    return make(shared, sgd, slots, {"momentum": momentum}, Rows(bool(lazy_update), with_master=False))
 
 
-def mxnet_nag(learning_rate: Rate = 0.1, momentum: float = 0.9, wd: float = 0.0, **common: Unpack[Options]) -> Updater:
-    """MXNet's Nesterov accelerated gradient. Arguments as of `mxnet_sgd`.
+def mxnet_nag(
+    learning_rate: Rate | None = 0.01, momentum: float = 0.0, wd: float = 0.0, **common: Unpack[Options]
+) -> Updater:
+    """MXNet's Nesterov accelerated gradient. Arguments as of `mxnet_sgd`, without `lazy_update`.
+
+    The momentum contains the weight decay of the value after the step, since MXNet's kernel writes the value first.
+    Where MXNet's stored value is row-sparse itself, it contains that of the value before. Values are dense here.
 
     Example:
         >>> updater, value = mxnet_nag(0.1, momentum=0.5), jnp.zeros(2)
         >>> updater.update(0, jnp.ones(2), updater.init(0, value), value)[0].round(3).tolist()
         [-0.15000000596046448, -0.15000000596046448]
     """
+    shared = common_of(mxnet_nag, learning_rate, wd, common)
     slots = ("momentum",) if momentum else ()
-    return make(nag, slots, {"momentum": momentum}, learning_rate, wd, common)
+    return make(shared, nag, slots, {"momentum": momentum}, Rows(are_lazy=not momentum, with_master=False))
 
 
 def mxnet_adam(
-    learning_rate: Rate = 0.001,
+    learning_rate: Rate | None = 0.001,
     beta1: float = 0.9,
     beta2: float = 0.999,
     epsilon: float = 1e-8,
     wd: float = 0.0,
+    *,
+    lazy_update: bool = True,
     **common: Unpack[Options],
 ) -> Updater:
-    """MXNet's Adam. Weight decay is part of the gradient and clipped with it. `common` as of `mxnet_sgd`.
+    """MXNet's Adam. Weight decay is part of the gradient and clipped with it. Others as of `mxnet_sgd`.
 
     Example:
         >>> updater, value = mxnet_adam(0.5), jnp.zeros(2)
         >>> updater.update(0, jnp.ones(2), updater.init(0, value), value)[0].round(3).tolist()
         [-0.5, -0.5]
     """
+    shared = common_of(mxnet_adam, learning_rate, wd, common)
+    checks.number(beta1, "mxnet_adam", "beta1", "a number from 0 to below 1", lambda n: 0 <= n < 1)
+    checks.number(beta2, "mxnet_adam", "beta2", "a number from 0 to 1", lambda n: 0 <= n <= 1)
     options = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    return make(adam, ("mean", "variance"), options, learning_rate, wd, common, counted=True)
+    rows = Rows(bool(lazy_update), with_master=bool(lazy_update))
+    return make(shared, adam, ("mean", "variance"), options, rows, counted=True)
 
 
 def mxnet_rmsprop(
-    learning_rate: Rate = 0.001,
-    gamma: float = 0.9,
+    learning_rate: Rate | None = 0.001,
+    gamma1: float = 0.9,
     epsilon: float = 1e-8,
     wd: float = 0.0,
-    **common: Unpack[Options],
+    *,
+    gamma2: float = 0.9,
+    centered: bool = False,
+    clip_weights: float | None = None,
+    **common: Unpack[RMSPropOptions],
 ) -> Updater:
-    """MXNet's RMSProp, not centred. `gamma` is MXNet's gamma1, `common` as of `mxnet_sgd`.
+    """MXNet's RMSProp. Others as of `mxnet_sgd`, without `lazy_update`.
+
+    Args:
+        learning_rate, wd: as of `mxnet_sgd`.
+        gamma1: factor of the running means. `gamma` is another name of it.
+        epsilon: inside the square root.
+        gamma2: momentum of the centered form.
+        centered: whether the square of the mean gradient is taken off its mean square.
+        clip_weights: a limit for each element of the new value. None and 0 are none.
+        **common: as of `mxnet_sgd`.
 
     Example:
-        >>> updater, value = mxnet_rmsprop(0.5, gamma=0.75), jnp.zeros(2)
+        >>> updater, value = mxnet_rmsprop(0.5, gamma1=0.75), jnp.zeros(2)
         >>> updater.update(0, jnp.ones(2), updater.init(0, value), value)[0].round(3).tolist()
         [-1.0, -1.0]
     """
-    return make(rmsprop, ("square",), {"gamma": gamma, "epsilon": epsilon}, learning_rate, wd, common)
+    given: dict[str, Any] = {**common}
+    gamma1 = renamed(mxnet_rmsprop, given, "gamma", "gamma1", gamma1)
+    shared = common_of(mxnet_rmsprop, learning_rate, wd, given)
+    options = {"gamma1": gamma1, "epsilon": epsilon, "clip_weights": 0.0 if clip_weights is None else clip_weights}
+    rows = Rows(are_lazy=False, with_master=False)
+    if centered:
+        return make(shared, centered_rmsprop, ("square", "mean", "delta"), {**options, "gamma2": gamma2}, rows)
+    return make(shared, rmsprop, ("square",), options, rows)
 
 
 def mxnet_adagrad(
-    learning_rate: Rate = 0.01, epsilon: float = 1e-7, wd: float = 0.0, **common: Unpack[Options]
+    learning_rate: Rate | None = 0.01, epsilon: float = 1e-7, wd: float = 0.0, **common: Unpack[AdaGradOptions]
 ) -> Updater:
-    """MXNet's AdaGrad. Weight decay is added to the scaled gradient. `common` as of `mxnet_sgd`.
+    """MXNet's AdaGrad. Weight decay is added to the scaled gradient.
+
+    Others as of `mxnet_sgd`, without `lazy_update`. A push of a `RowSparse` to a key with weight decay is refused.
+
+    Args:
+        learning_rate, wd: as of `mxnet_sgd`.
+        epsilon: inside the square root. `eps`, MXNet's name, is another name of it.
+        **common: as of `mxnet_sgd`, but a `clip_gradient` of 0 is refused. In MXNet it makes dense gradients 0 and
+            does nothing to rows.
 
     Example:
         >>> updater, value = mxnet_adagrad(0.5), jnp.zeros(2)
         >>> updater.update(0, jnp.ones(2), updater.init(0, value), value)[0].round(3).tolist()
         [-0.5, -0.5]
     """
-    return make(adagrad, ("history",), {"epsilon": epsilon}, learning_rate, wd, common)
+    given: dict[str, Any] = {**common}
+    epsilon = renamed(mxnet_adagrad, given, "eps", "epsilon", epsilon)
+    shared = common_of(mxnet_adagrad, learning_rate, wd, given)
+    if given.get("clip_gradient") is not None and shared.clip_gradient is None:
+        raise ValueError("mxnet_adagrad: clip_gradient must be a number above 0, or None for no clipping, got 0")
+    rows = Rows(are_lazy=True, with_master=True, decay=False)
+    return make(shared, adagrad, ("history",), {"epsilon": epsilon}, rows)
 
 
 def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
     """The same state with another rate. Nothing recompiles.
 
     Args:
-        state: of one key, or any pytree of such states, of an optimizer made with `rate_in_state=True`.
+        state: of one key, a dict or list of such states, or a store or training state. In the last two only what
+            optimizers hold is changed, and no `learning_rate` of the model. The rate of `optax.inject_hyperparams`
+            is changed too.
         learning_rate: a number or 0-d array.
 
     Returns:
@@ -146,19 +219,31 @@ def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
         >>> updater.update(0, jnp.ones(2), state, jnp.zeros(2))[0].tolist() == jnp.full(2, -0.1).tolist()
         True
     """
-    found: list[tuple[Any, ...]] = []
-
-    def replace(path: tuple[Any, ...], leaf: Any) -> Any:
-        if path and getattr(path[-1], "key", None) == "learning_rate":
-            found.append(path)
-            # In the array's own dtype and place, so that a compiled step takes it as it took the old one.
-            return jnp.zeros_like(leaf) + jnp.asarray(learning_rate, leaf.dtype)
-        return leaf
-
-    state = jax.tree_util.tree_map_with_path(replace, state)
-    if not found:
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+    paths = [path for path, _ in leaves]
+    of_optimizers = _is_rate_of_optimizer if any(map(_has_field, paths)) else _is_rate
+    places = [i for i, path in enumerate(paths) if of_optimizers(path)]
+    if not places:
         raise ValueError("set_learning_rate: no rate in this state; make the optimizer with rate_in_state=True")
-    return state
+    new = [leaf for _, leaf in leaves]
+    for i in places:
+        # In the array's own dtype and place, so that a compiled step takes it as it took the old one.
+        new[i] = jnp.zeros_like(new[i]) + jnp.asarray(learning_rate, new[i].dtype)
+    return jax.tree.unflatten(structure, new)
+
+
+def _is_rate(path: tuple[Any, ...]) -> bool:
+    return bool(path) and getattr(path[-1], "key", None) == "learning_rate"
+
+
+def _is_rate_of_optimizer(path: tuple[Any, ...]) -> bool:
+    """Whether it is in the `updater_state` of a store, or in the `hyperparams` of optax."""
+    names = [getattr(step, "key", getattr(step, "name", None)) for step in path]
+    return _is_rate(path) and ("updater_state" in names or "hyperparams" in names[-2:-1])
+
+
+def _has_field(path: tuple[Any, ...]) -> bool:
+    return any(isinstance(step, jax.tree_util.GetAttrKey) for step in path)
 
 
 def multipliers(names: Mapping[int, str], patterns: Mapping[str, float]) -> dict[int, float]:

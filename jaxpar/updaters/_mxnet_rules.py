@@ -1,75 +1,44 @@
-"""The steps of MXNet's optimizers, and what they share. `_mxnet` has the functions for users."""
+"""The steps of MXNet's optimizers, and what runs them.
+
+`_mxnet` has the functions for users, `_mxnet_options` what their arguments have in common.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from .._core import checks
 from ._base import Updater
-
-Rate = float | Callable[[Array], Any]
-State = dict[str, Array]
-
-
-class Options(TypedDict, total=False):
-    """Keyword arguments of every optimizer, described in `mxnet_sgd`."""
-
-    rescale_grad: float
-    clip_gradient: float | None
-    lr_mult: Mapping[int, float] | None
-    wd_mult: Mapping[int, float] | None
-    rate_in_state: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class _Common:
-    """What every optimizer has. Multipliers are sorted pairs, so that equal ones are equal static fields."""
-
-    learning_rate: Rate
-    wd: float
-    rescale_grad: float
-    clip_gradient: float | None
-    lr_mult: tuple[tuple[int, float], ...]
-    wd_mult: tuple[tuple[int, float], ...]
-    rate_in_state: bool
-
-    @functools.cached_property
-    def factors(self) -> tuple[dict[int, float], dict[int, float]]:
-        """The multipliers of rate and decay by key."""
-        return dict(self.lr_mult), dict(self.wd_mult)
-
-    def rate(self, key: int, state: State) -> Any:
-        if self.rate_in_state:
-            rate = state["learning_rate"]
-        elif callable(self.learning_rate):
-            rate = self.learning_rate(state["count"])
-        else:
-            rate = self.learning_rate
-        return rate * self.factors[0].get(key, 1.0)
-
-    def decay(self, key: int) -> float:
-        return self.wd * self.factors[1].get(key, 1.0)
-
-    def clip(self, gradient: Array) -> Array:
-        limit = self.clip_gradient
-        return gradient if limit is None else jnp.clip(gradient, -limit, limit)
-
+from ._mxnet_options import Common, State, number
 
 # rule(common, gradient, value, state, rate, decay) -> (new value, new slots)
 _Rule = Callable[..., tuple[Array, State]]
 
 
 @dataclasses.dataclass(frozen=True)
+class Rows:
+    """What a push of rows updates.
+
+    Attributes:
+        are_lazy: only the rows that are pushed. Otherwise the whole table, as a dense push with zeros does.
+        with_master: the same for values with a float32 copy of their own.
+        decay: whether there may be weight decay.
+    """
+
+    are_lazy: bool
+    with_master: bool
+    decay: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class _Init:
-    common: _Common
+    common: Common
     slots: tuple[str, ...]
     counted: bool
     uses_key = False
@@ -80,9 +49,12 @@ class _Init:
                 f"key {key}: an optimizer needs a floating value, got {value.dtype}; cast it before "
                 "kv.init, or use an updater for this key"
             )
-        state = {slot: jnp.zeros(value.shape, _wide(value.dtype)) for slot in self.slots}
+        wide = _wide(value.dtype)
+        state = {slot: jnp.zeros(value.shape, wide) for slot in self.slots}
+        if self.common.multi_precision and value.dtype != wide:
+            state["master"] = value.astype(wide)
         if self.counted:
-            state["count"] = jnp.zeros((), jnp.int32)
+            state["count"] = jnp.asarray(self.common.begin_num_update, jnp.int32)
         if self.common.rate_in_state:
             state["learning_rate"] = jnp.asarray(self.common.learning_rate, jnp.float32)
         return state
@@ -90,9 +62,10 @@ class _Init:
 
 @dataclasses.dataclass(frozen=True)
 class _Update:
-    common: _Common
+    common: Common
     rule: _Rule
     options: tuple[tuple[str, float], ...]
+    rows: Rows
 
     @property
     def uses_key(self) -> bool:
@@ -102,20 +75,36 @@ class _Update:
         """All that the update takes from the key."""
         return tuple(factors.get(key, 1.0) for factors in self.common.factors)
 
+    def is_lazy(self, state: State) -> bool:
+        """Whether a push of rows updates these rows only."""
+        return self.rows.with_master if "master" in state else self.rows.are_lazy
+
+    def check_rows(self, key: int) -> None:
+        """`ValueError` if the optimizer takes no rows of this key."""
+        decay = self.common.decay(key)
+        if decay and not self.rows.decay:
+            raise ValueError(
+                f"{self.common.where} takes no RowSparse with weight decay, as in MXNet, and that of this key is "
+                f"{decay}; write wd=0 or wd_mult={{{key}: 0}}, or push dense values"
+            )
+
     def __call__(self, key: int, pushed: Array, state: State, stored: Array) -> tuple[Array, State]:
         wide = _wide(stored.dtype)
         gradient = pushed.astype(wide) * self.common.rescale_grad
         rate = jnp.asarray(self.common.rate(key, state), wide)
         rule = functools.partial(self.rule, **dict(self.options))
-        value, slots = rule(self.common, gradient, stored.astype(wide), state, rate, self.common.decay(key))
+        value = _master(state["master"], stored) if "master" in state else stored.astype(wide)
+        value, slots = rule(self.common, gradient, value, state, rate, self.common.decay(key))
         state = {**state, **slots}
+        if "master" in state:
+            state["master"] = value
         if "count" in state:
             state["count"] = state["count"] + 1
         return value.astype(stored.dtype), state
 
 
 def sgd(
-    common: _Common, gradient: Array, value: Array, state: State, rate: Array, decay: float, *, momentum: float
+    common: Common, gradient: Array, value: Array, state: State, rate: Array, decay: float, *, momentum: float
 ) -> tuple[Array, State]:
     step = rate * (common.clip(gradient) + decay * value)
     if not momentum:
@@ -125,17 +114,18 @@ def sgd(
 
 
 def nag(
-    common: _Common, gradient: Array, value: Array, state: State, rate: Array, decay: float, *, momentum: float
+    common: Common, gradient: Array, value: Array, state: State, rate: Array, decay: float, *, momentum: float
 ) -> tuple[Array, State]:
-    step = rate * (common.clip(gradient) + decay * value)
+    """MXNet's kernel writes the value first, so the decay in its momentum is that of the new value."""
     if not momentum:
-        return value - step, {}
-    buffer = momentum * state["momentum"] - step
-    return value + momentum * buffer - step, {"momentum": buffer}
+        return sgd(common, gradient, value, state, rate, decay, momentum=0.0)
+    gradient, slowed = common.clip(gradient), momentum * state["momentum"]
+    new = value + momentum * slowed - (1 + momentum) * rate * (gradient + decay * value)
+    return new, {"momentum": slowed - rate * (gradient + decay * new)}
 
 
 def adam(
-    common: _Common,
+    common: Common,
     gradient: Array,
     value: Array,
     state: State,
@@ -155,27 +145,64 @@ def adam(
 
 
 def rmsprop(
-    common: _Common,
+    common: Common,
     gradient: Array,
     value: Array,
     state: State,
     rate: Array,
     decay: float,
     *,
-    gamma: float,
+    gamma1: float,
     epsilon: float,
+    clip_weights: float,
 ) -> tuple[Array, State]:
     gradient = common.clip(gradient + decay * value)
-    square = _rest(gamma, value.dtype) * gradient**2 + gamma * state["square"]
-    return value - rate * gradient / jnp.sqrt(square + epsilon), {"square": square}
+    square = _rest(gamma1, value.dtype) * gradient**2 + gamma1 * state["square"]
+    value = value - rate * gradient / jnp.sqrt(square + epsilon)
+    return _clip_weights(value, clip_weights), {"square": square}
+
+
+def centered_rmsprop(
+    common: Common,
+    gradient: Array,
+    value: Array,
+    state: State,
+    rate: Array,
+    decay: float,
+    *,
+    gamma1: float,
+    gamma2: float,
+    epsilon: float,
+    clip_weights: float,
+) -> tuple[Array, State]:
+    gradient = common.clip(gradient + decay * value)
+    rest = _rest(gamma1, value.dtype)
+    square = rest * gradient**2 + gamma1 * state["square"]
+    mean = rest * gradient + gamma1 * state["mean"]
+    delta = gamma2 * state["delta"] - rate * gradient / jnp.sqrt(square - mean**2 + epsilon)
+    return _clip_weights(value + delta, clip_weights), {"square": square, "mean": mean, "delta": delta}
 
 
 def adagrad(
-    common: _Common, gradient: Array, value: Array, state: State, rate: Array, decay: float, *, epsilon: float
+    common: Common, gradient: Array, value: Array, state: State, rate: Array, decay: float, *, epsilon: float
 ) -> tuple[Array, State]:
     gradient = common.clip(gradient)
     history = state["history"] + gradient**2
     return value - rate * (gradient / jnp.sqrt(history + epsilon) + decay * value), {"history": history}
+
+
+def _master(master: Array, stored: Array) -> Array:
+    """The wide copy of a value. Where the value was changed from outside (averaged, assigned), it is the value's own.
+
+    The bits are compared, since XLA may leave out a rounding that is only compared as a number.
+    """
+    bits = f"uint{8 * stored.dtype.itemsize}"
+    rounded = lax.bitcast_convert_type(master.astype(stored.dtype), bits)
+    return jnp.where(rounded == lax.bitcast_convert_type(stored, bits), master, stored.astype(master.dtype))
+
+
+def _clip_weights(value: Array, limit: float) -> Array:
+    return jnp.clip(value, -limit, limit) if limit else value
 
 
 def _rest(factor: float, dtype: jnp.dtype) -> Any:
@@ -189,12 +216,11 @@ def _one_less_power(beta: float, t: Array) -> Array:
 
 
 def make(
+    common: Common,
     rule: _Rule,
     slots: tuple[str, ...],
     options: Mapping[str, float],
-    learning_rate: Rate,
-    wd: float,
-    common: Options,
+    rows: Rows,
     *,
     counted: bool = False,
 ) -> Updater:
@@ -202,50 +228,12 @@ def make(
 
     Args:
         slots: the names of the arrays of state that have the shape of the value.
+        rows: what a push of rows updates.
         counted: whether the rule needs the number of earlier pushes. A schedule needs it always.
     """
-    where = f"mxnet_{rule.__name__}"
-    shared = _common(where, learning_rate, wd, **common)
-    numbers_of = tuple((name, _number(where, name, value)) for name, value in options.items())
-    counted = counted or callable(learning_rate)
-    return Updater(_Init(shared, slots, counted), _Update(shared, rule, numbers_of))
-
-
-def _common(
-    where: str,
-    learning_rate: Rate,
-    wd: float,
-    *,
-    rescale_grad: float = 1.0,
-    clip_gradient: float | None = None,
-    lr_mult: Mapping[int, float] | None = None,
-    wd_mult: Mapping[int, float] | None = None,
-    rate_in_state: bool = False,
-) -> _Common:
-    if callable(learning_rate) and rate_in_state:
-        raise TypeError(f"{where}: rate_in_state takes a number to start with, got a schedule")
-    return _Common(
-        learning_rate=learning_rate if callable(learning_rate) else _number(where, "learning_rate", learning_rate),
-        wd=_number(where, "wd", wd),
-        rescale_grad=checks.number(rescale_grad, where, "rescale_grad", "a number", lambda _: True),
-        clip_gradient=None if clip_gradient is None else _number(where, "clip_gradient", clip_gradient),
-        lr_mult=_factors(where, "lr_mult", lr_mult),
-        wd_mult=_factors(where, "wd_mult", wd_mult),
-        rate_in_state=bool(rate_in_state),
-    )
-
-
-def _number(where: str, name: str, value: Any) -> float:
-    schedule = " or a schedule" if name == "learning_rate" else ""
-    return checks.number(value, where, name, f"a number of 0 or more{schedule}", lambda n: n >= 0)
-
-
-def _factors(where: str, name: str, factors: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:
-    if factors is not None and not all(isinstance(key, numbers.Integral) for key in factors):
-        raise TypeError(
-            f"{where}: {name} maps keys to factors, got {factors!r}; multipliers(names, patterns) makes one"
-        )
-    return tuple(sorted((int(key), _number(where, name, value)) for key, value in (factors or {}).items()))
+    checked = tuple((name, number(common.where, name, value)) for name, value in options.items())
+    counted = counted or callable(common.learning_rate)
+    return Updater(_Init(common, slots, counted), _Update(common, rule, checked, rows))
 
 
 def _wide(dtype: Any) -> jnp.dtype:

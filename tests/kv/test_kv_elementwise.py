@@ -74,9 +74,9 @@ ACCEPTED = {
     "accumulate": lambda: updaters.accumulate,
     "stateless": lambda: updaters.stateless(lambda key, pushed, stored: stored - (key + 1) * jnp.tanh(pushed)),
     "mxnet_sgd": lambda: updaters.mxnet_sgd(lambda count: 0.1 / (count + 1), momentum=0.9, wd=0.1),
-    "mxnet_nag": lambda: updaters.mxnet_nag(0.1, wd=0.1, clip_gradient=2.0),
+    "mxnet_nag": lambda: updaters.mxnet_nag(0.1, momentum=0.9, wd=0.1, clip_gradient=2.0),
     "mxnet_adam": lambda: updaters.mxnet_adam(0.1, wd=0.1, lr_mult={1: 0.5}, rate_in_state=True),
-    "mxnet_rmsprop": lambda: updaters.mxnet_rmsprop(0.1, wd_mult={0: 0.0}, wd=0.1),
+    "mxnet_rmsprop": lambda: updaters.mxnet_rmsprop(0.1, wd_mult={0: 0.0}, wd=0.1, centered=True),
     "mxnet_adagrad": lambda: updaters.mxnet_adagrad(0.1, wd=0.1),
 }
 

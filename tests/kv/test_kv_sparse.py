@@ -102,6 +102,26 @@ def test_a_plain_function_updates_rows_too():
     np.testing.assert_array_equal(kv.pull(store, 3), whole_numbers(9, *SHAPE) - dense(rows_of(0)))
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_optimizers_that_update_the_whole_table_as_in_mxnet(mapped):
+    """MXNet 1.9.1: rmsprop with decay .1 and one row pushed gives .99684 in every other row."""
+    store = kv.init(kv.create("device"), 3, jnp.ones(SHAPE))
+    store = kv.set_updater(store, updaters.mxnet_rmsprop(wd=0.1))
+    rows = RowSparse(np.array([1], np.int32), np.ones((1, 2), np.float32), SHAPE)
+    if mapped:
+        push = jax.pmap(
+            lambda s, v: kv.push(s, 3, RowSparse(rows.indices, v, SHAPE), axis_name="data"),
+            "data",
+            in_axes=(None, 0),
+            out_axes=None,
+            devices=jax.devices()[:2],
+        )
+        store = push(store, jnp.full((2, 1, 2), 0.5))
+    else:
+        store = kv.push(store, 3, [rows])
+    np.testing.assert_allclose(kv.pull(store, 3), np.full(SHAPE, 0.99684), atol=1e-5)
+
+
 def test_adam_on_rows_is_adam_on_these_rows_alone():
     tx = optax.adam(0.1)
     store = kv.set_optimizer(kv.init(kv.create(), 3, whole_numbers(9, *SHAPE)), tx)

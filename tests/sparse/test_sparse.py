@@ -308,7 +308,8 @@ def test_lazy_sgd_is_mxnets_example():
     + [("mxnet_adam", lambda f: f)],
 )
 def test_lazy_update_is_the_dense_update_of_the_rows_present(name, over):
-    updater = getattr(_mxnet, name)(lambda count: 0.1 / (1 + count), wd=0.1)
+    more = {"momentum": 0.9} if name == "mxnet_nag" else {}
+    updater = getattr(_mxnet, name)(lambda count: 0.1 / (1 + count), wd=0.1, **more)
     table = jnp.asarray(np.random.default_rng(0).normal(size=(6, 2)), jnp.float32)
     state = dense_state = updater.init(0, table)
     dense = table

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar import updaters
+from jaxpar import kv, updaters
 
 ARGS = {
     "sgd": (updaters.mxnet_sgd, {"learning_rate": 0.1}),
@@ -176,6 +176,19 @@ def test_a_rate_in_the_state_changes_without_a_new_compilation():
     assert len(traces) == 1
 
 
+def test_setting_a_rate_leaves_the_models_own_alone():
+    store = kv.set_updater(kv.init(kv.create(), 0, jnp.ones(2)), updaters.mxnet_sgd(1.0, rate_in_state=True))
+    hyper = optax.inject_hyperparams(optax.adam)(1.0).init({"learning_rate": jnp.ones(3)})
+    state = {"model_state": {"learning_rate": jnp.ones(())}, "store": store, "transform": hyper}
+    new = updaters.set_learning_rate(state, 0.5)
+    assert new["model_state"] == state["model_state"]
+    assert new["store"].updater_state[0]["learning_rate"] == 0.5 == new["transform"].hyperparams["learning_rate"]
+    assert new["transform"].inner_state[0].mu["learning_rate"].tolist() == [0, 0, 0]
+    without = {**state, "store": kv.set_updater(store, updaters.mxnet_sgd(1.0)), "transform": ()}
+    with pytest.raises(ValueError, match="no rate in this state"):
+        updaters.set_learning_rate(without, 0.5)
+
+
 def test_setting_a_rate_that_is_not_there():
     updater = updaters.mxnet_sgd(1.0, momentum=0.9)
     with pytest.raises(ValueError, match="no rate in this state; make the optimizer with rate_in_state=True"):
@@ -307,7 +320,47 @@ def test_pmap_and_vmap_give_the_eager_values():
             ValueError,
             "mxnet_adam: clip_gradient must be a number of 0 or more",
         ),
-        (lambda: updaters.mxnet_adam(0.1, momentum=0.9), TypeError, "unexpected keyword argument 'momentum'"),
+        (
+            lambda: updaters.mxnet_adam(0.1, momentum=0.9),
+            TypeError,
+            "mxnet_adam: unknown argument 'momentum'. Accepted are learning_rate, beta1, beta2, epsilon, wd, lazy_",
+        ),
+        (
+            lambda: updaters.mxnet_sgd(lr=0.1),
+            TypeError,
+            "mxnet_sgd: unknown argument 'lr'; write learning_rate=0.1. Acc",
+        ),
+        (lambda: updaters.mxnet_adam(eps=1e-8), TypeError, "mxnet_adam: unknown argument 'eps'; write epsilon=1e-08"),
+        (lambda: updaters.mxnet_sgd(weight_decay=0.1), TypeError, "unknown argument 'weight_decay'; write wd=0.1"),
+        (lambda: updaters.mxnet_sgd(clip_gradients=1), TypeError, "'clip_gradients'; write clip_gradient=1"),
+        (lambda: updaters.mxnet_sgd(nesterov=True), TypeError, "unknown argument 'nesterov'; use mxnet_nag"),
+        (lambda: updaters.mxnet_nag(lazy_update=False), TypeError, "'lazy_update'; MXNet has it for SGD and Adam only"),
+        (
+            lambda: updaters.mxnet_sgd(lr_scheduler=halved),
+            TypeError,
+            r"lr_scheduler=f is learning_rate=lambda count: f\(count \+ 1\)",
+        ),
+        (
+            lambda: updaters.mxnet_sgd(param_idx2name={0: "a_bias"}),
+            TypeError,
+            r"write wd_mult=updaters.mxnet_wd_mult\(names\)",
+        ),
+        (lambda: updaters.mxnet_sgd(sym=object()), TypeError, r"updaters.multipliers\(names, patterns\) makes them"),
+        (
+            lambda: updaters.mxnet_adagrad(epsilon=1e-3, eps=1e-4),
+            TypeError,
+            "mxnet_adagrad: eps is another name of epsilon; give one of them",
+        ),
+        (lambda: updaters.mxnet_rmsprop(gamma1=0.8, gamma=0.7), TypeError, "gamma is another name of gamma1"),
+        (
+            lambda: updaters.mxnet_adagrad(clip_gradient=0),
+            ValueError,
+            "clip_gradient must be a number above 0, or None",
+        ),
+        (lambda: updaters.mxnet_adam(beta1=1.0), ValueError, "beta1 must be a number from 0 to below 1, got 1.0"),
+        (lambda: updaters.mxnet_adam(beta2=1.1), ValueError, "beta2 must be a number from 0 to 1, got 1.1"),
+        (lambda: updaters.mxnet_adam(begin_num_update=-1), ValueError, "begin_num_update must be an int of 0 or more"),
+        (lambda: updaters.mxnet_rmsprop(clip_weights=-1), ValueError, "clip_weights must be a number of 0 or more"),
         (lambda: updaters.mxnet_sgd(0.1, lr_mult={"bias": 2.0}), TypeError, "lr_mult maps keys to factors"),
         (lambda: updaters.mxnet_sgd(halved, rate_in_state=True), TypeError, "takes a number to start with"),
         (
@@ -320,3 +373,43 @@ def test_pmap_and_vmap_give_the_eager_values():
 def test_bad_arguments_are_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_other_names_and_arguments_that_say_nothing():
+    assert updaters.mxnet_rmsprop(gamma=0.8) == updaters.mxnet_rmsprop(gamma1=0.8)
+    assert updaters.mxnet_adagrad(eps=1e-3) == updaters.mxnet_adagrad(epsilon=1e-3)
+    nothing = {"lr_scheduler": None, "param_idx2name": {}, "sym": None, "param_dict": None, "begin_num_update": 0}
+    assert updaters.mxnet_sgd(None, clip_gradient=0, **nothing) == updaters.mxnet_sgd()
+
+
+def test_a_schedule_begins_at_begin_num_update():
+    updater = updaters.mxnet_sgd(lambda count: 1.0 + count, begin_num_update=3)
+    values, state = run(updater, jnp.zeros(1), jnp.ones((2, 1)))
+    assert values.ravel().tolist() == [-4.0, -9.0]
+    assert int(state["count"]) == 5
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_multi_precision_trains_a_copy_in_float32(dtype):
+    """Steps that are lost in a narrow value add up in its copy."""
+    plain, wide = (updaters.mxnet_sgd(1.0, multi_precision=copy) for copy in (False, True))
+    value, gradients = jnp.ones(1, dtype), jnp.full((32, 1), 2.0**-13, dtype)
+    assert run(plain, value, gradients)[0][-1] == 1
+    values, state = run(wide, value, gradients)
+    assert values.dtype == dtype
+    assert values[-1] == 1 - 2.0**-8 == state["master"][0]
+    assert updaters.mxnet_sgd(1.0).init(0, jnp.ones(1)) == wide.init(0, jnp.ones(1)) == {}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_float32_copy_follows_a_value_that_was_changed(compiled):
+    """Averaging over devices and restored parameters change the value and not the optimizer's state."""
+    updater = updaters.mxnet_sgd(1.0, multi_precision=True)
+    update = jax.jit(updater.update, static_argnums=0) if compiled else updater.update
+    value = jnp.array([1, 1, -1e-7, 60000], "float16")
+    pushed, state = jnp.array([2.0**-13, 2.0**-13, -6e-8, -9000], "float16"), updater.init(0, value)
+    value, state = update(0, pushed, state, value)
+    np.testing.assert_array_equal(value[:2], 1)
+    value, state = update(0, pushed, state, value.at[0].set(3))
+    expected = [3 - 2.0**-13, 1 - 2.0**-12, float(jnp.float16(-1e-7)) - 2 * float(pushed[2]), 78000]
+    np.testing.assert_allclose(state["master"], expected, rtol=1e-6)
