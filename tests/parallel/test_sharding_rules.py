@@ -113,8 +113,8 @@ def test_then_uses_the_axes_that_are_left():
 @pytest.mark.parametrize(
     ("spec", "shape", "problem"),
     [
-        (P("data"), (7, 4), "dimension 0 of length 7 cannot be divided by 2; pad it to 8 or put None there"),
-        (P(None, ("data", "model")), (7, 4), "dimension 1 of length 4 cannot be divided by 8; pad it to 8"),
+        (P("data"), (7, 4), "dimension 0 of 7 cannot be divided by 2; pad it to 8 or put None there"),
+        (P(None, ("data", "model")), (7, 4), "dimension 1 of 4 cannot be divided by 8; pad it to 8"),
         (P("data", None), (8,), "it has 2 entries for 1 dimensions"),
         (P("date"), (8, 8), "the mesh has no axis 'date'; its axes are 'data', 'model'"),
         (P("data", "data"), (8, 8), "axis 'data' is used twice"),
