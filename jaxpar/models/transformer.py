@@ -115,9 +115,9 @@ def apply(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_a
         ValueError: `tokens` has another number of axes, or more positions than the model.
 
     Example:
-        >>> config = Config(layers=2, width=8, heads=2, vocabulary=16, positions=4)
-        >>> apply(init(jax.random.key(0), config), jnp.zeros((1, 3), int)).shape
-        (1, 3, 16)
+        >>> params = jax.eval_shape(init, jax.random.key(0))
+        >>> jax.eval_shape(apply, params, jnp.zeros((2, 10), int))
+        ShapeDtypeStruct(shape=(2, 10, 50304), dtype=float32)
     """
     positions = params["embedding"]["positions"]
     if tokens.ndim != 2 or tokens.shape[1] > len(positions):
@@ -152,9 +152,9 @@ def loss(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_ax
         A scalar, in natural logarithms.
 
     Example:
-        >>> config = Config(layers=2, width=8, heads=2, vocabulary=16, positions=4)
-        >>> loss(init(jax.random.key(0), config), jnp.zeros((1, 5), int)).shape
-        ()
+        >>> params = jax.eval_shape(init, jax.random.key(0))
+        >>> jax.eval_shape(loss, params, jnp.zeros((2, 11), int))
+        ShapeDtypeStruct(shape=(), dtype=float32)
     """
     logits_BxTxV = apply(params, tokens[:, :-1], data_axes=data_axes, model_axis=model_axis)
     # A comparison and not an index: a vocabulary that is split stays split.

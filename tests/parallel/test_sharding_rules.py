@@ -231,6 +231,17 @@ def test_what_the_parameters_come_with():
     assert specs(parallel.shardings_of(elsewhere, P("model"), MESH)) == {"layer": P("model")}
 
 
+def test_inside_jit():
+    @jax.jit
+    def split(x):
+        shardings = parallel.shardings_of({"x": x}, parallel.fsdp(), MESH)
+        return jax.lax.with_sharding_constraint({"x": x}, shardings)
+
+    assert split(jnp.ones(1024))["x"].sharding.spec == P("data")
+    with pytest.raises(ValueError, match="the sharding of 'x' is not known while a function is traced; give a rule"):
+        jax.jit(lambda x: parallel.shardings_of({"x": x}, None, MESH))(jnp.ones(8))
+
+
 def test_parameters_are_made_where_they_belong():
     def init(rng):
         return {"kernel": jax.random.normal(rng, (64, 256)), "bias": jnp.zeros(64)}
