@@ -312,6 +312,8 @@ def test_metadata_of_nnx():
         assert jax.tree.leaves(specs(parallel.shardings_of(state, None, MESH))) == [P(), P("data", "model")]
         given = nnx.get_partition_spec(state)
         assert jax.tree.leaves(specs(parallel.shardings_of(state, given, MESH))) == [P(), P("data", "model")]
+    others = {"number": nnx.Param(1.0), "several": nnx.Param({"a": jnp.ones(8), "b": jnp.ones(8)})}
+    assert set(jax.tree.leaves(specs(parallel.shardings_of(others, None, MESH)))) == {P()}
     store = kv.from_params(nnx.state(make(), nnx.Param))
     rule = parallel.sharding_rules({kv.names(store)[1]: P("model")})
     assert jax.tree.leaves(specs(parallel.shardings_of(shapes, rule, MESH))) == [P(), P("model")]
