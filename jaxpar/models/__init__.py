@@ -1,6 +1,9 @@
-"""The networks of MXNet's articles, each as `init` and `apply` over a plain dict of arrays.
+"""Networks, each as `init` and `apply` over a plain dict of arrays.
+
+`lenet` and `matrix_factorization` are those of MXNet's articles. `transformer` shows how to write a model that does not
+fit one device.
 
 `lenet` has formulas of its own for CPUs, which `_cpu_convolution` fences.
 """
 
-from . import lenet as lenet, matrix_factorization as matrix_factorization
+from . import lenet as lenet, matrix_factorization as matrix_factorization, transformer as transformer

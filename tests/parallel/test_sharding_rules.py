@@ -113,8 +113,8 @@ def test_then_uses_the_axes_that_are_left():
 @pytest.mark.parametrize(
     ("spec", "shape", "problem"),
     [
-        (P("data"), (7, 4), "dimension 0 of length 7 cannot be divided by 2; pad it to 8 or put None there"),
-        (P(None, ("data", "model")), (7, 4), "dimension 1 of length 4 cannot be divided by 8; pad it to 8"),
+        (P("data"), (7, 4), "dimension 0 of 7 cannot be divided by 2; pad it to 8 or put None there"),
+        (P(None, ("data", "model")), (7, 4), "dimension 1 of 4 cannot be divided by 8; pad it to 8"),
         (P("data", None), (8,), "it has 2 entries for 1 dimensions"),
         (P("date"), (8, 8), "the mesh has no axis 'date'; its axes are 'data', 'model'"),
         (P("data", "data"), (8, 8), "axis 'data' is used twice"),
@@ -231,6 +231,17 @@ def test_what_the_parameters_come_with():
     assert specs(parallel.shardings_of(elsewhere, P("model"), MESH)) == {"layer": P("model")}
 
 
+def test_inside_jit():
+    @jax.jit
+    def split(x):
+        shardings = parallel.shardings_of({"x": x}, parallel.fsdp(), MESH)
+        return jax.lax.with_sharding_constraint({"x": x}, shardings)
+
+    assert split(jnp.ones(1024))["x"].sharding.spec == P("data")
+    with pytest.raises(ValueError, match="the sharding of 'x' is not known while a function is traced; give a rule"):
+        jax.jit(lambda x: parallel.shardings_of({"x": x}, None, MESH))(jnp.ones(8))
+
+
 def test_parameters_are_made_where_they_belong():
     def init(rng):
         return {"kernel": jax.random.normal(rng, (64, 256)), "bias": jnp.zeros(64)}
@@ -301,6 +312,8 @@ def test_metadata_of_nnx():
         assert jax.tree.leaves(specs(parallel.shardings_of(state, None, MESH))) == [P(), P("data", "model")]
         given = nnx.get_partition_spec(state)
         assert jax.tree.leaves(specs(parallel.shardings_of(state, given, MESH))) == [P(), P("data", "model")]
+    others = {"number": nnx.Param(1.0), "several": nnx.Param({"a": jnp.ones(8), "b": jnp.ones(8)})}
+    assert set(jax.tree.leaves(specs(parallel.shardings_of(others, None, MESH)))) == {P()}
     store = kv.from_params(nnx.state(make(), nnx.Param))
     rule = parallel.sharding_rules({kv.names(store)[1]: P("model")})
     assert jax.tree.leaves(specs(parallel.shardings_of(shapes, rule, MESH))) == [P(), P("model")]
