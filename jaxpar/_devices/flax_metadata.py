@@ -32,11 +32,7 @@ def _spec(node: Any) -> PartitionSpec | None:
     """The spec of a box or variable. Logical names become mesh axes by Flax's rules."""
     nnx = importlib.import_module("flax.nnx")
     if isinstance(node, nnx.Variable):
-<<<<<<< HEAD
-        return jax.tree.leaves(nnx.get_partition_spec(node))[0]
-=======
         return next(iter(jax.tree.leaves(nnx.get_partition_spec(node))), None)  # none for what is no array
->>>>>>> rules
     if not hasattr(node, "get_partition_spec"):  # a box with other metadata
         return None
     linen = importlib.import_module("flax.linen")

@@ -65,13 +65,7 @@ def _uneven(spec: PartitionSpec, shape: tuple[int, ...], sizes: dict[str, int]) 
         parts = math.prod(sizes[name] for name in _axes(entry))
         if length % parts:
             padded = -(-length // parts) * parts
-<<<<<<< HEAD
-            return (
-                f"dimension {i} of length {length} cannot be divided by {parts}; pad it to {padded} or put None there"
-            )
-=======
             return f"dimension {i} of {length} cannot be divided by {parts}; pad it to {padded} or put None there"
->>>>>>> rules
     return ""
 
 

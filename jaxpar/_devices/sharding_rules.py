@@ -48,26 +48,16 @@ class FullyShardedRule:
         sizes = self._sizes(path, shape, mesh)
         used = axes_of(spec)
         axes = tuple(name for name in self.axes if name not in used)
-<<<<<<< HEAD
-=======
         if not axes:
             return spec
->>>>>>> rules
         held = math.prod(shape) // math.prod(sizes[name] for name in used)
         parts = math.prod(sizes[name] for name in axes)
         entries = [*spec, *[None] * (len(shape) - len(spec))]
         free = [i for i in range(self.stacked_dims, len(shape)) if entries[i] is None and shape[i] % parts == 0]
-<<<<<<< HEAD
-        if not axes or not free or held < self.min_size:
-            return spec
-        largest = max(free, key=lambda i: shape[i])  # the first of equal ones
-        entries[largest] = axes if len(axes) > 1 else axes[0]
-=======
         if not free or held < self.min_size:
             return spec
         largest = max(free, key=lambda i: shape[i])  # the first of equal ones
         entries[largest] = axes[0] if len(axes) == 1 else axes
->>>>>>> rules
         return _trimmed(entries)
 
     def _sizes(self, path: str, shape: Shape, mesh: AnyMesh) -> dict[str, int]:
@@ -80,11 +70,7 @@ class FullyShardedRule:
         return sizes
 
     def __repr__(self) -> str:
-<<<<<<< HEAD
-        axis = self.axes if len(self.axes) > 1 else self.axes[0]
-=======
         axis = self.axes[0] if len(self.axes) == 1 else self.axes
->>>>>>> rules
         words = [repr(axis)]
         words += [f"min_size={self.min_size}"] if self.min_size != _MIN_SIZE else []
         words += [f"stacked_dims={self.stacked_dims}"] if self.stacked_dims else []
@@ -157,12 +143,8 @@ def fsdp(axis: str | Iterable[str] = "data", *, min_size: int = _MIN_SIZE, stack
 
     Args:
         axis: the name of a mesh axis, or several names. Several split the one dimension by the product of their sizes.
-<<<<<<< HEAD
-        min_size: a parameter with fewer elements stays whole. Its memory is not worth a message.
-=======
         min_size: a parameter with fewer elements stays whole. Its memory is not worth a message. After another rule
             the elements that a device holds are counted.
->>>>>>> rules
         stacked_dims: how many leading dimensions are never split. Give 1 for the parameters of layers that are stacked
             for `jax.lax.scan`: each turn of the scan must find its part of every layer on its own device.
 
@@ -206,11 +188,7 @@ def sharding_rules(
 
     A pattern is matched with the whole path of a parameter, as `kv.names` gives it: `"decoder/attention/kernel"`.
     `*` stands for any text, `?` for one character, `[ab]` for one of these. `*` matches `/` too. The first pattern that
-<<<<<<< HEAD
-    matches counts.
-=======
     matches counts. The names of Flax NNX, and of boxed parameters of Linen, end in `/value`: `"*/kernel/value"`.
->>>>>>> rules
 
     Args:
         patterns: from a pattern to a `PartitionSpec`, or to another rule.

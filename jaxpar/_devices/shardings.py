@@ -10,10 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._core import checks
-<<<<<<< HEAD
-=======
 from .._core.arrays import is_traced
->>>>>>> rules
 from .flax_metadata import specs_in
 from .partition_specs import check_spec, describe_mesh, sizes_of
 from .sharding_rules import AnyMesh, check_rule_paths
@@ -33,11 +30,7 @@ def shardings_of(params: Any, sharding: Any, mesh: AnyMesh, *, where: str = "par
             a `NamedSharding` on this mesh;
             None, which keeps what the parameters come with. An array that is split over this mesh stays split so. Then
             comes the metadata of Flax: `Partitioned` and `LogicallyPartitioned` of Linen, `out_sharding` of a variable
-<<<<<<< HEAD
-            of NNX. All others get a whole copy on each device.
-=======
             of NNX. All others get a whole copy on each device. Inside `jit` None is an error.
->>>>>>> rules
         mesh: of all shardings.
         where: the words that messages begin with.
 
@@ -47,12 +40,8 @@ def shardings_of(params: Any, sharding: Any, mesh: AnyMesh, *, where: str = "par
     Raises:
         TypeError: `mesh` is no mesh; a leaf of `sharding` is none of the above.
         ValueError: `sharding` is no prefix of `params`; a spec that does not fit the shape or the mesh; a pattern of
-<<<<<<< HEAD
-            `sharding_rules` that decides on no parameter; an array that is split over other devices.
-=======
             `sharding_rules` that decides on no parameter; an array that is split over other devices; None for an array
             that is traced.
->>>>>>> rules
 
     Example:
         >>> import jax.numpy as jnp
@@ -123,9 +112,6 @@ def _sharding(chosen: Any, leaf: _Leaf, mesh: AnyMesh, where: str) -> NamedShard
 
 
 def _kept(leaf: _Leaf, mesh: AnyMesh, where: str) -> NamedSharding:
-<<<<<<< HEAD
-    """What the parameter comes with: its own sharding, then its metadata, then whole copies."""
-=======
     """What the parameter comes with: its own sharding, then its metadata, then whole copies.
 
     Raises:
@@ -136,7 +122,6 @@ def _kept(leaf: _Leaf, mesh: AnyMesh, where: str) -> NamedSharding:
             f"{where}: the sharding of {leaf.path!r} is not known while a function is traced; give a rule or a "
             "PartitionSpec, or call this outside of the function"
         )
->>>>>>> rules
     own = getattr(leaf.array, "sharding", None)
     if own is not None and not own.is_fully_replicated:
         return _on(mesh, own, leaf, where)

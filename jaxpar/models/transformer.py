@@ -182,13 +182,25 @@ def _norm(params: Params, x_BxTxD: jax.Array) -> jax.Array:
 
 
 def _constrain(x: jax.Array, *axes: Axes | None) -> jax.Array:
-    """Split over those axes of the context's mesh that are left to the compiler, whole on the others of them."""
+    """Split over those axes of the context's mesh that are left to the compiler, whole on the others of them.
+
+    An axis over which `vmap` maps, as the engine `jit` of a training step does, is split by `vmap` itself.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     auto = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto]
     if not auto:
         return x
+    free = [name for name in auto if not _is_mapped(name)]
     names = [(entry,) if isinstance(entry, str) else entry or () for entry in axes]
-    return jax.lax.with_sharding_constraint(x, P(*(tuple(n for n in entry if n in auto) or None for entry in names)))
+    return jax.lax.with_sharding_constraint(x, P(*(tuple(n for n in entry if n in free) or None for entry in names)))
+
+
+def _is_mapped(name: str) -> bool:
+    try:
+        jax.lax.axis_size(name)
+    except NameError:
+        return False
+    return True
 
 
 def _normals(rng: jax.Array) -> Callable[..., jax.Array]:
