@@ -23,7 +23,7 @@ def mesh_of(devices: Sequence[Device]) -> Mesh:
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
-    """The mesh with axes of type Auto, over which the compiler spreads a program. Those of `jax.make_mesh` are Explicit."""
+    """The mesh with axes of type Auto, which the compiler spreads a program over. `jax.make_mesh` makes Explicit ones."""
     return Mesh(mesh.devices, mesh.axis_names)
 
 

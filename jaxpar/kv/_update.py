@@ -21,7 +21,7 @@ Pair = tuple[jax.Array, Any]  # a new value and a new state
 
 
 def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Changes:
-    """The changes of the keys in `summed`, in ascending order of the keys. A `TreeOptimizer` gets the loss, if known."""
+    """The changes of the keys in `summed`, in ascending order. A `TreeOptimizer` gets the loss, if it is known."""
     if isinstance(store.updater, TreeOptimizer):
         return _tree.update(store, summed, loss)
     keys = sorted(summed)

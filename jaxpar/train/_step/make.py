@@ -137,8 +137,8 @@ def make_train_step(
     whole = None if local_steps is not None else GlobalStep(*options, axes=axes)
     if engine == "jit" and whole is None:
         raise ValueError(
-            "make_train_step: local_steps are updates of each device by itself, and engine 'jit' sees no single device; "
-            "use engine 'pmap' or 'shard_map'"
+            "make_train_step: local_steps are updates of each device by itself, and engine 'jit' sees no single "
+            "device; use engine 'pmap' or 'shard_map'"
         )
     return TrainStep(one, engine, chosen, nonfinite, mesh, whole)
 
