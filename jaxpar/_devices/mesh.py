@@ -32,6 +32,14 @@ def split_over(devices: Sequence[Device], axis: int = 0) -> NamedSharding:
     return _sharding(tuple(devices), PartitionSpec(*[None] * axis, STORE_AXIS))
 
 
+def is_on(array: jax.Array, devices: Sequence[Device]) -> bool:
+    """Whether an array is on these devices, so that a program over them, in this order, takes it."""
+    sharding = array.sharding
+    if isinstance(sharding, NamedSharding):
+        return tuple(sharding.mesh.devices.flat) == tuple(devices)
+    return sharding.device_set == set(devices)
+
+
 def copied(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     """The arrays with that sharding, in memory of their own: donating them leaves the given ones valid.
 

@@ -16,6 +16,7 @@ from .._devices import processes
 from .._devices.buckets import BucketLimits
 from .._devices.mesh import copies_on
 from .._devices.placement import put, spans_processes
+from .._devices.user_mesh import in_user_mesh, without_types
 from ..updaters import UpdateFn, Updater, couples_keys, from_optax
 from ._kinds import ALIASES, KINDS, Kind
 from ._store import Changes, KVStore, check_shares, home, kind_of, specs_of, with_changes
@@ -104,6 +105,7 @@ def _check_staleness(kind: Kind, staleness: int | None) -> int:
     return staleness
 
 
+@in_user_mesh
 def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     """Add keys with their first values. The updater's state of each key is made here too.
 
@@ -147,6 +149,7 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     return dataclasses.replace(with_changes(store, Changes(values, states)), shapes=store.shapes + shapes)
 
 
+@in_user_mesh
 def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
     """Replace the updater. Its state for each key starts from scratch.
 
@@ -188,6 +191,7 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
     return dataclasses.replace(store, updater_state=state)
 
 
+@in_user_mesh
 def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) -> KVStore:
     """Make an optax transform the updater. What is pushed is then the gradient of the stored value.
 
@@ -259,8 +263,10 @@ def signature(arrays: Mapping[int, Any]) -> str:
 
 def lay_out(store: KVStore, value: jax.Array) -> jax.Array:
     """A whole value as the store holds it, on the store's devices."""
-    value = kind_of(store).layout.stored(value, store.devices)
     sharding = home(store)
+    if sharding is not None:
+        value = without_types(value)
+    value = kind_of(store).layout.stored(value, store.devices)
     return value if sharding is None or is_traced(value) else put(value, sharding)
 
 

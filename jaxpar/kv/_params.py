@@ -10,6 +10,7 @@ import jax
 
 from .._core import checks
 from .._core.arrays import Device
+from .._devices.user_mesh import in_user_mesh
 from ..updaters import UpdateFn, Updater
 from ._create import create, init, set_optimizer, set_updater
 from ._pull import pull_whole
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import optax
 
 
+@in_user_mesh
 def from_params(
     params: Any,
     *,
@@ -74,6 +76,7 @@ def _leaf(leaf: Any, path: str) -> jax.Array:
         raise TypeError(f"{error}{hint} Equinox, nnx.split(model, nnx.Param) in Flax NNX") from None
 
 
+@in_user_mesh
 def to_params(store: KVStore, *, axis_name: str | None = None) -> Any:
     """The pytree that `from_params` was given, with the present values.
 

@@ -14,11 +14,13 @@ from .._core.arrays import Device
 from .._devices import processes
 from .._devices.mesh import copied, copies_on, split_over
 from .._devices.placement import to_host
+from .._devices.user_mesh import in_user_mesh
 from . import _aggregate, _staleness
 from ._create import create, signature
 from ._store import KVStore, check_shares, kind_of, shapes_of, specs_of
 
 
+@in_user_mesh
 def place(store: KVStore, devices: Sequence[Device]) -> KVStore:
     """Copy a store to other devices, values and updater states with it.
 

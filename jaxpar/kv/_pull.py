@@ -15,6 +15,7 @@ from .._devices import buckets, emulated
 from .._devices.emulated import wait_before_collectives
 from .._devices.mesh import STORE_AXIS, copies_on, mesh_of
 from .._devices.placement import to_host
+from .._devices.user_mesh import in_user_mesh
 from ..sparse import RowSparse, take
 from ._aggregate import axis_size
 from ._create import init
@@ -45,6 +46,7 @@ def pull(
 ) -> list[list[jax.Array]]: ...
 
 
+@in_user_mesh
 def pull(
     store: KVStore,
     key: int | Sequence[int],
@@ -207,6 +209,7 @@ def row_sparse_pull(
 ) -> list[list[RowSparse]]: ...
 
 
+@in_user_mesh
 def row_sparse_pull(
     store: KVStore, key: int | Sequence[int], row_ids: Any, *, devices: Sequence[Device] | None = None
 ) -> Any:
@@ -275,6 +278,7 @@ def broadcast(
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
 
 
+@in_user_mesh
 def broadcast(store: KVStore, key: Key, value: Any, *, devices: Sequence[Device] | None = None) -> tuple[KVStore, Any]:
     """Call `init`, then `pull` of the same keys.
 

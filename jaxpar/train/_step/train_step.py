@@ -15,6 +15,7 @@ from ..._core.arrays import Device
 from ..._core.recent import Recent
 from ..._devices.donation import check_not_donated
 from ..._devices.emulated import wait_before_collectives
+from ..._devices.user_mesh import on_own_mesh, outside_mesh, with_types, without_types
 from .device_step import DeviceStep
 from .engines import ENGINES, Batch
 from .loss_scale import DynamicLossScale
@@ -85,6 +86,15 @@ class TrainStep:
 
     def _run(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step, or several with the part of the batches that they take."""
+        if jax.sharding.get_abstract_mesh().empty:
+            return self._run_on_own_mesh(state, batch, *part)
+        with outside_mesh() as user:
+            if user is None:
+                return self._run_on_own_mesh(state, batch, *part)
+            state, metrics = self._run_on_own_mesh(*without_types((state, batch)), *part)
+            return state, with_types(metrics, user)
+
+    def _run_on_own_mesh(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, dict[str, jax.Array]]:
         if not isinstance(state, TrainState):
             raise TypeError(
                 "train step: expected a state, train.create_state(kv.from_params(params, optimizer=...), rng); "
@@ -98,6 +108,7 @@ class TrainStep:
                 check_not_donated(state, "train step")
             raise
 
+    @on_own_mesh
     def lower(self, state: TrainState, batch: Batch, *, many: bool = False) -> jax.stages.Lowered:
         """The step before compilation, for its text, costs or memory. With `many`, what `step.many` runs."""
         program, _, leaves = self._prepare(state)
@@ -112,6 +123,7 @@ class TrainStep:
         """Whether the step may skip an update. `metrics` then has `skipped`."""
         return self._one.guard is not None
 
+    @on_own_mesh
     def complete(self, state: TrainState) -> TrainState:
         """The state on the step's devices, with all parts that the step keeps in it. Parts that it has stay.
 
@@ -125,6 +137,7 @@ class TrainStep:
         state = dataclasses.replace(state, **everywhere(missing, devices)) if missing else state
         return self._one.with_initial_parts(state, devices)
 
+    @on_own_mesh
     def finish(self, state: TrainState) -> TrainState:
         """The state with nothing pending, for the end of training. The given state stays valid.
 
