@@ -105,6 +105,27 @@ def with_types(tree: Any, mesh: Mesh) -> Any:
     return _with_shardings(tree, functools.partial(_user_sharding, mesh)) if has_types(mesh) else tree
 
 
+# Traced values inside of a user's mesh, where axes of the type Explicit are a part of the type of a value.
+
+
+def is_split(value: Any) -> bool:
+    """Whether a traced value is split along an Explicit axis."""
+    return isinstance(value, jax.core.Tracer) and any(jax.typeof(value).sharding.spec)
+
+
+def unsplit(value: jax.Array) -> jax.Array:
+    """The value, with a traced one whole along each Explicit axis, so that it can be made flat."""
+    return jax.reshard(value, PartitionSpec()) if is_split(value) else value
+
+
+def split_like(value: jax.Array, other: jax.Array) -> jax.Array:
+    """The value, with a traced one split along Explicit axes as another value of its shape is."""
+    if not isinstance(value, jax.core.Tracer) or not isinstance(other, jax.core.Tracer):
+        return value
+    mine, wanted = jax.typeof(value).sharding, jax.typeof(other).sharding
+    return value if mine.spec == wanted.spec or wanted.mesh.empty else jax.reshard(value, wanted.spec)
+
+
 def _user_mesh() -> Mesh | None:
     """The mesh that is set. None: there is none, or something is traced."""
     if jax.sharding.get_abstract_mesh().empty:

@@ -12,6 +12,7 @@ import jax
 from .._core import checks
 from .._devices import collectives
 from .._devices.buckets import Shape
+from .._devices.user_mesh import split_like
 from ..updaters import Updater, stateless
 from ._create import lay_out
 from ._store import Arrays, KVStore, check_shares, kind_of, shapes_of, shards
@@ -23,6 +24,7 @@ def update(store: KVStore, summed: Arrays) -> tuple[Arrays, dict[int, Any]]:
     """The new values and updater states of the keys in `summed`, in ascending order of the keys."""
     keys = sorted(summed)
     pushed = {k: summed[k].astype(store.values[k].dtype).reshape(store.values[k].shape) for k in keys}
+    pushed = {k: split_like(v, store.values[k]) for k, v in pushed.items()}
     if kind_of(store).layout.is_split:
         shapes = shapes_of(store)
         pairs = {k: _update_rows(store, k, shapes[k], pushed[k]) for k in keys}
