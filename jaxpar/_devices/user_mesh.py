@@ -39,7 +39,9 @@ def on_own_mesh(fn: Callable[Args, Result]) -> Callable[Args, Result]:
         if jax.sharding.get_abstract_mesh().empty:
             return fn(*args, **kwargs)
         with outside_mesh() as user:
-            if user is not None:
+            if user is None:
+                check_traced((args, kwargs), fn.__name__)
+            else:
                 args, kwargs = without_types((args, kwargs))
             return fn(*args, **kwargs)
 
@@ -55,6 +57,7 @@ def in_user_mesh(fn: Callable[Args, Result]) -> Callable[Args, Result]:
             return fn(*args, **kwargs)
         with outside_mesh() as user:
             if user is None:
+                check_traced((args, kwargs), fn.__name__)
                 return fn(*args, **kwargs)
             args, kwargs = without_types((args, kwargs))
             return with_types(fn(*args, **kwargs), user)
@@ -106,6 +109,20 @@ def with_types(tree: Any, mesh: Mesh) -> Any:
 
 
 # Traced values inside of a user's mesh, where axes of the type Explicit are a part of the type of a value.
+
+
+def check_traced(tree: Any, where: str) -> None:
+    """`ValueError` for a traced value of another mesh than the one that is set around the program."""
+    around = jax.sharding.get_abstract_mesh()
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.core.Tracer) and has_types(around):
+            mesh = jax.typeof(leaf).sharding.mesh
+            if not mesh.empty and mesh != around:
+                raise ValueError(
+                    f"{where}: a value of shape {leaf.shape} is of another mesh than the one set around this jit: "
+                    f"expected {around}, got {mesh}; make the store inside of jax.set_mesh(mesh), or move it there by "
+                    "kv.place(store, mesh.devices.flat) before the jit"
+                )
 
 
 def is_split(value: Any) -> bool:

@@ -15,7 +15,7 @@ from ..._core.arrays import Device
 from ..._core.recent import Recent
 from ..._devices.donation import check_not_donated
 from ..._devices.emulated import wait_before_collectives
-from ..._devices.user_mesh import on_own_mesh, outside_mesh, with_types, without_types
+from ..._devices.user_mesh import check_traced, on_own_mesh, outside_mesh, with_types, without_types
 from .device_step import DeviceStep
 from .engines import ENGINES, Batch
 from .loss_scale import DynamicLossScale
@@ -90,6 +90,7 @@ class TrainStep:
             return self._run_on_own_mesh(state, batch, *part)
         with outside_mesh() as user:
             if user is None:
+                check_traced((state, batch), "train step")
                 return self._run_on_own_mesh(state, batch, *part)
             state, metrics = self._run_on_own_mesh(*without_types((state, batch)), *part)
             return state, with_types(metrics, user)
