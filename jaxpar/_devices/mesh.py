@@ -36,7 +36,7 @@ def is_on(array: jax.Array, devices: Sequence[Device]) -> bool:
     """Whether an array is on these devices, so that a program over them, in this order, takes it."""
     sharding = array.sharding
     if isinstance(sharding, NamedSharding):
-        return tuple(sharding.mesh.devices.flat) == tuple(devices)
+        return tuple(np.ravel(np.asarray(sharding.mesh.devices))) == tuple(devices)
     return sharding.device_set == set(devices)
 
 

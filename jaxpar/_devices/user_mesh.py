@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.core
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .mesh import copies_on, split_over
 
@@ -73,7 +73,7 @@ def each_in_user_mesh(items: Iterator[Item]) -> Iterator[Item]:
 
 
 @contextlib.contextmanager
-def outside_mesh() -> Iterator[Mesh | None]:
+def outside_mesh() -> Generator[Mesh | None]:
     """A block in which no mesh is set. Its value is the user's mesh.
 
     The value is None where no mesh is set, and where something is traced, since then the mesh cannot be left.
@@ -100,12 +100,18 @@ def without_types(tree: Any) -> Any:
         >>> without_types(typed).sharding == split_over(jax.devices()[:2])
         True
     """
-    return _with_shardings(tree, _own_sharding)
+    return _with_shardings(tree, _own_sharding_of)
 
 
 def with_types(tree: Any, mesh: Mesh) -> Any:
     """The arrays on all devices of a mesh as arrays of that mesh, if it has types. All else stays."""
-    return _with_shardings(tree, functools.partial(_user_sharding, mesh)) if has_types(mesh) else tree
+    if not has_types(mesh):
+        return tree
+
+    def sharding_of(array: jax.Array) -> Sharding | None:
+        return _user_sharding(mesh, array.sharding) if isinstance(array.sharding, NamedSharding) else None
+
+    return _with_shardings(tree, sharding_of)
 
 
 # Traced values inside of a user's mesh, where axes of the type Explicit are a part of the type of a value.
@@ -153,29 +159,37 @@ def _user_mesh() -> Mesh | None:
         return None
 
 
-def _with_shardings(tree: Any, sharding_of: Callable[[NamedSharding], NamedSharding | None]) -> Any:
+def _with_shardings(tree: Any, sharding_of: Callable[[jax.Array], Sharding | None]) -> Any:
     """The tree with the arrays for which there is another sharding. An array that appears twice stays one array."""
     leaves, structure = jax.tree.flatten(tree)
     new: dict[int, jax.Array] = {}
     for leaf in leaves:
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and id(leaf) not in new:
-            sharding = leaf.sharding
-            other = sharding_of(sharding) if isinstance(sharding, NamedSharding) else None
+            other = sharding_of(leaf)
             if other is not None:
                 new[id(leaf)] = with_sharding(leaf, other)
     return structure.unflatten([new.get(id(leaf), leaf) for leaf in leaves]) if new else tree
 
 
-def with_sharding(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+def with_sharding(array: jax.Array, sharding: Sharding) -> jax.Array:
     """The same buffers under another sharding, which must lay them out alike."""
-    parts = [shard.data for shard in array.addressable_shards]
+    parts = [shard.data for shard in array.addressable_shards]  # shards have no types
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
+
+
+def _own_sharding_of(array: jax.Array) -> Sharding | None:
+    """The sharding of ours that lays an array out alike. None: the array has no types."""
+    sharding = array.sharding
+    if isinstance(sharding, NamedSharding):
+        return _own_sharding(sharding)
+    # An array that was put on one device keeps the types of the mesh that it comes from.
+    return None if jax.typeof(array).sharding.mesh.empty else sharding
 
 
 @functools.lru_cache(maxsize=1024)
 def _own_sharding(sharding: NamedSharding) -> NamedSharding | None:
     """The sharding of ours that lays an array out alike. None: the mesh has no types."""
-    mesh, spec = sharding.mesh, sharding.spec
+    mesh, spec = sharding.mesh, tuple(sharding.spec)
     if not isinstance(mesh, Mesh) or not has_types(mesh):
         return None
     devices = tuple(mesh.devices.flat)
@@ -184,7 +198,7 @@ def _own_sharding(sharding: NamedSharding) -> NamedSharding | None:
     first = spec[0] if isinstance(spec[0], tuple) else (spec[0],)
     if first == mesh.axis_names and not any(spec[1:]):
         return split_over(devices)
-    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), spec)
+    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec)
 
 
 @functools.lru_cache(maxsize=1024)

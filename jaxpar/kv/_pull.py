@@ -22,8 +22,7 @@ from ._create import init
 from ._kinds import Layout
 from ._store import Key, KVStore, kind_of, shapes_of
 
-# XLA compiles a kernel for each value, so a program that packs thousands of them would take minutes.
-_MOST_VALUES = 256
+_MOST_VALUES = 256  # XLA compiles a kernel for each, so a program that packs thousands would take minutes
 
 
 @overload
@@ -247,9 +246,7 @@ def row_sparse_pull(
 
 
 def _rows_on(rows: RowSparse, devices: Sequence[Device]) -> list[RowSparse]:
-    if is_traced(rows):
-        return [rows] * len(devices)
-    return [jax.device_put(rows, d) for d in devices]
+    return [rows if is_traced(rows) else jax.device_put(rows, d) for d in devices]
 
 
 def _of_arrays(row_ids: Sequence[Any]) -> bool:

@@ -225,11 +225,9 @@ def lazy_update(
         return _gather(jnp.asarray(leaf), indices) if by_row(leaf) else leaf
 
     def scatter(leaf: Any, new: Any) -> Any:
-        if not by_row(leaf):
-            return new
-        if np.shape(new) != rows.values.shape:
+        if by_row(leaf) and np.shape(new) != rows.values.shape:
             raise ValueError(f"lazy_update: the update got rows of {rows.values.shape}, gave {np.shape(new)}")
-        return _scatter(jnp.asarray(leaf), indices, new.astype(leaf.dtype))
+        return _scatter(jnp.asarray(leaf), indices, new.astype(leaf.dtype)) if by_row(leaf) else new
 
     new = update(rows.values, jax.tree.map(gather, state), gather(stored))
     # All reads come before all writes. A read after a scatter would cost a copy of the table.
@@ -277,14 +275,14 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
 
 def _gather(table: jax.Array, indices: jax.Array) -> jax.Array:
     """Rows of a table, zeros beyond it. They are whole, also where the table is split over a user's mesh."""
-    whole = {"out_sharding": PartitionSpec()} if is_split(table) else {}
-    return table.at[indices].get(mode="fill", fill_value=0, **whole)
+    whole = PartitionSpec() if is_split(table) else None
+    return table.at[indices].get(mode="fill", fill_value=0, out_sharding=whole)
 
 
 def _scatter(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """The table with other rows, split over a user's mesh as it was. The indices are all different."""
-    split = {"out_sharding": jax.typeof(table).sharding.spec} if is_split(table) else {}
-    return table.at[indices].set(rows, mode="drop", unique_indices=True, **split)
+    split = jax.typeof(table).sharding.spec if is_split(table) else None
+    return table.at[indices].set(rows, mode="drop", unique_indices=True, out_sharding=split)
 
 
 def _fixed_size(unique: np.ndarray, size: int | None, count: int) -> np.ndarray:

@@ -238,8 +238,8 @@ def test_residence_is_decided_by_the_memory_that_is_free(monkeypatch):
     monkeypatch.setattr(_device_copies, "free_bytes", lambda device: free[-1])
     chosen = []
     for name in ("_resident", "_streamed"):
-        make = getattr(_batches, name)
-        monkeypatch.setattr(_batches, name, lambda *args, name=name, make=make: chosen.append(name) or make(*args))
+        run = getattr(_batches, name)
+        monkeypatch.setattr(_batches, name, lambda *args, name=name, run=run: chosen.append(name) or run(*args))
     for room in (None, 10**9, 100):
         free.append(room)
         batches(dataset, 8, devices=jax.devices()[:2])

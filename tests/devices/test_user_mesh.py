@@ -115,8 +115,7 @@ def steps(engine, kind, mesh=None):
         batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
     state, first = step(state, batch)
     state, second = step(state, batch_of())
-    state, third = step.many(state, jax.tree.map(lambda x: np.stack([x, x]), batch_of()))
-    return state.params, first, second, third
+    return state.params, first, second
 
 
 @functools.cache
@@ -143,16 +142,16 @@ def all_verbs():
     for kind in ("local", "dist_async"):
         store = kv.set_updater(kv.init(kv.create(kind), [3, 5], [jnp.ones(4), numbers(6, 2)]), updaters.accumulate)
         for i in range(3):
-            store = kv.push(store, [3, 5], [[jax.device_put(jnp.full(4, i), d) for d in devices()], numbers(6, 2)])
+            each = [jax.device_put(jnp.full(4, float(i)), d) for d in devices()]
+            store = kv.push(store, [3, 5], [each, numbers(6, 2)])
         found += [kv.pull(store, [3, 5]), kv.pull(kv.flush(store), [3, 5])]
         store, copies = kv.broadcast(kv.flush(store), 7, numbers(2), devices=devices()[:2])
         found += [copies, kv.pull(kv.place(store, devices()[:2]), 7)]
-    for spec in ({"type": "2bit", "threshold": 0.5}, {"type": "powersgd", "rank": 1}):
-        store = kv.set_gradient_compression(kv.init(kv.create("device"), 0, jnp.zeros((8, 64))), spec)
-        for seed in range(2):
-            each = [jax.device_put(numbers(8, 64, seed=seed + 2 * i), d) for i, d in enumerate(devices())]
-            store = kv.push(store, 0, each)
-        found.append(kv.pull(store, 0))
+    spec = {"type": "2bit", "threshold": 0.5}
+    store = kv.set_gradient_compression(kv.init(kv.create("device"), 0, jnp.zeros((8, 64))), spec)
+    for seed in range(2):
+        store = kv.push(store, 0, [jax.device_put(numbers(8, 64, seed=seed + i), d) for i, d in enumerate(devices())])
+    found.append(kv.pull(store, 0))
     table = kv.set_optimizer(kv.init(kv.create("device", devices=devices()), 0, numbers(6, 2)), tx())
     rows = kv.row_sparse_pull(table, 0, np.array([4, 1, 4]))
     found += [rows, kv.pull(kv.push(table, 0, rows), 0), kv.row_sparse_pull(table, 0, np.array([0]), devices=devices())]
@@ -233,6 +232,8 @@ def test_options_of_a_step(engine, option):
         for _ in range(3):
             state, metrics = step(state, batch_of())
         train.check_finite(metrics, state)
+        if option == "stale":
+            state, metrics = step.many(state, jax.tree.map(lambda x: np.stack([x, x]), batch_of()))
         return step.finish(state).params, metrics
 
     check_in(MESHES["explicit2d"](), run)
@@ -240,7 +241,7 @@ def test_options_of_a_step(engine, option):
 
 def normed(params, batch, rng, model_state):
     mean = 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(0)
-    return (((batch["x"] - mean) @ params["w"]) ** 2).mean(), {}, {"mean": mean}
+    return (((batch["x"] - mean[None]) @ params["w"]) ** 2).mean(), {}, {"mean": mean}
 
 
 def test_a_model_state():
@@ -386,7 +387,7 @@ def test_prefetch_reads_no_further_than_asked(size):
         first = next(batches)
         assert len(read) == 1 + size
         assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(first))
-        assert [int(b["x"][0, 0]) if False else np.asarray(b["x"])[0, 0] for b in batches] == [1, 2, 3, 4, 5]
+        assert [np.asarray(b["x"])[0, 0] for b in batches] == [1, 2, 3, 4, 5]
 
 
 def test_prefetch_raises_errors_in_their_place():
@@ -424,7 +425,7 @@ def test_what_cannot_be_prefetched():
     both = {"tokens": NamedSharding(mesh, P("data", "model")), "length": NamedSharding(mesh, P("data"))}
     batch = next(data.prefetch([{"tokens": numbers(2, 4), "length": np.ones(2)}], both))
     assert [array.sharding for array in (batch["tokens"], batch["length"])] == [both["tokens"], both["length"]]
-    with pytest.raises(ValueError, match=r"'length' float32\[3\] cannot be laid out as PartitionSpec\('data',\)"):
+    with pytest.raises(ValueError, match=r"'length' float32\[3\] cannot be laid out as .*\('data',\)"):
         next(data.prefetch([{"tokens": numbers(2, 4), "length": np.ones(3)}], both))
     with pytest.raises(TypeError, match="sharding must be a NamedSharding"):
         data.prefetch([], devices())
@@ -518,7 +519,8 @@ def test_verbs_in_a_users_shard_map(name, kind, check_vma):
     count, partial = mesh.shape["data"], len(mesh.axis_names) > 1
     w, x = numbers(4, 6), numbers(count, 4, 6, seed=2)
     with inside(mesh):
-        store = kv.from_params({"b": numbers(3), "w": w}, kind=kind, optimizer=optax.sgd(0.5), devices=devices()[:count])
+        params, own = {"b": numbers(3), "w": w}, devices()[:count]
+        store = kv.from_params(params, kind=kind, optimizer=optax.sgd(0.5), devices=own)
         specs = kv.partition_specs(store, "data")
         put = lambda leaf, spec: jax.device_put(np.asarray(leaf), NamedSharding(mesh, spec))  # noqa: E731
         store = jax.tree.map(put, store, specs)
