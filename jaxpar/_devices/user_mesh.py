@@ -189,7 +189,8 @@ def _own_sharding_of(array: jax.Array) -> Sharding | None:
 @functools.lru_cache(maxsize=1024)
 def _own_sharding(sharding: NamedSharding) -> NamedSharding | None:
     """The sharding of ours that lays an array out alike. None: the mesh has no types."""
-    mesh, spec = sharding.mesh, tuple(sharding.spec)
+    mesh = sharding.mesh
+    spec: tuple[Any, ...] = tuple(sharding.spec)
     if not isinstance(mesh, Mesh) or not has_types(mesh):
         return None
     devices = tuple(mesh.devices.flat)
