@@ -19,6 +19,7 @@ from jax import lax
 from .._core.arrays import nbytes
 from . import buckets
 from .buckets import BucketLimits, Shape
+from .user_mesh import is_split, unsplit
 
 # Bytes. A device that gathers whole values of this size from all others spends more on memory than on messages.
 _SHARED_BYTES = 64 << 10
@@ -29,10 +30,16 @@ _UNROLLED_TERMS = 16
 def map_buckets(
     collective: Callable[[jax.Array], jax.Array], values: Sequence[jax.Array], limits: BucketLimits
 ) -> list[jax.Array]:
-    """The results of an elementwise collective, called once for each bucket."""
-    groups = buckets.plan_of(values, limits)
-    packed = [collective(array) for array in buckets.pack(values, groups)]
-    return buckets.unpack(packed, [v.shape for v in values], groups)
+    """The results of an elementwise collective, called once for each bucket.
+
+    A value that is split over another axis of the user's mesh shares no bucket and stays split.
+    """
+    apart = {i: collective(v) for i, v in enumerate(values) if is_split(v)}
+    rest = [v for i, v in enumerate(values) if i not in apart]
+    groups = buckets.plan_of(rest, limits)
+    packed = [collective(array) for array in buckets.pack(rest, groups)]
+    results = iter(buckets.unpack(packed, [v.shape for v in rest], groups))
+    return [apart[i] if i in apart else next(results) for i in range(len(values))]
 
 
 def allreduce(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
@@ -112,13 +119,13 @@ def chunk_size(size: int, shards: int) -> int:
 def to_rows(value: jax.Array, shards: int) -> jax.Array:
     """A value as (shards, chunk): flat, padded with zeros, row i for device i."""
     chunk = chunk_size(value.size, shards)
-    flat = value.reshape(-1)
+    flat = unsplit(value).reshape(-1)
     return jnp.pad(flat, (0, shards * chunk - value.size)).reshape(shards, chunk)
 
 
 def from_rows(rows: jax.Array, shape: Shape) -> jax.Array:
     """The value out of its rows: the inverse of `to_rows`."""
-    return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
+    return unsplit(rows).reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 def own_chunk(value: jax.Array, axis_name: str) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.core
 import jax.numpy as jnp
 
 from .._core.arrays import is_prng_key
+from .user_mesh import outside_mesh
 
 
 def is_donated(state: Any) -> bool:
@@ -41,7 +42,8 @@ def zeros_if_donated(state: Any) -> Any:
         >>> zeros_if_donated({"x": x})["x"].tolist()
         [0.0, 0.0, 0.0]
     """
-    return jax.tree.map(lambda leaf: _zeros_like(leaf) if _is_deleted(leaf) else leaf, state)
+    with outside_mesh():
+        return jax.tree.map(lambda leaf: _zeros_like(leaf) if _is_deleted(leaf) else leaf, state)
 
 
 def _is_deleted(leaf: Any) -> bool:

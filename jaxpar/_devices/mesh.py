@@ -23,7 +23,7 @@ def mesh_of(devices: Sequence[Device]) -> Mesh:
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
-    """The mesh with axes of type Auto, which the compiler spreads a program over. `jax.make_mesh` makes Explicit ones."""
+    """The mesh with axes of type Auto, for programs that the compiler spreads. `jax.make_mesh` makes Explicit ones."""
     return Mesh(mesh.devices, mesh.axis_names)
 
 
@@ -35,6 +35,14 @@ def copies_on(devices: Sequence[Device]) -> NamedSharding:
 def split_over(devices: Sequence[Device], axis: int = 0) -> NamedSharding:
     """The sharding of a value of which each device has an equal part along one axis."""
     return _sharding(tuple(devices), PartitionSpec(*[None] * axis, STORE_AXIS))
+
+
+def is_on(array: jax.Array, devices: Sequence[Device]) -> bool:
+    """Whether an array is on these devices, so that a program over them, in this order, takes it."""
+    sharding = array.sharding
+    if isinstance(sharding, NamedSharding):
+        return tuple(np.ravel(np.asarray(sharding.mesh.devices))) == tuple(devices)
+    return sharding.device_set == set(devices)
 
 
 def put_copy(tree: Any, sharding: jax.sharding.Sharding) -> Any:

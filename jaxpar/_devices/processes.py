@@ -23,6 +23,7 @@ import numpy as np
 from .._core.arrays import Device, without_keys
 from .mesh import copies_on, split_over
 from .placement import spans_processes
+from .user_mesh import on_own_mesh
 
 # Bytes of a text that the first gather sends. A second one sends the rest of longer texts.
 _FIRST_BYTES = 1020
@@ -38,6 +39,7 @@ def leaders() -> tuple[Device, ...]:
     return tuple(first[i] for i in range(jax.process_count()))
 
 
+@on_own_mesh
 def exchange(text: str) -> list[str]:
     """The text that each process gives, in the order of the processes."""
     if jax.process_count() == 1:
@@ -53,6 +55,7 @@ def exchange(text: str) -> list[str]:
     return [part[:length].decode() for part, length in zip(parts, lengths, strict=True)]
 
 
+@on_own_mesh
 def from_first(tree: Any) -> Any:
     """The arrays that process 0 gives, in host memory. The others must give arrays of the same shapes and dtypes."""
     if jax.process_count() == 1:

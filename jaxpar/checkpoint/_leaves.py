@@ -26,10 +26,12 @@ from .._core.portable import (
     path_name,
 )
 from .._devices.placement import put, to_host
+from .._devices.user_mesh import on_own_mesh
 
 _SCALARS = (bool, int, float, complex)
 
 
+@on_own_mesh
 def to_leaves(tree: Any, keep: bool = True) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
     """A record and an array of its own memory for each leaf, so that the state can be donated right after.
 

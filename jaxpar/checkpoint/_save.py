@@ -12,6 +12,7 @@ import numpy as np
 
 from .._core import text
 from .._devices import processes
+from .._devices.user_mesh import outside_mesh
 from . import _files, _leaves, _manifest
 from ._manifest import CheckpointError
 
@@ -212,7 +213,8 @@ def _list(directory: Path, bad: set[Path], report: bool) -> tuple[list[tuple[Pat
 def fill(found: Found, like: Any) -> Any:
     """The state of a checkpoint in the structure and on the devices of `like`."""
     try:
-        state, remarks = _leaves.from_leaves(found.body["leaves"], found.arrays, like)
+        with outside_mesh():  # the arrays get the shardings of `like`
+            state, remarks = _leaves.from_leaves(found.body["leaves"], found.arrays, like)
     except ValueError as error:
         raise CheckpointError(f"{found.path} does not fit `like`: {_manifest.printable(str(error))}") from None
     for remark in remarks if jax.process_index() == 0 else ():

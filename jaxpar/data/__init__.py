@@ -13,6 +13,8 @@ A batch of a data set goes one way:
     _shuffle        the order of an epoch
     _device_copies  the data set on each device
     _gather         the compiled programs that take batches out of it
+    _split          how a batch is split over the devices of a mesh
+    _prefetch       batches of any iterator, sent to the devices ahead of their use
 
 `train.fit` sees a `Source` only. `_sources` has this protocol, and data sets and arrays as sources. `_iterable` has
 what other libraries iterate over, and `_convert` their elements as arrays.
@@ -24,6 +26,7 @@ from ._batches import Batch as Batch, batches as batches, num_batches as num_bat
 from ._dataset import Dataset as Dataset
 from ._iterable import collect as collect, from_iterable as from_iterable
 from ._load import FASHION_MNIST_CLASSES as FASHION_MNIST_CLASSES, load as load
+from ._prefetch import prefetch as prefetch
 from ._sources import (
     DatasetSource as DatasetSource,
     Source as Source,

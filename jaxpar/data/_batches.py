@@ -10,17 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core import checks
 from .._core.arrays import Device
 from .._devices.emulated import wait_before_collectives
-from .._devices.mesh import mesh_of
+from .._devices.mesh import STORE_AXIS
 from .._devices.processes import all_true
+from .._devices.user_mesh import each_in_user_mesh, on_own_mesh
 from . import _gather
 from ._convert import as_jax_dtype, convert_on_device
 from ._device_copies import Examples, copies, has_room, place
 from ._shuffle import Order, device_order
+from ._split import Split, split_of
 
 Batch = dict[str, jax.Array]
 _Slices = Iterable[tuple[int, int, int]]  # as `_slices` gives them
@@ -45,6 +47,7 @@ def batches(
     epochs: int | None = 1,
     drop_remainder: bool = True,
     devices: Sequence[Device] | None = None,
+    sharding: NamedSharding | PartitionSpec | None = None,
     axis_name: str = "data",
     start: int = 0,
     dtype: Any = jnp.float32,
@@ -65,7 +68,10 @@ def batches(
         drop_remainder: leave out a last batch of fewer than `batch_size` examples.
         devices: batches are sharded over these along axis 0, `NamedSharding(Mesh(devices, (axis_name,)),
             P(axis_name))`. None: plain arrays on the default device.
-        axis_name: the name of the mesh's axis.
+        sharding: of batches, in place of `devices`: a `NamedSharding` over any mesh that splits the first axis or
+            none, such as `NamedSharding(mesh, P("data"))`, or its `PartitionSpec` inside of `jax.set_mesh(mesh)`. The
+            mesh may have further axes, and be of several processes.
+        axis_name: the name of the mesh's axis, with `devices`.
         start: skip this many batches, counted from the first of epoch 0, to resume a run.
         dtype: of the images in a batch. uint8 is divided by 255 on the devices, into [0, 1]. Other dtypes are only
             cast. None leaves images as they are stored.
@@ -75,8 +81,9 @@ def batches(
         An iterator of dicts: "image" `(batch_size, ...)` of `dtype`, "label" `(batch_size, ...)`.
 
     Raises:
-        TypeError: a size that is no int, or an `rng` that is no random key.
-        ValueError: a batch that the devices cannot share evenly, or a data set without one batch.
+        TypeError: a size that is no int; an `rng` that is no random key; a `sharding` that is none.
+        ValueError: a batch that the devices cannot share evenly, a data set without one batch, both `devices` and
+            `sharding`, or a sharding that splits further axes.
 
     >>> import numpy as np
     >>> from jaxpar.data import Dataset
@@ -85,20 +92,29 @@ def batches(
     [[0, 1, 2, 3], [4, 5]]
     """
     size, where = len(dataset), "data.batches"
-    devices = None if devices is None else checks.devices(devices, where)
-    _check(size, batch_size, drop_remainder, len(devices or (None,)))
+    split = split_of(devices, axis_name, sharding, where)
+    _check(size, batch_size, drop_remainder, split.parts if split else 1)
     checks.whole_number(start, where, "start", least=0)
     if epochs is not None:
         checks.whole_number(epochs, where, "epochs", least=0)
-    mesh = None if devices is None else Mesh(np.array(devices), (axis_name,))
     dtype = None if dtype is None else np.dtype(dtype)
-    order = device_order(rng, size, mesh)
     slices = _slices(size, batch_size, epochs, start, drop_remainder)
-    if resident is None:
-        resident = has_room(dataset, mesh)
-        if mesh is not None and mesh.is_multi_process:
-            resident = all_true(resident)
-    return (_from_devices if resident else _from_host)(dataset, slices, order, mesh, dtype)
+    make = _resident if _is_resident(resident, dataset, split) else _streamed
+    return each_in_user_mesh(make(dataset, slices, _order(rng, size, split), split, dtype))
+
+
+def _is_resident(asked: bool | None, dataset: Examples, split: Split | None) -> bool:
+    """Whether batches are gathered from copies on the devices."""
+    if asked is not None:
+        return asked
+    mesh = split and split.mesh
+    room = has_room(dataset, mesh)
+    return all_true(room) if mesh is not None and mesh.is_multi_process else room
+
+
+@on_own_mesh
+def _order(rng: jax.Array | None, size: int, split: Split | None) -> Order:
+    return device_order(rng, size, split and split.mesh)
 
 
 def _check(size: int, batch_size: int, drop_remainder: bool, parts: int) -> None:
@@ -151,8 +167,9 @@ def _slices(
             yield epoch, at, min(batch_size, stop - at)
 
 
-def _from_devices(dataset: Examples, slices: _Slices, order: Order, mesh: Mesh | None, dtype: Any) -> Iterator[Batch]:
+def _resident(dataset: Examples, slices: _Slices, order: Order, split: Split | None, dtype: Any) -> Iterator[Batch]:
     """Batches gathered from the copies on the devices."""
+    mesh = split and split.mesh
     images, labels = copies(dataset, mesh)
     epoch = count = rows = cursor = None
     ready: collections.deque[Batch] = collections.deque()
@@ -163,44 +180,44 @@ def _from_devices(dataset: Examples, slices: _Slices, order: Order, mesh: Mesh |
             ready.clear()  # of what was gathered past the end
         if not ready:
             several = _gather.batches_per_program(dataset, wanted, dtype)
-            found, cursor = _gather.gather(wanted, several, mesh, dtype)(images, labels, rows, cursor)
-            ready.extend(_ready(found, mesh))
+            found, cursor = _gather.gather(wanted, several, split, dtype)(images, labels, rows, cursor)
+            ready.extend(_ready(found, split))
         yield ready.popleft()
 
 
-def _from_host(dataset: Examples, slices: _Slices, order: Order, mesh: Mesh | None, dtype: Any) -> Iterator[Batch]:
+def _streamed(dataset: Examples, slices: _Slices, order: Order, split: Split | None, dtype: Any) -> Iterator[Batch]:
     """The same batches from host memory. Transfers run while earlier batches are in use."""
     ahead: collections.deque[Batch] = collections.deque()
     epoch, rows = None, np.empty(0, np.int32)
     for here, at, count in slices:
         if here != epoch:
             epoch, rows = here, np.asarray(order(here))
-        image, label = (_transfer(x, rows[at : at + count], mesh) for x in (dataset.images, dataset.labels))
+        image, label = (_transfer(x, rows[at : at + count], split) for x in (dataset.images, dataset.labels))
         ahead.append({"image": convert_on_device(image, dtype), "label": label})
         if len(ahead) > _PREFETCH:
-            yield _ready(ahead.popleft(), mesh)
+            yield _ready(ahead.popleft(), split)
     for batch in ahead:
-        yield _ready(batch, mesh)
+        yield _ready(batch, split)
 
 
-def _transfer(array: np.ndarray, rows: np.ndarray, mesh: Mesh | None) -> jax.Array:
+def _transfer(array: np.ndarray, rows: np.ndarray, split: Split | None) -> jax.Array:
     """Send `array[rows]` to the devices, to each its own share."""
-    if mesh is None:
+    if split is None:
         return jnp.asarray(as_jax_dtype(array[rows]))
-    sharding = NamedSharding(mesh, P(mesh.axis_names[0]))
     shape = (len(rows), *array.shape[1:])
 
     def share(index: Any) -> np.ndarray:
         return as_jax_dtype(array[rows[index[0]]])
 
-    return jax.make_array_from_callback(shape, sharding, share)
+    return jax.make_array_from_callback(shape, split.sharding, share)
 
 
-def _ready(batches: Any, mesh: Mesh | None) -> Any:
+def _ready(batches: Any, split: Split | None) -> Any:
     """The batches, safe to start a program with collectives on."""
-    if mesh is not None:
-        wait_before_collectives(batches, tuple(np.ravel(mesh.devices)))
-    return batches
+    if split is None:
+        return batches
+    wait_before_collectives(batches, split.devices)
+    return split.as_given(batches)
 
 
 def groups(
@@ -216,21 +233,24 @@ def groups(
         are copies of the epoch's last example. None where the devices have no room for the data set.
     """
     _check(len(dataset), batch_size, True, len(devices))
-    mesh = mesh_of(devices)
-    if not has_room(dataset, mesh):
+    split = split_of(devices, STORE_AXIS, None, "data.batch_groups")
+    assert split is not None
+    if not has_room(dataset, split.mesh):
         return None
-    return _groups(dataset, batch_size, most, start, device_order(rng, len(dataset), mesh), mesh)
+    found = _groups(dataset, batch_size, most, start, _order(rng, len(dataset), split), split)
+    return each_in_user_mesh(found)
 
 
 def _groups(
-    dataset: Examples, batch_size: int, most: int | None, start: int, order: Order, mesh: Mesh
+    dataset: Examples, batch_size: int, most: int | None, start: int, order: Order, split: Split
 ) -> Iterator[tuple[Batch, int]]:
+    mesh = split.mesh
     images, labels = copies(dataset, mesh)
     dtype, steps = np.dtype(jnp.float32), num_batches(len(dataset), batch_size)
     most = _gather.batches_per_program(dataset, batch_size, dtype) if most is None else most
-    gather = _gather.gather(batch_size, most, mesh, dtype, stacked=True)
+    gather = _gather.gather(batch_size, most, split, dtype, stacked=True)
     for epoch, done in epochs_from(start, steps, None):
         rows, cursor = order(epoch), place(np.array(done * batch_size, np.int32), mesh)
         for at in range(done, steps, most):
             found, cursor = gather(images, labels, rows, cursor)
-            yield _ready(found, mesh), min(most, steps - at)
+            yield _ready(found, split), min(most, steps - at)

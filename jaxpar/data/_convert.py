@@ -14,6 +14,7 @@ from .._core import checks
 from .._core.arrays import Device
 from .._devices.emulated import wait_before_collectives
 from .._devices.mesh import split_over
+from .._devices.user_mesh import in_user_mesh
 
 
 def as_dict(element: Any, names: tuple[str, ...]) -> Any:
@@ -100,6 +101,12 @@ def share_sharding(batch_size: int, devices: Sequence[Device] | None, where: str
     devices = checks.devices(devices, where)
     checks.even_share(batch_size, len(devices), where)
     return split_over(devices)
+
+
+@in_user_mesh
+def placed_batch(batch: Any, sharding: NamedSharding | None, dtype: Any, *, whole: bool) -> Any:
+    """The batch on the devices, as `to_devices`, then as `ready_batch`."""
+    return ready_batch(to_devices(batch, sharding, whole=whole), sharding, dtype)
 
 
 def to_devices(batch: Any, sharding: NamedSharding | None, *, whole: bool) -> Any:

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ._convert import convert_image
 from ._device_copies import Examples
+from ._split import Split
 
 _MOST_BATCHES = 8  # of one program,
 _MOST_BYTES = 16 << 20  # and their size on all devices together, except for one batch
@@ -26,7 +27,7 @@ def batches_per_program(dataset: Examples, count: int, dtype: Any) -> int:
 
 @functools.lru_cache(maxsize=32)
 def gather(
-    count: int, several: int, mesh: Mesh | None, dtype: Any, stacked: bool = False
+    count: int, several: int, split: Split | None, dtype: Any, stacked: bool = False
 ) -> Callable[..., tuple[Any, jax.Array]]:
     """The program `(images, labels, rows, cursor) -> (the next batches, the new cursor)`.
 
@@ -36,6 +37,7 @@ def gather(
     Args:
         count: examples in a batch, over all devices.
         several: how many batches.
+        split: how a batch is split over devices. None: it is on the default device.
         stacked: the batches are one pytree with one more axis in front. Otherwise they are a list.
     """
 
@@ -58,13 +60,13 @@ def gather(
         found = batch(firsts[:, None]) if stacked else [batch(first) for first in firsts]
         return found, cursor + several * count
 
-    if mesh is None:
+    if split is None:
         return jax.jit(local)
-    (axis,) = mesh.axis_names
 
     def local_share(*args: jax.Array) -> tuple[Any, jax.Array]:
-        return local(*args, share=count // mesh.size, rank=lax.axis_index(axis))
+        rank = lax.axis_index(split.axes) if split.axes else 0
+        return local(*args, share=count // split.parts, rank=rank)
 
-    split = P(None, axis) if stacked else P(axis)
-    shards = jax.shard_map(local_share, mesh=mesh, in_specs=P(), out_specs=(split, P()))
-    return jax.jit(shards, out_shardings=(NamedSharding(mesh, split), NamedSharding(mesh, P())))
+    mesh, spec = split.mesh, P(None, split.axes) if stacked else P(split.axes)
+    shards = jax.shard_map(local_share, mesh=mesh, in_specs=P(), out_specs=(spec, P()))
+    return jax.jit(shards, out_shardings=(NamedSharding(mesh, spec), NamedSharding(mesh, P())))

@@ -16,7 +16,7 @@ import numpy as np
 
 from .._core import checks
 from ._batches import epochs_from, whole_batches
-from ._convert import as_dict, concatenate, path_name, ready_batch, share_sharding, stack, to_devices
+from ._convert import as_dict, concatenate, path_name, placed_batch, share_sharding, stack
 from ._dataset import Dataset
 
 _WHERE = "data.from_iterable"
@@ -78,7 +78,7 @@ class IterableSource:
                 found += 1
                 if once is not None or found > skipped:
                     _check_lengths(batch, share, found - 1)
-                    yield ready_batch(to_devices(batch, sharding, whole=False), sharding, self.dtype)
+                    yield placed_batch(batch, sharding, self.dtype, whole=False)
             if found < steps:
                 raise ValueError(_too_few(self.source, epoch, found, steps))
 

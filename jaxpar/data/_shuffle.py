@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
 from .._core.arrays import is_prng_key
+from .._devices.user_mesh import on_own_mesh
 from ._device_copies import place
 
 Order = Callable[[int], jax.Array]
@@ -33,6 +34,7 @@ def device_order(rng: jax.Array | None, size: int, mesh: Mesh | None) -> Order:
     return lambda epoch: _permutation(size, impl, mesh)(words, np.uint32(epoch))
 
 
+@on_own_mesh
 def host_order(rng: jax.Array | None, epoch: int, size: int) -> np.ndarray:
     """The same order in host memory."""
     return np.asarray(device_order(rng, size, None)(epoch))

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import _batches
 from ._batches import epochs_from, whole_batches
-from ._convert import ready_batch, share_sharding, to_devices
+from ._convert import placed_batch, share_sharding
 from ._dataset import Dataset
 from ._iterable import from_iterable
 from ._shuffle import host_order
@@ -130,7 +130,7 @@ class ArraySource:
             for at in range(skipped, steps):
                 rows = order[at * batch_size : (at + 1) * batch_size]
                 batch = jax.tree.map(lambda x, rows=rows: x[rows], self.arrays)
-                yield ready_batch(to_devices(batch, sharding, whole=True), sharding, self.dtype)
+                yield placed_batch(batch, sharding, self.dtype, whole=True)
 
 
 def from_arrays(arrays: Any, *, dtype: Any = jnp.float32) -> ArraySource:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._core import checks
+from .._devices.user_mesh import split_like, unsplit
 from . import _compressed
 from ._store import (
     Arrays,
@@ -92,10 +93,13 @@ def _check_not_on_mesh(store: KVStore) -> None:
 
 def local_sums(store: KVStore, pushed: Lists) -> Arrays:
     """The sum of each key's own list of values, in the stored dtype and in the order of the list."""
-    return {
-        k: functools.reduce(operator.add, [v.astype(store.values[k].dtype) for v in values])
-        for k, values in pushed.items()
-    }
+    return {k: functools.reduce(operator.add, [as_stored(store, k, v) for v in values]) for k, values in pushed.items()}
+
+
+def as_stored(store: KVStore, key: int, value: jax.Array) -> jax.Array:
+    """A pushed value in the stored dtype, split over a user's mesh as the stored value is."""
+    value = value.astype(store.values[key].dtype)
+    return unsplit(value) if is_split(store) else split_like(value, store.values[key])
 
 
 def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any]]:
@@ -112,7 +116,7 @@ def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any
                 f"kv.push: keys {checks.shorten(keys)} are compressed in a store of kind {store.kind!r}; push one "
                 f"value for each of its {shards(store)} devices, got {count}"
             )
-        stacked = {k: jnp.stack([v.astype(store.values[k].dtype) for v in pushed[k]]) for k in keys}
+        stacked = {k: jnp.stack([as_stored(store, k, v) for v in pushed[k]]) for k in keys}
         held = residuals_for(store, dict.fromkeys(keys, count))
         summed, new = jax.vmap(
             lambda values, own: reduce(dataclasses.replace(store, residuals=own), values, POSITION),

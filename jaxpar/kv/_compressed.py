@@ -16,6 +16,7 @@ from jax import lax
 
 from .._devices import buckets, collectives
 from .._devices.buckets import BucketLimits, Shape
+from .._devices.user_mesh import unsplit
 from ..compression import Compressor, LinearCompressor, decode_sum
 
 State = Any
@@ -51,6 +52,7 @@ def allreduce(
     limits: BucketLimits,
 ) -> Sums:
     """The sums over the axis on every device, and the new states of this device."""
+    values = [unsplit(v) for v in values]
     if isinstance(compressor, LinearCompressor):
         return _linear(compressor, values, states, axis_name, limits)
     shapes = [v.shape for v in values]
@@ -72,6 +74,7 @@ def reduce_scatter(
     limits: BucketLimits,
 ) -> Sums:
     """This device's (chunk,) of each sum over the axis. Every row is encoded for the device that keeps it."""
+    values = [unsplit(v) for v in values]
     if isinstance(compressor, LinearCompressor):
         sums, states = _linear(compressor, values, states, axis_name, limits)
         return [collectives.own_chunk(s, axis_name) for s in sums], states

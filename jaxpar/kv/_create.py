@@ -15,6 +15,7 @@ from .._core.arrays import Device, is_traced
 from .._devices import processes
 from .._devices.buckets import BucketLimits
 from .._devices.placement import put, spans_processes
+from .._devices.user_mesh import in_user_mesh, without_types
 from ..updaters import TreeOptimizer, UpdateFn, Updater, couples_keys, from_optax
 from . import _tree
 from ._kinds import ALIASES, KINDS, Kind
@@ -104,6 +105,7 @@ def _check_staleness(kind: Kind, staleness: int | None) -> int:
     return staleness
 
 
+@in_user_mesh
 def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     """Add keys with their first values. The updater's state of each key is made here too.
 
@@ -152,6 +154,7 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     return dataclasses.replace(with_changes(store, Changes(values, states)), shapes=store.shapes + shapes)
 
 
+@in_user_mesh
 def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
     """Replace the updater. Its state for each key starts from scratch.
 
@@ -193,6 +196,7 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
     return dataclasses.replace(store, updater_state=state)
 
 
+@in_user_mesh
 def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) -> KVStore:
     """Make an optax transform the updater. What is pushed is then the gradient of the stored value.
 
@@ -277,8 +281,10 @@ def signature(arrays: Mapping[int, Any]) -> str:
 
 def lay_out(store: KVStore, key: int, value: jax.Array) -> jax.Array:
     """A whole value as the store holds it, on the store's devices."""
-    value = layout_of(store).stored(value, store.devices)
     sharding = home(store, key)
+    if sharding is not None:
+        value = without_types(value)
+    value = layout_of(store).stored(value, store.devices)
     return value if sharding is None or is_traced(value) else put(value, sharding)
 
 

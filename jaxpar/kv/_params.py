@@ -16,6 +16,7 @@ from .._core.arrays import Device, is_traced
 from .._devices.mesh import auto_mesh, mesh_of
 from .._devices.sharding_rules import fsdp
 from .._devices.shardings import shardings_of
+from .._devices.user_mesh import in_user_mesh
 from ..updaters import TreeOptimizer, UpdateFn, Updater, has_average
 from . import _tree
 from ._create import create, init, set_optimizer, set_updater
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import optax
 
 
+@in_user_mesh
 def from_params(
     params: Any,
     *,
@@ -144,6 +146,7 @@ def _leaf(leaf: Any, path: str) -> jax.Array:
         raise TypeError(f"{error}{hint} Equinox, nnx.split(model, nnx.Param) in Flax NNX") from None
 
 
+@in_user_mesh
 def to_params(store: KVStore, *, axis_name: str | None = None) -> Any:
     """The pytree that `from_params` was given, with the present values.
 

@@ -16,11 +16,13 @@ from .._devices.mesh import STORE_AXIS, auto_mesh, copies_on, mesh_of, put_copy,
 from .._devices.placement import to_host
 from .._devices.sharding_rules import fsdp
 from .._devices.shardings import shardings_of
+from .._devices.user_mesh import in_user_mesh
 from . import _aggregate, _staleness, _tree
 from ._create import create, signature
 from ._store import KVStore, check_shares, copies_for, kind_of, layout_of, names, shapes_of, specs_of
 
 
+@in_user_mesh
 def place(
     store: KVStore,
     devices: Sequence[Device] | None = None,

@@ -15,14 +15,14 @@ from .._devices import buckets, emulated
 from .._devices.emulated import wait_before_collectives
 from .._devices.mesh import STORE_AXIS, copies_on, mesh_of
 from .._devices.placement import to_host
+from .._devices.user_mesh import in_user_mesh
 from ..sparse import RowSparse, take
 from ._aggregate import axis_size
 from ._create import init
 from ._kinds import Layout
 from ._store import Key, KVStore, layout_of, shapes_of
 
-# XLA compiles a kernel for each value, so a program that packs thousands of them would take minutes.
-_MOST_VALUES = 256
+_MOST_VALUES = 256  # XLA compiles a kernel for each, so a program that packs thousands would take minutes
 
 
 @overload
@@ -45,6 +45,7 @@ def pull(
 ) -> list[list[jax.Array]]: ...
 
 
+@in_user_mesh
 def pull(
     store: KVStore,
     key: int | Sequence[int],
@@ -208,6 +209,7 @@ def row_sparse_pull(
 ) -> list[list[RowSparse]]: ...
 
 
+@in_user_mesh
 def row_sparse_pull(
     store: KVStore, key: int | Sequence[int], row_ids: Any, *, devices: Sequence[Device] | None = None
 ) -> Any:
@@ -245,9 +247,7 @@ def row_sparse_pull(
 
 
 def _rows_on(rows: RowSparse, devices: Sequence[Device]) -> list[RowSparse]:
-    if is_traced(rows):
-        return [rows] * len(devices)
-    return [jax.device_put(rows, d) for d in devices]
+    return [rows if is_traced(rows) else jax.device_put(rows, d) for d in devices]
 
 
 def _of_arrays(row_ids: Sequence[Any]) -> bool:
@@ -276,6 +276,7 @@ def broadcast(
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
 
 
+@in_user_mesh
 def broadcast(store: KVStore, key: Key, value: Any, *, devices: Sequence[Device] | None = None) -> tuple[KVStore, Any]:
     """Call `init`, then `pull` of the same keys.
 

@@ -12,6 +12,7 @@ import jax
 from .._core import checks
 from .._core.arrays import Device, is_traced
 from .._devices.placement import spans_processes
+from .._devices.user_mesh import in_user_mesh
 from ..sparse import RowSparse
 from ..updaters import TreeOptimizer
 from . import _aggregate, _eager, _eager_processes, _rows, _staleness, _tree
@@ -19,6 +20,7 @@ from ._pull import pull
 from ._store import Changes, Key, KVStore, Lists, kind_of, shape_of, shapes_of, with_changes
 
 
+@in_user_mesh
 def push(store: KVStore, key: Key, value: Any, *, axis_name: str | None = None) -> KVStore:
     """Sum what is pushed to each key, apply the updater, and return the next store.
 
@@ -80,6 +82,7 @@ def push(store: KVStore, key: Key, value: Any, *, axis_name: str | None = None) 
     return functools.reduce(with_changes, parts, store)
 
 
+@in_user_mesh
 def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     """Apply all pending pushes, the oldest first: for the end of training.
 
@@ -128,7 +131,7 @@ def _warn_without_axis(store: KVStore) -> None:
         warnings.warn(
             f"kv.push: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
             f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a store of its own on each",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -177,6 +180,7 @@ def pushpull(
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
 
 
+@in_user_mesh
 def pushpull(
     store: KVStore,
     key: Key,

@@ -10,6 +10,7 @@ import jax
 from .. import sparse, updaters
 from .._core.arrays import is_traced
 from .._core.recent import Recent
+from .._devices.user_mesh import split_like
 from ..sparse import RowSparse
 from ..updaters import Updater, assign
 from . import _aggregate, _update
@@ -64,7 +65,7 @@ def _add_and_update(
     if axis_name is not None:
         total = sparse.allreduce(total, axis_name)
     if updater == assign:
-        return sparse.to_dense(total), state
+        return split_like(sparse.to_dense(total), stored), state
 
     def update(pushed: jax.Array, state: Any, stored: jax.Array) -> tuple[jax.Array, Any]:
         return _update.update_one(updater, key, pushed, state, stored)

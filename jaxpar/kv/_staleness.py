@@ -51,7 +51,7 @@ def push(store: KVStore, pushed: Lists, axis_name: str | None, send: Send) -> Ch
     if axis_name is None and not is_traced((pushed, held, store.values)):
         return _push_at_prompt(store, pushed, send)
     if axis_name is None:
-        new = {k: jnp.stack([v.astype(store.values[k].dtype) for v in values]) for k, values in pushed.items()}
+        new = {k: jnp.stack([_aggregate.as_stored(store, k, v) for v in values]) for k, values in pushed.items()}
         due, pending, ready = rotate_queue(store, new)
         lists = {k: list(stacked) for k, stacked in due.items()}
     else:

@@ -15,6 +15,7 @@ from .._core import checks
 from .._core.arrays import is_traced
 from .._core.portable import path_name
 from .._devices.placement import put
+from .._devices.user_mesh import split_like
 from ..updaters import TreeOptimizer
 from ._store import Arrays, Changes, KVStore, copies_for, kind_of, layout_of, names, specs_of
 
@@ -188,6 +189,7 @@ def update(store: KVStore, summed: Arrays, value: jax.Array | None) -> Changes:
         value: the loss, if it is known.
     """
     grads = {k: g.astype(store.values[k].dtype).reshape(store.values[k].shape) for k, g in summed.items()}
+    grads = {k: split_like(g, store.values[k]) for k, g in grads.items()}
     args = tree_of(store, grads), store.optimizer_state, tree_of(store, store.values)
 
     def run(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ import jax
 from .._core import checks
 from .._devices import collectives
 from .._devices.buckets import Shape
+from .._devices.user_mesh import split_like
 from ..updaters import TreeOptimizer, Updater, stateless
 from . import _tree
 from ._create import lay_out
@@ -26,6 +27,7 @@ def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Cha
         return _tree.update(store, summed, loss)
     keys = sorted(summed)
     pushed = {k: summed[k].astype(store.values[k].dtype).reshape(store.values[k].shape) for k in keys}
+    pushed = {k: split_like(v, store.values[k]) for k, v in pushed.items()}
     if layout_of(store).is_split:
         shapes = shapes_of(store)
         pairs = {k: _update_rows(store, k, shapes[k], pushed[k]) for k in keys}

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 
 from .. import kv
 from .._core import checks
+from .._devices.user_mesh import in_user_mesh
 
 
+@in_user_mesh
 def allreduce(values: Sequence[Any]) -> list[jax.Array]:
     """The sum of the values, on the device of each of them.
 

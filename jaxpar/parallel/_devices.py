@@ -12,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from .._core import checks
 from .._core.arrays import Device
 from .._devices.mesh import copies_on, put_copy
+from .._devices.user_mesh import in_user_mesh
 
 
 def use_cpu_devices(n: int) -> None:
@@ -47,6 +48,7 @@ def use_cpu_devices(n: int) -> None:
         ) from error
 
 
+@in_user_mesh
 def split_and_load(data: Any, devices: Sequence[Device], *, even_split: bool = True) -> list[Any]:
     """Split a batch along its first axis, and put one part on each device.
 
@@ -82,6 +84,7 @@ def split_and_load(data: Any, devices: Sequence[Device], *, even_split: bool = T
     return [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
 
 
+@in_user_mesh
 def copy_to(params: Any, device: Device) -> Any:
     """A copy of a pytree of arrays on one device of this process.
 
@@ -104,6 +107,7 @@ def copy_to(params: Any, device: Device) -> Any:
     return put_copy(params, SingleDeviceSharding(device))
 
 
+@in_user_mesh
 def replicate(tree: Any, devices: Sequence[Device]) -> Any:
     """A pytree of arrays with a whole copy on each device.
 

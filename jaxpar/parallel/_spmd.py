@@ -17,6 +17,7 @@ from .._core.checks import Engine, check_devices, check_engine
 from .._core.recent import Recent
 from .._devices.emulated import wait_before_collectives
 from .._devices.pmap_cache import forget
+from .._devices.user_mesh import in_user_mesh, without_types
 
 
 def spmd(
@@ -68,9 +69,11 @@ def spmd(
 
     own = sum(d.process_index == jax.process_index() for d in chosen)
 
+    @in_user_mesh
     @functools.wraps(fn)
     def call(*args: Any) -> Any:
         _check_entries(args, in_axes, own)
+        args = without_types(args)
         wait_before_collectives(args, chosen)
         return compiled(*args)
 

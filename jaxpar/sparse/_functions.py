@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from .._devices.user_mesh import is_split, unsplit
 from ._row_sparse import (
     RowSparse,
     as_ids,
@@ -124,7 +126,7 @@ def take(array: jax.Array, row_ids: Any, *, size: int | None = None) -> RowSpars
         ids = padding_last(jnp.asarray(ids, jnp.int32), count)
         unique = jnp.unique(ids, size=ids.size if size is None else size, fill_value=count)
     unique = jnp.asarray(unique, jnp.int32)
-    return make_unchecked(array.shape, (unique, array.at[unique].get(mode="fill", fill_value=0)))
+    return make_unchecked(array.shape, (unique, _gather(array, unique)))
 
 
 def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
@@ -147,7 +149,7 @@ def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
     if len(shapes) != 1:
         raise ValueError(f"add: expected row-sparse values of one shape, got shapes {shapes}")
     indices = jnp.concatenate([one.indices for one in rows])
-    values = jnp.concatenate([one.values for one in rows])
+    values = jnp.concatenate([unsplit(one.values) for one in rows])
     return coalesce(make_unchecked(shapes[0], (indices, values)), size=size)
 
 
@@ -220,14 +222,12 @@ def lazy_update(
         return np.shape(leaf) == stored.shape
 
     def gather(leaf: Any) -> Any:
-        return jnp.asarray(leaf).at[indices].get(mode="fill", fill_value=0) if by_row(leaf) else leaf
+        return _gather(jnp.asarray(leaf), indices) if by_row(leaf) else leaf
 
     def scatter(leaf: Any, new: Any) -> Any:
-        if not by_row(leaf):
-            return new
-        if np.shape(new) != rows.values.shape:
+        if by_row(leaf) and np.shape(new) != rows.values.shape:
             raise ValueError(f"lazy_update: the update got rows of {rows.values.shape}, gave {np.shape(new)}")
-        return jnp.asarray(leaf).at[indices].set(new.astype(leaf.dtype), mode="drop", unique_indices=True)
+        return _scatter(jnp.asarray(leaf), indices, new.astype(leaf.dtype)) if by_row(leaf) else new
 
     new = update(rows.values, jax.tree.map(gather, state), gather(stored))
     # All reads come before all writes. A read after a scatter would cost a copy of the table.
@@ -271,6 +271,18 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
         return loss, jax.tree.unflatten(tree, list(map(merge, leaves, grads)))
 
     return run
+
+
+def _gather(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """Rows of a table, zeros beyond it. They are whole, also where the table is split over a user's mesh."""
+    whole = PartitionSpec() if is_split(table) else None
+    return table.at[indices].get(mode="fill", fill_value=0, out_sharding=whole)
+
+
+def _scatter(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """The table with other rows, split over a user's mesh as it was. The indices are all different."""
+    split = jax.typeof(table).sharding.spec if is_split(table) else None
+    return table.at[indices].set(rows, mode="drop", unique_indices=True, out_sharding=split)
 
 
 def _pad_indices(unique: np.ndarray, size: int | None, count: int) -> np.ndarray:

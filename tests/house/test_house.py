@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import runpy
@@ -236,8 +237,18 @@ def test_an_unknown_name():
         jaxpar.kvstore  # noqa: B018
 
 
+class Finder(doctest.DocTestFinder):
+    """Finds the examples of decorated functions too."""
+
+    def _from_module(self, module, object):
+        return super()._from_module(module, inspect.unwrap(object) if inspect.isfunction(object) else object)
+
+
 @pytest.mark.parametrize("module", [m for m, path in FILES.items() if ">>> " in path.read_text()])
 def test_examples_in_docstrings(module):
-    result = doctest.testmod(importlib.import_module(f"jaxpar.{module}"), optionflags=doctest.ELLIPSIS)
-    assert result.attempted
-    assert not result.failed
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    found = importlib.import_module(f"jaxpar.{module}")
+    for test in Finder().find(found, found.__name__):
+        runner.run(test)
+    assert runner.summarize(verbose=False).attempted
+    assert not runner.summarize(verbose=False).failed

@@ -15,9 +15,11 @@ from ..._core import checks
 from ..._core.recent import Recent
 from ..._devices.emulated import wait_before_collectives
 from ..._devices.placement import put
+from ..._devices.user_mesh import on_own_mesh
 from .every_example import every_example, model_of
 
 
+@on_own_mesh
 def evaluate(
     state_or_params: Any,
     apply_fn: Callable[..., jax.Array],

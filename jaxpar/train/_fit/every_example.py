@@ -14,6 +14,7 @@ from ... import data
 from ..._core import checks
 from ..._core.arrays import Device
 from ..._devices.mesh import copies_on
+from ..._devices.user_mesh import without_types
 from .._step.state import TrainState, carries
 
 
@@ -82,9 +83,9 @@ def every_example(where: str, params: Any, source: Any, batch_size: int) -> Exam
 def model_of(state_or_params: Any) -> tuple[Any, ...]:
     """(params to evaluate,), or (params, model_state) of a state that has one."""
     if not isinstance(state_or_params, TrainState):
-        return (state_or_params,)
+        return (without_types(state_or_params),)
     model_state = state_or_params.model_state
-    return (state_or_params.eval_params, *((model_state,) if carries(model_state) else ()))
+    return without_types((state_or_params.eval_params, *((model_state,) if carries(model_state) else ())))
 
 
 def _rows(source: Any, rows: np.ndarray) -> Any:

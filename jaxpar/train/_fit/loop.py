@@ -14,6 +14,7 @@ import numpy as np
 
 from ... import data
 from ..._core.arrays import Device
+from ..._devices.user_mesh import outside_mesh
 from .._step.nonfinite import check_finite
 from .._step.state import TrainState
 from .epoch import Epoch, epoch_of
@@ -128,7 +129,8 @@ class Loop:
     def _calls(self) -> Iterator[tuple[TrainState, _Steps]]:
         """Call the step, or a program of several steps. `at` has changed when the next is asked for."""
         run, state = self.run, self.state
-        rng, devices = jax.random.fold_in(state.rng, _SHUFFLE), state.store.devices
+        with outside_mesh():
+            rng, devices = jax.random.fold_in(state.rng, _SHUFFLE), state.store.devices
         groups = self._groups(rng, devices) if devices else None
         if groups is None:
             for batch in run.source.batches(run.batch_size, rng=rng, epochs=None, start=self.at, devices=devices):

@@ -17,6 +17,7 @@ from ..._core import checks
 from ..._core.recent import Recent
 from ..._core.text import Table
 from ..._devices.emulated import wait_before_collectives
+from ..._devices.user_mesh import on_own_mesh
 from .evaluate import check_classified
 from .every_example import every_example, model_of
 
@@ -24,6 +25,7 @@ ApplyFn = Callable[..., Any]
 _MOST = 10  # rows of the table
 
 
+@on_own_mesh
 def predict(state_or_params: Any, apply_fn: ApplyFn, source: Any, *, batch_size: int) -> Any:
     """The outputs of a model for every example, in order.
 
@@ -82,6 +84,7 @@ class Mistakes:
         return Table(repr(self), ("index", "predicted", "label", "probability"), rows, _MOST, "right")._repr_html_()
 
 
+@on_own_mesh
 def confusion_matrix(
     state_or_params: Any, apply_fn: ApplyFn, dataset: data.Dataset, *, batch_size: int = 256
 ) -> np.ndarray:
@@ -110,6 +113,7 @@ def confusion_matrix(
     return matrix
 
 
+@on_own_mesh
 def mistakes(
     state_or_params: Any,
     apply_fn: ApplyFn,

@@ -23,7 +23,7 @@ from ...kv import _aggregate, _update
 from . import nonfinite
 from .device_step import DeviceStep
 from .gradient import Gradient, call_loss, wide
-from .state import TrainState
+from .state import TrainState, leaf_shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +73,9 @@ class GlobalStep(DeviceStep):
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         mesh = kv.mesh_of_values(state.store)
+        leaves, structure = jax.tree.flatten(state)
+        leaves = [lax.with_sharding_constraint(x, s) for x, s in zip(leaves, leaf_shardings(state), strict=True)]
+        state = structure.unflatten(leaves)  # all over the same mesh, also what a user's mesh laid out alike
         options = {f.name: getattr(self.gradient, f.name) for f in dataclasses.fields(self.gradient)}
         gradient = GlobalGradient(**options, mesh=mesh, axes=self.axes)
         params = kv.to_params(state.store)

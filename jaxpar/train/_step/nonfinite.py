@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._devices.user_mesh import on_own_mesh
 from ...kv import KVStore
 from .loss_scale import DynamicLossScale
 from .state import TrainState, carries
@@ -162,6 +163,7 @@ def check_finite(metrics: dict[str, Any], state: TrainState) -> None:
     )
 
 
+@on_own_mesh
 def without_failure(state: TrainState) -> TrainState:
     """A stopped state as it was before the bad step."""
     held = state.nonfinite

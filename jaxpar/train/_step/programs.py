@@ -18,9 +18,10 @@ from ... import kv
 from ..._core import checks
 from ..._core.arrays import is_prng_key, is_traced, without_keys
 from ..._devices.emulated import wait_before_collectives
-from ..._devices.mesh import STORE_AXIS, mesh_of, put_copy
+from ..._devices.mesh import STORE_AXIS, is_on, mesh_of, put_copy
 from ..._devices.placement import put
 from ..._devices.pmap_cache import forget
+from ..._devices.user_mesh import without_types
 from .device_step import DeviceStep
 from .engines import Batch, Devices, Engine, split_batch
 from .state import TrainState, leaf_shardings, partition_specs
@@ -107,11 +108,13 @@ class Program:
         if shardings == self._shardings:
             return batch
         check_batch(batch, self._shares, self._one.gradient.accumulate, axis)
-        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not is_traced(leaf)]
-        if any(array.sharding.device_set != set(self.devices) for array in arrays):
-            return put(batch, self._along(axis))
-        self._shardings = shardings
-        return batch
+        plain = without_types(batch)
+        arrays = [leaf for leaf in jax.tree.leaves(plain) if isinstance(leaf, jax.Array) and not is_traced(leaf)]
+        if any(not is_on(array, self.devices) for array in arrays):
+            return put(plain, self._along(axis))
+        if plain is batch:
+            self._shardings = shardings
+        return plain
 
 
 class PmapProgram(Program):

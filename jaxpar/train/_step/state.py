@@ -20,6 +20,7 @@ from ..._devices import processes
 from ..._devices.donation import check_not_donated, is_donated
 from ..._devices.mesh import put_copy, split_over
 from ..._devices.placement import to_host
+from ..._devices.user_mesh import on_own_mesh
 from ...kv import _place
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class TrainState:
                 yield name, f"{plural(len(leaves), 'array')}, {size:,} bytes"
 
 
+@on_own_mesh
 def create_state(
     store: kv.KVStore,
     rng: jax.Array | int,

@@ -17,6 +17,7 @@ from ..._core.recent import Recent
 from ..._devices.donation import check_not_donated
 from ..._devices.emulated import wait_before_collectives
 from ..._devices.mesh import auto_mesh, mesh_of
+from ..._devices.user_mesh import check_traced, on_own_mesh, outside_mesh, with_types, without_types
 from .device_step import DeviceStep
 from .engines import ENGINES, Batch, Engine
 from .global_step import GlobalStep
@@ -98,13 +99,25 @@ class TrainStep:
 
     def _run(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step, or several with the part of the batches that they take."""
+        if jax.sharding.get_abstract_mesh().empty:
+            return self._run_on_own_mesh(state, batch, *part)
+        with outside_mesh() as user:
+            if user is None:
+                check_traced((state, batch), "train step")
+                return self._run_on_own_mesh(state, batch, *part)
+            state, metrics = self._run_on_own_mesh(*without_types((state, batch)), *part, user=user)
+            return state, with_types(metrics, user)
+
+    def _run_on_own_mesh(
+        self, state: TrainState, batch: Batch, *part: int, user: Mesh | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         if not isinstance(state, TrainState):
             raise TypeError(
                 "train step: expected a state, train.create_state(kv.from_params(params, optimizer=...), rng); "
                 f"got {checks.describe(state)}"
             )
         try:
-            program, state = self._prepare(state)
+            program, state = self._prepare(state, user)
             new, metrics = program(state, batch, *part)
             self._last = weakref.ref(new), program
             return new, metrics
@@ -115,8 +128,9 @@ class TrainStep:
 
     def lower(self, state: TrainState, batch: Batch, *, many: bool = False) -> jax.stages.Lowered:
         """The step before compilation, for its text, costs or memory. With `many`, what `step.many` runs."""
-        program, state = self._prepare(state)
-        return program.lower(state, batch, *([0, 0] if many else []))
+        with outside_mesh() as user:
+            program, state = self._prepare(without_types(state), user)
+            return program.lower(state, without_types(batch), *([0, 0] if many else []))
 
     def slow_in_a_loop(self, state: TrainState, batches: Batch) -> bool:
         """Whether `many` is slow on CPUs: whether the step has a convolution of XLA's."""
@@ -133,8 +147,13 @@ class TrainStep:
         The first call of the step does the same. Use it for a state that a checkpoint is restored into:
         `checkpoint.restore(path, step.complete(train.create_state(store, rng)))`.
         """
+        with outside_mesh() as user:
+            return self._complete(without_types(state), user)
+
+    def _complete(self, state: TrainState, user: Mesh | None) -> TrainState:
+        """As `complete`. `user` is the mesh that `jax.set_mesh` has set."""
         if self._engine_name(state.store) == "jit":
-            state = self._onto_mesh(state)
+            state = self._onto_mesh(state, user)
         devices = self._devices_for(state)
         if state.store.devices != devices:
             state = place_state(state, devices)
@@ -143,6 +162,7 @@ class TrainStep:
         one, _ = self._engine_of(state.store)
         return one.with_initial_parts(state, devices)
 
+    @on_own_mesh
     def finish(self, state: TrainState) -> TrainState:
         """The state with nothing pending, for the end of training. The given state stays valid.
 
@@ -150,7 +170,7 @@ class TrainStep:
         ends, and all devices agree. Any other state is returned as it is. Training can go on from the result.
         """
         devices = self._devices_for(state)
-        state = self.complete(state)
+        state = self._complete(state, None)
         if not state.store.staleness and not carries(state.local):
             return state
         wait_before_collectives(state, devices)
@@ -184,7 +204,7 @@ class TrainStep:
     def _engine_for(self, treedef: Any) -> tuple[DeviceStep, Engine]:
         return self._engine_of(treedef.unflatten(range(treedef.num_leaves)).store)
 
-    def _onto_mesh(self, state: TrainState) -> TrainState:
+    def _onto_mesh(self, state: TrainState, user: Mesh | None) -> TrainState:
         """The state on the mesh of engine `jit`."""
         store = state.store
         if store.shardings:
@@ -195,13 +215,10 @@ class TrainStep:
                     f"{dict(self._mesh.shape)}, or for other devices; place the store: kv.place(store, mesh=mesh)"
                 )
             return state
-        mesh = self._mesh or self._context_mesh(state) or mesh_of(self._devices_for(state))
+        if self.devices or store.devices:
+            user = None
+        mesh = self._mesh or user or mesh_of(self._devices_for(state))
         return place_state(dataclasses.replace(state, store=kv.place(store, mesh=mesh)), tuple(mesh.devices.flat))
-
-    def _context_mesh(self, state: TrainState) -> Mesh | None:
-        """The mesh that `jax.set_mesh` has set, unless the step or the store has devices."""
-        mesh = jax.sharding.get_mesh()
-        return None if mesh.empty or self.devices or state.store.devices else mesh
 
     def _missing(self, state: TrainState) -> dict[str, Any]:
         """The parts that this step keeps and the state has not, as before the first step."""
@@ -219,7 +236,7 @@ class TrainStep:
     def _devices_for(self, state: TrainState) -> tuple[Device, ...]:
         return self.devices or state.store.devices or tuple(jax.devices())
 
-    def _prepare(self, state: TrainState) -> tuple[Program, TrainState]:
+    def _prepare(self, state: TrainState, user: Mesh | None) -> tuple[Program, TrainState]:
         """The program for a state, and the complete state.
 
         The state that the last call returned has the structure of that call. Where there is a program for the structure
@@ -231,7 +248,7 @@ class TrainStep:
         treedef = jax.tree.structure(state)
         program = self._programs.find((treedef,))
         if program is None:
-            state = self.complete(state)
+            state = self._complete(state, user)
             program = self._programs(jax.tree.structure(state))
         return program, state
 

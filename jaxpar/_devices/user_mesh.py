@@ -1,0 +1,222 @@
+"""The mesh that a user has set by `jax.set_mesh`, and how a call leaves it and comes back.
+
+Programs of jaxpar run over meshes of their own, see `mesh`. JAX lets no program run over one mesh where another is
+set. So an entrance of the package runs outside of the user's mesh, and the mesh is set again when it returns. Then
+the same compiled programs run as without a mesh, with the same bits.
+
+Axes of the type Explicit are a part of the type of an array. An array of such a mesh is used together with arrays of
+no other mesh. So at an entrance the arrays that are given are taken without these types, and arrays that are returned
+get them again. Nothing is copied: the new array has the buffers of the old one.
+
+Inside a user's `jit` or `shard_map` a mesh cannot be left. There the functions run in it, on traced arrays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.core
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from .mesh import copies_on, split_over
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+Item = TypeVar("Item")
+
+_END: Any = object()
+
+
+def on_own_mesh(fn: Callable[Args, Result]) -> Callable[Args, Result]:
+    """The function, run outside of the user's mesh on arrays without its types."""
+
+    @functools.wraps(fn)
+    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        if jax.sharding.get_abstract_mesh().empty:
+            return fn(*args, **kwargs)
+        with outside_mesh() as user:
+            if user is None:
+                check_traced((args, kwargs), fn.__name__)
+            else:
+                args, kwargs = without_types((args, kwargs))
+            return fn(*args, **kwargs)
+
+    return call
+
+
+def in_user_mesh(fn: Callable[Args, Result]) -> Callable[Args, Result]:
+    """As `on_own_mesh`, and the arrays of the result are of the user's mesh."""
+
+    @functools.wraps(fn)
+    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        if jax.sharding.get_abstract_mesh().empty:
+            return fn(*args, **kwargs)
+        with outside_mesh() as user:
+            if user is None:
+                check_traced((args, kwargs), fn.__name__)
+                return fn(*args, **kwargs)
+            args, kwargs = without_types((args, kwargs))
+            return with_types(fn(*args, **kwargs), user)
+
+    return call
+
+
+def each_in_user_mesh(items: Iterator[Item]) -> Iterator[Item]:
+    """The items of an iterator, each made as `in_user_mesh` calls a function."""
+    advance = in_user_mesh(lambda: next(items, _END))
+    while (item := advance()) is not _END:
+        yield item
+
+
+@contextlib.contextmanager
+def outside_mesh() -> Generator[Mesh | None]:
+    """A block in which no mesh is set. Its value is the user's mesh.
+
+    The value is None where no mesh is set, and where something is traced, since then the mesh cannot be left.
+    """
+    user = _user_mesh()
+    if user is None:
+        yield None
+        return
+    with jax.set_mesh(None):
+        yield user
+
+
+def has_types(mesh: Any) -> bool:
+    """Whether axes of a mesh are a part of the types of its arrays."""
+    return any(kind != AxisType.Auto for kind in mesh.axis_types)
+
+
+def without_types(tree: Any) -> Any:
+    """The arrays of a user's Explicit meshes as arrays of our own. All else stays, to the object.
+
+    Example:
+        >>> mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+        >>> typed = jax.device_put(jax.numpy.ones(4), NamedSharding(mesh, PartitionSpec("x")))
+        >>> without_types(typed).sharding == split_over(jax.devices()[:2])
+        True
+    """
+    return _with_shardings(tree, _own_sharding_of)
+
+
+def with_types(tree: Any, mesh: Mesh) -> Any:
+    """The arrays on all devices of a mesh as arrays of that mesh, if it has types. All else stays."""
+    if not has_types(mesh):
+        return tree
+
+    def sharding_of(array: jax.Array) -> Sharding | None:
+        return _user_sharding(mesh, array.sharding) if isinstance(array.sharding, NamedSharding) else None
+
+    return _with_shardings(tree, sharding_of)
+
+
+# Traced values inside of a user's mesh, where axes of the type Explicit are a part of the type of a value.
+
+
+def check_traced(tree: Any, where: str) -> None:
+    """`ValueError` for a traced value of another mesh than the one that is set around the program."""
+    around = jax.sharding.get_abstract_mesh()
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.core.Tracer) and has_types(around):
+            mesh = jax.typeof(leaf).sharding.mesh
+            if not mesh.empty and mesh != around:
+                raise ValueError(
+                    f"{where}: a value of shape {leaf.shape} is of another mesh than the one set around this jit: "
+                    f"expected {around}, got {mesh}; make the store inside of jax.set_mesh(mesh), or move it there by "
+                    "kv.place(store, mesh.devices.flat) before the jit"
+                )
+
+
+def is_split(value: Any) -> bool:
+    """Whether a traced value is split along an Explicit axis."""
+    return isinstance(value, jax.core.Tracer) and any(jax.typeof(value).sharding.spec)
+
+
+def unsplit(value: jax.Array) -> jax.Array:
+    """The value, with a traced one whole along each Explicit axis, so that it can be made flat."""
+    return jax.reshard(value, PartitionSpec()) if is_split(value) else value
+
+
+def split_like(value: jax.Array, other: jax.Array) -> jax.Array:
+    """The value, with a traced one split along Explicit axes as another value of its shape is."""
+    if not isinstance(value, jax.core.Tracer) or not isinstance(other, jax.core.Tracer):
+        return value
+    mine, wanted = jax.typeof(value).sharding, jax.typeof(other).sharding
+    return value if mine.spec == wanted.spec or wanted.mesh.empty else jax.reshard(value, wanted.spec)
+
+
+def _user_mesh() -> Mesh | None:
+    """The mesh that is set. None: there is none, or something is traced."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return None
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:  # something is traced
+        return None
+
+
+def _with_shardings(tree: Any, sharding_of: Callable[[jax.Array], Sharding | None]) -> Any:
+    """The tree with the arrays for which there is another sharding. An array that appears twice stays one array."""
+    leaves, structure = jax.tree.flatten(tree)
+    new: dict[int, jax.Array] = {}
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and id(leaf) not in new:
+            other = sharding_of(leaf)
+            if other is not None:
+                new[id(leaf)] = with_sharding(leaf, other)
+    return structure.unflatten([new.get(id(leaf), leaf) for leaf in leaves]) if new else tree
+
+
+def with_sharding(array: jax.Array, sharding: Sharding) -> jax.Array:
+    """The same buffers under another sharding, which must lay them out alike."""
+    parts = [shard.data for shard in array.addressable_shards]  # shards have no types
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
+
+
+def _own_sharding_of(array: jax.Array) -> Sharding | None:
+    """The sharding of ours that lays an array out alike. None: the array has no types."""
+    sharding = array.sharding
+    if isinstance(sharding, NamedSharding):
+        return _own_sharding(sharding)
+    # An array that was put on one device keeps the types of the mesh that it comes from.
+    return None if jax.typeof(array).sharding.mesh.empty else sharding
+
+
+@functools.lru_cache(maxsize=1024)
+def _own_sharding(sharding: NamedSharding) -> NamedSharding | None:
+    """The sharding of ours that lays an array out alike. None: the mesh has no types."""
+    mesh = sharding.mesh
+    spec: tuple[Any, ...] = tuple(sharding.spec)
+    if not isinstance(mesh, Mesh) or not has_types(mesh):
+        return None
+    devices = tuple(mesh.devices.flat)
+    if sharding.is_fully_replicated:
+        return copies_on(devices)
+    first = spec[0] if isinstance(spec[0], tuple) else (spec[0],)
+    if first == mesh.axis_names and not any(spec[1:]):
+        return split_over(devices)
+    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec)
+
+
+@functools.lru_cache(maxsize=1024)
+def _user_sharding(user: Mesh, sharding: NamedSharding) -> NamedSharding | None:
+    """The sharding over the user's mesh that lays an array out alike. None: there is none.
+
+    There is one for the same devices in the same order. So the arrays of a store, which go into one program, stay
+    together.
+    """
+    mesh = sharding.mesh
+    if not isinstance(mesh, Mesh) or has_types(mesh) or tuple(user.devices.flat) != tuple(mesh.devices.flat):
+        return None
+    if sharding.is_fully_replicated:
+        return NamedSharding(user, PartitionSpec())
+    if mesh.axis_names == user.axis_names and mesh.devices.shape == user.devices.shape:
+        return NamedSharding(user, sharding.spec)
+    if len(mesh.axis_names) > 1:
+        return None
+    every = user.axis_names if len(user.axis_names) > 1 else user.axis_names[0]
+    return NamedSharding(user, PartitionSpec(*[part and every for part in sharding.spec]))

@@ -1,0 +1,114 @@
+"""Batches on their way to the devices while earlier ones are in use."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec, Sharding
+
+from .._core import checks
+from .._devices.emulated import wait_before_collectives
+from .._devices.user_mesh import outside_mesh
+from ._convert import as_jax_dtype, path_name
+from ._split import check_sharding
+
+_WHERE = "data.prefetch"
+_END: Any = object()
+
+
+def prefetch(iterator: Iterable[Any], sharding: Any = None, size: int = 2) -> Iterator[Any]:
+    """Iterate over batches that are sent to the devices ahead of their use.
+
+    Transfers run while earlier batches are in use, without a thread. Nothing is read before the first batch is asked
+    for, and never more than `size` batches beyond the one in use.
+
+    Args:
+        iterator: an iterable of pytrees of arrays in host memory, such as batches of a loader. In several processes
+            each one gives the part of its own devices.
+        sharding: of each array: a `NamedSharding` over any mesh, or its `PartitionSpec` inside of
+            `jax.set_mesh(mesh)`. Or a pytree of them, a prefix of the batches. None: the default device.
+        size: how many batches are on their way. 0: each is sent when it is asked for.
+
+    Returns:
+        An iterator of the same pytrees on the devices. An error of `iterator` is raised after the batches before it.
+
+    Raises:
+        TypeError: no iterable, a `size` that is no int, a `sharding` that is none.
+        ValueError: a `size` below 0. When read: an array that the sharding cannot divide.
+
+    >>> import jax, numpy as np
+    >>> from jax.sharding import NamedSharding, PartitionSpec
+    >>> sharding = NamedSharding(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), PartitionSpec("data"))
+    >>> loader = ({"x": np.full((4, 3), i)} for i in range(3))
+    >>> [batch["x"].sharding == sharding for batch in prefetch(loader, sharding)]
+    [True, True, True]
+    """
+    if not isinstance(iterator, Iterable):
+        raise TypeError(f"{_WHERE}: expected something to iterate over, got {checks.describe(iterator)}")
+    size = checks.whole_number(size, _WHERE, "size", least=0)
+    if sharding is not None:
+        sharding = jax.tree.map(lambda one: check_sharding(one, _WHERE), sharding, is_leaf=_is_sharding)
+    return _prefetch(iter(iterator), sharding, size)
+
+
+def _prefetch(elements: Iterator[Any], sharding: Any, size: int) -> Iterator[Any]:
+    ahead: collections.deque[Any] = collections.deque()
+    error, over = None, False
+    while True:
+        while not over and len(ahead) <= size:
+            try:
+                element = next(elements, _END)
+                over = element is _END
+                ahead.extend([] if over else [_to_devices(element, sharding)])
+            except Exception as raised:  # it comes after the batches before it
+                error, over = raised, True
+        if not ahead:
+            break
+        yield _ready(ahead.popleft())
+    if error is not None:
+        raise error
+
+
+def _to_devices(batch: Any, sharding: Any) -> Any:
+    """The batch on the devices. The transfer is only started."""
+    with outside_mesh():
+        if sharding is None:
+            return jax.tree.map(lambda leaf: jax.device_put(_on_host(leaf)), batch)
+        shardings = jax.tree.broadcast(sharding, batch)
+        return jax.tree_util.tree_map_with_path(_put, batch, shardings)
+
+
+def _put(path: Any, leaf: Any, sharding: Any) -> jax.Array:
+    array = _on_host(leaf)
+    try:
+        if isinstance(array, jax.Array):
+            return array if array.sharding == sharding else jax.device_put(array, sharding)
+        if jax.process_count() == 1:
+            return jax.device_put(array, sharding)
+        return jax.make_array_from_process_local_data(sharding, array)
+    except ValueError as error:
+        spec, mesh = sharding.spec, dict(sharding.mesh.shape)
+        raise ValueError(
+            f"{_WHERE}: {path_name(path)} {checks.describe(array)} cannot be laid out as {spec} over a mesh of {mesh}; "
+            "use batches that its axes divide, or give a pytree of shardings, one for each array"
+        ) from error
+
+
+def _is_sharding(leaf: Any) -> bool:
+    return isinstance(leaf, (Sharding, PartitionSpec))
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.Array) else as_jax_dtype(np.asarray(leaf))
+
+
+def _ready(batch: Any) -> Any:
+    """The batch, safe to start a program with collectives on."""
+    leaves = jax.tree.leaves(batch)
+    if leaves:
+        wait_before_collectives(batch, tuple(leaves[0].sharding.device_set))
+    return batch

@@ -1,0 +1,538 @@
+"""Everything inside of the user's mesh: `jax.set_mesh` of Explicit and Auto meshes, any axes, any devices.
+
+The programs are those that run without a mesh, so their bits are the same and nothing is compiled again.
+"""
+
+import contextlib
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+
+from jaxpar import checkpoint, data, kv, parallel, train, updaters
+
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+COUNT = 4  # devices of the stores
+
+
+def devices():
+    return jax.devices()[:COUNT]
+
+
+def mesh_of(shape, names, types, chosen=None):
+    return Mesh(np.array(chosen or devices()).reshape(shape), names, axis_types=types)
+
+
+MESHES = {
+    "explicit": lambda: mesh_of((4,), ("data",), (EXPLICIT,)),
+    "auto": lambda: mesh_of((4,), ("data",), (AUTO,)),
+    "explicit2d": lambda: mesh_of((2, 2), ("data", "model"), (EXPLICIT, EXPLICIT)),
+    "auto2d": lambda: mesh_of((2, 2), ("data", "model"), (AUTO, AUTO)),
+}
+OTHERS = {
+    "mixed": lambda: mesh_of((2, 2), ("data", "model"), (EXPLICIT, AUTO)),
+    "reversed": lambda: mesh_of((4,), ("data",), (EXPLICIT,), devices()[::-1]),
+    "elsewhere": lambda: mesh_of((2,), ("x",), (EXPLICIT,), jax.devices()[6:]),
+    "some": lambda: mesh_of((2,), ("data",), (EXPLICIT,), devices()[1:3]),
+    "more": lambda: mesh_of((8,), ("data",), (EXPLICIT,), jax.devices()),
+}
+
+
+@contextlib.contextmanager
+def inside(mesh):
+    """A block with that mesh set, after which it must still be set. With None there is none."""
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        before = jax.sharding.get_abstract_mesh(), jax.sharding.get_mesh()
+        yield
+        assert (jax.sharding.get_abstract_mesh(), jax.sharding.get_mesh()) == before
+
+
+def on_host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def same_bits(tree, other):
+    jax.tree.map(np.testing.assert_array_equal, on_host(tree), on_host(other))
+
+
+def check_in(mesh, run):
+    """`run` gives the same bits inside of the mesh as without one, with no more programs."""
+    with inside(None):
+        expected = run()
+    with inside(mesh):
+        same_bits(run(), expected)
+
+
+def numbers(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@functools.cache
+def tx():
+    return optax.adam(0.1)
+
+
+def line(state_or_params, batch, rng):
+    error = batch["x"] @ state_or_params["w"] + state_or_params["b"] - batch["y"]
+    return (error**2).mean(), {"noise": jax.random.uniform(rng)}
+
+
+def batch_of(n=16):
+    return {"x": numbers(n, 3), "y": numbers(n, seed=1)}
+
+
+def params_of():
+    return {"w": numbers(3), "b": np.float32(0.5)}
+
+
+# The twelve combinations, and as many for meshes with two axes.
+
+
+def pushes(kind):
+    store = kv.from_params({"w": numbers(3, 5), "b": numbers(2)}, kind=kind, optimizer=tx(), devices=devices())
+    each = [[jax.device_put(numbers(*s, seed=i), d) for i, d in enumerate(devices())] for s in ((2,), (3, 5))]
+    store = kv.push(store, [0, 1], each)
+    store, pulled = kv.pushpull(store, [0, 1], [numbers(2, seed=8), numbers(3, 5, seed=9)], devices=devices()[:2])
+    return pulled, kv.pull(store, [0, 1]), kv.to_params(store), repr(store)[:30] == ""
+
+
+@functools.cache
+def step_of(engine, **options):
+    return train.make_train_step(line, engine=engine, **options)
+
+
+def steps(engine, kind, mesh=None):
+    step = step_of(engine)
+    store = kv.from_params(params_of(), kind=kind, optimizer=tx())
+    state = train.create_state(store, 0, devices=devices())
+    batch = batch_of()
+    if mesh is not None and set(mesh.devices.flat) == set(devices()):
+        batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+    state, first = step(state, batch)
+    state, second = step(state, batch_of())
+    return state.params, first, second
+
+
+@functools.cache
+def without_mesh(what, kind):
+    return on_host(pushes(kind) if what == "push" else steps(what, kind))
+
+
+@pytest.mark.parametrize("name", [*MESHES, *OTHERS])
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+@pytest.mark.parametrize("what", ["push", "pmap", "shard_map"])
+def test_the_same_bits_as_without_a_mesh(what, kind, name):
+    mesh = {**MESHES, **OTHERS}[name]()
+    expected = without_mesh(what, kind)
+    with inside(mesh):
+        same_bits(pushes(kind) if what == "push" else steps(what, kind, mesh), expected)
+
+
+# The verbs at the prompt.
+
+
+def all_verbs():
+    """Every verb, of kinds with a delay, with compression, rows and a plain updater too."""
+    found = []
+    for kind in ("local", "dist_async"):
+        store = kv.set_updater(kv.init(kv.create(kind), [3, 5], [jnp.ones(4), numbers(6, 2)]), updaters.accumulate)
+        for i in range(3):
+            each = [jax.device_put(jnp.full(4, float(i)), d) for d in devices()]
+            store = kv.push(store, [3, 5], [each, numbers(6, 2)])
+        found += [kv.pull(store, [3, 5]), kv.pull(kv.flush(store), [3, 5])]
+        store, copies = kv.broadcast(kv.flush(store), 7, numbers(2), devices=devices()[:2])
+        found += [copies, kv.pull(kv.place(store, devices()[:2]), 7)]
+    spec = {"type": "2bit", "threshold": 0.5}
+    store = kv.set_gradient_compression(kv.init(kv.create("device"), 0, jnp.zeros((8, 64))), spec)
+    for seed in range(2):
+        store = kv.push(store, 0, [jax.device_put(numbers(8, 64, seed=seed + i), d) for i, d in enumerate(devices())])
+    found.append(kv.pull(store, 0))
+    table = kv.set_optimizer(kv.init(kv.create("device", devices=devices()), 0, numbers(6, 2)), tx())
+    rows = kv.row_sparse_pull(table, 0, np.array([4, 1, 4]))
+    found += [rows, kv.pull(kv.push(table, 0, rows), 0), kv.row_sparse_pull(table, 0, np.array([0]), devices=devices())]
+    plain = kv.set_updater(kv.init(kv.create("sharded"), 0, numbers(5)), lambda key, pushed, stored: stored - pushed)
+    return [*found, kv.pull(kv.push(plain, 0, jnp.ones(5)), 0)]
+
+
+@pytest.mark.parametrize("name", ["explicit2d", "auto2d", "reversed"])
+def test_every_verb_at_the_prompt(name):
+    check_in({**MESHES, **OTHERS}[name](), all_verbs)
+
+
+def test_an_abstract_mesh():
+    with jax.sharding.use_abstract_mesh(MESHES["explicit2d"]().abstract_mesh):
+        same_bits(pushes("device"), without_mesh("push", "device"))
+        assert not jax.sharding.get_abstract_mesh().empty
+
+
+def test_an_error_leaves_the_mesh_set():
+    store = kv.init(kv.create(), 3, jnp.ones(2))
+    with inside(MESHES["explicit"]()), pytest.raises(ValueError, match="expected shape"):
+        kv.push(store, 3, jnp.ones(3))
+
+
+@pytest.mark.parametrize("name", ["explicit", "explicit2d"])
+def test_results_are_of_the_users_mesh(name):
+    """So they can be used together with the user's other arrays. JAX lets nothing else be."""
+    mesh = MESHES[name]()
+    with inside(mesh):
+        own = jax.device_put(numbers(4, 3), NamedSharding(mesh, P("data")))
+        for kind in ("device", "sharded"):
+            store = kv.from_params({"w": numbers(3)}, kind=kind, optimizer=tx(), devices=devices())
+            store = kv.push(store, 0, [jax.device_put(numbers(3), d) for d in devices()])
+            assert (own @ kv.pull(store, 0) + own @ kv.to_params(store)["w"]).shape == (4,)
+            assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(store))
+        state = train.create_state(kv.from_params(params_of(), optimizer=tx()), 0, devices=devices())
+        state, metrics = step_of("pmap")(state, batch_of())
+        assert (own @ state.params["w"] * metrics["loss"]).shape == (4,)
+        own_mean = parallel.replicate({"x": numbers(3)}, devices())["x"] + own.mean(0)
+        assert own_mean.shape == (3,)
+
+
+def test_arrays_of_an_explicit_mesh_can_be_given():
+    mesh = MESHES["explicit2d"]()
+
+    def run(give):
+        store = kv.from_params({"w": give(numbers(4, 4), P(None, "model"))}, kind="sharded", optimizer=tx())
+        store = kv.push(store, 0, [give(numbers(4, 4, seed=1), P("data")), give(numbers(4, 4, seed=2), P())])
+        tied = give(numbers(3), P())
+        both = kv.to_params(kv.from_params([tied, tied], devices=devices()))
+        halves = parallel.split_and_load(give(numbers(8, 2), P(("data", "model"))), devices()[:2])
+        return kv.pull(store, 0), both, halves, parallel.copy_to(give(numbers(4), P("model")), devices()[3])
+
+    expected = on_host(run(lambda x, spec: x))
+    with inside(mesh):
+        same_bits(run(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))), expected)
+
+
+# Steps with options, fit, evaluation, checkpoints.
+
+OPTIONS = {
+    "accumulate": {"accumulate": 2, "remat": True},
+    "guard": {"nonfinite": "skip", "loss_scale": "dynamic"},
+    "local": {"local_steps": 2},
+}
+
+
+@pytest.mark.parametrize("engine", ["pmap", "shard_map"])
+@pytest.mark.parametrize("option", [*OPTIONS, "stale"])
+def test_options_of_a_step(engine, option):
+    step = step_of(engine, **OPTIONS.get(option, {}))
+
+    def run():
+        options = {"kind": "dist_async", "staleness": 1} if option == "stale" else {}
+        state = train.create_state(kv.from_params(params_of(), optimizer=tx(), **options), 0, devices=devices())
+        state = step.complete(state)
+        assert step.lower(state, batch_of()).as_text()
+        for _ in range(3):
+            state, metrics = step(state, batch_of())
+        train.check_finite(metrics, state)
+        if option == "stale":
+            state, metrics = step.many(state, jax.tree.map(lambda x: np.stack([x, x]), batch_of()))
+        return step.finish(state).params, metrics
+
+    check_in(MESHES["explicit2d"](), run)
+
+
+def normed(params, batch, rng, model_state):
+    mean = 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(0)
+    return (((batch["x"] - mean[None]) @ params["w"]) ** 2).mean(), {}, {"mean": mean}
+
+
+def test_a_model_state():
+    step = train.make_train_step(normed)
+
+    def run():
+        start = {"mean": jnp.zeros(3)}
+        state = train.create_state(kv.from_params(params_of(), optimizer=tx()), 0, devices=devices(), model_state=start)
+        return step(state, batch_of())[0].model_state
+
+    check_in(MESHES["explicit"](), run)
+
+
+def pictures(n=24):
+    return data.Dataset(numbers(n, 3), (np.arange(n) % 3).astype(np.int32))
+
+
+def scores(params, images):
+    return images @ params["w"]
+
+
+def classes(params, batch, rng):
+    return optax.softmax_cross_entropy_with_integer_labels(scores(params, batch["image"]), batch["label"]).mean(), {}
+
+
+@functools.cache
+def classifier():
+    return train.make_train_step(classes, engine="shard_map")
+
+
+def trained(folder, source):
+    step, seen = classifier(), []
+    state = train.create_state(kv.from_params({"w": numbers(3, 3)}, optimizer=tx()), 0, devices=devices())
+    options = {"batch_size": 8, "progress": False, "test_data": pictures(10), "apply_fn": scores}
+    seen_mesh = lambda state, record: seen.append(jax.sharding.get_mesh())  # noqa: E731
+    checkpoints = {"checkpoint_dir": folder, "callbacks": seen_mesh}
+    state, history = train.fit(state, step, source, epochs=2, **options, **checkpoints)
+    assert seen == [jax.sharding.get_mesh()] * 2  # what a user gives is called inside of the mesh
+    like = train.create_state(kv.from_params({"w": numbers(3, 3)}, optimizer=tx()), 1, devices=devices())
+    resumed, again = train.fit(like, step, source, epochs=3, **options, **checkpoints)
+    restored = checkpoint.restore(checkpoint.latest(folder), like=state)
+    assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(state)]
+    matrix = train.confusion_matrix(resumed, scores, pictures(10))
+    outputs = train.predict(resumed, scores, pictures(10), batch_size=4)
+    keep = [{k: v for k, v in r.items() if "second" not in k} for r in [*history, *again]]
+    return keep, restored.params, matrix, outputs, train.evaluate(resumed.params, scores, pictures(10), batch_size=4)
+
+
+@pytest.mark.parametrize("name", ["explicit", "explicit2d"])
+def test_fit_evaluation_and_checkpoints(name, tmp_path):
+    folders = map(str, itertools.count())
+    check_in(MESHES[name](), lambda: trained(tmp_path / next(folders), pictures()))
+
+
+def test_fit_with_a_loader(tmp_path):
+    loader = [{"image": numbers(8, 3, seed=i), "label": np.arange(8) % 3} for i in range(3)]
+    folders = map(str, itertools.count())
+    check_in(MESHES["explicit"](), lambda: trained(tmp_path / next(folders), loader))
+
+
+def test_params_that_are_split_over_the_mesh_can_be_evaluated():
+    mesh = MESHES["explicit2d"]()
+    expected = train.predict({"w": numbers(3, 4)}, scores, numbers(5, 3), batch_size=4)
+    with inside(mesh):
+        split = jax.device_put({"w": numbers(3, 4)}, NamedSharding(mesh, P(None, "model")))
+        np.testing.assert_allclose(train.predict(split, scores, numbers(5, 3), batch_size=4), expected, rtol=1e-6)
+
+
+def test_batches_of_a_mesh_go_into_a_step_where_none_is_set():
+    mesh, expected = MESHES["explicit2d"](), steps("pmap", "device")
+    same_bits(steps("pmap", "device", mesh), expected)
+
+
+def test_parallel():
+    def run():
+        shards = parallel.split_and_load({"x": np.arange(8.0), "y": jnp.arange(8)}, devices())
+        sums = parallel.allreduce([jax.device_put(numbers(3, seed=i), d) for i, d in enumerate(devices())])
+        over = {"axis_name": "i", "devices": devices()}
+        totals = [parallel.spmd(total, engine=e, **over)(numbers(4, 2)) for e in ("pmap", "shard_map")]
+        return shards, sums, totals, parallel.replicate(jnp.ones(3), devices())
+
+    check_in(MESHES["explicit2d"](), run)
+
+
+def total(x):
+    return jax.lax.psum(x, "i")
+
+
+# Batches on a mesh.
+
+SPECS = [("explicit", P("data")), ("explicit2d", P("data")), ("auto2d", P(("data", "model"))), ("explicit2d", P())]
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize(("name", "spec"), [*SPECS, ("reversed", P("data"))])
+def test_batches_on_a_mesh(name, spec, resident):
+    mesh = {**MESHES, **OTHERS}[name]()
+    sharding, rng = NamedSharding(mesh, spec), jax.random.key(0)
+    expected = list(data.batches(pictures(), 8, rng=rng, epochs=2))
+    for context in (None, mesh):
+        with inside(context):
+            found = list(data.batches(pictures(), 8, rng=rng, epochs=2, sharding=sharding, resident=resident))
+        same_bits(found, expected)
+        assert all(array.sharding.is_equivalent_to(sharding, array.ndim) for b in found for array in b.values())
+        assert all(array.sharding.mesh == mesh for b in found for array in b.values())
+
+
+def test_batches_by_a_spec_of_the_mesh_that_is_set():
+    mesh = MESHES["explicit"]()
+    with inside(mesh):
+        batch = next(iter(data.batches(pictures(), 8, sharding=P("data"))))
+        assert batch["image"].sharding == NamedSharding(mesh, P("data"))
+        devices_of = next(iter(data.batches(pictures(), 8, devices=devices())))
+        assert (devices_of["image"] + batch["image"]).shape == (8, 3)
+
+
+def test_what_is_no_sharding_of_a_batch():
+    mesh = MESHES["explicit2d"]()
+    for sharding in (P("data"), SingleDeviceSharding(devices()[0]), mesh):
+        with pytest.raises(TypeError, match="sharding must be a NamedSharding"):
+            data.batches(pictures(), 8, sharding=sharding)
+    with pytest.raises(ValueError, match="splits its first axis only"):
+        data.batches(pictures(), 8, sharding=NamedSharding(mesh, P("data", "model")))
+    with pytest.raises(ValueError, match="not both"):
+        data.batches(pictures(), 8, sharding=NamedSharding(mesh, P()), devices=devices())
+    with pytest.raises(ValueError, match="a batch of 6 cannot be divided by 4 devices"):
+        data.batches(pictures(), 6, sharding=NamedSharding(mesh, P(("data", "model"))))
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_prefetch_reads_no_further_than_asked(size):
+    mesh, read = MESHES["explicit"](), []
+
+    def loader():
+        for i in range(6):
+            read.append(i)
+            yield {"x": np.full((4, 2), i), "y": [np.arange(4.0), jnp.ones(4)]}
+
+    sharding = NamedSharding(mesh, P("data"))
+    with inside(mesh):
+        batches = data.prefetch(loader(), sharding, size=size)
+        assert read == []
+        first = next(batches)
+        assert len(read) == 1 + size
+        assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(first))
+        assert [np.asarray(b["x"])[0, 0] for b in batches] == [1, 2, 3, 4, 5]
+
+
+def test_prefetch_raises_errors_in_their_place():
+    def loader():
+        yield np.zeros(4)
+        yield np.ones(4)
+        raise RuntimeError("the disk is gone")
+
+    batches = data.prefetch(loader(), size=5)
+    assert [next(batches).tolist(), next(batches).tolist()] == [[0.0] * 4, [1.0] * 4]
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        next(batches)
+    assert next(batches, None) is None
+
+
+def test_prefetch_stops_early_without_a_trace():
+    closed = []
+
+    def loader():
+        try:
+            yield from map(np.array, range(9))
+        finally:
+            closed.append(True)
+
+    source = loader()
+    batches = data.prefetch(source)
+    assert int(next(batches)) == 0
+    batches.close()
+    source.close()
+    assert closed
+
+
+def test_what_cannot_be_prefetched():
+    mesh = MESHES["explicit2d"]()
+    both = {"tokens": NamedSharding(mesh, P("data", "model")), "length": NamedSharding(mesh, P("data"))}
+    batch = next(data.prefetch([{"tokens": numbers(2, 4), "length": np.ones(2)}], both))
+    assert [array.sharding for array in (batch["tokens"], batch["length"])] == [both["tokens"], both["length"]]
+    with pytest.raises(ValueError, match=r"'length' float32\[3\] cannot be laid out as .*\('data',\)"):
+        next(data.prefetch([{"tokens": numbers(2, 4), "length": np.ones(3)}], both))
+    with pytest.raises(TypeError, match="sharding must be a NamedSharding"):
+        data.prefetch([], devices())
+    with pytest.raises(TypeError, match="something to iterate over"):
+        data.prefetch(3)
+    with pytest.raises(ValueError, match="size must be an int of 0 or more"):
+        data.prefetch([], size=-1)
+
+
+# The verbs while something is traced.
+
+
+def step_by_hand(store, x, y):
+    """A training step of the user's own."""
+    params = kv.to_params(store)
+    grads = jax.grad(lambda p: ((x @ p["w"] - y) ** 2).mean())(params)
+    store = kv.push(store, 0, [grads["w"] / 2, grads["w"] / 2])
+    store, pulled = kv.pushpull(store, 0, grads["w"])
+    return kv.flush(store), pulled
+
+
+JITTED = [("local", None), ("device", None), ("sharded", None), ("dist_async", None), ("device", "2bit")]
+
+
+@pytest.mark.parametrize(("kind", "compression"), JITTED)
+@pytest.mark.parametrize("name", ["explicit", "explicit2d", "auto2d"])
+def test_verbs_in_a_users_jit(kind, compression, name):
+    """A store that was made inside of the mesh goes into a program over it."""
+    x, y = numbers(8, 4), numbers(8, seed=1)
+    chosen = None if kind == "local" else devices()
+
+    def run(step, put):
+        store = kv.from_params({"w": numbers(4)}, kind=kind, optimizer=optax.sgd(0.5), devices=chosen)
+        if compression:
+            store = kv.set_gradient_compression(store, {"type": compression})
+            grads = [numbers(4, seed=i) for i in range(4)]
+            return kv.pull(jax.jit(lambda s, g: kv.push(s, 0, g))(store, [put(g, P()) for g in grads]), 0)
+        store, pulled = step(store, put(x, P("data")), put(y, P("data")))
+        return kv.pull(store, 0), pulled
+
+    expected = on_host(run(jax.jit(step_by_hand), lambda x, spec: x))
+    mesh = MESHES[name]()
+    with inside(mesh):
+        found = run(jax.jit(step_by_hand), lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), on_host(found), expected)
+
+
+@pytest.mark.parametrize("spec", [P(None, "model"), P("model"), P("model", "data")])
+def test_params_that_are_split_stay_split_in_a_users_jit(spec):
+    mesh = MESHES["explicit2d"]()
+    with inside(mesh):
+        split = NamedSharding(mesh, spec)
+        store = kv.from_params({"w": jax.device_put(numbers(4, 8), split)}, optimizer=tx())
+        grads = jax.device_put(numbers(4, 8, seed=1), split)
+        rows = kv.row_sparse_pull(store, 0, np.array([3, 1]))
+
+        @jax.jit
+        def step(store, grads):
+            return kv.push(store, 0, [grads, jax.reshard(grads, P())])
+
+        new = step(store, grads)
+        assert new.values[0].sharding.is_equivalent_to(split, 2)
+    plain = kv.push(kv.from_params({"w": numbers(4, 8)}, optimizer=tx()), 0, [numbers(4, 8, seed=1)] * 2)
+    np.testing.assert_allclose(new.values[0], plain.values[0], rtol=1e-5)
+    np.testing.assert_array_equal(rows.values, numbers(4, 8)[[1, 3]])
+
+
+def test_a_store_of_another_mesh_in_a_users_jit():
+    store = kv.from_params({"w": numbers(4)}, devices=devices())
+    mesh = MESHES["explicit2d"]()
+    with inside(mesh):
+        with pytest.raises(ValueError, match=r"push: a value of shape \(4,\) is of another mesh .* kv.place"):
+            jax.jit(lambda s: kv.push(s, 0, jnp.ones(4)))(store)
+        moved = kv.place(store, mesh.devices.flat)
+        same_bits(kv.pull(jax.jit(lambda s: kv.push(s, 0, jnp.ones(4)))(moved), 0), np.ones(4))
+        state = train.create_state(kv.from_params(params_of(), optimizer=tx()), 0, devices=devices())
+        with pytest.raises(ValueError, match="train step: a value of shape"):
+            jax.jit(step_of("pmap"))(state, batch_of())
+
+
+MAPPED = [(name, kind) for name in ("explicit", "auto2d", "explicit2d", "mixed") for kind in ("device", "sharded")]
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize(("name", "kind"), [*MAPPED, ("explicit2d", "local")])
+def test_verbs_in_a_users_shard_map(name, kind, check_vma):
+    """Over the whole mesh, or over the axis "data" with the other axis Explicit or Auto and a value split along it."""
+    mesh = {**MESHES, **OTHERS}[name]()
+    count, partial = mesh.shape["data"], len(mesh.axis_names) > 1
+    w, x = numbers(4, 6), numbers(count, 4, 6, seed=2)
+    with inside(mesh):
+        params, own = {"b": numbers(3), "w": w}, devices()[:count]
+        store = kv.from_params(params, kind=kind, optimizer=optax.sgd(0.5), devices=own)
+        specs = kv.partition_specs(store, "data")
+        put = lambda leaf, spec: jax.device_put(np.asarray(leaf), NamedSharding(mesh, spec))  # noqa: E731
+        store = jax.tree.map(put, store, specs)
+        if partial and kind != "sharded":
+            split = {**store.values, 1: put(w, P(None, "model"))}
+            store = jax.tree.unflatten(jax.tree.structure(store), [split[0], split[1]])
+
+        def run(store, x):
+            store = kv.push(store, [0, 1], [jnp.ones(3), x[0]], axis_name="data")
+            return kv.pull(store, [0, 1], axis_name="data")
+
+        mapped = jax.shard_map(
+            run, mesh=mesh, in_specs=(specs, P("data")), out_specs=P(), check_vma=check_vma, axis_names={"data"}
+        )
+        b, new = jax.jit(mapped)(store, put(x, P("data")))
+    np.testing.assert_allclose(b, numbers(3) - 0.5 * count, rtol=1e-6)
+    np.testing.assert_allclose(new, w - 0.5 * x.sum(0), rtol=1e-5, atol=1e-6)
