@@ -241,9 +241,9 @@ def test_residence_is_decided_by_the_memory_that_is_free(monkeypatch):
         free.append(room)
         found = batches(dataset, 8, devices=jax.devices()[:2])
         kinds[room] = found.__name__
-    assert kinds == {None: "_resident", 10**9: "_resident", 100: "_streamed"}
+    assert kinds == {None: "_from_devices", 10**9: "_from_devices", 100: "_from_host"}
     list(batches(dataset, 8, devices=jax.devices()[:2], resident=True))
-    assert batches(dataset, 8, devices=jax.devices()[:2]).__name__ == "_resident"  # it is there already
+    assert batches(dataset, 8, devices=jax.devices()[:2]).__name__ == "_from_devices"  # it is there already
 
 
 def test_free_memory_is_what_the_device_says():
