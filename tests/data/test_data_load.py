@@ -286,8 +286,8 @@ def test_what_was_decoded_once_is_not_decoded_again(written, tmp_path):
     [
         lambda folder: os.utime(folder / SHARD),
         lambda folder: (folder / "another-file").write_text(""),
-        lambda folder: flip(folder / "jaxpar-test.npz"),
-        lambda folder: (folder / "jaxpar-test.npz").write_bytes(b""),
+        pytest.param(lambda folder: flip(folder / "jaxpar-test.npz"), marks=pytest.mark.slow),
+        pytest.param(lambda folder: (folder / "jaxpar-test.npz").write_bytes(b""), marks=pytest.mark.slow),
         lambda folder: (folder / "jaxpar-test.npz").unlink(),
     ],
     ids=["a shard's time", "a new file", "flipped", "empty", "none"],
