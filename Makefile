@@ -10,7 +10,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TRAIN_ARGS ?=
-PYTEST_ARGS ?= -n 2
+# Each worker begins with half of the tests in their order, so that tests of one file share fixtures and programs.
+PYTEST_ARGS ?= -n 2 --dist worksteal
 LAB_ARGS ?=
 
 help:  ## show this list
@@ -31,7 +32,7 @@ debian:  # the Debian packages the README names, where they are missing
 train: $(READY) debian  ## train LeNet on the real Fashion-MNIST over 4 devices; TRAIN_ARGS='--epochs 10' to change it
 	$(BIN)/python -m jaxpar train --devices 4 --epochs 5 --output-dir runs/$$(date +%Y%m%d-%H%M%S) $(TRAIN_ARGS)
 
-test: $(READY) debian  ## run the tests, the notebooks too; PYTEST_ARGS='-k kv' to choose
+test: $(READY) debian  ## run the tests, short notebooks too; PYTEST_ARGS='-k kv' to choose
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # XLA_FLAGS set and empty: the code that users get, where tests/conftest.py would choose what compiles faster. Newer

@@ -113,7 +113,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="such as 3.12-newest; can be given several times")
     parser.add_argument("--no-tests", action="store_true", help="stop after training")
-    parser.add_argument("pytest_args", nargs="*", help="after --; default: -n 2")
+    parser.add_argument("pytest_args", nargs="*", help="after --; default: -n 2 --dist worksteal")
     args = parser.parse_args()
     found = list(interpreters())
     cells = [(f"{version}-newest", path) for version, path in found]
@@ -123,7 +123,7 @@ def main():
         sys.exit(f"nothing to do: {args.only} is none of what can be run here")
     folder = Path(tempfile.mkdtemp(prefix="jaxpar-matrix-"))
     subprocess.run([uv(), "build", "--quiet", "--out-dir", str(folder / "dist"), str(ROOT)], check=True)
-    tests = None if args.no_tests else args.pytest_args or ["-n", "2"]
+    tests = None if args.no_tests else args.pytest_args or ["-n", "2", "--dist", "worksteal"]
     lines, passed = zip(*[check(folder, *cell, folder / "dist", tests) for cell in cells], strict=True)
     print("\n".join(lines))
     sys.exit(not all(passed))

@@ -76,15 +76,22 @@ def written(tmp_path_factory):
     return folder, data.load("fashion_mnist", "train", data_dir=folder, source="debian", verbose=False)
 
 
+@pytest.fixture(scope="module")
+def prepared():
+    """The user's own data_dir, which the pages and the notebooks read too, and the training set in it."""
+    return _tfds.default_data_dir(), data.load("fashion_mnist", "train", verbose=False)
+
+
 @pytest.fixture
-def copy(written, tmp_path):
-    """A copy of that data_dir, to be damaged; and the folder of the data set in it. The training set is linked."""
+def copy(prepared, tmp_path):
+    """A data_dir with a copy, to be damaged, and the folder of the data set in it. The training set is linked."""
 
     def copy_or_link(source, target):
-        return os.link(source, target) if "train" in Path(source).name else shutil.copy2(source, target)
+        return os.symlink(source, target) if "train" in Path(source).name else shutil.copy2(source, target)
 
-    shutil.copytree(written[0], tmp_path / "copy", copy_function=copy_or_link)
-    return tmp_path / "copy", tmp_path / "copy" / "fashion_mnist" / "3.0.1"
+    folder = tmp_path / "copy" / "fashion_mnist" / "3.0.1"
+    shutil.copytree(prepared[0] / "fashion_mnist" / "3.0.1", folder, copy_function=copy_or_link)
+    return tmp_path / "copy", folder
 
 
 @pytest.fixture
@@ -100,14 +107,12 @@ def in_file_order(images, labels):
     return images[order], labels[order]
 
 
-@needs_files
-def test_it_is_fashion_mnist(written):
-    train = written[1]
+def check_it_is_fashion_mnist(train):
     assert train.images.shape == (60000, 28, 28, 1)
     assert train.images.dtype == np.uint8
     assert train.labels.dtype == np.int32
     assert np.bincount(train.labels).tolist() == [6000] * 10
-    assert (train.source, train.name, train.split) == ("debian", "fashion_mnist", "train")
+    assert (train.name, train.split) == ("fashion_mnist", "train")
     images = _idx.read(_load.DEBIAN_DIR / "train-images-idx3-ubyte.gz")[..., None]
     labels = _idx.read(_load.DEBIAN_DIR / "train-labels-idx1-ubyte.gz")
     for mine, original in zip(in_file_order(train.images, train.labels), in_file_order(images, labels), strict=True):
@@ -115,6 +120,19 @@ def test_it_is_fashion_mnist(written):
 
 
 @needs_files
+def test_it_is_fashion_mnist(prepared):
+    check_it_is_fashion_mnist(prepared[1])
+
+
+@needs_files
+@pytest.mark.slow  # writes the whole data set
+def test_debians_files_become_fashion_mnist(written):
+    assert written[1].source == "debian"
+    check_it_is_fashion_mnist(written[1])
+
+
+@needs_files
+@pytest.mark.slow  # writes the whole data set
 def test_plain_tfds_reads_what_was_written(written):
     import tensorflow_datasets as tfds
 
@@ -140,35 +158,37 @@ def test_checksums_are_the_ones_tfds_lists():
 
 
 @needs_files
-def test_a_prepared_set_comes_first_and_the_line_says_so(written, capsys, offline, no_debian):
-    test = data.load("fashion_mnist", "test", data_dir=written[0])
+def test_a_prepared_set_comes_first_and_the_line_says_so(prepared, capsys, offline, no_debian):
+    test = data.load("fashion_mnist", "test", data_dir=prepared[0])
     assert test.source == "prepared"
     assert repr(test).startswith("Dataset(fashion_mnist test: 10000 images uint8 (28, 28, 1)")
     streams = capsys.readouterr()
     assert streams.out == ""
-    assert streams.err == f"jaxpar: fashion_mnist test, 10000 images, source: prepared ({written[0]})\n"
-    part = data.load(split="test[:100]", data_dir=str(written[0]), source="prepared", verbose=False)
+    assert streams.err == f"jaxpar: fashion_mnist test, 10000 images, source: prepared ({prepared[0]})\n"
+    part = data.load(split="test[:100]", data_dir=str(prepared[0]), source="prepared", verbose=False)
     np.testing.assert_array_equal(part.images, test.images[:100])
     assert capsys.readouterr().err == ""
 
 
 @needs_files
-def test_files_come_before_debian_and_an_empty_folder_is_passed_over(written, idx_files, tmp_path, monkeypatch, capsys):
+def test_files_come_before_debian_and_an_empty_folder_is_passed_over(
+    prepared, idx_files, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("JAXPAR_DATA_DIR", str(idx_files))
     assert _load._find("fashion_mnist", tmp_path / "new", "auto") == ("files", idx_files)
     monkeypatch.setenv("JAXPAR_DATA_DIR", str(tmp_path / "nothing"))
     assert _load._find("fashion_mnist", tmp_path / "new", "auto") == ("debian", _load.DEBIAN_DIR)
     assert _load._find("mnist", tmp_path / "new", "auto") == ("download", None)
     monkeypatch.setenv("JAXPAR_DATA_DIR", str(idx_files))
-    again = data.load(split="test[:10]", source="files", data_dir=written[0])
+    again = data.load(split="test[:10]", source="files", data_dir=prepared[0])
     assert again.source == "files"
     assert str(idx_files) in capsys.readouterr().err
 
 
 @needs_files
-def test_the_default_folder_is_the_one_tfds_has(written, monkeypatch):
+def test_the_default_folder_is_the_one_tfds_has(prepared, monkeypatch):
     assert _tfds.default_data_dir() == Path.home() / "tensorflow_datasets"
-    monkeypatch.setenv("TFDS_DATA_DIR", str(written[0]))
+    monkeypatch.setenv("TFDS_DATA_DIR", str(prepared[0]))
     assert data.load(split="test[:10]", verbose=False).source == "prepared"
 
 
@@ -269,14 +289,14 @@ print("tensorflow_datasets" in sys.modules, found)
 
 
 @needs_files
-def test_what_was_decoded_once_is_not_decoded_again(written, tmp_path):
-    command = [sys.executable, "-c", FRESH, str(written[0]), str(tmp_path / "found.npz")]
+def test_what_was_decoded_once_is_not_decoded_again(prepared, tmp_path):
+    command = [sys.executable, "-c", FRESH, str(prepared[0]), str(tmp_path / "found.npz")]
     done = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
     assert done.stdout.startswith("False Dataset(fashion_mnist train: 60000 images uint8"), done.stderr
     assert "source='prepared'" in done.stdout
     with np.load(tmp_path / "found.npz") as found:
-        np.testing.assert_array_equal(found["images"], written[1].images)
-        np.testing.assert_array_equal(found["labels"], written[1].labels)
+        np.testing.assert_array_equal(found["images"], prepared[1].images)
+        np.testing.assert_array_equal(found["labels"], prepared[1].labels)
         assert found["labels"].dtype == np.int32
 
 
@@ -286,8 +306,8 @@ def test_what_was_decoded_once_is_not_decoded_again(written, tmp_path):
     [
         lambda folder: os.utime(folder / SHARD),
         lambda folder: (folder / "another-file").write_text(""),
-        lambda folder: flip(folder / "jaxpar-test.npz"),
-        lambda folder: (folder / "jaxpar-test.npz").write_bytes(b""),
+        pytest.param(lambda folder: flip(folder / "jaxpar-test.npz"), marks=pytest.mark.slow),
+        pytest.param(lambda folder: (folder / "jaxpar-test.npz").write_bytes(b""), marks=pytest.mark.slow),
         lambda folder: (folder / "jaxpar-test.npz").unlink(),
     ],
     ids=["a shard's time", "a new file", "flipped", "empty", "none"],

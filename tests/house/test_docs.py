@@ -29,6 +29,8 @@ FENCE = re.compile(
 )
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->\s*$")
 MOST_NOT_RUN = 4
+# Pages that compile for 10 to 20 seconds: the second row runs them.
+LONG = ("docs/seeing_a_run.md", "docs/tutorial.md", "docs/your_model.md")
 EXAMPLES = 512
 needs_data = pytest.mark.skipif(
     bool(_idx.missing(_load.DEBIAN_DIR)), reason="Debian's package dataset-fashion-mnist is not installed"
@@ -71,13 +73,14 @@ def cut(load):
     return load_some
 
 
+def marks(page):
+    data_marks = [needs_data, pytest.mark.data] if "data.load(" in page.read_text() else []
+    return [*data_marks, pytest.mark.slow] if name(page) in LONG else data_marks
+
+
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=[needs_data, pytest.mark.data] if "data.load(" in page.read_text() else [])
-        for page in PAGES
-        if any(not block.excuse for block in blocks(page))
-    ],
+    [pytest.param(page, marks=marks(page)) for page in PAGES if any(not block.excuse for block in blocks(page))],
     ids=name,
 )
 @pytest.mark.usefixtures("quick_collections")

@@ -31,8 +31,9 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-# Notebook 05 starts and kills processes for a minute; the second row runs it.
-RUN = [pytest.param(p, marks=pytest.mark.slow if p.stem == "05_many_processes" else ()) for p in NOTEBOOKS]
+# Most of a minute each: notebooks 02 and 03 compile many programs, 05 starts and kills processes.
+LONG = ("02_lenet_multi_device", "03_kvstore_in_depth", "05_many_processes")
+RUN = [pytest.param(p, marks=pytest.mark.slow if p.stem in LONG else ()) for p in NOTEBOOKS]
 
 
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)

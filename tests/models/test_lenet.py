@@ -38,7 +38,7 @@ def convolutions(fn, *args):
     return jax.jit(fn).lower(*args).compile().as_text().count(" convolution(")
 
 
-@pytest.mark.parametrize("n", [8, 33])
+@pytest.mark.parametrize("n", [pytest.param(8, marks=pytest.mark.slow), 33])
 def test_logits_of_any_batch(params, n):
     close(lenet.apply(params, images(n)), as_written(params, images(n)))
 
@@ -81,12 +81,14 @@ def test_no_batch_at_all(params):
     assert lenet.apply(params, images(0)).shape == (0, 10)
 
 
+@pytest.mark.slow  # test_conv.py has its layers
 def test_vmap_over_models(params):
     several = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
     wanted = jnp.stack([as_written(jax.tree.map(lambda x, i=i: x[i], several), images()) for i in range(2)])
     close(jax.vmap(lenet.apply, (0, None))(several, images()), wanted)
 
 
+@pytest.mark.slow  # test_conv.py has its layers
 def test_hessian_times_a_vector(params):
     direction = jax.tree.map(jnp.cos, params)
 

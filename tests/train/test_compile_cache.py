@@ -32,6 +32,7 @@ def run(tmp_path, **more):
     return place, int(hits)
 
 
+@pytest.mark.slow
 def test_a_second_process_compiles_nothing_anew(tmp_path):
     place, hits = run(tmp_path)
     assert place.startswith(str(tmp_path / "jaxpar"))

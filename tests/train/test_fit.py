@@ -254,6 +254,7 @@ def trace_steps(directory):
         return sorted({dict(e.stats)["step_num"] for e in events})
 
 
+@pytest.mark.slow  # three traces are read
 def test_a_trace_of_some_steps(tmp_path):
     big = points(18 * 16, 0)
     state, _ = train.fit(start(), STEP, big, epochs=1, batch_size=16, progress=False, profile=tmp_path / "a")

@@ -65,7 +65,7 @@ def lenet():
 @pytest.mark.parametrize(
     ("engine", "count", "kind"),
     [
-        ("pmap", 1, "device"),
+        pytest.param("pmap", 1, "device", marks=pytest.mark.slow),
         pytest.param("pmap", 8, "device", marks=pytest.mark.slow),
         pytest.param("shard_map", 4, "local", marks=pytest.mark.slow),
         ("shard_map", 8, "sharded"),

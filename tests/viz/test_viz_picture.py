@@ -59,7 +59,11 @@ def width():
     return measure
 
 
-@pytest.mark.parametrize("name", m.NETWORKS)
+LARGE = ("resnet", "flax")
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in m.NETWORKS]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_renders_and_no_label_is_wider_than_its_box(name, width):
     plot = drawn(name)
     found = list(boxes(plot.pipe("svg")))
