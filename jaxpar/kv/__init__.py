@@ -33,7 +33,8 @@ from ._create import (
 )
 from ._params import from_params as from_params, to_params as to_params
 from ._place import partition_specs as partition_specs, place as place
-from ._pull import broadcast as broadcast, pull as pull, row_sparse_pull as row_sparse_pull
+from ._pull import broadcast as broadcast, pull as pull
+from ._pull_rows import row_sparse_pull as row_sparse_pull
 from ._push import flush as flush, push as push, pushpull as pushpull
 from ._store import KVStore as KVStore, names as names
 from ._workers import barrier as barrier, num_workers as num_workers, rank as rank

@@ -14,8 +14,6 @@ from .._core.arrays import Device, is_traced
 from .._devices import buckets, emulated
 from .._devices.emulated import wait_before_collectives
 from .._devices.mesh import STORE_AXIS, copies_on, mesh_of
-from .._devices.placement import to_host
-from ..sparse import RowSparse, take
 from ._aggregate import axis_size
 from ._create import init
 from ._kinds import Layout
@@ -187,70 +185,6 @@ def _send_in_buckets(
 
 _pack = jax.jit(buckets.pack, static_argnums=1)
 _unpack = jax.jit(buckets.unpack, static_argnums=(1, 2))
-
-
-@overload
-def row_sparse_pull(store: KVStore, key: int, row_ids: Any, *, devices: None = None) -> RowSparse: ...
-
-
-@overload
-def row_sparse_pull(store: KVStore, key: int, row_ids: Any, *, devices: Sequence[Device]) -> list[RowSparse]: ...
-
-
-@overload
-def row_sparse_pull(store: KVStore, key: Sequence[int], row_ids: Any, *, devices: None = None) -> list[RowSparse]: ...
-
-
-@overload
-def row_sparse_pull(
-    store: KVStore, key: Sequence[int], row_ids: Any, *, devices: Sequence[Device]
-) -> list[list[RowSparse]]: ...
-
-
-def row_sparse_pull(
-    store: KVStore, key: int | Sequence[int], row_ids: Any, *, devices: Sequence[Device] | None = None
-) -> Any:
-    """Some rows of a stored value.
-
-    Args:
-        store: any store.
-        key: an int, or a list of ints, of values with at least one axis.
-        row_ids: (m,) integers. For a list of keys, one such array for all or a list with one for each.
-        devices: where to put copies, as in `pull`.
-
-    Returns:
-        A `RowSparse` of the unique, sorted rows. With `devices` a list of them. For a list of keys, a list of those.
-
-    Raises:
-        KeyError: a key that was never initialised.
-        ValueError, IndexError: ids that are negative or out of range, as of `jaxpar.sparse.take`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jaxpar import kv
-        >>> store = kv.init(kv.create(), 0, jnp.arange(8.0).reshape(4, 2))
-        >>> kv.row_sparse_pull(store, 0, jnp.array([3, 0, 3])).indices.tolist()
-        [0, 3]
-    """
-    keys, many = checks.as_keys(key)
-    checks.known(keys, store.values, "kv.row_sparse_pull")
-    ids = row_ids if isinstance(row_ids, (list, tuple)) and many and _of_arrays(row_ids) else [row_ids] * len(keys)
-    checks.as_values(keys, ids, True, "kv.row_sparse_pull")
-    values = [to_host(value) for value in pull(store, keys)]
-    pulled = [take(value, i) for value, i in zip(values, ids, strict=True)]
-    if devices is not None:
-        pulled = [_rows_on(rows, devices) for rows in pulled]
-    return pulled if many else pulled[0]
-
-
-def _rows_on(rows: RowSparse, devices: Sequence[Device]) -> list[RowSparse]:
-    if is_traced(rows):
-        return [rows] * len(devices)
-    return [jax.device_put(rows, d) for d in devices]
-
-
-def _of_arrays(row_ids: Sequence[Any]) -> bool:
-    return any(hasattr(i, "shape") or isinstance(i, (list, tuple)) for i in row_ids)
 
 
 @overload
