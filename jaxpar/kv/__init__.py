@@ -24,17 +24,17 @@ A push goes one way:
 
 from . import _portable as _portable  # registers how a store is saved
 from ._create import (
-    KINDS as KINDS,
     create as create,
     init as init,
     set_gradient_compression as set_gradient_compression,
     set_optimizer as set_optimizer,
     set_updater as set_updater,
 )
+from ._kinds import KINDS as KINDS
 from ._params import from_params as from_params, to_params as to_params
 from ._place import partition_specs as partition_specs, place as place
 from ._pull import broadcast as broadcast, pull as pull
-from ._pull_rows import row_sparse_pull as row_sparse_pull
 from ._push import flush as flush, push as push, pushpull as pushpull
+from ._rows import row_sparse_pull as row_sparse_pull
 from ._store import KVStore as KVStore, names as names
 from ._workers import barrier as barrier, num_workers as num_workers, rank as rank

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._core.arrays import Device
+from .._core.keys import check_stored
 from .._devices import processes
 from .._devices.mesh import copied, copies_on, split_over
 from .._devices.placement import to_host
@@ -36,6 +37,7 @@ def place(store: KVStore, devices: Sequence[Device]) -> KVStore:
 
     Raises:
         ValueError: kind `sharded` and an updater that is not elementwise for shares of this many devices.
+        RuntimeError: a stored value was deleted, as by donating the store.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -44,6 +46,7 @@ def place(store: KVStore, devices: Sequence[Device]) -> KVStore:
         >>> len(store.values[0].sharding.device_set)
         1
     """
+    check_stored(store.values, store.values, "kv.place")
     target = create(store.kind, devices=devices).devices
     assert target is not None
     store = _values_of_first(store, target)

@@ -4,51 +4,60 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import jax
 from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 
 from .._core import checks
 from .._core.arrays import Device, is_traced
+from .._core.keys import Key, Keys, find_keys
 from .._devices import buckets, emulated
+from .._devices.copies import donatable
 from .._devices.emulated import wait_before_collectives
 from .._devices.mesh import STORE_AXIS, copies_on, mesh_of
 from ._aggregate import axis_size
 from ._create import init
 from ._kinds import Layout
-from ._store import Key, KVStore, kind_of, shapes_of
+from ._mxnet import answers
+from ._store import KVStore, kind_of, shapes_of
 
 # XLA compiles a kernel for each value, so a program that packs thousands of them would take minutes.
 _MOST_VALUES = 256
 
 
 @overload
-def pull(store: KVStore, key: int, *, devices: None = None, axis_name: str | None = None) -> jax.Array: ...
-
-
-@overload
-def pull(store: KVStore, key: int, *, devices: Sequence[Device], axis_name: str | None = None) -> list[jax.Array]: ...
+def pull(
+    store: KVStore, key: Key, *, devices: None = None, axis_name: str | None = None, copy: bool = True
+) -> jax.Array: ...
 
 
 @overload
 def pull(
-    store: KVStore, key: Sequence[int], *, devices: None = None, axis_name: str | None = None
+    store: KVStore, key: Key, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
 ) -> list[jax.Array]: ...
 
 
 @overload
 def pull(
-    store: KVStore, key: Sequence[int], *, devices: Sequence[Device], axis_name: str | None = None
+    store: KVStore, key: Keys, *, devices: None = None, axis_name: str | None = None, copy: bool = True
+) -> list[jax.Array]: ...
+
+
+@overload
+def pull(
+    store: KVStore, key: Keys, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
 ) -> list[list[jax.Array]]: ...
 
 
+@answers
 def pull(
     store: KVStore,
-    key: int | Sequence[int],
+    key: Key | Keys,
     *,
     devices: Sequence[Device] | None = None,
     axis_name: str | None = None,
+    copy: bool = True,
 ) -> Any:
     """The stored values.
 
@@ -56,20 +65,23 @@ def pull(
 
     Args:
         store: any store.
-        key: an int, or a list of ints.
+        key: an int, the name of a parameter in a store of `from_params`, or a list of both.
         devices: where to put copies, devices of this process. None: the value as the store has it. Under `jit` the
             program decides on which device a value is, so the list has the value once for each device.
         axis_name: inside `pmap` or `shard_map`, the axis over which a store of kind `sharded` is spread. Its rows are
             gathered. The other kinds need none.
+        copy: whether what is pulled may be donated while the store stays valid, and the other way round. Large values
+            of emulated devices share their memory all the same, safely. False shares the arrays of the store.
 
     Returns:
         An array of the shape given to `init`. With `devices` a list of arrays, one on each. For a list of keys, a
         list of those.
 
     Raises:
-        KeyError: a key that was never initialised.
-        TypeError: a key that is no int.
+        KeyError: a key that was never initialised, or a name that no parameter has.
+        TypeError: a key that is no int, or a name for a store without names.
         ValueError: a device of another process.
+        RuntimeError: the stored value was deleted, as by donating the store.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -78,11 +90,18 @@ def pull(
         >>> [value.tolist() for value in kv.pull(store, [7, 5])]
         [[0.0, 0.0], [1.0, 1.0]]
     """
-    keys, many = checks.as_keys(key)
-    checks.known(keys, store.values, "kv.pull")
+    keys, many = find_keys(key, store.values, store.paths, "kv.pull")
     values = pull_whole(store, keys, axis_name)
-    pulled = values if devices is None else copies(values, tuple(devices))
+    if devices is not None:
+        pulled = copies(values, tuple(devices), copy and not kind_of(store).layout.is_split)
+    else:
+        pulled = own_values(store, values) if copy else values
     return pulled if many else pulled[0]
+
+
+def own_values(store: KVStore, values: list[jax.Array]) -> list[jax.Array]:
+    """What `pull_whole` gave, in arrays that do not belong to the store. Outside of traced functions only."""
+    return values if kind_of(store).layout.is_split or is_traced(values) else donatable(values)
 
 
 def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> list[jax.Array]:
@@ -122,8 +141,12 @@ def _gather_program(layout: Layout, devices: tuple[Device, ...], limits: Any) ->
     return jax.jit(run, static_argnums=1)
 
 
-def copies(values: Sequence[jax.Array], devices: tuple[Device, ...]) -> list[list[jax.Array]]:
-    """For each value a list with a copy on each device. Copies that are there already are not made again."""
+def copies(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool) -> list[list[jax.Array]]:
+    """For each value a list with a copy on each device.
+
+    Args:
+        own: whether arrays that are there already are not given away, but copied.
+    """
     if not devices:
         return [[] for _ in values]
     if is_traced(values):
@@ -136,7 +159,18 @@ def copies(values: Sequence[jax.Array], devices: tuple[Device, ...]) -> list[lis
         some = absent[start : start + _MOST_VALUES]
         for i, sent in zip(some, _send([values[i] for i in some], wanted), strict=True):
             held[i] = sent
+    if own:
+        held = _own(values, held, wanted)
     return [[there[d] for d in devices] for there in held]
+
+
+def _own(values: Sequence[jax.Array], held: list[Any], devices: set[Device]) -> list[Any]:
+    """The copies, with new arrays in place of those on the devices of the value itself."""
+    shared = [(i, d) for i, v in enumerate(values) for d in devices & v.sharding.device_set]
+    held = list(map(dict, held))
+    for (i, d), array in zip(shared, donatable([held[i][d] for i, d in shared]), strict=True):
+        held[i][d] = array
+    return held
 
 
 def _find_copies(value: jax.Array, wanted: set[Device]) -> dict[Device, jax.Array] | None:
@@ -209,7 +243,10 @@ def broadcast(
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
 
 
-def broadcast(store: KVStore, key: Key, value: Any, *, devices: Sequence[Device] | None = None) -> tuple[KVStore, Any]:
+@answers
+def broadcast(
+    store: KVStore, key: int | Sequence[int], value: Any, *, devices: Sequence[Device] | None = None
+) -> tuple[KVStore, Any]:
     """Call `init`, then `pull` of the same keys.
 
     Args:
@@ -229,5 +266,5 @@ def broadcast(store: KVStore, key: Key, value: Any, *, devices: Sequence[Device]
         >>> [copy.tolist() for copy in copies]
         [[1.0, 1.0], [1.0, 1.0]]
     """
-    store = init(store, key, value)
-    return store, pull(store, key, devices=devices)
+    store, read = init(store, key, value), cast(Any, pull)
+    return store, read(store, key, devices=devices)

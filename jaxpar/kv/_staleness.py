@@ -214,7 +214,7 @@ def _devices_of(array: jax.Array) -> tuple[Any, ...]:
     """The devices of an array, in the order in which a program has them."""
     sharding = array.sharding
     if isinstance(sharding, NamedSharding):
-        return tuple(sharding.mesh.devices.flat)
+        return tuple(np.asarray(sharding.mesh.devices).flat)
     return tuple(sorted(sharding.device_set, key=lambda d: d.id))
 
 

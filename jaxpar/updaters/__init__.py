@@ -18,6 +18,7 @@ from ._base import (
     Updater as Updater,
     accumulate as accumulate,
     assign as assign,
+    check_updater as check_updater,
     ignores_key as ignores_key,
     program_of as program_of,
     stateless as stateless,

@@ -172,7 +172,7 @@ def test_as_many_lists_of_ids_as_devices():
         kv.row_sparse_pull(store, 3, lists, devices=devices)
     with pytest.raises(ValueError, match="key 4: expected a list of ids for each of 2 devices, got 3 lists"):
         kv.row_sparse_pull(store, [3, 4], [[0], lists], devices=devices)
-    with pytest.raises(ValueError, match="key 3: expected one array of ids, got 3 lists.*give devices="):
+    with pytest.raises(ValueError, match=r"key 3: expected one array of ids, got 3 lists.*give devices="):
         kv.row_sparse_pull(store, 3, lists)
     on = jax.jit(lambda s, ids: kv.row_sparse_pull(s, 3, [ids, ids[:1]], devices=devices))(store, jnp.array([3, 1]))
     assert [r.indices.tolist() for r in on] == [[1, 3], [3]]

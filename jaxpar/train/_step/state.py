@@ -62,7 +62,7 @@ class TrainState:
         """The parameters as they were given to `kv.from_params`. `RuntimeError` if the state was donated."""
         if not is_traced(self.store.values):
             check_not_donated(self.store.values, "state.params")
-        return kv.to_params(self.store)
+        return kv.to_params(self.store, copy=False)
 
     def __repr__(self) -> str:
         rest = [f"{name}: {words}" for name, words in self._other_parts()]
