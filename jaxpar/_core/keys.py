@@ -18,7 +18,7 @@ Keys = list[int] | list[str] | list[int | str] | range
 Paths = tuple[tuple[int, str], ...]
 
 
-def find_keys(key: Any, values: Mapping[int, Any], paths: Paths, where: str) -> tuple[list[int], bool]:
+def find_keys(key: Any, values: dict[int, Any], paths: Paths, where: str) -> tuple[list[int], bool]:
     """The keys of the store that a call names, and whether it gave a list.
 
     Args:

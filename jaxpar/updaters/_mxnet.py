@@ -130,15 +130,18 @@ def mxnet_adagrad(
 def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
     """The same state with another rate. Nothing recompiles.
 
+    Only the optimizer's rate changes. A parameter or a model's own array of this name stays as it is.
+
     Args:
-        state: of one key, or any pytree of such states, of an optimizer made with `rate_in_state=True`.
+        state: of one key of an optimizer made with `rate_in_state=True`, a list or {key: state} of such states, or the
+            state of `optax.inject_hyperparams`. Or a `KVStore`, a `TrainState` or a part of them with such states.
         learning_rate: a number or 0-d array.
 
     Returns:
         A pytree of the same structure, shapes and dtypes.
 
     Raises:
-        ValueError: no rate is in `state`.
+        ValueError: no rate is in `state`, or it follows a schedule of optax.
 
     Example:
         >>> updater = mxnet_sgd(1.0, rate_in_state=True)
@@ -149,7 +152,9 @@ def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
     found: list[tuple[Any, ...]] = []
 
     def replace(path: tuple[Any, ...], leaf: Any) -> Any:
-        if path and getattr(path[-1], "key", None) == "learning_rate":
+        if _is_scheduled(path):
+            raise ValueError("set_learning_rate: this rate follows a schedule; give optax.inject_hyperparams a number")
+        if _is_rate(path):
             found.append(path)
             # In the array's own dtype and place, so that a compiled step takes it as it took the old one.
             return jnp.zeros_like(leaf) + jnp.asarray(learning_rate, leaf.dtype)
@@ -157,8 +162,31 @@ def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
 
     state = jax.tree_util.tree_map_with_path(replace, state)
     if not found:
-        raise ValueError("set_learning_rate: no rate in this state; make the optimizer with rate_in_state=True")
+        raise ValueError(
+            "set_learning_rate: no rate in this state; make the optimizer with rate_in_state=True, or by "
+            "optax.inject_hyperparams"
+        )
     return state
+
+
+def _is_rate(path: tuple[Any, ...]) -> bool:
+    """Whether this is where an optimizer has its rate.
+
+    That is in the hyperparameters of optax, or directly in the state of a key. All else of this name is a parameter, or
+    belongs to one.
+    """
+    fields, keys = [getattr(p, "name", None) for p in path], [getattr(p, "key", getattr(p, "idx", None)) for p in path]
+    if not path or keys[-1] != "learning_rate" or {"values", "model_state", "residuals", "pending"} & set(fields):
+        return False
+    if "hyperparams" in fields[-2:]:
+        return True
+    around = [k for name, k in zip(fields, keys, strict=True) if name not in ("store", "updater_state", "local")][:-1]
+    return all(isinstance(k, int) or k == "updater_state" for k in around)
+
+
+def _is_scheduled(path: tuple[Any, ...]) -> bool:
+    steps = [getattr(p, "name", getattr(p, "key", None)) for p in path]
+    return ("hyperparams_states", "learning_rate") in zip(steps, steps[1:], strict=False)
 
 
 def multipliers(names: Mapping[int, str], patterns: Mapping[str, float]) -> dict[int, float]:
