@@ -153,20 +153,22 @@ def copies(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool) 
         return [[v] * len(devices) for v in values]
     wanted = set(devices)
     checks.check_own(wanted, "kv.pull")
-    held: list[Any] = [_find_copies(v, wanted) for v in values]
+    whole = {i for i, v in enumerate(values) if own and v.is_fully_replicated and v.sharding.device_set == wanted}
+    new = dict(zip(whole, donatable([values[i] for i in whole]), strict=True))
+    held: list[Any] = [_find_copies(new.get(i, v), wanted) for i, v in enumerate(values)]
     absent = [i for i, there in enumerate(held) if there is None]
     for start in range(0, len(absent), _MOST_VALUES):
         some = absent[start : start + _MOST_VALUES]
         for i, sent in zip(some, _send([values[i] for i in some], wanted), strict=True):
             held[i] = sent
     if own:
-        held = _own(values, held, wanted)
+        held = _own(values, held, wanted, whole)
     return [[there[d] for d in devices] for there in held]
 
 
-def _own(values: Sequence[jax.Array], held: list[Any], devices: set[Device]) -> list[Any]:
-    """The copies, with new arrays in place of those on the devices of the value itself."""
-    shared = [(i, d) for i, v in enumerate(values) for d in devices & v.sharding.device_set]
+def _own(values: Sequence[jax.Array], held: list[Any], devices: set[Device], new: set[int]) -> list[Any]:
+    """The copies, with new arrays in place of those on the devices of the value itself, if they are not new."""
+    shared = [(i, d) for i, v in enumerate(values) if i not in new for d in devices & v.sharding.device_set]
     held = list(map(dict, held))
     for (i, d), array in zip(shared, donatable([held[i][d] for i, d in shared]), strict=True):
         held[i][d] = array

@@ -21,6 +21,7 @@ compiled program.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar, Unpack
@@ -186,7 +187,7 @@ def _is_rate(path: tuple[Any, ...]) -> bool:
 
 def _is_scheduled(path: tuple[Any, ...]) -> bool:
     steps = [getattr(p, "name", getattr(p, "key", None)) for p in path]
-    return ("hyperparams_states", "learning_rate") in zip(steps, steps[1:], strict=False)
+    return ("hyperparams_states", "learning_rate") in itertools.pairwise(steps)
 
 
 def multipliers(names: Mapping[int, str], patterns: Mapping[str, float]) -> dict[int, float]:
