@@ -176,18 +176,21 @@ def _is_rate(path: tuple[Any, ...]) -> bool:
     That is in the hyperparameters of optax, or directly in the state of a key. All else of this name is a parameter, or
     belongs to one.
     """
-    fields, keys = [getattr(p, "name", None) for p in path], [getattr(p, "key", getattr(p, "idx", None)) for p in path]
-    if not path or keys[-1] != "learning_rate" or {"values", "model_state", "residuals", "pending"} & set(fields):
+    steps = _steps(path)
+    if not steps or steps[-1] != "learning_rate" or "model_state" in steps:
         return False
-    if "hyperparams" in fields[-2:]:
+    if steps[-2:-1] == ["hyperparams"]:
         return True
-    around = [k for name, k in zip(fields, keys, strict=True) if name not in ("store", "updater_state", "local")][:-1]
-    return all(isinstance(k, int) or k == "updater_state" for k in around)
+    inner = steps[steps.index("updater_state") + 1 : -1] if "updater_state" in steps else steps[:-1]
+    return all(isinstance(step, int) for step in inner)
 
 
 def _is_scheduled(path: tuple[Any, ...]) -> bool:
-    steps = [getattr(p, "name", getattr(p, "key", None)) for p in path]
-    return ("hyperparams_states", "learning_rate") in itertools.pairwise(steps)
+    return ("hyperparams_states", "learning_rate") in itertools.pairwise(_steps(path))
+
+
+def _steps(path: tuple[Any, ...]) -> list[Any]:
+    return [getattr(p, "name", getattr(p, "key", getattr(p, "idx", None))) for p in path]
 
 
 def multipliers(names: Mapping[int, str], patterns: Mapping[str, float]) -> dict[int, float]:
