@@ -7,7 +7,7 @@ import optax
 import pytest
 from kv_model import whole_numbers
 
-from jaxpar import kv
+from jaxpar import kv, updaters
 
 PARAMS = {
     "conv1": {"bias": whole_numbers(0, 2), "weight": whole_numbers(1, 4, 2)},
@@ -39,7 +39,7 @@ def test_a_name_is_a_key_wherever_a_key_is(kind):
 
 
 def test_names_inside_of_programs():
-    store = store_of(optimizer=optax.sgd(1.0))
+    store = store_of(updater=updaters.from_optax(optax.sgd(1.0)))
     store = jax.jit(lambda s, g: kv.push(s, "conv1/bias", [g, g]))(store, jnp.ones(2))
     np.testing.assert_array_equal(kv.pull(store, "conv1/bias"), PARAMS["conv1"]["bias"] - 2)
 
