@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.core
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 
 if TYPE_CHECKING:  # type checkers cannot see jax.Device
     Device = Any
@@ -24,6 +25,53 @@ def nbytes(value: Any) -> int:
 def is_traced(tree: Any) -> bool:
     """Whether some array of the pytree is a tracer, which has no values and no devices."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def is_gone(leaf: Any) -> bool:
+    """Whether an array has no values any more: it was deleted, or it left the traced function that made it.
+
+    Example:
+        >>> x = jax.numpy.ones(3)
+        >>> _ = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+        >>> is_gone(x), is_gone(jax.numpy.ones(3))
+        (True, False)
+    """
+    if isinstance(leaf, jax.core.Tracer):
+        return not is_tracing()
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
+
+
+def check_not_gone(value: jax.Array, where: str) -> jax.Array:
+    """The array, which must have values.
+
+    Raises:
+        RuntimeError: it was deleted.
+        jax.errors.UnexpectedTracerError: it is a tracer of a function whose trace has ended. This is a `TypeError`.
+    """
+    if not is_gone(value):
+        return value
+    this = f"{where}: this {value.dtype}[{','.join(map(str, value.shape))}]"
+    if is_traced(value):
+        raise jax.errors.UnexpectedTracerError(
+            f"{this} is a tracer of a jitted or transformed function that has ended; return the value from that "
+            "function, and use what the call returns"
+        )
+    raise RuntimeError(
+        f"{this} was deleted, as by donating it to a jitted function (donate_argnums); give what that function "
+        "returned, or a copy made before (jnp.copy)"
+    )
+
+
+def is_tracing() -> bool:
+    """Whether this runs inside a function that is traced: under `jit`, `vmap`, `grad`, ...
+
+    Example:
+        >>> is_tracing(), int(jax.jit(is_tracing)()), bool(jax.vmap(lambda x: x + is_tracing())(jax.numpy.zeros(1)))
+        (False, 1, True)
+    """
+    now = get_opaque_trace_state()
+    with jax.core.eval_context():
+        return now != get_opaque_trace_state()
 
 
 def is_prng_key(leaf: Any) -> bool:

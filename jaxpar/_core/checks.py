@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import Device
+from .arrays import Device, check_not_gone
 
 Engine = Literal["pmap", "shard_map"]
 StepEngine = Literal["auto", "pmap", "shard_map", "jit"]
@@ -38,7 +38,7 @@ def as_key(key: Any) -> int:
     """
     if not _is_int(key):
         hint = "; give a list of ints for several keys" if isinstance(key, tuple) else ""
-        hint = "; kv.names(store) says which key a name has" if isinstance(key, str) else hint
+        hint = "; the keys of kv.from_params have names, kv.names(store)" if isinstance(key, str) else hint
         raise TypeError(f"a key of the store must be an int, got {key!r} of type {type(key).__name__}{hint}")
     return operator.index(key)
 
@@ -91,9 +91,10 @@ def array(value: Any, where: str) -> jax.Array:
 
     Raises:
         TypeError: it is no array of numbers.
+        RuntimeError, TypeError: it has no values, see `arrays.check_not_gone`.
     """
     if isinstance(value, jax.Array):
-        return value
+        return check_not_gone(value, where)
     if isinstance(value, (list, tuple, str, bytes, dict)) or value is None:
         raise TypeError(f"{where}: expected an array, got {describe(value)}")
     try:

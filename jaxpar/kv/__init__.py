@@ -24,18 +24,18 @@ pushes some rows of a table. What differs between the kinds of store is in `_kin
 
 from . import _portable as _portable  # registers how a store is saved
 from ._create import (
-    KINDS as KINDS,
     create as create,
     init as init,
     set_gradient_compression as set_gradient_compression,
     set_optimizer as set_optimizer,
     set_updater as set_updater,
 )
-from ._kinds import _KIND_NAMES as _KIND_NAMES
+from ._kinds import _KIND_NAMES as _KIND_NAMES, KINDS as KINDS
 from ._params import eval_params as eval_params, from_params as from_params, to_params as to_params
 from ._place import partition_specs as partition_specs, place as place
-from ._pull import broadcast as broadcast, pull as pull, row_sparse_pull as row_sparse_pull
+from ._pull import broadcast as broadcast, pull as pull
 from ._push import flush as flush, push as push, pushpull as pushpull
+from ._rows import row_sparse_pull as row_sparse_pull
 from ._store import (
     KVStore as KVStore,
     copies_for as copies_for,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +13,23 @@ import jax.numpy as jnp
 from .. import compression, distributed
 from .._core import checks
 from .._core.arrays import Device, is_traced
+from .._core.keys import check_stored
 from .._devices import processes
 from .._devices.buckets import BucketLimits
+from .._devices.copies import own_copies
 from .._devices.placement import put, spans_processes
 from .._devices.user_mesh import in_user_mesh, without_types
-from ..updaters import TreeOptimizer, UpdateFn, Updater, couples_keys, from_optax
+from ..updaters import TreeOptimizer, UpdateFn, Updater, check_updater, couples_keys, from_optax
 from . import _tree
-from ._kinds import ALIASES, KINDS, Kind
+from ._kinds import Kind, kind_named
+from ._mxnet import answers
 from ._store import Changes, KVStore, check_shares, copies_for, home, kind_of, layout_of, specs_of, with_changes
 
 if TYPE_CHECKING:
     import optax
 
 
+@answers
 def create(
     kind: str = "local",
     *,
@@ -37,12 +42,12 @@ def create(
 
     | kind | where a push is summed | where a value is |
     |---|---|---|
-    | `local` | gathered on one device | on that device |
-    | `device` (also `nccl`) | by an all-reduce | a copy on every device |
+    | `local` (also `local_update_cpu`, `local_allreduce_cpu`) | gathered on one device | on that device |
+    | `device` (also `nccl`, `local_allreduce_device`) | by an all-reduce | a copy on every device |
     | `sharded` | by a reduce-scatter | 1/N of it on each of N devices, the updater's state too |
-    | `dist_sync` | as `device`, over the devices of every process | as `device`, in each process |
-    | `dist_device_sync` | as `dist_sync` | as `dist_sync` |
-    | `dist_async` | as `dist_sync`, `staleness` pushes later | as `dist_sync` |
+    | `dist_sync` (also `dist`) | as `device`, over the devices of every process | as `device`, in each process |
+    | `dist_device_sync` (also `dist_sync_device`) | as `dist_sync` | as `dist_sync` |
+    | `dist_async` (also `dist_device_async`) | as `dist_sync`, `staleness` pushes later | as `dist_sync` |
 
     Kind `sharded` needs an elementwise updater, see `kv.set_updater`. For kind `dist_async`, `kv.flush` applies what
     is pending.
@@ -79,8 +84,8 @@ def create(
         >>> kv.create("device")
         KVStore(kind='device', updater=assign, empty)
     """
-    kind = ALIASES.get(checks.choice(kind, "kv.create", "kind", [*KINDS, *ALIASES]), kind)
-    found = KINDS[kind]
+    found = kind_named(kind, "kv.create")
+    kind = found.name
     staleness = _check_staleness(found, staleness)
     if devices is not None:
         devices = checks.devices(devices, "kv.create")
@@ -105,6 +110,7 @@ def _check_staleness(kind: Kind, staleness: int | None) -> int:
     return staleness
 
 
+@answers
 @in_user_mesh
 def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     """Add keys with their first values. The updater's state of each key is made here too.
@@ -115,7 +121,8 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     Args:
         store: any store.
         key: an int, or a list of ints.
-        value: an array of any shape and numeric dtype. For a list of keys, a list of them. NumPy arrays are copied.
+        value: an array of any shape and numeric dtype, or a list of one. For a list of keys, a list of them. Arrays are
+            copied, so the caller may change or donate them.
 
     Returns:
         A new store. If one key of a list is wrong, none is added.
@@ -123,7 +130,8 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     Raises:
         ValueError: a key that the store holds, a key that appears twice, a list of the wrong length, processes that
             give different keys or shapes. For kind `sharded`, an updater that is not elementwise for a value.
-        TypeError: a key that is no int, a value that is no array.
+        TypeError: a key that is no int, a value that is no array, or a tracer of a function that has ended.
+        RuntimeError: an array that was deleted, as by donating it.
 
     Example:
         >>> import jax.numpy as jnp
@@ -139,12 +147,10 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
             f"kv.init: keys {checks.shorten(keys)}: the optimizer of this store sees the whole pytree that "
             "kv.from_params was given, which has no such keys; make a store of all params"
         )
-    seen = set(store.values)
-    for k in keys:
-        if k in seen:
-            raise ValueError(f"kv.init: key {k} is initialised already; push changes its value")
-        seen.add(k)
-    arrays = {k: checks.array(v, f"kv.init: value of key {k}") for k, v in zip(keys, given, strict=True)}
+    twice = [k for k, count in Counter([*store.values, *keys]).items() if count > 1]
+    if twice:
+        raise ValueError(f"kv.init: key {twice[0]} is initialised already; push changes its value")
+    arrays = _own_arrays(dict(zip(keys, given, strict=True)))
     check_shares(store, arrays, "kv.init")
     if kind_of(store).over_processes or processes.to_share(arrays, store.devices or ()):
         arrays = _values_of_first(arrays)
@@ -154,6 +160,7 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     return dataclasses.replace(with_changes(store, Changes(values, states)), shapes=store.shapes + shapes)
 
 
+@answers
 @in_user_mesh
 def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
     """Replace the updater. Its state for each key starts from scratch.
@@ -173,7 +180,7 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
         A new store with the same values.
 
     Raises:
-        TypeError: `updater` is neither.
+        TypeError: `updater` is neither. A plain function does not take three arguments, or `Updater.update` four.
         ValueError: the kind is `sharded` and the `Updater` is not elementwise for a value of the store.
 
     Example:
@@ -184,18 +191,15 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
         >>> kv.pull(kv.push(store, 3, jnp.ones(2)), 3).tolist()
         [6.0, 6.0]
     """
-    if not callable(updater) and not isinstance(updater, Updater):
-        hint = "; kv.set_optimizer takes an optax transform" if hasattr(updater, "update") else ""
-        raise TypeError(
-            "kv.set_updater: expected updater(key, pushed, stored) -> new_stored or a jp.updaters.Updater, "
-            f"got {checks.describe(updater)}{hint}"
-        )
+    check_updater(updater, "kv.set_updater")
+    check_stored(store.values, store.values, "kv.set_updater")
     store = dataclasses.replace(store, updater=updater, optimizer_state=())
     check_shares(store, specs_of(store), "kv.set_updater")
     state = {k: _start_state(store, k, v) for k, v in store.values.items()}
     return dataclasses.replace(store, updater_state=state)
 
 
+@answers
 @in_user_mesh
 def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) -> KVStore:
     """Make an optax transform the updater. What is pushed is then the gradient of the stored value.
@@ -226,6 +230,7 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) ->
     """
     if isinstance(tx, Updater):
         return set_updater(store, tx)
+    check_stored(store.values, store.values, "kv.set_optimizer")
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
         name = getattr(tx, "__name__", None) if callable(tx) else None
         hint = f"; call it first, {name}(0.1)" if name else ", say optax.sgd(0.1)"
@@ -242,12 +247,14 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) ->
     return set_updater(store, from_optax(tx))
 
 
+@answers
 def set_gradient_compression(store: KVStore, spec: Mapping[str, Any]) -> KVStore:
     """Compress what is sent between devices, with error feedback. The residuals start from scratch.
 
     Args:
         store: any store.
-        spec: `{"type": "2bit", "threshold": 0.5}`. `jaxpar.compression` lists the types. `none` ends it.
+        spec: `{"type": "2bit", "threshold": 0.5}`. `jaxpar.compression` lists the types. `none` ends it. A push of a
+            `RowSparse` is then refused, as in MXNet.
 
     Returns:
         A new store with the same values.
@@ -279,6 +286,13 @@ def signature(arrays: Mapping[int, Any]) -> str:
     return ", ".join(f"key {k} {checks.describe(v)}" for k, v in arrays.items()) or "no key"
 
 
+def _own_arrays(given: Mapping[int, Any]) -> dict[int, jax.Array]:
+    """The given values as arrays in memory of their own. A list of one is that one, as in a push."""
+    given = {k: v[0] if isinstance(v, (list, tuple)) and len(v) == 1 else v for k, v in given.items()}
+    arrays = {k: checks.array(v, f"kv.init: value of key {k}") for k, v in given.items()}
+    return arrays | own_copies({k: v for k, v in arrays.items() if v is given[k]})
+
+
 def lay_out(store: KVStore, key: int, value: jax.Array) -> jax.Array:
     """A whole value as the store holds it, on the store's devices."""
     sharding = home(store, key)
@@ -292,7 +306,7 @@ def _start_state(store: KVStore, key: int, value: jax.Array) -> Any:
     """The updater's state of a key, on the devices of the value. A plain function has none."""
     if not isinstance(store.updater, Updater):
         return ()
-    state = store.updater.init(key, value)
+    state = jax.tree.map(lambda x: own_copies(x) if x is value else x, store.updater.init(key, value))
     if store.devices is None or is_traced(value):
         return state
     on = home(store, key)

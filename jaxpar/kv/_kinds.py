@@ -13,11 +13,13 @@ from typing import Any, ClassVar, Protocol
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from .._core import checks
 from .._core.arrays import Device
 from .._devices import collectives
 from .._devices.buckets import BucketLimits, Shape
 from .._devices.mesh import copies_on, split_over
 from . import _compressed
+from ._mxnet import ALIASES, OTHER_KINDS
 
 Arrays = Sequence[jax.Array]
 Devices = Sequence[Device]
@@ -194,8 +196,19 @@ KINDS = {
         ),
     )
 }
-ALIASES = {"nccl": "device"}
 _KIND_NAMES = (*KINDS, *ALIASES)  # for the command line
+
+
+def kind_named(name: str, where: str) -> Kind:
+    """The kind of this name, or of MXNet's name for it.
+
+    Raises:
+        ValueError: there is none. Of MXNet's other kinds the message says which one to use.
+    """
+    name = str(name)
+    if name in OTHER_KINDS:
+        raise ValueError(f"{where}: unknown kind {name!r}; known are {', '.join(KINDS)}; {OTHER_KINDS[name]}")
+    return KINDS[checks.choice(ALIASES.get(name, name), where, "kind", KINDS)]
 
 
 def table() -> str:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from .._core import checks
 from .._core.arrays import Device, is_traced
+from .._core.keys import check_names, check_stored
 from .._devices.mesh import auto_mesh, mesh_of
 from .._devices.sharding_rules import fsdp
 from .._devices.shardings import shardings_of
@@ -20,14 +21,16 @@ from .._devices.user_mesh import in_user_mesh
 from ..updaters import TreeOptimizer, UpdateFn, Updater, has_average
 from . import _tree
 from ._create import create, init, set_optimizer, set_updater
+from ._mxnet import answers
 from ._place import check_mesh_options
-from ._pull import pull_whole
+from ._pull import own_values, pull_whole
 from ._store import KVStore, kind_of
 
 if TYPE_CHECKING:
     import optax
 
 
+@answers
 @in_user_mesh
 def from_params(
     params: Any,
@@ -61,11 +64,13 @@ def from_params(
 
     Returns:
         A store with the keys 0 to n-1 in the order of `jax.tree.flatten`. The name of a key is the path of its leaf.
+        `push`, `pull`, `pushpull` and `row_sparse_pull` take names as keys. The arrays of `params` are copied.
 
     Raises:
         TypeError: a leaf that is no array.
-        ValueError: both an optimizer and an updater, an unknown kind, or the same array at two places. An optimizer
-            that the kind cannot apply, see `kv.set_optimizer`.
+        RuntimeError: a leaf that was deleted.
+        ValueError: both an optimizer and an updater, an unknown kind, two leaves of one name, or the same array at two
+            places. An optimizer that the kind cannot apply, see `kv.set_optimizer`.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -78,6 +83,7 @@ def from_params(
         raise ValueError("kv.from_params: give an optimizer or an updater, not both")
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    check_names(leaves, paths, "kv.from_params")
     values = [_leaf(leaf, path) for path, (_, leaf) in zip(paths, leaves, strict=True)]
     _check_untied(paths, [leaf for _, leaf in leaves])
     store = dataclasses.replace(create(kind, devices=devices, staleness=staleness), paths=tuple(enumerate(paths)))
@@ -141,24 +147,29 @@ def _check_untied(paths: Sequence[str], leaves: Sequence[Any]) -> None:
 def _leaf(leaf: Any, path: str) -> jax.Array:
     try:
         return checks.array(leaf, f"kv.from_params: leaf {path!r} of params")
+    except jax.errors.UnexpectedTracerError:
+        raise
     except TypeError as error:
         hint = "; separate the arrays of a model from all else first: eqx.partition(model, eqx.is_inexact_array) in"
         raise TypeError(f"{error}{hint} Equinox, nnx.split(model, nnx.Param) in Flax NNX") from None
 
 
+@answers
 @in_user_mesh
-def to_params(store: KVStore, *, axis_name: str | None = None) -> Any:
+def to_params(store: KVStore, *, axis_name: str | None = None, copy: bool = True) -> Any:
     """The pytree that `from_params` was given, with the present values.
 
     Args:
         store: made by `from_params`.
         axis_name: for a store of kind `sharded` inside `pmap` or `shard_map`, as in `kv.pull`.
+        copy: whether the arrays may be donated, as in `kv.pull`.
 
     Returns:
         A pytree of the same structure, shapes and dtypes.
 
     Raises:
         ValueError: the store was not made by `from_params`.
+        RuntimeError: a stored value was deleted, as by donating the store.
 
     Example:
         >>> import jax.numpy as jnp
@@ -168,7 +179,10 @@ def to_params(store: KVStore, *, axis_name: str | None = None) -> Any:
     """
     if store.treedef is None:
         raise ValueError("kv.to_params: this store was not made by kv.from_params; kv.pull gives its values")
-    return store.treedef.unflatten(pull_whole(store, [k for k, _ in store.paths], axis_name))
+    keys = [k for k, _ in store.paths]
+    check_stored(keys, store.values, "kv.to_params")
+    values = pull_whole(store, keys, axis_name)
+    return store.treedef.unflatten(own_values(store, values) if copy else values)
 
 
 def eval_params(store: KVStore) -> Any:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._core.arrays import Device
+from .._core.keys import check_stored
 from .._devices import processes
 from .._devices.mesh import STORE_AXIS, auto_mesh, copies_on, mesh_of, put_copy, split_over
 from .._devices.placement import to_host
@@ -52,6 +53,7 @@ def place(
     Raises:
         ValueError: kind `sharded` and an updater that is not elementwise for shares of this many devices. Values that
             are split over a mesh, and other devices.
+        RuntimeError: a stored value was deleted, as by donating the store.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -60,6 +62,7 @@ def place(
         >>> len(store.values[0].sharding.device_set)
         1
     """
+    check_stored(store.values, store.values, "kv.place")
     if mesh is not None:
         return on_mesh(store, mesh_shardings(store, mesh, sharding))
     target = create(store.kind, devices=devices).devices

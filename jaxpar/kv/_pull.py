@@ -4,54 +4,61 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import jax
 from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 
 from .._core import checks
 from .._core.arrays import Device, is_traced
+from .._core.keys import Key, Keys, find_keys
 from .._devices import buckets, emulated
+from .._devices.copies import donatable
 from .._devices.emulated import wait_before_collectives
 from .._devices.mesh import STORE_AXIS, copies_on, mesh_of
-from .._devices.placement import to_host
 from .._devices.user_mesh import in_user_mesh
-from ..sparse import RowSparse, take
 from ._aggregate import axis_size
 from ._create import init
 from ._kinds import Layout
-from ._store import Key, KVStore, layout_of, shapes_of
+from ._mxnet import answers
+from ._store import KVStore, kind_of, layout_of, shapes_of
 
 _MOST_VALUES = 256  # XLA compiles a kernel for each, so a program that packs thousands would take minutes
 
 
 @overload
-def pull(store: KVStore, key: int, *, devices: None = None, axis_name: str | None = None) -> jax.Array: ...
-
-
-@overload
-def pull(store: KVStore, key: int, *, devices: Sequence[Device], axis_name: str | None = None) -> list[jax.Array]: ...
+def pull(
+    store: KVStore, key: Key, *, devices: None = None, axis_name: str | None = None, copy: bool = True
+) -> jax.Array: ...
 
 
 @overload
 def pull(
-    store: KVStore, key: Sequence[int], *, devices: None = None, axis_name: str | None = None
+    store: KVStore, key: Key, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
 ) -> list[jax.Array]: ...
 
 
 @overload
 def pull(
-    store: KVStore, key: Sequence[int], *, devices: Sequence[Device], axis_name: str | None = None
+    store: KVStore, key: Keys, *, devices: None = None, axis_name: str | None = None, copy: bool = True
+) -> list[jax.Array]: ...
+
+
+@overload
+def pull(
+    store: KVStore, key: Keys, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
 ) -> list[list[jax.Array]]: ...
 
 
+@answers
 @in_user_mesh
 def pull(
     store: KVStore,
-    key: int | Sequence[int],
+    key: Key | Keys,
     *,
     devices: Sequence[Device] | None = None,
     axis_name: str | None = None,
+    copy: bool = True,
 ) -> Any:
     """The stored values.
 
@@ -59,20 +66,23 @@ def pull(
 
     Args:
         store: any store.
-        key: an int, or a list of ints.
+        key: an int, the name of a parameter in a store of `from_params`, or a list of both.
         devices: where to put copies, devices of this process. None: the value as the store has it. Under `jit` the
             program decides on which device a value is, so the list has the value once for each device.
         axis_name: inside `pmap` or `shard_map`, the axis over which a store of kind `sharded` is spread. Its rows are
             gathered. The other kinds need none.
+        copy: whether what is pulled may be donated while the store stays valid, and the other way round. Large values
+            of emulated devices share their memory all the same, safely. False shares the arrays of the store.
 
     Returns:
         An array of the shape given to `init`. With `devices` a list of arrays, one on each. For a list of keys, a
         list of those.
 
     Raises:
-        KeyError: a key that was never initialised.
-        TypeError: a key that is no int.
+        KeyError: a key that was never initialised, or a name that no parameter has.
+        TypeError: a key that is no int, or a name for a store without names.
         ValueError: a device of another process.
+        RuntimeError: the stored value was deleted, as by donating the store.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -81,11 +91,18 @@ def pull(
         >>> [value.tolist() for value in kv.pull(store, [7, 5])]
         [[0.0, 0.0], [1.0, 1.0]]
     """
-    keys, many = checks.as_keys(key)
-    checks.check_known(keys, store.values, "kv.pull")
+    keys, many = find_keys(key, store.values, store.paths, "kv.pull")
     values = pull_whole(store, keys, axis_name)
-    pulled = values if devices is None else copies(values, tuple(devices))
+    if devices is not None:
+        pulled = copies(values, tuple(devices), copy and not kind_of(store).layout.is_split)
+    else:
+        pulled = own_values(store, values) if copy else values
     return pulled if many else pulled[0]
+
+
+def own_values(store: KVStore, values: list[jax.Array]) -> list[jax.Array]:
+    """What `pull_whole` gave, in arrays that do not belong to the store. Outside of traced functions only."""
+    return values if kind_of(store).layout.is_split or is_traced(values) else donatable(values)
 
 
 def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> list[jax.Array]:
@@ -125,21 +142,38 @@ def _gather_program(layout: Layout, devices: tuple[Device, ...], limits: Any) ->
     return jax.jit(run, static_argnums=1)
 
 
-def copies(values: Sequence[jax.Array], devices: tuple[Device, ...]) -> list[list[jax.Array]]:
-    """For each value a list with a copy on each device. Copies that are there already are not made again."""
+def copies(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool) -> list[list[jax.Array]]:
+    """For each value a list with a copy on each device.
+
+    Args:
+        own: whether arrays that are there already are not given away, but copied.
+    """
     if not devices:
         return [[] for _ in values]
     if is_traced(values):
         return [[v] * len(devices) for v in values]
     wanted = set(devices)
     checks.check_own(wanted, "kv.pull")
-    held: list[Any] = [_find_copies(v, wanted) for v in values]
+    whole = {i for i, v in enumerate(values) if own and v.is_fully_replicated and v.sharding.device_set == wanted}
+    new = dict(zip(whole, donatable([values[i] for i in whole]), strict=True))
+    held: list[Any] = [_find_copies(new.get(i, v), wanted) for i, v in enumerate(values)]
     absent = [i for i, there in enumerate(held) if there is None]
     for start in range(0, len(absent), _MOST_VALUES):
         some = absent[start : start + _MOST_VALUES]
         for i, sent in zip(some, _send([values[i] for i in some], wanted), strict=True):
             held[i] = sent
+    if own:
+        held = _own(values, held, wanted, whole)
     return [[there[d] for d in devices] for there in held]
+
+
+def _own(values: Sequence[jax.Array], held: list[Any], devices: set[Device], new: set[int]) -> list[Any]:
+    """The copies, with new arrays in place of those on the devices of the value itself, if they are not new."""
+    shared = [(i, d) for i, v in enumerate(values) if i not in new for d in devices & v.sharding.device_set]
+    held = list(map(dict, held))
+    for (i, d), array in zip(shared, donatable([held[i][d] for i, d in shared]), strict=True):
+        held[i][d] = array
+    return held
 
 
 def _find_copies(value: jax.Array, wanted: set[Device]) -> dict[Device, jax.Array] | None:
@@ -192,69 +226,6 @@ _unpack = jax.jit(buckets.unpack, static_argnums=(1, 2))
 
 
 @overload
-def row_sparse_pull(store: KVStore, key: int, row_ids: Any, *, devices: None = None) -> RowSparse: ...
-
-
-@overload
-def row_sparse_pull(store: KVStore, key: int, row_ids: Any, *, devices: Sequence[Device]) -> list[RowSparse]: ...
-
-
-@overload
-def row_sparse_pull(store: KVStore, key: Sequence[int], row_ids: Any, *, devices: None = None) -> list[RowSparse]: ...
-
-
-@overload
-def row_sparse_pull(
-    store: KVStore, key: Sequence[int], row_ids: Any, *, devices: Sequence[Device]
-) -> list[list[RowSparse]]: ...
-
-
-@in_user_mesh
-def row_sparse_pull(
-    store: KVStore, key: int | Sequence[int], row_ids: Any, *, devices: Sequence[Device] | None = None
-) -> Any:
-    """Some rows of a stored value.
-
-    Args:
-        store: any store.
-        key: an int, or a list of ints, of values with at least one axis.
-        row_ids: (m,) integers. For a list of keys, one such array for all or a list with one for each.
-        devices: where to put copies, as in `pull`.
-
-    Returns:
-        A `RowSparse` of the unique, sorted rows. With `devices` a list of them. For a list of keys, a list of those.
-
-    Raises:
-        KeyError: a key that was never initialised.
-        ValueError, IndexError: ids that are negative or out of range, as of `jaxpar.sparse.take`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jaxpar import kv
-        >>> store = kv.init(kv.create(), 0, jnp.arange(8.0).reshape(4, 2))
-        >>> kv.row_sparse_pull(store, 0, jnp.array([3, 0, 3])).indices.tolist()
-        [0, 3]
-    """
-    keys, many = checks.as_keys(key)
-    checks.check_known(keys, store.values, "kv.row_sparse_pull")
-    ids = row_ids if isinstance(row_ids, (list, tuple)) and many and _of_arrays(row_ids) else [row_ids] * len(keys)
-    checks.as_values(keys, ids, True, "kv.row_sparse_pull")
-    values = [to_host(value) for value in pull(store, keys)]
-    pulled = [take(value, i) for value, i in zip(values, ids, strict=True)]
-    if devices is not None:
-        pulled = [_rows_on(rows, devices) for rows in pulled]
-    return pulled if many else pulled[0]
-
-
-def _rows_on(rows: RowSparse, devices: Sequence[Device]) -> list[RowSparse]:
-    return [rows if is_traced(rows) else jax.device_put(rows, d) for d in devices]
-
-
-def _of_arrays(row_ids: Sequence[Any]) -> bool:
-    return any(hasattr(i, "shape") or isinstance(i, (list, tuple)) for i in row_ids)
-
-
-@overload
 def broadcast(store: KVStore, key: int, value: Any, *, devices: None = None) -> tuple[KVStore, jax.Array]: ...
 
 
@@ -276,8 +247,11 @@ def broadcast(
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
 
 
+@answers
 @in_user_mesh
-def broadcast(store: KVStore, key: Key, value: Any, *, devices: Sequence[Device] | None = None) -> tuple[KVStore, Any]:
+def broadcast(
+    store: KVStore, key: int | Sequence[int], value: Any, *, devices: Sequence[Device] | None = None
+) -> tuple[KVStore, Any]:
     """Call `init`, then `pull` of the same keys.
 
     Args:
@@ -297,5 +271,5 @@ def broadcast(store: KVStore, key: Key, value: Any, *, devices: Sequence[Device]
         >>> [copy.tolist() for copy in copies]
         [[1.0, 1.0], [1.0, 1.0]]
     """
-    store = init(store, key, value)
-    return store, pull(store, key, devices=devices)
+    store, read = init(store, key, value), cast(Any, pull)
+    return store, read(store, key, devices=devices)

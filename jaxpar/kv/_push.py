@@ -10,25 +10,29 @@ from typing import Any, overload
 import jax
 
 from .._core import checks
-from .._core.arrays import Device, is_traced
+from .._core.arrays import Device, is_gone, is_traced
+from .._core.keys import Key, Keys, find_keys
 from .._devices.placement import spans_processes
 from .._devices.user_mesh import in_user_mesh
 from ..sparse import RowSparse
 from ..updaters import TreeOptimizer
 from . import _aggregate, _eager, _eager_processes, _rows, _staleness, _tree
+from ._mxnet import answers
 from ._pull import pull
-from ._store import Changes, Key, KVStore, Lists, kind_of, shape_of, shapes_of, with_changes
+from ._store import Changes, KVStore, Lists, kind_of, shape_of, shapes_of, with_changes
 
 
+@answers
 @in_user_mesh
-def push(store: KVStore, key: Key, value: Any, *, axis_name: str | None = None) -> KVStore:
+def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None = None) -> KVStore:
     """Sum what is pushed to each key, apply the updater, and return the next store.
 
     The sum of a key replaces the stored value, or goes through the store's updater.
 
     Args:
         store: any store.
-        key: an int, or a list of ints. A key may appear twice. Its values are summed.
+        key: an int, the name of a parameter in a store of `from_params`, or a list of both. A key may appear twice. Its
+            values are summed.
         value: an array of the stored shape, or a list of them, any number on any devices, which is summed. An empty
             list pushes nothing. For a list of keys, a list with one such entry per key. A `RowSparse`, or a list of
             them, changes its own rows only. Floating values of any width are cast to a stored floating dtype.
@@ -39,10 +43,12 @@ def push(store: KVStore, key: Key, value: Any, *, axis_name: str | None = None) 
         The next store. `store` stays valid.
 
     Raises:
-        KeyError: a key that was never initialised.
+        KeyError: a key that was never initialised, or a name that no parameter has.
         ValueError: a wrong shape, a list of the wrong length, or processes that push different keys. At the prompt,
-            a store on devices of several processes, unless it is of a kind `dist_*`.
-        TypeError: a key that is no int, or a dtype that cannot be cast safely.
+            a store on devices of several processes, unless it is of a kind `dist_*`. A `RowSparse` for a store that
+            compresses, cuts or delays what is pushed.
+        TypeError: a key that is no int, a dtype that cannot be cast safely, or a tracer of a function that has ended.
+        RuntimeError: a pushed or stored array was deleted, as by donating it.
         NameError: there is no axis of that name.
 
     Example:
@@ -131,7 +137,7 @@ def _warn_without_axis(store: KVStore) -> None:
         warnings.warn(
             f"kv.push: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
             f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a store of its own on each",
-            stacklevel=5,
+            stacklevel=6,  # the caller of `push`
         )
 
 
@@ -158,32 +164,33 @@ def _is_traced(store: KVStore, pushed: Any) -> bool:
 
 @overload
 def pushpull(
-    store: KVStore, key: int, value: Any, *, devices: None = None, axis_name: str | None = None
+    store: KVStore, key: Key, value: Any, *, devices: None = None, axis_name: str | None = None
 ) -> tuple[KVStore, jax.Array]: ...
 
 
 @overload
 def pushpull(
-    store: KVStore, key: int, value: Any, *, devices: Sequence[Device], axis_name: str | None = None
+    store: KVStore, key: Key, value: Any, *, devices: Sequence[Device], axis_name: str | None = None
 ) -> tuple[KVStore, list[jax.Array]]: ...
 
 
 @overload
 def pushpull(
-    store: KVStore, key: Sequence[int], value: Any, *, devices: None = None, axis_name: str | None = None
+    store: KVStore, key: Keys, value: Any, *, devices: None = None, axis_name: str | None = None
 ) -> tuple[KVStore, list[jax.Array]]: ...
 
 
 @overload
 def pushpull(
-    store: KVStore, key: Sequence[int], value: Any, *, devices: Sequence[Device], axis_name: str | None = None
+    store: KVStore, key: Keys, value: Any, *, devices: Sequence[Device], axis_name: str | None = None
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
 
 
+@answers
 @in_user_mesh
 def pushpull(
     store: KVStore,
-    key: Key,
+    key: Key | Keys,
     value: Any,
     *,
     devices: Sequence[Device] | None = None,
@@ -199,7 +206,7 @@ def pushpull(
         (the next store, what was pulled). A store without updater gives the sums.
 
     Raises:
-        KeyError, TypeError, ValueError, NameError: as of `push` and `pull`.
+        KeyError, TypeError, ValueError, NameError, RuntimeError: as of `push` and `pull`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -213,10 +220,9 @@ def pushpull(
     return store, pull(store, key, devices=devices, axis_name=axis_name)
 
 
-def _request(store: KVStore, key: Key, value: Any) -> dict[int, list[Any]]:
+def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]]:
     """The values of each key, checked, in ascending order of the keys. Keys with no value are left out."""
-    keys, many = checks.as_keys(key)
-    checks.check_known(keys, store.values, "kv.push")
+    keys, many = find_keys(key, store.values, store.paths, "kv.push")
     given = checks.as_values(keys, value, many, "kv.push")
     shapes = shapes_of(store) if len(keys) > 1 else {k: shape_of(store, k) for k in keys}
     pushed: dict[int, list[Any]] = {}
@@ -233,7 +239,10 @@ def _request(store: KVStore, key: Key, value: Any) -> dict[int, list[Any]]:
 
 
 def _check(value: Any, key: int, shape: tuple[int, ...], dtype: Any) -> Any:
-    if not isinstance(value, (jax.Array, RowSparse)):
+    if isinstance(value, RowSparse):
+        for leaf in (value.indices, value.values):
+            checks.array(leaf, f"kv.push: rows for key {key}")
+    elif not isinstance(value, jax.Array) or is_gone(value):
         value = checks.array(value, f"kv.push: value for key {key}")
     if value.shape != shape:
         checks.same_shape(value, shape, f"kv.push: value for key {key}")

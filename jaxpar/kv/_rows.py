@@ -1,19 +1,26 @@
-"""A push of rows: a sum over devices that stays sparse, then an update of these rows."""
+"""Rows of a table: pushed, as a sum over devices that stays sparse and an update of these rows, and pulled."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
 import jax
 
 from .. import sparse, updaters
-from .._core.arrays import is_traced
+from .._core import checks
+from .._core.arrays import Device, is_traced
+from .._core.keys import Key, Keys, find_keys
 from .._core.recent import Recent
-from .._devices.user_mesh import split_like
-from ..sparse import RowSparse
+from .._core.text import plural
+from .._devices.placement import to_host
+from .._devices.user_mesh import in_user_mesh, split_like
+from ..sparse import RowSparse, take
 from ..updaters import Updater, assign
 from . import _aggregate, _update
+from ._mxnet import answers
+from ._pull import pull_whole
 from ._store import Changes, KVStore, layout_of
 
 
@@ -25,12 +32,17 @@ def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | No
     table instead, as MXNet does.
 
     Raises:
-        ValueError: values are split, pushes are delayed, or the optimizer takes no rows of this key.
+        ValueError: values are split, pushes are compressed or delayed, or the optimizer takes no rows of this key.
     """
     if layout_of(store).is_split or store.shardings:
         raise ValueError(
             f"kv.push: keys {sorted(pushed)}: a store of kind {store.kind!r} cuts values across their rows and takes "
             "no RowSparse; use kind 'device' or 'local' for this table"
+        )
+    if store.compressor is not None:
+        raise ValueError(
+            f"kv.push: keys {sorted(pushed)}: gradient compression does not take a RowSparse, as in MXNet; keep this "
+            "table in a store of its own without compression, or push dense values"
         )
     if store.staleness:
         raise ValueError(
@@ -76,3 +88,102 @@ def _add_and_update(
 
 
 _compiled = Recent(lambda updater: jax.jit(functools.partial(_add_and_update, updater), static_argnums=(0, 1)))
+
+
+# Pull.
+
+
+@overload
+def row_sparse_pull(store: KVStore, key: Key, row_ids: Any, *, devices: None = None) -> RowSparse: ...
+
+
+@overload
+def row_sparse_pull(store: KVStore, key: Key, row_ids: Any, *, devices: Sequence[Device]) -> list[RowSparse]: ...
+
+
+@overload
+def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: None = None) -> list[RowSparse]: ...
+
+
+@overload
+def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: Sequence[Device]) -> list[list[RowSparse]]: ...
+
+
+@answers
+@in_user_mesh
+def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: Sequence[Device] | None = None) -> Any:
+    """Some rows of a stored value.
+
+    Args:
+        store: any store.
+        key: of values with at least one axis, as in `pull`.
+        row_ids: (m,) integers, for all devices. Or a list of them, of any lengths, with one for each of `devices`. For
+            a list of keys, an array for all keys, or a list with one such entry for each key.
+        devices: where to put the rows, as in `pull`.
+
+    Returns:
+        A `RowSparse` of the unique, sorted rows. With `devices` a list of them. For a list of keys, a list of those.
+
+    Raises:
+        KeyError, TypeError, RuntimeError: a key, as of `pull`.
+        ValueError: ids that are negative or out of range, as of `jaxpar.sparse.take`. Or as many lists of ids as there
+            are neither keys nor devices.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxpar import kv
+        >>> store = kv.init(kv.create(), 0, jnp.arange(8.0).reshape(4, 2))
+        >>> kv.row_sparse_pull(store, 0, jnp.array([3, 0, 3])).indices.tolist()
+        [0, 3]
+        >>> pulled = kv.row_sparse_pull(store, 0, [[0, 1], [2, 2]], devices=jax.devices()[:2])
+        >>> [rows.indices.tolist() for rows in pulled]
+        [[0, 1], [2]]
+    """
+    keys, many = find_keys(key, store.values, store.paths, "kv.row_sparse_pull")
+    wanted = _ids_of_keys(keys, many, row_ids, devices)
+    values = [to_host(value) for value in pull_whole(store, keys, None)]
+    pulled = [_rows(value, ids, devices) for value, ids in zip(values, wanted, strict=True)]
+    return pulled if many else pulled[0]
+
+
+def _ids_of_keys(keys: list[int], many: bool, row_ids: Any, devices: Sequence[Device] | None) -> list[list[Any]]:
+    """For each key the ids of each device, or one entry for all of them."""
+    given = row_ids if many and _is_list_of_arrays(row_ids) else [row_ids] * len(keys)
+    checks.as_values(keys, given, True, "kv.row_sparse_pull")
+    return [_ids_of_devices(key, ids, devices) for key, ids in zip(keys, given, strict=True)]
+
+
+def _ids_of_devices(key: int, ids: Any, devices: Sequence[Device] | None) -> list[Any]:
+    """The ids of each device, or one entry for all of them.
+
+    Raises:
+        ValueError: a list of ids for each device, for another number of devices.
+    """
+    if not _is_list_of_arrays(ids):
+        return [ids]
+    if devices is None and len(ids) != 1:
+        raise ValueError(
+            f"kv.row_sparse_pull: key {key}: expected one array of ids, got {len(ids)} lists of them; give devices=, "
+            "one for each list, or join them by numpy.concatenate"
+        )
+    if devices is not None and len(ids) not in (1, len(devices)):
+        raise ValueError(
+            f"kv.row_sparse_pull: key {key}: expected a list of ids for each of {plural(len(devices), 'device')}, got "
+            f"{len(ids)} lists; give one for each, or one array for all"
+        )
+    return list(ids)
+
+
+def _rows(value: jax.Array, wanted: list[Any], devices: Sequence[Device] | None) -> Any:
+    """The rows on each device. Without devices one `RowSparse`, where the value is."""
+    pulled = [take(value, ids) for ids in wanted]
+    if devices is None:
+        return pulled[0]
+    each = pulled if len(pulled) == len(devices) else pulled * len(devices)
+    return [rows if is_traced(rows) else jax.device_put(rows, d) for rows, d in zip(each, devices, strict=True)]
+
+
+def _is_list_of_arrays(row_ids: Any) -> bool:
+    return isinstance(row_ids, (list, tuple)) and any(
+        (hasattr(ids, "shape") and ids.shape) or isinstance(ids, (list, tuple)) for ids in row_ids
+    )

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from .._core.arrays import is_traced
-from .._devices.mesh import split_over
-from .._devices.placement import to_host
+from .._devices.mesh import copies_on, split_over
+from .._devices.placement import spans_processes, to_host
 from . import _aggregate
 from ._store import Arrays, Changes, KVStore, Lists, shapes_of, with_changes
 
@@ -141,6 +141,8 @@ def flush(store: KVStore, axis_name: str | None, send: Send) -> KVStore:
             changes = where_ready(store, send(without_delay(store), lists), ready, lists, axis_name)
         store = with_changes(store, changes)
     empty = jax.tree.map(_zeros_like if at_prompt else jnp.zeros_like, store.pending)
+    if at_prompt:
+        return with_changes(store, _all_together(store, Changes(), empty))
     return dataclasses.replace(store, pending=empty)
 
 
@@ -177,7 +179,7 @@ def _push_at_prompt(store: KVStore, pushed: Lists, send: Send) -> Changes:
     due: Lists = {}
     pending: dict[int, PendingPushes] = {}
     for k, values in pushed.items():
-        new = _stack([_cast(v, store.values[k].dtype) for v in values])
+        new = _stack(store, k, [_cast(v, store.values[k].dtype) for v in values])
         held = store.pending.get(k)
         if held is None:
             held = PendingPushes(tuple(_zeros_like(new) for _ in range(store.staleness)), jnp.zeros((), jnp.int32))
@@ -186,10 +188,40 @@ def _push_at_prompt(store: KVStore, pushed: Lists, send: Send) -> Changes:
             due[k] = _unstack(held.values[0])
             count = held.count
         else:
-            count = jax.device_put(np.int32(number + 1), held.count.sharding)
+            count = jax.device_put(np.int32(number + 1), held.count.sharding if held.count.committed else None)
         pending[k] = PendingPushes((*held.values[1:], new), count)
-    changes = send(without_delay(store), due) if due else Changes()
-    return changes._replace(pending=pending)
+    return _all_together(store, send(without_delay(store), due) if due else Changes(), pending)
+
+
+def _all_together(store: KVStore, changes: Changes, pending: dict[int, PendingPushes]) -> Changes:
+    """The changes and these pending pushes, each key on the devices of its last push."""
+    values, states, residuals = {}, {}, {}
+    for k, held in pending.items():
+        pair = changes.values.get(k, store.values[k]), changes.updater_state.get(k, store.updater_state[k])
+        values[k], states[k] = _together(pair, held.values[-1])
+        if k in changes.residuals:
+            residuals[k] = _together(changes.residuals[k], held.values[-1])
+    return Changes(values, states, residuals, {k: _together(held, held.values[-1]) for k, held in pending.items()})
+
+
+def _together(tree: Any, new: jax.Array) -> Any:
+    """The arrays on the devices of what was pushed. Else no program takes a store in which it is pending."""
+    devices = _devices_of(new)
+
+    def move(leaf: jax.Array) -> jax.Array:
+        if not leaf.committed or spans_processes(leaf) or _devices_of(leaf) == devices:
+            return leaf
+        return jax.device_put(leaf, new.sharding if leaf.shape == new.shape else copies_on(devices))
+
+    return jax.tree.map(move, tree)
+
+
+def _devices_of(array: jax.Array) -> tuple[Any, ...]:
+    """The devices of an array, in the order in which a program has them."""
+    sharding = array.sharding
+    if isinstance(sharding, NamedSharding):
+        return tuple(np.asarray(sharding.mesh.devices).flat)
+    return tuple(sorted(sharding.device_set, key=lambda d: d.id))
 
 
 def _count(held: PendingPushes) -> int:
@@ -201,15 +233,21 @@ def _cast(value: jax.Array, dtype: Any) -> jax.Array:
     return value if value.dtype == dtype else value.astype(dtype)
 
 
-def _stack(values: Sequence[jax.Array]) -> jax.Array:
-    """(n, *shape): each row stays on its device if these are different ones, else all go to the first."""
+def _stack(store: KVStore, key: int, values: Sequence[jax.Array]) -> jax.Array:
+    """(n, *shape): each row stays on its device if these are different ones, those of the store if it has some.
+
+    Else all go to the devices of the stored value, or to the first one that pushes if that value is anywhere.
+    """
     shardings = [v.sharding for v in values]
     single = all(isinstance(s, SingleDeviceSharding) for s in shardings)
-    if len(values) > 1 and single and len(set(shardings)) == len(values):
-        along = split_over([next(iter(s.device_set)) for s in shardings])
+    devices = tuple(next(iter(s.device_set)) for s in shardings)
+    if len(values) > 1 and single and len(set(devices)) == len(values) and store.devices in (None, devices):
         rows = [_add_axis(v) for v in values]
+        along = split_over(devices)
         return jax.make_array_from_single_device_arrays((len(rows), *values[0].shape), along, rows)
-    return _stack_program([v if v.sharding == shardings[0] else jax.device_put(v, shardings[0]) for v in values])
+    stored = store.values[key]
+    home = copies_on(_devices_of(stored)) if stored.committed and not spans_processes(stored) else shardings[0]
+    return _stack_program([v if v.sharding == home else jax.device_put(v, home) for v in values])
 
 
 def _unstack(stacked: jax.Array) -> list[jax.Array]:
@@ -221,7 +259,7 @@ def _unstack(stacked: jax.Array) -> list[jax.Array]:
 
 
 def _zeros_like(array: jax.Array) -> jax.Array:
-    return jnp.zeros(array.shape, array.dtype, device=array.sharding)
+    return jnp.zeros(array.shape, array.dtype, device=array.sharding if array.committed else None)
 
 
 _add_axis = jax.jit(lambda value: value[None])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -18,16 +18,11 @@ from .._devices.mesh import copies_on
 from .._devices.placement import to_host
 from ..compression import Compressor, LinearCompressor
 from ..updaters import Updater, assign
-from . import _display
+from . import _display, _mxnet
 from ._kinds import KINDS, WHOLE, Kind, Layout
 
-Key = int | Sequence[int]
 Arrays = dict[int, jax.Array]
 Lists = dict[int, list[jax.Array]]
-
-_VERBS = frozenset(
-    "init push pull pushpull broadcast row_sparse_pull set_updater set_optimizer set_gradient_compression".split()
-)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -86,7 +81,8 @@ class KVStore:
 
         def __getattr__(self, name: str) -> Any:
             """Called for unknown names only: the methods of MXNet's store are functions here."""
-            hint = f"; a store is a value: store = kv.{name}(store, ...) makes the next one" if name in _VERBS else ""
+            line = _mxnet.line_for(name)
+            hint = f"; a store is a value, and the verbs are functions: write {line}" if line else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __repr__(self) -> str:

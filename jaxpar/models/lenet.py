@@ -127,3 +127,7 @@ def _mean_pool(x_BxHxWxC: jax.Array) -> jax.Array:
     # Sums of slices are faster on a CPU than `reduce_window`.
     rows = x_BxHxWxC[:, 0::2] + x_BxHxWxC[:, 1::2]
     return (rows[:, :, 0::2] + rows[:, :, 1::2]) / 4
+
+
+def __dir__() -> list[str]:
+    return ["apply", "init"]

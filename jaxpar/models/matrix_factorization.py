@@ -42,3 +42,7 @@ def apply(params: dict[str, jax.Array], user_ids: jax.Array, item_ids: jax.Array
         (2,)
     """
     return (params["user"][user_ids] * params["item"][item_ids]).sum(axis=-1)
+
+
+def __dir__() -> list[str]:
+    return ["apply", "init"]

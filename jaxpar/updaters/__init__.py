@@ -21,6 +21,7 @@ from ._base import (
     accumulate as accumulate,
     assign as assign,
     check_rows as check_rows,
+    check_updater as check_updater,
     ignores_key as ignores_key,
     is_lazy as is_lazy,
     program_of as program_of,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+
+from .._core import checks
 
 State = Any
 UpdateFn = Callable[[int, jax.Array, jax.Array], jax.Array]  # (key, pushed, stored) -> new_stored
@@ -74,13 +77,62 @@ def stateless(fn: UpdateFn) -> Updater:
     Args:
         fn: `fn(key, pushed, stored) -> new_stored`, arrays of the stored shape and dtype.
 
+    Raises:
+        TypeError: `fn` does not take three arguments.
+
     Example:
         >>> import jax.numpy as jnp
         >>> updater = stateless(lambda key, pushed, stored: stored + 2 * pushed)
         >>> updater.update(3, jnp.ones(2), (), jnp.ones(2))[0].tolist()
         [3.0, 3.0]
     """
+    _check_takes(fn, _PLAIN, "updaters.stateless: the function")
     return Updater(_no_state, _Stateless(fn))
+
+
+_PLAIN = ("key", "pushed", "stored")
+_WITH_STATE = ("key", "pushed", "state", "stored")
+_HINTS: dict[tuple[str, ...], str] = {
+    _PLAIN: "one with a state is jp.updaters.Updater(init, update)",
+    _WITH_STATE: "one without a state is jp.updaters.stateless(fn)",
+}
+
+
+def check_updater(updater: Any, where: str) -> None:
+    """`TypeError` for what is no updater, or for a function that does not take the arguments of a push.
+
+    A function that Python cannot inspect is taken.
+    """
+    if not callable(updater) and not isinstance(updater, Updater):
+        hint = "; kv.set_optimizer takes an optax transform" if hasattr(updater, "update") else ""
+        raise TypeError(
+            f"{where}: expected updater(key, pushed, stored) -> new_stored or a jp.updaters.Updater, "
+            f"got {checks.describe(updater)}{hint}"
+        )
+    if isinstance(updater, Updater):
+        _check_takes(updater.init, ("key", "value"), f"{where}: Updater.init")
+        _check_takes(updater.update, _WITH_STATE, f"{where}: Updater.update")
+    else:
+        _check_takes(updater, _PLAIN, f"{where}: an updater")
+
+
+def _check_takes(fn: Any, names: tuple[str, ...], what: str) -> None:
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    shown = getattr(fn, "__name__", type(fn).__name__)
+    if next(iter(signature.parameters), "") == "learning_rate":
+        raise TypeError(
+            f"{what} is called with ({', '.join(names)}), but {shown} makes one; call it first, {shown}(0.1)"
+        )
+    try:
+        signature.bind(*names)
+    except TypeError:
+        hint = f"; {_HINTS[names]}" if names in _HINTS else ""
+        raise TypeError(
+            f"{what} is called with ({', '.join(names)}), which {shown}{signature} does not take{hint}"
+        ) from None
 
 
 def ignores_key(updater: Any) -> bool:

@@ -33,6 +33,7 @@ same with rows that are pushed into a dense value:
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar, Unpack
@@ -201,17 +202,18 @@ def mxnet_adagrad(
 def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
     """The same state with another rate. Nothing recompiles.
 
+    Only the optimizer's rate changes. A parameter or a model's own array of this name stays as it is.
+
     Args:
-        state: of one key, a dict or list of such states, or a store or training state. In the last two only what
-            optimizers hold is changed, and no `learning_rate` of the model. The rate of `optax.inject_hyperparams`
-            is changed too.
+        state: of one key of an optimizer made with `rate_in_state=True`, a list or {key: state} of such states, or the
+            state of `optax.inject_hyperparams`. Or a `KVStore`, a `TrainState` or a part of them with such states.
         learning_rate: a number or 0-d array.
 
     Returns:
         A pytree of the same structure, shapes and dtypes.
 
     Raises:
-        ValueError: no rate is in `state`.
+        ValueError: no rate is in `state`, or it follows a schedule of optax.
 
     Example:
         >>> updater = mxnet_sgd(1.0, rate_in_state=True)
@@ -219,31 +221,47 @@ def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
         >>> updater.update(0, jnp.ones(2), state, jnp.zeros(2))[0].tolist() == jnp.full(2, -0.1).tolist()
         True
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
-    paths = [path for path, _ in leaves]
-    of_optimizers = _is_rate_of_optimizer if any(map(_has_field, paths)) else _is_rate
-    places = [i for i, path in enumerate(paths) if of_optimizers(path)]
-    if not places:
-        raise ValueError("set_learning_rate: no rate in this state; make the optimizer with rate_in_state=True")
-    new = [leaf for _, leaf in leaves]
-    for i in places:
-        # In the array's own dtype and place, so that a compiled step takes it as it took the old one.
-        new[i] = jnp.zeros_like(new[i]) + jnp.asarray(learning_rate, new[i].dtype)
-    return jax.tree.unflatten(structure, new)
+    found: list[tuple[Any, ...]] = []
+
+    def replace(path: tuple[Any, ...], leaf: Any) -> Any:
+        if _is_scheduled(path):
+            raise ValueError("set_learning_rate: this rate follows a schedule; give optax.inject_hyperparams a number")
+        if _is_rate(path):
+            found.append(path)
+            # In the array's own dtype and place, so that a compiled step takes it as it took the old one.
+            return jnp.zeros_like(leaf) + jnp.asarray(learning_rate, leaf.dtype)
+        return leaf
+
+    state = jax.tree_util.tree_map_with_path(replace, state)
+    if not found:
+        raise ValueError(
+            "set_learning_rate: no rate in this state; make the optimizer with rate_in_state=True, or by "
+            "optax.inject_hyperparams"
+        )
+    return state
 
 
 def _is_rate(path: tuple[Any, ...]) -> bool:
-    return bool(path) and getattr(path[-1], "key", None) == "learning_rate"
+    """Whether this is where an optimizer has its rate.
+
+    That is in the hyperparameters of optax, or directly in the state of a key. All else of this name is a parameter, or
+    belongs to one.
+    """
+    steps = _steps(path)
+    if not steps or steps[-1] != "learning_rate" or "model_state" in steps:
+        return False
+    if steps[-2:-1] == ["hyperparams"] and isinstance(path[-2], jax.tree_util.GetAttrKey):
+        return True
+    inner = steps[steps.index("updater_state") + 1 : -1] if "updater_state" in steps else steps[:-1]
+    return all(isinstance(step, int) for step in inner)
 
 
-def _is_rate_of_optimizer(path: tuple[Any, ...]) -> bool:
-    """Whether it is in the `updater_state` of a store, or in the `hyperparams` of optax."""
-    names = [getattr(step, "key", getattr(step, "name", None)) for step in path]
-    return _is_rate(path) and ("updater_state" in names or "hyperparams" in names[-2:-1])
+def _is_scheduled(path: tuple[Any, ...]) -> bool:
+    return ("hyperparams_states", "learning_rate") in itertools.pairwise(_steps(path))
 
 
-def _has_field(path: tuple[Any, ...]) -> bool:
-    return any(isinstance(step, jax.tree_util.GetAttrKey) for step in path)
+def _steps(path: tuple[Any, ...]) -> list[Any]:
+    return [getattr(p, "name", getattr(p, "key", getattr(p, "idx", None))) for p in path]
 
 
 def multipliers(names: Mapping[int, str], patterns: Mapping[str, float]) -> dict[int, float]:

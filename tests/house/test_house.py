@@ -232,6 +232,22 @@ def test_the_launcher_does_not_load_jax():
     """).endswith("False\n")
 
 
+@pytest.mark.parametrize(
+    "module", [m for m in dir(jaxpar) if m in FILES] + [m for m in FILES if m.startswith("models.")]
+)
+def test_a_room_offers_its_own_names(module):
+    """What Tab shows: nothing that the room itself imports, and no private word."""
+    if module.split(".")[-1].startswith("_"):
+        return
+    found = importlib.import_module(f"jaxpar.{module}")
+    for name in [name for name in dir(found) if not name.startswith("_")]:
+        value = getattr(found, name)
+        where = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+        own = not (inspect.ismodule(value) or inspect.isroutine(value) or inspect.isclass(value))
+        assert own or where.startswith("jaxpar"), f"jaxpar.{module}.{name} is of {where}"
+        assert name != "annotations", module
+
+
 def test_an_unknown_name():
     with pytest.raises(AttributeError, match="no attribute 'kvstore'"):
         jaxpar.kvstore  # noqa: B018

@@ -418,3 +418,28 @@ def test_the_same_with_a_compressor():
     step = train.make_train_step(lambda p, b, rng: (((b @ p["w"]) ** 2).mean(), {}))
     text = step.lower(state, np.ones((8, 64), np.float32)).compile().as_text()
     assert needed(text, "all-gather") == leaves_at(state, ".pending[", 1) | leaves_at(state, ".residuals[", 1)
+
+
+PLACES = {"two": [[0, 1]], "many": [[0, 1], [3, 2], [0], [1, 1], [0, 1, 2, 3]], "one": [[2]], "same": [[1, 1]]}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("home", [None, 3], ids=["anywhere", "on_a_device"])
+def test_a_store_with_pending_pushes_is_an_argument_of_jit(home, place):
+    """Its arrays of one key are on the same devices, whichever ones have pushed."""
+    devices = jax.devices()
+    value = jnp.zeros(3) if home is None else jax.device_put(jnp.zeros(3), devices[home])
+    store = kv.set_optimizer(kv.init(kv.create("dist_async", staleness=2), 3, value), optax.sgd(0.5, momentum=0.5))
+    model, total = np.zeros(3), []
+    for step, places in enumerate(PLACES[place]):
+        grads = whole_numbers(step, len(places), 3)
+        total.append(grads.sum(0))
+        store = kv.push(store, 3, put(list(grads), [devices[i] for i in places]))
+        same = jax.jit(lambda s: s)(store)
+        assert same == store
+    trace = np.zeros(3)
+    for due in total:
+        trace = due + 0.5 * trace
+        model = model - 0.5 * trace
+    np.testing.assert_allclose(kv.pull(kv.flush(store), 3), model, rtol=1e-6)
+    jax.jit(lambda s: s)(kv.flush(store))

@@ -157,6 +157,47 @@ def test_pulling_rows_of_several_keys_onto_devices():
     assert [r.indices.tolist() for r in same] == [[1, 5], [1, 5]]
 
 
+PER_DEVICE = {
+    "arrays": ([np.array([0, 1]), np.array([2, 2])], [[0, 1], [2]]),
+    "lists": ([[0, 1], [2, 2]], [[0, 1], [2]]),
+    "unequal": ((jnp.array([5, 0, 5]), [3]), [[0, 5], [3]]),
+    "one_is_empty": ([[], [4]], [[], [4]]),
+    "one_for_all": ([np.array([2, 1])], [[1, 2], [1, 2]]),
+    "numbers": ([np.int64(2), np.int64(1)], [[1, 2], [1, 2]]),
+    "two_axes": (np.array([[0, 1], [2, 2]]), [[0, 1, 2], [0, 1, 2]]),
+}
+
+
+@pytest.mark.parametrize("kind", ["local", "device", "sharded"])
+@pytest.mark.parametrize("name", PER_DEVICE)
+def test_each_device_gets_the_rows_of_its_own_list(name, kind):
+    """MXNet: as many lists of ids as there are arrays to write to, or one for all."""
+    ids, want = PER_DEVICE[name]
+    devices, values = jax.devices()[1:3], whole_numbers(9, *SHAPE)
+    store = kv.init(kv.create(kind), [3, 4], [values, -values])
+    pulled = kv.row_sparse_pull(store, 3, ids, devices=devices)
+    assert [r.indices.tolist() for r in pulled] == want
+    assert [r.values.devices() for r in pulled] == [{d} for d in devices]
+    for rows in pulled:
+        np.testing.assert_array_equal(rows.values, values[np.asarray(rows.indices)])
+    both = kv.row_sparse_pull(store, [4, 3], [ids, np.array([5])], devices=devices)
+    assert [[r.indices.tolist() for r in rows] for rows in both] == [want, [[5], [5]]]
+    np.testing.assert_array_equal(both[0][1].values, -values[np.array(want[1])])
+
+
+def test_as_many_lists_of_ids_as_devices():
+    store = kv.init(kv.create(), [3, 4], [whole_numbers(9, *SHAPE)] * 2)
+    lists, devices = [np.array([0, 1]), np.array([2]), np.array([3])], jax.devices()[:2]
+    with pytest.raises(ValueError, match="key 3: expected a list of ids for each of 2 devices, got 3 lists"):
+        kv.row_sparse_pull(store, 3, lists, devices=devices)
+    with pytest.raises(ValueError, match="key 4: expected a list of ids for each of 2 devices, got 3 lists"):
+        kv.row_sparse_pull(store, [3, 4], [[0], lists], devices=devices)
+    with pytest.raises(ValueError, match=r"key 3: expected one array of ids, got 3 lists.*give devices="):
+        kv.row_sparse_pull(store, 3, lists)
+    on = jax.jit(lambda s, ids: kv.row_sparse_pull(s, 3, [ids, ids[:1]], devices=devices))(store, jnp.array([3, 1]))
+    assert [r.indices.tolist() for r in on] == [[1, 3], [3]]
+
+
 def test_pulling_rows_under_jit():
     store = table()
     rows = jax.jit(lambda s, ids: kv.row_sparse_pull(s, 3, ids))(store, jnp.array([3, 0, 3]))

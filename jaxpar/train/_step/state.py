@@ -64,7 +64,7 @@ class TrainState:
         """The parameters as they were given to `kv.from_params`. `RuntimeError` if the state was donated."""
         if not is_traced(self.store.values):
             check_not_donated(self.store.values, "state.params")
-        return kv.to_params(self.store)
+        return kv.to_params(self.store, copy=False)
 
     @property
     def eval_params(self) -> Any:

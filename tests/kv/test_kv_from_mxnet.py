@@ -1,0 +1,151 @@
+"""What code written for MXNet still says: taken where it means the same, else answered with the line to write."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from kv_model import assert_unchanged, snapshot
+
+from jaxpar import kv, updaters
+from jaxpar.sparse import RowSparse
+
+ONES = jnp.ones((2, 3))
+STORE = kv.init(kv.create("device"), 3, ONES)
+
+KINDS = {
+    "local_update_cpu": "local",
+    "local_allreduce_cpu": "local",
+    "local_allreduce_device": "device",
+    "nccl": "device",
+    "dist": "dist_sync",
+    "dist_sync_device": "dist_device_sync",
+    "dist_device_async": "dist_async",
+}
+
+
+def test_kinds_of_the_same_meaning():
+    for name, kind in KINDS.items():
+        assert kv.create(name) == kv.create(kind)
+        assert kv.from_params({"w": ONES}, kind=name).kind == kind
+
+
+@pytest.mark.parametrize(("name", "use"), [("p3", "'dist_sync'"), ("horovod", "'dist_sync'"), ("byteps", "'device'")])
+def test_other_kinds_name_the_one_to_use(name, use):
+    with pytest.raises(ValueError, match=rf"unknown kind '{name}'; known are local, device, .*; use .*{use}"):
+        kv.create(name)
+
+
+ARGUMENTS = {
+    "out": (lambda: kv.pull(STORE, 3, out=ONES), r"kv.pull: .*'out'.*value = kv.pull\(store, key\)"),
+    "out_pushpull": (lambda: kv.pushpull(STORE, 3, ONES, out=ONES), r"kv.pushpull: .*'out'"),
+    "out_positional": (lambda: kv.pull(STORE, 3, ONES), r"kv.pull: got 3 .*pull\(store, key, devices=.*no out="),
+    "priority": (lambda: kv.push(STORE, 3, ONES, priority=-1), "kv.push: .*'priority'; leave it out"),
+    "priority_positional": (lambda: kv.push(STORE, 3, ONES, -1), r"kv.push: got 4 .*push\(store, key, value, axis"),
+    "ignore_sparse": (lambda: kv.pull(STORE, 3, ignore_sparse=False), "row_sparse_pull reads some rows"),
+    "rows": (lambda: kv.row_sparse_pull(STORE, 3, ONES, [0]), "got 4 .*at most 3"),
+    "rows_out": (lambda: kv.row_sparse_pull(STORE, 3, row_ids=[0], out=ONES), "'out'"),
+    "broadcast": (lambda: kv.broadcast(kv.create(), 3, ONES, out=ONES), "kv.broadcast: .*'out'"),
+    "name": (lambda: kv.create(name="device"), "'name'; call it kind"),
+    "compression": (lambda: kv.set_gradient_compression(STORE, compression_params={}), "second argument"),
+    "optimizer": (lambda: kv.set_optimizer(STORE, optimizer=optax.sgd(1.0)), "second argument"),
+    "misspelt": (lambda: kv.pull(STORE, 3, device=jax.devices()), "'device'; did you mean devices"),
+    "unknown": (lambda: kv.pull(STORE, 3, xyzzy=1), "'xyzzy'; known are store, key, devices"),
+    "from_params": (
+        lambda: kv.from_params({"w": ONES}, "device", optax.sgd(1.0)),
+        r"kv.from_params: got 3 arguments without a name, expected at most 1; write kv.from_params\(params, kind=",
+    ),
+    "to_params": (lambda: kv.to_params(STORE, "data"), r"write kv.to_params\(store, axis_name="),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_that_are_not_here(name):
+    call, words = ARGUMENTS[name]
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
+ATTRIBUTES = {
+    "type": "write store.kind",
+    "rank": r"write kv.rank\(\)",
+    "num_workers": r"write kv.num_workers\(\)",
+    "_set_updater": r"write store = kv.set_updater\(store, updater\)",
+    "_barrier": r"write kv.barrier",
+    "pull": r"write value = kv.pull\(store",
+    "pushpull": r"write store, value = kv.pushpull\(store",
+    "save_optimizer_states": "write jp.checkpoint.save",
+    "is_capable": "every kind takes an optimizer",
+}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_methods_and_attributes_of_the_store(name):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'.*{ATTRIBUTES[name]}"):
+        getattr(STORE, name)
+
+
+@pytest.mark.parametrize("kind", ["local", "device", "sharded"])
+def test_a_list_of_one_value_is_that_value(kind):
+    """In `init` as in `push`, and in both for lists of keys."""
+    store = kv.init(kv.create(kind), 3, [ONES])
+    store = kv.init(store, [4, 5], [[ONES], (2 * ONES,)])
+    store, _ = kv.broadcast(store, 6, [ONES])
+    store = kv.push(kv.push(store, 3, [ONES]), [4, 5], [[ONES], (3 * ONES,)])
+    assert [v[0, 0].item() for v in kv.pull(store, [3, 4, 5, 6])] == [1, 1, 3, 1]
+    for value in ([], [ONES, ONES], [[ONES]]):
+        with pytest.raises(TypeError, match="key 7: expected an array, got a list of"):
+            kv.init(store, 7, value)
+
+
+def plain(key, pushed, stored):
+    return stored + pushed
+
+
+def with_state(key, pushed, state, stored):
+    return stored + pushed, state
+
+
+NOTHING = lambda key, value: ()  # noqa: E731
+UPDATERS = {
+    "four": (lambda: with_state, r"called with \(key, pushed, stored\), .*with_state\(key, pushed, state, .*Updater\("),
+    "three": (lambda: updaters.Updater(NOTHING, plain), r"Updater.update .*\(key, pushed, state, stored\).*stateless"),
+    "init": (lambda: updaters.Updater(lambda value: (), with_state), r"Updater.init is called with \(key, value\)"),
+    "stateless": (lambda: updaters.stateless(with_state), r"updaters.stateless: .*does not take"),
+    "not_called": (lambda: updaters.mxnet_sgd, r"call it first, mxnet_sgd\(0.1\)"),
+    "optax_not_called": (lambda: optax.sgd, r"call it first, sgd\(0.1\)"),
+}
+
+
+@pytest.mark.parametrize("name", UPDATERS)
+def test_updaters_of_other_arguments_are_refused_when_they_are_set(name):
+    make, words = UPDATERS[name]
+    before = snapshot(STORE)
+    with pytest.raises(TypeError, match=words):
+        kv.set_updater(STORE, make())
+    with pytest.raises(TypeError, match=words):
+        kv.from_params({"w": ONES}, updater=make())
+    assert_unchanged(STORE, before)
+
+
+@pytest.mark.parametrize(
+    "fits", [lambda *args: args[1], lambda key, pushed, stored, scale=2: pushed, jax.jit(lambda k, p, s: p), max]
+)
+def test_updaters_that_fit_or_cannot_be_inspected_are_taken(fits):
+    kv.set_updater(STORE, fits)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (4096, 3)])
+def test_rows_are_not_sent_uncompressed_in_silence(shape):
+    """MXNet's workers refuse a row-sparse push where gradients are compressed."""
+    store = kv.set_gradient_compression(kv.init(kv.create("device"), 3, jnp.ones(shape)), {"type": "2bit"})
+    before = snapshot(store)
+    rows = RowSparse(np.array([0]), jnp.ones((1, 3)), shape)
+    with pytest.raises(
+        ValueError, match=r"keys \[3\]: gradient compression does not take a RowSparse.*store of its own"
+    ):
+        kv.push(store, 3, rows)
+    with pytest.raises(ValueError, match="does not take a RowSparse"):
+        jax.jit(lambda s: kv.push(s, 3, rows))(store)
+    assert_unchanged(store, before)
+    kv.push(kv.set_gradient_compression(store, {"type": "none"}), 3, rows)
