@@ -73,7 +73,7 @@ mxnet:  ## MXNet 1.9.1 in .venv-mxnet, a peer of the benchmarks; needs Python 3.
 	test -n "$$p" || { echo "mxnet needs Python 3.8" >&2; exit 1; }; \
 	"$$p" -m venv .venv-mxnet && .venv-mxnet/bin/pip install --quiet -r benchmarks/requirements-mxnet.txt
 
-constraints: $(READY)  # write constraints.txt anew: versions only, for every supported Python
+constraints: $(READY)  # write constraints.txt again: versions only, for every supported Python
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile --universal --python-version 3.11 --all-extras --no-header --no-annotate \
 		--quiet -o constraints.txt --upgrade pyproject.toml

@@ -1,14 +1,14 @@
 """MXNet's KVStore, multi-device trainer and network plots for JAX, as pure functions over immutable pytrees.
 
-The table of contents; each name is a module, loaded when it is first used:
+The table of contents. Each name is a module, loaded when it is first used:
 
 - `jp.kv`: the store: `init`, `push`, `pull`, ...
-- `jp.updaters`: what a push does to the stored value; optax transforms are updaters.
-- `jp.compression`, `jp.sparse`: gradients made smaller on the wire; rows of tables.
+- `jp.updaters`: what a push does to the stored value. Optax transforms are updaters.
+- `jp.compression`, `jp.sparse`: gradients made smaller on the wire, rows of tables.
 - `jp.parallel`: devices, `split_and_load`, `allreduce`, `spmd`.
 - `jp.train`, `jp.models`, `jp.data`: the training step, its loop, LeNet, Fashion-MNIST.
 - `jp.viz`: a picture and a table of any JAX function.
-- `jp.checkpoint`, `jp.distributed`: saving a state; several processes.
+- `jp.checkpoint`, `jp.distributed`: saving a state, several processes.
 - `jp.free_running`: servers that nobody waits for, on Ray.
 """
 

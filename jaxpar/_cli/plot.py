@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import models, viz
+from .._core.parsers import number
 
 _DTYPES: dict[str, str] = dict(
     zip(
@@ -32,15 +33,19 @@ class ArgumentError(ValueError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `plot`."""
     parser.add_argument("function", help="MODULE:FUNCTION, or lenet or matrix_factorization")
-    each = "one array argument, e.g. 256x28x28x1:f32; once for each, in order"
+    each = "one array argument, e.g. 256x28x28x1:f32 (once for each, in order)"
     parser.add_argument("--input", action="append", default=[], metavar="SHAPE:DTYPE", help=each)
     parser.add_argument("-o", "--output", default=None, help="file to write, .svg, .png, .pdf or .dot (NAME.svg)")
     parser.add_argument("--title", default=None)
-    parser.add_argument("--depth", type=int, default=None, help="how deep to unfold modules; 0 closes them all")
+    parser.add_argument(
+        "--depth", type=number(int), default=None, help="how deep to unfold modules (0 closes them all)"
+    )
     parser.add_argument("--theme", choices=("light", "dark"), default="light")
     parser.add_argument("--heat", choices=("flops", "bytes"), default=None, help="colour by cost")
     parser.add_argument("--show-weights", action="store_true", help="draw the parameters too")
-    parser.add_argument("--params", type=int, default=None, metavar="N", help="which --input is a parameter (none)")
+    parser.add_argument(
+        "--params", type=number(int), default=None, metavar="N", help="which --input is a parameter (none)"
+    )
     parser.add_argument("--summary", action="store_true", help="print the table of layers too")
 
 

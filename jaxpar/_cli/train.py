@@ -10,9 +10,9 @@ import jax
 
 from .. import compression, kv
 from .._core.arrays import Device
+from .._core.parsers import number
 from .._core.text import say
 from .._devices.emulated import can_hang
-from .arguments import metrics_path, number
 
 
 def add_parser(commands: Any) -> None:
@@ -27,12 +27,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--dataset", default="fashion_mnist", help="a name of tensorflow-datasets")
     parser.add_argument("--data-dir", help="the folder of tensorflow-datasets (default: its own)")
     parser.add_argument(
-        "--devices", type=positive, help="how many, over all processes; CPU devices are emulated (default: all)"
+        "--devices", type=positive, help="how many over all processes (default: all). CPU devices are emulated"
     )
     parser.add_argument("--epochs", type=positive, default=5)
     parser.add_argument("--batch-size", type=positive, default=256, help="over all devices together")
     parser.add_argument("--learning-rate", type=rate, default=0.2)
-    parser.add_argument("--kvstore", choices=(*kv.KINDS, "nccl"), default="device")
+    parser.add_argument("--kvstore", choices=kv._KIND_NAMES, default="device")
     parser.add_argument("--engine", choices=("pmap", "shard_map"), default="pmap")
     parser.add_argument("--compression", choices=compression.TYPES, default="none")
     parser.add_argument("--threshold", type=rate, help="of the compressions 2bit and 1bit (default: 0.5)")
@@ -47,6 +47,20 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--profile-dir", type=Path, help="a trace of five steps, for XProf")
     parser.add_argument("--output-dir", type=Path, help="checkpoints, metrics.jsonl and history.png in one folder")
     parser.set_defaults(run=lambda args: run(args, parser))
+
+
+def metrics_path(text: str) -> Path:
+    """A path for JSON lines.
+
+    Raises:
+        argparse.ArgumentTypeError: its ending is that of a table.
+    """
+    if Path(text).suffix.lower() in (".csv", ".tsv"):
+        raise argparse.ArgumentTypeError(
+            f"{text} gets JSON lines; name it .jsonl, and make a table of it by pandas.read_json({text!r}, lines=True) "
+            "or, of the history that train.fit returns, by train.to_pandas(history).to_csv()"
+        )
+    return Path(text)
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -40,7 +40,7 @@ def without_keys(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
     """The pytree with random keys as plain integers, and a function to restore them.
 
     Returns:
-        (the pytree with uint32 arrays in place of keys; a function of such a pytree that makes them keys again).
+        (the pytree with uint32 arrays in place of keys, a function of such a pytree that makes them keys again).
 
     Example:
         >>> plain, restore = without_keys({"rng": jax.random.key(0), "x": jax.numpy.ones(2)})

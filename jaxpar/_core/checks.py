@@ -15,7 +15,9 @@ import numpy as np
 from .arrays import Device
 
 Engine = Literal["pmap", "shard_map"]
+StepEngine = Literal["auto", "pmap", "shard_map", "jit"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
+STEP_ENGINES: tuple[StepEngine, ...] = get_args(StepEngine)
 
 
 # Keys of a store, and the values given for them.
@@ -73,7 +75,7 @@ def as_values(keys: Sequence[int], value: Any, many: bool, what: str) -> list[An
     return list(value)
 
 
-def known(keys: Iterable[int], values: dict[int, Any], what: str) -> None:
+def check_known(keys: Iterable[int], values: dict[int, Any], what: str) -> None:
     """`UnknownKeyError` for a key that the store does not hold."""
     for key in keys:
         if key not in values:
@@ -227,7 +229,7 @@ def whole_number(value: Any, where: str, name: str, least: int = 1) -> int:
         TypeError: it is no int.
         ValueError: it is less than `least`.
     """
-    message = f"{where}: {name} must be an int of {least} or more, got {_shown(value)}"
+    message = f"{where}: {name} must be an int of {least} or more, got {_quote(value)}"
     if not _is_int(value):
         raise TypeError(message)
     if value < least:
@@ -245,7 +247,7 @@ def number(value: Any, where: str, name: str, expected: str, allowed: Callable[[
         TypeError: it is no real number.
         ValueError: it is not allowed.
     """
-    message = f"{where}: {name} must be {expected}, got {_shown(value)}"
+    message = f"{where}: {name} must be {expected}, got {_quote(value)}"
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.floating, np.integer)):
         raise TypeError(message)
     try:
@@ -290,7 +292,7 @@ def shorten(items: Sequence[Any], most: int = 8) -> str:
     return f"[{shown}, ... {len(items)} in all]" if len(items) > most else f"[{shown}]"
 
 
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
     return repr(value) if isinstance(value, np.generic) else describe(value)
 
 

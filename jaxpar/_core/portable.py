@@ -59,11 +59,13 @@ class NodeFormat:
         bare: `bare(node)` is the node without what `complete` restores.
         complete: `complete(filled, like, saved, prefix, remarks)` is the bare node with the rest of what was saved,
             for the devices of `like`. It adds a remark for the user where something could not be taken up.
+        adapt: `adapt(like, saved, prefix, remarks) -> saved` brings what an older version saved to the names of today.
     """
 
     slots: Callable[[Any, str], Iterable[Slot]]
     bare: Callable[[Any], Any]
     complete: Callable[[Any, Any, Saved, str, list[str]], Any]
+    adapt: Callable[[Any, Saved, str, list[str]], Saved] = lambda like, saved, prefix, remarks: saved
 
 
 # Filled when a module is imported, and then only read: a type is saved in one way in a process.
@@ -87,7 +89,7 @@ def register_adapter(kind: type, adapt: Callable[[Any, Saved, list[str]], Saved]
 
 
 def format_of(node: Any) -> NodeFormat | None:
-    """How a node is saved; None for one whose leaves are saved each by itself."""
+    """How a node is saved. None for one whose leaves are saved each by itself."""
     return _NODES.get(type(node))
 
 
@@ -96,10 +98,10 @@ def is_registered(node: Any) -> bool:
     return type(node) in _NODES
 
 
-def adapted(like: Any, saved: Saved, remarks: list[str]) -> Saved:
+def adapt(like: Any, saved: Saved, remarks: list[str]) -> Saved:
     """What was saved, for the devices of `like`."""
-    adapt = _ADAPTERS.get(type(like))
-    return saved if adapt is None else adapt(like, saved, remarks)
+    function = _ADAPTERS.get(type(like))
+    return saved if function is None else function(like, saved, remarks)
 
 
 def path_name(path: Any) -> str:
@@ -107,10 +109,10 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def joined(prefix: str, name: str) -> str:
+def join_names(prefix: str, name: str) -> str:
     """Two parts of a name, of which either may be empty.
 
-    >>> joined("store", "values/3"), joined("", "step"), joined("store", "")
+    >>> join_names("store", "values/3"), join_names("", "step"), join_names("store", "")
     ('store/values/3', 'step', 'store')
     """
     return f"{prefix}/{name}" if prefix and name else prefix or name

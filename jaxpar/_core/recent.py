@@ -1,6 +1,6 @@
 """What belongs to the last few things that a user made: optimizers, functions, compressions.
 
-A module's own `jax.jit` keeps a program for each static argument for ever, and with it all that the argument refers
+A module's own `jax.jit` keeps a program for each static argument forever, and with it all that the argument refers
 to. So such programs are `jit`s of their own here, one for each thing, and the one used longest ago is released.
 """
 
@@ -13,9 +13,9 @@ MOST = 8  # how many are kept
 
 
 class Recent:
-    """The values of the last few keys; a key is a tuple, and is compared, not hashed.
+    """The values of the last few keys.
 
-    So the parts of a key need no hash, as an updater needs none.
+    A key is a tuple. It is compared, not hashed, so its parts need no hash.
 
     Args:
         make: makes the value of a key, from its parts.
@@ -40,7 +40,7 @@ class Recent:
         return value
 
     def find(self, key: tuple[Any, ...]) -> Any:
-        """The value of this key; None where it is not held."""
+        """The value of this key. None where it is not held."""
         held = self._held  # another thread may put another list there
         for i, (other, value) in enumerate(held):
             if _is_same(other, key):
@@ -51,7 +51,7 @@ class Recent:
 
 
 def _is_same(key: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether two keys are equal; keys that cannot be compared, as arrays cannot, are not."""
+    """Whether two keys are equal. Keys that cannot be compared, as arrays cannot, are not."""
     try:
         return key == other
     except Exception:

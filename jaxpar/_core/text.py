@@ -37,14 +37,14 @@ class Table:
     first: int | None = None
 
     def __str__(self) -> str:
-        above, below = self._shown()
+        above, below = self._rows_around_cut()
         widths = [max(map(len, column)) for column in zip(*above, *below, strict=True)]
         lines = [self._line(row, widths) for row in above]
         lines += [f"  {self._cut()}"] if self._cut() else []
         return "\n".join([self.title, *lines, *(self._line(row, widths) for row in below)])
 
     def _repr_html_(self) -> str:
-        above, below = self._shown()
+        above, below = self._rows_around_cut()
         head = "".join(self._cell("th", column) for column in self.columns)
         body = "".join(map(self._row, above))
         if self._cut():
@@ -53,7 +53,7 @@ class Table:
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if self.rows else ""
         return f"<div><p>{html.escape(self.title)}</p>{table}</div>"
 
-    def _shown(self) -> tuple[Sequence[Sequence[str]], Sequence[Sequence[str]]]:
+    def _rows_around_cut(self) -> tuple[Sequence[Sequence[str]], Sequence[Sequence[str]]]:
         """The rows before and after the cut."""
         if len(self.rows) <= self.most:
             return self.rows, ()

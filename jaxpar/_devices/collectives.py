@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 
 from .._core.arrays import nbytes
 from . import buckets
@@ -27,7 +28,7 @@ _SHARED_BYTES = 64 << 10
 _UNROLLED_TERMS = 16
 
 
-def bucketed(
+def map_buckets(
     collective: Callable[[jax.Array], jax.Array], values: Sequence[jax.Array], limits: BucketLimits
 ) -> list[jax.Array]:
     """The results of an elementwise collective, called once for each bucket.
@@ -44,7 +45,7 @@ def bucketed(
 
 def allreduce(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
     """The sum over the axis of each value, on every device (kind `device`)."""
-    return bucketed(lambda x: lax.psum(x, axis_name), values, limits)
+    return map_buckets(lambda x: lax.psum(x, axis_name), values, limits)
 
 
 def gather_sum(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
@@ -52,7 +53,7 @@ def gather_sum(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits
 
     Every device gathers the values and adds them itself, so the order does not depend on the backend.
     """
-    return bucketed(lambda x: _gather_and_sum(x, axis_name), values, limits)
+    return map_buckets(lambda x: _gather_and_sum(unsplit(x), axis_name), values, limits)
 
 
 def reduce_scatter(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
@@ -60,7 +61,7 @@ def reduce_scatter(values: Sequence[jax.Array], axis_name: str, limits: BucketLi
     shards = lax.axis_size(axis_name)
     rows = [to_rows(v, shards) for v in values]
     groups = buckets.plan_of(rows, limits)
-    mine = [lax.psum_scatter(array, axis_name) for array in buckets.pack(rows, groups, axis=1)]
+    mine = [_scatter_sum(array, axis_name) for array in buckets.pack(rows, groups, axis=1)]
     return buckets.unpack(mine, [r.shape[1:] for r in rows], groups)
 
 
@@ -69,7 +70,7 @@ def all_gather(
 ) -> list[jax.Array]:
     """The whole values, of these shapes, out of every device's (chunk,): the inverse of a scatter."""
     groups = buckets.plan_of(chunks, limits)
-    whole = [gathered(array, axis_name) for array in buckets.pack(chunks, groups)]
+    whole = [gather_stack(array, axis_name) for array in buckets.pack(chunks, groups)]
     rows = buckets.unpack(whole, [c.shape for c in chunks], groups, axis=1)
     return [from_rows(r, shape) for r, shape in zip(rows, shapes, strict=True)]
 
@@ -92,7 +93,7 @@ def sum_apart(x: jax.Array, axis_name: str) -> jax.Array:
     return from_rows(of_all(share), x.shape)
 
 
-def gathered(value: jax.Array, axis_name: str) -> jax.Array:
+def gather_stack(value: jax.Array, axis_name: str) -> jax.Array:
     """The value of every device, along a new first axis, on every device.
 
     Under `shard_map(check_vma=True)` the result has the type of a value that is equal on all devices.
@@ -134,13 +135,21 @@ def own_chunk(value: jax.Array, axis_name: str) -> jax.Array:
     return lax.dynamic_index_in_dim(rows, lax.axis_index(axis_name), keepdims=False)
 
 
+def _scatter_sum(rows: jax.Array, axis_name: str) -> jax.Array:
+    """This device's row of the sum over the axis."""
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return lax.psum_scatter(rows, axis_name)
+    # JAX 0.12 compiles no reduce-scatter over one axis of a mesh where another is Explicit.
+    return lax.dynamic_index_in_dim(lax.psum(rows, axis_name), lax.axis_index(axis_name), keepdims=False)
+
+
 def _gather_and_sum(x: jax.Array, axis_name: str) -> jax.Array:
     """Small: every device gathers and adds all. Large: each gathers and adds one share, then all gather the shares."""
     if nbytes(x) < _SHARED_BYTES:
-        return _ordered_sum(gathered(x, axis_name))
+        return _ordered_sum(gather_stack(x, axis_name))
     rows = to_rows(x, lax.axis_size(axis_name))
     share = _ordered_sum(lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0))
-    return from_rows(gathered(share, axis_name), x.shape)
+    return from_rows(gather_stack(share, axis_name), x.shape)
 
 
 def _ordered_sum(stacked: jax.Array) -> jax.Array:

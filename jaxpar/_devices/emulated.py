@@ -6,7 +6,8 @@ for a device whose inputs need one of these threads. So with older jax, `wait_be
 program. The devices are the host's own cores, so the wait costs little.
 
 The memory. A jax array never changes, and jax copies a donated array whose memory somebody else uses. So the same bytes
-can be a value on every CPU device of this process. `put` and `views` use that where `jax.device_put` would copy.
+can be a value on every CPU device of this process. `share_or_put` and `views` use that where `jax.device_put` would
+copy.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def one_memory(devices: Iterable[Device]) -> bool:
     return all(d.platform == "cpu" and d.process_index == jax.process_index() for d in devices)
 
 
-def put(arrays: Sequence[jax.Array], where: Sharding) -> list[jax.Array]:
+def share_or_put(arrays: Sequence[jax.Array], where: Sharding) -> list[jax.Array]:
     """Arrays with that sharding, as `jax.device_put`, without copies inside one memory.
 
     An array on one device is shared if `where` asks for the whole array on one or several devices of the same memory.
@@ -50,7 +51,7 @@ def put(arrays: Sequence[jax.Array], where: Sharding) -> list[jax.Array]:
     Example:
         >>> import jax, jax.numpy as jnp
         >>> first, second = jax.devices()[:2]
-        >>> (there,) = put([jax.device_put(jnp.ones(1 << 20), first)], SingleDeviceSharding(second))
+        >>> (there,) = share_or_put([jax.device_put(jnp.ones(1 << 20), first)], SingleDeviceSharding(second))
         >>> there.devices() == {second}
         True
     """
@@ -68,7 +69,7 @@ def views(arrays: Iterable[jax.Array]) -> list[np.ndarray]:
     return [np.asarray(a) for a in arrays]
 
 
-def bucketed(arrays: Iterable[jax.Array], dtypes: Iterable[Any], groups: Sequence[Sequence[int]]) -> list[np.ndarray]:
+def pack_views(arrays: Iterable[jax.Array], dtypes: Iterable[Any], groups: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """The buckets of views of the arrays, cast to these dtypes. A group of one is copied only by a cast."""
     cast = [view.astype(dtype, copy=False) for view, dtype in zip(views(arrays), dtypes, strict=True)]
     return buckets.pack(cast, groups, xp=np)

@@ -22,6 +22,11 @@ def mesh_of(devices: Sequence[Device]) -> Mesh:
     return Mesh(np.array(devices), (STORE_AXIS,))
 
 
+def auto_mesh(mesh: Mesh) -> Mesh:
+    """The mesh with axes of type Auto, over which the compiler spreads a program. Those of `jax.make_mesh` are Explicit."""
+    return Mesh(mesh.devices, mesh.axis_names)
+
+
 def copies_on(devices: Sequence[Device]) -> NamedSharding:
     """The sharding of a value with a whole copy on each device."""
     return _sharding(tuple(devices), PartitionSpec())
@@ -40,7 +45,7 @@ def is_on(array: jax.Array, devices: Sequence[Device]) -> bool:
     return sharding.device_set == set(devices)
 
 
-def copied(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+def put_copy(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     """The arrays with that sharding, in memory of their own: donating them leaves the given ones valid.
 
     `device_put(may_alias=False)` is not enough. From one device to several it keeps the buffer of the first.

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .._core.parsers import number
 from .._heartbeat.server import HEARTBEAT_TIMEOUT
 from . import launcher
 
@@ -32,18 +33,18 @@ def add_parser(commands: Any) -> None:
         usage="jaxpar launch -n N [options] -- python script.py [arguments]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add, count = parser.add_argument, _number(int, 1)
+    add, count = parser.add_argument, number(int, 1)
     add("-n", "--processes", type=count, required=True, metavar="N", help="how many")
-    add("--devices", type=count, metavar="K", help="emulated CPU devices of each process; no GPU is used")
+    add("--devices", type=count, metavar="K", help="emulated CPU devices of each process. No GPU is used")
     add("--gpus-per-process", type=count, metavar="K", help="GPUs of each process (default: an even share)")
-    add("--max-restarts", type=_number(int, 0), default=0, metavar="R", help="starts after a failure (default: 0)")
+    add("--max-restarts", type=number(int, 0), default=0, metavar="R", help="starts after a failure (default: 0)")
     add("--min-processes", type=count, metavar="M", help="a restart leaves out the process that was lost, down to M")
     add("--coordinator-port", type=_port, metavar="P", help="default: a free one, another at each start")
     add("--env", action="append", default=[], type=_pair, metavar="K=V", help="a variable for all processes")
-    add("--grace", type=_number(float, 0), default=30.0, metavar="S", help="seconds from SIGTERM to SIGKILL (30)")
+    add("--grace", type=number(float, 0), default=30.0, metavar="S", help="seconds from SIGTERM to SIGKILL (30)")
     add(
         "--heartbeat-timeout",
-        type=_number(float, 2),
+        type=number(float, 2),
         default=os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or HEARTBEAT_TIMEOUT,
         metavar="S",
         help="seconds without a heartbeat after which a process counts as frozen "
@@ -95,7 +96,7 @@ def _choose_gpus(env: dict[str, str], processes: int, each: int | None) -> list[
     platforms = env.get("JAX_PLATFORMS", "")
     if each is None and platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return []
-    gpus = visible_gpus(env, _listed_gpus())
+    gpus = visible_gpus(env, _gpus_of_driver())
     return [] if each is None and not gpus else share_gpus(gpus, processes, each)
 
 
@@ -121,7 +122,7 @@ def share_gpus(gpus: Sequence[str], processes: int, each: int | None) -> list[st
     return [",".join(gpus[i * number : (i + 1) * number]) for i in range(processes)]
 
 
-def _listed_gpus() -> list[str]:
+def _gpus_of_driver() -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     try:
@@ -129,22 +130,6 @@ def _listed_gpus() -> list[str]:
     except subprocess.TimeoutExpired:
         return []
     return [line for line in listing.stdout.splitlines() if line.startswith("GPU ")]
-
-
-def _number(kind: type, least: int) -> Any:
-    """A parser of a number of at least `least`."""
-
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value < float("inf"):
-            word = "an int" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {word} of {least} or more, got {text!r}")
-        return value
-
-    return parse
 
 
 def _port(text: str) -> int:

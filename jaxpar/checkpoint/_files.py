@@ -1,8 +1,8 @@
 """A checkpoint on disk: a directory with arrays, written by orbax, and a manifest that vouches for every byte.
 
     step_00000120/
-        jaxpar.json     names, shapes and dtypes of the arrays; size and SHA-256 of each file; its own SHA-256
-        arrays/         orbax (OCDBT); the arrays are called "0", "1", ... in the manifest's order
+        jaxpar.json     names, shapes and dtypes of the arrays, size and SHA-256 of each file, its own SHA-256
+        arrays/         orbax (OCDBT). The arrays are called "0", "1", ... in the manifest's order
 
 It is written under another name in the same directory, flushed, and renamed. So a checkpoint is there whole or not at
 all. The other name says which process writes (see `_owner`). Reading changes nothing on disk.
@@ -41,7 +41,7 @@ def write(path: Path, content: dict[str, Any], records: list[dict[str, Any]], ar
         OSError: it cannot be written: no space, no permission, no directory.
     """
     refuse_existing(path)
-    unfinished = _unfinished(path.parent)
+    unfinished = _unfinished_path(path.parent)
     try:
         unfinished.mkdir(parents=True)
         _write_arrays(unfinished / _ARRAYS, arrays)
@@ -106,7 +106,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[np.ndarray]]:
 
 def remove(path: Path) -> None:
     """Remove a checkpoint. A process that is killed meanwhile leaves no half of one."""
-    gone = _unfinished(path.parent)
+    gone = _unfinished_path(path.parent)
     with contextlib.suppress(FileNotFoundError):  # another process removed it
         os.rename(path, gone)
     shutil.rmtree(gone, ignore_errors=True)
@@ -142,14 +142,14 @@ def _may_be_directory(entry: os.DirEntry[str]) -> bool:
         return True  # reading it says what is the matter
 
 
-def _unfinished(directory: Path) -> Path:
+def _unfinished_path(directory: Path) -> Path:
     """A new name in a directory, of this process."""
     return directory / f"{_UNFINISHED}{_owner.tag()}-{secrets.token_hex(4)}"
 
 
 def _time_at(directory: Path) -> float:
     """The time by the file system's clock, which may be another machine's. 0 where no file can be made."""
-    probe = _unfinished(directory)
+    probe = _unfinished_path(directory)
     try:
         probe.mkdir()
         return probe.stat().st_mtime
@@ -178,14 +178,14 @@ def _not_files(directory: Path) -> Iterator[Path]:
                 yield part
 
 
-def _stored(shape: Sequence[int]) -> bool:
+def _has_elements(shape: Sequence[int]) -> bool:
     return 0 not in shape  # orbax keeps no empty arrays; the manifest knows all there is to know about them
 
 
 def _write_arrays(path: Path, arrays: list[np.ndarray]) -> None:
     import orbax.checkpoint as ocp
 
-    named = {str(i): a for i, a in enumerate(arrays) if _stored(a.shape)}
+    named = {str(i): a for i, a in enumerate(arrays) if _has_elements(a.shape)}
     if named:
         with _orbax(ocp) as orbax:
             orbax.save(path.absolute(), args=ocp.args.PyTreeSave(named))
@@ -194,7 +194,7 @@ def _write_arrays(path: Path, arrays: list[np.ndarray]) -> None:
 def _read_arrays(path: Path, layouts: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[np.ndarray]:
     import orbax.checkpoint as ocp
 
-    names = [str(i) for i, (shape, _) in enumerate(layouts) if _stored(shape)]
+    names = [str(i) for i, (shape, _) in enumerate(layouts) if _has_elements(shape)]
     found = {}
     if names:
         each = {n: ocp.RestoreArgs(restore_type=np.ndarray) for n in names}
@@ -202,7 +202,7 @@ def _read_arrays(path: Path, layouts: Sequence[tuple[tuple[int, ...], np.dtype[A
             _check_layouts(layouts, orbax.metadata(path.absolute()).item_metadata)
             args = ocp.args.PyTreeRestore(item=dict.fromkeys(names, 0), restore_args=each)
             found = orbax.restore(path.absolute(), args=args)
-    return [found[str(i)] if _stored(layouts[i][0]) else np.zeros(*layouts[i]) for i in range(len(layouts))]
+    return [found[str(i)] if _has_elements(layouts[i][0]) else np.zeros(*layouts[i]) for i in range(len(layouts))]
 
 
 def _check_layouts(layouts: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], stored: Any) -> None:
@@ -210,7 +210,7 @@ def _check_layouts(layouts: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], sto
     if stored is None:
         raise ValueError("orbax finds no arrays")
     for i, (shape, dtype) in enumerate(layouts):
-        if _stored(shape):
+        if _has_elements(shape):
             about = stored.tree[str(i)]
             found = tuple(about.shape), np.dtype(about.dtype)
             if found != (shape, dtype.newbyteorder("=")):  # orbax stores the bytes in one order

@@ -19,7 +19,7 @@ from .._core.portable import (
     PARTS,
     Saved,
     Slot,
-    adapted,
+    adapt,
     describe_record,
     format_of,
     is_registered,
@@ -57,11 +57,14 @@ def from_leaves(records: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray],
     saved = {record["name"]: (record, array) for record, array in zip(records, arrays, strict=True)}
     bare = jax.tree.map(_bare, like, is_leaf=is_registered)
     wanted = _slots(bare)
-    saved = adapted(like, saved, remarks)
+    saved = adapt(like, saved, remarks)
+    nodes, treedef = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_registered)
+    for path, node in nodes:
+        if (format := format_of(node)) is not None:
+            saved = format.adapt(node, saved, path_name(path), remarks)
     _compare(wanted, [record for record, _ in saved.values() if not set(PARTS) & record.keys()])
     state = jax.tree.structure(bare).unflatten(_restore(wanted, saved))
 
-    nodes, treedef = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_registered)
     filled = treedef.flatten_up_to(state)
     for i, (path, node) in enumerate(nodes):
         if (format := format_of(node)) is not None:
@@ -105,7 +108,7 @@ def _copy(slot: Slot, leaf: Any) -> np.ndarray:
 def _restore(slots: Sequence[Slot], saved: Saved) -> list[Any]:
     """The saved arrays with the layouts and on the devices of the slots' leaves."""
     found = [saved[slot.name] for slot in slots]
-    arrays = [_laid_out(slot, array) for slot, (_, array) in zip(slots, found, strict=True)]
+    arrays = [_lay_out(slot, array) for slot, (_, array) in zip(slots, found, strict=True)]
     on_host = [isinstance(slot.leaf, (*_SCALARS, np.ndarray, np.generic)) for slot in slots]
     placed = [
         array if host else put(array, getattr(slot.leaf, "sharding", None))
@@ -118,7 +121,7 @@ def _restore(slots: Sequence[Slot], saved: Saved) -> list[Any]:
     ]
 
 
-def _laid_out(slot: Slot, array: np.ndarray) -> Any:
+def _lay_out(slot: Slot, array: np.ndarray) -> Any:
     """A saved array as the slot's leaf has it: a Python number, or rows for the devices."""
     if isinstance(slot.leaf, _SCALARS):
         return type(slot.leaf)(array.item())

@@ -93,7 +93,7 @@ class Manager:
         take the same one: the newest that each of them can read.
 
         Raises:
-            CheckpointError: the checkpoint is good but does not fit `like`; or process 0 can read checkpoints, and
+            CheckpointError: the checkpoint is good but does not fit `like`, or process 0 can read checkpoints, and
                 there is none that all processes can read.
         """
         return self._restore(like, lambda found: None)
@@ -101,7 +101,7 @@ class Manager:
     def _restore(self, like: Tree, accepts: Accepts) -> tuple[Tree, dict[str, Any]] | None:
         """As `restore_latest`. One that `accepts` refuses by a `CheckpointError` is passed over too."""
         self.wait()
-        found = self._agreed(accepts)
+        found = self._agree(accepts)
         if found is None:
             return None
         state = _save.fill(found, like)
@@ -109,7 +109,7 @@ class Manager:
             self._on_latest(found.path)
         return state, found.body.get("info", {})
 
-    def _agreed(self, accepts: Accepts) -> Found | None:
+    def _agree(self, accepts: Accepts) -> Found | None:
         """The newest checkpoint that every process can read, the same in all of them."""
         missed, self._bad = "", set()  # what could not be read before may be readable now
         while True:
@@ -181,7 +181,7 @@ def _try_to_read(path: str) -> tuple[Found | None, str | None]:
 
 
 def _difference(path: str, found: Found | None, why: str | None) -> str:
-    """Which process cannot read the checkpoint that process 0 reads, and why; "" where all read the same."""
+    """Which process cannot read the checkpoint that process 0 reads, and why. "" where all read the same."""
     digest = None if found is None else _manifest.digest(found.body)
     said = [json.loads(text) for text in processes.exchange(json.dumps([digest, why]))]
     for process, (theirs, reason) in enumerate(said):

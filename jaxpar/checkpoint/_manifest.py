@@ -87,7 +87,7 @@ def check(body: Any) -> None:
             number is checked.
     """
     if type(body) is not dict:
-        raise ValueError(f"its content must be an object, got {_shown(body)}")
+        raise ValueError(f"its content must be an object, got {_quote(body)}")
     _int(body, "format", 1)
     if body["format"] > FORMAT:
         return
@@ -121,16 +121,16 @@ def layout(record: dict[str, Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     shape, dtype, impl = tuple(record["shape"]), record["dtype"], record.get("impl")
     if impl is not None:
         try:
-            found, data = _keyed(impl)
+            found, data = _key_format(impl)
         except Exception:
-            raise ValueError(f"there are no random keys {_shown(impl)} in this process") from None
+            raise ValueError(f"there are no random keys {_quote(impl)} in this process") from None
         if found != dtype:
-            raise ValueError(f"the dtype must be {found} for random keys {impl}, got {_shown(dtype)}")
+            raise ValueError(f"the dtype must be {found} for random keys {impl}, got {_quote(dtype)}")
         shape, stored = (*shape, *data.shape), np.dtype(data.dtype)
     else:
         stored = _dtype(dtype)
     if math.prod(n for n in shape if n) * stored.itemsize > _MOST_INT or len(shape) > _MOST_AXES:
-        raise ValueError(f"the shape {_shown(record['shape'])} is larger than any array")
+        raise ValueError(f"the shape {_quote(record['shape'])} is larger than any array")
     return shape, stored
 
 
@@ -142,24 +142,24 @@ def printable(text: str) -> str:
 
 def _check_file(name: str, entry: Any) -> None:
     if not name.isprintable() or name == NAME or {"", ".", ".."} & set(name.split("/")):
-        raise ValueError(f"files: {_shown(name)} is no name of a file inside the checkpoint")
+        raise ValueError(f"files: {_quote(name)} is no name of a file inside the checkpoint")
     pair = entry if type(entry) is list and len(entry) == 2 else [None, None]
     if not _is_int(pair[0], 0) or not isinstance(pair[1], str) or not _SHA256.fullmatch(pair[1]):
-        raise ValueError(f"files: {_shown(name)} must have a size and a SHA-256, got {_shown(entry)}")
+        raise ValueError(f"files: {_quote(name)} must have a size and a SHA-256, got {_quote(entry)}")
 
 
 def _check_leaves(leaves: list[Any]) -> None:
     names: set[str] = set()
     for i, record in enumerate(leaves):
         if type(record) is not dict:
-            raise ValueError(f"leaf {i} must be an object, got {_shown(record)}")
+            raise ValueError(f"leaf {i} must be an object, got {_quote(record)}")
         try:
             name = _of(str, record, "name")
             _check_leaf(record)
             if name in names:
                 raise ValueError("another leaf has the same name")
         except ValueError as error:
-            raise ValueError(f"leaf {i} ({_shown(record.get('name'))}): {error}") from None
+            raise ValueError(f"leaf {i} ({_quote(record.get('name'))}): {error}") from None
         names.add(name)
 
 
@@ -167,7 +167,7 @@ def _check_leaf(record: dict[str, Any]) -> None:
     _of(str, record, "words")
     _of(str, record, "dtype")
     if not all(_is_int(n, 0) for n in _of(list, record, "shape")):
-        raise ValueError(f"the shape must be ints of 0 or more, got {_shown(record['shape'])}")
+        raise ValueError(f"the shape must be ints of 0 or more, got {_quote(record['shape'])}")
     if "impl" in record:
         _of(str, record, "impl")
     layout(record)
@@ -180,12 +180,12 @@ def _dtype(name: str) -> np.dtype[Any]:
     except Exception:  # what NumPy raises for an unknown name, or warns of
         found = None
     if found is None or str(found) != name or found.kind in "OSUMm" or found.type is np.void:
-        raise ValueError(f"the dtype must be one of numbers, got {_shown(name)}")
+        raise ValueError(f"the dtype must be one of numbers, got {_quote(name)}")
     return found
 
 
 @functools.lru_cache(maxsize=16)
-def _keyed(impl: str) -> tuple[str, jax.ShapeDtypeStruct]:
+def _key_format(impl: str) -> tuple[str, jax.ShapeDtypeStruct]:
     """The dtype of random keys, and what the data of one is. jax raises where there are no such keys."""
     key = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
     return str(key.dtype), jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
@@ -193,7 +193,7 @@ def _keyed(impl: str) -> tuple[str, jax.ShapeDtypeStruct]:
 
 def _int(body: dict[str, Any], name: str, least: int) -> None:
     if not _is_int(body.get(name), least):
-        raise ValueError(f"{name} must be an int from {least} to {_MOST_INT}, got {_shown(body.get(name))}")
+        raise ValueError(f"{name} must be an int from {least} to {_MOST_INT}, got {_quote(body.get(name))}")
 
 
 def _is_int(value: Any, least: int) -> bool:
@@ -202,7 +202,7 @@ def _is_int(value: Any, least: int) -> bool:
 
 def _of(kind: type, body: dict[str, Any], name: str) -> Any:
     if type(body.get(name)) is not kind:
-        raise ValueError(f"{name} must be of type {kind.__name__}, got {_shown(body.get(name))}")
+        raise ValueError(f"{name} must be of type {kind.__name__}, got {_quote(body.get(name))}")
     return body[name]
 
 
@@ -210,7 +210,7 @@ def _inside(value: dict[str, Any] | list[Any]) -> Any:
     return value.values() if isinstance(value, dict) else value
 
 
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
     """A value for a message. Of a list or an object only the type, since its text may be long or deep."""
     if isinstance(value, dict | list):
         return f"a {type(value).__name__} of {len(value)}"

@@ -76,7 +76,7 @@ class LinearCompressor(Protocol):
 
 
 def decode_sum(compressor: Compressor, payloads: Payload, shape: Shape, dtype: Any) -> jax.Array:
-    """The sum of several decoded payloads, in the order of the devices.
+    """The sum of several decode_one payloads, in the order of the devices.
 
     Up to 16 decoders are unrolled, so that XLA fuses them with the sum. That is much faster than `vmap` and a sum.
     More of them are a loop, so that the program, and the time to compile it, do not grow with the devices.
@@ -98,10 +98,10 @@ def decode_sum(compressor: Compressor, payloads: Payload, shape: Shape, dtype: A
         [1.0, 1.0, 1.0]
     """
 
-    def decoded(i: Any) -> jax.Array:
+    def decode_one(i: Any) -> jax.Array:
         return compressor.decode(jax.tree.map(operator.itemgetter(i), payloads), shape, "float32")
 
-    return collectives.sum_in_order(decoded, jax.tree.leaves(payloads)[0].shape[0]).astype(dtype)
+    return collectives.sum_in_order(decode_one, jax.tree.leaves(payloads)[0].shape[0]).astype(dtype)
 
 
 def start_residual(name: str, shape: Shape, dtype: Any) -> State:

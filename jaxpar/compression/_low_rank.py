@@ -128,14 +128,14 @@ class PowerSGD(LinearCompressor):
             psum: sums a pytree over the devices, such as `lambda tree: jax.lax.psum(tree, "data")`.
 
         Returns:
-            (the sum, equal on every device, of the shape and dtype of `value`; the new state).
+            (the sum, equal on every device, of the shape and dtype of `value`, and the new state).
         """
         value = jnp.asarray(value)
         m = (state["residual"] + value.astype(jnp.float32)).reshape(_matrix(value.shape))
         if 0 in m.shape:
             return value, state
         p = psum(_product(m, state["q"]))
-        p, _ = jnp.linalg.qr(_scaled(p))
+        p, _ = jnp.linalg.qr(_scale(p))
         q = _product(m.T, p)
         residual = (m - _product(p, q.T)).reshape(value.shape)
         q = psum(q)
@@ -165,7 +165,7 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def _scaled(columns: jax.Array) -> jax.Array:
+def _scale(columns: jax.Array) -> jax.Array:
     """Each column divided by its largest magnitude, so that the squares of gradients of 1e-20 do not underflow."""
     size = jnp.abs(columns).max(0, keepdims=True)
     return columns / jnp.where(size < np.finfo(np.float32).tiny, np.float32(1), size)
@@ -174,4 +174,4 @@ def _scaled(columns: jax.Array) -> jax.Array:
 def _next_q(q: jax.Array, before: jax.Array) -> jax.Array:
     """The start of the next push. A column that vanished, by a gradient of zeros, keeps its direction."""
     vanished = jnp.abs(q).max(0, keepdims=True) < np.finfo(np.float32).tiny
-    return jnp.where(vanished, before, _scaled(q))
+    return jnp.where(vanished, before, _scale(q))

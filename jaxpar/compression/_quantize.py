@@ -61,11 +61,11 @@ class TwoBit(Compressor):
         return start_residual("2bit", shape, dtype)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
-        wanted, t = _wanted(value, state), np.float32(self.threshold)
+        wanted, t = _with_residual(value, state), np.float32(self.threshold)
         up, down = wanted >= t, wanted <= -t
         residual = wanted - jnp.where(up, t, jnp.where(down, -t, np.float32(0)))
         codes = jnp.where(up, np.uint8(3), jnp.where(down, np.uint8(2), np.uint8(0)))
-        return {"codes": _pack_pairs(_padded(codes, 16))}, {**state, "residual": residual}
+        return {"codes": _pack_pairs(_pad(codes, 16))}, {**state, "residual": residual}
 
     def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
         t = np.float32(self.threshold)
@@ -117,10 +117,10 @@ class OneBit(Compressor):
         return start_residual("1bit", shape, dtype)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
-        wanted = _wanted(value, state)
+        wanted = _with_residual(value, state)
         up = wanted > np.float32(self.threshold)
         residual = wanted - jnp.where(up, np.float32(1), np.float32(-1))
-        bits = _padded(up.astype(jnp.uint32), 32).reshape(-1, 32)
+        bits = _pad(up.astype(jnp.uint32), 32).reshape(-1, 32)
         codes = (bits << _shifts(bits.shape, 1)).sum(-1, dtype=jnp.uint32)
         return {"codes": codes}, {**state, "residual": residual}
 
@@ -164,7 +164,7 @@ class Int8(Compressor):
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         shape, size = state["residual"].shape, state["residual"].size
-        wanted = _padded(_wanted(value, state), _INT8_BLOCK).reshape(-1, _INT8_BLOCK)
+        wanted = _pad(_with_residual(value, state), _INT8_BLOCK).reshape(-1, _INT8_BLOCK)
         scales = jnp.abs(wanted).max(-1) / 127
         # Subnormal scales may be flushed to 0 in the quotient. Such a block stays in the residual.
         scales = jnp.where(scales < np.finfo(np.float32).tiny, np.float32(0), scales)
@@ -176,7 +176,7 @@ class Int8(Compressor):
         return payload, _advance({**state, "residual": residual.reshape(-1)[:size].reshape(shape)})
 
     def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
-        codes = _padded(payload["codes"], _INT8_BLOCK).reshape(-1, _INT8_BLOCK).astype(jnp.float32)
+        codes = _pad(payload["codes"], _INT8_BLOCK).reshape(-1, _INT8_BLOCK).astype(jnp.float32)
         values = codes * payload["scales"][:, None]
         return values.reshape(-1)[: math.prod(shape)].reshape(shape).astype(dtype)
 
@@ -218,7 +218,7 @@ class BFloat16(Compressor):
         return _start_rounding("bf16", self.rounding, shape, dtype, seed)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
-        wanted = _wanted(value, state)
+        wanted = _with_residual(value, state)
         # In integers, since XLA may drop a float32 -> bfloat16 -> float32 pair, and with it the rounding error.
         bits = jax.lax.bitcast_convert_type(wanted, jnp.uint32)
         rounded = jnp.where(jnp.isfinite(wanted), bits + self._dither(bits, state), bits)
@@ -240,7 +240,7 @@ class BFloat16(Compressor):
         return _random_16_bits(state, bits.shape).astype(jnp.uint32)
 
 
-def _wanted(value: jax.Array, state: State) -> jax.Array:
+def _with_residual(value: jax.Array, state: State) -> jax.Array:
     """The float32 value that is to be sent: with what earlier pushes did not send."""
     return state["residual"] + jnp.asarray(value).astype(jnp.float32)
 
@@ -250,7 +250,7 @@ def _words(shape: Shape, per_word: int) -> int:
     return -(-math.prod(shape) // per_word)
 
 
-def _padded(values: jax.Array, multiple: int) -> jax.Array:
+def _pad(values: jax.Array, multiple: int) -> jax.Array:
     """The flat values, with zeros at the end up to a multiple of `multiple`."""
     flat = values.reshape(-1)
     return jnp.pad(flat, (0, -flat.size % multiple))

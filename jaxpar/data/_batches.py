@@ -55,7 +55,7 @@ def batches(
 ) -> Iterator[Batch]:
     """Iterate over `{"image", "label"}` batches on the devices.
 
-    The data set is copied to each device once, as it is stored, and kept there as long as it lives. Batches are then
+    The data set is copied to each device once, as it is stored, and kept there as long as it exists. Batches are then
     gathered there, up to eight small ones by one compiled program, without a transfer from the host. A data set that
     is too large for that streams from the host, two batches ahead.
 
@@ -99,7 +99,7 @@ def batches(
         checks.whole_number(epochs, where, "epochs", least=0)
     dtype = None if dtype is None else np.dtype(dtype)
     slices = _slices(size, batch_size, epochs, start, drop_remainder)
-    make = _resident if _is_resident(resident, dataset, split) else _streamed
+    make = _from_devices if _is_resident(resident, dataset, split) else _from_host
     return each_in_user_mesh(make(dataset, slices, _order(rng, size, split), split, dtype))
 
 
@@ -167,7 +167,7 @@ def _slices(
             yield epoch, at, min(batch_size, stop - at)
 
 
-def _resident(dataset: Examples, slices: _Slices, order: Order, split: Split | None, dtype: Any) -> Iterator[Batch]:
+def _from_devices(dataset: Examples, slices: _Slices, order: Order, split: Split | None, dtype: Any) -> Iterator[Batch]:
     """Batches gathered from the copies on the devices."""
     mesh = split and split.mesh
     images, labels = copies(dataset, mesh)
@@ -185,7 +185,7 @@ def _resident(dataset: Examples, slices: _Slices, order: Order, split: Split | N
         yield ready.popleft()
 
 
-def _streamed(dataset: Examples, slices: _Slices, order: Order, split: Split | None, dtype: Any) -> Iterator[Batch]:
+def _from_host(dataset: Examples, slices: _Slices, order: Order, split: Split | None, dtype: Any) -> Iterator[Batch]:
     """The same batches from host memory. Transfers run while earlier batches are in use."""
     ahead: collections.deque[Batch] = collections.deque()
     epoch, rows = None, np.empty(0, np.int32)

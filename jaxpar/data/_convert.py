@@ -91,7 +91,7 @@ convert_on_device = jax.jit(convert_image, static_argnums=1)
 
 
 def share_sharding(batch_size: int, devices: Sequence[Device] | None, where: str) -> NamedSharding | None:
-    """The sharding of a batch over the devices. None stands for the default device.
+    """The sharding of a batch over the devices. None is the default device.
 
     Raises:
         ValueError: the devices cannot share a batch evenly.

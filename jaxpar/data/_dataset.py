@@ -19,8 +19,8 @@ class Dataset:
     afterwards, since the devices may hold copies.
 
     Attributes:
-        images: `(n, ...)`; from `load` uint8 `(n, 28, 28, 1)`.
-        labels: `(n, ...)`; integers become int32.
+        images: `(n, ...)`. From `load` uint8 `(n, 28, 28, 1)`.
+        labels: `(n, ...)`. Integers become int32.
         source: where they came from: "prepared", "files", "debian", "download", or "arrays".
         name: the data set's name.
         split: the split's name.

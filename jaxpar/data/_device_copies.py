@@ -1,4 +1,4 @@
-"""Copies of data sets on devices: one on each, as long as the data set itself lives."""
+"""Copies of data sets on devices: one on each, as long as the data set itself."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def place(array: np.ndarray, mesh: Mesh | None) -> jax.Array:
 
 
 def has_room(dataset: Examples, mesh: Mesh | None) -> bool:
-    """Whether each device has room for the data set twice over. A device that does not say has."""
+    """Whether each device has room for two copies of the data set. A device that does not say has."""
     if _placement(mesh) in _residents.get(dataset, {}):
         return True
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices

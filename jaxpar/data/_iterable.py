@@ -107,8 +107,8 @@ def from_iterable(
     That may be a PyTorch DataLoader, a data set of Grain or Hugging Face, a list, a generator.
 
     Args:
-        source: something that can be iterated over again for each epoch; or a function of the epoch, `source(0)`,
-            `source(1)`, ..., that returns such a thing; or an iterator, which is read once, epoch after epoch.
+        source: something that can be iterated over again for each epoch. Or a function of the epoch, `source(0)`,
+            `source(1)`, ..., that returns such a thing. Or an iterator, which is read once, epoch after epoch.
         steps_per_epoch: batches in an epoch. None: as `len(source)` says.
         batched: whether an element is a batch, with n examples along the first axis of each array. False: an
             element is one example, and `batch_size` of them are stacked. Those that fill no batch are left out.
@@ -123,7 +123,7 @@ def from_iterable(
 
     Raises:
         ValueError: when read: batches of another size, or fewer than an epoch has.
-        TypeError: when read: a leaf that is no array of numbers, such as text; no known length.
+        TypeError: when read: a leaf that is no array of numbers, such as text, or no known length.
 
     Resuming:
         A run that goes on in the middle of an epoch reads that epoch's first batches and drops them. It sees what an

@@ -44,9 +44,9 @@ def load(
         name: TFDS's name of an image classification data set. Without a network "fashion_mnist".
         split: "train", "test", or a part of one in TFDS's notation, "train[:1000]".
         data_dir: TFDS's folder. None: $TFDS_DATA_DIR, else ~/tensorflow_datasets, as TFDS has it.
-        source: "auto" takes the first there is of: "prepared", a TFDS data set in `data_dir`; "files", the four
-            idx .gz files in $JAXPAR_DATA_DIR; "debian", those of the package dataset-fashion-mnist; "download",
-            TFDS's own. Each of these words asks for that one only.
+        source: "prepared" is a TFDS data set in `data_dir`. "files" are the four idx .gz files in $JAXPAR_DATA_DIR.
+            "debian" are those of the package dataset-fashion-mnist. "download" is TFDS's own. "auto" takes the first
+            of these that is there.
         verbose: say in one line on standard error where the data came from.
 
     Returns:
@@ -55,7 +55,7 @@ def load(
     Raises:
         ConnectionError: the download's host does not answer within 10 seconds. The message says what to do.
         FileNotFoundError: the source asked for is not there, or lacks one of its files.
-        ValueError: an unknown name, split or source; a damaged file or data set, which is named.
+        ValueError: an unknown name, split or source, or a damaged file or data set, which is named.
     """
     choice(source, "data.load", "source", _SOURCES)
     folder = Path(data_dir).expanduser() if data_dir is not None else _tfds.default_data_dir()

@@ -116,7 +116,7 @@ def read(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np.ndarray]
     The first time a whole split is decoded, a copy is kept for the next time.
 
     Raises:
-        ValueError: no such split; no `image` and `label` in it; or what is on the disk is damaged.
+        ValueError: no such split, no `image` and `label` in it, or what is on the disk is damaged.
     """
     folder = prepared_dir(name, data_dir)
     if folder is not None and (copy := _decoded_cache.load(folder, split)) is not None:
@@ -131,7 +131,7 @@ def _decode_split(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np
     """The same from TFDS's own files."""
     builder = _builder(name, data_dir)
     if not builder.info.splits:
-        raise _damaged(builder.data_dir, "dataset_info.json is missing or names no split")
+        raise _damage_error(builder.data_dir, "dataset_info.json is missing or names no split")
     try:
         expected = builder.info.splits[split].num_examples
     except (KeyError, ValueError):
@@ -152,7 +152,7 @@ def _decode_split(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np
             "read without TensorFlow; give another data_dir, or convert it to array_record"
         ) from error
     except Exception as error:
-        raise _damaged(builder.data_dir, f"split {split!r}: {error}") from error
+        raise _damage_error(builder.data_dir, f"split {split!r}: {error}") from error
 
 
 def _decode_records(records: Any, decode: Callable[[bytes], np.ndarray] | None) -> tuple[list[Any], list[Any]]:
@@ -166,7 +166,7 @@ def _decode_records(records: Any, decode: Callable[[bytes], np.ndarray] | None) 
     return images, labels
 
 
-def _damaged(folder: str | Path, reason: str) -> ValueError:
+def _damage_error(folder: str | Path, reason: str) -> ValueError:
     return ValueError(f"the prepared data set in {folder} is damaged ({reason}). Delete that folder and load again.")
 
 
@@ -177,7 +177,7 @@ def _builder(name: str, data_dir: Path) -> Any:
     except _tfds().core.DatasetNotFoundError:
         raise ValueError(f"tensorflow-datasets knows no data set {name!r}") from None
     except Exception as error:
-        raise _damaged(data_dir / name, str(error)) from error
+        raise _damage_error(data_dir / name, str(error)) from error
 
 
 def _decoder(feature: Any) -> Callable[[bytes], np.ndarray] | None:

@@ -18,8 +18,8 @@ A push goes one way:
     _store       the next store, with these changes
 
 `_eager` runs the same as compiled programs at the prompt, and `_eager_processes` sums over processes there.
-`_staleness` delays a push, and `_rows` pushes some rows of a table. What differs between the kinds of store is in
-`_kinds`.
+`_tree` hands all sums at once to an optimizer that sees the whole pytree. `_staleness` delays a push, and `_rows`
+pushes some rows of a table. What differs between the kinds of store is in `_kinds`.
 """
 
 from . import _portable as _portable  # registers how a store is saved
@@ -31,9 +31,15 @@ from ._create import (
     set_optimizer as set_optimizer,
     set_updater as set_updater,
 )
-from ._params import from_params as from_params, to_params as to_params
+from ._kinds import _KIND_NAMES as _KIND_NAMES
+from ._params import eval_params as eval_params, from_params as from_params, to_params as to_params
 from ._place import partition_specs as partition_specs, place as place
 from ._pull import broadcast as broadcast, pull as pull, row_sparse_pull as row_sparse_pull
 from ._push import flush as flush, push as push, pushpull as pushpull
-from ._store import KVStore as KVStore, names as names
+from ._store import (
+    KVStore as KVStore,
+    copies_for as copies_for,
+    mesh_of_values as mesh_of_values,
+    names as names,
+)
 from ._workers import barrier as barrier, num_workers as num_workers, rank as rank

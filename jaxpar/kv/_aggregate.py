@@ -21,6 +21,7 @@ from ._store import (
     KVStore,
     Lists,
     kind_of,
+    layout_of,
     shapes_of,
     shards,
     with_changes as with_changes,
@@ -37,7 +38,7 @@ def push(store: KVStore, pushed: Lists, axis_name: str | None) -> Changes:
     else:
         axis_size(axis_name, "kv.push")
         sums, residuals = reduce(store, local_sums(store, pushed), axis_name)
-    return Changes(*update(store, sums), residuals)
+    return update(store, sums)._replace(residuals=residuals)
 
 
 def axis_size(axis_name: str, what: str) -> int:
@@ -58,6 +59,7 @@ def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict
     that they have in the store.
     """
     kind = kind_of(store)
+    _check_not_on_mesh(store)
     if kind.layout.is_split and axis_size(axis_name, "kv.push") != shards(store):
         raise ValueError(
             f"kv.push: the axis {axis_name!r} has {lax.axis_size(axis_name)} devices, but the store of kind "
@@ -80,6 +82,15 @@ def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict
     return {k: summed[k] for k in pushed}, residuals
 
 
+def _check_not_on_mesh(store: KVStore) -> None:
+    """`ValueError` if values have shardings of their own: a mapped axis gives a device parts that fit no push."""
+    if store.shardings:
+        raise ValueError(
+            "kv.push: values of this store are split over a mesh in their own shapes; push without axis_name, at the "
+            'prompt or under jit, or train by make_train_step(loss_fn, engine="jit")'
+        )
+
+
 def local_sums(store: KVStore, pushed: Lists) -> Arrays:
     """The sum of each key's own list of values, in the stored dtype and in the order of the list."""
     return {k: functools.reduce(operator.add, [as_stored(store, k, v) for v in values]) for k, values in pushed.items()}
@@ -94,7 +105,7 @@ def as_stored(store: KVStore, key: int, value: jax.Array) -> jax.Array:
 def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any]]:
     """Sums without a mapped axis. Each position of a list is a device with a residual of its own."""
     small = compressed_keys(store, pushed)
-    layout = kind_of(store).layout
+    layout = layout_of(store)
     sums = local_sums(store, {k: v for k, v in pushed.items() if k not in small})
     sums = {k: layout.stored(v, store.devices) for k, v in sums.items()}
     residuals: dict[int, Any] = {}
@@ -122,19 +133,19 @@ def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any
 
 def is_split(store: KVStore) -> bool:
     """Whether a device has a part of each value only."""
-    return kind_of(store).layout.is_split
+    return layout_of(store).is_split
 
 
 def gather(store: KVStore, parts: Arrays, axis_name: str) -> Arrays:
     """The whole values, out of what every device has of each."""
     shapes = shapes_of(store)
-    whole = kind_of(store).layout.gather(list(parts.values()), [shapes[k] for k in parts], axis_name, store.limits)
+    whole = layout_of(store).gather(list(parts.values()), [shapes[k] for k in parts], axis_name, store.limits)
     return dict(zip(parts, whole, strict=True))
 
 
 def own_parts(store: KVStore, values: Arrays, axis_name: str) -> Arrays:
     """What this device stores of whole values: the inverse of `gather`."""
-    layout = kind_of(store).layout
+    layout = layout_of(store)
     return {k: layout.own(v, axis_name) for k, v in values.items()}
 
 
@@ -215,7 +226,7 @@ def _start_on_device(store: KVStore, keys: list[int], device: Any) -> list[Any]:
     shapes, rows = shapes_of(store), None
     shapes = [shapes[k] for k in keys]
     if not store.compressor.linear:
-        forms = [kind_of(store).layout.encoded(shape, store.devices) for shape in shapes]
+        forms = [layout_of(store).code_shape(shape, store.devices) for shape in shapes]
         rows, shapes = forms[0][0], [shape for _, shape in forms]
     dtypes = [store.values[k].dtype for k in keys]
     return _compressed.start(store.compressor, shapes, dtypes, [_seed(k, device) for k in keys], rows)

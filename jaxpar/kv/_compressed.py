@@ -60,7 +60,7 @@ def allreduce(
     flat = [array.reshape(-1) for array in buckets.pack(values, groups)]
     joined = [_join([states[i] for i in g]) for g in groups]
     coded = [compressor.encode(v, s) for v, s in zip(flat, joined, strict=True)]
-    send = functools.partial(collectives.gathered, axis_name=axis_name)
+    send = functools.partial(collectives.gather_stack, axis_name=axis_name)
     gathered = _exchange([payload for payload, _ in coded], send, 0, limits)
     sums = [decode_sum(compressor, payloads, v.shape, v.dtype) for payloads, v in zip(gathered, flat, strict=True)]
     return buckets.unpack(sums, shapes, groups), _split([state for _, state in coded], shapes, groups)

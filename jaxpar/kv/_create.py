@@ -14,12 +14,12 @@ from .._core import checks
 from .._core.arrays import Device, is_traced
 from .._devices import processes
 from .._devices.buckets import BucketLimits
-from .._devices.mesh import copies_on
 from .._devices.placement import put, spans_processes
 from .._devices.user_mesh import in_user_mesh, without_types
-from ..updaters import UpdateFn, Updater, couples_keys, from_optax
+from ..updaters import TreeOptimizer, UpdateFn, Updater, couples_keys, from_optax
+from . import _tree
 from ._kinds import ALIASES, KINDS, Kind
-from ._store import Changes, KVStore, check_shares, home, kind_of, specs_of, with_changes
+from ._store import Changes, KVStore, check_shares, copies_for, home, kind_of, layout_of, specs_of, with_changes
 
 if TYPE_CHECKING:
     import optax
@@ -134,6 +134,11 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     """
     keys, many = checks.as_keys(key)
     given = checks.as_values(keys, value, many, "kv.init")
+    if isinstance(store.updater, TreeOptimizer):
+        raise ValueError(
+            f"kv.init: keys {checks.shorten(keys)}: the optimizer of this store sees the whole pytree that "
+            "kv.from_params was given, which has no such keys; make a store of all params"
+        )
     seen = set(store.values)
     for k in keys:
         if k in seen:
@@ -143,8 +148,8 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     check_shares(store, arrays, "kv.init")
     if kind_of(store).over_processes or processes.to_share(arrays, store.devices or ()):
         arrays = _values_of_first(arrays)
-    values = {k: lay_out(store, v) for k, v in arrays.items()}
-    shapes = tuple((k, tuple(v.shape)) for k, v in arrays.items()) if kind_of(store).layout.is_split else ()
+    values = {k: lay_out(store, k, v) for k, v in arrays.items()}
+    shapes = tuple((k, tuple(v.shape)) for k, v in arrays.items()) if layout_of(store).is_split else ()
     states = {k: _start_state(store, k, v) for k, v in values.items()}
     return dataclasses.replace(with_changes(store, Changes(values, states)), shapes=store.shapes + shapes)
 
@@ -185,7 +190,7 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
             "kv.set_updater: expected updater(key, pushed, stored) -> new_stored or a jp.updaters.Updater, "
             f"got {checks.describe(updater)}{hint}"
         )
-    store = dataclasses.replace(store, updater=updater)
+    store = dataclasses.replace(store, updater=updater, optimizer_state=())
     check_shares(store, specs_of(store), "kv.set_updater")
     state = {k: _start_state(store, k, v) for k, v in store.values.items()}
     return dataclasses.replace(store, updater_state=state)
@@ -195,19 +200,22 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
 def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) -> KVStore:
     """Make an optax transform the updater. What is pushed is then the gradient of the stored value.
 
+    In a store made by `kv.from_params` the transform sees the whole pytree, with one state for all of it in
+    `store.optimizer_state`. A push must then have all floating keys. In any other store each key has its own state.
+
     Args:
         store: any store.
-        tx: an `optax.GradientTransformation`. Each key has its own state. In a store of kind `sharded` it sees one
-            device's flat share of a value, so it must be elementwise, as `sgd`, `adam` and `adamw` are.
+        tx: an `optax.GradientTransformation`. In a store of kind `sharded` it sees one device's flat share of each
+            value, so it must be elementwise, as `sgd`, `adam` and `adamw` are.
 
     Returns:
         A new store with the same values.
 
     Raises:
         TypeError: `tx` is no optax transform.
-        ValueError: `tx` couples the keys, as clipping by the norm over all of them does. The store updates key by
-            key. For kind `sharded`, `tx` is not elementwise for a value of the store, as `lamb`, `muon` and a mask by
-            the number of axes are not.
+        ValueError: in a store with one state a key, `tx` couples the keys, as clipping by the norm over all of them
+            does. For kind `sharded`, `tx` is not elementwise, as `lamb`, `muon` and a mask by the number of axes are
+            not. In a store with a staleness, `tx` reads the loss, as `optax.contrib.reduce_on_plateau` does.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -222,11 +230,13 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) ->
         name = getattr(tx, "__name__", None) if callable(tx) else None
         hint = f"; call it first, {name}(0.1)" if name else ", say optax.sgd(0.1)"
         raise TypeError(f"kv.set_optimizer: expected an optax.GradientTransformation{hint}; got {checks.describe(tx)}")
+    if store.treedef is not None:
+        return _tree.with_optimizer(store, tx, "kv.set_optimizer")
     if couples_keys(tx):
         raise ValueError(
             "kv.set_optimizer: this transform computes the update of one key from the gradients of others (as "
-            "optax.clip_by_global_norm does), and the store updates key by key; give that part to "
-            "train.make_train_step as grad_transform, and the rest here"
+            "optax.clip_by_global_norm does), and this store updates key by key; make the store by "
+            "kv.from_params(params, optimizer=...), whose optimizer sees the whole pytree"
         )
     return set_updater(store, from_optax(tx))
 
@@ -253,7 +263,14 @@ def set_gradient_compression(store: KVStore, spec: Mapping[str, Any]) -> KVStore
         >>> kv.pull(store, 3).tolist()
         [0.0, 0.5, -0.5]
     """
-    return dataclasses.replace(store, compressor=compression.make(spec), residuals={})
+    compressor = compression.make(spec)
+    if store.shardings and compressor is not None:
+        raise ValueError(
+            "kv.set_gradient_compression: values of this store are split over a mesh, and the compiler sums their "
+            "gradients, so no device has one to compress; make the store without sharding= and mesh=, and with an "
+            "elementwise optimizer for kind 'sharded'"
+        )
+    return dataclasses.replace(store, compressor=compressor, residuals={})
 
 
 def signature(arrays: Mapping[int, Any]) -> str:
@@ -261,12 +278,12 @@ def signature(arrays: Mapping[int, Any]) -> str:
     return ", ".join(f"key {k} {checks.describe(v)}" for k, v in arrays.items()) or "no key"
 
 
-def lay_out(store: KVStore, value: jax.Array) -> jax.Array:
+def lay_out(store: KVStore, key: int, value: jax.Array) -> jax.Array:
     """A whole value as the store holds it, on the store's devices."""
-    sharding = home(store)
+    sharding = home(store, key)
     if sharding is not None:
         value = without_types(value)
-    value = kind_of(store).layout.stored(value, store.devices)
+    value = layout_of(store).stored(value, store.devices)
     return value if sharding is None or is_traced(value) else put(value, sharding)
 
 
@@ -277,8 +294,8 @@ def _start_state(store: KVStore, key: int, value: jax.Array) -> Any:
     state = store.updater.init(key, value)
     if store.devices is None or is_traced(value):
         return state
-    on = home(store)
-    rest = copies_on(store.devices) if kind_of(store).layout.is_split else on  # what has not the value's shape
+    on = home(store, key)
+    rest = copies_for(store) if layout_of(store).is_split or store.shardings else on  # of another shape
     return jax.tree.map(lambda leaf: put(leaf, on if leaf.shape == value.shape else rest), state)
 
 

@@ -32,7 +32,7 @@ def _summary(store: Any) -> str:
     if not store.values:
         return ", ".join([*words, "empty"])
     words.append(f"{plural(len(store.values), 'key')}, {_bytes(store.values):,} bytes")
-    state = _bytes(store.updater_state)
+    state = _bytes((store.updater_state, store.optimizer_state))
     pending = _bytes([leaf for leaf in jax.tree.leaves(store.pending) if getattr(leaf, "ndim", 0)])  # not the counts
     words += [f"updater state {state:,} bytes"] if state else []
     words += [f"pending {pending:,} bytes"] if pending else []
@@ -48,6 +48,8 @@ def _updater_name(updater: Any) -> str:
         if updater == known:
             return name
     inner = getattr(updater, "update", updater)
+    if hasattr(updater, "tx"):
+        return "optax transform of all params"
     if hasattr(inner, "tx"):
         return "optax transform"
     if hasattr(inner, "rule"):

@@ -24,10 +24,10 @@ from .._core.recent import Recent
 from .._devices import buckets, emulated
 from .._devices.buckets import BucketLimits, Groups, Shape
 from .._devices.mesh import STORE_AXIS, copies_on, split_over
-from ..updaters import Updater, assign, ignores_key
-from . import _aggregate, _update
+from ..updaters import TreeOptimizer, Updater, assign, ignores_key
+from . import _aggregate, _tree, _update
 from ._place import partition_specs
-from ._store import Changes, KVStore, Lists, home, kind_of
+from ._store import Changes, KVStore, Lists, home, kind_of, layout_of
 
 # XLA compiles a kernel for each value, so a program for thousands of keys would take minutes.
 _MOST_KEYS = 256
@@ -42,23 +42,29 @@ Devices = tuple[Device, ...]
 
 def push(store: KVStore, pushed: Lists) -> Changes:
     """What a push changes."""
-    if len(pushed) > _MOST_KEYS:
-        return _push_parts(store, pushed, _MOST_KEYS)
     if isinstance(store.updater, Updater):
-        return _push(store, pushed)
-    sums, _, residuals, _ = _push(dataclasses.replace(store, updater=assign), pushed)
+        return _push_any_number(store, pushed)
+    sums, _, residuals, *_ = _push_any_number(dataclasses.replace(store, updater=assign, optimizer_state=()), pushed)
+    if isinstance(store.updater, TreeOptimizer):
+        return _update_tree(store, sums)._replace(residuals=residuals)
     held = dataclasses.replace(store, values={k: _move(store.values[k], v.sharding) for k, v in sums.items()})
-    return Changes(*_update.update(held, sums), residuals)
+    return _update.update(held, sums)._replace(residuals=residuals)
+
+
+def _push_any_number(store: KVStore, pushed: Lists) -> Changes:
+    """A push to any number of keys."""
+    return _push(store, pushed) if len(pushed) <= _MOST_KEYS else _push_parts(store, pushed, _MOST_KEYS)
 
 
 def _push_parts(store: KVStore, pushed: Lists, most: int) -> Changes:
     """The push of a few keys at a time."""
     keys = list(pushed)
-    return _merge(push(store, {k: pushed[k] for k in keys[i : i + most]}) for i in range(0, len(keys), most))
+    return _merge(_push(store, {k: pushed[k] for k in keys[i : i + most]}) for i in range(0, len(keys), most))
 
 
 def _merge(parts: Iterable[Changes]) -> Changes:
-    return Changes(*({k: v for part in each for k, v in part.items()} for each in zip(*parts, strict=True)))
+    by_key = zip(*(part[:-1] for part in parts), strict=True)  # no part has an optimizer_state
+    return Changes(*({k: v for part in each for k, v in part.items()} for each in by_key))
 
 
 def _push(store: KVStore, pushed: Lists) -> Changes:
@@ -76,20 +82,20 @@ def _push(store: KVStore, pushed: Lists) -> Changes:
     part = _substore(store, names, residuals)
     lists = {names[k]: vs for k, vs in pushed.items()}
     if devices is None or (not in_place and residuals):
-        changes = _sum_lists(part, {k: emulated.put(vs, _target(part, k)) for k, vs in lists.items()})
+        changes = _sum_lists(part, {k: emulated.share_or_put(vs, _target(part, k)) for k, vs in lists.items()})
     elif not in_place:
         changes = _sum_at_home(part, lists, devices)
     elif large:
         changes = _sum_on_first(part, lists, devices)
     else:
         changes = _sum_in_place(part, lists, devices)
-    return Changes(*({k: change[n] for k, n in names.items() if n in change} for change in changes))
+    return Changes(*({k: change[n] for k, n in names.items() if n in change} for change in changes[:-1]))
 
 
 def _pushing_devices(store: KVStore, pushed: Lists) -> Devices | None:
     """The devices in their order, if each key has one value from each of the same several ones."""
     first = next(iter(pushed.values()))
-    if len(first) < 2:
+    if len(first) < 2 or store.shardings:
         return None
     shardings = [v.sharding for v in first]
     if not all(isinstance(s, SingleDeviceSharding) for s in shardings) or len(set(shardings)) < len(shardings):
@@ -107,7 +113,7 @@ def _pushing_devices(store: KVStore, pushed: Lists) -> Devices | None:
 
 def _large_keys(store: KVStore, pushed: Lists, devices: Devices) -> set[int]:
     """The keys for which one device does the work of all: large values of which each has a copy, in one memory."""
-    if kind_of(store).layout.is_split:
+    if layout_of(store).is_split:
         return set()
     large = {k for k in pushed if store.values[k].nbytes >= _LARGE}
     return large if large and emulated.one_memory(devices) else set()
@@ -115,13 +121,14 @@ def _large_keys(store: KVStore, pushed: Lists, devices: Devices) -> set[int]:
 
 def _substore(store: KVStore, names: dict[int, int], residuals: dict[int, Any]) -> KVStore:
     """The store with these keys only, under other names and without paths: what a program depends on."""
-    shapes = dict(store.shapes)
+    shapes, shardings = dict(store.shapes), dict(store.shardings)
     return dataclasses.replace(
         store,
         values={n: store.values[k] for k, n in names.items()},
         updater_state={n: store.updater_state[k] for k, n in names.items()},
         residuals={names[k]: held for k, held in residuals.items()},
         shapes=tuple((n, shapes[k]) for k, n in names.items()) if shapes else (),
+        shardings=tuple((n, shardings[k]) for k, n in names.items()) if shardings else (),
         paths=(),
         treedef=None,
     )
@@ -129,7 +136,7 @@ def _substore(store: KVStore, names: dict[int, int], residuals: dict[int, Any]) 
 
 def _target(store: KVStore, key: int) -> Sharding:
     """Where a pushed value is sent that is not summed where it is."""
-    if kind_of(store).layout.is_split:
+    if layout_of(store).is_split:
         assert store.devices is not None
         return copies_on(store.devices)
     return store.values[key].sharding
@@ -171,10 +178,14 @@ def _compile(fn: Callable[..., Changes], **options: Any) -> Callable[..., Change
 @_compile
 def _sum_lists(store: KVStore, pushed: dict[int, list[Any]]) -> Changes:
     changes = _aggregate.push(store, pushed, None)
-    if not kind_of(store).layout.is_split:
-        return changes
-    values = {k: jax.lax.with_sharding_constraint(v, home(store)) for k, v in changes.values.items()}
-    return changes._replace(values=values)
+    return changes._replace(values=_at_home(store, changes.values))
+
+
+def _at_home(store: KVStore, values: dict[int, jax.Array]) -> dict[int, jax.Array]:
+    """Values that are split over devices, with their shardings. Others are returned as they are."""
+    if not layout_of(store).is_split and not store.shardings:
+        return values
+    return {k: jax.lax.with_sharding_constraint(v, home(store, k)) for k, v in values.items()}
 
 
 def _sum_at_home(store: KVStore, pushed: Lists, devices: Devices) -> Changes:
@@ -184,10 +195,10 @@ def _sum_at_home(store: KVStore, pushed: Lists, devices: Devices) -> Changes:
     where = _target(store, next(iter(pushed)))
     each = [[vs[i] for vs in pushed.values()] for i in range(len(devices))]
     if isinstance(where, SingleDeviceSharding) and emulated.one_memory({*devices, *where.device_set}):
-        packed = [emulated.bucketed(values, dtypes, groups) for values in each]
+        packed = [emulated.pack_views(values, dtypes, groups) for values in each]
         with emulated.on(where):
             return _sum_buckets(store, packed, groups, shapes)
-    packed = [emulated.put(pack(values, dtypes, groups), where) for values in each]
+    packed = [emulated.share_or_put(pack(values, dtypes, groups), where) for values in each]
     return _sum_buckets(store, packed, groups, shapes)
 
 
@@ -195,7 +206,30 @@ def _sum_at_home(store: KVStore, pushed: Lists, devices: Devices) -> Changes:
 def _sum_buckets(store: KVStore, each: list[list[Any]], groups: Groups, shapes: Any) -> Changes:
     packed = [functools.reduce(operator.add, of_all_devices) for of_all_devices in zip(*each, strict=True)]
     sums = dict(zip(store.values, buckets.unpack(packed, shapes, groups), strict=True))
-    return Changes(*_update.update(store, sums))
+    return _update.update(store, sums)
+
+
+# Update the whole pytree, after the sums.
+
+
+def _update_tree(store: KVStore, sums: dict[int, jax.Array]) -> Changes:
+    """The update of all params at once, where the sums are."""
+    where = next(iter(sums.values())).sharding
+    held = {k: _move(store.values[k], v.sharding) for k, v in sums.items()}
+    split = layout_of(store).is_split or store.shardings
+    state = store.optimizer_state if split else _move(store.optimizer_state, where)
+    others = {k: v for k, v in store.values.items() if k not in sums}  # without a gradient
+    store = dataclasses.replace(store, values=held, optimizer_state=state, updater_state={}, residuals={}, pending={})
+    return _update_tree_program(dataclasses.replace(store, values={**others, **held}), sums)
+
+
+@_compile
+def _update_tree_program(store: KVStore, sums: dict[int, jax.Array]) -> Changes:
+    changes = _tree.update(store, sums, None)
+    leaves, structure = jax.tree.flatten(changes.optimizer_state)
+    homes = _tree.state_homes(store)
+    leaves = [x if s is None else jax.lax.with_sharding_constraint(x, s) for x, s in zip(leaves, homes, strict=True)]
+    return changes._replace(values=_at_home(store, changes.values), optimizer_state=structure.unflatten(leaves))
 
 
 # Sum on the devices that push.
@@ -222,14 +256,14 @@ def _sum_on_first(store: KVStore, pushed: Lists, devices: Devices) -> Changes:
     with emulated.on(first):
         values, states, *_ = _sum_lists(part, {k: emulated.views(vs) for k, vs in pushed.items()})
     leaves, structure = jax.tree.flatten((values, states))
-    return Changes(*structure.unflatten(emulated.put(leaves, _across(devices).copies)))
+    return Changes(*structure.unflatten(emulated.share_or_put(leaves, _across(devices).copies)))
 
 
 def _sum_in_place(store: KVStore, pushed: Lists, devices: Devices) -> Changes:
     shapes, dtypes, limits = _shapes(pushed), _dtypes(store, pushed), _limits(store)
     across = _across(devices)
     groups = buckets.plan(tuple(zip(shapes, dtypes, strict=True)), limits)
-    if not kind_of(store).layout.is_split:
+    if not layout_of(store).is_split:
         values, states = _move(store.values, across.copies), _move(store.updater_state, across.copies)
         store = dataclasses.replace(store, values=values, updater_state=states)
     store = dataclasses.replace(store, residuals=_move(store.residuals, across.split))

@@ -57,7 +57,7 @@ class Layout(Protocol):
         """The whole values of these shapes, out of every device's part."""
         ...
 
-    def encoded(self, shape: Shape, devices: Devices | None) -> tuple[int | None, Shape]:
+    def code_shape(self, shape: Shape, devices: Devices | None) -> tuple[int | None, Shape]:
         """In how many rows of which shape a value is compressed. None: it is compressed whole."""
         ...
 
@@ -86,8 +86,11 @@ class Whole:
     def gather(self, parts: Arrays, shapes: Sequence[Shape], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
         return list(parts)
 
-    def encoded(self, shape: Shape, devices: Devices | None) -> tuple[int | None, Shape]:
+    def code_shape(self, shape: Shape, devices: Devices | None) -> tuple[int | None, Shape]:
         return None, shape
+
+
+WHOLE = Whole()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +117,7 @@ class Rows:
     def gather(self, parts: Arrays, shapes: Sequence[Shape], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
         return collectives.all_gather(parts, shapes, axis_name, limits)
 
-    def encoded(self, shape: Shape, devices: Devices | None) -> tuple[int | None, Shape]:
+    def code_shape(self, shape: Shape, devices: Devices | None) -> tuple[int | None, Shape]:
         rows = _count(devices)
         return rows, (collectives.chunk_size(math.prod(shape), rows),)
 
@@ -125,7 +128,7 @@ class Kind:
 
     Attributes:
         name: as given to `create`.
-        sums, lives: the words of the table in the docstring of `create`.
+        sums, place: the words of the table in the docstring of `create`.
         reduce: `reduce(values, axis_name, limits) -> sums`, inside a mapped axis.
         reduce_compressed: the same of compressed values, see `_compressed.allreduce`.
         layout: how a value is kept.
@@ -137,10 +140,10 @@ class Kind:
 
     name: str
     sums: str
-    lives: str
+    place: str
     reduce: Callable[[Arrays, str, BucketLimits], list[jax.Array]]
     reduce_compressed: Callable[..., tuple[list[jax.Array], list[Any]]] = _compressed.allreduce
-    layout: Layout = Whole()
+    layout: Layout = WHOLE
     on_one_device: bool = False
     over_processes: bool = False
     within_process: str = ""
@@ -192,6 +195,7 @@ KINDS = {
     )
 }
 ALIASES = {"nccl": "device"}
+_KIND_NAMES = (*KINDS, *ALIASES)  # for the command line
 
 
 def table() -> str:
@@ -199,7 +203,7 @@ def table() -> str:
     lines = ["| kind | where a push is summed | where a value is |", "|---|---|---|"]
     for kind in KINDS.values():
         others = "".join(f" (also `{other}`)" for other, name in ALIASES.items() if name == kind.name)
-        lines.append(f"| `{kind.name}`{others} | {kind.sums} | {kind.lives} |")
+        lines.append(f"| `{kind.name}`{others} | {kind.sums} | {kind.place} |")
     return "\n".join(lines)
 
 

@@ -7,14 +7,22 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from .._core import checks
-from .._core.arrays import Device
+from .._core.arrays import Device, is_traced
+from .._devices.mesh import auto_mesh, mesh_of
+from .._devices.sharding_rules import fsdp
+from .._devices.shardings import shardings_of
 from .._devices.user_mesh import in_user_mesh
-from ..updaters import UpdateFn, Updater
+from ..updaters import TreeOptimizer, UpdateFn, Updater, has_average
+from . import _tree
 from ._create import create, init, set_optimizer, set_updater
+from ._place import check_mesh_options
 from ._pull import pull_whole
-from ._store import KVStore
+from ._store import KVStore, kind_of
 
 if TYPE_CHECKING:
     import optax
@@ -29,23 +37,35 @@ def from_params(
     updater: Updater | UpdateFn | None = None,
     devices: Sequence[Device] | None = None,
     staleness: int | None = None,
+    mesh: Mesh | None = None,
+    sharding: Any = None,
 ) -> KVStore:
     """Make a store that holds a pytree of arrays.
+
+    With `mesh` or `sharding`, or where a param comes split over devices, values keep their shapes and are split over a
+    mesh, which the training step's engine `jit` needs. So are those of a store of kind `sharded` whose optimizer is not
+    elementwise.
 
     Args:
         params: any pytree whose leaves are arrays.
         kind: as in `kv.create`.
-        optimizer: an optax transform, as in `kv.set_optimizer`.
+        optimizer: an optax transform, as in `kv.set_optimizer`. It sees the whole pytree, with one state for all of it
+            in `store.optimizer_state`. A leaf that is not floating is None for it. An `Updater`, such as
+            `jp.updaters.mxnet_sgd(...)`, keeps one state a key.
         updater: as in `kv.set_updater`. Not together with `optimizer`.
         devices, staleness: as in `kv.create`.
+        mesh: the devices, in place of `devices`, with named axes.
+        sharding: how params are split over the mesh, as in `jp.parallel.shardings_of`: a rule such as
+            `jp.parallel.fsdp("data")`, or a pytree of `NamedSharding` or `PartitionSpec`. None keeps what the params
+            come with. The others are copied to all devices, and in kind `sharded` split by `fsdp` over the first axis.
 
     Returns:
         A store with the keys 0 to n-1 in the order of `jax.tree.flatten`. The name of a key is the path of its leaf.
 
     Raises:
         TypeError: a leaf that is no array.
-        ValueError: both an optimizer and an updater, or an unknown kind. For kind `sharded`, an optimizer that is not
-            elementwise, see `kv.set_optimizer`.
+        ValueError: both an optimizer and an updater, an unknown kind, or the same array at two places. An optimizer
+            that the kind cannot apply, see `kv.set_optimizer`.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -58,14 +78,64 @@ def from_params(
         raise ValueError("kv.from_params: give an optimizer or an updater, not both")
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    store = dataclasses.replace(create(kind, devices=devices, staleness=staleness), paths=tuple(enumerate(paths)))
-    if optimizer is not None:
-        store = set_optimizer(store, optimizer)
-    elif updater is not None:
-        store = set_updater(store, updater)
     values = [_leaf(leaf, path) for path, (_, leaf) in zip(paths, leaves, strict=True)]
+    _check_untied(paths, [leaf for _, leaf in leaves])
+    store = dataclasses.replace(create(kind, devices=devices, staleness=staleness), paths=tuple(enumerate(paths)))
+    chosen = mesh if mesh is not None else _mesh_for(store, params, sharding, optimizer)
+    if chosen is not None:
+        store = _on_mesh(store, params, chosen, sharding)
     store = init(store, list(range(len(values))), values)
-    return dataclasses.replace(store, treedef=treedef)
+    store = dataclasses.replace(store, treedef=treedef)
+    if optimizer is not None:
+        return set_optimizer(store, optimizer)
+    return store if updater is None else set_updater(store, updater)
+
+
+def _mesh_for(store: KVStore, params: Any, sharding: Any, optimizer: Any) -> Mesh | None:
+    """The mesh over which values are split in their own shapes. None: there is none."""
+    given = [s for s in jax.tree.leaves(sharding) if isinstance(s, NamedSharding)]
+    found = given or _split_shardings(params)
+    if found:
+        mesh = found[0].mesh
+        assert isinstance(mesh, Mesh)
+        return mesh
+    if sharding is not None:
+        return mesh_of(store.devices or tuple(jax.devices()))
+    if not kind_of(store).layout.is_split or optimizer is None or isinstance(optimizer, Updater):
+        return None
+    assert store.devices is not None
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    trained = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, specs)
+    whole = _tree.needs_whole(optimizer, trained, len(store.devices))
+    return mesh_of(store.devices) if whole else None
+
+
+def _on_mesh(store: KVStore, params: Any, mesh: Mesh, sharding: Any) -> KVStore:
+    """The store without keys, with the shardings of all that it will have."""
+    check_mesh_options(store)
+    mesh = auto_mesh(mesh)
+    if sharding is None and kind_of(store).layout.is_split and not _split_shardings(params):
+        sharding = fsdp(mesh.axis_names[0])
+    found = jax.tree.leaves(shardings_of(params, sharding, mesh, where="kv.from_params"))
+    return dataclasses.replace(store, devices=tuple(mesh.devices.flat), shardings=tuple(enumerate(found)))
+
+
+def _split_shardings(params: Any) -> list[NamedSharding]:
+    """The shardings of params that come split over devices."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params) if not is_traced(leaf)]
+    return [s for s in shardings if isinstance(s, NamedSharding) and not s.is_fully_replicated]
+
+
+def _check_untied(paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    """`ValueError` if one array is at two places: the store would train them apart, and the user may mean one param."""
+    seen: dict[int, str] = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        if isinstance(leaf, (jax.Array, np.ndarray)) and (first := seen.setdefault(id(leaf), path)) is not path:
+            raise ValueError(
+                f"kv.from_params: leaves {first!r} and {path!r} of params are the same array; for one param that is "
+                "used twice, keep it once in params and use it twice in loss_fn; for two params, copy one: "
+                "jnp.copy(array)"
+            )
 
 
 def _leaf(leaf: Any, path: str) -> jax.Array:
@@ -99,3 +169,33 @@ def to_params(store: KVStore, *, axis_name: str | None = None) -> Any:
     if store.treedef is None:
         raise ValueError("kv.to_params: this store was not made by kv.from_params; kv.pull gives its values")
     return store.treedef.unflatten(pull_whole(store, [k for k, _ in store.paths], axis_name))
+
+
+def eval_params(store: KVStore) -> Any:
+    """The params to evaluate, as the pytree that `from_params` was given.
+
+    Some optimizers train other params than they evaluate: `optax.contrib.schedule_free`, `optax.lookahead`,
+    `optax.contrib.sam`, and `jp.updaters.average_params`. Of any other optimizer these are the params themselves.
+
+    Args:
+        store: made by `from_params`.
+
+    Raises:
+        ValueError: the store was not made by `from_params`.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from jaxpar import kv
+        >>> tx = optax.lookahead(optax.sgd(1.0), sync_period=5, slow_step_size=0.5)
+        >>> store = kv.push(kv.from_params({"w": jnp.ones(1)}, optimizer=tx), 0, jnp.ones(1))
+        >>> kv.to_params(store)["w"].tolist(), kv.eval_params(store)["w"].tolist()
+        ([0.0], [1.0])
+    """
+    params = to_params(store)
+    if not isinstance(store.updater, TreeOptimizer) or not has_average(store.optimizer_state):
+        return params
+    leaves = jax.tree.leaves(params)
+    trained = _tree.tree_of(store, dict(enumerate(leaves)))
+    found = _tree.by_key(store, store.updater.evaluated(_tree.whole_state(store), trained))
+    assert store.treedef is not None
+    return store.treedef.unflatten([found.get(k, leaf) for k, leaf in enumerate(leaves)])

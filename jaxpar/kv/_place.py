@@ -8,20 +8,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._core.arrays import Device
 from .._devices import processes
-from .._devices.mesh import copied, copies_on, split_over
+from .._devices.mesh import STORE_AXIS, auto_mesh, copies_on, mesh_of, put_copy, split_over
 from .._devices.placement import to_host
+from .._devices.sharding_rules import fsdp
+from .._devices.shardings import shardings_of
 from .._devices.user_mesh import in_user_mesh
-from . import _aggregate, _staleness
+from . import _aggregate, _staleness, _tree
 from ._create import create, signature
-from ._store import KVStore, check_shares, kind_of, shapes_of, specs_of
+from ._store import KVStore, check_shares, copies_for, kind_of, layout_of, names, shapes_of, specs_of
 
 
 @in_user_mesh
-def place(store: KVStore, devices: Sequence[Device]) -> KVStore:
+def place(
+    store: KVStore,
+    devices: Sequence[Device] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    sharding: Any = None,
+) -> KVStore:
     """Copy a store to other devices, values and updater states with it.
 
     A store of kind `sharded` is cut into one row for each of the devices. Of the other kinds, `local` too, each device
@@ -29,15 +37,21 @@ def place(store: KVStore, devices: Sequence[Device]) -> KVStore:
     pushed. They stay if their number is the same, and start from scratch otherwise. Pending pushes are handed to the
     new devices, so that the later sums are the same.
 
+    With a mesh, values keep their shapes and are split over it, as the training step of engine `jit` has them. A store
+    that is split over a mesh stays so on the same devices.
+
     Args:
         store: any store.
         devices: one or more different devices.
+        mesh: in place of `devices`.
+        sharding: how values are split over `mesh`: as in `kv.from_params`.
 
     Returns:
         A new store. Its arrays share no memory with those of `store`.
 
     Raises:
-        ValueError: kind `sharded` and an updater that is not elementwise for shares of this many devices.
+        ValueError: kind `sharded` and an updater that is not elementwise for shares of this many devices. Values that
+            are split over a mesh, and other devices.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -46,26 +60,110 @@ def place(store: KVStore, devices: Sequence[Device]) -> KVStore:
         >>> len(store.values[0].sharding.device_set)
         1
     """
+    if mesh is not None:
+        return on_mesh(store, mesh_shardings(store, mesh, sharding))
     target = create(store.kind, devices=devices).devices
-    assert target is not None
+    if target is None:
+        raise ValueError("kv.place: give devices or mesh")
+    if store.shardings:
+        if target != store.devices:
+            raise ValueError(
+                "kv.place: values of this store are split over a mesh, and these are other devices; give the new mesh, "
+                "as kv.place(store, mesh=mesh, sharding=rule)"
+            )
+        return on_mesh(store, dict(store.shardings))
     store = _values_of_first(store, target)
     empty = dataclasses.replace(store, devices=target, values={}, updater_state={}, residuals={}, pending={})
     if store.devices is None or len(store.devices) != len(target):
         check_shares(empty, specs_of(store), "kv.place")
-    layout, shapes, keys = kind_of(store).layout, shapes_of(store), sorted(store.values)
+        _tree.check_shares(store, len(target), "kv.place")
+    layout, shapes, keys = layout_of(store), shapes_of(store), sorted(store.values)
 
     def move(k: int, leaf: jax.Array) -> jax.Array:
         """A value, or a leaf of an updater's state. That is laid out as the value if it has its shape."""
         if leaf.shape != store.values[k].shape:
-            return copied(leaf, copies_on(target))
-        return copied(layout.stored(layout.whole(leaf, shapes[k]), target), layout.sharding(target))
+            return put_copy(leaf, copies_on(target))
+        return put_copy(layout.stored(layout.whole(leaf, shapes[k]), target), layout.sharding(target))
 
     on_target = dataclasses.replace(
         empty,
         values={k: move(k, store.values[k]) for k in keys},
         updater_state={k: jax.tree.map(lambda leaf, k=k: move(k, leaf), store.updater_state[k]) for k in keys},
+        optimizer_state=_moved_state(store, target),
     )
     return _with_pending(_with_residuals(on_target, store.residuals), store.pending)
+
+
+def _moved_state(store: KVStore, target: Sequence[Device]) -> Any:
+    """The state of an optimizer of the whole pytree, on other devices."""
+    layout = layout_of(store)
+    leaves, structure = jax.tree.flatten(store.optimizer_state)
+    moved: list[Any] = []
+    for leaf, shape in zip(leaves, _tree.state_shapes(store), strict=True):
+        if shape is None:
+            moved.append(put_copy(leaf, copies_on(target)))
+        else:
+            moved.append(put_copy(layout.stored(layout.whole(leaf, shape), target), layout.sharding(target)))
+    return structure.unflatten(moved)
+
+
+def mesh_shardings(store: KVStore, mesh: Mesh, sharding: Any) -> dict[int, NamedSharding]:
+    """The sharding of each value on a mesh, by a rule or a pytree. None: kind `sharded` splits, the others copy."""
+    mesh = auto_mesh(mesh)
+    if sharding is None and kind_of(store).layout.is_split:
+        sharding = fsdp(mesh.axis_names[0])
+    specs = specs_of(store)
+    like: Any = {names(store)[k]: spec for k, spec in specs.items()} if store.treedef is None else None
+    if store.treedef is not None:
+        like = store.treedef.unflatten([specs[k] for k, _ in store.paths])
+    found = shardings_of(like, PartitionSpec() if sharding is None else sharding, mesh, where="kv.place")
+    return dict(zip(sorted(specs), jax.tree.leaves(found), strict=True))
+
+
+def on_mesh(store: KVStore, shardings: dict[int, NamedSharding]) -> KVStore:
+    """The store with values that are split over a mesh in their own shapes, in memory of their own.
+
+    Raises:
+        ValueError: a compressor, a staleness or kind `local`.
+    """
+    mesh = next(iter(shardings.values())).mesh
+    check_mesh_options(store)
+    layout, shapes = layout_of(store), shapes_of(store)
+    devices = tuple(mesh.devices.flat)
+    target = dataclasses.replace(
+        store,
+        devices=devices,
+        shapes=(),
+        shardings=tuple(sorted(shardings.items())),
+        values={k: put_copy(layout.whole(v, shapes[k]), shardings[k]) for k, v in store.values.items()},
+        optimizer_state=_tree.whole_state(store),
+    )
+    homes = _tree.state_homes(target)
+    leaves, structure = jax.tree.flatten(target.optimizer_state)
+
+    def state(k: int, leaf: jax.Array) -> jax.Array:
+        if leaf.shape != store.values[k].shape:
+            return put_copy(leaf, copies_for(target))
+        return put_copy(layout.whole(leaf, shapes[k]), shardings[k])
+
+    return dataclasses.replace(
+        target,
+        updater_state={k: jax.tree.map(lambda x, k=k: state(k, x), s) for k, s in store.updater_state.items()},
+        optimizer_state=structure.unflatten([put_copy(x, home) for x, home in zip(leaves, homes, strict=True)]),
+    )
+
+
+def check_mesh_options(store: KVStore) -> None:
+    """`ValueError` for a store whose values cannot be split over a mesh in their own shapes."""
+    kind, fault = kind_of(store), ""
+    if kind.on_one_device:
+        fault = f"kind {kind.name!r} keeps a value on one device; use kind 'device', or 'sharded'"
+    elif store.staleness:
+        fault = "delayed pushes belong to the devices that pushed; use kind 'dist_sync', or engine 'shard_map'"
+    elif store.compressor is not None:
+        fault = "a compressor needs the gradient of each device; use engine 'pmap' or 'shard_map'"
+    if fault:
+        raise ValueError(f"a store whose values are split over a mesh: {fault}")
 
 
 def partition_specs(store: KVStore, axis_name: str) -> KVStore:
@@ -85,7 +183,7 @@ def partition_specs(store: KVStore, axis_name: str) -> KVStore:
         >>> kv.partition_specs(kv.init(kv.create("device"), 3, jnp.ones(2)), "data").values
         {3: P()}
     """
-    layout, split, whole = kind_of(store).layout, PartitionSpec(axis_name), PartitionSpec()
+    layout, split, whole = layout_of(store), PartitionSpec(axis_name), PartitionSpec()
 
     def spec(leaf: Any, k: int) -> PartitionSpec:
         """Of a leaf of an updater's state, which is spread as the value if it has its shape."""
@@ -95,19 +193,38 @@ def partition_specs(store: KVStore, axis_name: str) -> KVStore:
         store,
         values=dict.fromkeys(store.values, layout.spec(axis_name)),
         updater_state={k: jax.tree.map(lambda leaf, k=k: spec(leaf, k), v) for k, v in store.updater_state.items()},
+        optimizer_state=jax.tree.map(lambda x: split if _tree.is_rows(store, x) else whole, store.optimizer_state),
         residuals=jax.tree.map(lambda _: split, store.residuals),
         pending={k: p._replace(values=(split,) * len(p.values), count=whole) for k, p in store.pending.items()},
     )
 
 
+def leaf_shardings(store: KVStore) -> KVStore:
+    """The store, which has devices, with the `NamedSharding` of each array in place of it."""
+    assert store.devices is not None
+    if not store.shardings:
+        mesh = mesh_of(store.devices)
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(store, STORE_AXIS))
+    places, copies = dict(store.shardings), copies_for(store)
+    return dataclasses.replace(
+        store,
+        values=places,
+        updater_state={
+            k: jax.tree.map(lambda x, k=k: places[k] if x.shape == store.values[k].shape else copies, state)
+            for k, state in store.updater_state.items()
+        },
+        optimizer_state=jax.tree.structure(store.optimizer_state).unflatten(_tree.state_homes(store)),
+    )
+
+
 def _values_of_first(store: KVStore, target: Sequence[Device]) -> KVStore:
     """The store with process 0's values and states, if they are local and go to devices of several processes."""
-    held = (store.values, store.updater_state)
+    held = (store.values, store.updater_state, store.optimizer_state)
     if not processes.to_share(held, target):
         return store
     processes.agree("kv.place: every process must hold the same keys, in the same shapes", signature(store.values))
-    values, states = processes.from_first(held)
-    return dataclasses.replace(store, values=values, updater_state=states)
+    values, states, whole = processes.from_first(held)
+    return dataclasses.replace(store, values=values, updater_state=states, optimizer_state=whole)
 
 
 def _with_residuals(store: KVStore, before: dict[int, Any]) -> KVStore:
@@ -120,7 +237,7 @@ def _with_residuals(store: KVStore, before: dict[int, Any]) -> KVStore:
         fresh = _aggregate.start_residuals(store, k, len(store.devices))
         held = before.get(k)
         same = held is not None and jax.tree.map(jnp.shape, held) == jax.tree.map(jnp.shape, fresh)
-        residuals[k] = copied(held if same else fresh, split_over(store.devices))
+        residuals[k] = put_copy(held if same else fresh, split_over(store.devices))
     return dataclasses.replace(store, residuals=residuals)
 
 
@@ -146,6 +263,7 @@ def _with_pending(store: KVStore, before: dict[int, _staleness.PendingPushes]) -
                 "processes; call kv.flush before"
             )
         held = _staleness.regroup(jax.tree.map(to_host, held), count)
-        values, number = copied(held.values, split_over(store.devices)), copied(held.count, copies_on(store.devices))
+        values = put_copy(held.values, split_over(store.devices))
+        number = put_copy(held.count, copies_on(store.devices))
         pending[k] = _staleness.PendingPushes(values, number)
     return dataclasses.replace(store, pending=pending)

@@ -20,27 +20,34 @@ from .._core.portable import (
     Saved,
     Slot,
     describe_record,
-    joined,
+    join_names,
     path_name,
     register_node,
 )
 from .._devices.mesh import copies_on, split_over
 from .._devices.placement import put
-from . import _aggregate, _staleness
-from ._store import KVStore, kind_of, names, shapes_of
+from ..updaters import TreeOptimizer
+from . import _aggregate, _staleness, _tree
+from ._store import KVStore, layout_of, names, shapes_of
 
-_RESIDUALS, _PENDING = "residuals", "pending"
+_RESIDUALS, _PENDING, _OPTIMIZER = "residuals", "pending", "optimizer_state"
 
 
 def slots(store: KVStore, prefix: str) -> list[Slot]:
     """A slot for each leaf of the store."""
     paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(store)[0], strict=True) if store.values else ((), ())
-    shapes, called, split = shapes_of(store), names(store), kind_of(store).layout.is_split
+    shapes, called, split = shapes_of(store), names(store), layout_of(store).is_split
+    whole = iter(_tree.state_shapes(store))
     inner = list(map(path_name, paths))
-    full = [joined(prefix, name) for name in inner]
+    full = [join_names(prefix, name) for name in inner]
     found: list[Slot] = []
     for path, leaf, name, full_name in zip(paths, leaves, inner, full, strict=True):
-        field, k = path[0].name, path[1].key
+        field = path[0].name
+        if field == _OPTIMIZER:
+            shape = next(whole)
+            found.append(Slot(full_name, name, leaf, shape or tuple(leaf.shape), shape is not None))
+            continue
+        k = path[1].key
         part = {_RESIDUALS: "residual", _PENDING: "pending"}.get(field)
         rows = split and not part and leaf.shape == store.values[k].shape
         key = f"key {k} ({called[k]!r})" if called.get(k, str(k)) != str(k) else f"key {k}"
@@ -56,8 +63,8 @@ def bare(store: KVStore) -> KVStore:
 
 def complete(store: KVStore, like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> KVStore:
     """The store with residuals and pending pushes, for the devices of `like`."""
-    residuals = _residuals(store, like, by_key(saved, joined(prefix, _RESIDUALS), like), remarks)
-    pending = _pending(store, like, by_key(saved, joined(prefix, _PENDING), like))
+    residuals = _residuals(store, like, by_key(saved, join_names(prefix, _RESIDUALS), like), remarks)
+    pending = _pending(store, like, by_key(saved, join_names(prefix, _PENDING), like))
     return dataclasses.replace(store, residuals=residuals, pending=pending)
 
 
@@ -121,7 +128,7 @@ def _check_rows(saved: Saved) -> None:
 
 
 def _pending(store: KVStore, like: KVStore, saved: dict[int, Saved]) -> dict[int, _staleness.PendingPushes]:
-    """The pending pushes of each key, for the devices of `like`; none where none were saved."""
+    """The pending pushes of each key, for the devices of `like`. None where none were saved."""
     pending = {}
     for k in sorted({*like.pending, *saved}):
         held = like.pending.get(k)
@@ -137,7 +144,7 @@ def _pending(store: KVStore, like: KVStore, saved: dict[int, Saved]) -> dict[int
 
 
 def _restore_pending(store: KVStore, k: int, found: Saved, count: int | None) -> _staleness.PendingPushes:
-    """The pending pushes of a key, regrouped for `count` devices; None for as many as before.
+    """The pending pushes of a key, regrouped for `count` devices. None for as many as before.
 
     Raises:
         ValueError: another staleness, or arrays that do not have the key's shape and dtype.
@@ -161,4 +168,37 @@ def _restore_pending(store: KVStore, k: int, found: Saved, count: int | None) ->
     return held if count is None else _staleness.regroup(held, count)
 
 
-register_node(KVStore, NodeFormat(slots, bare, complete))
+def adapt(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved:
+    """What was saved with one optimizer state a key, for a store whose optimizer has one state for the whole pytree.
+
+    Where it does not fit, it stays as it is, and the comparison with `like` says what is missing.
+    """
+    before = join_names(prefix, "updater_state") + "/"
+    old = {name.removeprefix(before): name for name in saved if name.startswith(before)}
+    wanted = [slot for slot in slots(like, prefix) if slot.name.startswith(join_names(prefix, _OPTIMIZER) + "/")]
+    if not isinstance(like.updater, TreeOptimizer) or not old or not wanted:
+        return saved
+    found: Saved = {}
+    for slot in wanted:
+        entry = _state_of_a_key(like, slot.name.removeprefix(join_names(prefix, _OPTIMIZER) + "/"), old, saved)
+        if entry is None:
+            return saved
+        found[slot.name] = {**entry[0], "name": slot.name, "words": slot.words}, entry[1]
+    remarks.append("the optimizer's state was saved for each key, and was joined into one for all params")
+    return {name: entry for name, entry in saved.items() if not name.startswith(before)} | found
+
+
+def _state_of_a_key(like: KVStore, name: str, old: dict[str, str], saved: Saved) -> Any:
+    """What was saved for a leaf `0/mu/dense/bias` of the optimizer's state. A scalar must be equal for all keys."""
+    called = {k: param for k, param in names(like).items() if k in set(_tree.trained_keys(like))}
+    k = _tree.param_of(like, name)
+    if k is not None:
+        part = name.removesuffix(called[k]).rstrip("/")
+        full = old.get(f"{k}/{part}" if part else str(k))
+        return None if full is None else saved[full]
+    entries = [saved[old[f"{k}/{name}"]] for k in called if f"{k}/{name}" in old]
+    same = len(entries) == len(called) and all(np.array_equal(e[1], entries[0][1]) for e in entries)
+    return entries[0] if same else None
+
+
+register_node(KVStore, NodeFormat(slots, bare, complete, adapt))

@@ -20,7 +20,7 @@ from ..sparse import RowSparse, take
 from ._aggregate import axis_size
 from ._create import init
 from ._kinds import Layout
-from ._store import Key, KVStore, kind_of, shapes_of
+from ._store import Key, KVStore, layout_of, shapes_of
 
 _MOST_VALUES = 256  # XLA compiles a kernel for each, so a program that packs thousands would take minutes
 
@@ -82,7 +82,7 @@ def pull(
         [[0.0, 0.0], [1.0, 1.0]]
     """
     keys, many = checks.as_keys(key)
-    checks.known(keys, store.values, "kv.pull")
+    checks.check_known(keys, store.values, "kv.pull")
     values = pull_whole(store, keys, axis_name)
     pulled = values if devices is None else copies(values, tuple(devices))
     return pulled if many else pulled[0]
@@ -90,7 +90,7 @@ def pull(
 
 def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> list[jax.Array]:
     """The values of these keys in the shapes that the user sees."""
-    layout, stored = kind_of(store).layout, [store.values[k] for k in keys]
+    layout, stored = layout_of(store), [store.values[k] for k in keys]
     if not layout.is_split:
         return stored
     shapes = shapes_of(store)
@@ -164,7 +164,8 @@ def _send(values: list[jax.Array], devices: set[Device]) -> list[dict[Device, ja
         for i, copy in zip(small, sent, strict=True):
             copies[i][device] = copy
     alone = [g[0] for g in groups if len(g) == 1]
-    for i, sent in zip(alone, emulated.put([values[i] for i in alone], copies_on(tuple(devices))), strict=True):
+    large = emulated.share_or_put([values[i] for i in alone], copies_on(tuple(devices)))
+    for i, sent in zip(alone, large, strict=True):
         copies[i] = {shard.device: shard.data for shard in sent.addressable_shards}
     return copies
 
@@ -177,7 +178,7 @@ def _send_in_buckets(
         return {}
     source, shapes = values[0].sharding, tuple(v.shape for v in values)
     shared = emulated.one_memory({*devices, *source.device_set})
-    flat = emulated.bucketed(values, [v.dtype for v in values], groups) if shared else _pack(values, groups)
+    flat = emulated.pack_views(values, [v.dtype for v in values], groups) if shared else _pack(values, groups)
     sent = dict.fromkeys(devices & source.device_set, values)
     for device in devices - source.device_set:
         where = SingleDeviceSharding(device)
@@ -235,7 +236,7 @@ def row_sparse_pull(
         [0, 3]
     """
     keys, many = checks.as_keys(key)
-    checks.known(keys, store.values, "kv.row_sparse_pull")
+    checks.check_known(keys, store.values, "kv.row_sparse_pull")
     ids = row_ids if isinstance(row_ids, (list, tuple)) and many and _of_arrays(row_ids) else [row_ids] * len(keys)
     checks.as_values(keys, ids, True, "kv.row_sparse_pull")
     values = [to_host(value) for value in pull(store, keys)]

@@ -14,7 +14,8 @@ from .._core.arrays import Device, is_traced
 from .._devices.placement import spans_processes
 from .._devices.user_mesh import in_user_mesh
 from ..sparse import RowSparse
-from . import _aggregate, _eager, _eager_processes, _rows, _staleness
+from ..updaters import TreeOptimizer
+from . import _aggregate, _eager, _eager_processes, _rows, _staleness, _tree
 from ._pull import pull
 from ._store import Changes, Key, KVStore, Lists, kind_of, shape_of, shapes_of, with_changes
 
@@ -152,7 +153,7 @@ def _check_within_process(store: KVStore, pushed: Any) -> None:
 
 def _is_traced(store: KVStore, pushed: Any) -> bool:
     part = [(store.values[k], store.updater_state[k], store.residuals.get(k)) for k in pushed]
-    return is_traced((part, pushed))
+    return is_traced((part, store.optimizer_state, pushed))
 
 
 @overload
@@ -215,7 +216,7 @@ def pushpull(
 def _request(store: KVStore, key: Key, value: Any) -> dict[int, list[Any]]:
     """The values of each key, checked, in ascending order of the keys. Keys with no value are left out."""
     keys, many = checks.as_keys(key)
-    checks.known(keys, store.values, "kv.push")
+    checks.check_known(keys, store.values, "kv.push")
     given = checks.as_values(keys, value, many, "kv.push")
     shapes = shapes_of(store) if len(keys) > 1 else {k: shape_of(store, k) for k in keys}
     pushed: dict[int, list[Any]] = {}
@@ -225,7 +226,10 @@ def _request(store: KVStore, key: Key, value: Any) -> dict[int, list[Any]]:
     for k, values in pushed.items():
         if len({isinstance(v, RowSparse) for v in values}) > 1:
             raise TypeError(f"kv.push: key {k}: RowSparse and dense values cannot be pushed together")
-    return {k: pushed[k] for k in sorted(pushed) if pushed[k]}
+    pushed = {k: pushed[k] for k in sorted(pushed) if pushed[k]}
+    if isinstance(store.updater, TreeOptimizer):
+        _tree.check_pushed(store, pushed, [k for k, values in pushed.items() if isinstance(values[0], RowSparse)])
+    return pushed
 
 
 def _check(value: Any, key: int, shape: tuple[int, ...], dtype: Any) -> Any:

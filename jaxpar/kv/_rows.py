@@ -14,7 +14,7 @@ from .._devices.user_mesh import split_like
 from ..sparse import RowSparse
 from ..updaters import Updater, assign
 from . import _aggregate, _update
-from ._store import Changes, KVStore, kind_of
+from ._store import Changes, KVStore, layout_of
 
 
 def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | None) -> Changes:
@@ -26,7 +26,7 @@ def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | No
     Raises:
         ValueError: values are split, or pushes are delayed.
     """
-    if kind_of(store).layout.is_split:
+    if layout_of(store).is_split or store.shardings:
         raise ValueError(
             f"kv.push: keys {sorted(pushed)}: a store of kind {store.kind!r} cuts values across their rows and takes "
             "no RowSparse; use kind 'device' or 'local' for this table"

@@ -77,8 +77,8 @@ def rotate_queue(store: KVStore, new: Arrays, *, one: bool = False) -> tuple[Arr
             (`shard_map`) or is gone (`pmap`).
 
     Returns:
-        (the oldest values of each key, in the same layout; the new queues; for each key a bool scalar, whether the
-        oldest value was ever pushed).
+        (the oldest values of each key, in the same layout, the new queues, and for each key a bool scalar, whether
+        the oldest value was ever pushed).
 
     Raises:
         ValueError: a queue is of another number of devices.
@@ -103,7 +103,7 @@ def rotate_queue(store: KVStore, new: Arrays, *, one: bool = False) -> tuple[Arr
 
 def where_ready(store: KVStore, changes: Changes, ready: Arrays, lists: Lists, axis_name: str | None) -> Changes:
     """The changes of the keys that are ready. The others are as in the store."""
-    values, states, residuals, _ = changes
+    values, states, residuals, _, optimizer_state = changes
 
     def residual(k: int) -> Any:
         if axis_name is None:
@@ -114,7 +114,13 @@ def where_ready(store: KVStore, changes: Changes, ready: Arrays, lists: Lists, a
         {k: jnp.where(ready[k], v, store.values[k]) for k, v in values.items()},
         {k: select(ready[k], state, store.updater_state[k]) for k, state in states.items()},
         {k: select(ready[k], state, residual(k)) for k, state in residuals.items()},
+        optimizer_state=_where_all_ready(optimizer_state, store.optimizer_state, ready),
     )
+
+
+def _where_all_ready(new: Any, old: Any, ready: Arrays) -> Any:
+    """The state of an optimizer of the whole pytree. All its keys are pushed at once, so they are ready at once."""
+    return new if new is None else select(jnp.stack(list(ready.values())).all(), new, old)
 
 
 def select(condition: jax.Array, new: Any, old: Any) -> Any:

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import updaters
 from .._core.arrays import Device, without_keys
 from .._core.text import Table
 from .._devices.buckets import BucketLimits, Shape
+from .._devices.mesh import copies_on
 from .._devices.placement import to_host
 from ..compression import Compressor, LinearCompressor
 from ..updaters import Updater, assign
 from . import _display
-from ._kinds import KINDS, Kind
+from ._kinds import KINDS, WHOLE, Kind, Layout
 
 Key = int | Sequence[int]
 Arrays = dict[int, jax.Array]
@@ -36,6 +38,9 @@ class KVStore:
         values: the stored value of each key. In a store of kind `sharded` a value is flat, padded and cut into one
             row for each device: (devices, chunk).
         updater_state: what the updater remembers for each key.
+        optimizer_state: of a store made by `kv.from_params(params, optimizer=tx)`, the state of `tx` for the whole
+            pytree, else (). In a store of kind `sharded`, what has a number for each element of a value is laid out
+            as the value.
         residuals: the state of the compressor for each key that is compressed. The first axis has the devices, or
             the positions in the pushed list.
         pending: in a store with a staleness, the pushes of each key that are not applied yet. `values` are as many
@@ -49,6 +54,8 @@ class KVStore:
         shapes: (key, shape) of the values as the user sees them, for kind `sharded` only.
         paths: (key, path in the pytree given to `kv.from_params`).
         treedef: the structure of that pytree, or None.
+        shardings: (key, sharding) of values that are split over a mesh in their own shapes, or (). They are on one
+            mesh, whose devices are those of the store.
     """
 
     values: dict[int, jax.Array]
@@ -64,6 +71,8 @@ class KVStore:
     treedef: Any = None
     pending: dict[int, Any] = dataclasses.field(default_factory=dict)
     staleness: int = 0
+    optimizer_state: Any = ()
+    shardings: tuple[tuple[int, NamedSharding], ...] = ()
 
     def __eq__(self, other: object) -> bool:
         """Whether both have the same options, keys, values and states, to the last bit."""
@@ -91,7 +100,7 @@ class KVStore:
         return _display.table(self, names(self), shapes_of(self) if arrays else {})
 
 
-_DATA = ("values", "updater_state", "residuals", "pending")
+_DATA = ("values", "updater_state", "residuals", "pending", "optimizer_state")
 _STATIC = tuple(f.name for f in dataclasses.fields(KVStore) if f.name not in _DATA)
 jax.tree_util.register_dataclass(KVStore, _DATA, _STATIC)
 
@@ -99,21 +108,27 @@ _NONE: dict[int, Any] = {}  # a pytree, as the fields of a store are
 
 
 class Changes(NamedTuple):
-    """What a push replaces, by key.
+    """What a push replaces.
 
     Attributes:
         values, updater_state, residuals, pending: as the fields of `KVStore`. Keys that are missing stay as they are.
+        optimizer_state: the new one, or None: it stays as it is.
     """
 
     values: Arrays = _NONE
     updater_state: dict[int, Any] = _NONE
     residuals: dict[int, Any] = _NONE
     pending: dict[int, Any] = _NONE
+    optimizer_state: Any = None
 
 
 def with_changes(store: KVStore, changes: Changes) -> KVStore:
     """The store after a push."""
-    return dataclasses.replace(store, **{name: getattr(store, name) | new for name, new in changes._asdict().items()})
+    *by_key, optimizer_state = changes
+    fields = {name: getattr(store, name) | new for name, new in zip(changes._fields, by_key, strict=False)}
+    if optimizer_state is not None:
+        fields["optimizer_state"] = optimizer_state
+    return dataclasses.replace(store, **fields)
 
 
 def names(store: KVStore) -> dict[int, str]:
@@ -140,9 +155,29 @@ def kind_of(store: KVStore) -> Kind:
     return KINDS[store.kind]
 
 
-def home(store: KVStore) -> jax.sharding.Sharding | None:
+def layout_of(store: KVStore) -> Layout:
+    """How a store keeps its values. Where they have shardings of their own, they keep the shapes that the user sees."""
+    return WHOLE if store.shardings else kind_of(store).layout
+
+
+def home(store: KVStore, key: int) -> jax.sharding.Sharding | None:
     """The sharding of a new value. None: it stays where it is."""
+    if store.shardings:
+        return dict(store.shardings)[key]
     return None if store.devices is None else kind_of(store).home(store.devices)
+
+
+def mesh_of_values(store: KVStore) -> Mesh:
+    """The mesh over which values are split in their own shapes."""
+    mesh = store.shardings[0][1].mesh
+    assert isinstance(mesh, Mesh)
+    return mesh
+
+
+def copies_for(store: KVStore) -> NamedSharding:
+    """The sharding of an array of which each device of the store has a copy."""
+    assert store.devices is not None
+    return NamedSharding(mesh_of_values(store), PartitionSpec()) if store.shardings else copies_on(store.devices)
 
 
 def shards(store: KVStore) -> int:
@@ -153,12 +188,12 @@ def shards(store: KVStore) -> int:
 
 def shape_of(store: KVStore, key: int) -> Shape:
     """The shape of a value as the user sees it."""
-    return dict(store.shapes)[key] if kind_of(store).layout.is_split else store.values[key].shape
+    return dict(store.shapes)[key] if layout_of(store).is_split else store.values[key].shape
 
 
 def shapes_of(store: KVStore) -> dict[int, Shape]:
     """The shape of each value as the user sees it."""
-    return dict(store.shapes) if kind_of(store).layout.is_split else {k: v.shape for k, v in store.values.items()}
+    return dict(store.shapes) if layout_of(store).is_split else {k: v.shape for k, v in store.values.items()}
 
 
 def specs_of(store: KVStore) -> dict[int, jax.ShapeDtypeStruct]:
@@ -171,7 +206,7 @@ def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
 
     A plain function is checked when it is traced: to trace it here would run its Python once more.
     """
-    if kind_of(store).layout.is_split and isinstance(store.updater, Updater):
+    if layout_of(store).is_split and isinstance(store.updater, Updater):
         specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in values.items()}
         updaters.check_elementwise(store.updater, specs, shards(store), dict(store.paths), where)
 

@@ -13,19 +13,22 @@ from .._core import checks
 from .._devices import collectives
 from .._devices.buckets import Shape
 from .._devices.user_mesh import split_like
-from ..updaters import Updater, stateless
+from ..updaters import TreeOptimizer, Updater, stateless
+from . import _tree
 from ._create import lay_out
-from ._store import Arrays, KVStore, check_shares, kind_of, shapes_of, shards
+from ._store import Arrays, Changes, KVStore, check_shares, layout_of, shapes_of, shards
 
 Pair = tuple[jax.Array, Any]  # a new value and a new state
 
 
-def update(store: KVStore, summed: Arrays) -> tuple[Arrays, dict[int, Any]]:
-    """The new values and updater states of the keys in `summed`, in ascending order of the keys."""
+def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Changes:
+    """The changes of the keys in `summed`, in ascending order of the keys. A `TreeOptimizer` gets the loss, if known."""
+    if isinstance(store.updater, TreeOptimizer):
+        return _tree.update(store, summed, loss)
     keys = sorted(summed)
     pushed = {k: summed[k].astype(store.values[k].dtype).reshape(store.values[k].shape) for k in keys}
     pushed = {k: split_like(v, store.values[k]) for k, v in pushed.items()}
-    if kind_of(store).layout.is_split:
+    if layout_of(store).is_split:
         shapes = shapes_of(store)
         pairs = {k: _update_rows(store, k, shapes[k], pushed[k]) for k in keys}
     elif isinstance(store.updater, Updater):
@@ -33,7 +36,7 @@ def update(store: KVStore, summed: Arrays) -> tuple[Arrays, dict[int, Any]]:
         pairs = check_results(pairs, store.values)
     else:
         pairs = {k: update_one(store.updater, k, pushed[k], store.updater_state[k], store.values[k]) for k in keys}
-    return {k: new for k, (new, _) in pairs.items()}, {k: state for k, (_, state) in pairs.items()}
+    return Changes({k: new for k, (new, _) in pairs.items()}, {k: state for k, (_, state) in pairs.items()})
 
 
 def update_one(updater: Any, key: int, pushed: jax.Array, state: Any, stored: jax.Array) -> Pair:
@@ -71,10 +74,10 @@ def _update_rows(store: KVStore, key: int, shape: Shape, pushed: jax.Array) -> P
     """
     updater, state, stored = store.updater, store.updater_state[key], store.values[key]
     if not isinstance(updater, Updater):
-        rows, layout = shards(store), kind_of(store).layout
+        rows, layout = shards(store), layout_of(store)
         if stored.size == rows * collectives.chunk_size(math.prod(shape), rows):
             new, state = update_one(updater, key, layout.whole(pushed, shape), state, layout.whole(stored, shape))
-            return lay_out(store, new).reshape(stored.shape), state
+            return lay_out(store, key, new).reshape(stored.shape), state
         updater = stateless(updater)
         spec = jax.ShapeDtypeStruct(shape, stored.dtype)
         check_shares(dataclasses.replace(store, updater=updater), {key: spec}, "kv.push")

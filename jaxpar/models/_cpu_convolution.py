@@ -141,7 +141,7 @@ def _relu_pool(x_WxOxHxN: jax.Array) -> jax.Array:
 @jax.custom_jvp
 def _relu_pool_pair(x_WxOxHxN: jax.Array) -> jax.Array:
     """(2, O, H, N) to (O, H / 2, N)."""
-    y = jax.nn.relu(_windowed(x_WxOxHxN))
+    y = jax.nn.relu(_pool_windows(x_WxOxHxN))
     return (y[0, :, :, 0] + y[0, :, :, 1] + y[1, :, :, 0] + y[1, :, :, 1]) / 4
 
 
@@ -149,10 +149,10 @@ def _relu_pool_pair(x_WxOxHxN: jax.Array) -> jax.Array:
 def _relu_pool_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Sums of slices are fastest forward. Backward a sum over axes is, which only spreads the gradient."""
     (x,), (t,) = primals, tangents
-    return _relu_pool_pair(x), jnp.where(_windowed(x) > 0, _windowed(t), 0).sum((0, 3)) / 4
+    return _relu_pool_pair(x), jnp.where(_pool_windows(x) > 0, _pool_windows(t), 0).sum((0, 3)) / 4
 
 
-def _windowed(x_WxOxHxN: jax.Array) -> jax.Array:
+def _pool_windows(x_WxOxHxN: jax.Array) -> jax.Array:
     width, out, height, batch = x_WxOxHxN.shape
     return x_WxOxHxN.reshape(width, out, height // 2, 2, batch)
 
@@ -165,7 +165,7 @@ def _column(x_WxHxN: jax.Array, weight_HxWxO: jax.Array, bias: jax.Array) -> jax
 
 def _before_relu(x_WxHxN: jax.Array, weight_HxWxO: jax.Array, bias: jax.Array) -> list[jax.Array]:
     """What the ReLU is given, (O, H', N) for each place of the pooling window."""
-    shifted = _shifted(x_WxHxN, weight_HxWxO.shape)
+    shifted = _shifts(x_WxHxN, weight_HxWxO.shape)
     sums = []
     for across, down in _PHASES:
         z = bias[:, None, None]
@@ -175,7 +175,7 @@ def _before_relu(x_WxHxN: jax.Array, weight_HxWxO: jax.Array, bias: jax.Array) -
     return sums
 
 
-def _shifted(x_WxHxN: jax.Array, window: tuple[int, ...]) -> dict[tuple[int, int], jax.Array]:
+def _shifts(x_WxHxN: jax.Array, window: tuple[int, ...]) -> dict[tuple[int, int], jax.Array]:
     """Every second pixel down, from each place that a pooling window of convolution windows covers: (H', N)."""
     height, width = window[:2]
     down = (x_WxHxN.shape[1] - height + 1) // 2
@@ -191,9 +191,9 @@ def _column_jvp(primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]) -> tu
     masks = jnp.stack([z > 0 for z in _before_relu(x, weight, bias)])
     t = jnp.zeros(masks.shape, x.dtype)
     if t_weight is not None:
-        patches = jnp.stack(list(_shifted(x, weight.shape).values()))
+        patches = jnp.stack(list(_shifts(x, weight.shape).values()))
         t_weight_WxHxO = t_weight.transpose(1, 0, 2)
-        # One product for all places: in each the window lies elsewhere among the pixels.
+        # One product for all places: in each the window is elsewhere among the pixels.
         padded = jnp.stack([jnp.pad(t_weight_WxHxO, ((w, 1 - w), (h, 1 - h), (0, 0))) for w, h in _PHASES])
         t += jnp.einsum("pko,khn->pohn", padded.reshape(len(_PHASES), -1, bias.size), patches)
     if t_bias is not None:

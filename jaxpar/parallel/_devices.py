@@ -1,4 +1,4 @@
-"""Emulated devices; batches and params on devices."""
+"""Emulated devices. Batches and params on devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from .._core import checks
 from .._core.arrays import Device
-from .._devices.mesh import copied, copies_on
+from .._devices.mesh import copies_on, put_copy
 from .._devices.user_mesh import in_user_mesh
 
 
@@ -66,7 +66,7 @@ def split_and_load(data: Any, devices: Sequence[Device], *, even_split: bool = T
 
     Raises:
         TypeError: `devices` is no list of devices.
-        ValueError: n is not divisible by k and `even_split`; arrays of different length; no device, one that appears
+        ValueError: n is not divisible by k and `even_split`, arrays of different length, no device, one that appears
             twice or is of another process.
 
     Example:
@@ -104,7 +104,7 @@ def copy_to(params: Any, device: Device) -> Any:
         [1.0, 1.0]
     """
     checks.check_own([device], "copy_to")
-    return copied(params, SingleDeviceSharding(device))
+    return put_copy(params, SingleDeviceSharding(device))
 
 
 @in_user_mesh
@@ -128,4 +128,4 @@ def replicate(tree: Any, devices: Sequence[Device]) -> Any:
         >>> replicate({"w": jnp.ones(2)}, jax.devices()[:2])["w"].sharding.is_fully_replicated
         True
     """
-    return copied(tree, copies_on(checks.devices(devices, "replicate")))
+    return put_copy(tree, copies_on(checks.devices(devices, "replicate")))

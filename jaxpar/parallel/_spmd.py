@@ -54,7 +54,7 @@ def spmd(
 
     Raises:
         TypeError: `devices` is no list of devices.
-        ValueError: an unknown engine; no device, or one that appears twice.
+        ValueError: an unknown engine, no device, or one that appears twice.
 
     Example:
         >>> total = spmd(lambda x: jax.lax.psum(x, "i"), axis_name="i", devices=jax.devices()[:2])
@@ -64,7 +64,7 @@ def spmd(
     check_engine(engine, "spmd")
     chosen = check_devices(devices, "spmd")
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    run = _pmapped if engine == "pmap" else _shard_mapped
+    run = _pmap if engine == "pmap" else _shard_map
     compiled = run(fn, axis_name, chosen, in_axes, out_axes, donate)
 
     own = sum(d.process_index == jax.process_index() for d in chosen)
@@ -80,7 +80,7 @@ def spmd(
     return call
 
 
-def _make_pmapped(
+def _make_pmap(
     fn: Callable[..., Any],
     axis_name: str,
     devices: Sequence[Device],
@@ -97,10 +97,10 @@ def _make_pmapped(
     return run
 
 
-_pmapped = Recent(_make_pmapped)  # the same function is compiled once, as by `jax.pmap` itself
+_pmap = Recent(_make_pmap)  # the same function is compiled once, as by `jax.pmap` itself
 
 
-def _shard_mapped(
+def _shard_map(
     fn: Callable[..., Any],
     axis_name: str,
     devices: Sequence[Device],

@@ -6,8 +6,8 @@ so a result may hold padding there: rows with index `shape[0]` and zero values, 
 
 Training an embedding through a store, without a gradient of the table's size:
 
-1. pull the rows of the batch: `rows = kv.row_sparse_pull(store, key, ids)`, or `take(table, ids)`;
-2. differentiate by the rows: `loss, grads = value_and_grad(loss_fn)(rows, ids)`, where `rows[ids]` looks up;
+1. pull the rows of the batch: `rows = kv.row_sparse_pull(store, key, ids)`, or `take(table, ids)`,
+2. differentiate by the rows: `loss, grads = value_and_grad(loss_fn)(rows, ids)`, where `rows[ids]` looks up,
 3. push the gradient, a `RowSparse` again: `store = kv.push(store, key, grads)`.
 
 The room: `_row_sparse` has the type and the checks of indices, `_functions` has what is done with it.

@@ -18,9 +18,9 @@ from ._row_sparse import (
     check_range,
     check_table,
     distinct_rows,
-    known,
+    is_known,
+    make_unchecked,
     padding_last,
-    unchecked,
     with_values,
 )
 
@@ -44,7 +44,7 @@ def coalesce(rows: RowSparse, *, size: int | None = None) -> RowSparse:
         >>> coalesce(rows, size=3).indices.tolist()
         [0, 2, 4]
     """
-    distinct = distinct_rows(rows).size if known(rows.indices) else None
+    distinct = distinct_rows(rows).size if is_known(rows.indices) else None
     if size is None:
         size = rows.indices.shape[0] if distinct is None else distinct
     elif distinct is not None and distinct > size:
@@ -61,7 +61,7 @@ def _coalesce(rows: RowSparse, size: int) -> RowSparse:
     new = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
     place = jnp.where(ordered < count, jnp.cumsum(new) - 1, size).astype(jnp.int32)
     values = jnp.zeros((size, *rows.shape[1:]), rows.dtype).at[place].add(rows.values[order], mode="drop")
-    return unchecked(rows.shape, (jnp.full(size, count, jnp.int32).at[place].set(ordered, mode="drop"), values))
+    return make_unchecked(rows.shape, (jnp.full(size, count, jnp.int32).at[place].set(ordered, mode="drop"), values))
 
 
 def to_dense(rows: RowSparse) -> jax.Array:
@@ -92,7 +92,7 @@ def from_dense(array: jax.Array, row_ids: Any = None) -> RowSparse:
     if row_ids is not None:
         return take(array, row_ids)
     array = jnp.asarray(array)
-    if not known(array):
+    if not is_known(array):
         raise ValueError("from_dense: which rows are not zero is unknown under jit; give row_ids")
     return take(array, np.flatnonzero(np.asarray((array != 0).reshape(array.shape[0], -1).any(-1))))
 
@@ -120,13 +120,13 @@ def take(array: jax.Array, row_ids: Any, *, size: int | None = None) -> RowSpars
     count = check_table(array.shape, "take")[0]
     ids = as_ids(row_ids, "take: row ids").reshape(-1)
     check_range(ids, count, "take: row", last=count - 1)
-    if known(ids):
-        unique = _fixed_size(np.unique(np.asarray(ids)), size, count)
+    if is_known(ids):
+        unique = _pad_indices(np.unique(np.asarray(ids)), size, count)
     else:
         ids = padding_last(jnp.asarray(ids, jnp.int32), count)
         unique = jnp.unique(ids, size=ids.size if size is None else size, fill_value=count)
     unique = jnp.asarray(unique, jnp.int32)
-    return unchecked(array.shape, (unique, _gather(array, unique)))
+    return make_unchecked(array.shape, (unique, _gather(array, unique)))
 
 
 def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
@@ -150,7 +150,7 @@ def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
         raise ValueError(f"add: expected row-sparse values of one shape, got shapes {shapes}")
     indices = jnp.concatenate([one.indices for one in rows])
     values = jnp.concatenate([unsplit(one.values) for one in rows])
-    return coalesce(unchecked(shapes[0], (indices, values)), size=size)
+    return coalesce(make_unchecked(shapes[0], (indices, values)), size=size)
 
 
 def allreduce(rows: RowSparse, axis_name: Any, *, size: int | None = None) -> RowSparse:
@@ -173,7 +173,7 @@ def allreduce(rows: RowSparse, axis_name: Any, *, size: int | None = None) -> Ro
     """
     indices = jax.lax.all_gather(rows.indices, axis_name, tiled=True)
     values = jax.lax.all_gather(rows.values, axis_name, tiled=True)
-    return _coalesce(unchecked(rows.shape, (indices, values)), indices.shape[0] if size is None else size)
+    return _coalesce(make_unchecked(rows.shape, (indices, values)), indices.shape[0] if size is None else size)
 
 
 def lazy_update(
@@ -285,7 +285,7 @@ def _scatter(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
     return table.at[indices].set(rows, mode="drop", unique_indices=True, out_sharding=split)
 
 
-def _fixed_size(unique: np.ndarray, size: int | None, count: int) -> np.ndarray:
+def _pad_indices(unique: np.ndarray, size: int | None, count: int) -> np.ndarray:
     """The indices, padded to `size` of them."""
     if size is None:
         return unique

@@ -101,7 +101,7 @@ def _flatten(rows: RowSparse) -> tuple[tuple[tuple[Any, Any], ...], tuple[int, .
     return tuple(zip(names, (rows.indices, rows.values), strict=True)), rows.shape
 
 
-def unchecked(shape: tuple[int, ...], leaves: Iterable[Any]) -> RowSparse:
+def make_unchecked(shape: tuple[int, ...], leaves: Iterable[Any]) -> RowSparse:
     """A `RowSparse` without checks. Its leaves may have a further first axis, or be no arrays."""
     rows = object.__new__(RowSparse)
     for name, value in zip(("indices", "values", "shape"), (*leaves, shape), strict=True):
@@ -109,12 +109,12 @@ def unchecked(shape: tuple[int, ...], leaves: Iterable[Any]) -> RowSparse:
     return rows
 
 
-jax.tree_util.register_pytree_with_keys(RowSparse, _flatten, unchecked)
+jax.tree_util.register_pytree_with_keys(RowSparse, _flatten, make_unchecked)
 
 
 def with_values(rows: RowSparse, values: Any) -> RowSparse:
     """The same rows with other values."""
-    return unchecked(rows.shape, (rows.indices, values))
+    return make_unchecked(rows.shape, (rows.indices, values))
 
 
 def _own(array: Any) -> jax.Array:
@@ -122,7 +122,7 @@ def _own(array: Any) -> jax.Array:
     return array if isinstance(array, jax.Array) else jnp.array(array)
 
 
-def known(array: Any) -> bool:
+def is_known(array: Any) -> bool:
     """Whether this process can read every value."""
     if isinstance(array, Tracer):
         return False
@@ -157,7 +157,7 @@ def as_ids(ids: Any, what: str) -> np.ndarray | jax.Array:
 
 def check_range(ids: Any, count: int, what: str, *, last: int) -> None:
     """`ValueError` for an id that is negative or above `last`. Nothing is checked under `jit`."""
-    if not known(ids):
+    if not is_known(ids):
         return
     host = np.asarray(ids)
     wrong = host[(host < 0) | (host > last)]
@@ -167,7 +167,7 @@ def check_range(ids: Any, count: int, what: str, *, last: int) -> None:
 
 def check_sorted(rows: RowSparse) -> None:
     """`ValueError` for indices that are not sorted and unique. Nothing is checked under `jit`."""
-    if known(rows.indices):
+    if is_known(rows.indices):
         held = np.asarray(rows.indices)
         if (held[1:] <= held[:-1])[held[1:] < rows.shape[0]].any():
             raise ValueError("RowSparse: rows are looked up in sorted indices, each once; call coalesce first")

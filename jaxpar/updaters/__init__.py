@@ -8,7 +8,9 @@ object is one compiled program.
 
     _base          the type, `assign` and `accumulate`
     _optax         optax transforms as updaters
-    _mxnet         the optimizers of MXNet, `mxnet_sgd` and others; their formulas are in `_mxnet_rules`
+    _mxnet         the optimizers of MXNet, `mxnet_sgd` and others. Their formulas are in `_mxnet_rules`
+    _tree          an optax transform that sees all params at once
+    _evaluated     averages of params in an optimizer's state, for evaluation
     _shares        refuses an updater that is not elementwise, where values are split over devices
     _elementwise   whether a program is elementwise, read from its jaxpr
 """
@@ -22,6 +24,7 @@ from ._base import (
     program_of as program_of,
     stateless as stateless,
 )
+from ._evaluated import average_params as average_params, has_average as has_average
 from ._mxnet import (
     multipliers as multipliers,
     mxnet_adagrad as mxnet_adagrad,
@@ -33,4 +36,9 @@ from ._mxnet import (
     set_learning_rate as set_learning_rate,
 )
 from ._optax import couples_keys as couples_keys, from_optax as from_optax
-from ._shares import check_elementwise as check_elementwise, check_elementwise_forms as check_elementwise_forms
+from ._shares import (
+    check_elementwise as check_elementwise,
+    check_elementwise_forms as check_elementwise_forms,
+    check_elementwise_tree as check_elementwise_tree,
+)
+from ._tree import TreeOptimizer as TreeOptimizer

@@ -43,7 +43,7 @@ _MOST_COMPARED = 1 << 20  # elements. Larger constants are equal if they are the
 _NO_ARITHMETIC = ("sharding", "name", "out_sharding")
 
 
-class Kind(enum.IntEnum):
+class Extent(enum.IntEnum):
     """What an intermediate result is: a scalar (broadcast or not), another array, one number for each element."""
 
     SCALAR = 0
@@ -54,7 +54,7 @@ class Kind(enum.IntEnum):
 @dataclasses.dataclass(frozen=True)
 class _Result:
     name: Any  # equal in two programs if the result is computed in the same way
-    kind: Kind
+    extent: Extent
 
 
 class NotElementwise(Exception):
@@ -66,7 +66,7 @@ class Reading:
     """A jaxpr without the shape of the value.
 
     Attributes:
-        lines: the equations; the first entry of each is the name of its primitive.
+        lines: the equations. The first entry of each is the name of its primitive.
         results: the names of what the jaxpr returns.
     """
 
@@ -74,13 +74,12 @@ class Reading:
     results: list[Any]
 
 
-def read(closed: ClosedJaxpr, kinds: Sequence[Kind], shape: tuple[int, ...]) -> Reading:
+def read(closed: ClosedJaxpr, extents: Sequence[Extent]) -> Reading:
     """The reading of a jaxpr.
 
     Args:
         closed: the jaxpr.
-        kinds: of its arguments.
-        shape: of the value.
+        extents: of its arguments. Those with elements may belong to several values of different shapes.
 
     Raises:
         NotElementwise: an equation breaks the rule.
@@ -88,7 +87,7 @@ def read(closed: ClosedJaxpr, kinds: Sequence[Kind], shape: tuple[int, ...]) -> 
     Example:
         >>> import jax.numpy as jnp
         >>> def forms(f):
-        ...     return [read(jax.make_jaxpr(f)(jnp.ones(s)), [Kind.ELEMENTS], s) for s in ((4, 4), (8,))]
+        ...     return [read(jax.make_jaxpr(f)(jnp.ones(s)), [Extent.ELEMENTS]) for s in ((4, 4), (8,))]
         >>> whole, share = forms(lambda x: x * jnp.ones_like(x) + 2)
         >>> whole == share
         True
@@ -96,8 +95,8 @@ def read(closed: ClosedJaxpr, kinds: Sequence[Kind], shape: tuple[int, ...]) -> 
         >>> whole == share
         False
     """
-    reader = _Reader(shape)
-    given = [_Result(("argument", i), kind) for i, kind in enumerate(kinds)]
+    reader = _Reader()
+    given = [_Result(("argument", i), extent) for i, extent in enumerate(extents)]
     results = reader.read(closed.jaxpr, closed.consts, given)
     return Reading(reader.lines, [r.name for r in results])
 
@@ -105,8 +104,7 @@ def read(closed: ClosedJaxpr, kinds: Sequence[Kind], shape: tuple[int, ...]) -> 
 class _Reader:
     """Describes a jaxpr in lines that do not name the shape of the value."""
 
-    def __init__(self, shape: tuple[int, ...]):
-        self.shape = shape
+    def __init__(self):
         self.lines: list[Any] = []
         self.count = 0
 
@@ -129,61 +127,62 @@ class _Reader:
             return self.read(*((inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())), given)
         if name in _SILENT:
             return []
-        if name == "broadcast_in_dim" and given[0].kind == Kind.SCALAR and not eqn.invars[0].aval.shape:
+        if name == "broadcast_in_dim" and given[0].extent == Extent.SCALAR and not eqn.invars[0].aval.shape:
             return given
         if name == "cond":
             return self._cond(eqn, given)
-        kind = max((g.kind for g in given), default=Kind.SCALAR)
-        if kind == Kind.ELEMENTS:
+        extent = max((g.extent for g in given), default=Extent.SCALAR)
+        if extent == Extent.ELEMENTS:
             self._check(eqn, given)
-        kinds, shapes = [kind] * len(eqn.outvars), ()
-        if name not in ELEMENTWISE or kind == Kind.ARRAY:
-            kinds = [Kind.ARRAY if v.aval.shape else Kind.SCALAR for v in eqn.outvars]
+        extents, shapes = [extent] * len(eqn.outvars), ()
+        if name not in ELEMENTWISE or extent == Extent.ARRAY:
+            extents = [Extent.ARRAY if v.aval.shape else Extent.SCALAR for v in eqn.outvars]
             shapes = tuple(str(v.aval) for v in (*eqn.invars, *eqn.outvars))
         self.lines.append((name, _parameters(eqn), [g.name for g in given], shapes))
-        return self._results(kinds)
+        return self._results(extents)
 
     def _check(self, eqn: Any, given: list[_Result]) -> None:
         name = eqn.primitive.name
         if name not in ELEMENTWISE:
             raise NotElementwise(f"{name!r} combines elements of the value")
-        if any(g.kind == Kind.ARRAY for g in given):
+        if any(g.extent == Extent.ARRAY for g in given):
             raise NotElementwise(f"{name!r} takes an array that is not made of the value")
-        if any(v.aval.shape != self.shape for v in eqn.outvars):
+        shapes = {v.aval.shape for v, g in zip(eqn.invars, given, strict=True) if g.extent == Extent.ELEMENTS}
+        if {v.aval.shape for v in eqn.outvars} != shapes:
             raise NotElementwise(f"{name!r} changes the shape of the value")
 
     def _cond(self, eqn: Any, given: list[_Result]) -> list[_Result]:
         """Each branch is read by itself. A result is what it may be in any of them."""
         index, *operands = given
-        if index.kind == Kind.ELEMENTS:
+        if index.extent == Extent.ELEMENTS:
             raise NotElementwise("'cond' looks at the value")
         lines, branches, found = self.lines, [], []
         for branch in eqn.params["branches"]:
             self.lines = []
             results = self.read(branch.jaxpr, branch.consts, operands)
             branches.append((self.lines, [r.name for r in results]))
-            found.append([r.kind for r in results])
+            found.append([r.extent for r in results])
         self.lines = lines
-        mixed = [set(kinds) for kinds in zip(*found, strict=True)]
-        if any({Kind.ARRAY, Kind.ELEMENTS} <= kinds for kinds in mixed):
+        mixed = [set(extents) for extents in zip(*found, strict=True)]
+        if any({Extent.ARRAY, Extent.ELEMENTS} <= extents for extents in mixed):
             raise NotElementwise("'cond' chooses between the value and an array that is not made of it")
         self.lines.append(("cond", index.name, branches))
-        return self._results([max(kinds) for kinds in mixed])
+        return self._results([max(extents) for extents in mixed])
 
-    def _results(self, kinds: Sequence[Kind]) -> list[_Result]:
+    def _results(self, extents: Sequence[Extent]) -> list[_Result]:
         self.count += 1
-        return [_Result(("line", self.count, i), kind) for i, kind in enumerate(kinds)]
+        return [_Result(("line", self.count, i), extent) for i, extent in enumerate(extents)]
 
 
 def _constant(value: Any) -> _Result:
     shape = np.shape(value)
     if is_traced(value) or not getattr(value, "is_fully_addressable", True) or np.size(value) > _MOST_COMPARED:
-        return _Result(("array", id(value)), Kind.ARRAY if shape else Kind.SCALAR)
+        return _Result(("array", id(value)), Extent.ARRAY if shape else Extent.SCALAR)
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     name = ("constant", str(array.dtype), shape, np.asarray(array).tobytes())
-    return _Result(name, Kind.ARRAY if shape else Kind.SCALAR)
+    return _Result(name, Extent.ARRAY if shape else Extent.SCALAR)
 
 
 def _parameters(eqn: Any) -> list[tuple[str, Any]]:

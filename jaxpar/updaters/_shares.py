@@ -19,16 +19,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from .._core import checks
 from .._devices.collectives import chunk_size
 from ._base import Updater, accumulate, assign, program_of
-from ._elementwise import Kind, NotElementwise, Reading, read
+from ._elementwise import Extent, NotElementwise, Reading, read
+from ._tree import TreeOptimizer
 
 Spec = jax.ShapeDtypeStruct
 
 
+_ADVICE = (
+    "a store of kind 'sharded' gives the updater one device's flat share of a value, so it must be elementwise; use "
+    "kind='device'"
+)
 _TOGETHER = 256  # keys that are traced together
 Forms = tuple[Spec, Spec, Spec | None]  # the whole value, a flat share of it, the rows that `init` gets
 
@@ -50,12 +56,36 @@ def check_elementwise(
         chunk = chunk_size(value.size, shards)
         return value, Spec((chunk,), value.dtype), Spec((shards, chunk), value.dtype)
 
-    advice = (
-        "a store of kind 'sharded' gives the updater one device's flat share of a value, so it must be elementwise; "
-        "use kind='device'; or give the whole optimizer to train.make_train_step as grad_transform, which sees whole "
-        "gradients, and updater=jp.updaters.accumulate to the store"
-    )
-    check_elementwise_forms(updater, {k: forms(v) for k, v in values.items()}, names, where, advice)
+    check_elementwise_forms(updater, {k: forms(v) for k, v in values.items()}, names, where, _ADVICE)
+
+
+def check_elementwise_tree(optimizer: TreeOptimizer, params: Any, shards: int, where: str) -> None:
+    """`ValueError` unless an optimizer of the whole pytree may be given one device's shares of all params.
+
+    Args:
+        optimizer: of the store.
+        params: shapes and dtypes of the whole params, in the user's pytree, with None where there is no gradient.
+        shards: how many shares a value is cut into.
+        where: the function that is called, for the message.
+    """
+
+    def cut(rows: tuple[int, ...]) -> Any:
+        return jax.tree.map(lambda x: Spec((*rows, chunk_size(x.size, shards)), x.dtype), params)
+
+    updater = Updater(lambda key, value: optimizer.init(value), _swapped(optimizer))
+    reason = fault(updater, [0], params, cut(()), cut((shards,)))
+    if reason is not None:
+        raise ValueError(f"{where}: {reason}; {_ADVICE}")
+
+
+def _swapped(optimizer: TreeOptimizer) -> Any:
+    """The update of an optimizer as that of an updater, whose values are pytrees."""
+
+    def update(key: int, pushed: Any, state: Any, stored: Any) -> Any:
+        del key
+        return optimizer.update(pushed, state, stored, jnp.zeros(()))  # any loss
+
+    return update
 
 
 def check_elementwise_forms(
@@ -83,11 +113,11 @@ def _batches(keys: list[int]) -> Iterator[list[int]]:
     return (keys[i : i + _TOGETHER] for i in range(0, len(keys), _TOGETHER))
 
 
-def fault(updater: Updater, keys: Sequence[int], value: Spec, share: Spec, rows: Spec | None = None) -> str | None:
+def fault(updater: Updater, keys: Sequence[int], value: Any, share: Any, rows: Any = None) -> str | None:
     """Why an updater is not the same for a value and for a share of it, in words. None: it is.
 
-    The keys have values of one shape. An updater that raises on both forms of one key is not judged. It raises on every
-    push.
+    A value may be a pytree of specs, for an optimizer of all params. The keys have values of one shape. An updater that
+    raises on both forms of one key is not judged. It raises on every push.
 
     Example:
         >>> import optax, jax.numpy as jnp
@@ -111,7 +141,7 @@ def fault(updater: Updater, keys: Sequence[int], value: Spec, share: Spec, rows:
 class _Traces:
     """What an updater does with one form of a value: its jaxprs, the state and what comes of both."""
 
-    value: Spec
+    value: Any
     init: ClosedJaxpr
     state: Any
     update: ClosedJaxpr | None = None
@@ -121,7 +151,7 @@ class _Traces:
         return jax.tree.leaves(self.state)
 
 
-def _trace(updater: Updater, keys: Sequence[int], value: Spec, with_update: bool = True) -> _Traces | Exception:
+def _trace(updater: Updater, keys: Sequence[int], value: Any, with_update: bool = True) -> _Traces | Exception:
     """The traces, all keys in one, or what was raised."""
 
     def init(value: Any) -> Any:
@@ -147,16 +177,17 @@ def _difference(whole: _Traces | Exception, part: _Traces | Exception) -> str | 
             return f"the updater fails on {name} only ({type(form).__name__}: {first})"
     assert isinstance(whole, _Traces)
     assert isinstance(part, _Traces)
-    both = f"{checks.describe(whole.value)} and for a share of it"
+    specs = jax.tree.leaves(whole.value)
+    both = f"{checks.describe(specs[0]) if len(specs) == 1 else 'whole values'} and for a share of it"
     reason = _other_state(whole, part)
     if reason is not None:
         return f"the updater is not the same for {both}: {reason}"
-    forms = whole.value.shape, part.value.shape
-    reason = _other_program(read(whole.init, [Kind.ELEMENTS], forms[0]), read(part.init, [Kind.ELEMENTS], forms[1]))
+    values = [Extent.ELEMENTS] * len(specs)
+    reason = _other_program(read(whole.init, values), read(part.init, values))
     if reason is None and whole.update is not None and part.update is not None:
-        state = [Kind.ELEMENTS if leaf.shape else Kind.SCALAR for leaf in part.leaves()]
-        kinds = [Kind.ELEMENTS, *state, Kind.ELEMENTS]
-        reason = _other_program(read(whole.update, kinds, forms[0]), read(part.update, kinds, forms[1]))
+        state = [Extent.ELEMENTS if leaf.shape else Extent.SCALAR for leaf in part.leaves()]
+        extents = [*values, *state, *values]
+        reason = _other_program(read(whole.update, extents), read(part.update, extents))
     return None if reason is None else f"the updater is not the same program for {both}: {reason}"
 
 
@@ -164,9 +195,10 @@ def _other_state(whole: _Traces, part: _Traces) -> str | None:
     """How the states differ, before an update and after it."""
     if jax.tree.structure(whole.state) != jax.tree.structure(part.state):
         return "its state has another structure"
+    values = {(a.shape, b.shape) for a, b in zip(*map(jax.tree.leaves, (whole.value, part.value)), strict=True)}
     for a, b in zip(whole.leaves(), part.leaves(), strict=True):
         scalar = not a.shape and not b.shape
-        if a.dtype != b.dtype or not (scalar or (a.shape, b.shape) == (whole.value.shape, part.value.shape)):
+        if a.dtype != b.dtype or not (scalar or (a.shape, b.shape) in values):
             found = " and ".join(map(checks.describe, (a, b)))
             return f"its state has {found}, and must have scalars or one number for each element"
     for form in (whole, part) if part.update is not None else ():

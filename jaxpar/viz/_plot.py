@@ -35,7 +35,7 @@ def plot_network(
     """Draw a function as the network it computes.
 
     Inputs are ovals at the bottom. Layers are boxes coloured by kind. Edges carry the shapes. A gradient is next to its
-    layer and flows down. Collectives between devices stand out by their colour. Nothing is run. MXNet has the same in
+    layer and flows down. Collectives between devices have a colour of their own. Nothing is run. MXNet has the same in
     `mxnet.visualization.plot_network`.
 
     Args:

@@ -94,10 +94,10 @@ def read(fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int]
     names, weights = _arguments(fn, args, kwargs, params_argnums)
 
     @functools.wraps(fn, updated=())
-    def traced(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
-    closed, out = jax.make_jaxpr(traced, return_shape=True)(*args, **kwargs)
+    closed, out = jax.make_jaxpr(call, return_shape=True)(*args, **kwargs)
     results = ["output" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
     return jaxpr.read(closed, names, weights, results)
 

@@ -39,7 +39,7 @@ LAYERS = (
 PRIVATE = ("_core", "_devices", "_heartbeat", "_launch", "_cli")
 # The compiled step is a push taken apart.
 EXCEPTIONS = {("train._step", "kv._aggregate"), ("train._step", "kv._staleness"), ("train._step", "kv._update")}
-WITHOUT_JAX = ("_heartbeat", "_launch", "_core.text", "_core.files")
+WITHOUT_JAX = ("_heartbeat", "_launch", "_core.text", "_core.files", "_core.parsers")
 # Rooms and modules that may touch the world.
 EDGE = [
     "_core.files",
@@ -143,7 +143,6 @@ def touches(module):
 HARMLESS = {
     "viz._summary": {"print", "sys"},  # print_summary prints
     "viz._read.source": {"os", "sys"},  # where Python's own files are
-    "_core.figures": {"io", "os"},
     "_devices.pmap_cache": {"sys"},  # sys.modules
 }
 

@@ -168,7 +168,7 @@ def test_tensorboard(tmp_path):
     ids=["pandas", "matplotlib", "tensorboard"],
 )
 def test_what_is_not_installed(monkeypatch, tmp_path, module, call):
-    from jaxpar._core import figures
+    from jaxpar.train._fit import figures
 
     monkeypatch.chdir(tmp_path)  # the checkout may have a folder runs, of make train
     figures._figure_type.cache_clear()
@@ -212,8 +212,8 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     ("argument", "message"),
     [
         ("--metrics-file=m.csv", "m.csv gets JSON lines; name it .jsonl"),
-        ("--epochs=0", "argument --epochs: must be an int of at least 1, got '0'"),
-        ("--epochs=1.5", "must be an int of at least 1, got '1.5'"),
+        ("--epochs=0", "argument --epochs: must be an int of 1 or more, got '0'"),
+        ("--epochs=1.5", "must be an int of 1 or more, got '1.5'"),
         ("--learning-rate=0", "must be a number above 0, got '0'"),
         ("--learning-rate=inf", "must be a number above 0, got 'inf'"),
         ("--learning-rate=nan", "must be a number above 0, got 'nan'"),

@@ -50,7 +50,7 @@ class Callbacks:
         return not processes.all_true(not any(map(_is_true, answers)))
 
     @contextlib.contextmanager
-    def ended_with(self, history: History) -> Generator[None]:
+    def end_after(self, history: History) -> Generator[None]:
         """A block after which each callback that has `on_end(history)` gets the call."""
         try:
             yield

@@ -81,11 +81,11 @@ def every_example(where: str, params: Any, source: Any, batch_size: int) -> Exam
 
 
 def model_of(state_or_params: Any) -> tuple[Any, ...]:
-    """(params,), or (params, model_state) of a state that has one."""
+    """(params to evaluate,), or (params, model_state) of a state that has one."""
     if not isinstance(state_or_params, TrainState):
         return (without_types(state_or_params),)
     model_state = state_or_params.model_state
-    return without_types((state_or_params.params, *((model_state,) if carries(model_state) else ())))
+    return without_types((state_or_params.eval_params, *((model_state,) if carries(model_state) else ())))
 
 
 def _rows(source: Any, rows: np.ndarray) -> Any:

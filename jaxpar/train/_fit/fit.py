@@ -142,8 +142,8 @@ def _train(loop: Loop, checkpoints: RunCheckpoints) -> int | None:
         with (
             interrupt.Signals(jax.process_count() > 1) as signals,
             contextlib.closing(checkpoints),
-            _saved_if_not_finite(loop, checkpoints),
-            loop.run.callbacks.ended_with(loop.history),
+            _save_if_not_finite(loop, checkpoints),
+            loop.run.callbacks.end_after(loop.history),
             contextlib.closing(loop.steps()) as steps,
         ):
             for record in steps:
@@ -157,7 +157,7 @@ def _train(loop: Loop, checkpoints: RunCheckpoints) -> int | None:
 
 
 def _should_stop(loop: Loop, checkpoints: RunCheckpoints, signals: interrupt.Signals, record: Record | None) -> bool:
-    """Evaluate and call the callbacks after an epoch, save if it is due; return whether the run is to stop."""
+    """Evaluate and call the callbacks after an epoch, save if it is due. Return whether the run is to stop."""
     stopped, over = False, record is not None
     if record is not None:
         loop.end_epoch(record)
@@ -179,7 +179,7 @@ def _finish(loop: Loop, checkpoints: RunCheckpoints, number: int | None) -> tupl
 
 
 @contextlib.contextmanager
-def _saved_if_not_finite(loop: Loop, checkpoints: RunCheckpoints) -> Generator[None]:
+def _save_if_not_finite(loop: Loop, checkpoints: RunCheckpoints) -> Generator[None]:
     """Save the state before a step that is not finite."""
     try:
         yield

@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ..._core.figures import figure as new_figure, saved
 from ..._core.text import Table, plural
+from .figures import new_figure, save_figure
 
 Record = dict[str, Any]
 
@@ -96,4 +96,4 @@ def plot_history(history: Sequence[Record], path: str | os.PathLike[str] | None 
         axes.grid(alpha=0.3)
         if axes.get_lines():
             axes.legend()
-    return saved(figure, path)
+    return save_figure(figure, path)

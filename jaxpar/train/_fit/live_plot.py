@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from ..._core.figures import figure, png
 from ..._core.text import in_notebook
+from .figures import new_figure, png
 from .history import History, Record
 from .progress import line
 
@@ -33,7 +33,7 @@ class LivePlot:
     """
 
     def __init__(self):
-        self._figure = figure("LivePlot", 9, 3.2)
+        self._figure = new_figure("LivePlot", 9, 3.2)
         self._axes = self._figure.subplots(1, 2)
         self._draws = in_notebook() and jax.process_index() == 0
         self._clear()

@@ -166,7 +166,7 @@ class Loop:
 
     def _next_number(self) -> int:
         """How many steps the next program makes, if there are as many batches."""
-        if self._trace.wanted:
+        if self._trace.is_on:
             return 1
         per_program, every = self.run.per_program, self.run.checkpoint_every
         most = max(1, int(_AT_ONCE / self._pace)) if per_program == "auto" else per_program

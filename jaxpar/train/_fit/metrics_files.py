@@ -36,7 +36,7 @@ class Sink:
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Generator[None]:
+def explain_errors(path: Path) -> Generator[None]:
     """A block whose `OSError` says what cannot be written, where, and what to do."""
     try:
         yield
@@ -81,11 +81,11 @@ class JsonLines(Sink):
     def restart(self, history: Sequence[Record]) -> None:
         """Replace the file by these records."""
         if jax.process_index() == 0:
-            with explained(self.path):
+            with explain_errors(self.path):
                 self._replace(history)
 
     def _write(self, record: Record) -> None:
-        with explained(self.path):
+        with explain_errors(self.path):
             if not self._is_read:
                 self._replace([r for r in self._read() if int(r["step"]) < record["step"]])
             files.append(self.path, _lines([record]))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ... import data
-from ..._core.figures import figure as new_figure, saved
+from .figures import new_figure, save_figure
 from .predictions import Mistakes
 
 _NUMBERED = 25  # classes up to which the cells hold their counts
@@ -60,7 +60,7 @@ def plot_confusion_matrix(
         axes.set_xticks(range(n), names, rotation=45, ha="right", rotation_mode="anchor")
         axes.set_yticks(range(n), names)
     axes.set(xlabel="predicted", ylabel="label")
-    return saved(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_mistakes(
@@ -104,7 +104,7 @@ def plot_mistakes(
             axes.imshow(image[..., 0] if image.ndim == 3 and image.shape[2] == 1 else image, cmap="gray")
             said, label = names[mistakes.predicted[i]], names[mistakes.labels[i]]
             axes.set_title(f"{said} {mistakes.probabilities[i]:.0%}\nis {label}", fontsize=9)
-    return saved(figure, path)
+    return save_figure(figure, path)
 
 
 def _names(name: str, class_names: Sequence[str] | None, n: int) -> list[str]:

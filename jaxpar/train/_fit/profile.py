@@ -35,7 +35,7 @@ class Trace:
         self._on = False
 
     @property
-    def wanted(self) -> bool:
+    def is_on(self) -> bool:
         """Whether there is a trace at all."""
         return self._directory is not None
 

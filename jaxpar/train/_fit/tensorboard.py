@@ -12,7 +12,7 @@ import jax
 
 from ..._core import files
 from .history import Record
-from .metrics_files import PathLike, Sink, explained
+from .metrics_files import PathLike, Sink, explain_errors
 
 
 def to_tensorboard(directory: PathLike) -> TensorBoard:
@@ -74,7 +74,7 @@ class TensorBoard(Sink):
 
     def _write_scalars(self, step: int, values: dict[str, float]) -> None:
         now = time.time()
-        with explained(self.directory):
+        with explain_errors(self.directory):
             if self._file is None:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 # TensorBoard reads the files in the order of their names.

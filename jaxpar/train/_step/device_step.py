@@ -47,8 +47,9 @@ class DeviceStep:
         due, pending, ready = pushed, {}, None
         if state.store.staleness:
             due, pending, ready = _staleness.rotate_queue(state.store, pushed, one=True)
-        store, transform, summed = self._apply(state, params, due, ready)
+        summed, residuals = self._sum(state.store, due)
         metrics, model_state, found = self._mean_over_devices(state, own, pushed, summed)
+        store, transform = self._apply(state, params, summed, residuals, ready, metrics["loss"])
         new = dataclasses.replace(
             state,
             store=dataclasses.replace(store, pending={**store.pending, **pending}),
@@ -74,21 +75,22 @@ class DeviceStep:
             params = kv.to_params(state.store)
             lists, ready = _staleness.pending_at(state.store, i, self.axis_name)
             due = {k: value for k, (value,) in lists.items()}
-            store, transform, _ = self._apply(state, params, due, ready)
+            store, transform = self._apply(state, params, *self._sum(state.store, due), ready, None)
             state = dataclasses.replace(state, store=store, transform=transform)
         empty = jax.tree.map(jnp.zeros_like, state.store.pending)
         return dataclasses.replace(state, store=dataclasses.replace(state.store, pending=empty))
 
-    def _apply(self, state: TrainState, params: Any, due: Arrays, ready: Arrays | None) -> tuple[Any, Any, Arrays]:
-        """The store and the transform's state after a push of `due`, unchanged where not `ready`, and the sums."""
-        summed, residuals = self._sum(state.store, due)
+    def _apply(
+        self, state: TrainState, params: Any, summed: Arrays, residuals: Any, ready: Arrays | None, loss: Any
+    ) -> tuple[kv.KVStore, Any]:
+        """The store and the transform's state after the update by these sums, unchanged where not `ready`."""
         updates, transform = self._transform(state, params, summed)
-        changes = _aggregate.Changes(*_update.update(state.store, updates), residuals)
+        changes = _update.update(state.store, updates, loss)._replace(residuals=residuals)
         if ready is not None:
             changes = _staleness.where_ready(state.store, changes, ready, {}, self.axis_name)
             if jax.tree.leaves(transform):
                 transform = _staleness.select(jnp.stack(list(ready.values())).any(), transform, state.transform)
-        return _aggregate.with_changes(state.store, changes), transform, summed
+        return _aggregate.with_changes(state.store, changes), transform
 
     def _sum(self, store: kv.KVStore, due: Arrays) -> tuple[Arrays, dict[int, Any]]:
         """The sums and the residuals. One device needs no collective, and XLA would keep it with its copies."""
@@ -157,5 +159,5 @@ def means(tree: Any, axis_name: str, add: Any = lax.psum) -> Any:
     floats = [jnp.asarray(x).astype(wide(x)) for x in leaves]
     if lax.axis_size(axis_name) == 1:
         return structure.unflatten(floats)
-    sums = collectives.bucketed(lambda x: add(x, axis_name), floats, buckets.BucketLimits())
+    sums = collectives.map_buckets(lambda x: add(x, axis_name), floats, buckets.BucketLimits())
     return structure.unflatten([s / lax.axis_size(axis_name) for s in sums])

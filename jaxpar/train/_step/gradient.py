@@ -57,10 +57,10 @@ class Gradient:
         def loss(trained: list[jax.Array]) -> tuple[jax.Array, Any]:
             merged = {**dict(enumerate(leaves)), **dict(zip(keys, trained, strict=True))}
             whole = self._cast(structure.unflatten(list(merged.values())))
-            value, aux, new = _call_loss(self.loss_fn, whole, batch, rng, model_state)
+            value, aux, new = self._call(whole, batch, rng, model_state)
             if self.compute_dtype is not None or scale is not None:
                 value = value.astype(jnp.result_type(value, jnp.float32))
-            return value if scale is None else value * scale, ({"loss": value, **aux}, new)
+            return value if scale is None else value * scale, ({"loss": value, **_without_loss(aux)}, new)
 
         if self.remat is not False:
             loss = jax.checkpoint(loss, policy=None if self.remat is True else self.remat)
@@ -69,14 +69,13 @@ class Gradient:
 
     def _of_many(self, params: Any, batch: Any, rng: jax.Array, model_state: Any, scale: Any) -> StepResult:
         """The mean over microbatches. They run one after the other, so memory holds the activations of one."""
-        count = self.accumulate
-        parts = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
+        count, parts = self.accumulate, self._microbatches(batch)
         leaves = jax.tree.leaves(params)
 
         def add(carry: tuple[Grads, Any], part: tuple[jax.Array, Any]) -> tuple[tuple[Grads, Any], Any]:
             sums, model_state = carry
             i, batch = part
-            found = self._of_one(params, batch, jax.random.fold_in(rng, i), model_state, scale)
+            found = self._of_one(params, batch, self._fold_in(rng, i), model_state, scale)
             sums = {k: total + found.grads[k].astype(total.dtype) for k, total in sums.items()}
             return (sums, found.model_state), found.metrics
 
@@ -84,6 +83,18 @@ class Gradient:
         (sums, model_state), metrics = lax.scan(add, (start, model_state), (jnp.arange(count), parts))
         grads = {k: (total / count).astype(leaves[k].dtype) for k, total in sums.items()}
         return StepResult(grads, jax.tree.map(lambda x: x.astype(wide(x)).mean(0), metrics), model_state)
+
+    def _call(self, params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, dict[str, Any], Any]:
+        """(loss, aux, new model state)."""
+        return call_loss(self.loss_fn, params, batch, rng, model_state)
+
+    def _microbatches(self, batch: Any) -> Any:
+        """The batch with a new first axis, that of the microbatches."""
+        count = self.accumulate
+        return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
+
+    def _fold_in(self, rng: jax.Array, i: Any) -> jax.Array:
+        return jax.random.fold_in(rng, i)
 
     def _cast(self, tree: Any) -> Any:
         """The floating arrays in the dtype to compute in."""
@@ -108,7 +119,7 @@ def _divide(grad: jax.Array, scale: Any) -> jax.Array:
     return (grad.astype(wide(grad)) / scale).astype(grad.dtype)
 
 
-def _call_loss(
+def call_loss(
     loss_fn: Any, params: Any, batch: Any, rng: Any, model_state: Any
 ) -> tuple[jax.Array, dict[str, Any], Any]:
     """Call a loss function and check what it returns."""
@@ -130,7 +141,14 @@ def _check_loss_result(result: Any, names: tuple[str, ...]) -> Any:
         raise TypeError(
             f"train step: the loss must be a scalar, the mean over the examples; got shape {jnp.shape(result[0])}"
         )
+    loss, aux = result[:2]
+    if aux.get("loss", loss) is not loss:
+        raise ValueError("train step: aux of loss_fn has another 'loss', which the step reports itself; rename it")
     return result
+
+
+def _without_loss(aux: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in aux.items() if name != "loss"}
 
 
 def _same_structure(new: Any, old: Any) -> Any:

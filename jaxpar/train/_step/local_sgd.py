@@ -48,13 +48,23 @@ class LocalSGD(DeviceStep):
         found = self.gradient(params, batch, self._rng(state), state.model_state, self._scale(state))
         updates, transform = self._transform(mine, params, found.grads)
         transform = transform if jax.tree.leaves(transform) else state.local["transform"]
-        values, states = _update.update(mine.store, updates)
+        changes = _update.update(mine.store, updates, found.metrics["loss"])
         metrics, model_state, bad = self._mean_over_devices(state, found, found.grads, {})
         new = dataclasses.replace(
             state,
             step=state.step + 1,
             model_state=model_state,
-            local=_like(state.local, {"values": values, "updater_state": states, "transform": transform}),
+            local=_like(
+                state.local,
+                {
+                    "values": changes.values,
+                    "updater_state": changes.updater_state,
+                    "optimizer_state": mine.store.optimizer_state
+                    if changes.optimizer_state is None
+                    else changes.optimizer_state,
+                    "transform": transform,
+                },
+            ),
             outer={**state.outer, "since": state.outer["since"] + 1},
         )
         new = self._end_round(new, new.outer["since"] == self.steps)
@@ -117,6 +127,7 @@ class LocalSGD(DeviceStep):
         local = {
             "values": {k: store.values[k] for k in keys},
             "updater_state": {k: store.updater_state[k] for k in keys},
+            "optimizer_state": store.optimizer_state,
             "transform": state.transform,
         }
         outer = {
@@ -125,7 +136,7 @@ class LocalSGD(DeviceStep):
         }
         leaves, structure = jax.tree.flatten(local)
         local = structure.unflatten(_copies(devices)(leaves))
-        return dataclasses.replace(state, local=local, outer=everywhere(outer, devices))
+        return dataclasses.replace(state, local=local, outer=everywhere(outer, store))
 
 
 def check_local_steps(local_steps: Any, outer_optimizer: Any) -> None:
@@ -162,7 +173,10 @@ def own_state(state: TrainState) -> TrainState:
     values = {k: own.reshape(store.values[k].shape) for k, own in local["values"].items()}
     states = {k: _like(store.updater_state[k], own) for k, own in local["updater_state"].items()}
     mine = dataclasses.replace(
-        store, values={**store.values, **values}, updater_state={**store.updater_state, **states}
+        store,
+        values={**store.values, **values},
+        updater_state={**store.updater_state, **states},
+        optimizer_state=_like(store.optimizer_state, local["optimizer_state"]),
     )
     return dataclasses.replace(state, store=mine, transform=_like(state.transform, local["transform"]))
 

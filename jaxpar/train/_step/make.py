@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from ..._core import checks
 from ..._core.arrays import Device
 from .device_step import DeviceStep
+from .global_step import GlobalStep
 from .gradient import Gradient
 from .local_sgd import LocalSGD, check_local_steps
 from .loss_scale import DynamicLossScale, check_loss_scale
@@ -23,9 +25,10 @@ if TYPE_CHECKING:
 def make_train_step(
     loss_fn: LossFn,
     *,
-    engine: checks.Engine = "pmap",
+    engine: checks.StepEngine = "auto",
     devices: Sequence[Device] | None = None,
-    axis_name: str = "data",
+    mesh: Mesh | None = None,
+    axis_name: str | Sequence[str] = "data",
     grad_transform: optax.GradientTransformation | None = None,
     accumulate: int = 1,
     compute_dtype: Any = None,
@@ -46,9 +49,14 @@ def make_train_step(
             from device to device. If the state has a `model_state`, it is
             `loss_fn(params, batch, rng, model_state) -> (loss, aux, new_model_state)`. The new state has the means
             over the devices of floating leaves. Other leaves must be the same on all devices.
-        engine: `pmap` or `shard_map`. Both give the same numbers.
+        engine: how the step of one device becomes that of all. All give the same numbers, see "Engines" below. "auto"
+            takes `jit` if `mesh` is given or the values of the store are split over a mesh, else `shard_map` over
+            several processes, else `pmap`.
         devices: of the step. None: those of the state.
-        axis_name: the name of the axis over the devices, for collectives in `loss_fn`.
+        mesh: for engine `jit`, in place of `devices`. None: that of the store, or else the one that `jax.set_mesh` has
+            set, or else one axis over the devices.
+        axis_name: the name of the axis over the devices, for collectives in `loss_fn`. For engine `jit` the axis of the
+            mesh that the batch is split over, or several of them.
         grad_transform: an optax transform of all gradients together, after they are summed and before the
             updater. It is for transforms that couple keys, such as `optax.clip_by_global_norm`. It gets whole gradients
             and parameters in every kind of store. In kind `sharded` it may be a whole optimizer that is not
@@ -84,6 +92,14 @@ def make_train_step(
         `aux`, in float32 or wider. They are on the devices, and reading one waits for the step. They include
         `skipped` (0.0 or 1.0) if the step can skip, and `loss_scale` if it scales dynamically.
 
+    Engines:
+        `pmap` and `shard_map` run one program on each device and sum the gradients as the kind of the store says. `jit`
+        hands the whole step to the compiler, which spreads it by the shardings of the params. It is for params that
+        do not fit one device, and for optimizers that need whole values of a store of kind `sharded`. A mesh that
+        `jax.set_mesh` has set changes no engine. With each of them `loss_fn` sees one share of the batch, an `rng` of
+        its own and its own model state, so batch norm and dropout mean the same. Engine `jit` refuses what needs the
+        gradient of one device: kind `local`, compression, a staleness, `local_steps`.
+
     Raises:
         ValueError: an unknown engine or another option out of its range. When called: a batch that cannot be
             divided.
@@ -107,7 +123,8 @@ def make_train_step(
             "make_train_step: expected the function loss_fn(params, batch, rng) itself, not what it returns; "
             f"got {checks.describe(loss_fn)}"
         )
-    checks.check_engine(engine, "make_train_step")
+    checks.choice(engine, "make_train_step", "engine", checks.STEP_ENGINES)
+    axes = _check_axes(axis_name, engine, mesh, devices)
     chosen = None if devices is None else checks.check_devices(devices, "make_train_step")
     _check_options(accumulate, compute_dtype, remat, nonfinite)
     check_local_steps(local_steps, outer_optimizer)
@@ -115,9 +132,36 @@ def make_train_step(
     dynamic = scaling if isinstance(scaling, DynamicLossScale) else None
     guard = Guard(nonfinite == "stop", dynamic) if nonfinite != "ignore" or dynamic else None
     gradient = Gradient(loss_fn, accumulate, compute_dtype, remat)
-    options = gradient, axis_name, grad_transform, scaling, guard
+    options = gradient, axes[0], grad_transform, scaling, guard
     one = DeviceStep(*options) if local_steps is None else LocalSGD(*options, int(local_steps), outer_optimizer)
-    return TrainStep(one, engine, chosen, nonfinite)
+    whole = None if local_steps is not None else GlobalStep(*options, axes=axes)
+    if engine == "jit" and whole is None:
+        raise ValueError(
+            "make_train_step: local_steps are updates of each device by itself, and engine 'jit' sees no single device; "
+            "use engine 'pmap' or 'shard_map'"
+        )
+    return TrainStep(one, engine, chosen, nonfinite, mesh, whole)
+
+
+def _check_axes(axis_name: Any, engine: str, mesh: Any, devices: Any) -> tuple[str, ...]:
+    """The axes that a batch is split over."""
+    if mesh is not None and (engine not in ("auto", "jit") or devices is not None):
+        raise ValueError(
+            f"make_train_step: mesh= is for engine 'jit' and stands in place of devices=; got engine={engine!r}"
+            f"{', and devices' if devices is not None else ''}"
+        )
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(f"make_train_step: mesh must be a jax.sharding.Mesh, got {checks.describe(mesh)}")
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if not axes or not all(isinstance(name, str) for name in axes):
+        raise TypeError(f"make_train_step: axis_name must be a name, or several, got {axis_name!r}")
+    if len(axes) > 1 and engine in ("pmap", "shard_map"):
+        raise ValueError(f"make_train_step: several axes {axes} are for engine 'jit'; engine {engine!r} has one")
+    if mesh is not None and (unknown := [name for name in axes if name not in mesh.axis_names]):
+        raise ValueError(
+            f"make_train_step: axis_name={unknown[0]!r} is no axis of the mesh, which has {', '.join(mesh.axis_names)}"
+        )
+    return axes
 
 
 def _check_options(accumulate: Any, compute_dtype: Any, remat: Any, nonfinite: Any) -> None:

@@ -53,7 +53,7 @@ class Guard:
 
     def start(self, store: KVStore) -> dict[str, jax.Array]:
         """The part `nonfinite` of a state before the first step."""
-        found = jnp.zeros(1 + len(_trained(store)), jnp.float32)
+        found = jnp.zeros(1 + len(_parameter_names(store)), jnp.float32)
         return {"found": found, "step": jnp.int32(-1), "skipped": jnp.int32(0)}
 
     def __call__(
@@ -150,7 +150,8 @@ def check_finite(metrics: dict[str, Any], state: TrainState) -> None:
     held = jax.device_get(state.nonfinite)
     if not held["found"].any():
         return  # an overflow on the way to the right loss scale
-    names = tuple(name for name, bad in zip(["loss", *_trained(state.store)], held["found"], strict=True) if bad)
+    known = ["loss", *_parameter_names(state.store)]
+    names = tuple(name for name, bad in zip(known, held["found"], strict=True) if bad)
     number = int(held["step"])
     if number != int(state.step):
         raise NonFiniteError(number, names, state, "its update was left out")
@@ -170,7 +171,7 @@ def without_failure(state: TrainState) -> TrainState:
     return dataclasses.replace(state, nonfinite={**held, **like})
 
 
-def _trained(store: KVStore) -> list[str]:
+def _parameter_names(store: KVStore) -> list[str]:
     """The paths of the floating parameters."""
     return [path for k, path in store.paths if jnp.issubdtype(store.values[k].dtype, jnp.inexact)]
 

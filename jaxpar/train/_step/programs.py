@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +14,17 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from ... import kv
 from ..._core import checks
 from ..._core.arrays import is_prng_key, is_traced, without_keys
 from ..._devices.emulated import wait_before_collectives
-from ..._devices.mesh import STORE_AXIS, copied, copies_on, is_on, mesh_of, split_over
+from ..._devices.mesh import STORE_AXIS, is_on, mesh_of, put_copy
 from ..._devices.placement import put
 from ..._devices.pmap_cache import forget
 from ..._devices.user_mesh import without_types
 from .device_step import DeviceStep
 from .engines import Batch, Devices, Engine, split_batch
-from .state import TrainState, partition_specs
+from .state import TrainState, leaf_shardings, partition_specs
 
 Metrics = dict[str, jax.Array]
 Part = tuple[str, Any, int, int]  # a field, its structure, and where its leaves begin and end
@@ -54,32 +56,38 @@ class Program:
         state = treedef.unflatten(range(treedef.num_leaves))
         self.devices: Devices = state.store.devices
         self._one, self._treedef, self._rng = one, treedef, state.rng
+        mesh, axes = engine.spread(one, state.store)
+        self._shares = math.prod(mesh.shape[name] for name in axes)
+        self._along = lambda axis: NamedSharding(mesh, P(*[None] * axis, axes[0] if len(axes) == 1 else axes))
         self._store_parts, self._state_parts = _parts(state)
         self._shardings: list[Any] = []  # of the last batch that was checked, or the type of what has none
-        self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, self.devices))
-        step = _step_of_leaves(one, engine, self.devices, treedef, self._rng)
+        self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, kv.copies_for(state.store)))
+        step = _step_of_leaves(one, engine, self._shares, treedef, self._rng)
         self._step = jax.jit(step, donate_argnums=0)
         self._steps = jax.jit(_loop_over_batches(step), donate_argnums=0)
 
-    def __call__(self, state: TrainState, leaves: list[Any], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
-        """One step, or those of `batch[first:end]`, `part` being these two numbers.
-
-        Args:
-            state: of the program's structure.
-            leaves: of the state, in a list of their own.
-        """
+    def __call__(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
+        """One step, or those of `batch[first:end]`, `part` being these two numbers. The state has its structure."""
         batch = self._place_batch(batch, 1 if part else 0)
-        rng = leaves.pop(self._rng)
+        leaves = self._leaves(state)
         wait_before_collectives((leaves[0], batch), self.devices)
         run = self._steps if part else self._step
-        new, metrics = run(leaves, rng, batch, *map(self._number, part))
+        new, metrics = run(leaves, state.rng, batch, *map(self._number, part))
         return self._with_leaves(state, new), metrics
 
-    def lower(self, leaves: list[Any], batch: Batch, *part: int) -> jax.stages.Lowered:
+    def lower(self, state: TrainState, batch: Batch, *part: int) -> jax.stages.Lowered:
         batch = self._place_batch(batch, 1 if part else 0)
-        rng = leaves.pop(self._rng)
         run = self._steps if part else self._step
-        return run.lower(leaves, rng, batch, *map(self._number, part))
+        return run.lower(self._leaves(state), state.rng, batch, *map(self._number, part))
+
+    def _leaves(self, state: TrainState) -> list[Any]:
+        """The leaves of the state without its `rng`. As `jax.tree.leaves`, but faster, as most parts have no arrays."""
+        leaves: list[Any] = []
+        for name, *_ in self._store_parts:
+            leaves += jax.tree.leaves(getattr(state.store, name))
+        for name, *_ in self._state_parts:
+            leaves += jax.tree.leaves(getattr(state, name))
+        return leaves
 
     def _with_leaves(self, state: TrainState, leaves: list[Any]) -> TrainState:
         """The state with these leaves, which are without its `rng`. Parts without arrays are those of `state`.
@@ -99,11 +107,11 @@ class Program:
         shardings = [getattr(leaf, "sharding", type(leaf)) for leaf in leaves]
         if shardings == self._shardings:
             return batch
-        check_batch(batch, len(self.devices), self._one.gradient.accumulate, axis)
+        check_batch(batch, self._shares, self._one.gradient.accumulate, axis)
         plain = without_types(batch)
         arrays = [leaf for leaf in jax.tree.leaves(plain) if isinstance(leaf, jax.Array) and not is_traced(leaf)]
         if any(not is_on(array, self.devices) for array in arrays):
-            return put(plain, split_over(self.devices, axis))
+            return put(plain, self._along(axis))
         if plain is batch:
             self._shardings = shardings
         return plain
@@ -124,9 +132,9 @@ class PmapProgram(Program):
         )
         self._programs: dict[Any, Any] = {}
 
-    def __call__(self, state: TrainState, leaves: list[Any], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
-        del state
+    def __call__(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
         _check_one(part)
+        leaves = jax.tree.leaves(state)
         batch = self._place_batch(batch, 0)
         wait_before_collectives((leaves[0], batch), self.devices)
         run, plain, specs, restore = self._prepare(leaves)
@@ -134,9 +142,9 @@ class PmapProgram(Program):
         new = [self._join(x, spec) for x, spec in zip(new, specs, strict=True)]
         return self._treedef.unflatten(restore(new)), metrics
 
-    def lower(self, leaves: list[Any], batch: Batch, *part: int) -> jax.stages.Lowered:
+    def lower(self, state: TrainState, batch: Batch, *part: int) -> jax.stages.Lowered:
         _check_one(part)
-        run, plain, *_ = self._prepare(leaves)
+        run, plain, *_ = self._prepare(jax.tree.leaves(state))
         return run.lower(plain, self._split(self._place_batch(batch, 0)))
 
     def _prepare(self, leaves: list[Any]) -> tuple[Any, tuple[Any, ...], tuple[P, ...], Callable[[Any], Any]]:
@@ -223,18 +231,18 @@ def _replace(node: Any, changes: dict[str, Any]) -> Any:
     return new
 
 
-def _step_of_leaves(one: DeviceStep, engine: Engine, devices: Devices, treedef: Any, at: int) -> Callable[..., Any]:
+def _step_of_leaves(one: DeviceStep, engine: Engine, shares: int, treedef: Any, at: int) -> Callable[..., Any]:
     """`train_step(leaves, rng, batch) -> (leaves, metrics)`, the `rng` being leaf number `at` of the state.
 
     A program gets leaves, since JAX keeps the structures of arguments forever, and this one refers to the optimizer.
     """
 
     def train_step(leaves: list[jax.Array], rng: jax.Array, batch: Batch) -> tuple[list[jax.Array], Any]:
-        check_batch(batch, len(devices), one.gradient.accumulate)
+        check_batch(batch, shares, one.gradient.accumulate)
         state = treedef.unflatten([*leaves[:at], rng, *leaves[at:]])
-        new, metrics = engine.step(one, devices, state, batch)
+        new, metrics = engine.step(one, state.store.devices, state, batch)
         # The new state is placed exactly as the old one, so the next step finds its program.
-        shardings = [NamedSharding(mesh_of(devices), spec) for spec in partition_specs(new, STORE_AXIS)]
+        shardings = leaf_shardings(new)
         leaves = jax.tree.leaves(new)
         del leaves[at], shardings[at]
         return [lax.with_sharding_constraint(x, s) for x, s in zip(leaves, shardings, strict=True)], metrics
@@ -263,10 +271,10 @@ def _loop_over_batches(train_step: Callable[..., Any]) -> Callable[..., Any]:
     return train_steps
 
 
-def _number(devices: Devices, i: int) -> jax.Array:
+def _number(everywhere: NamedSharding, i: int) -> jax.Array:
     """The int on the devices, so that a call needs nothing from the host."""
     with jax.ensure_compile_time_eval():
-        return copied(jnp.int32(i), copies_on(devices))
+        return put_copy(jnp.int32(i), everywhere)
 
 
 def _check_one(part: tuple[int, ...]) -> None:

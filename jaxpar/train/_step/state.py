@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ... import distributed, kv
 from ..._core import checks, portable
@@ -18,9 +18,10 @@ from ..._core.arrays import Device, is_traced, nbytes
 from ..._core.text import plural
 from ..._devices import processes
 from ..._devices.donation import check_not_donated, is_donated
-from ..._devices.mesh import copied, copies_on, split_over
+from ..._devices.mesh import put_copy, split_over
 from ..._devices.placement import to_host
 from ..._devices.user_mesh import on_own_mesh
+from ...kv import _place
 
 if TYPE_CHECKING:
     import optax
@@ -44,8 +45,8 @@ class TrainState:
             bad step, zeros before. `step` is the number of that step, `skipped` how many updates were skipped.
         outer: `{"state", "since"}` of a step with `local_steps`, else (). `state` is that of the outer optimizer.
             `since`, int32, is how many updates each device has made since all agreed on the parameters in `store`.
-        local: `{"values", "updater_state", "transform"}` of a step with `local_steps`, else (). The devices are the
-            first axis.
+        local: `{"values", "updater_state", "optimizer_state", "transform"}` of a step with `local_steps`, else ().
+            The devices are the first axis.
     """
 
     store: kv.KVStore
@@ -64,6 +65,13 @@ class TrainState:
         if not is_traced(self.store.values):
             check_not_donated(self.store.values, "state.params")
         return kv.to_params(self.store)
+
+    @property
+    def eval_params(self) -> Any:
+        """The parameters to evaluate, see `kv.eval_params`. `RuntimeError` if the state was donated."""
+        if not is_traced(self.store.values):
+            check_not_donated(self.store.values, "state.eval_params")
+        return kv.eval_params(self.store)
 
     def __repr__(self) -> str:
         rest = [f"{name}: {words}" for name, words in self._other_parts()]
@@ -149,8 +157,9 @@ def place_state(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
     rest = _rest(state)
     if processes.to_share(rest, devices):
         rest = processes.from_first(rest)
-    local = copied(regroup_local(state.local, len(devices)), split_over(devices))
-    return TrainState(kv.place(state.store, devices), **everywhere(rest, devices), local=local)
+    local = put_copy(regroup_local(state.local, len(devices)), split_over(devices))
+    store = kv.place(state.store, devices)
+    return TrainState(store, **everywhere(rest, store), local=local)
 
 
 def regroup_local(local: Any, count: int) -> Any:
@@ -170,9 +179,9 @@ def regroup_local(local: Any, count: int) -> Any:
     return jax.tree.map(mean, local)
 
 
-def everywhere(tree: Any, devices: tuple[Device, ...]) -> Any:
-    """A copy of the arrays on each of the devices."""
-    return copied(tree, copies_on(devices))
+def everywhere(tree: Any, store: kv.KVStore) -> Any:
+    """A copy of the arrays on each of the store's devices."""
+    return put_copy(tree, kv.copies_for(store))
 
 
 def partition_specs(state: TrainState, axis_name: str) -> list[P]:
@@ -181,8 +190,20 @@ def partition_specs(state: TrainState, axis_name: str) -> list[P]:
     return store + [P() for _ in rest] + [P(axis_name) for _ in jax.tree.leaves(state.local)]
 
 
+def leaf_shardings(state: TrainState) -> list[NamedSharding]:
+    """The sharding of each leaf of the state, whose store has devices."""
+    devices = state.store.devices
+    assert devices is not None
+    rest, local = jax.tree.leaves(_rest(state)), jax.tree.leaves(state.local)
+    return (
+        jax.tree.leaves(_place.leaf_shardings(state.store))
+        + [kv.copies_for(state.store)] * len(rest)
+        + [split_over(devices)] * len(local)
+    )
+
+
 def carries(part: Any) -> bool:
-    """Whether a part of a state is present. () stands for none."""
+    """Whether a part of a state is present. () is none."""
     return not (isinstance(part, tuple) and not part)
 
 

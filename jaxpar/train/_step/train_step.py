@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from ... import kv
 from ..._core import checks
@@ -15,9 +16,11 @@ from ..._core.arrays import Device
 from ..._core.recent import Recent
 from ..._devices.donation import check_not_donated
 from ..._devices.emulated import wait_before_collectives
-from ..._devices.user_mesh import check_traced, on_own_mesh, outside_mesh, with_types, without_types
+from ..._devices.mesh import auto_mesh, mesh_of
+from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
 from .device_step import DeviceStep
-from .engines import ENGINES, Batch
+from .engines import ENGINES, Batch, Engine
+from .global_step import GlobalStep
 from .loss_scale import DynamicLossScale
 from .programs import Program, make_finish, make_program
 from .state import TrainState, carries, everywhere, place_state
@@ -35,14 +38,24 @@ class TrainStep:
         engine, axis_name, devices, nonfinite: as given.
     """
 
-    def __init__(self, one: DeviceStep, engine: str, devices: tuple[Device, ...] | None, nonfinite: str):
+    def __init__(
+        self,
+        one: DeviceStep,
+        engine: str,
+        devices: tuple[Device, ...] | None,
+        nonfinite: str,
+        mesh: Mesh | None,
+        whole: GlobalStep | None,
+    ):
         self.engine: str = engine
         self.axis_name: str = one.axis_name
         self.devices: tuple[Device, ...] | None = devices
         self.nonfinite: str = nonfinite
         self._one = one
-        self._programs = Recent(functools.partial(make_program, one, ENGINES[engine]))
-        self._finishers = Recent(functools.partial(make_finish, one, ENGINES[engine]))
+        self._mesh, self._whole = mesh, whole
+        self._programs = Recent(lambda treedef: make_program(*self._engine_for(treedef), treedef))
+        self._finishers = Recent(lambda treedef: make_finish(*self._engine_for(treedef), treedef))
+        self._last: Any = (_no_state, None)  # a reference to the last state returned, and its program
         self._stateless = one.grad_transform is None  # whether the grad_transform is known to have none
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -87,33 +100,38 @@ class TrainStep:
     def _run(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step, or several with the part of the batches that they take."""
         if jax.sharding.get_abstract_mesh().empty:
-            return self._run_on_own_mesh(state, batch, *part)
+            return self._run_on_own_mesh(state, batch, part)
         with outside_mesh() as user:
             if user is None:
                 check_traced((state, batch), "train step")
-                return self._run_on_own_mesh(state, batch, *part)
-            state, metrics = self._run_on_own_mesh(*without_types((state, batch)), *part)
+                return self._run_on_own_mesh(state, batch, part)
+            state, metrics = self._run_on_own_mesh(*without_types((state, batch)), part, user)
             return state, with_types(metrics, user)
 
-    def _run_on_own_mesh(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, dict[str, jax.Array]]:
+    def _run_on_own_mesh(
+        self, state: TrainState, batch: Batch, part: tuple[int, ...], user: Mesh | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The same outside of the user's mesh, which an engine may take over."""
         if not isinstance(state, TrainState):
             raise TypeError(
                 "train step: expected a state, train.create_state(kv.from_params(params, optimizer=...), rng); "
                 f"got {checks.describe(state)}"
             )
         try:
-            program, complete, leaves = self._prepare(state)
-            return program(complete, leaves, batch, *part)
+            program, state = self._prepare(state, user)
+            new, metrics = program(state, batch, *part)
+            self._last = weakref.ref(new), program
+            return new, metrics
         except RuntimeError as error:
             if "deleted" in str(error):
                 check_not_donated(state, "train step")
             raise
 
-    @on_own_mesh
     def lower(self, state: TrainState, batch: Batch, *, many: bool = False) -> jax.stages.Lowered:
         """The step before compilation, for its text, costs or memory. With `many`, what `step.many` runs."""
-        program, _, leaves = self._prepare(state)
-        return program.lower(leaves, batch, *([0, 0] if many else []))
+        with outside_mesh() as user:
+            program, state = self._prepare(without_types(state), user)
+            return program.lower(state, batch, *([0, 0] if many else []))
 
     def slow_in_a_loop(self, state: TrainState, batches: Batch) -> bool:
         """Whether `many` is slow on CPUs: whether the step has a convolution of XLA's."""
@@ -124,33 +142,82 @@ class TrainStep:
         """Whether the step may skip an update. `metrics` then has `skipped`."""
         return self._one.guard is not None
 
-    @on_own_mesh
     def complete(self, state: TrainState) -> TrainState:
         """The state on the step's devices, with all parts that the step keeps in it. Parts that it has stay.
 
         The first call of the step does the same. Use it for a state that a checkpoint is restored into:
         `checkpoint.restore(path, step.complete(train.create_state(store, rng)))`.
         """
+        with outside_mesh() as user:
+            return self._complete(without_types(state), user)
+
+    def _complete(self, state: TrainState, user: Mesh | None) -> TrainState:
+        if self._engine_name(state.store) == "jit":
+            state = self._onto_mesh(state, user)
         devices = self._devices_for(state)
         if state.store.devices != devices:
             state = place_state(state, devices)
         missing = self._missing(state)
-        state = dataclasses.replace(state, **everywhere(missing, devices)) if missing else state
-        return self._one.with_initial_parts(state, devices)
+        state = dataclasses.replace(state, **everywhere(missing, state.store)) if missing else state
+        one, _ = self._engine_of(state.store)
+        return one.with_initial_parts(state, devices)
 
-    @on_own_mesh
     def finish(self, state: TrainState) -> TrainState:
         """The state with nothing pending, for the end of training. The given state stays valid.
 
         Pending pushes of a store with a staleness are applied, the oldest first. An unfinished round of local steps
         ends, and all devices agree. Any other state is returned as it is. Training can go on from the result.
         """
-        devices = self._devices_for(state)
-        state = self.complete(state)
-        if not state.store.staleness and not carries(state.local):
+        with outside_mesh() as user:
+            devices = self._devices_for(state)
+            state = self._complete(without_types(state), user)
+            if not state.store.staleness and not carries(state.local):
+                return state
+            wait_before_collectives(state, devices)
+            return self._finishers(jax.tree.structure(state))(state)
+
+    def _engine_name(self, store: kv.KVStore) -> str:
+        """The engine for a store, see `make_train_step`."""
+        if self.engine != "auto":
+            if store.shardings and self.engine != "jit":
+                raise ValueError(
+                    f"train step: values of this store are split over a mesh in their own shapes, and engine "
+                    f"{self.engine!r} gives each device whole values or flat shares; use engine 'jit' or 'auto'"
+                )
+            return self.engine
+        if self._mesh is not None or store.shardings:
+            return "jit"
+        devices = self.devices or store.devices or jax.devices()
+        return "shard_map" if len({d.process_index for d in devices}) > 1 else "pmap"
+
+    def _engine_of(self, store: kv.KVStore) -> tuple[DeviceStep, Engine]:
+        name = self._engine_name(store)
+        if name != "jit":
+            return self._one, ENGINES[name]
+        if self._whole is None:
+            raise ValueError(
+                "train step: values of this store are split over a mesh, and local_steps are updates of each device "
+                "by itself; use kind 'device' without mesh= and sharding="
+            )
+        return self._whole, ENGINES[name]
+
+    def _engine_for(self, treedef: Any) -> tuple[DeviceStep, Engine]:
+        return self._engine_of(treedef.unflatten(range(treedef.num_leaves)).store)
+
+    def _onto_mesh(self, state: TrainState, user: Mesh | None) -> TrainState:
+        """The state on the mesh of engine `jit`."""
+        store = state.store
+        if store.shardings:
+            own = kv.mesh_of_values(store)
+            if self._mesh is not None and auto_mesh(self._mesh) != own:
+                raise ValueError(
+                    f"train step: the state is on a mesh {dict(own.shape)}, and the step was made for "
+                    f"{dict(self._mesh.shape)}, or for other devices; place the store: kv.place(store, mesh=mesh)"
+                )
             return state
-        wait_before_collectives(state, devices)
-        return self._finishers(jax.tree.structure(state))(state)
+        free = self.devices is None and state.store.devices is None
+        mesh = self._mesh or (user if free else None) or mesh_of(self._devices_for(state))
+        return place_state(dataclasses.replace(state, store=kv.place(store, mesh=mesh)), tuple(mesh.devices.flat))
 
     def _missing(self, state: TrainState) -> dict[str, Any]:
         """The parts that this step keeps and the state has not, as before the first step."""
@@ -168,15 +235,22 @@ class TrainStep:
     def _devices_for(self, state: TrainState) -> tuple[Device, ...]:
         return self.devices or state.store.devices or tuple(jax.devices())
 
-    def _prepare(self, state: TrainState) -> tuple[Program, TrainState, list[Any]]:
-        """The program for a state, the complete state, and its leaves.
+    def _prepare(self, state: TrainState, user: Mesh | None) -> tuple[Program, TrainState]:
+        """The program for a state, and the complete state.
 
-        Where there is a program for the structure of a state, the state is complete and on the program's devices.
+        The state that the last call returned has the structure of that call. Where there is a program for the structure
+        of a state, the state is complete and on the program's devices.
         """
-        leaves, treedef = jax.tree.flatten(state)
+        last, program = self._last
+        if last() is state:
+            return program, state
+        treedef = jax.tree.structure(state)
         program = self._programs.find((treedef,))
         if program is None:
-            state = self.complete(state)
-            leaves, treedef = jax.tree.flatten(state)
-            program = self._programs(treedef)
-        return program, state, leaves
+            state = self._complete(state, user)
+            program = self._programs(jax.tree.structure(state))
+        return program, state
+
+
+def _no_state() -> None:
+    """A reference to a state that is gone."""

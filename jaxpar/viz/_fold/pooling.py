@@ -16,7 +16,7 @@ def window_pooling(cells: Cells, cell: Cell) -> Fold | None:
     kind = {"reduce_window_max": "max", "reduce_window_min": "min"}.get(eqn.prim, "sum")
     tail: tuple[Cell, ...] = ()
     if kind == "sum":
-        tail = _divided(cells, cell)
+        tail = _division(cells, cell)
         kind = "avg" if tail or "div" in cells.prims(cell) else kind
     window, stride = eqn.params["window_dimensions"], eqn.params["window_strides"]
     axes = [i for i, (w, s) in enumerate(zip(window, stride, strict=True)) if w > 1 or s > 1]
@@ -24,7 +24,7 @@ def window_pooling(cells: Cells, cell: Cell) -> Fold | None:
     return Fold((cell, *tail), "Pooling", detail)
 
 
-def _divided(cells: Cells, cell: Cell) -> tuple[Cell, ...]:
+def _division(cells: Cells, cell: Cell) -> tuple[Cell, ...]:
     """The cells that divide by the size of the window, if any."""
     user = cells.sole_user(cell)
     if user is None or user.op not in ("div", "mul"):
@@ -57,7 +57,7 @@ def slice_pooling(cells: Cells, cell: Cell) -> Fold | None:
             found.append(below)  # an odd last row or column cut off
     if not windows:
         return None
-    tail = _divided(cells, cell) if cell.op == "add" else ()
+    tail = _division(cells, cell) if cell.op == "add" else ()
     kind = "max" if cell.op == "maximum" else "avg" if tail else "sum"
     sizes = [windows[axis] for axis in sorted(windows)]
     detail = f"{kind}, {by(k for k, _ in sizes)}/{by(s for _, s in sizes)}"
@@ -117,6 +117,6 @@ def reshape_pooling(cells: Cells, cell: Cell) -> Fold | None:
     sizes = by(shape[axis] for axis in axes)
     if eqn.prim == "reduce_max":
         return Fold((cell,), "Pooling", f"max, {sizes}/{sizes}")
-    tail = () if cell.op == "mean" else _divided(cells, cell)
+    tail = () if cell.op == "mean" else _division(cells, cell)
     kind = "avg" if cell.op == "mean" or tail else "sum"
     return Fold((cell, *tail), "Pooling", f"{kind}, {sizes}/{sizes}")

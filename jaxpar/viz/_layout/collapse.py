@@ -35,7 +35,7 @@ def _convex(net: Net, group: list[Draft]) -> list[list[Draft]]:
     members = {draft.at for draft in group}
     reached: dict[int, int] = {}  # how often a path has left the group on the way here
     sources = net.sources()
-    for draft in _sorted(net, sources):
+    for draft in _sort(net, sources):
         level = 0
         for source in sources.get(draft.at, ()):
             left = source in members and draft.at not in members
@@ -47,7 +47,7 @@ def _convex(net: Net, group: list[Draft]) -> list[list[Draft]]:
     return list(parts.values())
 
 
-def _sorted(net: Net, sources: dict[int, set[int]]) -> Iterable[Draft]:
+def _sort(net: Net, sources: dict[int, set[int]]) -> Iterable[Draft]:
     """Drafts after all that they read."""
     by_at = {draft.at: draft for draft in net.drafts}
     done: set[int] = set()
@@ -94,7 +94,7 @@ def limit_nodes(net: Net, most: int) -> None:
         return
     inputs = len(net.drafts) - len(net.layers)
     room = max(1, most - inputs)
-    ordered = [draft for draft in _sorted(net, net.sources()) if draft.op != "input"]
+    ordered = [draft for draft in _sort(net, net.sources()) if draft.op != "input"]
     cuts = [part * len(ordered) // room for part in range(room + 1)]
     parts = [ordered[start:end] for start, end in itertools.pairwise(cuts) if end - start > 1]
     net.merge([(part, _sum(part, "...", (), f"{len(part)} steps")) for part in parts])

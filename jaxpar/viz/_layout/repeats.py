@@ -33,7 +33,7 @@ def _collapse_once(net: Net) -> bool:
             start += 1
             continue
         period, count = found
-        start = _aligned(layers, signs, sources, start, period, count)
+        start = _align(layers, signs, sources, start, period, count)
         copies = [layers[start + c * period : start + (c + 1) * period] for c in range(count)]
         names = _merge_copies(net, copies)
         for draft in layers[start + period * count :]:
@@ -74,7 +74,7 @@ def _repeat_at(
     return None
 
 
-def _aligned(layers: list[Draft], signs: list[object], sources: _Sources, start: int, period: int, count: int) -> int:
+def _align(layers: list[Draft], signs: list[object], sources: _Sources, start: int, period: int, count: int) -> int:
     """Where the copies begin, shifted to the border of a module if possible."""
 
     def inside(at: int) -> int:

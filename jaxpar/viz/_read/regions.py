@@ -54,12 +54,12 @@ def _while(eqn: Any, stack: tuple[Frame, ...]) -> Region:
 
 def _shard_map(eqn: Any, stack: tuple[Frame, ...]) -> Region:
     axes = dict(getattr(eqn.params.get("mesh"), "shape", {}) or {})
-    by_pmap = any(f.file.endswith("/pmap.py") or f.name == "pmap" for f in stack) or _traced_by_pmap(eqn)
+    by_pmap = any(f.file.endswith("/pmap.py") or f.name == "pmap" for f in stack) or _is_traced_by_pmap(eqn)
     label = ("pmap " if by_pmap else "shard_map ") + ", ".join(f"{name}={size}" for name, size in axes.items())
     return Region(label.strip(), eqn.params["jaxpr"])
 
 
-def _traced_by_pmap(eqn: Any) -> bool:
+def _is_traced_by_pmap(eqn: Any) -> bool:
     info = getattr(getattr(eqn.params["jaxpr"], "debug_info", None), "func_src_info", "")
     return "pmap.py" in str(info)
 

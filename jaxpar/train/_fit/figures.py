@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 
-def figure(name: str, width: float, height: float) -> Any:
+def new_figure(name: str, width: float, height: float) -> Any:
     """An empty figure of this size in inches.
 
     Args:
@@ -23,8 +23,8 @@ def figure(name: str, width: float, height: float) -> Any:
         raise ModuleNotFoundError(f"{name} draws with matplotlib: pip install matplotlib") from error
 
 
-def saved(figure: Any, path: str | os.PathLike[str] | None) -> Any:
-    """The figure, after it was written to a file if there is a path."""
+def save_figure(figure: Any, path: str | os.PathLike[str] | None) -> Any:
+    """Write the figure to a file if there is a path, and return it."""
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure

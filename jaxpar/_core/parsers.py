@@ -1,11 +1,10 @@
-"""Parsers of the values on the command line."""
+"""Parsers of numbers on the command line."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 
@@ -16,7 +15,8 @@ def number(kind: type, least: float = 0, above: bool = False) -> Callable[[str],
         >>> number(int, 1)("3"), number(float, 0, above=True)("0.5")
         (3, 0.5)
     """
-    expected = f"{'an int' if kind is int else 'a number'} {'above' if above else 'of at least'} {least}"
+    size = f"above {least}" if above else f"of {least} or more"
+    expected = f"{'an int' if kind is int else 'a number'} {size}"
 
     def parse(text: str) -> Any:
         try:
@@ -28,17 +28,3 @@ def number(kind: type, least: float = 0, above: bool = False) -> Callable[[str],
         return value
 
     return parse
-
-
-def metrics_path(text: str) -> Path:
-    """A path for JSON lines.
-
-    Raises:
-        argparse.ArgumentTypeError: its ending is that of a table.
-    """
-    if Path(text).suffix.lower() in (".csv", ".tsv"):
-        raise argparse.ArgumentTypeError(
-            f"{text} gets JSON lines; name it .jsonl, and make a table of it by pandas.read_json({text!r}, lines=True) "
-            "or, of the history that train.fit returns, by train.to_pandas(history).to_csv()"
-        )
-    return Path(text)

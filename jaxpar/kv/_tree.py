@@ -1,0 +1,229 @@
+"""A store whose optimizer sees the whole pytree of params, with one state in `store.optimizer_state`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+
+from .. import updaters
+from .._core import checks
+from .._core.arrays import is_traced
+from .._core.portable import path_name
+from .._devices.placement import put
+from .._devices.user_mesh import split_like
+from ..updaters import TreeOptimizer
+from ._store import Arrays, Changes, KVStore, copies_for, kind_of, layout_of, names, specs_of
+
+_PER_KEY = "updater=jp.updaters.from_optax(tx), which keeps one state a key"
+
+
+def trained_keys(store: KVStore) -> list[int]:
+    """The keys of the floating params, which have gradients."""
+    return [k for k, _ in store.paths if jnp.issubdtype(store.values[k].dtype, jnp.inexact)]
+
+
+def tree_of(store: KVStore, by_key: Mapping[int, Any]) -> Any:
+    """The user's pytree with these in place of the floating params, and None in place of the others."""
+    assert store.treedef is not None
+    trained = set(trained_keys(store))
+    return store.treedef.unflatten([by_key[k] if k in trained else None for k, _ in store.paths])
+
+
+def by_key(store: KVStore, tree: Any) -> Arrays:
+    """The inverse of `tree_of`."""
+    return dict(zip(trained_keys(store), jax.tree.leaves(tree), strict=True))
+
+
+def with_optimizer(store: KVStore, tx: Any, where: str) -> KVStore:
+    """The store, made by `from_params`, with this transform and its state before the first update.
+
+    Raises:
+        ValueError: values are split and the transform is not elementwise, or pushes are delayed and it reads the loss.
+    """
+    optimizer = TreeOptimizer(tx)
+    store = dataclasses.replace(store, updater=optimizer, updater_state=dict.fromkeys(store.values, ()))
+    check_shares(store, len(store.devices or ()), where)
+    if store.staleness and optimizer.reads_loss(tree_of(store, specs_of(store))):
+        raise ValueError(
+            f"{where}: this optimizer reads the loss, and a store of staleness {store.staleness} applies a gradient "
+            "after the loss of its batch is gone; use kind 'dist_sync', or staleness=0"
+        )
+    _check_one_place(store, where)
+    return dataclasses.replace(store, optimizer_state=_placed(store, optimizer.init(tree_of(store, store.values))))
+
+
+def needs_whole(tx: Any, params: Any, count: int) -> bool:
+    """Whether a transform is not elementwise in the params, so that it cannot be given one device's shares.
+
+    Args:
+        params: shapes and dtypes of the whole params, with None where there is no gradient.
+        count: how many shares a value is cut into.
+    """
+    try:
+        updaters.check_elementwise_tree(TreeOptimizer(tx), params, count, "")
+    except ValueError:
+        return True
+    return False
+
+
+def _check_one_place(store: KVStore, where: str) -> None:
+    """`ValueError` where values are committed to different devices, so that no program can have them all."""
+    places: dict[frozenset[Any], int] = {}
+    for k in trained_keys(store):
+        value = store.values[k]
+        if isinstance(value, jax.Array) and not is_traced(value) and value.committed:
+            places.setdefault(frozenset(value.sharding.device_set), k)
+    if len(places) > 1:
+        one, other = list(places.values())[:2]
+        called = names(store)
+        raise ValueError(
+            f"{where}: params {called[one]!r} and {called[other]!r} are on different devices, and the optimizer sees "
+            f"all of them in one program; give devices=, or {_PER_KEY}"
+        )
+
+
+def _placed(store: KVStore, state: Any) -> Any:
+    """The optimizer's state on the devices of the store."""
+    if store.devices is None or is_traced(state):
+        return state
+    homes = state_homes(dataclasses.replace(store, optimizer_state=state))
+    leaves, structure = jax.tree.flatten(state)
+    return structure.unflatten([put(leaf, home) for leaf, home in zip(leaves, homes, strict=True)])
+
+
+def state_homes(store: KVStore) -> list[Sharding | None]:
+    """The sharding of each leaf of the optimizer's state. None: it stays where it is.
+
+    What belongs to a param, by its path and shape, has the sharding of the param. Each device has a copy of the rest.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(store.optimizer_state)
+    if store.devices is None:
+        return [None] * len(leaves)
+    if not layout_of(store).is_split and not store.shardings:
+        return [kind_of(store).home(store.devices)] * len(leaves)
+    copies = copies_for(store)
+    if not store.shardings:
+        rows = layout_of(store).sharding(store.devices)
+        return [rows if is_rows(store, leaf) else copies for _, leaf in leaves]
+    specs, places = specs_of(store), dict(store.shardings)
+    found = [param_of(store, path_name(path)) for path, _ in leaves]
+    return [
+        places[k] if k is not None and specs[k].shape == leaf.shape else copies
+        for k, (_, leaf) in zip(found, leaves, strict=True)
+    ]
+
+
+def param_of(store: KVStore, path: str) -> int | None:
+    """The key of the floating param whose name ends the path of a leaf of the optimizer's state, or None."""
+    called = names(store)
+    ends = [k for k in trained_keys(store) if f"/{path}".endswith(f"/{called[k]}")]
+    return max(ends, key=lambda k: len(called[k]), default=None)
+
+
+def is_rows(store: KVStore, leaf: Any) -> bool:
+    """Whether a leaf of the optimizer's state has a row for each device.
+
+    Where values are split, a leaf of the state has one number for each element of a value, or is a scalar.
+    """
+    return layout_of(store).is_split and leaf.ndim == 2
+
+
+def state_shapes(store: KVStore) -> list[tuple[int, ...] | None]:
+    """For each leaf of the optimizer's state, the shape of the value to which its rows belong. None: it has no rows."""
+    leaves = jax.tree.leaves(store.optimizer_state)
+    if not layout_of(store).is_split:
+        return [None] * len(leaves)
+    # One axis whose length tells the key: an elementwise state has the shape of its value.
+    marks = {k: i + 2 for i, k in enumerate(trained_keys(store))}
+    specs, shapes = specs_of(store), {}
+    like = tree_of(store, {k: jax.ShapeDtypeStruct((mark,), specs[k].dtype) for k, mark in marks.items()})
+    shapes = {(mark,): specs[k].shape for k, mark in marks.items()}
+    return [shapes.get(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(store.updater.init, like))]
+
+
+def check_pushed(store: KVStore, keys: Iterable[int], rows: Iterable[int]) -> None:
+    """Check what is pushed to a store whose optimizer sees the whole pytree.
+
+    Args:
+        keys: to which something is pushed.
+        rows: to which a `RowSparse` is pushed.
+
+    Raises:
+        ValueError: a floating param gets no gradient, one that is not floating gets something, or a `RowSparse`.
+    """
+    trained, called = trained_keys(store), names(store)
+
+    def named(keys: Iterable[int]) -> str:
+        keys = sorted(keys)
+        return f"{checks.shorten(keys)} ({', '.join(repr(called[k]) for k in keys[:3])})"
+
+    if rows := list(rows):
+        raise ValueError(
+            f"kv.push: keys {named(rows)}: a RowSparse updates some rows by themselves, and the optimizer of this "
+            f"store sees the whole pytree; make the store with {_PER_KEY}"
+        )
+    keys = set(keys)
+    if missing := set(trained) - keys:
+        raise ValueError(
+            f"kv.push: nothing is pushed to keys {named(missing)}: the optimizer of this store sees the whole pytree, "
+            f"so push all its keys at once; or make the store with {_PER_KEY}"
+        )
+    if others := keys - set(trained):
+        raise ValueError(
+            f"kv.push: keys {named(others)} are not floating, so they have no gradient and the optimizer of this store "
+            "leaves them as they are; push the floating ones only"
+        )
+
+
+def update(store: KVStore, summed: Arrays, value: jax.Array | None) -> Changes:
+    """What the update of all params by the sums of their gradients changes.
+
+    Args:
+        store: with a `TreeOptimizer`. Its values may be whole, or one device's share, or rows of all shares.
+        summed: of every floating param, laid out as the values.
+        value: the loss, if it is known.
+    """
+    grads = {k: g.astype(store.values[k].dtype).reshape(store.values[k].shape) for k, g in summed.items()}
+    grads = {k: split_like(g, store.values[k]) for k, g in grads.items()}
+    args = tree_of(store, grads), store.optimizer_state, tree_of(store, store.values)
+
+    def run(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        return store.updater.update(grads, state, params, value)
+
+    if layout_of(store).is_split and any(g.ndim > 1 for g in grads.values()):  # rows
+        axes = jax.tree.map(lambda leaf: 0 if is_rows(store, leaf) else None, store.optimizer_state)
+        run = jax.vmap(run, in_axes=(0, axes, 0), out_axes=(0, axes))
+    params, state = run(*args)
+    _check_state(state, store.optimizer_state)
+    return Changes(by_key(store, params), dict.fromkeys(grads, ()), optimizer_state=state)
+
+
+def _check_state(new: Any, old: Any) -> None:
+    """`TypeError` if an update changes the structure, a shape or a dtype of the state, which could not be stored."""
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise TypeError(
+            "kv.push: the optimizer's update returns a state of another structure than its init: expected "
+            f"{jax.tree.structure(old)}, got {jax.tree.structure(new)}"
+        )
+
+
+def whole_state(store: KVStore) -> Any:
+    """The optimizer's state with whole values, for `eval_params` and for checkpoints."""
+    layout = layout_of(store)
+    leaves, structure = jax.tree.flatten(store.optimizer_state)
+    whole = [
+        leaf if shape is None else layout.whole(leaf, shape)
+        for leaf, shape in zip(leaves, state_shapes(store), strict=True)
+    ]
+    return structure.unflatten(whole)
+
+
+def check_shares(store: KVStore, count: int, where: str) -> None:
+    """`ValueError` if values are split and the optimizer is not elementwise for shares of this many devices."""
+    if layout_of(store).is_split and isinstance(store.updater, TreeOptimizer):
+        updaters.check_elementwise_tree(store.updater, tree_of(store, specs_of(store)), count, where)

@@ -1,0 +1,143 @@
+"""The step of all devices at once, for a compiler that spreads it over a mesh by the shardings of its arrays.
+
+`loss_fn` sees what it sees under the other engines: one share of the batch, with an `rng` and a model state of its own.
+The shares are mapped by `vmap`, each on its part of the mesh. So batch norm, dropout and collectives over the axis mean
+the same everywhere. The gradient is that of the mean over the shares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from ... import kv
+from ..._core.arrays import Device
+from ...kv import _aggregate, _update
+from . import nonfinite
+from .device_step import DeviceStep
+from .gradient import Gradient, call_loss, wide
+from .state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalGradient(Gradient):
+    """The gradient of the mean over all shares.
+
+    Batch, `rng` and model state have a first axis for each name in `axes`, of the lengths of the mesh.
+
+    Attributes:
+        mesh: over which the compiler spreads the step.
+        axes: those of its axes that the batch is split over.
+    """
+
+    mesh: Any = None
+    axes: tuple[str, ...] = ()
+
+    def _call(self, params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, dict[str, Any], Any]:
+        def of_share(batch: Any, rng: Any, model_state: Any) -> Any:
+            return call_loss(self.loss_fn, params, batch, rng, model_state)
+
+        values, aux, new = _over_shares(of_share, self.axes)(batch, rng, model_state)
+        first = tuple(range(len(self.axes)))
+        aux = jax.tree.map(lambda x: x.astype(wide(x)).mean(first), aux)
+        return values.astype(wide(values)).mean().astype(values.dtype), aux, new
+
+    def _microbatches(self, batch: Any) -> Any:
+        at, count = len(self.axes), self.accumulate
+
+        def cut(x: jax.Array) -> jax.Array:
+            return jnp.moveaxis(x.reshape(*x.shape[:at], count, x.shape[at] // count, *x.shape[at + 1 :]), at, 0)
+
+        return jax.tree.map(cut, batch)
+
+    def _fold_in(self, rng: jax.Array, i: Any) -> jax.Array:
+        return _over_shares(lambda key: jax.random.fold_in(key, i), self.axes)(rng)
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalStep(DeviceStep):
+    """The step of all devices: `one(state, batch) -> (state, metrics)`, of whole arrays.
+
+    Attributes:
+        axes: the axes of the mesh that the batch is split over.
+    """
+
+    axes: tuple[str, ...] = ()
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        mesh = kv.mesh_of_values(state.store)
+        options = {f.name: getattr(self.gradient, f.name) for f in dataclasses.fields(self.gradient)}
+        gradient = GlobalGradient(**options, mesh=mesh, axes=self.axes)
+        params = kv.to_params(state.store)
+        shares = self._shares(state, batch, mesh)
+        own = gradient(params, *shares, self._scale(state))
+        places = dict(state.store.shardings)
+        grads = {k: lax.with_sharding_constraint(g, places[k]) for k, g in own.grads.items()}
+        metrics = {name: jnp.asarray(x).astype(wide(x)) for name, x in own.metrics.items()}
+        store, transform = self._apply(state, params, grads, {}, None, metrics["loss"])
+        new = dataclasses.replace(
+            state,
+            store=store,
+            step=state.step + 1,
+            transform=transform,
+            model_state=_mean_over_shares(own.model_state, len(self.axes)),
+        )
+        if self.guard is None:
+            return new, metrics
+        return self.guard(state, new, metrics, nonfinite.nonfinite_flags(metrics["loss"], grads, {}))
+
+    def _shares(self, state: TrainState, batch: Any, mesh: Mesh) -> tuple[Any, Any, Any]:
+        """Batch, `rng` and model state with a first axis for each of `axes`."""
+        sizes = tuple(mesh.shape[name] for name in self.axes)
+        count = functools.reduce(lambda a, b: a * b, sizes, 1)
+        along = NamedSharding(mesh, P(*self.axes))
+
+        def split(x: jax.Array) -> jax.Array:
+            return lax.with_sharding_constraint(x.reshape(*sizes, x.shape[0] // count, *x.shape[1:]), along)
+
+        rng = jax.random.fold_in(state.rng, state.step)
+        rngs = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jnp.arange(count)).reshape(sizes)
+        model_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), state.model_state)
+        return jax.tree.map(split, batch), rngs, model_state
+
+    def _apply(
+        self, state: TrainState, params: Any, summed: Any, residuals: Any, ready: Any, loss: Any
+    ) -> tuple[kv.KVStore, Any]:
+        updates, transform = self._transform(state, params, summed)
+        return _aggregate.with_changes(state.store, _update.update(state.store, updates, loss)), transform
+
+    def with_initial_parts(self, state: TrainState, devices: tuple[Device, ...]) -> TrainState:
+        """The state as it is, on the mesh."""
+        mesh = kv.mesh_of_values(state.store)
+        for name in self.axes:
+            if name not in mesh.axis_names:
+                raise ValueError(
+                    f"train step: axis_name={name!r} is no axis of the mesh, which has {', '.join(mesh.axis_names)}; "
+                    "give make_train_step the axis, or axes, that the batch is split over"
+                )
+        return super().with_initial_parts(state, devices)
+
+
+def _over_shares(fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
+    """`fn` for every share, each on its part of the mesh."""
+    for name in reversed(axes):
+        fn = jax.vmap(fn, axis_name=name, spmd_axis_name=name)
+    return fn
+
+
+def _mean_over_shares(tree: Any, axes: int) -> Any:
+    """Floating leaves as means over the shares. Others are those of the first share."""
+
+    def leaf(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x[(0,) * axes]
+        return x.astype(wide(x)).mean(tuple(range(axes))).astype(x.dtype)
+
+    return jax.tree.map(leaf, tree)

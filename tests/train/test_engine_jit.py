@@ -1,0 +1,254 @@
+"""The engine `jit` gives the numbers of `pmap`, with params that are split over a mesh in their own shapes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from step_model import close
+
+from jaxpar import checkpoint, data, kv, parallel, train, updaters
+
+FSDP = parallel.fsdp("data", min_size=1)
+RULES = parallel.sharding_rules({"hidden/kernel": P(None, "model"), "out": P("model", None)}, then=FSDP)
+
+
+def mesh_of(*sizes, names=("data", "model", "third"), kind=AxisType.Auto):
+    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
+    return Mesh(devices, names[: len(sizes)], axis_types=(kind,) * len(sizes))
+
+
+def params():
+    rng = np.random.default_rng(0)
+    hidden = {"kernel": rng.standard_normal((8, 16)) / 3, "bias": np.zeros(16)}
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), {"hidden": hidden, "out": rng.standard_normal((16, 4))})
+
+
+def loss_fn(params, batch, rng, statistics):
+    """With dropout and the batch's own mean, so that it matters what a share is."""
+    h = jax.nn.relu(batch["x"] @ params["hidden"]["kernel"] + params["hidden"]["bias"][None])
+    mean = h.mean(0, keepdims=True)
+    h = (h - mean) * jax.random.bernoulli(rng, 0.8, h.shape)
+    loss = ((h @ params["out"] - batch["y"]) ** 2).mean()
+    return (
+        loss,
+        {"spread": h.std()},
+        {"mean": 0.9 * statistics["mean"] + 0.1 * mean[0], "count": statistics["count"] + 1},
+    )
+
+
+def batches(steps=3, size=16):
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    return [{"x": draw(size, 8), "y": draw(size, 4)} for _ in range(steps)]
+
+
+def ran(store, steps=3, **options):
+    """The state and the losses after a few steps."""
+    step = train.make_train_step(loss_fn, **options)
+    start = {"mean": jnp.zeros(16), "count": jnp.int32(0)}
+    state, losses = train.create_state(store, 0, model_state=start), []
+    for batch in batches(steps):
+        state, metrics = step(state, batch)
+        losses.append({name: float(x) for name, x in metrics.items()})
+    return state, losses
+
+
+def same(one, other, **tolerance):
+    (state, losses), (expected, others) = one, other
+    close(losses, others, rtol=1e-5)
+    close(state.params, expected.params, rtol=2e-5, atol=2e-6, **tolerance)
+    close(state.model_state, expected.model_state)
+
+
+ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01, mask=lambda p: jax.tree.map(jnp.ndim, p)))
+
+
+@functools.cache
+def by_pmap(count, **options):
+    store = kv.from_params(params(), optimizer=ADAM, devices=jax.devices()[:count])
+    return ran(store, engine="pmap", **dict(options))
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        lambda: kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2)),
+        lambda: kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 4, kind=AxisType.Explicit), sharding=RULES),
+        lambda: kv.from_params(params(), optimizer=ADAM, kind="sharded", devices=jax.devices()[:2]),
+    ],
+    ids=["one axis", "rules on two axes", "kind sharded"],
+)
+def test_as_pmap(store):
+    same(ran(store()), by_pmap(2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate": 2},
+        {"nonfinite": "skip", "loss_scale": "dynamic"},
+        {"remat": True, "grad_transform": optax.clip_by_global_norm(0.1)},
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_options_as_under_pmap(options):
+    store = kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 2), sharding=RULES)
+    plain = kv.from_params(params(), optimizer=ADAM, devices=jax.devices()[:2])
+    same(ran(store, **options), ran(plain, engine="pmap", **options))
+
+
+def test_several_data_axes_and_a_third():
+    mesh = mesh_of(2, 2, 2, names=("data", "fsdp", "model"))
+    rules = parallel.sharding_rules(
+        {"hidden/kernel": P(None, "model")}, then=parallel.fsdp(("data", "fsdp"), min_size=1)
+    )
+    store = kv.from_params(params(), optimizer=ADAM, mesh=mesh, sharding=rules)
+    same(ran(store, axis_name=("data", "fsdp")), by_pmap(4))
+
+
+def test_many_steps_in_one_program():
+    store = kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 2), sharding=RULES)
+    step = train.make_train_step(loss_fn)
+    start = {"mean": jnp.zeros(16), "count": jnp.int32(0)}
+    state = train.create_state(store, 0, model_state=start)
+    stacked = jax.tree.map(lambda *x: np.stack(x), *batches(3))
+    state, metrics = step.many(state, stacked)
+    expected, losses = by_pmap(2)
+    close(metrics["loss"], [row["loss"] for row in losses])
+    close(state.params, expected.params, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("update", [updaters.mxnet_sgd(0.01, momentum=0.9), updaters.from_optax(optax.adam(0.01))])
+def test_updaters_with_one_state_a_key(update):
+    plain = kv.from_params(params(), updater=update, devices=jax.devices()[:2])
+    store = kv.from_params(params(), updater=update, mesh=mesh_of(2, 2), sharding=RULES)
+    same(ran(store), ran(plain, engine="pmap"))
+
+
+def test_each_device_has_its_part_of_values_and_state():
+    store = kv.from_params(params(), optimizer=optax.adam(0.01), mesh=mesh_of(2, 4), sharding=RULES)
+    state, _ = ran(store)
+    kernel = state.store.values[1]
+    for array in (kernel, state.store.optimizer_state[0].mu["hidden"]["kernel"]):
+        assert array.shape == (8, 16)
+        assert array.addressable_shards[0].data.size == array.size // 8
+    assert kernel.sharding.spec == P("data", "model")
+    assert state.store.optimizer_state[0].count.sharding.is_fully_replicated
+
+
+def test_params_keep_the_sharding_that_they_come_with():
+    mesh = mesh_of(2, 4, kind=AxisType.Explicit)
+    given = params()
+    given["out"] = jax.device_put(given["out"], NamedSharding(mesh, P("model")))
+    state, losses = ran(kv.from_params(given, optimizer=ADAM))
+    assert state.params["out"].sharding.spec == P("model")
+    same((state, losses), by_pmap(2))
+
+
+def test_what_auto_takes():
+    def taken(store, **options):
+        step = train.make_train_step(loss_fn, **options)
+        return step._engine_name(store)
+
+    plain = kv.from_params(params(), optimizer=ADAM)
+    rows = kv.from_params(params(), optimizer=optax.adam(0.1), kind="sharded")
+    whole = kv.from_params(params(), optimizer=ADAM, kind="sharded")
+    assert taken(plain) == taken(rows) == "pmap"
+    assert taken(whole) == taken(plain, mesh=mesh_of(2)) == "jit"
+    with jax.set_mesh(mesh_of(2, 4)):
+        assert taken(plain) == "pmap"
+
+
+def test_checkpoints_go_to_another_mesh_and_engine(tmp_path):
+    split = kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 4), sharding=RULES)
+    state, _ = ran(split)
+    checkpoint.save(tmp_path / "state", state)
+    start = {"mean": jnp.zeros(16), "count": jnp.int32(0)}
+    for store in (
+        kv.from_params(params(), optimizer=ADAM, devices=jax.devices()[:2]),
+        kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(4, 2), sharding=FSDP),
+    ):
+        like = train.create_state(store, 0, model_state=start)
+        found = checkpoint.restore(tmp_path / "state", like)
+        jax.tree.map(np.testing.assert_array_equal, found.params, state.params)
+        jax.tree.map(np.testing.assert_array_equal, found.store.optimizer_state, state.store.optimizer_state)
+        train.make_train_step(loss_fn)(found, batches(1)[0])
+
+
+def test_fit_and_evaluate():
+    rng = np.random.default_rng(0)
+    dataset = data.Dataset(rng.standard_normal((64, 8)).astype(np.float32), rng.integers(0, 4, 64))
+
+    def apply(params, x):
+        return jax.nn.relu(x @ params["hidden"]["kernel"] + params["hidden"]["bias"][None]) @ params["out"]
+
+    def fitted(store):
+        step = train.make_train_step(train.classification_loss(apply))
+        state = train.create_state(store, 0)
+        return train.fit(
+            state, step, dataset, test_data=dataset, apply_fn=apply, epochs=2, batch_size=16, progress=False
+        )
+
+    state, history = fitted(kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 2), sharding=RULES))
+    plain, others = fitted(kv.from_params(params(), optimizer=ADAM, devices=jax.devices()[:2]))
+    close(state.params, plain.params, rtol=1e-4, atol=1e-5)
+    close([row["loss"] for row in history], [row["loss"] for row in others], rtol=1e-4)
+    assert history[-1]["test_accuracy"] == others[-1]["test_accuracy"]
+
+
+def test_pushes_at_the_prompt_keep_the_shardings():
+    store = kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 4), sharding=RULES)
+    plain = kv.from_params(params(), optimizer=ADAM, devices=jax.devices()[:1])
+    grads = [jnp.ones_like(x) for x in jax.tree.leaves(params())]
+    for _ in range(2):
+        store, plain = kv.push(store, [0, 1, 2], grads), kv.push(plain, [0, 1, 2], grads)
+    close(kv.to_params(store), kv.to_params(plain))
+    assert store.values[1].sharding.spec == P("data", "model")
+    assert store.optimizer_state[1][0].mu["hidden"]["kernel"].sharding.spec == P("data", "model")
+    copies = kv.pull(store, 1, devices=jax.devices()[:2])
+    np.testing.assert_array_equal(copies[1], store.values[1])
+
+
+def test_loss_may_name_the_other_axes():
+    def loss(params, batch, rng):
+        h = jax.lax.with_sharding_constraint(batch["x"] @ params["hidden"]["kernel"], P(None, "model"))
+        return ((h @ params["out"] - batch["y"]) ** 2).mean(), {"all": jax.lax.pmean(h.mean(), "data")}
+
+    step = train.make_train_step(loss)
+    store = kv.from_params(params(), optimizer=optax.sgd(0.1), mesh=mesh_of(2, 4), sharding=RULES)
+    _, metrics = step(train.create_state(store, 0), batches(1)[0])
+    plain = train.create_state(kv.from_params(params(), optimizer=optax.sgd(0.1), devices=jax.devices()[:1]), 0)
+    close(metrics["all"], (batches(1)[0]["x"] @ plain.params["hidden"]["kernel"]).mean())
+
+
+def test_refusals():
+    split = functools.partial(kv.from_params, params(), optimizer=ADAM, mesh=mesh_of(2))
+    with pytest.raises(ValueError, match="one device; use kind 'device'"):
+        split(kind="local")
+    with pytest.raises(ValueError, match="delayed pushes"):
+        split(kind="dist_async")
+    with pytest.raises(ValueError, match="has one to compress"):
+        kv.set_gradient_compression(split(), {"type": "2bit"})
+    with pytest.raises(ValueError, match="use engine 'jit' or 'auto'"):
+        ran(split(), engine="pmap")
+    with pytest.raises(ValueError, match="local_steps are updates"):
+        ran(split(), local_steps=2)
+    with pytest.raises(ValueError, match="local_steps are updates"):
+        train.make_train_step(loss_fn, engine="jit", local_steps=2)
+    with pytest.raises(ValueError, match="'data' is no axis of the mesh, which has rows"):
+        train.make_train_step(loss_fn, mesh=mesh_of(2, names=("rows",)))
+    with pytest.raises(ValueError, match="'data' is no axis of the mesh, which has rows"):
+        ran(kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, names=("rows",))))
+    with pytest.raises(ValueError, match="mesh= is for engine 'jit'"):
+        train.make_train_step(loss_fn, engine="pmap", mesh=mesh_of(2))
+    with pytest.raises(ValueError, match="the state is on a mesh"):
+        ran(split(), mesh=mesh_of(4))
+    with pytest.raises(ValueError, match="cannot be divided by 8"):
+        step = train.make_train_step(loss_fn, mesh=mesh_of(8))
+        step(train.create_state(kv.from_params(params(), optimizer=ADAM), 0), batches(1, size=12)[0])
+    with pytest.raises(ValueError, match="give the new mesh"):
+        kv.place(split(), jax.devices()[:4])
