@@ -190,7 +190,7 @@ def _own_sharding_of(array: jax.Array) -> Sharding | None:
 def _own_sharding(sharding: NamedSharding) -> NamedSharding | None:
     """The sharding of ours that lays an array out alike. None: the mesh has no types."""
     mesh = sharding.mesh
-    spec: tuple[Any, ...] = tuple(sharding.spec)
+    spec: list[Any] = list(sharding.spec)
     if not isinstance(mesh, Mesh) or not has_types(mesh):
         return None
     devices = tuple(mesh.devices.flat)
