@@ -105,7 +105,8 @@ class TrainStep:
             if user is None:
                 check_traced((state, batch), "train step")
                 return self._run_on_own_mesh(state, batch, part)
-            state, metrics = self._run_on_own_mesh(*without_types((state, batch)), part, user)
+            state, batch = without_types((state, batch))
+            state, metrics = self._run_on_own_mesh(state, batch, part, user)
             return state, with_types(metrics, user)
 
     def _run_on_own_mesh(
