@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 
 from .._core.arrays import nbytes
 from . import buckets
@@ -52,7 +53,7 @@ def gather_sum(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits
 
     Every device gathers the values and adds them itself, so the order does not depend on the backend.
     """
-    return map_buckets(lambda x: _gather_and_sum(x, axis_name), values, limits)
+    return map_buckets(lambda x: _gather_and_sum(unsplit(x), axis_name), values, limits)
 
 
 def reduce_scatter(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
@@ -60,7 +61,7 @@ def reduce_scatter(values: Sequence[jax.Array], axis_name: str, limits: BucketLi
     shards = lax.axis_size(axis_name)
     rows = [to_rows(v, shards) for v in values]
     groups = buckets.plan_of(rows, limits)
-    mine = [lax.psum_scatter(array, axis_name) for array in buckets.pack(rows, groups, axis=1)]
+    mine = [_scatter_sum(array, axis_name) for array in buckets.pack(rows, groups, axis=1)]
     return buckets.unpack(mine, [r.shape[1:] for r in rows], groups)
 
 
@@ -132,6 +133,14 @@ def own_chunk(value: jax.Array, axis_name: str) -> jax.Array:
     """This device's (chunk,) of a value that every device has."""
     rows = to_rows(value, lax.axis_size(axis_name))
     return lax.dynamic_index_in_dim(rows, lax.axis_index(axis_name), keepdims=False)
+
+
+def _scatter_sum(rows: jax.Array, axis_name: str) -> jax.Array:
+    """This device's row of the sum over the axis."""
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return lax.psum_scatter(rows, axis_name)
+    # JAX 0.12 compiles no reduce-scatter over one axis of a mesh where another is Explicit.
+    return lax.dynamic_index_in_dim(lax.psum(rows, axis_name), lax.axis_index(axis_name), keepdims=False)
 
 
 def _gather_and_sum(x: jax.Array, axis_name: str) -> jax.Array:

@@ -190,7 +190,7 @@ def _own_sharding_of(array: jax.Array) -> Sharding | None:
 def _own_sharding(sharding: NamedSharding) -> NamedSharding | None:
     """The sharding of ours that lays an array out alike. None: the mesh has no types."""
     mesh = sharding.mesh
-    spec: tuple[Any, ...] = tuple(sharding.spec)
+    spec: list[Any] = list(sharding.spec)
     if not isinstance(mesh, Mesh) or not has_types(mesh):
         return None
     devices = tuple(mesh.devices.flat)
@@ -218,5 +218,6 @@ def _user_sharding(user: Mesh, sharding: NamedSharding) -> NamedSharding | None:
         return NamedSharding(user, sharding.spec)
     if len(mesh.axis_names) > 1:
         return None
-    every = user.axis_names if len(user.axis_names) > 1 else user.axis_names[0]
+    names: Any = user.axis_names
+    every = names if len(names) > 1 else names[0]
     return NamedSharding(user, PartitionSpec(*[part and every for part in sharding.spec]))

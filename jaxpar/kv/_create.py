@@ -8,22 +8,20 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 
 from .. import compression, distributed
 from .._core import checks
-from .._core.arrays import Device, is_traced
+from .._core.arrays import Device
 from .._core.keys import check_stored
 from .._devices import processes
 from .._devices.buckets import BucketLimits
-from .._devices.copies import own_copies
-from .._devices.placement import put, spans_processes
-from .._devices.user_mesh import in_user_mesh, without_types
+from .._devices.user_mesh import in_user_mesh
 from ..updaters import TreeOptimizer, UpdateFn, Updater, check_updater, couples_keys, from_optax
 from . import _tree
 from ._kinds import Kind, kind_named
 from ._mxnet import answers
-from ._store import Changes, KVStore, check_shares, copies_for, home, kind_of, layout_of, specs_of, with_changes
+from ._new_values import lay_out, own_arrays, start_state, values_of_first
+from ._store import Changes, KVStore, check_shares, kind_of, layout_of, specs_of, with_changes
 
 if TYPE_CHECKING:
     import optax
@@ -150,13 +148,13 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     twice = [k for k, count in Counter([*store.values, *keys]).items() if count > 1]
     if twice:
         raise ValueError(f"kv.init: key {twice[0]} is initialised already; push changes its value")
-    arrays = _own_arrays(dict(zip(keys, given, strict=True)))
+    arrays = own_arrays(dict(zip(keys, given, strict=True)))
     check_shares(store, arrays, "kv.init")
     if kind_of(store).over_processes or processes.to_share(arrays, store.devices or ()):
-        arrays = _values_of_first(arrays)
+        arrays = values_of_first(arrays)
     values = {k: lay_out(store, k, v) for k, v in arrays.items()}
     shapes = tuple((k, tuple(v.shape)) for k, v in arrays.items()) if layout_of(store).is_split else ()
-    states = {k: _start_state(store, k, v) for k, v in values.items()}
+    states = {k: start_state(store, k, v) for k, v in values.items()}
     return dataclasses.replace(with_changes(store, Changes(values, states)), shapes=store.shapes + shapes)
 
 
@@ -195,7 +193,7 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
     check_stored(store.values, store.values, "kv.set_updater")
     store = dataclasses.replace(store, updater=updater, optimizer_state=())
     check_shares(store, specs_of(store), "kv.set_updater")
-    state = {k: _start_state(store, k, v) for k, v in store.values.items()}
+    state = {k: start_state(store, k, v) for k, v in store.values.items()}
     return dataclasses.replace(store, updater_state=state)
 
 
@@ -279,46 +277,3 @@ def set_gradient_compression(store: KVStore, spec: Mapping[str, Any]) -> KVStore
             "elementwise optimizer for kind 'sharded'"
         )
     return dataclasses.replace(store, compressor=compressor, residuals={})
-
-
-def signature(arrays: Mapping[int, Any]) -> str:
-    """Keys, shapes and dtypes as text, for processes to compare."""
-    return ", ".join(f"key {k} {checks.describe(v)}" for k, v in arrays.items()) or "no key"
-
-
-def _own_arrays(given: Mapping[int, Any]) -> dict[int, jax.Array]:
-    """The given values as arrays in memory of their own. A list of one is that one, as in a push."""
-    given = {k: v[0] if isinstance(v, (list, tuple)) and len(v) == 1 else v for k, v in given.items()}
-    arrays = {k: checks.array(v, f"kv.init: value of key {k}") for k, v in given.items()}
-    return arrays | own_copies({k: v for k, v in arrays.items() if v is given[k]})
-
-
-def lay_out(store: KVStore, key: int, value: jax.Array) -> jax.Array:
-    """A whole value as the store holds it, on the store's devices."""
-    sharding = home(store, key)
-    if sharding is not None:
-        value = without_types(value)
-    value = layout_of(store).stored(value, store.devices)
-    return value if sharding is None or is_traced(value) else put(value, sharding)
-
-
-def _start_state(store: KVStore, key: int, value: jax.Array) -> Any:
-    """The updater's state of a key, on the devices of the value. A plain function has none."""
-    if not isinstance(store.updater, Updater):
-        return ()
-    state = jax.tree.map(lambda x: own_copies(x) if x is value else x, store.updater.init(key, value))
-    if store.devices is None or is_traced(value):
-        return state
-    on = home(store, key)
-    rest = copies_for(store) if layout_of(store).is_split or store.shardings else on  # of another shape
-    return jax.tree.map(lambda leaf: put(leaf, on if leaf.shape == value.shape else rest), state)
-
-
-def _values_of_first(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
-    """The values that process 0 gives, if there are several processes."""
-    if jax.process_count() == 1 or is_traced(arrays):
-        return arrays
-    processes.agree("kv.init: every process must give the same keys, in the same shapes", signature(arrays))
-    local = {k: v for k, v in arrays.items() if not spans_processes(v)}
-    first = processes.from_first(local)
-    return arrays | {k: put(v, local[k].sharding) if local[k].committed else jnp.asarray(v) for k, v in first.items()}

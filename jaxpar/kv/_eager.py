@@ -22,10 +22,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P, Sharding, SingleDevi
 from .._core.arrays import Device
 from .._core.recent import Recent
 from .._devices import buckets, emulated
-from .._devices.buckets import BucketLimits, Groups, Shape
+from .._devices.buckets import Groups
 from .._devices.mesh import STORE_AXIS, copies_on, split_over
 from ..updaters import TreeOptimizer, Updater, assign, ignores_key
 from . import _aggregate, _tree, _update
+from ._eager_buckets import dtypes_of, limits_of, pack, shapes_of_lists
 from ._place import partition_specs
 from ._store import Changes, KVStore, Lists, home, kind_of, layout_of
 
@@ -34,8 +35,6 @@ _MOST_KEYS = 256
 
 # Bytes. From here on, a sum on one emulated device costs less than copies of the sum on all.
 _LARGE = 1 << 20
-
-_ALONE = BucketLimits(alone_bytes=0)
 
 Devices = tuple[Device, ...]
 
@@ -190,8 +189,8 @@ def _at_home(store: KVStore, values: dict[int, jax.Array]) -> dict[int, jax.Arra
 
 def _sum_at_home(store: KVStore, pushed: Lists, devices: Devices) -> Changes:
     """Send every device's buckets to where the stored values are, and sum them there."""
-    shapes, dtypes = _shapes(pushed), _dtypes(store, pushed)
-    groups = buckets.plan(tuple(zip(shapes, dtypes, strict=True)), _limits(store))
+    shapes, dtypes = shapes_of_lists(pushed), dtypes_of(store, pushed)
+    groups = buckets.plan(tuple(zip(shapes, dtypes, strict=True)), limits_of(store))
     where = _target(store, next(iter(pushed)))
     each = [[vs[i] for vs in pushed.values()] for i in range(len(devices))]
     if isinstance(where, SingleDeviceSharding) and emulated.one_memory({*devices, *where.device_set}):
@@ -260,7 +259,7 @@ def _sum_on_first(store: KVStore, pushed: Lists, devices: Devices) -> Changes:
 
 
 def _sum_in_place(store: KVStore, pushed: Lists, devices: Devices) -> Changes:
-    shapes, dtypes, limits = _shapes(pushed), _dtypes(store, pushed), _limits(store)
+    shapes, dtypes, limits = shapes_of_lists(pushed), dtypes_of(store, pushed), limits_of(store)
     across = _across(devices)
     groups = buckets.plan(tuple(zip(shapes, dtypes, strict=True)), limits)
     if not layout_of(store).is_split:
@@ -292,38 +291,3 @@ def _sum_across(store: KVStore, packed: list[jax.Array], groups: Groups, shapes:
     changes = Changes(specs.values, specs.updater_state, jax.tree.map(lambda _: split, store.residuals))
     run = jax.shard_map(body, mesh=mesh, in_specs=(specs, split), out_specs=changes, check_vma=False)
     return run(store, packed)
-
-
-# Buckets.
-
-
-def _shapes(pushed: Lists) -> tuple[Shape, ...]:
-    return tuple(vs[0].shape for vs in pushed.values())
-
-
-def _dtypes(store: KVStore, pushed: Lists) -> tuple[Any, ...]:
-    return tuple(store.values[k].dtype for k in pushed)
-
-
-def _limits(store: KVStore) -> BucketLimits:
-    """Which values share a bucket. With a compressor none do here: it has buckets of its own."""
-    return store.limits if store.compressor is None else _ALONE
-
-
-def pack(values: list[jax.Array], dtypes: tuple[Any, ...], groups: Groups) -> list[jax.Array]:
-    """One device's buckets. A bucket of one value that has the right dtype and an axis is not copied."""
-    ready = {g[0] for g in groups if len(g) == 1 and values[g[0]].ndim and values[g[0]].dtype == dtypes[g[0]]}
-    rest = [g for g in groups if g[0] not in ready]
-    if not rest:
-        return [values[g[0]] for g in groups]
-    order = [i for g in rest for i in g]
-    packed = iter(_pack([values[i] for i in order], tuple(map(len, rest)), tuple(dtypes[i] for i in order)))
-    return [values[g[0]] if g[0] in ready else next(packed) for g in groups]
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _pack(values: list[jax.Array], lengths: tuple[int, ...], dtypes: tuple[Any, ...]) -> list[jax.Array]:
-    """The program depends on the lengths of the groups, not on the positions of their values."""
-    cast = [v.astype(dtype) for v, dtype in zip(values, dtypes, strict=True)]
-    _, groups = buckets.consecutive([range(length) for length in lengths])
-    return [array.reshape(-1) for array in buckets.pack(cast, groups)]

@@ -23,7 +23,8 @@ from ..compression import Compressor, LinearCompressor
 from ..sparse import RowSparse
 from ..updaters import assign
 from . import _aggregate, _eager
-from ._create import signature
+from ._eager_buckets import pack
+from ._new_values import signature
 from ._store import Arrays, Changes, KVStore, Lists, kind_of
 
 
@@ -99,7 +100,7 @@ def _totals(store: KVStore, sums: Arrays) -> tuple[Arrays, dict[int, Any]]:
     groups = buckets.plan(tuple(zip(shapes, dtypes, strict=True)), store.limits)
     if residuals:
         groups = tuple((i,) for i in range(len(arrays)))  # compressed by key
-    packed = [_over_leaders(part, along) for part in _eager.pack(arrays, dtypes, groups)]
+    packed = [_over_leaders(part, along) for part in pack(arrays, dtypes, groups)]
     run = _programs(store.compressor)(devices, store.compressor, store.limits, tuple(sums), shapes, dtypes, groups)
     totals, residuals = run(packed, residuals)
     return {k: v.addressable_data(0) for k, v in totals.items()}, residuals

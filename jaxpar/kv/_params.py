@@ -185,7 +185,9 @@ def to_params(store: KVStore, *, axis_name: str | None = None, copy: bool = True
     return store.treedef.unflatten(own_values(store, values) if copy else values)
 
 
-def eval_params(store: KVStore) -> Any:
+@answers
+@in_user_mesh
+def eval_params(store: KVStore, *, copy: bool = True) -> Any:
     """The params to evaluate, as the pytree that `from_params` was given.
 
     Some optimizers train other params than they evaluate: `optax.contrib.schedule_free`, `optax.lookahead`,
@@ -193,6 +195,7 @@ def eval_params(store: KVStore) -> Any:
 
     Args:
         store: made by `from_params`.
+        copy: as in `to_params`.
 
     Raises:
         ValueError: the store was not made by `from_params`.
@@ -205,7 +208,7 @@ def eval_params(store: KVStore) -> Any:
         >>> kv.to_params(store)["w"].tolist(), kv.eval_params(store)["w"].tolist()
         ([0.0], [1.0])
     """
-    params = to_params(store)
+    params = to_params(store, copy=copy)
     if not isinstance(store.updater, TreeOptimizer) or not has_average(store.optimizer_state):
         return params
     leaves = jax.tree.leaves(params)

@@ -19,7 +19,8 @@ from .._devices.sharding_rules import fsdp
 from .._devices.shardings import shardings_of
 from .._devices.user_mesh import in_user_mesh
 from . import _aggregate, _staleness, _tree
-from ._create import create, signature
+from ._create import create
+from ._new_values import signature
 from ._store import KVStore, check_shares, copies_for, kind_of, layout_of, names, shapes_of, specs_of
 
 

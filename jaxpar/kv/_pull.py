@@ -14,7 +14,6 @@ from .._core.arrays import Device, is_traced
 from .._core.keys import Key, Keys, find_keys
 from .._devices import buckets, emulated
 from .._devices.copies import donatable
-from .._devices.emulated import wait_before_collectives
 from .._devices.mesh import STORE_AXIS, copies_on, mesh_of
 from .._devices.user_mesh import in_user_mesh
 from ._aggregate import axis_size
@@ -124,7 +123,7 @@ def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> li
             )
     if is_traced(stored):
         return [layout.whole(r, shape) for r, shape in zip(stored, wanted, strict=True)]
-    wait_before_collectives(stored, store.devices)
+    emulated.wait_before_collectives(stored, store.devices)
     return _gather_program(layout, store.devices, store.limits)(stored, wanted)
 
 

@@ -15,7 +15,7 @@ from .._devices.buckets import Shape
 from .._devices.user_mesh import split_like
 from ..updaters import TreeOptimizer, Updater, stateless
 from . import _tree
-from ._create import lay_out
+from ._new_values import lay_out
 from ._store import Arrays, Changes, KVStore, check_shares, layout_of, shapes_of, shards
 
 Pair = tuple[jax.Array, Any]  # a new value and a new state

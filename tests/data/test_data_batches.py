@@ -237,16 +237,16 @@ def test_residence_is_decided_by_the_memory_that_is_free(monkeypatch):
     dataset, free = make(40), []
     monkeypatch.setattr(_device_copies, "free_bytes", lambda device: free[-1])
     chosen = []
-    for name in ("_resident", "_streamed"):
+    for name in ("_from_devices", "_from_host"):
         run = getattr(_batches, name)
         monkeypatch.setattr(_batches, name, lambda *args, name=name, run=run: chosen.append(name) or run(*args))
     for room in (None, 10**9, 100):
         free.append(room)
         batches(dataset, 8, devices=jax.devices()[:2])
-    assert chosen == ["_resident", "_resident", "_streamed"]
+    assert chosen == ["_from_devices", "_from_devices", "_from_host"]
     list(batches(dataset, 8, devices=jax.devices()[:2], resident=True))
     batches(dataset, 8, devices=jax.devices()[:2])
-    assert chosen[3:] == ["_resident", "_resident"]  # it is there already
+    assert chosen[3:] == ["_from_devices", "_from_devices"]  # it is there already
 
 
 def test_free_memory_is_what_the_device_says():

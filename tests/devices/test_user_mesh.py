@@ -94,7 +94,8 @@ def params_of():
 
 
 def pushes(kind):
-    store = kv.from_params({"w": numbers(3, 5), "b": numbers(2)}, kind=kind, optimizer=tx(), devices=devices())
+    params, by_key = {"w": numbers(3, 5), "b": numbers(2)}, updaters.from_optax(tx())
+    store = kv.from_params(params, kind=kind, updater=by_key, devices=devices())
     each = [[jax.device_put(numbers(*s, seed=i), d) for i, d in enumerate(devices())] for s in ((2,), (3, 5))]
     store = kv.push(store, [0, 1], each)
     store, pulled = kv.pushpull(store, [0, 1], [numbers(2, seed=8), numbers(3, 5, seed=9)], devices=devices()[:2])
@@ -200,8 +201,9 @@ def test_arrays_of_an_explicit_mesh_can_be_given():
     def run(give):
         store = kv.from_params({"w": give(numbers(4, 4), P(None, "model"))}, kind="sharded", optimizer=tx())
         store = kv.push(store, 0, [give(numbers(4, 4, seed=1), P("data")), give(numbers(4, 4, seed=2), P())])
+        both = kv.to_params(kv.from_params([give(numbers(3), P()), give(numbers(4), P("data"))], devices=devices()))
         halves = parallel.split_and_load(give(numbers(8, 2), P(("data", "model"))), devices()[:2])
-        return kv.pull(store, 0), halves, parallel.copy_to(give(numbers(4), P("model")), devices()[3])
+        return kv.pull(store, 0), both, halves, parallel.copy_to(give(numbers(4), P("model")), devices()[3])
 
     expected = on_host(run(lambda x, spec: x))
     with inside(mesh):
@@ -215,10 +217,11 @@ OPTIONS = {
     "guard": {"nonfinite": "skip", "loss_scale": "dynamic"},
     "local": {"local_steps": 2},
 }
+REST = ("guard", "local", "stale")
 
 
-@pytest.mark.parametrize("engine", ["pmap", "shard_map"])
-@pytest.mark.parametrize("option", [*OPTIONS, "stale"])
+@pytest.mark.parametrize("engine", ["pmap", pytest.param("shard_map", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("option", ["accumulate", *(pytest.param(o, marks=pytest.mark.slow) for o in REST)])
 def test_options_of_a_step(engine, option):
     step = step_of(engine, **OPTIONS.get(option, {}))
 
@@ -288,12 +291,13 @@ def trained(folder, source):
     return keep, restored.params, matrix, outputs, train.evaluate(resumed.params, scores, pictures(10), batch_size=4)
 
 
-@pytest.mark.parametrize("name", ["explicit", "explicit2d"])
+@pytest.mark.parametrize("name", [pytest.param("explicit", marks=pytest.mark.slow), "explicit2d"])
 def test_fit_evaluation_and_checkpoints(name, tmp_path):
     folders = map(str, itertools.count())
     check_in(MESHES[name](), lambda: trained(tmp_path / next(folders), pictures()))
 
 
+@pytest.mark.slow
 def test_fit_with_a_loader(tmp_path):
     loader = [{"image": numbers(8, 3, seed=i), "label": np.arange(8) % 3} for i in range(3)]
     folders = map(str, itertools.count())
@@ -449,7 +453,7 @@ JITTED = [("local", None), ("device", None), ("sharded", None), ("dist_async", N
 
 
 @pytest.mark.parametrize(("kind", "compression"), JITTED)
-@pytest.mark.parametrize("name", ["explicit", "explicit2d", "auto2d"])
+@pytest.mark.parametrize("name", ["explicit2d", pytest.param("explicit", marks=pytest.mark.slow)])
 def test_verbs_in_a_users_jit(kind, compression, name):
     """A store that was made inside of the mesh goes into a program over it."""
     x, y = numbers(8, 4), numbers(8, seed=1)
@@ -476,17 +480,20 @@ def test_params_that_are_split_stay_split_in_a_users_jit(spec):
     mesh = MESHES["explicit2d"]()
     with inside(mesh):
         split = NamedSharding(mesh, spec)
-        store = kv.from_params({"w": jax.device_put(numbers(4, 8), split)}, optimizer=tx())
+        store = kv.set_optimizer(kv.init(kv.create("device"), 0, jax.device_put(numbers(4, 8), split)), tx())
         grads = jax.device_put(numbers(4, 8, seed=1), split)
         rows = kv.row_sparse_pull(store, 0, np.array([3, 1]))
 
         @jax.jit
         def step(store, grads):
-            return kv.push(store, 0, [grads, jax.reshard(grads, P())])
+            store = kv.push(store, 0, [grads, jax.reshard(grads, P())])
+            return kv.push(store, 0, kv.row_sparse_pull(store, 0, np.array([3, 1])))
 
         new = step(store, grads)
         assert new.values[0].sharding.is_equivalent_to(split, 2)
-    plain = kv.push(kv.from_params({"w": numbers(4, 8)}, optimizer=tx()), 0, [numbers(4, 8, seed=1)] * 2)
+    plain = kv.set_optimizer(kv.init(kv.create("device"), 0, numbers(4, 8)), tx())
+    plain = kv.push(plain, 0, [numbers(4, 8, seed=1)] * 2)
+    plain = kv.push(plain, 0, kv.row_sparse_pull(plain, 0, np.array([3, 1])))
     np.testing.assert_allclose(new.values[0], plain.values[0], rtol=1e-5)
     np.testing.assert_array_equal(rows.values, numbers(4, 8)[[1, 3]])
 
@@ -507,7 +514,7 @@ def test_a_store_of_another_mesh_in_a_users_jit():
 MAPPED = [(name, kind) for name in ("explicit", "auto2d", "explicit2d", "mixed") for kind in ("device", "sharded")]
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("check_vma", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "kind"), [*MAPPED, ("explicit2d", "local")])
 def test_verbs_in_a_users_shard_map(name, kind, check_vma):
     """Over the whole mesh, or over the axis "data" with the other axis Explicit or Auto and a value split along it."""

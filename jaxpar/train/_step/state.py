@@ -71,7 +71,7 @@ class TrainState:
         """The parameters to evaluate, see `kv.eval_params`. `RuntimeError` if the state was donated."""
         if not is_traced(self.store.values):
             check_not_donated(self.store.values, "state.eval_params")
-        return kv.eval_params(self.store)
+        return kv.eval_params(self.store, copy=False)
 
     def __repr__(self) -> str:
         rest = [f"{name}: {words}" for name, words in self._other_parts()]

@@ -17,7 +17,7 @@ from ..._core.recent import Recent
 from ..._devices.donation import check_not_donated
 from ..._devices.emulated import wait_before_collectives
 from ..._devices.mesh import auto_mesh, mesh_of
-from ..._devices.user_mesh import check_traced, on_own_mesh, outside_mesh, with_types, without_types
+from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
 from .device_step import DeviceStep
 from .engines import ENGINES, Batch, Engine
 from .global_step import GlobalStep
@@ -100,17 +100,19 @@ class TrainStep:
     def _run(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step, or several with the part of the batches that they take."""
         if jax.sharding.get_abstract_mesh().empty:
-            return self._run_on_own_mesh(state, batch, *part)
+            return self._run_on_own_mesh(state, batch, part)
         with outside_mesh() as user:
             if user is None:
                 check_traced((state, batch), "train step")
-                return self._run_on_own_mesh(state, batch, *part)
-            state, metrics = self._run_on_own_mesh(*without_types((state, batch)), *part, user=user)
+                return self._run_on_own_mesh(state, batch, part)
+            state, batch = without_types((state, batch))
+            state, metrics = self._run_on_own_mesh(state, batch, part, user)
             return state, with_types(metrics, user)
 
     def _run_on_own_mesh(
-        self, state: TrainState, batch: Batch, *part: int, user: Mesh | None = None
+        self, state: TrainState, batch: Batch, part: tuple[int, ...], user: Mesh | None = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The same outside of the user's mesh, which an engine may take over."""
         if not isinstance(state, TrainState):
             raise TypeError(
                 "train step: expected a state, train.create_state(kv.from_params(params, optimizer=...), rng); "
@@ -130,7 +132,7 @@ class TrainStep:
         """The step before compilation, for its text, costs or memory. With `many`, what `step.many` runs."""
         with outside_mesh() as user:
             program, state = self._prepare(without_types(state), user)
-            return program.lower(state, without_types(batch), *([0, 0] if many else []))
+            return program.lower(state, batch, *([0, 0] if many else []))
 
     def slow_in_a_loop(self, state: TrainState, batches: Batch) -> bool:
         """Whether `many` is slow on CPUs: whether the step has a convolution of XLA's."""
@@ -151,7 +153,6 @@ class TrainStep:
             return self._complete(without_types(state), user)
 
     def _complete(self, state: TrainState, user: Mesh | None) -> TrainState:
-        """As `complete`. `user` is the mesh that `jax.set_mesh` has set."""
         if self._engine_name(state.store) == "jit":
             state = self._onto_mesh(state, user)
         devices = self._devices_for(state)
@@ -162,19 +163,19 @@ class TrainStep:
         one, _ = self._engine_of(state.store)
         return one.with_initial_parts(state, devices)
 
-    @on_own_mesh
     def finish(self, state: TrainState) -> TrainState:
         """The state with nothing pending, for the end of training. The given state stays valid.
 
         Pending pushes of a store with a staleness are applied, the oldest first. An unfinished round of local steps
         ends, and all devices agree. Any other state is returned as it is. Training can go on from the result.
         """
-        devices = self._devices_for(state)
-        state = self._complete(state, None)
-        if not state.store.staleness and not carries(state.local):
-            return state
-        wait_before_collectives(state, devices)
-        return self._finishers(jax.tree.structure(state))(state)
+        with outside_mesh() as user:
+            devices = self._devices_for(state)
+            state = self._complete(without_types(state), user)
+            if not state.store.staleness and not carries(state.local):
+                return state
+            wait_before_collectives(state, devices)
+            return self._finishers(jax.tree.structure(state))(state)
 
     def _engine_name(self, store: kv.KVStore) -> str:
         """The engine for a store, see `make_train_step`."""
@@ -215,9 +216,8 @@ class TrainStep:
                     f"{dict(self._mesh.shape)}, or for other devices; place the store: kv.place(store, mesh=mesh)"
                 )
             return state
-        if self.devices or store.devices:
-            user = None
-        mesh = self._mesh or user or mesh_of(self._devices_for(state))
+        free = self.devices is None and state.store.devices is None
+        mesh = self._mesh or (user if free else None) or mesh_of(self._devices_for(state))
         return place_state(dataclasses.replace(state, store=kv.place(store, mesh=mesh)), tuple(mesh.devices.flat))
 
     def _missing(self, state: TrainState) -> dict[str, Any]:
