@@ -34,7 +34,7 @@ def find_keys(key: Any, values: dict[int, Any], paths: Paths, where: str) -> tup
     many = isinstance(key, (list, range))
     given: Sequence[Any] = key if many else (key,)
     keys = [_of_name(k, paths, where) if isinstance(k, str) else checks.as_key(k) for k in given]
-    checks.known(keys, values, where)
+    checks.check_known(keys, values, where)
     check_stored(keys, values, where)
     return keys, many
 

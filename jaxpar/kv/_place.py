@@ -21,7 +21,7 @@ from .._devices.user_mesh import in_user_mesh
 from . import _aggregate, _staleness, _tree
 from ._create import create
 from ._new_values import signature
-from ._store import KVStore, check_shares, copies_for, kind_of, layout_of, names, shapes_of, specs_of
+from ._store import KVStore, check_shares, copies_for, kind_of, layout_of, mesh_of_values, names, shapes_of, specs_of
 
 
 @in_user_mesh
@@ -65,7 +65,7 @@ def place(
     """
     check_stored(store.values, store.values, "kv.place")
     if mesh is not None:
-        return on_mesh(store, mesh_shardings(store, mesh, sharding))
+        return on_mesh(store, mesh, mesh_shardings(store, mesh, sharding))
     target = create(store.kind, devices=devices).devices
     if target is None:
         raise ValueError("kv.place: give devices or mesh")
@@ -75,7 +75,7 @@ def place(
                 "kv.place: values of this store are split over a mesh, and these are other devices; give the new mesh, "
                 "as kv.place(store, mesh=mesh, sharding=rule)"
             )
-        return on_mesh(store, dict(store.shardings))
+        return on_mesh(store, mesh_of_values(store), dict(store.shardings))
     store = _values_of_first(store, target)
     empty = dataclasses.replace(store, devices=target, values={}, updater_state={}, residuals={}, pending={})
     if store.devices is None or len(store.devices) != len(target):
@@ -124,19 +124,17 @@ def mesh_shardings(store: KVStore, mesh: Mesh, sharding: Any) -> dict[int, Named
     return dict(zip(sorted(specs), jax.tree.leaves(found), strict=True))
 
 
-def on_mesh(store: KVStore, shardings: dict[int, NamedSharding]) -> KVStore:
+def on_mesh(store: KVStore, mesh: Mesh, shardings: dict[int, NamedSharding]) -> KVStore:
     """The store with values that are split over a mesh in their own shapes, in memory of their own.
 
     Raises:
         ValueError: a compressor, a staleness or kind `local`.
     """
-    mesh = next(iter(shardings.values())).mesh
     check_mesh_options(store)
     layout, shapes = layout_of(store), shapes_of(store)
-    devices = tuple(mesh.devices.flat)
     target = dataclasses.replace(
         store,
-        devices=devices,
+        devices=tuple(mesh.devices.flat),
         shapes=(),
         shardings=tuple(sorted(shardings.items())),
         values={k: put_copy(layout.whole(v, shapes[k]), shardings[k]) for k, v in store.values.items()},
@@ -153,7 +151,9 @@ def on_mesh(store: KVStore, shardings: dict[int, NamedSharding]) -> KVStore:
     return dataclasses.replace(
         target,
         updater_state={k: jax.tree.map(lambda x, k=k: state(k, x), s) for k, s in store.updater_state.items()},
-        optimizer_state=structure.unflatten([put_copy(x, home) for x, home in zip(leaves, homes, strict=True)]),
+        optimizer_state=structure.unflatten(
+            [put_copy(x, home or copies_for(target)) for x, home in zip(leaves, homes, strict=True)]
+        ),
     )
 
 
