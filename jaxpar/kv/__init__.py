@@ -36,10 +36,5 @@ from ._place import partition_specs as partition_specs, place as place
 from ._pull import broadcast as broadcast, pull as pull
 from ._push import flush as flush, push as push, pushpull as pushpull
 from ._rows import row_sparse_pull as row_sparse_pull
-from ._store import (
-    KVStore as KVStore,
-    copies_for as copies_for,
-    mesh_of_values as mesh_of_values,
-    names as names,
-)
+from ._store import KVStore as KVStore, names as names
 from ._workers import barrier as barrier, num_workers as num_workers, rank as rank

@@ -17,7 +17,7 @@ from .._core.portable import path_name
 from .._devices.placement import put
 from .._devices.user_mesh import split_like
 from ..updaters import TreeOptimizer
-from ._store import Arrays, Changes, KVStore, copies_for, kind_of, layout_of, names, specs_of
+from ._store import Arrays, Changes, KVStore, copies_for, kind_of, layout_of, names, shapes_of, specs_of
 
 _PER_KEY = "updater=jp.updaters.from_optax(tx), which keeps one state a key"
 
@@ -185,12 +185,14 @@ def update(store: KVStore, summed: Arrays, value: jax.Array | None) -> Changes:
 
     Args:
         store: with a `TreeOptimizer`. Its values may be whole, or one device's share, or rows of all shares.
-        summed: of every floating param, laid out as the values.
+        summed: laid out as the values. A param that is not in it is left as it is, and its part of the state too. The
+            optimizer sees zeros as its gradient.
         value: the loss, if it is known.
     """
     grads = {k: g.astype(store.values[k].dtype).reshape(store.values[k].shape) for k, g in summed.items()}
     grads = {k: split_like(g, store.values[k]) for k, g in grads.items()}
-    args = tree_of(store, grads), store.optimizer_state, tree_of(store, store.values)
+    left = {k: jnp.zeros_like(store.values[k]) for k in trained_keys(store) if k not in grads}
+    args = tree_of(store, {**grads, **left}), store.optimizer_state, tree_of(store, store.values)
 
     def run(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         return store.updater.update(grads, state, params, value)
@@ -200,7 +202,20 @@ def update(store: KVStore, summed: Arrays, value: jax.Array | None) -> Changes:
         run = jax.vmap(run, in_axes=(0, axes, 0), out_axes=(0, axes))
     params, state = run(*args)
     _check_state(state, store.optimizer_state)
-    return Changes(by_key(store, params), dict.fromkeys(grads, ()), optimizer_state=state)
+    values = {k: v for k, v in by_key(store, params).items() if k not in left}
+    return Changes(values, dict.fromkeys(values, ()), optimizer_state=_keep(store, left, state) if left else state)
+
+
+def _keep(store: KVStore, keys: Iterable[int], state: Any) -> Any:
+    """The new state, with the old one for what belongs to these params by path and shape."""
+    keys, shapes = set(keys), shapes_of(store)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+    kept: list[Any] = []
+    for (path, new), old in zip(leaves, jax.tree.leaves(store.optimizer_state), strict=True):
+        k = param_of(store, path_name(path))
+        belongs = k in keys and new.shape in (shapes[k], store.values[k].shape)
+        kept.append(old if belongs else new)
+    return structure.unflatten(kept)
 
 
 def _check_state(new: Any, old: Any) -> None:

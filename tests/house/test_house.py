@@ -38,7 +38,7 @@ LAYERS = (
 )
 PRIVATE = ("_core", "_devices", "_heartbeat", "_launch", "_cli")
 # The compiled step is a push taken apart.
-EXCEPTIONS = {("train._step", "kv._aggregate"), ("train._step", "kv._staleness"), ("train._step", "kv._update")}
+EXCEPTIONS = {("train._step", f"kv.{name}") for name in ("_aggregate", "_place", "_staleness", "_store", "_update")}
 WITHOUT_JAX = ("_heartbeat", "_launch", "_core.text", "_core.files", "_core.parsers")
 # Rooms and modules that may touch the world.
 EDGE = [

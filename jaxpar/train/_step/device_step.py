@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ class DeviceStep:
         grad_transform: an optax transform of the summed gradients, or None.
         scaling: the loss scale: None, a number, or a `DynamicLossScale`.
         guard: decides whether the update is made. None: always.
+        unused: what happens to parameters that the loss does not depend on: "warn" or "skip".
     """
 
     gradient: Gradient
@@ -38,15 +40,16 @@ class DeviceStep:
     grad_transform: Any = None
     scaling: float | DynamicLossScale | None = None
     guard: nonfinite.Guard | None = None
+    unused: str = "warn"
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         params = kv.to_params(state.store, axis_name=self.axis_name)
         own = self.gradient(params, batch, self._rng(state), state.model_state, self._scale(state))
         count = lax.axis_size(self.axis_name)
         pushed = {k: g / count for k, g in own.grads.items()}
-        due, pending, ready = pushed, {}, None
+        due, pending, ready = self._without_unused(state, own, pushed), {}, None
         if state.store.staleness:
-            due, pending, ready = _staleness.rotate_queue(state.store, pushed, one=True)
+            due, pending, ready = _staleness.rotate_queue(state.store, due, one=True)
         summed, residuals = self._sum(state.store, due)
         metrics, model_state, found = self._mean_over_devices(state, own, pushed, summed)
         store, transform = self._apply(state, params, summed, residuals, ready, metrics["loss"])
@@ -98,6 +101,20 @@ class DeviceStep:
         if alone and not _aggregate.compressed_keys(store, due):
             return due, {}
         return _aggregate.reduce(store, due, self.axis_name)
+
+    def _without_unused(self, state: TrainState, own: StepResult, values: Arrays) -> Arrays:
+        """The values of the parameters that are updated. A warning names those that the loss does not depend on."""
+        if self.unused == "skip":
+            return {k: v for k, v in values.items() if k not in own.unread}
+        if own.unread:
+            names = kv.names(state.store)
+            warnings.warn(
+                f"train step: the loss does not depend on {', '.join(repr(names[k]) for k in sorted(own.unread)[:8])}; "
+                "the gradients are zeros, and the optimizer may change the parameters all the same, as weight decay "
+                'does; make_train_step(unused="skip") leaves them as they are',
+                stacklevel=2,
+            )
+        return values
 
     def _rng(self, state: TrainState) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(state.rng, state.step), lax.axis_index(self.axis_name))

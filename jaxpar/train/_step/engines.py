@@ -14,6 +14,7 @@ from ... import kv
 from ..._core.arrays import Device
 from ..._devices.mesh import STORE_AXIS, mesh_of
 from ..._devices.pmap_cache import forget
+from ...kv import _store
 from .device_step import DeviceStep
 from .global_step import GlobalStep
 from .state import TrainState, partition_specs
@@ -82,7 +83,7 @@ def _finish_by_shard_map(one: DeviceStep, devices: Devices, state: TrainState) -
 def _step_by_jit(one: DeviceStep, devices: Devices, state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
     del devices
     with jax.sharding.use_abstract_mesh(
-        kv.mesh_of_values(state.store).abstract_mesh
+        _store.mesh_of_values(state.store).abstract_mesh
     ):  # for bare PartitionSpecs in a loss
         return one(state, batch)
 
@@ -94,7 +95,7 @@ def _nothing_to_finish(one: DeviceStep, devices: Devices, state: TrainState) -> 
 
 def _spread_by_jit(one: DeviceStep, store: kv.KVStore) -> tuple[Mesh, tuple[str, ...]]:
     assert isinstance(one, GlobalStep)
-    return kv.mesh_of_values(store), one.axes
+    return _store.mesh_of_values(store), one.axes
 
 
 ENGINES = {

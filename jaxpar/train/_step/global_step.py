@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ... import kv
 from ..._core.arrays import Device
-from ...kv import _aggregate, _update
+from ...kv import _aggregate, _store, _update
 from . import nonfinite
 from .device_step import DeviceStep
 from .gradient import Gradient, call_loss, wide
@@ -72,7 +72,7 @@ class GlobalStep(DeviceStep):
     axes: tuple[str, ...] = ()
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        mesh = kv.mesh_of_values(state.store)
+        mesh = _store.mesh_of_values(state.store)
         leaves, structure = jax.tree.flatten(state)
         leaves = [lax.with_sharding_constraint(x, s) for x, s in zip(leaves, leaf_shardings(state), strict=True)]
         state = structure.unflatten(leaves)  # all over the same mesh, also what a user's mesh laid out alike
@@ -84,7 +84,8 @@ class GlobalStep(DeviceStep):
         places = dict(state.store.shardings)
         grads = {k: lax.with_sharding_constraint(g, places[k]) for k, g in own.grads.items()}
         metrics = {name: jnp.asarray(x).astype(wide(x)) for name, x in own.metrics.items()}
-        store, transform = self._apply(state, params, grads, {}, None, metrics["loss"])
+        due = self._without_unused(state, own, grads)
+        store, transform = self._apply(state, params, due, {}, None, metrics["loss"])
         new = dataclasses.replace(
             state,
             store=store,
@@ -118,7 +119,7 @@ class GlobalStep(DeviceStep):
 
     def with_initial_parts(self, state: TrainState, devices: tuple[Device, ...]) -> TrainState:
         """The state as it is, on the mesh."""
-        mesh = kv.mesh_of_values(state.store)
+        mesh = _store.mesh_of_values(state.store)
         for name in self.axes:
             if name not in mesh.axis_names:
                 raise ValueError(

@@ -23,11 +23,13 @@ class StepResult(NamedTuple):
         grads: the gradient of the mean loss for the key of each floating parameter, in its dtype.
         metrics: `loss`, and `aux` of `loss_fn`.
         model_state: the new one, or ().
+        unread: the keys of parameters that the loss does not depend on. Their gradients are zeros.
     """
 
     grads: Grads
     metrics: dict[str, Any]
     model_state: Any
+    unread: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,21 +43,24 @@ class Gradient:
 
     def __call__(self, params: Any, batch: Any, rng: jax.Array, model_state: Any, scale: Any = None) -> StepResult:
         """The gradient over the whole share. The loss is multiplied by `scale`, and the gradient divided by it."""
-        if self.accumulate == 1:
-            found = self._of_one(params, batch, rng, model_state, scale)
-        else:
-            found = self._of_many(params, batch, rng, model_state, scale)
+        read: set[int] = set()  # filled while the loss is traced
+        of = self._of_one if self.accumulate == 1 else self._of_many
+        found = of(params, batch, rng, model_state, scale, read)
+        found = found._replace(unread=frozenset(found.grads.keys() - read))
         if scale is None:
             return found
         return found._replace(grads={k: _divide(g, scale) for k, g in found.grads.items()})
 
-    def _of_one(self, params: Any, batch: Any, rng: jax.Array, model_state: Any, scale: Any) -> StepResult:
+    def _of_one(
+        self, params: Any, batch: Any, rng: jax.Array, model_state: Any, scale: Any, read: set[int]
+    ) -> StepResult:
         leaves, structure = jax.tree.flatten(params)
         keys = floating_keys(leaves)
         batch = self._cast(batch)
 
         def loss(trained: list[jax.Array]) -> tuple[jax.Array, Any]:
-            merged = {**dict(enumerate(leaves)), **dict(zip(keys, trained, strict=True))}
+            marked = {k: _note_gradient(x, k, read) for k, x in zip(keys, trained, strict=True)}
+            merged = {**dict(enumerate(leaves)), **marked}
             whole = self._cast(structure.unflatten(list(merged.values())))
             value, aux, new = self._call(whole, batch, rng, model_state)
             if self.compute_dtype is not None or scale is not None:
@@ -67,7 +72,9 @@ class Gradient:
         (_, (metrics, new)), grads = jax.value_and_grad(loss, has_aux=True)([leaves[k] for k in keys])
         return StepResult(dict(zip(keys, grads, strict=True)), metrics, new)
 
-    def _of_many(self, params: Any, batch: Any, rng: jax.Array, model_state: Any, scale: Any) -> StepResult:
+    def _of_many(
+        self, params: Any, batch: Any, rng: jax.Array, model_state: Any, scale: Any, read: set[int]
+    ) -> StepResult:
         """The mean over microbatches. They run one after the other, so memory holds the activations of one."""
         count, parts = self.accumulate, self._microbatches(batch)
         leaves = jax.tree.leaves(params)
@@ -75,7 +82,7 @@ class Gradient:
         def add(carry: tuple[Grads, Any], part: tuple[jax.Array, Any]) -> tuple[tuple[Grads, Any], Any]:
             sums, model_state = carry
             i, batch = part
-            found = self._of_one(params, batch, self._fold_in(rng, i), model_state, scale)
+            found = self._of_one(params, batch, self._fold_in(rng, i), model_state, scale, read)
             sums = {k: total + found.grads[k].astype(total.dtype) for k, total in sums.items()}
             return (sums, found.model_state), found.metrics
 
@@ -103,6 +110,21 @@ class Gradient:
         return jax.tree.map(
             lambda x: x.astype(self.compute_dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
         )
+
+
+def _note_gradient(leaf: jax.Array, key: int, read: set[int]) -> jax.Array:
+    """The leaf itself. Its key is added to `read` when a gradient for it is traced."""
+
+    @jax.custom_vjp
+    def same(x: jax.Array) -> jax.Array:
+        return x
+
+    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+        read.add(key)
+        return (cotangent,)
+
+    same.defvjp(lambda x: (x, None), backward)
+    return same(leaf)
 
 
 def floating_keys(leaves: list[jax.Array]) -> list[int]:

@@ -48,7 +48,9 @@ class LocalSGD(DeviceStep):
         found = self.gradient(params, batch, self._rng(state), state.model_state, self._scale(state))
         updates, transform = self._transform(mine, params, found.grads)
         transform = transform if jax.tree.leaves(transform) else state.local["transform"]
+        updates = self._without_unused(state, found, updates)
         changes = _update.update(mine.store, updates, found.metrics["loss"])
+        optimizer_state = changes.optimizer_state
         metrics, model_state, bad = self._mean_over_devices(state, found, found.grads, {})
         new = dataclasses.replace(
             state,
@@ -57,11 +59,12 @@ class LocalSGD(DeviceStep):
             local=_like(
                 state.local,
                 {
-                    "values": changes.values,
-                    "updater_state": changes.updater_state,
-                    "optimizer_state": mine.store.optimizer_state
-                    if changes.optimizer_state is None
-                    else changes.optimizer_state,
+                    "values": {k: changes.values.get(k, mine.store.values[k]) for k in state.local["values"]},
+                    "updater_state": {
+                        k: changes.updater_state.get(k, mine.store.updater_state[k])
+                        for k in state.local["updater_state"]
+                    },
+                    "optimizer_state": mine.store.optimizer_state if optimizer_state is None else optimizer_state,
                     "transform": transform,
                 },
             ),

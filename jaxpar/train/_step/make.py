@@ -37,6 +37,7 @@ def make_train_step(
     loss_scale: float | Literal["dynamic"] | DynamicLossScale | None = None,
     local_steps: int | None = None,
     outer_optimizer: optax.GradientTransformation | None = None,
+    unused: Literal["warn", "skip"] = "warn",
 ) -> TrainStep:
     """A data-parallel training step over the devices of the state.
 
@@ -65,7 +66,8 @@ def make_train_step(
             the mean of their gradients is pushed once. Each gets an `rng` of its own and the `model_state` of the one
             before.
         compute_dtype: such as `jnp.bfloat16`. `loss_fn` gets the floating arrays of `params` and `batch` in it.
-            The store, the gradients that are pushed, their sums and the loss stay float32.
+            The store, the gradients that are pushed, their sums and the loss stay float32. Under engine `jit` the
+            compiler sums the gradients of the shares in `compute_dtype`.
         remat: True, or a policy of `jax.checkpoint_policies`. `loss_fn` is wrapped in `jax.checkpoint`, so the backward
             pass computes activations again, all or those that the policy does not save.
         nonfinite: what a NaN or infinite loss or gradient on any device does. `ignore`: nothing, it is pushed as
@@ -84,6 +86,9 @@ def make_train_step(
         outer_optimizer: with `local_steps`, an optax transform for the mean over the devices of (parameters at the
             start of the round - own parameters), such as `optax.sgd(0.7, momentum=0.9, nesterov=True)`, which is
             DiLoCo (Douillard et al. 2023). None averages the parameters.
+        unused: what happens to a parameter that the loss does not depend on. Its gradient is zero, but weight decay or
+            momentum would change it. `warn` names it once. `skip` leaves it and its part of the optimizer's state as
+            they are, as MXNet's `ignore_stale_grad` does.
 
     Returns:
         `step(state, batch) -> (state, metrics)`, compiled once for each shape of a batch. `batch` is the global
@@ -132,7 +137,8 @@ def make_train_step(
     dynamic = scaling if isinstance(scaling, DynamicLossScale) else None
     guard = Guard(nonfinite == "stop", dynamic) if nonfinite != "ignore" or dynamic else None
     gradient = Gradient(loss_fn, accumulate, compute_dtype, remat)
-    options = gradient, axes[0], grad_transform, scaling, guard
+    checks.choice(unused, "make_train_step", "unused", ("warn", "skip"))
+    options = gradient, axes[0], grad_transform, scaling, guard, unused
     one = DeviceStep(*options) if local_steps is None else LocalSGD(*options, int(local_steps), outer_optimizer)
     whole = None if local_steps is not None else GlobalStep(*options, axes=axes)
     if engine == "jit" and whole is None:

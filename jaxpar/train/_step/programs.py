@@ -14,7 +14,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from ... import kv
 from ..._core import checks
 from ..._core.arrays import is_prng_key, is_traced, without_keys
 from ..._devices.emulated import wait_before_collectives
@@ -22,6 +21,7 @@ from ..._devices.mesh import STORE_AXIS, is_on, mesh_of, put_copy
 from ..._devices.placement import put
 from ..._devices.pmap_cache import forget
 from ..._devices.user_mesh import without_types
+from ...kv import _store
 from .device_step import DeviceStep
 from .engines import Batch, Devices, Engine, split_batch
 from .state import TrainState, leaf_shardings, partition_specs
@@ -61,7 +61,7 @@ class Program:
         self._along = lambda axis: NamedSharding(mesh, P(*[None] * axis, axes[0] if len(axes) == 1 else axes))
         self._store_parts, self._state_parts = _parts(state)
         self._shardings: list[Any] = []  # of the last batch that was checked, or the type of what has none
-        self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, kv.copies_for(state.store)))
+        self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, _store.copies_for(state.store)))
         step = _step_of_leaves(one, engine, self._shares, treedef, self._rng)
         self._step = jax.jit(step, donate_argnums=0)
         self._steps = jax.jit(_loop_over_batches(step), donate_argnums=0)

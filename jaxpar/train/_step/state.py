@@ -21,7 +21,7 @@ from ..._devices.donation import check_not_donated, is_donated
 from ..._devices.mesh import put_copy, split_over
 from ..._devices.placement import to_host
 from ..._devices.user_mesh import on_own_mesh
-from ...kv import _place
+from ...kv import _place, _store
 
 if TYPE_CHECKING:
     import optax
@@ -181,7 +181,7 @@ def regroup_local(local: Any, count: int) -> Any:
 
 def everywhere(tree: Any, store: kv.KVStore) -> Any:
     """A copy of the arrays on each of the store's devices."""
-    return put_copy(tree, kv.copies_for(store))
+    return put_copy(tree, _store.copies_for(store))
 
 
 def partition_specs(state: TrainState, axis_name: str) -> list[P]:
@@ -197,7 +197,7 @@ def leaf_shardings(state: TrainState) -> list[NamedSharding]:
     rest, local = jax.tree.leaves(_rest(state)), jax.tree.leaves(state.local)
     return (
         jax.tree.leaves(_place.leaf_shardings(state.store))
-        + [kv.copies_for(state.store)] * len(rest)
+        + [_store.copies_for(state.store)] * len(rest)
         + [split_over(devices)] * len(local)
     )
 

@@ -18,6 +18,7 @@ from ..._devices.donation import check_not_donated
 from ..._devices.emulated import wait_before_collectives
 from ..._devices.mesh import auto_mesh, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
+from ...kv import _store
 from .device_step import DeviceStep
 from .engines import ENGINES, Batch, Engine
 from .global_step import GlobalStep
@@ -209,7 +210,7 @@ class TrainStep:
         """The state on the mesh of engine `jit`."""
         store = state.store
         if store.shardings:
-            own = kv.mesh_of_values(store)
+            own = _store.mesh_of_values(store)
             if self._mesh is not None and auto_mesh(self._mesh) != own:
                 raise ValueError(
                     f"train step: the state is on a mesh {dict(own.shape)}, and the step was made for "
