@@ -16,7 +16,7 @@ import jaxpar as jp
 
 DEVICES = 4
 LAYER = {"w": np.zeros((1000, 100), np.float32), "b": np.zeros(100, np.float32)}
-SMALL = [np.zeros(100, np.float32)] * 3
+SMALL = [np.zeros(100, np.float32) for _ in range(3)]
 TX = optax.sgd(0.1)
 
 

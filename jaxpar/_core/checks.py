@@ -15,9 +15,7 @@ import numpy as np
 from .arrays import Device, check_not_gone
 
 Engine = Literal["pmap", "shard_map"]
-StepEngine = Literal["auto", "pmap", "shard_map", "jit"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
-STEP_ENGINES: tuple[StepEngine, ...] = get_args(StepEngine)
 
 
 # Keys of a store, and the values given for them.

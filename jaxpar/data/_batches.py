@@ -99,7 +99,7 @@ def batches(
         checks.whole_number(epochs, where, "epochs", least=0)
     dtype = None if dtype is None else np.dtype(dtype)
     slices = _slices(size, batch_size, epochs, start, drop_remainder)
-    make = _resident if _is_resident(resident, dataset, split) else _streamed
+    make = _from_devices if _is_resident(resident, dataset, split) else _from_host
     return each_in_user_mesh(make(dataset, slices, _order(rng, size, split), split, dtype))
 
 
@@ -167,7 +167,7 @@ def _slices(
             yield epoch, at, min(batch_size, stop - at)
 
 
-def _resident(dataset: Examples, slices: _Slices, order: Order, split: Split | None, dtype: Any) -> Iterator[Batch]:
+def _from_devices(dataset: Examples, slices: _Slices, order: Order, split: Split | None, dtype: Any) -> Iterator[Batch]:
     """Batches gathered from the copies on the devices."""
     mesh = split and split.mesh
     images, labels = copies(dataset, mesh)
@@ -185,7 +185,7 @@ def _resident(dataset: Examples, slices: _Slices, order: Order, split: Split | N
         yield ready.popleft()
 
 
-def _streamed(dataset: Examples, slices: _Slices, order: Order, split: Split | None, dtype: Any) -> Iterator[Batch]:
+def _from_host(dataset: Examples, slices: _Slices, order: Order, split: Split | None, dtype: Any) -> Iterator[Batch]:
     """The same batches from host memory. Transfers run while earlier batches are in use."""
     ahead: collections.deque[Batch] = collections.deque()
     epoch, rows = None, np.empty(0, np.int32)

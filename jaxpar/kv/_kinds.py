@@ -215,8 +215,8 @@ def table() -> str:
     """The kinds as a table in Markdown."""
     lines = ["| kind | where a push is summed | where a value is |", "|---|---|---|"]
     for kind in KINDS.values():
-        others = "".join(f" (also `{other}`)" for other, name in ALIASES.items() if name == kind.name)
-        lines.append(f"| `{kind.name}`{others} | {kind.sums} | {kind.place} |")
+        others = ", ".join(f"`{other}`" for other, name in ALIASES.items() if name == kind.name)
+        lines.append(f"| `{kind.name}`{f' (also {others})' if others else ''} | {kind.sums} | {kind.place} |")
     return "\n".join(lines)
 
 

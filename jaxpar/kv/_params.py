@@ -84,9 +84,11 @@ def from_params(
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     check_names(leaves, paths, "kv.from_params")
+    check_names(leaves, paths, "kv.from_params")
+    # Before the first use of JAX, since a kind `dist_*` joins the other processes.
+    store = dataclasses.replace(create(kind, devices=devices, staleness=staleness), paths=tuple(enumerate(paths)))
     values = [_leaf(leaf, path) for path, (_, leaf) in zip(paths, leaves, strict=True)]
     _check_untied(paths, [leaf for _, leaf in leaves])
-    store = dataclasses.replace(create(kind, devices=devices, staleness=staleness), paths=tuple(enumerate(paths)))
     chosen = mesh if mesh is not None else _mesh_for(store, params, sharding, optimizer)
     if chosen is not None:
         store = _on_mesh(store, params, chosen, sharding)

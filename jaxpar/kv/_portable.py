@@ -45,7 +45,7 @@ def slots(store: KVStore, prefix: str) -> list[Slot]:
         field = path[0].name
         if field == _OPTIMIZER:
             shape = next(whole)
-            found.append(Slot(full_name, name, leaf, shape or tuple(leaf.shape), shape is not None))
+            found.append(Slot(full_name, name, leaf, tuple(leaf.shape) if shape is None else shape, shape is not None))
             continue
         k = path[1].key
         part = {_RESIDUALS: "residual", _PENDING: "pending"}.get(field)

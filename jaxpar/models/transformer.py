@@ -211,3 +211,7 @@ def _normals(rng: jax.Array) -> Callable[..., jax.Array]:
 
 def _norm_params(*shape: int) -> Params:
     return {"scale": jnp.ones(shape), "bias": jnp.zeros(shape)}
+
+
+def __dir__() -> list[str]:
+    return ["TENSOR_PARALLEL", "Config", "apply", "init", "loss"]

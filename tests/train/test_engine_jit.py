@@ -140,6 +140,58 @@ def test_each_device_has_its_part_of_values_and_state():
     assert state.store.optimizer_state[0].count.sharding.is_fully_replicated
 
 
+def test_kind_sharded_keeps_a_part_of_whole_values_where_the_optimizer_needs_them():
+    store = kv.from_params({"w": jnp.ones((64, 64))}, kind="sharded", optimizer=optax.contrib.muon(0.01))
+    assert store.values[0].shape == (64, 64)
+    for leaf in (store.values[0], *jax.tree.leaves(store.optimizer_state)):
+        assert leaf.ndim < 2 or leaf.addressable_shards[0].data.size == leaf.size // jax.device_count()
+
+
+def unread(params, batch, rng):
+    return ((batch["x"] @ params["w"]) ** 2).mean(), {}
+
+
+@pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "remat": True}], ids=["plain", "accumulate, remat"])
+def test_a_parameter_that_the_loss_does_not_read(engine, options):
+    tx = optax.adamw(0.1, weight_decay=0.1)
+    given = {"w": jnp.ones((8, 2)), "idle": jnp.ones(3)}
+
+    def after_two(**more):
+        store = kv.from_params(given, optimizer=tx, devices=jax.devices()[:2])
+        step = train.make_train_step(unread, engine=engine, **options, **more)
+        state = train.create_state(store, 0)
+        for row in batches(2):
+            state, _ = step(state, row)
+        return state
+
+    with pytest.warns(UserWarning, match=r"does not depend on 'idle';.*unused=\"skip\""):
+        moved = after_two()
+    assert float(moved.params["idle"][0]) < 1
+    state = after_two(unused="skip")
+    np.testing.assert_array_equal(state.params["idle"], given["idle"])
+    np.testing.assert_array_equal(state.params["w"], moved.params["w"])
+
+
+@pytest.mark.parametrize("kind", ["device", "sharded", "dist_async"])
+def test_unused_parameters_are_left_with_one_state_a_key_too(kind):
+    update = updaters.mxnet_sgd(0.1, momentum=0.9, wd=0.1)
+    store = kv.from_params({"w": jnp.ones((8, 2)), "idle": jnp.ones(3)}, kind=kind, updater=update)
+    step = train.make_train_step(unread, unused="skip")
+    state = step.finish(step(train.create_state(store, 0, devices=jax.devices()[:2]), batches(1)[0])[0])
+    np.testing.assert_array_equal(state.params["idle"], np.ones(3))
+    assert float(state.params["w"][0, 0]) != 1
+
+
+def test_unused_parameters_are_left_by_local_steps():
+    store = kv.from_params({"w": jnp.ones((8, 2)), "idle": jnp.ones(3)}, optimizer=optax.adamw(0.1, weight_decay=0.1))
+    step = train.make_train_step(unread, unused="skip", local_steps=2)
+    state = train.create_state(store, 0, devices=jax.devices()[:2])
+    for row in batches(2):
+        state, _ = step(state, row)
+    np.testing.assert_array_equal(state.params["idle"], np.ones(3))
+
+
 def test_params_keep_the_sharding_that_they_come_with():
     mesh = mesh_of(2, 4, kind=AxisType.Explicit)
     given = params()

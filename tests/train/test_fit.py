@@ -358,3 +358,18 @@ def test_a_state_shows_what_it_carries():
     assert seen[0].startswith("TrainState(step=traced")
     run(state, epochs=1)
     assert repr(state).startswith("TrainState(donated to a later step; use the state that it returned)")
+
+
+def test_values_that_are_no_numbers_are_named():
+    def loss(params, batch, rng):
+        error = (batch["image"] @ params["w"] - batch["label"]) ** 2
+        return error.mean(), {"each": error, "half": error.mean() / 2}
+
+    examples = data.Dataset(np.ones((8, 2), np.float32), np.ones(8, np.float32))
+    state = train.create_state(
+        kv.from_params({"w": jnp.zeros(2)}, optimizer=optax.sgd(0.1)), 0, devices=jax.devices()[:2]
+    )
+    with pytest.warns(UserWarning, match=r"aux of loss_fn has 'each' of shape \(2,\)"):
+        _, history = train.fit(state, train.make_train_step(loss), examples, epochs=1, batch_size=4, progress=False)
+    assert "half" in history[0]
+    assert "each" not in history[0]

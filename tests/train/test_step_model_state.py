@@ -108,7 +108,7 @@ def test_it_travels_with_the_metrics_and_is_donated(engine):
     assert [name for name, _ in collectives_in(text)] == [name for name, _ in collectives_in(plain)]
     assert sum(n for _, n in collectives_in(text)) - sum(n for _, n in collectives_in(plain)) == 4 * 6
     head = text.splitlines()[0]
-    assert head.count("may-alias") + head.count("must-alias") >= 2 * 4 + 1 + 3
+    assert head.count("may-alias") + head.count("must-alias") >= 2 * 3 + 2 + 3
     given = state.model_state
     state, _ = step(state, batch)
     assert all(leaf.is_deleted() for leaf in given.values())

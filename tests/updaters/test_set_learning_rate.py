@@ -25,16 +25,24 @@ def without_rng(state):
 
 
 MXNET = updaters.mxnet_sgd(0.5, momentum=0.9, rate_in_state=True)
+ADAM_RATE = ".hyperparams['learning_rate']"
 ADAM = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
 
 
-@pytest.mark.parametrize(("tx", "inner"), [(MXNET, "['learning_rate']"), (ADAM, ".hyperparams['learning_rate']")])
-def test_only_the_rates_of_a_store_and_a_training_state(tx, inner):
-    store = kv.from_params(PARAMS, optimizer=tx)
-    want = [f".updater_state[{k}]{inner}" for k in range(3)]
+@pytest.mark.parametrize(
+    ("options", "inner"),
+    [
+        ({"optimizer": MXNET}, "['learning_rate']"),
+        ({"updater": updaters.from_optax(ADAM)}, ".hyperparams['learning_rate']"),
+        ({"optimizer": ADAM}, None),
+    ],
+)
+def test_only_the_rates_of_a_store_and_a_training_state(options, inner):
+    store = kv.from_params(PARAMS, **options)
+    want = [f".updater_state[{k}]{inner}" for k in range(3)] if inner else [".optimizer_state" + ADAM_RATE]
     assert rates_of(store, updaters.set_learning_rate(store, 0.25)) == want
-    states = store.updater_state
-    assert len(rates_of(states, updaters.set_learning_rate(states, 0.25))) == 3
+    states = store.updater_state if inner else store.optimizer_state
+    assert len(rates_of(states, updaters.set_learning_rate(states, 0.25))) == len(want)
     clip = optax.inject_hyperparams(lambda learning_rate: optax.scale(learning_rate))(learning_rate=1.0)
     model_state = {"learning_rate": jnp.float32(7), "norm": {"learning_rate": jnp.float32(7)}}
     state = train.create_state(store, 0, devices=jax.devices()[:1], grad_transform=clip, model_state=model_state)

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import itertools
 import time
+import warnings
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
@@ -41,10 +42,18 @@ class _Steps:
         return self.end - self.first or 1
 
     def rows(self) -> list[dict[str, float]]:
-        """The metrics that are numbers, for each step. Waits for them."""
+        """The metrics that are numbers, for each step. Waits for them. A warning names those that are not."""
+        axes = 1 if self.end else 0
+        others = {k: np.shape(v)[axes:] for k, v in self.metrics.items() if np.ndim(v) != axes}
+        if others:
+            words = ", ".join(f"{k!r} of shape {shape}" for k, shape in others.items())
+            warnings.warn(
+                f"fit: the history holds numbers, and aux of loss_fn has {words}; return a mean or another number",
+                stacklevel=2,
+            )
         if not self.end:
-            return [{k: float(v) for k, v in self.metrics.items() if np.ndim(v) == 0}]
-        columns = {k: np.asarray(v) for k, v in self.metrics.items() if np.ndim(v) == 1}
+            return [{k: float(v) for k, v in self.metrics.items() if k not in others}]
+        columns = {k: np.asarray(v) for k, v in self.metrics.items() if k not in others}
         return [{k: float(v[i]) for k, v in columns.items()} for i in range(self.first, self.end)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     import optax
 
 
+Engine = Literal["auto", "pmap", "shard_map", "jit"]
+
+
 def make_train_step(
     loss_fn: LossFn,
     *,
-    engine: checks.StepEngine = "auto",
+    engine: Engine = "auto",
     devices: Sequence[Device] | None = None,
     mesh: Mesh | None = None,
     axis_name: str | Sequence[str] = "data",
@@ -128,7 +131,7 @@ def make_train_step(
             "make_train_step: expected the function loss_fn(params, batch, rng) itself, not what it returns; "
             f"got {checks.describe(loss_fn)}"
         )
-    checks.choice(engine, "make_train_step", "engine", checks.STEP_ENGINES)
+    checks.choice(engine, "make_train_step", "engine", get_args(Engine))
     axes = _check_axes(axis_name, engine, mesh, devices)
     chosen = None if devices is None else checks.check_devices(devices, "make_train_step")
     _check_options(accumulate, compute_dtype, remat, nonfinite)

@@ -1,0 +1,74 @@
+"""The learning rate in an optimizer's state, changed from outside."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
+    """The same state with another rate. Nothing recompiles.
+
+    Only the optimizer's rate changes. A parameter or a model's own array of this name stays as it is.
+
+    Args:
+        state: of one key of an optimizer made with `rate_in_state=True`, a list or {key: state} of such states, or the
+            state of `optax.inject_hyperparams`. Or a `KVStore`, a `TrainState` or a part of them with such states.
+        learning_rate: a number or 0-d array.
+
+    Returns:
+        A pytree of the same structure, shapes and dtypes.
+
+    Raises:
+        ValueError: no rate is in `state`, or it follows a schedule of optax.
+
+    Example:
+        >>> updater = mxnet_sgd(1.0, rate_in_state=True)
+        >>> state = set_learning_rate(updater.init(0, jnp.zeros(2)), 0.1)
+        >>> updater.update(0, jnp.ones(2), state, jnp.zeros(2))[0].tolist() == jnp.full(2, -0.1).tolist()
+        True
+    """
+    found: list[tuple[Any, ...]] = []
+
+    def replace(path: tuple[Any, ...], leaf: Any) -> Any:
+        if _is_scheduled(path):
+            raise ValueError("set_learning_rate: this rate follows a schedule; give optax.inject_hyperparams a number")
+        if _is_rate(path):
+            found.append(path)
+            # In the array's own dtype and place, so that a compiled step takes it as it took the old one.
+            return jnp.zeros_like(leaf) + jnp.asarray(learning_rate, leaf.dtype)
+        return leaf
+
+    state = jax.tree_util.tree_map_with_path(replace, state)
+    if not found:
+        raise ValueError(
+            "set_learning_rate: no rate in this state; make the optimizer with rate_in_state=True, or by "
+            "optax.inject_hyperparams"
+        )
+    return state
+
+
+def _is_rate(path: tuple[Any, ...]) -> bool:
+    """Whether this is where an optimizer has its rate.
+
+    That is in the hyperparameters of optax, or directly in the state of a key. All else of this name is a parameter, or
+    belongs to one.
+    """
+    steps = _steps(path)
+    if not steps or steps[-1] != "learning_rate" or "model_state" in steps:
+        return False
+    if steps[-2:-1] == ["hyperparams"] and isinstance(path[-2], jax.tree_util.GetAttrKey):
+        return True
+    inner = steps[steps.index("updater_state") + 1 : -1] if "updater_state" in steps else steps[:-1]
+    return all(isinstance(step, int) for step in inner)
+
+
+def _is_scheduled(path: tuple[Any, ...]) -> bool:
+    return ("hyperparams_states", "learning_rate") in itertools.pairwise(_steps(path))
+
+
+def _steps(path: tuple[Any, ...]) -> list[Any]:
+    return [getattr(p, "name", getattr(p, "key", getattr(p, "idx", None))) for p in path]

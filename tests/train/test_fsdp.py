@@ -1,0 +1,106 @@
+"""Fully sharded training of a transformer: what the compiled program sends and holds, and that it trains."""
+
+import functools
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+from jaxpar import kv, parallel, train
+from jaxpar.models import transformer
+
+CONFIG = transformer.Config(layers=4, width=128, heads=4, vocabulary=512, positions=32)
+LAYER = 4 * sum(
+    leaf.size // CONFIG.layers
+    for leaf in jax.tree.leaves(jax.eval_shape(transformer.init, jax.random.key(0), CONFIG)["layers"])
+)
+COLLECTIVE = re.compile(r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+ARRAY = re.compile(r"f32\[([\d,]*)\]")
+
+
+def loss_fn(params, batch, rng):
+    return transformer.loss(params, batch["tokens"]), {}
+
+
+def started(names, sizes, rule):
+    mesh = Mesh(np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), names)
+    params = transformer.init(jax.random.key(0), CONFIG)
+    store = kv.from_params(params, optimizer=optax.adam(1e-3), mesh=mesh, sharding=rule)
+    axes = tuple(name for name in names if name != "model")
+    return train.make_train_step(loss_fn, axis_name=axes), train.create_state(store, 0)
+
+
+def batch(seed=0, size=8):
+    tokens = np.random.default_rng(seed).integers(0, CONFIG.vocabulary, (size, CONFIG.positions + 1))
+    return {"tokens": tokens.astype(np.int32)}
+
+
+def tensor_parallel(*axes):
+    return parallel.sharding_rules(transformer.TENSOR_PARALLEL, then=parallel.fsdp(axes, min_size=1, stacked_dims=1))
+
+
+MESHES = {
+    "8": (("data",), (8,), parallel.fsdp("data", min_size=1, stacked_dims=1)),
+    "2x4": (("data", "model"), (2, 4), tensor_parallel("data", "model")),
+}
+
+
+@functools.cache
+def compiled(mesh):
+    step, state = started(*MESHES[mesh])
+    return step.lower(state, batch()).compile(), sum(x.nbytes for x in jax.tree.leaves(state.store))
+
+
+def collectives(text):
+    """(inside of a loop, kind, shapes) of each collective."""
+    inside = True
+    for line in text.splitlines():
+        if line.endswith("{"):
+            inside = not line.startswith("ENTRY")
+        if found := COLLECTIVE.search(line):
+            shapes = [tuple(map(int, filter(None, dims.split(",")))) for dims in ARRAY.findall(found[1])]
+            yield inside, found[2], shapes
+
+
+def size(shapes):
+    return 4 * sum(int(np.prod(shape)) for shape in shapes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_program_is_fully_sharded(mesh):
+    program, whole = compiled(mesh)
+    memory = program.memory_analysis()
+    assert memory.argument_size_in_bytes < 1.02 * whole / 8 + batch()["tokens"].nbytes + 100
+    assert memory.output_size_in_bytes < 1.02 * whole / 8 + 100
+    found = list(collectives(program.as_text()))
+    gathers = [(inside, shapes) for inside, kind, shapes in found if kind == "all-gather"]
+    assert any(inside for inside, _ in gathers)
+    stacked = [shape for inside, shapes in gathers for shape in shapes if shape[:1] == (CONFIG.layers,)]
+    assert not stacked, "the layers are gathered one by one, inside the scan"
+    model = 1 if mesh == "8" else 4
+    tables = 4 * (2 * CONFIG.vocabulary // model + CONFIG.positions) * CONFIG.width
+    activations = 4 * 8 // (8 // model) * CONFIG.positions * CONFIG.width
+    for inside, kind, shapes in found:
+        most = max(LAYER // model, activations if model > 1 else 0) if inside else tables + activations + 4096
+        assert size(shapes) <= 1.05 * most, (inside, kind, shapes)
+    assert not [kind for _, kind, _ in found if kind in ("all-to-all", "collective-permute")]
+
+
+@pytest.mark.slow
+def test_losses_as_on_one_device():
+    losses = {}
+    for name, mesh in {
+        "1": (("data",), (1,), None),
+        "2x2x2": (("data", "fsdp", "model"), (2, 2, 2), tensor_parallel("data", "fsdp")),
+    }.items():
+        step, state = started(*mesh)
+        losses[name] = []
+        for i in range(20):
+            state, metrics = step(state, batch(i))
+            losses[name].append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses["2x2x2"], losses["1"], atol=1e-5)
+    assert losses["1"][-1] < losses["1"][0] - 0.1
