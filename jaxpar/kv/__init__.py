@@ -17,7 +17,7 @@ A push goes one way:
     _update      hand each sum to the updater
     _store       the next store, with these changes
 
-`_eager` runs the same as compiled programs at the prompt, and `_eager_processes` sums over processes there.
+`_eager` runs the same as compiled programs at the prompt, and sums over processes there.
 `_tree` hands all sums at once to an optimizer that sees the whole pytree. `_staleness` delays a push, and `_rows`
 pushes some rows of a table. What differs between the kinds of store is in `_kinds`.
 """

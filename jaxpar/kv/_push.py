@@ -16,7 +16,8 @@ from .._devices.placement import spans_processes
 from .._devices.user_mesh import in_user_mesh
 from ..sparse import RowSparse
 from ..updaters import TreeOptimizer
-from . import _aggregate, _eager, _eager_processes, _rows, _staleness, _tree
+from . import _aggregate, _rows, _staleness, _tree
+from ._eager import processes, programs
 from ._mxnet import answers
 from ._pull import pull
 from ._store import Changes, KVStore, Lists, kind_of, shape_of, shapes_of, with_changes
@@ -73,7 +74,7 @@ def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None =
     """
     pushed = _request(store, key, value)
     if _is_across_processes(store, pushed, axis_name):
-        _eager_processes.agree(store, pushed)
+        processes.agree(store, pushed)
     elif axis_name is None and jax.process_count() > 1:
         _check_within_process(store, pushed)
     rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], RowSparse)}
@@ -116,15 +117,15 @@ def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
 
 def _push_rows(store: KVStore, rows: dict[int, list[RowSparse]], axis_name: str | None) -> Changes:
     if _is_across_processes(store, rows, axis_name):
-        rows = _eager_processes.rows(store, rows)
+        rows = processes.rows(store, rows)
     return _rows.push(store, rows, axis_name)
 
 
 def _push_dense(store: KVStore, pushed: Lists, axis_name: str | None) -> Changes:
     if _is_across_processes(store, pushed, axis_name):
-        return _eager_processes.push(store, pushed)
+        return processes.push(store, pushed)
     if axis_name is None and not _is_traced(store, pushed):
-        return _eager.push(store, pushed)
+        return programs.push(store, pushed)
     if axis_name is None:
         _warn_without_axis(store)
     return _aggregate.push(store, pushed, axis_name)

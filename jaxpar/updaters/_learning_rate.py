@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+
+Tree = TypeVar("Tree")
 
 
 def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
@@ -26,7 +28,8 @@ def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
         ValueError: no rate is in `state`, or it follows a schedule of optax.
 
     Example:
-        >>> updater = mxnet_sgd(1.0, rate_in_state=True)
+        >>> from jaxpar import updaters
+        >>> updater = updaters.mxnet_sgd(1.0, rate_in_state=True)
         >>> state = set_learning_rate(updater.init(0, jnp.zeros(2)), 0.1)
         >>> updater.update(0, jnp.ones(2), state, jnp.zeros(2))[0].tolist() == jnp.full(2, -0.1).tolist()
         True

@@ -73,6 +73,7 @@ def mxnet_sgd(
         ValueError: a number out of range.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> updater = mxnet_sgd(lambda count: jnp.where(count < 2, 1.0, 0.1), momentum=0.9)
         >>> value, state = jnp.zeros(()), updater.init(0, jnp.zeros(()))
         >>> for _ in range(4):
@@ -97,6 +98,7 @@ def mxnet_nag(
     Where MXNet's stored value is row-sparse itself, it contains that of the value before. Values are dense here.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> updater, value = mxnet_nag(0.1, momentum=0.5), jnp.zeros(2)
         >>> updater.update(0, jnp.ones(2), updater.init(0, value), value)[0].round(3).tolist()
         [-0.15000000596046448, -0.15000000596046448]
@@ -119,6 +121,7 @@ def mxnet_adam(
     """MXNet's Adam. Weight decay is part of the gradient and clipped with it. Others as of `mxnet_sgd`.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> updater, value = mxnet_adam(0.5), jnp.zeros(2)
         >>> updater.update(0, jnp.ones(2), updater.init(0, value), value)[0].round(3).tolist()
         [-0.5, -0.5]
@@ -154,6 +157,7 @@ def mxnet_rmsprop(
         **common: as of `mxnet_sgd`.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> updater, value = mxnet_rmsprop(0.5, gamma1=0.75), jnp.zeros(2)
         >>> updater.update(0, jnp.ones(2), updater.init(0, value), value)[0].round(3).tolist()
         [-1.0, -1.0]
@@ -182,6 +186,7 @@ def mxnet_adagrad(
             does nothing to rows.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> updater, value = mxnet_adagrad(0.5), jnp.zeros(2)
         >>> updater.update(0, jnp.ones(2), updater.init(0, value), value)[0].round(3).tolist()
         [-0.5, -0.5]

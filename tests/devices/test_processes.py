@@ -18,7 +18,7 @@ import pytest
 
 from jaxpar import compression, kv
 from jaxpar._devices import buckets, processes as _processes
-from jaxpar.kv import _eager_processes
+from jaxpar.kv._eager import processes as eager_processes
 
 SCRIPT = Path(__file__).parents[1] / "process_run.py"
 LIMIT = 300  # seconds; a run takes about ten on an idle machine
@@ -141,7 +141,7 @@ def program_text(shapes, compressor=None):
     groups = buckets.plan(tuple(zip(shapes, dtypes, strict=True)), limits)
     if compressor is not None:
         groups = tuple((i,) for i in range(len(shapes)))
-    run = _eager_processes._program(devices, compressor, limits, tuple(range(len(shapes))), shapes, dtypes, groups)
+    run = eager_processes._program(devices, compressor, limits, tuple(range(len(shapes))), shapes, dtypes, groups)
     sizes = [sum(int(np.prod(shapes[i])) for i in g) for g in groups]
     packed = [jax.ShapeDtypeStruct((4 * size,), jnp.float32) for size in sizes]
     residuals = {}

@@ -170,7 +170,7 @@ def test_a_parameter_that_the_loss_does_not_read(engine, options):
     assert float(moved.params["idle"][0]) < 1
     state = after_two(unused="skip")
     np.testing.assert_array_equal(state.params["idle"], given["idle"])
-    np.testing.assert_array_equal(state.params["w"], moved.params["w"])
+    close(state.params["w"], moved.params["w"])
 
 
 @pytest.mark.parametrize("kind", ["device", "sharded", "dist_async"])
@@ -270,7 +270,7 @@ def test_loss_may_name_the_other_axes():
         h = jax.lax.with_sharding_constraint(batch["x"] @ params["hidden"]["kernel"], P(None, "model"))
         return ((h @ params["out"] - batch["y"]) ** 2).mean(), {"all": jax.lax.pmean(h.mean(), "data")}
 
-    step = train.make_train_step(loss)
+    step = train.make_train_step(loss, unused="skip")
     store = kv.from_params(params(), optimizer=optax.sgd(0.1), mesh=mesh_of(2, 4), sharding=RULES)
     _, metrics = step(train.create_state(store, 0), batches(1)[0])
     plain = train.create_state(kv.from_params(params(), optimizer=optax.sgd(0.1), devices=jax.devices()[:1]), 0)

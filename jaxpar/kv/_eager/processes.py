@@ -14,25 +14,28 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
-from .. import sparse
-from .._core.recent import Recent
-from .._devices import buckets, processes
-from .._devices.mesh import STORE_AXIS, mesh_of, split_over
-from .._devices.placement import put, spans_processes, to_host
-from ..compression import Compressor, LinearCompressor
-from ..sparse import RowSparse
-from ..updaters import assign
-from . import _aggregate, _eager
-from ._eager_buckets import pack
-from ._new_values import signature
-from ._store import Arrays, Changes, KVStore, Lists, kind_of
+from ... import sparse
+from ..._core.recent import Recent
+from ..._devices import buckets, processes
+from ..._devices.mesh import STORE_AXIS, mesh_of, split_over
+from ..._devices.placement import put, spans_processes, to_host
+from ...compression import Compressor, LinearCompressor
+from ...sparse import RowSparse
+from ...updaters import assign
+from .. import _aggregate
+from .._new_values import signature
+from .._store import Arrays, Changes, KVStore, Lists, kind_of
+from . import programs
+from .buckets import pack
 
 
 def push(store: KVStore, pushed: Lists) -> Changes:
     """What a push changes."""
     totals, residuals = _totals(store, _own_sums(store, pushed))
     totals = {k: [put(v, store.values[k].sharding)] for k, v in totals.items()}
-    return _eager.push(dataclasses.replace(store, compressor=None, residuals={}), totals)._replace(residuals=residuals)
+    return programs.push(dataclasses.replace(store, compressor=None, residuals={}), totals)._replace(
+        residuals=residuals
+    )
 
 
 def rows(store: KVStore, pushed: dict[int, list[RowSparse]]) -> dict[int, list[RowSparse]]:
@@ -73,7 +76,7 @@ def _own_sums(store: KVStore, pushed: Lists) -> Arrays:
         compressor=None,
         devices=None,
     )
-    sums = _eager.push(part, {k: pushed[k] for k in like}).values if like else {}
+    sums = programs.push(part, {k: pushed[k] for k in like}).values if like else {}
     return {k: _here(sums[k] if k in sums else pushed[k][0]) for k in pushed}
 
 

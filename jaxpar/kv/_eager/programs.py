@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
-from .._core.arrays import Device
-from .._core.recent import Recent
-from .._devices import buckets, emulated
-from .._devices.buckets import Groups
-from .._devices.mesh import STORE_AXIS, copies_on, split_over
-from ..updaters import TreeOptimizer, Updater, assign, ignores_key
-from . import _aggregate, _tree, _update
-from ._eager_buckets import dtypes_of, limits_of, pack, shapes_of_lists
-from ._place import partition_specs
-from ._store import Changes, KVStore, Lists, home, kind_of, layout_of
+from ..._core.arrays import Device
+from ..._core.recent import Recent
+from ..._devices import buckets, emulated
+from ..._devices.buckets import Groups
+from ..._devices.mesh import STORE_AXIS, copies_on, split_over
+from ...updaters import TreeOptimizer, Updater, assign, ignores_key
+from .. import _aggregate, _tree, _update
+from .._place import partition_specs
+from .._store import Changes, KVStore, Lists, home, kind_of, layout_of
+from .buckets import dtypes_of, limits_of, pack, shapes_of_lists
 
 # XLA compiles a kernel for each value, so a program for thousands of keys would take minutes.
 _MOST_KEYS = 256

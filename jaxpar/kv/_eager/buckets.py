@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from .._devices import buckets
-from .._devices.buckets import BucketLimits, Groups, Shape
-from ._store import KVStore, Lists
+from ..._devices import buckets
+from ..._devices.buckets import BucketLimits, Groups, Shape
+from .._store import KVStore, Lists
 
 _ALONE = BucketLimits(alone_bytes=0)
 
