@@ -179,3 +179,11 @@ def test_the_networks_have_their_published_size(shapes, values, parameters):
 
     assert len(shapes) == values
     assert sum(map(math.prod, shapes)) == parameters
+
+
+@pytest.mark.slow
+def test_fsdp_divides_the_state(tmp_path):
+    _, report = run("fsdp", tmp_path)
+    assert set(report["rows"]) == {"8", "2 x 4"}
+    for row in report["rows"].values():
+        assert row["whole"] / row["arguments"] > 6  # norms and biases stay whole
