@@ -27,7 +27,7 @@ def compiled(sizes: tuple[int, ...], small: bool) -> dict[str, float]:
     from jaxpar import kv, parallel, train
     from jaxpar.models import transformer
 
-    config = transformer.Config(2, 64, 2, 256, 16) if small else transformer.Config()
+    config = transformer.Config(2, 64, 4, 256, 16) if small else transformer.Config()
     mesh = Mesh(np.array(jax.devices()).reshape(sizes), ("data", "model")[: len(sizes)])
     rule = parallel.fsdp(mesh.axis_names, stacked_dims=1)
     if len(sizes) > 1:
