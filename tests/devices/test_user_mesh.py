@@ -245,6 +245,7 @@ def normed(params, batch, rng, model_state):
     return (((batch["x"] - mean[None]) @ params["w"]) ** 2).mean(), {}, {"mean": mean}
 
 
+@pytest.mark.filterwarnings("ignore:train step. the loss does not depend on")
 def test_a_model_state():
     step = train.make_train_step(normed)
 

@@ -165,8 +165,9 @@ def test_a_parameter_that_the_loss_does_not_read(engine, options):
             state, _ = step(state, row)
         return state
 
-    with pytest.warns(UserWarning, match=r"does not depend on 'idle';.*unused=\"skip\""):
+    with pytest.warns(UserWarning, match=r"does not depend on 'idle';.*unused=\"skip\"") as caught:
         moved = after_two()
+    assert len(caught) == 1
     assert float(moved.params["idle"][0]) < 1
     state = after_two(unused="skip")
     np.testing.assert_array_equal(state.params["idle"], given["idle"])

@@ -76,6 +76,7 @@ def test_a_finite_loss_with_a_gradient_that_is_not(kind):
     assert np.isnan(float(state.params["w"])), "ignored where nobody asks for it"
 
 
+@pytest.mark.filterwarnings("ignore:train step. the loss does not depend on")
 @pytest.mark.parametrize(
     ("kind", "spec"),
     [
@@ -227,6 +228,7 @@ def test_one_program_with_its_state_donated(action):
     assert float(metrics["skipped"]) == (action == "stop")
 
 
+@pytest.mark.filterwarnings("ignore:train step. the loss does not depend on")
 def test_errors():
     with pytest.raises(ValueError, match="unknown nonfinite 'raise'; known are ignore, skip, stop"):
         train.make_train_step(squares, nonfinite="raise")

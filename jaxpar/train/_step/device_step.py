@@ -33,6 +33,7 @@ class DeviceStep:
         scaling: the loss scale: None, a number, or a `DynamicLossScale`.
         guard: decides whether the update is made. None: always.
         unused: what happens to parameters that the loss does not depend on: "warn" or "skip".
+        named: those that a warning has named, so that each is named once for all programs of a step.
     """
 
     gradient: Gradient
@@ -41,6 +42,7 @@ class DeviceStep:
     scaling: float | DynamicLossScale | None = None
     guard: nonfinite.Guard | None = None
     unused: str = "warn"
+    named: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         params = kv.to_params(state.store, axis_name=self.axis_name)
@@ -106,10 +108,12 @@ class DeviceStep:
         """The values of the parameters that are updated. A warning names those that the loss does not depend on."""
         if self.unused == "skip":
             return {k: v for k, v in values.items() if k not in own.unread}
-        if own.unread:
-            names = kv.names(state.store)
+        names = kv.names(state.store)
+        unread = [names[k] for k in sorted(own.unread) if names[k] not in self.named]
+        if unread:
+            self.named.update(unread)
             warnings.warn(
-                f"train step: the loss does not depend on {', '.join(repr(names[k]) for k in sorted(own.unread)[:8])}; "
+                f"train step: the loss does not depend on {', '.join(map(repr, unread[:8]))}; "
                 "the gradients are zeros, and the optimizer may change the parameters all the same, as weight decay "
                 'does; make_train_step(unused="skip") leaves them as they are',
                 stacklevel=2,

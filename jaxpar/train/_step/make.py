@@ -141,7 +141,7 @@ def make_train_step(
     guard = Guard(nonfinite == "stop", dynamic) if nonfinite != "ignore" or dynamic else None
     gradient = Gradient(loss_fn, accumulate, compute_dtype, remat)
     checks.choice(unused, "make_train_step", "unused", ("warn", "skip"))
-    options = gradient, axes[0], grad_transform, scaling, guard, unused
+    options = gradient, axes[0], grad_transform, scaling, guard, unused, set[str]()
     one = DeviceStep(*options) if local_steps is None else LocalSGD(*options, int(local_steps), outer_optimizer)
     whole = None if local_steps is not None else GlobalStep(*options, axes=axes)
     if engine == "jit" and whole is None:
