@@ -41,6 +41,11 @@ def is_gone(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
+def any_gone(tree: Any) -> bool:
+    """Whether `is_gone` holds for one of the leaves."""
+    return any(map(is_gone, jax.tree.leaves(tree)))
+
+
 def check_not_gone(value: jax.Array, where: str) -> jax.Array:
     """The array, which must have values.
 

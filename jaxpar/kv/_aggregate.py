@@ -20,6 +20,7 @@ from ._store import (
     Changes as Changes,
     KVStore,
     Lists,
+    has_types,
     kind_of,
     layout_of,
     shapes_of,
@@ -99,6 +100,8 @@ def local_sums(store: KVStore, pushed: Lists) -> Arrays:
 def as_stored(store: KVStore, key: int, value: jax.Array) -> jax.Array:
     """A pushed value in the stored dtype, split over a user's mesh as the stored value is."""
     value = value.astype(store.values[key].dtype)
+    if not has_types((value, store.values[key])):
+        return value
     return unsplit(value) if is_split(store) else split_like(value, store.values[key])
 
 

@@ -108,8 +108,8 @@ def _check_staleness(kind: Kind, staleness: int | None) -> int:
     return staleness
 
 
-@answers
 @in_user_mesh
+@answers
 def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     """Add keys with their first values. The updater's state of each key is made here too.
 
@@ -158,8 +158,8 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     return dataclasses.replace(with_changes(store, Changes(values, states)), shapes=store.shapes + shapes)
 
 
-@answers
 @in_user_mesh
+@answers
 def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
     """Replace the updater. Its state for each key starts from scratch.
 
@@ -197,8 +197,8 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
     return dataclasses.replace(store, updater_state=state)
 
 
-@answers
 @in_user_mesh
+@answers
 def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) -> KVStore:
     """Make an optax transform the updater. What is pushed is then the gradient of the stored value.
 

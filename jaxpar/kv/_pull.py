@@ -49,8 +49,8 @@ def pull(
 ) -> list[list[jax.Array]]: ...
 
 
-@answers
 @in_user_mesh
+@answers
 def pull(
     store: KVStore,
     key: Key | Keys,
@@ -246,8 +246,8 @@ def broadcast(
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
 
 
-@answers
 @in_user_mesh
+@answers
 def broadcast(
     store: KVStore, key: int | Sequence[int], value: Any, *, devices: Sequence[Device] | None = None
 ) -> tuple[KVStore, Any]:

@@ -10,7 +10,7 @@ from typing import Any, overload
 import jax
 
 from .._core import checks
-from .._core.arrays import Device, is_gone, is_traced
+from .._core.arrays import Device, any_gone, is_traced
 from .._core.keys import Key, Keys, find_keys
 from .._devices.placement import spans_processes
 from .._devices.user_mesh import in_user_mesh
@@ -23,8 +23,8 @@ from ._pull import pull
 from ._store import Changes, KVStore, Lists, kind_of, shape_of, shapes_of, with_changes
 
 
-@answers
 @in_user_mesh
+@answers
 def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None = None) -> KVStore:
     """Sum what is pushed to each key, apply the updater, and return the next store.
 
@@ -187,8 +187,8 @@ def pushpull(
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
 
 
-@answers
 @in_user_mesh
+@answers
 def pushpull(
     store: KVStore,
     key: Key | Keys,
@@ -225,11 +225,12 @@ def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]
     """The values of each key, checked, in ascending order of the keys. Keys with no value are left out."""
     keys, many = find_keys(key, store.values, store.paths, "kv.push")
     given = checks.as_values(keys, value, many, "kv.push")
+    gone = any_gone(given)
     shapes = shapes_of(store) if len(keys) > 1 else {k: shape_of(store, k) for k in keys}
     pushed: dict[int, list[Any]] = {}
     for k, values in zip(keys, given, strict=True):
         values = values if isinstance(values, (list, tuple)) else [values]
-        pushed.setdefault(k, []).extend(_check(v, k, shapes[k], store.values[k].dtype) for v in values)
+        pushed.setdefault(k, []).extend(_check(v, k, shapes[k], store.values[k].dtype, gone) for v in values)
     for k, values in pushed.items():
         if len({isinstance(v, RowSparse) for v in values}) > 1:
             raise TypeError(f"kv.push: key {k}: RowSparse and dense values cannot be pushed together")
@@ -239,11 +240,12 @@ def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]
     return pushed
 
 
-def _check(value: Any, key: int, shape: tuple[int, ...], dtype: Any) -> Any:
+def _check(value: Any, key: int, shape: tuple[int, ...], dtype: Any, gone: bool) -> Any:
+    """A value to push. `gone` says that some value of the push is deleted, so that it is found here."""
     if isinstance(value, RowSparse):
         for leaf in (value.indices, value.values):
             checks.array(leaf, f"kv.push: rows for key {key}")
-    elif not isinstance(value, jax.Array) or is_gone(value):
+    elif gone or not isinstance(value, jax.Array):
         value = checks.array(value, f"kv.push: value for key {key}")
     if value.shape != shape:
         checks.same_shape(value, shape, f"kv.push: value for key {key}")

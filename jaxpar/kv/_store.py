@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import updaters
 from .._core.arrays import Device, without_keys
@@ -174,6 +174,11 @@ def copies_for(store: KVStore) -> NamedSharding:
     """The sharding of an array of which each device of the store has a copy."""
     assert store.devices is not None
     return NamedSharding(mesh_of_values(store), PartitionSpec()) if store.shardings else copies_on(store.devices)
+
+
+def has_types(values: Iterable[jax.Array]) -> bool:
+    """Whether the Explicit axes of a user's mesh are a part of the types of some values."""
+    return any(kind == AxisType.Explicit for v in values for kind in jax.typeof(v).sharding.mesh.axis_types)
 
 
 def shards(store: KVStore) -> int:

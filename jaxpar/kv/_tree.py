@@ -17,7 +17,7 @@ from .._core.portable import path_name
 from .._devices.placement import put
 from .._devices.user_mesh import split_like
 from ..updaters import TreeOptimizer
-from ._store import Arrays, Changes, KVStore, copies_for, kind_of, layout_of, names, shapes_of, specs_of
+from ._store import Arrays, Changes, KVStore, copies_for, has_types, kind_of, layout_of, names, shapes_of, specs_of
 
 _PER_KEY = "updater=jp.updaters.from_optax(tx), which keeps one state a key"
 
@@ -190,7 +190,8 @@ def update(store: KVStore, summed: Arrays, value: jax.Array | None) -> Changes:
         value: the loss, if it is known.
     """
     grads = {k: g.astype(store.values[k].dtype).reshape(store.values[k].shape) for k, g in summed.items()}
-    grads = {k: split_like(g, store.values[k]) for k, g in grads.items()}
+    if has_types(store.values[k] for k in grads):
+        grads = {k: split_like(g, store.values[k]) for k, g in grads.items()}
     left = {k: jnp.zeros_like(store.values[k]) for k in trained_keys(store) if k not in grads}
     args = tree_of(store, {**grads, **left}), store.optimizer_state, tree_of(store, store.values)
 

@@ -16,7 +16,7 @@ from .._devices.user_mesh import split_like
 from ..updaters import TreeOptimizer, Updater, stateless
 from . import _tree
 from ._new_values import lay_out
-from ._store import Arrays, Changes, KVStore, check_shares, layout_of, shapes_of, shards
+from ._store import Arrays, Changes, KVStore, check_shares, has_types, layout_of, shapes_of, shards
 
 Pair = tuple[jax.Array, Any]  # a new value and a new state
 
@@ -27,7 +27,8 @@ def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Cha
         return _tree.update(store, summed, loss)
     keys = sorted(summed)
     pushed = {k: summed[k].astype(store.values[k].dtype).reshape(store.values[k].shape) for k in keys}
-    pushed = {k: split_like(v, store.values[k]) for k, v in pushed.items()}
+    if has_types(store.values[k] for k in keys):
+        pushed = {k: split_like(v, store.values[k]) for k, v in pushed.items()}
     if layout_of(store).is_split:
         shapes = shapes_of(store)
         pairs = {k: _update_rows(store, k, shapes[k], pushed[k]) for k in keys}

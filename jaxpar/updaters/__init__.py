@@ -23,7 +23,6 @@ from ._base import (
     assign as assign,
     check_rows as check_rows,
     check_updater as check_updater,
-    ignores_key as ignores_key,
     is_lazy as is_lazy,
     program_of as program_of,
     stateless as stateless,

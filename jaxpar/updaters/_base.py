@@ -135,16 +135,11 @@ def _check_takes(fn: Any, names: tuple[str, ...], what: str) -> None:
         ) from None
 
 
-def ignores_key(updater: Any) -> bool:
-    """Whether an updater is known to do the same for every key, so that keys can share a program."""
-    return updater in (assign, accumulate) or not getattr(getattr(updater, "update", None), "uses_key", True)
-
-
 def program_of(updater: Updater, key: int) -> Any:
     """What the programs of `init` and `update` depend on. Keys with equal answers share them."""
     if updater.init is not _no_state and getattr(updater.init, "uses_key", True):
         return key
-    if ignores_key(updater):
+    if updater in (assign, accumulate) or not getattr(updater.update, "uses_key", True):
         return None
     return getattr(updater.update, "program_of", int)(key)
 

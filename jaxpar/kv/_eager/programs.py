@@ -24,7 +24,7 @@ from ..._core.recent import Recent
 from ..._devices import buckets, emulated
 from ..._devices.buckets import Groups
 from ..._devices.mesh import STORE_AXIS, copies_on, split_over
-from ...updaters import TreeOptimizer, Updater, assign, ignores_key
+from ...updaters import TreeOptimizer, Updater, accumulate, assign
 from .. import _aggregate, _tree, _update
 from .._place import partition_specs
 from .._store import Changes, KVStore, Lists, home, kind_of, layout_of
@@ -77,7 +77,9 @@ def _push(store: KVStore, pushed: Lists) -> Changes:
         return _merge(_push(store, {k: vs for k, vs in pushed.items() if (k in large) is so}) for so in (True, False))
     residuals = _aggregate.residuals_for(store, {k: len(pushed[k]) for k in compressed})
     # If the updater does not depend on the key, one program serves all keys with values of these shapes.
-    names = dict(zip(pushed, range(len(pushed)) if ignores_key(store.updater) else pushed, strict=True))
+    update = store.updater.update
+    shared = store.updater in (assign, accumulate) or not getattr(update, "uses_key", True)
+    names = dict(zip(pushed, range(len(pushed)) if shared else pushed, strict=True))
     part = _substore(store, names, residuals)
     lists = {names[k]: vs for k, vs in pushed.items()}
     if devices is None or (not in_place and residuals):
