@@ -33,11 +33,9 @@ class GlobalGradient(Gradient):
     Batch, `rng` and model state have a first axis for each name in `axes`, of the lengths of the mesh.
 
     Attributes:
-        mesh: over which the compiler spreads the step.
-        axes: those of its axes that the batch is split over.
+        axes: the axes of the mesh that the batch is split over.
     """
 
-    mesh: Any = None
     axes: tuple[str, ...] = ()
 
     def _call(self, params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, dict[str, Any], Any]:
@@ -77,7 +75,7 @@ class GlobalStep(DeviceStep):
         leaves = [lax.with_sharding_constraint(x, s) for x, s in zip(leaves, leaf_shardings(state), strict=True)]
         state = structure.unflatten(leaves)  # all over the same mesh, also what a user's mesh laid out alike
         options = {f.name: getattr(self.gradient, f.name) for f in dataclasses.fields(self.gradient)}
-        gradient = GlobalGradient(**options, mesh=mesh, axes=self.axes)
+        gradient = GlobalGradient(**options, axes=self.axes)
         params = kv.to_params(state.store)
         shares = self._shares(state, batch, mesh)
         own = gradient(params, *shares, self._scale(state))
