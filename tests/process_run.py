@@ -240,7 +240,8 @@ def check_refused():
     """A store that is on devices of several processes is pushed to inside a program only."""
     values = [jax.device_put(np.ones(10, np.float32), device) for device in jax.local_devices()]
     for kind in ("sharded", "device"):
-        store = train.create_state(new_state(kind).store, 0, devices=jax.devices()).store
+        store = kv.set_updater(new_state(kind).store, updaters.accumulate)
+        store = train.create_state(store, 0, devices=jax.devices()).store
         words = f"key 0: the store, of kind '{kind}', is on devices of several processes"
         raises(ValueError, words, lambda store=store: kv.push(store, 0, values))
     there = [d for d in jax.devices() if d.process_index != kv.rank()][:1]

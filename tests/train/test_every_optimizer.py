@@ -50,7 +50,6 @@ GIVEN = {
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(optax.cosine_decay_schedule(0.1, 5)),
     "keep_params_nonnegative": lambda: optax.chain(optax.sgd(0.1), optax.keep_params_nonnegative()),
     "masked": lambda: optax.masked(optax.sgd(0.1), MATRICES),
-    "measure_with_ema": lambda: optax.measure_with_ema(optax.tree.norm, 0.9),
     "mechanize": lambda: contrib.mechanize(optax.sgd(0.1)),
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.1), 2),
     "MultiSteps, plateau": lambda: optax.MultiSteps(optax.chain(optax.sgd(0.1), plateau()), 2),
@@ -76,6 +75,8 @@ GIVEN = {
     "with_extra_args_support": lambda: optax.with_extra_args_support(optax.sgd(0.1)),
 }
 REASONS = {
+    "measure_with_ema": "is a part of monitor and returns no updates",
+    "scale_by_muon": "takes matrices only, which muon chooses",
     "inject_stateful_hyperparams": "deprecated",
     "optimistic_adam": "deprecated",
     "scale_by_distance_over_gradients": "promotes ranks, which these tests forbid",
@@ -117,7 +118,7 @@ def made(name):
 NAMES = sorted({*PUBLIC, *GIVEN})
 
 
-WITHOUT_SCALARS = {"scale_by_muon", "sm3", "scale_by_sm3"}
+WITHOUT_SCALARS = {"sm3", "scale_by_sm3"}
 
 
 def params_for(name):
