@@ -34,7 +34,12 @@ def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | No
     Raises:
         ValueError: values are split, pushes are compressed or delayed, or the optimizer takes no rows of this key.
     """
-    if layout_of(store).is_split or store.shardings:
+    if store.shardings:
+        raise ValueError(
+            f"kv.push: keys {sorted(pushed)}: values of this store are split over a mesh and take no RowSparse; make "
+            "the store of this table without mesh= and sharding="
+        )
+    if layout_of(store).is_split:
         raise ValueError(
             f"kv.push: keys {sorted(pushed)}: a store of kind {store.kind!r} cuts values across their rows and takes "
             "no RowSparse; use kind 'device' or 'local' for this table"

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from step_model import close
 
-from jaxpar import checkpoint, data, kv, parallel, train, updaters
+from jaxpar import checkpoint, data, kv, parallel, sparse, train, updaters
 
 FSDP = parallel.fsdp("data", min_size=1)
 RULES = parallel.sharding_rules({"hidden/kernel": P(None, "model"), "out": P("model", None)}, then=FSDP)
@@ -304,5 +304,8 @@ def test_refusals():
     state = train.create_state(kv.from_params(params(), optimizer=ADAM), 0)
     with pytest.raises(ValueError, match="cannot be divided by 8"):
         step(state, batches(1, size=12)[0])
+    table = kv.from_params({"w": jnp.ones((4, 2))}, updater=updaters.accumulate, mesh=mesh_of(2))
+    with pytest.raises(ValueError, match="split over a mesh and take no RowSparse"):
+        kv.push(table, 0, sparse.RowSparse(jnp.array([1]), jnp.ones((1, 2)), (4, 2)))
     with pytest.raises(ValueError, match="give the new mesh"):
         kv.place(split(), jax.devices()[:4])
