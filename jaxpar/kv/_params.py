@@ -79,11 +79,12 @@ def from_params(
         >>> kv.names(store)
         {0: 'b', 1: 'w'}
     """
+    if mesh is not None and devices is not None:
+        raise ValueError("kv.from_params: mesh= stands in place of devices=; give one of them")
     if optimizer is not None and updater is not None:
         raise ValueError("kv.from_params: give an optimizer or an updater, not both")
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    check_names(leaves, paths, "kv.from_params")
     check_names(leaves, paths, "kv.from_params")
     # Before the first use of JAX, since a kind `dist_*` joins the other processes.
     store = dataclasses.replace(create(kind, devices=devices, staleness=staleness), paths=tuple(enumerate(paths)))

@@ -191,7 +191,7 @@ def adapt(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved
 def _state_of_a_key(like: KVStore, name: str, old: dict[str, str], saved: Saved) -> Any:
     """What was saved for a leaf `0/mu/dense/bias` of the optimizer's state. A scalar must be equal for all keys."""
     called = {k: param for k, param in names(like).items() if k in set(_tree.trained_keys(like))}
-    k = _tree.param_of(like, name)
+    k = _tree.param_of(_tree.trained_names(like), name)
     if k is not None:
         part = name.removesuffix(called[k]).rstrip("/")
         full = old.get(f"{k}/{part}" if part else str(k))

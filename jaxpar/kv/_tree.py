@@ -111,18 +111,25 @@ def state_homes(store: KVStore) -> list[Sharding | None]:
         rows = layout_of(store).sharding(store.devices)
         return [rows if is_rows(store, leaf) else copies for _, leaf in leaves]
     specs, places = specs_of(store), dict(store.shardings)
-    found = [param_of(store, path_name(path)) for path, _ in leaves]
+    called = trained_names(store)
+    found = [param_of(called, path_name(path)) for path, _ in leaves]
     return [
         places[k] if k is not None and specs[k].shape == leaf.shape else copies
         for k, (_, leaf) in zip(found, leaves, strict=True)
     ]
 
 
-def param_of(store: KVStore, path: str) -> int | None:
-    """The key of the floating param whose name ends the path of a leaf of the optimizer's state, or None."""
+def trained_names(store: KVStore) -> dict[str, int]:
+    """{name: key} of the floating params."""
     called = names(store)
-    ends = [k for k in trained_keys(store) if f"/{path}".endswith(f"/{called[k]}")]
-    return max(ends, key=lambda k: len(called[k]), default=None)
+    return {called[k]: k for k in trained_keys(store)}
+
+
+def param_of(called: Mapping[str, int], path: str) -> int | None:
+    """The key of the param whose name is the longest that ends the path of a leaf of the optimizer's state, or None."""
+    parts = path.split("/")
+    ends = ("/".join(parts[i:]) for i in range(len(parts)))
+    return next((called[end] for end in ends if end in called), None)
 
 
 def is_rows(store: KVStore, leaf: Any) -> bool:
@@ -140,7 +147,7 @@ def state_shapes(store: KVStore) -> list[tuple[int, ...] | None]:
         return [None] * len(leaves)
     # One axis whose length tells the key: an elementwise state has the shape of its value.
     marks = {k: i + 2 for i, k in enumerate(trained_keys(store))}
-    specs, shapes = specs_of(store), {}
+    specs = specs_of(store)
     like = tree_of(store, {k: jax.ShapeDtypeStruct((mark,), specs[k].dtype) for k, mark in marks.items()})
     shapes = {(mark,): specs[k].shape for k, mark in marks.items()}
     return [shapes.get(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(store.updater.init, like))]
@@ -209,18 +216,18 @@ def update(store: KVStore, summed: Arrays, value: jax.Array | None) -> Changes:
 
 def _keep(store: KVStore, keys: Iterable[int], state: Any) -> Any:
     """The new state, with the old one for what belongs to these params by path and shape."""
-    keys, shapes = set(keys), shapes_of(store)
+    keys, shapes, called = set(keys), shapes_of(store), trained_names(store)
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
     kept: list[Any] = []
     for (path, new), old in zip(leaves, jax.tree.leaves(store.optimizer_state), strict=True):
-        k = param_of(store, path_name(path))
+        k = param_of(called, path_name(path))
         belongs = k in keys and new.shape in (shapes[k], store.values[k].shape)
         kept.append(old if belongs else new)
     return structure.unflatten(kept)
 
 
 def _check_state(new: Any, old: Any) -> None:
-    """`TypeError` if an update changes the structure, a shape or a dtype of the state, which could not be stored."""
+    """`TypeError` if an update changes the structure of the state, which could not be stored."""
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise TypeError(
             "kv.push: the optimizer's update returns a state of another structure than its init: expected "
