@@ -50,7 +50,7 @@ lab: $(READY) debian  ## JupyterLab with the notebooks, in the project's environ
 
 lab-test: $(READY) debian  ## every notebook in a JupyterLab in headless Chromium (Debian package chromium)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[notebooks,lab]'
-	$(BIN)/python -m pytest -m lab tests/test_lab.py
+	$(BIN)/python -m pytest -m lab tests/house/test_lab.py
 
 lint: $(READY)  ## ruff and pyright, which is strict
 	$(BIN)/ruff check .

@@ -501,8 +501,9 @@ def test_a_dist_store_under_the_launcher_until_the_coordinator_is_killed(tmp_pat
         store = kv.from_params({"w": np.zeros(2, np.float32)}, kind="dist_async", staleness=0)
         store = kv.push(store, 0, np.full(2, 1.0 + kv.rank(), np.float32))
         kv.barrier()
-        print(kv.rank(), "of", kv.num_workers(), kv.pull(store, 0).tolist(), kv.create("dist_sync"))
+        print(kv.rank(), "of", kv.num_workers(), kv.pull(store, 0).tolist(), kv.create("dist_sync"), flush=True)
         distributed.set_resume_hint("runs/step_7")
+        kv.barrier("both have printed")
         if kv.rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         kv.barrier("process 0 never comes")
