@@ -20,7 +20,9 @@ SOURCE = ROOT / "jaxpar"
 # The layers of tests/house/test_house.py, and what each room holds.
 LAYERS = [
     {"_cli": "python -m jaxpar"},
-    {"train._fit": "the loop: progress, metrics,\ncheckpoints, interrupts"},
+    {"train._fit": "the loop: progress,\ncheckpoints, interrupts"},
+    {"train._evaluate": "once over every example"},
+    {"train._callbacks": "after steps and epochs"},
     {
         "train._step": "the compiled step,\npure",
         "parallel": "split_and_load,\nallreduce, spmd",
@@ -45,8 +47,8 @@ ROOMS = {room: words for layer in LAYERS for room, words in layer.items()}
 
 
 def room(parts):
-    """The room of a module. `train` itself is the door of its two rooms."""
-    if parts[:1] == ("train",) and parts[1:2] not in (("_step",), ("_fit",)):
+    """The room of a module. `train` itself is the door of its rooms."""
+    if parts[:1] == ("train",) and ".".join(parts[:2]) not in ROOMS:
         return "train._fit"
     return ".".join(parts[:2]) if ".".join(parts[:2]) in ROOMS else parts[0] if parts else ""
 

@@ -5,8 +5,9 @@
     state, metrics = step(state, batch)                       # one step
     state, history = train.fit(state, step, data, epochs=5, batch_size=256)  # all of them
 
-`_step` is pure: a step takes a state and returns the next one. `_fit` is the loop with its input and output.
-`_step` never imports `_fit`.
+`_step` is pure: a step takes a state and returns the next one. `_fit` is the loop with its input and output. It calls
+`_evaluate`, which goes once over every example, and `_callbacks`, which shows and keeps what was measured.
+Each of them imports only those before it: `_step`, `_callbacks`, `_evaluate`, `_fit`.
 
 A call of `fit` goes one way:
 
@@ -15,27 +16,23 @@ A call of `fit` goes one way:
     resume      the checkpoint to go on from, and when to save
     loop        start steps, read their metrics
     epoch       sums of the metrics, and the record of an epoch
-    callbacks   what is called after a step and after an epoch
     interrupt   Ctrl-C and SIGTERM, obeyed between two steps
-
-`progress`, `live_plot`, `metrics_files`, `tensorboard` and `history` show and keep what was measured, `profile` traces,
-`compile_cache` keeps programs on disk. `evaluate` and `predictions` go once over every example (`every_example`).
 """
 
-from ._fit.compile_cache import use_compilation_cache as use_compilation_cache
-from ._fit.evaluate import evaluate as evaluate
-from ._fit.fit import fit as fit
-from ._fit.history import History as History, plot_history as plot_history, to_pandas as to_pandas
-from ._fit.live_plot import LivePlot as LivePlot
-from ._fit.metrics_files import to_jsonl as to_jsonl
-from ._fit.plot_predictions import plot_confusion_matrix as plot_confusion_matrix, plot_mistakes as plot_mistakes
-from ._fit.predictions import (
+from ._callbacks.history import History as History, plot_history as plot_history, to_pandas as to_pandas
+from ._callbacks.live_plot import LivePlot as LivePlot
+from ._callbacks.metrics_files import to_jsonl as to_jsonl
+from ._callbacks.tensorboard import to_tensorboard as to_tensorboard
+from ._evaluate.evaluate import evaluate as evaluate
+from ._evaluate.plot_predictions import plot_confusion_matrix as plot_confusion_matrix, plot_mistakes as plot_mistakes
+from ._evaluate.predictions import (
     Mistakes as Mistakes,
     confusion_matrix as confusion_matrix,
     mistakes as mistakes,
     predict as predict,
 )
-from ._fit.tensorboard import to_tensorboard as to_tensorboard
+from ._fit.compile_cache import use_compilation_cache as use_compilation_cache
+from ._fit.fit import fit as fit
 from ._step.loss import classification_loss as classification_loss
 from ._step.loss_scale import DynamicLossScale as DynamicLossScale
 from ._step.make import make_train_step as make_train_step

@@ -11,7 +11,8 @@ import pytest
 from kv_model import compilations
 
 from jaxpar import data, kv, train
-from jaxpar.train._fit.progress import Progress, line
+from jaxpar.train._callbacks.line import line
+from jaxpar.train._fit.progress import Progress
 
 
 def points(n, seed):
@@ -299,9 +300,9 @@ def test_a_live_plot_in_a_notebook(monkeypatch, capsys):
         return Handle(shown)
 
     monkeypatch.setattr("IPython.display.display", display)
-    monkeypatch.setattr("jaxpar.train._fit.live_plot.in_notebook", lambda: True)
-    monkeypatch.setattr("jaxpar.train._fit.live_plot._EVERY", 0.0)
-    monkeypatch.setattr("jaxpar.train._fit.live_plot._SHARE", 1e9)
+    monkeypatch.setattr("jaxpar.train._callbacks.live_plot.in_notebook", lambda: True)
+    monkeypatch.setattr("jaxpar.train._callbacks.live_plot._EVERY", 0.0)
+    monkeypatch.setattr("jaxpar.train._callbacks.live_plot._SHARE", 1e9)
     plot = train.LivePlot()
     _, history = run(callbacks=[plot], on_step=plot.on_step, epochs=1, test_data=TEST, apply_fn=apply)
     assert len(shown) == 4  # three steps and the epoch
@@ -314,14 +315,14 @@ def test_a_live_plot_in_a_notebook(monkeypatch, capsys):
     ]
     assert capsys.readouterr().out == ""
     shown.clear()
-    monkeypatch.setattr("jaxpar.train._fit.live_plot._EVERY", 1000.0)
+    monkeypatch.setattr("jaxpar.train._callbacks.live_plot._EVERY", 1000.0)
     run(callbacks=plot, on_step=plot.on_step)
     assert len(shown) == 2  # at the start and at the end
     assert shown[-1]["text/plain"].startswith("epoch 2  loss")
 
 
 def test_a_live_plot_elsewhere_draws_nothing(capsys, monkeypatch):
-    monkeypatch.setattr("jaxpar.train._fit.live_plot.LivePlot._plot", lambda self: pytest.fail("it draws"))
+    monkeypatch.setattr("jaxpar.train._callbacks.live_plot.LivePlot._plot", lambda self: pytest.fail("it draws"))
     _, history = run(callbacks=train.LivePlot(), progress=True)
     assert capsys.readouterr().out.splitlines() == [line(record, 2) for record in history]
 

@@ -168,7 +168,7 @@ def test_tensorboard(tmp_path):
     ids=["pandas", "matplotlib", "tensorboard"],
 )
 def test_what_is_not_installed(monkeypatch, tmp_path, module, call):
-    from jaxpar.train._fit import figures
+    from jaxpar.train._callbacks import figures
 
     monkeypatch.chdir(tmp_path)  # the checkout may have a folder runs, of make train
     figures._figure_type.cache_clear()

@@ -7,7 +7,7 @@ import dataclasses
 import time
 from typing import Any
 
-from .history import Record
+from .._callbacks.history import Record
 
 
 @dataclasses.dataclass

@@ -11,12 +11,12 @@ import jax
 
 from ... import data
 from ..._devices.donation import is_donated
+from .._callbacks.callbacks import Callback, OnStep, collect_callbacks
+from .._callbacks.history import History, Record
 from .._step.nonfinite import NonFiniteError
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
 from . import interrupt
-from .callbacks import Callback, OnStep, collect_callbacks
-from .history import History, Record
 from .loop import Loop
 from .profile import Profile
 from .resume import RunCheckpoints

@@ -16,10 +16,10 @@ import numpy as np
 from ... import data
 from ..._core.arrays import Device
 from ..._devices.user_mesh import outside_mesh
+from .._callbacks.history import History, Record
 from .._step.nonfinite import check_finite
 from .._step.state import TrainState
 from .epoch import Epoch, epoch_of
-from .history import History, Record
 from .profile import Trace
 from .progress import Progress
 from .run import Run, RunHistory

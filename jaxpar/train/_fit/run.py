@@ -13,11 +13,11 @@ import jax
 from ... import data, distributed
 from ..._core import checks
 from ...updaters import assign
+from .._callbacks.callbacks import Callbacks
+from .._callbacks.history import Record
+from .._evaluate.evaluate import evaluate
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
-from .callbacks import Callbacks
-from .evaluate import evaluate
-from .history import Record
 from .profile import Profile
 
 

@@ -10,7 +10,7 @@ import jax
 from ..._core.text import in_notebook
 from .figures import new_figure, png
 from .history import History, Record
-from .progress import line
+from .line import line
 
 _EVERY = 1.0  # seconds between two pictures, at least
 _SHARE = 0.05  # of the time that drawing may take

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ... import data
-from .figures import new_figure, save_figure
+from .._callbacks.figures import new_figure, save_figure
 from .predictions import Mistakes
 
 _NUMBERED = 25  # classes up to which the cells hold their counts

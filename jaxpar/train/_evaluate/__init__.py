@@ -1,0 +1,1 @@
+"""Once over every example: evaluation, predictions, and where a classifier is wrong."""
