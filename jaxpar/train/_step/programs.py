@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ..._core import checks
 from ..._core.arrays import is_prng_key, is_traced, without_keys
-from ..._devices.emulated import wait_before_collectives
+from ..._devices.emulated import can_hang, wait_before_collectives
 from ..._devices.mesh import STORE_AXIS, is_on, mesh_of, put_copy
 from ..._devices.placement import put
 from ..._devices.pmap_cache import forget
@@ -27,7 +28,7 @@ from .engines import Batch, Devices, Engine, split_batch
 from .state import TrainState, leaf_shardings, partition_specs
 
 Metrics = dict[str, jax.Array]
-Part = tuple[str, Any, int, int]  # a field, its structure, and where its leaves begin and end
+Parts = tuple[Any, ...]  # the values of the fields of a store and of a state that have arrays, see `Program`
 
 
 def make_program(one: DeviceStep, engine: Engine, treedef: Any) -> Program:
@@ -57,54 +58,45 @@ class Program:
         self.devices: Devices = state.store.devices
         self._one, self._treedef, self._rng = one, treedef, state.rng
         mesh, axes = engine.spread(one, state.store)
+        self._can_hang = can_hang(self.devices)
         self._shares = math.prod(mesh.shape[name] for name in axes)
         self._along = lambda axis: NamedSharding(mesh, P(*[None] * axis, axes[0] if len(axes) == 1 else axes))
-        self._store_parts, self._state_parts = _parts(state)
+        self._of_store, self._of_state = _fields_with_arrays(state)
+        self._parts = operator.attrgetter(*(f"store.{name}" for name in self._of_store), *self._of_state)
         self._shardings: list[Any] = []  # of the last batch that was checked, or the type of what has none
         self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, _store.copies_for(state.store)))
-        step = _step_of_leaves(one, engine, self._shares, treedef, self._rng)
+        step = _step_of_parts(one, engine, self._shares, treedef, self._rng)
         self._step = jax.jit(step, donate_argnums=0)
         self._steps = jax.jit(_loop_over_batches(step), donate_argnums=0)
 
     def __call__(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
         """One step, or those of `batch[first:end]`, `part` being these two numbers. The state has its structure."""
         batch = self._place_batch(batch, 1 if part else 0)
-        leaves = self._leaves(state)
-        wait_before_collectives((leaves[0], batch), self.devices)
-        run = self._steps if part else self._step
-        new, metrics = run(leaves, state.rng, batch, *map(self._number, part))
-        return self._with_leaves(state, new), metrics
+        parts = self._parts(state)
+        if self._can_hang:
+            wait_before_collectives((parts, batch), self.devices)
+        if part:
+            new, metrics = self._steps(parts, state.rng, batch, *map(self._number, part))
+        else:
+            new, metrics = self._step(parts, state.rng, batch)
+        return self._with_parts(state, new), metrics
 
     def lower(self, state: TrainState, batch: Batch, *part: int) -> jax.stages.Lowered:
         batch = self._place_batch(batch, 1 if part else 0)
         run = self._steps if part else self._step
-        return run.lower(self._leaves(state), state.rng, batch, *map(self._number, part))
+        return run.lower(self._parts(state), state.rng, batch, *map(self._number, part))
 
-    def _leaves(self, state: TrainState) -> list[Any]:
-        """The leaves of the state without its `rng`. As `jax.tree.leaves`, but faster, as most parts have no arrays."""
-        leaves: list[Any] = []
-        for name, *_ in self._store_parts:
-            leaves += jax.tree.leaves(getattr(state.store, name))
-        for name, *_ in self._state_parts:
-            leaves += jax.tree.leaves(getattr(state, name))
-        return leaves
-
-    def _with_leaves(self, state: TrainState, leaves: list[Any]) -> TrainState:
-        """The state with these leaves, which are without its `rng`. Parts without arrays are those of `state`.
-
-        As `treedef.unflatten`, but faster, since most parts of a state have no arrays.
-        """
-        store = {name: treedef.unflatten(leaves[i:j]) for name, treedef, i, j in self._store_parts}
-        parts = {name: treedef.unflatten(leaves[i:j]) for name, treedef, i, j in self._state_parts}
-        return _replace(state, {"store": _replace(state.store, store), **parts})
+    def _with_parts(self, state: TrainState, parts: Parts) -> TrainState:
+        """The state with these parts. Fields without arrays, and the `rng`, are those of `state`."""
+        store = _replace(state.store, self._of_store, parts)
+        return _replace(state, ("store", *self._of_state), (store, *parts[len(self._of_store) :]))
 
     def _place_batch(self, batch: Batch, axis: int) -> Batch:
         """The batch on the program's devices. Where the arrays are as those of the last batch, nothing is checked.
 
         Their shapes are checked when a program is traced for them.
         """
-        leaves = jax.tree.leaves(batch)
-        shardings = [getattr(leaf, "sharding", type(leaf)) for leaf in leaves]
+        shardings = _shardings_of(batch)
         if shardings == self._shardings:
             return batch
         check_batch(batch, self._shares, self._one.gradient.accumulate, axis)
@@ -210,63 +202,74 @@ def check_batch(batch: Batch, devices: int, parts: int, axis: int = 0) -> None:
     )
 
 
-def _parts(state: TrainState) -> tuple[list[Part], list[Part]]:
-    """Where the leaves of each field of the store, and of the state without its `rng`, are among the leaves."""
-    found: tuple[list[Part], list[Part]] = [], []
-    first = 0
-    for parts, node, others in ((found[0], state.store, ()), (found[1], state, ("store", "rng"))):
-        names = [path[0].name for path, _ in jax.tree_util.tree_leaves_with_path(node)]  # fields with leaves
-        for name in dict.fromkeys(name for name in names if name not in others):
-            treedef = jax.tree.structure(getattr(node, name))
-            parts.append((name, treedef, first, first + treedef.num_leaves))
-            first += treedef.num_leaves
-    return found
+def _fields_with_arrays(state: TrainState) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the fields of the store that have arrays, and of those of the state without its `rng`.
+
+    `values` and `step` are always among them.
+    """
+    of_store, of_state = (
+        {path[0].name: None for path, _ in jax.tree_util.tree_leaves_with_path(node)} for node in (state.store, state)
+    )
+    return tuple({"values": None, **of_store}), tuple(name for name in of_state if name not in ("store", "rng"))
 
 
-def _replace(node: Any, changes: dict[str, Any]) -> Any:
+def _replace(node: Any, names: tuple[str, ...], values: tuple[Any, ...]) -> Any:
     """As `dataclasses.replace`, for a class without `__post_init__`. It is faster, and every step calls it."""
+    fields = node.__dict__.copy()
+    for name, value in zip(names, values, strict=False):
+        fields[name] = value
     new = object.__new__(type(node))
-    new.__dict__.update(node.__dict__)
-    new.__dict__.update(changes)
+    object.__setattr__(new, "__dict__", fields)
     return new
 
 
-def _step_of_leaves(one: DeviceStep, engine: Engine, shares: int, treedef: Any, at: int) -> Callable[..., Any]:
-    """`train_step(leaves, rng, batch) -> (leaves, metrics)`, the `rng` being leaf number `at` of the state.
+def _shardings_of(batch: Batch) -> list[Any]:
+    """The sharding of each leaf, or the type of one that has none."""
+    try:
+        return [array.sharding for array in batch.values()]  # most batches are a dict of arrays, and this is faster
+    except AttributeError:
+        return [getattr(leaf, "sharding", type(leaf)) for leaf in jax.tree.leaves(batch)]
 
-    A program gets leaves, since JAX keeps the structures of arguments forever, and this one refers to the optimizer.
+
+def _step_of_parts(one: DeviceStep, engine: Engine, shares: int, treedef: Any, at: int) -> Callable[..., Any]:
+    """`train_step(parts, rng, batch) -> (parts, metrics)`, the `rng` being leaf number `at` of the state.
+
+    A program gets the parts of a state that have arrays. JAX keeps the structures of arguments forever, and that of
+    the whole state refers to the optimizer. Also most fields have no arrays, so that a call is faster.
     """
 
-    def train_step(leaves: list[jax.Array], rng: jax.Array, batch: Batch) -> tuple[list[jax.Array], Any]:
+    def train_step(parts: Parts, rng: jax.Array, batch: Batch) -> tuple[Parts, Any]:
         check_batch(batch, shares, one.gradient.accumulate)
+        leaves, structure = jax.tree.flatten(parts)
         state = treedef.unflatten([*leaves[:at], rng, *leaves[at:]])
         new, metrics = engine.step(one, state.store.devices, state, batch)
         # The new state is placed exactly as the old one, so the next step finds its program.
         shardings = leaf_shardings(new)
         leaves = jax.tree.leaves(new)
         del leaves[at], shardings[at]
-        return [lax.with_sharding_constraint(x, s) for x, s in zip(leaves, shardings, strict=True)], metrics
+        placed = [lax.with_sharding_constraint(x, s) for x, s in zip(leaves, shardings, strict=True)]
+        return structure.unflatten(placed), metrics
 
     return train_step
 
 
 def _loop_over_batches(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """`train_steps(leaves, rng, batches, first, end) -> (leaves, metrics of each batch)`."""
+    """`train_steps(parts, rng, batches, first, end) -> (parts, metrics of each batch)`."""
     step = jax.jit(train_step)  # so it is traced once, though `train_steps` calls it twice
 
-    def train_steps(leaves: list[jax.Array], rng: jax.Array, batches: Batch, first: jax.Array, end: jax.Array) -> Any:
+    def train_steps(parts: Parts, rng: jax.Array, batches: Batch, first: jax.Array, end: jax.Array) -> Any:
         def batch(i: Any) -> Batch:
             return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), batches)
 
         def body(carry: Any) -> Any:
-            i, leaves, rows = carry
-            leaves, metrics = step(leaves, rng, batch(i))
-            return i + 1, leaves, jax.tree.map(lambda x, row: x.at[i].set(row), rows, metrics)
+            i, parts, rows = carry
+            parts, metrics = step(parts, rng, batch(i))
+            return i + 1, parts, jax.tree.map(lambda x, row: x.at[i].set(row), rows, metrics)
 
-        _, metrics = jax.eval_shape(lambda: step(leaves, rng, batch(0)))
+        _, metrics = jax.eval_shape(lambda: step(parts, rng, batch(0)))
         number = jax.tree.leaves(batches)[0].shape[0]
         rows = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), metrics)
-        return lax.while_loop(lambda carry: carry[0] < end, body, (first, leaves, rows))[1:]
+        return lax.while_loop(lambda carry: carry[0] < end, body, (first, parts, rows))[1:]
 
     return train_steps
 

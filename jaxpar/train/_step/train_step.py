@@ -61,6 +61,9 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step. `state` is donated: use the one returned."""
+        last, program = self._last
+        if last() is state and jax.sharding.get_abstract_mesh().empty:  # as in every step of a loop but the first
+            return self._advance(program, state, batch)
         return self._run(state, batch)
 
     def many(
@@ -121,13 +124,22 @@ class TrainStep:
             )
         try:
             program, state = self._prepare(state, user)
-            new, metrics = program(state, batch, *part)
-            self._last = weakref.ref(new), program
-            return new, metrics
         except RuntimeError as error:
-            if "deleted" in str(error):
-                check_not_donated(state, "train step")
+            _explain_donated(error, state)
             raise
+        return self._advance(program, state, batch, *part)
+
+    def _advance(
+        self, program: Program, state: TrainState, batch: Batch, *part: int
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The step of a complete state by its program."""
+        try:
+            new, metrics = program(state, batch, *part)
+        except RuntimeError as error:
+            _explain_donated(error, state)
+            raise
+        self._last = weakref.ref(new), program
+        return new, metrics
 
     def lower(self, state: TrainState, batch: Batch, *, many: bool = False) -> jax.stages.Lowered:
         """The step before compilation, for its text, costs or memory. With `many`, what `step.many` runs."""
@@ -252,6 +264,12 @@ class TrainStep:
             state = self._complete(state, user)
             program = self._programs(jax.tree.structure(state))
         return program, state
+
+
+def _explain_donated(error: RuntimeError, state: TrainState) -> None:
+    """Raise what is better said of a state that was donated."""
+    if "deleted" in str(error):
+        check_not_donated(state, "train step")
 
 
 def _no_state() -> None:
