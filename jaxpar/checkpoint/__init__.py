@@ -3,6 +3,7 @@
 `_save` saves one checkpoint, restores it and finds the newest good one. `_manager` keeps the checkpoints of a run.
 `_leaves` turns a state into named arrays and back. `_files` writes and reads a directory. `_manifest` checks what a
 checkpoint says about itself, `_regular_file` reads within bounds, and `_owner` knows whose unfinished files may go.
+`_mxnet` reads files of MXNet.
 
 >>> import tempfile
 >>> import jax.numpy as jnp
@@ -15,4 +16,5 @@ checkpoint says about itself, `_regular_file` reads within bounds, and `_owner` 
 
 from ._manager import Manager as Manager
 from ._manifest import CheckpointError as CheckpointError
+from ._mxnet import load_mxnet as load_mxnet
 from ._save import Found as Found, latest as latest, restore as restore, save as save

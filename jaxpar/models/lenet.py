@@ -4,10 +4,12 @@ Shapes in names: B batch, H height, W width, C channels, D features.
 """
 
 import math
+from collections.abc import Mapping
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
@@ -80,6 +82,54 @@ def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Arr
     return _by_platform(params, images)
 
 
+def from_mxnet(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, jax.Array]]:
+    """The parameters of a LeNet that MXNet trained.
+
+    The arrays are told apart by their shapes, so their names do not matter. Dense weights may be those of Gluon, (out,
+    in), or those of the article, (in, out). Convolutions have the channels first in MXNet, so their axes, and the order
+    of the inputs of `dense1`, change.
+
+    Args:
+        arrays: {name: array}, as `checkpoint.load_mxnet` gives them. There are eight.
+
+    Returns:
+        As `init`, float32.
+
+    Raises:
+        ValueError: the arrays have other shapes.
+
+    Example:
+        >>> shapes = [(20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (128, 800), (128,), (10, 128), (10,)]
+        >>> params = from_mxnet({str(i): np.ones(shape) for i, shape in enumerate(shapes)})
+        >>> params["conv2"]["weight"].shape
+        (5, 5, 20, 50)
+    """
+    by_shape = {np.shape(array): np.asarray(array) for array in arrays.values()}
+    params: dict[str, dict[str, jax.Array]] = {}
+    for layer, shape in _SHAPES.items():
+        of_mxnet = (shape[3], shape[2], *shape[:2]) if len(shape) == 4 else shape[::-1]
+        weight, bias = by_shape.get(of_mxnet, by_shape.get(shape)), by_shape.get(shape[-1:])
+        if weight is None or bias is None or len(arrays) != 2 * len(_SHAPES):
+            raise ValueError(
+                f"lenet.from_mxnet: expected {2 * len(_SHAPES)} arrays, for {layer} a weight of shape {of_mxnet} and a "
+                f"bias of shape {shape[-1:]}; got {len(arrays)} of shapes {sorted(by_shape)}"
+            )
+        weight = _weight_from_mxnet(layer, weight)
+        params[layer] = {"weight": jnp.asarray(weight, jnp.float32), "bias": jnp.asarray(bias, jnp.float32)}
+    return params
+
+
+def _weight_from_mxnet(layer: str, weight: np.ndarray) -> np.ndarray:
+    if weight.ndim == 4:
+        return weight.transpose(2, 3, 1, 0)
+    weight = weight if weight.shape == _SHAPES[layer] else weight.T
+    if layer != "dense1":
+        return weight
+    channels = _SHAPES["conv2"][-1]
+    side = math.isqrt(weight.shape[0] // channels)
+    return weight.reshape(channels, side, side, -1).transpose(1, 2, 0, 3).reshape(weight.shape)
+
+
 @partial(jax.jit, inline=True)  # without it each call outside of `jit` would compile both
 def _by_platform(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Array:
     return lax.platform_dependent(params, images, cpu=_on_cpu, default=_anywhere)
@@ -130,4 +180,4 @@ def _mean_pool(x_BxHxWxC: jax.Array) -> jax.Array:
 
 
 def __dir__() -> list[str]:
-    return ["apply", "init"]
+    return ["apply", "from_mxnet", "init"]
