@@ -76,7 +76,8 @@ def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Arr
     """
     if images.shape[1:] != (28, 28, 1):
         raise ValueError(f"lenet.apply: images must have the shape (n, 28, 28, 1), got {images.shape}")
-    small = images.shape[0] < _LEAST_BATCH
+    batch = images.shape[0]
+    small = not isinstance(batch, int) or batch < _LEAST_BATCH  # `jax.export` has sizes that are no numbers
     if small or any(x.dtype != jnp.float32 for x in (images, *jax.tree.leaves(params))):
         return _anywhere(params, images)
     return _by_platform(params, images)

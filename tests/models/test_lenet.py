@@ -130,3 +130,13 @@ def test_steps_have_the_loss_curve_of_the_plain_formulation(engine, steps):
         return np.array(losses)
 
     np.testing.assert_allclose(curve(lenet.apply, engine=engine), curve(as_written, engine=engine), rtol=1e-4)
+
+
+def test_it_is_exported_for_batches_of_any_size(params):
+    (size,) = jax.export.symbolic_shape("b")
+    shape = jax.ShapeDtypeStruct((size, 28, 28, 1), jnp.float32)
+    exported = jax.export.export(jax.jit(lenet.apply), platforms=["cpu", "cuda"])(params, shape)
+    again = jax.export.deserialize(exported.serialize())
+    for n in (1, 9):
+        images = jax.random.uniform(jax.random.key(n), (n, 28, 28, 1))
+        np.testing.assert_allclose(again.call(params, images), lenet.apply(params, images), rtol=1e-4, atol=1e-8)

@@ -1,5 +1,7 @@
 """Models that change a state of their own: batch norm, counters; averaged, carried, saved, evaluated."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,6 +118,30 @@ def test_it_travels_with_the_metrics_and_is_donated(engine):
     with compilations() as count:
         step(state, batch)
     assert count() == 0
+
+
+def test_two_networks_that_see_each_other():
+    """Each is the model state of the other: the params of a store are copied, those of a state are its arrays."""
+
+    def loss(params, batch, rng, other):
+        return ((params["w"] - batch + other["w"]) ** 2).mean(), {}, other
+
+    step = train.make_train_step(loss)
+    params = {"w": jnp.ones(())}
+    one, two = (
+        train.create_state(kv.from_params(params, optimizer=optax.sgd(0.25)), 0, model_state=params) for _ in range(2)
+    )
+    for _ in range(3):
+        one, _ = step(one, jnp.ones(8))
+        two, _ = step(dataclasses.replace(two, model_state=kv.to_params(one.store)), jnp.ones(8))
+        one = dataclasses.replace(one, model_state=kv.to_params(two.store))
+    assert (float(one.params["w"]), float(two.params["w"])) == (0.34375, 0.671875)  # w - (w + other - 1) / 2, in turns
+    one = dataclasses.replace(one, model_state=two.params)
+    step(two, jnp.ones(8))
+    with pytest.raises(RuntimeError, match="arrays in model_state of this state were donated to the step of another"):
+        step(one, jnp.ones(8))
+    with pytest.raises(RuntimeError, match="the memory of this state was given"):
+        step(two, jnp.ones(8))
 
 
 def test_it_is_not_cast_but_may_be_narrow():

@@ -61,7 +61,10 @@ class TrainState:
 
     @property
     def params(self) -> Any:
-        """The parameters as they were given to `kv.from_params`. `RuntimeError` if the state was donated."""
+        """The parameters as they were given to `kv.from_params`. `RuntimeError` if the state was donated.
+
+        They are the arrays of the state, so the next step takes their memory. `kv.to_params(state.store)` copies them.
+        """
         if not is_traced(self.store.values):
             check_not_donated(self.store.values, "state.params")
         return kv.to_params(self.store, copy=False)

@@ -14,7 +14,7 @@ from ... import kv
 from ..._core import checks
 from ..._core.arrays import Device
 from ..._core.recent import Recent
-from ..._devices.donation import check_not_donated
+from ..._devices.donation import check_not_donated, is_donated
 from ..._devices.emulated import wait_before_collectives
 from ..._devices.mesh import auto_mesh, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
@@ -267,9 +267,16 @@ class TrainStep:
 
 
 def _explain_donated(error: RuntimeError, state: TrainState) -> None:
-    """Raise what is better said of a state that was donated."""
-    if "deleted" in str(error):
-        check_not_donated(state, "train step")
+    """Raise what is better said of a state that was donated, or that shares arrays with one that was."""
+    if "deleted" not in str(error):
+        return
+    shared = [f.name for f in dataclasses.fields(state) if is_donated(getattr(state, f.name))]
+    if shared and not is_donated(state.step):
+        raise RuntimeError(
+            f"train step: arrays in {' and '.join(shared)} of this state were donated to the step of another state, which "
+            "shared them; give this one copies. kv.to_params(other.store) copies, other.params does not"
+        )
+    check_not_donated(state, "train step")
 
 
 def _no_state() -> None:
