@@ -273,8 +273,8 @@ def _explain_donated(error: RuntimeError, state: TrainState) -> None:
     shared = [f.name for f in dataclasses.fields(state) if is_donated(getattr(state, f.name))]
     if shared and not is_donated(state.step):
         raise RuntimeError(
-            f"train step: arrays in {' and '.join(shared)} of this state were donated to the step of another state, which "
-            "shared them; give this one copies. kv.to_params(other.store) copies, other.params does not"
+            f"train step: arrays in {' and '.join(shared)} of this state were donated to the step of another state, "
+            "which shared them; give this one copies. kv.to_params(other.store) copies, other.params does not"
         )
     check_not_donated(state, "train step")
 
