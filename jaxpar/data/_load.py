@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from .._core.checks import choice
-from .._core.text import say
+from .._core.text import say_news
 from . import _idx, _tfds
 from ._dataset import Dataset
 
@@ -47,7 +47,7 @@ def load(
         source: "prepared" is a TFDS data set in `data_dir`. "files" are the four idx .gz files in $JAXPAR_DATA_DIR.
             "debian" are those of the package dataset-fashion-mnist. "download" is TFDS's own. "auto" takes the first
             of these that is there.
-        verbose: say in one line on standard error where the data came from.
+        verbose: say in one line where the data came from.
 
     Returns:
         A `Dataset`: `images` uint8 `(n, 28, 28, 1)`, `labels` int32 `(n,)`, in TFDS's fixed order.
@@ -70,7 +70,7 @@ def load(
     dataset = Dataset(*_tfds.read(name, split, folder), source=found, name=name, split=split)
     if verbose:
         place = f"{files}, kept in {folder}" if files else folder
-        say(f"{name} {split}, {len(dataset)} images, source: {found} ({place})")
+        say_news(f"{name} {split}, {len(dataset)} images, source: {found} ({place})")
     return dataset
 
 
