@@ -232,7 +232,8 @@ def test_what_is_printed(few, capsys, monkeypatch):
     """News goes to standard output, so that a notebook does not show it on red."""
 
     def linear(params, images):  # compiles in a second
-        return images[:, :4, :32, 0].reshape(-1, 112)[:, :10] @ params["dense2"]["weight"][:10]
+        every = sum(x.sum() for x in jax.tree.leaves(params))  # no parameter is unused
+        return images[:, 0, :10, 0] * every
 
     monkeypatch.setattr(models.lenet, "apply", linear)
     assert command_line.main(["train", "--epochs=1", "--batch-size=16", "--no-compilation-cache"]) == 0
