@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from .._core.parsers import did_you_mean
+from .._core.arguments import did_you_mean
 
 
 def words(path: Path, parser: argparse.ArgumentParser) -> list[str]:

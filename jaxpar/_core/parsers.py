@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from .arguments import did_you_mean
 
 
 def number(kind: type, least: float = 0, above: bool = False) -> Callable[[str], Any]:
@@ -58,14 +59,3 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
         asked: argparse.ArgumentParser = getattr(found, "parser", parser)
         asked.error(f"unrecognized arguments: {' '.join(rest)}{did_you_mean(wrong, asked._option_string_actions)}")
     return found
-
-
-def did_you_mean(word: str, known: Sequence[str] | dict[str, Any]) -> str:
-    """The end of a message: the nearest known word, or nothing.
-
-    Example:
-        >>> did_you_mean("--epocks", ["--epochs", "--seed"])
-        '; did you mean --epochs?'
-    """
-    near = difflib.get_close_matches(word, list(known), 1)
-    return f"; did you mean {near[0]}?" if near else ""

@@ -229,10 +229,7 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) ->
     if isinstance(tx, Updater):
         return set_updater(store, tx)
     check_stored(store.values, store.values, "kv.set_optimizer")
-    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        name = getattr(tx, "__name__", None) if callable(tx) else None
-        hint = f"; call it first, {name}(0.1)" if name else ", say optax.sgd(0.1)"
-        raise TypeError(f"kv.set_optimizer: expected an optax.GradientTransformation{hint}; got {checks.describe(tx)}")
+    checks.transform(tx, "kv.set_optimizer")
     if store.treedef is not None:
         return _tree.with_optimizer(store, tx, "kv.set_optimizer")
     if couples_keys(tx):

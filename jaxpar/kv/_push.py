@@ -72,6 +72,8 @@ def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None =
         it again. Pass `check_vma=False`, or mark the params with `jax.lax.pcast(params, axis_name, to="varying")`.
         `train.make_train_step` does.
     """
+    if axis_name is not None and not isinstance(axis_name, (str, tuple)):
+        raise TypeError(f"kv.push: axis_name must be the name of a mapped axis, got {checks.describe(axis_name)}")
     pushed = _request(store, key, value)
     if _is_across_processes(store, pushed, axis_name):
         processes.agree(store, pushed)
@@ -90,6 +92,7 @@ def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None =
 
 
 @in_user_mesh
+@answers
 def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     """Apply all pending pushes, the oldest first: for the end of training.
 

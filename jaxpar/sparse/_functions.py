@@ -16,6 +16,7 @@ from ._row_sparse import (
     RowSparse,
     as_ids,
     check_range,
+    check_row_sparse,
     check_table,
     distinct_rows,
     is_known,
@@ -71,6 +72,7 @@ def to_dense(rows: RowSparse) -> jax.Array:
         >>> to_dense(RowSparse(np.array([2, 2]), jnp.array([1.0, 2.0]), (3,))).tolist()
         [0.0, 0.0, 3.0]
     """
+    check_row_sparse(rows, "to_dense")
     indices = padding_last(rows.indices, rows.shape[0])
     return jnp.zeros(rows.shape, rows.dtype).at[indices].add(rows.values, mode="drop")
 
@@ -145,6 +147,8 @@ def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
         >>> total.indices.tolist(), total.values.tolist()
         ([0, 2], [1.0, 6.0])
     """
+    for one in rows:
+        check_row_sparse(one, "add")
     shapes = sorted({one.shape for one in rows})
     if len(shapes) != 1:
         raise ValueError(f"add: expected row-sparse values of one shape, got shapes {shapes}")

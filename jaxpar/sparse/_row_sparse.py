@@ -182,3 +182,10 @@ def distinct_rows(rows: RowSparse) -> np.ndarray:
 def padding_last(indices: jax.Array, count: int) -> jax.Array:
     """The indices with `count` for those out of range. JAX would count a negative one from the end."""
     return jnp.where((indices < 0) | (indices > count), count, indices)
+
+
+def check_row_sparse(rows: Any, where: str) -> None:
+    """`TypeError` for what is no `RowSparse`."""
+    if not isinstance(rows, RowSparse):
+        given = f"{type(rows).__name__}; sparse.from_dense makes one of a table"
+        raise TypeError(f"{where}: expected a RowSparse(indices, values, shape), got a {given}")

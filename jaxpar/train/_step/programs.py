@@ -193,7 +193,14 @@ def make_finish(one: DeviceStep, engine: Engine, treedef: Any) -> Callable[[Trai
 
 
 def check_batch(batch: Batch, devices: int, parts: int, axis: int = 0) -> None:
-    """`ValueError` where a batch cannot be divided by the devices, or a share by the microbatches."""
+    """`ValueError` where a batch cannot be divided by the devices, or a share by the microbatches.
+
+    `TypeError` for a leaf that is no array of numbers.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not _is_array_of_numbers(leaf):
+            name = f"batch{jax.tree_util.keystr(path)}"
+            raise TypeError(f"train step: {name} must be an array of numbers, got {checks.describe(leaf)}")
     n = checks.batch_length(batch, "train step", axis)
     if parts == 1:
         checks.even_share(n, devices, "train step", ", or pad it")
@@ -208,6 +215,11 @@ def check_batch(batch: Batch, devices: int, parts: int, axis: int = 0) -> None:
         f"train step: a batch of {n} gives each of {devices} devices {n // devices} examples, which cannot be cut "
         f"in accumulate={parts} microbatches; use a batch of {size}"
     )
+
+
+def _is_array_of_numbers(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and (isinstance(leaf, jax.Array) or jnp.issubdtype(dtype, jnp.number) or dtype == bool)
 
 
 def _parts(state: TrainState) -> tuple[list[Part], list[Part]]:

@@ -17,7 +17,6 @@ from .render import NoRendererError, RenderError, render
 from .style import Options
 from .table import to_html
 
-
 _PREVIEW_INCHES = '"10,25"'  # larger pictures are shrunk to this width and height
 
 
@@ -93,7 +92,7 @@ class Plot(graphviz.Digraph):
         return path
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **_: Any) -> dict[str, bytes | str]:
-        """The picture for a notebook, as SVG and as PNG. Without a renderer, what to install and the table of layers."""
+        """The picture for a notebook, as SVG and PNG. Without a renderer, what to install and the table."""
         try:
             shown = {"image/svg+xml": self.pipe("svg", encoding="utf-8"), "text/plain": repr(self.network)}
         except RenderError as error:
