@@ -16,7 +16,14 @@ from .._core.keys import check_stored
 from .._devices import processes
 from .._devices.buckets import BucketLimits
 from .._devices.user_mesh import in_user_mesh
-from ..updaters import TreeOptimizer, UpdateFn, Updater, check_updater, couples_keys, from_optax
+from ..updaters import (
+    UpdateFn,
+    Updater,
+    _check_updater as check_updater,
+    _couples_keys as couples_keys,
+    _TreeOptimizer as TreeOptimizer,
+    from_optax,
+)
 from . import _tree
 from ._kinds import Kind, kind_named
 from ._mxnet import answers

@@ -18,7 +18,7 @@ from .._devices.mesh import auto_mesh, mesh_of
 from .._devices.sharding_rules import fsdp
 from .._devices.shardings import shardings_of
 from .._devices.user_mesh import in_user_mesh
-from ..updaters import TreeOptimizer, UpdateFn, Updater, has_average
+from ..updaters import UpdateFn, Updater, _has_average as has_average, _TreeOptimizer as TreeOptimizer
 from . import _tree
 from ._create import create, init, set_optimizer, set_updater
 from ._mxnet import answers

@@ -15,7 +15,7 @@ from .._core.keys import Key, Keys, find_keys
 from .._devices.placement import spans_processes
 from .._devices.user_mesh import in_user_mesh
 from ..sparse import RowSparse
-from ..updaters import TreeOptimizer
+from ..updaters import _TreeOptimizer as TreeOptimizer
 from . import _aggregate, _rows, _staleness, _tree
 from ._eager import processes, programs
 from ._mxnet import answers

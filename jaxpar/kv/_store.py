@@ -219,7 +219,7 @@ def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
     """
     if layout_of(store).is_split and isinstance(store.updater, Updater):
         specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in values.items()}
-        updaters.check_elementwise(store.updater, specs, shards(store), dict(store.paths), where)
+        updaters._check_elementwise(store.updater, specs, shards(store), dict(store.paths), where)
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -104,7 +104,7 @@ class Program:
         Their shapes are checked when a program is traced for them.
         """
         leaves = jax.tree.leaves(batch)
-        shardings = [getattr(leaf, "sharding", type(leaf)) for leaf in leaves]
+        shardings = [getattr(leaf, "sharding", None) or _type_of(leaf) for leaf in leaves]
         if shardings == self._shardings:
             return batch
         check_batch(batch, self._shares, self._one.gradient.accumulate, axis)
@@ -217,9 +217,16 @@ def check_batch(batch: Batch, devices: int, parts: int, axis: int = 0) -> None:
     )
 
 
+def _type_of(leaf: Any) -> Any:
+    """What tells whether a leaf without a sharding was checked."""
+    return type(leaf), getattr(leaf, "dtype", None)
+
+
 def _is_array_of_numbers(leaf: Any) -> bool:
     dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and (isinstance(leaf, jax.Array) or jnp.issubdtype(dtype, jnp.number) or dtype == bool)
+    return dtype is not None and (
+        isinstance(leaf, jax.Array) or jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
+    )
 
 
 def _parts(state: TrainState) -> tuple[list[Part], list[Part]]:
