@@ -14,7 +14,9 @@ The table of contents. Each name is a module, loaded when it is first used:
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -56,7 +58,15 @@ if not TYPE_CHECKING:  # a type checker knows the names, and finds others wrong
     def __getattr__(name: str) -> Any:
         if name in _MODULES:
             return importlib.import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_hint(name)}")
+
+    def _hint(name: str) -> str:
+        """Where a name is, of the modules that are loaded, or the nearest module."""
+        loaded = {room: sys.modules.get(f"{__name__}.{room}") for room in _MODULES}
+        if found := [room for room, module in loaded.items() if module is not None and hasattr(module, name)]:
+            return f"; write jp.{found[0]}.{name}"
+        near = difflib.get_close_matches(name, _MODULES, 1)
+        return f"; did you mean {near[0]}?" if near else f"; it has {', '.join(_MODULES)}"
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The command line: `python -m jaxpar train`, `python -m jaxpar plot`, `python -m jaxpar launch`."""
+"""The command line: `jaxpar train`, `jaxpar plot`, `jaxpar launch`. `python -m jaxpar` is the same."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import jaxpar
+
+from ._core.parsers import HelpFormatter, parse
 from ._launch import command
 
 
@@ -20,12 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 where it worked. 1 where it failed, with one line on standard error. Bad arguments end with status 2. `launch`
         has statuses of its own.
     """
-    parser = argparse.ArgumentParser(prog="jaxpar", description="Data-parallel training and network plots in JAX.")
-    commands = parser.add_subparsers(required=True, metavar="command")
-    command.add_parser(commands)
-    if (sys.argv[1:] if argv is None else list(argv))[:1] != ["launch"]:  # it needs no JAX
-        _add_commands(commands)
-    args = parser.parse_args(argv)
+    args = _arguments(sys.argv[1:] if argv is None else list(argv))
     try:
         return args.run(args)
     except KeyboardInterrupt as interrupt:  # `fit` says at which step, and what was saved
@@ -37,13 +35,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _arguments(words: list[str]) -> argparse.Namespace:
+    """The arguments, with those of a file of options before them."""
+    parser = argparse.ArgumentParser(
+        prog="jaxpar", description="Data-parallel training and network plots in JAX.", formatter_class=HelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"jaxpar {jaxpar.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    command.add_parser(commands)
+    if words[:1] not in (["launch"], ["--version"]):  # they need no JAX
+        _add_commands(commands)
+    args = parse(parser, words)
+    if getattr(args, "config", None) is None:
+        return args
+    from ._cli import config
+
+    name, *rest = words
+    return parse(parser, [name, *config.words(args.config, args.parser), *rest])
+
+
 def _add_commands(commands: Any) -> None:
     from ._cli import plot, train
 
     train.add_parser(commands)
-    parser = commands.add_parser("plot", help="draw a function", description=plot.__doc__)
-    plot.add_arguments(parser)
-    parser.set_defaults(run=plot.run)
+    plot.add_parser(commands)
 
 
 def _wait_for_loss_report() -> None:

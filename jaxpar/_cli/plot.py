@@ -1,4 +1,4 @@
-"""`python -m jaxpar plot`: draw a function named on the command line."""
+"""`jaxpar plot`: draw a function named on the command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import models, viz
-from .._core.parsers import number
+from .._core.parsers import HelpFormatter, number
 
 _DTYPES: dict[str, str] = dict(
     zip(
@@ -30,23 +30,31 @@ class ArgumentError(ValueError):
     """An argument does not name a function or an input."""
 
 
+def add_parser(commands: Any) -> None:
+    """Add the command to those of the command line."""
+    parser = commands.add_parser("plot", help="draw a function", description=_ABOUT, formatter_class=HelpFormatter)
+    add_arguments(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+_ABOUT = "Draw a function as the network it computes. Nothing is run."
+_FORMATS = "its ending is the format: .svg, .png, .pdf, .gif or another of Graphviz's, .dot for the text"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `plot`."""
-    parser.add_argument("function", help="MODULE:FUNCTION, or lenet or matrix_factorization")
-    each = "one array argument, e.g. 256x28x28x1:f32 (once for each, in order)"
-    parser.add_argument("--input", action="append", default=[], metavar="SHAPE:DTYPE", help=each)
-    parser.add_argument("-o", "--output", default=None, help="file to write, .svg, .png, .pdf or .dot (NAME.svg)")
-    parser.add_argument("--title", default=None)
-    parser.add_argument(
-        "--depth", type=number(int), default=None, help="how deep to unfold modules (0 closes them all)"
-    )
-    parser.add_argument("--theme", choices=("light", "dark"), default="light")
-    parser.add_argument("--heat", choices=("flops", "bytes"), default=None, help="colour by cost")
-    parser.add_argument("--show-weights", action="store_true", help="draw the parameters too")
-    parser.add_argument(
-        "--params", type=number(int), default=None, metavar="N", help="which --input is a parameter (none)"
-    )
-    parser.add_argument("--summary", action="store_true", help="print the table of layers too")
+    add = parser.add_argument
+    add("function", help="MODULE:FUNCTION, or lenet or matrix_factorization")
+    each = "one array argument, e.g. 256x28x28x1:f32, once for each in order (default: those of the two models)"
+    add("--input", action="append", default=[], metavar="SHAPE:DTYPE", help=each)
+    add("-o", "--output", metavar="FILE", help=f"what to write; {_FORMATS} (default: NAME.svg)")
+    add("--title", help="the text below the picture (default: the name of the function)")
+    add("--depth", type=number(int), metavar="N", help="how deep to unfold modules, 0 closes them all (default: all)")
+    add("--theme", choices=("light", "dark"), default="light", help="colours for a page of this kind")
+    add("--heat", choices=("flops", "bytes"), help="colour layers by their cost (default: by their kind)")
+    add("--show-weights", action="store_true", help="draw the parameters too")
+    add("--params", type=number(int), metavar="N", help="which --input is a parameter, from 0 (default: none)")
+    add("--summary", action="store_true", help="print the table of layers too")
 
 
 def run(args: argparse.Namespace) -> int:

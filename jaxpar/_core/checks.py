@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import numbers
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .arguments import describe as describe, did_you_mean, shorten as shorten
 from .arrays import Device, check_not_gone
+from .model_checks import (
+    function as function,
+    hashable as hashable,
+    labels as labels,
+    random_key as random_key,
+    transform as transform,
+)
 
 Engine = Literal["pmap", "shard_map"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
@@ -125,30 +132,6 @@ def castable(given: Any, stored: Any, where: str) -> None:
         raise TypeError(f"{where}: dtype {given} cannot be cast safely to the stored {stored}")
 
 
-def labels(given: Any, where: str) -> None:
-    """`TypeError` unless the array holds one integer per example. Only shape and dtype are checked."""
-    if given.ndim == 1 and jnp.issubdtype(given.dtype, jnp.integer):
-        return
-    hint = "make floating class numbers integers by labels.astype(int)"
-    if given.ndim > 1:
-        hint = "drop an axis of length 1 by labels[:, 0], turn one-hot labels into integers by labels.argmax(-1)"
-    raise TypeError(
-        f"{where}: labels must be integers of shape (n,), one for each example, got {describe(given)}; {hint}"
-    )
-
-
-def hashable(value: Any, where: str) -> Any:
-    """`value`, for which a compiled program is kept; `TypeError` where it can change and so has no hash."""
-    try:
-        hash(value)
-    except TypeError:
-        raise TypeError(
-            f"{where}: expected a function, which is compiled once, got {describe(value)}, which has no hash and may "
-            "change; give a function that calls it"
-        ) from None
-    return value
-
-
 # Devices and batches.
 
 
@@ -159,14 +142,21 @@ def devices(given: Any, where: str) -> tuple[Any, ...]:
         TypeError: no list of devices, for example their number.
         ValueError: no device, or one appears twice.
     """
-    if not isinstance(given, Iterable) or isinstance(given, str):
-        hint = f"; for the first {given} of them write jax.devices()[:{given}]" if isinstance(given, int) else ""
-        raise TypeError(f"{where}: devices must be a list of devices such as jax.devices(), got {given!r}{hint}")
-    chosen = tuple(given)
+    chosen = device_list(given, where)
     if not chosen or len(set(chosen)) < len(chosen):
         hint = "" if chosen else "; give at least one device"
         raise ValueError(f"{where}: devices must be one or more different devices, got {list(chosen)}{hint}")
     return chosen
+
+
+def device_list(given: Any, where: str) -> tuple[Any, ...]:
+    """The devices as a tuple, which may have one twice. `TypeError` for anything else than devices."""
+    items = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, np.ndarray)) else [given]
+    if isinstance(given, Iterable) and all(hasattr(item, "process_index") for item in items):
+        return tuple(items)
+    hint = f"; for the first {given} of them write jax.devices()[:{given}]" if _is_int(given) else ""
+    hint = "; write [device] for one" if hasattr(given, "process_index") else hint
+    raise TypeError(f"{where}: devices must be a list of devices such as jax.devices(), got {given!r}{hint}")
 
 
 def check_devices(given: Sequence[Device] | None, what: str) -> tuple[Device, ...]:
@@ -175,8 +165,8 @@ def check_devices(given: Sequence[Device] | None, what: str) -> tuple[Device, ..
 
 
 def check_own(devices: Iterable[Device], what: str) -> None:
-    """`ValueError` for a device of another process, to which nothing can be sent from here."""
-    for d in devices:
+    """`ValueError` for a device of another process, to which nothing can be sent. `TypeError` for what is no device."""
+    for d in device_list(devices, what):
         if d.process_index != jax.process_index():
             raise ValueError(
                 f"{what}: {d} belongs to process {d.process_index} and this is process {jax.process_index()}; give "
@@ -267,28 +257,12 @@ def choice(value: Any, where: str, name: str, known: Iterable[str]) -> str:
     words = list(known)
     if isinstance(value, str) and value in words:
         return value
-    near = difflib.get_close_matches(str(value), words, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{where}: unknown {name} {value!r}; known are {', '.join(words)}{hint}")
+    raise ValueError(
+        f"{where}: unknown {name} {value!r}; known are {', '.join(words)}{did_you_mean(repr(value), map(repr, words))}"
+    )
 
 
 # Words of messages.
-
-
-def describe(value: Any) -> str:
-    """What came, in a few words: `float32[2,3]`, `a list of 3`, `None`."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-    if isinstance(value, (list, tuple)):
-        return f"a {type(value).__name__} of {len(value)}"
-    text = repr(value)
-    return text if len(text) < 40 else f"a {type(value).__name__}"
-
-
-def shorten(items: Sequence[Any], most: int = 8) -> str:
-    """The items as a list, cut after `most`."""
-    shown = ", ".join(map(str, items[:most]))
-    return f"[{shown}, ... {len(items)} in all]" if len(items) > most else f"[{shown}]"
 
 
 def _quote(value: Any) -> str:

@@ -9,6 +9,15 @@ from pathlib import Path
 from typing import Any
 
 
+def as_path(given: Any, where: str) -> Path:
+    """A path. `TypeError` for what is none."""
+    try:
+        return Path(given)
+    except TypeError:
+        shown = given if isinstance(given, (int, float)) else f"a {type(given).__name__}"
+        raise TypeError(f"{where} must be a path, a string or a pathlib.Path, got {shown}") from None
+
+
 def append(path: Path, content: bytes) -> None:
     """Append bytes to a file, all of them or none.
 

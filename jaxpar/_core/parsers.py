@@ -1,11 +1,13 @@
-"""Parsers of numbers on the command line."""
+"""The command line's parsers: numbers, help that names defaults, and refusals that name the nearest option."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from .arguments import did_you_mean
 
 
 def number(kind: type, least: float = 0, above: bool = False) -> Callable[[str], Any]:
@@ -28,3 +30,32 @@ def number(kind: type, least: float = 0, above: bool = False) -> Callable[[str],
         return value
 
     return parse
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Writes the default of an option after its help, unless the help has it or there is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        shown = action.default is not None and action.default is not argparse.SUPPRESS and action.option_strings
+        if not shown or "(default" in text:
+            return text
+        default = {True: "yes", False: "no"}.get(action.default, "%(default)s") if action.nargs == 0 else "%(default)s"
+        return f"{text} (default: {default})"
+
+
+def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """The arguments. An option that a command does not have ends with status 2 and the nearest that it has.
+
+    Example:
+        >>> parser = argparse.ArgumentParser()
+        >>> _ = parser.add_argument("--epochs", type=number(int, 1))
+        >>> parse(parser, ["--epochs", "3"])
+        Namespace(epochs=3)
+    """
+    found, rest = parser.parse_known_args(words)
+    if rest:
+        wrong = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
+        asked: argparse.ArgumentParser = getattr(found, "parser", parser)
+        asked.error(f"unrecognized arguments: {' '.join(rest)}{did_you_mean(wrong, asked._option_string_actions)}")
+    return found

@@ -1,4 +1,4 @@
-"""Text for people: tables, and lines on standard error. No JAX here."""
+"""Text for people: tables, news on standard output, warnings on standard error. No JAX here."""
 
 from __future__ import annotations
 
@@ -75,8 +75,13 @@ class Table:
 
 
 def say(message: str, who: str = "jaxpar") -> None:
-    """Write one line to standard error, with a name before it."""
+    """Write one line to standard error, with a name before it. A notebook shows it on red."""
     print(f"{who}: {message}", file=sys.stderr, flush=True)
+
+
+def say_news(message: str) -> None:
+    """Write one line to standard output, with a name before it. It is for what goes well."""
+    print(f"jaxpar: {message}", flush=True)
 
 
 def say_before_exit(line: str) -> None:

@@ -34,24 +34,25 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, count = parser.add_argument, number(int, 1)
-    add("-n", "--processes", type=count, required=True, metavar="N", help="how many")
-    add("--devices", type=count, metavar="K", help="emulated CPU devices of each process. No GPU is used")
+    add("-n", "--processes", type=count, required=True, metavar="N", help="how many, required")
+    add("--devices", type=count, metavar="K", help="emulated CPU devices of each process, no GPU (default: none)")
     add("--gpus-per-process", type=count, metavar="K", help="GPUs of each process (default: an even share)")
     add("--max-restarts", type=number(int, 0), default=0, metavar="R", help="starts after a failure (default: 0)")
-    add("--min-processes", type=count, metavar="M", help="a restart leaves out the process that was lost, down to M")
-    add("--coordinator-port", type=_port, metavar="P", help="default: a free one, another at each start")
-    add("--env", action="append", default=[], type=_pair, metavar="K=V", help="a variable for all processes")
-    add("--grace", type=number(float, 0), default=30.0, metavar="S", help="seconds from SIGTERM to SIGKILL (30)")
+    add("--min-processes", type=count, metavar="M", help="a restart leaves out the lost one, down to M (default: N)")
+    add("--coordinator-port", type=_port, metavar="P", help="where they meet (default: a free one at each start)")
+    add("--env", action="append", default=[], type=_pair, metavar="K=V", help="a variable for all (default: none)")
+    seconds = "seconds from SIGTERM to SIGKILL (default: 30)"
+    add("--grace", type=number(float, 0), default=30.0, metavar="S", help=seconds)
     add(
         "--heartbeat-timeout",
         type=number(float, 2),
         default=os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or HEARTBEAT_TIMEOUT,
         metavar="S",
         help="seconds without a heartbeat after which a process counts as frozen "
-        f"($JAXPAR_HEARTBEAT_TIMEOUT, or {HEARTBEAT_TIMEOUT:g})",
+        f"(default: $JAXPAR_HEARTBEAT_TIMEOUT, or {HEARTBEAT_TIMEOUT:g})",
     )
     add("command", nargs=argparse.REMAINDER, help="after --")
-    parser.set_defaults(run=lambda args: run(args, parser))
+    parser.set_defaults(run=lambda args: run(args, parser), parser=parser)
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._core.files import as_path
 from .._devices import processes
 from . import _files, _leaves, _manifest, _save
 from ._manifest import CheckpointError
@@ -51,7 +52,7 @@ class Manager:
     def __init__(self, directory: PathLike, *, keep: int = 3, on_latest: Callable[[Path], None] | None = None):
         if keep < 1:
             raise ValueError(f"checkpoint.Manager: keep must be 1 or more, got {keep!r}")
-        self.directory: Path = Path(directory)
+        self.directory: Path = as_path(directory, "checkpoint.Manager: directory")
         self._on_latest = on_latest
         self.keep: int = keep
         self._bad: set[Path] = set()

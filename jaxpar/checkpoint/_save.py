@@ -11,6 +11,8 @@ import jax
 import numpy as np
 
 from .._core import text
+from .._core.arguments import answers
+from .._core.files import as_path
 from .._devices import processes
 from .._devices.user_mesh import outside_mesh
 from . import _files, _leaves, _manifest
@@ -29,6 +31,7 @@ class Found(NamedTuple):
     arrays: list[np.ndarray]
 
 
+@answers("checkpoint.save")
 def save(path: PathLike, state: Any) -> None:
     """Save a state. On return it is on disk, whole and flushed.
 
@@ -45,7 +48,7 @@ def save(path: PathLike, state: Any) -> None:
         OSError: it cannot be written. Nothing of it is kept then.
         TypeError: a leaf that is no array.
     """
-    path, writes = Path(path), jax.process_index() == 0
+    path, writes = as_path(path, "checkpoint.save: path, the first argument,"), jax.process_index() == 0
     with processes.raise_together():
         if writes:
             _files.refuse_existing(path)
@@ -55,6 +58,7 @@ def save(path: PathLike, state: Any) -> None:
             _files.write(path, about(state, path.parent), records, arrays)
 
 
+@answers("checkpoint.restore")
 def restore(path: PathLike, like: Tree) -> Tree:
     """The state saved at a path, in the structure and on the devices of `like`.
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core import checks
+from .._core.arguments import answers
 from .._core.arrays import Device
 from .._devices.emulated import wait_before_collectives
 from .._devices.mesh import STORE_AXIS
@@ -39,6 +40,7 @@ def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> i
     return size // batch_size if drop_remainder else -(-size // batch_size)
 
 
+@answers("data.batches", {"shuffle": "give rng=jax.random.key(0) for an order that is drawn"})
 def batches(
     dataset: Examples,
     batch_size: int,
@@ -91,7 +93,11 @@ def batches(
     >>> [batch["label"].tolist() for batch in batches(dataset, 4, drop_remainder=False)]
     [[0, 1, 2, 3], [4, 5]]
     """
-    size, where = len(dataset), "data.batches"
+    where = "data.batches"
+    if not (hasattr(dataset, "images") and hasattr(dataset, "labels")):
+        hint = "data.Dataset(images, labels), or data.from_arrays(...).batches(...) for arrays of other names"
+        raise TypeError(f"{where}: expected a {hint}; got {checks.describe(dataset)}")
+    size = len(dataset)
     split = split_of(devices, axis_name, sharding, where)
     _check(size, batch_size, drop_remainder, split.parts if split else 1)
     checks.whole_number(start, where, "start", least=0)

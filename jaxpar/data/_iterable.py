@@ -139,6 +139,8 @@ def from_iterable(
         >>> [batch["x"].tolist() for batch in from_iterable(rows, batched=False, steps_per_epoch=2).batches(3)]
         [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     """
+    if isinstance(source, (str, bytes)):
+        raise TypeError(f"{_WHERE}: {source!r} is a name, not data; write data.load({source!r})")
     if isinstance(source, dict) or hasattr(source, "dtype") or _is_tuple_of_arrays(source):
         raise TypeError(
             f"{_WHERE}: {_describe(source)} of arrays is data, not a loader; use data.Dataset(images, labels) "
@@ -170,6 +172,8 @@ def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
     >>> collect(loader)
     Dataset(5 images float64 (2,), labels int32, source='arrays')
     """
+    if not isinstance(elements, Iterable):
+        raise TypeError(f"data.collect: expected something to iterate over, got {_describe(elements)}")
     found = [as_dict(element, ("image", "label")) for element in elements]
     if not found:
         raise ValueError("data.collect: there are no elements")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from .._core.arguments import answers
 from .._core.checks import choice
-from .._core.text import say
+from .._core.files import as_path
+from .._core.text import say_news
 from . import _idx, _tfds
 from ._dataset import Dataset
 
@@ -23,9 +25,15 @@ FASHION_MNIST_CLASSES = (
     "Ankle boot",
 )
 DEBIAN_DIR = Path("/usr/share/datasets/fashion-mnist")
+_HINTS = {
+    **dict.fromkeys(("batch_size", "shuffle"), "data.batches and train.fit make batches, in an order that is drawn"),
+    **dict.fromkeys(("train", "subset"), "say which part, data.load(name, 'train') or data.load(name, 'test')"),
+    **dict.fromkeys(("root", "path", "dir"), "call it data_dir"),
+}
 _SOURCES = ("auto", "prepared", "files", "debian", "download")
 
 
+@answers("data.load", _HINTS)
 def load(
     name: str = "fashion_mnist",
     split: str = "train",
@@ -47,7 +55,7 @@ def load(
         source: "prepared" is a TFDS data set in `data_dir`. "files" are the four idx .gz files in $JAXPAR_DATA_DIR.
             "debian" are those of the package dataset-fashion-mnist. "download" is TFDS's own. "auto" takes the first
             of these that is there.
-        verbose: say in one line on standard error where the data came from.
+        verbose: say in one line where the data came from.
 
     Returns:
         A `Dataset`: `images` uint8 `(n, 28, 28, 1)`, `labels` int32 `(n,)`, in TFDS's fixed order.
@@ -58,7 +66,7 @@ def load(
         ValueError: an unknown name, split or source, or a damaged file or data set, which is named.
     """
     choice(source, "data.load", "source", _SOURCES)
-    folder = Path(data_dir).expanduser() if data_dir is not None else _tfds.default_data_dir()
+    folder = as_path(data_dir, "data.load: data_dir").expanduser() if data_dir is not None else _tfds.default_data_dir()
     found, files = _find(name, folder, source)
     prepared = found == "prepared" or _tfds.prepared_dir(name, folder) is not None
     if files is not None:
@@ -70,7 +78,7 @@ def load(
     dataset = Dataset(*_tfds.read(name, split, folder), source=found, name=name, split=split)
     if verbose:
         place = f"{files}, kept in {folder}" if files else folder
-        say(f"{name} {split}, {len(dataset)} images, source: {found} ({place})")
+        say_news(f"{name} {split}, {len(dataset)} images, source: {found} ({place})")
     return dataset
 
 

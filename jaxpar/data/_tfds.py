@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from .._core.arguments import did_you_mean
 from . import _decoded_cache, _idx
 
 
@@ -135,7 +136,9 @@ def _decode_split(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np
     try:
         expected = builder.info.splits[split].num_examples
     except (KeyError, ValueError):
-        raise ValueError(f"{name} has no split {split!r}; it has {sorted(builder.info.splits)}") from None
+        known = sorted(builder.info.splits)
+        hint = did_you_mean(split, known) or "; a part of one is 'train[:50000]'"
+        raise ValueError(f"{name} has no split {split!r}; it has {known}{hint}") from None
     features = builder.info.features
     if not hasattr(features, "keys") or not {"image", "label"} <= set(features.keys()):
         raise ValueError(f"jaxpar reads data sets of 'image' and 'label'; {name} has {features}")
@@ -175,7 +178,8 @@ def _builder(name: str, data_dir: Path) -> Any:
     try:
         return _tfds().builder(name, data_dir=data_dir)
     except _tfds().core.DatasetNotFoundError:
-        raise ValueError(f"tensorflow-datasets knows no data set {name!r}") from None
+        near = did_you_mean(name, _tfds().list_builders(with_community_datasets=False))
+        raise ValueError(f"data.load: tensorflow-datasets knows no data set {name!r}{near}") from None
     except Exception as error:
         raise _damage_error(data_dir / name, str(error)) from error
 

@@ -16,7 +16,14 @@ from .._core.keys import check_stored
 from .._devices import processes
 from .._devices.buckets import BucketLimits
 from .._devices.user_mesh import in_user_mesh
-from ..updaters import TreeOptimizer, UpdateFn, Updater, check_updater, couples_keys, from_optax
+from ..updaters import (
+    UpdateFn,
+    Updater,
+    _check_updater as check_updater,
+    _couples_keys as couples_keys,
+    _TreeOptimizer as TreeOptimizer,
+    from_optax,
+)
 from . import _tree
 from ._kinds import Kind, kind_named
 from ._mxnet import answers
@@ -229,10 +236,7 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) ->
     if isinstance(tx, Updater):
         return set_updater(store, tx)
     check_stored(store.values, store.values, "kv.set_optimizer")
-    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        name = getattr(tx, "__name__", None) if callable(tx) else None
-        hint = f"; call it first, {name}(0.1)" if name else ", say optax.sgd(0.1)"
-        raise TypeError(f"kv.set_optimizer: expected an optax.GradientTransformation{hint}; got {checks.describe(tx)}")
+    checks.transform(tx, "kv.set_optimizer")
     if store.treedef is not None:
         return _tree.with_optimizer(store, tx, "kv.set_optimizer")
     if couples_keys(tx):

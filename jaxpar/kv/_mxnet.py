@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
+
+from .._core import arguments
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,30 +67,17 @@ def line_for(method: str) -> str | None:
 
 def answers(fn: Callable[P, R]) -> Callable[P, R]:
     """A function of `jp.kv` that says what to write where it is called with arguments that it does not have."""
-    parameters = inspect.signature(fn).parameters
-    names = frozenset(parameters)
-    first = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    most = len(first)
-
-    @functools.wraps(fn)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if len(args) > most or not names.issuperset(kwargs):
-            raise TypeError(_message(fn.__name__, first, list(parameters), len(args), kwargs))
-        return fn(*args, **kwargs)
-
-    return call
+    many = "; the values are returned, there is no out=" if fn.__name__ in _RETURN_VALUES else ""
+    takes_store = next(iter(inspect.signature(fn).parameters), "") == "store"
+    first = functools.partial(_check_store, f"kv.{fn.__name__}") if takes_store else None
+    return arguments.answers(f"kv.{fn.__name__}", _ARGUMENTS, many, first)(fn)
 
 
-def _message(name: str, first: list[str], names: list[str], count: int, kwargs: dict[str, Any]) -> str:
-    rest = names[len(first) :]
-    if count > len(first):
-        shown = ", ".join([*first, *(f"{n}=..." for n in rest)])
-        returned = "; the values are returned, there is no out=" if name in _RETURN_VALUES else ""
-        return (
-            f"kv.{name}: got {count} arguments without a name, expected at most {len(first)}; write "
-            f"kv.{name}({shown}){returned}"
-        )
-    wrong = next(n for n in kwargs if n not in names)
-    near = difflib.get_close_matches(wrong, names, 1)
-    hint = _ARGUMENTS.get(wrong) or (f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}")
-    return f"kv.{name}: there is no argument {wrong!r}; {hint}"
+def _check_store(where: str, given: Any) -> None:
+    """`TypeError` for what is no store."""
+    if getattr(type(given), "_is_store", False):
+        return
+    hint = "; that of a training state is state.store" if hasattr(given, "store") else ""
+    raise TypeError(
+        f"{where}: the first argument must be a store, as of kv.create(); got a {type(given).__name__}{hint}"
+    )

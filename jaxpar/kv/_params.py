@@ -18,7 +18,7 @@ from .._devices.mesh import auto_mesh, mesh_of
 from .._devices.sharding_rules import fsdp
 from .._devices.shardings import shardings_of
 from .._devices.user_mesh import in_user_mesh
-from ..updaters import TreeOptimizer, UpdateFn, Updater, has_average
+from ..updaters import UpdateFn, Updater, _has_average as has_average, _TreeOptimizer as TreeOptimizer
 from . import _tree
 from ._create import create, init, set_optimizer, set_updater
 from ._mxnet import answers
@@ -83,6 +83,7 @@ def from_params(
         raise ValueError("kv.from_params: mesh= stands in place of devices=; give one of them")
     if optimizer is not None and updater is not None:
         raise ValueError("kv.from_params: give an optimizer or an updater, not both")
+    _check_params(params, mesh, optimizer)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     check_names(leaves, paths, "kv.from_params")
@@ -98,6 +99,19 @@ def from_params(
     if optimizer is not None:
         return set_optimizer(store, optimizer)
     return store if updater is None else set_updater(store, updater)
+
+
+def _check_params(params: Any, mesh: Any, optimizer: Any) -> None:
+    """`TypeError` or `ValueError` for what holds no parameters, and for a mesh that is none."""
+    if isinstance(params, KVStore) or isinstance(getattr(params, "store", None), KVStore):
+        raise TypeError(
+            f"kv.from_params: expected a pytree of arrays, got a {type(params).__name__}; its params are "
+            f"{'kv.to_params(store)' if isinstance(params, KVStore) else 'state.params'}"
+        )
+    if optimizer is not None and not jax.tree.leaves(params):
+        raise ValueError(f"kv.from_params: the params, {checks.describe(params)}, hold no array, so nothing is trained")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(f"kv.from_params: mesh must be a jax.sharding.Mesh, got {checks.describe(mesh)}")
 
 
 def _mesh_for(store: KVStore, params: Any, sharding: Any, optimizer: Any) -> Mesh | None:

@@ -26,7 +26,7 @@ from .._core.portable import (
 )
 from .._devices.mesh import copies_on, split_over
 from .._devices.placement import put
-from ..updaters import TreeOptimizer
+from ..updaters import _TreeOptimizer as TreeOptimizer
 from . import _aggregate, _staleness, _tree
 from ._store import KVStore, layout_of, names, shapes_of
 

@@ -93,7 +93,7 @@ def pull(
     keys, many = find_keys(key, store.values, store.paths, "kv.pull")
     values = pull_whole(store, keys, axis_name)
     if devices is not None:
-        pulled = copies(values, tuple(devices), copy and not kind_of(store).layout.is_split)
+        pulled = copies(values, checks.device_list(devices, "kv.pull"), copy and not kind_of(store).layout.is_split)
     else:
         pulled = own_values(store, values) if copy else values
     return pulled if many else pulled[0]

@@ -15,7 +15,7 @@ from .._core.keys import Key, Keys, find_keys
 from .._devices.placement import spans_processes
 from .._devices.user_mesh import in_user_mesh
 from ..sparse import RowSparse
-from ..updaters import TreeOptimizer
+from ..updaters import _TreeOptimizer as TreeOptimizer
 from . import _aggregate, _rows, _staleness, _tree
 from ._eager import processes, programs
 from ._mxnet import answers
@@ -72,6 +72,8 @@ def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None =
         it again. Pass `check_vma=False`, or mark the params with `jax.lax.pcast(params, axis_name, to="varying")`.
         `train.make_train_step` does.
     """
+    if axis_name is not None and not isinstance(axis_name, (str, tuple)):
+        raise TypeError(f"kv.push: axis_name must be the name of a mapped axis, got {checks.describe(axis_name)}")
     pushed = _request(store, key, value)
     if _is_across_processes(store, pushed, axis_name):
         processes.agree(store, pushed)
@@ -90,6 +92,7 @@ def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None =
 
 
 @in_user_mesh
+@answers
 def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     """Apply all pending pushes, the oldest first: for the end of training.
 

@@ -56,7 +56,7 @@ def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | No
         )
     for key in pushed:
         try:
-            updaters.check_rows(store.updater, key)
+            updaters._check_rows(store.updater, key)
         except ValueError as error:
             raise ValueError(f"kv.push: key {key}: {error}") from None
     values: dict[int, jax.Array] = {}
@@ -87,7 +87,7 @@ def _add_and_update(
     def update(pushed: jax.Array, state: Any, stored: jax.Array) -> tuple[jax.Array, Any]:
         return _update.update_one(updater, key, pushed, state, stored)
 
-    if not updaters.is_lazy(updater, state):
+    if not updaters._is_lazy(updater, state):
         return update(sparse.to_dense(total), state, stored)
     return sparse.lazy_update(update, total, state, stored, coalesced=True)
 

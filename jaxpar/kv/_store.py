@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -68,6 +68,7 @@ class KVStore:
     staleness: int = 0
     optimizer_state: Any = ()
     shardings: tuple[tuple[int, NamedSharding], ...] = ()
+    _is_store: ClassVar[bool] = True
 
     def __eq__(self, other: object) -> bool:
         """Whether both have the same options, keys, values and states, to the last bit."""
@@ -84,6 +85,14 @@ class KVStore:
             line = _mxnet.line_for(name)
             hint = f"; a store is a value, and the verbs are functions: write {line}" if line else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+        def __getitem__(self, key: Any) -> Any:
+            raise TypeError(f"a store has no items; write value = kv.pull(store, {key!r})")
+
+        def __setitem__(self, key: Any, value: Any) -> None:
+            raise TypeError(f"a store is a value and never changes; write store = kv.push(store, {key!r}, value)")
+
+        __iter__ = None  # `for` would ask for items
 
     def __repr__(self) -> str:
         return str(self._table())
@@ -127,6 +136,7 @@ def with_changes(store: KVStore, changes: Changes) -> KVStore:
     return dataclasses.replace(store, **fields)
 
 
+@_mxnet.answers
 def names(store: KVStore) -> dict[int, str]:
     """The name of each key: its path in the pytree given to `kv.from_params`, or else the key as text.
 
@@ -209,7 +219,7 @@ def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
     """
     if layout_of(store).is_split and isinstance(store.updater, Updater):
         specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in values.items()}
-        updaters.check_elementwise(store.updater, specs, shards(store), dict(store.paths), where)
+        updaters._check_elementwise(store.updater, specs, shards(store), dict(store.paths), where)
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -16,7 +16,7 @@ from .._core.arrays import is_traced
 from .._core.portable import path_name
 from .._devices.placement import put
 from .._devices.user_mesh import split_like
-from ..updaters import TreeOptimizer
+from ..updaters import _TreeOptimizer as TreeOptimizer
 from ._store import Arrays, Changes, KVStore, copies_for, has_types, kind_of, layout_of, names, shapes_of, specs_of
 
 _PER_KEY = "updater=jp.updaters.from_optax(tx), which keeps one state a key"
@@ -65,7 +65,7 @@ def needs_whole(tx: Any, params: Any, count: int) -> bool:
         count: how many shares a value is cut into.
     """
     try:
-        updaters.check_elementwise_tree(TreeOptimizer(tx), params, count, "")
+        updaters._check_elementwise_tree(TreeOptimizer(tx), params, count, "")
     except ValueError:
         return True
     return False
@@ -249,4 +249,4 @@ def whole_state(store: KVStore) -> Any:
 def check_shares(store: KVStore, count: int, where: str) -> None:
     """`ValueError` if values are split and the optimizer is not elementwise for shares of this many devices."""
     if layout_of(store).is_split and isinstance(store.updater, TreeOptimizer):
-        updaters.check_elementwise_tree(store.updater, tree_of(store, specs_of(store)), count, where)
+        updaters._check_elementwise_tree(store.updater, tree_of(store, specs_of(store)), count, where)

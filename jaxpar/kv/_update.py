@@ -13,7 +13,7 @@ from .._core import checks
 from .._devices import collectives
 from .._devices.buckets import Shape
 from .._devices.user_mesh import split_like
-from ..updaters import TreeOptimizer, Updater, stateless
+from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, stateless
 from . import _tree
 from ._new_values import lay_out
 from ._store import Arrays, Changes, KVStore, check_shares, has_types, layout_of, shapes_of, shards

@@ -13,6 +13,8 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from .._core import checks
+from .._core.arguments import answers
 from . import _cpu_convolution
 
 _WEIGHT_STDDEV = 0.01
@@ -25,6 +27,7 @@ _SHAPES = {
 }
 
 
+@answers("lenet.init")
 def init(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
     """The 129,068 parameters, float32. Weights are drawn from N(0, 0.01²), biases are 0.
 
@@ -40,7 +43,7 @@ def init(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
         >>> sum(leaf.size for leaf in jax.tree.leaves(params))
         129068
     """
-    params = _draw(rng)
+    params = _draw(checks.random_key(rng, "lenet.init"))
     return {layer: {"weight": params[layer]["weight"], "bias": params[layer]["bias"]} for layer in _SHAPES}
 
 
@@ -74,8 +77,10 @@ def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Arr
         >>> apply(init(jax.random.key(0)), jnp.zeros((2, 28, 28, 1))).shape
         (2, 10)
     """
-    if images.shape[1:] != (28, 28, 1):
-        raise ValueError(f"lenet.apply: images must have the shape (n, 28, 28, 1), got {images.shape}")
+    if not isinstance(params, dict) or not set(_SHAPES) <= params.keys():
+        raise TypeError(f"lenet.apply: params must be those of lenet.init, got {checks.describe(params)}")
+    if np.shape(images)[1:] != (28, 28, 1):
+        raise ValueError(f"lenet.apply: images must have the shape (n, 28, 28, 1), got {np.shape(images)}")
     batch = images.shape[0]
     small = not isinstance(batch, int) or batch < _LEAST_BATCH  # `jax.export` has sizes that are no numbers
     if small or any(x.dtype != jnp.float32 for x in (images, *jax.tree.leaves(params))):

@@ -1,8 +1,15 @@
 """Matrix factorization of the article on recommenders: a score is the inner product of two embeddings."""
 
 import jax
+import jax.numpy as jnp
+
+from .._core import checks
+from .._core.arguments import answers
+
+_WHERE = "matrix_factorization"
 
 
+@answers("matrix_factorization.init")
 def init(rng: jax.Array, users: int, items: int, k: int) -> dict[str, jax.Array]:
     """Two embedding tables drawn from N(0, 1/k), float32.
 
@@ -18,6 +25,9 @@ def init(rng: jax.Array, users: int, items: int, k: int) -> dict[str, jax.Array]
         >>> {name: table.shape for name, table in init(jax.random.key(0), 10, 5, 4).items()}
         {'user': (10, 4), 'item': (5, 4)}
     """
+    for name, value in {"users": users, "items": items, "k": k}.items():
+        checks.whole_number(value, f"{_WHERE}.init", name)
+    rng = checks.random_key(rng, f"{_WHERE}.init")
     rng_user, rng_item = jax.random.split(rng)
     scale = k**-0.5
     return {
@@ -41,6 +51,9 @@ def apply(params: dict[str, jax.Array], user_ids: jax.Array, item_ids: jax.Array
         >>> apply(init(jax.random.key(0), 10, 5, 4), jnp.array([0, 1]), jnp.array([4, 4])).shape
         (2,)
     """
+    for name, ids in {"user_ids": user_ids, "item_ids": item_ids}.items():
+        if not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
+            raise TypeError(f"{_WHERE}.apply: {name} must be integers, got {checks.describe(ids)}")
     return (params["user"][user_ids] * params["item"][item_ids]).sum(axis=-1)
 
 

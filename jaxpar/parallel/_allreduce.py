@@ -36,6 +36,11 @@ def allreduce(values: Sequence[Any]) -> list[jax.Array]:
         >>> a.tolist(), b.devices() == {second}
         ([2.0, 2.0], True)
     """
+    if not isinstance(values, (list, tuple)):
+        hint = "; inside pmap or shard_map it is jax.lax.psum(value, axis_name)"
+        raise TypeError(
+            f"allreduce: expected a list of arrays, one for each device, got {checks.describe(values)}{hint}"
+        )
     arrays = [checks.array(v, f"allreduce: value {i}") for i, v in enumerate(values)]
     if not arrays:
         raise ValueError("allreduce: give at least one value")

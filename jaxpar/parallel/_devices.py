@@ -103,6 +103,9 @@ def copy_to(params: Any, device: Device) -> Any:
         >>> copy_to({"w": jnp.ones(2)}, jax.devices()[0])["w"].tolist()
         [1.0, 1.0]
     """
+    if not hasattr(device, "process_index"):
+        given = "a list; parallel.replicate copies to several" if isinstance(device, (list, tuple)) else repr(device)
+        raise TypeError(f"copy_to: expected a device such as jax.devices()[0], got {given}")
     checks.check_own([device], "copy_to")
     return put_copy(params, SingleDeviceSharding(device))
 

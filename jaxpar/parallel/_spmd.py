@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
+from .._core.arguments import answers, describe
 from .._core.arrays import Device
 from .._core.checks import Engine, check_devices, check_engine
 from .._core.recent import Recent
@@ -20,6 +21,7 @@ from .._devices.pmap_cache import forget
 from .._devices.user_mesh import in_user_mesh, without_types
 
 
+@answers("spmd")
 def spmd(
     fn: Callable[..., Any],
     *,
@@ -61,6 +63,8 @@ def spmd(
         >>> total(jnp.array([1.0, 2.0])).tolist()
         [3.0, 3.0]
     """
+    if not callable(fn):
+        raise TypeError(f"spmd: expected the function of one device, got {describe(fn)}")
     check_engine(engine, "spmd")
     chosen = check_devices(devices, "spmd")
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)

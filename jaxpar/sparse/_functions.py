@@ -16,11 +16,13 @@ from ._row_sparse import (
     RowSparse,
     as_ids,
     check_range,
+    check_row_sparse,
     check_table,
     distinct_rows,
     is_known,
     make_unchecked,
     padding_last,
+    unique_indices,
     with_values,
 )
 
@@ -71,7 +73,7 @@ def to_dense(rows: RowSparse) -> jax.Array:
         >>> to_dense(RowSparse(np.array([2, 2]), jnp.array([1.0, 2.0]), (3,))).tolist()
         [0.0, 0.0, 3.0]
     """
-    indices = padding_last(rows.indices, rows.shape[0])
+    indices = padding_last(check_row_sparse(rows, "to_dense").indices, rows.shape[0])
     return jnp.zeros(rows.shape, rows.dtype).at[indices].add(rows.values, mode="drop")
 
 
@@ -145,7 +147,7 @@ def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
         >>> total.indices.tolist(), total.values.tolist()
         ([0, 2], [1.0, 6.0])
     """
-    shapes = sorted({one.shape for one in rows})
+    shapes = sorted({check_row_sparse(one, "add").shape for one in rows})
     if len(shapes) != 1:
         raise ValueError(f"add: expected row-sparse values of one shape, got shapes {shapes}")
     indices = jnp.concatenate([one.indices for one in rows])
@@ -216,7 +218,7 @@ def lazy_update(
     rows = with_values(rows, rows.values.astype(stored.dtype))
     if not coalesced:
         rows = _coalesce(rows, rows.indices.shape[0])
-    indices = _unique_indices(rows)
+    indices = unique_indices(rows)
 
     def by_row(leaf: Any) -> bool:
         return np.shape(leaf) == stored.shape
@@ -292,9 +294,3 @@ def _pad_indices(unique: np.ndarray, size: int | None, count: int) -> np.ndarray
     if unique.size > size:
         raise ValueError(f"take: size {size} is too small for {unique.size} different rows")
     return np.concatenate([unique, np.full(size - unique.size, count, unique.dtype)])
-
-
-def _unique_indices(rows: RowSparse) -> jax.Array:
-    """Indices that are all different: each row of padding gets one of its own beyond the table."""
-    count, m = rows.shape[0], rows.indices.shape[0]
-    return jnp.where(rows.indices < count, rows.indices, count + np.arange(m, dtype=np.int32))

@@ -182,3 +182,17 @@ def distinct_rows(rows: RowSparse) -> np.ndarray:
 def padding_last(indices: jax.Array, count: int) -> jax.Array:
     """The indices with `count` for those out of range. JAX would count a negative one from the end."""
     return jnp.where((indices < 0) | (indices > count), count, indices)
+
+
+def check_row_sparse(rows: Any, where: str) -> RowSparse:
+    """`rows`. `TypeError` for what is no `RowSparse`."""
+    if not isinstance(rows, RowSparse):
+        given = f"{type(rows).__name__}; sparse.from_dense makes one of a table"
+        raise TypeError(f"{where}: expected a RowSparse(indices, values, shape), got a {given}")
+    return rows
+
+
+def unique_indices(rows: RowSparse) -> jax.Array:
+    """Indices that are all different: each row of padding gets one of its own beyond the table."""
+    count, m = rows.shape[0], rows.indices.shape[0]
+    return jnp.where(rows.indices < count, rows.indices, count + np.arange(m, dtype=np.int32))

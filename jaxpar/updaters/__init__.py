@@ -21,13 +21,13 @@ from ._base import (
     Updater as Updater,
     accumulate as accumulate,
     assign as assign,
-    check_rows as check_rows,
-    check_updater as check_updater,
-    is_lazy as is_lazy,
-    program_of as program_of,
+    check_rows as _check_rows,
+    check_updater as _check_updater,
+    is_lazy as _is_lazy,
+    program_of as _program_of,
     stateless as stateless,
 )
-from ._evaluated import average_params as average_params, has_average as has_average
+from ._evaluated import average_params as average_params, has_average as _has_average
 from ._learning_rate import set_learning_rate as set_learning_rate
 from ._mxnet import (
     multipliers as multipliers,
@@ -38,10 +38,10 @@ from ._mxnet import (
     mxnet_sgd as mxnet_sgd,
     mxnet_wd_mult as mxnet_wd_mult,
 )
-from ._optax import couples_keys as couples_keys, from_optax as from_optax
+from ._optax import couples_keys as _couples_keys, from_optax as from_optax
 from ._shares import (
-    check_elementwise as check_elementwise,
-    check_elementwise_forms as check_elementwise_forms,
-    check_elementwise_tree as check_elementwise_tree,
+    check_elementwise as _check_elementwise,
+    check_elementwise_forms as _check_elementwise_forms,
+    check_elementwise_tree as _check_elementwise_tree,
 )
-from ._tree import TreeOptimizer as TreeOptimizer
+from ._tree import TreeOptimizer as _TreeOptimizer

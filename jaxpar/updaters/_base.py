@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._core import checks
+from .._core.arguments import check_takes
 
 State = Any
 UpdateFn = Callable[[int, jax.Array, jax.Array], jax.Array]  # (key, pushed, stored) -> new_stored
@@ -86,6 +87,9 @@ def stateless(fn: UpdateFn) -> Updater:
         >>> updater.update(3, jnp.ones(2), (), jnp.ones(2))[0].tolist()
         [3.0, 3.0]
     """
+    if not callable(fn):
+        hint = "; updaters.from_optax takes an optax transform" if hasattr(fn, "update") else ""
+        raise TypeError(f"updaters.stateless: expected a function, got {checks.describe(fn)}{hint}")
     _check_takes(fn, _PLAIN, "updaters.stateless: the function")
     return Updater(_no_state, _Stateless(fn))
 
@@ -117,22 +121,19 @@ def check_updater(updater: Any, where: str) -> None:
 
 
 def _check_takes(fn: Any, names: tuple[str, ...], what: str) -> None:
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):
-        return
     shown = getattr(fn, "__name__", type(fn).__name__)
-    if next(iter(signature.parameters), "") == "learning_rate":
+    if _first_argument(fn) == "learning_rate":
         raise TypeError(
             f"{what} is called with ({', '.join(names)}), but {shown} makes one; call it first, {shown}(0.1)"
         )
+    check_takes(fn, names, what, f"; {_HINTS[names]}" if names in _HINTS else "")
+
+
+def _first_argument(fn: Any) -> str:
     try:
-        signature.bind(*names)
-    except TypeError:
-        hint = f"; {_HINTS[names]}" if names in _HINTS else ""
-        raise TypeError(
-            f"{what} is called with ({', '.join(names)}), which {shown}{signature} does not take{hint}"
-        ) from None
+        return next(iter(inspect.signature(fn).parameters), "")
+    except (TypeError, ValueError):
+        return ""
 
 
 def program_of(updater: Updater, key: int) -> Any:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._core.arguments import answers
+
 if TYPE_CHECKING:
     import optax
 
@@ -38,6 +40,7 @@ class AverageState(NamedTuple):
     average: Tree
 
 
+@answers("updaters.average_params", {"tx": "write optax.chain(tx, updaters.average_params(decay))"})
 def average_params(decay: float) -> optax.GradientTransformation:
     """An exponential moving average of the params, for evaluation. The last part of an `optax.chain`.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from .._core import checks
 from .._core.recent import Recent
 from ._base import State, Updater
 
@@ -55,6 +56,7 @@ def from_optax(tx: optax.GradientTransformation) -> Updater:
         >>> updater.update(0, jnp.ones(2), updater.init(0, value), value)[0].tolist()
         [0.5, 1.5]
     """
+    checks.transform(tx, "updaters.from_optax")
     return Updater(_OptaxInit(tx), _OptaxUpdate(tx))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from .._core.checks import choice
+from .._core.checks import choice, describe
 from ._draw.style import THEMES, Options
 from ._fold.calls import Call
 from ._fold.patterns import Rule
@@ -64,6 +64,12 @@ def plot_network(
         >>> plot.network
         Graph(1 inputs, 2 layers, 2 edges, 6 parameters, 4 equations)
     """
+    if not isinstance(title, str):
+        raise TypeError(f"plot_network: title must be a string, got {describe(title)}")
+    if node_attrs is not None and not isinstance(node_attrs, Mapping):
+        raise TypeError(
+            f'plot_network: node_attrs must be a dict such as {{"shape": "oval"}}, got {describe(node_attrs)}'
+        )
     choice(theme, "plot_network", "theme", THEMES)
     if heat is not None:
         choice(heat, "plot_network", "heat", ("flops", "bytes"))

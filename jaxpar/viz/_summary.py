@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
+from .._core.arguments import describe
 from .._core.text import in_notebook
 from ._draw.table import to_html, to_text
 from ._fold.calls import Call
@@ -50,6 +51,8 @@ def print_summary(
         Total FLOPs: 60
         -------------------------------------------------------------------------------------
     """
+    if file is not None and not hasattr(file, "write"):
+        raise TypeError(f"print_summary: file must be an open file, open(path, 'w'), got {describe(file)}")
     graph = trace(
         fn, *args, params_argnums=params_argnums, depth=depth, max_nodes=None, repeats=repeats, rules=rules, **kwargs
     )

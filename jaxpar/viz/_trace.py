@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from .._core import checks
+from .._core.arguments import did_you_mean
 from .._core.arrays import is_prng_key
 from ._fold.backward import attach_residuals, attach_views, fold_backward
 from ._fold.calls import CALLS, Call, fold_calls
@@ -66,6 +68,7 @@ def trace(
         >>> [(node.op, node.shape, node.params) for node in graph.layers]
         [('FullyConnected', (5, 2), 6), ('Activation', (5, 2), 0)]
     """
+    _check_options(fn, len(args), params_argnums, depth, max_nodes)
     raw = read(fn, *args, params_argnums=params_argnums, **kwargs)
     calls = [rule for rule in rules if isinstance(rule, Call)]
     patterns = [rule for rule in rules if isinstance(rule, Rule)]
@@ -140,12 +143,27 @@ def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     return names
 
 
+def _check_options(fn: Any, count: int, params_argnums: Any, depth: Any, max_nodes: Any) -> None:
+    if not callable(fn):
+        raise TypeError(f"viz: expected a function and then its arguments, got {checks.describe(fn)} first")
+    if depth is not None:
+        checks.whole_number(depth, "viz", "depth", least=0)
+    if max_nodes is not None:
+        checks.whole_number(max_nodes, "viz", "max_nodes")
+    numbers = params_argnums if isinstance(params_argnums, (list, tuple, set)) else [params_argnums]
+    for number in [number for number in numbers if number is not None]:
+        if checks.whole_number(number, "viz", "params_argnums", least=0) >= max(count, 1):
+            raise ValueError(f"viz: params_argnums is {number}, and there are {count} arguments, counted from 0")
+
+
 def _check_array(fn: Callable[..., Any], name: str, leaf: Any) -> None:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return
     if isinstance(leaf, (bool, int, float, complex)):
         return
     of = getattr(fn, "__name__", type(fn).__name__)
+    if hint := did_you_mean(name, (*inspect.signature(trace).parameters, "title", "hide_weights", "theme", "heat")):
+        raise TypeError(f"viz: {of} is given {name}={leaf!r}, which is no array{hint}")
     raise TypeError(
         f"viz: argument {name} of {of} is {leaf!r}, a {type(leaf).__name__}; expected an array or a "
         f"jax.ShapeDtypeStruct. Bind what is no array first, as in functools.partial({of}, {name.split('[')[0]}=...)"

@@ -437,7 +437,7 @@ def test_a_run_that_fails_in_an_epoch_goes_on_as_if_it_had_not(tmp_path, capsys,
     with pytest.raises(RuntimeError, match="at step 7"):
         run(make(), tmp_path, fails, checkpoint_every=every)
     state, history = run(make(), tmp_path, checkpoint_every=every)
-    assert f"resumed from step { ({None: 4, 1: 7, 3: 6}[every]) } in {tmp_path}" in capsys.readouterr().err
+    assert f"resumed from step { ({None: 4, 1: 7, 3: 6}[every]) } in {tmp_path}" in capsys.readouterr().out
     expected, records = run(make())
     same(state, expected)
     assert facts(history) == facts(records)
@@ -592,4 +592,4 @@ def test_a_killed_run_goes_on_to_the_last_bit(tmp_path, seed):
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["kills"] == 3
     assert told["while writing"] >= 1
-    assert "resumed from step" in done.stderr
+    assert "resumed from step" in done.stdout

@@ -235,7 +235,7 @@ def test_each_key_is_looked_at_where_the_updater_uses_it():
 
     values = {k: jax.ShapeDtypeStruct((4,), jnp.float32) for k in range(600)}
     with pytest.raises(ValueError, match=r"key 517: .*'reduce_sum'"):
-        updaters.check_elementwise(updaters.stateless(update), values, 2, {}, "here")
+        updaters._check_elementwise(updaters.stateless(update), values, 2, {}, "here")
 
 
 def test_ten_thousand_keys_of_one_shape_are_traced_once(quick_collections):
@@ -246,7 +246,7 @@ def test_ten_thousand_keys_of_one_shape_are_traced_once(quick_collections):
         return jax.tree.map(lambda u: -0.1 * u, updates), state
 
     updater = updaters.from_optax(optax.GradientTransformation(lambda params: (), update))
-    updaters.check_elementwise(
+    updaters._check_elementwise(
         updater, {k: jax.ShapeDtypeStruct((2,), jnp.float32) for k in range(10_000)}, 8, {}, "here"
     )
     assert calls == [(2,), (1,)]

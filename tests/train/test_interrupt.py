@@ -68,7 +68,7 @@ def test_sigterm_saves_and_exits(tmp_path, capsys, whole):
     state, history = run(start(), epochs=4, checkpoint_dir=tmp_path)
     same(state, whole[0])
     assert losses(history) == losses(whole[1])
-    assert capsys.readouterr().err == f"jaxpar: resumed from step {step} in {tmp_path}\n"
+    assert capsys.readouterr().out == f"jaxpar: resumed from step {step} in {tmp_path}\n"
 
 
 @pytest.mark.usefixtures("handlers")

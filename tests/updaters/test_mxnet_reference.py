@@ -59,7 +59,7 @@ def run(updater, key, form, third):
         return run_dense(updater, key, dtype, third is not None)
     value, found = jnp.asarray(RECORDED["weights"][key], dtype), []
     state = updater.init(key, value)
-    if not updaters.is_lazy(updater, state):
+    if not updaters._is_lazy(updater, state):
         return run_dense(updater, key, dtype, third is not None)
     for rows, gradients in gradients_of(third):
         if rows:
@@ -220,9 +220,9 @@ def test_rows_with_decay_are_refused_where_mxnet_raises():
                 updater = make(name, options, form)
                 if isinstance(numbers, str):
                     with pytest.raises(ValueError, match="mxnet_adagrad takes no RowSparse with weight decay"):
-                        updaters.check_rows(updater, 0)
+                        updaters._check_rows(updater, 0)
                 else:
-                    updaters.check_rows(updater, 0)
+                    updaters._check_rows(updater, 0)
     rows = RowSparse(np.array([1]), jnp.ones((1, 2)), SHAPE)
     store = kv.init(kv.create(), [3, 4], [jnp.ones(SHAPE)] * 2)
     store = kv.set_updater(store, updaters.mxnet_adagrad(0.1, wd=0.1, wd_mult={4: 0}))

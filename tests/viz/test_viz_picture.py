@@ -1,7 +1,9 @@
 """The picture: text that fits, stable output, themes, files, and what happens without `dot`."""
 
+import base64
 import functools
 import re
+import struct
 import xml.etree.ElementTree as ET
 
 import graphviz
@@ -173,6 +175,21 @@ def test_a_notebook_shows_svg():
     shown = drawn("lenet")._repr_mimebundle_()
     assert "Convolution" in shown["image/svg+xml"]
     assert shown["text/plain"] == repr(drawn("lenet").network)
+
+
+def pixels(shown):
+    data = base64.b64decode(shown["image/png"])
+    assert data.startswith(b"\x89PNG")
+    return struct.unpack(">II", data[16:24])
+
+
+def test_a_notebook_that_is_not_trusted_shows_a_png_of_a_sane_size():
+    """JupyterLab drops image/svg+xml there."""
+    width, height = pixels(drawn("lenet")._repr_mimebundle_())
+    assert 100 < width <= 960
+    assert 400 < height <= 2400
+    wide = viz.plot_network(lambda *xs: sum(jnp.tanh(x) for x in xs), *[m.Spec((2,), m.f32)] * 40)
+    assert pixels(wide._repr_mimebundle_())[0] in range(900, 970)
 
 
 def test_the_renderer_is_stopped_in_time():

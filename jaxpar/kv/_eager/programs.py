@@ -24,7 +24,7 @@ from ..._core.recent import Recent
 from ..._devices import buckets, emulated
 from ..._devices.buckets import Groups
 from ..._devices.mesh import STORE_AXIS, copies_on, split_over
-from ...updaters import TreeOptimizer, Updater, accumulate, assign
+from ...updaters import Updater, _TreeOptimizer as TreeOptimizer, accumulate, assign
 from .. import _aggregate, _tree, _update
 from .._place import partition_specs
 from .._store import Changes, KVStore, Lists, home, kind_of, layout_of

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from ..._core import checks
+from ..._core.arguments import check_takes
 from ..._devices import processes
 from .._step.state import TrainState
 from .history import History, Record
@@ -69,15 +70,20 @@ def collect_callbacks(metrics_file: str | os.PathLike[str] | None, callbacks: An
     """
     given = [callbacks] if callable(callbacks) or not isinstance(callbacks, Iterable) else list(callbacks)
     for callback in given:
-        if not callable(callback):
-            raise TypeError(
-                "fit: a callback must be a function of (state, record), or callbacks a sequence of them; "
-                f"got {type(callback).__name__}"
-            )
+        _check_callback(callback)
     if on_step is not None and not callable(on_step):
         raise TypeError(f"fit: on_step must be a function of (step, metrics), got {checks.describe(on_step)}")
     files = [] if metrics_file is None else [_MetricsFile(to_jsonl(metrics_file))]
     return Callbacks((*files, *given), on_step)
+
+
+def _check_callback(callback: Any) -> None:
+    wanted = "fit: a callback must be a function of (state, record), or callbacks a sequence of them"
+    if isinstance(callback, type):
+        raise TypeError(f"{wanted}; got the class {callback.__name__}, so make one: {callback.__name__}(...)")
+    if not callable(callback):
+        raise TypeError(f"{wanted}; got {type(callback).__name__}")
+    check_takes(callback, ("state", "record"), "fit: a callback")
 
 
 @dataclasses.dataclass(frozen=True)

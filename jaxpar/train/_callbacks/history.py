@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from ..._core.arguments import describe
 from ..._core.text import Table, plural
 from .figures import new_figure, save_figure
 
@@ -56,11 +57,17 @@ def to_pandas(history: Sequence[Record]) -> Any:
         >>> float(frame["loss"].min())  # doctest: +SKIP
         1.5
     """
+    _check_records(history, "to_pandas")
     try:
         import pandas
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("to_pandas makes a pandas.DataFrame: pip install pandas") from error
     return pandas.DataFrame(list(history))
+
+
+def _check_records(history: Any, where: str) -> None:
+    if not isinstance(history, Sequence) or not all(isinstance(record, dict) for record in history):
+        raise TypeError(f"{where}: expected the history, the second of what train.fit returns; got {describe(history)}")
 
 
 def plot_history(history: Sequence[Record], path: str | os.PathLike[str] | None = None) -> Any:
@@ -82,6 +89,7 @@ def plot_history(history: Sequence[Record], path: str | os.PathLike[str] | None 
         >>> [axes.get_ylabel() for axes in figure.axes]
         ['loss', 'accuracy']
     """
+    _check_records(history, "plot_history")
     if not history:
         raise ValueError("plot_history: the history is empty")
     figure = new_figure("plot_history", 9, 3.2)

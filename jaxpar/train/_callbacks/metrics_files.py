@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from ..._core import files
+from ..._core.files import as_path
 from .history import Record
 
 PathLike = str | os.PathLike[str]
@@ -59,7 +60,7 @@ def to_jsonl(path: PathLike) -> JsonLines:
 
     Raises:
         OSError: when it is called: the file cannot be written. The earlier lines are as before.
-        ValueError: when it is called: the file holds something else.
+        ValueError: a path that ends as a table does, .csv. When it is called: the file holds something else.
 
     Example:
         >>> import pathlib, tempfile, types
@@ -68,6 +69,10 @@ def to_jsonl(path: PathLike) -> JsonLines:
         >>> print(pathlib.Path(path).read_text(), end="")
         {"step": 3, "epoch": 1, "loss": "NaN", "accuracy": null}
     """
+    if as_path(path, "to_jsonl: path").suffix.lower() in (".csv", ".tsv"):
+        raise ValueError(
+            f"to_jsonl: {path} gets JSON lines, so name it .jsonl; train.to_pandas(history).to_csv(path) writes a table"
+        )
     return JsonLines(path)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from ... import data
 from ..._core import checks
+from ..._core.arguments import answers
 from ..._core.recent import Recent
 from ..._devices.emulated import wait_before_collectives
 from ..._devices.placement import put
@@ -20,6 +21,7 @@ from .every_example import every_example, model_of
 
 
 @on_own_mesh
+@answers("evaluate")
 def evaluate(
     state_or_params: Any,
     apply_fn: Callable[..., jax.Array],
@@ -57,7 +59,7 @@ def evaluate(
     examples = every_example("evaluate", model[0], dataset, batch_size)
     totals = jnp.zeros(2) if examples.copies is None else put(np.zeros(2, np.float32), examples.copies)
     leaves, structure = jax.tree.flatten(model)
-    add_batch = _programs(checks.hashable(apply_fn, "evaluate: apply_fn"), structure)
+    add_batch = _programs(checks.function(apply_fn, "evaluate: apply_fn"), structure)
     for batch, valid in examples.batches():
         wait_before_collectives((batch, totals), examples.devices or ())
         totals = add_batch(leaves, batch, np.int32(valid), totals)

@@ -153,7 +153,7 @@ def mistakes(
 def _logits(name: str, state_or_params: Any, apply_fn: ApplyFn, dataset: data.Dataset, batch_size: int) -> np.ndarray:
     """float32 (n, classes). All that can be known is checked before any work."""
     check_classified(dataset, name)
-    checks.hashable(apply_fn, f"{name}: apply_fn")
+    checks.function(apply_fn, f"{name}: apply_fn")
     params, *model_state = model_of(state_or_params)
     size = every_example(name, params, dataset, batch_size).size
     image = jax.ShapeDtypeStruct((size, *dataset.images.shape[1:]), jnp.float32)
@@ -179,7 +179,7 @@ def _predict(name: str, state_or_params: Any, apply_fn: ApplyFn, source: Any, ba
     model = model_of(state_or_params)
     examples = every_example(name, model[0], source, batch_size)
     leaves, structure = jax.tree.flatten(model)
-    key = (checks.hashable(apply_fn, f"{name}: apply_fn"), structure, examples.copies)
+    key = (checks.function(apply_fn, f"{name}: apply_fn"), structure, examples.copies)
     outputs_of, parts, last = _programs(*key), [], None
     for batch, valid in examples.batches():
         inputs = batch["image"] if isinstance(source, data.Dataset) else batch

@@ -10,6 +10,7 @@ from typing import Any, Literal, Never
 import jax
 
 from ... import data
+from ..._core.arguments import answers
 from ..._devices.donation import is_donated
 from .._callbacks.callbacks import Callback, OnStep, collect_callbacks
 from .._callbacks.history import History, Record
@@ -23,6 +24,7 @@ from .resume import RunCheckpoints
 from .run import plan_run, refuse_unknown
 
 
+@answers("fit")
 def fit(
     state: TrainState,
     step: TrainStep,

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from ..._core.files import as_path
 from ..._devices.donation import is_donated
 
 Profile = str | os.PathLike[str] | tuple[str | os.PathLike[str], int, int]
@@ -70,7 +71,7 @@ def _read(profile: Profile | None, steps: int) -> tuple[str | None, int, int]:
     if profile is None:
         return None, 0, 0
     if not isinstance(profile, tuple):  # in the steady state: compiled, and the device is fed ahead
-        return os.fspath(profile), min(_FIRST, max(0, steps - _NUM)), _NUM
+        return os.fspath(as_path(profile, "fit: profile")), min(_FIRST, max(0, steps - _NUM)), _NUM
     directory, first, num = profile
     if first < 0 or num < 1 or first + num > steps:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from ... import distributed
-from ..._core.text import say
+from ..._core.text import say_news
 from ..._devices.donation import is_donated, zeros_if_donated
 from ...checkpoint import CheckpointError, Found, Manager
 from .._step.state import TrainState
@@ -50,7 +50,7 @@ class RunCheckpoints:
         first = None if donated else int(state.step)
         state, info = found
         if jax.process_index() == 0:
-            say(f"resumed from step {int(state.step)} in {self.directory}")
+            say_news(f"resumed from step {int(state.step)} in {self.directory}")
         if _is_of_fit(info):
             return state, _run_history(info, self._run)
         return state, RunHistory(int(state.step) if first is None else first)  # no epoch of that state is known

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal
@@ -12,6 +11,7 @@ import jax
 
 from ... import data, distributed
 from ..._core import checks
+from ..._core.arguments import check_takes, did_you_mean
 from ...updaters import assign
 from .._callbacks.callbacks import Callbacks
 from .._callbacks.history import Record
@@ -108,6 +108,7 @@ def plan_run(
     """
     distributed.check_joined("fit", "each would train a model of its own", launched=True)
     _check_updater(state)
+    _check_step(step)
     sizes = (checks.whole_number(epochs, "fit", "epochs"), checks.whole_number(batch_size, "fit", "batch_size"))
     checks.whole_number(keep, "fit", "keep")
     if checkpoint_every is not None:
@@ -130,10 +131,32 @@ def plan_run(
 def refuse_unknown(unknown: dict[str, Any], function: Callable[..., Any]) -> None:
     """`TypeError` for an argument that `fit` does not have, with the nearest one that it has."""
     for name in unknown:
-        hint = "; callbacks= takes a function or a sequence of functions" if name == "callback" else ""
-        near = difflib.get_close_matches(name, inspect.signature(function).parameters, 1)
-        hint = f"; did you mean {near[0]}?" if near and not hint else hint
+        known = [other for other in inspect.signature(function).parameters if other != "unknown"]
+        hint = f"; {_HINTS[name]}" if name in _HINTS else did_you_mean(name, known)
         raise TypeError(f"fit: unknown argument {name}={hint}")
+
+
+_VALIDATION = "evaluation data are test_data= with apply_fn=, or eval_data= with eval_fn="
+_CALLBACK = "it is a callback, callbacks=train.EarlyStopping(patience=3)"
+_STORE = "it belongs to the store, kv.from_params(params, optimizer=optax.sgd(0.1))"
+_HINTS = {
+    "callback": "callbacks= takes a function or a sequence of functions",
+    **dict.fromkeys(("early_stopping", "patience"), _CALLBACK),
+    **dict.fromkeys(("validation_data", "val_data", "validation_split", "valid_data"), _VALIDATION),
+    **dict.fromkeys(("optimizer", "learning_rate", "lr", "tx"), _STORE),
+    **dict.fromkeys(("loss", "loss_fn", "grad_transform"), "it belongs to the step, train.make_train_step(loss_fn)"),
+    "shuffle": "examples are shuffled by state.rng; data.from_iterable keeps an order of its own",
+    "verbose": "call it progress, True or False",
+    "devices": "they belong to the state, train.create_state(store, rng, devices=...)",
+    "seed": "it belongs to the state, train.create_state(store, seed)",
+    "rng": "it belongs to the state, train.create_state(store, rng)",
+}
+
+
+def _check_step(step: Any) -> None:
+    if callable(step):
+        return check_takes(step, ("state", "batch"), "fit: the step", "; make one by train.make_train_step(loss_fn)")
+    raise TypeError(f"fit: expected a step, train.make_train_step(loss_fn); got {checks.describe(step)}")
 
 
 def _check_updater(state: Any) -> None:

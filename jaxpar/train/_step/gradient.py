@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._core import checks
+from ..._core.arguments import check_takes
 from .state import carries
 
 Grads = dict[int, jax.Array]
@@ -146,6 +147,8 @@ def call_loss(
 ) -> tuple[jax.Array, dict[str, Any], Any]:
     """Call a loss function and check what it returns."""
     if not carries(model_state):
+        hint = "; give the state one, train.create_state(store, rng, model_state=...)"
+        check_takes(loss_fn, ("params", "batch", "rng"), "train step: loss_fn", hint)
         return *_check_loss_result(loss_fn(params, batch, rng), ("loss", "aux")), ()
     loss, aux, new = _check_loss_result(loss_fn(params, batch, rng, model_state), ("loss", "aux", "new_model_state"))
     return loss, aux, _same_structure(new, model_state)
@@ -157,16 +160,39 @@ def _check_loss_result(result: Any, names: tuple[str, ...]) -> Any:
         hint = "; a state made with create_state(model_state=...) is needed to return a third value"
         raise TypeError(
             f"train step: loss_fn{given} must return ({', '.join(names)}) with aux a dict, which may be empty; got "
-            f"{checks.describe(result)}{hint if isinstance(result, tuple) and len(result) == 3 > len(names) else ''}"
-        )
-    if jnp.shape(result[0]) != ():
-        raise TypeError(
-            f"train step: the loss must be a scalar, the mean over the examples; got shape {jnp.shape(result[0])}"
+            f"{_describe(result)}{hint if isinstance(result, tuple) and len(result) == 3 > len(names) else ''}"
         )
     loss, aux = result[:2]
+    _check_loss(loss)
+    for path, value in jax.tree_util.tree_leaves_with_path(aux):
+        if not _is_number(value):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise TypeError(f"train step: {name!r} in aux of loss_fn must be an array, got {checks.describe(value)}")
     if aux.get("loss", loss) is not loss:
         raise ValueError("train step: aux of loss_fn has another 'loss', which the step reports itself; rename it")
     return result
+
+
+def _check_loss(loss: Any) -> None:
+    wanted = "train step: the loss must be a scalar, the mean over the examples"
+    if not _is_number(loss):
+        hint = "; the step differentiates loss_fn itself, so leave out jax.grad" if isinstance(loss, tuple) else ""
+        raise TypeError(f"{wanted}; got {_describe(loss)}{hint}")
+    if jnp.shape(loss) != ():
+        raise TypeError(f"{wanted}; got shape {jnp.shape(loss)}")
+    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise TypeError(f"{wanted}, of a floating dtype; got {jnp.result_type(loss)}, which has no gradient")
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "dtype") or isinstance(value, (bool, int, float, complex))
+
+
+def _describe(result: Any) -> str:
+    """What a loss function returned. A dict without arrays of its own name is a gradient most of the time."""
+    if isinstance(result, dict):
+        return f"a dict of {', '.join(map(repr, result))}; leave out jax.grad, the step differentiates loss_fn itself"
+    return checks.describe(result)
 
 
 def _without_loss(aux: dict[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,9 @@ def classification_loss(
         `loss_fn(params, batch, rng) -> (loss, {"accuracy"})` for batches `{"image", "label"}` with integer
         labels. The loss is in nats per example.
 
+    Raises:
+        TypeError: `apply_fn` is no function.
+
     Example:
         >>> from jaxpar import models, train
         >>> loss_fn = train.classification_loss(models.lenet.apply)
@@ -51,4 +54,7 @@ def classification_loss(
         >>> round(float(loss), 3)
         2.303
     """
+    if not callable(apply_fn):
+        given = checks.describe(apply_fn)
+        raise TypeError(f"classification_loss: expected the function apply_fn(params, images) itself; got {given}")
     return _ClassificationLoss(apply_fn)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ..._core import checks
+from ..._core.arguments import answers, check_takes
 from ..._core.arrays import Device
 from .device_step import DeviceStep
 from .global_step import GlobalStep
@@ -24,7 +25,19 @@ if TYPE_CHECKING:
 
 Engine = Literal["auto", "pmap", "shard_map", "jit"]
 
+_IN_STORE = "it belongs to the store, kv.from_params(params, optimizer=optax.sgd(0.1))"
+_HINTS = {
+    **dict.fromkeys(("optimizer", "tx", "learning_rate", "lr"), _IN_STORE),
+    **dict.fromkeys(("kind", "kvstore", "compression", "staleness"), "it belongs to the store, see jp.kv"),
+    **dict.fromkeys(("dtype", "precision"), "call it compute_dtype"),
+    **dict.fromkeys(("clip_norm", "max_grad_norm"), "give grad_transform=optax.clip_by_global_norm(1.0)"),
+    "apply_fn": "train.classification_loss(apply_fn) makes a loss_fn",
+    "batch_size": "train.fit takes it",
+    "has_aux": "loss_fn always returns (loss, aux), where aux is a dict",
+}
 
+
+@answers("make_train_step", _HINTS)
 def make_train_step(
     loss_fn: LossFn,
     *,
@@ -131,10 +144,13 @@ def make_train_step(
             "make_train_step: expected the function loss_fn(params, batch, rng) itself, not what it returns; "
             f"got {checks.describe(loss_fn)}"
         )
+    _check_loss_fn(loss_fn)
     checks.choice(engine, "make_train_step", "engine", get_args(Engine))
     axes = _check_axes(axis_name, engine, mesh, devices)
     chosen = None if devices is None else checks.check_devices(devices, "make_train_step")
     _check_options(accumulate, compute_dtype, remat, nonfinite)
+    if grad_transform is not None:
+        checks.transform(grad_transform, "make_train_step: grad_transform")
     check_local_steps(local_steps, outer_optimizer)
     scaling = check_loss_scale(loss_scale)
     dynamic = scaling if isinstance(scaling, DynamicLossScale) else None
@@ -150,6 +166,19 @@ def make_train_step(
             "device; use engine 'pmap' or 'shard_map'"
         )
     return TrainStep(one, engine, chosen, nonfinite, mesh, whole)
+
+
+def _check_loss_fn(loss_fn: Any) -> None:
+    """`TypeError` unless it takes the arguments of a loss, with a model state or without."""
+    what, plain = "make_train_step: loss_fn", ("params", "batch", "rng")
+    try:
+        check_takes(loss_fn, plain, what, "; rng is for dropout, and may be left unused")
+    except TypeError:
+        try:
+            return check_takes(loss_fn, (*plain, "model_state"), what)
+        except TypeError:
+            pass
+        raise
 
 
 def _check_axes(axis_name: Any, engine: str, mesh: Any, devices: Any) -> tuple[str, ...]:
@@ -175,11 +204,20 @@ def _check_axes(axis_name: Any, engine: str, mesh: Any, devices: Any) -> tuple[s
 
 def _check_options(accumulate: Any, compute_dtype: Any, remat: Any, nonfinite: Any) -> None:
     checks.whole_number(accumulate, "make_train_step", "accumulate")
-    if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
-        raise TypeError(f"make_train_step: compute_dtype must be a floating dtype, got {compute_dtype!r}")
+    if compute_dtype is not None and not _is_floating(compute_dtype):
+        raise TypeError(
+            f"make_train_step: compute_dtype must be a floating dtype such as jnp.bfloat16, got {compute_dtype!r}"
+        )
     if not isinstance(remat, bool) and not callable(remat):
         raise ValueError(
             f"make_train_step: remat must be True, False or a policy such as jax.checkpoint_policies.dots_saveable, "
             f"got {remat!r}"
         )
     checks.choice(nonfinite, "make_train_step", "nonfinite", ACTIONS)
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(dtype, jnp.floating))
+    except TypeError:  # no dtype
+        return False

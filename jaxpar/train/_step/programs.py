@@ -185,7 +185,14 @@ def make_finish(one: DeviceStep, engine: Engine, treedef: Any) -> Callable[[Trai
 
 
 def check_batch(batch: Batch, devices: int, parts: int, axis: int = 0) -> None:
-    """`ValueError` where a batch cannot be divided by the devices, or a share by the microbatches."""
+    """`ValueError` where a batch cannot be divided by the devices, or a share by the microbatches.
+
+    `TypeError` for a leaf that is no array of numbers.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not _is_array_of_numbers(leaf):
+            name = f"batch{jax.tree_util.keystr(path)}"
+            raise TypeError(f"train step: {name} must be an array of numbers, got {checks.describe(leaf)}")
     n = checks.batch_length(batch, "train step", axis)
     if parts == 1:
         checks.even_share(n, devices, "train step", ", or pad it")
@@ -213,6 +220,13 @@ def _fields_with_arrays(state: TrainState) -> tuple[tuple[str, ...], tuple[str, 
     return tuple({"values": None, **of_store}), tuple(name for name in of_state if name not in ("store", "rng"))
 
 
+def _is_array_of_numbers(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and (
+        isinstance(leaf, jax.Array) or jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
+    )
+
+
 def _replace(node: Any, names: tuple[str, ...], values: tuple[Any, ...]) -> Any:
     """As `dataclasses.replace`, for a class without `__post_init__`. It is faster, and every step calls it."""
     fields = node.__dict__.copy()
@@ -224,11 +238,12 @@ def _replace(node: Any, names: tuple[str, ...], values: tuple[Any, ...]) -> Any:
 
 
 def _shardings_of(batch: Batch) -> list[Any]:
-    """The sharding of each leaf, or the type of one that has none."""
+    """The sharding of each leaf, or type and dtype of one that has none."""
     try:
         return [array.sharding for array in batch.values()]  # most batches are a dict of arrays, and this is faster
     except AttributeError:
-        return [getattr(leaf, "sharding", type(leaf)) for leaf in jax.tree.leaves(batch)]
+        leaves = jax.tree.leaves(batch)
+        return [getattr(leaf, "sharding", None) or (type(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
 
 
 def _step_of_parts(one: DeviceStep, engine: Engine, shares: int, treedef: Any, at: int) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ... import distributed, kv
 from ..._core import checks, portable
+from ..._core.arguments import answers
 from ..._core.arrays import Device, is_traced, nbytes
 from ..._core.text import plural
 from ..._devices import processes
@@ -100,6 +101,7 @@ class TrainState:
 
 
 @on_own_mesh
+@answers("train.create_state", {"optimizer": "it belongs to the store, kv.from_params(params, optimizer=...)"})
 def create_state(
     store: kv.KVStore,
     rng: jax.Array | int,
@@ -143,8 +145,10 @@ def create_state(
     if devices is None:
         devices = store.devices or tuple(jax.devices())
     devices = checks.devices(devices, "train.create_state")
-    rng = jax.random.key(rng) if isinstance(rng, (int, np.integer)) else rng
-    transform = () if grad_transform is None else grad_transform.init(kv.to_params(store))
+    rng = checks.random_key(rng, "train.create_state")
+    transform: Any = ()
+    if grad_transform is not None:
+        transform = checks.transform(grad_transform, "train.create_state: grad_transform").init(kv.to_params(store))
     model_state = () if model_state is None else model_state
     state = TrainState(store, jnp.zeros((), jnp.int32), rng, transform, model_state)
     return place_state(state, tuple(devices))

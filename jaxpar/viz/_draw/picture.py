@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import html
 import os
 import re
@@ -14,6 +16,8 @@ from .dot import to_dot
 from .render import NoRendererError, RenderError, render
 from .style import Options
 from .table import to_html
+
+_PREVIEW_INCHES = '"10,25"'  # larger pictures are shrunk to this width and height
 
 
 class Plot(graphviz.Digraph):
@@ -88,12 +92,20 @@ class Plot(graphviz.Digraph):
         return path
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **_: Any) -> dict[str, bytes | str]:
-        """The picture for a notebook. Without a renderer, what to install and the table of layers."""
+        """The picture for a notebook, as SVG and PNG. Without a renderer, what to install and the table."""
         try:
-            return {"image/svg+xml": self.pipe("svg", encoding="utf-8"), "text/plain": repr(self.network)}
+            shown = {"image/svg+xml": self.pipe("svg", encoding="utf-8"), "text/plain": repr(self.network)}
         except RenderError as error:
             table = to_html(self.network, self.options.title)
             return {"text/html": f"<p>{html.escape(str(error))}</p>{table}", "text/plain": str(error)}
+        with contextlib.suppress(RenderError):  # the SVG is there
+            shown["image/png"] = base64.b64encode(self._preview()).decode()
+        return shown
+
+    def _preview(self) -> bytes:
+        """The picture as a PNG of limited size. Notebooks that are not trusted drop SVG and show this."""
+        limited = self.source.replace("graph [", f"graph [size={_PREVIEW_INCHES} dpi=96 ", 1)
+        return render(limited, "png", self.time_limit)
 
 
 def _write(path: str, content: bytes) -> str:

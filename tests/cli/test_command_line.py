@@ -1,0 +1,245 @@
+"""`jaxpar train`, `jaxpar plot` and `jaxpar launch`: their options, their help, files of options, recipes."""
+
+import argparse
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpar
+from jaxpar import __main__ as command_line, data, models, train
+from jaxpar._cli import recipes
+
+ROOT = Path(jaxpar.__file__).parents[1]
+COMMANDS = ("train", "plot", "launch")
+
+
+def parser_of(command):
+    commands = argparse.ArgumentParser(prog="jaxpar").add_subparsers()
+    command_line.command.add_parser(commands)
+    command_line._add_commands(commands)
+    return commands.choices[command]
+
+
+def refused(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(words)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Few images, and the devices there are."""
+    images = np.random.default_rng(0).integers(0, 256, (16, 28, 28, 1), np.uint8)
+    dataset = data.Dataset(images, images[:, 14, 14, 0] // 26)
+    monkeypatch.setattr(data, "load", lambda *args, **options: dataset)
+    monkeypatch.setattr("jaxpar._cli.train._devices", lambda *args: jax.devices()[:2])
+
+
+@pytest.fixture
+def calls(few, monkeypatch):
+    """What `create_state`, `make_train_step` and `fit` get. Nothing is trained."""
+    calls = {}
+    make = train.make_train_step
+
+    def create_state(store, rng, **options):
+        calls["store"] = store
+        calls["state"] = {"rng": rng, **options}
+
+    def make_train_step(loss_fn, **options):
+        calls["step"] = options
+        return make(loss_fn, **options)
+
+    def fit(state, step, train_data, **options):
+        calls["fit"] = options
+        return None, [{"images_per_second": 1.0, "test_accuracy": 1.0, "test_loss": 0.0}]
+
+    monkeypatch.setattr(train, "create_state", create_state)
+    monkeypatch.setattr(train, "make_train_step", make_train_step)
+    monkeypatch.setattr(train, "fit", fit)
+    monkeypatch.setattr("jaxpar._cli.train._report", lambda *args: None)
+    monkeypatch.setattr(train, "use_compilation_cache", lambda: calls.setdefault("cache", True))
+    return calls
+
+
+def test_version_and_the_script():
+    script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert script == {"jaxpar": "jaxpar.__main__:main"}
+    run = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "jaxpar", "--version"], capture_output=True, text=True
+    )
+    assert (run.returncode, run.stdout) == (0, f"jaxpar {jaxpar.__version__}\n")
+    assert not re.search(r"\| +jax$", run.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_explained_with_its_default(command):
+    parser = parser_of(command)
+    text = " ".join(parser.format_help().split())
+    assert "None" not in text
+    for action in parser._actions:
+        assert action.help, action
+        if action.option_strings and not action.required and action.dest != "help":
+            shown = parser.formatter_class("jaxpar")._expand_help(action)
+            assert shown.count("(default: ") == 1, (action.dest, shown)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--epocks", "3"], "unrecognized arguments: --epocks 3; did you mean --epochs?"),
+        (["train", "--lerning-rate=3"], "did you mean --learning-rate?"),
+        (["plot", "lenet", "--titel", "x"], "jaxpar plot: error: unrecognized arguments: --titel x; did you mean"),
+        (["train", "--momentum", "0.5"], "--momentum is for --optimizer sgd, and this is adam"),
+        (["train", "--weight-decay=0.1"], "--weight-decay is for sgd, adamw, lamb, lion, and this is adam; use"),
+        (["train", "--recipe", "slow"], "'fast', 'article'"),
+        (["train", "--loss-scale=much"], "must be a number above 0, got 'much'"),
+        (["train", "--steps-per-execution=0"], "must be an int of 1 or more, got '0'"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(capsys, words, message):
+    assert message in refused(capsys, *words).replace("choose from fast, article", "'fast', 'article'")
+
+
+# What each option becomes, where it is looked for, and the options it needs.
+REACHED = {
+    "--engine=shard_map": ("step", "engine", "shard_map"),
+    "--accumulate=2": ("step", "accumulate", 2),
+    "--precision=bfloat16": ("step", "compute_dtype", "bfloat16"),
+    "--precision=float16": ("step", "loss_scale", "dynamic"),
+    "--loss-scale=8": ("step", "loss_scale", 8.0),
+    "--nonfinite=skip": ("step", "nonfinite", "skip"),
+    "--remat": ("step", "remat", True),
+    "--local-steps=3": ("step", "local_steps", 3),
+    "--epochs=7": ("fit", "epochs", 7),
+    "--batch-size=8": ("fit", "batch_size", 8),
+    "--steps-per-execution=2": ("fit", "steps_per_execution", 2),
+    "--checkpoint-every=9": ("fit", "checkpoint_every", 9),
+    "--keep=2": ("fit", "keep", 2),
+    "--no-resume": ("fit", "resume", False),
+    "--no-progress": ("fit", "progress", False),
+    "--output-dir=o": ("fit", "checkpoint_dir", Path("o/checkpoints")),
+    "--output-dir=r": ("fit", "metrics_file", Path("r/metrics.jsonl")),
+    "--checkpoint-dir=c": ("fit", "checkpoint_dir", Path("c")),
+    "--metrics-file=m.jsonl": ("fit", "metrics_file", Path("m.jsonl")),
+    "--profile-dir=p": ("fit", "profile", Path("p")),
+    "--seed=3": ("state", "rng", 3),
+    "--kvstore=sharded": ("store", "kind", "sharded"),
+    "--kvstore=dist_async --staleness=2": ("store", "staleness", 2),
+}
+
+
+@pytest.mark.parametrize("words", REACHED)
+def test_options_reach_the_step(calls, capsys, words):
+    part, name, value = REACHED[words]
+    assert command_line.main(["train", "--batch-size=16", *words.split()]) == 0, capsys.readouterr().err
+    found = calls[part]
+    assert (found.get(name) if isinstance(found, dict) else getattr(found, name)) == value
+
+
+def test_compression_reaches_the_store(calls):
+    command_line.main(["train", "--compression=2bit", "--threshold=0.25"])
+    assert calls["store"].compressor.threshold == 0.25
+
+
+def test_clipping_and_the_cache_reach_what_they_are_for(calls):
+    command_line.main(["train", "--clip-norm=0.5"])
+    clipped, _ = calls["step"]["grad_transform"].update({"w": jnp.ones(4)}, optax.EmptyState())
+    assert float(jnp.linalg.norm(clipped["w"])) == pytest.approx(0.5)
+    assert calls["state"]["grad_transform"] is calls["step"]["grad_transform"]
+
+
+@pytest.mark.parametrize("optimizer", recipes.OPTIMIZERS)
+def test_optimizers_are_those_of_optax(optimizer):
+    words = ["train", f"--optimizer={optimizer}", "--learning-rate=0.25", "--schedule=cosine"]
+    words += ["--weight-decay=0.5"] if optimizer in recipes.DECAYS else []
+    args = parser_of("train").parse_args(words[1:])
+    tx, rate = recipes.optimizer(args, 10), optax.cosine_decay_schedule(0.25, 10)
+    own = {
+        "sgd": lambda: optax.chain(optax.add_decayed_weights(0.5), optax.sgd(rate, 0.9)),
+        "adam": lambda: optax.adam(rate),
+        "adamw": lambda: optax.adamw(rate, weight_decay=0.5),
+        "lamb": lambda: optax.lamb(rate, weight_decay=0.5),
+        "lion": lambda: optax.lion(rate, weight_decay=0.5),
+    }[optimizer]()
+    params, grads = jnp.arange(1.0, 4.0), jnp.ones(3)
+    states = tx.init(params), own.init(params)
+    for _ in range(2):
+        (ours, first), (theirs, second) = tx.update(grads, states[0], params), own.update(grads, states[1], params)
+        states = first, second
+        assert ours.tolist() == theirs.tolist()
+
+
+def test_the_articles_recipe_is_what_it_was(calls):
+    command_line.main(["train", "--recipe=article", "--seed=3"])
+    want = models.lenet.init(jax.random.key(3))
+    store = calls["store"]
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), jaxpar.kv.to_params(store), want))
+    pushed = jaxpar.kv.push(store, list(store.values), [jnp.ones_like(v) for v in store.values.values()])
+    np.testing.assert_allclose(jaxpar.kv.pull(pushed, 0), jaxpar.kv.pull(store, 0) - 0.2, rtol=1e-6)
+
+
+def test_the_fast_recipe_begins_with_weights_of_hes_size():
+    params = recipes.RECIPES["fast"].init(jax.random.key(0))
+    spread = {name: float(layer["weight"].std()) for name, layer in params.items()}
+    want = {name: (2 / fan_in) ** 0.5 for name, fan_in in
+            {"conv1": 9, "conv2": 500, "dense1": 800, "dense2": 128}.items()}  # fmt: skip
+    assert spread == pytest.approx(want, rel=0.15)
+    assert all(not layer["bias"].any() for layer in params.values())
+    assert jax.tree.structure(params) == jax.tree.structure(models.lenet.init(jax.random.key(0)))
+
+
+def test_a_file_of_options(calls, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('epochs = 7\nbatch_size = 16\nengine = "jit"\nremat = true\nno-progress = true\nclip-norm = 2.5\n')
+    assert command_line.main(["train", "--epochs=2", f"--config={file}", "--no-remat"]) == 0
+    assert (calls["fit"]["epochs"], calls["fit"]["batch_size"], calls["fit"]["progress"]) == (2, 16, False)
+    assert (calls["step"]["engine"], calls["step"]["remat"]) == ("jit", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epocks = 3", "run.toml: unknown option 'epocks'; did you mean epochs?"),
+        ("config = 'other.toml'", "run.toml: unknown option 'config'"),
+        ("epochs = 0", "run.toml: argument --epochs: must be an int of 1 or more, got '0'"),
+        ("engine = 'pmpa'", "run.toml: argument --engine: invalid choice: 'pmpa'"),
+        ("remat = 1", "run.toml: remat must be true or false, got 1"),
+        ("epochs = true", "run.toml: epochs must be a string or a number, got True"),
+        ("[train]\nepochs = 1", "run.toml: unknown option 'train'"),
+        ("epochs = [1]", "run.toml: epochs must be a string or a number, got [1]"),
+        ("epochs 3", "run.toml is no TOML"),
+    ],
+)
+def test_a_file_of_options_that_is_wrong(capsys, tmp_path, text, message):
+    (tmp_path / "run.toml").write_text(text)
+    assert message in refused(capsys, "train", "--config", str(tmp_path / "run.toml"))
+
+
+def test_a_file_of_options_that_is_missing(capsys, tmp_path):
+    assert "none.toml cannot be read: No such file" in refused(capsys, "train", f"--config={tmp_path}/none.toml")
+
+
+def test_what_is_printed(few, capsys, monkeypatch):
+    """News goes to standard output, so that a notebook does not show it on red."""
+
+    def linear(params, images):  # compiles in a second
+        every = sum(x.sum() for x in jax.tree.leaves(params))  # no parameter is unused
+        return images[:, 0, :10, 0] * every
+
+    monkeypatch.setattr(models.lenet, "apply", linear)
+    assert command_line.main(["train", "--epochs=1", "--batch-size=16", "--no-compilation-cache"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    first, epoch, last = out.splitlines()
+    assert "engine auto, kvstore device, compression none, batch 16, recipe fast, adam, learning rate 0.002" in first
+    assert epoch.startswith("epoch 1/1  loss ")
+    assert last.startswith("trained 1 epochs, 1 steps: test accuracy ")
