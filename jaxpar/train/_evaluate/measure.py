@@ -95,7 +95,7 @@ class _Program:
     """
 
     def __init__(self, eval_fn: Any, structure: Any, copies: NamedSharding | None):
-        self._kinds: dict[int, tuple[list[str], bool]] = {}  # by the rows of a batch, filled when traced
+        self._kinds: dict[Any, tuple[list[str], bool]] = {}  # by the shapes of a batch, filled when traced
         self._copies = copies
         self._values = functools.partial(_values, eval_fn, structure)
         self._run = jax.jit(functools.partial(_sums, self._values, copies, self._kinds))
@@ -103,7 +103,9 @@ class _Program:
         self._checked: set[Any] = set()
 
     def __call__(self, leaves: list[Any], batch: Any, mask: Any) -> Any:
-        return self._run(leaves, batch, mask)
+        """The sums over the examples of a batch that count."""
+        sums = self._run(leaves, batch, mask)
+        return dict(zip(self._kinds[_key(batch)][0], sums, strict=True))
 
     def checker(self, leaves: list[Any]) -> Callable[[Any], bool]:
         """A function of the shapes of a batch: whether such batches must not be filled up.
@@ -117,13 +119,13 @@ class _Program:
             if key not in self._checked:
                 self._check(leaves, batch)
                 self._checked.add(key)
-            return self._kinds[_rows(batch)][1]
+            return self._kinds[_key(batch)][1]
 
         return is_exact
 
     def names(self, batch: Any) -> list[str]:
         """The names of the values of batches that were checked."""
-        return self._kinds[_rows(batch)][0]
+        return [name for name in self._kinds[_key(batch)][0] if name]
 
     def _check(self, leaves: list[Any], batch: Any) -> None:
         try:
@@ -154,10 +156,10 @@ def _values(eval_fn: Any, structure: Any, leaves: list[Any], batch: Any) -> Any:
     return as_values(eval_fn(params, batch, *model_state), _rows(batch))
 
 
-def _sums(values_of: Any, copies: Any, found: dict[int, Any], leaves: list[Any], batch: Any, mask: jax.Array) -> Any:
+def _sums(values_of: Any, copies: Any, found: dict[Any, Any], leaves: list[Any], batch: Any, mask: jax.Array) -> Any:
     values = values_of(leaves, batch)
-    found[_rows(batch)] = [name for name in values if name], needs_exact(values)
-    sums = sum_up(values, mask)
+    found[_key(batch)] = list(values), needs_exact(values)
+    sums = list(sum_up(values, mask).values())  # a dict would come back in the order of its names
     return sums if copies is None else lax.with_sharding_constraint(sums, copies)
 
 

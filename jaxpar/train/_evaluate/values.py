@@ -79,7 +79,7 @@ class Totals:
 
     def add(self, sums: Values) -> None:
         """Add the sums of one batch."""
-        sums = jax.tree.map(np.asarray, sums)
+        sums = {name: jax.tree.map(np.asarray, value) for name, value in sums.items()}
         if not self._values:
             self._values = {name: _wide(value) for name, value in sums.items()}
             return
