@@ -21,7 +21,7 @@ from ..._core import checks
 from ..._core.arrays import Device
 from ..._devices.mesh import copies_on, split_over
 from ..._devices.placement import put
-from ..._devices.user_mesh import without_types
+from ..._devices.user_mesh import check_traced, without_types
 from .._step.state import TrainState, carries
 
 IsExact = Callable[[Any], bool]  # whether batches of these shapes must not be filled up
@@ -174,6 +174,8 @@ def as_eval_source(where: str, given: Any) -> Any:
             "last examples; give the arrays themselves, or what data.from_iterable takes"
         )
     if _is_arrays(given):
+        check_traced(given, where)
+        given = without_types(given)
         checks.batch_length(given, where)
         return data.from_arrays(given)
     if callable(given) or isinstance(given, Iterable) or hasattr(given, "__getitem__"):
@@ -203,6 +205,8 @@ def places_of(params: Any) -> Places:
 
 def _is_arrays(given: Any) -> bool:
     """Whether this is a pytree of arrays. A list is one of arrays only, otherwise it is one of batches."""
+    if isinstance(given, Iterator):
+        return False
     if isinstance(given, list):
         return bool(given) and all(_is_array(each) for each in given)
     leaves = jax.tree.leaves(given)

@@ -17,7 +17,7 @@ from ..._core import checks
 from ..._core.recent import Recent
 from ..._core.signatures import check_takes
 from ..._devices.emulated import can_hang, wait_before_collectives
-from ..._devices.user_mesh import check_traced, outside_mesh, without_types
+from ..._devices.user_mesh import check_traced, outside_mesh
 from .every_example import Arrays, arrays_pass, as_eval_source, model_of, places_of
 from .streams import Stream
 from .values import Totals, ValuesError, as_values, needs_exact, sum_up
@@ -36,7 +36,7 @@ def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_s
     """
     with outside_mesh() as user:
         if user is None:
-            check_traced((state_or_params, source), where)
+            check_traced(state_or_params, where)
         model = model_of(state_or_params)
         program, examples = _prepare(where, model, eval_fn, source, batch_size, user)
         leaves, totals = jax.tree.leaves(model), Totals()
@@ -80,7 +80,7 @@ def _prepare(where: str, model: Any, eval_fn: Any, source: Any, batch_size: int,
 
 def examples_of(where: str, model: Any, source: Any, batch_size: int, user: Any) -> Arrays | Stream:
     """A pass over a source, on the devices of the model's parameters."""
-    source, places = as_eval_source(where, without_types(source)), places_of(model[0])
+    source, places = as_eval_source(where, source), places_of(model[0])
     if hasattr(source, "every_batch"):
         return Stream(where, source, batch_size, places, user)
     return arrays_pass(where, source, batch_size, places)

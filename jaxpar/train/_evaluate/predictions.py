@@ -56,7 +56,7 @@ def predict(state_or_params: Any, apply_fn: ApplyFn, source: Any, *, batch_size:
     """
     with outside_mesh() as user:
         if user is None:
-            check_traced((state_or_params, source), "predict")
+            check_traced(state_or_params, "predict")
         return _predict("predict", state_or_params, apply_fn, source, batch_size, user)
 
 

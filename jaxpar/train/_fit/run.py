@@ -60,6 +60,11 @@ class Run:
         """Whether a step that is not finite ends the run."""
         return getattr(self.step, "nonfinite", "ignore") == "stop"
 
+    @property
+    def unit(self) -> str:
+        """What the data consists of, for people."""
+        return "images" if isinstance(self.source, data.DatasetSource) else "examples"
+
     def check(self, state: TrainState) -> TrainState:
         """The state on the step's devices, checked with all that the run calls, as far as shapes are known."""
         metrics: list[str] = []
