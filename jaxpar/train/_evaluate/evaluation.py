@@ -55,9 +55,7 @@ class Evaluation:
         return parts
 
 
-def plan_evaluation(
-    *, test_data: Any, apply_fn: Any, eval_data: Any, eval_fn: Any, batch_size: int
-) -> Evaluation:
+def plan_evaluation(*, test_data: Any, apply_fn: Any, eval_data: Any, eval_fn: Any, batch_size: int) -> Evaluation:
     """The evaluation of a run. The errors are those of `fit`."""
     if (test_data is None) != (apply_fn is None):
         raise ValueError("fit: evaluation takes both test_data and apply_fn, got only one of them")
@@ -89,9 +87,10 @@ def _check_read_again(eval_data: Any) -> None:
     source = eval_data if isinstance(eval_data, data.Source) else None
     once = source.is_read_once if isinstance(source, data.IterableSource) else hasattr(eval_data, "__next__")
     if once and getattr(source, "steps_per_epoch", None) is None:
+        kind = type(getattr(source, "source", eval_data)).__name__
         raise TypeError(
-            f"fit: eval_data is read after each epoch, and a {type(getattr(source, 'source', eval_data)).__name__} is read "
-            "only once; give a list, a loader, or a function that returns an iterator"
+            f"fit: eval_data is read after each epoch, and a {kind} is read only once; give a list, a loader, or a function "
+            "that returns an iterator"
         )
 
 

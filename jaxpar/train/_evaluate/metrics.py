@@ -134,9 +134,7 @@ def perplexity(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = No
     return Mean(_weighted(nats, weight), weight, np.exp)
 
 
-def mean_squared_error(
-    predictions: jax.Array, targets: jax.Array, mask: jax.Array | None = None
-) -> jax.Array | Mean:
+def mean_squared_error(predictions: jax.Array, targets: jax.Array, mask: jax.Array | None = None) -> jax.Array | Mean:
     """The squared error of predictions, for each example.
 
     Args:
@@ -198,8 +196,8 @@ def _check_labels(logits: Any, labels: Any, where: str) -> None:
         raise TypeError(f"{where}: labels must be integers, got {checks.describe(labels)}")
     if jnp.ndim(logits) < 2 or jnp.shape(logits)[:-1] != jnp.shape(labels):
         raise ValueError(
-            f"{where}: expected logits (n, ..., classes) and labels (n, ...), got logits {jnp.shape(logits)} and labels "
-            f"{jnp.shape(labels)}"
+            f"{where}: expected logits (n, ..., classes) and labels (n, ...), got logits {jnp.shape(logits)} and "
+            f"labels {jnp.shape(labels)}"
         )
 
 

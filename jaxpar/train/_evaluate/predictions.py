@@ -44,8 +44,8 @@ def predict(state_or_params: Any, apply_fn: ApplyFn, source: Any, *, batch_size:
         all of them.
 
     Raises:
-        ValueError: no examples, a batch size below 1, outputs without one row per example, batches in several processes,
-            since their order is not known.
+        ValueError: no examples, a batch size below 1, outputs without one row per example. Batches in several
+            processes, since their order is not known.
         TypeError: an `apply_fn` without a hash, another source.
 
     Example:

@@ -19,6 +19,7 @@ from .metrics import Mean
 
 Values = dict[str, Any]  # a Mean, or an object with merge and compute, for each name
 
+
 class ValuesError(ValueError):
     """An `eval_fn` returned an array that does not have one value for each example."""
 
@@ -124,8 +125,8 @@ def _checked(value: Mean, n: int, where: str) -> Mean:
         raise ValuesError(f"{where}: columns need totals and weights (n, k), got {total.shape} and {weight.shape}")
     if not rows and (total.ndim or weight.ndim):
         raise ValuesError(
-            f"{where}: the sum has shape {total.shape} and the weight {weight.shape} for {n} examples; return both with "
-            "a row for each example, so that filled rows can be left out, or both as scalars"
+            f"{where}: the sum has shape {total.shape} and the weight {weight.shape} for {n} examples; return both "
+            "with a row for each example, so that filled rows can be left out, or both as scalars"
         )
     return Mean(total, weight, value.finish, value.columns)
 

@@ -75,8 +75,8 @@ class Run:
         taken = set(metrics) & {*RECORD_NAMES, *self.evaluation.check(state)}
         if taken:
             raise ValueError(
-                f"fit: the record of an epoch has {', '.join(sorted(taken))} of its own; rename that value in the aux of "
-                "loss_fn"
+                f"fit: the record of an epoch has {', '.join(sorted(taken))} of its own; rename that value in the aux "
+                "of loss_fn"
             )
         return state
 
