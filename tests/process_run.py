@@ -236,6 +236,69 @@ def training(folder):
         np.savez(folder / "training.npz", **found)
 
 
+def tokens_of(pixels):
+    return {"x": pixels.images.reshape(len(pixels), -1) / np.float32(255), "label": pixels.labels}
+
+
+def sums_of_batches(params, batch):
+    return {"nats": (train.cross_entropy(linear(params, batch["x"]), batch["label"]).sum(), len(batch["x"]))}
+
+
+def values_of_rows(params, batch):
+    nats = train.cross_entropy(linear(params, batch["x"]), batch["label"])
+    return {"nats": nats, "pair": (nats * 2, nats > -1), "perplexity": train.Mean(nats, nats > -1, np.exp)}
+
+
+def evaluation(folder):
+    """Any source gives the numbers of NumPy in every process: the same arrays, or batches of each process's own."""
+    workers, rows = kv.num_workers(), tokens_of(images(8, 23, seed=2))
+    uneven = [23 - (workers - 1) * 3] + [3] * (workers - 1)  # the first process has more batches than the others
+
+    def share(most=4):
+        """This process's batches, of its part of the rows."""
+        first, last = sum(uneven[: kv.rank()]), sum(uneven[: kv.rank() + 1])
+        return [jax.tree.map(lambda x, at=at: x[at : min(at + most, last)], rows) for at in range(first, last, most)]
+
+    for kind in ("dist_sync", "sharded"):
+        state = new_state(kind)
+        params = jax.tree.map(np.asarray, kv.to_params(state.store))
+        logits = rows["x"] @ params["w"] + params["b"]
+        nats = (np.log(np.exp(logits).sum(1)) - logits[np.arange(23), rows["label"]]).mean()
+        want = {"nats": nats, "pair": 2 * nats, "perplexity": np.exp(nats)}
+        for source in (rows, share(), lambda: iter(share(5))):
+            found = train.evaluate(state, source=source, eval_fn=values_of_rows, batch_size=8)
+            assert found == {k: pytest.approx(v, rel=1e-5) for k, v in want.items()}
+            found = np.float32(list(found.values()))
+            assert all(np.array_equal(found, other) for other in gathered(found))
+        found = train.evaluate(state, source=rows, eval_fn=sums_of_batches, batch_size=8)
+        assert found == {"nats": pytest.approx(nats, rel=1e-5)}
+    if workers > 1:
+        check_batches_refused(state, share())
+
+
+def check_batches_refused(state, mine):
+    """In every process, before any of them waits for another."""
+
+    def evaluate(source, eval_fn=values_of_rows):
+        return train.evaluate(state, source=source, eval_fn=eval_fn, batch_size=8)
+
+    words = "of a batch, which is filled up, and eval_fn returns sums over the batch"
+    raises(ValueError, words, lambda: evaluate(mine, sums_of_batches))
+    nothing = iter(mine[: 1 - kv.rank()])
+    raises(ValueError, "each process must have batches; they have", lambda: evaluate(nothing))
+    raises(ValueError, "their order is not known", lambda: train.predict(state, linear, mine, batch_size=8))
+    wide = [{**part, "x": part["x"][:, : 64 - kv.rank()]} for part in mine]
+    raises(ValueError, "the batches of the processes must be alike", lambda: evaluate(wide))
+
+    def broken():
+        yield mine[0]
+        if kv.rank():
+            raise KeyError("only here")
+        yield mine[0]
+
+    raises(KeyError, "only here", lambda: evaluate(broken))
+
+
 def check_refused():
     """A store that is on devices of several processes is pushed to inside a program only."""
     values = [jax.device_put(np.ones(10, np.float32), device) for device in jax.local_devices()]

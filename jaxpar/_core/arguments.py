@@ -127,26 +127,51 @@ class _Call:
         raise TypeError(f"{self.where}: there is no argument {wrong!r}{hint or '; known are ' + ', '.join(known)}")
 
 
-def check_takes(fn: Any, names: tuple[str, ...], what: str, hint: str = "") -> None:
-    """`TypeError` for a function that cannot be called with arguments of these names, in their order.
+def takes(fn: Callable[..., Any], count: int) -> bool:
+    """Whether a call with so many positional arguments fits the function. True where Python does not know.
+
+    Example:
+        >>> takes(lambda a, b: None, 2), takes(lambda a, b: None, 3), takes(lambda *rest: None, 3)
+        (True, False, True)
+    """
+    return _bind(fn, [str(i) for i in range(count)]) is not None
+
+
+def check_takes(fn: Any, names: Sequence[str], what: str, hint: str = "") -> None:
+    """`TypeError` unless this is a function that can be called with arguments of these names, in their order.
 
     A function that Python cannot inspect is taken.
+
+    Args:
+        what: whose argument it is and which, such as "fit: eval_fn".
+        hint: further words, with what separates them from the message.
 
     Example:
         >>> check_takes(lambda b, a: a, ("a", "b"), "it")
         Traceback (most recent call last):
-        TypeError: it is called with (a, b), and <lambda>(b, a) names them in another order; reorder them
+        TypeError: it must be a function of (a, b), and <lambda>(b, a) names them in another order; reorder them
     """
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):
-        return
-    shown = f"{getattr(fn, '__name__', type(fn).__name__)}{signature}"
-    try:
-        bound = signature.bind(*names).arguments
-    except TypeError:
-        raise TypeError(f"{what} is called with ({', '.join(names)}), which {shown} does not take{hint}") from None
+    words = f"{what} must be a function of ({', '.join(names)})"
+    if not callable(fn):
+        raise TypeError(f"{words}, got {type(fn).__name__}{hint}")
+    bound = _bind(fn, names)
+    if bound is None:
+        raise TypeError(f"{words}, got {_shown(fn)}{hint}")
     if any(isinstance(name, str) and own != name and own in names for own, name in bound.items()):
-        raise TypeError(
-            f"{what} is called with ({', '.join(names)}), and {shown} names them in another order; reorder them"
-        )
+        raise TypeError(f"{words}, and {_shown(fn)} names them in another order; reorder them")
+
+
+def _bind(fn: Callable[..., Any], values: Sequence[str]) -> Mapping[str, Any] | None:
+    """The values by the names of the arguments that get them. None: the function does not take so many."""
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)  # a wrapper may take other arguments
+    except (TypeError, ValueError):  # a builtin
+        return {}
+    try:
+        return signature.bind(*values).arguments
+    except TypeError:
+        return None
+
+
+def _shown(fn: Any) -> str:
+    return f"{getattr(fn, '__name__', type(fn).__name__)}{inspect.signature(fn, follow_wrapped=False)}"

@@ -24,10 +24,11 @@ Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017, https://arxiv.org/abs/1708.07747.
 
 from ._batches import Batch as Batch, batches as batches, num_batches as num_batches
 from ._dataset import Dataset as Dataset
-from ._iterable import collect as collect, from_iterable as from_iterable
+from ._iterable import IterableSource as IterableSource, collect as collect, from_iterable as from_iterable
 from ._load import FASHION_MNIST_CLASSES as FASHION_MNIST_CLASSES, load as load
 from ._prefetch import prefetch as prefetch
 from ._sources import (
+    ArraySource as ArraySource,
     DatasetSource as DatasetSource,
     Source as Source,
     as_source as as_source,

@@ -129,6 +129,20 @@ def to_devices(batch: Any, sharding: NamedSharding | None, *, whole: bool) -> An
     return jax.tree.map(put, batch)
 
 
+def batch_struct(arrays: Any, batch_size: int, dtype: Any) -> Any:
+    """The shapes and dtypes of a batch of these arrays on the devices."""
+
+    def struct(array: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            (batch_size, *array.shape[1:]), np.dtype(dtype or jax.dtypes.canonicalize_dtype(array.dtype))
+        )
+
+    found = jax.tree.map(struct, arrays)
+    if dtype is not None and isinstance(arrays, dict) and "image" in arrays:
+        found["image"] = jax.tree.map(lambda image: struct(image, dtype), arrays["image"])
+    return found
+
+
 def ready_batch(batch: Any, sharding: NamedSharding | None, dtype: Any) -> Any:
     """The batch with "image" in `dtype`, safe to start a program with collectives on."""
     if dtype is not None and isinstance(batch, dict) and "image" in batch:

@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from .._core import checks
+from .._core.arguments import takes
 from ._batches import epochs_from, whole_batches
-from ._convert import as_dict, concatenate, path_name, placed_batch, share_sharding, stack
+from ._convert import as_dict, batch_struct, concatenate, path_name, placed_batch, share_sharding, stack
 from ._dataset import Dataset
 
 _WHERE = "data.from_iterable"
@@ -78,19 +80,57 @@ class IterableSource:
                 found += 1
                 if once is not None or found > skipped:
                     _check_lengths(batch, share, found - 1)
-                    yield placed_batch(batch, sharding, self.dtype, whole=False)
+                    yield self.place(batch, sharding)
             if found < steps:
                 raise ValueError(_too_few(self.source, epoch, found, steps))
 
-    def _epoch(self, epoch: int) -> Iterable[Any]:
-        return self.source(epoch) if _is_function(self.source) else self.source
+    def batch_shapes(self, batch_size: int, like: Any = None) -> Any:
+        """A batch as `jax.ShapeDtypeStruct`s, out of one of host memory. None: of `first_batch`, if there is one."""
+        like = self.first_batch() if like is None else like
+        return None if like is None else batch_struct(like, batch_size, self.dtype)
 
-    def _host_batches(self, elements: Iterator[Any], share: int) -> Iterator[Any]:
-        """This process's batches as pytrees of arrays."""
+    def first_batch(self) -> Any:
+        """The first of a list of batches. None of anything else, which is not read before it is used."""
+        if not self.batched or not isinstance(self.source, (list, tuple)) or not self.source:
+            return None
+        return as_dict(self.source[0], self.names)
+
+    def place(self, batch: Any, sharding: NamedSharding | None) -> Any:
+        """A batch of host memory on the devices, as `batches` gives them. Each process has its own share."""
+        return placed_batch(batch, sharding, self.dtype, whole=False)
+
+    def every_batch(self, share: int) -> Iterator[Any]:
+        """This process's batches of epoch 0 in host memory, the last and smaller one too.
+
+        Args:
+            share: examples in a batch where elements are examples. Batches of the source stay as long as they are.
+        """
+        elements = iter(self._epoch(0))
+        found = 0
+        for batch in itertools.islice(self._host_batches(elements, share, rest=True), self.steps_per_epoch):
+            found += 1
+            yield batch
+        if found < (self.steps_per_epoch or 0):
+            raise ValueError(_too_few(self.source, 0, found, self.steps_per_epoch or 0))
+
+    @property
+    def is_read_once(self) -> bool:
+        """Whether a second pass over the source finds nothing."""
+        return isinstance(self.source, Iterator)
+
+    def _epoch(self, epoch: int) -> Iterable[Any]:
+        if not _is_function(self.source):
+            return self.source
+        return self.source(epoch) if takes(self.source, 1) else self.source()
+
+    def _host_batches(self, elements: Iterator[Any], share: int, rest: bool = False) -> Iterator[Any]:
+        """This process's batches as pytrees of arrays. With `rest` also one of fewer examples than its share."""
         if self.batched:
             yield from (as_dict(element, self.names) for element in elements)
             return
-        while len(some := [as_dict(e, self.names) for e in itertools.islice(elements, share)]) == share:
+        while some := [as_dict(e, self.names) for e in itertools.islice(elements, share)]:
+            if len(some) < share and not rest:
+                return
             yield stack(some)
 
 
@@ -108,7 +148,8 @@ def from_iterable(
 
     Args:
         source: something that can be iterated over again for each epoch. Or a function of the epoch, `source(0)`,
-            `source(1)`, ..., that returns such a thing. Or an iterator, which is read once, epoch after epoch.
+            `source(1)`, ..., or of nothing, that returns such a thing. Or an iterator, which is read once, epoch after
+            epoch.
         steps_per_epoch: batches in an epoch. None: as `len(source)` says.
         batched: whether an element is a batch, with n examples along the first axis of each array. False: an
             element is one example, and `batch_size` of them are stacked. Those that fill no batch are left out.

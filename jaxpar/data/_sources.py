@@ -9,10 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from . import _batches
 from ._batches import epochs_from, whole_batches
-from ._convert import placed_batch, share_sharding
+from ._convert import batch_struct, placed_batch, share_sharding
 from ._dataset import Dataset
 from ._iterable import from_iterable
 from ._shuffle import host_order
@@ -75,6 +76,11 @@ class DatasetSource:
         """`data.batches` of the data set."""
         return _batches.batches(self.dataset, batch_size, rng=rng, epochs=epochs, start=start, devices=devices)
 
+    def batch_shapes(self, batch_size: int) -> Any:
+        """A batch as `jax.ShapeDtypeStruct`s."""
+        arrays = {"image": self.dataset.images, "label": self.dataset.labels}
+        return batch_struct(arrays, batch_size, jnp.float32)
+
 
 def batch_groups(
     source: Source, batch_size: int, most: int | None, *, rng: jax.Array, start: int, devices: Sequence[Any]
@@ -130,7 +136,15 @@ class ArraySource:
             for at in range(skipped, steps):
                 rows = order[at * batch_size : (at + 1) * batch_size]
                 batch = jax.tree.map(lambda x, rows=rows: x[rows], self.arrays)
-                yield placed_batch(batch, sharding, self.dtype, whole=True)
+                yield self.place(batch, sharding)
+
+    def batch_shapes(self, batch_size: int) -> Any:
+        """A batch as `jax.ShapeDtypeStruct`s."""
+        return batch_struct(self.arrays, batch_size, self.dtype)
+
+    def place(self, batch: Any, sharding: NamedSharding | None) -> Any:
+        """A batch of host memory on the devices, as `batches` gives them. Each process has the whole batch."""
+        return placed_batch(batch, sharding, self.dtype, whole=True)
 
 
 def from_arrays(arrays: Any, *, dtype: Any = jnp.float32) -> ArraySource:

@@ -24,6 +24,15 @@ from ._callbacks.live_plot import LivePlot as LivePlot
 from ._callbacks.metrics_files import to_jsonl as to_jsonl
 from ._callbacks.tensorboard import to_tensorboard as to_tensorboard
 from ._evaluate.evaluate import evaluate as evaluate
+from ._evaluate.metrics import (
+    Mean as Mean,
+    accuracy as accuracy,
+    cross_entropy as cross_entropy,
+    mean_squared_error as mean_squared_error,
+    per_class_accuracy as per_class_accuracy,
+    perplexity as perplexity,
+    top_k as top_k,
+)
 from ._evaluate.plot_predictions import plot_confusion_matrix as plot_confusion_matrix, plot_mistakes as plot_mistakes
 from ._evaluate.predictions import (
     Mistakes as Mistakes,

@@ -75,15 +75,15 @@ class Run:
 def runs(tmp_path_factory):
     """What each topology found. 2 × 2 is then killed in the midst of a run, which each of them resumes."""
     folder = tmp_path_factory.mktemp("processes")
-    first = Run(folder / "first", 2, 2, "store", "failures", "undisturbed", "training", "killed")
+    first = Run(folder / "first", 2, 2, "store", "failures", "undisturbed", "training", "evaluation", "killed")
     saved = first.folder / "run" / "step_00000002"
     with first:
         first.wait(until=saved.exists)
     assert [process.returncode for process in first.processes] == [-9, -9]
     found = {"2x2": first}
     for name, *what in (
-        ("4x1", 4, 1, "store", "training", "resumed"),
-        ("1x4", 1, 4, "store", "training", "resumed"),
+        ("4x1", 4, 1, "store", "training", "evaluation", "resumed"),
+        ("1x4", 1, 4, "store", "training", "evaluation", "resumed"),
         ("2x2 again", 2, 2, "resumed"),
     ):
         (folder / name).mkdir()

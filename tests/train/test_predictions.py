@@ -111,11 +111,21 @@ def test_a_model_with_a_state_of_its_own():
     assert matrix.trace() / matrix.sum() == pytest.approx(accuracy)
 
 
+class Mine:
+    """A source of the user's own."""
+
+    def examples(self, batch_size):
+        return 37
+
+    def batches(self, batch_size, **options):
+        return iter(())
+
+
 def test_what_predict_refuses():
     with pytest.raises(ValueError, match=r"one row per example; got shape \(4,\) for a batch of 10"):
         train.predict(PARAMS, lambda params, images: apply(params, images).sum(0), SET, batch_size=10)
-    with pytest.raises(TypeError, match="got ArraySource, which may leave out the last examples; give the arrays"):
-        train.predict(PARAMS, apply, data.from_arrays({"x": SET.images}), batch_size=10)
+    with pytest.raises(TypeError, match="got Mine, which may leave out the last examples; give the arrays"):
+        train.predict(PARAMS, apply, Mine(), batch_size=10)
     with pytest.raises(ValueError, match="predict: expected examples, got empty arrays"):
         train.predict(PARAMS, apply, SET.images[:0], batch_size=10)
 

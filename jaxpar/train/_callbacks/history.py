@@ -13,7 +13,11 @@ from .figures import new_figure, save_figure
 
 Record = dict[str, Any]
 
+# What a record has next to metrics.
+NO_METRICS = ("epoch", "step", "seconds", "images_per_second", "interrupted")
+
 _MOST = 40  # rows of the table
+_COLUMNS = 3  # pictures side by side
 
 
 class History(list[Record]):
@@ -34,14 +38,38 @@ class History(list[Record]):
         return table._repr_html_()
 
 
-def _text(name: str, value: Any) -> str:
+def number_text(value: Any) -> str:
+    """A metric in a few digits.
+
+    >>> number_text(0.25), number_text(1e-7), number_text(3)
+    ('0.2500', '1.000e-07', '3')
+    """
     if not isinstance(value, float):
-        return "" if value is None else str(value)
+        return str(value)
+    return f"{value:.4f}" if not value or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value) else f"{value:.3e}"
+
+
+def metric_groups(records: Sequence[Record]) -> dict[str, dict[str, str]]:
+    """The metrics that some record has, to be drawn together: a label and a name in the records for each curve.
+
+    >>> metric_groups([{"epoch": 1, "loss": 2.0, "eval_loss": 3.0, "eval_recall/0": 0.5, "accuracy": None}])
+    {'loss': {'train': 'loss', 'eval': 'eval_loss'}, 'recall': {'eval 0': 'eval_recall/0'}}
+    """
+    groups: dict[str, dict[str, str]] = {}
+    for name in dict.fromkeys(name for record in records for name in record if name not in NO_METRICS):
+        if any(isinstance(record.get(name), int | float) for record in records):
+            part = next((part for part in ("test", "eval") if name.startswith(f"{part}_")), "train")
+            group, _, column = name.removeprefix(f"{part}_").partition("/")
+            groups.setdefault(group, {})[f"{part} {column}".strip()] = name
+    return groups
+
+
+def _text(name: str, value: Any) -> str:
+    if value is None:
+        return ""
     if name == "seconds":
         return f"{value:.2f}"
-    if name == "images_per_second":
-        return f"{value:,.0f}"
-    return f"{value:.4f}" if not value or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value) else f"{value:.3e}"
+    return f"{value:,.0f}" if name == "images_per_second" else number_text(value)
 
 
 def to_pandas(history: Sequence[Record]) -> Any:
@@ -71,7 +99,7 @@ def _check_records(history: Any, where: str) -> None:
 
 
 def plot_history(history: Sequence[Record], path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw loss and accuracy by epoch, side by side.
+    """Draw the loss and all other metrics by epoch, one picture each. Training and evaluation are in one.
 
     Args:
         history: what `fit` returned.
@@ -92,16 +120,21 @@ def plot_history(history: Sequence[Record], path: str | os.PathLike[str] | None 
     _check_records(history, "plot_history")
     if not history:
         raise ValueError("plot_history: the history is empty")
-    figure = new_figure("plot_history", 9, 3.2)
+    groups = metric_groups(history)
+    columns = min(len(groups), _COLUMNS) or 1
+    rows = -(-len(groups) // columns) or 1
+    figure = new_figure("plot_history", 4.5 * columns, 3.2 * rows)
     epochs = [record["epoch"] for record in history]
-    for axes, name in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
-        for label, field in (("train", name), ("test", f"test_{name}")):
-            values = [record.get(field) for record in history]
-            if any(value is not None for value in values):
-                axes.plot(epochs, [float("nan") if v is None else v for v in values], marker="o", label=label)
-        axes.set(xlabel="epoch", ylabel=name)
+    places = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    for group, curves in groups.items():
+        axes = places.pop(0)
+        for label, name in curves.items():
+            values = [record.get(name) for record in history]
+            axes.plot(epochs, [math.nan if v is None else v for v in values], marker="o", label=label)
+        axes.set(xlabel="epoch", ylabel=group.replace("_", " "))
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
-        if axes.get_lines():
-            axes.legend()
+        axes.legend()
+    for axes in places:
+        figure.delaxes(axes)
     return save_figure(figure, path)

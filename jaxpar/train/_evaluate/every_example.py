@@ -1,83 +1,189 @@
-"""Every example once, in batches of one size, on the devices that hold the parameters."""
+"""Every example once, on the devices that hold the parameters.
+
+A pass gives `Piece`s: batches of one size, in which the last examples are filled up by copies of the last one. Where a
+result needs exact batches, the last examples come as they are. They are split over the devices where these can share
+them evenly. Otherwise each device has all of them, so that any number is possible on any devices.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from ... import data
 from ..._core import checks
 from ..._core.arrays import Device
-from ..._devices.mesh import copies_on
-from ..._devices.user_mesh import without_types
+from ..._devices.mesh import copies_on, split_over
+from ..._devices.placement import put
+from ..._devices.user_mesh import check_traced, without_types
 from .._step.state import TrainState, carries
+
+IsExact = Callable[[Any], bool]  # whether batches of these shapes must not be filled up
 
 
 @dataclasses.dataclass(frozen=True)
-class Examples:
-    """The batches of a pass over examples.
+class Piece:
+    """A batch on the devices.
 
     Attributes:
-        source: a data set, or a pytree of arrays with a common first axis.
+        batch: as the source gives it.
+        mask: bool (n,), which rows count.
+        valid: how many count. In one process they are the first ones.
+    """
+
+    batch: Any
+    mask: Any
+    valid: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where batches go.
+
+    Attributes:
+        devices: of the parameters, if they are several.
+    """
+
+    devices: tuple[Device, ...] | None
+
+    @property
+    def count(self) -> int:
+        return len(self.devices or (None,))
+
+    @property
+    def split(self) -> NamedSharding | None:
+        """The sharding of a batch that the devices share."""
+        return None if self.devices is None else split_over(self.devices)
+
+    @property
+    def copies(self) -> NamedSharding | None:
+        """The sharding of what each device has a copy of."""
+        return None if self.devices is None else copies_on(self.devices)
+
+    def round_up(self, n: int) -> int:
+        """The next number that the devices can share evenly."""
+        return -(-n // self.count) * self.count
+
+    def mask(self, rows: int, valid: int, sharding: NamedSharding | None) -> Any:
+        return put(np.arange(rows) < valid, sharding)
+
+    def pieces(self, source: Any, batch: Any, valid: int, rows: int, exact: bool) -> Iterator[Piece]:
+        """The pieces of a batch of host memory with `valid` examples, to be filled up to `rows` unless exact."""
+        if valid == rows or not exact:
+            filled = fill(batch, rows - valid)
+            yield Piece(source.place(filled, self.split), self.mask(rows, valid, self.split), valid)
+            return
+        for part in self._exact_parts(valid, rows):
+            sharding = self.copies if len(part) % self.count else self.split
+            some = jax.tree.map(lambda x, part=part: x[part.start : part.stop], batch)
+            yield Piece(source.place(some, sharding), self.mask(len(part), len(part), sharding), len(part))
+
+    def _exact_parts(self, valid: int, rows: int) -> list[range]:
+        """The examples in parts that need no more memory than a whole batch does."""
+        shared = valid - valid % self.count
+        if not shared or valid <= rows // self.count:
+            return [range(valid)]
+        return [part for part in (range(shared), range(shared, valid)) if part]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """A pass over a data set or over arrays.
+
+    Attributes:
+        source: a `DatasetSource` or an `ArraySource`.
         number: of examples.
         size: of a batch, a multiple of the number of devices.
-        devices: of the parameters, if they are several.
+        places: where batches go.
     """
 
     source: Any
     number: int
     size: int
-    devices: tuple[Device, ...] | None
+    places: Places
 
-    @property
-    def copies(self) -> NamedSharding | None:
-        """The sharding of results of which each device has a copy."""
-        return None if self.devices is None else copies_on(self.devices)
+    def shapes(self) -> Any:
+        """A whole batch as `jax.ShapeDtypeStruct`s."""
+        return self.source.batch_shapes(self.size)
 
-    def batches(self) -> Iterator[tuple[Any, int]]:
-        """Batches of one size, with the number of examples that count.
-
-        The last examples are filled up to a whole batch by copies of the last one, which do not count.
-        """
+    def pieces(self, is_exact: IsExact) -> Iterator[Piece]:
+        """Every example, in order."""
+        exact = is_exact(self.shapes())
         full, rest = divmod(self.number, self.size)
+        mask = self.places.mask(self.size, self.size, self.places.split)
         if full:
-            for batch in self._batches(self.source):
-                yield batch, self.size
+            for batch in self.source.batches(self.size, devices=self.places.devices):
+                yield Piece(batch, mask, self.size)
         if rest:
-            rows = np.minimum(np.arange(full * self.size, self.number + self.size - rest), self.number - 1)
-            yield next(self._batches(_rows(self.source, rows), resident=False)), rest
+            source = self._as_arrays()
+            batch = jax.tree.map(lambda x: x[full * self.size :], source.arrays)
+            yield from self.places.pieces(source, batch, rest, self.size, exact)
 
-    def _batches(self, source: Any, **options: Any) -> Iterator[Any]:
-        if isinstance(source, data.Dataset):
-            return iter(data.batches(source, self.size, devices=self.devices, **options))
-        return data.from_arrays(source).batches(self.size, devices=self.devices)
+    def _as_arrays(self) -> data.ArraySource:
+        if not isinstance(self.source, data.DatasetSource):
+            return self.source
+        dataset = self.source.dataset
+        return data.ArraySource({"image": dataset.images, "label": dataset.labels}, jnp.float32)
 
 
-def every_example(where: str, params: Any, source: Any, batch_size: int) -> Examples:
-    """The batches of a pass over a data set, or over arrays.
+def fill(batch: Any, count: int) -> Any:
+    """The batch with so many copies of its last example behind it."""
+    if not count:
+        return batch
+    arrays = jax.tree.map(np.asarray, batch)
+    return jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[-1:], count, axis=0)]), arrays)
+
+
+def arrays_pass(where: str, source: Any, batch_size: int, places: Places) -> Arrays:
+    """A pass over a `DatasetSource` or an `ArraySource`.
 
     Args:
         where: the function that asks, for messages.
-        params: the batches go to their devices.
         batch_size: rounded up to a multiple of the number of devices.
 
     Raises:
-        TypeError: `batch_size` is no int.
-        ValueError: no examples, or a batch size below 1.
+        ValueError: no examples.
     """
-    batch_size = checks.whole_number(batch_size, where, "batch_size")
-    is_dataset = isinstance(source, data.Dataset)
-    number = len(source) if is_dataset else checks.batch_length(source, where)
+    number = source.examples(batch_size)
     if not number:
-        raise ValueError(f"{where}: expected examples, got {'an empty data set' if is_dataset else 'empty arrays'}")
-    devices = _devices_of(params)
-    count = len(devices or (None,))
-    return Examples(source, number, min(-(-batch_size // count), -(-number // count)) * count, devices)
+        kind = "an empty data set" if isinstance(source, data.DatasetSource) else "empty arrays"
+        raise ValueError(f"{where}: expected examples, got {kind}")
+    return Arrays(source, number, min(places.round_up(batch_size), places.round_up(number)), places)
+
+
+def as_eval_source(where: str, given: Any) -> Any:
+    """A data set, arrays or batches as a `DatasetSource`, an `ArraySource` or an `IterableSource`.
+
+    Raises:
+        TypeError: nothing of these, or a source that may leave out examples.
+        ValueError: arrays of different lengths.
+    """
+    if isinstance(given, data.Dataset):
+        return data.DatasetSource(given)
+    if isinstance(given, (data.DatasetSource, data.ArraySource, data.IterableSource)):
+        return given
+    if isinstance(given, data.Source):
+        raise TypeError(
+            f"{where}: expected a data.Dataset, arrays or batches, got {type(given).__name__}, which may leave out the "
+            "last examples; give the arrays themselves, or what data.from_iterable takes"
+        )
+    if _is_arrays(given):
+        check_traced(given, where)
+        given = without_types(given)
+        checks.batch_length(given, where)
+        return data.from_arrays(given)
+    if callable(given) or isinstance(given, Iterable) or hasattr(given, "__getitem__"):
+        return data.from_iterable(given)
+    raise TypeError(
+        f"{where}: expected a data.Dataset, arrays with a common first axis, or something that gives batches; got "
+        f"{checks.describe(given)}"
+    )
 
 
 def model_of(state_or_params: Any) -> tuple[Any, ...]:
@@ -88,15 +194,24 @@ def model_of(state_or_params: Any) -> tuple[Any, ...]:
     return without_types((state_or_params.eval_params, *((model_state,) if carries(model_state) else ())))
 
 
-def _rows(source: Any, rows: np.ndarray) -> Any:
-    if isinstance(source, data.Dataset):
-        return data.Dataset(source.images[rows], source.labels[rows])
-    return jax.tree.map(lambda x: np.asarray(x)[rows], source)
-
-
-def _devices_of(params: Any) -> tuple[Device, ...] | None:
+def places_of(params: Any) -> Places:
     """The devices of the parameters, if they are several."""
     for leaf in jax.tree.leaves(params):
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
-            return tuple(np.asarray(leaf.sharding.mesh.devices).flat)
-    return None
+            mesh = leaf.sharding.mesh
+            return Places(tuple(np.asarray(mesh.devices).flat) if isinstance(mesh, Mesh) else None)
+    return Places(None)
+
+
+def _is_arrays(given: Any) -> bool:
+    """Whether this is a pytree of arrays. A list is one of arrays only, otherwise it is one of batches."""
+    if isinstance(given, Iterator):
+        return False
+    if isinstance(given, list):
+        return bool(given) and all(_is_array(each) for each in given)
+    leaves = jax.tree.leaves(given)
+    return _is_array(given) or (bool(leaves) and leaves[0] is not given)
+
+
+def _is_array(given: Any) -> bool:
+    return hasattr(given, "dtype") and hasattr(given, "shape")

@@ -17,15 +17,15 @@ from ..._core import checks
 from ..._core.recent import Recent
 from ..._core.text import Table
 from ..._devices.emulated import wait_before_collectives
-from ..._devices.user_mesh import on_own_mesh
-from .evaluate import check_classified
-from .every_example import every_example, model_of
+from ..._devices.user_mesh import check_traced, on_own_mesh, outside_mesh
+from .classification import check_classified, check_logits
+from .every_example import Arrays, model_of
+from .measure import examples_of
 
 ApplyFn = Callable[..., Any]
 _MOST = 10  # rows of the table
 
 
-@on_own_mesh
 def predict(state_or_params: Any, apply_fn: ApplyFn, source: Any, *, batch_size: int) -> Any:
     """The outputs of a model for every example, in order.
 
@@ -33,17 +33,20 @@ def predict(state_or_params: Any, apply_fn: ApplyFn, source: Any, *, batch_size:
         state_or_params: a `TrainState`, or the parameters. The batches go to their devices.
         apply_fn: `apply_fn(params, inputs) -> outputs`, arrays with one row per example, or a pytree of them. With a
             `model_state`, `apply_fn(params, inputs, model_state)`. The same function object is compiled once.
-        source: a `data.Dataset`, whose images are the inputs as `data.batches` gives them. Or inputs: an array, or a
-            pytree of arrays with a common first axis of n examples.
-        batch_size: how many examples at a time, rounded up to a multiple of the number of devices.
+        source: a `data.Dataset`, whose images are the inputs as `data.batches` gives them. Or inputs: an array, a
+            pytree of arrays with a common first axis of n examples, the result of `data.from_arrays` or
+            `data.from_iterable`, or batches as in `evaluate`. Of a batch `{"image", "label"}` the images are the input.
+        batch_size: how many examples at a time, rounded up to a multiple of the number of devices. Batches that a
+            source gives stay as they are.
 
     Returns:
         NumPy arrays with a first axis of n, in the structure that `apply_fn` returns. With several processes each gets
         all of them.
 
     Raises:
-        ValueError: no examples, a batch size below 1, outputs without one row per example.
-        TypeError: an `apply_fn` without a hash, a source of batches.
+        ValueError: no examples, a batch size below 1, outputs without one row per example. Batches in several
+            processes, since their order is not known.
+        TypeError: an `apply_fn` without a hash, another source.
 
     Example:
         >>> from jaxpar import train
@@ -51,7 +54,10 @@ def predict(state_or_params: Any, apply_fn: ApplyFn, source: Any, *, batch_size:
         >>> train.predict(2.0, double, np.arange(5.0, dtype=np.float32), batch_size=2)["twice"].tolist()
         [0.0, 2.0, 4.0, 6.0, 8.0]
     """
-    return _predict("predict", state_or_params, apply_fn, source, batch_size)
+    with outside_mesh() as user:
+        if user is None:
+            check_traced(state_or_params, "predict")
+        return _predict("predict", state_or_params, apply_fn, source, batch_size, user)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -154,12 +160,10 @@ def _logits(name: str, state_or_params: Any, apply_fn: ApplyFn, dataset: data.Da
     """float32 (n, classes). All that can be known is checked before any work."""
     check_classified(dataset, name)
     checks.function(apply_fn, f"{name}: apply_fn")
-    params, *model_state = model_of(state_or_params)
-    size = every_example(name, params, dataset, batch_size).size
+    params, *model_state = model = model_of(state_or_params)
+    size = _examples(name, model, dataset, batch_size).size
     image = jax.ShapeDtypeStruct((size, *dataset.images.shape[1:]), jnp.float32)
-    logits = jax.eval_shape(apply_fn, params, image, *model_state)
-    if not hasattr(logits, "shape") or len(logits.shape) != 2:
-        raise ValueError(f"{name}: needs logits of shape (n, classes), got {checks.describe(logits)} from apply_fn")
+    logits = check_logits(jax.eval_shape(apply_fn, params, image, *model_state), size)
     labels = dataset.labels
     if labels.min() < 0 or labels.max() >= logits.shape[1]:
         raise ValueError(
@@ -168,28 +172,40 @@ def _logits(name: str, state_or_params: Any, apply_fn: ApplyFn, dataset: data.Da
     return _predict(name, state_or_params, apply_fn, dataset, batch_size).astype(np.float32)
 
 
-def _predict(name: str, state_or_params: Any, apply_fn: ApplyFn, source: Any, batch_size: int) -> Any:
-    if isinstance(source, data.DatasetSource):
-        source = source.dataset
-    if isinstance(source, data.Source):
-        raise TypeError(
-            f"{name}: expected a data.Dataset or arrays, got {type(source).__name__}, which may leave out the last "
-            "examples; give the arrays themselves, or data.collect(loader)"
-        )
+def _predict(name: str, state_or_params: Any, apply_fn: ApplyFn, source: Any, batch_size: int, user: Any = None) -> Any:
     model = model_of(state_or_params)
-    examples = every_example(name, model[0], source, batch_size)
+    examples = _examples(name, model, source, batch_size, user)
+    devices = examples.places.devices or ()
     leaves, structure = jax.tree.flatten(model)
-    key = (checks.function(apply_fn, f"{name}: apply_fn"), structure, examples.copies)
+    key = (checks.function(apply_fn, f"{name}: apply_fn"), structure, examples.places.copies)
     outputs_of, parts, last = _programs(*key), [], None
-    for batch, valid in examples.batches():
-        inputs = batch["image"] if isinstance(source, data.Dataset) else batch
-        wait_before_collectives(inputs, examples.devices or ())
-        made = outputs_of(leaves, inputs), valid
+    for piece in examples.pieces(lambda shapes: False):
+        inputs = _inputs(examples, piece.batch)
+        wait_before_collectives(inputs, devices)
+        made = outputs_of(leaves, inputs), piece.valid
         if last is not None:  # while the devices compute the next one
             parts.append(_on_host(*last))
         last = made
     parts.append(_on_host(*last)) if last is not None else None
     return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
+
+
+def _examples(name: str, model: Any, source: Any, batch_size: int, user: Any = None) -> Any:
+    batch_size = checks.whole_number(batch_size, name, "batch_size")
+    examples = examples_of(name, model, source, batch_size, user)
+    if not isinstance(examples, Arrays) and jax.process_count() > 1:
+        raise ValueError(
+            f"{name}: in several processes each one reads its own share of the batches, so their order is not known; "
+            "give a data.Dataset or arrays"
+        )
+    return examples
+
+
+def _inputs(examples: Any, batch: Any) -> Any:
+    """What the model gets of a batch: of images with labels only the images."""
+    if isinstance(examples, Arrays) and not isinstance(examples.source, data.DatasetSource):
+        return batch
+    return batch["image"] if isinstance(batch, dict) and batch.keys() == {"image", "label"} else batch
 
 
 def _on_host(outputs: Any, count: int) -> Any:

@@ -9,6 +9,9 @@ from typing import Any
 
 from .._callbacks.history import Record
 
+# What a record has next to the metrics of the steps and the scores.
+RECORD_NAMES = ("epoch", "step", "test_loss", "test_accuracy", "seconds", "images_per_second", "interrupted")
+
 
 @dataclasses.dataclass
 class Epoch:

@@ -32,6 +32,8 @@ def fit(
     *,
     test_data: data.Dataset | None = None,
     apply_fn: Callable[..., jax.Array] | None = None,
+    eval_data: Any = None,
+    eval_fn: Callable[..., Any] | None = None,
     epochs: int,
     batch_size: int,
     progress: bool = True,
@@ -63,8 +65,13 @@ def fit(
         step: from `make_train_step`.
         train_data: a `data.Dataset`, the result of `data.from_arrays` or `data.from_iterable`, or anything that the
             latter takes. Examples that fill no whole batch at the end of an epoch are left out.
-        test_data: evaluated after each epoch, with `apply_fn`.
-        apply_fn: as in `evaluate`.
+        test_data: a `data.Dataset` with integer labels, evaluated after each epoch, with `apply_fn`. The record has
+            `test_loss` and `test_accuracy`.
+        apply_fn: `apply_fn(params, images) -> logits`, as in `evaluate`.
+        eval_data: any data that is evaluated after each epoch, with `eval_fn`: what `evaluate` takes as its source,
+            except an iterator, which is read only once.
+        eval_fn: `eval_fn(params, batch) -> {name: values}`, as in `evaluate`. The record has them as `eval_<name>`, and
+            columns as `eval_<name>/0`, `eval_<name>/1`, ...
         epochs: how many, from the step of `state`.
         batch_size: examples in a batch, over all devices.
         progress: show a tqdm bar in a terminal or a notebook, and a line for each epoch.
@@ -93,14 +100,18 @@ def fit(
     Returns:
         (the trained state, a list with a dict for each epoch). A dict has `epoch` from 1, the `step` at its end, mean
         `loss` and whatever else the step reports, `accuracy` (None if it reports none), `test_loss` and `test_accuracy`
-        (None without test data), `seconds` of training and `images_per_second`. A resumed run has the earlier epochs
-        too. `skipped` is how many updates a step left out that may do so. The means are of the others. An interrupted
-        epoch comes last, with `interrupted` True and means over the steps that it had.
+        (None without test data), `seconds` of training, `images_per_second` (examples, whatever they are), and
+        `eval_<name>` of each value of `eval_fn`. A resumed run has the earlier epochs too. `skipped` is how many
+        updates a step left out that may do so. The means are of the others. An interrupted epoch comes last, with
+        `interrupted` True and means over the steps that it had.
 
     Raises:
         TypeError: an argument of another type, or one that `fit` does not have.
-        ValueError: a data set without one whole batch, numbers below 1, only one of `apply_fn` and `test_data`, a
-            donated state, a checkpoint of another model, optimizer, batch size or size of data set.
+        ValueError: a data set without one whole batch, numbers below 1, only one of `apply_fn` and `test_data`, or of
+            `eval_fn` and `eval_data`, a donated state, a checkpoint of another model, optimizer, batch size or size of
+            data set.
+        What shapes tell about `loss_fn`, `apply_fn` and `eval_fn` is checked before the first step, and the state stays
+            valid. Of batches that an iterable gives, other than a list, the shapes are known when they come.
         RuntimeError: one of several processes of `python -m jaxpar launch` that has not joined the others.
         FileNotFoundError: `resume=True` and no checkpoint.
         NonFiniteError: a `FloatingPointError`: a step with `nonfinite="stop"` met a NaN or infinite loss or gradient.
@@ -125,14 +136,16 @@ def fit(
     refuse_unknown(unknown, fit)
     options: dict[str, Any] = {
         **{"epochs": epochs, "batch_size": batch_size, "progress": progress, "profile": profile},
-        **{"test_data": test_data, "apply_fn": apply_fn, "on_interrupt": on_interrupt},
+        **{"on_interrupt": on_interrupt},
         **{"checkpoint_dir": checkpoint_dir, "checkpoint_every": checkpoint_every, "keep": keep},
     }
+    evaluated = {"test_data": test_data, "apply_fn": apply_fn, "eval_data": eval_data, "eval_fn": eval_fn}
+    options |= {"steps_per_execution": steps_per_execution, "evaluated": evaluated}
     called = collect_callbacks(metrics_file, callbacks, on_step)
-    run = plan_run(state, step, train_data, called, steps_per_execution=steps_per_execution, **options)
+    run = plan_run(state, step, train_data, called, **options)
     checkpoints = RunCheckpoints(checkpoint_dir, keep, run)
     state, past = checkpoints.resume(state, resume)
-    loop = Loop(run, state, past)
+    loop = Loop(run, run.check(state), past)
     called.start(loop.history)  # after all that may refuse this call, so that the file of another run stays as it is
     number = _train(loop, checkpoints)
     return _finish(loop, checkpoints, number)

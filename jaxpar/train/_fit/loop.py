@@ -76,7 +76,7 @@ class Loop:
         self.first, self.epoch = past.first, epoch_of(past.under_way)
         self.at = self.began = int(state.step)
         self.last = self.began if past.stopped else max(self.began, past.first + run.epochs * run.steps)
-        self._progress = Progress(run.progress, run.epochs, run.steps)
+        self._progress = Progress(run.progress, run.epochs, run.steps, run.unit)
         self._trace = Trace(run.profile, self.last - self.began)
         self._pace, self._read = float("inf"), 0.0  # seconds of a step, and when the last one was read
         self._unread: collections.deque[_Steps] = collections.deque()
@@ -113,7 +113,7 @@ class Loop:
 
     def end_epoch(self, record: Record) -> None:
         """Evaluate the state, show the record and keep it."""
-        record |= self.run.scores(self.state)
+        record |= self.run.evaluation.scores(self.state)
         self._progress.end(record)
         self.history.append(record)
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from ..._core.text import is_interactive
-from .._callbacks.history import Record
+from .._callbacks.history import Record, number_text
 from .._callbacks.line import line
 
 
@@ -20,11 +20,12 @@ class Progress:
         show: whether to show anything. Of several processes only the first does.
         epochs: how many the run has.
         steps: of an epoch.
+        unit: what the data consists of, "images" or "examples".
     """
 
-    def __init__(self, show: bool, epochs: int, steps: int):
+    def __init__(self, show: bool, epochs: int, steps: int, unit: str = "images"):
         self._show = bool(show) and jax.process_index() == 0
-        self._epochs, self._steps = epochs, steps
+        self._epochs, self._steps, self._unit = epochs, steps, unit
         self._bars = self._show and is_interactive()
         self._bar: Any = None
 
@@ -42,12 +43,12 @@ class Progress:
                 file=sys.stdout,
             )
 
-    def step(self, metrics: dict[str, float], images_per_second: float) -> None:
+    def step(self, metrics: dict[str, float], per_second: float) -> None:
         """Count a step. The metrics may be of an earlier one."""
         if self._bar is not None:
-            words = {k: f"{v:.4f}" for k, v in metrics.items()}
-            if images_per_second:
-                words["images/s"] = f"{images_per_second:,.0f}"
+            words = {k: number_text(v) for k, v in metrics.items()}
+            if per_second:
+                words[f"{self._unit}/s"] = f"{per_second:,.0f}"
             self._bar.set_postfix(words, refresh=False)
             self._bar.update()
 
@@ -55,7 +56,7 @@ class Progress:
         """End an epoch: close its bar, print its line."""
         self.close()
         if self._show:
-            print(line(record, self._epochs), flush=True)
+            print(line(record, self._epochs, self._unit), flush=True)
 
     def close(self) -> None:
         """Close the bar."""

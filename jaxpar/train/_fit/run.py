@@ -15,9 +15,10 @@ from ..._core.arguments import check_takes, did_you_mean
 from ...updaters import assign
 from .._callbacks.callbacks import Callbacks
 from .._callbacks.history import Record
-from .._evaluate.evaluate import evaluate
+from .._evaluate.evaluation import Evaluation, plan_evaluation
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
+from .epoch import RECORD_NAMES
 from .profile import Profile
 
 
@@ -26,8 +27,9 @@ class Run:
     """The inputs of a call of `fit`.
 
     Attributes:
-        step, epochs, batch_size, progress, profile, on_interrupt, test_data, apply_fn: as given to `fit`.
+        step, epochs, batch_size, progress, profile, on_interrupt: as given to `fit`.
         source: the training data.
+        evaluation: where scores come from.
         examples: of an epoch.
         steps: of an epoch.
         per_program: how many steps one compiled program makes. "auto": as many as take a fifth of a second.
@@ -46,8 +48,7 @@ class Run:
     progress: bool
     profile: Profile | None
     on_interrupt: str
-    test_data: data.Dataset | None
-    apply_fn: Callable[..., jax.Array] | None
+    evaluation: Evaluation
 
     @property
     def skips(self) -> bool:
@@ -59,12 +60,25 @@ class Run:
         """Whether a step that is not finite ends the run."""
         return getattr(self.step, "nonfinite", "ignore") == "stop"
 
-    def scores(self, state: TrainState) -> dict[str, float]:
-        """Loss and accuracy of the test data, as a record names them. Empty without test data."""
-        if self.test_data is None or self.apply_fn is None:
-            return {}
-        scores = evaluate(state, self.apply_fn, self.test_data, batch_size=self.batch_size)
-        return {f"test_{name}": value for name, value in scores.items()}
+    @property
+    def unit(self) -> str:
+        """What the data consists of, for people."""
+        return "images" if isinstance(self.source, data.DatasetSource) else "examples"
+
+    def check(self, state: TrainState) -> TrainState:
+        """The state on the step's devices, checked with all that the run calls, as far as shapes are known."""
+        metrics: list[str] = []
+        if isinstance(self.step, TrainStep):
+            state = self.step.complete(state)
+            shapes = getattr(self.source, "batch_shapes", lambda batch_size: None)(self.batch_size)
+            metrics = self.step.check(state, shapes)
+        taken = set(metrics) & {*RECORD_NAMES, *self.evaluation.check(state)}
+        if taken:
+            raise ValueError(
+                f"fit: the record of an epoch has {', '.join(sorted(taken))} of its own; rename that value in the aux "
+                "of loss_fn"
+            )
+        return state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +107,7 @@ def plan_run(
     epochs: int,
     batch_size: int,
     progress: Any,
-    test_data: data.Dataset | None,
-    apply_fn: Callable[..., jax.Array] | None,
+    evaluated: dict[str, Any],
     checkpoint_dir: Any,
     checkpoint_every: int | None,
     keep: int,
@@ -104,6 +117,7 @@ def plan_run(
     """The run of a call of `fit`. The errors are those of `fit`.
 
     Args:
+        evaluated: `test_data`, `apply_fn`, `eval_data` and `eval_fn`.
         others: `profile` and `on_interrupt`.
     """
     distributed.check_joined("fit", "each would train a model of its own", launched=True)
@@ -114,8 +128,7 @@ def plan_run(
     if checkpoint_every is not None:
         every = checks.whole_number(checkpoint_every, "fit", "checkpoint_every")
         checkpoint_every = None if checkpoint_dir is None else every
-    if (test_data is None) != (apply_fn is None):
-        raise ValueError("fit: evaluation takes both test_data and apply_fn, got only one of them")
+    evaluation = plan_evaluation(**evaluated, batch_size=batch_size)
     _check_progress(progress)
     checks.choice(others["on_interrupt"], "fit", "on_interrupt", ("auto", "return", "raise"))
     source = data.as_source(train_data)
@@ -125,7 +138,7 @@ def plan_run(
         raise ValueError(f"fit: {examples} examples make no whole batch of {sizes[1]}; use a smaller batch_size")
     per_program = _steps_per_program(steps_per_execution, step, source, state)
     counts = (*sizes, examples, steps, per_program, checkpoint_every)
-    return Run(step, source, callbacks, *counts, progress, **others, test_data=test_data, apply_fn=apply_fn)
+    return Run(step, source, callbacks, *counts, progress, **others, evaluation=evaluation)
 
 
 def refuse_unknown(unknown: dict[str, Any], function: Callable[..., Any]) -> None:

@@ -15,6 +15,7 @@ from ..._core import checks
 @dataclasses.dataclass(frozen=True)
 class _ClassificationLoss:
     apply_fn: Callable[[Any, jax.Array], jax.Array]
+    label_smoothing: float
 
     def __call__(self, params: Any, batch: dict[str, jax.Array], rng: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
         del rng
@@ -27,24 +28,36 @@ class _ClassificationLoss:
         checks.labels(batch["label"], "classification_loss")
         logits = self.apply_fn(params, batch["image"]).astype(jnp.float32)
         labels = batch["label"][:, None]
-        losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels, axis=1)
-        return losses.mean(), {"accuracy": (logits.argmax(axis=1) == labels[:, 0]).mean()}
+        accuracy = (logits.argmax(axis=1) == labels[:, 0]).mean()
+        return self._losses(logits, labels).mean(), {"accuracy": accuracy}
+
+    def _losses(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
+        if not self.label_smoothing:
+            return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels, axis=1)
+        from optax import losses
+
+        targets = jax.nn.one_hot(labels[:, 0], logits.shape[1], dtype=logits.dtype)
+        return losses.softmax_cross_entropy(logits, losses.smooth_labels(targets, self.label_smoothing))
 
 
 def classification_loss(
     apply_fn: Callable[[Any, jax.Array], jax.Array],
+    label_smoothing: float = 0.0,
 ) -> Callable[[Any, dict[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, Any]]]:
     """A `loss_fn` for `make_train_step`: mean cross-entropy of the logits, and the accuracy.
 
     Args:
         apply_fn: `apply_fn(params, images) -> logits` of shape (n, classes).
+        label_smoothing: how much of each target is spread evenly over all classes, from 0 and below 1. The accuracy,
+            and what `evaluate` gives, are without it.
 
     Returns:
         `loss_fn(params, batch, rng) -> (loss, {"accuracy"})` for batches `{"image", "label"}` with integer
         labels. The loss is in nats per example.
 
     Raises:
-        TypeError: `apply_fn` is no function.
+        TypeError: `apply_fn` is no function, a `label_smoothing` that is no number.
+        ValueError: a `label_smoothing` out of range.
 
     Example:
         >>> from jaxpar import models, train
@@ -57,4 +70,11 @@ def classification_loss(
     if not callable(apply_fn):
         given = checks.describe(apply_fn)
         raise TypeError(f"classification_loss: expected the function apply_fn(params, images) itself; got {given}")
-    return _ClassificationLoss(apply_fn)
+    smoothing = checks.number(
+        label_smoothing,
+        "classification_loss",
+        "label_smoothing",
+        "a number from 0 and below 1",
+        lambda value: 0 <= value < 1,
+    )
+    return _ClassificationLoss(apply_fn, smoothing)

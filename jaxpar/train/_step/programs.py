@@ -66,8 +66,9 @@ class Program:
         self._shardings: list[Any] = []  # of the last batch that was checked, or the type of what has none
         self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, _store.copies_for(state.store)))
         step = _step_of_parts(one, engine, self._shares, treedef, self._rng)
-        self._step = jax.jit(step, donate_argnums=0)
-        self._steps = jax.jit(_loop_over_batches(step), donate_argnums=0)
+        self._traced = jax.jit(step, inline=True)  # so it is traced once, for `check` and for both programs
+        self._step = jax.jit(_one_step(self._traced), donate_argnums=0)
+        self._steps = jax.jit(_loop_over_batches(self._traced), donate_argnums=0)
 
     def __call__(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
         """One step, or those of `batch[first:end]`, `part` being these two numbers. The state has its structure."""
@@ -85,6 +86,13 @@ class Program:
         batch = self._place_batch(batch, 1 if part else 0)
         run = self._steps if part else self._step
         return run.lower(self._parts(state), state.rng, batch, *map(self._number, part))
+
+    def check(self, state: TrainState, shapes: Batch) -> list[str]:
+        """Raise what a call would raise for a batch of these shapes. Return the names of the metrics."""
+        along = self._along(0)
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=along), shapes)
+        check_batch(batch, self._shares, self._one.gradient.accumulate)
+        return list(self._traced.eval_shape(self._parts(state), state.rng, batch)[1])
 
     def _with_parts(self, state: TrainState, parts: Parts) -> TrainState:
         """The state with these parts. Fields without arrays, and the `rng`, are those of `state`."""
@@ -138,6 +146,12 @@ class PmapProgram(Program):
         _check_one(part)
         run, plain, *_ = self._prepare(jax.tree.leaves(state))
         return run.lower(plain, self._split(self._place_batch(batch, 0)))
+
+    def check(self, state: TrainState, shapes: Batch) -> list[str]:
+        """Only the sizes. The rest comes up at the first call, before the state is donated."""
+        del state
+        check_batch(shapes, self._shares, self._one.gradient.accumulate)
+        return []
 
     def _prepare(self, leaves: list[Any]) -> tuple[Any, tuple[Any, ...], tuple[P, ...], Callable[[Any], Any]]:
         """The program, its arguments, their specs, and the function that makes random keys of integers again."""
@@ -268,9 +282,15 @@ def _step_of_parts(one: DeviceStep, engine: Engine, shares: int, treedef: Any, a
     return train_step
 
 
-def _loop_over_batches(train_step: Callable[..., Any]) -> Callable[..., Any]:
+def _one_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    def train_step(parts: Parts, rng: jax.Array, batch: Batch) -> Any:
+        return step(parts, rng, batch)
+
+    return train_step
+
+
+def _loop_over_batches(step: Callable[..., Any]) -> Callable[..., Any]:
     """`train_steps(parts, rng, batches, first, end) -> (parts, metrics of each batch)`."""
-    step = jax.jit(train_step)  # so it is traced once, though `train_steps` calls it twice
 
     def train_steps(parts: Parts, rng: jax.Array, batches: Batch, first: jax.Array, end: jax.Array) -> Any:
         def batch(i: Any) -> Batch:

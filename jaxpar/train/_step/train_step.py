@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from ... import kv
 from ..._core import checks
+from ..._core.arguments import check_takes
 from ..._core.arrays import Device
 from ..._core.recent import Recent
 from ..._devices.donation import check_not_donated, is_donated
@@ -146,6 +147,25 @@ class TrainStep:
         with outside_mesh() as user:
             program, state = self._prepare(without_types(state), user)
             return program.lower(state, batch, *([0, 0] if many else []))
+
+    def check(self, state: TrainState, shapes: Batch) -> list[str]:
+        """Raise what a call would raise for a batch of these shapes. Nothing is computed.
+
+        Args:
+            state: as from `complete`.
+            shapes: a pytree of `jax.ShapeDtypeStruct`s. None: only the arguments of `loss_fn` are checked.
+
+        Returns:
+            The names of the metrics. Empty where they are not known before the first call.
+        """
+        names = ("params", "batch", "rng", *(("model_state",) if carries(state.model_state) else ()))
+        hint = ", since the state has a model_state" if len(names) > 3 else ""
+        check_takes(self._one.gradient.loss_fn, names, "train step: loss_fn", hint)
+        if shapes is None:
+            return []
+        with outside_mesh() as user:
+            program, state = self._prepare(without_types(state), user)
+            return program.check(state, shapes)
 
     def slow_in_a_loop(self, state: TrainState, batches: Batch) -> bool:
         """Whether `many` is slow on CPUs: whether the step has a convolution of XLA's."""

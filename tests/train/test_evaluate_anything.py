@@ -1,0 +1,358 @@
+"""Any model and any value, over any source: each example counts once, on any devices."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh
+from kv_model import compilations
+
+from jaxpar import data, kv, parallel, train
+
+RNG = np.random.default_rng(0)
+N = 37
+ROWS = {"x": RNG.standard_normal((N, 5)).astype(np.float32), "y": RNG.standard_normal((N, 2)).astype(np.float32)}
+PARAMS = {"w": RNG.standard_normal((5, 2)).astype(np.float32)}
+TOKENS = {"x": RNG.integers(0, 7, (N, 6)), "mask": (RNG.random((N, 6)) < 0.6)}
+TABLE = RNG.standard_normal((7, 7)).astype(np.float32)
+
+
+def errors(params, batch):
+    return batch["x"] @ params["w"] - batch["y"]
+
+
+def eval_fn(params, batch):
+    e = errors(params, batch)
+    return {"mse": train.mean_squared_error(batch["x"] @ params["w"], batch["y"]), "largest": abs(e).max(1)}
+
+
+eval_rows = eval_fn
+WANT = {"mse": ((ROWS["x"] @ PARAMS["w"] - ROWS["y"]) ** 2).mean(), "largest": None}
+WANT["largest"] = np.abs(ROWS["x"] @ PARAMS["w"] - ROWS["y"]).max(1).mean()
+
+
+def close(scores, want=WANT):
+    assert list(scores) == list(want)
+    assert scores == {k: pytest.approx(v, rel=1e-5) for k, v in want.items()}
+
+
+def state_of(count=4, kind="device", tx=None, params=PARAMS, **options):
+    store = kv.from_params(params, kind=kind, optimizer=tx or optax.sgd(0.1))
+    return train.create_state(store, 0, devices=jax.devices()[:count], **options)
+
+
+def parts(size, rows=ROWS):
+    return [jax.tree.map(lambda x, at=at: x[at : at + size], rows) for at in range(0, N, size)]
+
+
+@dataclasses.dataclass
+class Loader:
+    """What can be iterated over again and says nothing of its length."""
+
+    batches: list
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+SOURCES = {
+    "a dict of arrays": lambda: ROWS,
+    "from_arrays": lambda: data.from_arrays(ROWS),
+    "a list of batches": lambda: parts(8),
+    "a loader of batches of any length": lambda: Loader([*parts(11)[:2], *parts(37)[:0], *parts(11)[2:]]),
+    "an iterator": lambda: iter(parts(7)),
+    "a function of nothing": lambda: lambda: iter(parts(16)),
+    "a function of the epoch": lambda: lambda epoch: iter(parts(16)),
+    "from_iterable of examples": lambda: data.from_iterable(
+        [jax.tree.map(lambda x, i=i: x[i], ROWS) for i in range(N)], batched=False
+    ),
+    "from_iterable of an endless function": lambda: data.from_iterable(
+        lambda: (part for part in [*parts(8), *parts(8)]), steps_per_epoch=5
+    ),
+    "batches on the devices": lambda: (jax.tree.map(jnp.asarray, part) for part in parts(8)),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_any_source(source):
+    close(train.evaluate(state_of(4), source=SOURCES[source](), eval_fn=eval_fn, batch_size=10))
+
+
+@pytest.mark.parametrize("batch_size", [1, 10, 64])
+@pytest.mark.parametrize(("count", "kind"), [(None, ""), (1, "device"), (3, "sharded"), (8, "dist_sync")])
+def test_any_devices(count, kind, batch_size):
+    state = PARAMS if count is None else state_of(count, kind)
+    close(train.evaluate(state, source=ROWS, eval_fn=eval_fn, batch_size=batch_size))
+
+
+def masked(table, batch):
+    """Each way to say the same mean over the tokens that count."""
+    logits, labels = table[batch["x"]], (batch["x"] + 1) % 7
+    nats = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+    counted = jnp.where(batch["mask"], nats, 0)
+    return {
+        "rows": (counted.sum(1), batch["mask"].sum(1)),
+        "tokens": (counted, batch["mask"]),
+        "scalars": (counted.sum(), batch["mask"].sum()),
+        "metric": train.cross_entropy(logits, labels, batch["mask"]),
+        "perplexity": train.perplexity(logits, labels, batch["mask"]),
+        "accuracy": train.accuracy(logits, labels, batch["mask"]),
+    }
+
+
+def want_masked():
+    nats = -np.log(np.exp(TABLE) / np.exp(TABLE).sum(1, keepdims=True)).astype(np.float64)
+    labels = (TOKENS["x"] + 1) % 7
+    mean = nats[TOKENS["x"], labels][TOKENS["mask"]].mean()
+    right = (TABLE.argmax(1)[TOKENS["x"]] == labels)[TOKENS["mask"]].mean()
+    names = dict.fromkeys(("rows", "tokens", "scalars", "metric"), mean)
+    return {**names, "perplexity": np.exp(mean), "accuracy": right}
+
+
+@pytest.mark.parametrize(("count", "size"), [(None, 16), (4, 8), (8, 36), (8, 64)])
+def test_masked_tokens_count_once_however_they_are_summed(count, size):
+    """37 leaves 5, 5, 37 and 37 examples for the last batch, which 4 and 8 devices cannot share."""
+    table = TABLE if count is None else state_of(count, params=TABLE)
+    for source in (TOKENS, lambda: iter(parts(size, TOKENS))):
+        close(train.evaluate(table, source=source, eval_fn=masked, batch_size=size), want_masked())
+
+
+def test_the_last_examples_of_sums_need_no_more_memory_than_a_batch():
+    seen = []
+
+    def eval_fn(params, batch):
+        seen.append(len(batch))
+        return {"sum": (batch.sum() * params, 1)}
+
+    params = jax.device_put(jnp.ones(()), state_of(4).rng.sharding)
+    ones = np.ones(16 + 15, np.float32)
+    assert train.evaluate(params, source=ones, eval_fn=eval_fn, batch_size=16) == {"sum": 31 / 3}
+    assert sorted(set(seen)) == [3, 12, 16, 32]  # 32 is a trace only
+
+
+@dataclasses.dataclass
+class Extremes:
+    """A metric as those of clu and metrax are: merged, then computed."""
+
+    low: jax.Array
+    high: jax.Array
+
+    def merge(self, other):
+        return Extremes(np.minimum(self.low, other.low), np.maximum(self.high, other.high))
+
+    def compute(self):
+        return {"low": self.low, "high": self.high}
+
+
+jax.tree_util.register_dataclass(Extremes, ["low", "high"], [])
+
+
+@pytest.mark.parametrize("count", [None, 4])
+def test_metrics_that_merge(count):
+    def eval_fn(params, batch):
+        return {"x": Extremes(batch["x"].min(), batch["x"].max()), "mean": batch["x"].mean(1)}
+
+    params = PARAMS if count is None else state_of(count)
+    scores = train.evaluate(params, source=ROWS, eval_fn=eval_fn, batch_size=16)
+    x = ROWS["x"]
+    close(scores, {"x_low": x.min(), "x_high": x.max(), "mean": x.mean()})
+    whole = train.evaluate(params, source=ROWS, eval_fn=lambda p, b: eval_fn(p, b)["x"], batch_size=16)
+    close(whole, {"low": x.min(), "high": x.max()})
+
+
+def test_metrics_of_metrax_and_clu():
+    """Merged as they are, and the last 5 of 37 examples as they are."""
+    metrax, clu = pytest.importorskip("metrax"), pytest.importorskip("clu.metrics")
+    labels = (ROWS["y"][:, 0] > 0).astype(np.int32)
+
+    def measured(p, labels):
+        return {
+            "auc": metrax.AUCROC.from_model_output(predictions=p, labels=labels),
+            "mse": metrax.MSE.from_model_output(predictions=p, labels=labels.astype(jnp.float32)),
+            "average": clu.Average.from_model_output(p),
+        }
+
+    def eval_fn(params, batch):
+        return measured(jax.nn.sigmoid(batch["x"] @ params["w"])[:, 0], batch["label"])
+
+    with jax.numpy_rank_promotion("allow"):
+        scores = train.evaluate(state_of(4), source={**ROWS, "label": labels}, eval_fn=eval_fn, batch_size=16)
+        p = 1 / (1 + np.exp(-(ROWS["x"] @ PARAMS["w"])[:, 0]))
+        close(scores, {name: float(m.compute()) for name, m in measured(jnp.asarray(p), jnp.asarray(labels)).items()})
+
+        @clu.flax.struct.dataclass
+        class Both(clu.Collection):
+            mse: clu.Average.from_output("mse")
+            largest: clu.Average.from_output("largest")
+
+        whole = train.evaluate(
+            state_of(4),
+            source=ROWS,
+            eval_fn=lambda params, batch: Both.single_from_model_output(**eval_rows(params, batch)),
+            batch_size=16,
+        )
+    close(dict(sorted(whole.items(), reverse=True)))
+
+
+def test_the_metrics():
+    rng = np.random.default_rng(1)
+    logits, labels = rng.standard_normal((N, 4)).astype(np.float32), rng.integers(0, 3, N)  # no example of class 3
+
+    def eval_fn(params, batch):
+        args = batch["logits"], batch["labels"]
+        return {
+            "accuracy": train.accuracy(*args),
+            "top_1": train.top_k(*args, 1),
+            "top_2": train.top_k(*args, 2),
+            "nats": train.cross_entropy(*args),
+            "recall": train.per_class_accuracy(*args),
+        }
+
+    scores = train.evaluate({}, source={"logits": logits, "labels": labels}, eval_fn=eval_fn, batch_size=8)
+    right = logits.argmax(1) == labels
+    recall = scores.pop("recall")
+    np.testing.assert_allclose(recall[:3], [right[labels == k].mean() for k in range(3)], rtol=1e-6)
+    assert np.isnan(recall[3])
+    second = (np.argsort(-logits, 1)[:, :2] == labels[:, None]).any(1).mean()
+    nats = -np.log(np.exp(logits) / np.exp(logits).sum(1, keepdims=True))[np.arange(N), labels].mean()
+    close(scores, {"accuracy": right.mean(), "top_1": right.mean(), "top_2": second, "nats": nats})
+    assert train.top_k(jnp.zeros((1, 3)), jnp.array([2]), 1).tolist() == [0.0]  # of equal ones the first
+    with pytest.raises(ValueError, match=r"predictions \(4, 1\) and targets \(4,\) must be of one shape; drop an axis"):
+        train.mean_squared_error(np.ones((4, 1)), np.ones(4))
+    with pytest.raises(ValueError, match=r"accuracy: expected logits \(n, ..., classes\) and labels \(n, ...\), got"):
+        train.accuracy(jnp.ones((4, 3)), jnp.ones((4, 1), int))
+    with pytest.raises(TypeError, match=r"cross_entropy: labels must be integers, got float32\[4\]"):
+        train.cross_entropy(jnp.ones((4, 3)), jnp.ones(4))
+    with pytest.raises(ValueError, match="k must be at most the number of classes, 3, got 4"):
+        train.top_k(jnp.ones((4, 3)), jnp.ones(4, int), 4)
+
+
+def test_sums_are_exact_beyond_what_float32_counts():
+    """A float32 sum stays at 2 ** 24 when ones are added."""
+    many = (np.full(2**12, 2.0**12 + 1, np.float32) for _ in range(9))
+    scores = train.evaluate(1.0, source=many, eval_fn=lambda p, x: {"sum": (x.sum() * p, 1)})
+    assert scores["sum"] == 2.0**24 + 2**12
+
+
+FSDP = parallel.fsdp("data", min_size=1)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_params_split_over_a_mesh_and_the_users_own_mesh(kind):
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    params = {"w": np.tile(PARAMS["w"], (1, 4))}
+    tiled = {**ROWS, "y": np.tile(ROWS["y"], (1, 4))}
+    store = kv.from_params(params, optimizer=optax.sgd(0.1), mesh=mesh, sharding=FSDP)
+    state = train.create_state(store, 0)
+    options = {"eval_fn": eval_fn, "batch_size": 16}
+    close(train.evaluate(state, source=tiled, **options))
+    meshes = []
+
+    def read():
+        for part in parts(16, tiled):
+            meshes.append(jax.sharding.get_mesh())
+            yield part
+
+    with jax.set_mesh(mesh):
+        close(train.evaluate(state, source=tiled, **options))
+        close(train.evaluate(state, source=read, **options))
+        assert train.predict(state, lambda p, x: x @ p["w"], tiled["x"], batch_size=16).shape == (N, 8)
+    assert meshes == [mesh] * 3
+
+
+def test_the_averaged_params_and_the_state_of_the_model():
+    tx = optax.contrib.schedule_free(optax.sgd(0.1), learning_rate=0.1, b1=0.9)
+    state = state_of(2, tx=tx, model_state={"shift": jnp.full(2, 3.0)})
+
+    def loss_fn(params, batch, rng, model_state):
+        return (errors(params, batch) ** 2).mean(), {}, model_state
+
+    step = train.make_train_step(loss_fn)
+    for _ in range(3):
+        state, _ = step(state, jax.tree.map(lambda x: x[:16], ROWS))
+
+    def eval_fn(params, batch, model_state):
+        return {"error": (errors(params, batch) + model_state["shift"][None]).mean(1)}
+
+    want = (ROWS["x"] @ np.asarray(state.eval_params["w"]) - ROWS["y"] + 3).mean()
+    assert not np.allclose(state.params["w"], state.eval_params["w"])
+    close(train.evaluate(state, source=ROWS, eval_fn=eval_fn, batch_size=8), {"error": want})
+    with pytest.raises(TypeError, match=r"eval_fn must be a function of \(params, batch, model_state\), got .*, since"):
+        train.evaluate(state, source=ROWS, eval_fn=lambda params, batch: {}, batch_size=8)
+
+
+def per_batch(value):
+    return lambda params, batch: {"loss": value(batch["x"])}
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "words"),
+    [
+        (per_batch(jnp.mean), ValueError, r"'loss' has shape \(\) for 8 examples; a mean over the batch cannot be av"),
+        (per_batch(lambda x: x), ValueError, r"'loss' has shape \(8, 5\) for 8 examples; take the mean over the other"),
+        (per_batch(lambda x: x.mean(0)), ValueError, r"'loss' has shape \(5,\) for 8 examples; return the values of"),
+        (per_batch(lambda x: (x.sum(1), 5)), ValueError, r"the sum has shape \(8,\) and the weight \(\) for 8 examp"),
+        (per_batch(lambda x: (x.sum(0), x.sum(0))), ValueError, r"the sum has shape \(5,\) and the weight \(5,\)"),
+        (per_batch(lambda x: jnp.ones(8)), ValueError, r"'loss' has shape \(8,\) for 16 examples"),  # by chance
+        (per_batch(lambda x: (jnp.ones(8), jnp.ones(8))), ValueError, r"shape \(8,\) and the weight \(8,\) for 16"),
+        (per_batch(lambda x: (x, x, x)), TypeError, r"expected a pair \(sum, weight\), got a tuple of 3"),
+        (per_batch(lambda x: "low"), TypeError, r"'loss': expected an array, got 'low'; return the values"),
+        (per_batch(lambda x: None), TypeError, "'loss': expected an array, got None; return the values"),
+        (per_batch(lambda x: x[:, 0] * 1j), TypeError, r"expected real numbers, got complex64\[8\]"),
+        (lambda p, b: b["x"].mean(1), TypeError, r"must return a dict \{name: values\}, got float32\[8\]"),
+        (lambda p, b: {3: b["x"].mean(1)}, TypeError, "the names that it returns must be strings, got 3"),
+        (lambda p: 0, TypeError, r"evaluate: eval_fn must be a function of \(params, batch\), got <lambda>\(p\)"),
+        (3, TypeError, r"evaluate: eval_fn must be a function of \(params, batch\), got int"),
+    ],
+)
+def test_values_that_are_refused(function, kind, words):
+    with pytest.raises(kind, match=words):
+        train.evaluate(PARAMS, source=ROWS, eval_fn=function, batch_size=8)
+
+
+def test_sources_that_are_refused():
+    evaluate = functools.partial(train.evaluate, PARAMS, eval_fn=eval_fn)
+    with pytest.raises(ValueError, match="evaluate: expected examples, got no batch; give at least one"):
+        evaluate(source=Loader([]))
+    with pytest.raises(ValueError, match="expected examples, got empty arrays"):
+        evaluate(source=jax.tree.map(lambda x: x[:0], ROWS))
+    with pytest.raises(TypeError, match=r"expected a data.Dataset, arrays with a common first axis, or .*; got 3"):
+        evaluate(source=3)
+    with pytest.raises(ValueError, match="arrays of a batch must share the length of their first axis"):
+        evaluate(source={"x": ROWS["x"], "y": ROWS["y"][:3]})
+    with pytest.raises(TypeError, match=r"for all else evaluate\(state, source=..., eval_fn=...\)"):
+        train.evaluate(PARAMS, eval_fn, ROWS)
+    with pytest.raises(TypeError, match=r"give \(state, apply_fn, dataset\) for a classifier, or source= and eval_fn="):
+        train.evaluate(PARAMS, source=ROWS)
+    with pytest.raises(ValueError, match="ended after 5 of the 9 batches of epoch 0"):
+        evaluate(source=data.from_iterable(parts(8), steps_per_epoch=9))
+
+
+def test_a_function_is_compiled_once():
+    state = state_of(4)
+
+    def eval_fn(params, batch):
+        return {"loss": (errors(params, batch) ** 2).mean(1)}
+
+    with compilations() as count:
+        train.evaluate(state, source=ROWS, eval_fn=eval_fn, batch_size=8)
+    assert count() == 1
+    with compilations() as count:
+        for source in (ROWS, parts(8), parts(7)):
+            train.evaluate(state, source=source, eval_fn=eval_fn, batch_size=8)
+    assert count() == 0
+
+
+def test_predictions_of_batches():
+    want = ROWS["x"] @ PARAMS["w"]
+    of_x = lambda params, batch: batch["x"] @ params["w"]  # noqa: E731
+    for source in (ROWS, data.from_arrays(ROWS), parts(7), lambda: iter(parts(16))):
+        got = train.predict(state_of(4), of_x, source, batch_size=16)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    pairs = [(part["x"], part["y"]) for part in parts(10)]
+    got = train.predict(state_of(4), lambda params, images: images @ params["w"], pairs, batch_size=16)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

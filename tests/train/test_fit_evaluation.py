@@ -1,0 +1,194 @@
+"""`fit` evaluates any model after each epoch, and checks all that it will call before the first step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from kv_model import compilations
+
+from jaxpar import data, kv, train
+
+RNG = np.random.default_rng(0)
+
+
+def rows(n, seed):
+    x = np.random.default_rng(seed).standard_normal((n, 3)).astype(np.float32)
+    return {"x": x, "y": x @ np.float32([1, 2, 3]) + 1}
+
+
+TRAIN, EVAL = rows(48, 0), rows(21, 1)
+
+
+def predictions(params, batch):
+    return batch["x"] @ params["w"] + params["b"]
+
+
+def loss_fn(params, batch, rng):
+    return train.mean_squared_error(predictions(params, batch), batch["y"]).mean(), {}
+
+
+def eval_fn(params, batch):
+    error = train.mean_squared_error(predictions(params, batch), batch["y"])
+    return {"mse": error, "rmse": train.Mean(error, jnp.ones_like(error), np.sqrt)}
+
+
+STEP = train.make_train_step(loss_fn)
+TX = optax.sgd(0.1)
+
+
+def start(params=None, **options):
+    params = {"w": jnp.zeros(3), "b": jnp.zeros(())} if params is None else params
+    return train.create_state(kv.from_params(params, optimizer=TX), 0, devices=jax.devices()[:4], **options)
+
+
+def fit(state=None, step=STEP, train_data=None, **options):
+    options = {"epochs": 2, "batch_size": 16, "progress": False, **options}
+    train_data = data.from_arrays(TRAIN) if train_data is None else train_data
+    return train.fit(start() if state is None else state, step, train_data, **options)
+
+
+def want(state):
+    error = np.asarray(predictions(jax.device_get(state.params), EVAL)) - EVAL["y"]
+    return {"eval_mse": (error**2).mean(), "eval_rmse": np.sqrt((error**2).mean())}
+
+
+def parts():
+    return (jax.tree.map(lambda x, at=at: x[at : at + 13], EVAL) for at in (0, 13))
+
+
+@pytest.mark.parametrize("eval_data", [EVAL, data.from_arrays(EVAL), parts], ids=["arrays", "from_arrays", "function"])
+def test_a_regression(eval_data, capsys):
+    state, history = fit(eval_data=eval_data, eval_fn=eval_fn, progress=True)
+    assert {k: history[-1][k] for k in want(state)} == {k: pytest.approx(v, rel=1e-4) for k, v in want(state).items()}
+    assert history[1]["eval_mse"] < history[0]["eval_mse"]
+    assert train.evaluate(state, source=EVAL, eval_fn=eval_fn)["mse"] == pytest.approx(history[-1]["eval_mse"])
+    printed = capsys.readouterr().out.splitlines()
+    assert f"eval mse {history[0]['eval_mse']:.4f}  eval rmse" in printed[0]
+    assert printed[0].endswith("examples/s")
+    assert "accuracy" not in printed[0]
+
+
+def test_a_classifier_with_values_of_its_own_too(capsys):
+    labels = RNG.integers(0, 3, 40)
+    points = data.Dataset(RNG.random((40, 5), np.float32), labels)
+
+    def apply(params, images):
+        return images @ params["w"]
+
+    def per_class(params, batch):
+        return {"recall": train.per_class_accuracy(apply(params, batch["image"]), batch["label"])}
+
+    step = train.make_train_step(train.classification_loss(apply))
+    options = {"test_data": points, "apply_fn": apply, "eval_data": points, "eval_fn": per_class}
+    _, history = fit(start({"w": jnp.zeros((5, 3))}), step, points, progress=True, **options)
+    recall = [history[-1][f"eval_recall/{i}"] for i in range(3)]
+    mean = np.average(recall, weights=np.bincount(labels))
+    assert mean == pytest.approx(history[-1]["test_accuracy"], rel=1e-5)
+    line = capsys.readouterr().out.splitlines()[1]
+    assert "test accuracy" in line
+    assert line.endswith("images/s")
+    assert "recall" not in line  # a line has no room for the columns
+    figure = train.plot_history(history)
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "accuracy", "recall"]
+    assert [line.get_label() for line in figure.axes[2].get_lines()] == ["eval 0", "eval 1", "eval 2"]
+
+
+def test_evaluation_is_compiled_once():
+    def eval_fn(params, batch):
+        return {"error": predictions(params, batch) - batch["y"], "sum": (batch["y"].sum(), 1)}
+
+    fit(epochs=1)
+    with compilations() as count:
+        fit(epochs=20, eval_data=EVAL, eval_fn=eval_fn)
+    assert count() <= 3  # 16 examples, and the last 5, which 4 devices cannot share, as 4 and 1
+
+
+def values(value):
+    return lambda params, batch: {"mse": value(predictions(params, batch) - batch["y"])}
+
+
+POINTS = data.Dataset(RNG.random((21, 3), np.float32), RNG.integers(0, 2, 21))
+
+
+def logits(params, images):
+    return jnp.stack([images @ params["w"]] * 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"eval_fn": values(jnp.mean)}, ValueError, r"'mse' has shape \(\) for 16 examples; a mean over the batch"),
+        ({"eval_fn": lambda p, b: {"mse": b["z"]}}, KeyError, "z"),
+        ({"eval_fn": lambda p: {}}, TypeError, r"fit: eval_fn must be a function of \(params, batch\), got <lambda>"),
+        ({"eval_fn": None}, ValueError, "takes both eval_data and eval_fn, got only one of them; .* test_data and app"),
+        ({"eval_data": iter([EVAL])}, TypeError, "eval_data is read after each epoch, and a list_iterator is read onl"),
+        ({"eval_data": {"x": EVAL["x"], "y": EVAL["y"][:3]}}, ValueError, "share the length of their first axis"),
+        ({"eval_data": {"x": EVAL["x"][:, :2], "y": EVAL["y"]}}, TypeError, "dot_general"),
+        ({"test_data": EVAL, "apply_fn": logits}, TypeError, "expected a data.Dataset.*for all that is no classifier "),
+        ({"test_data": POINTS, "apply_fn": lambda p, x: x @ p["w"]}, ValueError, r"logits of shape \(n, classes\)"),
+        ({"test_data": POINTS, "apply_fn": lambda p: 0}, TypeError, r"apply_fn must be a function of \(params, images"),
+        (
+            {"test_data": data.Dataset(POINTS.images[:, :2], POINTS.labels), "apply_fn": logits},
+            TypeError,
+            "dot_general",
+        ),
+        ({"step": lambda p, b: 0.0}, TypeError, r"loss_fn must be a function of \(params, batch, rng\), got <lambda>"),
+        ({"step": lambda p, b, r: predictions(p, b).mean()}, TypeError, r"must return \(loss, aux\) with aux a dict"),
+        ({"step": lambda p, b, r: (predictions(p, b), {})}, TypeError, "the loss must be a scalar"),
+        ({"step": lambda p, b, r: (loss_fn(p, b, r)[0], {"seconds": 1.0})}, ValueError, "has seconds of its own"),
+        ({"step": lambda p, b, r: (loss_fn(p, b, r)[0], {"eval_mse": 1.0})}, ValueError, "has eval_mse of its own"),
+    ],
+)
+def test_what_is_wrong_is_known_before_the_first_step(options, kind, words, tmp_path):
+    options = {"eval_data": EVAL, "eval_fn": eval_fn, **options}
+    if "step" in options:
+        options["step"] = train.make_train_step(options["step"])
+    state, file = start(), tmp_path / "metrics.jsonl"
+    file.write_text("of another run\n")
+    calls = []
+    with pytest.raises(kind, match=words):
+        fit(state, metrics_file=file, on_step=lambda step, metrics: calls.append(step), **options)
+    assert not calls
+    assert file.read_text() == "of another run\n"
+    assert fit(state, epochs=1)[1][0]["loss"] > 0  # the state is as before
+
+
+def test_a_model_with_a_state_names_the_arguments():
+    state = start(model_state={"mean": jnp.zeros(3)})
+    with pytest.raises(TypeError, match=r"loss_fn must be a function of \(params, batch, rng, model_state\).*since"):
+        fit(state)
+
+
+def test_a_step_is_traced_once():
+    traces = []
+
+    def loss_fn(params, batch, rng):
+        traces.append(1)
+        return ((batch["image"] @ params["w"]) ** 2).mean(), {}
+
+    for per_program in (1, 3):
+        traces.clear()
+        step = train.make_train_step(loss_fn)
+        fit(start({"w": jnp.zeros(3)}), step, POINTS, batch_size=4, steps_per_execution=per_program)
+        assert len(traces) == 1
+
+
+def test_label_smoothing():
+    images, labels = RNG.random((6, 4), np.float32), np.array([0, 1, 2, 2, 1, 0])
+    apply = lambda params, images: images @ params  # noqa: E731
+    params = RNG.standard_normal((4, 3)).astype(np.float32)
+    plain, aux = train.classification_loss(apply)(params, {"image": images, "label": labels}, None)
+    smooth = train.classification_loss(apply, label_smoothing=0.1)
+    loss, smooth_aux = smooth(params, {"image": images, "label": labels}, None)
+    log_p = np.asarray(jax.nn.log_softmax(images @ params))
+    target = np.eye(3)[labels] * 0.9 + 0.1 / 3
+    assert float(loss) == pytest.approx(-(target * log_p).sum(1).mean(), rel=1e-5)
+    assert (smooth_aux["accuracy"], train.classification_loss(apply, label_smoothing=0.0)) == (
+        aux["accuracy"],
+        train.classification_loss(apply),
+    )
+    assert float(plain) == pytest.approx(-log_p[np.arange(6), labels].mean(), rel=1e-5)
+    for wrong in (-0.1, 1.0):
+        with pytest.raises(ValueError, match="label_smoothing must be a number from 0 and below 1"):
+            train.classification_loss(apply, label_smoothing=wrong)
