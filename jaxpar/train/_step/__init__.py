@@ -3,7 +3,8 @@
 A call of a step goes one way:
 
     train_step   find or make the program for the state
-    programs     one step or several as one compiled program, with the memory of the state donated
+    programs     one step or several as one compiled program, with the memory of the state donated (`pmap_program`: one
+                 over several processes)
     engines      from the step of one device to the step of all: `pmap`, `shard_map`
     device_step  what one device does: gradient, push, updater, metrics (`local_sgd`: rounds of local steps)
     gradient     the gradient of one device's share: microbatches, precision, rematerialisation

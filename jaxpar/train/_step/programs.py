@@ -5,38 +5,27 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ..._core import checks
-from ..._core.arrays import is_prng_key, is_traced, without_keys
+from ..._core.arrays import is_traced
 from ..._devices.emulated import can_hang, wait_before_collectives
-from ..._devices.mesh import STORE_AXIS, is_on, mesh_of, put_copy
+from ..._devices.mesh import is_on, put_copy
 from ..._devices.placement import put
-from ..._devices.pmap_cache import forget
 from ..._devices.user_mesh import without_types
 from ...kv import _store
 from .device_step import DeviceStep
-from .engines import Batch, Devices, Engine, split_batch
-from .state import TrainState, leaf_shardings, partition_specs
+from .engines import Batch, Devices, Engine
+from .state import TrainState, leaf_shardings
 
 Metrics = dict[str, jax.Array]
 Parts = tuple[Any, ...]  # the values of the fields of a store and of a state that have arrays, see `Program`
-
-
-def make_program(one: DeviceStep, engine: Engine, treedef: Any) -> Program:
-    """The program of a step for states of this structure, which says which devices they are on."""
-    program = Program(one, engine, treedef)
-    if engine.within_one_process and len({d.process_index for d in program.devices}) > 1:
-        return PmapProgram(one, engine, treedef)
-    return program
 
 
 class Program:
@@ -115,76 +104,6 @@ class Program:
         if plain is batch:
             self._shardings = shardings
         return plain
-
-
-class PmapProgram(Program):
-    """One step by `pmap` over the devices of several processes.
-
-    Under `jit`, `pmap` knows the devices of its own process only, so here it is called directly. It takes arrays over
-    all devices and returns this process's part of each. The parts are joined without a copy.
-    """
-
-    def __init__(self, one: DeviceStep, engine: Engine, treedef: Any):
-        super().__init__(one, engine, treedef)
-        count, mesh = len(self.devices), Mesh(np.array(self.devices), (one.axis_name,))
-        self._split = jax.jit(
-            lambda batch: split_batch(batch, count), out_shardings=NamedSharding(mesh, P(one.axis_name))
-        )
-        self._programs: dict[Any, Any] = {}
-
-    def __call__(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
-        _check_one(part)
-        leaves = jax.tree.leaves(state)
-        batch = self._place_batch(batch, 0)
-        wait_before_collectives((leaves[0], batch), self.devices)
-        run, plain, specs, restore = self._prepare(leaves)
-        new, metrics = run(plain, self._split(batch))
-        new = [self._join(x, spec) for x, spec in zip(new, specs, strict=True)]
-        return self._treedef.unflatten(restore(new)), metrics
-
-    def lower(self, state: TrainState, batch: Batch, *part: int) -> jax.stages.Lowered:
-        _check_one(part)
-        run, plain, *_ = self._prepare(jax.tree.leaves(state))
-        return run.lower(plain, self._split(self._place_batch(batch, 0)))
-
-    def check(self, state: TrainState, shapes: Batch) -> list[str]:
-        """Only the sizes. The rest comes up at the first call, before the state is donated."""
-        del state
-        check_batch(shapes, self._shares, self._one.gradient.accumulate)
-        return []
-
-    def _prepare(self, leaves: list[Any]) -> tuple[Any, tuple[Any, ...], tuple[P, ...], Callable[[Any], Any]]:
-        """The program, its arguments, their specs, and the function that makes random keys of integers again."""
-        specs = tuple(partition_specs(self._treedef.unflatten(leaves), STORE_AXIS))
-        plain, restore = without_keys(leaves)
-        key = specs, tuple(leaf.dtype for leaf in leaves if is_prng_key(leaf))
-        if key not in self._programs:
-            self._programs[key] = self._compile(specs, restore)
-        return self._programs[key], tuple(plain), specs, restore
-
-    def _compile(self, specs: tuple[P, ...], restore: Callable[[Any], Any]) -> Any:
-        axes = tuple(None if spec == P() else 0 for spec in specs)  # pmap wants a hashable tree here
-        one, treedef = self._one, self._treedef  # JAX would keep `self` with the function
-
-        def train_step(plain: tuple[jax.Array, ...], batch: Batch) -> Any:
-            new, metrics = one(treedef.unflatten(restore(list(plain))), batch)
-            return tuple(without_keys(jax.tree.leaves(new))[0]), metrics
-
-        weakref.finalize(self, forget, train_step).atexit = False
-        return jax.pmap(
-            train_step,
-            one.axis_name,
-            in_axes=(axes, 0),
-            out_axes=(axes, None),
-            devices=self.devices,
-            donate_argnums=0,
-        )
-
-    def _join(self, own: jax.Array, spec: P) -> jax.Array:
-        """An array over all devices out of this process's part."""
-        shape = own.shape if spec == P() else (len(self.devices), *own.shape[1:])
-        parts = [shard.data for shard in own.addressable_shards]
-        return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh_of(self.devices), spec), parts)
 
 
 def make_finish(one: DeviceStep, engine: Engine, treedef: Any) -> Callable[[TrainState], TrainState]:
@@ -313,11 +232,3 @@ def _number(everywhere: NamedSharding, i: int) -> jax.Array:
     """The int on the devices, so that a call needs nothing from the host."""
     with jax.ensure_compile_time_eval():
         return put_copy(jnp.int32(i), everywhere)
-
-
-def _check_one(part: tuple[int, ...]) -> None:
-    if part:
-        raise ValueError(
-            "train step, many: a pmap over several processes is no part of a larger program; "
-            'make the step with engine="shard_map", or call it for each batch'
-        )

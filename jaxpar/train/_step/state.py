@@ -209,6 +209,19 @@ def leaf_shardings(state: TrainState) -> list[NamedSharding]:
     )
 
 
+def explain_donated(error: RuntimeError, state: TrainState) -> None:
+    """Raise what is better said of a state that was donated, or that shares arrays with one that was."""
+    if "deleted" not in str(error):
+        return
+    shared = [f.name for f in dataclasses.fields(state) if is_donated(getattr(state, f.name))]
+    if shared and not is_donated(state.step):
+        raise RuntimeError(
+            f"train step: arrays in {' and '.join(shared)} of this state were donated to the step of another state, "
+            "which shared them; give this one copies. kv.to_params(other.store) copies, other.params does not"
+        )
+    check_not_donated(state, "train step")
+
+
 def carries(part: Any) -> bool:
     """Whether a part of a state is present. () is none."""
     return not (isinstance(part, tuple) and not part)

@@ -15,7 +15,6 @@ from ..._core import checks
 from ..._core.arguments import check_takes
 from ..._core.arrays import Device
 from ..._core.recent import Recent
-from ..._devices.donation import check_not_donated, is_donated
 from ..._devices.emulated import wait_before_collectives
 from ..._devices.mesh import auto_mesh, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
@@ -24,8 +23,9 @@ from .device_step import DeviceStep
 from .engines import ENGINES, Batch, Engine
 from .global_step import GlobalStep
 from .loss_scale import DynamicLossScale
-from .programs import Program, make_finish, make_program
-from .state import TrainState, carries, everywhere, place_state
+from .pmap_program import make_program
+from .programs import Program, make_finish
+from .state import TrainState, carries, everywhere, explain_donated, place_state
 
 LossFn = (  # with a model state, or without
     Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, Any]]]
@@ -126,7 +126,7 @@ class TrainStep:
         try:
             program, state = self._prepare(state, user)
         except RuntimeError as error:
-            _explain_donated(error, state)
+            explain_donated(error, state)
             raise
         return self._advance(program, state, batch, *part)
 
@@ -137,7 +137,7 @@ class TrainStep:
         try:
             new, metrics = program(state, batch, *part)
         except RuntimeError as error:
-            _explain_donated(error, state)
+            explain_donated(error, state)
             raise
         self._last = weakref.ref(new), program
         return new, metrics
@@ -284,19 +284,6 @@ class TrainStep:
             state = self._complete(state, user)
             program = self._programs(jax.tree.structure(state))
         return program, state
-
-
-def _explain_donated(error: RuntimeError, state: TrainState) -> None:
-    """Raise what is better said of a state that was donated, or that shares arrays with one that was."""
-    if "deleted" not in str(error):
-        return
-    shared = [f.name for f in dataclasses.fields(state) if is_donated(getattr(state, f.name))]
-    if shared and not is_donated(state.step):
-        raise RuntimeError(
-            f"train step: arrays in {' and '.join(shared)} of this state were donated to the step of another state, "
-            "which shared them; give this one copies. kv.to_params(other.store) copies, other.params does not"
-        )
-    check_not_donated(state, "train step")
 
 
 def _no_state() -> None:
