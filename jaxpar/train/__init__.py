@@ -19,10 +19,13 @@ A call of `fit` goes one way:
     interrupt   Ctrl-C and SIGTERM, obeyed between two steps
 """
 
+from ._callbacks.early_stopping import EarlyStopping as EarlyStopping, KeepBest as KeepBest
 from ._callbacks.history import History as History, plot_history as plot_history, to_pandas as to_pandas
+from ._callbacks.learning_rate import LearningRate as LearningRate
 from ._callbacks.live_plot import LivePlot as LivePlot
 from ._callbacks.metrics_files import to_jsonl as to_jsonl
 from ._callbacks.tensorboard import to_tensorboard as to_tensorboard
+from ._callbacks.trackers import to_mlflow as to_mlflow, to_wandb as to_wandb
 from ._evaluate.evaluate import evaluate as evaluate
 from ._evaluate.plot_predictions import plot_confusion_matrix as plot_confusion_matrix, plot_mistakes as plot_mistakes
 from ._evaluate.predictions import (

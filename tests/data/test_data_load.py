@@ -554,7 +554,3 @@ def test_a_split_is_drawn_by_its_key_only():
 def test_a_split_that_cannot_be(arguments, error, message):
     with pytest.raises(error, match=message):
         numbered(50).split(*arguments)
-
-
-def numbered(n):
-    return data.Dataset(np.arange(n, dtype=np.float32)[:, None], np.arange(n), source="mine", name="n", part="train")

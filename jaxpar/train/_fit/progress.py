@@ -13,36 +13,28 @@ from .._callbacks.history import Record
 from .._callbacks.line import line
 
 
-class Progress:
-    """A bar for each epoch, and a line after it.
+class Bar:
+    """A bar that counts steps, in a terminal or a notebook. Elsewhere nothing is shown.
 
     Args:
-        show: whether to show anything. Of several processes only the first does.
-        epochs: how many the run has.
-        steps: of an epoch.
+        total: how many steps there are.
+        done: how many of them were made before.
     """
 
-    def __init__(self, show: bool, epochs: int, steps: int):
-        self._show = bool(show) and jax.process_index() == 0
-        self._epochs, self._steps = epochs, steps
-        self._bars = self._show and is_interactive()
+    def __init__(self, total: int | None, title: str, done: int = 0):
         self._bar: Any = None
-
-    def start(self, epoch: int, done: int) -> None:
-        """Begin an epoch, of which `done` steps were made before."""
-        if self._bars:
+        if is_interactive():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # tqdm warns if ipywidgets is missing, and shows its plain bar
                 from tqdm.auto import tqdm
-            self._bar = tqdm(
-                total=self._steps,
-                initial=done,
-                desc=f"epoch {epoch}/{self._epochs}",
-                unit="step",
-                file=sys.stdout,
-            )
+            self._bar = tqdm(total=total, initial=done, desc=title, unit="step", file=sys.stdout)
 
-    def step(self, metrics: dict[str, float], images_per_second: float) -> None:
+    def say(self, words: str) -> None:
+        """Show words in place of the metrics, at once."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(words, refresh=True)
+
+    def step(self, metrics: dict[str, float], images_per_second: float = 0.0) -> None:
         """Count a step. The metrics may be of an earlier one."""
         if self._bar is not None:
             words = {k: f"{v:.4f}" for k, v in metrics.items()}
@@ -51,16 +43,75 @@ class Progress:
             self._bar.set_postfix(words, refresh=False)
             self._bar.update()
 
-    def end(self, record: Record) -> None:
-        """End an epoch: close its bar, print its line."""
-        self.close()
-        if self._show:
-            print(line(record, self._epochs), flush=True)
+    def print(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self._bar is None:
+            print(text, flush=True)
+        else:
+            self._bar.write(text, file=sys.stdout)
 
     def close(self) -> None:
-        """Close the bar."""
+        """Take the bar away."""
         if self._bar is not None:
             self._bar.leave = False
             self._bar.total = self._bar.n  # a notebook keeps a bar that is not full, in red
             self._bar.close()
             self._bar = None
+
+
+class Progress:
+    """A bar for each epoch, and a line after it.
+
+    Args:
+        show: whether to show anything. Of several processes only the first does.
+    """
+
+    def __init__(self, show: bool, epochs: int, steps: int):
+        self._show = bool(show) and jax.process_index() == 0
+        self._epochs, self._steps = epochs, steps
+        self._bar: Bar | None = None
+
+    @property
+    def has_bar(self) -> bool:
+        return self._bar is not None
+
+    def start(self, epoch: int, done: int) -> None:
+        """Begin an epoch, of which `done` steps were made before."""
+        if self._show:
+            self._bar = Bar(self._steps, f"epoch {epoch}/{self._epochs}", done)
+
+    def say(self, words: str) -> None:
+        """Show words in place of the metrics, at once."""
+        if self._bar is not None:
+            self._bar.say(words)
+
+    def step(self, metrics: dict[str, float], images_per_second: float) -> None:
+        """Count a step. The metrics may be of an earlier one."""
+        if self._bar is not None:
+            self._bar.step(metrics, images_per_second)
+
+    def end(self, record: Record) -> None:
+        """Show the record of an epoch: close its bar, print its line."""
+        self.close()
+        if self._show:
+            print(line(record, self._epochs), flush=True)
+
+    def show(self, record: Record) -> None:
+        """Show the record of an evaluation within an epoch."""
+        if self._bar is not None:
+            self._bar.print(f"step {record['step']}  {line(record, self._epochs)}")
+
+    def close(self) -> None:
+        """Close the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def compiling() -> str:
+    """What is shown while XLA compiles, in letters that standard output has."""
+    try:
+        "…".encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except (UnicodeError, LookupError):
+        return "compiling..."
+    return "compiling…"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -26,12 +27,13 @@ class Run:
     """The inputs of a call of `fit`.
 
     Attributes:
-        step, epochs, batch_size, progress, profile, on_interrupt, test_data, apply_fn: as given to `fit`.
+        step, epochs, batch_size, progress, profile, on_interrupt, test_data, apply_fn, max_steps: as given to `fit`.
         source: the training data.
         examples: of an epoch.
         steps: of an epoch.
         per_program: how many steps one compiled program makes. "auto": as many as take a fifth of a second.
         checkpoint_every: save after each step whose number this divides. None: after epochs only.
+        eval_every: evaluate after each step whose number this divides. None: after epochs only.
     """
 
     step: TrainStep
@@ -48,6 +50,18 @@ class Run:
     on_interrupt: str
     test_data: data.Dataset | None
     apply_fn: Callable[..., jax.Array] | None
+    eval_every: int | None = None
+    max_steps: int | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps the whole run has."""
+        return min(self.epochs * self.steps, self.max_steps or sys.maxsize)
+
+    @property
+    def evaluates(self) -> dict[str, bool]:
+        """For each beginning of a metric's name, whether an evaluation measures such metrics."""
+        return {"test_": self.test_data is not None}
 
     @property
     def skips(self) -> bool:
@@ -76,12 +90,16 @@ class RunHistory:
         history: the records of the epochs that are over.
         under_way: the sums of an epoch that is not.
         stopped: whether a callback ended the training.
+        memories: of the callbacks, as `Callbacks.to_json` gave them. None: they were not saved.
+        resumed: whether it goes on from a checkpoint of `fit`.
     """
 
     first: int
     history: list[Record] = dataclasses.field(default_factory=list)
     under_way: dict[str, Any] = dataclasses.field(default_factory=dict)
     stopped: bool = False
+    memories: list[Any] | None = None
+    resumed: bool = False
 
 
 def plan_run(
@@ -90,8 +108,10 @@ def plan_run(
     train_data: Any,
     callbacks: Callbacks,
     *,
-    epochs: int,
+    epochs: int | None,
     batch_size: int,
+    max_steps: int | None,
+    eval_every: int | None,
     progress: Any,
     test_data: data.Dataset | None,
     apply_fn: Callable[..., jax.Array] | None,
@@ -108,23 +128,42 @@ def plan_run(
     """
     distributed.check_joined("fit", "each would train a model of its own", launched=True)
     _check_updater(state)
-    sizes = (checks.whole_number(epochs, "fit", "epochs"), checks.whole_number(batch_size, "fit", "batch_size"))
+    batch_size = checks.whole_number(batch_size, "fit", "batch_size")
     checks.whole_number(keep, "fit", "keep")
-    if checkpoint_every is not None:
-        every = checks.whole_number(checkpoint_every, "fit", "checkpoint_every")
-        checkpoint_every = None if checkpoint_dir is None else every
+    checkpoint_every = _whole_or_none(checkpoint_every, "checkpoint_every")
+    every = {
+        "eval_every": _whole_or_none(eval_every, "eval_every"),
+        "max_steps": _whole_or_none(max_steps, "max_steps"),
+    }
     if (test_data is None) != (apply_fn is None):
         raise ValueError("fit: evaluation takes both test_data and apply_fn, got only one of them")
     _check_progress(progress)
     checks.choice(others["on_interrupt"], "fit", "on_interrupt", ("auto", "return", "raise"))
+    epochs = _whole_or_none(epochs, "epochs")
     source = data.as_source(train_data)
-    examples = source.examples(sizes[1])
-    steps = examples // sizes[1]
+    examples = source.examples(batch_size)
+    steps = examples // batch_size
     if not steps:
-        raise ValueError(f"fit: {examples} examples make no whole batch of {sizes[1]}; use a smaller batch_size")
+        raise ValueError(f"fit: {examples} examples make no whole batch of {batch_size}; use a smaller batch_size")
+    epochs = _epochs(epochs, every["max_steps"], steps)
     per_program = _steps_per_program(steps_per_execution, step, source, state)
-    counts = (*sizes, examples, steps, per_program, checkpoint_every)
-    return Run(step, source, callbacks, *counts, progress, **others, test_data=test_data, apply_fn=apply_fn)
+    checkpoint_every = None if checkpoint_dir is None else checkpoint_every
+    counts = (epochs, batch_size, examples, steps, per_program, checkpoint_every)
+    run = Run(step, source, callbacks, *counts, progress, **others, test_data=test_data, apply_fn=apply_fn, **every)
+    callbacks.check(checkpoint_dir, run.evaluates)
+    return run
+
+
+def _whole_or_none(value: Any, name: str) -> int | None:
+    return None if value is None else checks.whole_number(value, "fit", name)
+
+
+def _epochs(epochs: int | None, max_steps: int | None, steps: int) -> int:
+    """How many epochs the run goes into."""
+    if epochs is None and max_steps is None:
+        raise ValueError("fit: epochs= or max_steps= says when the training ends; give one of them, or both")
+    most = sys.maxsize if epochs is None else epochs
+    return most if max_steps is None else min(most, -(-max_steps // steps))
 
 
 def refuse_unknown(unknown: dict[str, Any], function: Callable[..., Any]) -> None:
@@ -151,10 +190,7 @@ def _check_updater(state: Any) -> None:
 
 def _check_progress(progress: Any) -> None:
     if progress == "plot":
-        raise ValueError(
-            "fit: progress='plot' is now a callback: plot = train.LivePlot(), then "
-            "fit(..., callbacks=plot, on_step=plot.on_step, progress=False)"
-        )
+        raise ValueError("fit: progress='plot' is now a callback: fit(..., callbacks=train.LivePlot(), progress=False)")
     if progress not in (True, False):
         raise ValueError(f"fit: progress must be True or False, got {progress!r}")
 
