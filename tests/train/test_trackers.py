@@ -36,8 +36,9 @@ NAMES = {
 
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own
-def test_mlflow(tmp_path):
+def test_mlflow(tmp_path, monkeypatch):
     pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # what mlflow-skinny has without a server
     uri = (tmp_path / "runs").as_uri()
     board = train.to_mlflow("numbers", tracking_uri=uri, run_name="first")
     _, history = run(callbacks=board, on_step=board.on_step, checkpoint_dir=tmp_path / "c")
@@ -78,21 +79,32 @@ def test_wandb(tmp_path, monkeypatch):
 
 
 def history_of(file):
-    """The rows of an offline run, by wandb's own reader."""
+    """The rows of an offline run. wandb brings its messages and no reader: they are in the frames of LevelDB's log."""
     import json
 
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
-    store, rows = DataStore(), []
-    store.open_for_scan(str(file))
-    while (content := store.scan_data()) is not None:
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(content)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    rows, content = [], b""
+    for frame in frames(file.read_bytes()):
+        content += frame[1]
+        if frame[0] in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record.FromString(content)
+            items, content = record.history.item, b""
+            if items:
+                rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
     return rows
+
+
+def frames(raw, block=32768):
+    """(sort, content) of each frame after the header of the file."""
+    at = 7
+    while at < len(raw):
+        if block - at % block < 7:
+            at += block - at % block
+            continue
+        length, sort = int.from_bytes(raw[at + 4 : at + 6], "little"), raw[at + 6]
+        yield sort, raw[at + 7 : at + 7 + length]
+        at += 7 + length
 
 
 @pytest.mark.parametrize(

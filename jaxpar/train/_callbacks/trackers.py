@@ -52,7 +52,8 @@ def to_mlflow(
 
     Args:
         experiment: its name. It is made where it does not exist. None: MLflow's default experiment.
-        tracking_uri: a server, a database such as `sqlite:///runs.db`, or a directory. None: what MLflow is set to.
+        tracking_uri: a server, or a database such as `sqlite:///runs.db`, which the whole package mlflow can write.
+            None: what MLflow is set to.
         run_name: a name for the new run.
         run_id: go on in this run in place of a new one. `board.run_id` has it after the first record.
 
@@ -61,7 +62,7 @@ def to_mlflow(
         TypeError: an experiment that is no name.
 
     Example:
-        >>> board = to_mlflow("numbers", tracking_uri="runs")  # doctest: +SKIP
+        >>> board = to_mlflow("numbers", tracking_uri="sqlite:///runs.db")  # doctest: +SKIP
         >>> # state, history = train.fit(..., callbacks=board, on_step=board.on_step)
     """
     if experiment is not None and not isinstance(experiment, str):
