@@ -36,9 +36,17 @@ from ._evaluate.predictions import (
 )
 from ._fit.compile_cache import use_compilation_cache as use_compilation_cache
 from ._fit.fit import fit as fit
+from ._fit.lr_find import RateTest as RateTest, lr_find as lr_find
+from ._fit.own_loop import (
+    Interruptible as Interruptible,
+    StepProgress as StepProgress,
+    interruptible as interruptible,
+    progress as progress,
+)
 from ._step.loss import classification_loss as classification_loss
 from ._step.loss_scale import DynamicLossScale as DynamicLossScale
 from ._step.make import make_train_step as make_train_step
 from ._step.nonfinite import NonFiniteError as NonFiniteError, check_finite as check_finite
+from ._step.start import start as start
 from ._step.state import TrainState as TrainState, create_state as create_state
 from ._step.train_step import TrainStep as TrainStep
