@@ -31,8 +31,8 @@ def to_wandb(project: str | None = None, **options: Any) -> WeightsAndBiases:
         TypeError: a project that is no name.
 
     Example:
-        >>> board = to_wandb("numbers", mode="offline")  # doctest: +SKIP
-        >>> # state, history = train.fit(..., callbacks=board, on_step=board.on_step)
+        board = train.to_wandb("numbers", mode="offline")
+        state, history = train.fit(..., callbacks=board, on_step=board.on_step)
     """
     if project is not None and not isinstance(project, str):
         raise TypeError(f"train.to_wandb: project must be a name, got {checks.describe(project)}")
@@ -62,8 +62,8 @@ def to_mlflow(
         TypeError: an experiment that is no name.
 
     Example:
-        >>> board = to_mlflow("numbers", tracking_uri="sqlite:///runs.db")  # doctest: +SKIP
-        >>> # state, history = train.fit(..., callbacks=board, on_step=board.on_step)
+        board = train.to_mlflow("numbers", tracking_uri="sqlite:///runs.db")
+        state, history = train.fit(..., callbacks=board, on_step=board.on_step)
     """
     if experiment is not None and not isinstance(experiment, str):
         raise TypeError(f"train.to_mlflow: experiment must be a name, got {checks.describe(experiment)}")

@@ -46,13 +46,18 @@ def progress(total: int | None = None, *, title: str = "", done: int = 0, show: 
 
 
 class StepProgress:
-    """What `progress` returns."""
+    """What `progress` returns.
+
+    Attributes:
+        made: the number of steps, those before it included.
+    """
 
     def __init__(self, total: int | None, title: str, done: int, show: bool):
         self._about = total, title, done
         self._bar: Bar | None = None
         self._shows = show and jax.process_index() == 0
-        self._readings, self._sums, self._made = Readings(), Epoch(), 0
+        self._readings, self._sums = Readings(), Epoch()
+        self._first = self.made = done
 
     def __enter__(self) -> StepProgress:
         if self._shows:
@@ -68,9 +73,9 @@ class StepProgress:
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Count a step. Metrics of an earlier one are read and shown."""
-        if not self._made and self._bar is not None:
+        if self.made == self._first and self._bar is not None:
             self._bar.say("")
-        self._made += 1
+        self.made += 1
         self._readings.add(Steps(metrics))
         self._read(BEHIND)
 
