@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import jax
 import numpy as np
@@ -50,7 +50,7 @@ class Callbacks:
         on_step: called with the number and the metrics of each step.
     """
 
-    each: tuple[Callback | WithMemory, ...] = ()
+    each: tuple[Any, ...] = ()  # of Callback and WithMemory
     on_step: OnStep | None = None
 
     @property
@@ -121,7 +121,7 @@ class Callbacks:
                 if has_memory(callback):
                     new[i], answer = _two(callback, callback.on_epoch(new[i], state, record))
                 else:
-                    answer = callback(state, record)  # pyright: ignore[reportCallIssue]
+                    answer = callback(state, record)
                 answers.append(answer)
         return tuple(new), not processes.all_true(not any(map(_is_true, answers)))
 
@@ -176,7 +176,7 @@ class Callbacks:
                     on_end(history)
 
 
-def has_memory(callback: Any) -> bool:
+def has_memory(callback: Any) -> TypeGuard[WithMemory]:
     """Whether a callback is called as `WithMemory`, not as a function."""
     return callable(getattr(callback, "init", None)) and callable(getattr(callback, "on_epoch", None))
 

@@ -22,8 +22,7 @@ def collect_callbacks(metrics_file: str | os.PathLike[str] | None, callbacks: An
     Raises:
         TypeError: a callback is neither a function nor an object with a memory, or `on_step` is no function.
     """
-    single = callable(callbacks) or hasattr(callbacks, "on_epoch") or not isinstance(callbacks, Iterable)
-    given = [callbacks] if single else list(callbacks)
+    given = [callbacks] if _is_one(callbacks) else list(callbacks)
     for callback in given:
         _check_callback(callback)
     if on_step is not None and not callable(on_step):
@@ -37,6 +36,10 @@ def collect_callbacks(metrics_file: str | os.PathLike[str] | None, callbacks: An
         on_step = None  # it gets the steps by itself
     files = [] if metrics_file is None else [_MetricsFile(to_jsonl(metrics_file))]
     return Callbacks((*files, *given), on_step)
+
+
+def _is_one(callbacks: Any) -> bool:
+    return callable(callbacks) or has_memory(callbacks) or not isinstance(callbacks, Iterable)
 
 
 def _check_callback(callback: Any) -> None:
@@ -53,9 +56,10 @@ def _check_callback(callback: Any) -> None:
             "fit: a callback must be a function of (state, record), an object with init and on_epoch, or callbacks a "
             f"sequence of them; got {type(callback).__name__}"
         )
-    if has_memory(callback) and hasattr(callback, "on_step"):
+    on_step = getattr(callback, "on_step", None)
+    if has_memory(callback) and on_step is not None:
         try:
-            inspect.signature(callback.on_step).bind(None, 1, {})
+            inspect.signature(on_step).bind(None, 1, {})
         except TypeError:
             raise TypeError(
                 f"fit: {name_of(callback)} has a memory, so its on_step must be on_step(memory, step, metrics)"

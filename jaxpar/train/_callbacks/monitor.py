@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from ..._core import checks
 from .history import Record
@@ -71,7 +71,7 @@ def value_of(record: Record, monitor: str, where: str) -> float:
     return float(value)
 
 
-def raise_unknown(monitor: str, names: Iterable[str], where: str) -> None:
+def raise_unknown(monitor: str, names: Iterable[str], where: str) -> NoReturn:
     """`ValueError` for a metric that there is not."""
     raise ValueError(f"{where}: there is no metric {monitor!r}; there are {', '.join(sorted(names)) or 'none'}")
 

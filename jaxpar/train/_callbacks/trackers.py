@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 from typing import Any
@@ -90,10 +91,9 @@ class WeightsAndBiases(Tracker):
 
     def __init__(self, project: str | None, options: dict[str, Any]):
         try:
-            import wandb
+            self._wandb: Any = importlib.import_module("wandb")
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError("to_wandb writes by the package wandb: pip install 'jaxpar[wandb]'") from error
-        self._wandb: Any = wandb
         self._options = {"project": project, **options}
         self.run: Any = None
 
@@ -116,12 +116,11 @@ class MLflow(Tracker):
 
     def __init__(self, experiment: str | None, uri: PathLike | None, run_name: str | None, run_id: str | None):
         try:
-            import mlflow
-            from mlflow.entities import Metric
+            mlflow: Any = importlib.import_module("mlflow")
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError("to_mlflow writes by the package mlflow: pip install 'jaxpar[mlflow]'") from error
         self._client: Any = mlflow.MlflowClient(tracking_uri=None if uri is None else str(uri))
-        self._metric: Any = Metric
+        self._metric: Any = mlflow.entities.Metric
         self._experiment, self._run_name = experiment, run_name
         self.run_id: str | None = run_id
         self._is_open = False

@@ -200,7 +200,7 @@ def _save_if_not_finite(loop: Loop, checkpoints: RunCheckpoints) -> Generator[No
     except NonFiniteError as error:
         loop.go_back(error.state, error.step)
         if loop.at > loop.began:
-            checkpoints.save(loop, epoch_over=False, interrupted=True)
+            checkpoints.save(loop, interrupted=True)
         raise
 
 

@@ -45,13 +45,13 @@ class Run:
     steps: int
     per_program: int | Literal["auto"]
     checkpoint_every: int | None
+    eval_every: int | None
+    max_steps: int | None
     progress: bool
     profile: Profile | None
     on_interrupt: str
     test_data: data.Dataset | None
     apply_fn: Callable[..., jax.Array] | None
-    eval_every: int | None = None
-    max_steps: int | None = None
 
     @property
     def num_steps(self) -> int:
@@ -131,10 +131,7 @@ def plan_run(
     batch_size = checks.whole_number(batch_size, "fit", "batch_size")
     checks.whole_number(keep, "fit", "keep")
     checkpoint_every = _whole_or_none(checkpoint_every, "checkpoint_every")
-    every = {
-        "eval_every": _whole_or_none(eval_every, "eval_every"),
-        "max_steps": _whole_or_none(max_steps, "max_steps"),
-    }
+    max_steps, eval_every = _whole_or_none(max_steps, "max_steps"), _whole_or_none(eval_every, "eval_every")
     if (test_data is None) != (apply_fn is None):
         raise ValueError("fit: evaluation takes both test_data and apply_fn, got only one of them")
     _check_progress(progress)
@@ -145,11 +142,11 @@ def plan_run(
     steps = examples // batch_size
     if not steps:
         raise ValueError(f"fit: {examples} examples make no whole batch of {batch_size}; use a smaller batch_size")
-    epochs = _epochs(epochs, every["max_steps"], steps)
+    epochs = _epochs(epochs, max_steps, steps)
     per_program = _steps_per_program(steps_per_execution, step, source, state)
     checkpoint_every = None if checkpoint_dir is None else checkpoint_every
-    counts = (epochs, batch_size, examples, steps, per_program, checkpoint_every)
-    run = Run(step, source, callbacks, *counts, progress, **others, test_data=test_data, apply_fn=apply_fn, **every)
+    counts = (epochs, batch_size, examples, steps, per_program, checkpoint_every, eval_every, max_steps)
+    run = Run(step, source, callbacks, *counts, progress, **others, test_data=test_data, apply_fn=apply_fn)
     callbacks.check(checkpoint_dir, run.evaluates)
     return run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from typing import Any
+from typing import Any, cast
 
 from ... import kv
 from ..._core import checks
@@ -61,11 +61,11 @@ def start(
     """
     _check_options(options)
     of_store, of_state, of_step = ({k: v for k, v in options.items() if k in names} for names in _NAMES)
-    if callable(params) and not callable(loss_fn):
+    if not callable(loss_fn) and callable(params):
         raise TypeError(
             "train.start: the order is train.start(params, optimizer, loss_fn); this loss_fn is no function"
         )
-    step = make_train_step(loss_fn, **_without_mesh(of_step))
+    step = make_train_step(cast(Any, loss_fn), **_without_mesh(of_step))
     store = kv.from_params(params, optimizer=optimizer, **of_store)
     if compression is not None:
         store = kv.set_gradient_compression(store, compression)
