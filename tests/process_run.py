@@ -362,6 +362,42 @@ def resumed(folder):
     keep(folder / "resumed.npz", state, history)
 
 
+class LastStops:
+    """A callback with a memory that asks to stop in the last process only, within an epoch."""
+
+    def init(self, state):
+        return {"steps": np.zeros(STEPS)}
+
+    def on_step(self, memory, step, metrics):
+        return {"steps": memory["steps"] + np.eye(STEPS)[step - 1]}
+
+    def on_epoch(self, memory, state, record):
+        assert memory["steps"].sum() == record["step"]
+        return memory, kv.rank() == kv.num_workers() - 1 and record["step"] == 4
+
+
+def callbacks(folder):
+    """All processes stop after the same step, keep the same best and go on with the same memories."""
+    options = {"progress": False, "eval_every": 2, "callbacks": [train.KeepBest("loss"), LastStops()]}
+    for _ in range(2):  # the second call finds that it is over
+        state, history = small_run(folder / "stops", **options)
+        assert [(r["step"], r.get("interrupted")) for r in history] == [(2, None), (3, None), (4, True)]
+        assert int(state.step) == 4
+    best = min(history, key=lambda record: record["loss"])["step"]
+    assert checkpoint.best(folder / "stops").name == f"step_{best:08d}"
+    found, _ = checkpoint.Manager(folder / "stops").restore_best(
+        new_state("sharded", {"type": "2bit", "threshold": 0.02})
+    )
+    assert int(found.step) == best
+    whole, records = small_run(folder / "whole", progress=False, callbacks=train.EarlyStopping("loss", patience=1))
+    options = {"progress": False, "callbacks": train.EarlyStopping("loss", patience=1)}
+    for most in (2, 5, STEPS):
+        parts, pieces = small_run(folder / "parts", max_steps=most, **options)
+    for name, value in numbers("", whole).items():
+        np.testing.assert_array_equal(numbers("", parts)[name], value)
+    assert [r["loss"] for r in pieces] == [r["loss"] for r in records]
+
+
 def failures(folder):
     """A checkpoint that process 0 cannot write, or that one process cannot read, is an error in every process."""
     state, rank = new_state("sharded"), kv.rank()

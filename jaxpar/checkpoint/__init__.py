@@ -17,4 +17,4 @@ checkpoint says about itself, `_regular_file` reads within bounds, and `_owner` 
 from ._manager import Manager as Manager
 from ._manifest import CheckpointError as CheckpointError
 from ._mxnet import load_mxnet as load_mxnet
-from ._save import Found as Found, latest as latest, restore as restore, save as save
+from ._save import Found as Found, best as best, latest as latest, restore as restore, save as save

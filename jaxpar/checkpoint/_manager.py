@@ -21,10 +21,15 @@ from ._manifest import CheckpointError
 from ._save import Found, PathLike, Tree
 
 Accepts = Callable[[Found], object]
+Wanted = Callable[[dict[str, Any]], bool]  # of a manifest
+
+
+def _any(body: dict[str, Any]) -> bool:
+    return True
 
 
 class Manager:
-    """The checkpoints of a run in one directory, written in the background. The last `keep` stay.
+    """The checkpoints of a run in one directory, written in the background. The last `keep` stay, and the best one.
 
     Args:
         directory: one run at a time writes into it. The first `save` makes it where it does not exist. Making a
@@ -64,7 +69,7 @@ class Manager:
             if self._writes:
                 _check_writable(self.directory)
 
-    def save(self, state: Any, info: dict[str, Any] | None = None) -> None:
+    def save(self, state: Any, info: dict[str, Any] | None = None, *, best: bool = False) -> None:
         """Copy the state and write the copy in the background. The state may be donated right after.
 
         It waits for the checkpoint before, where that is still being written.
@@ -72,6 +77,7 @@ class Manager:
         Args:
             state: as for `save`.
             info: what to keep with it, as JSON: a dict of at most 100 lists and dicts in each other.
+            best: whether it is the best one so far. It stays until another one is, and `best` finds it.
 
         Raises:
             OSError: the checkpoint before this one could not be written.
@@ -82,7 +88,7 @@ class Manager:
         with processes.raise_together():
             info = _as_json({} if info is None else info)
             if self._writes:
-                content = {**_save.about(state, self.directory), "info": info}
+                content = {**_save.about(state, self.directory), "info": info, **({"best": True} if best else {})}
                 self._writer = self._writer or concurrent.futures.ThreadPoolExecutor(1, "jaxpar-checkpoint")
                 self._writing = self._writer.submit(self._write, content, records, arrays)
         self._waited = False
@@ -99,10 +105,17 @@ class Manager:
         """
         return self._restore(like, lambda found: None)
 
-    def _restore(self, like: Tree, accepts: Accepts) -> tuple[Tree, dict[str, Any]] | None:
+    def restore_best(self, like: Tree) -> tuple[Tree, dict[str, Any]] | None:
+        """(the state, the info) of the best checkpoint, or None. The errors are those of `restore_latest`.
+
+        A damaged or unreadable one is named on standard error, and the best one before it is taken.
+        """
+        return self._restore(like, lambda found: None, _save.is_best)
+
+    def _restore(self, like: Tree, accepts: Accepts, wanted: Wanted = _any) -> tuple[Tree, dict[str, Any]] | None:
         """As `restore_latest`. One that `accepts` refuses by a `CheckpointError` is passed over too."""
         self.wait()
-        found = self._agree(accepts)
+        found = self._agree(accepts, wanted)
         if found is None:
             return None
         state = _save.fill(found, like)
@@ -110,12 +123,12 @@ class Manager:
             self._on_latest(found.path)
         return state, found.body.get("info", {})
 
-    def _agree(self, accepts: Accepts) -> Found | None:
+    def _agree(self, accepts: Accepts, wanted: Wanted) -> Found | None:
         """The newest checkpoint that every process can read, the same in all of them."""
         missed, self._bad = "", set()  # what could not be read before may be readable now
         while True:
             own: dict[str, Found] = {}
-            chosen = processes.ask_first(lambda own=own: self._newest_good(own, accepts), CheckpointError)
+            chosen = processes.ask_first(lambda own=own: self._newest_good(own, accepts, wanted), CheckpointError)
             if chosen is None and missed:
                 raise CheckpointError(f"{missed}; and there is no earlier checkpoint that all processes can read")
             if chosen is None:
@@ -128,9 +141,9 @@ class Manager:
             if self._writes:
                 _save.pass_over(Path(chosen), self._bad, missed)
 
-    def _newest_good(self, own: dict[str, Found], accepts: Accepts) -> str | None:
+    def _newest_good(self, own: dict[str, Found], accepts: Accepts, wanted: Wanted) -> str | None:
         """The path of a checkpoint that this process can read, and in `own` what it holds."""
-        found = _save.newest_good(self.directory, self._bad, accepts)
+        found = _save.newest_good(self.directory, self._bad, accepts, wanted)
         if found is None:
             return None
         own[str(found.path)] = found
@@ -169,8 +182,11 @@ class Manager:
         _files.write(written, content, records, arrays)
         if self._on_latest is not None:
             self._on_latest(written)
-        for path, _ in _save.newest_first(self.directory, set(self._bad), report=False)[self.keep :]:
-            _files.remove(path)
+        listed = _save.newest_first(self.directory, set(self._bad), report=False)
+        best = next((path for path, body in listed if _save.is_best(body)), None)
+        for path, _ in listed[self.keep :]:
+            if path != best:
+                _files.remove(path)
 
 
 def _try_to_read(path: str) -> tuple[Found | None, str | None]:

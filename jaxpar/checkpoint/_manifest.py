@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: read within bounds, and checked as a whole before anything in it is used.
 
-    {"sha256": ..., "content": {"format": 1, "order": ..., "step": ..., "info": {...},
+    {"sha256": ..., "content": {"format": 1, "order": ..., "step": ..., "best": true, "info": {...},
                                 "leaves": [{"name", "words", "shape", "dtype", ...}], "files": {name: [size, sha256]}}}
 
 What is written passes the same checks, so every saved checkpoint can be restored.
@@ -98,6 +98,8 @@ def check(body: Any) -> None:
     for name, entry in body["files"].items():
         _check_file(name, entry)
     _check_leaves(_of(list, body, "leaves"))
+    if "best" in body:
+        _of(bool, body, "best")
     if "info" in body:
         check_depth(_of(dict, body, "info"))
 

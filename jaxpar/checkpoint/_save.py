@@ -146,16 +146,54 @@ def latest(directory: PathLike) -> Path | None:
     return None if found is None else found.path
 
 
+def best(directory: PathLike) -> Path | None:
+    """The checkpoint of a directory that was saved as the best one, see `train.KeepBest`.
+
+    It is read whole, as by `latest`. One that is damaged, cannot be read or is of another program is named on standard
+    error, and the one that was the best before it is taken, if it is still there. Nothing on disk is changed.
+
+    Args:
+        directory: where `fit` with `KeepBest`, or `Manager.save(..., best=True)`, put checkpoints.
+
+    Returns:
+        Its path, or None where there is none, or no such directory.
+
+    Raises:
+        NotADirectoryError, OSError: as in `latest`.
+
+    Example:
+        >>> import tempfile
+        >>> import jax.numpy as jnp
+        >>> from jaxpar import checkpoint
+        >>> manager = checkpoint.Manager(tempfile.mkdtemp(), keep=1)
+        >>> for step, is_best in enumerate([False, True, False]):
+        ...     manager.save({"step": jnp.int32(step)}, best=is_best)
+        >>> manager.close()
+        >>> checkpoint.best(manager.directory).name, checkpoint.latest(manager.directory).name
+        ('save_00000002', 'save_00000003')
+    """
+    found = newest_good(Path(directory), set(), wanted=is_best)
+    return None if found is None else found.path
+
+
+def is_best(body: dict[str, Any]) -> bool:
+    """Whether the manifest is of a checkpoint that was saved as the best."""
+    return bool(body.get("best"))
+
+
 def newest_good(
-    directory: Path, bad: set[Path], accepts: Callable[[Found], object] = lambda found: None
+    directory: Path,
+    bad: set[Path],
+    accepts: Callable[[Found], object] = lambda found: None,
+    wanted: Callable[[dict[str, Any]], bool] = lambda body: True,
 ) -> Found | None:
     """The newest good checkpoint. Newer ones are named on standard error, put into `bad` and passed over.
 
-    `accepts` gets each that is good, and raises a `CheckpointError` for one that is not to be taken.
+    `accepts` gets each that is good, and raises a `CheckpointError` for one that is not to be taken. Of
+    others than `wanted`, by their manifests, nothing more is read.
     """
     for _ in range(_TRIES):
-        listed = newest_first(directory, bad)
-        for path, _ in listed:
+        for path in [path for path, body in newest_first(directory, bad) if wanted(body)]:
             try:
                 found = Found(path, *_files.read(path))
                 accepts(found)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
+from .._core import checks
+from .._devices.user_mesh import outside_mesh
 from ._batches import Batch, batches
+from ._shuffle import host_order
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -23,7 +28,7 @@ class Dataset:
         labels: `(n, ...)`. Integers become int32.
         source: where they came from: "prepared", "files", "debian", "download", or "arrays".
         name: the data set's name.
-        split: the split's name.
+        part: which part of it, such as "train".
 
     Raises:
         ValueError: not as many labels as images, or a label that int32 cannot hold.
@@ -37,7 +42,7 @@ class Dataset:
     labels: np.ndarray
     source: str = "arrays"
     name: str = ""
-    split: str = ""
+    part: str = ""
 
     def __post_init__(self) -> None:
         images, labels = np.asarray(self.images), np.asarray(self.labels)
@@ -58,9 +63,73 @@ class Dataset:
         """`data.batches(dataset, batch_size, **options)`."""
         return batches(self, batch_size, **options)
 
+    def split(
+        self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
+    ) -> tuple[Dataset, Dataset]:
+        """Two data sets that share no example, such as for training and validation.
+
+        The same arguments give the same two on every machine. Each keeps the stored order.
+
+        Args:
+            fraction: of the examples in the first one, between 0 and 1, rounded to whole examples. Or their number, an
+                int.
+            rng: draws which examples: a random key, or an int to make one of. None is the int 0.
+            shuffle: False takes the first examples, as for a series in time. The labels must not be sorted then.
+
+        Returns:
+            The first one and the rest. Neither is empty.
+
+        Raises:
+            TypeError: a `fraction` that is no number, an `rng` that is no key.
+            ValueError: one of the two would be empty.
+
+        >>> import numpy as np
+        >>> dataset = Dataset(np.zeros((10, 2)), np.arange(10))
+        >>> some, rest = dataset.split(0.8)
+        >>> len(some), len(rest), sorted([*some.labels.tolist(), *rest.labels.tolist()]) == list(range(10))
+        (8, 2, True)
+        """
+        count = _count_of(fraction, len(self))
+        if rng is not None and not shuffle:
+            raise ValueError("Dataset.split: shuffle=False draws nothing, so it takes no rng")
+        order = _order(rng, len(self)) if shuffle else np.arange(len(self))
+        first, rest = np.sort(order[:count]), np.sort(order[count:])
+        return self._take(first), self._take(rest)
+
+    def _take(self, rows: np.ndarray) -> Dataset:
+        return dataclasses.replace(self, images=self.images[rows], labels=self.labels[rows])
+
     def __repr__(self) -> str:
-        name = f"{self.name} {self.split}: " if self.name else ""
+        name = f"{self.name} {self.part}: " if self.name else ""
         return (
             f"Dataset({name}{len(self)} images {self.images.dtype} {self.images.shape[1:]}, "
             f"labels {self.labels.dtype}, source={self.source!r})"
         )
+
+
+def _count_of(fraction: Any, size: int) -> int:
+    """How many examples of `size` a fraction, or their number, is."""
+    if _is_int(fraction):
+        count = int(fraction)
+    else:
+        count = round(size * checks.number(fraction, "Dataset.split", "fraction", "a number", math.isfinite))
+    if not 0 < count < size:
+        raise ValueError(
+            f"Dataset.split: {fraction} of {size} examples leaves one of the two empty; give a fraction between 0 and "
+            f"1, or a number of examples from 1 to {size - 1}"
+        )
+    return count
+
+
+def _order(rng: Any, size: int) -> np.ndarray:
+    """An order of the examples that depends only on `rng`."""
+    if rng is None or _is_int(rng):
+        with outside_mesh():
+            rng = jax.random.key(int(rng or 0))
+    if not isinstance(rng, jax.Array):
+        raise TypeError(f"Dataset.split: rng must be a random key or an int, got {checks.describe(rng)}")
+    return host_order(rng, 0, size)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))

@@ -75,7 +75,7 @@ def load(
         _check_reachable(name)
     if not prepared:
         _tfds.prepare(name, folder, files=files)
-    dataset = Dataset(*_tfds.read(name, split, folder), source=found, name=name, split=split)
+    dataset = Dataset(*_tfds.read(name, split, folder), source=found, name=name, part=split)
     if verbose:
         place = f"{files}, kept in {folder}" if files else folder
         say_news(f"{name} {split}, {len(dataset)} images, source: {found} ({place})")

@@ -19,10 +19,13 @@ A call of `fit` goes one way:
     interrupt   Ctrl-C and SIGTERM, obeyed between two steps
 """
 
+from ._callbacks.early_stopping import EarlyStopping as EarlyStopping, KeepBest as KeepBest
 from ._callbacks.history import History as History, plot_history as plot_history, to_pandas as to_pandas
+from ._callbacks.learning_rate import LearningRate as LearningRate
 from ._callbacks.live_plot import LivePlot as LivePlot
 from ._callbacks.metrics_files import to_jsonl as to_jsonl
 from ._callbacks.tensorboard import to_tensorboard as to_tensorboard
+from ._callbacks.trackers import to_mlflow as to_mlflow, to_wandb as to_wandb
 from ._evaluate.evaluate import evaluate as evaluate
 from ._evaluate.metrics import (
     Mean as Mean,
@@ -42,9 +45,17 @@ from ._evaluate.predictions import (
 )
 from ._fit.compile_cache import use_compilation_cache as use_compilation_cache
 from ._fit.fit import fit as fit
+from ._fit.lr_find import RateTest as RateTest, lr_find as lr_find
+from ._fit.own_loop import (
+    Interruptible as Interruptible,
+    StepProgress as StepProgress,
+    interruptible as interruptible,
+    progress as progress,
+)
 from ._step.loss import classification_loss as classification_loss
 from ._step.loss_scale import DynamicLossScale as DynamicLossScale
 from ._step.make import make_train_step as make_train_step
 from ._step.nonfinite import NonFiniteError as NonFiniteError, check_finite as check_finite
+from ._step.start import start as start
 from ._step.state import TrainState as TrainState, create_state as create_state
 from ._step.train_step import TrainStep as TrainStep

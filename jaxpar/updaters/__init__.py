@@ -9,7 +9,7 @@ object is one compiled program.
     _base          the type, `assign` and `accumulate`
     _optax         optax transforms as updaters
     _mxnet         the optimizers of MXNet, `mxnet_sgd` and others. Their formulas are in `_mxnet_rules`
-    _learning_rate the rate in an optimizer's state, changed from outside
+    _learning_rate the rate in an optimizer's state, read and changed from outside
     _tree          an optax transform that sees all params at once
     _evaluated     averages of params in an optimizer's state, for evaluation
     _shares        refuses an updater that is not elementwise, where values are split over devices
@@ -28,7 +28,7 @@ from ._base import (
     stateless as stateless,
 )
 from ._evaluated import average_params as average_params, has_average as _has_average
-from ._learning_rate import set_learning_rate as set_learning_rate
+from ._learning_rate import learning_rates as learning_rates, set_learning_rate as set_learning_rate
 from ._mxnet import (
     multipliers as multipliers,
     mxnet_adagrad as mxnet_adagrad,

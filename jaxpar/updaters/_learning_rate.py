@@ -54,6 +54,28 @@ def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
     return state
 
 
+def learning_rates(state: Any) -> dict[str, float]:
+    """The rates that optimizers keep in a state, by their paths. Waits for the state.
+
+    Args:
+        state: as for `set_learning_rate`, also where the rate follows a schedule.
+
+    Returns:
+        One for each optimizer that has its rate in the state. Empty where none has.
+
+    Example:
+        >>> import optax
+        >>> from jaxpar import kv
+        >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+        >>> store = kv.from_params({"w": jnp.zeros(2)}, optimizer=tx)
+        >>> list(learning_rates(store).values())
+        [0.5]
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    rates = {path: leaf for path, leaf in leaves if _is_rate(path) and jnp.ndim(leaf) == 0}
+    return {"/".join(map(str, _steps(path))): float(leaf) for path, leaf in rates.items()}
+
+
 def _is_rate(path: tuple[Any, ...]) -> bool:
     """Whether this is where an optimizer has its rate.
 

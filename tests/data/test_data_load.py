@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -112,7 +113,7 @@ def check_it_is_fashion_mnist(train):
     assert train.images.dtype == np.uint8
     assert train.labels.dtype == np.int32
     assert np.bincount(train.labels).tolist() == [6000] * 10
-    assert (train.name, train.split) == ("fashion_mnist", "train")
+    assert (train.name, train.part) == ("fashion_mnist", "train")
     images = _idx.read(_load.DEBIAN_DIR / "train-images-idx3-ubyte.gz")[..., None]
     labels = _idx.read(_load.DEBIAN_DIR / "train-labels-idx1-ubyte.gz")
     for mine, original in zip(in_file_order(train.images, train.labels), in_file_order(images, labels), strict=True):
@@ -507,3 +508,49 @@ def test_a_killed_process_and_two_at_once_leave_a_sound_data_set(tmp_path):
     assert len(train) == 60000
     assert len(data.load(split="test", data_dir=tmp_path, source="prepared", verbose=False)) == 10000
     assert sorted(os.listdir(tmp_path / "fashion_mnist")) == ["3.0.1", *(path.name for path in left)]
+
+
+def numbered(n):
+    return data.Dataset(np.arange(n, dtype=np.float32)[:, None], np.arange(n), source="mine", name="n", part="train")
+
+
+@pytest.mark.parametrize(
+    ("fraction", "count"), [(0.8, 81), (0.01, 1), (7, 7), (np.int64(100), 100), (np.float32(0.5), 50)]
+)
+def test_a_split_shares_no_example(fraction, count):
+    first, rest = numbered(101).split(fraction)
+    assert (len(first), len(rest)) == (count, 101 - count)
+    np.testing.assert_array_equal(np.sort([*first.labels, *rest.labels]), np.arange(101))
+    np.testing.assert_array_equal(first.images[:, 0], first.labels)  # an image keeps its label
+    assert (first.source, first.name, first.part) == ("mine", "n", "train")
+
+
+def test_a_split_is_drawn_by_its_key_only():
+    first, _ = numbered(50).split(0.9)
+    assert first.labels.tolist() != list(range(45))
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])):
+        same, _ = numbered(50).split(0.9, rng=0)
+    other, _ = numbered(50).split(0.9, rng=jax.random.key(1))
+    np.testing.assert_array_equal(first.labels, same.labels)
+    assert first.labels.tolist() != other.labels.tolist()
+    assert numbered(50).split(10, shuffle=False)[0].labels.tolist() == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            (0.001,),
+            ValueError,
+            "0.001 of 50 examples leaves one of the two empty; give a fraction between 0 and 1, or a",
+        ),
+        ((50,), ValueError, "50 of 50 examples"),
+        ((1.5,), ValueError, "1.5 of 50 examples"),
+        ((float("nan"),), ValueError, "fraction must be a number"),
+        (("0.5",), TypeError, "fraction must be a number.*got '0.5'"),
+        ((0.5, "a"), TypeError, "rng must be a random key or an int, got 'a'"),
+    ],
+)
+def test_a_split_that_cannot_be(arguments, error, message):
+    with pytest.raises(error, match=message):
+        numbered(50).split(*arguments)

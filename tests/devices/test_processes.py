@@ -93,6 +93,12 @@ def runs(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
+def test_callbacks_decide_the_same_in_all_processes(tmp_path):
+    with Run(tmp_path / "callbacks", 2, 1, "callbacks") as run:
+        run.wait()
+
+
 @pytest.mark.parametrize("topology", ["2x2", "4x1"])
 @pytest.mark.slow
 def test_each_topology_trains_the_same_parameters(runs, topology):

@@ -148,7 +148,11 @@ def test_a_failing_step_leaves_no_bar_behind():
         ({"keep": 0}, ValueError, "keep must be an int of 1 or more, got 0"),
         ({"checkpoint_every": 0}, ValueError, "checkpoint_every must be an int of 1 or more"),
         ({"resume": "yes"}, ValueError, "resume must be 'auto', True or False, got 'yes'"),
-        ({"progress": "plot"}, ValueError, r"progress='plot' is now a callback: plot = train.LivePlot\(\)"),
+        (
+            {"progress": "plot"},
+            ValueError,
+            r"progress='plot' is now a callback: fit\(..., callbacks=train.LivePlot\(\)",
+        ),
         ({"progress": "bar"}, ValueError, "progress must be True or False, got 'bar'"),
         ({"callback": print}, TypeError, "fit: unknown argument callback=; callbacks= takes a function or a sequence"),
         ({"checkpoints_dir": "c"}, TypeError, r"unknown argument checkpoints_dir=; did you mean checkpoint_dir\?"),
@@ -198,7 +202,7 @@ def test_a_callback_that_returns_true_ends_the_training(true, tmp_path):
 def test_a_callback_that_returns_something_else_does_not():
     state, _ = run(epochs=3, callbacks=lambda state, record: [1, "yes", np.ones(2)][record["epoch"] - 1])
     assert int(state.step) == 9
-    with pytest.raises(TypeError, match=r"a callback must be a function of \(state, record\), .*; got str"):
+    with pytest.raises(TypeError, match=r"a callback must be a function of \(state, record\), .* got str"):
         run(callbacks=["a"])
 
 
@@ -280,6 +284,10 @@ def test_a_failing_step_ends_the_trace(tmp_path):
     assert trace_steps(tmp_path / "again") == [0]
 
 
+def with_norm(params, batch, rng):
+    return ((apply(params, batch["image"]) - 1) ** 2).mean(), {"norm": (params["w"] ** 2).sum()}
+
+
 class Handle:
     """What stands for a notebook's display: the pictures that were shown in one place."""
 
@@ -303,21 +311,31 @@ def test_a_live_plot_in_a_notebook(monkeypatch, capsys):
     monkeypatch.setattr("jaxpar.train._callbacks.live_plot.in_notebook", lambda: True)
     monkeypatch.setattr("jaxpar.train._callbacks.live_plot._EVERY", 0.0)
     monkeypatch.setattr("jaxpar.train._callbacks.live_plot._SHARE", 1e9)
+    figures, plot_now = [], train.LivePlot._plot
+    monkeypatch.setattr(train.LivePlot, "_plot", lambda plot: figures.append(plot_now(plot)) or figures[-1])
     plot = train.LivePlot()
-    _, history = run(callbacks=[plot], on_step=plot.on_step, epochs=1, test_data=TEST, apply_fn=apply)
-    assert len(shown) == 4  # three steps and the epoch
+    step = train.make_train_step(with_norm)
+    _, history = run(step=step, callbacks=plot, epochs=1, test_data=TEST, apply_fn=apply)
+    assert len(shown) == 5  # at the start, three steps and the epoch
     assert all(content["image/png"][:4] == b"\x89PNG" for content in shown)
-    assert shown[0]["text/plain"].startswith("step 1  loss 1.")
+    assert shown[0]["text/plain"] == "compiling…"
+    assert shown[1]["text/plain"].startswith("step 1  loss 1.")
     assert shown[-1]["text/plain"] == line(history[-1])
-    assert [[row.get_label() for row in axes.get_lines()] for axes in plot._axes] == [
-        ["train", "test", "step"],
-        ["train", "test"],
-    ]
+    assert {a.get_ylabel(): [row.get_label() for row in a.get_lines()] for a in figures[-1].axes} == {
+        "loss": ["train", "test", "step"],
+        "accuracy": ["test"],
+        "norm": ["train"],  # of one's own
+    }
+    assert len(figures[-1].axes[0].get_lines()[-1].get_xdata()) == 3
     assert capsys.readouterr().out == ""
     shown.clear()
     monkeypatch.setattr("jaxpar.train._callbacks.live_plot._EVERY", 1000.0)
-    run(callbacks=plot, on_step=plot.on_step)
-    assert len(shown) == 2  # at the start and at the end
+    seen = []
+    run(callbacks=plot, on_step=plot.on_step)  # as it had to be given before
+    run(callbacks=[plot], on_step=lambda step, metrics: seen.append(step) or plot.on_step(step, metrics))
+    assert seen == [1, 2, 3, 4, 5, 6]
+    assert len(figures[-1].axes[0].get_lines()[-1].get_xdata()) == 6  # each step once
+    assert len(shown) == 4  # at the start and at the end
     assert shown[-1]["text/plain"].startswith("epoch 2  loss")
 
 

@@ -133,7 +133,11 @@ def logits(params, images):
             TypeError,
             "dot_general",
         ),
-        ({"step": lambda p, b, r, s: 0.0}, TypeError, r"loss_fn must be a function of \(params, batch, rng\), got <lambda>"),
+        (
+            {"step": lambda p, b, r, s: 0.0},
+            TypeError,
+            r"loss_fn must be a function of \(params, batch, rng\), got <lambda>",
+        ),
         ({"step": lambda p, b, r: predictions(p, b).mean()}, TypeError, r"must return \(loss, aux\) with aux a dict"),
         ({"step": lambda p, b, r: (predictions(p, b), {})}, TypeError, "the loss must be a scalar"),
         ({"step": lambda p, b, r: (loss_fn(p, b, r)[0], {"seconds": 1.0})}, ValueError, "has seconds of its own"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from interrupted_run import TX, run, start
+from interrupted_run import STEP, TX, run, start
 
 from jaxpar import kv, train
 from jaxpar.train._fit import interrupt
@@ -122,7 +122,7 @@ def test_a_second_ctrl_c_stops_at_once():
 
     with pytest.raises(KeyboardInterrupt) as raised:
         run(start(), epochs=4, on_step=on_step)
-    assert not hasattr(raised.value, "state")
+    assert int(raised.value.state.step) >= 1  # it is lost no more
     assert seen == [1]
 
 
@@ -187,6 +187,44 @@ def test_a_state_that_was_given_away(tmp_path, whole):
     resumed, history = run(state, epochs=4, checkpoint_dir=tmp_path)  # a cell is run again: the checkpoint knows
     same(resumed, whole[0])
     assert losses(history) == losses(whole[1])
+
+
+class Loader:
+    """Batches of eight, and an error after some of them."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        return 20
+
+    def __iter__(self):
+        images = np.random.default_rng(0).random((20, 8, 4), np.float32)
+        for batch in images[:13]:
+            yield {"image": batch, "label": batch[:, :3].argmax(1)}
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), RuntimeError("mine")], ids=repr)
+def test_what_a_loader_raises_brings_the_state_along(error):
+    with pytest.raises(type(error)) as raised:
+        train.fit(start(), STEP, Loader(error), epochs=1, batch_size=8, progress=False)
+    assert raised.value is error
+    assert int(error.state.step) == 13
+    state, _ = run(error.state, epochs=1)
+    assert int(state.step) == 33
+
+
+def test_an_on_step_that_raises_brings_the_state_along():
+    def on_step(step, metrics):
+        if step == 25:
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine") as raised:
+        run(start(), epochs=4, on_step=on_step, steps_per_execution=1)
+    assert int(raised.value.state.step) == 33
+    assert [r["epoch"] for r in raised.value.history] == [1]
+    assert int(run(raised.value.state, epochs=1)[0].step) == 53
 
 
 @pytest.mark.parametrize("kind", ["device", "sharded"])

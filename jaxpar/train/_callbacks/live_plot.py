@@ -11,30 +11,32 @@ from ..._core.text import in_notebook
 from .figures import new_figure, png
 from .history import History, Record
 from .line import line
+from .monitor import metric_names
 
 _EVERY = 1.0  # seconds between two pictures, at least
 _SHARE = 0.05  # of the time that drawing may take
 _POINTS = 1000  # of the curve of the steps. More cannot be seen.
+_MOST = 8  # metrics that are drawn
 
 
 class LivePlot:
-    """A callback of `fit` that draws loss and accuracy in a notebook while the training runs.
+    """A callback of `fit` that draws the metrics in a notebook while the training runs.
 
-    The picture is updated in place, about once a second. Drawing takes at most a twentieth of the time. Outside a
-    notebook, and in all processes except the first, nothing is drawn. Give its `on_step` to `fit` too for the loss of
-    each step.
+    There is a picture for each metric: of the training, of the evaluation, and of the loss for each step. They are
+    updated in place, about once a second. Drawing takes at most a twentieth of the time. Outside a notebook, and in all
+    processes except the first, nothing is drawn.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
 
     Example:
-        >>> plot = LivePlot()
-        >>> # state, history = train.fit(..., callbacks=plot, on_step=plot.on_step, progress=False)
+        >>> from jaxpar import train
+        >>> plot = train.LivePlot()
+        >>> # state, history = train.fit(..., callbacks=plot, progress=False)
     """
 
     def __init__(self):
-        self._figure = new_figure("LivePlot", 9, 3.2)
-        self._axes = self._figure.subplots(1, 2)
+        new_figure("LivePlot", 1, 1)  # an error now is better than after an epoch
         self._draws = in_notebook() and jax.process_index() == 0
         self._clear()
 
@@ -43,9 +45,16 @@ class LivePlot:
         self._records.append(record)
         self._add(line(record))
 
+    def on_start(self, history: History) -> None:
+        """Draw what is known before the first step, which XLA compiles now."""
+        self._records = list(history)
+        self._add("compiling…")
+
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Add the metrics of a step: `fit(..., on_step=plot.on_step)`."""
-        loss = metrics.get("loss", float("nan"))
+        """Add the metrics of a step. `fit` calls it for each one."""
+        if step <= self._last:  # `fit` calls it, and so may a function of the user
+            return
+        self._last, loss = step, metrics.get("loss", float("nan"))
         if step % self._stride == 0:
             self._losses.append((step, loss))
         if len(self._losses) > 2 * _POINTS:
@@ -61,7 +70,7 @@ class LivePlot:
 
     def _clear(self) -> None:
         self._losses: list[tuple[int, float]] = []
-        self._stride = 1
+        self._stride, self._last = 1, 0
         self._records: list[Record] = []
         self._title = ""
         self._shown: Any = None
@@ -79,8 +88,7 @@ class LivePlot:
         from IPython.display import display
 
         began = time.perf_counter()
-        self._plot()
-        content = {"image/png": png(self._figure), "text/plain": self._title}
+        content = {"image/png": png(self._plot()), "text/plain": self._title}
         if self._shown is None:
             self._shown = display(content, raw=True, display_id=True)
         else:
@@ -89,20 +97,37 @@ class LivePlot:
         now = time.perf_counter()
         self._due = now + max(_EVERY, (now - began) / _SHARE)
 
-    def _plot(self) -> None:
-        for axes, name in zip(self._axes, ("loss", "accuracy"), strict=True):
-            axes.clear()
-            axes.set(xlabel="step", ylabel=name)
+    def _plot(self) -> Any:
+        """The figure: two metrics in a row, each with its curves."""
+        panels = _panels(self._records)
+        rows = -(-len(panels) // 2)
+        figure = new_figure("LivePlot", 9, 3.2 * rows)
+        for i, (name, fields) in enumerate(panels.items(), 1):
+            axes = figure.add_subplot(rows, 2, i)
+            axes.set(xlabel="step", ylabel=name.replace("_", " "))
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.grid(alpha=0.3)
-            for label, field in (("train", name), ("test", f"test_{name}")):
+            for label, field in fields:
                 found = [(r["step"], r[field]) for r in self._records if r.get(field) is not None]
                 if found:
                     axes.plot(*zip(*found, strict=True), marker="o", label=label)
-        if self._losses:
-            loss = self._axes[0]
-            loss.plot(*zip(*self._losses, strict=True), alpha=0.35, linewidth=1, color="tab:gray", label="step")
-        for axes in self._axes:
+            if name == "loss" and self._losses:
+                axes.plot(*zip(*self._losses, strict=True), alpha=0.35, linewidth=1, color="tab:gray", label="step")
             if axes.get_lines():
                 axes.legend()
-        self._figure.suptitle(self._title, fontsize=10)
+        figure.suptitle(self._title, fontsize=10)
+        return figure
+
+
+def _panels(records: list[Record]) -> dict[str, list[tuple[str, str]]]:
+    """For each metric the (label, name in the records) of its curves. Loss and accuracy come first.
+
+    >>> _panels([{"epoch": 1, "step": 3, "loss": 0.5, "eval_loss": 0.6, "norm": 2.0, "seconds": 1.0}])
+    {'loss': [('train', 'loss'), ('eval', 'eval_loss')], 'norm': [('train', 'norm')]}
+    """
+    names = dict.fromkeys(name for record in records for name in metric_names(record))
+    panels: dict[str, list[tuple[str, str]]] = {"loss": []}
+    for name in sorted(names, key=lambda name: name.removeprefix("test_").removeprefix("eval_") != "accuracy"):
+        label = name[:4] if name.startswith(("test_", "eval_")) else "train"
+        panels.setdefault(name.removeprefix(f"{label}_"), []).append((label, name))
+    return dict(list(panels.items())[:_MOST])

@@ -18,8 +18,8 @@ from .metrics_files import PathLike, Sink, explain_errors
 def to_tensorboard(directory: PathLike) -> TensorBoard:
     """A callback of `fit` that writes event files for TensorBoard.
 
-    Metrics of the training have the tags `train/loss`, `train/accuracy` and so on. Those of the test data have
-    `test/loss`, `test/accuracy`, and those of steps, by `on_step=board.on_step`, `step/loss`. The axis is the step.
+    Metrics of the training have the tags `train/loss`, `train/accuracy` and so on. Those of an evaluation have
+    `test/loss` or `eval/loss`, and those of steps, by `on_step=board.on_step`, `step/loss`. The axis is the step.
 
     A run that makes steps again, after a crash, replaces what earlier files in the directory have of them.
 
@@ -66,9 +66,9 @@ class TensorBoard(Sink):
 
     def _write(self, record: Record) -> None:
         numbers = {
-            _tag(name): float(value)
+            tag(name): float(value)
             for name, value in record.items()
-            if name not in ("step", "epoch", "interrupted") and isinstance(value, int | float)
+            if name not in ("step", "epoch") and isinstance(value, int | float) and not isinstance(value, bool)
         }
         self._write_scalars(record["step"], numbers)
 
@@ -96,6 +96,10 @@ class TensorBoard(Sink):
         return content.getvalue()
 
 
-def _tag(name: str) -> str:
-    part, _, rest = name.partition("_")
-    return f"{part}/{rest}" if part in ("test", "eval") and rest else f"train/{name}"
+def tag(name: str) -> str:
+    """The name of a value with the data that it is of.
+
+    >>> tag("loss"), tag("test_loss"), tag("eval_loss")
+    ('train/loss', 'test/loss', 'eval/loss')
+    """
+    return f"{name[:4]}/{name[5:]}" if name.startswith(("test_", "eval_")) else f"train/{name}"

@@ -30,6 +30,11 @@ class Evaluation:
     eval_fn: Callable[..., Any] | None
     batch_size: int
 
+    @property
+    def measures(self) -> dict[str, bool]:
+        """For each beginning of a score's name, whether there are such scores."""
+        return {"test_": self.test_data is not None, "eval_": self.eval_data is not None}
+
     def check(self, state: TrainState) -> list[str]:
         """Raise what `scores` would raise, as far as shapes are known. Return the names of the scores."""
         return [

@@ -22,16 +22,28 @@ class Epoch:
         counted: how many steps were read.
         seconds: of training in earlier calls of `fit`.
         started: the time at which training went on, by `time.perf_counter`.
+        paused: the time since which it does not, during an evaluation. None: it does.
     """
 
     sums: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     counted: int = 0
     seconds: float = 0.0
     started: float = 0.0
+    paused: float | None = None
 
     def start(self) -> None:
         """Start the clock."""
         self.started = time.perf_counter()
+
+    def pause(self) -> None:
+        """Stop the clock."""
+        self.paused = time.perf_counter()
+
+    def go_on(self) -> None:
+        """Start the clock again after `pause`."""
+        if self.paused is not None:
+            self.started += time.perf_counter() - self.paused
+            self.paused = None
 
     def add(self, metrics: dict[str, float]) -> None:
         """Count one step."""
@@ -40,7 +52,7 @@ class Epoch:
 
     def elapsed(self) -> float:
         """Seconds of training in this epoch."""
-        return self.seconds + time.perf_counter() - self.started
+        return self.seconds + (time.perf_counter() if self.paused is None else self.paused) - self.started
 
     def info(self) -> dict[str, Any]:
         """What a checkpoint keeps of an epoch under way, as JSON. `epoch_of` reads it."""

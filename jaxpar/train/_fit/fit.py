@@ -12,7 +12,8 @@ import jax
 from ... import data
 from ..._core.arguments import answers
 from ..._devices.donation import is_donated
-from .._callbacks.callbacks import Callback, OnStep, collect_callbacks
+from .._callbacks.callbacks import Callback, OnStep, WithMemory
+from .._callbacks.collect import collect_callbacks
 from .._callbacks.history import History, Record
 from .._step.nonfinite import NonFiniteError
 from .._step.state import TrainState
@@ -34,15 +35,17 @@ def fit(
     apply_fn: Callable[..., jax.Array] | None = None,
     eval_data: Any = None,
     eval_fn: Callable[..., Any] | None = None,
-    epochs: int,
+    epochs: int | None = None,
     batch_size: int,
+    max_steps: int | None = None,
+    eval_every: int | None = None,
     progress: bool = True,
     checkpoint_dir: str | os.PathLike[str] | None = None,
     resume: bool | Literal["auto"] = "auto",
     checkpoint_every: int | None = None,
     keep: int = 3,
     metrics_file: str | os.PathLike[str] | None = None,
-    callbacks: Callback | Sequence[Callback] = (),
+    callbacks: Callback | WithMemory | Sequence[Callback | WithMemory] = (),
     on_step: OnStep | None = None,
     profile: Profile | None = None,
     steps_per_execution: int | Literal["auto"] = "auto",
@@ -72,8 +75,12 @@ def fit(
             except an iterator, which is read only once.
         eval_fn: `eval_fn(params, batch) -> {name: values}`, as in `evaluate`. The record has them as `eval_<name>`, and
             columns as `eval_<name>/0`, `eval_<name>/1`, ...
-        epochs: how many, from the step of `state`.
+        epochs: how many, from the step of `state`. None: as many as `max_steps` needs.
         batch_size: examples in a batch, over all devices.
+        max_steps: the training ends after this many steps, from the step of `state`, also within an epoch. The same
+            call with more steps goes on from the checkpoint, to the same numbers as a run that did not end.
+        eval_every: also evaluate after each step whose number this divides. Such a record has `under_way` True, the
+            means over the steps of its epoch so far, and is given to the callbacks and kept in the history too.
         progress: show a tqdm bar in a terminal or a notebook, and a line for each epoch.
         checkpoint_dir: where checkpoints are saved, one after each epoch.
         resume: "auto" goes on from the latest checkpoint in `checkpoint_dir` if it is after `state`, or of the run
@@ -81,9 +88,13 @@ def fit(
         checkpoint_every: also save a checkpoint each time after this many steps.
         keep: how many of the latest checkpoints stay.
         metrics_file: a file for the history as JSON lines, as by `to_jsonl`. It holds this run only.
-        callbacks: one or several functions `callback(state, record)`, called after an epoch and its evaluation. One
-            that returns True ends the training. Do not keep the state: the next step takes its memory. A callback
-            with a method `on_end(history)` gets that call when `fit` ends.
+        callbacks: one or several, each called after an epoch and its evaluation. A function
+            `callback(state, record)`, or an object with `init(state) -> memory` and
+            `on_epoch(memory, state, record) -> (memory, stop)`, such as `EarlyStopping`. Its memory is a pytree of
+            arrays, numbers and texts, which is saved with the checkpoints. It may have
+            `on_step(memory, step, metrics) -> memory` too. One that returns True, or True as `stop`, ends the
+            training. Do not keep the state: the next step takes its memory. A callback with a method
+            `on_start(history)` or `on_end(history)` gets that call when `fit` begins or ends.
         on_step: `on_step(step, metrics)`, called for each step in order, with its metrics as floats. `step` counts from
             1. The call comes up to sixteen steps late, so that nothing waits for it.
         profile: a directory for a trace of five steps, from the eleventh of this call on, by jax's profiler. Or
@@ -102,14 +113,14 @@ def fit(
         `loss` and whatever else the step reports, `accuracy` (None if it reports none), `test_loss` and `test_accuracy`
         (None without test data), `seconds` of training, `images_per_second` (examples, whatever they are), and
         `eval_<name>` of each value of `eval_fn`. A resumed run has the earlier epochs too. `skipped` is how many
-        updates a step left out that may do so. The means are of the others. An interrupted epoch comes last, with
-        `interrupted` True and means over the steps that it had.
+        updates a step left out that may do so. The means are of the others. An epoch that ended within it comes last,
+        with `interrupted` True and means over the steps that it had.
 
     Raises:
         TypeError: an argument of another type, or one that `fit` does not have.
         ValueError: a data set without one whole batch, numbers below 1, only one of `apply_fn` and `test_data`, or of
-            `eval_fn` and `eval_data`, a donated state, a checkpoint of another model, optimizer, batch size or size of
-            data set.
+            `eval_fn` and `eval_data`, a donated state, a metric for a callback that there is not, a `KeepBest` without
+            `checkpoint_dir`, a checkpoint of another model, optimizer, batch size or size of data set.
         What shapes tell about `loss_fn`, `apply_fn` and `eval_fn` is checked before the first step, and the state stays
             valid. Of batches that an iterable gives, other than a list, the shapes are known when they come.
         RuntimeError: one of several processes of `python -m jaxpar launch` that has not joined the others.
@@ -118,8 +129,8 @@ def fit(
             It names the step and the keys. Its `state`, which is saved too, is the one before that step.
         OSError: a checkpoint or metrics that cannot be written. The earlier ones stay.
         KeyboardInterrupt: after Ctrl-C, see `on_interrupt`. SystemExit(143): after SIGTERM.
-        An exception from the run itself has `state` and `history` up to the last step as attributes, unless that step
-        took the state with it.
+        An exception from the run itself, KeyboardInterrupt and SystemExit too, has `state` and `history` up to the last
+        step as attributes, unless that step took the state with it.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optax
@@ -136,7 +147,7 @@ def fit(
     refuse_unknown(unknown, fit)
     options: dict[str, Any] = {
         **{"epochs": epochs, "batch_size": batch_size, "progress": progress, "profile": profile},
-        **{"on_interrupt": on_interrupt},
+        **{"on_interrupt": on_interrupt, "max_steps": max_steps, "eval_every": eval_every},
         **{"checkpoint_dir": checkpoint_dir, "checkpoint_every": checkpoint_every, "keep": keep},
     }
     evaluated = {"test_data": test_data, "apply_fn": apply_fn, "eval_data": eval_data, "eval_fn": eval_fn}
@@ -146,6 +157,8 @@ def fit(
     checkpoints = RunCheckpoints(checkpoint_dir, keep, run)
     state, past = checkpoints.resume(state, resume)
     loop = Loop(run, run.check(state), past)
+    if checkpoint_dir is not None:
+        called.to_json(loop.memories)  # what cannot be saved is refused now
     called.start(loop.history)  # after all that may refuse this call, so that the file of another run stays as it is
     number = _train(loop, checkpoints)
     return _finish(loop, checkpoints, number)
@@ -163,25 +176,24 @@ def _train(loop: Loop, checkpoints: RunCheckpoints) -> int | None:
         ):
             for record in steps:
                 if _should_stop(loop, checkpoints, signals, record):
-                    loop.end_interrupted()
                     break
-    except Exception as error:
+            loop.end_interrupted()
+    except BaseException as error:
         _attach_state(error, loop)
         raise
     return signals.asked
 
 
 def _should_stop(loop: Loop, checkpoints: RunCheckpoints, signals: interrupt.Signals, record: Record | None) -> bool:
-    """Evaluate and call the callbacks after an epoch, save if it is due. Return whether the run is to stop."""
-    stopped, over = False, record is not None
+    """Evaluate and call the callbacks where there is a record, save if it is due. Return whether the run is to stop."""
+    stopped = False
     if record is not None:
-        loop.end_epoch(record)
+        loop.evaluate(record)
     try:
-        if record is not None:
-            stopped = loop.run.callbacks.run(loop.state, record)
+        stopped = record is not None and loop.call_back(record)
     finally:  # a callback that fails costs no steps
-        interrupted = signals.should_stop(loop.state, loop.at, over)
-        checkpoints.save(loop, epoch_over=over, stopped=stopped, interrupted=interrupted)
+        interrupted = signals.should_stop(loop.state, loop.at, record is not None)
+        checkpoints.save(loop, stopped=stopped, interrupted=interrupted)
     return stopped or interrupted
 
 
@@ -201,11 +213,11 @@ def _save_if_not_finite(loop: Loop, checkpoints: RunCheckpoints) -> Generator[No
     except NonFiniteError as error:
         loop.go_back(error.state, error.step)
         if loop.at > loop.began:
-            checkpoints.save(loop, epoch_over=False, interrupted=True)
+            checkpoints.save(loop, interrupted=True)
         raise
 
 
-def _attach_state(error: Exception, loop: Loop) -> None:
+def _attach_state(error: BaseException, loop: Loop) -> None:
     """Put the state and the history on an exception: the caller's own state was donated to the first step."""
     made = loop.at > loop.began or isinstance(error, NonFiniteError)
     if made and not is_donated(loop.state):

@@ -82,23 +82,27 @@ class Signals:
             signal.signal(number, self._before.pop(number))
 
 
-def finish_interrupted(number: int, state: Any, history: Any, where: str, on_interrupt: str) -> tuple[Any, Any]:
+def finish_interrupted(
+    number: int, state: Any, history: Any, where: str, on_interrupt: str, who: str = "fit"
+) -> tuple[Any, Any]:
     """Return or raise as `fit` does after a signal.
 
     Args:
         where: at which step it stopped and what was saved.
         on_interrupt: "return", "raise" or "auto". "auto" returns in a notebook or at a prompt, where an exception would
             lose the state, and raises in a script.
+        who: the name before the message.
     """
     if number == signal.SIGTERM:
-        say(f"fit: SIGTERM: stopped {where}")
+        say(f"{who}: SIGTERM: stopped {where}")
         sys.exit(128 + signal.SIGTERM)  # not `raise SystemExit`: the heartbeat client watches `sys.exit`
     if on_interrupt == "raise" or (on_interrupt == "auto" and not _is_at_prompt()):
         # This very class: Python ends a script after a subclass as after an error, not as after Ctrl-C.
-        interrupt = KeyboardInterrupt(f"fit: interrupted {where}")
+        interrupt = KeyboardInterrupt(f"{who}: interrupted {where}")
         interrupt.state, interrupt.history = state, history  # pyright: ignore[reportAttributeAccessIssue]
         raise interrupt
-    say(f"fit: interrupted {where}\nfit: this is the state and the history up to there")
+    words = "" if history is None else "\nfit: this is the state and the history up to there"
+    say(f"{who}: interrupted {where}{words}")
     return state, history
 
 
@@ -120,4 +124,4 @@ def _is_at_prompt() -> bool:
 
 
 def _confirm() -> None:
-    say("fit: the interrupt was noted; it stops after the step that is under way. Once more stops it at once")
+    say("the interrupt was noted; it stops after the step that is under way. Once more stops it at once")

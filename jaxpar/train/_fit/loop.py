@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import itertools
 import time
-import warnings
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from ... import data
 from ..._core.arrays import Device
@@ -21,40 +17,13 @@ from .._step.nonfinite import check_finite
 from .._step.state import TrainState
 from .epoch import Epoch, epoch_of
 from .profile import Trace
-from .progress import Progress
+from .progress import Progress, compiling
+from .readings import BEHIND, Readings, Steps
 from .run import Run, RunHistory
 
-_BEHIND = 8  # steps whose metrics are not read yet, so that the host need not wait
 _AT_ONCE = 0.2  # seconds that the steps of one program take. Ctrl-C waits for them.
+_MEASURE_EVERY = 1.0  # seconds after which the bar shows another learning rate
 _SHUFFLE = 0x5FFE1E  # folded into the key of the run, for the order of the examples
-
-
-@dataclasses.dataclass(frozen=True)
-class _Steps:
-    """The metrics of one step. With `end`, those of steps `first` to `end` along their first axis."""
-
-    metrics: dict[str, jax.Array]
-    first: int = 0
-    end: int = 0
-
-    @property
-    def number(self) -> int:
-        return self.end - self.first or 1
-
-    def rows(self) -> list[dict[str, float]]:
-        """The metrics that are numbers, for each step. Waits for them. A warning names those that are not."""
-        axes = 1 if self.end else 0
-        others = {k: np.shape(v)[axes:] for k, v in self.metrics.items() if np.ndim(v) != axes}
-        if others:
-            words = ", ".join(f"{k!r} of shape {shape}" for k, shape in others.items())
-            warnings.warn(
-                f"fit: the history holds numbers, and aux of loss_fn has {words}; return a mean or another number",
-                stacklevel=2,
-            )
-        if not self.end:
-            return [{k: float(v) for k, v in self.metrics.items() if k not in others}]
-        columns = {k: np.asarray(v) for k, v in self.metrics.items() if k not in others}
-        return [{k: float(v[i]) for k, v in columns.items()} for i in range(self.first, self.end)]
 
 
 class Loop:
@@ -69,17 +38,22 @@ class Loop:
         began: the value of `at` where this call of `fit` began.
         last: the value of `at` at the end.
         epoch: the sums of the epoch under way.
+        memories: of the callbacks.
     """
 
     def __init__(self, run: Run, state: TrainState, past: RunHistory):
         self.run, self.state, self.history = run, state, History(past.history)
         self.first, self.epoch = past.first, epoch_of(past.under_way)
         self.at = self.began = int(state.step)
-        self.last = self.began if past.stopped else max(self.began, past.first + run.epochs * run.steps)
+        self.last = self.began if past.stopped else max(self.began, past.first + run.num_steps)
+        self.memories = self._before = run.callbacks.init(state, past.memories, past.resumed)
         self._progress = Progress(run.progress, run.epochs, run.steps, run.unit)
         self._trace = Trace(run.profile, self.last - self.began)
         self._pace, self._read = float("inf"), 0.0  # seconds of a step, and when the last one was read
-        self._unread: collections.deque[_Steps] = collections.deque()
+        self._readings = Readings()
+        self._wants_steps, self._checked = run.callbacks.wants_steps, False
+        self._measured = run.callbacks.measure(state)  # what the bar shows of it
+        self._measured_at = 0.0
 
     @property
     def number(self) -> int:
@@ -90,52 +64,99 @@ class Loop:
     def between_epochs(self) -> bool:
         return (self.at - self.first) % self.run.steps == 0
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether `max_steps` ends the run within an epoch."""
+        return self.at == self.last and not self.between_epochs
+
     def steps(self) -> Generator[Record | None]:
-        """Make the steps. Give None after one or several, and the record where an epoch is over."""
+        """Make the steps. Give None after one or several, and a record where an epoch is over or one is evaluated."""
         calls = self._calls()
         try:
             self._start_epoch()
+            self._progress.say(compiling())
             while self.at < self.last:
                 self.state, made = next(calls)
+                if self.at == self.began:
+                    self._progress.say("")
                 self.at += made.number
-                self._unread.append(made)
-                self._count(0 if self.between_epochs else _BEHIND)
-                if not self.between_epochs:
+                self._readings.add(made)
+                mark = self._due()
+                self._count(BEHIND if mark is None else 0)
+                if mark is None:
                     yield None
                     continue
-                record = self._record()
-                yield record
-                self.epoch = Epoch()
-                self._start_epoch()
+                self.epoch.pause()
+                yield {**self._record(), **mark}
+                if self.between_epochs:
+                    self.epoch = Epoch()
+                    self._start_epoch()
+                else:
+                    self.epoch.go_on()
+                    self._read = time.perf_counter()
         finally:
             self._trace.close(self.state)
             self._progress.close()
 
-    def end_epoch(self, record: Record) -> None:
-        """Evaluate the state, show the record and keep it."""
-        record |= self.run.evaluation.scores(self.state)
-        self._progress.end(record)
-        self.history.append(record)
-
-    def under_way(self) -> dict[str, Any]:
-        """What a checkpoint keeps of an epoch under way. Waits for its steps. Empty between epochs."""
+    def _due(self) -> dict[str, bool] | None:
+        """The mark of the record that is due after this step. None: none is due."""
+        every = self.run.eval_every
         if self.between_epochs:
             return {}
+        if every and self.at % every == 0:
+            return {"under_way": True}
+        return {"interrupted": True} if self.is_cut else None
+
+    def evaluate(self, record: Record) -> None:
+        """Evaluate the state, show the record and keep it."""
+        record |= {**self.run.evaluation.scores(self.state), **self.run.callbacks.measure(self.state)}
+        if self.between_epochs:
+            self._progress.end(record)
+        else:
+            self._progress.show(record)
+        self.history.append(record)
+
+    def call_back(self, record: Record) -> bool:
+        """Give the record to the callbacks. Return whether one asked to stop."""
+        self._before = self.memories
+        self.memories, stopped = self.run.callbacks.run(self.memories, self.state, record)
+        return stopped and not record.get("interrupted")
+
+    def to_save(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the state, as JSON. Waits for the steps of an epoch under way.
+
+        The record of an epoch that `max_steps` cuts short, and what callbacks made of it, are not in it: a longer run
+        has neither.
+        """
+        under_way = {} if self.between_epochs else self._under_way()
+        cut = bool(self.history) and self.history[-1].get("interrupted") and self.history[-1]["step"] == self.at
+        history, memories = (self.history[:-1], self._before) if cut else (self.history, self.memories)
+        return {
+            **{"first": self.first, "history": history, **under_way},
+            **{"callbacks": self.run.callbacks.to_json(memories)},
+        }
+
+    def _under_way(self) -> dict[str, Any]:
         self._count(0)
         return self.epoch.info()
 
     def end_interrupted(self) -> None:
-        """Keep the record of an epoch that an interrupt ends."""
-        if not self.between_epochs:
-            self._count(0)
-            self.history.append({**self._record(), "interrupted": True})
+        """Mark the record of an epoch that ends within it. An interrupt, a callback or `max_steps` can do that."""
+        if self.between_epochs:
+            return
+        self._count(0)
+        if self.history and self.history[-1]["step"] == self.at:
+            self.history[-1] = {**self.history[-1], "interrupted": True}
+            return
+        scores = self.run.evaluation.scores(self.state) if self.is_cut else {}  # it was made by an earlier call
+        self.history.append({**self._record(), **scores, "interrupted": True})
 
     def go_back(self, state: TrainState, step: int) -> None:
         """Go back to the state before a step that is not finite. No later step counts."""
         self.state, self.at = state, step
-        self._unread.clear()
+        self._readings.clear()
 
-    def _calls(self) -> Iterator[tuple[TrainState, _Steps]]:
+    def _calls(self) -> Iterator[tuple[TrainState, Steps]]:
         """Call the step, or a program of several steps. `at` has changed when the next is asked for."""
         run, state = self.run, self.state
         with outside_mesh():
@@ -145,7 +166,7 @@ class Loop:
             for batch in run.source.batches(run.batch_size, rng=rng, epochs=None, start=self.at, devices=devices):
                 with self._trace.step(self.at, state):
                     state, metrics = run.step(state, batch)
-                yield state, _Steps(metrics)
+                yield state, Steps(metrics)
             return
         for batches, number in groups:
             done = 0
@@ -153,7 +174,7 @@ class Loop:
                 end = min(number, done + self._next_number())
                 with self._trace.step(self.at, state):
                     state, metrics = run.step.many(state, batches, done, end)
-                yield state, _Steps(metrics, done, end)
+                yield state, Steps(metrics, done, end)
                 done = end
 
     def _groups(self, rng: jax.Array, devices: Sequence[Device]) -> Iterator[tuple[data.Batch, int]] | None:
@@ -177,9 +198,9 @@ class Loop:
         """How many steps the next program makes, if there are as many batches."""
         if self._trace.is_on:
             return 1
-        per_program, every = self.run.per_program, self.run.checkpoint_every
+        per_program, periods = self.run.per_program, (self.run.checkpoint_every, self.run.eval_every)
         most = max(1, int(_AT_ONCE / self._pace)) if per_program == "auto" else per_program
-        return min(most, self.last - self.at, every - self.at % every if every else most)
+        return min(most, self.last - self.at, *(every - self.at % every for every in periods if every))
 
     def _start_epoch(self) -> None:
         if self.at < self.last:
@@ -190,12 +211,13 @@ class Loop:
 
     def _count(self, behind: int) -> None:
         """Read the metrics of all steps except the last few. Waits for these steps."""
-        while sum(made.number for made in self._unread) > behind:
-            made = self._unread.popleft()
-            rows = made.rows()
+        for rows in self._readings.read(behind):
             now = time.perf_counter()
-            self._pace, self._read = (now - self._read) / made.number, now
-            number = self.at - sum(later.number for later in self._unread) - made.number
+            self._pace, self._read = (now - self._read) / len(rows), now
+            number = self.at - self._readings.number - len(rows)
+            if not self._checked:
+                self._checked = True
+                self.run.check_monitors(rows[0])
             for i, metrics in enumerate(rows, 1):
                 self._count_step(number + i, metrics)
 
@@ -204,9 +226,16 @@ class Loop:
         if skipped and run.stops:
             check_finite(metrics, self.state)
         self.epoch.add({"skipped": 1} if skipped else metrics)
-        self._progress.step(metrics, self.epoch.counted * run.batch_size / self.epoch.elapsed())
-        if run.callbacks.on_step is not None:
-            run.callbacks.on_step(number, metrics)
+        shown = {**metrics, **self._measure_again()} if self._measured else metrics
+        self._progress.step(shown, self.epoch.counted * run.batch_size / self.epoch.elapsed())
+        if self._wants_steps:
+            self.memories = run.callbacks.step(self.memories, number, metrics)
+
+    def _measure_again(self) -> dict[str, float]:
+        """What the bar shows beside the metrics, not older than a second. To measure waits for the state."""
+        if self._progress.has_bar and self._read - self._measured_at > _MEASURE_EVERY:
+            self._measured, self._measured_at = self.run.callbacks.measure(self.state), time.perf_counter()
+        return self._measured
 
     def _record(self) -> Record:
         return self.epoch.record(self.number, self.at, self.run.batch_size, self.run.skips)

@@ -12,6 +12,7 @@ from ... import distributed
 from ..._core.text import say_news
 from ..._devices.donation import is_donated, zeros_if_donated
 from ...checkpoint import CheckpointError, Found, Manager
+from .._callbacks.memory import is_saved_memory
 from .._step.state import TrainState
 from .loop import Loop
 from .run import Run, RunHistory
@@ -55,14 +56,16 @@ class RunCheckpoints:
             return state, _run_history(info, self._run)
         return state, RunHistory(int(state.step) if first is None else first)  # no epoch of that state is known
 
-    def save(self, loop: Loop, *, epoch_over: bool, stopped: bool = False, interrupted: bool = False) -> None:
+    def save(self, loop: Loop, *, stopped: bool = False, interrupted: bool = False) -> None:
         """Save the state of the loop if it is due."""
-        every = self._run.checkpoint_every
-        due = epoch_over or stopped or interrupted or (every and loop.at % every == 0)
-        if self._manager is not None and due:
-            about = {"first": loop.first, "history": loop.history, "stopped": stopped, "interrupted": interrupted}
+        if self._manager is None:
+            return
+        every, interrupted = self._run.checkpoint_every, interrupted or loop.is_cut
+        best = self._run.callbacks.is_best(loop.memories, loop.at)
+        if loop.between_epochs or stopped or interrupted or best or (every and loop.at % every == 0):
             sizes = {name: getattr(self._run, name) for name in _SIZES}
-            self._manager.save(loop.state, {**about, **sizes, **loop.under_way()})
+            about = {**loop.to_save(), **sizes, "stopped": stopped, "interrupted": interrupted}
+            self._manager.save(loop.state, about, best=best)
 
     def path(self, step: int) -> Path | None:
         """The newest checkpoint of a step. None where there is no directory."""
@@ -97,7 +100,7 @@ def _check_info(found: Found) -> None:
     info, step = found.body.get("info", {}), found.body.get("step", 0)
     if not _is_of_fit(info):
         return
-    history, sums = info.get("history"), info.get("sums", {})
+    history, sums, callbacks = info.get("history"), info.get("sums", {}), info.get("callbacks", [])
     good = {
         "first": _is_count(info.get("first")) and info["first"] <= step,
         **{name: _is_count(info.get(name)) for name in _SIZES},
@@ -106,6 +109,7 @@ def _check_info(found: Found) -> None:
         "sums": isinstance(sums, dict) and all(map(_is_number, sums.values())),
         "counted": _is_count(info.get("counted", 0)),
         "seconds": _is_number(info.get("seconds", 0.0)),
+        "callbacks": isinstance(callbacks, list) and all(map(is_saved_memory, callbacks)),
     }
     wrong = [name for name, holds in good.items() if not holds]
     if wrong:
@@ -132,4 +136,5 @@ def _run_history(info: dict[str, Any], run: Run) -> RunHistory:
             f"fit: the checkpoint is of a run with batches of {saved[0]} out of {saved[1]} examples, this one has "
             f"{now[0]} out of {now[1]}; use those again, or another checkpoint_dir, or resume=False"
         )
-    return RunHistory(info["first"], info["history"], info, info.get("stopped", False))
+    stopped, memories = info.get("stopped", False), info.get("callbacks")
+    return RunHistory(info["first"], info["history"], info, stopped, memories, resumed=True)

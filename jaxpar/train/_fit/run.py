@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -27,13 +28,14 @@ class Run:
     """The inputs of a call of `fit`.
 
     Attributes:
-        step, epochs, batch_size, progress, profile, on_interrupt: as given to `fit`.
+        step, epochs, batch_size, progress, profile, on_interrupt, max_steps: as given to `fit`.
         source: the training data.
         evaluation: where scores come from.
         examples: of an epoch.
         steps: of an epoch.
         per_program: how many steps one compiled program makes. "auto": as many as take a fifth of a second.
         checkpoint_every: save after each step whose number this divides. None: after epochs only.
+        eval_every: evaluate after each step whose number this divides. None: after epochs only.
     """
 
     step: TrainStep
@@ -45,10 +47,17 @@ class Run:
     steps: int
     per_program: int | Literal["auto"]
     checkpoint_every: int | None
+    eval_every: int | None
+    max_steps: int | None
     progress: bool
     profile: Profile | None
     on_interrupt: str
     evaluation: Evaluation
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps the whole run has."""
+        return min(self.epochs * self.steps, self.max_steps or sys.maxsize)
 
     @property
     def skips(self) -> bool:
@@ -72,13 +81,25 @@ class Run:
             state = self.step.complete(state)
             shapes = getattr(self.source, "batch_shapes", lambda batch_size: None)(self.batch_size)
             metrics = self.step.check(state, shapes)
-        taken = set(metrics) & {*RECORD_NAMES, *self.evaluation.check(state)}
+        scores = self.evaluation.check(state)
+        taken = set(metrics) & {*RECORD_NAMES, *scores}
         if taken:
             raise ValueError(
                 f"fit: the record of an epoch has {', '.join(sorted(taken))} of its own; rename that value in the aux "
                 "of loss_fn"
             )
+        if metrics:
+            self.check_monitors(metrics, scores)
         return state
+
+    def check_monitors(self, metrics: Iterable[str], scores: Sequence[str] = ()) -> None:
+        """`ValueError` for a callback that looks at what is never measured, when the names of metrics are known."""
+        unknown = [
+            start
+            for start, are_measured in self.evaluation.measures.items()
+            if are_measured and not any(name.startswith(start) for name in scores)
+        ]
+        self.callbacks.check_metrics([*metrics, *scores], unknown)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +111,16 @@ class RunHistory:
         history: the records of the epochs that are over.
         under_way: the sums of an epoch that is not.
         stopped: whether a callback ended the training.
+        memories: of the callbacks, as `Callbacks.to_json` gave them. None: they were not saved.
+        resumed: whether it goes on from a checkpoint of `fit`.
     """
 
     first: int
     history: list[Record] = dataclasses.field(default_factory=list)
     under_way: dict[str, Any] = dataclasses.field(default_factory=dict)
     stopped: bool = False
+    memories: list[Any] | None = None
+    resumed: bool = False
 
 
 def plan_run(
@@ -104,8 +129,10 @@ def plan_run(
     train_data: Any,
     callbacks: Callbacks,
     *,
-    epochs: int,
+    epochs: int | None,
     batch_size: int,
+    max_steps: int | None,
+    eval_every: int | None,
     progress: Any,
     evaluated: dict[str, Any],
     checkpoint_dir: Any,
@@ -123,22 +150,38 @@ def plan_run(
     distributed.check_joined("fit", "each would train a model of its own", launched=True)
     _check_updater(state)
     _check_step(step)
-    sizes = (checks.whole_number(epochs, "fit", "epochs"), checks.whole_number(batch_size, "fit", "batch_size"))
+    batch_size = checks.whole_number(batch_size, "fit", "batch_size")
     checks.whole_number(keep, "fit", "keep")
-    if checkpoint_every is not None:
-        every = checks.whole_number(checkpoint_every, "fit", "checkpoint_every")
-        checkpoint_every = None if checkpoint_dir is None else every
+    checkpoint_every = _whole_or_none(checkpoint_every, "checkpoint_every")
+    max_steps, eval_every = _whole_or_none(max_steps, "max_steps"), _whole_or_none(eval_every, "eval_every")
     evaluation = plan_evaluation(**evaluated, batch_size=batch_size)
     _check_progress(progress)
     checks.choice(others["on_interrupt"], "fit", "on_interrupt", ("auto", "return", "raise"))
+    epochs = _whole_or_none(epochs, "epochs")
     source = data.as_source(train_data)
-    examples = source.examples(sizes[1])
-    steps = examples // sizes[1]
+    examples = source.examples(batch_size)
+    steps = examples // batch_size
     if not steps:
-        raise ValueError(f"fit: {examples} examples make no whole batch of {sizes[1]}; use a smaller batch_size")
+        raise ValueError(f"fit: {examples} examples make no whole batch of {batch_size}; use a smaller batch_size")
+    epochs = _epochs(epochs, max_steps, steps)
     per_program = _steps_per_program(steps_per_execution, step, source, state)
-    counts = (*sizes, examples, steps, per_program, checkpoint_every)
-    return Run(step, source, callbacks, *counts, progress, **others, evaluation=evaluation)
+    checkpoint_every = None if checkpoint_dir is None else checkpoint_every
+    counts = (epochs, batch_size, examples, steps, per_program, checkpoint_every, eval_every, max_steps)
+    run = Run(step, source, callbacks, *counts, progress, **others, evaluation=evaluation)
+    callbacks.check(checkpoint_dir, evaluation.measures)
+    return run
+
+
+def _whole_or_none(value: Any, name: str) -> int | None:
+    return None if value is None else checks.whole_number(value, "fit", name)
+
+
+def _epochs(epochs: int | None, max_steps: int | None, steps: int) -> int:
+    """How many epochs the run goes into."""
+    if epochs is None and max_steps is None:
+        raise ValueError("fit: epochs= or max_steps= says when the training ends; give one of them, or both")
+    most = sys.maxsize if epochs is None else epochs
+    return most if max_steps is None else min(most, -(-max_steps // steps))
 
 
 def refuse_unknown(unknown: dict[str, Any], function: Callable[..., Any]) -> None:
@@ -187,10 +230,7 @@ def _check_updater(state: Any) -> None:
 
 def _check_progress(progress: Any) -> None:
     if progress == "plot":
-        raise ValueError(
-            "fit: progress='plot' is now a callback: plot = train.LivePlot(), then "
-            "fit(..., callbacks=plot, on_step=plot.on_step, progress=False)"
-        )
+        raise ValueError("fit: progress='plot' is now a callback: fit(..., callbacks=train.LivePlot(), progress=False)")
     if progress not in (True, False):
         raise ValueError(f"fit: progress must be True or False, got {progress!r}")
 

@@ -214,7 +214,7 @@ def explain_donated(error: RuntimeError, state: TrainState) -> None:
     if "deleted" not in str(error):
         return
     shared = [f.name for f in dataclasses.fields(state) if is_donated(getattr(state, f.name))]
-    if shared and not is_donated(state.step):
+    if shared and not {"store", "step"} & set(shared):
         raise RuntimeError(
             f"train step: arrays in {' and '.join(shared)} of this state were donated to the step of another state, "
             "which shared them; give this one copies. kv.to_params(other.store) copies, other.params does not"

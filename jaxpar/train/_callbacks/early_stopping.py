@@ -1,0 +1,138 @@
+"""Callbacks that look at one metric: when to stop, and which checkpoint is the best."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from ..._core import checks
+from .history import Record
+from .monitor import Mode, check_monitor, default_monitor, is_better, resolve_mode, value_of, worst
+
+Memory = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyStopping:
+    """A callback of `fit` that ends the training when a metric no longer improves.
+
+    What it remembers is saved with the checkpoints. So a resumed run stops where an undisturbed one does.
+
+    Args:
+        monitor: the name of a metric in the records. None: `eval_loss`, or else `test_loss`, or else another metric of
+            the evaluation whose name says its direction, or else `loss`.
+        patience: how many records in a row may come without an improvement. There is one for each epoch, and with
+            `fit(eval_every=)` one for each evaluation.
+        mode: "min" if less is better, "max" if more is. "auto" reads it off the name: `accuracy` is "max", `loss`
+            is "min".
+        min_delta: a smaller improvement does not count. NaN is no improvement.
+
+    Raises:
+        TypeError, ValueError: an argument of another type or out of its range, or a name that says no direction.
+            From `fit`: a metric that there is not.
+
+    Example:
+        >>> from jaxpar import train
+        >>> stopping = train.EarlyStopping("loss", patience=2)
+        >>> memory, stops = stopping.init(None), []
+        >>> for loss in (3.0, 2.0, 2.5, float("nan")):
+        ...     memory, stop = stopping.on_epoch(memory, None, {"loss": loss})
+        ...     stops.append(stop)
+        >>> stops, memory["best"]
+        ([False, False, False, True], 2.0)
+    """
+
+    monitor: str | None = None
+    patience: int = 3
+    mode: Mode = "auto"
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        where = "train.EarlyStopping"
+        check_monitor(self.monitor, self.mode, where)
+        checks.whole_number(self.patience, where, "patience")
+        allowed = "a finite number of 0 or more"
+        checks.number(self.min_delta, where, "min_delta", allowed, lambda x: 0 <= x < math.inf)
+
+    def init(self, state: Any) -> Memory:
+        """The memory before the first record."""
+        del state
+        return {**_nothing(), "without": 0}
+
+    def on_epoch(self, memory: Memory, state: Any, record: Record) -> tuple[Memory, bool]:
+        """The memory after a record, and whether to stop."""
+        del state
+        memory, better = _look(memory, record, self.monitor, self.mode, float(self.min_delta), "train.EarlyStopping")
+        without = 0 if better else memory["without"] + 1
+        return {**memory, "without": without}, without >= self.patience
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepBest:
+    """A callback of `fit` that keeps the checkpoint with the best value of a metric.
+
+    It stays beside the last `keep` ones, and `checkpoint.best(directory)` gives its path. After an evaluation within an
+    epoch, see `fit(eval_every=)`, a state that is the best so far is saved too.
+
+    The checkpoint holds the whole state. Where an optimizer trains other parameters than it evaluates, the metric is of
+    the `eval_params` of the restored state.
+
+    Args:
+        monitor, mode: as in `EarlyStopping`.
+
+    Raises:
+        TypeError, ValueError: as in `EarlyStopping`. From `fit`: there is no `checkpoint_dir`, or there are two of it.
+
+    Example:
+        >>> import tempfile
+        >>> import jax.numpy as jnp, numpy as np, optax
+        >>> from jaxpar import checkpoint, data, kv, train
+        >>> def loss_fn(params, batch, rng):
+        ...     return ((batch["image"] @ params["w"] - batch["label"]) ** 2).mean(), {}
+        >>> lines = data.Dataset(np.ones((8, 2), np.float32), np.ones(8, np.float32))
+        >>> state = train.create_state(kv.from_params({"w": jnp.zeros(2)}, optimizer=optax.sgd(0.6)), 0)
+        >>> directory = tempfile.mkdtemp()  # the rate is too large: the loss grows from epoch to epoch
+        >>> state, history = train.fit(state, train.make_train_step(loss_fn), lines, epochs=6, batch_size=8,
+        ...     progress=False, checkpoint_dir=directory, keep=2, callbacks=train.KeepBest())
+        >>> checkpoint.best(directory).name
+        'step_00000001'
+    """
+
+    monitor: str | None = None
+    mode: Mode = "auto"
+
+    def __post_init__(self) -> None:
+        check_monitor(self.monitor, self.mode, "train.KeepBest")
+
+    def init(self, state: Any) -> Memory:
+        """The memory before the first record."""
+        del state
+        return {**_nothing(), "step": 0}
+
+    def on_epoch(self, memory: Memory, state: Any, record: Record) -> tuple[Memory, bool]:
+        """The memory after a record, with the step of the best. It never stops."""
+        del state
+        memory, better = _look(memory, record, self.monitor, self.mode, 0.0, "train.KeepBest")
+        return {**memory, "step": record["step"] if better else memory["step"]}, False
+
+
+def _nothing() -> Memory:
+    return {"monitor": None, "mode": None, "best": None}
+
+
+def _look(
+    memory: Memory, record: Record, monitor: str | None, mode: Mode, min_delta: float, where: str
+) -> tuple[Memory, bool]:
+    """The memory with the best value so far, and whether this record has it.
+
+    A memory of another metric, of a run that was resumed with another `monitor`, counts for nothing.
+    """
+    name = monitor or memory["monitor"] or default_monitor(record)
+    direction = resolve_mode(name, mode, where)
+    if (name, direction) != (memory["monitor"], memory["mode"]):
+        counts = dict.fromkeys(memory.keys() & {"without", "step"}, 0)
+        memory = {**memory, **counts, "monitor": name, "mode": direction, "best": worst(direction)}
+    value = value_of(record, name, where)
+    better = is_better(value, memory["best"], direction, min_delta)
+    return {**memory, "best": value if better else memory["best"]}, better

@@ -1,0 +1,198 @@
+"""A learning-rate range test: short training with rates that grow, and the loss at each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ... import data, updaters
+from ..._core import checks
+from ..._core.text import Table
+from ..._devices.donation import is_donated
+from ..._devices.user_mesh import outside_mesh
+from .._callbacks.figures import new_figure, png, save_figure
+from .._step.state import TrainState
+from .readings import BEHIND, Readings, Steps
+
+_WHERE = "train.lr_find"
+_SMOOTH = 0.9  # of the average of the losses
+_ROUNDING = 1e-5  # of the loss: what it falls by less is rounding
+_TOO_MUCH = 4.0  # times the least loss so far, at which the test ends
+
+
+@dataclasses.dataclass(frozen=True)
+class RateTest:
+    """What `lr_find` found. A notebook shows the curve.
+
+    Attributes:
+        rates: the learning rate of each step.
+        losses: the loss of the batch of that step, before its update.
+        smoothed: an average of the losses so far, of which the last ones count most.
+        suggestion: the rate at which the smoothed loss falls fastest. None: it never falls.
+    """
+
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+    smoothed: tuple[float, ...]
+    suggestion: float | None
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draw the loss by the rate, and write it to a file if there is a path. Returns the matplotlib figure.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        figure = new_figure("RateTest.plot", 6, 3.6)
+        axes = figure.subplots()
+        axes.plot(self.rates, self.losses, color="tab:gray", alpha=0.4, linewidth=1, label="loss")
+        axes.plot(self.rates, self.smoothed, label="smoothed")
+        if self.suggestion is not None:
+            axes.axvline(self.suggestion, color="tab:orange", linestyle="--", label=f"{self.suggestion:.2e}")
+        least = min(self.smoothed)
+        axes.set(xlabel="learning rate", ylabel="loss", xscale="log")
+        if math.isfinite(least):
+            axes.set_ylim(top=max(self.smoothed[0], least) + 0.5 * abs(self.smoothed[0] - least) + 1e-12)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        return save_figure(figure, path)
+
+    def _repr_png_(self) -> bytes | None:
+        try:
+            return png(self.plot())
+        except ModuleNotFoundError:
+            return None
+
+    def _repr_html_(self) -> str:
+        rows = [(f"{rate:.2e}", f"{loss:.4f}") for rate, loss in zip(self.rates, self.smoothed, strict=True)]
+        found = "no rate makes the loss fall" if self.suggestion is None else f"suggestion {self.suggestion:.2e}"
+        return Table(f"learning rates: {found}", ("rate", "smoothed loss"), rows, 20, "right", first=10)._repr_html_()
+
+
+def lr_find(
+    state: TrainState,
+    step: Any,
+    train_data: Any,
+    *,
+    batch_size: int,
+    lowest: float = 1e-6,
+    highest: float = 1.0,
+    steps: int = 100,
+) -> RateTest:
+    """Train a copy of the state by rates that grow from step to step (Smith 2017), to find one that suits it.
+
+    The rate is changed in the state, so the step is compiled once. `state` stays as it is, and `fit` can train it by
+    `updaters.set_learning_rate(state, found.suggestion)`. The test ends where the loss is four times the least one, or
+    is not finite.
+
+    Args:
+        state: its optimizer keeps the rate in its state: `optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)`, or
+            one of `jp.updaters` with `rate_in_state=True`. The rate must be a number, no schedule.
+        step: from `make_train_step`.
+        train_data, batch_size: as in `fit`. The data begin again where they are too few.
+        lowest, highest: the first and the last rate.
+        steps: how many rates, in equal ratios.
+
+    Returns:
+        The rates, the losses and a suggestion.
+
+    Raises:
+        ValueError: no rate is in the state, or it follows a schedule. Rates out of order, or data without one whole
+            batch.
+        TypeError: an argument of another type.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, optax
+        >>> from jaxpar import data, train
+        >>> def loss_fn(params, batch, rng):
+        ...     return ((batch["image"] @ params["w"] - batch["label"]) ** 2).mean(), {}
+        >>> lines = data.Dataset(np.ones((8, 2), np.float32), np.ones(8, np.float32))
+        >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+        >>> state, step = train.start({"w": jnp.zeros(2)}, tx, loss_fn)
+        >>> found = train.lr_find(state, step, lines, batch_size=8, lowest=1e-4, highest=10.0, steps=50)
+        >>> 1e-3 < found.suggestion < 1.0, int(state.step)
+        (True, 0)
+    """
+    rates = _rates(lowest, highest, steps)
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"{_WHERE}: expected a state of train.create_state or train.start, got {checks.describe(state)}"
+        )
+    if is_donated(state):
+        raise ValueError(f"{_WHERE}: this state was donated to an earlier step; use the one that it returned")
+    batch_size = checks.whole_number(batch_size, _WHERE, "batch_size")
+    source = data.as_source(train_data)
+    if source.examples(batch_size) < batch_size:
+        raise ValueError(f"{_WHERE}: {source.examples(batch_size)} examples make no whole batch of {batch_size}")
+    with outside_mesh():
+        own = updaters.set_learning_rate(jax.tree.map(_copy, state), rates[0])  # refused before work is spent
+        batches = source.batches(batch_size, rng=own.rng, epochs=None, devices=own.store.devices)
+    losses = _losses(own, step, batches, rates)
+    smoothed = _smooth(losses)
+    return RateTest(tuple(rates[: len(losses)]), tuple(losses), tuple(smoothed), _steepest(rates, smoothed))
+
+
+def _losses(state: TrainState, step: Any, batches: Any, rates: Sequence[float]) -> list[float]:
+    """The loss at each rate, up to one that is too large. The steps run ahead of the host."""
+    readings, losses = Readings(), list[float]()
+    for rate, batch in zip(rates, batches, strict=False):
+        with outside_mesh():
+            state = updaters.set_learning_rate(state, rate)
+        state, metrics = step(state, batch)
+        readings.add(Steps({"loss": metrics["loss"]}))
+        losses += [row["loss"] for rows in readings.read(BEHIND) for row in rows]
+        if _has_diverged(losses):
+            break
+    losses += [row["loss"] for rows in readings.read(0) for row in rows]
+    end = next((i for i in range(1, len(losses) + 1) if _has_diverged(losses[:i])), len(losses))
+    return losses[:end]
+
+
+def _has_diverged(losses: Sequence[float]) -> bool:
+    if not losses:
+        return False
+    if not math.isfinite(losses[-1]):
+        return True
+    smoothed = _smooth(losses)
+    return len(losses) > 5 and smoothed[-1] > min(smoothed) + (_TOO_MUCH - 1) * abs(min(smoothed))
+
+
+def _smooth(losses: Sequence[float]) -> list[float]:
+    """An exponential average, without the bias of its first values."""
+    sums = itertools.accumulate(losses, lambda mean, loss: _SMOOTH * mean + (1 - _SMOOTH) * loss, initial=0.0)
+    return [mean / (1 - _SMOOTH**i) for i, mean in enumerate(sums) if i]
+
+
+def _steepest(rates: Sequence[float], smoothed: Sequence[float]) -> float | None:
+    """The rate at which the loss falls fastest, before its least value."""
+    finite = list(itertools.takewhile(math.isfinite, smoothed))
+    if len(finite) < 3:
+        return None
+    least = int(np.argmin(finite))
+    if finite[0] - finite[least] <= _ROUNDING * abs(finite[0]):
+        return None
+    slopes = np.gradient(np.asarray(finite), np.log(rates[: len(finite)]))[: least + 1]
+    found = int(np.argmin(slopes))
+    return float(rates[found]) if slopes[found] < 0 else None
+
+
+def _rates(lowest: Any, highest: Any, steps: Any) -> list[float]:
+    steps = checks.whole_number(steps, _WHERE, "steps", least=2)
+    words = "a finite number above 0"
+    low, high = (
+        checks.number(value, _WHERE, name, words, lambda x: 0 < x < math.inf)
+        for name, value in (("lowest", lowest), ("highest", highest))
+    )
+    if low >= high:
+        raise ValueError(f"{_WHERE}: lowest must be below highest, got {lowest} and {highest}")
+    return [float(rate) for rate in np.geomspace(low, high, steps)]
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, jax.Array) else leaf

@@ -1,0 +1,413 @@
+"""Callbacks as values: what they remember is saved, so a resumed run decides as an undisturbed one."""
+
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tqdm.auto
+
+from jaxpar import checkpoint, data, kv, train, updaters
+from jaxpar.train._callbacks import memory
+from jaxpar.train._callbacks.monitor import default_monitor
+
+IMAGES = np.random.default_rng(0).random((48, 4), np.float32)
+TRAIN = data.Dataset(IMAGES, IMAGES[:, :3].argmax(1))  # three steps of 16
+TEST = data.Dataset(IMAGES[:20], TRAIN.labels[:20])
+TX = optax.sgd(0.5)
+
+
+def apply(params, images):
+    return images @ params["w"]
+
+
+STEP = train.make_train_step(train.classification_loss(apply))
+
+
+def start(tx=TX, **options):
+    store = kv.from_params({"w": jnp.zeros((4, 3))}, optimizer=tx, **options)
+    return train.create_state(store, 3, devices=jax.devices()[:2])
+
+
+def run(state=None, step=STEP, **options):
+    options = {"epochs": 2, "batch_size": 16, "progress": False, **options}
+    return train.fit(start() if state is None else state, step, TRAIN, **options)
+
+
+def same(state, other):
+    np.testing.assert_array_equal(state.params["w"], other.params["w"])
+    assert int(state.step) == int(other.step)
+
+
+def numbers(history):
+    timed = ("seconds", "images_per_second")
+    return [{k: v for k, v in r.items() if k not in timed} for r in history]
+
+
+class Scripted:
+    """Puts values of a metric into the records, epoch by epoch, before the others see them."""
+
+    def __init__(self, *values, name="score"):
+        self.values, self.name = values, name
+
+    def __call__(self, state, record):
+        record[self.name] = self.values[(int(state.step) - 1) // 3]
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "epochs"),
+    [
+        ((5, 4, 3, 2, 1, 0), {}, 6),
+        ((5, 4, 4, 4, 3, 2), {"patience": 2}, 4),
+        ((5, 6, 4, 5, 3, 4), {"patience": 2}, 6),
+        ((1, 2, 2, 1, 0, 3), {"patience": 3, "mode": "max"}, 5),
+        ((5, 4.9, 4.8, 4.7, 3, 2), {"patience": 3, "min_delta": 0.5}, 4),
+        ((5, NAN, NAN, 4, 3, 2), {"patience": 3}, 6),
+        ((NAN, NAN, NAN, 4, 3, 2), {"patience": 3}, 3),
+        ((math.inf, math.inf, 1, 0, 0, 0), {"patience": 2}, 2),
+    ],
+)
+def test_early_stopping(values, options, epochs, tmp_path):
+    stopping = train.EarlyStopping("score", **{"mode": "min", "patience": 1, **options})
+    callbacks = [Scripted(*values), stopping]
+    state, history = run(epochs=6, callbacks=callbacks, checkpoint_dir=tmp_path, keep=9)
+    assert len(history) == epochs
+    # From every checkpoint of the run it goes on to the same epoch.
+    for step in range(3, 3 * epochs, 3):
+        like = checkpoint.restore(tmp_path / f"step_{step:08d}", start())
+        part = tmp_path / f"part{step}"
+        part.mkdir()
+        (tmp_path / f"step_{step:08d}").rename(part / "step")
+        resumed, again = run(epochs=6, callbacks=callbacks, checkpoint_dir=part)
+        assert (len(again), int(like.step)) == (epochs, step)
+        same(resumed, state)
+
+
+def test_a_stopping_without_a_monitor_takes_what_there_is():
+    assert default_monitor({"loss": 1.0, "test_loss": 1.0, "test_accuracy": 0.5}) == "test_loss"
+    assert default_monitor({"loss": 1.0, "test_loss": 1.0, "eval_loss": 2.0}) == "eval_loss"
+    assert default_monitor({"loss": 1.0, "test_loss": None, "eval_kind": 1.0, "eval_top5": 2.0}) == "eval_top5"
+    assert default_monitor({"loss": 1.0, "accuracy": 0.5, "eval_kind": 1.0}) == "loss"
+    step = train.make_train_step(lambda p, b, rng: (jnp.mean(b["image"]) + 0 * p["w"].sum(), {}))
+    _, history = run(step=step, callbacks=train.EarlyStopping(patience=2), epochs=9)
+    assert len(history) < 9
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: train.EarlyStopping("reply"), ValueError, "'reply' does not say whether more or less is better; give"),
+        (lambda: train.EarlyStopping(3), TypeError, "monitor must be the name of a metric, got 3"),
+        (lambda: train.EarlyStopping("loss", mode="mim"), ValueError, "unknown mode 'mim'.*did you mean 'min'"),
+        (lambda: train.EarlyStopping(mode="max"), ValueError, "mode='max' is of a metric; name it by monitor="),
+        (lambda: train.EarlyStopping(patience=0), ValueError, "patience must be an int of 1 or more, got 0"),
+        (
+            lambda: train.EarlyStopping(min_delta=-1),
+            ValueError,
+            "min_delta must be a finite number of 0 or more, got -1",
+        ),
+        (lambda: train.EarlyStopping(min_delta=NAN), ValueError, "min_delta must be a finite number"),
+        (lambda: train.KeepBest("reply"), ValueError, "train.KeepBest: the name 'reply' does not say"),
+        (lambda: train.LearningRate("fast"), TypeError, "schedule must be a function or a number, got 'fast'"),
+        (lambda: train.to_wandb(3), TypeError, "train.to_wandb: project must be a name, got 3"),
+    ],
+)
+def test_arguments_of_callbacks(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_metric_that_there_is_not():
+    made = []
+    options = {"on_step": lambda *args: made.append(args)}
+    with pytest.raises(
+        ValueError, match="EarlyStopping looks at 'test_loss', and nothing is evaluated; give test_data"
+    ):
+        run(callbacks=train.EarlyStopping("test_loss"), **options)
+    assert not made
+    words = r"train.EarlyStopping: there is no metric 'val_loss'; there are accuracy, loss"
+    with pytest.raises(ValueError, match=words):
+        run(callbacks=train.EarlyStopping("val_loss"), **options)
+    with pytest.raises(ValueError, match="there is no metric 'test_auc'; there are accuracy, loss, test_acc"):
+        run(callbacks=train.EarlyStopping("test_auc"), test_data=TEST, apply_fn=apply)
+    assert not made
+    with pytest.raises(ValueError, match=words) as raised:  # the metrics of a step of one's own are known when it ran
+        run(callbacks=train.EarlyStopping("val_loss"), step=lambda state, batch: STEP(state, batch), **options)
+    assert (made, int(raised.value.state.step)) == ([], 3)  # at the first step that was read
+
+
+class Mine:
+    """A callback with a memory of each sort: it counts steps, and stops after some records."""
+
+    def __init__(self, records=99, more=None):
+        self.records, self.more = records, more
+
+    def init(self, state):
+        zeros = jnp.zeros((2, 3), jnp.bfloat16)
+        return {
+            "steps": 0,
+            "losses": np.zeros(2),
+            "device": jnp.zeros(2),
+            "half": zeros,
+            "word": None,
+            "more": self.more,
+        }
+
+    def on_step(self, memory, step, metrics):
+        assert memory["steps"] in (0, step - 1)
+        return {**memory, "steps": step, "losses": memory["losses"] * 0.9 + metrics["loss"]}
+
+    def on_epoch(self, memory, state, record):
+        assert memory["steps"] == record["step"]
+        memory = {**memory, "device": memory["device"] + state.params["w"][0, :2], "word": f"epoch {record['epoch']}"}
+        self.seen = memory
+        return memory, record["step"] >= 3 * self.records
+
+
+@pytest.mark.parametrize("every", [None, 2])
+def test_a_memory_survives_a_resume_bit_for_bit(tmp_path, every, capsys):
+    whole = Mine(4)
+    state, history = run(epochs=9, callbacks=[whole], checkpoint_dir=tmp_path / "a")
+    assert len(history) == 4
+    half = Mine(4)
+
+    def crash(state, record):
+        if record["epoch"] == 3:
+            raise RuntimeError("crash")
+
+    with pytest.raises(RuntimeError, match="crash"):
+        run(epochs=9, callbacks=[crash, half], checkpoint_dir=tmp_path / "b", checkpoint_every=every)
+    for name in list((tmp_path / "b").iterdir()):  # the crash comes before the checkpoint
+        if name.name == "step_00000009":
+            name.rename(tmp_path / "later")
+    resumed, again = run(epochs=9, callbacks=half, checkpoint_dir=tmp_path / "b")
+    out, err = capsys.readouterr()
+    assert (out.count("\n"), err) == (1, "")  # it says only from where
+    same(resumed, state)
+    assert numbers(again) == numbers(history)
+    jax.tree.map(np.testing.assert_array_equal, half.seen, whole.seen)
+    assert jax.tree.map(type, half.seen) == jax.tree.map(type, whole.seen)
+
+
+def test_a_memory_that_does_not_fit_starts_empty_and_is_named(tmp_path, capsys):
+    run(epochs=1, callbacks=[Mine(), train.EarlyStopping()], checkpoint_dir=tmp_path)
+    capsys.readouterr()
+    run(
+        epochs=2,
+        callbacks=[Mine(more=np.zeros(1)), train.KeepBest(), train.EarlyStopping(patience=9)],
+        checkpoint_dir=tmp_path,
+    )
+    assert capsys.readouterr().err.splitlines() == [
+        "jaxpar: fit: the checkpoint has no memory that fits Mine and KeepBest, so it starts empty; the memory of Mine "
+        "in the checkpoint is not used"
+    ]
+    # A checkpoint from before there were memories.
+    path = next(tmp_path.glob("step_00000006*"))
+    info = json.loads((path / "jaxpar.json").read_text())["content"]["info"]
+    assert [entry["name"] for entry in info.pop("callbacks")] == ["Mine", "KeepBest", "EarlyStopping"]
+    old = checkpoint.Manager(tmp_path / "old")
+    old.save(checkpoint.restore(path, start()), info)
+    old.close()
+    _, history = run(epochs=3, callbacks=train.EarlyStopping(), checkpoint_dir=tmp_path / "old")
+    assert len(history) == 3
+    assert "no memory that fits EarlyStopping, so it starts empty" in capsys.readouterr().err
+    run(epochs=4, checkpoint_dir=tmp_path / "old")
+    assert "the memory of EarlyStopping in the checkpoint is not used" in capsys.readouterr().err
+
+
+def test_memories_as_json():
+    mine = {"a": [1, 0.1, None, "x", True], "b": (np.float32(0.1), jnp.arange(3), np.zeros((0, 2))), "c": -math.inf}
+    saved = {"name": "mine", **json.loads(json.dumps(memory.to_json(mine, "mine")))}
+    assert memory.is_saved_memory(saved)
+    back = memory.from_json(saved, mine)
+    assert jax.tree.structure(back) == jax.tree.structure(mine)
+    jax.tree.map(np.testing.assert_array_equal, back, mine)
+    for wrong in ({"a": 1}, {**mine, "c": np.zeros(1)}, {**mine, "b": (1, *mine["b"][1:])}):
+        with pytest.raises(
+            ValueError, match=r"it has other parts|an array has another shape|a number stands for an array"
+        ):
+            memory.from_json(saved, wrong)
+    with pytest.raises(TypeError, match=r"the memory of mine is saved .*; got <object .* at \['a'\]"):
+        memory.to_json({"a": object()}, "mine")
+    with pytest.raises(TypeError, match="arrays, numbers and texts"):
+        memory.to_json(jax.random.key(0), "mine")
+    with pytest.raises(ValueError, match="the memory of mine has 17,000,000 bytes, and 16,777,216 at most"):
+        memory.to_json(np.zeros(17_000_000, np.uint8), "mine")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        3,
+        {"name": "a", "names": ["x"], "values": []},
+        {"name": 1, "names": [], "values": []},
+        {"name": "a", "names": [1], "values": [1]},
+        {"name": "a", "names": ["x"], "values": [[1]]},
+        {"name": "a", "names": ["x"], "values": [{"dtype": "float32", "shape": [2], "data": "AAAA"}]},
+        {"name": "a", "names": ["x"], "values": [{"dtype": "object", "shape": [0], "data": ""}]},
+        {"name": "a", "names": ["x"], "values": [{"dtype": "float32", "shape": [-1], "data": ""}]},
+        {"name": "a", "names": ["x"], "values": [{"dtype": "float32", "shape": [1], "data": "%%%%"}]},
+        {"name": "a", "names": ["x"], "values": [{"shape": [1]}]},
+    ],
+)
+def test_a_forged_memory_is_no_memory(wrong):
+    assert not memory.is_saved_memory(wrong)
+
+
+def test_what_is_no_callback():
+    class Half:
+        def init(self, state):
+            return ()
+
+    class Odd(Mine):
+        def on_step(self, step, metrics):
+            pass
+
+    class Bare(Mine):
+        def on_epoch(self, memory, state, record):
+            return memory
+
+    with pytest.raises(TypeError, match=r"Half has init only; a callback with a memory has init\(state\) and on_epoch"):
+        run(callbacks=Half())
+    with pytest.raises(TypeError, match=r"a callback must be an object, not a class; write EarlyStopping\("):
+        run(callbacks=[train.EarlyStopping])
+    with pytest.raises(TypeError, match=r"Odd has a memory, so its on_step must be on_step\(memory, step, metrics\)"):
+        run(callbacks=Odd())
+    with pytest.raises(TypeError, match=r"Mine.on_step takes a memory, so fit calls it itself; give the object in"):
+        run(on_step=Mine().on_step)
+    with pytest.raises(TypeError, match=r"Bare.on_epoch must return \(memory, stop\), got"):
+        run(callbacks=Bare())
+    with pytest.raises(TypeError, match=r"the memory of Mine is saved with the checkpoints.*\['more'\]"):
+        run(callbacks=Mine(more=object()), checkpoint_dir="never")
+
+
+@pytest.mark.parametrize("engine", ["pmap", "shard_map"])
+def test_the_best_checkpoint_stays(tmp_path, engine):
+    step = train.make_train_step(train.classification_loss(apply), engine=engine)
+    values = (0.3, 0.9, 0.5, NAN, 0.8, 0.9)
+    states = []
+    callbacks = [
+        Scripted(*values, name="my_accuracy"),
+        train.KeepBest("my_accuracy"),
+        lambda s, r: states.append(s.params),
+    ]
+    run(step=step, epochs=6, callbacks=callbacks, checkpoint_dir=tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000006", "step_00000015", "step_00000018"]
+    assert checkpoint.best(tmp_path).name == "step_00000006"
+    best = checkpoint.restore(checkpoint.best(tmp_path), start())
+    np.testing.assert_array_equal(best.params["w"], run(step=step, epochs=2)[0].params["w"])
+    found = checkpoint.Manager(tmp_path).restore_best(start())
+    same(found[0], best)
+    # Resumed, the best of before is still the one to beat.
+    callbacks[0] = Scripted(*values, 0.85, 0.95, 0.1, name="my_accuracy")
+    run(step=step, epochs=7, callbacks=callbacks, checkpoint_dir=tmp_path, keep=2)
+    assert checkpoint.best(tmp_path).name == "step_00000006"
+    run(step=step, epochs=9, callbacks=callbacks, checkpoint_dir=tmp_path, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000024", "step_00000027"]
+    assert checkpoint.best(tmp_path).name == "step_00000024"
+
+
+def test_a_damaged_best_is_passed_over(tmp_path, capsys):
+    assert checkpoint.best(tmp_path / "none") is None
+    manager = checkpoint.Manager(tmp_path, keep=3)
+    for step, best in enumerate((True, False, True, False), 1):
+        manager.save({"step": jnp.int32(step)}, best=best)
+    manager.close()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert checkpoint.best(tmp_path).name == "save_00000003"
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before  # looking writes nothing
+    assert {path.name for path in tmp_path.iterdir()} == {f"save_{n:08d}" for n in (2, 3, 4)}
+    again = checkpoint.Manager(tmp_path, keep=5)
+    again.save({"step": jnp.int32(5)}, best=True)
+    again.close()
+    manifest = tmp_path / "save_00000005" / "jaxpar.json"
+    manifest.write_text(manifest.read_text().replace('"best": true', '"best": false'))
+    assert checkpoint.best(tmp_path).name == "save_00000003"
+    assert "save_00000005 is damaged" in capsys.readouterr().err
+    assert int(again.restore_best({"step": jnp.int32(0)})[0]["step"]) == 3
+
+
+def test_the_best_needs_checkpoints(tmp_path):
+    with pytest.raises(ValueError, match=r"train.KeepBest keeps a checkpoint, so it takes checkpoint_dir="):
+        run(callbacks=train.KeepBest())
+    with pytest.raises(ValueError, match=r"callbacks take one train.KeepBest"):
+        run(callbacks=[train.KeepBest(), train.KeepBest("accuracy")], checkpoint_dir=tmp_path)
+
+
+@pytest.mark.parametrize("average", ["schedule_free", "ema"])
+def test_the_best_of_an_optimizer_that_evaluates_other_parameters(tmp_path, average):
+    import optax.contrib
+
+    tx = (
+        optax.contrib.schedule_free_sgd(0.5)
+        if average == "schedule_free"
+        else optax.chain(TX, updaters.average_params(0.9))
+    )
+    options = {"callbacks": train.KeepBest("test_loss"), "test_data": TEST, "apply_fn": apply, "keep": 1}
+    _, history = run(start(tx), epochs=4, checkpoint_dir=tmp_path, **options)
+    best = checkpoint.restore(checkpoint.best(tmp_path), start(tx))
+    record = min(history, key=lambda record: record["test_loss"])
+    assert int(best.step) == record["step"]
+    assert train.evaluate(best, apply, TEST, batch_size=16)["loss"] == pytest.approx(record["test_loss"], rel=1e-6)
+    assert not np.allclose(best.eval_params["w"], best.params["w"])
+
+
+def test_the_learning_rate_in_the_records():
+    schedule = optax.linear_schedule(0.5, 0.1, 8)
+    want = [float(schedule(2)), float(schedule(5))]  # of the last update of each epoch
+    _, history = run(callbacks=train.LearningRate(schedule))
+    assert [r["learning_rate"] for r in history] == want
+    injected = optax.inject_hyperparams(optax.adam)(learning_rate=schedule)
+    _, history = run(start(injected), callbacks=train.LearningRate())
+    assert [r["learning_rate"] for r in history] == pytest.approx(want)
+    chain = optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.sgd)(learning_rate=0.25))
+    state = updaters.set_learning_rate(start(chain), 0.125)
+    _, history = run(state, callbacks=[train.LearningRate()])
+    assert [r["learning_rate"] for r in history] == [0.125, 0.125]
+    _, history = run(start(updaters.mxnet_sgd(0.75, rate_in_state=True)), callbacks=train.LearningRate())
+    assert history[0]["learning_rate"] == 0.75
+    _, history = run(callbacks=train.LearningRate(0.5))
+    assert history[0]["learning_rate"] == 0.5
+    with pytest.raises(
+        ValueError, match=r"no rate is in the state; give the schedule, train.LearningRate\(schedule\), or"
+    ):
+        run(callbacks=train.LearningRate())
+
+
+def test_several_learning_rates_have_names():
+    rate = optax.inject_hyperparams(optax.sgd)
+    tx = optax.multi_transform({"head": rate(0.5), "body": rate(0.25)}, {"a": "head", "b": "body"})
+    state = train.create_state(kv.from_params({"a": jnp.zeros(2), "b": jnp.zeros(2)}, optimizer=tx), 0)
+    assert train.LearningRate().measure(state) == {"learning_rate_body": 0.25, "learning_rate_head": 0.5}
+
+
+def test_steps_that_are_skipped_use_no_rate():
+    loss = train.classification_loss(apply)
+
+    def sometimes(params, batch, rng):
+        value, aux = loss(params, batch, rng)
+        return jnp.where(jax.random.bernoulli(rng), value, jnp.nan), aux
+
+    step = train.make_train_step(sometimes, nonfinite="skip")
+    injected = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(0.5, 0.1, 8))
+    state, history = run(start(injected), step=step, epochs=1)
+    assert history[0]["skipped"] > 0
+    schedule = train.LearningRate(optax.linear_schedule(0.5, 0.1, 8))
+    assert schedule.measure(state) == pytest.approx(train.LearningRate().measure(state))
+
+
+def test_the_learning_rate_in_the_bar(capsys, monkeypatch):
+    monkeypatch.setattr("jaxpar.train._fit.progress.is_interactive", lambda: True)
+    monkeypatch.setattr("jaxpar.train._fit.loop._MEASURE_EVERY", 0.0)
+    monkeypatch.setattr("tqdm.auto.tqdm", functools.partial(tqdm.auto.tqdm, mininterval=0))
+    run(progress=True, epochs=1, callbacks=train.LearningRate(0.5))
+    out = capsys.readouterr().out
+    assert "compiling…" in out
+    assert "learning_rate=0.5" in out

@@ -1,0 +1,242 @@
+"""The parts of `fit` for a loop of one's own: a start, a bar, interrupts, and a search for the learning rate."""
+
+import gc
+import signal
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from kv_model import compilations
+
+from jaxpar import checkpoint, data, kv, parallel, train, updaters
+
+IMAGES = np.random.default_rng(0).random((80, 4), np.float32)
+TRAIN = data.Dataset(IMAGES, IMAGES[:, :3].argmax(1))
+TX = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+
+
+def apply(params, images):
+    return images @ params["w"]
+
+
+LOSS = train.classification_loss(apply)
+STEP = train.make_train_step(LOSS)
+
+
+def start(**options):
+    options = {"devices": jax.devices()[:2], **options}
+    return train.start({"w": jnp.zeros((4, 3))}, TX, LOSS, **options)
+
+
+def snapshot(state):
+    return [
+        np.array(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+        for x in jax.tree.leaves(state)
+    ]
+
+
+def test_a_start_is_the_three_calls():
+    state, step = start(rng=3, kind="sharded", accumulate=2, engine="shard_map")
+    store = kv.from_params({"w": jnp.zeros((4, 3))}, kind="sharded", optimizer=TX, devices=jax.devices()[:2])
+    other = train.create_state(store, 3, devices=jax.devices()[:2])
+    other_step = train.make_train_step(LOSS, accumulate=2, engine="shard_map", devices=jax.devices()[:2])
+    assert jax.tree.structure(state) == jax.tree.structure(other)
+    for batch in data.batches(TRAIN, 16, devices=jax.devices()[:2]):
+        state, metrics = step(state, batch)
+        other, others = other_step(other, batch)
+        assert metrics["loss"] == others["loss"]
+    np.testing.assert_array_equal(state.params["w"], other.params["w"])
+
+
+def test_what_a_start_can_be_given():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    state, step = start(devices=None, mesh=mesh, sharding=parallel.sharding_rules({"w": P(None, None)}))
+    state, _ = train.fit(state, step, TRAIN, epochs=1, batch_size=16, progress=False)
+    assert len(state.params["w"].sharding.device_set) == 4
+    state, step = start(compression={"type": "2bit", "threshold": 0.5}, devices=jax.devices()[:1], model_state=None)
+    assert state.store.compressor is not None
+    with pytest.raises(TypeError, match=r"train.start: unknown option acumulate=; did you mean accumulate\?"):
+        start(acumulate=2)
+    with pytest.raises(
+        TypeError, match=r"train.start: unknown option zzz=; known are accumulate, axis_name, compression"
+    ):
+        start(zzz=2)
+    with pytest.raises(TypeError, match=r"the order is train.start\(params, optimizer, loss_fn\)"):
+        train.start(LOSS, TX, {"w": jnp.zeros(3)})
+    with pytest.raises(ValueError, match="unknown engine 'jot'"):
+        start(engine="jot")
+
+
+def test_the_loop_of_the_docs_is_that_of_fit(tmp_path):
+    state, step = start()
+    manager = checkpoint.Manager(tmp_path)
+    with train.interruptible() as interrupt, train.progress(15, title="mine") as bar:
+        for batch in data.batches(TRAIN, 16, rng=jax.random.key(1), epochs=3, devices=jax.devices()[:2]):
+            state, metrics = step(state, batch)
+            bar.step(metrics)
+            if interrupt.should_stop(state):
+                break
+        manager.save(state)
+        manager.close()
+    assert set(bar.means()) == {"loss", "accuracy"}
+    same, _ = manager.restore_latest(start()[0])
+    np.testing.assert_array_equal(same.params["w"], state.params["w"])
+
+
+def test_progress_reads_late_and_counts_each_step(capsys, monkeypatch):
+    monkeypatch.setattr("jaxpar.train._fit.progress.is_interactive", lambda: True)
+
+    class Value:
+        def __init__(self, value):
+            self.value = value
+            self.shape, self.ndim = (), 0
+
+        def __float__(self):
+            read.append(self.value)
+            return float(self.value)
+
+    read = []
+    monkeypatch.setattr(np, "ndim", lambda x: 0)
+    with train.progress(20, title="mine", done=4) as bar:
+        assert "mine:  20%" in capsys.readouterr().out
+        for i in range(10):
+            bar.step({"loss": Value(i)})
+        assert read == [0, 1]
+        assert bar.means() == {"loss": 4.5}
+        assert read == list(range(10))
+    out = capsys.readouterr().out
+    assert "compiling" in out or "mine" in out
+    train.progress().__enter__().__exit__()
+    with train.progress(3, show=False) as bar:
+        bar.step({"loss": 1.0})
+    assert bar.means() == {"loss": 1.0}
+    with pytest.raises(ValueError, match=r"train.progress: total must be an int of 0 or more, got -1"):
+        train.progress(-1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_waits_for_the_end_of_the_block(number, monkeypatch, capsys):
+    saved = []
+
+    def loop(**options):
+        with train.interruptible(**options) as interrupt:
+            for i in range(9):
+                if i == 3:
+                    signal.raise_signal(number)
+                if interrupt.should_stop(i):
+                    break
+            saved.append(i)
+        assert interrupt.asked
+
+    monkeypatch.delattr(sys, "ps1", raising=False)
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as raised:
+        loop()
+    assert saved == [3]
+    if number == signal.SIGTERM:
+        assert raised.value.code == 143
+        assert capsys.readouterr().err == "jaxpar: train: SIGTERM: stopped after step 4\n"
+        return
+    assert str(raised.value) == "train: interrupted after step 4"
+    loop(on_interrupt="return")
+    assert capsys.readouterr().err == "jaxpar: train: interrupted after step 4\n"
+    with pytest.raises(ValueError, match="unknown on_interrupt 'stop'"):
+        train.interruptible("stop")
+
+
+@pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
+def test_a_search_for_the_rate_compiles_once_and_leaves_the_state_alone(engine):
+    state, step = start(engine=engine)
+    before = snapshot(state)
+    options = {"batch_size": 16, "lowest": 1e-3, "highest": 100.0}
+    found = train.lr_find(state, step, TRAIN, steps=30, **options)
+    for new, old in zip(snapshot(state), before, strict=True):
+        np.testing.assert_array_equal(new, old)
+    assert found.rates == pytest.approx(np.geomspace(1e-3, 100.0, 30)[: len(found.rates)])
+    assert 1e-3 < found.suggestion < 100.0
+    gc.collect()
+    arrays = len(jax.live_arrays())
+    with compilations() as count:
+        again = train.lr_find(state, step, TRAIN, steps=25, **options)
+    assert count() == 0
+    gc.collect()
+    assert len(jax.live_arrays()) <= arrays
+    # The losses are those of steps with these rates.
+    batches = data.batches(TRAIN, 16, rng=state.rng, epochs=None, devices=jax.devices()[:2])
+    for rate, loss, batch in zip(again.rates, again.losses, batches, strict=False):
+        state, metrics = step(updaters.set_learning_rate(state, rate), batch)
+        assert float(metrics["loss"]) == loss
+
+
+def test_a_search_ends_where_the_loss_grows():
+    def loss_fn(params, batch, rng):
+        return ((batch["image"] @ params["w"] - 1.0) ** 2).mean(), {}
+
+    state, step = train.start({"w": jnp.zeros(4)}, TX, loss_fn)
+    found = train.lr_find(state, step, TRAIN, batch_size=16, lowest=1e-3, highest=1e6, steps=100)
+    assert len(found.losses) == len(found.rates) == len(found.smoothed) < 90
+    assert 1e-3 < found.suggestion < 2.0
+    assert "suggestion" in found._repr_html_()
+    assert found._repr_png_()[:4] == b"\x89PNG"
+    flat = train.make_train_step(lambda params, batch, rng: (0 * params["w"].sum() + 1.0, {}))
+    found = train.lr_find(state, flat, TRAIN, batch_size=16, steps=5)
+    assert found.suggestion is None
+    assert "no rate makes the loss fall" in found._repr_html_()
+    nan = train.make_train_step(lambda params, batch, rng: (params["w"].sum() * jnp.nan, {}))
+    found = train.lr_find(state, nan, TRAIN, batch_size=16, steps=5)
+    assert (len(found.losses), found.suggestion) == (1, None)
+    assert found._repr_png_() is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lowest": 1.0, "highest": 0.1}, ValueError, "lowest must be below highest, got 1.0 and 0.1"),
+        ({"lowest": 0}, ValueError, "lowest must be a finite number above 0, got 0"),
+        ({"steps": 1}, ValueError, "steps must be an int of 2 or more, got 1"),
+        ({"batch_size": 99}, ValueError, "80 examples make no whole batch of 99"),
+        ({"state": {}}, TypeError, "expected a state of train.create_state or train.start, got {}"),
+    ],
+)
+def test_a_search_that_cannot_be(options, error, message):
+    state, step = start()
+    with pytest.raises(error, match=message):
+        train.lr_find(**{"state": state, "step": step, "train_data": TRAIN, "batch_size": 16, **options})
+
+
+def test_a_search_without_a_rate_in_the_state():
+    state, step = train.start({"w": jnp.zeros((4, 3))}, optax.sgd(0.5), LOSS)
+    with pytest.raises(ValueError, match="no rate in this state; make the optimizer with rate_in_state=True, or by"):
+        train.lr_find(state, step, TRAIN, batch_size=16)
+    scheduled = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.constant_schedule(0.1))
+    state, step = train.start({"w": jnp.zeros((4, 3))}, scheduled, LOSS)
+    with pytest.raises(ValueError, match="this rate follows a schedule"):
+        train.lr_find(state, step, TRAIN, batch_size=16)
+    assert int(train.fit(state, step, TRAIN, epochs=1, batch_size=16, progress=False)[0].step) == 5
+
+
+def test_a_search_in_the_mesh_of_the_user():
+    want = train.lr_find(*start(), TRAIN, batch_size=16, steps=12)
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])):
+        found = train.lr_find(*start(), TRAIN, batch_size=16, steps=12)
+    assert found.losses == want.losses
+
+
+def test_a_sweep_compiles_once_and_does_not_grow():
+    losses, arrays = [], []
+    params = {"w": jnp.zeros((4, 3))}
+    for i, rate in enumerate((0.1, 0.2, 0.4, 0.8)):
+        store = kv.from_params(params, optimizer=TX, devices=jax.devices()[:2])
+        state = updaters.set_learning_rate(train.create_state(store, 0), rate)
+        with compilations() as count:
+            _, history = train.fit(state, STEP, TRAIN, epochs=2, batch_size=16, progress=False)
+        assert i == 0 or count() == 0
+        losses.append(history[-1]["loss"])
+        del store, state, _
+        gc.collect()
+        arrays.append(len(jax.live_arrays()))
+    assert losses == sorted(losses, reverse=True)
+    assert arrays[1] == arrays[2] == arrays[3]

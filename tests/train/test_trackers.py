@@ -1,0 +1,142 @@
+"""Weights & Biases and MLflow, written offline by their own packages and read back."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpar import data, kv, train
+
+IMAGES = np.random.default_rng(0).random((48, 4), np.float32)
+TRAIN = data.Dataset(IMAGES, IMAGES[:, :3].argmax(1))  # three steps of 16
+TX = optax.sgd(0.5)
+
+
+def apply(params, images):
+    return images @ params["w"]
+
+
+STEP = train.make_train_step(train.classification_loss(apply))
+
+
+def run(**options):
+    store = kv.from_params({"w": jnp.zeros((4, 3))}, optimizer=TX)
+    state = train.create_state(store, 3, devices=jax.devices()[:2])
+    options = {"epochs": 2, "batch_size": 16, "progress": False, "test_data": TRAIN, "apply_fn": apply, **options}
+    return train.fit(state, STEP, TRAIN, **options)
+
+
+NAMES = {
+    *("train/loss", "train/accuracy", "train/seconds", "train/images_per_second"),
+    *("test/loss", "test/accuracy", "step/loss", "step/accuracy"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of MLflow's own
+def test_mlflow(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # what mlflow-skinny has without a server
+    uri = (tmp_path / "runs").as_uri()
+    board = train.to_mlflow("numbers", tracking_uri=uri, run_name="first")
+    _, history = run(callbacks=board, on_step=board.on_step, checkpoint_dir=tmp_path / "c")
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    (experiment,) = [e for e in client.search_experiments() if e.name == "numbers"]
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert (found.info.run_name, found.info.status, found.info.run_id) == ("first", "FINISHED", board.run_id)
+    assert set(found.data.metrics) == NAMES
+    assert [m.step for m in client.get_metric_history(board.run_id, "step/loss")] == [1, 2, 3, 4, 5, 6]
+    again = train.to_mlflow("numbers", tracking_uri=uri, run_id=board.run_id)
+    _, history = run(epochs=3, callbacks=again, checkpoint_dir=tmp_path / "c")
+    for name, own in (("train/loss", "loss"), ("test/accuracy", "test_accuracy")):
+        values = [(m.step, m.value) for m in client.get_metric_history(board.run_id, name)]
+        assert values == [(r["step"], r[own]) for r in history]
+    assert client.get_run(board.run_id).info.status == "FINISHED"
+    again(None, {"step": 12, "epoch": 4, "loss": float("nan"), "test_loss": None, "seconds": 1.0})
+    again.on_end([])
+    assert np.isnan(client.get_metric_history(board.run_id, "train/loss")[-1].value)
+
+
+@pytest.mark.filterwarnings("ignore")  # of wandb's own
+def test_wandb(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    board = train.to_wandb("numbers", mode="offline", dir=str(tmp_path), name="first")
+    _, history = run(callbacks=board, on_step=board.on_step)
+    assert board.run is None  # it has ended with fit
+    (file,) = tmp_path.rglob("*.wandb")
+    rows = history_of(file)
+    assert set().union(*rows) >= NAMES
+    assert [row["_step"] for row in rows if "step/loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert [(row["_step"], row["train/loss"]) for row in rows if "train/loss" in row] == [
+        (r["step"], r["loss"]) for r in history
+    ]
+    assert [row["test/accuracy"] for row in rows if "test/accuracy" in row] == [r["test_accuracy"] for r in history]
+
+
+def history_of(file):
+    """The rows of an offline run. wandb brings its messages and no reader: they are in the frames of LevelDB's log."""
+    import json
+
+    from wandb.proto import wandb_internal_pb2
+
+    rows, content = [], b""
+    for frame in frames(file.read_bytes()):
+        content += frame[1]
+        if frame[0] in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record.FromString(content)
+            items, content = record.history.item, b""
+            if items:
+                rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return rows
+
+
+def frames(raw, block=32768):
+    """(sort, content) of each frame after the header of the file."""
+    at = 7
+    while at < len(raw):
+        if block - at % block < 7:
+            at += block - at % block
+            continue
+        length, sort = int.from_bytes(raw[at + 4 : at + 6], "little"), raw[at + 6]
+        yield sort, raw[at + 7 : at + 7 + length]
+        at += 7 + length
+
+
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [("wandb", train.to_wandb), ("mlflow", train.to_mlflow)],
+)
+def test_a_tracker_that_is_not_installed(monkeypatch, module, call):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'jaxpar\[{module}\]'"):
+        call()
+    with pytest.raises(TypeError, match="must be a name, got 3"):
+        call(3)
+
+
+def test_a_tracker_writes_what_a_record_has(monkeypatch):
+    """The names, without either package."""
+    from jaxpar.train._callbacks.trackers import Tracker
+
+    class Kept(Tracker):
+        def __init__(self):
+            self.rows = []
+
+        def _log(self, step, values):
+            self.rows.append((step, values))
+
+    board = Kept()
+    board(
+        None, {"epoch": 1, "step": 3, "loss": 0.5, "accuracy": None, "eval_f1": 0.25, "under_way": True, "seconds": 2.0}
+    )
+    board.on_step(4, {"loss": 0.75})
+    assert board.rows == [(3, {"train/loss": 0.5, "eval/f1": 0.25, "train/seconds": 2.0}), (4, {"step/loss": 0.75})]
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    board(None, {"step": 6, "loss": 0.5})
+    board.on_step(7, {"loss": 0.5})
+    assert len(board.rows) == 2
