@@ -61,6 +61,7 @@ class Manager:
         self._on_latest = on_latest
         self.keep: int = keep
         self._bad: set[Path] = set()
+        self._known: _save.Known = {}
         self._writer: concurrent.futures.ThreadPoolExecutor | None = None
         self._writing: concurrent.futures.Future[None] | None = None
         self._writes = jax.process_index() == 0
@@ -88,7 +89,11 @@ class Manager:
         with processes.raise_together():
             info = _as_json({} if info is None else info)
             if self._writes:
-                content = {**_save.about(state, self.directory), "info": info, **({"best": True} if best else {})}
+                content = {
+                    **_save.about(state, self.directory, self._known),
+                    "info": info,
+                    **({"best": True} if best else {}),
+                }
                 self._writer = self._writer or concurrent.futures.ThreadPoolExecutor(1, "jaxpar-checkpoint")
                 self._writing = self._writer.submit(self._write, content, records, arrays)
         self._waited = False
@@ -180,9 +185,11 @@ class Manager:
         _files.remove_leftovers(self.directory)
         written = _free(self.directory, content)
         _files.write(written, content, records, arrays)
+        _save.remember(written, content, self._known)
         if self._on_latest is not None:
             self._on_latest(written)
-        listed = _save.newest_first(self.directory, set(self._bad), report=False)
+        listed = _save.newest_first(self.directory, set(self._bad), report=False, known=self._known)
+        self._known = {path: self._known[path] for path, _ in listed}
         best = next((path for path, body in listed if _save.is_best(body)), None)
         for path, _ in listed[self.keep :]:
             if path != best:

@@ -24,6 +24,7 @@ from . import _regular_file
 FORMAT = 1
 NAME = "jaxpar.json"
 MOST_BYTES = 64 << 20
+_LINES = 1 << 18  # bytes up to which it is written in lines, for people. Longer ones take seconds so.
 _MOST_DEPTH = 100  # of lists and objects in each other; Python's reader of JSON has a limit too
 _MOST_INT = 1 << 62
 _MOST_AXES = 64
@@ -68,7 +69,10 @@ def load(path: Path) -> dict[str, Any]:
 def dumps(body: dict[str, Any]) -> str:
     """The text of a manifest. `ValueError` for one that `load` would refuse."""
     check(body)
-    text = json.dumps({"sha256": digest(body), "content": body}, indent=1)
+    outer = {"sha256": digest(body), "content": body}
+    text = json.dumps(outer)
+    if len(text) < _LINES:
+        text = json.dumps(outer, indent=1)
     if len(text) > MOST_BYTES:  # JSON is ASCII here
         raise ValueError(f"the manifest has {len(text)} bytes, and {MOST_BYTES} at most; save less info with it")
     return text

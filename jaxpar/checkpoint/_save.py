@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +21,7 @@ from ._manifest import CheckpointError
 
 Tree = TypeVar("Tree")
 PathLike = str | os.PathLike[str]
+Known = dict[Path, tuple[Any, dict[str, Any]]]  # of each checkpoint the mark of its manifest, and a part of it
 _TRIES = 10  # to list a directory while another process removes checkpoints from it
 
 
@@ -213,27 +215,34 @@ def pass_over(path: Path, bad: set[Path], why: str) -> None:
     say(f"{why}; looking for an earlier one")
 
 
-def about(state: Any, directory: Path) -> dict[str, Any]:
+def about(state: Any, directory: Path, known: Known | None = None) -> dict[str, Any]:
     """Which step the state is at, if it says so, and a number that grows from one checkpoint to the next."""
     step = getattr(state, "step", None)
     steps = {} if step is None or np.ndim(step) else {"step": int(step)}
-    before = [body["order"] for _, body in newest_first(directory, set(), report=False)]
+    before = [body["order"] for _, body in newest_first(directory, set(), report=False, known=known)]
     return {**steps, "order": 1 + max(before, default=0)}
 
 
-def newest_first(directory: Path, bad: set[Path], report: bool = True) -> list[tuple[Path, dict[str, Any]]]:
-    """The checkpoints whose manifests can be read, without those in `bad`, which gets those that cannot."""
+def newest_first(
+    directory: Path, bad: set[Path], report: bool = True, known: Known | None = None
+) -> list[tuple[Path, dict[str, Any]]]:
+    """The checkpoints whose manifests can be read, without those in `bad`, which gets those that cannot.
+
+    With `known` only `order` and `best` of each, which is not read again while its file does not change.
+    """
     if not directory.exists():
         return []
     if not directory.is_dir():
         raise NotADirectoryError(f"checkpoint: {directory} is no directory")
-    tries, (found, gone) = 1, _list(directory, bad, report)
+    tries, (found, gone) = 1, _list(directory, bad, report, known)
     while gone and tries < _TRIES:  # the run that writes there removed one, so there may be a newer one
-        tries, (found, gone) = tries + 1, _list(directory, bad, report)
+        tries, (found, gone) = tries + 1, _list(directory, bad, report, known)
     return sorted(found, key=lambda item: (item[1]["order"], item[0].name), reverse=True)
 
 
-def _list(directory: Path, bad: set[Path], report: bool) -> tuple[list[tuple[Path, dict[str, Any]]], bool]:
+def _list(
+    directory: Path, bad: set[Path], report: bool, known: Known | None
+) -> tuple[list[tuple[Path, dict[str, Any]]], bool]:
     """The manifests that can be read, and whether a checkpoint was removed meanwhile."""
     found: list[tuple[Path, dict[str, Any]]] = []
     gone = False
@@ -241,7 +250,7 @@ def _list(directory: Path, bad: set[Path], report: bool) -> tuple[list[tuple[Pat
         if path in bad:
             continue
         try:
-            found.append((path, _manifest.load(path)))
+            found.append((path, _manifest.load(path) if known is None else _load_short(path, known)))
         except CheckpointError as error:
             if not os.path.lexists(path):
                 gone = True
@@ -250,6 +259,27 @@ def _list(directory: Path, bad: set[Path], report: bool) -> tuple[list[tuple[Pat
             if report:
                 say(f"{error}; passed over")
     return found, gone
+
+
+def _load_short(path: Path, known: Known) -> dict[str, Any]:
+    """`order` and `best` of a manifest. A long one, with the history of thousands of epochs, takes a second to read."""
+    if path not in known or known[path][0] != _mark(path):
+        remember(path, _manifest.load(path), known)
+    return known[path][1]
+
+
+def remember(path: Path, body: dict[str, Any], known: Known) -> None:
+    """Put what is known of a manifest among the known ones."""
+    known[path] = _mark(path), {name: body[name] for name in ("order", "best") if name in body}
+
+
+def _mark(path: Path) -> Any:
+    """What changes when the manifest at a path does."""
+    try:
+        now = os.stat(path / _manifest.NAME)
+    except OSError:
+        return secrets.token_bytes(16)  # reading it says what is the matter
+    return now.st_ino, now.st_size, now.st_mtime_ns
 
 
 def fill(found: Found, like: Any) -> Any:

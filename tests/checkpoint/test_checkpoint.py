@@ -593,3 +593,26 @@ def test_a_killed_run_goes_on_to_the_last_bit(tmp_path, seed):
     assert told["kills"] == 3
     assert told["while writing"] >= 1
     assert "resumed from step" in done.stdout
+
+
+def test_a_long_history_is_not_read_again_at_each_save(tmp_path, monkeypatch):
+    loaded, load = [], _manifest.load
+    monkeypatch.setattr(_manifest, "load", lambda path: loaded.append(path.name) or load(path))
+    manager = checkpoint.Manager(tmp_path, keep=2)
+    for step in range(4):
+        manager.save({"step": jnp.int32(step)}, {"history": [{"epoch": i, "loss": 0.5} for i in range(9000)]})
+    manager.wait()
+    assert loaded == []
+    assert (tmp_path / "save_00000004" / "jaxpar.json").read_bytes().count(b"\n") == 0  # in one line it is written faster
+    another = checkpoint.Manager(tmp_path, keep=2)  # a run that was started again
+    another.save({"step": jnp.int32(9)}, {})
+    another.save({"step": jnp.int32(10)}, {})
+    another.wait()
+    assert sorted(loaded) == ["save_00000003", "save_00000004"]
+    assert checkpoint.latest(tmp_path).name == "save_00000006"
+    # One that was changed is read again.
+    (tmp_path / "save_00000005" / "jaxpar.json").write_text("{}")
+    another.save({"step": jnp.int32(11)}, {})
+    another.close()
+    manager.close()
+    assert {p.name for p in tmp_path.iterdir()} == {f"save_{n:08d}" for n in (5, 6, 7)}  # a damaged one does not count
