@@ -220,9 +220,7 @@ def test_the_metrics():
     second = (np.argsort(-logits, 1)[:, :2] == labels[:, None]).any(1).mean()
     nats = -np.log(np.exp(logits) / np.exp(logits).sum(1, keepdims=True))[np.arange(N), labels].mean()
     close(scores, {"accuracy": right.mean(), "top_1": right.mean(), "top_2": second, "nats": nats})
-    assert train.top_k(jnp.zeros((1, 3)), jnp.array([2]), 1).tolist() == [
-        0.0
-    ]  # of equal ones the first
+    assert train.top_k(jnp.zeros((1, 3)), jnp.array([2]), 1).tolist() == [0.0]  # of equal ones the first
     with pytest.raises(ValueError, match=r"predictions \(4, 1\) and targets \(4,\) must be of one shape; drop an axis"):
         train.mean_squared_error(np.ones((4, 1)), np.ones(4))
     with pytest.raises(ValueError, match=r"accuracy: expected logits \(n, ..., classes\) and labels \(n, ...\), got"):

@@ -156,9 +156,7 @@ def test_what_is_wrong_is_known_before_the_first_step(options, kind, words, tmp_
 
 def test_a_model_with_a_state_names_the_arguments():
     state = start(model_state={"mean": jnp.zeros(3)})
-    with pytest.raises(
-        TypeError, match=r"loss_fn must be a function of \(params, batch, rng, model_state\).*since"
-    ):
+    with pytest.raises(TypeError, match=r"loss_fn must be a function of \(params, batch, rng, model_state\).*since"):
         fit(state)
 
 

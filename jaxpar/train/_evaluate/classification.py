@@ -29,11 +29,11 @@ class Classification:
         return {"loss": losses, "accuracy": logits.argmax(axis=1) == labels[:, 0]}
 
 
-def classification(apply_fn: Any, model: Any, where: str) -> Classification:
+def classification(apply_fn: Any, has_state: bool, where: str) -> Classification:
     """The `eval_fn` of a classifier. `TypeError` for an `apply_fn` that cannot be one."""
     checks.hashable(apply_fn, f"{where}: apply_fn")
-    names = ("params", "images", "model_state")[: len(model) + 1]
-    hint = "" if len(names) == 2 else ", since the state has a model_state"
+    names = ("params", "images", "model_state") if has_state else ("params", "images")
+    hint = ", since the state has a model_state" if has_state else ""
     check_takes(apply_fn, names, f"{where}: apply_fn", hint)
     return Classification(apply_fn)
 

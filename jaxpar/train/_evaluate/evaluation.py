@@ -12,7 +12,7 @@ from ... import data
 from ..._core.signatures import check_takes
 from .._step.state import TrainState
 from .classification import check_classified, classification
-from .every_example import model_of
+from .every_example import has_model_state
 from .measure import check, measure
 
 
@@ -49,7 +49,7 @@ class Evaluation:
     def _parts(self, state: TrainState) -> list[tuple[str, Any, Any]]:
         parts: list[tuple[str, Any, Any]] = []
         if self.test_data is not None:
-            parts.append(("test", classification(self.apply_fn, model_of(state), "fit"), self.test_data))
+            parts.append(("test", classification(self.apply_fn, has_model_state(state), "fit"), self.test_data))
         if self.eval_data is not None:
             parts.append(("eval", self.eval_fn, self.eval_data))
         return parts
@@ -89,8 +89,8 @@ def _check_read_again(eval_data: Any) -> None:
     if once and getattr(source, "steps_per_epoch", None) is None:
         kind = type(getattr(source, "source", eval_data)).__name__
         raise TypeError(
-            f"fit: eval_data is read after each epoch, and a {kind} is read only once; give a list, a loader, or a function "
-            "that returns an iterator"
+            f"fit: eval_data is read after each epoch, and a {kind} is read only once; give a list, a loader, or a "
+            "function that returns an iterator"
         )
 
 

@@ -190,8 +190,13 @@ def model_of(state_or_params: Any) -> tuple[Any, ...]:
     """(params to evaluate,), or (params, model_state) of a state that has one."""
     if not isinstance(state_or_params, TrainState):
         return (without_types(state_or_params),)
-    model_state = state_or_params.model_state
-    return without_types((state_or_params.eval_params, *((model_state,) if carries(model_state) else ())))
+    model_state = (state_or_params.model_state,) if has_model_state(state_or_params) else ()
+    return without_types((state_or_params.eval_params, *model_state))
+
+
+def has_model_state(state_or_params: Any) -> bool:
+    """Whether `model_of` gives a model state next to the params."""
+    return isinstance(state_or_params, TrainState) and carries(state_or_params.model_state)
 
 
 def places_of(params: Any) -> Places:

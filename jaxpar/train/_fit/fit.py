@@ -98,10 +98,10 @@ def fit(
     Returns:
         (the trained state, a list with a dict for each epoch). A dict has `epoch` from 1, the `step` at its end, mean
         `loss` and whatever else the step reports, `accuracy` (None if it reports none), `test_loss` and `test_accuracy`
-        (None without test data), `seconds` of training, `images_per_second` (examples, whatever they are), and
-        `eval_<name>` of each value of `eval_fn`. A resumed run has the earlier epochs too. `skipped` is how many updates
-        a step left out that may do so. The means are of the others. An interrupted epoch comes last, with `interrupted`
-        True and means over the steps that it had.
+        (None without test data), `seconds` of training, `images_per_second` (of any examples), and `eval_<name>` for
+        each value of `eval_fn`. A resumed run has the earlier epochs too. `skipped` is how many updates a step left out
+        that may do so. The means are of the others. An interrupted epoch comes last, with `interrupted` True and means
+        over the steps that it had.
 
     Raises:
         TypeError: an argument of another type, or one that `fit` does not have.

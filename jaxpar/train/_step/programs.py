@@ -14,7 +14,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from ..._core import checks
 from ..._core.arrays import is_prng_key, is_traced, without_keys
 from ..._devices.emulated import wait_before_collectives
 from ..._devices.mesh import STORE_AXIS, is_on, mesh_of, put_copy
@@ -23,7 +22,7 @@ from ..._devices.pmap_cache import forget
 from ..._devices.user_mesh import without_types
 from ...kv import _store
 from .device_step import DeviceStep
-from .engines import Batch, Devices, Engine, split_batch
+from .engines import Batch, Devices, Engine, check_batch, split_batch
 from .state import TrainState, leaf_shardings, partition_specs
 
 Metrics = dict[str, jax.Array]
@@ -204,24 +203,6 @@ def make_finish(one: DeviceStep, engine: Engine, treedef: Any) -> Callable[[Trai
         return jax.tree.leaves(engine.finish(one, state.store.devices, state))
 
     return lambda state: treedef.unflatten(finish(jax.tree.leaves(state)))
-
-
-def check_batch(batch: Batch, devices: int, parts: int, axis: int = 0) -> None:
-    """`ValueError` where a batch cannot be divided by the devices, or a share by the microbatches."""
-    n = checks.batch_length(batch, "train step", axis)
-    if parts == 1:
-        checks.even_share(n, devices, "train step", ", or pad it")
-    if n % (devices * parts) == 0:
-        return
-    size = n // (devices * parts) * devices * parts or devices * parts
-    if n % devices:
-        raise ValueError(
-            f"train step: a batch of {n} cannot be divided by {devices} devices; use a batch of {size}, or pad it"
-        )
-    raise ValueError(
-        f"train step: a batch of {n} gives each of {devices} devices {n // devices} examples, which cannot be cut "
-        f"in accumulate={parts} microbatches; use a batch of {size}"
-    )
 
 
 def _parts(state: TrainState) -> tuple[list[Part], list[Part]]:
