@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ class Classification:
     """`eval_fn(params, batch) -> {"loss", "accuracy"}` of an `apply_fn`."""
 
     apply_fn: Callable[..., jax.Array]
-    by_example: ClassVar[bool] = True
 
     def __call__(self, params: Any, batch: Any, *model_state: Any) -> dict[str, jax.Array]:
         logits = check_logits(self.apply_fn(params, batch["image"], *model_state), len(batch["image"]))

@@ -117,13 +117,20 @@ class Arrays:
         exact = is_exact(self.shapes())
         full, rest = divmod(self.number, self.size)
         mask = self.places.mask(self.size, self.size, self.places.split)
-        if full:
-            for batch in self.source.batches(self.size, devices=self.places.devices):
-                yield Piece(batch, mask, self.size)
+        for batch in self._full(full):
+            yield Piece(batch, mask, self.size)
         if rest:
             source = self._as_arrays()
             batch = jax.tree.map(lambda x: x[full * self.size :], source.arrays)
             yield from self.places.pieces(source, batch, rest, self.size, exact)
+
+    def _full(self, count: int) -> Iterator[Any]:
+        """The whole batches. Those of a data set come from its copies on the devices."""
+        if isinstance(self.source, data.DatasetSource):
+            return iter(self.source.batches(self.size, devices=self.places.devices) if count else ())
+        rows = (slice(i * self.size, (i + 1) * self.size) for i in range(count))
+        batches = (jax.tree.map(lambda x, part=part: x[part], self.source.arrays) for part in rows)
+        return (self.source.place(batch, self.places.split) for batch in batches)
 
     def _as_arrays(self) -> data.ArraySource:
         if not isinstance(self.source, data.DatasetSource):

@@ -18,6 +18,7 @@ from ..._core.recent import Recent
 from ..._core.signatures import check_takes
 from ..._devices.emulated import can_hang, wait_before_collectives
 from ..._devices.user_mesh import check_traced, outside_mesh
+from .classification import Classification
 from .every_example import Arrays, arrays_pass, as_eval_source, model_of, places_of
 from .streams import Stream
 from .values import Totals, ValuesError, as_values, needs_exact, sum_up
@@ -99,7 +100,7 @@ class _Program:
         self._copies = copies
         self._values = functools.partial(_values, eval_fn, structure)
         self._run = jax.jit(functools.partial(_sums, self._values, copies, self._kinds))
-        self._by_example = getattr(eval_fn, "by_example", False)  # known to return a row for each example
+        self._is_by_example = isinstance(eval_fn, Classification)  # known to return a row for each example
         self._checked: set[Any] = set()
 
     def __call__(self, leaves: list[Any], batch: Any, mask: Any) -> Any:
@@ -131,9 +132,9 @@ class _Program:
         try:
             self._run.eval_shape(leaves, *self._on_devices((batch, jax.ShapeDtypeStruct((_rows(batch),), bool))))
         except Exception as error:
-            error.add_note(f"This came up before any work, for a batch {_describe(batch)}.")
+            error.add_note(f"eval_fn or apply_fn was traced for a batch {_describe(batch)}")
             raise
-        if self._by_example:
+        if self._is_by_example:
             return
         # A value whose first axis is only by chance as long as the batch is found with twice as many examples.
         twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), batch)
