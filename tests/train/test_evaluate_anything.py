@@ -250,6 +250,10 @@ def test_params_split_over_a_mesh_and_the_users_own_mesh(kind):
     state = train.create_state(store, 0)
     options = {"eval_fn": eval_fn, "batch_size": 16}
     close(train.evaluate(state, source=tiled, **options))
+    whole = train.evaluate(
+        state, source=tiled, batch_size=16, eval_fn=lambda p, b: {"mse": (eval_fn(p, b)["mse"].sum(), N)}
+    )
+    assert whole["mse"] * 3 == pytest.approx(WANT["mse"], rel=1e-5)  # 16, 16 and the last 5: three batches
     meshes = []
 
     def read():

@@ -113,7 +113,7 @@ class Loop:
 
     def end_epoch(self, record: Record) -> None:
         """Evaluate the state, show the record and keep it."""
-        record |= self.run.evaluation.scores(self.state)
+        record |= self.run.scores(self.state)
         self._progress.end(record)
         self.history.append(record)
 

@@ -60,6 +60,10 @@ class Run:
         """Whether a step that is not finite ends the run."""
         return getattr(self.step, "nonfinite", "ignore") == "stop"
 
+    def scores(self, state: TrainState) -> dict[str, float]:
+        """The scores of the evaluation, as a record names them."""
+        return self.evaluation.scores(state)
+
     @property
     def unit(self) -> str:
         """What the data consists of, for people."""
