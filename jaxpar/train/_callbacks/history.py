@@ -13,7 +13,7 @@ from .figures import new_figure, save_figure
 Record = dict[str, Any]
 
 # What a record has next to metrics.
-NO_METRICS = ("epoch", "step", "seconds", "images_per_second", "interrupted")
+NO_METRICS = ("epoch", "step", "seconds", "images_per_second", "skipped", "interrupted")
 
 _MOST = 40  # rows of the table
 _COLUMNS = 3  # pictures side by side

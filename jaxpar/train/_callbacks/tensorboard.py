@@ -97,5 +97,4 @@ class TensorBoard(Sink):
 
 
 def _tag(name: str) -> str:
-    part, _, rest = name.partition("_")
-    return f"{part}/{rest}" if part in ("test", "eval") and rest else f"train/{name}"
+    return name.replace("test_", "test/", 1) if name.startswith("test_") else f"train/{name}"
