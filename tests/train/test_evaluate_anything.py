@@ -160,6 +160,10 @@ def test_metrics_that_merge(count):
     scores = train.evaluate(params, source=ROWS, eval_fn=eval_fn, batch_size=16)
     x = ROWS["x"]
     close(scores, {"x_low": x.min(), "x_high": x.max(), "mean": x.mean()})
+    with pytest.raises(ValueError, match="two of its values give the score 'x_low'"):
+        train.evaluate(
+            params, source=ROWS, eval_fn=lambda p, b: {**eval_fn(p, b), "x_low": b["x"].min(1)}, batch_size=16
+        )
     whole = train.evaluate(params, source=ROWS, eval_fn=lambda p, b: eval_fn(p, b)["x"], batch_size=16)
     close(whole, {"low": x.min(), "high": x.max()})
 

@@ -14,6 +14,7 @@ from .._step.state import TrainState
 from .classification import check_classified, classification
 from .every_example import has_model_state
 from .measure import check, measure
+from .values import add_scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,20 +31,17 @@ class Evaluation:
     eval_fn: Callable[..., Any] | None
     batch_size: int
 
-    def check(self, state: TrainState) -> list[str]:
-        """Raise what `scores` would raise, as far as shapes are known. Return the names of the scores."""
-        return [
-            f"{prefix}_{name}"
-            for prefix, eval_fn, source in self._parts(state)
-            for name in check("fit", state, eval_fn, source, self.batch_size)
-        ]
+    def check(self, state: TrainState) -> None:
+        """Raise what `scores` would raise, as far as shapes are known. Nothing is computed."""
+        for _, eval_fn, source in self._parts(state):
+            check("fit", state, eval_fn, source, self.batch_size)
 
     def scores(self, state: TrainState) -> dict[str, float]:
         """The scores as a record names them. Empty where there is nothing to evaluate."""
         found: dict[str, float] = {}
         for prefix, eval_fn, source in self._parts(state):
             for name, value in measure("fit", state, eval_fn, source, self.batch_size).items():
-                found |= _numbers(f"{prefix}_{name}", value)
+                add_scores(found, _numbers(f"{prefix}_{name}", value))
         return found
 
     def _parts(self, state: TrainState) -> list[tuple[str, Any, Any]]:

@@ -54,20 +54,14 @@ def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_s
         return totals.scores()
 
 
-def check(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int) -> list[str]:
-    """Raise what `measure` would raise, as far as shapes are known. Nothing is computed.
-
-    Returns:
-        The names of the values. Empty where the shapes of batches are not known, or a metric decides on its names.
-    """
+def check(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int) -> None:
+    """Raise what `measure` would raise, as far as shapes are known. Nothing is computed."""
     with outside_mesh() as user:
         model = model_of(state_or_params)
         program, examples = _prepare(where, model, eval_fn, source, batch_size, user)
         shapes = examples.shapes()
-        if shapes is None:
-            return []
-        program.checker(jax.tree.leaves(model))(shapes)
-        return program.names(shapes)
+        if shapes is not None:
+            program.checker(jax.tree.leaves(model))(shapes)
 
 
 def _prepare(where: str, model: Any, eval_fn: Any, source: Any, batch_size: int, user: Any) -> tuple[_Program, Any]:
@@ -123,10 +117,6 @@ class _Program:
             return self._kinds[_key(batch)][1]
 
         return is_exact
-
-    def names(self, batch: Any) -> list[str]:
-        """The names of the values of batches that were checked."""
-        return [name for name in self._kinds[_key(batch)][0] if name]
 
     def _check(self, leaves: list[Any], batch: Any) -> None:
         try:

@@ -76,7 +76,9 @@ class Run:
             state = self.step.complete(state)
             shapes = getattr(self.source, "batch_shapes", lambda batch_size: None)(self.batch_size)
             metrics = self.step.check(state, shapes)
-        taken = set(metrics) & {*RECORD_NAMES, *self.evaluation.check(state)}
+        self.evaluation.check(state)
+        own = ("eval_",) if self.evaluation.eval_fn is not None else ()
+        taken = [name for name in metrics if name in RECORD_NAMES or name.startswith(own)]
         if taken:
             raise ValueError(
                 f"fit: the record of an epoch has {', '.join(sorted(taken))} of its own; rename that value in the aux "
