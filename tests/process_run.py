@@ -19,6 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxpar import checkpoint, data, kv, models, parallel, sparse, train, updaters
 from jaxpar._core import checks
+from jaxpar._devices import placement
+from jaxpar._devices.mesh import split_over
 from jaxpar.checkpoint import _files
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -270,6 +272,8 @@ def evaluation(folder):
             assert found == {k: pytest.approx(v, rel=1e-5) for k, v in want.items()}
             found = np.float32(list(found.values()))
             assert all(np.array_equal(found, other) for other in gathered(found))
+        found = train.evaluate(params, source=rows, eval_fn=values_of_rows, batch_size=7)
+        assert found == {k: pytest.approx(v, rel=1e-5) for k, v in want.items()}  # each process by itself
         found = train.evaluate(state, source=rows, eval_fn=sums_of_batches, batch_size=8)
         assert found == {"nats": pytest.approx(nats, rel=1e-5)}
     if workers > 1:
@@ -297,6 +301,8 @@ def check_batches_refused(state, mine):
         yield mine[0]
 
     raises(KeyError, "only here", lambda: evaluate(broken))
+    whole = [jax.tree.map(lambda x: placement.put(x, split_over(jax.devices())), tokens_of(images(8, 8)))]
+    raises(ValueError, "each process gives its own share", lambda: evaluate(whole))
 
 
 def check_refused():

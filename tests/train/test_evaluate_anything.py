@@ -160,6 +160,10 @@ def test_metrics_that_merge(count):
     scores = train.evaluate(params, source=ROWS, eval_fn=eval_fn, batch_size=16)
     x = ROWS["x"]
     close(scores, {"x_low": x.min(), "x_high": x.max(), "mean": x.mean()})
+    with pytest.raises(ValueError, match="two of its values give the score 'x_low'"):
+        train.evaluate(
+            params, source=ROWS, eval_fn=lambda p, b: {**eval_fn(p, b), "x_low": b["x"].min(1)}, batch_size=16
+        )
     whole = train.evaluate(params, source=ROWS, eval_fn=lambda p, b: eval_fn(p, b)["x"], batch_size=16)
     close(whole, {"low": x.min(), "high": x.max()})
 
@@ -250,6 +254,10 @@ def test_params_split_over_a_mesh_and_the_users_own_mesh(kind):
     state = train.create_state(store, 0)
     options = {"eval_fn": eval_fn, "batch_size": 16}
     close(train.evaluate(state, source=tiled, **options))
+    whole = train.evaluate(
+        state, source=tiled, batch_size=16, eval_fn=lambda p, b: {"mse": (eval_fn(p, b)["mse"].sum(), N)}
+    )
+    assert whole["mse"] * 3 == pytest.approx(WANT["mse"], rel=1e-5)  # 16, 16 and the last 5: three batches
     meshes = []
 
     def read():

@@ -14,7 +14,7 @@ from .figures import new_figure, save_figure
 Record = dict[str, Any]
 
 # What a record has next to metrics.
-NO_METRICS = ("epoch", "step", "seconds", "images_per_second", "interrupted")
+NO_METRICS = ("epoch", "step", "seconds", "images_per_second", "skipped", "interrupted")
 
 _MOST = 40  # rows of the table
 _COLUMNS = 3  # pictures side by side
@@ -57,7 +57,8 @@ def metric_groups(records: Sequence[Record]) -> dict[str, dict[str, str]]:
     """
     groups: dict[str, dict[str, str]] = {}
     for name in dict.fromkeys(name for record in records for name in record if name not in NO_METRICS):
-        if any(isinstance(record.get(name), int | float) for record in records):
+        values = [record.get(name) for record in records]
+        if any(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
             part = next((part for part in ("test", "eval") if name.startswith(f"{part}_")), "train")
             group, _, column = name.removeprefix(f"{part}_").partition("/")
             groups.setdefault(group, {})[f"{part} {column}".strip()] = name

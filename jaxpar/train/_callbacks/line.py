@@ -18,7 +18,7 @@ def line(record: Record, epochs: int | None = None, unit: str = "images") -> str
     """
     words = [f"epoch {record['epoch']}" + (f"/{epochs}" if epochs else "")]
     for name, value in record.items():
-        if name not in NO_METRICS and "/" not in name and value is not None:
+        if name not in NO_METRICS and "/" not in name and value is not None and not isinstance(value, bool):
             words.append(f"{name.replace('_', ' ')} {number_text(value)}")
     words += [f"{record['seconds']:.1f} s", f"{record['images_per_second']:,.0f} {unit}/s"]
     return "  ".join(words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ class Classification:
     """`eval_fn(params, batch) -> {"loss", "accuracy"}` of an `apply_fn`."""
 
     apply_fn: Callable[..., jax.Array]
-    by_example: ClassVar[bool] = True
 
     def __call__(self, params: Any, batch: Any, *model_state: Any) -> dict[str, jax.Array]:
         logits = check_logits(self.apply_fn(params, batch["image"], *model_state), len(batch["image"]))
@@ -29,11 +28,11 @@ class Classification:
         return {"loss": losses, "accuracy": logits.argmax(axis=1) == labels[:, 0]}
 
 
-def classification(apply_fn: Any, model: Any, where: str) -> Classification:
+def classification(apply_fn: Any, has_state: bool, where: str) -> Classification:
     """The `eval_fn` of a classifier. `TypeError` for an `apply_fn` that cannot be one."""
     checks.hashable(apply_fn, f"{where}: apply_fn")
-    names = ("params", "images", "model_state")[: len(model) + 1]
-    hint = "" if len(names) == 2 else ", since the state has a model_state"
+    names = ("params", "images", "model_state") if has_state else ("params", "images")
+    hint = ", since the state has a model_state" if has_state else ""
     check_takes(apply_fn, names, f"{where}: apply_fn", hint)
     return Classification(apply_fn)
 

@@ -10,7 +10,7 @@ import jax
 from ... import data
 from ..._core.arguments import answers
 from .classification import check_classified, classification
-from .every_example import model_of
+from .every_example import has_model_state
 from .measure import measure
 
 EvalFn = Callable[..., Any]
@@ -64,8 +64,9 @@ def evaluate(
         `per_class_accuracy` return one of these. An object with `merge(other)` and `compute()`, as the metrics of
         metrax and clu have, is merged over the batches. It may also stand in place of the dict.
 
-        The last batch is filled up to the size of the others, and the rows that fill it are left out. With scalars or
-        merged metrics this is not possible. Then the last examples are evaluated as they are.
+        The last batch is filled up to the size of the others, and the rows that fill it are left out. So a value of an
+        example must not depend on the other examples of a batch. With scalars or merged metrics no row can be left out.
+        Then the last examples are evaluated as they are.
 
     Returns:
         Floats by name, and NumPy arrays for values with columns. For classifiers `{"loss", "accuracy"}`: mean
@@ -98,7 +99,7 @@ def evaluate(
     if not isinstance(dataset, data.Dataset) and dataset is not None:
         return _refuse(dataset)
     check_classified(dataset, "evaluate")
-    of_classes = classification(apply_fn, model_of(state_or_params), "evaluate")
+    of_classes = classification(apply_fn, has_model_state(state_or_params), "evaluate")
     return measure("evaluate", state_or_params, of_classes, dataset, batch_size)
 
 

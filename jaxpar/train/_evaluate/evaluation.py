@@ -12,8 +12,9 @@ from ... import data
 from ..._core.arguments import check_takes
 from .._step.state import TrainState
 from .classification import check_classified, classification
-from .every_example import model_of
+from .every_example import has_model_state
 from .measure import check, measure
+from .values import add_scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Evaluation:
         return {"test_": self.test_data is not None, "eval_": self.eval_data is not None}
 
     def check(self, state: TrainState) -> list[str]:
-        """Raise what `scores` would raise, as far as shapes are known. Return the names of the scores."""
+        """Raise what `scores` would raise, as far as shapes are known. Return the names of the scores that are known."""
         return [
             f"{prefix}_{name}"
             for prefix, eval_fn, source in self._parts(state)
@@ -48,13 +49,13 @@ class Evaluation:
         found: dict[str, float] = {}
         for prefix, eval_fn, source in self._parts(state):
             for name, value in measure("fit", state, eval_fn, source, self.batch_size).items():
-                found |= _numbers(f"{prefix}_{name}", value)
+                add_scores(found, _numbers(f"{prefix}_{name}", value))
         return found
 
     def _parts(self, state: TrainState) -> list[tuple[str, Any, Any]]:
         parts: list[tuple[str, Any, Any]] = []
         if self.test_data is not None:
-            parts.append(("test", classification(self.apply_fn, model_of(state), "fit"), self.test_data))
+            parts.append(("test", classification(self.apply_fn, has_model_state(state), "fit"), self.test_data))
         if self.eval_data is not None:
             parts.append(("eval", self.eval_fn, self.eval_data))
         return parts

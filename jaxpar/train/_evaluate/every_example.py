@@ -117,13 +117,20 @@ class Arrays:
         exact = is_exact(self.shapes())
         full, rest = divmod(self.number, self.size)
         mask = self.places.mask(self.size, self.size, self.places.split)
-        if full:
-            for batch in self.source.batches(self.size, devices=self.places.devices):
-                yield Piece(batch, mask, self.size)
+        for batch in self._full(full):
+            yield Piece(batch, mask, self.size)
         if rest:
             source = self._as_arrays()
             batch = jax.tree.map(lambda x: x[full * self.size :], source.arrays)
             yield from self.places.pieces(source, batch, rest, self.size, exact)
+
+    def _full(self, count: int) -> Iterator[Any]:
+        """The whole batches. Those of a data set come from its copies on the devices."""
+        if isinstance(self.source, data.DatasetSource):
+            return iter(self.source.batches(self.size, devices=self.places.devices) if count else ())
+        rows = (slice(i * self.size, (i + 1) * self.size) for i in range(count))
+        batches = (jax.tree.map(lambda x, part=part: x[part], self.source.arrays) for part in rows)
+        return (self.source.place(batch, self.places.split) for batch in batches)
 
     def _as_arrays(self) -> data.ArraySource:
         if not isinstance(self.source, data.DatasetSource):
@@ -190,8 +197,13 @@ def model_of(state_or_params: Any) -> tuple[Any, ...]:
     """(params to evaluate,), or (params, model_state) of a state that has one."""
     if not isinstance(state_or_params, TrainState):
         return (without_types(state_or_params),)
-    model_state = state_or_params.model_state
-    return without_types((state_or_params.eval_params, *((model_state,) if carries(model_state) else ())))
+    model_state = (state_or_params.model_state,) if has_model_state(state_or_params) else ()
+    return without_types((state_or_params.eval_params, *model_state))
+
+
+def has_model_state(state_or_params: Any) -> bool:
+    """Whether `model_of` gives a model state next to the params."""
+    return isinstance(state_or_params, TrainState) and carries(state_or_params.model_state)
 
 
 def places_of(params: Any) -> Places:

@@ -18,6 +18,7 @@ from ..._core.arguments import check_takes
 from ..._core.recent import Recent
 from ..._devices.emulated import can_hang, wait_before_collectives
 from ..._devices.user_mesh import check_traced, outside_mesh
+from .classification import Classification
 from .every_example import Arrays, arrays_pass, as_eval_source, model_of, places_of
 from .streams import Stream
 from .values import Totals, ValuesError, as_values, needs_exact, sum_up
@@ -57,7 +58,7 @@ def check(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_siz
     """Raise what `measure` would raise, as far as shapes are known. Nothing is computed.
 
     Returns:
-        The names of the values. Empty where the shapes of batches are not known, or a metric decides on its names.
+        The names of the values. Empty where the shapes are not known.
     """
     with outside_mesh() as user:
         model = model_of(state_or_params)
@@ -99,13 +100,17 @@ class _Program:
         self._copies = copies
         self._values = functools.partial(_values, eval_fn, structure)
         self._run = jax.jit(functools.partial(_sums, self._values, copies, self._kinds))
-        self._by_example = getattr(eval_fn, "by_example", False)  # known to return a row for each example
+        self._is_by_example = isinstance(eval_fn, Classification)  # known to return a row for each example
         self._checked: set[Any] = set()
 
     def __call__(self, leaves: list[Any], batch: Any, mask: Any) -> Any:
         """The sums over the examples of a batch that count."""
         sums = self._run(leaves, batch, mask)
         return dict(zip(self._kinds[_key(batch)][0], sums, strict=True))
+
+    def names(self, batch: Any) -> list[str]:
+        """The names of the values, after a check for batches of these shapes."""
+        return self._kinds[_key(batch)][0]
 
     def checker(self, leaves: list[Any]) -> Callable[[Any], bool]:
         """A function of the shapes of a batch: whether such batches must not be filled up.
@@ -123,17 +128,13 @@ class _Program:
 
         return is_exact
 
-    def names(self, batch: Any) -> list[str]:
-        """The names of the values of batches that were checked."""
-        return [name for name in self._kinds[_key(batch)][0] if name]
-
     def _check(self, leaves: list[Any], batch: Any) -> None:
         try:
             self._run.eval_shape(leaves, *self._on_devices((batch, jax.ShapeDtypeStruct((_rows(batch),), bool))))
         except Exception as error:
-            error.add_note(f"This came up before any work, for a batch {_describe(batch)}.")
+            error.add_note(f"eval_fn or apply_fn was traced for a batch {_describe(batch)}")
             raise
-        if self._by_example:
+        if self._is_by_example:
             return
         # A value whose first axis is only by chance as long as the batch is found with twice as many examples.
         twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), batch)

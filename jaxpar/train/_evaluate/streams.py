@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from ... import data
 from ..._core import checks
 from ..._devices import processes
+from ..._devices.placement import spans_processes
 from ..._devices.user_mesh import without_types
 from .every_example import IsExact, Piece, Places, fill
 
@@ -100,6 +101,11 @@ class Stream:
         n, shapes = 0, None
         with processes.raise_together():
             if batch is not None:
+                if any(map(spans_processes, jax.tree.leaves(batch))):
+                    raise ValueError(
+                        f"{self.where}: a batch is on devices of several processes; each process gives its own share, "
+                        "in host memory or on its own devices"
+                    )
                 n = checks.batch_length(batch, self.where)
                 shapes = str(jax.tree.map(lambda x: f"{x.dtype}{list(np.shape(x)[1:])}", batch))
         found = [json.loads(text) for text in processes.exchange(json.dumps([n, shapes]))]

@@ -91,8 +91,16 @@ class Totals:
         found: dict[str, Any] = {}
         for name, value in self._values.items():
             result = _mean(value) if isinstance(value, Mean) else value.compute()
-            found |= _named(name, result)
+            add_scores(found, _named(name, result))
         return found
+
+
+def add_scores(found: dict[str, Any], more: dict[str, Any]) -> None:
+    """Add scores to those that were found. `ValueError` for a name that both have."""
+    both = found.keys() & more.keys()
+    if both:
+        raise ValueError(f"eval_fn: two of its values give the score {min(both)!r}; rename one of them")
+    found |= more
 
 
 def _is_metric(value: Any) -> bool:

@@ -69,6 +69,10 @@ class Run:
         """Whether a step that is not finite ends the run."""
         return getattr(self.step, "nonfinite", "ignore") == "stop"
 
+    def scores(self, state: TrainState) -> dict[str, float]:
+        """The scores of the evaluation, as a record names them."""
+        return self.evaluation.scores(state)
+
     @property
     def unit(self) -> str:
         """What the data consists of, for people."""
@@ -82,7 +86,8 @@ class Run:
             shapes = getattr(self.source, "batch_shapes", lambda batch_size: None)(self.batch_size)
             metrics = self.step.check(state, shapes)
         scores = self.evaluation.check(state)
-        taken = set(metrics) & {*RECORD_NAMES, *scores}
+        own = ("eval_",) if self.evaluation.eval_fn is not None else ()
+        taken = [name for name in metrics if name in RECORD_NAMES or name.startswith(own)]
         if taken:
             raise ValueError(
                 f"fit: the record of an epoch has {', '.join(sorted(taken))} of its own; rename that value in the aux "

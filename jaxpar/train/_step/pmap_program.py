@@ -15,8 +15,8 @@ from ..._devices.emulated import wait_before_collectives
 from ..._devices.mesh import STORE_AXIS, mesh_of
 from ..._devices.pmap_cache import forget
 from .device_step import DeviceStep
-from .engines import Batch, Engine, split_batch
-from .programs import Metrics, Program, check_batch
+from .engines import Batch, Engine, check_batch, split_batch
+from .programs import Metrics, Program
 from .state import TrainState, partition_specs
 
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from ..._core import checks
 from ..._core.arrays import is_traced
 from ..._devices.emulated import can_hang, wait_before_collectives
 from ..._devices.mesh import is_on, put_copy
@@ -21,7 +20,7 @@ from ..._devices.placement import put
 from ..._devices.user_mesh import without_types
 from ...kv import _store
 from .device_step import DeviceStep
-from .engines import Batch, Devices, Engine
+from .engines import Batch, Devices, Engine, check_batch
 from .state import TrainState, leaf_shardings
 
 Metrics = dict[str, jax.Array]
@@ -117,31 +116,6 @@ def make_finish(one: DeviceStep, engine: Engine, treedef: Any) -> Callable[[Trai
     return lambda state: treedef.unflatten(finish(jax.tree.leaves(state)))
 
 
-def check_batch(batch: Batch, devices: int, parts: int, axis: int = 0) -> None:
-    """`ValueError` where a batch cannot be divided by the devices, or a share by the microbatches.
-
-    `TypeError` for a leaf that is no array of numbers.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if not _is_array_of_numbers(leaf):
-            name = f"batch{jax.tree_util.keystr(path)}"
-            raise TypeError(f"train step: {name} must be an array of numbers, got {checks.describe(leaf)}")
-    n = checks.batch_length(batch, "train step", axis)
-    if parts == 1:
-        checks.even_share(n, devices, "train step", ", or pad it")
-    if n % (devices * parts) == 0:
-        return
-    size = n // (devices * parts) * devices * parts or devices * parts
-    if n % devices:
-        raise ValueError(
-            f"train step: a batch of {n} cannot be divided by {devices} devices; use a batch of {size}, or pad it"
-        )
-    raise ValueError(
-        f"train step: a batch of {n} gives each of {devices} devices {n // devices} examples, which cannot be cut "
-        f"in accumulate={parts} microbatches; use a batch of {size}"
-    )
-
-
 def _fields_with_arrays(state: TrainState) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of the fields of the store that have arrays, and of those of the state without its `rng`.
 
@@ -151,13 +125,6 @@ def _fields_with_arrays(state: TrainState) -> tuple[tuple[str, ...], tuple[str, 
         {path[0].name: None for path, _ in jax.tree_util.tree_leaves_with_path(node)} for node in (state.store, state)
     )
     return tuple({"values": None, **of_store}), tuple(name for name in of_state if name not in ("store", "rng"))
-
-
-def _is_array_of_numbers(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and (
-        isinstance(leaf, jax.Array) or jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
-    )
 
 
 def _replace(node: Any, names: tuple[str, ...], values: tuple[Any, ...]) -> Any:
