@@ -46,12 +46,13 @@ def random_key(rng: Any, where: str) -> jax.Array:
     """`rng` as a random key. An int makes one. `TypeError` for anything else."""
     if isinstance(rng, (int, np.integer)) and not isinstance(rng, bool):
         return jax.random.key(rng)
+    key: Any = rng
     is_key = isinstance(rng, (jax.Array, np.ndarray)) and (
         jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) or rng.dtype == np.uint32
     )
     if not is_key:
         raise TypeError(f"{where}: rng must be a random key, such as jax.random.key(0), got {describe(rng)}")
-    return rng
+    return key
 
 
 def transform(tx: Any, where: str) -> Any:
