@@ -197,10 +197,7 @@ def check_batch(batch: Batch, devices: int, parts: int, axis: int = 0) -> None:
 
     `TypeError` for a leaf that is no array of numbers.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if not _is_array_of_numbers(leaf):
-            name = f"batch{jax.tree_util.keystr(path)}"
-            raise TypeError(f"train step: {name} must be an array of numbers, got {checks.describe(leaf)}")
+    checks.arrays_of_numbers(batch, "train step: batch")
     n = checks.batch_length(batch, "train step", axis)
     if parts == 1:
         checks.even_share(n, devices, "train step", ", or pad it")
@@ -220,13 +217,6 @@ def check_batch(batch: Batch, devices: int, parts: int, axis: int = 0) -> None:
 def _type_of(leaf: Any) -> Any:
     """What tells whether a leaf without a sharding was checked."""
     return type(leaf), getattr(leaf, "dtype", None)
-
-
-def _is_array_of_numbers(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and (
-        isinstance(leaf, jax.Array) or jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
-    )
 
 
 def _parts(state: TrainState) -> tuple[list[Part], list[Part]]:
