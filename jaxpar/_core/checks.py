@@ -14,6 +14,7 @@ import numpy as np
 from .arguments import describe as describe, did_you_mean, shorten as shorten
 from .arrays import Device, check_not_gone
 from .model_checks import (
+    arrays_of_numbers as arrays_of_numbers,
     function as function,
     hashable as hashable,
     labels as labels,

@@ -46,12 +46,13 @@ def random_key(rng: Any, where: str) -> jax.Array:
     """`rng` as a random key. An int makes one. `TypeError` for anything else."""
     if isinstance(rng, (int, np.integer)) and not isinstance(rng, bool):
         return jax.random.key(rng)
+    key: Any = rng
     is_key = isinstance(rng, (jax.Array, np.ndarray)) and (
         jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) or rng.dtype == np.uint32
     )
     if not is_key:
         raise TypeError(f"{where}: rng must be a random key, such as jax.random.key(0), got {describe(rng)}")
-    return rng
+    return key
 
 
 def transform(tx: Any, where: str) -> Any:
@@ -61,3 +62,17 @@ def transform(tx: Any, where: str) -> Any:
     name = getattr(tx, "__name__", None) if callable(tx) else None
     hint = f"; call it first, {name}(0.1)" if name else ", say optax.sgd(0.1)"
     raise TypeError(f"{where}: expected an optax.GradientTransformation{hint}; got {describe(tx)}")
+
+
+def arrays_of_numbers(tree: Any, where: str) -> None:
+    """`TypeError` for a leaf of a pytree that is no array of numbers, such as a list's number or an array of words."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = getattr(leaf, "dtype", None)
+        if isinstance(leaf, jax.Array) or (dtype is not None and _is_numeric(dtype)):
+            continue
+        name = jax.tree_util.keystr(path)
+        raise TypeError(f"{where}{name} must be an array of numbers, got {describe(leaf)}")
+
+
+def _is_numeric(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_))

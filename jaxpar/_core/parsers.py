@@ -40,7 +40,9 @@ class HelpFormatter(argparse.HelpFormatter):
         shown = action.default is not None and action.default is not argparse.SUPPRESS and action.option_strings
         if not shown or "(default" in text:
             return text
-        default = {True: "yes", False: "no"}.get(action.default, "%(default)s") if action.nargs == 0 else "%(default)s"
+        default = "%(default)s"
+        if isinstance(action.default, bool):
+            default = "yes" if action.default else "no"
         return f"{text} (default: {default})"
 
 

@@ -16,6 +16,8 @@ object is one compiled program.
     _elementwise   whether a program is elementwise, read from its jaxpr
 """
 
+# pyright: reportUnusedImport=false
+# Names for other rooms have an underscore, so that Tab shows the API only.
 from ._base import (
     UpdateFn as UpdateFn,
     Updater as Updater,

@@ -27,6 +27,8 @@ from ._layout.repeats import collapse_repeats
 from ._read import jaxpr
 from ._read.raw import Raw
 
+_OPTIONS = "params_argnums depth max_nodes repeats rules title hide_weights node_attrs heat theme legend".split()
+
 
 def trace(
     fn: Callable[..., Any],
@@ -111,6 +113,7 @@ def _arguments(
     """The name of each leaf ("params['conv1']['bias']"), and whether it is a parameter."""
     argnums = {params_argnums} if isinstance(params_argnums, int) else set(params_argnums or ())
     names = _argument_names(fn, len(args))
+    _check_keywords(fn, kwargs)
     found: list[str] = []
     weights: list[bool] = []
     for number, arg in enumerate(args):
@@ -129,10 +132,7 @@ def _arguments(
 
 
 def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
+    parameters = _parameters(fn)
     names: list[str] = []
     for number in range(count):
         parameter = parameters[number] if number < len(parameters) else None
@@ -156,14 +156,30 @@ def _check_options(fn: Any, count: int, params_argnums: Any, depth: Any, max_nod
             raise ValueError(f"viz: params_argnums is {number}, and there are {count} arguments, counted from 0")
 
 
+def _check_keywords(fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    """`TypeError` for an argument that the function does not take, which may be a misspelt option."""
+    parameters = _parameters(fn)
+    if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    for name in kwargs.keys() - {p.name for p in parameters}:
+        of = getattr(fn, "__name__", type(fn).__name__)
+        raise TypeError(f"viz: {of} has no argument {name!r}{did_you_mean(name, _OPTIONS)}")
+
+
+def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Those of a function. None of one that Python cannot inspect."""
+    try:
+        return list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
 def _check_array(fn: Callable[..., Any], name: str, leaf: Any) -> None:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return
     if isinstance(leaf, (bool, int, float, complex)):
         return
     of = getattr(fn, "__name__", type(fn).__name__)
-    if hint := did_you_mean(name, (*inspect.signature(trace).parameters, "title", "hide_weights", "theme", "heat")):
-        raise TypeError(f"viz: {of} is given {name}={leaf!r}, which is no array{hint}")
     raise TypeError(
         f"viz: argument {name} of {of} is {leaf!r}, a {type(leaf).__name__}; expected an array or a "
         f"jax.ShapeDtypeStruct. Bind what is no array first, as in functools.partial({of}, {name.split('[')[0]}=...)"

@@ -603,7 +603,9 @@ def test_a_long_history_is_not_read_again_at_each_save(tmp_path, monkeypatch):
         manager.save({"step": jnp.int32(step)}, {"history": [{"epoch": i, "loss": 0.5} for i in range(9000)]})
     manager.wait()
     assert loaded == []
-    assert (tmp_path / "save_00000004" / "jaxpar.json").read_bytes().count(b"\n") == 0  # in one line it is written faster
+    assert (tmp_path / "save_00000004" / "jaxpar.json").read_bytes().count(
+        b"\n"
+    ) == 0  # in one line it is written faster
     another = checkpoint.Manager(tmp_path, keep=2)  # a run that was started again
     another.save({"step": jnp.int32(9)}, {})
     another.save({"step": jnp.int32(10)}, {})

@@ -1,4 +1,4 @@
-"""The table of layers, and `python -m jaxpar plot`."""
+"""The table of layers, and `jaxpar plot`."""
 
 import argparse
 import io
@@ -97,6 +97,17 @@ def test_plot_lenet_from_the_command_line(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "129,068 parameters" in out
     assert "Total params: 129068" in out
+
+
+def test_the_help_of_plot_names_what_it_writes(tmp_path):
+    parser = argparse.ArgumentParser()
+    plot.add_arguments(parser)
+    text = " ".join(parser.format_help().split())
+    for ending in re.findall(r"\.[a-z]{3}\b", text.partition("its ending is the format: ")[2].partition("(")[0]):
+        path = tmp_path / f"net{ending}"
+        assert run("matrix_factorization", "-o", str(path)) == 0
+        assert path.stat().st_size > 100
+    assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".png", ".pdf", ".gif", ".dot"}
 
 
 def test_plot_a_function_of_a_module(module, monkeypatch):

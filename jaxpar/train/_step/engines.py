@@ -112,7 +112,11 @@ def split_batch(batch: Batch, count: int) -> Batch:
 
 
 def check_batch(batch: Batch, devices: int, parts: int, axis: int = 0) -> None:
-    """`ValueError` where a batch cannot be divided by the devices, or a share by the microbatches."""
+    """`ValueError` where a batch cannot be divided by the devices, or a share by the microbatches.
+
+    `TypeError` for a leaf that is no array of numbers.
+    """
+    checks.arrays_of_numbers(batch, "train step: batch")
     n = checks.batch_length(batch, "train step", axis)
     if parts == 1:
         checks.even_share(n, devices, "train step", ", or pad it")
