@@ -65,7 +65,8 @@ def place(
     """
     check_stored(store.values, store.values, "kv.place")
     if mesh is not None:
-        return on_mesh(store, mesh, mesh_shardings(store, mesh, sharding))
+        shardings = mesh_shardings(store, mesh, sharding)
+        return on_mesh(_values_of_first(store, tuple(mesh.devices.flat)), mesh, shardings)
     target = create(store.kind, devices=devices).devices
     if target is None:
         raise ValueError("kv.place: give devices or mesh")
