@@ -6,6 +6,7 @@ What the processes have to agree on is asserted here. What the topologies have t
 """
 
 import contextlib
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -14,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from jaxpar import checkpoint, data, kv, parallel, train, updaters
+from jaxpar import checkpoint, data, kv, parallel, sparse, train, updaters
+from jaxpar._devices.placement import to_host
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -70,15 +73,14 @@ def examples(count=32):
 
 def whole(tree):
     """The arrays of a pytree in host memory, whole in each process."""
-    leaves, structure = jax.tree.flatten(tree)
-    spread = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not x.is_fully_addressable]
-    if spread:
-        copies = NamedSharding(leaves[spread[0]].sharding.mesh, P())
-        jax.block_until_ready(tree)  # before collectives
-        found = jax.jit(lambda xs: xs, out_shardings=copies)([leaves[i] for i in spread])
-        for i, x in zip(spread, found, strict=True):
-            leaves[i] = x.addressable_data(0)
-    return structure.unflatten([np.asarray(x) for x in leaves])
+    jax.block_until_ready(tree)  # before collectives
+    return jax.tree.map(lambda x: np.asarray(to_host(x)), tree)
+
+
+def raises(kind, words, function):
+    with pytest.raises(kind) as caught:
+        function()
+    assert words in str(caught.value)
 
 
 def named(prefix, tree):
@@ -218,6 +220,99 @@ def restored(folder):
         _, metrics = train.make_train_step(CLASSIFIED)(found, batch)
         losses.append(whole(metrics)["loss"])
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
+
+
+# Inside the user's mesh.
+
+
+def parts_of(sharding, array):
+    """This process's rows of an array that is split along its first axis."""
+    found = {index[0].indices(len(array))[:2] for index in sharding.addressable_devices_indices_map(array.shape).values()}
+    return np.concatenate([array[slice(*rows)] for rows in sorted(found)])
+
+
+def batches(sharding, spec):
+    rng, found = jax.random.key(0), []
+    for resident in (True, False):
+        options = {"rng": rng, "sharding": spec, "resident": resident}
+        found += itertools.islice(data.batches(examples(), 8, **options), 2)
+    arrays = [{"x": numbers(8, 3, seed=i), "y": np.arange(8.0, dtype=np.float32)} for i in range(2)]
+    parts = [jax.tree.map(lambda x: parts_of(sharding, x), batch) for batch in arrays]
+    found += data.prefetch(parts, spec)
+    found += data.prefetch(jax.device_put(parts, jax.local_devices()[0]), spec)
+    for batch in found:
+        assert all(x.sharding == sharding for x in jax.tree.leaves(batch))
+    same_bits(found[-2:], arrays)
+    same_bits(found[-4:-2], arrays)
+    return found
+
+
+def pushes(rows):
+    """Every verb at the prompt, of stores of this process and of stores over all."""
+    found, everywhere, each = [], jax.devices(), [jax.device_put(numbers(8), d) for d in jax.local_devices()]
+    for kind in ("dist_sync", "device"):
+        store = kv.set_updater(kv.init(kv.create(kind), [3, 5], [numbers(8, seed=9), numbers(6, 2)]), updaters.accumulate)
+        store = kv.push(store, [3, 5], [each, numbers(6, 2)])
+        store, pulled = kv.pushpull(store, 3, numbers(8), devices=jax.local_devices())
+        found += [pulled, kv.pull(store, [3, 5])]
+        store = kv.push(store, 5, rows)
+        found += [kv.row_sparse_pull(store, 5, np.array([1, 4])), kv.pull(kv.place(store, everywhere), [3, 5])]
+    for kind in ("dist_sync", "sharded"):
+        store = kv.from_params(params_of(), kind=kind, optimizer=optax.adam(0.1), devices=everywhere)
+        found += [kv.to_params(store), kv.pull(store, "hidden"), kv.pull(store, "out", devices=jax.local_devices())]
+    pushed = kv.from_params(params_of(), kind="dist_sync", optimizer=optax.adam(0.1))
+    pushed = kv.push(pushed, ["bias", "hidden", "out"], [numbers(16), [numbers(8, 16)] * 2, numbers(16, 4)])
+    return [*found, kv.to_params(pushed), kv.pull(pushed, [0, 2])]
+
+
+def on_the_mesh(mesh):
+    """The verbs of a store that is split over the mesh."""
+    split = kv.from_params(params_of(), kind="dist_sync", optimizer=ADAM, mesh=mesh, sharding=FSDP)
+    found = [kv.to_params(split), kv.pull(split, 2), kv.eval_params(split)]
+    split = kv.push(split, [0, 1, 2], [numbers(16), numbers(8, 16), [numbers(16, 4)] * 2])
+    assert split.values[1].sharding.is_equivalent_to(dict(split.shardings)[1], 2)
+    found += [kv.to_params(split), kv.pull(split, 0, devices=jax.local_devices())]
+    moved = kv.place(split, mesh=mesh_of(4), sharding=FSDP)
+    return [*found, kv.to_params(moved), moved.optimizer_state]
+
+
+STEPS = {engine: train.make_train_step(CLASSIFIED, engine=engine) for engine in ("pmap", "shard_map", "jit")}
+
+
+def steps(mesh, batch):
+    found = []
+    for engine, step in STEPS.items():
+        where = {"mesh": mesh, "sharding": FSDP} if engine == "jit" else {"devices": tuple(mesh.devices.flat)}
+        state = train.create_state(kv.from_params(params_of(), optimizer=optax.adam(0.1), **where), 1 + kv.rank())
+        if engine == "pmap" and jax.process_count() > 1 and mesh.devices.flat[1].process_index:
+            raises(ValueError, "the order here is of processes 0, 1, 0, 1; make", lambda: step(state, batch))
+            continue
+        for _ in range(2):
+            state, metrics = step(state, batch)
+        found += [state.params, metrics, train.evaluate(state, apply, examples(13), batch_size=4)]
+    return found
+
+
+def inside(folder):
+    """The same bits in the user's mesh as without one. The context stays as it was."""
+    began = time.monotonic()
+    rows = sparse.RowSparse(np.arange(2), np.ones((2, 2), np.float32), (6, 2))  # inside, jnp spreads over the mesh
+    for name, mesh in (
+        ("explicit", mesh_of(4, kind=EXPLICIT)),
+        ("explicit2d", mesh_of(2, 2, kind=EXPLICIT, across="model")),
+        ("auto2d", mesh_of(2, 2)),
+    ):
+        sharding = NamedSharding(mesh, P("data"))
+        expected = []
+        for context in (None, mesh):
+            with contextlib.nullcontext() if context is None else jax.set_mesh(context):
+                found = [batches(sharding, sharding if context is None else P("data"))]
+                found += [pushes(rows), on_the_mesh(mesh), steps(mesh, found[0][0])]
+                assert jax.sharding.get_mesh() == mesh if context else jax.sharding.get_mesh().empty
+            found = [whole(part) for part in found]
+            expected = expected or found
+            jax.tree.map(np.testing.assert_array_equal, found, expected)
+            print(name, context is not None, round(time.monotonic() - began, 1), flush=True)
 
 
 def same_bits(one, other):

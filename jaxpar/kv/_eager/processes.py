@@ -75,6 +75,9 @@ def _own_sums(store: KVStore, pushed: Lists) -> Arrays:
         updater=assign,
         compressor=None,
         devices=None,
+        pending={},
+        optimizer_state=(),
+        shardings=(),
     )
     sums = programs.push(part, {k: pushed[k] for k in like}).values if like else {}
     return {k: _here(sums[k] if k in sums else pushed[k][0]) for k in pushed}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable
@@ -126,6 +127,7 @@ class PmapProgram(Program):
 
     def __init__(self, one: DeviceStep, engine: Engine, treedef: Any):
         super().__init__(one, engine, treedef)
+        _check_in_rows(self.devices)
         count, mesh = len(self.devices), Mesh(np.array(self.devices), (one.axis_name,))
         self._split = jax.jit(
             lambda batch: split_batch(batch, count), out_shardings=NamedSharding(mesh, P(one.axis_name))
@@ -275,6 +277,16 @@ def _number(everywhere: NamedSharding, i: int) -> jax.Array:
     """The int on the devices, so that a call needs nothing from the host."""
     with jax.ensure_compile_time_eval():
         return put_copy(jnp.int32(i), everywhere)
+
+
+def _check_in_rows(devices: Devices) -> None:
+    """`ValueError` unless the devices of each process follow each other, as JAX's `pmap` has them."""
+    order = [process for process, _ in itertools.groupby(d.process_index for d in devices)]
+    if len(set(order)) < len(order):
+        raise ValueError(
+            "train step: pmap takes the devices of a process one after the other, and the order here is of processes "
+            f"{', '.join(map(str, order))}; make the step with engine='shard_map', or order the devices by process"
+        )
 
 
 def _check_one(part: tuple[int, ...]) -> None:
