@@ -246,6 +246,7 @@ class TrainStep:
         last, program = self._last
         if last() is state:
             return program, state
+        state = without_types(state)
         treedef = jax.tree.structure(state)
         program = self._programs.find((treedef,))
         if program is None:
