@@ -19,6 +19,7 @@ from ..._devices.user_mesh import outside_mesh
 from .._callbacks.history import History, Record
 from .._step.nonfinite import check_finite
 from .._step.state import TrainState
+from .._step.train_step import TrainStep
 from .epoch import Epoch, epoch_of
 from .profile import Trace
 from .progress import Progress
@@ -140,9 +141,10 @@ class Loop:
         run, state = self.run, self.state
         with outside_mesh():
             rng, devices = jax.random.fold_in(state.rng, _SHUFFLE), state.store.devices
-        groups = self._groups(rng, devices) if devices else None
+        where = self._where(devices)
+        groups = self._groups(rng, where) if devices else None
         if groups is None:
-            for batch in run.source.batches(run.batch_size, rng=rng, epochs=None, start=self.at, devices=devices):
+            for batch in run.source.batches(run.batch_size, rng=rng, epochs=None, start=self.at, **where):
                 with self._trace.step(self.at, state):
                     state, metrics = run.step(state, batch)
                 yield state, _Steps(metrics)
@@ -156,13 +158,19 @@ class Loop:
                 yield state, _Steps(metrics, done, end)
                 done = end
 
-    def _groups(self, rng: jax.Array, devices: Sequence[Device]) -> Iterator[tuple[data.Batch, int]] | None:
+    def _where(self, devices: Sequence[Device] | None) -> dict[str, Any]:
+        """Where batches go: to all devices, or over those axes of a mesh that the step splits a batch over."""
+        sharding = self.run.step.batch_sharding(self.state) if isinstance(self.run.step, TrainStep) else None
+        taken = sharding is not None and data.takes_sharding(self.run.source)
+        return {"sharding": sharding} if taken else {"devices": devices}
+
+    def _groups(self, rng: jax.Array, where: dict[str, Any]) -> Iterator[tuple[data.Batch, int]] | None:
         """Batches for programs of several steps. None where each step is a program."""
         run = self.run
         if run.per_program == 1:
             return None
         most = None if run.per_program == "auto" else run.per_program
-        groups = data.batch_groups(run.source, run.batch_size, most, rng=rng, start=self.at, devices=devices)
+        groups = data.batch_groups(run.source, run.batch_size, most, rng=rng, start=self.at, **where)
         if most is not None and groups is None:
             raise ValueError(
                 f"fit: steps_per_execution is {most}, but the devices have no room for the data set; "
