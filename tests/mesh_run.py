@@ -5,7 +5,6 @@
 What the processes have to agree on is asserted here. What the topologies have to agree on is written to FOLDER.
 """
 
-import contextlib
 import itertools
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from jaxpar import checkpoint, data, kv, parallel, sparse, train, updaters
+from jaxpar._devices import processes
 from jaxpar._devices.placement import to_host
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -101,7 +101,12 @@ def layouts():
     """(name, store, options of the step, of the state)."""
     square, line = mesh_of(2, 2), mesh_of(4)
     across = mesh_of(2, 2, kind=EXPLICIT, across="model")
-    yield "model across", kv.from_params(params_of(), optimizer=ADAM, mesh=across, sharding=RULES), {"engine": "jit"}, {}
+    yield (
+        "model across",
+        kv.from_params(params_of(), optimizer=ADAM, mesh=across, sharding=RULES),
+        {"engine": "jit"},
+        {},
+    )
     yield "fsdp", kv.from_params(params_of(), optimizer=ADAM, mesh=line, sharding=FSDP), {"accumulate": 2}, {}
     yield "kind sharded", kv.from_params(params_of(), kind="sharded", optimizer=ADAM), {}, {}
     split = {**params_of(), "hidden": made_where_it_belongs(square)}
@@ -222,12 +227,55 @@ def restored(folder):
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
 
 
+def loaders(folder):
+    """Data of any origin is split over the data axes only, and gives the same losses."""
+    arrays = {"image": examples().images, "label": examples().labels}
+    loader = [{name: x[8 * i : 8 * i + 8] for name, x in arrays.items()} for i in range(4)]
+    workers, rank = kv.num_workers(), kv.rank()
+    share = lambda x: np.split(x, workers)[rank]  # noqa: E731
+    step, losses = train.make_train_step(CLASSIFIED), []
+    for mesh in (mesh_of(2, 2), mesh_of(2, 2, across="model")):
+        for source in (data.from_arrays(arrays), [jax.tree.map(share, batch) for batch in loader]):
+            _, history = train.fit(started(mesh), step, source, epochs=1, batch_size=8, progress=False)
+            losses.append(history[0]["loss"])
+    np.testing.assert_allclose(losses[2:], losses[:2], rtol=1e-6)
+    uneven = {name: x[:6] for name, x in arrays.items()}
+    _, history = train.fit(
+        started(mesh_of(2, 2)), step, data.from_arrays(uneven), epochs=1, batch_size=2, progress=False
+    )
+    assert np.isfinite(history[0]["loss"])
+
+
+def in_flight(folder):
+    """Processes exchange texts while a program of all devices is under way, whose messages they do not take."""
+    mesh = mesh_of(2, 2)
+
+    def gather(x):
+        for _ in range(40):
+            x = jnp.tanh(x) + jax.lax.all_gather(x[0], "data").sum(0)[None] * 1e-3
+        return x
+
+    spread = NamedSharding(mesh, P("data", "model"))
+    x = jax.make_array_from_callback((400, 400), spread, lambda index: np.ones((200, 200), np.float32))
+    run = jax.jit(jax.shard_map(gather, mesh=mesh, in_specs=spread.spec, out_specs=spread.spec, check_vma=False))
+    store = kv.init(kv.create("dist_sync"), 0, jnp.zeros(64))
+    expected = whole(run(x))
+    for i in range(8):
+        found = run(x)
+        time.sleep(np.random.default_rng(7 * i + kv.rank()).uniform(0, 0.05))
+        assert processes.exchange(f"{i} from {kv.rank()}") == [f"{i} from {rank}" for rank in range(kv.num_workers())]
+        assert kv.pull(kv.push(store, 0, jnp.ones(64)), 0).tolist() == [kv.num_workers()] * 64
+        same_bits(found, expected)
+
+
 # Inside the user's mesh.
 
 
 def parts_of(sharding, array):
     """This process's rows of an array that is split along its first axis."""
-    found = {index[0].indices(len(array))[:2] for index in sharding.addressable_devices_indices_map(array.shape).values()}
+    found = {
+        index[0].indices(len(array))[:2] for index in sharding.addressable_devices_indices_map(array.shape).values()
+    }
     return np.concatenate([array[slice(*rows)] for rows in sorted(found)])
 
 
@@ -251,7 +299,9 @@ def pushes(rows):
     """Every verb at the prompt, of stores of this process and of stores over all."""
     found, everywhere, each = [], jax.devices(), [jax.device_put(numbers(8), d) for d in jax.local_devices()]
     for kind in ("dist_sync", "device"):
-        store = kv.set_updater(kv.init(kv.create(kind), [3, 5], [numbers(8, seed=9), numbers(6, 2)]), updaters.accumulate)
+        store = kv.set_updater(
+            kv.init(kv.create(kind), [3, 5], [numbers(8, seed=9), numbers(6, 2)]), updaters.accumulate
+        )
         store = kv.push(store, [3, 5], [each, numbers(6, 2)])
         store, pulled = kv.pushpull(store, 3, numbers(8), devices=jax.local_devices())
         found += [pulled, kv.pull(store, [3, 5])]
@@ -277,11 +327,13 @@ def on_the_mesh(mesh):
 
 
 STEPS = {engine: train.make_train_step(CLASSIFIED, engine=engine) for engine in ("pmap", "shard_map", "jit")}
+NUMBERED = {"explicit2d": ("pmap", "jit"), "explicit": ("shard_map", "jit"), "auto2d": ("pmap", "jit")}
 
 
-def steps(mesh, batch):
+def steps(name, mesh, batch):
     found = []
-    for engine, step in STEPS.items():
+    for engine in NUMBERED[name]:
+        step = STEPS[engine]
         where = {"mesh": mesh, "sharding": FSDP} if engine == "jit" else {"devices": tuple(mesh.devices.flat)}
         state = train.create_state(kv.from_params(params_of(), optimizer=optax.adam(0.1), **where), 1 + kv.rank())
         if engine == "pmap" and jax.process_count() > 1 and mesh.devices.flat[1].process_index:
@@ -297,22 +349,21 @@ def inside(folder):
     """The same bits in the user's mesh as without one. The context stays as it was."""
     began = time.monotonic()
     rows = sparse.RowSparse(np.arange(2), np.ones((2, 2), np.float32), (6, 2))  # inside, jnp spreads over the mesh
+    pushed = whole(pushes(rows))
     for name, mesh in (
         ("explicit", mesh_of(4, kind=EXPLICIT)),
         ("explicit2d", mesh_of(2, 2, kind=EXPLICIT, across="model")),
         ("auto2d", mesh_of(2, 2)),
     ):
         sharding = NamedSharding(mesh, P("data"))
-        expected = []
-        for context in (None, mesh):
-            with contextlib.nullcontext() if context is None else jax.set_mesh(context):
-                found = [batches(sharding, sharding if context is None else P("data"))]
-                found += [pushes(rows), on_the_mesh(mesh), steps(mesh, found[0][0])]
-                assert jax.sharding.get_mesh() == mesh if context else jax.sharding.get_mesh().empty
-            found = [whole(part) for part in found]
-            expected = expected or found
-            jax.tree.map(np.testing.assert_array_equal, found, expected)
-            print(name, context is not None, round(time.monotonic() - began, 1), flush=True)
+        taken = batches(sharding, sharding)
+        expected = whole([taken, pushed, on_the_mesh(mesh), steps(name, mesh, taken[0])])
+        with jax.set_mesh(mesh):
+            taken = batches(sharding, P("data"))
+            found = [taken, pushes(rows), on_the_mesh(mesh), steps(name, mesh, taken[0])]
+            assert jax.sharding.get_mesh() == mesh
+        same_bits(found, expected)
+        print(name, round(time.monotonic() - began, 1), flush=True)
 
 
 def same_bits(one, other):

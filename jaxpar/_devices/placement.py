@@ -65,4 +65,3 @@ def _put(leaf: Any, sharding: Sharding | None) -> Any:
     leaf = np.asarray(leaf)
     # np.array: jax shares memory between CPU devices and NumPy where it can, and each device needs its own.
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: np.array(leaf[index]))
-

@@ -17,6 +17,7 @@ from ..._devices.emulated import wait_before_collectives
 from ..._devices.placement import put
 from ..._devices.user_mesh import on_own_mesh
 from .every_example import every_example, model_of
+from .labels import check_classes
 
 
 @on_own_mesh
@@ -42,7 +43,7 @@ def evaluate(
         `{"loss", "accuracy"}`, floats: mean cross-entropy in nats per example, and the fraction classified correctly.
 
     Raises:
-        ValueError: a batch size below 1, an empty data set.
+        ValueError: a batch size below 1, an empty data set, labels that are no classes of the model.
         TypeError: another data set, an `apply_fn` without a hash, labels that are no integers.
 
     Example:
@@ -53,6 +54,7 @@ def evaluate(
         0.1
     """
     check_classified(dataset, "evaluate")
+    check_classes("evaluate", apply_fn, model_of, state_or_params, dataset)
     model = model_of(state_or_params)
     examples = every_example("evaluate", model[0], dataset, batch_size)
     totals = jnp.zeros(2) if examples.copies is None else put(np.zeros(2, np.float32), examples.copies)

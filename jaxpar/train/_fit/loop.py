@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 import time
 import warnings
 from collections.abc import Generator, Iterator, Sequence
@@ -81,6 +82,7 @@ class Loop:
         self._trace = Trace(run.profile, self.last - self.began)
         self._pace, self._read = float("inf"), 0.0  # seconds of a step, and when the last one was read
         self._unread: collections.deque[_Steps] = collections.deque()
+        self._warned = False  # that a loss was not finite
 
     @property
     def number(self) -> int:
@@ -211,6 +213,9 @@ class Loop:
         run, skipped = self.run, self.run.skips and metrics["skipped"] > 0
         if skipped and run.stops:
             check_finite(metrics, self.state)
+        if not (skipped or self._warned or math.isfinite(metrics.get("loss", 0.0))):
+            self._warned = True
+            warnings.warn(_not_finite(number, metrics["loss"]), stacklevel=2)
         self.epoch.add({"skipped": 1} if skipped else metrics)
         self._progress.step(metrics, self.epoch.counted * run.batch_size / self.epoch.elapsed())
         if run.callbacks.on_step is not None:
@@ -218,3 +223,12 @@ class Loop:
 
     def _record(self) -> Record:
         return self.epoch.record(self.number, self.at, self.run.batch_size, self.run.skips)
+
+
+def _not_finite(number: int, loss: float) -> str:
+    """The warning about the first step whose loss is not finite, and whose update was made all the same."""
+    return (
+        f"fit: the loss of step {number} (the first is 1) is {loss}; its update was made, training goes on, and checkpoints after it "
+        "take the place of earlier ones; look at that batch, its labels and the learning rate, or make the step with "
+        "make_train_step(loss_fn, nonfinite='skip') to leave such updates out, or 'stop' to end before the first one"
+    )

@@ -16,6 +16,8 @@ from ...updaters import assign
 from .._callbacks.callbacks import Callbacks
 from .._callbacks.history import Record
 from .._evaluate.evaluate import evaluate
+from .._evaluate.every_example import model_of
+from .._evaluate.labels import check_classes, check_training_classes
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
 from .profile import Profile
@@ -122,6 +124,9 @@ def plan_run(
     steps = examples // sizes[1]
     if not steps:
         raise ValueError(f"fit: {examples} examples make no whole batch of {sizes[1]}; use a smaller batch_size")
+    check_training_classes(step, state, source)
+    if test_data is not None:
+        check_classes("fit: test_data", apply_fn, model_of, state, test_data)
     per_program = _steps_per_program(steps_per_execution, step, source, state)
     counts = (*sizes, examples, steps, per_program, checkpoint_every)
     return Run(step, source, callbacks, *counts, progress, **others, test_data=test_data, apply_fn=apply_fn)

@@ -13,7 +13,13 @@ from ..._core import checks
 
 
 @dataclasses.dataclass(frozen=True)
-class _ClassificationLoss:
+class ClassificationLoss:
+    """What `classification_loss` gives.
+
+    Attributes:
+        apply_fn: as given.
+    """
+
     apply_fn: Callable[[Any, jax.Array], jax.Array]
 
     def __call__(self, params: Any, batch: dict[str, jax.Array], rng: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
@@ -51,4 +57,4 @@ def classification_loss(
         >>> round(float(loss), 3)
         2.303
     """
-    return _ClassificationLoss(apply_fn)
+    return ClassificationLoss(apply_fn)

@@ -149,6 +149,11 @@ class TrainStep:
         return NamedSharding(auto_mesh(mesh), P(axes[0] if len(axes) == 1 else axes))
 
     @property
+    def loss_fn(self) -> LossFn:
+        """As given to `make_train_step`."""
+        return self._one.gradient.loss_fn
+
+    @property
     def skips(self) -> bool:
         """Whether the step may skip an update. `metrics` then has `skipped`."""
         return self._one.guard is not None
