@@ -5,6 +5,7 @@
 What the processes have to agree on is asserted here. What the topologies have to agree on is written to FOLDER.
 """
 
+import functools
 import itertools
 import sys
 import time
@@ -337,7 +338,8 @@ def steps(name, mesh, batch):
         where = {"mesh": mesh, "sharding": FSDP} if engine == "jit" else {"devices": tuple(mesh.devices.flat)}
         state = train.create_state(kv.from_params(params_of(), optimizer=optax.adam(0.1), **where), 1 + kv.rank())
         if engine == "pmap" and jax.process_count() > 1 and mesh.devices.flat[1].process_index:
-            raises(ValueError, "the order here is of processes 0, 1, 0, 1; make", lambda: step(state, batch))
+            run = functools.partial(step, state, batch)
+            raises(ValueError, "the order here is of processes 0, 1, 0, 1; make", run)
             continue
         for _ in range(2):
             state, metrics = step(state, batch)

@@ -358,3 +358,26 @@ def test_refusals():
         kv.push(table, 0, sparse.RowSparse(jnp.array([1]), jnp.ones((1, 2)), (4, 2)))
     with pytest.raises(ValueError, match="give the new mesh"):
         kv.place(split(), jax.devices()[:4])
+
+
+def test_refusals_of_verbs():
+    """Each names what is wrong with a store that is split over a mesh."""
+    mesh, w = mesh_of(2, 2), {"w": jnp.ones((4, 2))}
+    tree = kv.from_params(w, optimizer=ADAM, mesh=mesh, sharding=P("data"))
+    table = kv.from_params(w, updater=updaters.accumulate, mesh=mesh, sharding=P("data"))
+    rows = sparse.RowSparse(jnp.array([1]), jnp.ones((1, 2)), (4, 2))
+    with pytest.raises(ValueError, match=r"from_optax.*without mesh= and sharding="):
+        kv.push(tree, 0, rows)
+    for add in (kv.init, kv.broadcast):
+        with pytest.raises(ValueError, match=r"keys \[7\]: values of this store are split over a mesh"):
+            add(table, 7, jnp.ones(3))
+    assert kv.place(table, sharding=P(None, "model")).values[0].sharding.spec == P(None, "model")
+    with pytest.raises(ValueError, match="sharding= splits values over a mesh; give mesh="):
+        kv.place(table, jax.devices()[:4], sharding=P("model"))
+    with pytest.raises(ValueError, match="sharding= splits values over a mesh; give mesh="):
+        kv.place(kv.from_params(w), sharding=P("model"))
+    with pytest.raises(ValueError, match="mesh= stands in place of devices="):
+        kv.place(table, jax.devices()[:4], mesh=mesh)
+    for place in (lambda: kv.place(table, mesh="data"), lambda: kv.from_params(w, mesh="data")):
+        with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh, got"):
+            place()

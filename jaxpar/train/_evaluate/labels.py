@@ -12,7 +12,6 @@ import numpy as np
 from ... import data
 from .._step.loss import ClassificationLoss
 
-
 Model = Callable[[Any], tuple[Any, ...]]
 
 

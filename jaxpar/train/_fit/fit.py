@@ -64,7 +64,8 @@ def fit(
         test_data: evaluated after each epoch, with `apply_fn`.
         apply_fn: as in `evaluate`.
         epochs: how many, from the step of `state`.
-        batch_size: examples in a batch, over all devices.
+        batch_size: examples in a batch, over all devices. Under engine `jit` the axes of the mesh that split a batch
+            must divide it, otherwise the number of devices.
         progress: show a tqdm bar in a terminal or a notebook, and a line for each epoch.
         checkpoint_dir: where checkpoints are saved, one after each epoch.
         resume: "auto" goes on from the latest checkpoint in `checkpoint_dir` if it is after `state`, or of the run
@@ -98,7 +99,8 @@ def fit(
     Raises:
         TypeError: an argument of another type, or one that `fit` does not have.
         ValueError: a data set without one whole batch, numbers below 1, only one of `apply_fn` and `test_data`, a
-            donated state, a checkpoint of another model, optimizer, batch size or size of data set.
+            donated state, a checkpoint of another model, optimizer, batch size or size of data set. Labels of a
+            `data.Dataset` that are no classes of the model, in test data and for a loss of `classification_loss`.
         RuntimeError: one of several processes of `python -m jaxpar launch` that has not joined the others.
         FileNotFoundError: `resume=True` and no checkpoint.
         NonFiniteError: a `FloatingPointError`: a step with `nonfinite="stop"` met a NaN or infinite loss or gradient.

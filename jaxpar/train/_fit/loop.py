@@ -228,7 +228,8 @@ class Loop:
 def _not_finite(number: int, loss: float) -> str:
     """The warning about the first step whose loss is not finite, and whose update was made all the same."""
     return (
-        f"fit: the loss of step {number} (the first is 1) is {loss}; its update was made, training goes on, and checkpoints after it "
-        "take the place of earlier ones; look at that batch, its labels and the learning rate, or make the step with "
-        "make_train_step(loss_fn, nonfinite='skip') to leave such updates out, or 'stop' to end before the first one"
+        f"fit: the loss of step {number} (the first is 1) is {loss}; its update was made, training goes on, and "
+        "checkpoints after it take the place of earlier ones; look at that batch, its labels and the learning rate, or "
+        "make the step with make_train_step(loss_fn, nonfinite='skip') to leave such updates out, or 'stop' to end "
+        "before the first one"
     )
