@@ -1,9 +1,13 @@
-"""What is true of emulated CPU devices only: older XLA can hang on them, and they share one memory.
+"""What is true of emulated CPU devices only: older XLA can hang on them, their programs mix, they share one memory.
 
 The hang. Before jax 0.12, a program with collectives over several CPU devices could hang forever when it was started
 while its inputs were still being computed. XLA has as many threads as there are devices. They wait in the collective
 for a device whose inputs need one of these threads. So with older jax, `wait_before_collectives` comes before each such
 program. The devices are the host's own cores, so the wait costs little.
+
+The mixing. A process starts a program over several of its CPU devices after the one before is over. It starts a program
+over one of them at once. Gloo has one connection for each group of devices in several processes. Two programs that use
+it at the same time take each other's messages. So `run_by_itself` is for the programs over one device of each process.
 
 The memory. A jax array never changes, and jax copies a donated array whose memory somebody else uses. So the same bytes
 can be a value on every CPU device of this process. `share_or_put` and `views` use that where `jax.device_put` would
@@ -13,15 +17,18 @@ copy.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from .._core.arrays import Device, is_traced
 from . import buckets
+
+Result = TypeVar("Result")
 
 _CAN_HANG = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)
 
@@ -35,6 +42,23 @@ def wait_before_collectives(tree: Any, devices: Sequence[Device]) -> None:
     """Wait for the arrays of a pytree if a program over these devices can hang without."""
     if can_hang(devices) and not is_traced(tree):
         jax.block_until_ready(tree)
+
+
+def run_by_itself(program: Callable[..., Result], *args: Any) -> Result:
+    """The results of a program over one device of each process, while no other program runs."""
+    here = tuple(jax.local_devices())
+    if len(here) == 1 or here[0].platform != "cpu":
+        return program(*args)
+    wait_for_all, number = _after_all_programs(here)
+    wait_for_all(number).block_until_ready()
+    return jax.block_until_ready(program(*args))
+
+
+@functools.cache
+def _after_all_programs(devices: tuple[Device, ...]) -> tuple[Any, jax.Array]:
+    """A program over these devices, which XLA starts after all others over several of them, and its argument."""
+    copies = NamedSharding(Mesh(np.array(devices), ("here",)), PartitionSpec())
+    return jax.jit(lambda x: x + 1), jax.device_put(np.int32(0), copies)
 
 
 def one_memory(devices: Iterable[Device]) -> bool:

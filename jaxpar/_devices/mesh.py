@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .._core import checks
 from .._core.arrays import Device
 from .placement import put
 
@@ -20,6 +21,13 @@ STORE_AXIS = "data"
 def mesh_of(devices: Sequence[Device]) -> Mesh:
     """The mesh of these devices, with the one axis `STORE_AXIS`."""
     return Mesh(np.array(devices), (STORE_AXIS,))
+
+
+def check_mesh(mesh: object, where: str) -> Mesh:
+    """The mesh. `TypeError` for anything else."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    raise TypeError(f"{where}: mesh must be a jax.sharding.Mesh, got {checks.describe(mesh)}")
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -57,7 +56,7 @@ def _put(leaf: Any, sharding: Sharding | None) -> Any:
         if leaf.sharding == sharding:
             return leaf
         if sharding is not None and leaf.sharding.device_set == sharding.device_set:
-            return _reshard_program(sharding)(leaf)
+            return jax.device_put(leaf, sharding)  # in any order of the devices
         leaf = to_host(leaf)
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
@@ -66,8 +65,3 @@ def _put(leaf: Any, sharding: Sharding | None) -> Any:
     leaf = np.asarray(leaf)
     # np.array: jax shares memory between CPU devices and NumPy where it can, and each device needs its own.
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: np.array(leaf[index]))
-
-
-@functools.lru_cache(maxsize=64)
-def _reshard_program(sharding: Sharding) -> Any:
-    return jax.jit(lambda x: x, out_shardings=sharding)

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from .._core.arrays import Device, without_keys
+from .emulated import run_by_itself
 from .mesh import copies_on, split_over
 from .placement import spans_processes
 from .user_mesh import on_own_mesh
@@ -57,24 +58,30 @@ def exchange(text: str) -> list[str]:
 
 @on_own_mesh
 def from_first(tree: Any) -> Any:
-    """The arrays that process 0 gives, in host memory. The others must give arrays of the same shapes and dtypes."""
+    """The arrays that process 0 gives, in host memory. The others must give arrays of the same shapes and dtypes.
+
+    An array that spans processes is the same in all of them already, and stays as it is.
+    """
     if jax.process_count() == 1:
         return tree
     mine = jax.process_index() == 0
     plain, restore = without_keys(tree)
     leaves, structure = jax.tree.flatten(plain)
-    hosts = [np.asarray(leaf) for leaf in leaves]
-    sums = _sum_program()([_row_of_leaders(x if mine else np.zeros_like(x)) for x in hosts])
-    return restore(structure.unflatten([np.asarray(x.addressable_data(0)) for x in sums]))
+    local = [i for i, leaf in enumerate(leaves) if not spans_processes(leaf)]
+    hosts = [np.asarray(leaves[i]) for i in local]
+    sums = run_by_itself(_sum_program(), [_row_of_leaders(x if mine else np.zeros_like(x)) for x in hosts])
+    for i, x in zip(local, sums, strict=True):
+        leaves[i] = np.asarray(x.addressable_data(0))
+    return restore(structure.unflatten(leaves))
 
 
 def to_share(tree: Any, devices: Sequence[Device]) -> bool:
-    """Whether each process has arrays of its own for devices of several processes.
+    """Whether each process has some arrays of its own for devices of several processes.
 
     Then one process must say what they are, by `from_first`, or each could have other values.
     """
     several = len({d.process_index for d in devices}) > 1
-    return several and not any(map(spans_processes, jax.tree.leaves(tree)))
+    return several and not all(map(spans_processes, jax.tree.leaves(tree)))
 
 
 def ask_first(ask: Callable[[], Any], *kinds: type[Exception]) -> Any:
@@ -168,7 +175,8 @@ def _row_of_leaders(mine: np.ndarray) -> jax.Array:
 
 def _gather(mine: bytes) -> np.ndarray:
     """(processes, bytes): what each process gives, all of one length."""
-    return np.asarray(_gather_program()(_row_of_leaders(np.frombuffer(mine, np.uint8))).addressable_data(0))
+    rows = run_by_itself(_gather_program(), _row_of_leaders(np.frombuffer(mine, np.uint8)))
+    return np.asarray(rows.addressable_data(0))
 
 
 @functools.cache

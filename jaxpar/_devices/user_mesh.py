@@ -37,6 +37,7 @@ def on_own_mesh(fn: Callable[Args, Result]) -> Callable[Args, Result]:
     @functools.wraps(fn)
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         if jax.sharding.get_abstract_mesh().empty:
+            args, kwargs = without_types_if_any((args, kwargs))
             return fn(*args, **kwargs)
         with outside_mesh() as user:
             if user is None:
@@ -54,6 +55,7 @@ def in_user_mesh(fn: Callable[Args, Result]) -> Callable[Args, Result]:
     @functools.wraps(fn)
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         if jax.sharding.get_abstract_mesh().empty:
+            args, kwargs = without_types_if_any((args, kwargs))
             return fn(*args, **kwargs)
         with outside_mesh() as user:
             if user is None:
@@ -103,6 +105,12 @@ def without_types(tree: Any) -> Any:
     return _with_shardings(tree, _own_sharding_of)
 
 
+def without_types_if_any(tree: Any) -> Any:
+    """As `without_types`, for calls where mostly nothing has types and no mesh is set. It is faster there."""
+    meshes = {id(mesh): mesh for mesh in map(_typed_mesh, jax.tree.leaves(tree)) if mesh is not None}
+    return without_types(tree) if any(map(has_types, meshes.values())) else tree
+
+
 def with_types(tree: Any, mesh: Mesh) -> Any:
     """The arrays on all devices of a mesh as arrays of that mesh, if it has types. All else stays."""
     if not has_types(mesh):
@@ -138,7 +146,7 @@ def is_split(value: Any) -> bool:
 
 def unsplit(value: jax.Array) -> jax.Array:
     """The value, with a traced one whole along each Explicit axis, so that it can be made flat."""
-    return jax.reshard(value, PartitionSpec()) if is_split(value) else value
+    return jax.reshard(value, jax.typeof(value).sharding.update(spec=PartitionSpec())) if is_split(value) else value
 
 
 def split_like(value: jax.Array, other: jax.Array) -> jax.Array:
@@ -146,7 +154,13 @@ def split_like(value: jax.Array, other: jax.Array) -> jax.Array:
     if not isinstance(value, jax.core.Tracer) or not isinstance(other, jax.core.Tracer):
         return value
     mine, wanted = jax.typeof(value).sharding, jax.typeof(other).sharding
-    return value if mine.spec == wanted.spec or wanted.mesh.empty else jax.reshard(value, wanted.spec)
+    return value if mine.spec == wanted.spec or wanted.mesh.empty else jax.reshard(value, wanted)
+
+
+def _typed_mesh(leaf: Any) -> Any:
+    """The mesh in the type of an array. None: it has no type."""
+    aval = getattr(leaf, "aval", None)
+    return getattr(getattr(aval, "sharding", None), "mesh", None)
 
 
 def _user_mesh() -> Mesh | None:

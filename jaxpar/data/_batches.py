@@ -227,7 +227,14 @@ def _ready(batches: Any, split: Split | None) -> Any:
 
 
 def groups(
-    dataset: Examples, batch_size: int, most: int | None, *, rng: jax.Array, start: int, devices: Sequence[Device]
+    dataset: Examples,
+    batch_size: int,
+    most: int | None,
+    *,
+    rng: jax.Array,
+    start: int,
+    devices: Sequence[Device] | None,
+    sharding: NamedSharding | None = None,
 ) -> Iterator[tuple[Batch, int]] | None:
     """The batches of `batches(..., epochs=None)`, several at a time.
 
@@ -238,9 +245,9 @@ def groups(
         (batches with one more axis in front, how many of them count). At the end of an epoch fewer count, and the rest
         are copies of the epoch's last example. None where the devices have no room for the data set.
     """
-    _check(len(dataset), batch_size, True, len(devices))
-    split = split_of(devices, STORE_AXIS, None, "data.batch_groups")
+    split = split_of(devices, STORE_AXIS, sharding, "data.batch_groups")
     assert split is not None
+    _check(len(dataset), batch_size, True, split.parts)
     if not has_room(dataset, split.mesh):
         return None
     found = _groups(dataset, batch_size, most, start, _order(rng, len(dataset), split), split)

@@ -15,6 +15,7 @@ from .._core.arrays import Device
 from .._devices.emulated import wait_before_collectives
 from .._devices.mesh import split_over
 from .._devices.user_mesh import in_user_mesh
+from ._split import split_of
 
 
 def as_dict(element: Any, names: tuple[str, ...]) -> Any:
@@ -90,17 +91,42 @@ def convert_image(image: jax.Array, dtype: Any) -> jax.Array:
 convert_on_device = jax.jit(convert_image, static_argnums=1)
 
 
-def share_sharding(batch_size: int, devices: Sequence[Device] | None, where: str) -> NamedSharding | None:
+def share_sharding(
+    batch_size: int,
+    devices: Sequence[Device] | None,
+    where: str,
+    sharding: NamedSharding | None = None,
+    *,
+    whole: bool = True,
+) -> NamedSharding | None:
     """The sharding of a batch over the devices. None is the default device.
+
+    Args:
+        sharding: in place of `devices`.
+        whole: as in `to_devices`. Where each process has rows of its own and the sharding gives one row to several
+            processes, the batch is split over all devices, and a step sends the rows on.
 
     Raises:
         ValueError: the devices cannot share a batch evenly.
     """
+    if sharding is not None:
+        split = split_of(None, "", sharding, where)
+        assert split is not None
+        if whole or batch_size % split.parts or _rows_here(sharding, batch_size) * jax.process_count() == batch_size:
+            checks.even_share(batch_size, split.parts, where)
+            return split.sharding
+        devices = split.devices
     if devices is None:
         return None
     devices = checks.devices(devices, where)
     checks.even_share(batch_size, len(devices), where)
     return split_over(devices)
+
+
+def _rows_here(sharding: NamedSharding, n: int) -> int:
+    """How many of `n` rows the devices of this process have."""
+    rows = {index[0].indices(n)[:2] for index in sharding.addressable_devices_indices_map((n,)).values() if index}
+    return sum(last - first for first, last in rows)
 
 
 @in_user_mesh

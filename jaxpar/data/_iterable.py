@@ -62,6 +62,7 @@ class IterableSource:
         epochs: int | None = 1,
         start: int = 0,
         devices: Sequence[Any] | None = None,
+        sharding: NamedSharding | None = None,
     ) -> Iterator[Any]:
         """Batches on the devices, in the iterable's own order. `rng` is not used.
 
@@ -70,7 +71,7 @@ class IterableSource:
         """
         del rng
         steps = whole_batches(self.examples(batch_size), batch_size, _WHERE)
-        sharding = share_sharding(batch_size, devices, _WHERE)
+        sharding = share_sharding(batch_size, devices, _WHERE, sharding, whole=False)
         share = batch_size // jax.process_count()
         once = self.source if isinstance(self.source, Iterator) else None
         for epoch, skipped in epochs_from(start, steps, epochs):

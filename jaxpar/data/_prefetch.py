@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec, Sharding
 
 from .._core import checks
 from .._devices.emulated import wait_before_collectives
+from .._devices.placement import put, spans_processes
 from .._devices.user_mesh import outside_mesh
 from ._convert import as_jax_dtype, path_name
 from ._split import check_sharding
@@ -27,7 +28,7 @@ def prefetch(iterator: Iterable[Any], sharding: Any = None, size: int = 2) -> It
     for, and never more than `size` batches beyond the one in use.
 
     Args:
-        iterator: an iterable of pytrees of arrays in host memory, such as batches of a loader. In several processes
+        iterator: an iterable of pytrees of arrays of NumPy or JAX, such as batches of a loader. In several processes
             each one gives the part of its own devices.
         sharding: of each array: a `NamedSharding` over any mesh, or its `PartitionSpec` inside of
             `jax.set_mesh(mesh)`. Or a pytree of them, a prefix of the batches. None: the default device.
@@ -85,16 +86,15 @@ def _to_devices(batch: Any, sharding: Any) -> Any:
 def _put(path: Any, leaf: Any, sharding: Any) -> jax.Array:
     array = _on_host(leaf)
     try:
-        if isinstance(array, jax.Array):
-            return array if array.sharding == sharding else jax.device_put(array, sharding)
-        if jax.process_count() == 1:
-            return jax.device_put(array, sharding)
-        return jax.make_array_from_process_local_data(sharding, array)
+        if jax.process_count() == 1 or spans_processes(array):
+            return put(array, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(array))
     except ValueError as error:
         spec, mesh = sharding.spec, dict(sharding.mesh.shape)
+        own = ", of which each process gives the part of its own devices" if jax.process_count() > 1 else ""
         raise ValueError(
-            f"{_WHERE}: {path_name(path)} {checks.describe(array)} cannot be laid out as {spec} over a mesh of {mesh}; "
-            "use batches that its axes divide, or give a pytree of shardings, one for each array"
+            f"{_WHERE}: {path_name(path)} {checks.describe(array)} cannot be laid out as {spec} over a mesh of {mesh}"
+            f"{own}; use batches that its axes divide, or give a pytree of shardings, one for each array"
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -36,8 +37,18 @@ class Source(Protocol):
         start: int = 0,
         devices: Sequence[Any] | None = None,
     ) -> Iterator[Any]:
-        """Batches on the devices, split along their first axis, from batch `start` on. None epochs: forever."""
+        """Batches on the devices, split along their first axis, from batch `start` on. None epochs: forever.
+
+        A source that also takes `sharding=`, a `NamedSharding`, gets it in place of `devices` from a step that splits
+        a batch over some axes of a mesh. Without it a batch is split over all devices.
+        """
         ...
+
+
+def takes_sharding(source: Source) -> bool:
+    """Whether a source can split a batch over some axes of a mesh."""
+    found = inspect.signature(source.batches).parameters.values()
+    return any(each.name == "sharding" or each.kind is each.VAR_KEYWORD for each in found)
 
 
 def as_source(given: Any) -> Source:
@@ -72,9 +83,11 @@ class DatasetSource:
         epochs: int | None = 1,
         start: int = 0,
         devices: Sequence[Any] | None = None,
+        sharding: NamedSharding | None = None,
     ) -> Iterator[Any]:
         """`data.batches` of the data set."""
-        return _batches.batches(self.dataset, batch_size, rng=rng, epochs=epochs, start=start, devices=devices)
+        order = {"rng": rng, "epochs": epochs, "start": start}
+        return _batches.batches(self.dataset, batch_size, **order, devices=devices, sharding=sharding)
 
     def batch_shapes(self, batch_size: int) -> Any:
         """A batch as `jax.ShapeDtypeStruct`s."""
@@ -83,7 +96,14 @@ class DatasetSource:
 
 
 def batch_groups(
-    source: Source, batch_size: int, most: int | None, *, rng: jax.Array, start: int, devices: Sequence[Any]
+    source: Source,
+    batch_size: int,
+    most: int | None,
+    *,
+    rng: jax.Array,
+    start: int,
+    devices: Sequence[Any] | None = None,
+    sharding: NamedSharding | None = None,
 ) -> Iterator[tuple[_batches.Batch, int]] | None:
     """The batches of `source.batches(..., epochs=None)`, several at a time, for `step.many`.
 
@@ -104,7 +124,8 @@ def batch_groups(
     """
     if not isinstance(source, DatasetSource):
         return None
-    return _batches.groups(source.dataset, batch_size, most, rng=rng, start=start, devices=devices)
+    where = {"devices": devices, "sharding": sharding}
+    return _batches.groups(source.dataset, batch_size, most, rng=rng, start=start, **where)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,11 +147,12 @@ class ArraySource:
         epochs: int | None = 1,
         start: int = 0,
         devices: Sequence[Any] | None = None,
+        sharding: NamedSharding | None = None,
     ) -> Iterator[Any]:
         """Batches on the devices. Epoch e is in the order of a permutation drawn from `fold_in(rng, e)`."""
         where = "data.from_arrays"
         steps = whole_batches(self.examples(batch_size), batch_size, where)
-        sharding = share_sharding(batch_size, devices, where)
+        sharding = share_sharding(batch_size, devices, where, sharding)
         for epoch, skipped in epochs_from(start, steps, epochs):
             order = host_order(rng, epoch, self.examples(batch_size))
             for at in range(skipped, steps):

@@ -152,6 +152,11 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
             f"kv.init: keys {checks.shorten(keys)}: the optimizer of this store sees the whole pytree that "
             "kv.from_params was given, which has no such keys; make a store of all params"
         )
+    if store.shardings and (others := [k for k in keys if k not in dict(store.shardings)]):
+        raise ValueError(
+            f"kv.init: keys {checks.shorten(others)}: values of this store are split over a mesh as kv.from_params was "
+            "asked to, which gave no sharding for these keys; make a store of all params, or a second store"
+        )
     twice = [k for k, count in Counter([*store.values, *keys]).items() if count > 1]
     if twice:
         raise ValueError(f"kv.init: key {twice[0]} is initialised already; push changes its value")

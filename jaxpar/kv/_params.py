@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from .._core import checks
 from .._core.arrays import Device, is_traced
 from .._core.keys import check_names, check_stored
-from .._devices.mesh import auto_mesh, mesh_of
+from .._devices.mesh import auto_mesh, check_mesh, mesh_of
 from .._devices.sharding_rules import fsdp
 from .._devices.shardings import shardings_of
 from .._devices.user_mesh import in_user_mesh
@@ -67,7 +67,7 @@ def from_params(
         `push`, `pull`, `pushpull` and `row_sparse_pull` take names as keys. The arrays of `params` are copied.
 
     Raises:
-        TypeError: a leaf that is no array.
+        TypeError: a leaf that is no array, a `mesh` that is none.
         RuntimeError: a leaf that was deleted.
         ValueError: both an optimizer and an updater, an unknown kind, two leaves of one name, or the same array at two
             places. An optimizer that the kind cannot apply, see `kv.set_optimizer`.
@@ -91,7 +91,7 @@ def from_params(
     store = dataclasses.replace(create(kind, devices=devices, staleness=staleness), paths=tuple(enumerate(paths)))
     values = [_leaf(leaf, path) for path, (_, leaf) in zip(paths, leaves, strict=True)]
     _check_untied(paths, [leaf for _, leaf in leaves])
-    chosen = mesh if mesh is not None else _mesh_for(store, params, sharding, optimizer)
+    chosen = check_mesh(mesh, "kv.from_params") if mesh is not None else _mesh_for(store, params, sharding, optimizer)
     if chosen is not None:
         store = _on_mesh(store, params, chosen, sharding)
     store = init(store, list(range(len(values))), values)

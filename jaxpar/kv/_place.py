@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .._core.arrays import Device
 from .._core.keys import check_stored
 from .._devices import processes
-from .._devices.mesh import STORE_AXIS, auto_mesh, copies_on, mesh_of, put_copy, split_over
+from .._devices.mesh import STORE_AXIS, auto_mesh, check_mesh, copies_on, mesh_of, put_copy, split_over
 from .._devices.placement import to_host
 from .._devices.sharding_rules import fsdp
 from .._devices.shardings import shardings_of
@@ -46,14 +46,15 @@ def place(
         store: any store.
         devices: one or more different devices.
         mesh: in place of `devices`.
-        sharding: how values are split over `mesh`: as in `kv.from_params`.
+        sharding: how values are split over `mesh`: as in `kv.from_params`. None as `mesh` is then the store's own.
 
     Returns:
         A new store. Its arrays share no memory with those of `store`.
 
     Raises:
         ValueError: kind `sharded` and an updater that is not elementwise for shares of this many devices. Values that
-            are split over a mesh, and other devices.
+            are split over a mesh, and other devices. Both `devices` and `mesh`, or `sharding` without a mesh.
+        TypeError: a `mesh` that is none.
         RuntimeError: a stored value was deleted, as by donating the store.
 
     Example:
@@ -64,8 +65,10 @@ def place(
         1
     """
     check_stored(store.values, store.values, "kv.place")
+    mesh = _target_mesh(store, devices, mesh, sharding)
     if mesh is not None:
-        return on_mesh(store, mesh, mesh_shardings(store, mesh, sharding))
+        shardings = mesh_shardings(store, mesh, sharding)
+        return on_mesh(_values_of_first(store, tuple(mesh.devices.flat)), mesh, shardings)
     target = create(store.kind, devices=devices).devices
     if target is None:
         raise ValueError("kv.place: give devices or mesh")
@@ -96,6 +99,19 @@ def place(
         optimizer_state=_moved_state(store, target),
     )
     return _with_pending(_with_residuals(on_target, store.residuals), store.pending)
+
+
+def _target_mesh(store: KVStore, devices: Any, mesh: Any, sharding: Any) -> Mesh | None:
+    """The mesh to split values over. None: they go to `devices`."""
+    if mesh is not None:
+        if devices is not None:
+            raise ValueError("kv.place: mesh= stands in place of devices=; give one of them")
+        return check_mesh(mesh, "kv.place")
+    if sharding is None:
+        return None
+    if devices is not None or not store.shardings:
+        raise ValueError("kv.place: sharding= splits values over a mesh; give mesh=, and no devices=")
+    return mesh_of_values(store)
 
 
 def _moved_state(store: KVStore, target: Sequence[Device]) -> Any:

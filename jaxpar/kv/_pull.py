@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, cast, overload
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 
 from .._core import checks
@@ -15,6 +16,7 @@ from .._core.keys import Key, Keys, find_keys
 from .._devices import buckets, emulated
 from .._devices.copies import donatable
 from .._devices.mesh import STORE_AXIS, copies_on, mesh_of
+from .._devices.placement import spans_processes, to_host
 from .._devices.user_mesh import in_user_mesh
 from ._aggregate import axis_size
 from ._create import init
@@ -61,7 +63,8 @@ def pull(
 ) -> Any:
     """The stored values.
 
-    A store of kind `sharded` that is spread over several processes is pulled by all of them, or by none.
+    A store of kind `sharded`, or one whose values are split over a mesh, is pulled by all processes that it is spread
+    over, or by none.
 
     Args:
         store: any store.
@@ -159,7 +162,7 @@ def copies(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool) 
     absent = [i for i, there in enumerate(held) if there is None]
     for start in range(0, len(absent), _MOST_VALUES):
         some = absent[start : start + _MOST_VALUES]
-        for i, sent in zip(some, _send([values[i] for i in some], wanted), strict=True):
+        for i, sent in zip(some, _send([_in_process(values[i]) for i in some], wanted), strict=True):
             held[i] = sent
     if own:
         held = _own(values, held, wanted, whole)
@@ -182,6 +185,11 @@ def _find_copies(value: jax.Array, wanted: set[Device]) -> dict[Device, jax.Arra
     if len(value.sharding.device_set) == 1:
         return dict.fromkeys(wanted, value)
     return {shard.device: shard.data for shard in value.addressable_shards}
+
+
+def _in_process(value: jax.Array) -> jax.Array:
+    """The value, of which this process has all. Every process must call this for one that spans them."""
+    return jnp.asarray(to_host(value)) if spans_processes(value) else value
 
 
 def _send(values: list[jax.Array], devices: set[Device]) -> list[dict[Device, jax.Array]]:

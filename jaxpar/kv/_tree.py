@@ -170,9 +170,10 @@ def check_pushed(store: KVStore, keys: Iterable[int], rows: Iterable[int]) -> No
         return f"{checks.shorten(keys)} ({', '.join(repr(called[k]) for k in keys[:3])})"
 
     if rows := list(rows):
+        mesh = ", and without mesh= and sharding=, over which no RowSparse is split" if store.shardings else ""
         raise ValueError(
             f"kv.push: keys {named(rows)}: a RowSparse updates some rows by themselves, and the optimizer of this "
-            f"store sees the whole pytree; make the store with {_PER_KEY}"
+            f"store sees the whole pytree; make the store with {_PER_KEY}{mesh}"
         )
     keys = set(keys)
     if missing := set(trained) - keys:

@@ -318,6 +318,68 @@ def test_batches_of_a_mesh_go_into_a_step_where_none_is_set():
     same_bits(steps("pmap", "device", mesh), expected)
 
 
+# Made inside of an Explicit mesh, used where none is set.
+
+SPLIT = {"device": {}, "sharded": {"kind": "sharded"}, "mesh": {"sharding": P("data")}}
+
+
+def classifier_params():
+    return {"b": np.zeros(4, np.float32), "w": numbers(8, 4)}
+
+
+def made_inside(mesh, how):
+    where = {"mesh": mesh} if how == "mesh" else {"devices": tuple(mesh.devices.flat)}
+    with inside(mesh):
+        return kv.from_params(classifier_params(), optimizer=tx(), **where, **SPLIT[how])
+
+
+def biased(params, images):
+    return images @ params["w"] + params["b"][None]
+
+
+@functools.cache
+def biased_step():
+    return train.make_train_step(train.classification_loss(biased))
+
+
+def in_and_out(mesh, how, folder):
+    """Every verb, step and loop, on a store and on a state of the mesh."""
+    store, step = made_inside(mesh, how), biased_step()
+    pushed, pulled = kv.pushpull(store, [0, 1], [numbers(4), [numbers(8, 4)] * 2])
+    found = [pulled, kv.pull(store, [0, 1], devices=devices()[:2]), kv.to_params(pushed), kv.eval_params(pushed)]
+    found.append(kv.pull(jax.jit(lambda s: kv.push(s, [0, 1], [jnp.ones(4), jnp.ones((8, 4))]))(store), 1))
+    found.append(kv.to_params(kv.place(store, devices())))
+    every = mesh.axis_names if how == "sharded" else None
+
+    def typed():
+        state = train.create_state(made_inside(mesh, how), 0)
+        spec = lambda x: P(every) if every and x.ndim == 2 else x.sharding.spec  # noqa: E731
+        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), state)
+
+    batch = {"image": numbers(8, 8), "label": np.arange(8) % 4}
+    state, metrics = step(typed(), batch)
+    found += [state.params, metrics, step.many(typed(), jax.tree.map(lambda x: np.stack([x, x]), batch))[1]]
+    dataset = data.Dataset(numbers(16, 8), np.arange(16) % 4)
+    fitted, history = train.fit(
+        typed(), step, dataset, epochs=1, batch_size=8, progress=False, test_data=dataset, apply_fn=biased
+    )
+    found += [fitted.params, history[0]["loss"], history[0]["test_loss"], typed().params, typed().eval_params]
+    found.append(train.predict(typed(), biased, dataset, batch_size=8))
+    checkpoint.save(folder / str(next(FOLDERS)), typed())
+    found.append(checkpoint.restore(checkpoint.latest(folder), typed()).params)
+    return on_host(found)
+
+
+FOLDERS = itertools.count()
+
+
+@pytest.mark.parametrize("how", ["mesh", *(pytest.param(how, marks=pytest.mark.slow) for how in ("device", "sharded"))])
+def test_made_inside_of_a_mesh_and_used_where_none_is_set(how, tmp_path):
+    mesh = MESHES["explicit2d"]()
+    found = in_and_out(mesh, how, tmp_path)
+    same_bits(found, in_and_out(MESHES["auto2d"](), how, tmp_path))
+
+
 def test_parallel():
     def run():
         shards = parallel.split_and_load({"x": np.arange(8.0), "y": jnp.arange(8)}, devices())

@@ -278,6 +278,55 @@ def test_loss_may_name_the_other_axes():
     close(metrics["all"], (batches(1)[0]["x"] @ plain.params["hidden"]["kernel"]).mean())
 
 
+@pytest.mark.parametrize(("spec", "axes"), [(P("data"), "data"), (P(None, ("model", "data")), ("data", "model"))])
+def test_loss_may_not_name_the_axis_of_the_batch(spec, axes):
+    def loss(params, batch, rng):
+        h = jax.lax.with_sharding_constraint(batch["x"] @ params["hidden"]["kernel"], spec)
+        return ((h @ params["out"] - batch["y"]) ** 2).mean(), {}
+
+    step = train.make_train_step(loss, axis_name=axes)
+    store = kv.from_params(params(), optimizer=optax.sgd(0.1), mesh=mesh_of(2, 4), sharding=RULES)
+    with pytest.raises(ValueError, match=r"constrains an array to P\(.* split so already, so name the other axes only"):
+        step(train.create_state(store, 0), batches(1)[0])
+
+
+class OwnSource:
+    """Training data of a user's own, which knows of devices only."""
+
+    def examples(self, batch_size):
+        return 24
+
+    def batches(self, batch_size, *, rng=None, epochs=1, start=0, devices=None):
+        assert len(devices) == 8
+        return iter([{"image": np.ones((batch_size, 8), np.float32), "label": np.zeros(batch_size, np.int32)}] * 24)
+
+
+def test_fit_splits_a_batch_over_the_data_axes_only():
+    """Batches of 6 over two devices, on a mesh of 2 × 4."""
+    rng = np.random.default_rng(0)
+    arrays = {"image": rng.standard_normal((18, 8)).astype(np.float32), "label": rng.integers(0, 4, 18)}
+    dataset = data.Dataset(arrays["image"], arrays["label"])
+    loader = [{name: x[6 * i : 6 * i + 6] for name, x in arrays.items()} for i in range(3)]
+    step = train.make_train_step(train.classification_loss(lambda params, x: x @ params["w"]))
+    options = {"epochs": 1, "progress": False}
+
+    def losses(source, **where):
+        store = kv.from_params({"w": np.ones((8, 4), np.float32)}, optimizer=optax.sgd(0.1), **where)
+        _, history = train.fit(train.create_state(store, 0), step, source, batch_size=6, **options)
+        return [record["loss"] for record in history]
+
+    for source in (dataset, loader):
+        split = losses(source, mesh=mesh_of(2, 4), sharding=P(None, "model"))
+        close(split, losses(source, devices=jax.devices()[:2]), rtol=1e-6)
+    losses(data.from_arrays(arrays), mesh=mesh_of(2, 4), sharding=P(None, "model"))
+    state = train.create_state(
+        kv.from_params({"w": np.ones((8, 4), np.float32)}, optimizer=ADAM, mesh=mesh_of(2, 4)), 0
+    )
+    with pytest.raises(ValueError, match="a batch of 9 cannot be divided by 2 devices"):
+        train.fit(state, step, dataset, batch_size=9, **options)
+    train.fit(state, step, OwnSource(), batch_size=8, **options)
+
+
 def test_refusals():
     split = functools.partial(kv.from_params, params(), optimizer=ADAM, mesh=mesh_of(2))
     with pytest.raises(ValueError, match="one device; use kind 'device'"):
@@ -309,3 +358,26 @@ def test_refusals():
         kv.push(table, 0, sparse.RowSparse(jnp.array([1]), jnp.ones((1, 2)), (4, 2)))
     with pytest.raises(ValueError, match="give the new mesh"):
         kv.place(split(), jax.devices()[:4])
+
+
+def test_refusals_of_verbs():
+    """Each names what is wrong with a store that is split over a mesh."""
+    mesh, w = mesh_of(2, 2), {"w": jnp.ones((4, 2))}
+    tree = kv.from_params(w, optimizer=ADAM, mesh=mesh, sharding=P("data"))
+    table = kv.from_params(w, updater=updaters.accumulate, mesh=mesh, sharding=P("data"))
+    rows = sparse.RowSparse(jnp.array([1]), jnp.ones((1, 2)), (4, 2))
+    with pytest.raises(ValueError, match=r"from_optax.*without mesh= and sharding="):
+        kv.push(tree, 0, rows)
+    for add in (kv.init, kv.broadcast):
+        with pytest.raises(ValueError, match=r"keys \[7\]: values of this store are split over a mesh"):
+            add(table, 7, jnp.ones(3))
+    assert kv.place(table, sharding=P(None, "model")).values[0].sharding.spec == P(None, "model")
+    with pytest.raises(ValueError, match="sharding= splits values over a mesh; give mesh="):
+        kv.place(table, jax.devices()[:4], sharding=P("model"))
+    with pytest.raises(ValueError, match="sharding= splits values over a mesh; give mesh="):
+        kv.place(kv.from_params(w), sharding=P("model"))
+    with pytest.raises(ValueError, match="mesh= stands in place of devices="):
+        kv.place(table, jax.devices()[:4], mesh=mesh)
+    for place in (lambda: kv.place(table, mesh="data"), lambda: kv.from_params(w, mesh="data")):
+        with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh, got"):
+            place()

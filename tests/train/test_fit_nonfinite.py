@@ -57,7 +57,11 @@ def test_updates_that_are_left_out_are_counted(tmp_path):
     assert int(state.step) == 2 * STEPS
     assert int(state.nonfinite["skipped"]) == 2
     assert [json.loads(text)["skipped"] for text in (tmp_path / "m.jsonl").read_text().splitlines()] == [1, 1]
-    _, plain = run(step_with("ignore"), dataset, epochs=1)
+    with pytest.warns(
+        UserWarning, match=rf"loss of step {bad_steps(dataset)[0] + 1} \(the first is 1\) is nan"
+    ) as seen:
+        _, plain = run(step_with("ignore"), dataset, epochs=2)
+    assert len(seen) == 1
     assert np.isnan(plain[0]["loss"])
     assert "skipped" not in plain[0]
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from ... import sparse
 from ..._core.recent import Recent
-from ..._devices import buckets, processes
+from ..._devices import buckets, emulated, processes
 from ..._devices.mesh import STORE_AXIS, mesh_of, split_over
 from ..._devices.placement import put, spans_processes, to_host
 from ...compression import Compressor, LinearCompressor
@@ -75,6 +75,9 @@ def _own_sums(store: KVStore, pushed: Lists) -> Arrays:
         updater=assign,
         compressor=None,
         devices=None,
+        pending={},
+        optimizer_state=(),
+        shardings=(),
     )
     sums = programs.push(part, {k: pushed[k] for k in like}).values if like else {}
     return {k: _here(sums[k] if k in sums else pushed[k][0]) for k in pushed}
@@ -105,7 +108,7 @@ def _totals(store: KVStore, sums: Arrays) -> tuple[Arrays, dict[int, Any]]:
         groups = tuple((i,) for i in range(len(arrays)))  # compressed by key
     packed = [_over_leaders(part, along) for part in pack(arrays, dtypes, groups)]
     run = _programs(store.compressor)(devices, store.compressor, store.limits, tuple(sums), shapes, dtypes, groups)
-    totals, residuals = run(packed, residuals)
+    totals, residuals = emulated.run_by_itself(run, packed, residuals)
     return {k: v.addressable_data(0) for k, v in totals.items()}, residuals
 
 
@@ -149,7 +152,8 @@ def _add_rows(values: list[RowSparse], dtype: Any) -> RowSparse:
     mine = sparse.add(own, size=size)
     along = split_over(processes.leaders())
     run = _rows_program(processes.leaders(), mine.shape)
-    indices, summed = run(_over_leaders(mine.indices, along), _over_leaders(mine.values, along))
+    rows = _over_leaders(mine.indices, along), _over_leaders(mine.values, along)
+    indices, summed = emulated.run_by_itself(run, *rows)
     return RowSparse(indices.addressable_data(0), summed.addressable_data(0), mine.shape)
 
 

@@ -10,7 +10,8 @@ import jax
 from ... import data
 from ..._core.arguments import answers
 from .classification import check_classified, classification
-from .every_example import has_model_state
+from .every_example import has_model_state, model_of
+from .labels import check_classes
 from .measure import measure
 
 EvalFn = Callable[..., Any]
@@ -73,7 +74,8 @@ def evaluate(
         cross-entropy in nats per example, and the fraction classified correctly. NaN where nothing counts.
 
     Raises:
-        ValueError: a batch size below 1, no examples, values that are no values per example and no pairs.
+        ValueError: a batch size below 1, no examples, labels that are no classes of the model, values that are no
+            values per example and no pairs.
         TypeError: another data set or source, a function without a hash or of other arguments, labels that are no
             integers. All that shapes tell is checked before anything is computed. The shapes of batches that a source
             gives are known when it gives the first one.
@@ -100,6 +102,7 @@ def evaluate(
         return _refuse(dataset)
     check_classified(dataset, "evaluate")
     of_classes = classification(apply_fn, has_model_state(state_or_params), "evaluate")
+    check_classes("evaluate", apply_fn, model_of, state_or_params, dataset)
     return measure("evaluate", state_or_params, of_classes, dataset, batch_size)
 
 

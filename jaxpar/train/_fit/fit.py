@@ -76,7 +76,8 @@ def fit(
         eval_fn: `eval_fn(params, batch) -> {name: values}`, as in `evaluate`. The record has them as `eval_<name>`, and
             columns as `eval_<name>/0`, `eval_<name>/1`, ...
         epochs: how many, from the step of `state`. None: as many as `max_steps` needs.
-        batch_size: examples in a batch, over all devices.
+        batch_size: examples in a batch, over all devices. Under engine `jit` the axes of the mesh that split a batch
+            must divide it, otherwise the number of devices.
         max_steps: the training ends after this many steps, from the step of `state`, also within an epoch. The same
             call with more steps goes on from the checkpoint, to the same numbers as a run that did not end.
         eval_every: also evaluate after each step whose number this divides. Such a record has `under_way` True, the
@@ -120,7 +121,8 @@ def fit(
         TypeError: an argument of another type, or one that `fit` does not have.
         ValueError: a data set without one whole batch, numbers below 1, only one of `apply_fn` and `test_data`, or of
             `eval_fn` and `eval_data`, a donated state, a metric for a callback that there is not, a `KeepBest` without
-            `checkpoint_dir`, a checkpoint of another model, optimizer, batch size or size of data set.
+            `checkpoint_dir`, a checkpoint of another model, optimizer, batch size or size of data set. Labels of a
+            `data.Dataset` that are no classes of the model, in test data and for a loss of `classification_loss`.
         What shapes tell about `loss_fn`, `apply_fn` and `eval_fn` is checked before the first step, and the state stays
             valid. Of batches that an iterable gives, other than a list, the shapes are known when they come.
         RuntimeError: one of several processes of `python -m jaxpar launch` that has not joined the others.

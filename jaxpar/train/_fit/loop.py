@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
+import warnings
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from ..._devices.user_mesh import outside_mesh
 from .._callbacks.history import History, Record
 from .._step.nonfinite import check_finite
 from .._step.state import TrainState
+from .._step.train_step import TrainStep
 from .epoch import Epoch, epoch_of
 from .profile import Trace
 from .progress import Progress, compiling
@@ -52,6 +55,7 @@ class Loop:
         self._pace, self._read = float("inf"), 0.0  # seconds of a step, and when the last one was read
         self._readings = Readings()
         self._wants_steps, self._checked = run.callbacks.wants_steps, False
+        self._warned = False  # that a loss was not finite
         self._measured = run.callbacks.measure(state)  # what the bar shows of it
         self._measured_at = 0.0
 
@@ -161,9 +165,10 @@ class Loop:
         run, state = self.run, self.state
         with outside_mesh():
             rng, devices = jax.random.fold_in(state.rng, _SHUFFLE), state.store.devices
-        groups = self._groups(rng, devices) if devices else None
+        where = self._where(devices)
+        groups = self._groups(rng, where) if devices else None
         if groups is None:
-            for batch in run.source.batches(run.batch_size, rng=rng, epochs=None, start=self.at, devices=devices):
+            for batch in run.source.batches(run.batch_size, rng=rng, epochs=None, start=self.at, **where):
                 with self._trace.step(self.at, state):
                     state, metrics = run.step(state, batch)
                 yield state, Steps(metrics)
@@ -177,13 +182,19 @@ class Loop:
                 yield state, Steps(metrics, done, end)
                 done = end
 
-    def _groups(self, rng: jax.Array, devices: Sequence[Device]) -> Iterator[tuple[data.Batch, int]] | None:
+    def _where(self, devices: Sequence[Device] | None) -> dict[str, Any]:
+        """Where batches go: to all devices, or over those axes of a mesh that the step splits a batch over."""
+        sharding = self.run.step.batch_sharding(self.state) if isinstance(self.run.step, TrainStep) else None
+        taken = sharding is not None and data.takes_sharding(self.run.source)
+        return {"sharding": sharding} if taken else {"devices": devices}
+
+    def _groups(self, rng: jax.Array, where: dict[str, Any]) -> Iterator[tuple[data.Batch, int]] | None:
         """Batches for programs of several steps. None where each step is a program."""
         run = self.run
         if run.per_program == 1:
             return None
         most = None if run.per_program == "auto" else run.per_program
-        groups = data.batch_groups(run.source, run.batch_size, most, rng=rng, start=self.at, devices=devices)
+        groups = data.batch_groups(run.source, run.batch_size, most, rng=rng, start=self.at, **where)
         if most is not None and groups is None:
             raise ValueError(
                 f"fit: steps_per_execution is {most}, but the devices have no room for the data set; "
@@ -225,6 +236,9 @@ class Loop:
         run, skipped = self.run, self.run.skips and metrics["skipped"] > 0
         if skipped and run.stops:
             check_finite(metrics, self.state)
+        if not (skipped or self._warned or math.isfinite(metrics.get("loss", 0.0))):
+            self._warned = True
+            warnings.warn(_not_finite(number, metrics["loss"]), stacklevel=2)
         self.epoch.add({"skipped": 1} if skipped else metrics)
         shown = {**metrics, **self._measure_again()} if self._measured else metrics
         self._progress.step(shown, self.epoch.counted * run.batch_size / self.epoch.elapsed())
@@ -239,3 +253,13 @@ class Loop:
 
     def _record(self) -> Record:
         return self.epoch.record(self.number, self.at, self.run.batch_size, self.run.skips)
+
+
+def _not_finite(number: int, loss: float) -> str:
+    """The warning about the first step whose loss is not finite, and whose update was made all the same."""
+    return (
+        f"fit: the loss of step {number} (the first is 1) is {loss}; its update was made, training goes on, and "
+        "checkpoints after it take the place of earlier ones; look at that batch, its labels and the learning rate, or "
+        "make the step with make_train_step(loss_fn, nonfinite='skip') to leave such updates out, or 'stop' to end "
+        "before the first one"
+    )

@@ -17,6 +17,7 @@ from ...updaters import assign
 from .._callbacks.callbacks import Callbacks
 from .._callbacks.history import Record
 from .._evaluate.evaluation import Evaluation, plan_evaluation
+from .._evaluate.labels import check_training_classes
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
 from .epoch import RECORD_NAMES
@@ -169,6 +170,7 @@ def plan_run(
     if not steps:
         raise ValueError(f"fit: {examples} examples make no whole batch of {batch_size}; use a smaller batch_size")
     epochs = _epochs(epochs, max_steps, steps)
+    check_training_classes(step, state, source)
     per_program = _steps_per_program(steps_per_execution, step, source, state)
     checkpoint_every = None if checkpoint_dir is None else checkpoint_every
     counts = (epochs, batch_size, examples, steps, per_program, checkpoint_every, eval_every, max_steps)

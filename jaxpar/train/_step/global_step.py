@@ -7,9 +7,10 @@ the same everywhere. The gradient is that of the mean over the shares.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -42,7 +43,8 @@ class GlobalGradient(Gradient):
         def of_share(batch: Any, rng: Any, model_state: Any) -> Any:
             return call_loss(self.loss_fn, params, batch, rng, model_state)
 
-        values, aux, new = _over_shares(of_share, self.axes)(batch, rng, model_state)
+        with _explain_constraints(self.axes):
+            values, aux, new = _over_shares(of_share, self.axes)(batch, rng, model_state)
         first = tuple(range(len(self.axes)))
         aux = jax.tree.map(lambda x: x.astype(wide(x)).mean(first), aux)
         return values.astype(wide(values)).mean().astype(values.dtype), aux, new
@@ -132,6 +134,22 @@ def _over_shares(fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[...,
     for name in reversed(axes):
         fn = jax.vmap(fn, axis_name=name, spmd_axis_name=name)
     return fn
+
+
+@contextlib.contextmanager
+def _explain_constraints(axes: tuple[str, ...]) -> Generator[None]:
+    """JAX's error for a constraint in the loss that names an axis of the batch, in words that say what to write."""
+    try:
+        yield
+    except ValueError as error:
+        if "spmd_axis_name" not in str(error):
+            raise
+        spec = str(error).rpartition("got spec ")[2]
+        raise ValueError(
+            f"train step: loss_fn constrains an array to {spec}, and the batch is split over "
+            f"{', '.join(map(repr, axes))}; loss_fn sees one share of the batch, which is split so already, so name "
+            "the other axes only: None in place of that axis, and no constraint where nothing is left"
+        ) from error
 
 
 def _mean_over_shares(tree: Any, axes: int) -> Any:

@@ -13,7 +13,13 @@ from ..._core import checks
 
 
 @dataclasses.dataclass(frozen=True)
-class _ClassificationLoss:
+class ClassificationLoss:
+    """What `classification_loss` gives.
+
+    Attributes:
+        apply_fn: as given.
+    """
+
     apply_fn: Callable[[Any, jax.Array], jax.Array]
     label_smoothing: float
 
@@ -77,4 +83,4 @@ def classification_loss(
         "a number from 0 and below 1",
         lambda value: 0 <= value < 1,
     )
-    return _ClassificationLoss(apply_fn, smoothing)
+    return ClassificationLoss(apply_fn, smoothing)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ... import kv
 from ..._core import checks
@@ -171,6 +171,20 @@ class TrainStep:
         """Whether `many` is slow on CPUs: whether the step has a convolution of XLA's."""
         return "stablehlo.convolution" in self.lower(state, batches, many=True).as_text()
 
+    def batch_sharding(self, state: TrainState) -> NamedSharding | None:
+        """The sharding of a batch over a mesh that has further axes. None: all devices of the state split it."""
+        if self._engine_name(state.store) != "jit" or self._whole is None:
+            return None
+        mesh, axes = _store.mesh_of_values(state.store) if state.store.shardings else self._mesh, self._whole.axes
+        if mesh is None or not set(axes) < set(mesh.axis_names):
+            return None
+        return NamedSharding(auto_mesh(mesh), P(axes[0] if len(axes) == 1 else axes))
+
+    @property
+    def loss_fn(self) -> LossFn:
+        """As given to `make_train_step`."""
+        return self._one.gradient.loss_fn
+
     @property
     def skips(self) -> bool:
         """Whether the step may skip an update. `metrics` then has `skipped`."""
@@ -278,6 +292,7 @@ class TrainStep:
         last, program = self._last
         if last() is state:
             return program, state
+        state = without_types(state)
         treedef = jax.tree.structure(state)
         program = self._programs.find((treedef,))
         if program is None:

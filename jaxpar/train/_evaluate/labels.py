@@ -1,0 +1,64 @@
+"""Whether the labels of a data set are classes of a model, known before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ... import data
+from .._step.loss import ClassificationLoss
+
+Model = Callable[[Any], tuple[Any, ...]]
+
+
+def check_classes(where: str, apply_fn: Any, model_of: Model, state_or_params: Any, dataset: Any) -> None:
+    """Check that integer labels are classes of the model. Nothing is computed.
+
+    JAX takes an index out of range as another one, or gives NaN, and no error.
+
+    Args:
+        where: the words that the message begins with.
+        apply_fn: `apply_fn(params, images, *rest) -> logits`, which is traced only.
+        model_of: `model_of(state_or_params) -> (params, *rest)`, which is traced only.
+        state_or_params: may be donated.
+        dataset: a `data.Dataset`. Of any other data the labels are not known.
+
+    Raises:
+        ValueError: a label is below 0, or the model has no such class.
+    """
+    if isinstance(dataset, data.DatasetSource):
+        dataset = dataset.dataset
+    if not isinstance(dataset, data.Dataset) or not len(dataset) or dataset.labels.dtype.kind not in "iu":
+        return
+    low, high = int(np.min(dataset.labels)), int(np.max(dataset.labels))
+    count = _classes(apply_fn, model_of, state_or_params, dataset)
+    if count is not None and (low < 0 or high >= count):
+        raise ValueError(
+            f"{where}: the model has {count} classes, the labels run from {low} to {high}; labels are 0 to {count - 1}"
+        )
+
+
+def check_training_classes(step: Any, state: Any, train_data: Any) -> None:
+    """The same for the training data of a step whose loss is that of `train.classification_loss`."""
+    loss_fn = getattr(step, "loss_fn", None)
+    if isinstance(loss_fn, ClassificationLoss):
+        check_classes("fit: train_data", loss_fn.apply_fn, lambda state: (state.params,), state, train_data)
+
+
+def _classes(apply_fn: Any, model_of: Model, state_or_params: Any, dataset: data.Dataset) -> int | None:
+    """The number of classes. None where it cannot be known: what is wrong then is said where `apply_fn` is called."""
+
+    def outputs(state_or_params: Any, images: Any) -> Any:
+        params, *rest = model_of(state_or_params)
+        return apply_fn(params, images, *rest)
+
+    images = jax.ShapeDtypeStruct((1, *dataset.images.shape[1:]), jnp.float32)
+    try:
+        shape = tuple(jax.eval_shape(outputs, state_or_params, images).shape)
+    except Exception:
+        return None
+    return shape[-1] if shape[:-1] == (1, *dataset.labels.shape[1:]) else None

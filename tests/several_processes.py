@@ -1,0 +1,60 @@
+"""Several processes of one script on this machine, over Gloo."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+LIMIT = 400  # seconds; a run takes ten to sixty on an idle machine
+
+
+class Run:
+    """Processes that were started together; killed together on leaving."""
+
+    def __init__(self, script, folder, processes, devices, *phases):
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
+        # Nothing here is long enough for optimised code to pay; of two flags the last one counts.
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+        env |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+        env |= {"XLA_FLAGS": flags, "PYTHONFAULTHANDLER": "1"}
+        self.outputs = [folder / f"output{i}" for i in range(processes)]
+        self.processes = []
+        for i, output in enumerate(self.outputs):
+            command = [sys.executable, Path(__file__).parent / script, address, str(processes), str(i), folder, *phases]
+            with open(output, "w") as file:
+                started = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
+            self.processes.append(started)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def wait(self, until=lambda: False):
+        """Until all have ended well, or something else has happened; fails when one fails or time is over."""
+        end = time.monotonic() + LIMIT
+        while not until():
+            codes = [process.poll() for process in self.processes]
+            if all(code == 0 for code in codes):
+                return
+            if any(codes) or time.monotonic() > end:
+                shown = [f"--- process {i}: {codes[i]}\n{o.read_text()[-1500:]}" for i, o in enumerate(self.outputs)]
+                pytest.fail("\n".join(shown))
+            time.sleep(0.05)
+
+    def saved(self, name):
+        with np.load(self.folder / name) as found:
+            return dict(found)
