@@ -12,7 +12,8 @@ from ... import data
 from ..._core.arguments import check_takes
 from .._step.state import TrainState
 from .classification import check_classified, classification
-from .every_example import has_model_state
+from .every_example import has_model_state, model_of
+from .labels import check_classes
 from .measure import check, measure
 from .values import add_scores
 
@@ -37,7 +38,9 @@ class Evaluation:
         return {"test_": self.test_data is not None, "eval_": self.eval_data is not None}
 
     def check(self, state: TrainState) -> list[str]:
-        """Raise what `scores` would raise, as far as shapes are known. Return the names of the scores that are known."""
+        """Raise what `scores` would raise, as far as shapes are known. Return the names of the scores, if known."""
+        if self.test_data is not None:
+            check_classes("fit: test_data", self.apply_fn, model_of, state, self.test_data)
         return [
             f"{prefix}_{name}"
             for prefix, eval_fn, source in self._parts(state)

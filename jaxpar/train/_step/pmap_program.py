@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from ..._devices.emulated import wait_before_collectives
 from ..._devices.mesh import STORE_AXIS, mesh_of
 from ..._devices.pmap_cache import forget
 from .device_step import DeviceStep
-from .engines import Batch, Engine, check_batch, split_batch
+from .engines import Batch, Devices, Engine, check_batch, split_batch
 from .programs import Metrics, Program
 from .state import TrainState, partition_specs
 
@@ -37,6 +38,7 @@ class PmapProgram(Program):
 
     def __init__(self, one: DeviceStep, engine: Engine, treedef: Any):
         super().__init__(one, engine, treedef)
+        _check_in_rows(self.devices)
         count, mesh = len(self.devices), Mesh(np.array(self.devices), (one.axis_name,))
         self._split = jax.jit(
             lambda batch: split_batch(batch, count), out_shardings=NamedSharding(mesh, P(one.axis_name))
@@ -96,6 +98,16 @@ class PmapProgram(Program):
         shape = own.shape if spec == P() else (len(self.devices), *own.shape[1:])
         parts = [shard.data for shard in own.addressable_shards]
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh_of(self.devices), spec), parts)
+
+
+def _check_in_rows(devices: Devices) -> None:
+    """`ValueError` unless the devices of each process follow each other, as JAX's `pmap` has them."""
+    order = [process for process, _ in itertools.groupby(d.process_index for d in devices)]
+    if len(set(order)) < len(order):
+        raise ValueError(
+            "train step: pmap takes the devices of a process one after the other, and the order here is of processes "
+            f"{', '.join(map(str, order))}; make the step with engine='shard_map', or order the devices by process"
+        )
 
 
 def _check_one(part: tuple[int, ...]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -106,74 +105,6 @@ class Program:
         return plain
 
 
-<<<<<<< HEAD
-=======
-class PmapProgram(Program):
-    """One step by `pmap` over the devices of several processes.
-
-    Under `jit`, `pmap` knows the devices of its own process only, so here it is called directly. It takes arrays over
-    all devices and returns this process's part of each. The parts are joined without a copy.
-    """
-
-    def __init__(self, one: DeviceStep, engine: Engine, treedef: Any):
-        super().__init__(one, engine, treedef)
-        _check_in_rows(self.devices)
-        count, mesh = len(self.devices), Mesh(np.array(self.devices), (one.axis_name,))
-        self._split = jax.jit(
-            lambda batch: split_batch(batch, count), out_shardings=NamedSharding(mesh, P(one.axis_name))
-        )
-        self._programs: dict[Any, Any] = {}
-
-    def __call__(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
-        _check_one(part)
-        leaves = jax.tree.leaves(state)
-        batch = self._place_batch(batch, 0)
-        wait_before_collectives((leaves[0], batch), self.devices)
-        run, plain, specs, restore = self._prepare(leaves)
-        new, metrics = run(plain, self._split(batch))
-        new = [self._join(x, spec) for x, spec in zip(new, specs, strict=True)]
-        return self._treedef.unflatten(restore(new)), metrics
-
-    def lower(self, state: TrainState, batch: Batch, *part: int) -> jax.stages.Lowered:
-        _check_one(part)
-        run, plain, *_ = self._prepare(jax.tree.leaves(state))
-        return run.lower(plain, self._split(self._place_batch(batch, 0)))
-
-    def _prepare(self, leaves: list[Any]) -> tuple[Any, tuple[Any, ...], tuple[P, ...], Callable[[Any], Any]]:
-        """The program, its arguments, their specs, and the function that makes random keys of integers again."""
-        specs = tuple(partition_specs(self._treedef.unflatten(leaves), STORE_AXIS))
-        plain, restore = without_keys(leaves)
-        key = specs, tuple(leaf.dtype for leaf in leaves if is_prng_key(leaf))
-        if key not in self._programs:
-            self._programs[key] = self._compile(specs, restore)
-        return self._programs[key], tuple(plain), specs, restore
-
-    def _compile(self, specs: tuple[P, ...], restore: Callable[[Any], Any]) -> Any:
-        axes = tuple(None if spec == P() else 0 for spec in specs)  # pmap wants a hashable tree here
-        one, treedef = self._one, self._treedef  # JAX would keep `self` with the function
-
-        def train_step(plain: tuple[jax.Array, ...], batch: Batch) -> Any:
-            new, metrics = one(treedef.unflatten(restore(list(plain))), batch)
-            return tuple(without_keys(jax.tree.leaves(new))[0]), metrics
-
-        weakref.finalize(self, forget, train_step).atexit = False
-        return jax.pmap(
-            train_step,
-            one.axis_name,
-            in_axes=(axes, 0),
-            out_axes=(axes, None),
-            devices=self.devices,
-            donate_argnums=0,
-        )
-
-    def _join(self, own: jax.Array, spec: P) -> jax.Array:
-        """An array over all devices out of this process's part."""
-        shape = own.shape if spec == P() else (len(self.devices), *own.shape[1:])
-        parts = [shard.data for shard in own.addressable_shards]
-        return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh_of(self.devices), spec), parts)
-
-
->>>>>>> mesh
 def make_finish(one: DeviceStep, engine: Engine, treedef: Any) -> Callable[[TrainState], TrainState]:
     """The compiled `TrainStep.finish` of states of this structure. The old state stays valid."""
 
@@ -268,24 +199,3 @@ def _number(everywhere: NamedSharding, i: int) -> jax.Array:
     """The int on the devices, so that a call needs nothing from the host."""
     with jax.ensure_compile_time_eval():
         return put_copy(jnp.int32(i), everywhere)
-<<<<<<< HEAD
-=======
-
-
-def _check_in_rows(devices: Devices) -> None:
-    """`ValueError` unless the devices of each process follow each other, as JAX's `pmap` has them."""
-    order = [process for process, _ in itertools.groupby(d.process_index for d in devices)]
-    if len(set(order)) < len(order):
-        raise ValueError(
-            "train step: pmap takes the devices of a process one after the other, and the order here is of processes "
-            f"{', '.join(map(str, order))}; make the step with engine='shard_map', or order the devices by process"
-        )
-
-
-def _check_one(part: tuple[int, ...]) -> None:
-    if part:
-        raise ValueError(
-            "train step, many: a pmap over several processes is no part of a larger program; "
-            'make the step with engine="shard_map", or call it for each batch'
-        )
->>>>>>> mesh

@@ -104,31 +104,23 @@ class TrainStep:
 
     def _run(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step, or several with the part of the batches that they take."""
-        if jax.sharding.get_abstract_mesh().empty:
-            return self._run_on_own_mesh(state, batch, part)
         with outside_mesh() as user:
             if user is None:
                 check_traced((state, batch), "train step")
-                return self._run_on_own_mesh(state, batch, part)
-            state, batch = without_types((state, batch))
-            state, metrics = self._run_on_own_mesh(state, batch, part, user)
-            return state, with_types(metrics, user)
-
-    def _run_on_own_mesh(
-        self, state: TrainState, batch: Batch, part: tuple[int, ...], user: Mesh | None = None
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """The same outside of the user's mesh, which an engine may take over."""
-        if not isinstance(state, TrainState):
-            raise TypeError(
-                "train step: expected a state, train.create_state(kv.from_params(params, optimizer=...), rng); "
-                f"got {checks.describe(state)}"
-            )
-        try:
-            program, state = self._prepare(state, user)
-        except RuntimeError as error:
-            explain_donated(error, state)
-            raise
-        return self._advance(program, state, batch, *part)
+            else:
+                state, batch = without_types((state, batch))
+            if not isinstance(state, TrainState):
+                raise TypeError(
+                    "train step: expected a state, train.create_state(kv.from_params(params, optimizer=...), rng); "
+                    f"got {checks.describe(state)}"
+                )
+            try:
+                program, state = self._prepare(state, user)
+            except RuntimeError as error:
+                explain_donated(error, state)
+                raise
+            new, metrics = self._advance(program, state, batch, *part)
+            return new, metrics if user is None else with_types(metrics, user)
 
     def _advance(
         self, program: Program, state: TrainState, batch: Batch, *part: int
