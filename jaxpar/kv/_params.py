@@ -83,7 +83,7 @@ def from_params(
         raise ValueError("kv.from_params: mesh= stands in place of devices=; give one of them")
     if optimizer is not None and updater is not None:
         raise ValueError("kv.from_params: give an optimizer or an updater, not both")
-    _check_params(params, mesh, optimizer)
+    _check_params(params, mesh)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     check_names(leaves, paths, "kv.from_params")
@@ -101,15 +101,15 @@ def from_params(
     return store if updater is None else set_updater(store, updater)
 
 
-def _check_params(params: Any, mesh: Any, optimizer: Any) -> None:
+def _check_params(params: Any, mesh: Any) -> None:
     """`TypeError` or `ValueError` for what holds no parameters, and for a mesh that is none."""
     if isinstance(params, KVStore) or isinstance(getattr(params, "store", None), KVStore):
         raise TypeError(
             f"kv.from_params: expected a pytree of arrays, got a {type(params).__name__}; its params are "
             f"{'kv.to_params(store)' if isinstance(params, KVStore) else 'state.params'}"
         )
-    if optimizer is not None and not jax.tree.leaves(params):
-        raise ValueError(f"kv.from_params: the params, {checks.describe(params)}, hold no array, so nothing is trained")
+    if params is None:
+        raise ValueError("kv.from_params: the params are None, which hold no array, so nothing is trained")
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(f"kv.from_params: mesh must be a jax.sharding.Mesh, got {checks.describe(mesh)}")
 
