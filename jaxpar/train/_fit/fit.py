@@ -224,6 +224,8 @@ def _attach_state(error: BaseException, loop: Loop) -> None:
     made = loop.at > loop.began or isinstance(error, NonFiniteError)
     if made and not is_donated(loop.state):
         error.state, error.history = loop.state, loop.history  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(error, Exception):
+            return  # whoever stops the program does not read on
         error.add_note(
             f"fit: the state and the history up to step {int(loop.state.step)} are the attributes `state` and "
             "`history` of this exception; in a notebook: import sys; state = sys.last_value.state"
