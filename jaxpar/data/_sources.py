@@ -86,7 +86,7 @@ class DatasetSource:
         sharding: NamedSharding | None = None,
     ) -> Iterator[Any]:
         """`data.batches` of the data set."""
-        order = {"rng": rng, "epochs": epochs, "start": start}
+        order: dict[str, Any] = {"rng": rng, "epochs": epochs, "start": start}
         return _batches.batches(self.dataset, batch_size, **order, devices=devices, sharding=sharding)
 
     def batch_shapes(self, batch_size: int) -> Any:
@@ -124,7 +124,7 @@ def batch_groups(
     """
     if not isinstance(source, DatasetSource):
         return None
-    where = {"devices": devices, "sharding": sharding}
+    where: dict[str, Any] = {"devices": devices, "sharding": sharding}
     return _batches.groups(source.dataset, batch_size, most, rng=rng, start=start, **where)
 
 
