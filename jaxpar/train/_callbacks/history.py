@@ -14,7 +14,7 @@ from .figures import new_figure, save_figure
 Record = dict[str, Any]
 
 # What a record has next to metrics.
-NO_METRICS = ("epoch", "step", "seconds", "images_per_second", "skipped", "interrupted")
+NO_METRICS = ("epoch", "step", "seconds", "images_per_second", "skipped", "interrupted", "under_way")
 
 _MOST = 40  # rows of the table
 _COLUMNS = 3  # pictures side by side
@@ -100,7 +100,9 @@ def _check_records(history: Any, where: str) -> None:
 
 
 def plot_history(history: Sequence[Record], path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw the loss and all other metrics by epoch, one picture each. Training and evaluation are in one.
+    """Draw the loss and all other metrics, one picture each. Training and evaluation are in one.
+
+    The axis is the epoch, or the step where evaluations within epochs are among the records.
 
     Args:
         history: what `fit` returned.
@@ -125,14 +127,15 @@ def plot_history(history: Sequence[Record], path: str | os.PathLike[str] | None 
     columns = min(len(groups), _COLUMNS) or 1
     rows = -(-len(groups) // columns) or 1
     figure = new_figure("plot_history", 4.5 * columns, 3.2 * rows)
-    epochs = [record["epoch"] for record in history]
+    axis = "step" if any(record.get("under_way") for record in history) else "epoch"
+    places_of = [record[axis] for record in history]
     places = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
     for group, curves in groups.items():
         axes = places.pop(0)
         for label, name in curves.items():
             values = [record.get(name) for record in history]
-            axes.plot(epochs, [math.nan if v is None else v for v in values], marker="o", label=label)
-        axes.set(xlabel="epoch", ylabel=group.replace("_", " "))
+            axes.plot(places_of, [math.nan if v is None else v for v in values], marker="o", label=label)
+        axes.set(xlabel=axis, ylabel=group.replace("_", " "))
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         axes.legend()

@@ -9,9 +9,8 @@ import jax
 
 from ..._core.text import in_notebook
 from .figures import new_figure, png
-from .history import History, Record
+from .history import History, Record, metric_groups
 from .line import line
-from .monitor import metric_names
 
 _EVERY = 1.0  # seconds between two pictures, at least
 _SHARE = 0.05  # of the time that drawing may take
@@ -107,7 +106,7 @@ class LivePlot:
             axes.set(xlabel="step", ylabel=name.replace("_", " "))
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.grid(alpha=0.3)
-            for label, field in fields:
+            for label, field in fields.items():
                 found = [(r["step"], r[field]) for r in self._records if r.get(field) is not None]
                 if found:
                     axes.plot(*zip(*found, strict=True), marker="o", label=label)
@@ -119,15 +118,11 @@ class LivePlot:
         return figure
 
 
-def _panels(records: list[Record]) -> dict[str, list[tuple[str, str]]]:
-    """For each metric the (label, name in the records) of its curves. Loss and accuracy come first.
+def _panels(records: list[Record]) -> dict[str, dict[str, str]]:
+    """For each metric the label and the name in the records of each curve. Loss and accuracy come first.
 
-    >>> _panels([{"epoch": 1, "step": 3, "loss": 0.5, "eval_loss": 0.6, "norm": 2.0, "seconds": 1.0}])
-    {'loss': [('train', 'loss'), ('eval', 'eval_loss')], 'norm': [('train', 'norm')]}
+    >>> _panels([{"epoch": 1, "step": 3, "norm": 2.0, "loss": 0.5, "eval_loss": 0.6, "seconds": 1.0}])
+    {'loss': {'train': 'loss', 'eval': 'eval_loss'}, 'norm': {'train': 'norm'}}
     """
-    names = dict.fromkeys(name for record in records for name in metric_names(record))
-    panels: dict[str, list[tuple[str, str]]] = {"loss": []}
-    for name in sorted(names, key=lambda name: name.removeprefix("test_").removeprefix("eval_") != "accuracy"):
-        label = name[:4] if name.startswith(("test_", "eval_")) else "train"
-        panels.setdefault(name.removeprefix(f"{label}_"), []).append((label, name))
-    return dict(list(panels.items())[:_MOST])
+    groups = {"loss": {}, **metric_groups(records)}
+    return dict(sorted(groups.items(), key=lambda item: item[0] not in ("loss", "accuracy"))[:_MOST])

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, NoReturn, get_args
 
 from ..._core import checks
-from .history import Record
+from .history import NO_METRICS, Record
 
 Mode = Literal["auto", "min", "max"]
 
@@ -21,7 +21,6 @@ _DOWN = {
     *("kl", "bits", "bpc", "wer", "cer", "distance", "fid", "regret"),
 }
 _FIRST = ("eval_loss", "test_loss")
-_NO_METRICS = ("epoch", "step", "seconds", "skipped", "interrupted", "under_way")
 
 
 def check_monitor(monitor: Any, mode: Any, where: str) -> None:
@@ -81,10 +80,7 @@ def metric_names(record: Record) -> list[str]:
     return [
         name
         for name, value in record.items()
-        if isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and name not in _NO_METRICS
-        and not name.endswith("_per_second")
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in NO_METRICS
     ]
 
 

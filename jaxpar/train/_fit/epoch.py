@@ -10,7 +10,16 @@ from typing import Any
 from .._callbacks.history import Record
 
 # What a record has next to the metrics of the steps and the scores.
-RECORD_NAMES = ("epoch", "step", "test_loss", "test_accuracy", "seconds", "images_per_second", "interrupted")
+RECORD_NAMES = (
+    "epoch",
+    "step",
+    "test_loss",
+    "test_accuracy",
+    "seconds",
+    "images_per_second",
+    "interrupted",
+    "under_way",
+)
 
 
 @dataclasses.dataclass
