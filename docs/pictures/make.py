@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/how_the_store_maps.md and docs/viz.md; needs Graphviz's dot.
+"""Draws the pictures of README.md, docs/how_the_store_maps.md and docs/viz.md; needs Graphviz's dot.
 
 python docs/pictures/make.py [FOLDER]
 """
@@ -44,6 +44,22 @@ def drawn(store, title, **options):
     return jp.viz.plot_network(on_four, store, grads, **options)
 
 
+def loss_fn(params, batch, rng):
+    hidden = jax.nn.relu(batch["image"] @ params["hidden"]["w"] + params["hidden"]["b"])
+    logits = hidden @ params["out"]["w"] + params["out"]["b"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), {}
+
+
+def step():
+    """The picture of a training step on four devices."""
+    sizes = {"hidden": (784, 128), "out": (128, 10)}
+    params = {name: {"w": np.zeros(size, np.float32), "b": np.zeros(size[1], np.float32)} for name, size in sizes.items()}
+    options = {"devices": jax.devices()[:DEVICES], "engine": "shard_map"}
+    state, train_step = jp.train.start(params, TX, loss_fn, **options)
+    batch = {"image": np.zeros((256, 784), np.float32), "label": np.zeros(256, np.int32)}
+    return jp.viz.plot_network(train_step, state, batch, title="a training step on four devices")
+
+
 def pictures():
     """The name of each file and its picture."""
     device = jp.kv.from_params(LAYER, kind="device", optimizer=TX)
@@ -55,6 +71,7 @@ def pictures():
     yield "buckets", drawn(small, "three small keys")
     params = jax.eval_shape(jp.models.lenet.init, jax.random.key(0))
     images = jax.ShapeDtypeStruct((256, 28, 28, 1), jnp.float32)
+    yield "step", step()
     yield "lenet", jp.viz.plot_network(jp.models.lenet.apply, params, images, title="LeNet")
 
 
