@@ -34,5 +34,5 @@ from ._sources import (
     as_source as as_source,
     batch_groups as batch_groups,
     from_arrays as from_arrays,
-    takes_sharding as takes_sharding,
+    takes_sharding as _takes_sharding,
 )

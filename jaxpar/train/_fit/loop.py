@@ -185,7 +185,7 @@ class Loop:
     def _where(self, devices: Sequence[Device] | None) -> dict[str, Any]:
         """Where batches go: to all devices, or over those axes of a mesh that the step splits a batch over."""
         sharding = self.run.step.batch_sharding(self.state) if isinstance(self.run.step, TrainStep) else None
-        taken = sharding is not None and data.takes_sharding(self.run.source)
+        taken = sharding is not None and data._takes_sharding(self.run.source)
         return {"sharding": sharding} if taken else {"devices": devices}
 
     def _groups(self, rng: jax.Array, where: dict[str, Any]) -> Iterator[tuple[data.Batch, int]] | None:
