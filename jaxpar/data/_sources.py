@@ -54,7 +54,8 @@ def takes_sharding(source: Source) -> bool:
 def as_source(given: Any) -> Source:
     """`given` as training data.
 
-    A `Source` stays as it is, a `Dataset` becomes a `DatasetSource`, anything else goes to `from_iterable`.
+    A `Source` stays as it is, a `Dataset` becomes a `DatasetSource`, a dict of arrays goes to `from_arrays`, anything
+    else to `from_iterable`.
 
     >>> import numpy as np
     >>> as_source(Dataset(np.zeros((6, 2)), np.arange(6))).examples(batch_size=2)
@@ -62,6 +63,8 @@ def as_source(given: Any) -> Source:
     """
     if isinstance(given, Dataset):
         return DatasetSource(given)
+    if isinstance(given, dict):
+        return from_arrays(given)
     return given if isinstance(given, Source) else from_iterable(given)
 
 

@@ -66,8 +66,8 @@ def fit(
     Args:
         state: from `create_state`. It is donated: go on with the state that is returned.
         step: from `make_train_step`.
-        train_data: a `data.Dataset`, the result of `data.from_arrays` or `data.from_iterable`, or anything that the
-            latter takes. Examples that fill no whole batch at the end of an epoch are left out.
+        train_data: a `data.Dataset`, a dict of arrays, the result of `data.from_arrays` or `data.from_iterable`, or
+            anything that the latter takes. Examples that fill no whole batch at the end of an epoch are left out.
         test_data: a `data.Dataset` with integer labels, evaluated after each epoch, with `apply_fn`. The record has
             `test_loss` and `test_accuracy`.
         apply_fn: `apply_fn(params, images) -> logits`, as in `evaluate`.
