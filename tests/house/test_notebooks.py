@@ -1,6 +1,7 @@
 """Every notebook runs from start to end, in a copy of its own, with this interpreter."""
 
 import importlib.util
+import re
 import shutil
 from pathlib import Path
 
@@ -31,9 +32,45 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-# Most of a minute each: notebooks 02 and 03 compile many programs, 05 starts and kills processes.
-LONG = ("02_lenet_multi_device", "03_kvstore_in_depth", "05_many_processes")
+# Most of a minute each: notebooks 02 and 03 compile many programs, the others start and kill processes.
+LONG = (
+    "02_lenet_multi_device",
+    "03_kvstore_in_depth",
+    "05_many_processes",
+    "06_language_model",
+    "07_regression",
+    "08_gan",
+    "09_fine_tuning",
+)
+# Each trains by code of a user, on 1 and 4 devices, and goes on after a kill.
+KINDS = [path for path in NOTEBOOKS if path.stem[:2] in ("06", "07", "08", "09")]
 RUN = [pytest.param(p, marks=pytest.mark.slow if p.stem in LONG else ()) for p in NOTEBOOKS]
+
+
+def _check_promises(texts):
+    """1 and 4 devices have the same losses, and the run that was killed has gone on to the same bits."""
+    shown = "\n".join(texts)
+    differences = [float(number) for number in re.findall(r"difference (?:in +\d+ steps: )?(\d\S*)", shown)]
+    assert differences
+    assert max(differences) < 1e-4
+    assert "exit status -9 newest checkpoint killed/" in shown
+    assert re.findall("(params|losses) equal, bit for bit: (.*)", shown) == [("params", "True"), ("losses", "True")]
+
+
+def _user_code(notebook):
+    """The lines of the file that a user writes, without imports and blank lines."""
+    source = next(cell.source for cell in notebook.cells if cell.source.startswith("%%writefile"))
+    lines = [line for line in source.splitlines()[1:] if line.strip()]
+    return [line for line in lines if not line.startswith(("import ", "from "))]
+
+
+@pytest.mark.parametrize("path", KINDS, ids=lambda path: path.stem)
+def test_user_code_is_short(path):
+    """At most 40 lines, of at most 120 characters, train and evaluate a model of its own kind."""
+    notebook = nbformat.read(path, as_version=4)
+    assert 20 < len(_user_code(notebook)) <= 40
+    assert max(map(len, _user_code(notebook))) <= 120
+    _check_promises(_text(notebook))
 
 
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
@@ -45,6 +82,8 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     notebook = _runner().run(copy, timeout=300)  # raises where a cell does
     assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
+    if path in KINDS:
+        _check_promises(_text(notebook))
     if path.stem == "01_kvstore":  # nothing in it depends on speed, luck or the number of epochs
         assert _text(notebook) == _text(nbformat.read(path, as_version=4))
 
