@@ -45,19 +45,24 @@ def drawn(store, title, **options):
 
 
 def loss_fn(params, batch, rng):
-    hidden = jax.nn.relu(batch["image"] @ params["hidden"]["w"] + params["hidden"]["b"])
-    logits = hidden @ params["out"]["w"] + params["out"]["b"]
+    hidden = jax.nn.relu(batch["image"] @ params["hidden"]["w"] + params["hidden"]["b"][None])
+    logits = hidden @ params["out"]["w"] + params["out"]["b"][None]
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), {}
 
 
 def step():
     """The picture of a training step on four devices."""
     sizes = {"hidden": (784, 128), "out": (128, 10)}
-    params = {name: {"w": np.zeros(size, np.float32), "b": np.zeros(size[1], np.float32)} for name, size in sizes.items()}
+    params = {
+        name: {"w": np.zeros(size, np.float32), "b": np.zeros(size[1], np.float32)}
+        for name, size in sizes.items()
+    }
     options = {"devices": jax.devices()[:DEVICES], "engine": "shard_map"}
     state, train_step = jp.train.start(params, TX, loss_fn, **options)
     batch = {"image": np.zeros((256, 784), np.float32), "label": np.zeros(256, np.int32)}
-    return jp.viz.plot_network(train_step, state, batch, title="a training step on four devices")
+    return jp.viz.plot_network(
+        train_step, state, batch, title="a training step on four devices"
+    )
 
 
 def pictures():

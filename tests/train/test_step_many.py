@@ -11,7 +11,7 @@ from step_model import ENGINES, IN_TURN, line, squares
 from jaxpar import data, kv, train
 from jaxpar.data import _batches
 from jaxpar.train._step import engines
-from jaxpar.train._step.programs import PmapProgram
+from jaxpar.train._step.pmap_program import PmapProgram
 
 TX = optax.adam(0.1)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.ema(0.9))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import data
+from ..._core.recent import Recent
 from .._step.loss import ClassificationLoss
 
 Model = Callable[[Any], tuple[Any, ...]]
@@ -51,14 +52,20 @@ def check_training_classes(step: Any, state: Any, train_data: Any) -> None:
 
 def _classes(apply_fn: Any, model_of: Model, state_or_params: Any, dataset: data.Dataset) -> int | None:
     """The number of classes. None where it cannot be known: what is wrong then is said where `apply_fn` is called."""
-
-    def outputs(state_or_params: Any, images: Any) -> Any:
-        params, *rest = model_of(state_or_params)
-        return apply_fn(params, images, *rest)
-
-    images = jax.ShapeDtypeStruct((1, *dataset.images.shape[1:]), jnp.float32)
-    try:
-        shape = tuple(jax.eval_shape(outputs, state_or_params, images).shape)
-    except Exception:
-        return None
+    given, treedef = jax.tree.flatten(state_or_params)  # JAX keeps the structures of arguments, here of a list
+    leaves, structure = jax.tree.flatten(jax.eval_shape(lambda given: model_of(treedef.unflatten(given)), given))
+    types = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    shape = _logits(apply_fn, structure, types, dataset.images.shape[1:])
     return shape[-1] if shape[:-1] == (1, *dataset.labels.shape[1:]) else None
+
+
+def _trace(apply_fn: Any, structure: Any, types: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the logits of one image. () where they are no array."""
+    params, *rest = structure.unflatten([jax.ShapeDtypeStruct(*each) for each in types])
+    try:
+        return tuple(jax.eval_shape(apply_fn, params, jax.ShapeDtypeStruct((1, *shape), jnp.float32), *rest).shape)
+    except Exception:
+        return ()
+
+
+_logits = Recent(_trace)
