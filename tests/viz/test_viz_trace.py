@@ -227,7 +227,7 @@ def test_other_collectives_stand_out():
     ]
 
 
-@pytest.mark.parametrize("dtype, sent", [(jnp.bfloat16, "64 B"), (jnp.int8, "32 B"), (jnp.float32, "128 B")])
+@pytest.mark.parametrize(("dtype", "sent"), [(jnp.bfloat16, "64 B"), (jnp.int8, "32 B"), (jnp.float32, "128 B")])
 def test_a_collective_counts_what_it_sends_not_what_was_converted(dtype, sent):
     from jax.sharding import Mesh, PartitionSpec as P
 
