@@ -1,8 +1,10 @@
 """Every notebook runs from start to end, in a copy of its own, with this interpreter."""
 
+import base64
 import importlib.util
 import re
 import shutil
+import struct
 from pathlib import Path
 
 import nbformat
@@ -97,3 +99,15 @@ def test_committed_outputs_are_whole_and_name_no_machine(path):
     assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
     shown = "".join(str(o.get("text", "")) + str(o.get("data", {}).get("text/plain", "")) for o in outputs)
     assert not [word for word in ("/home/", "/root/", "/tmp/", "/usr/", "site-packages") if word in shown]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_committed_pictures_are_seen_in_a_notebook_that_is_not_trusted_and_are_small(path):
+    """JupyterLab drops image/svg+xml there."""
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    shown = [output["data"] for cell in cells for output in cell.outputs if "data" in output]
+    assert not [data for data in shown if "image/svg+xml" in data and "image/png" not in data]
+    for picture in [base64.b64decode(data["image/png"]) for data in shown if "image/png" in data]:
+        width, height = struct.unpack(">II", picture[16:24])
+        assert picture.startswith(b"\x89PNG")
+        assert (width <= 1000, height <= 2400, len(picture) <= 80_000) == (True, True, True)

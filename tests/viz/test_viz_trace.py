@@ -227,6 +227,18 @@ def test_other_collectives_stand_out():
     ]
 
 
+@pytest.mark.parametrize(("dtype", "sent"), [(jnp.bfloat16, "64 B"), (jnp.int8, "32 B"), (jnp.float32, "128 B")])
+def test_a_collective_counts_what_it_sends_not_what_was_converted(dtype, sent):
+    from jax.sharding import Mesh, PartitionSpec as P
+
+    mesh = Mesh(jax.devices()[:4], ("data",))
+    fn = jax.shard_map(
+        lambda x: jax.lax.psum(x.astype(dtype), "data"), mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False
+    )
+    (psum,) = viz.trace(fn, m.Spec((32, 4), m.f32)).layers
+    assert (psum.op, psum.detail) == ("psum", f"over data, {sent}")
+
+
 def test_loops_branches_and_custom_gradients_are_clusters():
     @jax.custom_vjp
     def custom(x):

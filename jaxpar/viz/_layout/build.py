@@ -78,9 +78,10 @@ def _topological(cells: Cells) -> list[Cell]:
 def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
     eqns = cells.eqns(cell)
     real = [eqn for eqn in eqns if not eqn.view] or eqns
-    output, read = cells.output(cell), _bytes_read(cells.raw, eqns)
+    sends = cell.op in COLLECTIVES and cell.op != "axis_index"
+    output, read = cells.output(cell), _bytes_read(cells.raw, eqns, converted=sends)
     detail = cell.detail
-    if cell.op in COLLECTIVES and cell.op != "axis_index":
+    if sends:
         detail = f"{detail}, {human(read, 'B')}"
     return Draft(
         at=at,
@@ -96,15 +97,21 @@ def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
     )
 
 
-def _bytes_read(raw: Raw, eqns: list[Eqn]) -> int:
-    """Bytes of the distinct arrays that these equations read from outside."""
+def _bytes_read(raw: Raw, eqns: list[Eqn], *, converted: bool) -> int:
+    """Bytes of the distinct arrays that these equations read from outside.
+
+    Args:
+        raw: what has the values.
+        eqns: of one cell.
+        converted: count an array in the dtype that it was converted to. A layer reads it before, a collective after.
+    """
     inside = {out for eqn in eqns for out in eqn.outs}
     reads: dict[int, int] = {}
     for eqn in [eqn for eqn in eqns if not eqn.view] or eqns:
         for value, shape in zip(eqn.ins, eqn.in_shapes, strict=False):
             root = raw.root(value)
             if root not in inside:  # a slice or a device's share is smaller than the whole array, a broadcast larger
-                whole = raw.values[root]
+                whole = raw.values[value if converted else root]
                 share = whole.bytes * math.prod(shape) // max(1, math.prod(whole.shape))
                 reads[root] = max(reads.get(root, 0), min(share, whole.bytes))
     return sum(reads.values())
