@@ -22,6 +22,8 @@ what other libraries iterate over, and `_convert` their elements as arrays.
 Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017, https://arxiv.org/abs/1708.07747.
 """
 
+# pyright: reportUnusedImport=false
+# Names for other rooms have an underscore, so that Tab shows the API only.
 from ._batches import Batch as Batch, batches as batches, num_batches as num_batches
 from ._dataset import Dataset as Dataset
 from ._iterable import IterableSource as IterableSource, collect as collect, from_iterable as from_iterable

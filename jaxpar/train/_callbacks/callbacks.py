@@ -162,8 +162,9 @@ class Callbacks:
         """
         for callback in self._monitors():
             name = callback.monitor
-            is_known = name is None or name in names or name.rpartition("/")[0] in names
-            if not is_known and not name.startswith((*unknown, "learning_rate")):
+            if name is None or name in names or name.rpartition("/")[0] in names:
+                continue
+            if not name.startswith((*unknown, "learning_rate")):
                 raise_unknown(name, names, f"train.{name_of(callback)}")
 
     def _monitors(self) -> list[EarlyStopping | KeepBest]:
