@@ -1,4 +1,4 @@
-"""Draws pictures of README.md, docs/how_the_store_maps.md and docs/viz.md; needs Graphviz's dot.
+"""Draws the pictures of README.md, how_the_store_maps.md and viz.md; needs Graphviz's dot.
 
 python docs/pictures/make.py [FOLDER]
 """
