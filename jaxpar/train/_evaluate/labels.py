@@ -11,6 +11,7 @@ import numpy as np
 
 from ... import data
 from ..._core.recent import Recent
+from ..._devices.user_mesh import outside_mesh, without_types
 from .._step.loss import ClassificationLoss
 
 Model = Callable[[Any], tuple[Any, ...]]
@@ -52,10 +53,12 @@ def check_training_classes(step: Any, state: Any, train_data: Any) -> None:
 
 def _classes(apply_fn: Any, model_of: Model, state_or_params: Any, dataset: data.Dataset) -> int | None:
     """The number of classes. None where it cannot be known: what is wrong then is said where `apply_fn` is called."""
-    given, treedef = jax.tree.flatten(state_or_params)  # JAX keeps the structures of arguments, here of a list
-    leaves, structure = jax.tree.flatten(jax.eval_shape(lambda given: model_of(treedef.unflatten(given)), given))
-    types = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-    shape = _logits(apply_fn, structure, types, dataset.images.shape[1:])
+    with outside_mesh():
+        # JAX keeps the structures of arguments, here of a list.
+        given, treedef = jax.tree.flatten(without_types(state_or_params))
+        leaves, structure = jax.tree.flatten(jax.eval_shape(lambda given: model_of(treedef.unflatten(given)), given))
+        types = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        shape = _logits(apply_fn, structure, types, dataset.images.shape[1:])
     return shape[-1] if shape[:-1] == (1, *dataset.labels.shape[1:]) else None
 
 
