@@ -581,7 +581,8 @@ print(json.dumps({"kills": done, "while writing": halves, "epochs": len(json.loa
 '''
 
 
-@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["device", "sharded"])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1], ids=["device", "sharded"])
 def test_a_killed_run_goes_on_to_the_last_bit(tmp_path, seed):
     script = tmp_path / "killed.py"
     script.write_text(KILLED)

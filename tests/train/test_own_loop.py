@@ -147,7 +147,7 @@ def test_an_interrupt_waits_for_the_end_of_the_block(number, monkeypatch, capsys
         train.interruptible("stop")
 
 
-@pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
+@pytest.mark.parametrize("engine", [*(pytest.param(e, marks=pytest.mark.slow) for e in ("pmap", "shard_map")), "jit"])
 def test_a_search_for_the_rate_compiles_once_and_leaves_the_state_alone(engine):
     state, step = start(engine=engine)
     before = snapshot(state)
@@ -225,6 +225,7 @@ def test_a_search_in_the_mesh_of_the_user():
     assert found.losses == want.losses
 
 
+@pytest.mark.slow
 def test_a_sweep_compiles_once_and_does_not_grow():
     losses, arrays = [], []
     params = {"w": jnp.zeros((4, 3))}

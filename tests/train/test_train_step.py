@@ -68,7 +68,7 @@ def lenet():
         pytest.param("pmap", 1, "device", marks=pytest.mark.slow),
         pytest.param("pmap", 8, "device", marks=pytest.mark.slow),
         pytest.param("shard_map", 4, "local", marks=pytest.mark.slow),
-        ("shard_map", 8, "sharded"),
+        pytest.param("shard_map", 8, "sharded", marks=pytest.mark.slow),
     ],
 )
 def test_twenty_steps_of_lenet(engine, count, kind):
