@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -45,12 +46,18 @@ def split_over(devices: Sequence[Device], axis: int = 0) -> NamedSharding:
     return _sharding(tuple(devices), PartitionSpec(*[None] * axis, STORE_AXIS))
 
 
-def is_on(array: jax.Array, devices: Sequence[Device]) -> bool:
-    """Whether an array is on these devices, so that a program over them, in this order, takes it."""
-    sharding = array.sharding
-    if isinstance(sharding, NamedSharding):
-        return tuple(np.ravel(np.asarray(sharding.mesh.devices))) == tuple(devices)
-    return sharding.device_set == set(devices)
+def are_on(tree: Any, devices: Sequence[Device]) -> bool:
+    """Whether all arrays of a pytree are on these devices, so that a program over them, in this order, takes them."""
+
+    def is_elsewhere(leaf: Any) -> bool:
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            return False
+        sharding = leaf.sharding
+        if isinstance(sharding, NamedSharding):
+            return tuple(np.ravel(np.asarray(sharding.mesh.devices))) != tuple(devices)
+        return sharding.device_set != set(devices)
+
+    return not any(map(is_elsewhere, jax.tree.leaves(tree)))
 
 
 def put_copy(tree: Any, sharding: jax.sharding.Sharding) -> Any:

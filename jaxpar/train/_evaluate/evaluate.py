@@ -102,7 +102,7 @@ def evaluate(
         return _refuse(dataset)
     check_classified(dataset, "evaluate")
     of_classes = classification(apply_fn, has_model_state(state_or_params), "evaluate")
-    check_classes("evaluate", apply_fn, model_of, state_or_params, dataset)
+    check_classes("evaluate", apply_fn, model_of(state_or_params), dataset)
     return measure("evaluate", state_or_params, of_classes, dataset, batch_size)
 
 

@@ -40,7 +40,7 @@ class Evaluation:
     def check(self, state: TrainState) -> list[str]:
         """Raise what `scores` would raise, as far as shapes are known. Return the names of the scores, if known."""
         if self.test_data is not None:
-            check_classes("fit: test_data", self.apply_fn, model_of, state, self.test_data)
+            check_classes("fit: test_data", self.apply_fn, model_of(state), self.test_data)
         return [
             f"{prefix}_{name}"
             for prefix, eval_fn, source in self._parts(state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
 from typing import Any
 
 import jax
@@ -11,13 +11,12 @@ import numpy as np
 
 from ... import data
 from ..._core.recent import Recent
-from ..._devices.user_mesh import outside_mesh, without_types
+from ..._devices.user_mesh import outside_mesh
 from .._step.loss import ClassificationLoss
+from .._step.state import TrainState, params_shapes
 
-Model = Callable[[Any], tuple[Any, ...]]
 
-
-def check_classes(where: str, apply_fn: Any, model_of: Model, state_or_params: Any, dataset: Any) -> None:
+def check_classes(where: str, apply_fn: Any, model: tuple[Any, ...], dataset: Any) -> None:
     """Check that integer labels are classes of the model. Nothing is computed.
 
     JAX takes an index out of range as another one, or gives NaN, and no error.
@@ -25,8 +24,7 @@ def check_classes(where: str, apply_fn: Any, model_of: Model, state_or_params: A
     Args:
         where: the words that the message begins with.
         apply_fn: `apply_fn(params, images, *rest) -> logits`, which is traced only.
-        model_of: `model_of(state_or_params) -> (params, *rest)`, which is traced only.
-        state_or_params: may be donated.
+        model: (params, *rest), arrays or their shapes.
         dataset: a `data.Dataset`. Of any other data the labels are not known.
 
     Raises:
@@ -37,27 +35,28 @@ def check_classes(where: str, apply_fn: Any, model_of: Model, state_or_params: A
     if not isinstance(dataset, data.Dataset) or not len(dataset) or dataset.labels.dtype.kind not in "iu":
         return
     low, high = int(np.min(dataset.labels)), int(np.max(dataset.labels))
-    count = _classes(apply_fn, model_of, state_or_params, dataset)
+    count = _classes(apply_fn, model, dataset)
     if count is not None and (low < 0 or high >= count):
         raise ValueError(
             f"{where}: the model has {count} classes, the labels run from {low} to {high}; labels are 0 to {count - 1}"
         )
 
 
-def check_training_classes(step: Any, state: Any, train_data: Any) -> None:
-    """The same for the training data of a step whose loss is that of `train.classification_loss`."""
+def check_training_classes(step: Any, state: TrainState, train_data: Any) -> None:
+    """The same for the training data of a step whose loss is that of `train.classification_loss`.
+
+    The state may be donated.
+    """
     loss_fn = getattr(step, "loss_fn", None)
     if isinstance(loss_fn, ClassificationLoss):
-        check_classes("fit: train_data", loss_fn.apply_fn, lambda state: (state.params,), state, train_data)
+        check_classes("fit: train_data", loss_fn.apply_fn, (params_shapes(state),), train_data)
 
 
-def _classes(apply_fn: Any, model_of: Model, state_or_params: Any, dataset: data.Dataset) -> int | None:
+def _classes(apply_fn: Any, model: tuple[Any, ...], dataset: data.Dataset) -> int | None:
     """The number of classes. None where it cannot be known: what is wrong then is said where `apply_fn` is called."""
-    with outside_mesh():
-        # JAX keeps the structures of arguments, here of a list.
-        given, treedef = jax.tree.flatten(without_types(state_or_params))
-        leaves, structure = jax.tree.flatten(jax.eval_shape(lambda given: model_of(treedef.unflatten(given)), given))
-        types = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    leaves, structure = jax.tree.flatten(model)
+    types = tuple((np.shape(leaf), getattr(leaf, "dtype", np.result_type(type(leaf)))) for leaf in leaves)
+    with contextlib.nullcontext() if jax.sharding.get_abstract_mesh().empty else outside_mesh():
         shape = _logits(apply_fn, structure, types, dataset.images.shape[1:])
     return shape[-1] if shape[:-1] == (1, *dataset.labels.shape[1:]) else None
 

@@ -18,7 +18,7 @@ from .._callbacks.callbacks import Callbacks
 from .._callbacks.history import Record
 from .._evaluate.evaluation import Evaluation, plan_evaluation
 from .._evaluate.labels import check_training_classes
-from .._step.state import TrainState
+from .._step.state import TrainState, check_is_state
 from .._step.train_step import TrainStep
 from .epoch import RECORD_NAMES
 from .profile import Profile
@@ -161,9 +161,9 @@ def plan_run(
     checkpoint_every = _whole_or_none(checkpoint_every, "checkpoint_every")
     max_steps, eval_every = _whole_or_none(max_steps, "max_steps"), _whole_or_none(eval_every, "eval_every")
     evaluation = plan_evaluation(**evaluated, batch_size=batch_size)
-    _check_progress(progress)
-    checks.choice(others["on_interrupt"], "fit", "on_interrupt", ("auto", "return", "raise"))
     epochs = _whole_or_none(epochs, "epochs")
+    checks.choice(others["on_interrupt"], "fit", "on_interrupt", ("auto", "return", "raise"))
+    _check_progress(progress)
     source = data.as_source(train_data)
     examples = source.examples(batch_size)
     steps = examples // batch_size
@@ -223,11 +223,7 @@ def _check_step(step: Any) -> None:
 
 
 def _check_updater(state: Any) -> None:
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            "fit: expected a state, train.create_state(kv.from_params(params, optimizer=...), rng); "
-            f"got {checks.describe(state)}"
-        )
+    check_is_state(state, "fit")
     if state.store.updater is assign:
         raise ValueError(
             "fit: the store has no optimizer, so every step would replace the parameters by their gradients; "

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from ..._core.arrays import is_traced
 from ..._devices.emulated import can_hang, wait_before_collectives
-from ..._devices.mesh import is_on, put_copy
+from ..._devices.mesh import are_on, put_copy
 from ..._devices.placement import put
 from ..._devices.user_mesh import without_types
 from ...kv import _store
@@ -97,8 +96,7 @@ class Program:
             return batch
         check_batch(batch, self._shares, self._one.gradient.accumulate, axis)
         plain = without_types(batch)
-        arrays = [leaf for leaf in jax.tree.leaves(plain) if isinstance(leaf, jax.Array) and not is_traced(leaf)]
-        if any(not is_on(array, self.devices) for array in arrays):
+        if not are_on(plain, self.devices):
             return put(plain, self._along(axis))
         if plain is batch:
             self._shardings = shardings

@@ -209,6 +209,21 @@ def leaf_shardings(state: TrainState) -> list[NamedSharding]:
     )
 
 
+def params_shapes(state: TrainState) -> Any:
+    """The shapes and dtypes of `state.params`, of a donated state too."""
+    specs = _store.specs_of(state.store)
+    return state.store.treedef.unflatten([specs[key] for key, _ in state.store.paths])
+
+
+def check_is_state(state: Any, where: str) -> None:
+    """`TypeError` for anything else than a state."""
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"{where}: expected a state, train.create_state(kv.from_params(params, optimizer=...), rng); "
+            f"got {checks.describe(state)}"
+        )
+
+
 def explain_donated(error: RuntimeError, state: TrainState) -> None:
     """Raise what is better said of a state that was donated, or that shares arrays with one that was."""
     if "deleted" not in str(error):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from .global_step import GlobalStep
 from .loss_scale import DynamicLossScale
 from .pmap_program import make_program
 from .programs import Program, make_finish
-from .state import TrainState, carries, everywhere, explain_donated, place_state
+from .state import TrainState, carries, check_is_state, everywhere, explain_donated, place_state
 
 LossFn = (  # with a model state, or without
     Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, Any]]]
@@ -104,16 +105,12 @@ class TrainStep:
 
     def _run(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step, or several with the part of the batches that they take."""
-        with outside_mesh() as user:
-            if user is None:
-                check_traced((state, batch), "train step")
-            else:
+        with _outside_mesh() as user:
+            if user is not None:
                 state, batch = without_types((state, batch))
-            if not isinstance(state, TrainState):
-                raise TypeError(
-                    "train step: expected a state, train.create_state(kv.from_params(params, optimizer=...), rng); "
-                    f"got {checks.describe(state)}"
-                )
+            elif not jax.sharding.get_abstract_mesh().empty:
+                check_traced((state, batch), "train step")
+            check_is_state(state, "train step")
             try:
                 program, state = self._prepare(state, user)
             except RuntimeError as error:
@@ -136,7 +133,7 @@ class TrainStep:
 
     def lower(self, state: TrainState, batch: Batch, *, many: bool = False) -> jax.stages.Lowered:
         """The step before compilation, for its text, costs or memory. With `many`, what `step.many` runs."""
-        with outside_mesh() as user:
+        with _outside_mesh() as user:
             program, state = self._prepare(without_types(state), user)
             return program.lower(state, batch, *([0, 0] if many else []))
 
@@ -155,7 +152,7 @@ class TrainStep:
         check_takes(self._one.gradient.loss_fn, names, "train step: loss_fn", hint)
         if shapes is None:
             return []
-        with outside_mesh() as user:
+        with _outside_mesh() as user:
             program, state = self._prepare(without_types(state), user)
             return program.check(state, shapes)
 
@@ -188,7 +185,7 @@ class TrainStep:
         The first call of the step does the same. Use it for a state that a checkpoint is restored into:
         `checkpoint.restore(path, step.complete(train.create_state(store, rng)))`.
         """
-        with outside_mesh() as user:
+        with _outside_mesh() as user:
             return self._complete(without_types(state), user)
 
     def _complete(self, state: TrainState, user: Mesh | None) -> TrainState:
@@ -208,7 +205,7 @@ class TrainStep:
         Pending pushes of a store with a staleness are applied, the oldest first. An unfinished round of local steps
         ends, and all devices agree. Any other state is returned as it is. Training can go on from the result.
         """
-        with outside_mesh() as user:
+        with _outside_mesh() as user:
             devices = self._devices_for(state)
             state = self._complete(without_types(state), user)
             if not state.store.staleness and not carries(state.local):
@@ -291,6 +288,11 @@ class TrainStep:
             state = self._complete(state, user)
             program = self._programs(jax.tree.structure(state))
         return program, state
+
+
+def _outside_mesh() -> contextlib.AbstractContextManager[Mesh | None]:
+    """As `outside_mesh`, without a call where no mesh is set."""
+    return contextlib.nullcontext() if jax.sharding.get_abstract_mesh().empty else outside_mesh()
 
 
 def _no_state() -> None:
