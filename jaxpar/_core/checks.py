@@ -152,7 +152,8 @@ def devices(given: Any, where: str) -> tuple[Any, ...]:
 
 def device_list(given: Any, where: str) -> tuple[Any, ...]:
     """The devices as a tuple, which may have one twice. `TypeError` for anything else than devices."""
-    items = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, np.ndarray)) else [given]
+    given = given.ravel() if isinstance(given, np.ndarray) else given  # the devices of a mesh
+    items = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     if isinstance(given, Iterable) and all(hasattr(item, "process_index") for item in items):
         return tuple(items)
     hint = f"; for the first {given} of them write jax.devices()[:{given}]" if _is_int(given) else ""

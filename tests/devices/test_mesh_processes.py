@@ -36,12 +36,12 @@ def runs(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["trained.npz", "undisturbed.npz"])
 def test_the_numbers_of_one_process_with_the_same_mesh(runs, what):
-    """A sum over four devices is made in another order by several processes."""
+    """A sum over four devices is made in another order by several processes, as scores are."""
     expected, got = runs["1x4"].saved(what), runs["2x2"].saved(what)
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(got[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
-        if what == "undisturbed.npz" or name.startswith(EXACT):
+        if (what == "undisturbed.npz" and "scores" not in name) or name.startswith(EXACT):
             assert got[name].tobytes() == value.tobytes(), name
 
 

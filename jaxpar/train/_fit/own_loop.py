@@ -57,7 +57,8 @@ class StepProgress:
         self._bar: Bar | None = None
         self._shows = show and jax.process_index() == 0
         self._readings, self._sums = Readings(), Epoch()
-        self._first = self.made = done
+        self.made: int = done
+        self._first = done
 
     def __enter__(self) -> StepProgress:
         if self._shows:
