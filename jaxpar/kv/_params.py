@@ -81,9 +81,10 @@ def from_params(
     """
     if mesh is not None and devices is not None:
         raise ValueError("kv.from_params: mesh= stands in place of devices=; give one of them")
+    mesh = None if mesh is None else check_mesh(mesh, "kv.from_params")
     if optimizer is not None and updater is not None:
         raise ValueError("kv.from_params: give an optimizer or an updater, not both")
-    _check_params(params, mesh)
+    _check_params(params)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     check_names(leaves, paths, "kv.from_params")
@@ -91,7 +92,7 @@ def from_params(
     store = dataclasses.replace(create(kind, devices=devices, staleness=staleness), paths=tuple(enumerate(paths)))
     values = [_leaf(leaf, path) for path, (_, leaf) in zip(paths, leaves, strict=True)]
     _check_untied(paths, [leaf for _, leaf in leaves])
-    chosen = check_mesh(mesh, "kv.from_params") if mesh is not None else _mesh_for(store, params, sharding, optimizer)
+    chosen = mesh if mesh is not None else _mesh_for(store, params, sharding, optimizer)
     if chosen is not None:
         store = _on_mesh(store, params, chosen, sharding)
     store = init(store, list(range(len(values))), values)
@@ -101,8 +102,8 @@ def from_params(
     return store if updater is None else set_updater(store, updater)
 
 
-def _check_params(params: Any, mesh: Any) -> None:
-    """`TypeError` or `ValueError` for what holds no parameters, and for a mesh that is none."""
+def _check_params(params: Any) -> None:
+    """`TypeError` or `ValueError` for what holds no parameters."""
     if isinstance(params, KVStore) or isinstance(getattr(params, "store", None), KVStore):
         raise TypeError(
             f"kv.from_params: expected a pytree of arrays, got a {type(params).__name__}; its params are "
@@ -110,8 +111,6 @@ def _check_params(params: Any, mesh: Any) -> None:
         )
     if params is None:
         raise ValueError("kv.from_params: the params are None, which hold no array, so nothing is trained")
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise TypeError(f"kv.from_params: mesh must be a jax.sharding.Mesh, got {checks.describe(mesh)}")
 
 
 def _mesh_for(store: KVStore, params: Any, sharding: Any, optimizer: Any) -> Mesh | None:
