@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from typing import Any, cast
 
 from ... import kv
-from ..._core import checks
+from ..._core.arguments import did_you_mean
 from .make import make_train_step
 from .state import TrainState, create_state
 from .train_step import TrainStep
@@ -81,6 +80,5 @@ def _check_options(options: dict[str, Any]) -> None:
     known = sorted(set().union(*_NAMES) | {"compression", "rng"})
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {checks.shorten(known, 99)[1:-1]}"
-            raise TypeError(f"train.start: unknown option {name}=; {hint}")
+            hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
+            raise TypeError(f"train.start: unknown option {name}={hint}")
