@@ -150,3 +150,24 @@ def printable(text: str) -> str:
         'a\\\\x1b[31m'
     """
     return "".join(repr(c)[1:-1] if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
+
+
+def columns(text: str) -> int:
+    """The columns that a text takes on a terminal. East Asian letters take two, marks above others none.
+
+    Example:
+        >>> columns("abc"), columns("漢字")
+        (3, 4)
+    """
+    if text.isascii():
+        return len(text)
+    wide = (2 if unicodedata.east_asian_width(c) in "WF" else 0 if unicodedata.combining(c) else 1 for c in text)
+    return sum(wide)
+
+
+def fit(text: str, width: int) -> str:
+    """A text of at most `width` columns, see `cut_middle`."""
+    most = width
+    while columns(shown := cut_middle(text, most)) > width:
+        most -= 1
+    return shown

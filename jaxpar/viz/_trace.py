@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from ._layout.build import build
 from ._layout.collapse import collapse_scopes, limit_nodes
 from ._layout.graph import to_graph
 from ._layout.repeats import collapse_repeats
+from ._layout.sizes import sizes_of
 from ._options import argnums, check_dtype, check_trace, is_iterator
 from ._read import jaxpr
 from ._read.raw import Raw
@@ -88,13 +90,14 @@ def trace(
     fold_backward(cells)
     break_cycles(cells)
     net = build(cells)
+    sizes = sizes_of(net)
     if repeats:
         collapse_repeats(net)
     if depth is not None:
         collapse_scopes(net, depth)
     if max_nodes is not None:
         limit_nodes(net, max_nodes)
-    return to_graph(net)
+    return replace(to_graph(net), sizes=sizes)
 
 
 def read(fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int] | None = 0, **kwargs: Any) -> Raw:
