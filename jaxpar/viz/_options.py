@@ -41,10 +41,16 @@ def check_trace(
 
 
 def check_picture(
-    title: Any, node_attrs: Any, theme: Any, heat: Any, time_limit: Any, hide_weights: Any, legend: Any
+    title: Any,
+    node_attrs: Any,
+    theme: Any,
+    heat: Any,
+    time_limit: Any,
+    hide_weights: Any,
+    legend: Any,
+    what: str = "plot_network",
 ) -> None:
     """Check the options that `plot_network` has besides those of `trace`. Errors as of `check_trace`."""
-    what = "plot_network"
     if not isinstance(title, str):
         raise TypeError(f"{what}: title must be a string, got {checks.describe(title)}")
     expected = f'{what}: node_attrs must be a dict of names and values such as {{"shape": "oval"}}, got '

@@ -91,9 +91,7 @@ def test_the_totals_are_those_of_the_leaves():
     graph = viz.trace(m.transformer, m.transformer_params(2), m.TOKENS)
     outputs = [node.repeat * m.Spec(node.shape, node.dtype).size * 4 for node in graph.layers]
     assert graph.sizes.forward == sum(outputs)
-    assert viz.trace(m.transformer_scanned, m.scanned_params(3), m.TOKENS).sizes.params == bytes_of(
-        m.scanned_params(3)
-    )
+    assert viz.trace(m.transformer_scanned, m.scanned_params(3), m.TOKENS).sizes.params == bytes_of(m.scanned_params(3))
 
 
 def frozen_step(freeze):

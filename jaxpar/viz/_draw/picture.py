@@ -129,7 +129,7 @@ class Plot(graphviz.Digraph):
             content = self.source.encode() if format in TEXTS else self.pipe(format, **options)
         except NoRendererError:
             table = f"{os.path.splitext(path)[0]}.layers.html"
-            write(table, to_html(self.network, self.options.title).encode())
+            write(table, self._table().encode())
             raise NoRendererError(f" The table of layers was written to {table} instead.") from None
         return write(path, content)
 
@@ -180,11 +180,14 @@ class Plot(graphviz.Digraph):
         try:
             shown = {"image/svg+xml": self.pipe("svg", encoding="utf-8"), "text/plain": repr(self.network)}
         except RenderError as error:
-            table = to_html(self.network, self.options.title)
-            return {"text/html": f"<p>{html.escape(str(error))}</p>{table}", "text/plain": str(error)}
+            return {"text/html": f"<p>{html.escape(str(error))}</p>{self._table()}", "text/plain": str(error)}
         with contextlib.suppress(RenderError):  # the SVG is there
             shown["image/png"] = base64.b64encode(self._preview()).decode()
         return shown
+
+    def _table(self) -> str:
+        """What is shown where there is no renderer."""
+        return to_html(self.network, self.options.title)
 
     def _preview(self) -> bytes:
         """The picture as a PNG of limited size. Notebooks that are not trusted drop SVG and show this."""
