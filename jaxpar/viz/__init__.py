@@ -19,8 +19,9 @@ A function goes one way:
 your own. A `Rule` matches a pattern of cells and returns a `Fold`.
 """
 
-from ._diff.changes import Change as Change, Diff as Diff
+from ._diff.changes import Change as Change
 from ._diff.compare import diff as diff
+from ._diff.result import Diff as Diff
 from ._draw.render import RenderError as RenderError
 from ._fold.calls import CALLS as CALLS, Call as Call
 from ._fold.patterns import Fold as Fold, Rule as Rule

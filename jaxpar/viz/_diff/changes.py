@@ -1,12 +1,13 @@
-"""The plain data of a comparison."""
+"""A layer that is in both of two networks, or in one."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .._graph import Graph, Node
+from .._graph import Node
 
 Status = Literal["same", "changed", "added", "removed"]
 STATUSES: tuple[Status, ...] = ("same", "changed", "added", "removed")
@@ -55,48 +56,10 @@ class Change:
         return (self.after.bytes if self.after else 0) - (self.before.bytes if self.before else 0)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Diff:
-    """What is different in the second of two networks.
-
-    Attributes:
-        before, after: the two networks.
-        changes: every layer and input of both, in the order of both networks.
-    """
-
-    before: Graph
-    after: Graph
-    changes: tuple[Change, ...]
-
-    @property
-    def params(self) -> int:
-        """Parameters of the second network less those of the first."""
-        return self.after.total_params - self.before.total_params
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of the second network less those of the first."""
-        return self.after.total_flops - self.before.total_flops
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that the layers read and write, the second network's less the first's."""
-        return sum(change.bytes for change in self.changes)
-
-    @property
-    def counts(self) -> dict[Status, int]:
-        """How many changes there are of each status."""
-        found = Counter(change.status for change in self.changes)
-        return {status: found[status] for status in STATUSES}
-
-    def __repr__(self) -> str:
-        counts = ", ".join(f"{count} {status}" for status, count in self.counts.items())
-        return f"Diff({counts}, {self.params:+,} parameters, {self.flops:+,} FLOPs, {self.bytes:+,} bytes)"
-
-    def __str__(self) -> str:
-        from .table import to_text  # which reads this module
-
-        return to_text(self)
+def count(changes: Sequence[Change]) -> dict[Status, int]:
+    """How many changes there are of each status."""
+    found = Counter(change.status for change in changes)
+    return {status: found[status] for status in STATUSES}
 
 
 def _facts(node: Node) -> tuple[object, ...]:

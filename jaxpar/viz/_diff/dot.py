@@ -10,7 +10,8 @@ from .._draw.dot import quote
 from .._draw.labels import scope_label, shape_text
 from .._draw.style import FONT, THEMES, Options, Theme, ink, text_width
 from .._graph import BACKWARD, Edge, Graph, human
-from .changes import STATUSES, Change, Diff, Status
+from .changes import STATUSES, Change, Status
+from .result import Diff
 from .table import arrow, change_texts, delta_text
 
 COLOURS: dict[Status, str] = {"same": "#d9d9d9", "changed": "#fdc162", "added": "#8fd694", "removed": "#f2918c"}

@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 
 from .._graph import Graph, Node
-from .changes import Change, Diff
+from .changes import Change
+from .result import Diff
 
 _COUNT = re.compile(r" ?×\d+/?")
 _NUMBERED = re.compile(r"_?\d+$| \(\d+\)$")

@@ -11,8 +11,8 @@ from .._draw.picture import Plot
 from .._draw.render import RenderError
 from .._draw.style import Options
 from . import table
-from .changes import Diff
 from .dot import to_dot
+from .result import Diff
 
 
 class DiffPlot(Plot):
@@ -45,7 +45,7 @@ class DiffPlot(Plot):
         return f"<!DOCTYPE html><html><head>{head}</head><body>{svg}{self._table()}</body></html>"
 
     def _table(self) -> str:
-        return table.to_html(self.diff, self.options.title)
+        return table.to_html(self.diff.before, self.diff.after, self.diff.changes, self.options.title)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **_: Any) -> dict[str, bytes | str]:
         """The picture for a notebook, as SVG and PNG. Without a renderer, what to install and the table."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 
 from ..._core.text import columns, fit, printable
 from .._draw.tree import output_text
-from .._graph import Node, human
-from .changes import Change, Diff
+from .._graph import Graph, Node, human
+from .changes import Change, count
 
 _HEAD = ("", "Layer (type)", "Output Shape", "Δ Params", "Δ FLOPs", "Δ Bytes")
 _MARKS = {"same": " ", "changed": "~", "added": "+", "removed": "-"}
@@ -15,26 +16,27 @@ _GAP = "   "
 _NUMBERS = (3, 4, 5)
 
 
-def to_text(diff: Diff, width: int = 120) -> str:
+def to_text(before: Graph, after: Graph, changes: Sequence[Change], width: int = 120) -> str:
     """The table as text. Layers that are the same are counted below it."""
-    shown = [change for change in diff.changes if change.status != "same"]
+    shown = [change for change in changes if change.status != "same"]
     cells = [_HEAD, *map(_cells, shown)]
     widths = _widths(cells, width)
     lines = [_line(row, widths) for row in cells]
-    below = totals(diff)
+    below = totals(before, after, changes)
     rule = max(map(columns, [*lines, *below]))
     table = ["-" * rule, lines[0], "=" * rule, *lines[1:], *(["=" * rule] if shown else []), *below, "-" * rule]
     return "\n".join(line.rstrip() for line in table)
 
 
-def totals(diff: Diff) -> list[str]:
+def totals(before: Graph, after: Graph, changes: Sequence[Change]) -> list[str]:
     """How many layers changed, and the sums of both networks."""
-    counts = ", ".join(f"{count:,} {status}" for status, count in diff.counts.items())
-    before, after = ((graph.total_params, graph.total_flops) for graph in (diff.before, diff.after))
-    names = ("Total params", "Total FLOPs")
-    sums = [f"{name}: {_step(a, b)}" for name, a, b in zip(names, before, after, strict=True)]
-    bytes_ = [sum(node.bytes for node in graph.nodes) for graph in (diff.before, diff.after)]
-    return [f"Layers: {counts}", *sums, f"Bytes read and written: {_step(*bytes_)}"]
+    counts = ", ".join(f"{number:,} {status}" for status, number in count(changes).items())
+    return [
+        f"Layers: {counts}",
+        f"Total params: {_step(before.total_params, after.total_params)}",
+        f"Total FLOPs: {_step(before.total_flops, after.total_flops)}",
+        f"Bytes read and written: {_step(*(sum(node.bytes for node in graph.nodes) for graph in (before, after)))}",
+    ]
 
 
 def _step(before: int, after: int) -> str:
@@ -93,12 +95,12 @@ def _line(row: tuple[str, ...], widths: list[int]) -> str:
     return _GAP.join(entries)
 
 
-def to_html(diff: Diff, title: str = "") -> str:
+def to_html(before: Graph, after: Graph, changes: Sequence[Change], title: str = "") -> str:
     """The table for a page, in its colours."""
     head = "".join(f"<th style='text-align:left'>{name}</th>" for name in _HEAD)
-    body = "".join(map(_html_row, (change for change in diff.changes if change.status != "same")))
+    body = "".join(map(_html_row, (change for change in changes if change.status != "same")))
     caption = f"<caption>{html.escape(printable(title))}</caption>" if title.strip() else ""
-    foot = "".join(f"<p>{html.escape(line)}</p>" for line in totals(diff))
+    foot = "".join(f"<p>{html.escape(line)}</p>" for line in totals(before, after, changes))
     return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{foot}"
 
 

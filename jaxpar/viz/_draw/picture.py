@@ -115,16 +115,28 @@ class Plot(graphviz.Digraph):
             ValueError: an empty name or only an ending.
             OSError: the file cannot be written. Nothing was drawn.
         """
-        path = path_of(f"{self.name}.gv" if filename is None else filename, directory)
-        if skip_existing and os.path.exists(path):
+        filename = f"{self.name}.gv" if filename is None else filename
+        if skip_existing and os.path.exists(path := path_of(filename, directory)):
             return path
+        path = self.check_path(filename, directory)
         return self._write(path, format_of(path))
 
-    def _write(self, path: str, format: str, **options: Any) -> str:
-        """Write a path in a format. Both are checked before anything is drawn."""
-        if format not in TEXTS:
+    @staticmethod
+    def check_path(filename: Any, directory: Any = None) -> str:
+        """The path that `save` would write. It raises what `save` raises before anything is drawn.
+
+        Example:
+            >>> Plot.check_path("net.svg")
+            'net.svg'
+        """
+        path = path_of(filename, directory)
+        if (format := format_of(path)) not in TEXTS:
             check_format(format)
         check_writable(path)
+        return path
+
+    def _write(self, path: str, format: str, **options: Any) -> str:
+        """Write a path in a format."""
         try:
             content = self.source.encode() if format in TEXTS else self.pipe(format, **options)
         except NoRendererError:
@@ -170,7 +182,8 @@ class Plot(graphviz.Digraph):
         if raise_if_result_exists and os.path.exists(path):
             raise FileExistsError(f"Plot.render: {path} exists; leave out raise_if_result_exists to replace it")
         extra = {"renderer": renderer, "formatter": formatter, "neato_no_op": neato_no_op, "engine": engine}
-        self._write(path, format, **extra)
+        check_writable(path, "Plot.render")
+        self._write(path, check_format(format), **extra)
         if view:
             graphviz.view(path, quiet=quiet_view)
         return path
