@@ -81,8 +81,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         plot = _plot(args, request)
         if args.summary:
-            options = {"params_argnums": request.params_argnums, "depth": args.depth}
-            viz.print_summary(request.fn, *request.args, **options)
+            viz.print_summary(request.fn, *request.args, params_argnums=request.params_argnums, depth=args.depth)
     except Exception as error:
         return _fail(1, f"{args.function} cannot be traced: {type(error).__name__}: {one_line(error)}")
     try:

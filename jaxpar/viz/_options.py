@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._core import checks
@@ -126,7 +127,7 @@ def is_iterator(value: Any) -> bool:
 
 def check_dtype(fn: Callable[..., Any], name: str, leaf: Any) -> None:
     """`TypeError` for an array whose dtype JAX does not have: of objects, strings, dates or records."""
-    dtype, issubdtype = leaf.dtype, jax.dtypes.issubdtype
+    dtype, issubdtype = leaf.dtype, jnp.issubdtype
     kinds = (np.number, np.bool_, jax.dtypes.extended)
     if dtype == jax.dtypes.float0 or any(issubdtype(dtype, kind) for kind in kinds):
         return

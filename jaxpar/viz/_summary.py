@@ -94,7 +94,8 @@ def _show(graph: Graph, file: IO[str] | None, options: dict[str, Any], width: in
         from IPython.core.display import HTML
         from IPython.core.display_functions import display
 
-        return display(HTML(to_html(graph, **options)))
+        display(HTML(to_html(graph, **options)))
+        return
     out = file or sys.stdout
     text = to_text(graph, width, **options)
     print(text if _can_write(text, out) else text.translate(_PLAIN), file=out)

@@ -8,7 +8,7 @@ import copy
 import html
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import graphviz
@@ -51,14 +51,24 @@ class Plot(graphviz.Digraph):
             setattr(made, name, dict(getattr(self, name)))
         return made
 
-    def subgraph(self, graph: Any = None, name: str | None = None, **options: Any) -> Any:
+    def subgraph(
+        self,
+        graph: Any = None,
+        name: str | None = None,
+        comment: str | None = None,
+        graph_attr: Any = None,
+        node_attr: Any = None,
+        edge_attr: Any = None,
+        body: Any = None,
+    ) -> Any:
         """Add a graph as a subgraph, or begin an empty one in a `with` block, as `graphviz.Digraph.subgraph` does."""
+        attrs = {"graph_attr": graph_attr, "node_attr": node_attr, "edge_attr": edge_attr}
         if graph is not None:
-            return super().subgraph(graph, name=name, **options)
-        return self._new_subgraph(graphviz.Digraph(name, **options))
+            return super().subgraph(graph, name=name, comment=comment, body=body, **attrs)
+        return self._new_subgraph(graphviz.Digraph(name, comment, body=body, **attrs))
 
     @contextlib.contextmanager
-    def _new_subgraph(self, graph: graphviz.Digraph) -> Iterator[graphviz.Digraph]:
+    def _new_subgraph(self, graph: graphviz.Digraph) -> Generator[graphviz.Digraph, None, None]:
         yield graph
         super().subgraph(graph)
 
