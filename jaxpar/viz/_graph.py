@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from ._sizes import Sizes
 
 BACKWARD = " (backward)"
 _REGIONS = ("scan ×", "while", "cond", "branch ", "pmap ", "shard_map ", "remat", "custom_")
@@ -83,6 +85,7 @@ class Graph:
         total_params: elements of the parameters used, each counted once.
         equations: the number of equations of the jaxpr, nested ones included.
         scopes: each repeated scope, and the number of its copies.
+        sizes: the bytes of its arrays, and which parameters are trained.
     """
 
     nodes: tuple[Node, ...]
@@ -92,6 +95,7 @@ class Graph:
     total_params: int = 0
     equations: int = 0
     scopes: tuple[tuple[tuple[str, ...], int], ...] = ()
+    sizes: Sizes = field(default_factory=Sizes)
 
     @property
     def inputs(self) -> tuple[Node, ...]:

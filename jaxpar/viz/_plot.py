@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from .._core.checks import choice, describe
-from ._draw.style import THEMES, Options
+from ._draw.style import Options
 from ._fold.calls import Call
 from ._fold.patterns import Rule
+from ._options import check_picture
 from ._trace import trace
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def plot_network(
 
     Args:
         fn, args, kwargs, params_argnums, depth, max_nodes, repeats, rules: as for `trace`.
-        title: the text below the picture, and the name of the file that `render` writes.
+        title: the text below the picture, and the name of the file that `render` writes. "" for no text.
         hide_weights: whether the parameters are left out.
         node_attrs: Graphviz attributes of every node, such as `{"shape": "oval"}`. They win over those chosen here.
         heat: "flops" or "bytes" colours the layers by what they cost, and writes it on them.
@@ -55,8 +55,8 @@ def plot_network(
         `save` then writes that table and raises a `RenderError`.
 
     Raises:
-        TypeError: an argument is no array.
-        ValueError: an unknown theme or heat.
+        TypeError: an argument is no array, or an option has a wrong type.
+        ValueError: an unknown theme or heat, or a number out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -64,15 +64,7 @@ def plot_network(
         >>> plot.network
         Graph(1 inputs, 2 layers, 2 edges, 6 parameters, 4 equations)
     """
-    if not isinstance(title, str):
-        raise TypeError(f"plot_network: title must be a string, got {describe(title)}")
-    if node_attrs is not None and not isinstance(node_attrs, Mapping):
-        raise TypeError(
-            f'plot_network: node_attrs must be a dict such as {{"shape": "oval"}}, got {describe(node_attrs)}'
-        )
-    choice(theme, "plot_network", "theme", THEMES)
-    if heat is not None:
-        choice(heat, "plot_network", "heat", ("flops", "bytes"))
+    check_picture(title, node_attrs, theme, heat, time_limit, hide_weights, legend)
     reading: dict[str, Any] = {"depth": depth, "max_nodes": max_nodes, "repeats": repeats, "rules": rules}
     graph = trace(fn, *args, params_argnums=params_argnums, **reading, **kwargs)
     from ._draw.picture import Plot  # loads graphviz
