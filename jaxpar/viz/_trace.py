@@ -27,7 +27,7 @@ from ._layout.repeats import collapse_repeats
 from ._read import jaxpr
 from ._read.raw import Raw
 
-_OPTIONS = "params_argnums depth max_nodes repeats rules title hide_weights node_attrs heat theme legend".split()
+_OPTIONS = "params_argnums depth max_nodes repeats rules title hide_weights node_attrs heat theme legend direction".split()
 
 
 def trace(

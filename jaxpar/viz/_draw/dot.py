@@ -11,6 +11,7 @@ from .labels import caption, cost, label, label_lines, scope_label, shape_text, 
 from .style import FONT, SIZE, SMALL, THEMES, Options, Theme, ink, text_width
 
 _POINTS = 72.0  # of an inch
+DIRECTIONS = {"up": "BT", "down": "TB", "right": "LR"}
 _MANY = 150  # nodes, above which dot works with limits
 
 
@@ -49,7 +50,7 @@ def _value(value: object) -> str:
 def _head(graph: Graph, nodes: list[Node], options: Options, theme: Theme) -> list[str]:
     """The attributes of all graphs, nodes and edges."""
     whole = {
-        "rankdir": "BT",
+        "rankdir": DIRECTIONS[options.direction],
         "bgcolor": theme.background,
         "nodesep": 0.3,
         "ranksep": 0.32,

@@ -53,6 +53,7 @@ class Options:
     heat: str | None = None
     theme: str = "light"
     legend: bool = True
+    direction: str = "up"
 
 
 @dataclass(frozen=True, slots=True)
