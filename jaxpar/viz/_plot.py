@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
-from .._core.checks import choice, describe
-from ._draw.dot import DIRECTIONS
-from ._draw.style import THEMES, Options
+from ._draw.style import Options
 from ._fold.calls import Call
 from ._fold.patterns import Rule
+from ._options import check_picture
 from ._trace import trace
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def plot_network(
 
     Args:
         fn, args, kwargs, params_argnums, depth, max_nodes, repeats, rules: as for `trace`.
-        title: the text below the picture, and the name of the file that `render` writes.
+        title: the text below the picture, and the name of the file that `render` writes. "" for no text.
         hide_weights: whether the parameters are left out.
         node_attrs: Graphviz attributes of every node, such as `{"shape": "oval"}`. They win over those chosen here.
         heat: "flops" or "bytes" colours the layers by what they cost, and writes it on them.
@@ -61,8 +60,8 @@ def plot_network(
         `save` then writes that table and raises a `RenderError`.
 
     Raises:
-        TypeError: an argument is no array.
-        ValueError: an unknown theme, heat or direction.
+        TypeError: an argument is no array, or an option has a wrong type.
+        ValueError: an unknown theme, heat or direction, or a number out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -70,16 +69,7 @@ def plot_network(
         >>> plot.network
         Graph(1 inputs, 2 layers, 2 edges, 6 parameters, 4 equations)
     """
-    if not isinstance(title, str):
-        raise TypeError(f"plot_network: title must be a string, got {describe(title)}")
-    if node_attrs is not None and not isinstance(node_attrs, Mapping):
-        raise TypeError(
-            f'plot_network: node_attrs must be a dict such as {{"shape": "oval"}}, got {describe(node_attrs)}'
-        )
-    choice(theme, "plot_network", "theme", THEMES)
-    choice(direction, "plot_network", "direction", tuple(DIRECTIONS))
-    if heat is not None:
-        choice(heat, "plot_network", "heat", ("flops", "bytes"))
+    check_picture(title, node_attrs, theme, heat, time_limit, hide_weights, legend, direction)
     reading: dict[str, Any] = {"params_argnums": params_argnums, "repeats": repeats, "rules": rules}
     graph = trace(fn, *args, depth=depth, max_nodes=max_nodes, **reading, **kwargs)
     from ._draw.picture import Plot  # loads graphviz

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from .._core import checks
 from .._core.arguments import did_you_mean
 from .._core.arrays import is_prng_key
 from ._fold.backward import attach_residuals, attach_views, fold_backward
@@ -24,6 +23,7 @@ from ._layout.build import build
 from ._layout.collapse import collapse_scopes, limit_nodes
 from ._layout.graph import to_graph
 from ._layout.repeats import collapse_repeats
+from ._options import argnums, check_dtype, check_trace, is_iterator
 from ._read import jaxpr
 from ._read.raw import Raw
 
@@ -49,8 +49,9 @@ def trace(
     Args:
         fn: any function that JAX can trace: jitted, mapped over devices, the gradient of another.
         args, kwargs: arrays or `jax.ShapeDtypeStruct`s, in any pytree.
-        params_argnums: which positional arguments hold the parameters. None for none of them. A bare array that is
-            the only argument is data. Arrays that the function captured are parameters too.
+        params_argnums: which positional arguments hold the parameters: an int, or several. Negative ones count from
+            the end. None for none of them. A bare array that is the only argument is data. Arrays that the function
+            captured are parameters too.
         depth: how many nested modules and scopes to keep open. None for all. Scopes around the whole function do not
             count, so 0 closes all others.
         max_nodes: how many nodes to draw at most. The deepest scopes close first. None for no limit.
@@ -62,7 +63,9 @@ def trace(
         it runs, a while loop once. Of `jax.lax.platform_dependent` the default branch counts.
 
     Raises:
-        TypeError: an argument is no array. The message names it. Errors of `fn` itself come through.
+        TypeError: an argument is no array. The message names it. An option has a wrong type. Errors of `fn` itself
+            come through.
+        ValueError: an option is out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -70,7 +73,7 @@ def trace(
         >>> [(node.op, node.shape, node.params) for node in graph.layers]
         [('FullyConnected', (5, 2), 6), ('Activation', (5, 2), 0)]
     """
-    _check_options(fn, len(args), params_argnums, depth, max_nodes)
+    check_trace(fn, len(args), params_argnums, depth, max_nodes, repeats, rules)
     raw = read(fn, *args, params_argnums=params_argnums, **kwargs)
     calls = [rule for rule in rules if isinstance(rule, Call)]
     patterns = [rule for rule in rules if isinstance(rule, Rule)]
@@ -111,19 +114,19 @@ def _arguments(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], params_argnums: int | Sequence[int] | None
 ) -> tuple[list[str], list[bool]]:
     """The name of each leaf ("params['conv1']['bias']"), and whether it is a parameter."""
-    argnums = {params_argnums} if isinstance(params_argnums, int) else set(params_argnums or ())
+    holding = argnums(params_argnums, len(args))
     names = _argument_names(fn, len(args))
     _check_keywords(fn, kwargs)
     found: list[str] = []
     weights: list[bool] = []
     for number, arg in enumerate(args):
         bare = len(args) == 1 and not kwargs and jax.tree_util.treedef_is_leaf(jax.tree.structure(arg))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(arg, is_leaf=is_iterator):
             name = names[number] + jax.tree_util.keystr(path)
             _check_array(fn, name, leaf)
             found.append(name)
-            weights.append(number in argnums and not bare and not is_prng_key(leaf))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(kwargs):
+            weights.append(number in holding and not bare and not is_prng_key(leaf))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(kwargs, is_leaf=is_iterator):
         name = str(getattr(path[0], "key", path[0])) + jax.tree_util.keystr(path[1:])
         _check_array(fn, name, leaf)
         found.append(name)
@@ -141,19 +144,6 @@ def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
             break
         names.append(parameter.name)
     return names
-
-
-def _check_options(fn: Any, count: int, params_argnums: Any, depth: Any, max_nodes: Any) -> None:
-    if not callable(fn):
-        raise TypeError(f"viz: expected a function and then its arguments, got {checks.describe(fn)} first")
-    if depth is not None:
-        checks.whole_number(depth, "viz", "depth", least=0)
-    if max_nodes is not None:
-        checks.whole_number(max_nodes, "viz", "max_nodes")
-    numbers = params_argnums if isinstance(params_argnums, (list, tuple, set)) else [params_argnums]
-    for number in [number for number in numbers if number is not None]:
-        if checks.whole_number(number, "viz", "params_argnums", least=0) >= max(count, 1):
-            raise ValueError(f"viz: params_argnums is {number}, and there are {count} arguments, counted from 0")
 
 
 def _check_keywords(fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
@@ -176,7 +166,7 @@ def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def _check_array(fn: Callable[..., Any], name: str, leaf: Any) -> None:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return
+        return check_dtype(fn, name, leaf)
     if isinstance(leaf, (bool, int, float, complex)):
         return
     of = getattr(fn, "__name__", type(fn).__name__)

@@ -241,7 +241,7 @@ def test_without_dot_pygraphviz_draws(no_dot, monkeypatch, tmp_path):
     (tmp_path / "pygraphviz.py").write_text(
         "class AGraph:\n"
         "    def __init__(self, string): self.string = string\n"
-        "    def draw(self, format, prog): return f'{prog} {format} {len(self.string)}'.encode()\n"
+        "    def draw(self, format, prog, args): return f'{prog} {format} {len(self.string)}'.encode()\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)

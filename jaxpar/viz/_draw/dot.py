@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..._core.text import printable
 from .._graph import BACKWARD, Edge, Graph, Node, is_region
 from . import style
 from .labels import caption, cost, label, label_lines, scope_label, shape_text, tooltip
-from .style import FONT, SIZE, SMALL, THEMES, Options, Theme, ink, text_width
+from .style import FONT, SIZE, SMALL, DIRECTIONS, THEMES, Options, Theme, ink, text_width
 
 _POINTS = 72.0  # of an inch
-DIRECTIONS = {"up": "BT", "down": "TB", "right": "LR"}
 _MANY = 150  # nodes, above which dot works with limits
 
 
@@ -27,6 +27,12 @@ def to_dot(graph: Graph, options: Options) -> list[str]:
     return lines + _pairs(nodes, theme)
 
 
+def nothing(options: Options) -> str:
+    """A node that says why the picture is empty."""
+    text = "Nothing is computed from the arguments."
+    return f'"nothing" {_attrs(label=text, shape="plaintext", style="", fontcolor=THEMES[options.theme].text)}'
+
+
 def _drawn(graph: Graph, edges: list[Edge]) -> list[Node]:
     """All nodes except scalars without edges, such as an optimizer's count."""
     joined = {end for edge in edges for end in (edge.source, edge.target)}
@@ -35,7 +41,8 @@ def _drawn(graph: Graph, edges: list[Edge]) -> list[Node]:
 
 def quote(text: str) -> str:
     """A quoted string of the dot language."""
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    lines = [printable(line).replace("\\", "\\\\").replace('"', '\\"') for line in text.split("\n")]
+    return '"' + "\\n".join(lines) + '"'
 
 
 def _attrs(**values: object) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 
+from ..._core.text import cut_middle, printable
 from .._graph import Graph, Node, human
 from . import style
 from .style import SIZE, SMALL, Options, text_width
 
 _Line = tuple[str, float, bool]  # text, size, bold
+_TITLE = 90  # characters
 
 
 def label_lines(node: Node, heat: str | None) -> list[_Line]:
@@ -81,10 +83,8 @@ def tooltip(node: Node) -> str:
 def caption(graph: Graph, nodes: list[Node], options: Options) -> str:
     """The title, the totals and the legend, as a table of Graphviz."""
     counts = f"{graph.total_params:,} parameters · {human(graph.total_flops, 'FLOP')}"
-    rows = [
-        f'<TR><TD><FONT POINT-SIZE="14"><B>{_html(options.title)}</B></FONT></TD></TR>',
-        f'<TR><TD><FONT POINT-SIZE="10">{_html(counts)}</FONT></TD></TR>',
-    ]
+    rows = [_title_row(line) for line in options.title.splitlines() if line.strip()]
+    rows.append(f'<TR><TD><FONT POINT-SIZE="10">{_html(counts)}</FONT></TD></TR>')
     if options.heat is not None:
         text = f"{_html(options.heat)}: white is none, red the most of all nodes"
         rows.append(f'<TR><TD><FONT POINT-SIZE="{SMALL}">{text}</FONT></TD></TR>')
@@ -92,6 +92,10 @@ def caption(graph: Graph, nodes: list[Node], options: Options) -> str:
         entries = style.legend(nodes)
         rows += [_legend_row(entries[start : start + 4]) for start in range(0, len(entries), 4)]
     return f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="2">{"".join(rows)}</TABLE>>'
+
+
+def _title_row(line: str) -> str:
+    return f'<TR><TD><FONT POINT-SIZE="14"><B>{_html(cut_middle(line, _TITLE))}</B></FONT></TD></TR>'
 
 
 def _legend_row(entries: list[tuple[str, str]]) -> str:
@@ -105,4 +109,4 @@ def _legend_row(entries: list[tuple[str, str]]) -> str:
 
 
 def _html(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+    return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")

@@ -10,6 +10,7 @@ from .._graph import Node
 
 FONT = "Helvetica,Arial,sans-serif"
 SIZE, SMALL = 12.0, 9.5  # points
+DIRECTIONS = {"up": "BT", "down": "TB", "right": "LR"}  # and Graphviz's names
 INK = "#1f2328"
 # kind of layer: (colour, name in the legend), with the colours of mxnet.visualization
 _KINDS = {
