@@ -92,7 +92,7 @@ function drawLine(net, placed, line, at, x, y, groups) {
   group.line = { line, block: placed.item };
   groups.lines.append(group);
   if (!label) return;
-  const place = { x: (label[0] + x).toFixed(1), y: (label[1] + y + 3.5).toFixed(1), class: "shape" };
+  const place = { x: (label[0] + x).toFixed(1), y: (label[1] + y + (net.sideways ? -1 : 3.5)).toFixed(1), class: "shape" };
   groups.labels.append(words(line.label, place));
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .._draw.dot import _forward
-from .._draw.labels import shape_text
+from .._draw.labels import edge_label
 from .._graph import Edge
 from .blocks import Key, Line, Port, Tree
 
@@ -73,7 +73,7 @@ def _groups(tree: Tree, item: int, crossing: _Crossing) -> dict[tuple[_End, _End
 def _label(tree: Tree, key: Key, edge: Edge) -> str:
     if tree.nodes[key[0]].op == "weight":
         return ""
-    return shape_text(edge.shape) + ("" if edge.dtype in ("float32", "") else f" {edge.dtype}")
+    return edge_label(edge, tree.nodes[key[0]])
 
 
 def _draw(tree: Tree, item: int, tail: _End, head: _End, is_back: bool, keys: dict[Key, str]) -> None:

@@ -4,7 +4,7 @@
 const net = read(JSON.parse(document.getElementById("data").textContent));
 const $ = (id) => document.getElementById(id);
 const view = $("view"), svg = $("svg"), panel = $("panel");
-const page = { open: new Set(), flipped: net.direction === "up", scale: 1, size: { w: 1, h: 1 }, found: [], at: -1 };
+const page = { open: new Set(), flipped: net.direction === "up", scale: 1, size: { w: 1, h: 1 }, drawn: { w: 1, h: 1 }, found: [], at: -1 };
 
 function redraw(anchor) {
   const before = anchor !== undefined && rectangle(anchor);
@@ -32,16 +32,17 @@ function rectangle(item) {
 
 // Draw at a scale. The point of the picture that is under (x, y) of the view stays there.
 function zoom(scale, x = view.clientWidth / 2, y = view.clientHeight / 2) {
-  const share = Math.min(4, Math.max(0.04, scale));
-  const left = Math.max(0, (view.clientWidth - page.size.w * page.scale) / 2);
-  const px = (view.scrollLeft + x - left) / page.scale, py = (view.scrollTop + y) / page.scale;
-  page.scale = share;
+  const margin = (room, size) => Math.max(0, (room - size * page.scale) / 2);
+  const px = (view.scrollLeft + x - margin(view.clientWidth, page.drawn.w)) / page.scale;
+  const py = (view.scrollTop + y - margin(view.clientHeight, page.drawn.h)) / page.scale;
+  page.scale = Math.min(4, Math.max(0.04, scale));
+  page.drawn = page.size;
   svg.setAttribute("viewBox", `${-PAD} 0 ${page.size.w} ${page.size.h}`);
-  svg.setAttribute("width", page.size.w * share);
-  svg.setAttribute("height", page.size.h * share);
-  const margin = Math.max(0, (view.clientWidth - page.size.w * share) / 2);
-  view.scrollTo({ left: px * share + margin - x, top: py * share - y, behavior: "instant" });
-  $("scale").textContent = `${Math.round(share * 100)} %`;
+  svg.setAttribute("width", page.size.w * page.scale);
+  svg.setAttribute("height", page.size.h * page.scale);
+  const left = px * page.scale + margin(view.clientWidth, page.size.w) - x;
+  view.scrollTo({ left, top: py * page.scale + margin(view.clientHeight, page.size.h) - y, behavior: "instant" });
+  $("scale").textContent = `${Math.round(page.scale * 100)} %`;
 }
 
 // "whole": all of it is in the view. "width": it is as wide as the view at most, and as small only where that helps.

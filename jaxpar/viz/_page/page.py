@@ -59,7 +59,7 @@ def to_frame(page: str, title: str, still: str) -> str:
     page = page.replace("&", "&amp;").replace("'", "&#39;")
     name = html.escape(title)
     frame = f"<iframe data-jaxpar title='{name}' style='width:100%;height:560px;border:0' srcdoc='{page}'></iframe>"
-    return f"{frame}<img hidden alt='{name}' src='data:image/png;base64,{still}'>"
+    return f"{frame}<div hidden><img alt='{name}' src='data:image/png;base64,{still}'></div>"
 
 
 @functools.cache
