@@ -91,7 +91,8 @@ class Plot(graphviz.Digraph):
         """The picture as bytes, or as text with an `encoding`.
 
         Args:
-            format: "svg", "png", "pdf" or another that Graphviz knows. None for the attribute `format`.
+            format: "svg", "png", "pdf" or another that Graphviz knows, or "html" for the page. None for the attribute
+                `format`.
             renderer, formatter, neato_no_op, engine: as for `graphviz.Digraph.pipe`.
             quiet: accepted for Graphviz's sake. Nothing is printed.
             encoding: "utf-8", for the formats that are text.
@@ -101,6 +102,8 @@ class Plot(graphviz.Digraph):
             ValueError: an `encoding` for a format that is no text.
         """
         given = check_format(self.format if format is None else format)
+        if given in PAGES:
+            return self.html() if encoding else self.html().encode()
         kind = ":".join(filter(None, (given, renderer, formatter)))
         no_op = () if neato_no_op is None else (f"-n{int(neato_no_op)}",)
         picture = render(self.source, kind, self.time_limit, engine or self.engine, no_op)
@@ -153,21 +156,16 @@ class Plot(graphviz.Digraph):
 
     def _write(self, path: str, format: str, **options: Any) -> str:
         """Write a path in a format. Both are checked before anything is drawn."""
-        if format not in TEXTS | PAGES:
+        if format not in TEXTS:
             check_format(format)
         check_writable(path)
         try:
-            content = self._content(format, **options)
+            content = self.source.encode() if format in TEXTS else self.pipe(format, **options)
         except NoRendererError:
             table = f"{os.path.splitext(path)[0]}.layers.html"
             write(table, to_html(self.network, self.options.title).encode())
             raise NoRendererError(f" The table of layers was written to {table} instead.") from None
         return write(path, content)
-
-    def _content(self, format: str, **options: Any) -> bytes:
-        if format in PAGES:
-            return self.html().encode()
-        return self.source.encode() if format in TEXTS else self.pipe(format, **options)
 
     def render(
         self,

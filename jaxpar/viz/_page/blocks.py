@@ -7,10 +7,11 @@ import itertools
 from dataclasses import dataclass, field, replace
 
 from .._draw.dot import _clusters, _drawn, _is_residual
-from .._graph import Edge, Graph, Node, common_prefix
+from .._graph import BACKWARD, Edge, Graph, Node, common_prefix
 
 _MOST_ITEMS = 80  # of one block; Graphviz gets slow above
 _PART = 30  # items of each part that a larger block is cut into
+_TO = " … "  # between the names of the first and the last item of a part
 
 Key = tuple[int, bool]  # the node whose array it is, and whether it flows against the direction, as gradients do
 Path = tuple[str, ...]
@@ -195,15 +196,17 @@ def _add(tree: Tree, block: Block, inside: int) -> int:
 
 
 def _cut(tree: Tree, item: int) -> None:
-    """Cut a block of too many items into parts that follow each other."""
+    """Cut a block of too many items into parts that follow each other. Inputs stay in sight."""
     block = tree.block(item)
     while len(block.items) > _MOST_ITEMS:
-        ordered = _in_order(tree, item)
+        inputs = [inner for inner in block.items if not tree.is_block(inner) and tree.nodes[inner].op == "input"]
+        inputs = inputs if len(inputs) < _PART else []
+        ordered = [inner for inner in _in_order(tree, item) if inner not in inputs]
         count = -(-len(ordered) // _PART)
-        block.items = []
+        block.items = inputs
         for start, end in itertools.pairwise(part * len(ordered) // count for part in range(count + 1)):
             part = ordered[start:end]
-            label = f"{tree.name(part[0])} … {tree.name(part[-1])}"
+            label = f"{tree.name(part[0]).split(_TO)[0]}{_TO}{tree.name(part[-1]).split(_TO)[-1]}"
             tree.parent |= dict.fromkeys(part, _add(tree, Block(label, (*block.path, label), part), item))
 
 
@@ -234,4 +237,11 @@ def _in_order(tree: Tree, item: int) -> list[int]:
             waiting[then] -= 1
             if waiting[then] == 0:
                 heapq.heappush(ready, place[then])
-    return list(found)
+    return _beside(tree, list(found))
+
+
+def _beside(tree: Tree, items: list[int]) -> list[int]:
+    """The same items, each gradient after its layer."""
+    place = {tree.name(item): at for at, item in enumerate(items)}
+    at = {item: place.get(tree.name(item).split(BACKWARD)[0], place[tree.name(item)]) for item in items}
+    return sorted(items, key=at.__getitem__)
