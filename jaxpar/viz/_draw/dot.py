@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,8 @@ from .labels import caption, cost, edge_label, label, label_lines, scope_label, 
 from .style import FONT, SIZE, SMALL, THEMES, Options, Theme, ink, text_width
 
 _POINTS = 72.0  # of an inch
-_MANY = 150  # nodes, above which dot works with limits
+_MANY, _MANY_EDGES = 150, 220  # nodes and edges, above which dot works with limits
+_FEW = 2  # readers of an array, above which only one edge names it
 
 
 def to_dot(graph: Graph, options: Options) -> list[str]:
@@ -23,8 +25,21 @@ def to_dot(graph: Graph, options: Options) -> list[str]:
     lines = _head(graph, nodes, options, theme)
     lines += _nodes(graph, nodes, options, theme)
     by_name = {node.name: node for node in nodes}
-    lines += [_edge(by_name, edge, theme) for edge in edges if not _is_residual(by_name, edge)]
+    edges = [edge for edge in edges if not _is_residual(by_name, edge)]
+    lines += [_edge(by_name, edge, theme, named) for edge, named in zip(edges, _named(edges), strict=True)]
     return lines + _pairs(nodes, theme)
+
+
+def _named(edges: list[Edge]) -> list[bool]:
+    """Whether each edge says what flows along it. An array that many read is named once."""
+    count = Counter((edge.source, edge.shape) for edge in edges)
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    found: list[bool] = []
+    for edge in edges:
+        key = (edge.source, edge.shape)
+        found.append(count[key] <= _FEW or key not in seen or bool(edge.label))
+        seen.add(key)
+    return found
 
 
 def _drawn(graph: Graph, edges: list[Edge]) -> list[Node]:
@@ -60,7 +75,9 @@ def _head(graph: Graph, nodes: list[Node], options: Options, theme: Theme) -> li
         "fontname": FONT,
         "fontcolor": theme.text,
     }
-    whole |= {"nslimit": 1, "nslimit1": 1, "mclimit": 0.2} if len(nodes) > _MANY else {}
+    whole |= (
+        {"nslimit": 1, "nslimit1": 1, "mclimit": 0.2} if len(nodes) > _MANY or len(graph.edges) > _MANY_EDGES else {}
+    )
     box = {"shape": "box", "style": "filled,rounded", "fontname": FONT, "fontcolor": style.INK, "fontsize": SIZE}
     box |= {"color": "#6e7781", "penwidth": 0.8, "margin": "0.1,0.05"}
     line = {"color": theme.line, "fontcolor": theme.line, "fontname": FONT, "fontsize": SMALL}
@@ -179,12 +196,12 @@ def _side_by_side(nodes: list[Node]) -> list[str]:
     return [f"{{ rank=same {quote(a.name)} {quote(b.name)} }}" for a, b in pairs if a is not None]
 
 
-def _edge(by_name: dict[str, Node], edge: Edge, theme: Theme) -> str:
+def _edge(by_name: dict[str, Node], edge: Edge, theme: Theme, named: bool) -> str:
     source, target = by_name[edge.source], by_name[edge.target]
-    shape = edge_label(edge, source)
+    text = {"label": f" {edge_label(edge, source)} "} if named else {}
     ends = f"{quote(edge.source)} -> {quote(edge.target)}"
     if source.is_backward and target.is_backward:  # downwards, next to the layers
-        return f"{quote(edge.target)} -> {quote(edge.source)} " + _attrs(label=f" {shape} ", dir="back")
+        return f"{quote(edge.target)} -> {quote(edge.source)} " + _attrs(**text, dir="back")
     if source.is_backward and target.op in OPTIMIZERS:  # one from each layer with parameters
         return f"{ends} " + _attrs(color=theme.faint)
-    return ends if source.op == "weight" else f"{ends} " + _attrs(label=f" {shape} ")
+    return ends if source.op == "weight" or not named else f"{ends} " + _attrs(**text)
