@@ -1,6 +1,7 @@
 """What large networks become: regions as scopes, names in boxes, loops, blocks that begin where a person would cut."""
 
 import re
+import xml.etree.ElementTree as ET
 from functools import partial
 
 import jax
@@ -104,3 +105,34 @@ def test_a_gradient_closes_with_its_layers():
     assert [node.name for node in graph.layers] == [
         "conv1-2", "dense1-2", "dense1-2 (backward)", "conv1-2 (backward)"
     ]  # fmt: skip
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(plot):
+    """The lines of each node and cluster, by the name of the node."""
+    groups = [g for g in ET.fromstring(plot.pipe("svg")).iter(SVG + "g") if g.get("class") in ("node", "cluster")]
+    return {g.find(SVG + "title").text: [t.text for t in g.iter(SVG + "text")] for g in groups}
+
+
+def test_boxes_have_the_names_of_their_layers():
+    fn, args = m.flax_transformer(2)
+    found = texts(viz.plot_network(fn, *args))
+    dense = [lines[0] for lines in found.values() if lines[1:2] == ["FullyConnected 16"]]
+    assert dense == ["query", "key", "value", "out", "Dense_0"]
+    assert ["Activation", "gelu"] in found.values()  # "gelu0" would say no more
+    assert [lines for name, lines in found.items() if name.startswith("add")] == [["+"], ["+"]]
+
+
+def test_long_and_wide_names_fit():
+    long = "a_layer_" * 60
+    fn, shapes = (lambda p, x: jnp.tanh(x @ p["卷积层" * 4]["w"]) @ p[long]["w"]), m.Spec((4, 4), m.f32)
+    plot = viz.plot_network(fn, {"卷积层" * 4: {"w": shapes}, long: {"w": shapes}}, shapes, title="t" * 500)
+    assert long in plot.network.layers[-1].name
+    svg = plot.pipe("svg", encoding="utf-8")
+    assert float(re.search(r'<svg width="(\d+)pt"', svg).group(1)) < 600
+    assert plot.source.count(long) >= 1  # in the tooltip
+    assert f'title="{long}: FullyConnected' in svg.replace("&#45;", "-")
+    boxes = dict(re.findall(r'"([^"]*)" \[.*? width="([\d.]+)"', plot.source))
+    assert float(boxes["卷积层" * 4]) * 72 >= 12 * 12  # twelve letters of twelve points
