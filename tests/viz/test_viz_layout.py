@@ -120,7 +120,7 @@ def test_boxes_have_the_names_of_their_layers():
     fn, args = m.flax_transformer(2)
     found = texts(viz.plot_network(fn, *args))
     dense = [lines[0] for lines in found.values() if lines[1:2] == ["FullyConnected 16"]]
-    assert dense == ["query", "key", "value", "out", "Dense_0"]
+    assert sorted(dense) == ["Dense_0", "key", "out", "query", "value"]
     assert ["Activation", "gelu"] in found.values()  # "gelu0" would say no more
     assert [lines for name, lines in found.items() if name.startswith("add")] == [["+"], ["+"]]
 
@@ -136,3 +136,46 @@ def test_long_and_wide_names_fit():
     assert f'title="{long}: FullyConnected' in svg.replace("&#45;", "-")
     boxes = dict(re.findall(r'"([^"]*)" \[.*? width="([\d.]+)"', plot.source))
     assert float(boxes["卷积层" * 4]) * 72 >= 12 * 12  # twelve letters of twelve points
+
+
+def post_norm_block(params, x):
+    x = m.layer_norm(params["ln1"], x + m.attention(params["attn"], x, 4))
+    return m.layer_norm(params["ln2"], x + jax.nn.gelu(x @ params["w1"]) @ params["w2"])
+
+
+def residual_block(params, x):
+    y = convolve(params["w1"], x)
+    return jax.nn.relu(x + CONV(y, params["w2"], (1, 1)))
+
+
+WIDE = m.Spec((3, 3, 8, 8), m.f32)
+
+
+@pytest.mark.parametrize(
+    ("block", "params", "x", "first", "last"),
+    [
+        (m.block, m.transformer_params(4)["blocks"], m.Spec((2, 5, 64), m.f32), "LayerNorm", "add"),
+        (post_norm_block, m.transformer_params(4)["blocks"], m.Spec((2, 5, 64), m.f32), "FullyConnected", "LayerNorm"),
+        (residual_block, [{"w1": WIDE, "w2": WIDE}] * 4, m.Spec((2, 9, 9, 8), m.f32), "Convolution", "Activation"),
+    ],
+)
+@pytest.mark.parametrize("named", [True, False])
+def test_blocks_begin_and_end_where_a_person_would_cut(block, params, x, first, last, named):
+    """What is before the first block ends as a block does, and so the copies could begin there too."""
+
+    def fn(params, x, y):
+        x = x + y
+        x = x if last == "add" else jax.nn.relu(x) if last == "Activation" else m.layer_norm(params["ln"], x)
+        for one in params["blocks"]:
+            x = block(one, x)
+        return x.sum()
+
+    norm = m.transformer_params(1)["ln"]
+    args = {"ln": norm, "blocks": params}, x, x
+    if not named:
+        leaves, tree = jax.tree.flatten(args[0])
+        args = leaves, x, x
+    graph = check(viz.trace(fn if named else lambda leaves, *xs: fn(tree.unflatten(leaves), *xs), *args))
+    inside = [node for node in graph.layers if node.repeat == 4]
+    assert (inside[0].op, inside[-1].op) == (first, last)
+    assert graph.layers[0].repeat == 1

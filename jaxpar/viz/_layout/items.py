@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from .._graph import common_prefix
 from .net import Draft, Net
 
 
@@ -52,12 +53,7 @@ def _item(net: Net, group: list[Draft], depth: int) -> Item:
 def path_of(net: Net, draft: Draft) -> tuple[str, ...]:
     """The keys that the parameters of a layer share, without the argument and their own names."""
     keys = [re.findall(r"[\w-]+", net.raw.values[weight].name)[1:-1] for weight in draft.weights[: draft.own]]
-    shared: list[str] = []
-    for parts in zip(*keys, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return tuple(shared)
+    return common_prefix(map(tuple, keys))
 
 
 def wires_of(items: list[Item], sources: dict[int, set[int]]) -> tuple[list[Item], list[set[int]]]:
