@@ -17,19 +17,24 @@ from ._fold.calls import CALLS, Call, fold_calls
 from ._fold.cells import Cells
 from ._fold.cycles import break_cycles
 from ._fold.helpers import fold_helpers, fold_siblings, fold_statements
+from ._fold.optimizers import fold_optimizers
 from ._fold.patterns import Rule, fold_patterns
 from ._fold.table import RULES
 from ._graph import Graph
+from ._layout.arguments import join_arguments
 from ._layout.build import build
 from ._layout.collapse import collapse_scopes, limit_nodes
 from ._layout.graph import to_graph
+from ._layout.net import Net
+from ._layout.regions import add_regions
 from ._layout.repeats import collapse_repeats
 from ._layout.sizes import sizes_of
 from ._options import argnums, check_dtype, check_trace, is_iterator
 from ._read import jaxpr
 from ._read.raw import Raw
+from ._sizes import Sizes
 
-_OPTIONS = "params_argnums depth max_nodes repeats rules title hide_weights node_attrs heat theme legend".split()
+_OPTIONS = "params_argnums depth max_nodes repeats rules title hide_weights node_attrs heat theme legend direction".split()
 
 
 def trace(
@@ -56,7 +61,7 @@ def trace(
             captured are parameters too.
         depth: how many nested modules and scopes to keep open. None for all. Scopes around the whole function do not
             count, so 0 closes all others.
-        max_nodes: how many nodes to draw at most. The deepest scopes close first. None for no limit.
+        max_nodes: how many layers to draw at most. The deepest scopes close first. None for no limit.
         repeats: whether repeated blocks are kept once.
         rules: `Call`s and `Rule`s to try before those in `CALLS` and `RULES`.
 
@@ -76,10 +81,39 @@ def trace(
         [('FullyConnected', (5, 2), 6), ('Activation', (5, 2), 0)]
     """
     check_trace(fn, len(args), params_argnums, depth, max_nodes, repeats, rules)
-    raw = read(fn, *args, params_argnums=params_argnums, **kwargs)
+    net, sizes = _net(read(fn, *args, params_argnums=params_argnums, **kwargs), repeats, rules)
+    if depth is not None:
+        collapse_scopes(net, depth)
+    if max_nodes is not None:
+        limit_nodes(net, max_nodes)
+    return replace(to_graph(net), sizes=sizes)
+
+
+def whole(
+    fn: Callable[..., Any],
+    *args: Any,
+    params_argnums: int | Sequence[int] | None = 0,
+    repeats: bool = True,
+    rules: Sequence[Rule | Call] = (),
+    **kwargs: Any,
+) -> Graph:
+    """All layers of a function, with regions as scopes, for a picture whose scopes open and close.
+
+    The arguments are those of `trace`. A scope that holds many layers or scopes has scopes for its parts with one way
+    in and one way out, named by what they share ("conv2_block1").
+    """
+    check_trace(fn, len(args), params_argnums, None, None, repeats, rules)
+    net, sizes = _net(read(fn, *args, params_argnums=params_argnums, **kwargs), repeats, rules)
+    add_regions(net)
+    return replace(to_graph(net), sizes=sizes)
+
+
+def _net(raw: Raw, repeats: bool, rules: Sequence[Rule | Call]) -> tuple[Net, Sizes]:
+    """Layers and the edges between them, and their sizes. Everything is open."""
     calls = [rule for rule in rules if isinstance(rule, Call)]
     patterns = [rule for rule in rules if isinstance(rule, Rule)]
     cells = Cells(raw)
+    fold_optimizers(cells)
     fold_calls(cells, (*CALLS, *calls))
     fold_patterns(cells, (*patterns, *RULES))
     fold_helpers(cells)
@@ -90,14 +124,11 @@ def trace(
     fold_backward(cells)
     break_cycles(cells)
     net = build(cells)
-    sizes = sizes_of(net)
+    sizes = sizes_of(net)  # before anything in it is joined
+    join_arguments(net)
     if repeats:
         collapse_repeats(net)
-    if depth is not None:
-        collapse_scopes(net, depth)
-    if max_nodes is not None:
-        limit_nodes(net, max_nodes)
-    return replace(to_graph(net), sizes=sizes)
+    return net, sizes
 
 
 def read(fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int] | None = 0, **kwargs: Any) -> Raw:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
+import functools
 import html
+import io
 import os
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import graphviz
 
 from ..._core.text import cut_middle
 from .._graph import Graph
+from .._page.page import to_frame, to_page
 from .dot import nothing, to_dot
-from .files import TEXTS, check_format, check_writable, format_of, path_of, write
+from .files import PAGES, TEXTS, check_format, check_writable, format_of, path_of, write
 from .render import NoRendererError, RenderError, render
 from .style import Options
 from .table import to_html
@@ -31,17 +34,29 @@ class Plot(graphviz.Digraph):
     Attributes:
         network: the `Graph` that it was drawn from.
         time_limit: seconds that the renderer may take.
+        whole: gives the graph of the page, with all blocks and without a limit. None for `network`.
+        depth: how many levels of the page are open at first. None for as many as fit.
     """
 
-    def __init__(self, network: Graph, options: Options, time_limit: float) -> None:
+    def __init__(
+        self,
+        network: Graph,
+        options: Options,
+        time_limit: float,
+        whole: Callable[[], Graph] | None = None,
+        depth: int | None = None,
+    ) -> None:
         name = cut_middle(re.sub(r"[^\w .-]+", "_", options.title).strip(), _NAME)
         super().__init__(name=name or "plot", format="svg")
         self.network: Graph = network
         self.options: Options = options
         self.time_limit: float = time_limit
+        self.whole: Callable[[], Graph] = whole or (lambda: network)
+        self.depth: int | None = depth
         self.body: list[str] = ["\t" + line + "\n" for line in to_dot(network, options)]
         if not network.layers:
             self.body.append("\t" + nothing(options) + "\n")
+        self._drawn: str = self.source
 
     def copy(self) -> Plot:
         """A picture to which nodes can be added and this one stays as it is."""
@@ -86,7 +101,8 @@ class Plot(graphviz.Digraph):
         """The picture as bytes, or as text with an `encoding`.
 
         Args:
-            format: "svg", "png", "pdf" or another that Graphviz knows. None for the attribute `format`.
+            format: "svg", "png", "pdf" or another that Graphviz knows, or "html" for the page. None for the attribute
+                `format`.
             renderer, formatter, neato_no_op, engine: as for `graphviz.Digraph.pipe`.
             quiet: accepted for Graphviz's sake. Nothing is printed.
             encoding: "utf-8", for the formats that are text.
@@ -96,6 +112,8 @@ class Plot(graphviz.Digraph):
             ValueError: an `encoding` for a format that is no text.
         """
         given = check_format(self.format if format is None else format)
+        if given in PAGES:
+            return self.html() if encoding else self.html().encode()
         kind = ":".join(filter(None, (given, renderer, formatter)))
         no_op = () if neato_no_op is None else (f"-n{int(neato_no_op)}",)
         picture = render(self.source, kind, self.time_limit, engine or self.engine, no_op)
@@ -106,12 +124,28 @@ class Plot(graphviz.Digraph):
         except UnicodeDecodeError:
             raise ValueError(f"Plot.pipe: {given} is no text; leave out encoding={encoding!r}") from None
 
+    def html(self) -> str:
+        """The interactive page: one HTML file that needs no server and loads nothing.
+
+        Blocks open and close in place. A search finds layers. The path of a layer is marked where the mouse is, and a
+        click shows everything that is known of it.
+
+        Raises:
+            RenderError: there is no renderer, or it took longer than `time_limit`.
+        """
+        return self._page
+
+    @functools.cached_property
+    def _page(self) -> str:
+        return to_page(self.whole(), self.options, self.depth, self.time_limit)
+
     def save(self, filename: Any = None, directory: Any = None, *, skip_existing: bool | None = False) -> str:
         """Write the picture to a file.
 
         Args:
-            filename: its ending says the format: .svg, .png, .pdf, ... The endings .dot and .gv, and a name without
-                one, write the text. None for the name of the picture and .gv.
+            filename: its ending says the format: .svg, .png, .pdf, ... The ending .html writes the interactive page.
+                The endings .dot and .gv, and a name without one, write the text. None for the name of the picture
+                and .gv.
             directory: the folder of the file. It is made where it is missing.
             skip_existing: leave a file as it is that is there.
 
@@ -199,20 +233,30 @@ class Plot(graphviz.Digraph):
         return path
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **_: Any) -> dict[str, bytes | str]:
-        """The picture for a notebook, as SVG and PNG. Without a renderer, what to install and the table."""
+        """The interactive page for a notebook, and a PNG. Without a renderer, what to install and the table.
+
+        A picture that was changed since, by `node` or `edge`, is shown as SVG.
+        """
         try:
-            shown = {"image/svg+xml": self.pipe("svg", encoding="utf-8"), "text/plain": repr(self.network)}
+            still = base64.b64encode(self._preview()).decode()
+            if self.source != self._drawn:
+                shown = {"image/svg+xml": self.pipe("svg", encoding="utf-8")}
+            else:
+                shown = {"text/html": to_frame(self.html(), self.options.title, still)}
         except RenderError as error:
             return {"text/html": f"<p>{html.escape(str(error))}</p>{self._table()}", "text/plain": str(error)}
-        with contextlib.suppress(RenderError):  # the SVG is there
-            shown["image/png"] = base64.b64encode(self._preview()).decode()
-        return shown
+        return {**shown, "image/png": still, "text/plain": repr(self.network)}
 
     def _table(self) -> str:
         """What is shown where there is no renderer."""
         return to_html(self.network, self.options.title)
 
     def _preview(self) -> bytes:
-        """The picture as a PNG of limited size. Notebooks that are not trusted drop SVG and show this."""
+        """The picture as a small PNG of limited size. Notebooks that are not trusted show this."""
+        from PIL import Image
+
         limited = self.source.replace("graph [", f"graph [size={_PREVIEW_INCHES} dpi=96 ", 1)
-        return render(limited, "png", self.time_limit)
+        picture = Image.open(io.BytesIO(render(limited, "png", self.time_limit)))
+        small = io.BytesIO()
+        picture.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+        return small.getvalue()

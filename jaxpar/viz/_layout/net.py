@@ -16,6 +16,8 @@ class Draft:
         at: its place in the trace. Inputs are below 0.
         value: the array it is known by.
         weights: the parameters that it reads.
+        layers: how many it stands for, where a scope is closed.
+        leaves: of an input with several arrays, those arrays.
         own: how many of the weights are of the first copy, where it is repeated.
         forward: of a backward draft, the draft whose gradient it is.
 
@@ -37,6 +39,8 @@ class Draft:
     forward: Draft | None = None
     name: str = ""
     own: int | None = None
+    layers: int = 1
+    leaves: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
