@@ -12,7 +12,7 @@ from ._draw.style import Options
 from ._fold.calls import Call
 from ._fold.patterns import Rule
 from ._options import check_picture
-from ._trace import trace
+from ._trace import trace, whole
 
 if TYPE_CHECKING:
     from ._draw.picture import Plot
@@ -75,9 +75,9 @@ def plot_network(
     from ._draw.picture import Plot  # loads graphviz
 
     specs, named = jax.tree.map(_spec, (args, kwargs))
-    whole = functools.partial(trace, fn, *specs, max_nodes=None, **reading, **named)
+    every = functools.partial(whole, fn, *specs, **reading, **named)
     options = Options(title, hide_weights, node_attrs, heat, theme, legend, direction)
-    return Plot(graph, options, time_limit, whole, depth)
+    return Plot(graph, options, time_limit, every, depth)
 
 
 def _spec(leaf: Any) -> Any:

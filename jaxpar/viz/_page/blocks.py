@@ -7,6 +7,7 @@ import itertools
 from dataclasses import dataclass, field, replace
 
 from .._draw.dot import _clusters, _drawn, _is_residual
+from .._draw.labels import join_sign
 from .._graph import BACKWARD, Edge, Graph, Node, common_prefix
 
 _MOST_ITEMS = 80  # of one block; Graphviz gets slow above
@@ -102,11 +103,13 @@ class Tree:
         parent: of each item, the item that is its block.
         edges: all edges, those that are not drawn too.
         flows: those that are drawn.
+        signs: the nodes that are small circles, and what is in them.
     """
 
     nodes: list[Node]
     edges: list[tuple[int, int]]
     flows: list[Flow]
+    signs: dict[int, str]
     blocks: list[Block] = field(default_factory=lambda: [Block("", ())])
     parent: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -152,7 +155,9 @@ def tree(graph: Graph, *, hide_weights: bool) -> Tree:
         for edge in edges
         if not _is_residual(by_name, edge)
     ]
-    found = Tree(nodes, list(dict.fromkeys((number[e.source], number[e.target]) for e in edges)), flows)
+    ends = dict.fromkeys((number[edge.source], number[edge.target]) for edge in edges)
+    signs = {number[name]: sign for name, sign in join_sign(graph).items() if name in number}
+    found = Tree(nodes, list(ends), flows, signs)
     _nest(found, graph)
     at = 0
     while at < len(found.blocks):  # parts become blocks, which may be cut too

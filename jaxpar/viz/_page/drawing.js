@@ -76,7 +76,7 @@ function closed(net, item, x, y, groups) {
   const isBlock = item >= net.root;
   const it = isBlock ? net.blocks[item - net.root] : net.nodes[item];
   const group = make("g", { class: `box ${it.kind}`, transform: `translate(${x} ${y})`, "data-item": item });
-  const label = isBlock ? `Open ${it.label}, ${it.texts[1][0]}` : it.texts.map(([text]) => text).join(", ");
+  const label = isBlock ? `Open ${it.label}, ${it.texts[1][0]}` : it.tip.split("\n")[0];
   for (const [key, value] of Object.entries(button(label, isBlock ? false : null))) group.setAttribute(key, value);
   if (isBlock) groups.frames.append(make("rect", { x: x + 3, y: y - 3, width: w, height: h, rx: 8, class: "behind" }));
   if (it.oval) group.append(make("ellipse", { cx: w / 2, cy: h / 2, rx: w / 2, ry: h / 2, fill: it.fill }));

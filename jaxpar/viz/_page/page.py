@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 from .._draw import style
-from .._draw.labels import cost, scope_label, tooltip
+from .._draw.labels import cost, cut, scope_label, tooltip
 from .._draw.style import SIZE, THEMES, Options, text_width
 from .._graph import Graph, human
 from .blocks import Block, Tree, tree
@@ -125,7 +125,7 @@ def _node(tree: Tree, item: int, options: Options, most: int) -> list[Any]:
 
 def _block(tree: Tree, item: int, layout: int, options: Options, most: int) -> list[Any]:
     block = tree.block(item)
-    label = scope_label(block.label)
+    label = cut(scope_label(block.label))
     width = round(text_width(label, SIZE, True)) + 40
     words = texts(tree, item, options.heat)
     tip = "\n".join(filter(None, ["/".join(block.path), *(text for text, _, _ in words[1:])]))
