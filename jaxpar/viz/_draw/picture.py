@@ -51,12 +51,16 @@ class Plot(graphviz.Digraph):
         self.network: Graph = network
         self.options: Options = options
         self.time_limit: float = time_limit
-        self.whole: Callable[[], Graph] = whole or (lambda: network)
+        self.whole: Callable[[], Graph] = whole or functools.partial(_same, network)
         self.depth: int | None = depth
         self.body: list[str] = ["\t" + line + "\n" for line in to_dot(network, options)]
         if not network.layers:
             self.body.append("\t" + nothing(options) + "\n")
         self._drawn: str = self.source
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: the graph of the page, and not the function that it is read from."""
+        return {**self.__dict__, "whole": functools.partial(_same, self.whole())}
 
     def copy(self) -> Plot:
         """A picture to which nodes can be added and this one stays as it is."""
@@ -80,7 +84,7 @@ class Plot(graphviz.Digraph):
         attrs = {"graph_attr": graph_attr, "node_attr": node_attr, "edge_attr": edge_attr}
         if graph is not None:
             return super().subgraph(graph, name=name, comment=comment, body=body, **attrs)
-        return self._new_subgraph(graphviz.Digraph(name, comment, body=body, **attrs))
+        return self._new_subgraph(graphviz.Digraph(name, comment=comment, body=body, **attrs))
 
     @contextlib.contextmanager
     def _new_subgraph(self, graph: graphviz.Digraph) -> Generator[graphviz.Digraph, None, None]:
@@ -260,3 +264,7 @@ class Plot(graphviz.Digraph):
         small = io.BytesIO()
         picture.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
         return small.getvalue()
+
+
+def _same(graph: Graph) -> Graph:
+    return graph
