@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .._fold.optimizers import OPTIMIZERS
 from .._fold.patterns import COLLECTIVES
 from .._graph import Node
 
@@ -23,6 +24,7 @@ _KINDS = {
     "shape": ("#fdb462", "concat, flatten"),
     "softmax": ("#b3de69", "softmax, attention"),
     "loss": ("#f4a6c6", "loss"),
+    "optimizer": ("#bc80bd", "optimizer"),
     "collective": ("#c51b7d", "sent between devices"),
     "block": ("#d9d9d9", "collapsed"),
     "other": ("#fccde5", "other"),
@@ -36,6 +38,7 @@ _OPS = {
     "shape": ("Concat", "Flatten"),
     "softmax": ("Softmax", "LogSoftmax", "Attention"),
     "loss": ("Loss",),
+    "optimizer": tuple(OPTIMIZERS),
     "input": ("input",),
     "weight": ("weight",),
     "collective": tuple(COLLECTIVES - {"axis_index"}),

@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 
 from .._graph import Graph, Node, human
-from .labels import shape_text
+from .labels import output_text
 
 _COLUMNS = ("Layer (type)", "Output Shape", "Param #", "FLOPs", "Previous Layer")
 
@@ -36,8 +36,7 @@ def _row(graph: Graph, node: Node) -> tuple[str, ...]:
     shown = ", ".join(previous[:3]) + (f", ... ({len(previous)})" if len(previous) > 3 else "")
     kind = f"{node.op} {node.detail}".strip()
     times = f" ×{node.repeat}" if node.repeat > 1 else ""
-    shape = f"{shape_text(node.shape)} {node.dtype}"
-    return f"{node.name} ({kind}){times}", shape, str(node.params), str(node.flops), shown
+    return f"{node.name} ({kind}){times}", output_text(node), str(node.params), str(node.flops), shown
 
 
 def to_html(graph: Graph, title: str = "") -> str:
