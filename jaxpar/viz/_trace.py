@@ -25,6 +25,7 @@ from ._layout.arguments import join_arguments
 from ._layout.build import build
 from ._layout.collapse import collapse_scopes, limit_nodes
 from ._layout.graph import to_graph
+from ._layout.net import Net
 from ._layout.repeats import collapse_repeats
 from ._read import jaxpr
 from ._read.raw import Raw
@@ -74,6 +75,11 @@ def trace(
     """
     _check_options(fn, len(args), params_argnums, depth, max_nodes)
     raw = read(fn, *args, params_argnums=params_argnums, **kwargs)
+    return to_graph(layers(raw, depth, max_nodes, repeats, rules))
+
+
+def layers(raw: Raw, depth: int | None, max_nodes: int | None, repeats: bool, rules: Sequence[Rule | Call]) -> Net:
+    """The layers of flat equations, by all passes in their order. The options are those of `trace`."""
     calls = [rule for rule in rules if isinstance(rule, Call)]
     patterns = [rule for rule in rules if isinstance(rule, Rule)]
     cells = Cells(raw)
@@ -95,7 +101,7 @@ def trace(
         collapse_scopes(net, depth)
     if max_nodes is not None:
         limit_nodes(net, max_nodes)
-    return to_graph(net)
+    return net
 
 
 def read(fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int] | None = 0, **kwargs: Any) -> Raw:

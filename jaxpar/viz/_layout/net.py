@@ -17,6 +17,7 @@ class Draft:
         value: the array it is known by.
         weights: the parameters that it reads.
         leaves: of an input with several arrays, those arrays.
+        eqns: the ids of its equations, those of all copies.
         own: how many of the weights are of the first copy, where it is repeated.
         forward: of a backward draft, the draft whose gradient it is.
 
@@ -39,6 +40,7 @@ class Draft:
     name: str = ""
     own: int | None = None
     leaves: list[int] = field(default_factory=list)
+    eqns: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,9 @@ from .hlo import Instruction
 Groups = tuple[tuple[int, ...], ...]
 
 _IOTA = re.compile(r"^\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?$")
-_MESH = re.compile(r"^(?:@?mesh)?\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*)\}$")
+_MESH = re.compile(
+    r"(?:^|, )replica_groups=@?mesh\[([^\]]*)\](?:, ?device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+)
 
 
 def groups_of(instruction: Instruction, devices: int) -> Groups:
@@ -28,13 +30,13 @@ def groups_of(instruction: Instruction, devices: int) -> Groups:
     pairs = instruction.attribute("source_target_pairs")
     if pairs:
         return _lists(pairs)
+    if mesh := _MESH.search(instruction.attributes):
+        return _of_mesh(mesh)
     text = instruction.attribute("replica_groups")
     if not text or text == "{}":
         return (tuple(range(devices)),)
     if iota := _IOTA.match(text):
         return _rows(_iota(_ints(iota[2]), _ints(iota[3])), _ints(iota[1])[-1])
-    if mesh := _MESH.match(text):
-        return _of_mesh(mesh)
     if text.startswith("{"):
         return _lists(text)
     raise ValueError(f"viz: the devices of {instruction.name} are in a form that is not known here: {text}")
