@@ -15,10 +15,16 @@ ALIASES = frozenset(("bitcast", "tuple", "get-tuple-element", "while", "call", "
 
 
 class Flow:
-    """The ways of arrays through a program. What is inside a fusion counts as one instruction."""
+    """The ways of arrays through a program.
 
-    def __init__(self, program: Program) -> None:
+    Args:
+        program: as compiled.
+        fused: whether the ways lead through the instructions inside of fusions. Else a fusion is one instruction.
+    """
+
+    def __init__(self, program: Program, *, fused: bool = False) -> None:
         self.program = program
+        self._calls = (*_CALLS, "fusion") if fused else _CALLS
         self.users: dict[str, list[Instruction]] = {}
         self.callers: dict[str, list[tuple[str, Instruction]]] = {}
         for one in program:
@@ -37,7 +43,7 @@ class Flow:
             yield from self._arguments(one, index)
         elif one.opcode == "tuple" and index is not None:
             yield one.operands[index], None
-        elif one.opcode in ("while", *_CALLS, "conditional"):
+        elif one.opcode in ("while", *self._calls, "conditional"):
             if one.opcode == "while":
                 yield one.operands[0], index
             yield from ((self._root(body), index) for body in self._bodies(one))
@@ -55,7 +61,7 @@ class Flow:
                     yield user.name, None
             elif user.opcode == "tuple":
                 yield from ((user.name, at) for at, operand in enumerate(user.operands) if operand == name)
-            elif user.opcode in ("while", *_CALLS, "conditional"):
+            elif user.opcode in ("while", *self._calls, "conditional"):
                 yield from self._parameters(user, name, index)
                 if user.opcode == "while":
                     yield user.name, index
@@ -72,7 +78,7 @@ class Flow:
         for how, caller in self.callers.get(home, ()):
             if how == "body":
                 yield self._parameter(home, 0), index
-            if how == "body" or caller.opcode in (*_CALLS, "conditional"):
+            if how == "body" or caller.opcode in (*self._calls, "conditional"):
                 yield caller.name, index
 
     def _arguments(self, one: Instruction, index: int | None) -> Iterator[Value]:
@@ -86,7 +92,7 @@ class Flow:
             elif caller.opcode == "conditional":
                 branch = self._bodies(caller).index(home)
                 yield caller.operands[1 + branch], index
-            elif number < len(caller.operands):
+            elif caller.opcode in self._calls and number < len(caller.operands):
                 yield caller.operands[number], index
 
     def _parameters(self, user: Instruction, name: str, index: int | None) -> Iterator[Value]:
