@@ -4,6 +4,8 @@
     print_summary(fn, *args)    the table of layers
     trace(fn, *args)            the `Graph` of `Node`s and `Edge`s
     diff((f, args), (g, args))  two networks as one picture, with what changed in colour
+    plot_step(step, *args)      what a training step does on its devices, from its compiled program
+    trace_step(step, *args)     the `StepGraph` of the same
 
 A function goes one way:
 
@@ -31,5 +33,16 @@ from ._graph import Edge as Edge, Graph as Graph, Node as Node
 from ._lazy import *  # noqa: F403  `Plot`, which loads graphviz
 from ._plot import plot_network as plot_network
 from ._sizes import Sizes as Sizes
+from ._step.graph import (
+    Collective as Collective,
+    StepArgument as StepArgument,
+    StepEdge as StepEdge,
+    StepGraph as StepGraph,
+    StepLayer as StepLayer,
+    StepMemory as StepMemory,
+    StepPart as StepPart,
+)
+from ._step.plot import plot_step as plot_step
+from ._step.step import trace_step as trace_step
 from ._summary import print_summary as print_summary
 from ._trace import trace as trace

@@ -81,11 +81,7 @@ def trace(
         [('FullyConnected', (5, 2), 6), ('Activation', (5, 2), 0)]
     """
     check_trace(fn, len(args), params_argnums, depth, max_nodes, repeats, rules)
-    net, sizes = _net(read(fn, *args, params_argnums=params_argnums, **kwargs), repeats, rules)
-    if depth is not None:
-        collapse_scopes(net, depth)
-    if max_nodes is not None:
-        limit_nodes(net, max_nodes)
+    net, sizes = layers(read(fn, *args, params_argnums=params_argnums, **kwargs), depth, max_nodes, repeats, rules)
     return replace(to_graph(net), sizes=sizes)
 
 
@@ -103,13 +99,15 @@ def whole(
     in and one way out, named by what they share ("conv2_block1").
     """
     check_trace(fn, len(args), params_argnums, None, None, repeats, rules)
-    net, sizes = _net(read(fn, *args, params_argnums=params_argnums, **kwargs), repeats, rules)
+    net, sizes = layers(read(fn, *args, params_argnums=params_argnums, **kwargs), None, None, repeats, rules)
     add_regions(net)
     return replace(to_graph(net), sizes=sizes)
 
 
-def _net(raw: Raw, repeats: bool, rules: Sequence[Rule | Call]) -> tuple[Net, Sizes]:
-    """Layers and the edges between them, and their sizes. Everything is open."""
+def layers(
+    raw: Raw, depth: int | None, max_nodes: int | None, repeats: bool, rules: Sequence[Rule | Call]
+) -> tuple[Net, Sizes]:
+    """The layers of flat equations, by all passes in their order, and their sizes. The options are those of `trace`."""
     calls = [rule for rule in rules if isinstance(rule, Call)]
     patterns = [rule for rule in rules if isinstance(rule, Rule)]
     cells = Cells(raw)
@@ -128,6 +126,10 @@ def _net(raw: Raw, repeats: bool, rules: Sequence[Rule | Call]) -> tuple[Net, Si
     join_arguments(net)
     if repeats:
         collapse_repeats(net)
+    if depth is not None:
+        collapse_scopes(net, depth)
+    if max_nodes is not None:
+        limit_nodes(net, max_nodes)
     return net, sizes
 
 

@@ -94,6 +94,7 @@ def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
         flops=sum(eqn.flops for eqn in eqns),
         bytes=read + cells.raw.values[output].bytes,
         equations=len(eqns),
+        eqns=[eqn.id for eqn in eqns],
         weights=cells.weights(cell),
         name=cell.op if cell.op in OPTIMIZERS else "",  # not that of a parameter
     )

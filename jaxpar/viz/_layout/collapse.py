@@ -91,6 +91,7 @@ def _sum(group: list[Draft], op: str, scope: tuple[str, ...], name: str) -> Draf
         flops=sum(draft.flops for draft in group),
         bytes=sum(draft.bytes for draft in group),
         equations=sum(draft.equations for draft in group),
+        eqns=[number for draft in group for number in draft.eqns],
         weights=list(dict.fromkeys(weight for draft in group for weight in draft.weights)),
         outputs=[output for draft in group for output in draft.outputs],
         name=name,

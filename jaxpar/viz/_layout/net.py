@@ -18,6 +18,7 @@ class Draft:
         weights: the parameters that it reads.
         layers: how many it stands for, where a scope is closed.
         leaves: of an input with several arrays, those arrays.
+        eqns: the ids of its equations, those of all copies.
         own: how many of the weights are of the first copy, where it is repeated.
         forward: of a backward draft, the draft whose gradient it is.
 
@@ -41,6 +42,7 @@ class Draft:
     own: int | None = None
     layers: int = 1
     leaves: list[int] = field(default_factory=list)
+    eqns: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -144,6 +144,7 @@ def _merge_copies(net: Net, copies: list[list[Draft]]) -> dict[int, int]:
             kept.bytes += other.bytes
             kept.weights = list(dict.fromkeys((*kept.weights, *other.weights)))
             kept.outputs += other.outputs
+            kept.eqns += other.eqns
         kept.repeat *= len(copies)
     by_at = {draft.at: draft for draft in first}
     net.drafts = [draft for draft in net.drafts if draft.at not in names]

@@ -12,7 +12,9 @@ _VIEWS = frozenset(
 
 
 def mark_view(raw: Raw, eqn: Eqn) -> None:
-    """Decide whether an equation is a view, and of which value."""
+    """Decide whether an equation is a view, and of which value. One without results shows none."""
+    if not eqn.outs:
+        return
     if _is_view(raw, eqn):
         eqn.view = True
         raw.values[eqn.outs[0]].root = eqn.ins[0]
