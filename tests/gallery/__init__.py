@@ -37,6 +37,21 @@ MODELS = {
     "gpt2_loss": Model("gpt2", 124_439_808),
     "gpt2_decode": Model("gpt2", 124_439_808),
     "llama": Model("llama", 8_030_261_248),
+    "t5": Model("t5", 60_506_624),
+    "mixtral": Model("mixtral", 46_702_792_704),
+    "mamba": Model("mamba", 129_135_360),
+    "mlp_mixer": Model("mixer", 59_880_472),
+    "unet": Model("unet", 35_746_307),
+    "diffusion_sampler": Model("unet", 35_746_307),
+    "lstm": Model("lstm", 19_775_200),
+    "lstm_haiku": Model("lstm", 19_775_200),
+    "lstm_flax": Model("lstm", 19_775_200),
+    "neural_ode": Model("neural_ode", 640 + 36_928 + 2 * 37_504 + 650),
+    "gnn": Model("gnn", (119 + 8) * 128 + 3 * (49_280 + 32_896) + 16_512 + 129),
+    "gan_generator": Model("gan", 3_576_704),
+    "gan_discriminator": Model("gan", 2_765_568),
+    "sharded_jit": Model("sharded", 133_448_704),
+    "sharded_shard_map": Model("sharded", 133_448_704),
 }
 
 
