@@ -1,7 +1,6 @@
 """What is wrong with a picture of the gallery: too wide, too small, nameless boxes, walls of ovals, wrong numbers."""
 
 import resource
-import time
 import xml.etree.ElementTree as ET
 from contextlib import contextmanager
 from functools import partial
@@ -109,11 +108,10 @@ def faults_of_graph(name, graph, flops):
         yield f"{graph.total_flops:.4g} FLOPs, XLA counts {flops:.4g} ({graph.total_flops / flops - 1:+.1%})"
 
 
-def faults(name, flops):
-    """All that is wrong with one picture; `flops` are XLA's."""
-    start = time.perf_counter()
+def faults(name):
+    """All that is wrong with one picture, and its SVG."""
     plot, svg, seconds = draw(name)
-    found = [*faults_of_picture(svg), *faults_of_graph(name, plot.network, flops)]
+    found = [*faults_of_picture(svg), *faults_of_graph(name, plot.network, xla_flops(name))]
     if seconds > MOST_SECONDS:
-        found.append(f"{seconds:.1f} s of CPU ({time.perf_counter() - start:.1f} s in all) to trace and lay out")
-    return found
+        found.append(f"{seconds:.1f} s of CPU to trace and lay out")
+    return found, svg

@@ -92,10 +92,11 @@ def specs():
 
 def gan_generator():
     generator, discriminator, latent, _ = specs()
-    return generator_step, (generator, discriminator, latent), {"title": "DCGAN, the generator's step"}
+    options = {"params_argnums": (0, 1), "title": "DCGAN, the generator's step"}
+    return generator_step, (generator, discriminator, latent), options
 
 
 def gan_discriminator():
     generator, discriminator, latent, images = specs()
-    arguments = (discriminator, generator, images, latent)
-    return discriminator_step, arguments, {"title": "DCGAN, the discriminator's step"}
+    options = {"params_argnums": (0, 1), "title": "DCGAN, the discriminator's step"}
+    return discriminator_step, (discriminator, generator, images, latent), options
