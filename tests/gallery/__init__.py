@@ -9,6 +9,9 @@ import importlib
 from collections.abc import Callable
 
 
+FIRST_LEVEL = 60  # layers in a picture at most: blocks are closed until then
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A network of the gallery.
@@ -57,4 +60,5 @@ MODELS = {
 
 def make(name: str) -> tuple[Callable, tuple, dict]:
     """The function, the arguments and the options of one network."""
-    return MODELS[name].make(name)
+    fn, args, options = MODELS[name].make(name)
+    return fn, args, {"max_nodes": FIRST_LEVEL, **options}

@@ -8,13 +8,14 @@ from unittest import mock
 
 import jax
 
-from gallery import MODELS, make, unet
+from gallery import FIRST_LEVEL, MODELS, make, unet
 from jaxpar import viz
 
 SVG = "{http://www.w3.org/2000/svg}"
 WIDEST, SCREEN, POINTS_OF_A_PIXEL = 1200, 1280, 0.75
 SMALLEST_LABEL = 8.0
-MOST_NODES, MOST_INPUTS = 60, 8
+MOST_INPUTS = 8
+MOST_NODES = FIRST_LEVEL + MOST_INPUTS
 MOST_SECONDS = 5.0
 NAMELESS = ("", "…", "...", "<lambda>", "lambda", "fn", "f")
 
