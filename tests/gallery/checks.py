@@ -1,5 +1,6 @@
 """What is wrong with a picture of the gallery: too wide, too small, nameless boxes, walls of ovals, wrong numbers."""
 
+import re
 import resource
 import xml.etree.ElementTree as ET
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ SMALLEST_LABEL = 8.0
 MOST_INPUTS = 8
 MOST_NODES = FIRST_LEVEL + MOST_INPUTS
 MOST_SECONDS = 5.0
-NAMELESS = ("", "…", "...", "<lambda>", "lambda", "fn", "f")
+NAMELESS = re.compile(r"|…|\.\.\.|(<lambda>|lambda|fn|f)|[×\d .…]+")
 
 
 def cpu_seconds():
@@ -86,7 +87,7 @@ def faults_of_picture(svg):
     for node in nodes:
         texts = list(node.iter(SVG + "text"))
         words = [(text.text or "").strip() for text in texts]
-        if all(word in NAMELESS or word.isdigit() for word in words[:2]):
+        if all(map(NAMELESS.fullmatch, words[:1])):
             yield f"nameless box {node.find(SVG + 'title').text!r}: {words}"
         small += not texts or max(float(text.get("font-size")) for text in texts) * scale < SMALLEST_LABEL
     if small:
@@ -101,7 +102,7 @@ def faults_of_graph(name, graph, flops):
     if len(graph.inputs) > min(MOST_INPUTS, len(args)):
         yield f"{len(graph.inputs)} ovals for {len(args)} arguments"
     for node in graph.nodes:
-        if node.name in NAMELESS or node.name.isdigit() or node.kind in NAMELESS:
+        if NAMELESS.fullmatch(node.name) or NAMELESS.fullmatch(node.kind):
             yield f"a node without a name: {node.name!r} ({node.op!r})"
     if graph.total_params != MODELS[name].params:
         yield f"{graph.total_params:,} parameters, there are {MODELS[name].params:,}"
