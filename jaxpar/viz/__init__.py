@@ -18,7 +18,7 @@ your own. A `Rule` matches a pattern of cells and returns a `Fold`.
 """
 
 from ._draw.render import RenderError as RenderError
-from ._fold.calls import CALLS as CALLS, Call as Call
+from ._fold.known import CALLS as CALLS, Call as Call
 from ._fold.patterns import Fold as Fold, Rule as Rule
 from ._fold.table import RULES as RULES
 from ._graph import Edge as Edge, Graph as Graph, Node as Node

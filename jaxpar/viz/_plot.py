@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .._core.checks import choice, describe
 from ._draw.style import THEMES, Options
-from ._fold.calls import Call
+from ._fold.known import Call
 from ._fold.patterns import Rule
 from ._trace import trace
 

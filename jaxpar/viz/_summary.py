@@ -9,7 +9,7 @@ from typing import IO, Any
 from .._core.arguments import describe
 from .._core.text import in_notebook
 from ._draw.table import to_html, to_text
-from ._fold.calls import Call
+from ._fold.known import Call
 from ._fold.patterns import Rule
 from ._trace import trace
 

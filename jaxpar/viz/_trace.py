@@ -13,10 +13,11 @@ from .._core import checks
 from .._core.arguments import did_you_mean
 from .._core.arrays import is_prng_key
 from ._fold.backward import attach_residuals, attach_views, fold_backward
-from ._fold.calls import CALLS, Call, fold_calls
+from ._fold.calls import fold_calls
 from ._fold.cells import Cells
 from ._fold.cycles import break_cycles
 from ._fold.helpers import fold_helpers, fold_siblings, fold_statements
+from ._fold.known import CALLS, Call
 from ._fold.patterns import Rule, fold_patterns
 from ._fold.table import RULES
 from ._graph import Graph

@@ -25,7 +25,7 @@ from .regions import (
     maps_devices,
     region_of,
 )
-from .source import Frame, Sources, is_jax_function
+from .source import Frame, Sources, defined_in, is_jax_function
 from .views import mark_view
 
 _SCOPE = re.compile(r"[\w.~/\[\]()<>:+ -]+")
@@ -184,7 +184,7 @@ class _Reader:
             context = replace(context, enclosing=enclosing)
         if library and name:
             number = -1 - next(self.calls)  # a call of its own, wherever it is made
-            frame = Frame("jax", "jax", name, "", 0, number, number)
+            frame = Frame("jax", "jax", name, defined_in(jaxpr), 0, number, number)
             context = replace(context, stack=(*context.stack, frame))
         elif not is_jax_function(jaxpr):
             context = self.in_cluster(context, call_label(eqn, name))
