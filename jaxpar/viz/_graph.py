@@ -83,6 +83,7 @@ class Graph:
         total_params: elements of the parameters used, each counted once.
         equations: the number of equations of the jaxpr, nested ones included.
         scopes: each repeated scope, and the number of its copies.
+        uncounted: the primitives for which there is no formula. Their FLOPs are missing.
     """
 
     nodes: tuple[Node, ...]
@@ -92,6 +93,7 @@ class Graph:
     total_params: int = 0
     equations: int = 0
     scopes: tuple[tuple[tuple[str, ...], int], ...] = ()
+    uncounted: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> tuple[Node, ...]:

@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 
 from .._graph import Graph, Node, human
-from .labels import shape_text
+from .labels import missing, shape_text
 
 _COLUMNS = ("Layer (type)", "Output Shape", "Param #", "FLOPs", "Previous Layer")
 
@@ -17,7 +17,7 @@ def to_text(graph: Graph) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     lines = [_line(row, widths) for row in rows]
     total = max(map(len, lines), default=0)
-    ends = [f"Total params: {graph.total_params}", f"Total FLOPs: {graph.total_flops}"]
+    ends = [f"Total params: {graph.total_params}", f"Total FLOPs: {graph.total_flops}{missing(graph)}"]
     table = ["-" * total, lines[0], "=" * total, *lines[1:], "=" * total, *ends, "-" * total]
     return "\n".join(line.rstrip() for line in table)
 
@@ -44,7 +44,7 @@ def to_html(graph: Graph, title: str = "") -> str:
     """The table for a notebook, in the colours of the page. A row shows its source line when pointed at."""
     head = "".join(map(_head_cell, _COLUMNS))
     body = "".join(_html_row(graph, node) for node in graph.nodes)
-    foot = f"{graph.total_params:,} parameters, {human(graph.total_flops, 'FLOP')}"
+    foot = f"{graph.total_params:,} parameters, {human(graph.total_flops, 'FLOP')}{missing(graph)}"
     caption = f"<caption>{html.escape(title)}</caption>" if title else ""
     return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p><b>{foot}</b></p>"
 

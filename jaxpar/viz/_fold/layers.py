@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from .cells import Cell, Cells
 from .patterns import Fold, axis_names, bias, by, is_float, is_scale, number, single, takes_scale
 
-
 _BIASED = ("add", "Convolution", "Deconvolution", "FullyConnected", "MatMul")
 
 
@@ -127,3 +126,22 @@ def scale(cells: Cells, cell: Cell) -> Fold | None:
     if after is not None and takes_scale(cells, after, cell):
         return Fold((cell, after), after.op, after.detail, after.major)
     return None
+
+
+def pallas(cells: Cells, cell: Cell) -> Fold | None:
+    """A Pallas kernel, by its name."""
+    eqn = single(cells, cell)
+    if eqn is None or eqn.prim != "pallas_call":
+        return None
+    info = getattr(eqn.params["jaxpr"], "debug_info", None)
+    name = eqn.params.get("name") or str(getattr(info, "func_src_info", "") or "").partition(" at ")[0]
+    return Fold((cell,), "Pallas", str(name))
+
+
+def transform(cells: Cells, cell: Cell) -> Fold | None:
+    """A Fourier transform, by its kind and lengths."""
+    found = [eqn for eqn in cells.eqns(cell) if eqn.prim == "fft"]
+    if len(found) != 1 or cell.major:
+        return None
+    kind = str(getattr(found[0].params["fft_type"], "name", found[0].params["fft_type"])).lower()
+    return Fold((cell,), "FFT", f"{kind}, {by(found[0].params['fft_lengths'])}")

@@ -10,7 +10,7 @@ from .._read.raw import Eqn
 from .cells import Cell, Cells
 
 COLLECTIVES = frozenset(
-    "psum pmean pmax pmin all_gather all_to_all ragged_all_to_all reduce_scatter psum_scatter ppermute pshuffle pgather "
+    "psum pmean pmax pmin all_gather all_to_all ragged_all_to_all reduce_scatter psum_scatter ppermute pgather "
     "axis_index".split()
 )
 SENT = COLLECTIVES - {"axis_index"}

@@ -8,7 +8,6 @@ from .._read.raw import Eqn
 from .cells import Cell, Cells
 from .patterns import Fold, by, divides_by, is_scale, single
 
-
 _KINDS = {"reduce_window_max": "max", "reduce_window_min": "min", "reduce_window_sum": "sum"}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from .._graph import Edge, Graph, Node
+from .._read.costs import is_uncounted
 from .._read.raw import Raw
 from .names import name_drafts
 from .net import Draft, Net
@@ -31,7 +32,9 @@ def to_graph(net: Net) -> Graph:
     )
     total = sum(_size(net.raw, weight) for weight in counted - net.state)
     scopes = tuple(sorted(net.repeats.items()))
-    return Graph(tuple(nodes), edges, tuple(weights.values()), tuple(weight_edges), total, net.raw.count, scopes)
+    uncounted = sorted({eqn.prim for eqn in net.raw.eqns if not eqn.view and is_uncounted(eqn.prim, eqn.params)})
+    ends = tuple(weights.values()), tuple(weight_edges)
+    return Graph(tuple(nodes), edges, *ends, total, net.raw.count, scopes, tuple(uncounted))
 
 
 def _one_each(net: Net) -> dict[tuple[int, int], int]:

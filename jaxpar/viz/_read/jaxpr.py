@@ -195,7 +195,8 @@ class _Reader:
         context = self.in_cluster(context, region.label)
         context = replace(context, times=context.times * region.times)
         args = [self.value_of(env, atom) for atom in eqn.invars]
-        results = self.write_out(region.body, args[region.skip :], context)
+        operands = args[region.skip :] if region.operands is None else [args[number] for number in region.operands]
+        results = self.write_out(region.body, operands, context)
         self.carried.update(results[number] for number in region.carried)
         for var, value in zip(eqn.outvars, results, strict=True):
             env[var] = self.new_value(var.aval, root=value)
