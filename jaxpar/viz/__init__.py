@@ -26,7 +26,7 @@ from ._diff.changes import Change as Change
 from ._diff.compare import diff as diff
 from ._diff.result import Diff as Diff
 from ._draw.render import RenderError as RenderError
-from ._fold.calls import CALLS as CALLS, Call as Call
+from ._fold.known import CALLS as CALLS, Call as Call
 from ._fold.patterns import Fold as Fold, Rule as Rule
 from ._fold.table import RULES as RULES
 from ._graph import Edge as Edge, Graph as Graph, Node as Node

@@ -93,6 +93,7 @@ class Graph:
         equations: the number of equations of the jaxpr, nested ones included.
         scopes: each repeated scope, and the number of its copies.
         sizes: the bytes of its arrays, and which parameters are trained.
+        uncounted: the primitives for which there is no formula. Their FLOPs are missing.
     """
 
     nodes: tuple[Node, ...]
@@ -103,6 +104,7 @@ class Graph:
     equations: int = 0
     scopes: tuple[tuple[tuple[str, ...], int], ...] = ()
     sizes: Sizes = field(default_factory=Sizes)
+    uncounted: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> tuple[Node, ...]:

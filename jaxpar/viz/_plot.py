@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 
 from ._draw.style import Options
-from ._fold.calls import Call
+from ._fold.known import Call
 from ._fold.patterns import Rule
 from ._options import check_picture
 from ._trace import trace, whole

@@ -10,7 +10,7 @@ from .._core import checks
 from .._core.text import in_notebook
 from ._draw.table import to_html, to_text
 from ._draw.tree import frozen_names
-from ._fold.calls import Call
+from ._fold.known import Call
 from ._fold.patterns import Rule
 from ._graph import Graph
 from ._trace import trace

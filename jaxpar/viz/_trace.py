@@ -13,10 +13,11 @@ import jax
 from .._core.arguments import did_you_mean
 from .._core.arrays import is_prng_key
 from ._fold.backward import attach_residuals, attach_views, fold_backward
-from ._fold.calls import CALLS, Call, fold_calls
+from ._fold.calls import fold_calls
 from ._fold.cells import Cells
 from ._fold.cycles import break_cycles
 from ._fold.helpers import fold_helpers, fold_siblings, fold_statements
+from ._fold.known import CALLS, Call
 from ._fold.optimizers import fold_optimizers
 from ._fold.patterns import Rule, fold_patterns
 from ._fold.table import RULES
@@ -34,7 +35,9 @@ from ._read import jaxpr
 from ._read.raw import Raw
 from ._sizes import Sizes
 
-_OPTIONS = "params_argnums depth max_nodes repeats rules title hide_weights node_attrs heat theme legend direction".split()
+_OPTIONS = (
+    "params_argnums depth max_nodes repeats rules title hide_weights node_attrs heat theme legend direction".split()
+)
 
 
 def trace(

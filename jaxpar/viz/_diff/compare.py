@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._core.arguments import describe
 from .._draw.style import Options
-from .._fold.calls import Call
+from .._fold.known import Call
 from .._fold.patterns import Rule
 from .._graph import Graph
 from .._options import check_picture

@@ -177,7 +177,7 @@ def tooltip(node: Node) -> str:
 
 def caption(graph: Graph, nodes: list[Node], options: Options) -> str:
     """The title, the totals and the legend, as a table of Graphviz."""
-    counts = f"{graph.total_params:,} parameters · {human(graph.total_flops, 'FLOP')}"
+    counts = f"{graph.total_params:,} parameters · {human(graph.total_flops, 'FLOP')}{missing(graph)}"
     rows = [_title_row(line) for line in options.title.splitlines() if line.strip()]
     rows.append(f'<TR><TD><FONT POINT-SIZE="10">{_html(counts)}</FONT></TD></TR>')
     if options.heat is not None:
@@ -205,3 +205,8 @@ def _legend_row(entries: list[tuple[str, str]]) -> str:
 
 def _html(text: str) -> str:
     return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+
+
+def missing(graph: Graph) -> str:
+    """What the sum of FLOPs lacks: " without top_k". Empty where it lacks nothing."""
+    return f" without {', '.join(graph.uncounted)}" if graph.uncounted else ""

@@ -10,7 +10,7 @@ import html
 import io
 import os
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import graphviz

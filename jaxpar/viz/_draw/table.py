@@ -6,6 +6,7 @@ import html
 
 from ..._core.text import columns, fit, printable
 from .._graph import Graph, human
+from .labels import missing
 from .tree import Row, rows
 
 _HEAD = ("Layer (type)", "Output Shape", "Param #", "FLOPs", "Previous Layer")
@@ -92,7 +93,8 @@ def _counts(graph: Graph, frozen: frozenset[str]) -> list[str]:
     ]
     found += [("Constants, counted as params", graph.sizes.constants)] if graph.sizes.constants else []
     found += [("Unused params, not counted", graph.sizes.unused)] if graph.sizes.unused else []
-    return [f"{name}: {number:,}" for name, number in [*found, ("Total FLOPs", graph.total_flops)]]
+    counts = [f"{name}: {number:,}" for name, number in found]
+    return [*counts, f"Total FLOPs: {graph.total_flops:,}{missing(graph)}"]
 
 
 def _memory(graph: Graph) -> list[str]:
@@ -115,7 +117,7 @@ def to_html(graph: Graph, title: str = "", depth: int | None = None, frozen: fro
     body = "".join(_html_row(row) for row in rows(graph, depth, frozen))
     body += "" if graph.layers else f"<tr><td colspan='{len(_HEAD)}'>{EMPTY}</td></tr>"
     caption = f"<caption>{html.escape(printable(title))}</caption>" if title.strip() else ""
-    facts = " · ".join([f"{graph.total_params:,} parameters", human(graph.total_flops, "FLOP")])
+    facts = " · ".join([f"{graph.total_params:,} parameters", human(graph.total_flops, "FLOP") + missing(graph)])
     foot = "".join(f"<p>{html.escape(' · '.join(lines))}</p>" for lines in (_counts(graph, frozen), _memory(graph)))
     return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p><b>{facts}</b></p>{foot}"
 

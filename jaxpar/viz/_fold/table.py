@@ -18,6 +18,8 @@ RULES: tuple[Rule, ...] = (
     Rule("squared error", frozenset(("sub",)), losses.squared_error),
     Rule("cross-entropy", frozenset(("LogSoftmax", "logsumexp")), losses.cross_entropy),
     Rule("reduction of a loss", frozenset(("Loss",)), losses.reduction),
+    Rule("kernel", frozenset(("pallas_call",)), layers.pallas),
+    Rule("Fourier transform", frozenset(), layers.transform),
     Rule("flatten", frozenset(("Flatten",)), layers.flatten),
     Rule("concatenate", frozenset(("Concat", "stack")), layers.concat),
     Rule("collective", COLLECTIVES, layers.collective),

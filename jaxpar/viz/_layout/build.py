@@ -5,9 +5,9 @@ from __future__ import annotations
 import heapq
 import math
 
-from .._fold.cells import Cell, Cells
+from .._fold.cells import Cell, Cells, plain_name
 from .._fold.optimizers import OPTIMIZERS
-from .._fold.patterns import COLLECTIVES
+from .._fold.patterns import SENT
 from .._graph import BACKWARD, common_prefix, human, is_region
 from .._read.raw import Eqn, Raw
 from .._read.source import describe
@@ -79,8 +79,9 @@ def _topological(cells: Cells) -> list[Cell]:
 def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
     eqns = cells.eqns(cell)
     real = [eqn for eqn in eqns if not eqn.view] or eqns
-    sends = cell.op in COLLECTIVES and cell.op != "axis_index"
-    output, read = cells.output(cell), _bytes_read(cells.raw, eqns, converted=sends)
+    sent = [eqn for eqn in real if plain_name(eqn.prim) in SENT]
+    sends = bool(sent) and cell.op.removesuffix(BACKWARD) in SENT
+    output, read = cells.output(cell), _bytes_read(cells.raw, sent if sends else eqns, converted=sends)
     detail = cell.detail
     if sends:
         detail = f"{detail}, {human(read, 'B')}"
@@ -113,7 +114,9 @@ def _bytes_read(raw: Raw, eqns: list[Eqn], *, converted: bool) -> int:
     for eqn in [eqn for eqn in eqns if not eqn.view] or eqns:
         for value, shape in zip(eqn.ins, eqn.in_shapes, strict=False):
             root = raw.root(value)
-            if root not in inside:  # a slice or a device's share is smaller than the whole array, a broadcast larger
+            if (
+                root not in inside and raw.values[root].kind != "literal"
+            ):  # a slice or a device's share is smaller than the whole array, a broadcast larger
                 whole = raw.values[value if converted else root]
                 share = whole.bytes * math.prod(shape) // max(1, math.prod(whole.shape))
                 reads[root] = max(reads.get(root, 0), min(share, whole.bytes))

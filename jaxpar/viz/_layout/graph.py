@@ -6,6 +6,7 @@ import math
 from collections import Counter
 
 from .._graph import Edge, Graph, Node
+from .._read.costs import is_uncounted
 from .._read.raw import Raw
 from .arguments import leaf_of
 from .names import name_drafts
@@ -30,7 +31,9 @@ def to_graph(net: Net) -> Graph:
     edges = _edges(net, names)
     total = sum(_size(net.raw, weight) for weight in counted - net.state)
     scopes = tuple(sorted(net.repeats.items()))
-    return Graph(tuple(nodes), edges, tuple(weights.values()), tuple(weight_edges), total, net.raw.count, scopes)
+    uncounted = sorted({eqn.prim for eqn in net.raw.eqns if not eqn.view and is_uncounted(eqn.prim, eqn.params)})
+    ends = tuple(weights.values()), tuple(weight_edges)
+    return Graph(tuple(nodes), edges, *ends, total, net.raw.count, scopes, uncounted=tuple(uncounted))
 
 
 def _edges(net: Net, names: dict[int, str]) -> tuple[Edge, ...]:

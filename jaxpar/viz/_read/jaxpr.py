@@ -25,7 +25,7 @@ from .regions import (
     maps_devices,
     region_of,
 )
-from .source import Frame, Sources, is_jax_function
+from .source import Frame, Sources, defined_in, is_jax_function
 from .views import mark_view
 
 _SCOPE = re.compile(r"[\w.~/\[\]()<>:+ -]+")
@@ -184,7 +184,7 @@ class _Reader:
             context = replace(context, enclosing=enclosing)
         if library and name:
             number = -1 - next(self.calls)  # a call of its own, wherever it is made
-            frame = Frame("jax", "jax", name, "", 0, number, number)
+            frame = Frame("jax", "jax", name, defined_in(jaxpr), 0, number, number)
             context = replace(context, stack=(*context.stack, frame))
         elif not is_jax_function(jaxpr):
             context = self.in_cluster(context, call_label(eqn, name))
@@ -195,7 +195,8 @@ class _Reader:
         context = self.in_cluster(context, region.label)
         context = replace(context, times=context.times * region.times)
         args = [self.value_of(env, atom) for atom in eqn.invars]
-        results = self.write_out(region.body, args[region.skip :], context)
+        operands = args[region.skip :] if region.operands is None else [args[number] for number in region.operands]
+        results = self.write_out(region.body, operands, context)
         self.carried.update(results[number] for number in region.carried)
         for var, value in zip(eqn.outvars, results, strict=True):
             env[var] = self.new_value(var.aval, root=value)

@@ -14,7 +14,7 @@ _JAXPAR = os.path.dirname(os.path.dirname(_VIZ)) + os.sep
 # Of JAX's own frames only those of its public functions say what is computed. The others are how it traces.
 _JAX_PUBLIC = tuple(
     os.path.join(_JAX, "_src", part)
-    for part in ("numpy/", "nn/", "scipy/", "lax/", "image/", "ops/", "random.py", "initializers")
+    for part in ("numpy/", "nn/", "scipy/", "lax/", "image/", "ops/", "random/core.py", "random.py", "initializers")
 )
 _MODELS = os.path.join(_JAXPAR, "models") + os.sep
 ANONYMOUS = ("<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<module>")  # functions without a name
@@ -109,6 +109,13 @@ def _origin(file: str) -> tuple[str, str]:
         if found:
             return "library", inside.split(os.sep)[0].removesuffix(".py")
     return "user", ""
+
+
+def defined_in(jaxpr: Any) -> str:
+    """The last two parts of the path of a jaxpr's function. Empty where JAX kept none."""
+    info = str(getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "") or "")
+    path = info.partition(" at ")[2].rpartition(":")[0]
+    return "/".join(path.replace(os.sep, "/").split("/")[-2:])
 
 
 def is_jax_function(jaxpr: Any) -> bool:

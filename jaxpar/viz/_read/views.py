@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from .raw import Eqn, Raw
 
 _VIEWS = frozenset(
@@ -31,6 +33,8 @@ def mark_view(raw: Raw, eqn: Eqn) -> None:
 def _is_view(raw: Raw, eqn: Eqn) -> bool:
     if eqn.prim == "slice" or eqn.prim == "dynamic_slice":
         return raw.weight_of(eqn.ins[0]) is not None and not eqn.backward
+    if eqn.prim == "reduce_sum" and math.prod(eqn.in_shapes[0]) == math.prod(eqn.out_shape):
+        return True  # over axes of length 1
     if eqn.prim not in _VIEWS or not eqn.ins:
         return False
     return eqn.prim != "reshape" or not _flattens(eqn)

@@ -180,7 +180,9 @@ class _Drawing:
                 name = f"{phase}: {', '.join(layers)}"
                 found.append(f"{quote(name)} {self._badge(sends)}")
                 goals = [layer + (_BACK if phase == "backward" else "") for layer in layers]
-                found += [f"{quote(name)} -> {quote(goal)} " + _attrs(color=_SENT, constraint="false") for goal in goals]
+                found += [
+                    f"{quote(name)} -> {quote(goal)} " + _attrs(color=_SENT, constraint="false") for goal in goals
+                ]
         return found
 
     def _band(self) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core.checks import choice, describe
 from .._draw.style import THEMES
-from .._fold.calls import Call
+from .._fold.known import Call
 from .._fold.patterns import Rule
 from .dot import StepOptions
 from .step import read_step

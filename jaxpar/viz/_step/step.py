@@ -10,7 +10,7 @@ import jax
 
 from ..._core.arguments import did_you_mean
 from .. import _trace
-from .._fold.calls import Call
+from .._fold.known import Call
 from .._fold.patterns import Rule
 from .._graph import Graph
 from .._layout.graph import to_graph
@@ -189,5 +189,3 @@ class _Parts:
             peak=max(peaks, default=None),
             seconds=sum(seconds) if seconds else None,
         )
-
-
