@@ -25,7 +25,11 @@ for name in [name for name in os.environ if name.startswith(CLUSTER)]:
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-@pytest.fixture(params=[1, 2, 4, 8], ids=lambda n: f"{n}dev")
+# The second row has four: the programs are those of two and of eight.
+COUNTS = [1, 2, pytest.param(4, marks=pytest.mark.slow), 8]
+
+
+@pytest.fixture(params=COUNTS, ids=lambda n: f"{n}dev")
 def devices(request):
     return jax.devices()[: request.param]
 
