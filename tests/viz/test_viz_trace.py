@@ -125,7 +125,7 @@ def test_a_transformer_is_one_block_times_twelve():
     inside = [node for node in graph.layers if node.scope == ("×12",)]
     assert {node.repeat for node in inside} == {12}
     assert ops(graph).count("LayerNorm") == 3
-    assert ops(graph).count("Softmax") == 1
+    assert ops(graph).count("Attention") == 1
     full = check(viz.trace(m.transformer, m.transformer_params(12), m.TOKENS, repeats=False))
     assert len(full.layers) == 12 * len(inside) + len(graph.layers) - len(inside)
     assert (full.total_params, full.total_flops) == (graph.total_params, graph.total_flops)

@@ -51,17 +51,19 @@ def _runs(eqns: list[Eqn], table: Mapping[str, Call], depth: int) -> list[tuple[
         if place not in keys:
             keys[place] = _key(eqn.stack, table, depth)
         new = keys[place]
-        if new is None or new != key or _begins_again(eqn, runs[-1][1]):
+        if new is None or new != key or _begins_again(eqn, runs[-1][1], new.call):
             runs.append((new, []))
         runs[-1][1].append(eqn)
         key = new
     return runs
 
 
-def _begins_again(eqn: Eqn, run: list[Eqn]) -> bool:
+def _begins_again(eqn: Eqn, run: list[Eqn], call: Call | None) -> bool:
     first, last = run[0], run[-1]
     if eqn.position != first.position or eqn.prim != first.prim or plain_name(eqn.prim) in COLLECTIVES:
         return False
+    if call is not None and call.tree:
+        return last.position != first.position
     return last.position != first.position or (last.prim == eqn.prim and not eqn.tangent)
 
 

@@ -27,6 +27,7 @@ class Call:
         files: how the path of its file may end. Empty for any file.
         needs: names of primitives. Outside of JAX the function computes at least one of each string.
         lacks: names of primitives. Outside of JAX the function computes none of them.
+        tree: whether one call begins with the same step for each leaf of a tree.
     """
 
     function: str
@@ -36,6 +37,7 @@ class Call:
     files: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     lacks: Collection[str] = ()
+    tree: bool = False
 
     def is_of(self, frame: Frame) -> bool:
         """Whether a frame may be this function, by its file."""
@@ -107,6 +109,7 @@ CALLS: tuple[Call, ...] = (
         None,
         files=("random/core.py", "_src/random.py"),
     ),
+    Call("associative_scan", "AssociativeScan", matrices=True, files=("control_flow/loops.py",), tree=True),
 )
 MINOR = frozenset(("Random", "OneHot"))
 

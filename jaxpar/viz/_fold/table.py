@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from . import layers, losses, pooling
+from . import attention, layers, losses, norms, pooling, rotary
 from .patterns import COLLECTIVES, Rule
 
 RULES: tuple[Rule, ...] = (
+    Rule("normalization", frozenset(), norms.normalization),
+    Rule("rotary embedding", frozenset(("Concat", "stack", "concatenate", "add")), rotary.rotary),
     Rule("convolution and its bias", frozenset(("conv",)), layers.convolution),
     Rule("matrix product with a parameter, and its bias", frozenset(("MatMul",)), layers.fully_connected),
+    Rule("softmax", frozenset(("div", "mul")), attention.softmax),
+    Rule("attention", frozenset(("Softmax",)), attention.attention),
     Rule("rows of a table", frozenset(), layers.embedding),
     Rule("windows reduced", frozenset(), pooling.window_pooling),
     Rule("slices added and scaled", frozenset(("add", "maximum")), pooling.slice_pooling),

@@ -15,7 +15,7 @@ _Formula = Callable[[_Params, _Avals, _Avals], int]
 _ELEMENTWISE = frozenset(
     "add add_any sub mul div neg abs sign max min floor ceil round is_finite eq ne lt le gt ge and or xor not "
     "select_n clamp square convert_element_type rem population_count clz real imag complex shift_left "
-    "shift_right_logical shift_right_arithmetic eq_to le_to lt_to reduce_precision exp2".split()
+    "shift_right_logical shift_right_arithmetic eq_to le_to lt_to reduce_precision exp2 reciprocal mulhi".split()
 )
 _REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor".split())
 # What XLA writes out as other operations: FLOPs for an element, as jax 0.12 counts them. 0.10 counts 53 for lgamma,
@@ -23,7 +23,7 @@ _REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and
 _WRITTEN_OUT = {
     "logistic": 3, "erfc": 62, "erf_inv": 37, "lgamma": 292, "digamma": 75, "bessel_i0e": 83, "bessel_i1e": 83,
     "asinh": 11, "acosh": 7, "atanh": 6, "asin": 3, "acos": 3, "sinh": 10, "cosh": 3, "nextafter": 24, "zeta": 121,
-    "polygamma": 262, "conj": 4,
+    "polygamma": 262, "conj": 4, "log2": 1, "one_minus_square": 3,
 }  # fmt: skip
 _WRITTEN_OUT_DOUBLE = {"erfc": 90, "erf_inv": 100, "lgamma": 53, "digamma": 75, "bessel_i0e": 173, "bessel_i1e": 173}
 _WRITTEN_OUT_COMPLEX = {
@@ -38,12 +38,14 @@ _FREE = frozenset(
     "exp expm1 log log1p sin cos tan atan tanh sqrt rsqrt cbrt pow atan2 erf "
     # data that moves
     "slice dynamic_slice dynamic_update_slice gather scatter concatenate pad reshape broadcast_in_dim transpose "
-    "squeeze expand_dims rev iota copy copy_p bitcast_convert_type split tile stop_gradient optimization_barrier "
+    "squeeze expand_dims stack unstack rev iota copy copy_p bitcast_convert_type split tile stop_gradient optimization_barrier "
     "device_put sharding_constraint layout_constraint mesh_cast reshard pvary pcast pbroadcast core_pmap name empty "
     "empty2 full zeros_like instantiate_zeros create_token dce_sink lu_pivots_to_permutation symbolic_zeros "
     "psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant all_gather_reduced all_to_all "
     "ragged_all_to_all reduce_scatter unreduced_psum unreduced_reduce_scatter ppermute pgather axis_index axis_size "
     "platform_index get swap program_id num_programs multiple_of broadcast "
+    "after_all broadcast_to iota_2x32_shape unvmap_all unvmap_any unvmap_max new_ref empty_ref freeze free_ref "
+    "reduced_vary_cast vary_unreduced_cast reduced_vary_cast_p vary_unreduced_cast_p preduced to_edtype from_edtype "
     "random_seed random_wrap random_unwrap random_clone rng_bit_generator rng_uniform debug_callback debug_print cond"
     .split()
 )  # fmt: skip
@@ -239,6 +241,9 @@ _FORMULAS: dict[str, _Formula] = {
     "reduce_window_max": _window,
     "reduce_window_min": _window,
     "select_and_scatter_add": _scatter_of_window,
+    "select_and_scatter": _scatter_of_window,
+    "polynomial": lambda params, ins, outs: 2 * max(0, len(ins) - 2) * size(outs[0]),
+    "reduce": lambda params, ins, outs: size(ins[0]) - size(outs[0]),
     "select_and_gather_add": _window,
     "cumsum": _cumulative,
     "cumprod": _cumulative,

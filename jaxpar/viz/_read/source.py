@@ -88,6 +88,8 @@ class Sources:
 
     def _frame(self, file: str, name: str, line: int, function: Any) -> Frame | None:
         origin, package = _origin(file)
+        if origin == "" and file.startswith(_JAX) and name.startswith("associative_scan"):
+            origin = package = "jax"  # other loops are regions of the jaxpr
         if origin == "":
             return None
         number = self._functions.setdefault(function, len(self._functions))
