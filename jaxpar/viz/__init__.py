@@ -1,6 +1,6 @@
 """Any JAX function as a picture, a table and plain data.
 
-    plot_network(fn, *args)     a `graphviz.Digraph` that a notebook shows and `save` writes
+    plot_network(fn, *args)     a `graphviz.Digraph` that a notebook shows as a page and `save` writes
     print_summary(fn, *args)    the table of layers
     trace(fn, *args)            the `Graph` of `Node`s and `Edge`s
     diff((f, args), (g, args))  two networks as one picture, with what changed in colour
@@ -14,6 +14,7 @@ A function goes one way:
     _graph      the `Graph`
     _draw       dot text, the picture, the table
     _diff       two graphs matched and drawn as one
+    _page       the interactive page
 
 `CALLS` and `RULES` are what is folded into one layer. `rules=[Call("my_attention", "Attention")]` folds a function of
 your own. A `Rule` matches a pattern of cells and returns a `Fold`.

@@ -21,7 +21,8 @@ class Node:
         op: the kind of layer: "Convolution", "FullyConnected", "Activation", ..., "input", "weight", or the name of
             the JAX function or primitive that nothing folds. The gradient of a layer ends in " (backward)".
         detail: what a label adds to the kind ("3x3/1, 20", "relu", "avg, 2x2/2x2"). May be empty.
-        shape, dtype: of the first output. Inside pmap and shard_map those of one device.
+        shape, dtype: of the first output. Inside pmap and shard_map those of one device. An input of several arrays has
+            no shape, and a dtype where they share one.
         params: elements of the parameters that it is the first to use. A weight shared by two layers counts once.
         flops: floating-point operations as XLA counts them, without exp, tanh and the like.
         bytes: of the distinct arrays that it reads and writes.
@@ -31,6 +32,7 @@ class Node:
         repeat: the number of copies that are drawn as one. Params, flops and bytes are those of all copies.
         equations: the number of equations of the jaxpr that were folded into each copy.
         outputs: the names of the function's results among its outputs.
+        leaves: of an input with several arrays, "name: dtype[shape]" of each.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Node:
     repeat: int = 1
     equations: int = 0
     outputs: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -61,17 +64,21 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An array that flows between two nodes.
+    """An array that flows between two nodes, or several of them.
 
     Attributes:
         source, target: the names of the nodes.
-        shape, dtype: of the array.
+        shape, dtype: of the array that its source is known by, else of the largest.
+        label: the array's name in its argument ("image"), where the source is an input of several arrays.
+        arrays: how many flow here.
     """
 
     source: str
     target: str
     shape: tuple[int, ...] = ()
     dtype: str = ""
+    label: str = ""
+    arrays: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core import checks
-from ._draw.style import THEMES
+from ._draw.style import DIRECTIONS, THEMES
 from ._fold.calls import Call
 from ._fold.patterns import Rule
 
@@ -49,6 +49,7 @@ def check_picture(
     time_limit: Any,
     hide_weights: Any,
     legend: Any,
+    direction: Any,
     what: str = "plot_network",
 ) -> None:
     """Check the options that `plot_network` has besides those of `trace`. Errors as of `check_trace`."""
@@ -61,6 +62,7 @@ def check_picture(
         if not isinstance(name, str):
             raise TypeError(f"{expected}the name {checks.describe(name)}")
     checks.choice(theme, what, "theme", THEMES)
+    checks.choice(direction, what, "direction", DIRECTIONS)
     if heat is not None:
         checks.choice(heat, what, "heat", ("flops", "bytes"))
     checks.number(time_limit, what, "time_limit", "a number of seconds above 0", lambda seconds: seconds > 0)

@@ -17,9 +17,11 @@ from ._fold.calls import CALLS, Call, fold_calls
 from ._fold.cells import Cells
 from ._fold.cycles import break_cycles
 from ._fold.helpers import fold_helpers, fold_siblings, fold_statements
+from ._fold.optimizers import fold_optimizers
 from ._fold.patterns import Rule, fold_patterns
 from ._fold.table import RULES
 from ._graph import Graph
+from ._layout.arguments import join_arguments
 from ._layout.build import build
 from ._layout.collapse import collapse_scopes, limit_nodes
 from ._layout.graph import to_graph
@@ -29,7 +31,9 @@ from ._options import argnums, check_dtype, check_trace, is_iterator
 from ._read import jaxpr
 from ._read.raw import Raw
 
-_OPTIONS = "params_argnums depth max_nodes repeats rules title hide_weights node_attrs heat theme legend".split()
+_OPTIONS = (
+    "params_argnums depth max_nodes repeats rules title hide_weights node_attrs heat theme legend direction".split()
+)
 
 
 def trace(
@@ -56,7 +60,7 @@ def trace(
             captured are parameters too.
         depth: how many nested modules and scopes to keep open. None for all. Scopes around the whole function do not
             count, so 0 closes all others.
-        max_nodes: how many nodes to draw at most. The deepest scopes close first. None for no limit.
+        max_nodes: how many layers to draw at most. The deepest scopes close first. None for no limit.
         repeats: whether repeated blocks are kept once.
         rules: `Call`s and `Rule`s to try before those in `CALLS` and `RULES`.
 
@@ -80,6 +84,7 @@ def trace(
     calls = [rule for rule in rules if isinstance(rule, Call)]
     patterns = [rule for rule in rules if isinstance(rule, Rule)]
     cells = Cells(raw)
+    fold_optimizers(cells)
     fold_calls(cells, (*CALLS, *calls))
     fold_patterns(cells, (*patterns, *RULES))
     fold_helpers(cells)
@@ -91,6 +96,7 @@ def trace(
     break_cycles(cells)
     net = build(cells)
     sizes = sizes_of(net)
+    join_arguments(net)
     if repeats:
         collapse_repeats(net)
     if depth is not None:

@@ -422,8 +422,49 @@ def test_an_optimizer_is_a_node_and_its_state_no_parameters():
         return _optax().apply_updates(params, updates), opt_state
 
     graph = check(viz.trace(step, (m.LENET, jax.eval_shape(tx.init, m.LENET)), m.IMAGES, m.LABELS))
-    assert [op for op in ops(graph) if op.startswith("optax")] == ["optax.update", "optax.apply_updates"]
+    (adam,) = [node for node in graph.layers if not node.is_backward][11:]
+    assert (adam.name, adam.op, adam.detail) == ("Adam", "Adam", "8 arrays")
+    assert len(adam.outputs) == 8 + 17
     assert graph.total_params == 129_068
+    assert {edge.source for edge in graph.edges if edge.target == "Adam"} == {
+        f"{name} (backward)" for name in ("conv1", "conv2", "dense1", "dense2")
+    }
+
+
+def _train_step(tx, loss):
+    def step(params, opt_state, batch):
+        grads = jax.grad(loss)(params, batch["image"], batch["label"])
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return _optax().apply_updates(params, updates), opt_state
+
+    return step, (m.LENET, jax.eval_shape(tx.init, m.LENET), {"image": m.IMAGES, "label": m.LABELS})
+
+
+def test_an_argument_is_one_input():
+    fn, args = _train_step(_optax().adam(1e-3), m.lenet_loss)
+    graph = check(viz.trace(fn, *args, max_nodes=23))
+    assert [(node.name, node.detail, node.shape, len(node.leaves)) for node in graph.inputs] == [
+        ("opt_state", "17 arrays", (), 17),
+        ("batch", "2 arrays", (), 2),
+    ]
+    assert graph["batch"].leaves == ("batch['image']: float32[256,28,28,1]", "batch['label']: int32[256]")
+    edges = [(edge.target, edge.label, edge.shape, edge.arrays) for edge in graph.edges if edge.source == "batch"]
+    assert edges[:2] == [("conv1", "image", (256, 28, 28, 1), 1), ("loss0", "label", (256,), 1)]
+    assert [edge.arrays for edge in graph.edges if edge.source == "opt_state"] == [17]
+    assert len(graph.layers) == 23  # the limit counts layers alone
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "RMSProp", "Lion", "Adafactor", "LAMB"])
+def test_an_optimizer_goes_by_its_name(name):
+    tx = _optax().chain(_optax().clip_by_global_norm(1.0), getattr(_optax(), name.lower())(1e-3))
+    graph = check(viz.trace(*_lines_step(tx)))
+    assert [(node.op, node.detail) for node in graph.layers if "array" in node.detail] == [(name, "2 arrays")]
+
+
+def _lines_step(tx):
+    params, x = {"w": m.Spec((4, 3), m.f32), "b": m.Spec((3,), m.f32)}, m.Spec((5, 4), m.f32)
+    fn, (_, _, _) = _train_step(tx, lambda p, x, y: jnp.sum(jnp.tanh(x @ p["w"] + p["b"][None]) - y))
+    return fn, params, jax.eval_shape(tx.init, params), {"image": x, "label": m.Spec((5, 3), m.f32)}
 
 
 def swish_of_mine(x):
@@ -470,7 +511,7 @@ def test_many_equations(build, equations):
     plot.pipe("svg")
     assert _cpu_seconds() - start < 5
     assert plot.network.equations >= equations
-    assert len(plot.network.nodes) <= 200
+    assert len(plot.network.layers) <= 200
     assert check(plot.network).total_flops == pytest.approx(viz.trace(fn, x, max_nodes=None).total_flops)
 
 

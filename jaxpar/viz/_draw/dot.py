@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..._core.text import printable
+from .._fold.optimizers import OPTIMIZERS
 from .._graph import BACKWARD, Edge, Graph, Node, is_region
 from . import style
-from .labels import caption, cost, label, label_lines, scope_label, shape_text, tooltip
-from .style import FONT, SIZE, SMALL, THEMES, Options, Theme, ink, text_width
+from .labels import caption, cost, edge_label, label, label_lines, scope_label, tooltip
+from .style import DIRECTIONS, FONT, SIZE, SMALL, THEMES, Options, Theme, ink, text_width
 
 _POINTS = 72.0  # of an inch
 _MANY = 150  # nodes, above which dot works with limits
@@ -57,7 +58,7 @@ def _value(value: object) -> str:
 def _head(graph: Graph, nodes: list[Node], options: Options, theme: Theme) -> list[str]:
     """The attributes of all graphs, nodes and edges."""
     whole = {
-        "rankdir": "BT",
+        "rankdir": DIRECTIONS[options.direction],
         "bgcolor": theme.background,
         "nodesep": 0.3,
         "ranksep": 0.32,
@@ -188,8 +189,10 @@ def _side_by_side(nodes: list[Node]) -> list[str]:
 
 def _edge(by_name: dict[str, Node], edge: Edge, theme: Theme) -> str:
     source, target = by_name[edge.source], by_name[edge.target]
-    shape = shape_text(edge.shape) + ("" if edge.dtype in ("float32", "") else f" {edge.dtype}")
+    shape = edge_label(edge, source)
     ends = f"{quote(edge.source)} -> {quote(edge.target)}"
     if source.is_backward and target.is_backward:  # downwards, next to the layers
         return f"{quote(edge.target)} -> {quote(edge.source)} " + _attrs(label=f" {shape} ", dir="back")
+    if source.is_backward and target.op in OPTIMIZERS:  # one from each layer with parameters
+        return f"{ends} " + _attrs(color=theme.faint)
     return ends if source.op == "weight" else f"{ends} " + _attrs(label=f" {shape} ")

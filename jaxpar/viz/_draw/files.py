@@ -9,12 +9,13 @@ from ..._core.arguments import describe, did_you_mean
 from .render import RenderError
 
 TEXTS = frozenset(("dot", "gv", ""))
+PAGES = frozenset(("html", "htm"))
 FORMATS = frozenset(
     "bmp canon cgimage cmap cmapx cmapx_np dot dot_json eps exr fig gd gd2 gif gv icns ico imap imap_np ismap jp2 jpe "
     "jpeg jpg json json0 kitty kittyz mp pct pdf pic pict plain plain-ext png pov ps ps2 psd sgi svg svg_inline svgz "
     "tga tif tiff tk vdx vml vmlz vrml vt wbmp webp xdot xdot1.2 xdot1.4 xdot_json".split()
 )
-_USUAL = ("svg", "png", "pdf", "gif", "jpg", "webp", "dot")
+_USUAL = ("html", "svg", "png", "pdf", "gif", "jpg", "webp", "dot")
 
 
 def path_of(filename: Any, directory: Any, what: str = "Plot.save") -> str:
@@ -29,7 +30,7 @@ def path_of(filename: Any, directory: Any, what: str = "Plot.save") -> str:
     name = os.path.basename(path)
     if not parts[-1] or "\0" in path:
         raise ValueError(f"{what}: the name of the file must not be empty or have a NUL in it, got {parts[-1]!r}")
-    if name.startswith(".") and name[1:].lower() in FORMATS | {"html"}:
+    if name.startswith(".") and name[1:].lower() in FORMATS | PAGES:
         raise ValueError(f"{what}: {path!r} is only an ending; write a name before it, such as 'plot{name}'")
     return path
 
@@ -57,8 +58,8 @@ def check_format(format: Any) -> str:
         raise TypeError(f'jaxpar.viz: format must be a string such as "svg", got {describe(format)}')
     if format.lower() not in FORMATS:
         raise RenderError(
-            f"jaxpar.viz: cannot draw {format}, which is no format of Graphviz; the usual ones are "
-            f"{', '.join(_USUAL)}{did_you_mean(format, FORMATS)}"
+            f"jaxpar.viz: cannot draw {format}, which is no format; the usual ones are "
+            f"{', '.join(_USUAL)}{did_you_mean(format, FORMATS | PAGES)}"
         )
     return format.lower()
 

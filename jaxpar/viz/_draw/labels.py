@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 from ..._core.text import cut_middle, printable
-from .._graph import Graph, Node, human
+from .._graph import Edge, Graph, Node, human
 from . import style
 from .style import SIZE, SMALL, Options, text_width
 
+_MOST_LEAVES = 12  # in a tooltip
 _Line = tuple[str, float, bool]  # text, size, bold
 _TITLE = 90  # characters
 
@@ -16,7 +17,7 @@ _TITLE = 90  # characters
 def label_lines(node: Node, heat: str | None) -> list[_Line]:
     """The lines of a node's label."""
     if node.op == "input":
-        return [(node.name, SIZE, False), (node.dtype, SMALL, False)]
+        return [(node.name, SIZE, False), (node.detail or node.dtype, SMALL, False)]
     if node.op == "weight":
         return [(_weight_name(node.name), SIZE - 1, False), (f"{shape_text(node.shape)} {node.dtype}", SMALL, False)]
     found = [(node.kind, SIZE, True)]
@@ -39,6 +40,19 @@ def label(lines: list[_Line], colour: str) -> str:
         for text, size, bold in lines
     ]
     return f"<{'<BR/>'.join(fonts)}>"
+
+
+def edge_label(edge: Edge, source: Node) -> str:
+    """What flows along an edge: its shape, or how many arrays of an argument."""
+    if source.leaves and edge.arrays > 1:
+        return f"{edge.arrays} arrays"
+    shape = shape_text(edge.shape) + ("" if edge.dtype in ("float32", "") else f" {edge.dtype}")
+    return f"{edge.label} {shape}".strip()
+
+
+def output_text(node: Node) -> str:
+    """The shape and dtype of a node's output, or how many arrays an input has."""
+    return node.detail if node.leaves else f"{shape_text(node.shape)} {node.dtype}"
 
 
 def cost(node: Node, heat: str | None) -> int:
@@ -66,7 +80,10 @@ def _weight_name(name: str) -> str:
 def tooltip(node: Node) -> str:
     """Everything that is known of a node, a fact on each line."""
     lines = [f"{node.name}: {node.op}" + (f" {node.detail}" if node.detail else "")]
-    lines.append(f"output {node.dtype}[{','.join(map(str, node.shape))}]")
+    if node.leaves:
+        lines += [*node.leaves[:_MOST_LEAVES], *(["..."] if len(node.leaves) > _MOST_LEAVES else [])]
+    else:
+        lines.append(f"output {node.dtype}[{','.join(map(str, node.shape))}]")
     if node.params:
         lines.append(f"{node.params:,} parameters")
     if node.weights:

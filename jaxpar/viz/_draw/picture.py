@@ -5,18 +5,21 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
+import functools
 import html
+import io
 import os
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import graphviz
 
 from ..._core.text import cut_middle
 from .._graph import Graph
+from .._page.page import to_frame, to_page
 from .dot import nothing, to_dot
-from .files import TEXTS, check_format, check_writable, format_of, path_of, write
+from .files import PAGES, TEXTS, check_format, check_writable, format_of, path_of, write
 from .render import NoRendererError, RenderError, render
 from .style import Options
 from .table import to_html
@@ -31,17 +34,38 @@ class Plot(graphviz.Digraph):
     Attributes:
         network: the `Graph` that it was drawn from.
         time_limit: seconds that the renderer may take.
+        whole: gives the graph of the page, with all blocks and without a limit. None for `network`.
+        depth: how many levels of the page are open at first. None for as many as fit.
     """
 
-    def __init__(self, network: Graph, options: Options, time_limit: float) -> None:
+    def __init__(
+        self,
+        network: Graph,
+        options: Options,
+        time_limit: float,
+        whole: Callable[[], Graph] | None = None,
+        depth: int | None = None,
+    ) -> None:
         name = cut_middle(re.sub(r"[^\w .-]+", "_", options.title).strip(), _NAME)
         super().__init__(name=name or "plot", format="svg")
         self.network: Graph = network
         self.options: Options = options
         self.time_limit: float = time_limit
+        self.whole: Callable[[], Graph] = whole or (lambda: network)
+        self.depth: int | None = depth
         self.body: list[str] = ["\t" + line + "\n" for line in to_dot(network, options)]
         if not network.layers:
             self.body.append("\t" + nothing(options) + "\n")
+        self._drawn: str = self.source
+
+    def __copy__(self) -> Plot:
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: the whole graph, instead of the function that traces it."""
+        return {**vars(self), "whole": functools.partial(_whole, self.whole())}
 
     def copy(self) -> Plot:
         """A picture to which nodes can be added and this one stays as it is."""
@@ -65,7 +89,7 @@ class Plot(graphviz.Digraph):
         attrs = {"graph_attr": graph_attr, "node_attr": node_attr, "edge_attr": edge_attr}
         if graph is not None:
             return super().subgraph(graph, name=name, comment=comment, body=body, **attrs)
-        return self._new_subgraph(graphviz.Digraph(name, comment, body=body, **attrs))
+        return self._new_subgraph(graphviz.Digraph(name, comment=comment, body=body, **attrs))
 
     @contextlib.contextmanager
     def _new_subgraph(self, graph: graphviz.Digraph) -> Generator[graphviz.Digraph, None, None]:
@@ -106,12 +130,28 @@ class Plot(graphviz.Digraph):
         except UnicodeDecodeError:
             raise ValueError(f"Plot.pipe: {given} is no text; leave out encoding={encoding!r}") from None
 
+    def html(self) -> str:
+        """The interactive page: one HTML file that needs no server and loads nothing.
+
+        Blocks open and close in place. A search finds layers. The path of a layer is marked where the mouse is, and a
+        click shows everything that is known of it.
+
+        Raises:
+            RenderError: there is no renderer, or it took longer than `time_limit`.
+        """
+        return self._page
+
+    @functools.cached_property
+    def _page(self) -> str:
+        return to_page(self.whole(), self.options, self.depth, self.time_limit)
+
     def save(self, filename: Any = None, directory: Any = None, *, skip_existing: bool | None = False) -> str:
         """Write the picture to a file.
 
         Args:
-            filename: its ending says the format: .svg, .png, .pdf, ... The endings .dot and .gv, and a name without
-                one, write the text. None for the name of the picture and .gv.
+            filename: its ending says the format: .svg, .png, .pdf, ... The ending .html writes the interactive page.
+                The endings .dot and .gv, and a name without one, write the text. None for the name of the picture
+                and .gv.
             directory: the folder of the file. It is made where it is missing.
             skip_existing: leave a file as it is that is there.
 
@@ -140,7 +180,7 @@ class Plot(graphviz.Digraph):
             'net.svg'
         """
         path = path_of(filename, directory)
-        if (format := format_of(path)) not in TEXTS:
+        if (format := format_of(path)) not in TEXTS | PAGES:
             check_format(format)
         check_writable(path)
         return path
@@ -148,12 +188,17 @@ class Plot(graphviz.Digraph):
     def _write(self, path: str, format: str, **options: Any) -> str:
         """Write a path in a format."""
         try:
-            content = self.source.encode() if format in TEXTS else self.pipe(format, **options)
+            content = self._content(format, **options)
         except NoRendererError:
             table = f"{os.path.splitext(path)[0]}.layers.html"
             write(table, self._table().encode())
             raise NoRendererError(f" The table of layers was written to {table} instead.") from None
         return write(path, content)
+
+    def _content(self, format: str, **options: Any) -> bytes:
+        if format in PAGES:
+            return self.html().encode()
+        return self.source.encode() if format in TEXTS else self.pipe(format, **options)
 
     def render(
         self,
@@ -199,20 +244,34 @@ class Plot(graphviz.Digraph):
         return path
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **_: Any) -> dict[str, bytes | str]:
-        """The picture for a notebook, as SVG and PNG. Without a renderer, what to install and the table."""
+        """The interactive page for a notebook, and a PNG. Without a renderer, what to install and the table.
+
+        A picture that was changed since, by `node` or `edge`, is shown as SVG.
+        """
         try:
-            shown = {"image/svg+xml": self.pipe("svg", encoding="utf-8"), "text/plain": repr(self.network)}
+            still = base64.b64encode(self._preview()).decode()
+            if self.source != self._drawn:
+                shown = {"image/svg+xml": self.pipe("svg", encoding="utf-8")}
+            else:
+                shown = {"text/html": to_frame(self.html(), self.options.title, still)}
         except RenderError as error:
             return {"text/html": f"<p>{html.escape(str(error))}</p>{self._table()}", "text/plain": str(error)}
-        with contextlib.suppress(RenderError):  # the SVG is there
-            shown["image/png"] = base64.b64encode(self._preview()).decode()
-        return shown
+        return {**shown, "image/png": still, "text/plain": repr(self.network)}
 
     def _table(self) -> str:
         """What is shown where there is no renderer."""
         return to_html(self.network, self.options.title)
 
     def _preview(self) -> bytes:
-        """The picture as a PNG of limited size. Notebooks that are not trusted drop SVG and show this."""
+        """The picture as a small PNG of limited size. Notebooks that are not trusted show this."""
+        from PIL import Image
+
         limited = self.source.replace("graph [", f"graph [size={_PREVIEW_INCHES} dpi=96 ", 1)
-        return render(limited, "png", self.time_limit)
+        picture = Image.open(io.BytesIO(render(limited, "png", self.time_limit)))
+        small = io.BytesIO()
+        picture.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+        return small.getvalue()
+
+
+def _whole(graph: Graph) -> Graph:
+    return graph

@@ -9,11 +9,14 @@ import sys
 from collections.abc import Sequence
 
 _LARGE = "Draw less of it: depth=0 closes every module, max_nodes=100 draws fewer nodes; or give time_limit=..."
-# Reads dot text and writes a picture. A process of its own can be stopped.
+NEXT = "\n// next\n"  # between graphs that are drawn together
+# Reads dot text and writes a picture of each graph. A process of its own can be stopped.
 _PYGRAPHVIZ = (
     "import sys, pygraphviz\n"
-    "graph = pygraphviz.AGraph(string=sys.stdin.buffer.read().decode())\n"
-    "sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog=sys.argv[2], args=sys.argv[3]))\n"
+    f"for text in sys.stdin.buffer.read().decode().split({NEXT!r}):\n"
+    "    graph = pygraphviz.AGraph(string=text)\n"
+    "    picture = graph.draw(format=sys.argv[1], prog=sys.argv[2], args=sys.argv[3])\n"
+    "    sys.stdout.buffer.write(picture)\n"
 )
 
 
@@ -37,7 +40,7 @@ def render(text: str, format: str, time_limit: float, engine: str = "dot", flags
     """The picture of a graph, drawn by the program `dot`, or else by pygraphviz.
 
     Args:
-        text: in the dot language.
+        text: in the dot language. Graphs that are joined by `NEXT` give pictures that follow each other.
         format: "svg", "png", "pdf" or another that Graphviz knows.
         time_limit: seconds, after which the renderer is stopped.
         engine: "dot", "neato" or another layout of Graphviz.

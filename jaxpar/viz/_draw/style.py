@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .._fold.optimizers import OPTIMIZERS
 from .._fold.patterns import COLLECTIVES
 from .._graph import Node
 
 FONT = "Helvetica,Arial,sans-serif"
 SIZE, SMALL = 12.0, 9.5  # points
+DIRECTIONS = {"up": "BT", "down": "TB", "right": "LR"}  # and Graphviz's names
 INK = "#1f2328"
 # kind of layer: (colour, name in the legend), with the colours of mxnet.visualization
 _KINDS = {
@@ -23,6 +25,7 @@ _KINDS = {
     "shape": ("#fdb462", "concat, flatten"),
     "softmax": ("#b3de69", "softmax, attention"),
     "loss": ("#f4a6c6", "loss"),
+    "optimizer": ("#bc80bd", "optimizer"),
     "collective": ("#c51b7d", "sent between devices"),
     "block": ("#d9d9d9", "collapsed"),
     "other": ("#fccde5", "other"),
@@ -36,6 +39,7 @@ _OPS = {
     "shape": ("Concat", "Flatten"),
     "softmax": ("Softmax", "LogSoftmax", "Attention"),
     "loss": ("Loss",),
+    "optimizer": tuple(OPTIMIZERS),
     "input": ("input",),
     "weight": ("weight",),
     "collective": tuple(COLLECTIVES - {"axis_index"}),
@@ -53,6 +57,7 @@ class Options:
     heat: str | None = None
     theme: str = "light"
     legend: bool = True
+    direction: str = "up"
 
 
 @dataclass(frozen=True, slots=True)

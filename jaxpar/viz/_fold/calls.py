@@ -83,7 +83,7 @@ def fold_calls(cells: Cells, calls: Iterable[Call]) -> None:
     Gradients get no cells yet.
     """
     table = {normalize(call.function): call for call in calls}
-    forward = [e for e in cells.raw.eqns if not (e.view or e.backward or e.residual)]
+    forward = [e for e in cells.raw.eqns if not (e.view or e.backward or e.residual or cells.owner[e.id])]
     _fold_calls(cells, table, forward, 0)
 
 

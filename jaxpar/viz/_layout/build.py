@@ -6,6 +6,7 @@ import heapq
 import math
 
 from .._fold.cells import Cell, Cells
+from .._fold.optimizers import OPTIMIZERS
 from .._fold.patterns import COLLECTIVES
 from .._graph import BACKWARD, common_prefix, human, is_region
 from .._read.raw import Eqn, Raw
@@ -94,6 +95,7 @@ def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
         bytes=read + cells.raw.values[output].bytes,
         equations=len(eqns),
         weights=cells.weights(cell),
+        name=cell.op if cell.op in OPTIMIZERS else "",  # not that of a parameter
     )
 
 

@@ -85,15 +85,14 @@ def _sum(group: list[Draft], op: str, scope: tuple[str, ...], detail: str, name:
 
 
 def limit_nodes(net: Net, most: int) -> None:
-    """Merge until at most `most` nodes are left. The deepest scopes come first, then neighbours."""
+    """Merge until at most `most` layers are left. The deepest scopes come first, then neighbours."""
     depth = max((len(draft.scope) for draft in net.drafts), default=0) - _depth_of_all(net)
-    while len(net.drafts) > most and depth > 0:
+    while len(net.layers) > most and depth > 0:
         depth -= 1
         collapse_scopes(net, depth)
-    if len(net.drafts) <= most:
+    if len(net.layers) <= most:
         return
-    inputs = len(net.drafts) - len(net.layers)
-    room = max(1, most - inputs)
+    room = most
     ordered = [draft for draft in _sort(net, net.sources()) if draft.op != "input"]
     cuts = [part * len(ordered) // room for part in range(room + 1)]
     parts = [ordered[start:end] for start, end in itertools.pairwise(cuts) if end - start > 1]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from .._graph import Edge, Graph, Node
 from .._read.raw import Raw
+from .arguments import leaf_of
 from .names import name_drafts
 from .net import Draft, Net
 
@@ -25,13 +27,22 @@ def to_graph(net: Net) -> Graph:
                 weight, Node(value.name, "weight", "", value.shape, value.dtype, params=_size(net.raw, weight))
             )
             weight_edges.append(Edge(value.name, names[draft.at], value.shape, value.dtype))
-    edges = tuple(
-        Edge(names[source], names[target], net.raw.values[value].shape, net.raw.values[value].dtype)
-        for (source, target), value in sorted(_one_each(net).items())
-    )
+    edges = _edges(net, names)
     total = sum(_size(net.raw, weight) for weight in counted - net.state)
     scopes = tuple(sorted(net.repeats.items()))
     return Graph(tuple(nodes), edges, tuple(weights.values()), tuple(weight_edges), total, net.raw.count, scopes)
+
+
+def _edges(net: Net, names: dict[int, str]) -> tuple[Edge, ...]:
+    """One edge from each node to each that reads it."""
+    count = Counter((source, target) for source, target, _ in net.edges)
+    joined = {draft.at for draft in net.drafts if draft.leaves}
+    found: list[Edge] = []
+    for (source, target), number in sorted(_one_each(net).items()):
+        value, arrays = net.raw.values[number], count[source, target]
+        label = leaf_of(value.name) if source in joined and arrays == 1 else ""
+        found.append(Edge(names[source], names[target], value.shape, value.dtype, label, arrays))
+    return tuple(found)
 
 
 def _one_each(net: Net) -> dict[tuple[int, int], int]:
@@ -52,12 +63,14 @@ def _size(raw: Raw, weight: int) -> int:
 
 def _node(raw: Raw, draft: Draft, name: str, params: int) -> Node:
     value = raw.values[draft.value]
+    leaves = [raw.values[leaf] for leaf in draft.leaves]
+    dtypes = {leaf.dtype for leaf in leaves}
     return Node(
         name=name,
         op=draft.op,
         detail=draft.detail,
-        shape=value.shape,
-        dtype=value.dtype,
+        shape=() if leaves else value.shape,
+        dtype=value.dtype if len(dtypes) < 2 else "",
         params=params,
         flops=draft.flops,
         bytes=draft.bytes,
@@ -67,4 +80,5 @@ def _node(raw: Raw, draft: Draft, name: str, params: int) -> Node:
         repeat=draft.repeat,
         equations=draft.equations,
         outputs=tuple(draft.outputs),
+        leaves=tuple(f"{leaf.name}: {leaf.dtype}[{','.join(map(str, leaf.shape))}]" for leaf in leaves),
     )

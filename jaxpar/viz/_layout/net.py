@@ -16,6 +16,7 @@ class Draft:
         at: its place in the trace. Inputs are below 0.
         value: the array it is known by.
         weights: the parameters that it reads.
+        leaves: of an input with several arrays, those arrays.
         own: how many of the weights are of the first copy, where it is repeated.
         forward: of a backward draft, the draft whose gradient it is.
 
@@ -37,6 +38,7 @@ class Draft:
     forward: Draft | None = None
     name: str = ""
     own: int | None = None
+    leaves: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
