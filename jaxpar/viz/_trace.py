@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -25,6 +24,8 @@ from ._layout.arguments import join_arguments
 from ._layout.build import build
 from ._layout.collapse import collapse_scopes, limit_nodes
 from ._layout.graph import to_graph
+from ._layout.net import Net
+from ._layout.regions import add_regions
 from ._layout.repeats import collapse_repeats
 from ._layout.sizes import sizes_of
 from ._options import argnums, check_dtype, check_trace, is_iterator
@@ -80,7 +81,35 @@ def trace(
         [('FullyConnected', (5, 2), 6), ('Activation', (5, 2), 0)]
     """
     check_trace(fn, len(args), params_argnums, depth, max_nodes, repeats, rules)
-    raw = read(fn, *args, params_argnums=params_argnums, **kwargs)
+    net = _net(read(fn, *args, params_argnums=params_argnums, **kwargs), repeats, rules)
+    if depth is not None:
+        collapse_scopes(net, depth)
+    if max_nodes is not None:
+        limit_nodes(net, max_nodes)
+    return to_graph(net)
+
+
+def whole(
+    fn: Callable[..., Any],
+    *args: Any,
+    params_argnums: int | Sequence[int] | None = 0,
+    repeats: bool = True,
+    rules: Sequence[Rule | Call] = (),
+    **kwargs: Any,
+) -> Graph:
+    """All layers of a function, with regions as scopes, for a picture whose scopes open and close.
+
+    The arguments are those of `trace`. A scope that holds many layers or scopes has scopes for its parts with one way
+    in and one way out, named by what they share ("conv2_block1").
+    """
+    check_trace(fn, len(args), params_argnums, None, None, repeats, rules)
+    net = _net(read(fn, *args, params_argnums=params_argnums, **kwargs), repeats, rules)
+    add_regions(net)
+    return to_graph(net)
+
+
+def _net(raw: Raw, repeats: bool, rules: Sequence[Rule | Call]) -> Net:
+    """Layers and the edges between them. Everything is open."""
     calls = [rule for rule in rules if isinstance(rule, Call)]
     patterns = [rule for rule in rules if isinstance(rule, Rule)]
     cells = Cells(raw)
@@ -95,15 +124,11 @@ def trace(
     fold_backward(cells)
     break_cycles(cells)
     net = build(cells)
-    sizes = sizes_of(net)
+    net.sizes = sizes_of(net)
     join_arguments(net)
     if repeats:
         collapse_repeats(net)
-    if depth is not None:
-        collapse_scopes(net, depth)
-    if max_nodes is not None:
-        limit_nodes(net, max_nodes)
-    return replace(to_graph(net), sizes=sizes)
+    return net
 
 
 def read(fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int] | None = 0, **kwargs: Any) -> Raw:

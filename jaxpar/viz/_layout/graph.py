@@ -30,7 +30,8 @@ def to_graph(net: Net) -> Graph:
     edges = _edges(net, names)
     total = sum(_size(net.raw, weight) for weight in counted - net.state)
     scopes = tuple(sorted(net.repeats.items()))
-    return Graph(tuple(nodes), edges, tuple(weights.values()), tuple(weight_edges), total, net.raw.count, scopes)
+    read = tuple(weights.values()), tuple(weight_edges)
+    return Graph(tuple(nodes), edges, *read, total, net.raw.count, scopes, net.sizes)
 
 
 def _edges(net: Net, names: dict[int, str]) -> tuple[Edge, ...]:

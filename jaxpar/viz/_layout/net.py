@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from .._graph import common_prefix
 from .._read.raw import Raw
+from .._sizes import Sizes
 
 
 @dataclass(slots=True, eq=False)
@@ -16,6 +17,7 @@ class Draft:
         at: its place in the trace. Inputs are below 0.
         value: the array it is known by.
         weights: the parameters that it reads.
+        layers: how many it stands for, where a scope is closed.
         leaves: of an input with several arrays, those arrays.
         own: how many of the weights are of the first copy, where it is repeated.
         forward: of a backward draft, the draft whose gradient it is.
@@ -38,6 +40,7 @@ class Draft:
     forward: Draft | None = None
     name: str = ""
     own: int | None = None
+    layers: int = 1
     leaves: list[int] = field(default_factory=list)
 
 
@@ -49,6 +52,7 @@ class Net:
         edges: (from, to, value), in order.
         state: weights that only an optimizer reads. They are no parameters of the network.
         repeats: the number of copies of each repeated scope.
+        sizes: the bytes of its arrays, before anything is collapsed.
     """
 
     raw: Raw
@@ -56,6 +60,7 @@ class Net:
     edges: dict[tuple[int, int, int], None]
     state: set[int] = field(default_factory=set)
     repeats: dict[tuple[str, ...], int] = field(default_factory=dict)
+    sizes: Sizes = field(default_factory=Sizes)
 
     @property
     def layers(self) -> list[Draft]:

@@ -72,7 +72,7 @@ def _documents(text: str) -> list[dict[str, Any]]:
 def _dot(tree: Tree, block: Block, direction: str, heat: str | None) -> str:
     """The boxes of a block without their words, and its lines. Equal shapes give equal texts."""
     rows = ["digraph {", f"graph [rankdir={_RANKDIR[direction]} nodesep=0.3 ranksep=0.32{_limits(block)}]"]
-    rows += ["node [shape=box fixedsize=true label=\"\"]", f"edge [dir=none fontsize={SMALL}]"]
+    rows += ['node [shape=box fixedsize=true label=""]', f"edge [dir=none fontsize={SMALL}]"]
     for at, item in enumerate(block.items):
         width, height = size(tree, item, heat)
         shape = " shape=ellipse" if is_oval(tree, item) else ""
@@ -133,9 +133,7 @@ def _layout(block: Block, graph: dict[str, Any]) -> Layout:
     place = {o["name"]: _point(o["pos"], height) for o in graph.get("objects", ()) if "pos" in o}
     edges = {int(edge["id"]): edge for edge in graph.get("edges", ())}
     lines = [_spline(edges[at]["pos"], height, line.is_back) for at, line in enumerate(block.lines)]
-    labels = [
-        _point(edges[at]["lp"], height) if "lp" in edges[at] else None for at in range(len(block.lines))
-    ]
+    labels = [_point(edges[at]["lp"], height) if "lp" in edges[at] else None for at in range(len(block.lines))]
     items = [place[f"i{at}"] for at in range(len(block.items))]
     return Layout(width, height, items, [place[f"p{at}"] for at in range(len(block.ports))], lines, labels)
 

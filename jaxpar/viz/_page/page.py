@@ -103,9 +103,7 @@ def _data(tree: Tree, options: Options, depth: int | None, time_limit: float) ->
         "theme": "dark" if options.theme == "dark" else None,
         "depth": depth,
         "nodes": [_node(tree, item, options, most) for item in range(len(tree.nodes))],
-        "blocks": [
-            _block(tree, tree.root + at, layout, options, most) for at, layout in enumerate(which)
-        ],
+        "blocks": [_block(tree, tree.root + at, layout, options, most) for at, layout in enumerate(which)],
         "layouts": [_layout(layout) for layout in places],
         "edges": [end for edge in tree.edges for end in edge],
     }
@@ -120,7 +118,17 @@ def _node(tree: Tree, item: int, options: Options, most: int) -> list[Any]:
     find = " ".join((node.name, node.op, node.detail, node.source, *node.weights))
     oval = int(is_oval(tree, item))
     words = texts(tree, item, options.heat)
-    return [*size(tree, item, options.heat), kind, oval, colour, style.ink(colour), words, tooltip(node), find, node.source]
+    return [
+        *size(tree, item, options.heat),
+        kind,
+        oval,
+        colour,
+        style.ink(colour),
+        words,
+        tooltip(node),
+        find,
+        node.source,
+    ]
 
 
 def _block(tree: Tree, item: int, layout: int, options: Options, most: int) -> list[Any]:
