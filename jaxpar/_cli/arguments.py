@@ -20,7 +20,7 @@ _SHORT = "f16 bf16 f32 f64 i4 i8 i16 i32 i64 u8 u16 u32 u64 c64 bool key".split(
 _LONG = (
     "float16 bfloat16 float32 float64 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 complex64 bool key".split()
 )
-DTYPES = dict(zip(_SHORT, _LONG, strict=True))
+DTYPES: dict[str, str] = dict(zip(_SHORT, _LONG, strict=True))
 _SHAPE = re.compile(r"(?P<shape>(\d+(x\d+)*)?)(:(?P<dtype>\w+))?")
 
 

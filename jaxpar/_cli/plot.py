@@ -15,7 +15,10 @@ from .._core.parsers import HelpFormatter, number
 from .arguments import ArgumentError, check_takes, find_function, make_params, one_line, parse_shape
 
 _ABOUT = "Draw a function as the network it computes. Nothing is run."
-_FORMATS = "its ending is the format: .svg, .png, .pdf, .gif or another of Graphviz's, .dot for the text"
+_FORMATS = (
+    "its ending is the format: .html for the interactive page, .svg, .png, .pdf, .gif or another of Graphviz's, .dot "
+    "for the text"
+)
 _MODELS = ("lenet", "matrix_factorization")
 
 

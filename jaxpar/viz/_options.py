@@ -49,7 +49,7 @@ def check_picture(
     time_limit: Any,
     hide_weights: Any,
     legend: Any,
-    direction: Any = "up",
+    direction: Any,
     what: str = "plot_network",
 ) -> None:
     """Check the options that `plot_network` has besides those of `trace`. Errors as of `check_trace`."""

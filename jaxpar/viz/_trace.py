@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -33,7 +32,6 @@ from ._layout.sizes import sizes_of
 from ._options import argnums, check_dtype, check_trace, is_iterator
 from ._read import jaxpr
 from ._read.raw import Raw
-from ._sizes import Sizes
 
 _OPTIONS = (
     "params_argnums depth max_nodes repeats rules title hide_weights node_attrs heat theme legend direction".split()
@@ -84,8 +82,9 @@ def trace(
         [('FullyConnected', (5, 2), 6), ('Activation', (5, 2), 0)]
     """
     check_trace(fn, len(args), params_argnums, depth, max_nodes, repeats, rules)
-    net, sizes = layers(read(fn, *args, params_argnums=params_argnums, **kwargs), depth, max_nodes, repeats, rules)
-    return replace(to_graph(net), sizes=sizes)
+    return to_graph(
+        layers(read(fn, *args, params_argnums=params_argnums, **kwargs), depth, max_nodes, repeats, rules)
+    )
 
 
 def whole(
@@ -102,15 +101,13 @@ def whole(
     in and one way out, named by what they share ("conv2_block1").
     """
     check_trace(fn, len(args), params_argnums, None, None, repeats, rules)
-    net, sizes = layers(read(fn, *args, params_argnums=params_argnums, **kwargs), None, None, repeats, rules)
+    net = layers(read(fn, *args, params_argnums=params_argnums, **kwargs), None, None, repeats, rules)
     add_regions(net)
-    return replace(to_graph(net), sizes=sizes)
+    return to_graph(net)
 
 
-def layers(
-    raw: Raw, depth: int | None, max_nodes: int | None, repeats: bool, rules: Sequence[Rule | Call]
-) -> tuple[Net, Sizes]:
-    """The layers of flat equations, by all passes in their order, and their sizes. The options are those of `trace`."""
+def layers(raw: Raw, depth: int | None, max_nodes: int | None, repeats: bool, rules: Sequence[Rule | Call]) -> Net:
+    """The layers of flat equations, by all passes in their order. The options are those of `trace`."""
     calls = [rule for rule in rules if isinstance(rule, Call)]
     patterns = [rule for rule in rules if isinstance(rule, Rule)]
     cells = Cells(raw)
@@ -125,7 +122,7 @@ def layers(
     fold_backward(cells)
     break_cycles(cells)
     net = build(cells)
-    sizes = sizes_of(net)  # before anything in it is joined
+    net.sizes = sizes_of(net)  # before anything in it is joined
     join_arguments(net)
     if repeats:
         collapse_repeats(net)
@@ -133,7 +130,7 @@ def layers(
         collapse_scopes(net, depth)
     if max_nodes is not None:
         limit_nodes(net, max_nodes)
-    return net, sizes
+    return net
 
 
 def read(fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int] | None = 0, **kwargs: Any) -> Raw:

@@ -62,18 +62,18 @@ def test_the_help_of_plot_names_what_it_writes(tmp_path):
     parser = argparse.ArgumentParser()
     plot.add_arguments(parser)
     text = " ".join(parser.format_help().split())
-    for ending in re.findall(r"\.[a-z]{3}\b", text.partition("its ending is the format: ")[2].partition("(")[0]):
+    for ending in re.findall(r"\.[a-z]{3,4}\b", text.partition("its ending is the format: ")[2].partition("(")[0]):
         path = tmp_path / f"net{ending}"
         assert run("matrix_factorization", "-o", str(path)) == 0
         assert path.stat().st_size > 100
-    assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".png", ".pdf", ".gif", ".dot"}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".html", ".svg", ".png", ".pdf", ".gif", ".dot"}
 
 
 def test_plot_a_function_of_a_module(module, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert run("my_nets:net", "--input", "8x4:f32", "-o", "net.dot", "--theme", "dark", "--heat", "flops") == 0
     text = (module / "net.dot").read_text()
-    assert "8x4" in text
+    assert "8×4" in text
     assert "FullyConnected" in text
 
 
@@ -103,7 +103,7 @@ def test_the_parameters_of_a_function(module, monkeypatch, capsys, init, params,
 def test_a_bad_output_is_refused_before_anything_is_traced(module, monkeypatch, capsys):
     monkeypatch.setattr(viz, "plot_network", lambda *args, **options: pytest.fail("traced"))
     assert run("lenet", "-o", "lenet.docx") == 2
-    assert "no format of Graphviz; the usual ones are svg" in capsys.readouterr().err
+    assert "no format; the usual ones are html, svg" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,6 @@ def count(changes: Sequence[Change]) -> dict[Status, int]:
 
 def _facts(node: Node) -> tuple[object, ...]:
     """What two layers that are the same have in common."""
-    leaves = tuple(leaf.partition(": ")[2] for leaf in getattr(node, "leaves", ()))
+    leaves = tuple(leaf.partition(": ")[2] for leaf in node.leaves)
     sizes = node.params, node.flops, node.bytes, node.repeat
     return node.op, node.detail, node.shape, node.dtype, leaves, *sizes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core.arguments import describe
 from .._draw.style import Options
@@ -31,8 +31,9 @@ def diff(
     max_nodes: int | None = 200,
     repeats: bool = True,
     rules: Sequence[Rule | Call] = (),
-    theme: str = "light",
+    theme: Literal["light", "dark"] = "light",
     legend: bool = True,
+    direction: Literal["up", "down", "right"] = "up",
     time_limit: float = 30.0,
 ) -> DiffPlot:
     """Compare two networks, and draw both as one picture.
@@ -45,7 +46,7 @@ def diff(
         before, after: `(fn, args)`, with the positional arguments as a tuple. `(fn, args, kwargs)` has keyword
             arguments too. The `Graph` of `trace` is taken as it is.
         params_argnums, depth, max_nodes, repeats, rules: as for `trace`, for both functions.
-        title, node_attrs, theme, legend, time_limit: as for `plot_network`.
+        title, node_attrs, theme, legend, direction, time_limit: as for `plot_network`.
 
     Returns:
         A picture as that of `plot_network`. Its `diff` is plain data: `diff.changes` with the nodes of both, and
@@ -63,12 +64,12 @@ def diff(
         >>> plot.diff
         Diff(1 same, 2 changed, 0 added, 0 removed, +6 parameters, +70 FLOPs, +144 bytes)
     """
-    check_picture(title, node_attrs, theme, None, time_limit, hide_weights=True, legend=legend, what="diff")
+    check_picture(title, node_attrs, theme, None, time_limit, True, legend, direction, what="diff")
     options = {"depth": depth, "max_nodes": max_nodes, "repeats": repeats, "rules": rules}
     graphs = [_graph(which, given, params_argnums, options) for which, given in (("first", before), ("second", after))]
     from .picture import DiffPlot  # loads graphviz
 
-    drawn = Options(title, True, node_attrs, None, theme, legend)
+    drawn = Options(title, True, node_attrs, None, theme, legend, direction)
     return DiffPlot(compare(*graphs), drawn, time_limit)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..._core.text import cut_middle, printable
 from .._draw.dot import quote
-from .._draw.labels import scope_label, shape_text
-from .._draw.style import FONT, THEMES, Options, Theme, ink, text_width
+from .._draw.labels import edge_label, scope_label
+from .._draw.style import DIRECTIONS, FONT, THEMES, Options, Theme, ink, text_width
 from .._graph import BACKWARD, Edge, Graph, human
 from .changes import STATUSES, Change, Status
 from .result import Diff
@@ -78,7 +78,13 @@ def _scope(change: Change, scopes: dict[tuple[str, ...], tuple[str, ...]]) -> tu
 
 def _head(diff: Diff, options: Options, theme: Theme) -> list[str]:
     limits = {"nslimit": 1, "nslimit1": 1, "mclimit": 0.2} if len(diff.changes) > _MANY else {}
-    whole = {"rankdir": "BT", "bgcolor": theme.background, "nodesep": 0.3, "ranksep": 0.32, "labelloc": "b"}
+    whole = {
+        "rankdir": DIRECTIONS[options.direction],
+        "bgcolor": theme.background,
+        "nodesep": 0.3,
+        "ranksep": 0.32,
+        "labelloc": "b",
+    }
     whole |= {"fontname": FONT, "fontcolor": theme.text, "tooltip": options.title}
     box = {"shape": "box", "style": "filled,rounded", "fontname": FONT, "color": "#6e7781", "penwidth": 0.8}
     line = {"color": theme.line, "fontcolor": theme.line, "fontname": FONT, "fontsize": 9.5, "arrowsize": 0.6}
@@ -161,14 +167,14 @@ def _edges(diff: Diff, ids: dict[int, str], theme: Theme) -> list[str]:
     lines: list[str] = []
     for ends in [*after, *(ends for ends in before if ends not in after)]:
         status: Status = "same" if ends in before and ends in after else "added" if ends in after else "removed"
-        lines.append(_edge(ends, after.get(ends) or before[ends], status))
+        lines.append(_edge(ends, *(after.get(ends) or before[ends]), status))
     return lines
 
 
-def _edge(ends: tuple[str, str], edge: Edge, status: Status) -> str:
+def _edge(ends: tuple[str, str], edge: Edge, text: str, status: Status) -> str:
     """An edge. Between two gradients it goes down, next to the layers. To a layer's own gradient it goes aside."""
     source, target = ends
-    attrs: dict[str, Any] = {"label": f" {_edge_text(edge)} ", "tooltip": status}
+    attrs: dict[str, Any] = {"label": f" {text} ", "tooltip": status}
     if status != "same":
         attrs |= {"color": _LINES[status], "penwidth": 1.6, "fontcolor": _LINES[status]}
     attrs |= {"style": "dashed"} if status == "removed" else {}
@@ -180,12 +186,12 @@ def _edge(ends: tuple[str, str], edge: Edge, status: Status) -> str:
     return f"{quote(source)} -> {quote(target)} {_attrs(**attrs)}"
 
 
-def _joined(graph: Graph, names: dict[str, str]) -> dict[tuple[str, str], Edge]:
-    return {(names[edge.source], names[edge.target]): edge for edge in graph.edges}
-
-
-def _edge_text(edge: Edge) -> str:
-    return shape_text(edge.shape) + ("" if edge.dtype in ("float32", "") else f" {edge.dtype}")
+def _joined(graph: Graph, names: dict[str, str]) -> dict[tuple[str, str], tuple[Edge, str]]:
+    """The edges of a graph and their labels, by the names of their ends in the picture."""
+    nodes = {node.name: node for node in graph.nodes}
+    return {
+        (names[edge.source], names[edge.target]): (edge, edge_label(edge, nodes[edge.source])) for edge in graph.edges
+    }
 
 
 def _caption(diff: Diff, options: Options) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import html
 from typing import Any
 
@@ -28,6 +26,7 @@ class DiffPlot(Plot):
         super().__init__(diff.after, options, time_limit)
         self.diff: Diff = diff
         self.body: list[str] = ["\t" + line + "\n" for line in to_dot(diff, options)]
+        self._drawn: str = ""  # a notebook shows the picture, and no page
 
     def __repr__(self) -> str:
         return repr(self.diff)
@@ -49,10 +48,4 @@ class DiffPlot(Plot):
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **_: Any) -> dict[str, bytes | str]:
         """The picture for a notebook, as SVG and PNG. Without a renderer, what to install and the table."""
-        try:
-            shown: dict[str, bytes | str] = {"image/svg+xml": self.pipe("svg", encoding="utf-8")}
-        except RenderError as error:
-            return {"text/html": f"<p>{html.escape(str(error))}</p>{self._table()}", "text/plain": str(self.diff)}
-        with contextlib.suppress(RenderError):  # the SVG is there
-            shown["image/png"] = base64.b64encode(self._preview()).decode()
-        return shown | {"text/plain": str(self.diff)}
+        return {**super()._repr_mimebundle_(include, exclude), "text/plain": str(self.diff)}

@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 
 from ..._core.text import columns, fit, printable
-from .._draw.tree import output_text
+from .._draw.labels import output_text
 from .._graph import Graph, Node, human
 from .changes import Change, count
 

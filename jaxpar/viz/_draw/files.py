@@ -15,7 +15,7 @@ FORMATS = frozenset(
     "jpeg jpg json json0 kitty kittyz mp pct pdf pic pict plain plain-ext png pov ps ps2 psd sgi svg svg_inline svgz "
     "tga tif tiff tk vdx vml vmlz vrml vt wbmp webp xdot xdot1.2 xdot1.4 xdot_json".split()
 )
-_USUAL = ("svg", "png", "pdf", "gif", "jpg", "webp", "dot", "html")
+_USUAL = ("html", "svg", "png", "pdf", "gif", "jpg", "webp", "dot")
 
 
 def path_of(filename: Any, directory: Any, what: str = "Plot.save") -> str:
@@ -58,7 +58,7 @@ def check_format(format: Any) -> str:
         raise TypeError(f'jaxpar.viz: format must be a string such as "svg", got {describe(format)}')
     if format.lower() not in FORMATS | PAGES:
         raise RenderError(
-            f"jaxpar.viz: cannot draw {format}, which is no format of Graphviz; the usual ones are "
+            f"jaxpar.viz: cannot draw {format}, which is no format; the usual ones are "
             f"{', '.join(_USUAL)}{did_you_mean(format, FORMATS | PAGES)}"
         )
     return format.lower()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..._core.text import cut_middle, printable
+from ..._core.text import printable
 from .._graph import BACKWARD, Edge, Graph, Node, human
 from . import style
 from .style import SIZE, SMALL, Options, text_width
@@ -14,7 +14,7 @@ _COPIES = re.compile(r"( ×\d+)?( \(\d+\))?$")
 _LINE = 24  # letters, for a kind and its details on one line
 _LONGEST = 32  # letters in a line
 _Line = tuple[str, float, bool]  # text, size, bold
-_TITLE = 90  # characters
+_TITLE = 80  # letters
 
 
 def label_lines(node: Node, heat: str | None) -> list[_Line]:
@@ -190,7 +190,7 @@ def caption(graph: Graph, nodes: list[Node], options: Options) -> str:
 
 
 def _title_row(line: str) -> str:
-    return f'<TR><TD><FONT POINT-SIZE="14"><B>{_html(cut_middle(line, _TITLE))}</B></FONT></TD></TR>'
+    return f'<TR><TD><FONT POINT-SIZE="14"><B>{_html(cut(line, _TITLE))}</B></FONT></TD></TR>'
 
 
 def _legend_row(entries: list[tuple[str, str]]) -> str:

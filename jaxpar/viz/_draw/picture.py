@@ -51,16 +51,21 @@ class Plot(graphviz.Digraph):
         self.network: Graph = network
         self.options: Options = options
         self.time_limit: float = time_limit
-        self.whole: Callable[[], Graph] = whole or functools.partial(_same, network)
+        self.whole: Callable[[], Graph] = whole or functools.partial(_whole, network)
         self.depth: int | None = depth
         self.body: list[str] = ["\t" + line + "\n" for line in to_dot(network, options)]
         if not network.layers:
             self.body.append("\t" + nothing(options) + "\n")
         self._drawn: str = self.source
 
+    def __copy__(self) -> Plot:
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: the graph of the page, and not the function that it is read from."""
-        return {**self.__dict__, "whole": functools.partial(_same, self.whole())}
+        """For pickle: the whole graph, instead of the function that traces it."""
+        return {**vars(self), "whole": functools.partial(_whole, self.whole())}
 
     def copy(self) -> Plot:
         """A picture to which nodes can be added and this one stays as it is."""
@@ -178,7 +183,7 @@ class Plot(graphviz.Digraph):
             'net.svg'
         """
         path = path_of(filename, directory)
-        if (format := format_of(path)) not in TEXTS:
+        if (format := format_of(path)) not in TEXTS | PAGES:
             check_format(format)
         check_writable(path)
         return path
@@ -266,5 +271,5 @@ class Plot(graphviz.Digraph):
         return small.getvalue()
 
 
-def _same(graph: Graph) -> Graph:
+def _whole(graph: Graph) -> Graph:
     return graph

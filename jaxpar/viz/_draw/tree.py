@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..._core.arguments import did_you_mean
 from .._graph import BACKWARD, Graph, Node
-from .labels import shape_text
+from .labels import output_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +199,3 @@ def without_scopes(name: str, scope: tuple[str, ...]) -> str:
     while len(keys) > 1 and keys[0] in scopes:
         keys = keys[1:]
     return "/".join(keys)
-
-
-def output_text(node: Node) -> str:
-    """ "2x3 float32". Of an input with several arrays, how many they are."""
-    return node.detail if getattr(node, "leaves", ()) else f"{shape_text(node.shape)} {node.dtype}"

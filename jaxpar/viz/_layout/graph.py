@@ -32,8 +32,8 @@ def to_graph(net: Net) -> Graph:
     total = sum(_size(net.raw, weight) for weight in counted - net.state)
     scopes = tuple(sorted(net.repeats.items()))
     uncounted = sorted({eqn.prim for eqn in net.raw.eqns if not eqn.view and is_uncounted(eqn.prim, eqn.params)})
-    ends = tuple(weights.values()), tuple(weight_edges)
-    return Graph(tuple(nodes), edges, *ends, total, net.raw.count, scopes, uncounted=tuple(uncounted))
+    read = tuple(weights.values()), tuple(weight_edges)
+    return Graph(tuple(nodes), edges, *read, total, net.raw.count, scopes, net.sizes, tuple(uncounted))
 
 
 def _edges(net: Net, names: dict[int, str]) -> tuple[Edge, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from .._graph import common_prefix
 from .._read.raw import Raw
+from .._sizes import Sizes
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +55,7 @@ class Net:
         carries: as `edges`, from what computes a value in one pass of a loop to what reads it in the next.
         state: weights that only an optimizer reads. They are no parameters of the network.
         repeats: the number of copies of each repeated scope.
+        sizes: the bytes of its arrays, before anything is collapsed.
     """
 
     raw: Raw
@@ -62,6 +64,7 @@ class Net:
     state: set[int] = field(default_factory=set)
     repeats: dict[tuple[str, ...], int] = field(default_factory=dict)
     carries: dict[tuple[int, int, int], None] = field(default_factory=dict)
+    sizes: Sizes = field(default_factory=Sizes)
 
     @property
     def layers(self) -> list[Draft]:

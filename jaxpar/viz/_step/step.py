@@ -112,7 +112,7 @@ def _read(
         if str(error).startswith("viz: "):  # an argument that is no array, an option
             raise
         raise _failure(step, args, "traced", error) from error
-    net, _ = _trace.layers(raw, *options)
+    net = _trace.layers(raw, *options)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
