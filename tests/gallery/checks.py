@@ -18,7 +18,7 @@ SMALLEST_LABEL = 8.0
 MOST_INPUTS = 8
 MOST_NODES = FIRST_LEVEL + MOST_INPUTS
 MOST_SECONDS = 5.0
-NAMELESS = re.compile(r"|…|\.\.\.|(<lambda>|lambda|fn|f)|[×\d .…]+")
+NAMELESS = re.compile(r"|…|\.\.\.|<lambda>|lambda|fn|f|[\d .…]+|(×\s*\d+\s*)+")
 
 
 def cpu_seconds():
