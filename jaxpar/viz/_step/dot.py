@@ -136,11 +136,12 @@ class _Drawing:
 
     def _reads(self, row: Row) -> list[str]:
         """The way of the parameters from the band to the forward box."""
-        if not row.band:
+        if not (row.band or row.gather) or "band" not in self.x:
             return []
         start = self.x["band"] - self.width["band"] / 2
         end = self.x["forward"] + self.width["forward"] / 2
-        names, stops = [f"{row.layer.name}: parameters", row.layer.name], [(start, end)]
+        cell = f"{row.layer.name}: parameters" if row.band else "parameters"
+        names, stops = [cell, row.layer.name], [(start, end)]
         if row.gather:
             half = size(row.gather)[0] / 2
             names.insert(1, f"{row.layer.name}: gather")
