@@ -26,6 +26,7 @@ from ._layout.build import build
 from ._layout.collapse import collapse_scopes, limit_nodes
 from ._layout.graph import to_graph
 from ._layout.net import Net
+from ._layout.regions import add_regions
 from ._layout.repeats import collapse_repeats
 from ._read import jaxpr
 from ._read.raw import Raw
@@ -79,7 +80,36 @@ def trace(
 
 
 def layers(raw: Raw, depth: int | None, max_nodes: int | None, repeats: bool, rules: Sequence[Rule | Call]) -> Net:
-    """The layers of flat equations, by all passes in their order. The options are those of `trace`."""
+    """The layers of flat equations, as few as the options of `trace` say."""
+    net = _net(raw, repeats, rules)
+    if depth is not None:
+        collapse_scopes(net, depth)
+    if max_nodes is not None:
+        limit_nodes(net, max_nodes)
+    return net
+
+
+def whole(
+    fn: Callable[..., Any],
+    *args: Any,
+    params_argnums: int | Sequence[int] | None = 0,
+    repeats: bool = True,
+    rules: Sequence[Rule | Call] = (),
+    **kwargs: Any,
+) -> Graph:
+    """All layers of a function, with regions as scopes, for a picture whose scopes open and close.
+
+    The arguments are those of `trace`. A scope that holds many layers or scopes has scopes for its parts with one way
+    in and one way out, named by what they share ("conv2_block1").
+    """
+    _check_options(fn, len(args), params_argnums, None, None)
+    net = _net(read(fn, *args, params_argnums=params_argnums, **kwargs), repeats, rules)
+    add_regions(net)
+    return to_graph(net)
+
+
+def _net(raw: Raw, repeats: bool, rules: Sequence[Rule | Call]) -> Net:
+    """Layers and the edges between them. Everything is open."""
     calls = [rule for rule in rules if isinstance(rule, Call)]
     patterns = [rule for rule in rules if isinstance(rule, Rule)]
     cells = Cells(raw)
@@ -97,10 +127,6 @@ def layers(raw: Raw, depth: int | None, max_nodes: int | None, repeats: bool, ru
     join_arguments(net)
     if repeats:
         collapse_repeats(net)
-    if depth is not None:
-        collapse_scopes(net, depth)
-    if max_nodes is not None:
-        limit_nodes(net, max_nodes)
     return net
 
 

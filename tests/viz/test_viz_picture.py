@@ -91,11 +91,11 @@ def test_the_picture_of_lenet_says_what_mxnets_did():
     assert list(nodes) == [node.name for node in plot.network.nodes]
     assert edges == [f"{edge.source}->{edge.target}" for edge in plot.network.edges]
     conv = nodes["conv1"]
-    assert [t.text for t in conv.iter(SVG + "text")] == ["Convolution", "3x3/1, 20", "200 params"]
+    assert [t.text for t in conv.iter(SVG + "text")] == ["conv1", "Convolution 3×3/1, 20", "200 params"]
     assert next(conv.iter(SVG + "path")).get("fill") == "#fb8072"
     assert next(nodes["images"].iter(SVG + "ellipse")).get("fill") == "#8dd3c7"
     labels = [t.text.strip() for g in root.iter(SVG + "g") if g.get("class") == "edge" for t in g.iter(SVG + "text")]
-    assert labels[:2] == ["256x28x28x1", "256x26x26x20"]
+    assert labels[:2] == ["256×28×28×1", "256×26×26×20"]
     link = conv.find(f"{SVG}g/{SVG}a")
     assert "lenet.py:" in link.get("{http://www.w3.org/1999/xlink}title")
     height = {name: float(next(g.iter(SVG + "text")).get("y")) for name, g in nodes.items()}

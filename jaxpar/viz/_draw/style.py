@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -68,11 +70,12 @@ class Theme:
     faint: str
     cluster: str
     region: str
+    carry: str
 
 
 THEMES = {
-    "light": Theme("#ffffff", "#24292f", "#57606a", "#b6bcc4", "#f6f8fa", "#eef4fb"),
-    "dark": Theme("#1e1e1e", "#e6e6e6", "#a8b0b8", "#5f666d", "#2a2a2a", "#25303b"),
+    "light": Theme("#ffffff", "#24292f", "#57606a", "#b6bcc4", "#f6f8fa", "#eef4fb", "#8250df"),
+    "dark": Theme("#1e1e1e", "#e6e6e6", "#a8b0b8", "#5f666d", "#2a2a2a", "#25303b", "#c297ff"),
 }
 
 
@@ -113,5 +116,16 @@ _NARROW, _WIDE = "iIjl.,:;'|![]()ft/\\r -", "mwMWOQGDH@%&×+=<>~#…"
 
 def text_width(text: str, size: float, bold: bool = False) -> float:
     """An upper estimate of the width of a line, in units of `size`."""
-    units = sum(0.42 if c in _NARROW else 0.98 if c in _WIDE else 0.66 for c in text)
-    return units * size * (1.1 if bold else 1.0)
+    return sum(map(_units, text)) * size * (1.1 if bold else 1.0)
+
+
+@functools.cache
+def _units(letter: str) -> float:
+    if letter.isascii() or letter in _WIDE:
+        return 0.42 if letter in _NARROW else 0.98 if letter in _WIDE else 0.66
+    kind = unicodedata.category(letter)
+    if kind in ("Mn", "Me", "Cf"):
+        return 0.0  # on the letter before it
+    if unicodedata.east_asian_width(letter) in "WF":
+        return 1.4 if kind == "So" else 1.1  # emoji, Chinese
+    return 0.9
