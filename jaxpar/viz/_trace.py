@@ -82,9 +82,18 @@ def trace(
         [('FullyConnected', (5, 2), 6), ('Activation', (5, 2), 0)]
     """
     check_trace(fn, len(args), params_argnums, depth, max_nodes, repeats, rules)
-    return to_graph(
-        layers(read(fn, *args, params_argnums=params_argnums, **kwargs), depth, max_nodes, repeats, rules)
-    )
+    raw = read(fn, *args, params_argnums=params_argnums, **kwargs)
+    return to_graph(layers(raw, depth, max_nodes, repeats, rules))
+
+
+def layers(raw: Raw, depth: int | None, max_nodes: int | None, repeats: bool, rules: Sequence[Rule | Call]) -> Net:
+    """The layers of flat equations, as few as the options of `trace` say."""
+    net = _net(raw, repeats, rules)
+    if depth is not None:
+        collapse_scopes(net, depth)
+    if max_nodes is not None:
+        limit_nodes(net, max_nodes)
+    return net
 
 
 def whole(
@@ -101,13 +110,13 @@ def whole(
     in and one way out, named by what they share ("conv2_block1").
     """
     check_trace(fn, len(args), params_argnums, None, None, repeats, rules)
-    net = layers(read(fn, *args, params_argnums=params_argnums, **kwargs), None, None, repeats, rules)
+    net = _net(read(fn, *args, params_argnums=params_argnums, **kwargs), repeats, rules)
     add_regions(net)
     return to_graph(net)
 
 
-def layers(raw: Raw, depth: int | None, max_nodes: int | None, repeats: bool, rules: Sequence[Rule | Call]) -> Net:
-    """The layers of flat equations, by all passes in their order. The options are those of `trace`."""
+def _net(raw: Raw, repeats: bool, rules: Sequence[Rule | Call]) -> Net:
+    """Layers and the edges between them. Everything is open."""
     calls = [rule for rule in rules if isinstance(rule, Call)]
     patterns = [rule for rule in rules if isinstance(rule, Rule)]
     cells = Cells(raw)
@@ -126,10 +135,6 @@ def layers(raw: Raw, depth: int | None, max_nodes: int | None, repeats: bool, ru
     join_arguments(net)
     if repeats:
         collapse_repeats(net)
-    if depth is not None:
-        collapse_scopes(net, depth)
-    if max_nodes is not None:
-        limit_nodes(net, max_nodes)
     return net
 
 

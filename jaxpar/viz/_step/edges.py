@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .._graph import BACKWARD
 from .._layout.net import Draft, Net
 from .._read.raw import Eqn
 from .graph import Phase, StepEdge
@@ -49,8 +50,9 @@ def _ends(source: Draft, target: Draft, phases: Phases, names: dict[int, str]) -
     if first is None or second is None or first == second:
         return None
     of = phases.of
-    if of.get(target.at) == "backward":
-        return (first, second, "backward") if of.get(source.at) == "backward" and source.op != "input" else None
+    if of.get(target.at) == "backward":  # what is computed again for a gradient is part of its layer
+        both = source.op.endswith(BACKWARD) and target.op.endswith(BACKWARD)
+        return (first, second, "backward") if both else None
     if of.get(target.at) == "forward" and of.get(source.at, "forward") == "forward":
         return first, second, "forward"
     return None

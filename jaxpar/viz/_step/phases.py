@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .._fold.patterns import COLLECTIVES
+from .._graph import BACKWARD
 from .._layout.net import Draft, Net
 
 
@@ -66,7 +67,7 @@ def phases_of(net: Net) -> Phases:
 
 
 def _is_gradient(draft: Draft) -> bool:
-    return draft.op.endswith(" (backward)")
+    return draft.op.endswith(BACKWARD)
 
 
 def _is_again(net: Net, draft: Draft) -> bool:

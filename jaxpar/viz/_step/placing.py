@@ -9,6 +9,8 @@ from .phases import Phases
 from .places import MOVES, Places, is_backward
 from .sends import Send, kind_of
 
+# Instructions that put arrays together or take them apart. They are of no layer on the way of a gradient.
+_REARRANGES = frozenset("reshape transpose slice dynamic-slice dynamic-update-slice concatenate pad".split())
 _MOST = 4000  # instructions looked at for one collective
 
 
@@ -113,7 +115,7 @@ class Placing:
         """The layer that an instruction computes for, and its phase. None for one that only hands arrays on."""
         one = self.program[name]
         at = self.places.draft_of(one)
-        if one.opcode in MOVES or kind_of(one) or at is None or at in self._glue:
+        if one.opcode in MOVES or one.opcode in _REARRANGES or kind_of(one) or at is None or at in self._glue:
             return None
         row = self.phases.row_of.get(at)
         return (row.draft.at if row else at), self.phases.of.get(at, "elsewhere")
