@@ -21,6 +21,7 @@ class Node:
         detail: what a label adds to the kind ("3x3/1, 20", "relu", "avg, 2x2/2x2"). May be empty.
         shape, dtype: of the first output. Inside pmap and shard_map those of one device.
         params: elements of the parameters that it is the first to use. A weight shared by two layers counts once.
+            Arrays that no optimizer trains are in `state`.
         flops: floating-point operations as XLA counts them, without exp, tanh and the like.
         bytes: of the distinct arrays that it reads and writes.
         scope: the modules, named scopes, jitted functions and loops around it, from the outside in.
@@ -29,6 +30,7 @@ class Node:
         repeat: the number of copies that are drawn as one. Params, flops and bytes are those of all copies.
         equations: the number of equations of the jaxpr that were folded into each copy.
         outputs: the names of the function's results among its outputs.
+        state: elements of the arrays that it is the first to use and that no optimizer trains: running means.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Node:
     repeat: int = 1
     equations: int = 0
     outputs: tuple[str, ...] = ()
+    state: int = 0
 
     @property
     def kind(self) -> str:
@@ -83,6 +86,8 @@ class Graph:
         total_params: elements of the parameters used, each counted once.
         equations: the number of equations of the jaxpr, nested ones included.
         scopes: each repeated scope, and the number of its copies.
+        total_state: elements of the arrays that no optimizer trains, each counted once.
+        total_constants: elements of the captured arrays that are no parameters, each counted once, without scalars.
     """
 
     nodes: tuple[Node, ...]
@@ -92,6 +97,8 @@ class Graph:
     total_params: int = 0
     equations: int = 0
     scopes: tuple[tuple[tuple[str, ...], int], ...] = ()
+    total_state: int = 0
+    total_constants: int = 0
 
     @property
     def inputs(self) -> tuple[Node, ...]:

@@ -18,6 +18,8 @@ class Draft:
         weights: the parameters that it reads.
         own: how many of the weights are of the first copy, where it is repeated.
         forward: of a backward draft, the draft whose gradient it is.
+        tied: whether its parameters are another layer's.
+        path: the modules around it and its own name, from the outside in. Empty where nothing names it.
 
     The others are as in a `Node`.
     """
@@ -37,6 +39,8 @@ class Draft:
     forward: Draft | None = None
     name: str = ""
     own: int | None = None
+    tied: bool = False
+    path: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
