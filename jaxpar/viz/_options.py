@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -122,13 +122,10 @@ def check_rules(rules: Any, what: str) -> None:
             raise TypeError(f"{expected}{checks.describe(rule)} in it")
 
 
-def is_iterator(value: Any) -> bool:
-    """Whether this can be read only once. JAX would make it a leaf with a warning."""
-    return isinstance(value, Iterator)
-
-
 def check_dtype(fn: Callable[..., Any], name: str, leaf: Any) -> None:
     """`TypeError` for an array whose dtype JAX does not have: of objects, strings, dates or records."""
+    if not hasattr(leaf, "dtype"):  # a number of Python
+        return
     dtype, issubdtype = leaf.dtype, jnp.issubdtype
     kinds = (np.number, np.bool_, jax.dtypes.extended)
     if dtype == jax.dtypes.float0 or any(issubdtype(dtype, kind) for kind in kinds):

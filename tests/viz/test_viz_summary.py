@@ -54,7 +54,7 @@ def test_scalars_vectors_and_shared_weights():
 
 def test_every_layer_is_in_the_table_repeats_once():
     args = m.transformer, m.transformer_params(4), m.TOKENS
-    assert "attn/q (FullyConnected 64) ×4" in summary(*args)
+    assert "q (FullyConnected 64) ×4" in summary(*args)
     assert summary(*args).count("LayerNorm") == 3
     assert summary(*args, repeats=False).count("LayerNorm") == 9
 

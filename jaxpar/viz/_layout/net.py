@@ -22,6 +22,8 @@ class Draft:
         eqns: the ids of its equations, those of all copies.
         own: how many of the weights are of the first copy, where it is repeated.
         forward: of a backward draft, the draft whose gradient it is.
+        tied: whether its parameters are another layer's.
+        path: the modules around it and its own name, from the outside in. Empty where nothing names it.
 
     The others are as in a `Node`.
     """
@@ -44,6 +46,8 @@ class Draft:
     layers: int = 1
     leaves: list[int] = field(default_factory=list)
     eqns: list[int] = field(default_factory=list)
+    tied: bool = False
+    path: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

@@ -107,9 +107,7 @@ class _Drawing:
         found += self._words(f"{layer.name}: down", row.below, self.x["backward"], row.y - row.height / 2, -1)
         return [*found, *self._reads(row)]
 
-    def _box(
-        self, name: str, column: str, lines: list[Line], y: float, layer: StepLayer, part: StepPart
-    ) -> str:
+    def _box(self, name: str, column: str, lines: list[Line], y: float, layer: StepLayer, part: StepPart) -> str:
         colour = style.fill(Node(layer.name, layer.op, layer.detail))
         if self.options.heat is not None:
             colour = style.heat(cost(part, self.options.heat) / self.most)
