@@ -162,7 +162,12 @@ def read(fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int]
     def call(arrays: Sequence[Any]) -> Any:
         return bound.call(arrays)
 
-    closed, (out, changed) = jax.make_jaxpr(call, return_shape=True)(bound.arrays)
+    try:
+        closed, (out, changed) = jax.make_jaxpr(call, return_shape=True)(bound.arrays)
+    except Exception as error:
+        if bound.static:
+            error.add_note(f"viz: these arguments are no arrays and were passed on: {', '.join(bound.static[:5])}")
+        raise
     results = ["output" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
     return jaxpr.read(closed, bound.arguments, [*results, *changed], bound.captured)
 

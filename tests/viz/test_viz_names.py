@@ -40,7 +40,7 @@ def places(graph):
     return ["/".join((*node.scope, last[node.name])) for node in graph.layers]
 
 
-BLOCK = ["ln1", "attn/query", "attn/key", "attn/MatMul", "attn/Softmax", "attn/value", "attn/MatMul", "attn/out", "add"]
+BLOCK = ["ln1", "attn/query", "attn/key", "attn/value", "attn/Attention", "attn/out", "add"]
 BLOCK += ["ln2", "up", "Activation", "add"]
 TRANSFORMER = ["embed", *(f"encoder/blocks.{n}/{name}" for n in range(2) for name in BLOCK), "encoder/norm", "head"]
 
@@ -205,7 +205,7 @@ def test_trees_of_parameters_name_clusters():
         (), ("blocks.0",), ("blocks.0", "attn"), ("blocks.1",), ("blocks.1", "attn"),
     }  # fmt: skip
     assert graph["blocks.1/attn/q"].weights == ("params['blocks'][1]['attn']['q']",)
-    assert graph["softmax1"].scope == ("blocks.1", "attn")
+    assert graph["attention1"].scope == ("blocks.1", "attn")
     assert graph["gelu1"].scope == ("blocks.1",)
     assert graph.layers[-1].name == "fullyconnected0"  # the table of `embed` once more
 

@@ -16,12 +16,22 @@ def demote_constants(cells: Cells) -> bool:
     found = [
         cells.raw.values[root]
         for root, readers in _readers(cells).items()
-        if cells.raw.values[root].captured and not any(_kind(cell) in _TRAINED for cell in readers)
+        if cells.raw.values[root].captured and not any(_is_weight_of(cells, cell, root) for cell in readers)
     ]
     found = [value for value in found if value.kind == "weight"]
     for value in found:
         value.kind = "const"
     return bool(found)
+
+
+def _is_weight_of(cells: Cells, cell: Cell, root: int) -> bool:
+    """Whether a cell reads an array as its weights. An attention also reads masks."""
+    if _kind(cell) != "Attention":
+        return _kind(cell) in _TRAINED
+    return any(
+        eqn.prim == "dot_general" and any(cells.raw.root(value) == root for value in eqn.ins)
+        for eqn in cells.eqns(cell)
+    )
 
 
 def _readers(cells: Cells) -> dict[int, list[Cell]]:

@@ -66,8 +66,22 @@ def _name_parts(
             for draft in items[part].drafts if path else ():
                 inserts.setdefault(draft.at, []).append((depth, path))
             continue
-        name = _unique(name_region([items[number] for number in flat(part)]), taken)
+        inside = [items[number] for number in flat(part)]
+        name = name_region(inside)
+        if (scope := _only_scope(inside, name)) is not None:
+            for draft in (draft for item in inside for draft in item.drafts):
+                added = path if draft in scope.drafts else (*path, name)
+                inserts.setdefault(draft.at, []).append((depth, added))
+            continue
+        name = _unique(name, taken)
         _name_parts(net, items, part, (*path, name), depth, inserts, {name})
+
+
+def _only_scope(items: list[Item], name: str) -> Item | None:
+    """The scope of this name, where it is the only one and no layer beside it has parameters. They belong to it."""
+    scopes = [item for item in items if item.scope is not None]
+    others = any(item.path for item in items if item.scope is None)
+    return scopes[0] if len(scopes) == 1 and scopes[0].path == (name,) and not others else None
 
 
 def _unique(name: str, taken: set[str]) -> str:

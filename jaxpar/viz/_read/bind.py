@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from ..._core.arguments import describe
 from ..._core.arrays import is_prng_key
 from .captured import captured_arrays, keras_models
 from .libraries import is_equinox, is_module, is_node, is_state, is_variable, keras_arguments, nnx, variable_kind
@@ -32,12 +33,14 @@ class Bound:
     Attributes:
         arrays, arguments: each array, and its name and kind.
         captured: the named arrays that the function holds, by id.
+        static: each argument that is no array, as "name=value".
         call: called with the list. Returns the result, and what the function changed in NNX objects, by name.
     """
 
     arrays: list[Any] = field(default_factory=list)
     arguments: list[Argument] = field(default_factory=list)
     captured: dict[int, tuple[Any, Argument]] = field(default_factory=dict)
+    static: list[str] = field(default_factory=list)
     call: Callable[[Sequence[Any]], tuple[Any, dict[str, Any]]] = lambda arrays: (None, {})
 
 
@@ -79,14 +82,10 @@ class _Binder:
             return self.variable(role, path, leaf)
         if is_equinox(leaf):
             return self.equinox(role, path, leaf)
-        if isinstance(leaf, Iterator):
-            raise TypeError(
-                f"viz: argument {name_of(role.name, path)} is {leaf!r}, a {type(leaf).__name__}, which can be read only "
-                "once; expected an array or a jax.ShapeDtypeStruct, or a list of them"
-            )
         number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
         if is_array(leaf) or (number and (role.trained or path)):
             return self.array(leaf, self.argument(role, path, leaf))
+        self.bound.static.append(f"{name_of(role.name, path)}={describe(leaf)}")
         return _constant(leaf)
 
     def variable(self, role: _Role, path: tuple[Any, ...], variable: Any) -> _Rebuild:
@@ -157,7 +156,7 @@ class _Binder:
 
 
 def _is_whole(value: Any) -> bool:
-    return is_node(value) or is_variable(value) or is_equinox(value) or isinstance(value, Iterator)
+    return is_node(value) or is_variable(value) or is_equinox(value)
 
 
 def _constant(value: Any) -> _Rebuild:
@@ -175,6 +174,7 @@ def bind(
         names: of each positional argument.
         argnums: which of them hold parameters.
     """
+    _refuse_iterators(fn, {**dict(zip(names, args, strict=True)), **kwargs})
     binder = _Binder(keras_models(fn), captured_arrays(fn))
     holder, method = _module_of(fn)
     make_fn = binder.tree(_Role("model", trained=True), holder) if holder is not None else None
@@ -197,6 +197,18 @@ def bind(
     binder.bound.call = call
     binder.bound.arguments = _apart(binder.bound.arguments)
     return binder.bound
+
+
+def _refuse_iterators(fn: Callable[..., Any], args: Mapping[str, Any]) -> None:
+    """`TypeError` for what can be read only once. JAX would make it a leaf, with a warning."""
+    of = getattr(fn, "__name__", type(fn).__name__)
+    for name, arg in args.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(arg, is_leaf=lambda value: isinstance(value, Iterator)):
+            if isinstance(leaf, Iterator):
+                raise TypeError(
+                    f"viz: argument {name_of(name, path)} of {of} is {leaf!r}, a {type(leaf).__name__}, which can be read "
+                    "only once; expected an array or a jax.ShapeDtypeStruct, or a list of them"
+                )
 
 
 def _role(name: str, arg: Any, trained: bool, data: bool) -> _Role:
