@@ -134,7 +134,7 @@ def test_unused_and_captured_parameters_are_named():
     table = jnp.ones((3, 3))
     text = summary(lambda p, x: x @ p["w"] @ table, {"w": jnp.ones((3, 3)), "u": jnp.ones(7)}, jnp.ones((2, 3)))
     assert "Unused params, not counted: 7\n" in text
-    assert "Constants, counted as params: 9\n" in text
+    assert "Constants, not counted as params: 9\n" in text
 
 
 def scoped(depth):

@@ -91,7 +91,8 @@ def _counts(graph: Graph, frozen: frozenset[str]) -> list[str]:
         ("Trainable params", trained),
         ("Non-trainable params", graph.total_params - trained),
     ]
-    found += [("Constants, counted as params", graph.sizes.constants)] if graph.sizes.constants else []
+    found += [("State, not counted as params", graph.total_state)] if graph.total_state else []
+    found += [("Constants, not counted as params", graph.total_constants)] if graph.total_constants else []
     found += [("Unused params, not counted", graph.sizes.unused)] if graph.sizes.unused else []
     counts = [f"{name}: {number:,}" for name, number in found]
     return [*counts, f"Total FLOPs: {graph.total_flops:,}{missing(graph)}"]
@@ -102,6 +103,7 @@ def _memory(graph: Graph) -> list[str]:
     sizes = graph.sizes
     passes = "Forward/backward pass size" if sizes.backward else "Forward pass size"
     found = [("Input size", sizes.inputs), (passes, sizes.forward + sizes.backward), ("Params size", sizes.params)]
+    found += [("State size", sizes.state)] if sizes.state else []
     found += [("Optimizer state", sizes.optimizer)] if sizes.optimizer else []
     return [f"{name} (MB): {size / 1e6:,.2f}" for name, size in [*found, ("Estimated total size", sizes.total)]]
 
