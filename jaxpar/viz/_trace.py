@@ -31,7 +31,9 @@ from ._options import argnums, check_dtype, check_trace, is_iterator
 from ._read import jaxpr
 from ._read.raw import Raw
 
-_OPTIONS = "params_argnums depth max_nodes repeats rules title hide_weights node_attrs heat theme legend direction".split()
+_OPTIONS = (
+    "params_argnums depth max_nodes repeats rules title hide_weights node_attrs heat theme legend direction".split()
+)
 
 
 def trace(

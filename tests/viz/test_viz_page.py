@@ -1,4 +1,4 @@
-"""The interactive page: blocks, layouts, HTML that nothing can break out of. Browsers look at it in test_viz_page_browser."""
+"""The interactive page: blocks, layouts, HTML that nothing can break out of. A browser looks at it elsewhere."""
 
 import base64
 import functools
@@ -227,7 +227,9 @@ def test_options_of_the_page():
 def test_a_plot_keeps_no_arrays():
     x = jnp.ones((3, 4))
     plot = viz.plot_network(lambda w, x: x @ w, x.T, x, title="t")
-    assert not [leaf for leaf in jax.tree.leaves((plot.whole.args[1:], plot.whole.keywords)) if isinstance(leaf, jax.Array)]
+    assert not [
+        leaf for leaf in jax.tree.leaves((plot.whole.args[1:], plot.whole.keywords)) if isinstance(leaf, jax.Array)
+    ]
 
 
 def test_a_page_without_layers():

@@ -19,6 +19,7 @@ Text = tuple[str, float, bool]  # a line of text, its size, whether it is bold
 
 _POINTS = 72.0  # of an inch
 _MANY = 40  # items, above which dot works with limits
+_PORT = {"up": 0.4, "down": 0.4, "right": 0.02}  # inches, so that the labels of lines have room
 _RANKDIR = {"up": "TB", "down": "TB", "right": "LR"}  # the page turns it over for "up"
 
 
@@ -72,13 +73,17 @@ def _documents(text: str) -> list[dict[str, Any]]:
 def _dot(tree: Tree, block: Block, direction: str, heat: str | None) -> str:
     """The boxes of a block without their words, and its lines. Equal shapes give equal texts."""
     rows = ["digraph {", f"graph [rankdir={_RANKDIR[direction]} nodesep=0.3 ranksep=0.32{_limits(block)}]"]
-    rows += ["node [shape=box fixedsize=true label=\"\"]", f"edge [dir=none fontsize={SMALL}]"]
+    rows += ['node [shape=box fixedsize=true label=""]', f"edge [dir=none fontsize={SMALL}]"]
     for at, item in enumerate(block.items):
         width, height = size(tree, item, heat)
         shape = " shape=ellipse" if is_oval(tree, item) else ""
         rows.append(f"i{at} [width={width / _POINTS:.3f} height={height / _POINTS:.3f}{shape}]")
     for first, rank in ((True, "source"), (False, "sink")):
-        ports = [f"p{at} [width=.02 height=.02];" for at, port in enumerate(block.ports) if port.is_first is first]
+        ports = [
+            f"p{at} [width={_PORT[direction]} height=.02];"
+            for at, port in enumerate(block.ports)
+            if port.is_first is first
+        ]
         rows += [f"{{ rank={rank}; {' '.join(ports)} }}"] if ports else []
     place = {item: at for at, item in enumerate(block.items)}
     rows += [f"{{ rank=same; i{place[layer]}; i{place[gradient]} }}" for layer, gradient in block.pairs]
@@ -108,7 +113,11 @@ def texts(tree: Tree, item: int, heat: str | None) -> list[Text]:
     layers = sum(node.op not in ("input", "weight") for node in inside)
     facts = [f"{layers:,} layer{'s' * (layers != 1)}"]
     facts += [f"{params:,} params"] if (params := sum(n.params for n in inside if n.op != "weight")) else []
-    return [(cut(scope_label(tree.block(item).label)), SIZE, True), (" · ".join(facts), SMALL, False), *_heat(inside, heat)]
+    return [
+        (cut(scope_label(tree.block(item).label)), SIZE, True),
+        (" · ".join(facts), SMALL, False),
+        *_heat(inside, heat),
+    ]
 
 
 def _heat(inside: list[Node], heat: str | None) -> list[Text]:
@@ -137,9 +146,7 @@ def _layout(block: Block, graph: dict[str, Any]) -> Layout:
     place = {o["name"]: _point(o["pos"], height) for o in graph.get("objects", ()) if "pos" in o}
     edges = {int(edge["id"]): edge for edge in graph.get("edges", ())}
     lines = [_spline(edges[at]["pos"], height, line.is_back) for at, line in enumerate(block.lines)]
-    labels = [
-        _point(edges[at]["lp"], height) if "lp" in edges[at] else None for at in range(len(block.lines))
-    ]
+    labels = [_point(edges[at]["lp"], height) if "lp" in edges[at] else None for at in range(len(block.lines))]
     items = [place[f"i{at}"] for at in range(len(block.items))]
     return Layout(width, height, items, [place[f"p{at}"] for at in range(len(block.ports))], lines, labels)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 from .._draw.dot import _forward, _named
@@ -52,9 +53,9 @@ def _crossings(tree: Tree) -> dict[int, _Crossing]:
         label = _label(tree, flow) if is_named else ""
         inside = found[out[-1]].inside
         inside[out[-2], into[-2], key] = inside.get((out[-2], into[-2], key)) or label
-        for inner, block in zip(out, out[1:-1], strict=False):
+        for inner, block in itertools.pairwise(out[:-1]):
             found[block].leaves[key] = inner
-        for inner, block in zip(into, into[1:-1], strict=False):
+        for inner, block in itertools.pairwise(into[:-1]):
             found[block].enters.setdefault(key, {})[inner] = None
     return found
 

@@ -64,7 +64,10 @@ def to_frame(page: str, title: str, still: str) -> str:
 
 @functools.cache
 def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    """A file beside this one, without its comments and indentation: every picture of a notebook has a copy."""
+    text = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    lines = map(str.strip, text.splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("//")) + "\n"
 
 
 def _escaped(data: Any) -> str:
@@ -103,9 +106,7 @@ def _data(tree: Tree, options: Options, depth: int | None, time_limit: float) ->
         "theme": "dark" if options.theme == "dark" else None,
         "depth": depth,
         "nodes": [_node(tree, item, options, most) for item in range(len(tree.nodes))],
-        "blocks": [
-            _block(tree, tree.root + at, layout, options, most) for at, layout in enumerate(which)
-        ],
+        "blocks": [_block(tree, tree.root + at, layout, options, most) for at, layout in enumerate(which)],
         "layouts": [_layout(layout) for layout in places],
         "edges": [end for edge in tree.edges for end in edge],
     }
@@ -120,7 +121,8 @@ def _node(tree: Tree, item: int, options: Options, most: int) -> list[Any]:
     find = " ".join((node.name, node.op, node.detail, node.source, *node.weights))
     oval = int(is_oval(tree, item))
     words = texts(tree, item, options.heat)
-    return [*size(tree, item, options.heat), kind, oval, colour, style.ink(colour), words, tooltip(node), find, node.source]
+    look = [*size(tree, item, options.heat), kind, oval, colour, style.ink(colour)]
+    return [*look, words, tooltip(node), find, node.source]
 
 
 def _block(tree: Tree, item: int, layout: int, options: Options, most: int) -> list[Any]:
