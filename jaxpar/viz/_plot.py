@@ -86,5 +86,5 @@ def _spec(leaf: Any) -> Any:
     """An array without its memory, so that a plot keeps none."""
     if not isinstance(leaf, jax.Array):
         return leaf
-    spread = {"sharding": leaf.sharding} if isinstance(leaf.sharding, jax.sharding.NamedSharding) else {}
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.aval.weak_type, **spread)
+    spread = leaf.sharding if isinstance(leaf.sharding, jax.sharding.NamedSharding) else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.aval.weak_type, sharding=spread)

@@ -18,6 +18,7 @@ from .blocks import Block, Tree, tree
 from .layout import Layout, Point, is_oval, layouts, size, texts
 from .lines import draw_lines
 
+_PACKAGE = "jaxpar.viz._page"
 _SCRIPTS = ("reading.js", "places.js", "drawing.js", "page.js", "events.js")
 # Opens no other place: what an attribute or a script could end with is escaped.
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027", "\u2028": "\\u2028", "\u2029": "\\u2029"}
@@ -65,7 +66,7 @@ def to_frame(page: str, title: str, still: str) -> str:
 @functools.cache
 def _asset(name: str) -> str:
     """A file beside this one, without its comments and indentation: every picture of a notebook has a copy."""
-    text = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    text = resources.files(_PACKAGE).joinpath(name).read_text(encoding="utf-8")
     lines = map(str.strip, text.splitlines())
     return "\n".join(line for line in lines if line and not line.startswith("//")) + "\n"
 
@@ -118,7 +119,7 @@ def _node(tree: Tree, item: int, options: Options, most: int) -> list[Any]:
     colour = style.fill(node)
     if options.heat and node.op not in ("input", "weight"):
         colour = style.heat(cost(node, options.heat) / most)
-    find = " ".join((node.name, node.op, node.detail, node.source, *node.weights))
+    find = " ".join((node.name, node.op, node.detail, node.source, *node.weights[:8]))
     oval = int(is_oval(tree, item))
     words = texts(tree, item, options.heat)
     look = [*size(tree, item, options.heat), kind, oval, colour, style.ink(colour)]
