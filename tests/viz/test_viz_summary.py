@@ -114,7 +114,7 @@ def test_plot_a_function_of_a_module(module, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert run("my_nets:net", "--input", "8x4:f32", "-o", "net.dot", "--theme", "dark", "--heat", "flops") == 0
     text = (module / "net.dot").read_text()
-    assert "8x4" in text
+    assert "8×4" in text
     assert "FullyConnected" in text
 
 

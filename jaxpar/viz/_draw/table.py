@@ -32,7 +32,7 @@ def _line(row: Sequence[str], widths: list[int]) -> str:
 
 def _row(graph: Graph, node: Node) -> tuple[str, ...]:
     """The entries of a layer. Only the first three of what it reads are listed."""
-    previous = [edge.source for edge in graph.edges if edge.target == node.name]
+    previous = [edge.source for edge in graph.edges if edge.target == node.name and not edge.carry]
     shown = ", ".join(previous[:3]) + (f", ... ({len(previous)})" if len(previous) > 3 else "")
     kind = f"{node.op} {node.detail}".strip()
     times = f" ×{node.repeat}" if node.repeat > 1 else ""

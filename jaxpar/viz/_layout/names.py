@@ -25,7 +25,7 @@ def name_drafts(net: Net) -> dict[int, str]:
         if draft.op != "input" and draft.forward is None:
             tied = bool(draft.weights) and used.issuperset(draft.weights)
             used.update(draft.weights)
-            wanted = "" if tied else _own_name(net, draft, members)
+            wanted = "" if tied and not draft.name else _own_name(net, draft, members)
             names[draft.at] = _unique(wanted, _base(draft), taken, numbers)
     for draft in net.drafts:
         if draft.forward is not None:
