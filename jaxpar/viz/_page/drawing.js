@@ -99,9 +99,9 @@ function drawLine(net, placed, line, at, x, y, groups) {
   const moved = spline.map(([px, py]) => [px + x, py + y]);
   const text = (point) => point.map((value) => value.toFixed(1)).join(" ");
   const pieces = moved.slice(1).map(text).join(" ");
-  const group = make("g", { class: line.pair ? "line pair" : "line" });
+  const group = make("g", { class: `line ${line.kind}` });
   group.append(make("path", { d: `M${text(moved[0])}C${pieces}` }));
-  if (line.head >= 0 && !line.pair && !placed.inner.has(line.head)) group.append(arrow(moved));
+  if (line.head >= 0 && line.kind !== "pair" && !placed.inner.has(line.head)) group.append(arrow(moved));
   group.line = { line, block: placed.item };
   groups.lines.append(group);
   if (!label) return;

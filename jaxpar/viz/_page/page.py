@@ -81,7 +81,7 @@ def _colours() -> str:
     """The colours of both themes, as variables."""
     rules: list[str] = []
     for name, theme in THEMES.items():
-        names = ("background", "text", "line", "faint", "cluster", "region")
+        names = ("background", "text", "line", "faint", "cluster", "region", "carry")
         values = {key: getattr(theme, key) for key in names} | {"block": {"dark": "#3a3f46"}.get(name, "#e4e8ec")}
         body = "".join(f"--{key}:{value};" for key, value in values.items())
         rules.append(f"{':root' if name == 'light' else ':root[data-theme=dark]'}{{{body}}}\n")
@@ -144,7 +144,7 @@ def _block(tree: Tree, item: int, layout: int, options: Options, most: int) -> l
 def _lines(block: Block) -> Iterable[list[Any]]:
     for line in block.lines:
         keys = sorted({node for node, _ in line.keys})
-        yield [line.tail, line.head, line.tail_port, line.head_port, int(line.is_pair), line.label, keys]
+        yield [line.tail, line.head, line.tail_port, line.head_port, line.kind, line.label, keys]
 
 
 def _layout(layout: Layout) -> dict[str, Any]:
