@@ -153,9 +153,9 @@ def _rows_of(module: _Module, level: int, depth: int | None, facts: _Facts) -> l
 
 
 def _is_one_layer(module: _Module) -> bool:
-    """Whether a module is one layer, and its gradient if there is one."""
-    nodes = module.nodes()
-    return not module.inner and sum(not node.is_backward for node in nodes) == 1
+    """Whether a module is one layer, or its gradient, or both."""
+    forward = sum(not node.is_backward for node in module.nodes())
+    return not module.inner and (forward == 1 or (not forward and len(module.items) == 1))
 
 
 def _is_around_all(outer: _Module, inner: _Module) -> bool:
@@ -184,7 +184,7 @@ def _module(module: _Module, level: int, facts: _Facts) -> Row:
     forward = [node for node in nodes if not node.is_backward] or nodes
     return Row(
         level,
-        module.path[-1],
+        module.path[-1] + (BACKWARD if all(node.is_backward for node in nodes) else ""),
         "",
         output_text(forward[-1]),
         sum(node.params for node in nodes),
