@@ -24,6 +24,7 @@ class Node:
         shape, dtype: of the first output. Inside pmap and shard_map those of one device. An input of several arrays has
             no shape, and a dtype where they share one.
         params: elements of the parameters that it is the first to use. A weight shared by two layers counts once.
+            Arrays that no optimizer trains are in `state`.
         flops: floating-point operations as XLA counts them, without exp, tanh and the like.
         bytes: of the distinct arrays that it reads and writes.
         scope: the modules, named scopes, jitted functions and loops around it, from the outside in.
@@ -33,6 +34,7 @@ class Node:
         equations: the number of equations of the jaxpr that were folded into each copy.
         outputs: the names of the function's results among its outputs.
         leaves: of an input with several arrays, "name: dtype[shape]" of each.
+        state: elements of the arrays that it is the first to use and that no optimizer trains: running means.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Node:
     equations: int = 0
     outputs: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
+    state: int = 0
 
     @property
     def kind(self) -> str:
@@ -93,6 +96,8 @@ class Graph:
         equations: the number of equations of the jaxpr, nested ones included.
         scopes: each repeated scope, and the number of its copies.
         sizes: the bytes of its arrays, and which parameters are trained.
+        total_state: elements of the arrays that no optimizer trains, each counted once.
+        total_constants: elements of the captured arrays that are no parameters, each counted once, without scalars.
     """
 
     nodes: tuple[Node, ...]
@@ -103,6 +108,8 @@ class Graph:
     equations: int = 0
     scopes: tuple[tuple[tuple[str, ...], int], ...] = ()
     sizes: Sizes = field(default_factory=Sizes)
+    total_state: int = 0
+    total_constants: int = 0
 
     @property
     def inputs(self) -> tuple[Node, ...]:

@@ -122,14 +122,23 @@ def check_rules(rules: Any, what: str) -> None:
             raise TypeError(f"{expected}{checks.describe(rule)} in it")
 
 
-def is_iterator(value: Any) -> bool:
-    """Whether this can be read only once. JAX would make it a leaf with a warning."""
+def check_no_iterators(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """`TypeError` for an argument that can be read only once. A function may be traced several times."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path((tuple(args), dict(kwargs)), is_leaf=_is_iterator):
+        if _is_iterator(leaf):
+            of, where = getattr(fn, "__name__", type(fn).__name__), jax.tree_util.keystr(path[1:])
+            raise TypeError(
+                f"viz: argument {where} of {of} is a {type(leaf).__name__}; expected arrays, as list(...) has"
+            )
+
+
+def _is_iterator(value: Any) -> bool:
     return isinstance(value, Iterator)
 
 
 def check_dtype(fn: Callable[..., Any], name: str, leaf: Any) -> None:
     """`TypeError` for an array whose dtype JAX does not have: of objects, strings, dates or records."""
-    dtype, issubdtype = leaf.dtype, jnp.issubdtype
+    dtype, issubdtype = getattr(leaf, "dtype", np.dtype(float)), jnp.issubdtype
     kinds = (np.number, np.bool_, jax.dtypes.extended)
     if dtype == jax.dtypes.float0 or any(issubdtype(dtype, kind) for kind in kinds):
         return

@@ -19,7 +19,7 @@ class Sizes:
             they are the ones whose result, a gradient or a new value, depends on the backward pass. A gradient that
             is computed and then multiplied by zero is one.
         unused: elements of the parameters that nothing reads.
-        constants: elements of the arrays that the function captured. They count as parameters where they are floating.
+        state: bytes of the arrays that no optimizer trains, as running means.
     """
 
     params: int = 0
@@ -29,9 +29,9 @@ class Sizes:
     backward: int = 0
     trained: frozenset[str] = frozenset()
     unused: int = 0
-    constants: int = 0
+    state: int = 0
 
     @property
     def total(self) -> int:
         """All bytes."""
-        return self.params + self.inputs + self.optimizer + self.forward + self.backward
+        return self.params + self.state + self.inputs + self.optimizer + self.forward + self.backward

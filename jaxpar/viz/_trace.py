@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from .._core.arguments import did_you_mean
-from .._core.arrays import is_prng_key
 from ._fold.backward import attach_residuals, attach_views, fold_backward
 from ._fold.calls import CALLS, Call, fold_calls
 from ._fold.cells import Cells
@@ -24,13 +23,17 @@ from ._layout.arguments import join_arguments
 from ._layout.build import build
 from ._layout.collapse import collapse_scopes, limit_nodes
 from ._layout.graph import to_graph
+from ._layout.kinds import demote_constants, mark_state
 from ._layout.net import Net
 from ._layout.regions import add_regions
 from ._layout.repeats import collapse_repeats
 from ._layout.sizes import sizes_of
-from ._options import argnums, check_dtype, check_trace, is_iterator
+from ._options import argnums, check_dtype, check_no_iterators, check_trace
 from ._read import jaxpr
+from ._read.bind import bind
+from ._read.libraries import called_method
 from ._read.raw import Raw
+from ._read.views import mark_constants
 
 _OPTIONS = (
     "params_argnums depth max_nodes repeats rules title hide_weights node_attrs heat theme legend direction".split()
@@ -112,6 +115,21 @@ def _net(raw: Raw, repeats: bool, rules: Sequence[Rule | Call]) -> Net:
     """Layers and the edges between them. Everything is open."""
     calls = [rule for rule in rules if isinstance(rule, Call)]
     patterns = [rule for rule in rules if isinstance(rule, Rule)]
+    cells = _layers(raw, calls, patterns)
+    if demote_constants(cells):
+        mark_constants(raw)
+        cells = _layers(raw, calls, patterns)
+    mark_state(cells)
+    net = build(cells)
+    net.sizes = sizes_of(net)
+    join_arguments(net)
+    if repeats:
+        collapse_repeats(net)
+    return net
+
+
+def _layers(raw: Raw, calls: Sequence[Call], patterns: Sequence[Rule]) -> Cells:
+    """The layers of these equations."""
     cells = Cells(raw)
     fold_optimizers(cells)
     fold_calls(cells, (*CALLS, *calls))
@@ -123,53 +141,29 @@ def _net(raw: Raw, repeats: bool, rules: Sequence[Rule | Call]) -> Net:
     attach_views(cells)
     fold_backward(cells)
     break_cycles(cells)
-    net = build(cells)
-    net.sizes = sizes_of(net)
-    join_arguments(net)
-    if repeats:
-        collapse_repeats(net)
-    return net
+    return cells
 
 
 def read(fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int] | None = 0, **kwargs: Any) -> Raw:
     """The flat equations of a function and the names of its arguments."""
-    names, weights = _arguments(fn, args, kwargs, params_argnums)
+    _check_keywords(fn, kwargs)
+    check_no_iterators(fn, args, kwargs)
+    bound = bind(fn, args, kwargs, _argument_names(fn, len(args)), set(argnums(params_argnums, len(args))))
+    for array, argument in zip(bound.arrays, bound.arguments, strict=True):
+        check_dtype(fn, argument.name, array)
 
     @functools.wraps(fn, updated=())
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)
+    def call(arrays: Sequence[Any]) -> Any:
+        return bound.call(arrays)
 
-    closed, out = jax.make_jaxpr(call, return_shape=True)(*args, **kwargs)
+    closed, (out, changed) = jax.make_jaxpr(call, return_shape=True)(bound.arrays)
     results = ["output" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
-    return jaxpr.read(closed, names, weights, results)
-
-
-def _arguments(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], params_argnums: int | Sequence[int] | None
-) -> tuple[list[str], list[bool]]:
-    """The name of each leaf ("params['conv1']['bias']"), and whether it is a parameter."""
-    holding = argnums(params_argnums, len(args))
-    names = _argument_names(fn, len(args))
-    _check_keywords(fn, kwargs)
-    found: list[str] = []
-    weights: list[bool] = []
-    for number, arg in enumerate(args):
-        bare = len(args) == 1 and not kwargs and jax.tree_util.treedef_is_leaf(jax.tree.structure(arg))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(arg, is_leaf=is_iterator):
-            name = names[number] + jax.tree_util.keystr(path)
-            _check_array(fn, name, leaf)
-            found.append(name)
-            weights.append(number in holding and not bare and not is_prng_key(leaf))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(kwargs, is_leaf=is_iterator):
-        name = str(getattr(path[0], "key", path[0])) + jax.tree_util.keystr(path[1:])
-        _check_array(fn, name, leaf)
-        found.append(name)
-        weights.append(False)
-    return found, weights
+    return jaxpr.read(closed, bound.arguments, [*results, *changed], bound.captured)
 
 
 def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
-    parameters = _parameters(fn)
+    method = called_method(fn)
+    parameters = _parameters(fn) if method is None else [*_parameters(fn)[:1], *_parameters(method)]
     names: list[str] = []
     for number in range(count):
         parameter = parameters[number] if number < len(parameters) else None

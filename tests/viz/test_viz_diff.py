@@ -96,7 +96,7 @@ def test_the_number_of_blocks():
     diff = viz.diff(*((m.transformer, (m.transformer_params(blocks), m.TOKENS)) for blocks in (3, 6))).diff
     assert diff.counts == {"same": 4, "changed": 14, "added": 0, "removed": 0}
     assert {(c.before.repeat, c.after.repeat) for c in diff.changes if c.status == "changed"} == {(3, 6)}
-    assert "attn/q ×3 → ×6 (FullyConnected 64)" in str(diff)
+    assert "q ×3 → ×6 (FullyConnected 64)" in str(diff)
 
 
 def test_an_inserted_layer_does_not_shift_numbered_names():

@@ -107,8 +107,8 @@ def test_repeated_blocks_and_devices_are_labelled_clusters():
         root = ET.fromstring(drawn(name).pipe("svg"))
         return [next(g.iter(SVG + "text")).text for g in root.iter(SVG + "g") if g.get("class") == "cluster"]
 
-    assert labels("transformer") == ["×12"]
-    assert labels("scan") == ["scan ×12"]
+    assert labels("transformer") == ["blocks.0 ×12", "attn"]
+    assert labels("scan") == ["scan ×12", "blocks", "attn"]
     assert labels("pmap") == ["pmap data=4"]
     assert "Block_0 ×12" in labels("flax")
 

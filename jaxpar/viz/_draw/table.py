@@ -90,8 +90,9 @@ def _counts(graph: Graph, frozen: frozenset[str]) -> list[str]:
         ("Trainable params", trained),
         ("Non-trainable params", graph.total_params - trained),
     ]
-    found += [("Constants, counted as params", graph.sizes.constants)] if graph.sizes.constants else []
-    found += [("Unused params, not counted", graph.sizes.unused)] if graph.sizes.unused else []
+    others = {"Non-trainable state": graph.total_state, "Constants": graph.total_constants}
+    others["Unused params, not counted"] = graph.sizes.unused
+    found += [(name, number) for name, number in others.items() if number]
     return [f"{name}: {number:,}" for name, number in [*found, ("Total FLOPs", graph.total_flops)]]
 
 
@@ -100,6 +101,7 @@ def _memory(graph: Graph) -> list[str]:
     sizes = graph.sizes
     passes = "Forward/backward pass size" if sizes.backward else "Forward pass size"
     found = [("Input size", sizes.inputs), (passes, sizes.forward + sizes.backward), ("Params size", sizes.params)]
+    found += [("State size", sizes.state)] if sizes.state else []
     found += [("Optimizer state", sizes.optimizer)] if sizes.optimizer else []
     return [f"{name} (MB): {size / 1e6:,.2f}" for name, size in [*found, ("Estimated total size", sizes.total)]]
 

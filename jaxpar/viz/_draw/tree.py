@@ -11,6 +11,8 @@ from ..._core.arguments import did_you_mean
 from .._graph import BACKWARD, Graph, Node
 from .labels import output_text
 
+_COUNT = re.compile(r" ×\d+$")  # of a repeated scope
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -195,7 +197,7 @@ def _module(module: _Module, level: int, facts: _Facts) -> Row:
 
 def without_scopes(name: str, scope: tuple[str, ...]) -> str:
     """A name without the scopes that it begins with. The rows above say them."""
-    keys, scopes = name.split("/"), iter(scope)
-    while len(keys) > 1 and keys[0] in scopes:
+    keys, scopes = name.split("/"), iter([_COUNT.sub("", part) for part in scope])
+    while len(keys) > 1 and _COUNT.sub("", keys[0]) in scopes:
         keys = keys[1:]
     return "/".join(keys)

@@ -12,6 +12,7 @@ from .._graph import BACKWARD, common_prefix, human, is_region
 from .._read.raw import Eqn, Raw
 from .._read.source import describe
 from .net import Draft, Net
+from .scopes import set_paths, set_scopes
 
 
 def build(cells: Cells) -> Net:
@@ -32,9 +33,11 @@ def build(cells: Cells) -> Net:
         owner = cells.producer(raw.root(output))
         if owner is not None:
             by_cell[owner.id].outputs.append(name)
+    set_scopes(cells, by_cell)
     _number_scopes(drafts)
     net = Net(raw, drafts, edges, _optimizer_state(cells))
     _drop_unused(net)
+    set_paths(net)
     return net
 
 
@@ -147,7 +150,8 @@ def _optimizer_state(cells: Cells) -> set[int]:
     layers = {cell.forward.id for cell in backward if cell.forward is not None}
     read = {w for cell in cells for w in cells.weights(cell)}
     trained = {w for cell in cells if cell.id in layers or cell in backward for w in cells.weights(cell)}
-    return read - trained if backward else set()
+    state = {w for w in read if cells.raw.values[w].state}
+    return read - trained - state if backward else set()
 
 
 def _drop_unused(net: Net) -> None:

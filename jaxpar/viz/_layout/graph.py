@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 
 from .._graph import Edge, Graph, Node
 from .._read.raw import Raw
@@ -20,18 +21,27 @@ def to_graph(net: Net) -> Graph:
     for draft in net.drafts:
         new = [w for w in draft.weights if w not in counted]
         counted.update(new)
-        nodes.append(_node(net.raw, draft, names[draft.at], sum(_size(net.raw, w) for w in new)))
+        nodes.append(_node(net.raw, draft, names[draft.at], *_sizes(net.raw, new)))
         for weight in draft.weights:
             value = net.raw.values[weight]
-            weights.setdefault(
-                weight, Node(value.name, "weight", "", value.shape, value.dtype, params=_size(net.raw, weight))
-            )
+            params, state = _sizes(net.raw, [weight])
+            node = Node(value.name, "weight", "", value.shape, value.dtype, params=params, state=state)
+            weights.setdefault(weight, node)
             weight_edges.append(Edge(value.name, names[draft.at], value.shape, value.dtype))
     edges = _edges(net, names)
-    total = sum(_size(net.raw, weight) for weight in counted - net.state)
-    scopes = tuple(sorted(net.repeats.items()))
-    read = tuple(weights.values()), tuple(weight_edges)
-    return Graph(tuple(nodes), edges, *read, total, net.raw.count, scopes, net.sizes)
+    params, state = _sizes(net.raw, counted - net.state)
+    return Graph(
+        nodes=tuple(nodes),
+        edges=edges,
+        weights=tuple(weights.values()),
+        weight_edges=tuple(weight_edges),
+        total_params=params,
+        equations=net.raw.count,
+        scopes=tuple(sorted(net.repeats.items())),
+        sizes=net.sizes,
+        total_state=state,
+        total_constants=_constants(net.raw),
+    )
 
 
 def _edges(net: Net, names: dict[int, str]) -> tuple[Edge, ...]:
@@ -58,11 +68,23 @@ def _one_each(net: Net) -> dict[tuple[int, int], int]:
     return found
 
 
-def _size(raw: Raw, weight: int) -> int:
-    return math.prod(raw.values[weight].shape)
+def _sizes(raw: Raw, weights: Iterable[int]) -> tuple[int, int]:
+    """The elements of parameters and of state."""
+    found = [0, 0]
+    for weight in weights:
+        value = raw.values[weight]
+        found[value.state] += math.prod(value.shape)
+    return found[0], found[1]
 
 
-def _node(raw: Raw, draft: Draft, name: str, params: int) -> Node:
+def _constants(raw: Raw) -> int:
+    """The elements of the captured arrays that are read and are no parameters. Scalars do not count."""
+    read = {raw.root(value) for eqn in raw.eqns for value in eqn.ins}
+    captured = (value for number, value in enumerate(raw.values) if number in read and value.producer is None)
+    return sum(size for value in captured if value.kind == "const" and (size := math.prod(value.shape)) > 1)
+
+
+def _node(raw: Raw, draft: Draft, name: str, params: int, state: int) -> Node:
     value = raw.values[draft.value]
     leaves = [raw.values[leaf] for leaf in draft.leaves]
     dtypes = {leaf.dtype for leaf in leaves}
@@ -82,4 +104,5 @@ def _node(raw: Raw, draft: Draft, name: str, params: int) -> Node:
         equations=draft.equations,
         outputs=tuple(draft.outputs),
         leaves=tuple(f"{leaf.name}: {leaf.dtype}[{','.join(map(str, leaf.shape))}]" for leaf in leaves),
+        state=state,
     )

@@ -21,6 +21,8 @@ class Draft:
         leaves: of an input with several arrays, those arrays.
         own: how many of the weights are of the first copy, where it is repeated.
         forward: of a backward draft, the draft whose gradient it is.
+        tied: whether its parameters are another layer's.
+        path: the modules around it and its own name, from the outside in. Empty where nothing names it.
 
     The others are as in a `Node`.
     """
@@ -42,6 +44,8 @@ class Draft:
     own: int | None = None
     layers: int = 1
     leaves: list[int] = field(default_factory=list)
+    tied: bool = False
+    path: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

@@ -18,7 +18,8 @@ def sizes_of(net: Net) -> Sizes:
     raw = net.raw
     numbers = {kind: [n for n, v in enumerate(raw.values) if v.kind == kind] for kind in ("weight", "input")}
     used = {weight for draft in net.drafts for weight in draft.weights}
-    params = used - net.state
+    state = {weight for weight in used if raw.values[weight].state}
+    params = used - net.state - state
     steps = _read_by_optimizer(net) if any(eqn.backward for eqn in raw.eqns) else set[int]()
     loose = {number for number in numbers["input"] if number in steps}
     return Sizes(
@@ -28,8 +29,10 @@ def sizes_of(net: Net) -> Sizes:
         forward=sum(_output(net, draft) for draft in net.layers if not draft.op.endswith(BACKWARD)),
         backward=sum(_output(net, draft) for draft in net.layers if draft.op.endswith(BACKWARD)),
         trained=frozenset(raw.values[weight].name for weight in trained(raw, params)),
-        unused=sum(_elements(raw, weight) for weight in set(numbers["weight"]) - used if not _is_captured(raw, weight)),
-        constants=sum(_elements(raw, weight) for weight in used if _is_captured(raw, weight)),
+        unused=sum(
+            math.prod(raw.values[number].shape) for number in set(numbers["weight"]) - used if _is_given(raw, number)
+        ),
+        state=_bytes(raw, state),
     )
 
 
@@ -84,13 +87,10 @@ def _output(net: Net, draft: Draft) -> int:
     return net.raw.values[draft.value].bytes * turns
 
 
-def _is_captured(raw: Raw, number: int) -> bool:
-    return raw.values[number].name.startswith("captured")
+def _is_given(raw: Raw, number: int) -> bool:
+    """Whether a weight is a parameter in an argument."""
+    return not raw.values[number].captured and not raw.values[number].state
 
 
 def _bytes(raw: Raw, numbers: set[int]) -> int:
     return sum(raw.values[number].bytes for number in numbers)
-
-
-def _elements(raw: Raw, number: int) -> int:
-    return math.prod(raw.values[number].shape)

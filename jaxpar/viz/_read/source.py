@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,12 @@ _JAX_PUBLIC = tuple(
     for part in ("numpy/", "nn/", "scipy/", "lax/", "image/", "ops/", "random.py", "initializers")
 )
 _MODELS = os.path.join(_JAXPAR, "models") + os.sep
+_WRAPPERS = ("wrapper", "wrapped")  # functions of libraries that only call another
 ANONYMOUS = ("<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<module>")  # functions without a name
+
+
+_SCOPE = re.compile(r"[\w.~/\[\]()<>:+ -]+")
+_JUNK_SCOPES = frozenset(("checkpoint", "closed_call", "remat", "core_call", "~"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,7 @@ class Sources:
 
     def _frame(self, file: str, name: str, line: int, function: Any) -> Frame | None:
         origin, package = _origin(file)
-        if origin == "":
+        if origin == "" or (origin == "library" and name.endswith(_WRAPPERS)):
             return None
         number = self._functions.setdefault(function, len(self._functions))
         short = "/".join(file.replace(os.sep, "/").split("/")[-2:])
@@ -124,3 +130,22 @@ def describe(stack: tuple[Frame, ...]) -> str:
             if frame.origin == origin:
                 return f"{frame.file}:{frame.line} in {frame.name.replace('<locals>.', '')}"
     return ""
+
+
+def name_stack(info: Any) -> tuple[tuple[str, ...], bool, bool, bool]:
+    """The user's scopes, and three marks of an equation.
+
+    The marks are: it is of a gradient, it was differentiated, it is computed again.
+    """
+    entries = getattr(getattr(info, "name_stack", None), "stack", ())
+    names, backward, tangent, again = [], False, False, False
+    for entry in entries:
+        name = str(getattr(entry, "name", ""))
+        if type(entry).__name__ == "Transform":
+            backward |= name == "transpose"
+            tangent |= name == "jvp"
+        elif name == "rematted_computation":
+            again = True
+        elif _SCOPE.fullmatch(name) and "->" not in name and name not in _JUNK_SCOPES:
+            names.append(name)
+    return tuple(names), backward, tangent, again

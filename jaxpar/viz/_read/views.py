@@ -26,6 +26,15 @@ def mark_view(raw: Raw, eqn: Eqn) -> None:
             raw.values[out].kind = "const"
 
 
+def mark_constants(raw: Raw) -> None:
+    """Mark equations of which all operands are constants by now."""
+    for eqn in raw.eqns:
+        if not eqn.view and eqn.ins and _is_constant(raw, eqn):
+            eqn.view = True
+            for out in eqn.outs:
+                raw.values[out].kind = "const"
+
+
 def _is_view(raw: Raw, eqn: Eqn) -> bool:
     if eqn.prim == "slice" or eqn.prim == "dynamic_slice":
         return raw.weight_of(eqn.ins[0]) is not None and not eqn.backward
