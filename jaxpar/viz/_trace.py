@@ -190,15 +190,3 @@ def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
         return list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
         return []
-
-
-def _check_array(fn: Callable[..., Any], name: str, leaf: Any) -> None:
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return check_dtype(fn, name, leaf)
-    if isinstance(leaf, (bool, int, float, complex)):
-        return
-    of = getattr(fn, "__name__", type(fn).__name__)
-    raise TypeError(
-        f"viz: argument {name} of {of} is {leaf!r}, a {type(leaf).__name__}; expected an array or a "
-        f"jax.ShapeDtypeStruct. Bind what is no array first, as in functools.partial({of}, {name.split('[')[0]}=...)"
-    )

@@ -135,7 +135,7 @@ def test_state_constants_and_unused_parameters_are_named():
     text = summary(
         lambda p, x: jnp.sin(x @ p["w"]) + table, {"w": jnp.ones((3, 3)), "u": jnp.ones(7)}, jnp.ones((2, 3))
     )
-    assert "Unused params, not counted: 7\n" in text
+    assert "Unread, not counted: 7\n" in text
     assert "Constants: 6\n" in text
     assert "Total params: 9\n" in text
 

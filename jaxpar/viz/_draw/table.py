@@ -91,7 +91,7 @@ def _counts(graph: Graph, frozen: frozenset[str]) -> list[str]:
         ("Non-trainable params", graph.total_params - trained),
     ]
     others = {"Non-trainable state": graph.total_state, "Constants": graph.total_constants}
-    others["Unused params, not counted"] = graph.sizes.unused
+    others["Unread, not counted"] = graph.sizes.unused
     found += [(name, number) for name, number in others.items() if number]
     return [f"{name}: {number:,}" for name, number in [*found, ("Total FLOPs", graph.total_flops)]]
 
