@@ -74,6 +74,7 @@ class Edge:
         shape, dtype: of the array that its source is known by, else of the largest.
         label: the array's name in its argument ("image"), where the source is an input of several arrays.
         arrays: how many flow here.
+        carry: whether it goes back, from one pass of a loop to the next. All other edges go to later nodes.
     """
 
     source: str
@@ -82,6 +83,7 @@ class Edge:
     dtype: str = ""
     label: str = ""
     arrays: int = 1
+    carry: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from ._draw.style import Options
 from ._fold.calls import Call
 from ._fold.patterns import Rule
 from ._options import check_picture
-from ._trace import trace
+from ._trace import trace, whole
 
 if TYPE_CHECKING:
     from ._draw.picture import Plot
@@ -47,17 +47,19 @@ def plot_network(
         title: the text below the picture, and the name of the file that `render` writes. "" for no text.
         hide_weights: whether the parameters are left out.
         node_attrs: Graphviz attributes of every node, such as `{"shape": "oval"}`. They win over those chosen here.
+            The page has none of them.
         heat: "flops" or "bytes" colours the layers by what they cost, and writes it on them.
-        theme: "light" or "dark".
+        theme: "light" or "dark". The page is light or dark as its reader is, and always dark with "dark".
         legend: whether the colours are explained.
         direction: "up" draws the inputs at the bottom, "down" at the top, "right" at the left.
         time_limit: seconds that the renderer may take.
 
     Returns:
         A `graphviz.Digraph`. A notebook shows it as a page whose blocks open and close, and `save("net.html")` writes
-        that page. `save("net.svg")` writes the picture (.png, .pdf, .dot too). Its `network` is the `Graph`, and its `source` is the same for the same function. Where the program `dot` is missing,
-        pygraphviz draws it. Where both are missing, a notebook shows how to install one, and the table of layers.
-        `save` then writes that table and raises a `RenderError`.
+        that page. `save("net.svg")` writes the picture (.png, .pdf, .dot too). Its `network` is the `Graph`, and its
+        `source` is the same for the same function. Where the program `dot` is missing, pygraphviz draws it. Where both
+        are missing, a notebook shows how to install one, and the table of layers. `save` then writes that table and
+        raises a `RenderError`.
 
     Raises:
         TypeError: an argument is no array, or an option has a wrong type.
@@ -75,14 +77,14 @@ def plot_network(
     from ._draw.picture import Plot  # loads graphviz
 
     specs, named = jax.tree.map(_spec, (args, kwargs))
-    whole = functools.partial(trace, fn, *specs, max_nodes=None, **reading, **named)
+    every = functools.partial(whole, fn, *specs, **reading, **named)
     options = Options(title, hide_weights, node_attrs, heat, theme, legend, direction)
-    return Plot(graph, options, time_limit, whole, depth)
+    return Plot(graph, options, time_limit, every, depth)
 
 
 def _spec(leaf: Any) -> Any:
     """An array without its memory, so that a plot keeps none."""
     if not isinstance(leaf, jax.Array):
         return leaf
-    spread = {"sharding": leaf.sharding} if isinstance(leaf.sharding, jax.sharding.NamedSharding) else {}
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.aval.weak_type, **spread)
+    spread = leaf.sharding if isinstance(leaf.sharding, jax.sharding.NamedSharding) else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.aval.weak_type, sharding=spread)

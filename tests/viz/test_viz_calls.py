@@ -163,7 +163,7 @@ def test_where_a_picture_is_saved(tmp_path, monkeypatch):
         (".svg", ValueError, r"'\.svg' is only an ending; write a name before it, such as 'plot\.svg'"),
         (pathlib.Path("sub/.PNG"), ValueError, r"only an ending"),
         ("x\0.svg", ValueError, "NUL"),
-        ("x.xyz", viz.RenderError, "cannot draw xyz, which is no format; the usual ones are html, svg, png"),
+        ("x.xyz", viz.RenderError, "cannot draw xyz, which is no format of Graphviz; the usual ones are svg, png"),
         ("x.svgg", viz.RenderError, "did you mean svg"),
         ("folder.svg", IsADirectoryError, r"folder\.svg is a folder; write the name of a file in it"),
         ("file/x.svg", NotADirectoryError, "file is no folder"),

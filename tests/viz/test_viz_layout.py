@@ -179,3 +179,51 @@ def test_blocks_begin_and_end_where_a_person_would_cut(block, params, x, first, 
     inside = [node for node in graph.layers if node.repeat == 4]
     assert (inside[0].op, inside[-1].op) == (first, last)
     assert graph.layers[0].repeat == 1
+
+
+def lstm(params, xs):
+    def cell(carry, x):
+        hidden, memory = carry
+        forget, put, new, out = jnp.split(x @ params["wx"] + hidden @ params["wh"], 4, -1)
+        memory = jax.nn.sigmoid(forget) * memory + jax.nn.sigmoid(put) * jnp.tanh(new)
+        return (jax.nn.sigmoid(out) * jnp.tanh(memory), memory), None
+
+    zeros = jnp.zeros((xs.shape[1], 4))
+    return jax.lax.scan(cell, (zeros, zeros), xs)[0][0]
+
+
+LSTM = {"wx": m.Spec((3, 16), m.f32), "wh": m.Spec((4, 16), m.f32)}, m.Spec((7, 2, 3), m.f32)
+
+
+def carries(graph):
+    return [(graph[edge.source].op, graph[edge.target].op) for edge in graph.edges if edge.carry]
+
+
+def test_a_loop_carries_what_it_computes_back_to_what_reads_it():
+    graph = check(viz.trace(lstm, *LSTM))
+    assert [(edge.source, edge.target, edge.shape) for edge in graph.edges if edge.carry] == [
+        (graph.layers[-1].name, "wh", (2, 4)),
+        ("add1", "mul0", (2, 4)),
+    ]
+    plot = viz.plot_network(lstm, *LSTM)
+    assert plot.source.count('label=" carry "') == 2
+    assert any(lines == ["scan ×7"] for lines in texts(plot).values())
+    closed = viz.trace(lambda p, x: jnp.tanh(lstm(p, x)), *LSTM, depth=0)
+    assert [(len(closed.layers), carries(closed))] == [(2, [])]  # the loop is one box
+    backward = check(viz.trace(jax.grad(lambda p, x: lstm(p, x).sum()), *LSTM))
+    assert all(a.endswith("(backward)") == b.endswith("(backward)") for a, b in carries(backward))
+    assert len(carries(backward)) >= 4
+
+
+def test_loops_of_every_kind_carry():
+    x = m.Spec((4, 4), m.f32)
+    newton = viz.trace(lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: jnp.tanh(c) @ c, x), x)
+    assert carries(newton) == [("MatMul", "Activation")]
+    assert carries(viz.trace(lambda x: jax.lax.fori_loop(0, 5, lambda _, c: jnp.tanh(c), x), x)) == [
+        ("Activation",) * 2
+    ]
+    swap = viz.trace(lambda x: jax.lax.scan(lambda c, _: ((c[1], c[0] @ c[1]), None), (x, x), length=3)[0], x)
+    assert carries(swap) == [("MatMul", "MatMul")]
+    assert carries(viz.trace(lambda x: jax.lax.scan(lambda c, y: (c, c @ y), x, jnp.ones((3, 4, 4)))[1], x)) == []
+    blocks = m.traced("scan")
+    assert [(blocks[e.target].op, e.shape) for e in blocks.edges if e.carry] == [("LayerNorm", (2, 32, 64))]

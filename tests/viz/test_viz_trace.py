@@ -27,7 +27,7 @@ def check(graph):
     names = [node.name for node in graph.nodes]
     assert len(set(names)) == len(names)
     place = {name: number for number, name in enumerate(names)}
-    assert all(place[edge.source] < place[edge.target] for edge in graph.edges)
+    assert all(place[edge.source] < place[edge.target] or edge.carry for edge in graph.edges)
     assert sum(node.params for node in graph.nodes) == graph.total_params
     return graph
 

@@ -201,7 +201,7 @@ def _forward(by_name: dict[str, Node], node: Node) -> Node | None:
 def _is_residual(by_name: dict[str, Node], edge: Edge) -> bool:
     """Whether an edge carries what a gradient reads of the forward pass. The line of `_pairs` is enough."""
     source, target = by_name[edge.source], by_name[edge.target]
-    own = _forward(by_name, target)
+    own = None if edge.carry else _forward(by_name, target)
     return target.is_backward and not source.is_backward and own is not None and source.op != "Loss"
 
 
@@ -225,6 +225,9 @@ def _side_by_side(nodes: list[Node]) -> list[str]:
 
 
 def _edge(by_name: dict[str, Node], edge: Edge, theme: Theme, named: bool) -> str:
+    if edge.carry:
+        line = {"style": "dashed", "constraint": "false", "color": theme.carry, "fontcolor": theme.carry}
+        return f"{quote(edge.source)} -> {quote(edge.target)} " + _attrs(**line, label=" carry ", penwidth=1.2)
     source, target = by_name[edge.source], by_name[edge.target]
     text = {"label": f" {edge_label(edge, source)} "} if named else {}
     ends = f"{quote(edge.source)} -> {quote(edge.target)}"

@@ -15,7 +15,7 @@ FORMATS = frozenset(
     "jpeg jpg json json0 kitty kittyz mp pct pdf pic pict plain plain-ext png pov ps ps2 psd sgi svg svg_inline svgz "
     "tga tif tiff tk vdx vml vmlz vrml vt wbmp webp xdot xdot1.2 xdot1.4 xdot_json".split()
 )
-_USUAL = ("html", "svg", "png", "pdf", "gif", "jpg", "webp", "dot")
+_USUAL = ("svg", "png", "pdf", "gif", "jpg", "webp", "dot", "html")
 
 
 def path_of(filename: Any, directory: Any, what: str = "Plot.save") -> str:
@@ -48,7 +48,7 @@ def format_of(path: str) -> str:
 
 
 def check_format(format: Any) -> str:
-    """A format that Graphviz has.
+    """A format that Graphviz has, or that of the page.
 
     Raises:
         TypeError: no string.
@@ -56,9 +56,9 @@ def check_format(format: Any) -> str:
     """
     if not isinstance(format, str):
         raise TypeError(f'jaxpar.viz: format must be a string such as "svg", got {describe(format)}')
-    if format.lower() not in FORMATS:
+    if format.lower() not in FORMATS | PAGES:
         raise RenderError(
-            f"jaxpar.viz: cannot draw {format}, which is no format; the usual ones are "
+            f"jaxpar.viz: cannot draw {format}, which is no format of Graphviz; the usual ones are "
             f"{', '.join(_USUAL)}{did_you_mean(format, FORMATS | PAGES)}"
         )
     return format.lower()

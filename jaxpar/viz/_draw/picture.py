@@ -25,7 +25,8 @@ from .style import Options
 from .table import to_html
 
 _NAME = 100  # characters of a file's name
-_PREVIEW_INCHES = '"10,25"'  # larger pictures are shrunk to this width and height
+_PREVIEW_INCHES = '"13.33,33.33"'  # of 72 pixels; larger pictures are shrunk to this width and height
+_PREVIEW_COLOURS = 32
 
 
 class Plot(graphviz.Digraph):
@@ -110,7 +111,8 @@ class Plot(graphviz.Digraph):
         """The picture as bytes, or as text with an `encoding`.
 
         Args:
-            format: "svg", "png", "pdf" or another that Graphviz knows. None for the attribute `format`.
+            format: "svg", "png", "pdf" or another that Graphviz knows, or "html" for the page. None for the attribute
+                `format`.
             renderer, formatter, neato_no_op, engine: as for `graphviz.Digraph.pipe`.
             quiet: accepted for Graphviz's sake. Nothing is printed.
             encoding: "utf-8", for the formats that are text.
@@ -120,6 +122,8 @@ class Plot(graphviz.Digraph):
             ValueError: an `encoding` for a format that is no text.
         """
         given = check_format(self.format if format is None else format)
+        if given in PAGES:
+            return self.html() if encoding else self.html().encode()
         kind = ":".join(filter(None, (given, renderer, formatter)))
         no_op = () if neato_no_op is None else (f"-n{int(neato_no_op)}",)
         picture = render(self.source, kind, self.time_limit, engine or self.engine, no_op)
@@ -180,7 +184,7 @@ class Plot(graphviz.Digraph):
             'net.svg'
         """
         path = path_of(filename, directory)
-        if (format := format_of(path)) not in TEXTS | PAGES:
+        if (format := format_of(path)) not in TEXTS:
             check_format(format)
         check_writable(path)
         return path
@@ -188,17 +192,12 @@ class Plot(graphviz.Digraph):
     def _write(self, path: str, format: str, **options: Any) -> str:
         """Write a path in a format."""
         try:
-            content = self._content(format, **options)
+            content = self.source.encode() if format in TEXTS else self.pipe(format, **options)
         except NoRendererError:
             table = f"{os.path.splitext(path)[0]}.layers.html"
             write(table, self._table().encode())
             raise NoRendererError(f" The table of layers was written to {table} instead.") from None
         return write(path, content)
-
-    def _content(self, format: str, **options: Any) -> bytes:
-        if format in PAGES:
-            return self.html().encode()
-        return self.source.encode() if format in TEXTS else self.pipe(format, **options)
 
     def render(
         self,
@@ -266,10 +265,10 @@ class Plot(graphviz.Digraph):
         """The picture as a small PNG of limited size. Notebooks that are not trusted show this."""
         from PIL import Image
 
-        limited = self.source.replace("graph [", f"graph [size={_PREVIEW_INCHES} dpi=96 ", 1)
+        limited = self.source.replace("graph [", f"graph [size={_PREVIEW_INCHES} dpi=72 ", 1)
         picture = Image.open(io.BytesIO(render(limited, "png", self.time_limit)))
         small = io.BytesIO()
-        picture.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+        picture.convert("RGB").quantize(_PREVIEW_COLOURS, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
         return small.getvalue()
 
 

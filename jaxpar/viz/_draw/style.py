@@ -72,11 +72,12 @@ class Theme:
     faint: str
     cluster: str
     region: str
+    carry: str
 
 
 THEMES = {
-    "light": Theme("#ffffff", "#24292f", "#57606a", "#b6bcc4", "#f6f8fa", "#eef4fb"),
-    "dark": Theme("#1e1e1e", "#e6e6e6", "#a8b0b8", "#5f666d", "#2a2a2a", "#25303b"),
+    "light": Theme("#ffffff", "#24292f", "#57606a", "#b6bcc4", "#f6f8fa", "#eef4fb", "#8250df"),
+    "dark": Theme("#1e1e1e", "#e6e6e6", "#a8b0b8", "#5f666d", "#2a2a2a", "#25303b", "#c297ff"),
 }
 
 

@@ -124,7 +124,8 @@ def _tails(path: str, count: int) -> Iterable[str]:
 def _previous(graph: Graph) -> dict[str, tuple[str, ...]]:
     found: dict[str, list[str]] = {}
     for edge in graph.edges:
-        found.setdefault(edge.target, []).append(edge.source)
+        if not edge.carry:  # it goes back to an earlier layer
+            found.setdefault(edge.target, []).append(edge.source)
     return {name: tuple(sources) for name, sources in found.items()}
 
 

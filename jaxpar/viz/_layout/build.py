@@ -11,6 +11,7 @@ from .._fold.patterns import COLLECTIVES
 from .._graph import BACKWARD, common_prefix, human, is_region
 from .._read.raw import Eqn, Raw
 from .._read.source import describe
+from .carries import carry_edges
 from .net import Draft, Net
 from .scopes import set_paths, set_scopes
 
@@ -35,7 +36,7 @@ def build(cells: Cells) -> Net:
             by_cell[owner.id].outputs.append(name)
     set_scopes(cells, by_cell)
     _number_scopes(drafts)
-    net = Net(raw, drafts, edges, _optimizer_state(cells))
+    net = Net(raw, drafts, edges, _optimizer_state(cells), carries=carry_edges(cells, by_cell))
     _drop_unused(net)
     set_paths(net)
     return net
@@ -158,3 +159,5 @@ def _drop_unused(net: Net) -> None:
     """Drop arguments that nothing reads, and layers without edges that cost nothing."""
     used = {end for source, target, _ in net.edges for end in (source, target)}
     net.drafts = [d for d in net.drafts if d.at in used or d.outputs or d.flops]
+    drawn = {draft.at for draft in net.drafts}
+    net.carries = {ends: None for ends in net.carries if drawn.issuperset(ends[:2])}

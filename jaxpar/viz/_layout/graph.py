@@ -53,6 +53,9 @@ def _edges(net: Net, names: dict[int, str]) -> tuple[Edge, ...]:
         value, arrays = net.raw.values[number], count[source, target]
         label = leaf_of(value.name) if source in joined and arrays == 1 else ""
         found.append(Edge(names[source], names[target], value.shape, value.dtype, label, arrays))
+    for source, target, number in net.carries:
+        value = net.raw.values[number]
+        found.append(Edge(names[source], names[target], value.shape, value.dtype, carry=True))
     return tuple(found)
 
 

@@ -54,6 +54,7 @@ class Net:
 
     Attributes:
         edges: (from, to, value), in order.
+        carries: as `edges`, from what computes a value in one pass of a loop to what reads it in the next.
         state: weights that only an optimizer reads. They are no parameters of the network.
         repeats: the number of copies of each repeated scope.
         sizes: the bytes of its arrays, before anything is collapsed.
@@ -64,6 +65,7 @@ class Net:
     edges: dict[tuple[int, int, int], None]
     state: set[int] = field(default_factory=set)
     repeats: dict[tuple[str, ...], int] = field(default_factory=dict)
+    carries: dict[tuple[int, int, int], None] = field(default_factory=dict)
     sizes: Sizes = field(default_factory=Sizes)
 
     @property
@@ -96,6 +98,8 @@ class Net:
             if source != target:
                 edges[source, target, value] = None
         self.edges = edges
+        ends = ((names.get(s, s), names.get(t, t), s == t, value) for s, t, value in self.carries)
+        self.carries = {(s, t, value): None for s, t, own, value in ends if s != t or own}
 
 
 def shared_scope(*groups: list[Draft]) -> tuple[str, ...]:

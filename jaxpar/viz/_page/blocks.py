@@ -7,10 +7,12 @@ import itertools
 from dataclasses import dataclass, field, replace
 
 from .._draw.dot import _clusters, _drawn, _is_residual
-from .._graph import Edge, Graph, Node, common_prefix
+from .._draw.labels import join_sign
+from .._graph import BACKWARD, Edge, Graph, Node, common_prefix
 
 _MOST_ITEMS = 80  # of one block; Graphviz gets slow above
 _PART = 30  # items of each part that a larger block is cut into
+_TO = " … "  # between the names of the first and the last item of a part
 
 Key = tuple[int, bool]  # the node whose array it is, and whether it flows against the direction, as gradients do
 Path = tuple[str, ...]
@@ -101,11 +103,13 @@ class Tree:
         parent: of each item, the item that is its block.
         edges: all edges, those that are not drawn too.
         flows: those that are drawn.
+        signs: the nodes that are small circles, and what is in them.
     """
 
     nodes: list[Node]
     edges: list[tuple[int, int]]
     flows: list[Flow]
+    signs: dict[int, str]
     blocks: list[Block] = field(default_factory=lambda: [Block("", ())])
     parent: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -151,7 +155,9 @@ def tree(graph: Graph, *, hide_weights: bool) -> Tree:
         for edge in edges
         if not _is_residual(by_name, edge)
     ]
-    found = Tree(nodes, list(dict.fromkeys((number[e.source], number[e.target]) for e in edges)), flows)
+    ends = dict.fromkeys((number[edge.source], number[edge.target]) for edge in edges)
+    signs = {number[name]: sign for name, sign in join_sign(graph).items() if name in number}
+    found = Tree(nodes, list(ends), flows, signs)
     _nest(found, graph)
     at = 0
     while at < len(found.blocks):  # parts become blocks, which may be cut too
@@ -195,15 +201,17 @@ def _add(tree: Tree, block: Block, inside: int) -> int:
 
 
 def _cut(tree: Tree, item: int) -> None:
-    """Cut a block of too many items into parts that follow each other."""
+    """Cut a block of too many items into parts that follow each other. Inputs stay in sight."""
     block = tree.block(item)
     while len(block.items) > _MOST_ITEMS:
-        ordered = _in_order(tree, item)
+        inputs = [inner for inner in block.items if not tree.is_block(inner) and tree.nodes[inner].op == "input"]
+        inputs = inputs if len(inputs) < _PART else []
+        ordered = [inner for inner in _in_order(tree, item) if inner not in inputs]
         count = -(-len(ordered) // _PART)
-        block.items = []
+        block.items = inputs
         for start, end in itertools.pairwise(part * len(ordered) // count for part in range(count + 1)):
             part = ordered[start:end]
-            label = f"{tree.name(part[0])} … {tree.name(part[-1])}"
+            label = f"{tree.name(part[0]).split(_TO)[0]}{_TO}{tree.name(part[-1]).split(_TO)[-1]}"
             tree.parent |= dict.fromkeys(part, _add(tree, Block(label, (*block.path, label), part), item))
 
 
@@ -234,4 +242,11 @@ def _in_order(tree: Tree, item: int) -> list[int]:
             waiting[then] -= 1
             if waiting[then] == 0:
                 heapq.heappush(ready, place[then])
-    return list(found)
+    return _beside(tree, list(found))
+
+
+def _beside(tree: Tree, items: list[int]) -> list[int]:
+    """The same items, each gradient after its layer."""
+    place = {tree.name(item): at for at, item in enumerate(items)}
+    at = {item: place.get(tree.name(item).split(BACKWARD)[0], place[tree.name(item)]) for item in items}
+    return sorted(items, key=at.__getitem__)

@@ -18,30 +18,43 @@ function words(text, attributes) {
 
 // The groups of an SVG with everything that is in sight, from back to front.
 function draw(net, placed) {
-  const groups = { frames: make("g", {}), lines: make("g", {}), boxes: make("g", {}), labels: make("g", {}) };
+  const groups = { frames: make("g", {}), lines: make("g", {}), boxes: make("g", {}), labels: make("g", {}), bars: make("g", {}) };
   drawBlock(net, placed, 0, 0, 0, groups);
   return Object.values(groups);
 }
 
 function drawBlock(net, placed, x, y, level, groups) {
   const block = net.blocks[placed.item - net.root];
-  if (level) groups.frames.append(frame(net, block, placed, x, y, level));
+  if (level) {
+    const style = level % 2 ? "odd" : "even", box = { x, y, width: placed.w, height: placed.h, rx: 8 };
+    groups.frames.append(make("g", { class: `frame ${style}`, "data-frame": placed.item }, make("rect", box)));
+    groups.bars.prepend(bar(block, placed, x, y, level, style));
+  }
   block.lines.forEach((line, at) => drawLine(net, placed, line, at, x, y, groups));
   for (const [item, box] of placed.boxes) {
     const open = placed.inner.get(item);
     if (open) drawBlock(net, open, x + box.x, y + box.y, level + 1, groups);
-    else groups.boxes.append(closed(net, item, x + box.x, y + box.y));
+    else groups.boxes.append(closed(net, item, x + box.x, y + box.y, groups));
   }
 }
 
-function frame(net, block, placed, x, y, level) {
-  const group = make("g", { class: `frame ${level % 2 ? "odd" : "even"}`, transform: `translate(${x} ${y})` });
-  group.append(make("rect", { width: placed.w, height: placed.h, rx: 8 }));
-  const bar = make("g", { class: "bar", "data-item": placed.item, ...button(`Close ${block.label}`, true) });
-  bar.append(make("rect", { width: placed.w, height: TITLE, rx: 8 }), sign(14, TITLE / 2, false));
-  bar.append(words(block.label, { x: 26, y: TITLE / 2 + 4, class: "title" }), hint(block.tip));
-  group.append(bar);
+// The title of an open block, which closes it.
+function bar(block, placed, x, y, level, style) {
+  const group = make("g", { class: `bar ${style}`, "data-item": placed.item, ...button(`Close ${block.label}`, true) });
+  group.append(make("rect", { x: 1, y: 1, width: block.titleWidth - 2, height: TITLE - 2, rx: 7 }), sign(14, TITLE / 2, false));
+  group.append(words(block.label, { x: 26, y: TITLE / 2 + 4, class: "title" }), hint(block.tip));
+  group.at = { x, y, right: x + placed.w - block.titleWidth, bottom: y + placed.h - TITLE, under: (level - 1) * TITLE };
   return group;
+}
+
+// Titles stay in sight while a part of their block is. `left` and `top` are where the sight begins.
+function stick(bars, left, top) {
+  for (const bar of bars) {
+    const at = bar.at;
+    const x = Math.min(Math.max(at.x, left), at.right), y = Math.min(Math.max(at.y, top + at.under), at.bottom);
+    bar.style.transform = `translate(${x}px, ${y}px)`;
+    bar.classList.toggle("stuck", y > at.y || x > at.x);
+  }
 }
 
 function button(label, isOpen) {
@@ -60,14 +73,14 @@ function sign(x, y, isPlus) {
   return make("g", { class: "sign" }, make("circle", { cx: x, cy: y, r: 6 }), make("path", { d: path }));
 }
 
-function closed(net, item, x, y) {
+function closed(net, item, x, y, groups) {
   const [w, h] = net.sizes[item];
   const isBlock = item >= net.root;
   const it = isBlock ? net.blocks[item - net.root] : net.nodes[item];
   const group = make("g", { class: `box ${it.kind}`, transform: `translate(${x} ${y})`, "data-item": item });
-  const label = isBlock ? `Open ${it.label}, ${it.texts[1][0]}` : it.texts.map(([text]) => text).join(", ");
+  const label = isBlock ? `Open ${it.label}, ${it.texts[1][0]}` : it.tip.split("\n")[0];
   for (const [key, value] of Object.entries(button(label, isBlock ? false : null))) group.setAttribute(key, value);
-  if (isBlock) group.append(make("rect", { x: 3, y: -3, width: w, height: h, rx: 8, class: "behind" }));
+  if (isBlock) groups.frames.append(make("rect", { x: x + 3, y: y - 3, width: w, height: h, rx: 8, class: "behind" }));
   if (it.oval) group.append(make("ellipse", { cx: w / 2, cy: h / 2, rx: w / 2, ry: h / 2, fill: it.fill }));
   else group.append(make("rect", { width: w, height: h, rx: 8, ...(it.fill ? { fill: it.fill } : {}) }));
   let at = (h - it.texts.reduce((sum, [, size]) => sum + size * 1.15, 0)) / 2;

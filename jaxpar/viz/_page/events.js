@@ -61,6 +61,8 @@ view.addEventListener("wheel", (event) => {
   zoom(page.scale * Math.exp(-event.deltaY / 300), event.clientX - frame.left, event.clientY - frame.top);
 }, { passive: false });
 
+view.addEventListener("scroll", settle, { passive: true });
+
 svg.addEventListener("keydown", (event) => {
   const item = itemOf(event);
   if (item === null || !["Enter", " "].includes(event.key)) return;

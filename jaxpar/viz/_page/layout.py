@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._draw.dot import quote
-from .._draw.labels import label_lines, scope_label
+from .._draw.labels import cut, label_lines, scope_label
 from .._draw.render import NEXT, render
 from .._draw.style import SIZE, SMALL, text_width
 from .._graph import Node, human
@@ -19,6 +19,7 @@ Text = tuple[str, float, bool]  # a line of text, its size, whether it is bold
 
 _POINTS = 72.0  # of an inch
 _MANY = 40  # items, above which dot works with limits
+_PORT = {"up": 0.4, "down": 0.4, "right": 0.02}  # inches, so that the labels of lines have room
 _RANKDIR = {"up": "TB", "down": "TB", "right": "LR"}  # the page turns it over for "up"
 
 
@@ -78,7 +79,11 @@ def _dot(tree: Tree, block: Block, direction: str, heat: str | None) -> str:
         shape = " shape=ellipse" if is_oval(tree, item) else ""
         rows.append(f"i{at} [width={width / _POINTS:.3f} height={height / _POINTS:.3f}{shape}]")
     for first, rank in ((True, "source"), (False, "sink")):
-        ports = [f"p{at} [width=.02 height=.02];" for at, port in enumerate(block.ports) if port.is_first is first]
+        ports = [
+            f"p{at} [width={_PORT[direction]} height=.02];"
+            for at, port in enumerate(block.ports)
+            if port.is_first is first
+        ]
         rows += [f"{{ rank={rank}; {' '.join(ports)} }}"] if ports else []
     place = {item: at for at, item in enumerate(block.items)}
     rows += [f"{{ rank=same; i{place[layer]}; i{place[gradient]} }}" for layer, gradient in block.pairs]
@@ -100,13 +105,19 @@ def _line(line: Line, place: dict[int, int], at: int) -> str:
 
 def texts(tree: Tree, item: int, heat: str | None) -> list[Text]:
     """What is written in a box, closed where it is a block."""
+    if item in tree.signs:
+        return [(tree.signs[item], SIZE + 2, True)]
     if not tree.is_block(item):
         return list(label_lines(tree.nodes[item], heat))
     inside = [tree.nodes[node] for node in tree.nodes_in(item)]
     layers = sum(node.op not in ("input", "weight") for node in inside)
     facts = [f"{layers:,} layer{'s' * (layers != 1)}"]
     facts += [f"{params:,} params"] if (params := sum(n.params for n in inside if n.op != "weight")) else []
-    return [(scope_label(tree.block(item).label), SIZE, True), (" · ".join(facts), SMALL, False), *_heat(inside, heat)]
+    return [
+        (cut(scope_label(tree.block(item).label)), SIZE, True),
+        (" · ".join(facts), SMALL, False),
+        *_heat(inside, heat),
+    ]
 
 
 def _heat(inside: list[Node], heat: str | None) -> list[Text]:
@@ -116,6 +127,8 @@ def _heat(inside: list[Node], heat: str | None) -> list[Text]:
 
 def size(tree: Tree, item: int, heat: str | None) -> tuple[int, int]:
     """Width and height of a closed box, in points."""
+    if item in tree.signs:
+        return 22, 22
     lines = texts(tree, item, heat)
     width = max(text_width(text, size, bold) for text, size, bold in lines) + 14 + 18 * tree.is_block(item)
     height = sum(size for _, size, _ in lines) * 1.15 + 12
@@ -123,8 +136,8 @@ def size(tree: Tree, item: int, heat: str | None) -> tuple[int, int]:
 
 
 def is_oval(tree: Tree, item: int) -> bool:
-    """Whether an item is drawn as an oval: arguments and parameters."""
-    return not tree.is_block(item) and tree.nodes[item].op in ("input", "weight")
+    """Whether an item is drawn as an oval or circle: arguments, parameters, and what only joins others."""
+    return not tree.is_block(item) and (item in tree.signs or tree.nodes[item].op in ("input", "weight"))
 
 
 def _layout(block: Block, graph: dict[str, Any]) -> Layout:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
-from .._draw.dot import _forward
+from .._draw.dot import _forward, _named
 from .._draw.labels import edge_label
-from .._graph import Edge
-from .blocks import Key, Line, Port, Tree
+from .._fold.optimizers import OPTIMIZERS
+from .blocks import Flow, Key, Line, Port, Tree
 
 _MOST_LINES = 3  # between the same two items; more become one line
 
@@ -19,12 +20,12 @@ class _Crossing:
     """What flows where in one block.
 
     Attributes:
-        inside: between two of its items.
+        inside: between two of its items, with what is written on it.
         enters: which items read an array from outside.
         leaves: which item an array comes from that is read outside.
     """
 
-    inside: dict[tuple[int, int, Key], Edge] = field(default_factory=dict[tuple[int, int, Key], Edge])
+    inside: dict[tuple[int, int, Key], str] = field(default_factory=dict[tuple[int, int, Key], str])
     enters: dict[Key, dict[int, None]] = field(default_factory=dict[Key, dict[int, None]])
     leaves: dict[Key, int] = field(default_factory=dict[Key, int])
 
@@ -43,16 +44,18 @@ def draw_lines(tree: Tree) -> None:
 
 def _crossings(tree: Tree) -> dict[int, _Crossing]:
     found = {tree.root + at: _Crossing() for at in range(len(tree.blocks))}
-    for flow in tree.flows:
+    for flow, is_named in zip(tree.flows, _named([flow.edge for flow in tree.flows]), strict=True):
         key = flow.source, flow.is_back
         out, into = tree.way_out(flow.source), tree.way_out(flow.target)
         while out[-1] == into[-1] and len(out) > 1 and len(into) > 1 and out[-2] == into[-2]:
             out.pop()
             into.pop()
-        found[out[-1]].inside.setdefault((out[-2], into[-2], key), flow.edge)
-        for inner, block in zip(out, out[1:-1], strict=False):
+        label = _label(tree, flow) if is_named else ""
+        inside = found[out[-1]].inside
+        inside[out[-2], into[-2], key] = inside.get((out[-2], into[-2], key)) or label
+        for inner, block in itertools.pairwise(out[:-1]):
             found[block].leaves[key] = inner
-        for inner, block in zip(into, into[1:-1], strict=False):
+        for inner, block in itertools.pairwise(into[:-1]):
             found[block].enters.setdefault(key, {})[inner] = None
     return found
 
@@ -60,8 +63,8 @@ def _crossings(tree: Tree) -> dict[int, _Crossing]:
 def _groups(tree: Tree, item: int, crossing: _Crossing) -> dict[tuple[_End, _End, bool], dict[Key, str]]:
     """The arrays between each two ends, with the label of each."""
     found: dict[tuple[_End, _End, bool], dict[Key, str]] = {}
-    for (tail, head, key), edge in crossing.inside.items():
-        found.setdefault(((tail, -1), (head, -1), key[1]), {})[key] = _label(tree, key, edge)
+    for (tail, head, key), label in crossing.inside.items():
+        found.setdefault(((tail, -1), (head, -1), key[1]), {})[key] = label
     for number, port in enumerate(tree.block(item).ports):
         for key in sorted(port.keys):
             for inner in crossing.enters[key] if port.enters else (crossing.leaves[key],):
@@ -70,10 +73,11 @@ def _groups(tree: Tree, item: int, crossing: _Crossing) -> dict[tuple[_End, _End
     return found
 
 
-def _label(tree: Tree, key: Key, edge: Edge) -> str:
-    if tree.nodes[key[0]].op == "weight":
+def _label(tree: Tree, flow: Flow) -> str:
+    source, target = tree.nodes[flow.source], tree.nodes[flow.target]
+    if source.op == "weight" or (source.is_backward and target.op in OPTIMIZERS):
         return ""
-    return edge_label(edge, tree.nodes[key[0]])
+    return edge_label(flow.edge, source)
 
 
 def _draw(tree: Tree, item: int, tail: _End, head: _End, is_back: bool, keys: dict[Key, str]) -> None:

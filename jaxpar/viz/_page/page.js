@@ -26,8 +26,7 @@ function element(item) {
 }
 
 function rectangle(item) {
-  const found = element(item);
-  return (found?.classList.contains("bar") ? found.parentNode : found)?.getBoundingClientRect();
+  return (svg.querySelector(`[data-frame="${item}"]`) ?? element(item))?.getBoundingClientRect();
 }
 
 // Draw at a scale. The point of the picture that is under (x, y) of the view stays there.
@@ -42,13 +41,19 @@ function zoom(scale, x = view.clientWidth / 2, y = view.clientHeight / 2) {
   svg.setAttribute("height", page.size.h * page.scale);
   const left = px * page.scale + margin(view.clientWidth, page.size.w) - x;
   view.scrollTo({ left, top: py * page.scale + margin(view.clientHeight, page.size.h) - y, behavior: "instant" });
+  settle();
   $("scale").textContent = `${Math.round(page.scale * 100)} %`;
+}
+
+function settle() {
+  const [left, top] = [view.scrollLeft / page.scale - PAD, view.scrollTop / page.scale];
+  stick(svg.querySelectorAll(".bar"), left, top);
 }
 
 // "whole": all of it is in the view. "width": it is as wide as the view at most, and as small only where that helps.
 function fit(what) {
   const wide = (view.clientWidth - 2) / page.size.w, high = (view.clientHeight - 2) / page.size.h;
-  const whole = Math.min(1, wide, high), across = Math.min(1, Math.max(0.3, net.sideways ? high : wide));
+  const whole = Math.min(1, wide, high), across = Math.min(1, Math.max(0.6, net.sideways ? high : wide));
   zoom(what === "whole" || whole > 0.75 * across ? whole : across);
 }
 
@@ -175,6 +180,7 @@ function act(item) {
 }
 
 function start() {
+  $("nothing").hidden = net.nodes.length > 0;
   const levels = ["start", ...Array.from({ length: deepest(net) }, (_, at) => String(at)), "all"];
   const name = (value) => ({ start: "Overview", all: "All open", 0: "All closed" })[value] ?? `Level ${value}`;
   const choices = deepest(net) ? levels : ["start"];

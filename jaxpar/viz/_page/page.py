@@ -11,13 +11,14 @@ from importlib import resources
 from typing import Any
 
 from .._draw import style
-from .._draw.labels import cost, scope_label, tooltip
+from .._draw.labels import cost, cut, scope_label, tooltip
 from .._draw.style import SIZE, THEMES, Options, text_width
 from .._graph import Graph, human
 from .blocks import Block, Tree, tree
 from .layout import Layout, Point, is_oval, layouts, size, texts
 from .lines import draw_lines
 
+_PACKAGE = "jaxpar.viz._page"
 _SCRIPTS = ("reading.js", "places.js", "drawing.js", "page.js", "events.js")
 # Opens no other place: what an attribute or a script could end with is escaped.
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027", "\u2028": "\\u2028", "\u2029": "\\u2029"}
@@ -64,7 +65,10 @@ def to_frame(page: str, title: str, still: str) -> str:
 
 @functools.cache
 def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    """A file beside this one, without its comments and indentation: every picture of a notebook has a copy."""
+    text = resources.files(_PACKAGE).joinpath(name).read_text(encoding="utf-8")
+    lines = map(str.strip, text.splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("//")) + "\n"
 
 
 def _escaped(data: Any) -> str:
@@ -115,25 +119,16 @@ def _node(tree: Tree, item: int, options: Options, most: int) -> list[Any]:
     colour = style.fill(node)
     if options.heat and node.op not in ("input", "weight"):
         colour = style.heat(cost(node, options.heat) / most)
-    find = " ".join((node.name, node.op, node.detail, node.source, *node.weights))
+    find = " ".join((node.name, node.op, node.detail, node.source, *node.weights[:8]))
     oval = int(is_oval(tree, item))
     words = texts(tree, item, options.heat)
-    return [
-        *size(tree, item, options.heat),
-        kind,
-        oval,
-        colour,
-        style.ink(colour),
-        words,
-        tooltip(node),
-        find,
-        node.source,
-    ]
+    look = [*size(tree, item, options.heat), kind, oval, colour, style.ink(colour)]
+    return [*look, words, tooltip(node), find, node.source]
 
 
 def _block(tree: Tree, item: int, layout: int, options: Options, most: int) -> list[Any]:
     block = tree.block(item)
-    label = scope_label(block.label)
+    label = cut(scope_label(block.label))
     width = round(text_width(label, SIZE, True)) + 40
     words = texts(tree, item, options.heat)
     tip = "\n".join(filter(None, ["/".join(block.path), *(text for text, _, _ in words[1:])]))

@@ -226,10 +226,27 @@ class _Reader:
         context = self.in_cluster(context, region.label)
         context = replace(context, times=context.times * region.times)
         args = [self.value_of(env, atom) for atom in eqn.invars]
-        results = self.write_out(region.body, args[region.skip :], context)
+        read = args
+        if region.carried:
+            carried = {region.carry_at + number for number in region.carried}
+            read = [self.carried_value(value) if at in carried else value for at, value in enumerate(args)]
+        results = self.write_out(region.body, read[region.skip :], context)
         self.carried.update(results[number] for number in region.carried)
+        self.raw.carries += [(read[region.carry_at + number], results[number]) for number in region.carried]
         for var, value in zip(eqn.outvars, results, strict=True):
             env[var] = self.new_value(var.aval, root=value)
+
+    def carried_value(self, value: int) -> int:
+        """What a loop reads: a view of an operand in the first pass, later what the pass before computed.
+
+        It is no constant, even if the loop begins with one. A counter is, as it is not drawn.
+        """
+        first = self.raw.values[value]
+        counts = first.shape == () and first.dtype.startswith(("int", "uint"))
+        constant = not counts and self.raw.of(value).kind in ("const", "literal")
+        number = len(self.raw.values)
+        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, "op", root=number if constant else value))
+        return number
 
     def add_default(self, eqn: Any, branch: Any, env: dict[Any, int], context: _Context) -> None:
         """Write out the default branch, as if the function had no other. The choice does not count."""

@@ -73,13 +73,18 @@ class Eqn:
 
 @dataclass(slots=True)
 class Raw:
-    """Every equation that reaches a result, in order, and every value."""
+    """Every equation that reaches a result, in order, and every value.
+
+    Attributes:
+        carries: what one pass of a loop reads of the pass before, and the value that it is there.
+    """
 
     eqns: list[Eqn] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     output_names: list[str] = field(default_factory=list)
     count: int = 0
+    carries: list[tuple[int, int]] = field(default_factory=list)
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
     _above: dict[int, tuple[int, ...]] = field(default_factory=dict)
 

@@ -24,6 +24,7 @@ class Region:
         skip: how many operands of the equation come before those of the body.
         times: how often it runs, as far as that is known.
         carried: the results that the next pass reads, by position.
+        carry_at: the operand that is the first of these in the first pass.
     """
 
     label: str
@@ -31,6 +32,7 @@ class Region:
     skip: int = 0
     times: int = 1
     carried: Sequence[int] = ()
+    carry_at: int = 0
 
 
 def region_of(eqn: Any, stack: tuple[Frame, ...]) -> Region | None:
@@ -41,15 +43,24 @@ def region_of(eqn: Any, stack: tuple[Frame, ...]) -> Region | None:
 
 def _scan(eqn: Any, stack: tuple[Frame, ...]) -> Region:
     length = eqn.params["length"]
-    carried = range(eqn.params.get("num_carry", 0))
-    return Region(f"scan ×{length}", eqn.params["jaxpr"], times=length, carried=carried)
+    first, carried = _scan_sizes(eqn.params)
+    return Region(f"scan ×{length}", eqn.params["jaxpr"], times=length, carried=range(carried), carry_at=first)
+
+
+def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many it carries. Jax 0.12 has them as a tree."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = params["ft_in"].unpack()
+    return len(constants), len(carried)
 
 
 def _while(eqn: Any, stack: tuple[Frame, ...]) -> Region:
     """One pass, as XLA counts it. The condition is not drawn, nor are counters."""
     body = eqn.params["body_jaxpr"]
     carried = [n for n, var in enumerate(body.jaxpr.outvars) if getattr(var.aval, "shape", ()) != ()]
-    return Region("while", body, skip=eqn.params["cond_nconsts"], carried=carried)
+    skip = eqn.params["cond_nconsts"]
+    return Region("while", body, skip=skip, carried=carried, carry_at=skip + eqn.params["body_nconsts"])
 
 
 def _shard_map(eqn: Any, stack: tuple[Frame, ...]) -> Region:
