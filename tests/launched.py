@@ -15,9 +15,11 @@ start, here = int(os.environ["JAXPAR_RESTART"]), pathlib.Path(__file__).parent
 host, port = os.environ["JAXPAR_HUB"].split(":")
 """
 MEMBER = """
+from jaxpar._heartbeat import secret
 from jaxpar._heartbeat.client import HeartbeatClient
 from jaxpar._heartbeat.exit import watch_exit
-client = HeartbeatClient(rank, size, job=os.environ["JAXPAR_JOB"], heartbeat_timeout=2.0, launched=True)
+run = {"job": os.environ["JAXPAR_JOB"], "secret": secret.find()}
+client = HeartbeatClient(rank, size, **run, heartbeat_timeout=2.0, launched=True)
 client.join_run([(host, int(port))], 10.0, "absent")
 watch_exit(client)
 client.send_resume_hint("runs/step_5")

@@ -28,8 +28,20 @@ def line(n=16, seed=0):
 
 def start(count=4, kind="device", tx=None, params=None, **options):
     params = {"w": jnp.ones(3), "b": jnp.zeros(())} if params is None else params
-    store = kv.from_params(params, kind=kind, optimizer=optax.sgd(0.1) if tx is None else tx)
+    store = kv.from_params(params, kind=kind, optimizer=sgd() if tx is None else tx)
     return train.create_state(store, 7, devices=jax.devices()[:count], **options)
+
+
+@functools.cache
+def step_of(loss=squares, **options):
+    """A training step; one, and one program for states of one sort, for all tests of a process that ask for it."""
+    return train.make_train_step(loss, **options)
+
+
+@functools.cache
+def text_of(*where, loss=squares, **options):
+    """The compiled program of a step of the model of one line with Adam; `where` is the count and the kind."""
+    return step_of(loss, **options).lower(start(*where, adam()), line()).compile().as_text()
 
 
 @functools.cache
@@ -58,6 +70,11 @@ def close(tree, other, **tolerance):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, **{"rtol": 2e-5, "atol": 1e-6, **tolerance}), tree, other
     )
+
+
+@functools.cache
+def sgd():
+    return optax.sgd(0.1)
 
 
 @functools.cache

@@ -77,7 +77,12 @@ def pictures():
     params = jax.eval_shape(jp.models.lenet.init, jax.random.key(0))
     images = jax.ShapeDtypeStruct((256, 28, 28, 1), jnp.float32)
     yield "step", step()
-    yield "lenet", jp.viz.plot_network(jp.models.lenet.apply, params, images, title="LeNet")
+    lenet = jp.models.lenet.apply
+    yield "lenet", jp.viz.plot_network(lenet, params, images, title="LeNet")
+    shapes = {"weight": (128, 20), "bias": (20,)}
+    head = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    both = (lenet, (params, images)), (lenet, ({**params, "dense2": head}, images))
+    yield "diff", jp.viz.diff(*both, title="LeNet with 20 classes")
 
 
 def main(folder=Path(__file__).parent):

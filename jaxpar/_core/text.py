@@ -7,6 +7,7 @@ import html
 import os
 import sys
 import threading
+import unicodedata
 from collections.abc import Sequence
 
 
@@ -126,3 +127,47 @@ def plural(count: int, noun: str) -> str:
         ('1 key', '1,200 keys')
     """
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def cut_middle(text: str, width: int) -> str:
+    """A text of at most `width` characters. What is too long loses its middle.
+
+    Example:
+        >>> cut_middle("encoder/block_11/attention/query", 17)
+        'encoder/…on/query'
+    """
+    if len(text) <= width:
+        return text
+    first = width // 2
+    return f"{text[:first]}…{text[len(text) - (width - first - 1) :]}" if width > 1 else "…"[:width]
+
+
+def printable(text: str) -> str:
+    """The text with its control characters written as Python does, and without half of a surrogate pair.
+
+    Example:
+        >>> printable("a" + chr(27) + "[31m")
+        'a\\\\x1b[31m'
+    """
+    return "".join(repr(c)[1:-1] if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
+
+
+def columns(text: str) -> int:
+    """The columns that a text takes on a terminal. East Asian letters take two, marks above others none.
+
+    Example:
+        >>> columns("abc"), columns("漢字")
+        (3, 4)
+    """
+    if text.isascii():
+        return len(text)
+    wide = (2 if unicodedata.east_asian_width(c) in "WF" else 0 if unicodedata.combining(c) else 1 for c in text)
+    return sum(wide)
+
+
+def fit(text: str, width: int) -> str:
+    """A text of at most `width` columns, see `cut_middle`."""
+    most = width
+    while columns(shown := cut_middle(text, most)) > width:
+        most -= 1
+    return shown

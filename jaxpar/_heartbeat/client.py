@@ -15,11 +15,13 @@ import time
 from .._core.text import say_before_exit
 from .connection import INTERVAL, AwakeClock, JsonConnection
 from .messages import FROM_SERVER, Message, printable
+from .secret import FILE_VARIABLE, VARIABLE, Secret, challenge, is_equal
 from .server import INTERRUPTED
 from .server_thread import ServerThread
 
 LOST = 75  # exit status of a process that ends because another was lost: EX_TEMPFAIL of sysexits.h, "try again"
 _WELCOME_TIMEOUT = 5.0  # seconds in which a server answers
+_MISTRUST_TIMEOUT = 15.0  # seconds after which a process with another secret than the server's gives up
 _REPORT_TIME = 1.0  # seconds in which the report of a loss arrives
 
 
@@ -29,6 +31,7 @@ class HeartbeatClient(threading.Thread):
     Args:
         rank, size: which process this is, of how many.
         job: the name of the run.
+        secret: of the run. None joins only a server without one.
         heartbeat_timeout: seconds without a heartbeat after which the server is lost.
         launched: whether the server is in the launcher. Else it is in process 0.
         server: the server's thread, if it is in this process.
@@ -44,6 +47,7 @@ class HeartbeatClient(threading.Thread):
         size: int,
         *,
         job: str,
+        secret: Secret | None = None,
         heartbeat_timeout: float,
         launched: bool,
         server: ServerThread | None = None,
@@ -53,6 +57,7 @@ class HeartbeatClient(threading.Thread):
         self.server, self._server_name, self._server_host = server, "the launcher" if launched else "process 0", "?"
         self.hint: str | None = None
         self.status = 0
+        self._secret, self._mistrust = secret, ""  # why a server that answered is not the one of this run
         self._has_failed = self._is_leaving = self._is_stopped = self._is_server_closing = False
         self._connection: JsonConnection | None = None
         self._unhandled: list[Message] = []
@@ -68,11 +73,15 @@ class HeartbeatClient(threading.Thread):
         Raises:
             ConnectionError: no server answers within `seconds`, or the server refuses this process.
         """
-        end = time.monotonic() + seconds
+        began = time.monotonic()
+        end = began + seconds
         try:
             while self._connection is None:
                 self._connection = self._connect(addresses, seconds)
-                if self._connection is None and time.monotonic() > end:
+                now = time.monotonic()
+                if self._connection is None and self._mistrust and now > min(end, began + _MISTRUST_TIMEOUT):
+                    raise ConnectionError(self._mistrust)
+                if self._connection is None and now > end:
                     raise ConnectionError(f"{absent} within {seconds:g} seconds")
                 time.sleep(0 if self._connection else 0.1)
             # The server names the missing processes shortly after its own time limit.
@@ -161,12 +170,38 @@ class HeartbeatClient(threading.Thread):
             connection = JsonConnection(sock, FROM_SERVER)
             hello = {"job": self.job, "rank": self.rank, "size": self.size, "host": socket.gethostname()}
             connection.send(hello=1, timeout=timeout, **hello)
-            connection.wait(_WELCOME_TIMEOUT)
-            self._unhandled = connection.receive()
-            if any({"welcome", "refused"} & set(m) for m in self._unhandled):
+            if self._is_own_server(connection):
                 return connection
             connection.close()  # another run, or another service
         return None
+
+    def _is_own_server(self, connection: JsonConnection) -> bool:
+        """Whether the server is the one of this run. Both prove that they know the secret, where there is one."""
+        messages = _next_messages(connection)
+        first = messages[0] if messages else {}
+        if "challenge" not in first:
+            self._unhandled = messages
+            is_server = any({"welcome", "refused"} & set(message) for message in messages)
+            if is_server and self._secret is not None:
+                connection.send(leaving=1)  # it may be one of this run that was started without
+                self._mistrust = f"the server has no secret, and this process has one, in {self._secret.source}"
+            return is_server and self._secret is None
+        if self._secret is None:
+            self._mistrust = (
+                f"the server asks for the secret of the run, and this process has none; set {VARIABLE}, or "
+                f"{FILE_VARIABLE} to a file that only you can read, to the same in all processes"
+            )
+            return False
+        own = challenge()
+        about = ((first["challenge"], own), self.job, self.rank, self.size)
+        connection.send(answer=own, proof=self._secret.proof("process", *about))
+        messages = _next_messages(connection)
+        proof = messages.pop(0).get("proof", "") if messages else ""
+        if not is_equal(proof, self._secret.proof("server", *about)):
+            self._mistrust = f"the server has another secret than the one in {self._secret.source}"
+            return False
+        self._unhandled = messages
+        return True
 
     def _wait_for_go(self, connection: JsonConnection, end: float) -> None:
         """Send heartbeats until the server says that the run begins."""
@@ -217,6 +252,16 @@ class HeartbeatClient(threading.Thread):
                 self.server.wait_for_peers(2.0)
         finally:
             os._exit(LOST)
+
+
+def _next_messages(connection: JsonConnection) -> list[Message]:
+    """The messages that come next, within five seconds. None where the connection ends or nothing comes."""
+    end = time.monotonic() + _WELCOME_TIMEOUT
+    while not connection.is_closed and (left := end - time.monotonic()) > 0:
+        connection.wait(left)
+        if messages := connection.receive():
+            return messages
+    return []
 
 
 def _describe_fault(fault: str) -> str:

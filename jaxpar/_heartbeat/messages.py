@@ -19,6 +19,7 @@ _MOST_PROCESSES = 1 << 20
 
 FROM_PROCESS: Types = {
     "hello": ("job", "rank", "size", "host", "timeout"),
+    "answer": ("proof",),
     "heartbeat": (),
     "hint": (),
     "failed": (),
@@ -26,6 +27,8 @@ FROM_PROCESS: Types = {
     "leaving": (),
 }
 FROM_SERVER: Types = {
+    "challenge": (),
+    "proof": (),
     "welcome": (),
     "other_run": (),
     "heartbeat": (),
@@ -71,6 +74,7 @@ def _is_time(value: Any) -> bool:
 
 _FIELDS = {
     **dict.fromkeys(("hello", "heartbeat", "leaving", "welcome", "other_run", "go", "closing"), _integer(1, 1)),
+    **dict.fromkeys(("challenge", "answer", "proof"), _text(64)),
     "job": _text(300),
     "rank": _integer(0, _MOST_PROCESSES - 1),
     "lost": _integer(0, _MOST_PROCESSES - 1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from .connection import JsonConnection
+from .messages import Message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Peer:
         connection: the server's end.
         last_message: when the last message came, or when it connected.
         rank: which process of the run it is. It is -1 before the hello.
+        challenge: what was sent to it, where the run has a secret. It is empty before the hello.
+        hello: its hello, while it has not proved that it knows the secret.
         timeout: seconds for which it waits for the other processes.
         is_leaving: whether it ends, or was refused. Its further messages do not count.
         is_paused: whether it is not read for now, since it sent too much.
@@ -38,6 +41,8 @@ class Peer:
     connection: JsonConnection
     last_message: float
     rank: int = -1
+    challenge: str = ""
+    hello: Message | None = None
     timeout: float = 0.0
     is_leaving: bool = False
     is_paused: bool = False

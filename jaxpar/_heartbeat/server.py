@@ -5,7 +5,7 @@ connection that closes without a message is a killed process, which is noticed a
 for `heartbeat_timeout` seconds is frozen, or its host is gone.
 
 An invalid message ends the connection that it came from, and no other. A process of the run that sends one is reported
-as lost.
+as lost. Where the run has a secret, a connection takes part in nothing before it has proved that it knows it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from .connection import INTERVAL, AwakeClock, JsonConnection
 from .messages import FROM_PROCESS, Message, job_name
 from .peer import Lost, Peer
+from .secret import Secret, challenge, is_equal
 
 HEARTBEAT_TIMEOUT = 10.0  # seconds; with one second between heartbeats, a loss is noticed within 12
 INTERRUPTED = (130, 143)  # exit statuses after SIGINT and SIGTERM
@@ -35,6 +36,7 @@ class HeartbeatServer:
         listener: a listening socket.
         job: the name of this run. Processes of another job are dropped.
         size: how many processes there are.
+        secret: of the run. None lets every process take part that names the job.
         heartbeat_timeout: seconds without a heartbeat after which a process is lost.
         join_timeout: seconds from the first process to the last. The largest timeout of a process counts.
         on_close: called with the rank of a connection that closes without a message. None reports it as lost.
@@ -52,11 +54,12 @@ class HeartbeatServer:
         *,
         job: str,
         size: int,
+        secret: Secret | None = None,
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         join_timeout: float = 1.0,
         on_close: Callable[[int], None] | None = None,
     ):
-        self.job, self.size = job_name(job), size
+        self.job, self.size, self._secret = job_name(job), size, secret
         self.heartbeat_timeout, self.join_timeout = heartbeat_timeout, join_timeout
         self.peers: dict[int, Peer] = {}
         self.lost: Lost | None = None
@@ -194,12 +197,12 @@ class HeartbeatServer:
     def _handle(self, peer: Peer, message: Message) -> None:
         if peer.is_leaving:
             return
-        if ("hello" in message) == (peer.rank >= 0):
+        if peer.rank < 0:
+            return self._admit(peer, message)
+        if "hello" in message or "answer" in message:
             return self._handle_fault(peer, "hello comes first, and once")
         peer.last_message = self._clock.now
-        if "hello" in message:
-            self._handle_hello(peer, message)
-        elif "hint" in message:
+        if "hint" in message:
             self.hint = message["hint"]
         elif "failed" in message:
             peer.is_leaving = True
@@ -213,11 +216,35 @@ class HeartbeatServer:
             if peer.rank == 0:
                 self._send_all(closing=1)  # a server in process 0 will be gone
 
-    def _handle_hello(self, peer: Peer, message: Message) -> None:
+    def _admit(self, peer: Peer, message: Message) -> None:
+        """Handle what comes before a process takes part: its hello, and its answer to the challenge."""
+        if peer.hello is not None:
+            return self._handle_answer(peer, peer.hello, message)
+        if "hello" not in message:
+            return self._handle_fault(peer, "hello comes first, and once")
         if message["job"] != self.job:  # two runs on one host may try each other's port
             peer.connection.send(other_run=1)
             return self._drop(peer)
+        if self._secret is None:
+            return self._welcome(peer, message)
+        peer.hello, peer.challenge = message, challenge()
+        peer.connection.send(challenge=peer.challenge)
+
+    def _handle_answer(self, peer: Peer, hello: Message, message: Message) -> None:
+        assert self._secret is not None
+        if "answer" not in message:
+            return self._handle_fault(peer, "the answer to the challenge comes after hello")
+        about = ((peer.challenge, message["answer"]), self.job, hello["rank"], hello["size"])
+        if not is_equal(message["proof"], self._secret.proof("process", *about)):
+            self._record_fault("a process with another secret was dropped")
+            return self._drop(peer)
+        peer.connection.send(proof=self._secret.proof("server", *about))
+        self._welcome(peer, hello)
+
+    def _welcome(self, peer: Peer, message: Message) -> None:
+        """Take a process into the run, or refuse it."""
         peer.connection.send(welcome=1)
+        peer.last_message = self._clock.now
         rank = message["rank"]
         if (why := self._refused or self._objection(rank, message["size"])) is not None:
             peer.is_leaving = True

@@ -8,13 +8,23 @@ import threading
 import time
 
 from .connection import INTERVAL
+from .secret import Secret
 from .server import HeartbeatServer
 
 
 class ServerThread(threading.Thread):
     """A thread that runs a heartbeat server until every process has left. Args as for `HeartbeatServer`."""
 
-    def __init__(self, listener: socket.socket, *, job: str, size: int, heartbeat_timeout: float, join_timeout: float):
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        job: str,
+        size: int,
+        secret: Secret | None = None,
+        heartbeat_timeout: float,
+        join_timeout: float,
+    ):
         super().__init__(name="jaxpar-heartbeat-server", daemon=True)
         self._selector = selectors.DefaultSelector()
         self.server = HeartbeatServer(
@@ -22,6 +32,7 @@ class ServerThread(threading.Thread):
             listener,
             job=job,
             size=size,
+            secret=secret,
             heartbeat_timeout=heartbeat_timeout,
             join_timeout=join_timeout,
         )

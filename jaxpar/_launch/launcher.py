@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
+from .._heartbeat import secret
 from .._heartbeat.server import HEARTBEAT_TIMEOUT, INTERRUPT_GRACE, INTERRUPTED, HeartbeatServer
 from .child import Child, Output, describe_status
 from .signals import Signals
@@ -99,16 +100,18 @@ class _Run:
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals.wake, selectors.EVENT_READ, signals.clear)
         listener = socket.create_server(("127.0.0.1", 0))
-        job = secrets.token_hex(8)
+        job, own = secrets.token_hex(8), secret.new("the launcher")
         self.server = HeartbeatServer(
             self._selector,
             listener,
             job=job,
             size=len(slots),
+            secret=own,
             heartbeat_timeout=plan.heartbeat_timeout,
             on_close=lambda rank: None,  # its exit status says more
         )
         run = {"JAXPAR_HUB": f"127.0.0.1:{listener.getsockname()[1]}", "JAXPAR_JOB": job}
+        run[secret.VARIABLE] = own.key.decode()
         shared = {**_environment(plan, len(slots), restart), **run}
         self.children = [self._start(rank, slot, shared) for rank, slot in enumerate(slots)]
 

@@ -9,11 +9,18 @@ import contextlib
 import os
 import socket
 
+from .._core.text import say_news
+from .._heartbeat import secret as secrets
 from .._heartbeat.addresses import is_loopback, own_address, split
 from .._heartbeat.client import HeartbeatClient
 from .._heartbeat.server_thread import ServerThread
 from ._environment import Cluster
 
+_OPEN = (
+    "any program that reaches this host's network can take part in the heartbeats of this run and end it; to prevent "
+    f"that, set {secrets.VARIABLE} to one random text in all processes, or write it to ~/.config/jaxpar/secret (chmod "
+    "600)"
+)
 _PORTS = 8  # the server takes the first free one of these many after the coordinator's
 
 
@@ -21,17 +28,22 @@ def join(cluster: Cluster, heartbeat_timeout: float, join_timeout: float) -> Hea
     """Join the others, and return the heartbeat client. Process 0 starts the server where no launcher has it.
 
     Raises:
-        RuntimeError: the server does not answer, others did not join in time or with other numbers, or no port is free.
+        RuntimeError: the server does not answer or has another secret, others did not join in time or with other
+            numbers, or no port is free. The secret cannot be used.
     """
     server, host, port = None, *split(cluster.server or cluster.coordinator)
+    secret = secrets.find()
     addresses = [(host, port)] if cluster.server else [(host, p) for p in _ports(port)]
     if cluster.process_id == 0 and not cluster.server:
+        if secret is None and not is_loopback(host):
+            say_news(_OPEN)
         listener = _listen(host, _ports(port))
         addresses = [("127.0.0.1", listener.getsockname()[1])]
         server = ServerThread(
             listener,
             job=cluster.job,
             size=cluster.num_processes,
+            secret=secret,
             heartbeat_timeout=heartbeat_timeout,
             join_timeout=join_timeout,
         )
@@ -39,6 +51,7 @@ def join(cluster: Cluster, heartbeat_timeout: float, join_timeout: float) -> Hea
         cluster.process_id,
         cluster.num_processes,
         job=cluster.job,
+        secret=secret,
         heartbeat_timeout=heartbeat_timeout,
         launched=bool(cluster.server),
         server=server,
@@ -46,18 +59,28 @@ def join(cluster: Cluster, heartbeat_timeout: float, join_timeout: float) -> Hea
     return _join(client, addresses, join_timeout, _describe_absence(cluster))
 
 
-def start_server(size: int, heartbeat_timeout: float) -> tuple[ServerThread, str]:
-    """A heartbeat server at a free port of this host, and its address."""
+def start_server(size: int, heartbeat_timeout: float) -> tuple[ServerThread, str, secrets.Secret]:
+    """A heartbeat server at a free port of this host, its address, and a new secret."""
+    secret = secrets.new("process 0")
     listener = socket.create_server(("", 0))
-    server = ServerThread(listener, job="jax", size=size, heartbeat_timeout=heartbeat_timeout, join_timeout=60.0)
-    return server, f"{own_address()}:{listener.getsockname()[1]}"
+    server = ServerThread(
+        listener, job="jax", size=size, secret=secret, heartbeat_timeout=heartbeat_timeout, join_timeout=60.0
+    )
+    return server, f"{own_address()}:{listener.getsockname()[1]}", secret
 
 
 def join_at(
-    address: str, rank: int, size: int, heartbeat_timeout: float, server: ServerThread | None
+    address: str,
+    rank: int,
+    size: int,
+    heartbeat_timeout: float,
+    secret: secrets.Secret,
+    server: ServerThread | None,
 ) -> HeartbeatClient:
     """Join the others through the server at an address, and return the heartbeat client."""
-    client = HeartbeatClient(rank, size, job="jax", heartbeat_timeout=heartbeat_timeout, launched=False, server=server)
+    client = HeartbeatClient(
+        rank, size, job="jax", secret=secret, heartbeat_timeout=heartbeat_timeout, launched=False, server=server
+    )
     return _join(client, [split(address)], 60.0, f"no answer at {address}")
 
 

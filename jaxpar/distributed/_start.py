@@ -13,6 +13,7 @@ import numpy as np
 from .._heartbeat import addresses
 from .._heartbeat.client import HeartbeatClient
 from .._heartbeat.proxy import ServiceProxy
+from .._heartbeat.secret import Secret
 from . import _process, _rendezvous
 from ._environment import Cluster
 
@@ -88,14 +89,15 @@ def start_by_jax(name: str, options: dict[str, Any], heartbeat_timeout: float, w
 
 
 def _join_through_jax(rank: int, size: int, heartbeat_timeout: float) -> HeartbeatClient:
-    """The heartbeat client, after process 0 has sent the address of its server by a collective."""
+    """The heartbeat client, after process 0 has sent the address and the secret of its server by a collective."""
     from jax.experimental import multihost_utils
 
-    server, address = None, np.zeros(64, np.uint8)
+    server, sent = None, np.zeros(256, np.uint8)
     if rank == 0:
-        server, text = _rendezvous.start_server(size, heartbeat_timeout)
-        address[: len(text)] = np.frombuffer(text.encode(), np.uint8)
+        server, address, secret = _rendezvous.start_server(size, heartbeat_timeout)
+        text = f"{address} {secret.key.decode()}".encode()
+        sent[: len(text)] = np.frombuffer(text, np.uint8)
     with ThreadPoolExecutor(1) as thread:  # in this one jax may be tracing, around a kv.create
-        address = thread.submit(multihost_utils.broadcast_one_to_all, address).result()
-    text = bytes(np.asarray(address, np.uint8)).rstrip(b"\0").decode()
-    return _rendezvous.join_at(text, rank, size, heartbeat_timeout, server)
+        sent = thread.submit(multihost_utils.broadcast_one_to_all, sent).result()
+    address, key = bytes(np.asarray(sent, np.uint8)).rstrip(b"\0").decode().split(" ")
+    return _rendezvous.join_at(address, rank, size, heartbeat_timeout, Secret(key.encode(), "process 0"), server)

@@ -56,7 +56,8 @@ class Worker:
             grads: a pytree like the parameters, of the same shapes.
 
         Raises:
-            ValueError: another structure or shape than the parameters have. Nothing was sent.
+            ValueError: another structure or shape than the parameters have, or a value that is not finite: it would
+                spoil what all workers read. The message names the parameter. Nothing was sent.
             TypeError: a dtype that cannot be cast to that of the parameters. Nothing was sent.
             ServerLost: as in `pull`. Servers that still run have updated.
         """
@@ -79,7 +80,22 @@ def _check_grads(servers: Servers, grads: Any) -> list[np.ndarray]:
     for path, array, shape in zip(servers.paths, arrays, servers.shapes, strict=True):
         if array.shape != shape:
             raise ValueError(f"free_running push: {path!r}: expected shape {shape}, got {array.shape}")
-    return [a.astype(d, casting="same_kind") for a, d in zip(arrays, servers.dtypes, strict=True)]
+    with np.errstate(over="ignore"):  # what becomes infinite is refused below
+        cast = [a.astype(d, casting="same_kind") for a, d in zip(arrays, servers.dtypes, strict=True)]
+    for path, array in zip(servers.paths, cast, strict=True):
+        _check_finite(path, array)
+    return cast
+
+
+def _check_finite(path: str, array: np.ndarray) -> None:
+    """`ValueError` for NaN and infinity, also where the cast made them."""
+    if not jax.numpy.issubdtype(array.dtype, jax.numpy.inexact):
+        return
+    if wrong := array.size - np.count_nonzero(np.isfinite(array)):
+        raise ValueError(
+            f"free_running push: {path!r}: {wrong} of {array.size} values are NaN or infinite; nothing was sent. Leave "
+            "this push out, or look at its batch and at the learning rate"
+        )
 
 
 class _Runner:

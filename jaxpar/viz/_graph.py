@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from ._sizes import Sizes
 
 BACKWARD = " (backward)"
 _REGIONS = ("scan ×", "while", "cond", "branch ", "pmap ", "shard_map ", "remat", "custom_")
@@ -19,8 +21,10 @@ class Node:
         op: the kind of layer: "Convolution", "FullyConnected", "Activation", ..., "input", "weight", or the name of
             the JAX function or primitive that nothing folds. The gradient of a layer ends in " (backward)".
         detail: what a label adds to the kind ("3x3/1, 20", "relu", "avg, 2x2/2x2"). May be empty.
-        shape, dtype: of the first output. Inside pmap and shard_map those of one device.
+        shape, dtype: of the first output. Inside pmap and shard_map those of one device. An input of several arrays has
+            no shape, and a dtype where they share one.
         params: elements of the parameters that it is the first to use. A weight shared by two layers counts once.
+            Arrays that no optimizer trains are in `state`.
         flops: floating-point operations as XLA counts them, without exp, tanh and the like.
         bytes: of the distinct arrays that it reads and writes.
         scope: the modules, named scopes, jitted functions and loops around it, from the outside in.
@@ -29,6 +33,8 @@ class Node:
         repeat: the number of copies that are drawn as one. Params, flops and bytes are those of all copies.
         equations: the number of equations of the jaxpr that were folded into each copy.
         outputs: the names of the function's results among its outputs.
+        leaves: of an input with several arrays, "name: dtype[shape]" of each.
+        state: elements of the arrays that it is the first to use and that no optimizer trains: running means.
     """
 
     name: str
@@ -45,6 +51,8 @@ class Node:
     repeat: int = 1
     equations: int = 0
     outputs: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
+    state: int = 0
 
     @property
     def kind(self) -> str:
@@ -59,17 +67,23 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An array that flows between two nodes.
+    """An array that flows between two nodes, or several of them.
 
     Attributes:
         source, target: the names of the nodes.
-        shape, dtype: of the array.
+        shape, dtype: of the array that its source is known by, else of the largest.
+        label: the array's name in its argument ("image"), where the source is an input of several arrays.
+        arrays: how many flow here.
+        carry: whether it goes back, from one pass of a loop to the next. All other edges go to later nodes.
     """
 
     source: str
     target: str
     shape: tuple[int, ...] = ()
     dtype: str = ""
+    label: str = ""
+    arrays: int = 1
+    carry: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +97,10 @@ class Graph:
         total_params: elements of the parameters used, each counted once.
         equations: the number of equations of the jaxpr, nested ones included.
         scopes: each repeated scope, and the number of its copies.
+        sizes: the bytes of its arrays, and which parameters are trained.
+        uncounted: the primitives for which there is no formula. Their FLOPs are missing.
+        total_state: elements of the arrays that no optimizer trains, each counted once.
+        total_constants: elements of the captured arrays that are no parameters, each counted once, without scalars.
     """
 
     nodes: tuple[Node, ...]
@@ -92,6 +110,10 @@ class Graph:
     total_params: int = 0
     equations: int = 0
     scopes: tuple[tuple[tuple[str, ...], int], ...] = ()
+    sizes: Sizes = field(default_factory=Sizes)
+    uncounted: tuple[str, ...] = ()
+    total_state: int = 0
+    total_constants: int = 0
 
     @property
     def inputs(self) -> tuple[Node, ...]:

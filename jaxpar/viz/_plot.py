@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from .._core.checks import choice, describe
-from ._draw.style import THEMES, Options
-from ._fold.calls import Call
+import jax
+
+from ._draw.style import Options
+from ._fold.known import Call
 from ._fold.patterns import Rule
-from ._trace import trace
+from ._options import check_picture
+from ._trace import trace, whole
 
 if TYPE_CHECKING:
     from ._draw.picture import Plot
@@ -29,6 +32,7 @@ def plot_network(
     heat: Literal["flops", "bytes"] | None = None,
     theme: Literal["light", "dark"] = "light",
     legend: bool = True,
+    direction: Literal["up", "down", "right"] = "up",
     time_limit: float = 30.0,
     **kwargs: Any,
 ) -> Plot:
@@ -40,23 +44,24 @@ def plot_network(
 
     Args:
         fn, args, kwargs, params_argnums, depth, max_nodes, repeats, rules: as for `trace`.
-        title: the text below the picture, and the name of the file that `render` writes.
+        title: the text below the picture, and the name of the file that `render` writes. "" for no text.
         hide_weights: whether the parameters are left out.
         node_attrs: Graphviz attributes of every node, such as `{"shape": "oval"}`. They win over those chosen here.
         heat: "flops" or "bytes" colours the layers by what they cost, and writes it on them.
         theme: "light" or "dark".
         legend: whether the colours are explained.
+        direction: "up" draws the inputs at the bottom, "down" at the top, "right" at the left.
         time_limit: seconds that the renderer may take.
 
     Returns:
-        A `graphviz.Digraph`. A notebook shows it, and `save("net.svg")` writes it (.png, .pdf, .dot too). Its `network`
-        is the `Graph`, and its `source` is the same for the same function. Where the program `dot` is missing,
+        A `graphviz.Digraph`. A notebook shows it as a page whose blocks open and close, and `save("net.html")` writes
+        that page. `save("net.svg")` writes the picture (.png, .pdf, .dot too). Its `network` is the `Graph`, and its `source` is the same for the same function. Where the program `dot` is missing,
         pygraphviz draws it. Where both are missing, a notebook shows how to install one, and the table of layers.
         `save` then writes that table and raises a `RenderError`.
 
     Raises:
-        TypeError: an argument is no array.
-        ValueError: an unknown theme or heat.
+        TypeError: an argument is no array, or an option has a wrong type.
+        ValueError: an unknown theme, heat or direction, or a number out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -64,17 +69,20 @@ def plot_network(
         >>> plot.network
         Graph(1 inputs, 2 layers, 2 edges, 6 parameters, 4 equations)
     """
-    if not isinstance(title, str):
-        raise TypeError(f"plot_network: title must be a string, got {describe(title)}")
-    if node_attrs is not None and not isinstance(node_attrs, Mapping):
-        raise TypeError(
-            f'plot_network: node_attrs must be a dict such as {{"shape": "oval"}}, got {describe(node_attrs)}'
-        )
-    choice(theme, "plot_network", "theme", THEMES)
-    if heat is not None:
-        choice(heat, "plot_network", "heat", ("flops", "bytes"))
-    reading: dict[str, Any] = {"depth": depth, "max_nodes": max_nodes, "repeats": repeats, "rules": rules}
-    graph = trace(fn, *args, params_argnums=params_argnums, **reading, **kwargs)
+    check_picture(title, node_attrs, theme, heat, time_limit, hide_weights, legend, direction)
+    reading: dict[str, Any] = {"params_argnums": params_argnums, "repeats": repeats, "rules": rules}
+    graph = trace(fn, *args, depth=depth, max_nodes=max_nodes, **reading, **kwargs)
     from ._draw.picture import Plot  # loads graphviz
 
-    return Plot(graph, Options(title, hide_weights, node_attrs, heat, theme, legend), time_limit)
+    specs, named = jax.tree.map(_spec, (args, kwargs))
+    every = functools.partial(whole, fn, *specs, **reading, **named)
+    options = Options(title, hide_weights, node_attrs, heat, theme, legend, direction)
+    return Plot(graph, options, time_limit, every, depth)
+
+
+def _spec(leaf: Any) -> Any:
+    """An array without its memory, so that a plot keeps none."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    spread = {"sharding": leaf.sharding} if isinstance(leaf.sharding, jax.sharding.NamedSharding) else {}
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.aval.weak_type, **spread)

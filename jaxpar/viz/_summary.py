@@ -6,12 +6,17 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
-from .._core.arguments import describe
+from .._core import checks
 from .._core.text import in_notebook
 from ._draw.table import to_html, to_text
-from ._fold.calls import Call
+from ._draw.tree import frozen_names
+from ._fold.known import Call
 from ._fold.patterns import Rule
+from ._graph import Graph
 from ._trace import trace
+
+# What a terminal without these letters shows.
+_PLAIN = str.maketrans({"├": "|", "└": "`", "─": "-", "│": "|", "×": "x", "…": "~"})
 
 
 def print_summary(
@@ -22,20 +27,28 @@ def print_summary(
     depth: int | None = None,
     repeats: bool = True,
     rules: Sequence[Rule | Call] = (),
+    frozen: str | Sequence[str] = (),
+    width: int = 120,
     **kwargs: Any,
 ) -> None:
     """Print the table of a function's layers.
 
-    A row has the name and kind of the layer, its output shape with the batch axis, its parameters, its FLOPs, and the
-    layers that it reads. In a notebook, without a `file`, the table is HTML. MXNet has the same in
-    `mxnet.visualization.print_summary`.
+    Modules are rows above what is in them, with the sums of their parameters and FLOPs. A row has the output shape with
+    the batch axis, the parameters, the FLOPs, and the layers that it reads. Parameters in brackets are not trained.
+    Below are the totals, and the memory in megabytes, as torchinfo has them. In a notebook, without a `file`, the table
+    is HTML. MXNet has the same in `mxnet.visualization.print_summary`.
 
     Args:
-        fn, args, kwargs, params_argnums, depth, repeats, rules: as for `trace`.
+        fn, args, kwargs, params_argnums, repeats, rules: as for `trace`.
         file: where to write. None for standard output.
+        depth: how many levels of modules are open. None for all.
+        frozen: which parameters are not trained: "conv1", "*/bias", or a list of such patterns. Those that the gradient
+            in `fn` leaves out are not trained either.
+        width: of the longest line.
 
     Raises:
-        TypeError: an argument is no array.
+        TypeError: an argument is no array, or an option has a wrong type.
+        ValueError: a pattern of `frozen` matches no parameter. A number is out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -48,18 +61,50 @@ def print_summary(
         tanh0 (Activation tanh)              5x2 float32          0       0   fullyconnected0
         =====================================================================================
         Total params: 6
+        Trainable params: 6
+        Non-trainable params: 0
         Total FLOPs: 60
+        -------------------------------------------------------------------------------------
+        Input size (MB): 0.00
+        Forward pass size (MB): 0.00
+        Params size (MB): 0.00
+        Estimated total size (MB): 0.00
         -------------------------------------------------------------------------------------
     """
     if file is not None and not hasattr(file, "write"):
-        raise TypeError(f"print_summary: file must be an open file, open(path, 'w'), got {describe(file)}")
-    graph = trace(
-        fn, *args, params_argnums=params_argnums, depth=depth, max_nodes=None, repeats=repeats, rules=rules, **kwargs
-    )
+        raise TypeError(f"print_summary: file must be an open file, open(path, 'w'), got {checks.describe(file)}")
+    checks.whole_number(width, "print_summary", "width", least=80)
+    if depth is not None:
+        checks.whole_number(depth, "print_summary", "depth", least=0)
+    patterns = _patterns(frozen)
+    graph = trace(fn, *args, params_argnums=params_argnums, max_nodes=None, repeats=repeats, rules=rules, **kwargs)
+    _show(graph, file, {"depth": depth, "frozen": frozen_names(graph, patterns)}, width)
+
+
+def _patterns(frozen: Any) -> list[str]:
+    patterns = [frozen] if isinstance(frozen, str) else frozen
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        expected = 'a pattern such as "*/bias", or a list of patterns'
+        raise TypeError(f"print_summary: frozen must be {expected}, got {checks.describe(frozen)}")
+    return list(patterns)
+
+
+def _show(graph: Graph, file: IO[str] | None, options: dict[str, Any], width: int) -> None:
     if file is None and in_notebook():
         from IPython.core.display import HTML
         from IPython.core.display_functions import display
 
-        display(HTML(to_html(graph)))
-    else:
-        print(to_text(graph), file=file or sys.stdout)
+        display(HTML(to_html(graph, **options)))
+        return
+    out = file or sys.stdout
+    text = to_text(graph, width, **options)
+    print(text if _can_write(text, out) else text.translate(_PLAIN), file=out)
+
+
+def _can_write(text: str, file: IO[str]) -> bool:
+    """Whether the encoding of a file has all letters of a text."""
+    try:
+        text.encode(getattr(file, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -9,25 +9,36 @@ from typing import Any
 
 import jax
 
-from .._core import checks
 from .._core.arguments import did_you_mean
-from .._core.arrays import is_prng_key
 from ._fold.backward import attach_residuals, attach_views, fold_backward
-from ._fold.calls import CALLS, Call, fold_calls
+from ._fold.calls import fold_calls
 from ._fold.cells import Cells
 from ._fold.cycles import break_cycles
 from ._fold.helpers import fold_helpers, fold_siblings, fold_statements
+from ._fold.known import CALLS, Call
+from ._fold.optimizers import fold_optimizers
 from ._fold.patterns import Rule, fold_patterns
 from ._fold.table import RULES
 from ._graph import Graph
+from ._layout.arguments import join_arguments
 from ._layout.build import build
 from ._layout.collapse import collapse_scopes, limit_nodes
 from ._layout.graph import to_graph
+from ._layout.kinds import demote_constants, mark_state
+from ._layout.net import Net
+from ._layout.regions import add_regions
 from ._layout.repeats import collapse_repeats
+from ._layout.sizes import sizes_of
+from ._options import argnums, check_dtype, check_trace
 from ._read import jaxpr
+from ._read.bind import bind
+from ._read.libraries import called_method
 from ._read.raw import Raw
+from ._read.views import mark_constants
 
-_OPTIONS = "params_argnums depth max_nodes repeats rules title hide_weights node_attrs heat theme legend".split()
+_OPTIONS = (
+    "params_argnums depth max_nodes repeats rules title hide_weights node_attrs heat theme legend direction".split()
+)
 
 
 def trace(
@@ -49,11 +60,12 @@ def trace(
     Args:
         fn: any function that JAX can trace: jitted, mapped over devices, the gradient of another.
         args, kwargs: arrays or `jax.ShapeDtypeStruct`s, in any pytree.
-        params_argnums: which positional arguments hold the parameters. None for none of them. A bare array that is
-            the only argument is data. Arrays that the function captured are parameters too.
+        params_argnums: which positional arguments hold the parameters: an int, or several. Negative ones count from
+            the end. None for none of them. A bare array that is the only argument is data. Arrays that the function
+            captured are parameters too.
         depth: how many nested modules and scopes to keep open. None for all. Scopes around the whole function do not
             count, so 0 closes all others.
-        max_nodes: how many nodes to draw at most. The deepest scopes close first. None for no limit.
+        max_nodes: how many layers to draw at most. The deepest scopes close first. None for no limit.
         repeats: whether repeated blocks are kept once.
         rules: `Call`s and `Rule`s to try before those in `CALLS` and `RULES`.
 
@@ -62,7 +74,9 @@ def trace(
         it runs, a while loop once. Of `jax.lax.platform_dependent` the default branch counts.
 
     Raises:
-        TypeError: an argument is no array. The message names it. Errors of `fn` itself come through.
+        TypeError: an argument is no array. The message names it. An option has a wrong type. Errors of `fn` itself
+            come through.
+        ValueError: an option is out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -70,11 +84,61 @@ def trace(
         >>> [(node.op, node.shape, node.params) for node in graph.layers]
         [('FullyConnected', (5, 2), 6), ('Activation', (5, 2), 0)]
     """
-    _check_options(fn, len(args), params_argnums, depth, max_nodes)
+    check_trace(fn, len(args), params_argnums, depth, max_nodes, repeats, rules)
     raw = read(fn, *args, params_argnums=params_argnums, **kwargs)
+    return to_graph(layers(raw, depth, max_nodes, repeats, rules))
+
+
+def layers(raw: Raw, depth: int | None, max_nodes: int | None, repeats: bool, rules: Sequence[Rule | Call]) -> Net:
+    """The layers of flat equations, as few as the options of `trace` say."""
+    net = _net(raw, repeats, rules)
+    if depth is not None:
+        collapse_scopes(net, depth)
+    if max_nodes is not None:
+        limit_nodes(net, max_nodes)
+    return net
+
+
+def whole(
+    fn: Callable[..., Any],
+    *args: Any,
+    params_argnums: int | Sequence[int] | None = 0,
+    repeats: bool = True,
+    rules: Sequence[Rule | Call] = (),
+    **kwargs: Any,
+) -> Graph:
+    """All layers of a function, with regions as scopes, for a picture whose scopes open and close.
+
+    The arguments are those of `trace`. A scope that holds many layers or scopes has scopes for its parts with one way
+    in and one way out, named by what they share ("conv2_block1").
+    """
+    check_trace(fn, len(args), params_argnums, None, None, repeats, rules)
+    net = _net(read(fn, *args, params_argnums=params_argnums, **kwargs), repeats, rules)
+    add_regions(net)
+    return to_graph(net)
+
+
+def _net(raw: Raw, repeats: bool, rules: Sequence[Rule | Call]) -> Net:
+    """Layers and the edges between them. Everything is open."""
     calls = [rule for rule in rules if isinstance(rule, Call)]
     patterns = [rule for rule in rules if isinstance(rule, Rule)]
+    cells = _layers(raw, calls, patterns)
+    if demote_constants(cells):
+        mark_constants(raw)
+        cells = _layers(raw, calls, patterns)
+    mark_state(cells)
+    net = build(cells)
+    net.sizes = sizes_of(net)  # before anything in it is joined
+    join_arguments(net)
+    if repeats:
+        collapse_repeats(net)
+    return net
+
+
+def _layers(raw: Raw, calls: Sequence[Call], patterns: Sequence[Rule]) -> Cells:
+    """The layers of these equations."""
     cells = Cells(raw)
+    fold_optimizers(cells)
     fold_calls(cells, (*CALLS, *calls))
     fold_patterns(cells, (*patterns, *RULES))
     fold_helpers(cells)
@@ -84,55 +148,33 @@ def trace(
     attach_views(cells)
     fold_backward(cells)
     break_cycles(cells)
-    net = build(cells)
-    if repeats:
-        collapse_repeats(net)
-    if depth is not None:
-        collapse_scopes(net, depth)
-    if max_nodes is not None:
-        limit_nodes(net, max_nodes)
-    return to_graph(net)
+    return cells
 
 
 def read(fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int] | None = 0, **kwargs: Any) -> Raw:
     """The flat equations of a function and the names of its arguments."""
-    names, weights = _arguments(fn, args, kwargs, params_argnums)
+    _check_keywords(fn, kwargs)
+    bound = bind(fn, args, kwargs, _argument_names(fn, len(args)), argnums(params_argnums, len(args)))
+    for array, argument in zip(bound.arrays, bound.arguments, strict=True):
+        check_dtype(fn, argument.name, array)
 
     @functools.wraps(fn, updated=())
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)
+    def call(arrays: Sequence[Any]) -> Any:
+        return bound.call(arrays)
 
-    closed, out = jax.make_jaxpr(call, return_shape=True)(*args, **kwargs)
+    try:
+        closed, (out, changed) = jax.make_jaxpr(call, return_shape=True)(bound.arrays)
+    except Exception as error:
+        if bound.static:
+            error.add_note(f"viz: these arguments are no arrays and were passed on: {', '.join(bound.static[:5])}")
+        raise
     results = ["output" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
-    return jaxpr.read(closed, names, weights, results)
-
-
-def _arguments(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], params_argnums: int | Sequence[int] | None
-) -> tuple[list[str], list[bool]]:
-    """The name of each leaf ("params['conv1']['bias']"), and whether it is a parameter."""
-    argnums = {params_argnums} if isinstance(params_argnums, int) else set(params_argnums or ())
-    names = _argument_names(fn, len(args))
-    _check_keywords(fn, kwargs)
-    found: list[str] = []
-    weights: list[bool] = []
-    for number, arg in enumerate(args):
-        bare = len(args) == 1 and not kwargs and jax.tree_util.treedef_is_leaf(jax.tree.structure(arg))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
-            name = names[number] + jax.tree_util.keystr(path)
-            _check_array(fn, name, leaf)
-            found.append(name)
-            weights.append(number in argnums and not bare and not is_prng_key(leaf))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(kwargs):
-        name = str(getattr(path[0], "key", path[0])) + jax.tree_util.keystr(path[1:])
-        _check_array(fn, name, leaf)
-        found.append(name)
-        weights.append(False)
-    return found, weights
+    return jaxpr.read(closed, bound.arguments, [*results, *changed], bound.captured)
 
 
 def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
-    parameters = _parameters(fn)
+    method = called_method(fn)
+    parameters = _parameters(fn) if method is None else [*_parameters(fn)[:1], *_parameters(method)]
     names: list[str] = []
     for number in range(count):
         parameter = parameters[number] if number < len(parameters) else None
@@ -141,19 +183,6 @@ def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
             break
         names.append(parameter.name)
     return names
-
-
-def _check_options(fn: Any, count: int, params_argnums: Any, depth: Any, max_nodes: Any) -> None:
-    if not callable(fn):
-        raise TypeError(f"viz: expected a function and then its arguments, got {checks.describe(fn)} first")
-    if depth is not None:
-        checks.whole_number(depth, "viz", "depth", least=0)
-    if max_nodes is not None:
-        checks.whole_number(max_nodes, "viz", "max_nodes")
-    numbers = params_argnums if isinstance(params_argnums, (list, tuple, set)) else [params_argnums]
-    for number in [number for number in numbers if number is not None]:
-        if checks.whole_number(number, "viz", "params_argnums", least=0) >= max(count, 1):
-            raise ValueError(f"viz: params_argnums is {number}, and there are {count} arguments, counted from 0")
 
 
 def _check_keywords(fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
@@ -172,15 +201,3 @@ def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
         return list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
         return []
-
-
-def _check_array(fn: Callable[..., Any], name: str, leaf: Any) -> None:
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return
-    if isinstance(leaf, (bool, int, float, complex)):
-        return
-    of = getattr(fn, "__name__", type(fn).__name__)
-    raise TypeError(
-        f"viz: argument {name} of {of} is {leaf!r}, a {type(leaf).__name__}; expected an array or a "
-        f"jax.ShapeDtypeStruct. Bind what is no array first, as in functools.partial({of}, {name.split('[')[0]}=...)"
-    )

@@ -44,6 +44,7 @@ def make(kind="device", count=4, *, compression=None, params=PARAMS, tx=None, rn
 
 ADAM = optax.adam(0.05)
 STEP = train.make_train_step(loss_fn)
+SAME_NOISE = train.make_train_step(lambda params, batch, rng: loss_fn(params, batch, jax.random.key(0)))
 
 
 def trained(state, steps=2, step=STEP):
@@ -162,15 +163,14 @@ def test_nothing_is_pickled(tmp_path, monkeypatch):
     ids=lambda x: f"{x[0]}{x[1]}",
 )
 def test_other_devices_and_kinds(tmp_path, saved, wanted):
-    step = train.make_train_step(lambda params, batch, rng: loss_fn(params, batch, jax.random.key(0)))
-    state = trained(make(*saved), step=step)
+    state = trained(make(*saved), step=SAME_NOISE)
     checkpoint.save(tmp_path / "a", state)
     restored = checkpoint.restore(tmp_path / "a", make(*wanted, rng=8))
     assert restored.store.kind == wanted[0]
     assert {len(x.sharding.device_set) for x in jax.tree.leaves(restored)} == {wanted[1]}
     same(restored.params, state.params)
     assert int(restored.step) == 2
-    on, there = trained(state, 3, step), trained(restored, 3, step)
+    on, there = trained(state, 3, SAME_NOISE), trained(restored, 3, SAME_NOISE)
     for x, y in zip(numbers(on.params), numbers(there.params), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
 

@@ -124,8 +124,15 @@ def without_mesh(what, kind):
     return on_host(pushes(kind) if what == "push" else steps(what, kind))
 
 
-@pytest.mark.parametrize("name", [*MESHES, *OTHERS])
-@pytest.mark.parametrize("kind", ["device", "sharded"])
+# The second row has kind `device` in the other meshes; kind `sharded` has what depends on them too.
+KINDS_AND_MESHES = [
+    pytest.param(kind, name, marks=pytest.mark.slow if kind == "device" and name in OTHERS else ())
+    for kind in ("device", "sharded")
+    for name in (*MESHES, *OTHERS)
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), KINDS_AND_MESHES)
 @pytest.mark.parametrize("what", ["push", "pmap", "shard_map"])
 def test_the_same_bits_as_without_a_mesh(what, kind, name):
     mesh = {**MESHES, **OTHERS}[name]()

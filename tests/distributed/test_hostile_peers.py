@@ -357,7 +357,7 @@ def test_the_launcher_ends_a_process_that_sends_an_invalid_message(tmp_path):
     """
     done = launch("-n", "1", *write(tmp_path, HEAD, MEMBER, source))
     assert done.returncode in (137, 143)
-    assert "failed: it sent an invalid message: a message is one of: hello, heartbeat" in done.stderr
+    assert "failed: it sent an invalid message: a message is one of: hello, answer, heartbeat" in done.stderr
 
 
 def test_the_server_of_process_0_outlives_an_attack():

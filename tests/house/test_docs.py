@@ -29,8 +29,10 @@ FENCE = re.compile(
 )
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->\s*$")
 MOST_NOT_RUN = 4
-# Pages that compile for 10 to 20 seconds: the second row runs them.
-LONG = tuple(f"docs/{name}.md" for name in ("async", "recipes", "seeing_a_run", "training", "tutorial", "your_model"))
+# Pages that compile for 4 to 20 seconds: the second row runs them.
+LONG = tuple(
+    f"docs/{name}.md" for name in "async checkpoints engines recipes seeing_a_run training tutorial your_model".split()
+)
 EXAMPLES = 512
 needs_data = pytest.mark.skipif(
     bool(_idx.missing(_load.DEBIAN_DIR)), reason="Debian's package dataset-fashion-mnist is not installed"

@@ -34,10 +34,12 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-# Most of a minute each: notebooks 02 and 03 compile many programs, the others start and kill processes.
+# Most of a minute each: notebooks 02 and 03 compile many programs, the others start and kill processes. 04 draws big
+# networks; tests/viz and docs/viz.md have its calls.
 LONG = (
     "02_lenet_multi_device",
     "03_kvstore_in_depth",
+    "04_plot_network",
     "05_many_processes",
     "06_language_model",
     "07_regression",

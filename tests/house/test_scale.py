@@ -68,7 +68,14 @@ def test_a_collective_in_two_halves_is_refused():
 
 
 @pytest.mark.parametrize(
-    "case", [("device", "none"), ("sharded", "none"), ("local", "none"), ("device", "int8")], ids=" ".join
+    "case",
+    [
+        ("device", "none"),
+        ("sharded", "none"),
+        pytest.param(("local", "none"), marks=pytest.mark.slow),  # its program is that of `device`
+        ("device", "int8"),
+    ],
+    ids=" ".join,
 )
 def test_the_model_expects_the_bytes_that_the_compiled_step_sends(case):
     row = _scale_compile.compiled("lenet", *case)

@@ -114,7 +114,13 @@ PLAIN = 4 * ELEMENTS
 
 
 @pytest.mark.parametrize(
-    ("spec", "part"), [({"type": "2bit"}, 1 / 16), ({"type": "1bit"}, 1 / 32), ({"type": "bf16"}, 1 / 2)], ids=str
+    ("spec", "part"),
+    [
+        ({"type": "2bit"}, 1 / 16),
+        pytest.param({"type": "1bit"}, 1 / 32, marks=pytest.mark.slow),  # packed as 2bit is
+        ({"type": "bf16"}, 1 / 2),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("split", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["a_bucket", "one_value"])
 def test_bytes_on_the_wire(spec, part, split):

@@ -12,8 +12,15 @@ from jaxpar import kv
 DEVICES = 4
 
 
-@pytest.mark.parametrize("compression", ["none", "2bit", "powersgd"])
-@pytest.mark.parametrize("kind", ["local", "device", "sharded"])
+# The second row has kind `local` with compression, whose program is that of `device`.
+KINDS_AND_COMPRESSION = [
+    pytest.param(kind, compression, marks=pytest.mark.slow if kind == "local" and compression != "none" else ())
+    for kind in ("local", "device", "sharded")
+    for compression in ("none", "2bit", "powersgd")
+]
+
+
+@pytest.mark.parametrize(("kind", "compression"), KINDS_AND_COMPRESSION)
 def test_pulled_values_are_known_to_be_equal_on_all_devices(kind, compression):
     devices = jax.devices()[:DEVICES]
     store = kv.create(kind, devices=devices if kind == "sharded" else None)

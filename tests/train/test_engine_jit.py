@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from step_model import close
+from step_model import close, step_of
 
 from jaxpar import checkpoint, data, kv, parallel, sparse, train, updaters
 
@@ -48,7 +48,7 @@ def batches(steps=3, size=16):
 
 def ran(store, steps=3, **options):
     """The state and the losses after a few steps."""
-    step = train.make_train_step(loss_fn, **options)
+    step = step_of(loss_fn, **options)
     start = {"mean": jnp.zeros(16), "count": jnp.int32(0)}
     state, losses = train.create_state(store, 0, model_state=start), []
     for batch in batches(steps):
@@ -112,7 +112,7 @@ def test_several_data_axes_and_a_third():
 
 def test_many_steps_in_one_program():
     store = kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 2), sharding=RULES)
-    step = train.make_train_step(loss_fn)
+    step = step_of(loss_fn)
     start = {"mean": jnp.zeros(16), "count": jnp.int32(0)}
     state = train.create_state(store, 0, model_state=start)
     stacked = jax.tree.map(lambda *x: np.stack(x), *batches(3))
@@ -229,7 +229,7 @@ def test_checkpoints_go_to_another_mesh_and_engine(tmp_path):
         found = checkpoint.restore(tmp_path / "state", like)
         jax.tree.map(np.testing.assert_array_equal, found.params, state.params)
         jax.tree.map(np.testing.assert_array_equal, found.store.optimizer_state, state.store.optimizer_state)
-        train.make_train_step(loss_fn)(found, batches(1)[0])
+        step_of(loss_fn)(found, batches(1)[0])
 
 
 def test_fit_and_evaluate():

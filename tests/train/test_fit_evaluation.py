@@ -196,3 +196,33 @@ def test_label_smoothing():
     for wrong in (-0.1, 1.0):
         with pytest.raises(ValueError, match="label_smoothing must be a number from 0 and below 1"):
             train.classification_loss(apply, label_smoothing=wrong)
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3], ids=["first", "middle", "last"])
+def test_an_evaluation_that_fails_costs_no_steps(tmp_path, failing):
+    looks = []
+
+    def once_broken():
+        """The parts of the data, which cannot be read after one of the epochs."""
+        for number, part in enumerate(parts()):
+            looks.extend([1] * number)  # the check of the shapes looks at the first part only
+            if number and len(looks) == failing:
+                raise Broken
+            yield part
+
+    options = {"epochs": 3, "eval_fn": eval_fn, "checkpoint_dir": tmp_path}
+    with pytest.raises(Broken):
+        fit(eval_data=once_broken, **options)
+    made = []
+    state, history = fit(eval_data=once_broken, on_step=lambda step, metrics: made.append(step), **options)
+    straight, expected = fit(eval_data=parts, **{**options, "checkpoint_dir": None})
+    assert made == list(range(3 * failing + 1, 10))  # the steps of the epoch that was not evaluated are not made again
+    assert [row.keys() for row in history] == [row.keys() for row in expected]
+    for name in ("epoch", "step", "loss", "eval_mse", "eval_rmse"):
+        assert [row[name] for row in history] == [row[name] for row in expected]
+    assert all(row["seconds"] > 0 and row["images_per_second"] > 0 for row in history)
+    np.testing.assert_array_equal(state.params["w"], straight.params["w"])

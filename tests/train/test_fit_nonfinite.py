@@ -1,5 +1,6 @@
 """The loop where numbers are not finite: updates left out are counted, or it stops with the state before."""
 
+import functools
 import json
 
 import jax
@@ -31,6 +32,7 @@ def start(count=2, kind="device"):
     return train.create_state(store, 3, devices=jax.devices()[:count])
 
 
+@functools.cache
 def step_with(action, **options):
     return train.make_train_step(train.classification_loss(apply), nonfinite=action, **options)
 

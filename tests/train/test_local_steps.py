@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from kv_model import assert_unchanged, collectives_in, compilations, snapshot
-from step_model import ENGINES, adam, by_hand, close, line, squares, start
+from step_model import ENGINES, adam, by_hand, close, line, sgd, squares, start, step_of
 
 from jaxpar import checkpoint, kv, train
 
@@ -18,11 +18,6 @@ COUNT = 4
 @functools.cache
 def nesterov():
     return optax.sgd(0.7, momentum=0.9, nesterov=True)
-
-
-@functools.cache
-def sgd():
-    return optax.sgd(0.1)
 
 
 def alone(params, batch, device):
@@ -58,7 +53,7 @@ def diloco(tx, outer, length, steps, finish=False):
     ids=["pmap-average", "pmap-nesterov", "shard_map-nesterov"],
 )
 def test_rounds_are_the_papers_algorithm(engine, outer):
-    step = train.make_train_step(squares, engine=engine, local_steps=3, outer_optimizer=outer)
+    step = step_of(squares, engine=engine, local_steps=3, outer_optimizer=outer)
     state = step.complete(start(COUNT, "dist_sync", adam()))
     structure, metrics = jax.tree.structure(state), {}
     for i in range(8):
@@ -82,7 +77,7 @@ def test_rounds_are_the_papers_algorithm(engine, outer):
 
 @pytest.mark.parametrize("kind", ["local", "dist_sync"])
 def test_averaging_after_every_step_of_sgd_is_dist_sync(kind):
-    step = train.make_train_step(squares, local_steps=1)
+    step = step_of(squares, local_steps=1)
     state = start(COUNT, kind, sgd())
     for i in range(4):
         state, _ = step(state, line(seed=i))
@@ -92,7 +87,7 @@ def test_averaging_after_every_step_of_sgd_is_dist_sync(kind):
 
 def test_a_long_round_is_what_each_device_does_alone():
     """The common parameters stay as they are, to the bit."""
-    step = train.make_train_step(squares, local_steps=10)
+    step = step_of(squares, local_steps=10)
     state = start(COUNT, tx=sgd())
     before = snapshot(state.store)
     for i in range(4):
@@ -105,7 +100,7 @@ def test_a_long_round_is_what_each_device_does_alone():
 
 def test_a_transform_of_each_devices_gradients_with_a_state():
     transform = optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9))
-    step = train.make_train_step(squares, local_steps=2, outer_optimizer=nesterov(), grad_transform=transform)
+    step = step_of(squares, local_steps=2, outer_optimizer=nesterov(), grad_transform=transform)
     state = start(COUNT, tx=sgd())
     for i in range(5):
         state, _ = step(state, line(seed=i))
@@ -125,7 +120,7 @@ def test_a_compressed_outer_gradient():
 
 
 def test_a_step_that_is_skipped_is_none_of_the_round():
-    step = train.make_train_step(squares, local_steps=2, nonfinite="skip")
+    step = step_of(squares, local_steps=2, nonfinite="skip")
     state, bad = start(COUNT, tx=sgd()), line(seed=1)
     bad["y"][3] = np.inf
     for batch in (line(seed=0), bad, line(seed=1)):
@@ -137,7 +132,7 @@ def test_a_step_that_is_skipped_is_none_of_the_round():
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_is_sent(engine):
     """The metrics at every step; the parameters in a branch that is taken once a round."""
-    step = train.make_train_step(squares, engine=engine, local_steps=4, outer_optimizer=nesterov())
+    step = step_of(squares, engine=engine, local_steps=4, outer_optimizer=nesterov())
     text = step.lower(start(COUNT, tx=sgd()), line()).compile().as_text()
     branches, _, every_step = text.partition("\nENTRY ")
     assert collectives_in(every_step) == [("all-reduce", 8)]
@@ -149,7 +144,7 @@ def test_what_is_sent(engine):
 
 
 def run(count, steps, state=None):
-    step = train.make_train_step(squares, local_steps=3, outer_optimizer=nesterov())
+    step = step_of(squares, local_steps=3, outer_optimizer=nesterov())
     state = step.complete(start(count, "dist_sync", adam()) if state is None else state)
     for i in range(steps):
         state, _ = step(state, line(seed=i))
@@ -196,7 +191,7 @@ def test_errors():
         train.make_train_step(squares, outer_optimizer=nesterov())
     with pytest.raises(TypeError, match=r"outer_optimizer must be an optax.GradientTransformation or None, got 0.7"):
         train.make_train_step(squares, local_steps=2, outer_optimizer=0.7)
-    step = train.make_train_step(squares, local_steps=2)
+    step = step_of(squares, local_steps=2)
     with pytest.raises(ValueError, match="a store of kind 'sharded' gives it a part of them"):
         step(start(COUNT, "sharded"), line())
     with pytest.raises(ValueError, match="local_steps and a store of staleness 1 cannot go together"):
@@ -206,6 +201,6 @@ def test_errors():
         train.make_train_step(squares, local_steps=2, outer_optimizer=nesterov())(state, line())
     with pytest.raises(ValueError, match=r"own parameters of each device.*finish\(state\)"):
         train.make_train_step(squares)(state, line())
-    plain = train.make_train_step(squares)
+    plain = step_of(squares)
     state, _ = plain(train.create_state(step.finish(state).store, 0), line())
     assert int(state.step) == 1

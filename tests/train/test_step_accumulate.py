@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from kv_model import collectives_in, compilations
-from step_model import IN_TURN, adam, by_hand, close, line, squares, start
+from step_model import IN_TURN, adam, by_hand, close, line, squares, start, step_of
 
 from jaxpar import kv, train
 
@@ -33,7 +33,7 @@ def wide_batch(n=32):
 
 @pytest.mark.parametrize(("engine", "kind"), IN_TURN)
 def test_microbatches_are_the_plain_step(engine, kind):
-    step = train.make_train_step(squares, engine=engine, accumulate=4)
+    step = step_of(squares, engine=engine, accumulate=4)
     state = start(4, kind, adam())
     for i in range(3):
         state, metrics = step(state, line(32, seed=i))
@@ -47,7 +47,7 @@ def test_microbatches_are_the_plain_step(engine, kind):
 def test_any_number_of_microbatches_gives_the_same():
     found = []
     for count in (1, 2, 8):
-        state, _ = train.make_train_step(squares, accumulate=count)(start(2), line(16))
+        state, _ = step_of(squares, accumulate=count)(start(2), line(16))
         found.append(state.params)
     close(found[1], found[0])
     close(found[2], found[0])
@@ -55,8 +55,8 @@ def test_any_number_of_microbatches_gives_the_same():
 
 @pytest.mark.parametrize(("engine", "kind"), IN_TURN)
 def test_microbatches_send_nothing_more_and_compile_once(engine, kind):
-    plain = train.make_train_step(wide_squares, engine=engine)
-    many = train.make_train_step(wide_squares, engine=engine, accumulate=8)
+    plain = step_of(wide_squares, engine=engine)
+    many = step_of(wide_squares, engine=engine, accumulate=8)
     state, batch = wide_start(kind), wide_batch()
     sent = [sorted(collectives_in(text_of(step, state, batch))) for step in (plain, many)]
     assert sent[0] == sent[1], "the same collectives of the same bytes"
@@ -114,7 +114,7 @@ def test_a_share_that_cannot_be_cut(n, accumulate, message):
     state = start()
     with pytest.raises(ValueError, match=message):
         train.make_train_step(squares, accumulate=accumulate)(state, line(n))
-    train.make_train_step(squares)(state, line(16))  # the state was not touched
+    step_of(squares)(state, line(16))  # the state was not touched
 
 
 # ---- precision
@@ -143,7 +143,7 @@ def test_half_precision_is_near_the_plain_step(engine, kind):
     found = {}
     for dtype in (None, jnp.bfloat16, "float16"):
         state = start(4, kind, optax.sgd(1.0), params)
-        state, metrics = train.make_train_step(wide_squares, engine=engine, compute_dtype=dtype)(state, wide_batch())
+        state, metrics = step_of(wide_squares, engine=engine, compute_dtype=dtype)(state, wide_batch())
         found[dtype] = jax.tree.map(lambda a, b: np.asarray(a - b), state.params, params), float(metrics["loss"])
     (want, loss), (coarse, coarse_loss), (half, half_loss) = found.values()
     for got, got_loss, bound in ((coarse, coarse_loss, 2e-2), (half, half_loss, 3e-3)):
@@ -153,8 +153,8 @@ def test_half_precision_is_near_the_plain_step(engine, kind):
 
 
 def test_sums_are_float32_in_any_precision():
-    text = text_of(train.make_train_step(wide_squares, compute_dtype=jnp.bfloat16), wide_start("device"), wide_batch())
-    plain = text_of(train.make_train_step(wide_squares), wide_start("device"), wide_batch())
+    text = text_of(step_of(wide_squares, compute_dtype=jnp.bfloat16), wide_start("device"), wide_batch())
+    plain = text_of(step_of(wide_squares), wide_start("device"), wide_batch())
     assert "bf16[" in text
     assert collectives_in(text) == collectives_in(plain)
 
@@ -177,7 +177,7 @@ def deep_start():
 def test_what_is_computed_again_changes_nothing(engine, remat):
     found, sines = [], []
     for option in (False, remat):
-        step = train.make_train_step(deep, engine=engine, remat=option, accumulate=2)
+        step = step_of(deep, engine=engine, remat=option, accumulate=2)
         sines.append(step.lower(deep_start(), wide_batch()).as_text().count("stablehlo.tanh"))
         found.append(step(deep_start(), wide_batch()))
     close(found[1][0].params, found[0][0].params)
@@ -187,7 +187,7 @@ def test_what_is_computed_again_changes_nothing(engine, remat):
 
 def test_a_policy_saves_what_it_says():
     dots = {
-        name: train.make_train_step(deep, remat=remat).lower(deep_start(), wide_batch()).as_text().count("dot_general")
+        name: step_of(deep, remat=remat).lower(deep_start(), wide_batch()).as_text().count("dot_general")
         for name, remat in {
             "plain": False,
             "all": True,

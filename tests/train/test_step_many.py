@@ -1,12 +1,14 @@
 """Several steps by one program: the same numbers as one after the other, in `step.many` and in `fit`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from kv_model import collectives_in, compilations
-from step_model import ENGINES, IN_TURN, line, squares
+from step_model import ENGINES, IN_TURN, line, squares, step_of
 
 from jaxpar import data, kv, train
 from jaxpar.data import _batches
@@ -63,7 +65,7 @@ CASES = {
     ("engine", "case"), [*(("pmap", case) for case in CASES), ("shard_map", "plain"), ("shard_map", "local")]
 )
 def test_the_same_numbers_as_one_by_one(engine, case):
-    step = train.make_train_step(squares, engine=engine, **CASES[case])
+    step = step_of(squares, engine=engine, **CASES[case])
     want, losses = one_by_one(step, start())
     state, metrics = step.many(start(), stacked())
     same(state, want)
@@ -81,7 +83,7 @@ def test_the_same_numbers_as_one_by_one(engine, case):
     ],
 )
 def test_any_kind_and_compression(engine, kind, compression):
-    step = train.make_train_step(squares, engine=engine)
+    step = step_of(squares, engine=engine)
     want, losses = one_by_one(step, start(kind, compression=compression))
     state, metrics = step.many(start(kind, compression=compression), stacked())
     rounding = 1e-6 if compression == {"type": "2bit"} else 0  # of what it leaves over
@@ -91,7 +93,7 @@ def test_any_kind_and_compression(engine, kind, compression):
 
 def test_a_model_state():
     seen = {"batches": jnp.zeros((), jnp.int32), "mean": jnp.zeros(())}
-    step = train.make_train_step(counted)
+    step = step_of(counted)
     want, _ = one_by_one(step, start(model_state=seen))
     state, _ = step.many(start(model_state=seen), stacked())
     same(state, want)
@@ -100,7 +102,7 @@ def test_a_model_state():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_parts_are_the_same_program(engine):
-    step = train.make_train_step(squares, engine=engine)
+    step = step_of(squares, engine=engine)
     want, losses = one_by_one(step, start())
     batches = jax.device_put(stacked())
     state, _ = step.many(start(), batches, 0, 0)
@@ -116,7 +118,7 @@ def test_parts_are_the_same_program(engine):
 
 
 def test_single_steps_in_between():
-    step = train.make_train_step(squares)
+    step = step_of(squares)
     want, _ = one_by_one(step, start())
     state, _ = step(start(), LINES[0])
     state, _ = step.many(state, stacked(LINES[1:4]))
@@ -125,7 +127,7 @@ def test_single_steps_in_between():
 
 
 def test_inside_of_another_program():
-    step = train.make_train_step(squares)
+    step = step_of(squares)
     want, _ = one_by_one(step, start())
     state, _ = jax.jit(step.many)(start(), stacked())
     same(state, want)
@@ -134,7 +136,7 @@ def test_inside_of_another_program():
 
 
 def test_the_state_is_given_away():
-    state, step = start(), train.make_train_step(squares)
+    state, step = start(), step_of(squares)
     step.many(state, stacked())
     assert state.store.values[0].is_deleted()
     with pytest.raises(RuntimeError, match="was given to the state that a step made of it"):
@@ -165,7 +167,7 @@ def test_the_program_has_the_collectives_and_the_memory_of_one_step(engine, kind
 def test_a_step_that_stops_in_the_middle():
     batches = stacked()
     batches["y"][2, 0] = np.nan
-    step = train.make_train_step(squares, nonfinite="stop")
+    step = step_of(squares, nonfinite="stop")
     state, metrics = step.many(start(), batches)
     assert metrics["skipped"].tolist() == [0, 0, 1, 1, 1]
     assert int(state.step) == 2
@@ -180,7 +182,7 @@ def test_batches_on_another_device():
 
 
 def test_mistakes():
-    state, step = start(), train.make_train_step(squares)
+    state, step = start(), step_of(squares)
     with pytest.raises(ValueError, match="many: the arrays of a batch must share the length of their first axis"):
         step.many(state, {"x": np.ones((2, 8, 3)), "y": np.ones((3, 8))})
     with pytest.raises(ValueError, match=r"must share the length of their second axis, .* got \[\(8, 3\), \(8,\)\]"):
@@ -225,13 +227,20 @@ def test_groups_are_the_batches(most, begin):
         found += number
 
 
+def told(into):
+    return lambda step, metrics: into.append((step, metrics))
+
+
+@functools.cache
+def fit_one_by_one():
+    one = []
+    return *fit(steps_per_execution=1, on_step=told(one)), one
+
+
 @pytest.mark.parametrize("together", ["auto", 3, 12, 50])
 def test_fit_is_the_same_with_any_number(together):
-    def told(into):
-        return lambda step, metrics: into.append((step, metrics))
-
-    one, many = [], []
-    want, history = fit(steps_per_execution=1, on_step=told(one))
+    many = []
+    want, history, one = fit_one_by_one()
     state, record = fit(steps_per_execution=together, on_step=told(many))
     same(state, want)
     assert many == one

@@ -1,6 +1,7 @@
 """Models that change a state of their own: batch norm, counters; averaged, carried, saved, evaluated."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import optax
 import pytest
 from jax import lax
 from kv_model import collectives_in, compilations
-from step_model import ENGINES, IN_TURN, adam, close, line, squares, start
+from step_model import ENGINES, IN_TURN, adam, close, line, squares, start, step_of, text_of
 
 from jaxpar import checkpoint, data, kv, train
 
@@ -44,6 +45,7 @@ def synced(params, batch, rng, model_state):
     return normed(params, batch, model_state, "data")
 
 
+@functools.cache
 def oracle(steps, shares, parts=1):
     """One device: every share normed by itself, its running statistics averaged; `parts` microbatches in a row."""
     tx, params, state = adam(), {"w": jnp.ones(3), "b": jnp.zeros(())}, fresh()
@@ -80,7 +82,7 @@ def oracle(steps, shares, parts=1):
     [*((*where, 1) for where in IN_TURN), ("pmap", "device", 2), ("shard_map", "sharded", 2)],
 )
 def test_running_statistics_are_means_over_the_devices(engine, kind, parts):
-    step = train.make_train_step(local, engine=engine, accumulate=parts)
+    step = step_of(local, engine=engine, accumulate=parts)
     state = start(2, kind, adam(), model_state=fresh())
     for i in range(3):
         state, _ = step(state, line(16, seed=i))
@@ -93,7 +95,7 @@ def test_running_statistics_are_means_over_the_devices(engine, kind, parts):
 @pytest.mark.parametrize(("engine", "count"), [("pmap", 8), ("shard_map", 2)])
 def test_synced_batch_norm_is_that_of_the_whole_batch(engine, count):
     state = start(count, "device", adam(), model_state=fresh())
-    step = train.make_train_step(synced, engine=engine)
+    step = step_of(synced, engine=engine)
     for i in range(3):
         state, _ = step(state, line(16, seed=i))
     params, want = oracle(3, 1)
@@ -104,9 +106,9 @@ def test_synced_batch_norm_is_that_of_the_whole_batch(engine, count):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_it_travels_with_the_metrics_and_is_donated(engine):
     state, batch = start(4, "device", adam(), model_state=fresh()), line()
-    step = train.make_train_step(local, engine=engine)
+    step = step_of(local, engine=engine)
     text = step.lower(state, batch).compile().as_text()
-    plain = train.make_train_step(squares, engine=engine).lower(start(4, "device", adam()), batch).compile().as_text()
+    plain = text_of(4, "device", engine=engine)
     assert [name for name, _ in collectives_in(text)] == [name for name, _ in collectives_in(plain)]
     assert sum(n for _, n in collectives_in(text)) - sum(n for _, n in collectives_in(plain)) == 4 * 6
     head = text.splitlines()[0]
@@ -175,13 +177,13 @@ def test_a_random_key_in_it_and_an_empty_one():
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_it_goes_through_remat(remat):
-    state, _ = train.make_train_step(local, remat=remat)(start(2, "device", adam(), model_state=fresh()), line())
+    state, _ = step_of(local, remat=remat)(start(2, "device", adam(), model_state=fresh()), line())
     close(state.model_state, oracle(1, 2)[1], rtol=1e-4)
 
 
 @pytest.mark.parametrize(("count", "kind"), [(2, "device"), (4, "sharded")])
 def test_it_is_saved_and_goes_on(tmp_path, count, kind):
-    step = train.make_train_step(local, nonfinite="skip")
+    step = step_of(local, nonfinite="skip")
     state = start(2, "device", adam(), model_state=fresh())
     for i in range(2):
         state, _ = step(state, line(seed=i))
@@ -199,7 +201,7 @@ def test_it_is_saved_and_goes_on(tmp_path, count, kind):
 
 def test_the_given_state_stays_valid():
     model_state = fresh()
-    step = train.make_train_step(local)
+    step = step_of(local)
     step(start(2, model_state=model_state), line())
     np.testing.assert_array_equal(model_state["var"], np.ones(3))
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from kv_model import collectives_in, compilations
-from step_model import ENGINES, EVERYWHERE, IN_TURN, KINDS, adam, by_hand, close, line, squares, start
+from step_model import ENGINES, EVERYWHERE, IN_TURN, KINDS, adam, by_hand, close, line, squares, start, step_of, text_of
 
 from jaxpar import kv, train
 
@@ -39,7 +39,7 @@ NOTES = (".nonfinite['found']", ".nonfinite['skipped']", ".nonfinite['step']")
     ("engine", "kind", "value"), [*((*where, np.nan) for where in EVERYWHERE), ("pmap", "device", np.inf)]
 )
 def test_one_bad_device_and_nobody_updates(engine, kind, value):
-    step = train.make_train_step(squares, engine=engine, nonfinite="skip")
+    step = step_of(squares, engine=engine, nonfinite="skip")
     state = start(4, kind, adam())
     state, metrics = step(state, line(seed=0))
     assert float(metrics["skipped"]) == 0.0
@@ -67,12 +67,12 @@ def test_a_finite_loss_with_a_gradient_that_is_not(kind):
     def fresh():
         return start(2, kind, params={"w": jnp.ones(()), "b": jnp.zeros(())})
 
-    state, metrics = train.make_train_step(roots, nonfinite="skip")(fresh(), jnp.array([1.0, 0.0]))
+    state, metrics = step_of(roots, nonfinite="skip")(fresh(), jnp.array([1.0, 0.0]))
     assert (float(metrics["skipped"]), float(metrics["loss"])) == (1.0, 0.5)
     assert state.params["w"] == 1.0
     with pytest.raises(FloatingPointError, match=r"step 0 .*not finite: the gradients of 'w'; its update was left out"):
         train.check_finite(metrics, state)
-    state, _ = train.make_train_step(roots)(fresh(), jnp.array([1.0, 0.0]))
+    state, _ = step_of(roots)(fresh(), jnp.array([1.0, 0.0]))
     assert np.isnan(float(state.params["w"])), "ignored where nobody asks for it"
 
 
@@ -145,7 +145,7 @@ def test_states_of_transforms_and_models_stay_too(engine):
 
 @pytest.mark.parametrize(("engine", "kind"), IN_TURN)
 def test_a_stopped_state_is_the_one_before_the_bad_step(engine, kind):
-    step = train.make_train_step(squares, engine=engine, nonfinite="stop")
+    step = step_of(squares, engine=engine, nonfinite="stop")
     state = start(4, kind, adam())
     for i in range(2):
         state, metrics = step(state, line(seed=i))
@@ -179,7 +179,7 @@ def test_only_the_keys_that_are_not_finite_are_named():
 
 
 def test_without_the_option_check_finite_sees_the_loss():
-    step = train.make_train_step(squares)
+    step = step_of(squares)
     state, metrics = step(start(), line())
     train.check_finite(metrics, state)
     state, metrics = step(state, poisoned())
@@ -201,22 +201,18 @@ def test_many_names_are_cut():
     [(*where, action) for where, action in zip(IN_TURN, ("skip", "stop", "skip"), strict=True)],
 )
 def test_a_few_numbers_more_in_the_same_collectives(engine, kind, action):
-    batch = line()
-    texts = [
-        train.make_train_step(squares, engine=engine, **options).lower(start(4, kind, adam()), batch)
-        for options in ({}, {"nonfinite": action})
-    ]
-    plain, careful = (collectives_in(text.compile().as_text()) for text in texts)
+    texts = [text_of(4, kind, engine=engine, **options) for options in ({}, {"nonfinite": action})]
+    plain, careful = (collectives_in(text) for text in texts)
     assert [name for name, _ in careful] == [name for name, _ in plain]
-    assert ["is_finite" in text.as_text() for text in texts] == [False, True], "nobody looks who was not asked to"
+    assert ["is-finite(" in text for text in texts] == [False, True], "nobody looks who was not asked to"
     assert sum(size for _, size in careful) - sum(size for _, size in plain) == 4 * 3  # the loss, w, b
 
 
 @pytest.mark.parametrize("action", ["skip", "stop"])
 def test_one_program_with_its_state_donated(action):
-    step = train.make_train_step(squares, nonfinite=action)
+    step = step_of(squares, nonfinite=action)
     state = step.complete(start(4, "device", adam()))
-    head = step.lower(state, line()).compile().as_text().splitlines()[0]
+    head = text_of(4, "device", nonfinite=action).splitlines()[0]
     assert head.count("may-alias") + head.count("must-alias") >= 2 * 3 + 2 + 3  # as without, and the notes
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     batches = [jax.device_put(b, NamedSharding(mesh, P("data"))) for b in (line(), poisoned(), line(seed=1))]

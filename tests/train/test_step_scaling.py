@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from kv_model import collectives_in
-from step_model import ENGINES, IN_TURN, adam, by_hand, close, line, squares, start
+from step_model import ENGINES, IN_TURN, adam, by_hand, close, line, squares, start, step_of, text_of
 
 from jaxpar import checkpoint, kv, train
 
@@ -22,7 +22,7 @@ def tiny(params, batch, rng):
 def test_small_gradients_survive_float16(engine, kind, loss_scale):
     def moved(scale):
         state = start(2, kind, optax.sgd(1.0), {"w": jnp.zeros(())})
-        step = train.make_train_step(tiny, engine=engine, compute_dtype=jnp.float16, loss_scale=scale)
+        step = step_of(tiny, engine=engine, compute_dtype=jnp.float16, loss_scale=scale)
         state, _ = step(state, jnp.full((2, 2), 1e-4))
         return -float(state.params["w"])
 
@@ -36,7 +36,7 @@ def test_small_gradients_survive_float16(engine, kind, loss_scale):
 )
 def test_in_float32_it_changes_nothing(kind, accumulate, loss_scale):
     state = start(4, kind, adam())
-    step = train.make_train_step(squares, loss_scale=loss_scale, accumulate=accumulate)
+    step = step_of(squares, loss_scale=loss_scale, accumulate=accumulate)
     for i in range(3):
         state, metrics = step(state, line(16, seed=i))
     close(state.params, by_hand(adam(), 3))
@@ -60,7 +60,7 @@ def half_squares(params, batch, rng):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_scale_falls_until_nothing_overflows_and_grows_again(engine):
     scaling = train.DynamicLossScale(initial=2.0**16, period=3)
-    step = train.make_train_step(half_squares, engine=engine, compute_dtype=jnp.float16, loss_scale=scaling)
+    step = step_of(half_squares, engine=engine, compute_dtype=jnp.float16, loss_scale=scaling)
     state = start(2, tx=optax.sgd(0.0), params={"w": jnp.ones(())})
     seen = []
     for _ in range(12):
@@ -74,7 +74,7 @@ def test_the_scale_falls_until_nothing_overflows_and_grows_again(engine):
 def test_the_scale_keeps_to_its_bounds():
     scaling = train.DynamicLossScale(initial=4.0, period=1, least=2.0, most=8.0)
     state = start(1, tx=optax.sgd(0.0))
-    step = train.make_train_step(squares, loss_scale=scaling)
+    step = step_of(squares, loss_scale=scaling)
     seen = []
     for bad in (False, False, False, True, True, True):
         batch = line()
@@ -126,9 +126,8 @@ def test_stop_where_the_scale_is_at_its_least():
 
 
 def test_it_sends_what_looking_sends():
-    state, batch = start(4, "device", adam()), line()
     sent = [
-        collectives_in(train.make_train_step(squares, **options).lower(state, batch).compile().as_text())
+        collectives_in(text_of(4, "device", **options))
         for options in ({}, {"nonfinite": "skip"}, {"loss_scale": "dynamic"}, {"loss_scale": 8.0})
     ]
     assert sent[1] == sent[2]
@@ -138,7 +137,7 @@ def test_it_sends_what_looking_sends():
 @pytest.mark.parametrize(("saved", "restored"), [((4, "device"), (4, "device")), ((4, "device"), (2, "sharded"))])
 def test_a_saved_scale_goes_on(tmp_path, saved, restored):
     scaling = train.DynamicLossScale(period=2)
-    step = train.make_train_step(squares, loss_scale=scaling, grad_transform=optax.trace(0.9))
+    step = step_of(squares, loss_scale=scaling, grad_transform=optax.trace(0.9))
     state = start(*saved, adam())
     for i in range(3):
         state, _ = step(state, line(seed=i))
@@ -155,13 +154,13 @@ def test_a_saved_scale_goes_on(tmp_path, saved, restored):
 
 
 def test_the_state_is_completed_once_and_what_is_there_stays():
-    step = train.make_train_step(squares, nonfinite="skip", loss_scale="dynamic", grad_transform=optax.trace(0.9))
+    step = step_of(squares, nonfinite="skip", loss_scale="dynamic", grad_transform=optax.trace(0.9))
     state = step.complete(start(2))
     assert float(state.loss_scale["scale"]) == 2.0**15
     assert step.complete(state) is state
     given = train.create_state(state.store, 7, devices=jax.devices()[:2], grad_transform=optax.trace(0.9))
     assert step.complete(given).transform is given.transform
-    plain = train.make_train_step(squares, grad_transform=optax.clip_by_global_norm(1.0))
+    plain = step_of(squares, grad_transform=optax.clip_by_global_norm(1.0))
     assert plain.complete(state) is state
     assert plain.complete(start(2)).transform == ()
 

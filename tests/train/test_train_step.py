@@ -11,7 +11,21 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from kv_model import collectives_in, compilations
-from step_model import ENGINES, EVERYWHERE, IN_TURN, KINDS, adam, by_hand, close, line, squares, start
+from step_model import (
+    ENGINES,
+    EVERYWHERE,
+    IN_TURN,
+    KINDS,
+    adam,
+    by_hand,
+    close,
+    line,
+    sgd,
+    squares,
+    start,
+    step_of,
+    text_of,
+)
 
 from jaxpar import kv, models, train
 
@@ -34,7 +48,7 @@ def test_the_gradient_is_that_of_the_whole_batch(engine, count, kind):
 )
 def test_any_devices_engines_and_kinds_are_the_plain_loop(engine, count, kind):
     state = start(count, kind, adam())
-    step = train.make_train_step(squares, engine=engine)
+    step = step_of(squares, engine=engine)
     for i in range(5):
         state, metrics = step(state, line(seed=i))
     close(state.params, by_hand(adam(), 5))
@@ -74,7 +88,7 @@ def lenet():
 def test_twenty_steps_of_lenet(engine, count, kind):
     params, batches, want = lenet()
     state = start(count, kind, optax.sgd(0.1), params)
-    step = train.make_train_step(lenet_loss, engine=engine)
+    step = step_of(lenet_loss, engine=engine)
     for batch in batches:
         state, _ = step(state, batch)
     close(state.params, want, rtol=1e-4, atol=2e-6)
@@ -88,7 +102,7 @@ def test_twenty_steps_of_lenet(engine, count, kind):
 def test_clipping_by_the_global_norm_is_optaxs_chain(kind):
     clip = optax.clip_by_global_norm(0.3)
     state = start(4, kind, optax.sgd(0.5))
-    step = train.make_train_step(squares, grad_transform=clip)
+    step = step_of(squares, grad_transform=clip)
     for i in range(3):
         state, _ = step(state, line(seed=i))
     close(state.params, by_hand(optax.chain(clip, optax.sgd(0.5)), 3))
@@ -97,12 +111,12 @@ def test_clipping_by_the_global_norm_is_optaxs_chain(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_transform_with_a_state(kind):
     mean = optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9))
-    tx = optax.sgd(0.1)
+    tx = sgd()
     state = start(4, kind, tx, grad_transform=mean)
-    step = train.make_train_step(squares, grad_transform=mean, engine="shard_map")
+    step = step_of(squares, grad_transform=mean, engine="shard_map")
     for i in range(3):
         state, _ = step(state, line(seed=i))
-    close(state.params, by_hand(optax.chain(mean, optax.sgd(0.1)), 3))
+    close(state.params, by_hand(optax.chain(mean, tx), 3))
     other = start(4, kind, tx)  # the step makes the state itself where it was not given to create_state
     for i in range(3):
         other, _ = step(other, line(seed=i))
@@ -171,7 +185,7 @@ def test_leaves_that_are_not_floating_are_left_alone(engine, kind):
 
 def test_narrow_parameters_keep_their_dtype():
     params = {"w": jnp.ones(3, jnp.bfloat16), "b": jnp.zeros(())}
-    state, metrics = train.make_train_step(squares)(start(4, params=params), line())
+    state, metrics = step_of(squares)(start(4, params=params), line())
     assert jax.tree.map(lambda x: str(x.dtype), state.params) == {"w": "bfloat16", "b": "float32"}
     assert metrics["loss"].dtype == jnp.float32
 
@@ -198,7 +212,7 @@ def test_a_compressed_store_trains(engine):
 def test_one_program_whose_state_is_donated(engine, kind):
     state = start(4, kind, adam())
     batches = [line(seed=i) for i in range(4)]
-    step = train.make_train_step(squares, engine=engine)
+    step = step_of(squares, engine=engine)
     with compilations() as count:
         new, _ = step(state, batches[0])
     assert count() <= 3
@@ -215,7 +229,7 @@ def test_one_program_whose_state_is_donated(engine, kind):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_compiled_text(engine):
-    text = train.make_train_step(squares, engine=engine).lower(start(4, "device", adam()), line()).compile().as_text()
+    text = text_of(4, "device", engine=engine)
     head = text.splitlines()[0]
     assert head.count("may-alias") + head.count("must-alias") >= 2 * 3 + 2  # w and b: value, mu, nu; count; the step
     names = [name for name, _ in collectives_in(text)]
@@ -224,21 +238,20 @@ def test_the_compiled_text(engine):
 
 @pytest.mark.parametrize(("engine", "kind"), [("pmap", "device"), ("shard_map", "local")])
 def test_one_device_needs_no_collective(engine, kind):
-    text = train.make_train_step(squares, engine=engine).lower(start(1, kind), line()).compile().as_text()
-    assert collectives_in(text) == []
+    assert collectives_in(text_of(1, kind, engine=engine)) == []
 
 
 def test_the_rng_is_handed_on_as_it_is():
     state = start()
-    new, _ = train.make_train_step(squares)(state, line())
+    new, _ = step_of(squares)(state, line())
     assert new.rng is state.rng
     assert not state.rng.is_deleted()
 
 
 def test_the_store_that_was_given_stays_valid():
-    store = kv.from_params({"w": jnp.ones(3), "b": jnp.zeros(())}, optimizer=optax.sgd(0.1), devices=jax.devices()[:4])
+    store = kv.from_params({"w": jnp.ones(3), "b": jnp.zeros(())}, optimizer=sgd(), devices=jax.devices()[:4])
     state = train.create_state(store, jax.random.key(0))
-    train.make_train_step(squares)(state, line())
+    step_of(squares)(state, line())
     np.testing.assert_array_equal(kv.to_params(store)["w"], np.ones(3))
 
 
@@ -246,7 +259,7 @@ def test_raw_keys_and_ints_are_rngs():
     store = kv.from_params({"w": jnp.ones(3), "b": jnp.zeros(())})
     for rng in (jax.random.key(3), 3, np.int64(3), jax.random.PRNGKey(3)):
         state = train.create_state(store, rng, devices=jax.devices()[:2])
-        state, _ = train.make_train_step(squares)(state, line())
+        state, _ = step_of(squares)(state, line())
         assert int(state.step) == 1
 
 
@@ -254,7 +267,7 @@ def test_a_step_moves_a_state_to_its_own_devices():
     step = train.make_train_step(squares, devices=jax.devices()[:2])
     state, _ = step(start(4), line())
     assert state.store.values[0].sharding.device_set == set(jax.devices()[:2])
-    close(state.params, by_hand(optax.sgd(0.1), 1))
+    close(state.params, by_hand(sgd(), 1))
 
 
 # ---- errors
@@ -274,7 +287,7 @@ def test_what_a_loss_function_must_return(loss, message):
 
 
 def test_other_errors():
-    step = train.make_train_step(squares)
+    step = step_of(squares)
     with pytest.raises(ValueError, match="a batch of 10 cannot be divided by 4 devices; use a batch of 8"):
         step(start(), line(10))
     with pytest.raises(ValueError, match="must share the length of their first axis"):
@@ -288,7 +301,7 @@ def test_other_errors():
 def test_a_batch_that_lies_as_an_earlier_one_is_looked_at_too():
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     here = NamedSharding(mesh, P("data"))
-    step = train.make_train_step(squares, accumulate=2)
+    step = step_of(squares, accumulate=2)
     state, _ = step(start(2), jax.device_put(line(16), here))
     with pytest.raises(ValueError, match="each of 2 devices 3 examples, which cannot be cut in accumulate=2"):
         step(state, jax.device_put(line(6), here))
@@ -300,7 +313,7 @@ def test_a_batch_that_lies_as_an_earlier_one_is_looked_at_too():
 
 def test_the_parts_of_a_state_that_a_step_made():
     state = start(2, tx=adam())
-    step = train.make_train_step(squares)
+    step = step_of(squares)
     made, _ = step(state, line(8))
     assert list(vars(made)) == [field.name for field in dataclasses.fields(made)], "it remembers nothing else"
     assert list(vars(made.store)) == [field.name for field in dataclasses.fields(made.store)]
@@ -339,7 +352,7 @@ def test_an_error_of_the_loss_function_is_raised_at_once():
 def test_batches_that_lie_elsewhere_in_the_middle_of_a_run():
     devices, other = jax.devices()[:2], jax.devices()[3]
     step = train.make_train_step(squares, devices=devices)
-    tx = optax.sgd(0.1)
+    tx = sgd()
     states = [start(2, tx=tx), start(2, tx=tx)]
     for place in (None, None, other, None, other):
         batch = line(8)

@@ -1,19 +1,20 @@
-"""The table of layers, and `jaxpar plot`."""
+"""The table of layers."""
 
-import argparse
 import io
+import itertools
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 import viz_models as m
 
 from jaxpar import viz
-from jaxpar._cli import plot
+from jaxpar._core.text import columns
 from jaxpar.models import lenet, matrix_factorization
-from jaxpar.viz._draw.table import to_html
+from jaxpar.viz._draw.table import to_html, to_text
+from jaxpar.viz._draw.tree import rows
 
 
 def summary(fn, *args, **options):
@@ -34,28 +35,174 @@ def test_lenet_has_mxnets_layers_and_counts():
     assert len(rows) == len(mxnet)
     for row, (kind, shape, params) in zip(rows, mxnet, strict=True):
         assert {"null": "input"}.get(kind, kind) in row
-        found = re.search(r"256x([\dx]+) float32 +(\d+)", row)
+        found = re.search(r"256x([\dx]+) float32 +([\d,]+)", row)
         channels, *spatial = shape.split("x")
         assert found
         assert found[1] == "x".join([*spatial, channels])
-        assert int(found[2]) == params
-    assert "Total params: 129068\n" in text
-    assert f"Total FLOPs: {viz.trace(lenet.apply, m.LENET, m.IMAGES).total_flops}\n" in text
+        assert int(found[2].replace(",", "")) == params
+    assert "Total params: 129,068\n" in text
+    assert f"Total FLOPs: {viz.trace(lenet.apply, m.LENET, m.IMAGES).total_flops:,}\n" in text
     assert re.search(r"relu0 .* conv1$", text, re.M)
 
 
 def test_scalars_vectors_and_shared_weights():
     text = summary(m.factorization_loss, *m.factorization(), m.Spec((32,), m.f32))
     assert re.search(r"loss0 \(Loss squared error\) +scalar float32", text)
-    assert "Total params: 168000" in text
+    assert "Total params: 168,000" in text
     assert "Total params: 9\n" in summary(lambda w, x: x @ w @ w, jnp.ones((3, 3)), jnp.ones((2, 3)))
 
 
 def test_every_layer_is_in_the_table_repeats_once():
     args = m.transformer, m.transformer_params(4), m.TOKENS
-    assert "attn/q (FullyConnected 64) ×4" in summary(*args)
+    assert "q (FullyConnected 64) ×4" in summary(*args)
     assert summary(*args).count("LayerNorm") == 3
     assert summary(*args, repeats=False).count("LayerNorm") == 9
+
+
+def numbers_of(text):
+    """The footer: each total by its name."""
+    return {name: float(number.replace(",", "")) for name, number in re.findall(r"^(\S.*): ([\d,.]+)$", text, re.M)}
+
+
+def bytes_of(*trees):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trees))
+
+
+def test_the_totals_are_those_of_the_leaves():
+    tx = optax.adam(1e-3)
+    state = jax.eval_shape(tx.init, m.LENET)
+
+    def step(params, state, images, labels):
+        grads = jax.grad(m.lenet_loss)(params, images, labels)
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(params, updates), state
+
+    args = m.LENET, state, m.IMAGES, m.LABELS
+    sizes, total = viz.trace(step, *args).sizes, 129068
+    assert (sizes.params, sizes.optimizer) == (bytes_of(m.LENET), bytes_of(state))
+    assert sizes.inputs == bytes_of(m.IMAGES, m.LABELS)
+    shown = numbers_of(summary(step, *args))
+    assert shown["Total params"] == shown["Trainable params"] == total
+    assert shown["Optimizer state (MB)"] == round(bytes_of(state) / 1e6, 2)
+    assert shown["Params size (MB)"] == round(bytes_of(m.LENET) / 1e6, 2)
+    graph = viz.trace(m.transformer, m.transformer_params(2), m.TOKENS)
+    outputs = [node.repeat * m.Spec(node.shape, node.dtype).size * 4 for node in graph.layers]
+    assert graph.sizes.forward == sum(outputs)
+    assert viz.trace(m.transformer_scanned, m.scanned_params(3), m.TOKENS).sizes.params == bytes_of(m.scanned_params(3))
+
+
+def frozen_step(freeze):
+    """A step of SGD, or its like, in which conv2 is frozen in one of the usual ways."""
+    labels = {name: "frozen" if name == "conv2" else "free" for name in m.LENET}
+    tx = optax.multi_transform({"frozen": optax.set_to_zero(), "free": optax.sgd(0.1)}, labels)
+
+    def loss(params, *batch):
+        if freeze == "stop_gradient":
+            params = {**params, "conv2": jax.lax.stop_gradient(params["conv2"])}
+        return m.lenet_loss(params, *batch)
+
+    def by_optax(params, *batch):
+        updates, _ = tx.update(jax.grad(loss)(params, *batch), jax.eval_shape(tx.init, params))
+        return optax.apply_updates(params, updates)
+
+    def by_keys(params, *batch):
+        grads = jax.grad(lambda free: loss({**params, **free}, *batch))({k: params[k] for k in params if k != "conv2"})
+        return params | jax.tree.map(lambda p, g: p - 0.1 * g, {k: params[k] for k in grads}, grads)
+
+    return {"stop_gradient": jax.value_and_grad(loss), "optax": by_optax, "keys": by_keys}[freeze]
+
+
+@pytest.mark.parametrize("freeze", ["stop_gradient", "optax", "keys"])
+def test_what_a_step_does_not_train_is_not_trainable(freeze):
+    shown = numbers_of(text := summary(frozen_step(freeze), m.LENET, m.IMAGES, m.LABELS))
+    assert (shown["Trainable params"], shown["Non-trainable params"]) == (129068 - 25050, 25050)
+    assert re.search(r"conv2 \(Conv.* \(25,050\) ", text)
+
+
+def test_frozen_by_pattern():
+    text = summary(lenet.apply, m.LENET, m.IMAGES, frozen=["conv2", "*/bias"])
+    assert numbers_of(text)["Non-trainable params"] == 25050 + 20 + 128 + 10
+    assert re.search(r"conv2 .* \(25,050\) ", text)
+    assert re.search(r"conv1 .* 200 ", text)
+    with pytest.raises(ValueError, match=r"frozen='conv3' matches no parameter; some are conv1/.*; did you mean conv"):
+        summary(lenet.apply, m.LENET, m.IMAGES, frozen="conv3")
+    with pytest.raises(TypeError, match="frozen must be a pattern"):
+        summary(lenet.apply, m.LENET, m.IMAGES, frozen=3)
+
+
+def test_unused_and_captured_parameters_are_named():
+    table = jnp.ones((3, 3))
+    text = summary(lambda p, x: x @ p["w"] @ table, {"w": jnp.ones((3, 3)), "u": jnp.ones(7)}, jnp.ones((2, 3)))
+    assert "Unused params, not counted: 7\n" in text
+    assert "Constants, not counted as params: 9\n" in text
+
+
+def scoped(depth):
+    """A tree of modules, two in each."""
+
+    def fn(params, x, path=()):
+        with jax.named_scope("".join(map(str, path)) or "net"):
+            if len(path) == depth:
+                return jnp.tanh(x @ params["".join(map(str, path))])
+            return fn(params, jnp.sin(fn(params, x, (*path, 0))), (*path, 1))
+
+    names = ["".join(path) for path in itertools.product("01", repeat=depth)]
+    return fn, {name: m.Spec((4, 4), m.f32) for name in names}, m.Spec((2, 4), m.f32)
+
+
+@pytest.mark.parametrize("model", ["scoped", "haiku", "transformer"])
+def test_a_module_has_the_sums_of_what_is_in_it(model):
+    graph = viz.trace(*scoped(3), max_nodes=None) if model == "scoped" else m.traced(model)
+    found, modules = rows(graph), 0
+    for at, row in enumerate(found):
+        inside = list(itertools.takewhile(lambda other, level=row.level: other.level > level, found[at + 1 :]))
+        layers = [other for other in inside if other.layer]
+        if not row.layer:
+            modules += 1
+            for field in ("params", "flops", "trained"):
+                assert getattr(row, field) == sum(getattr(other, field) for other in layers)
+    assert modules > (5 if model == "scoped" else 0)
+    assert {row.layer for row in found} - {""} == {node.name for node in graph.nodes}
+    closed = rows(graph, depth=0)
+    assert (
+        sum(row.params for row in closed if row.level == min(r.level for r in closed if r.params)) == graph.total_params
+    )
+    assert len(closed) < len(found)
+
+
+LONG = "n" * 200
+
+
+def long_names(params, x):
+    with jax.named_scope(LONG):
+        x = jnp.tanh(x @ params[LONG]["漢" * 100])
+    return jnp.sin(x) @ params[LONG]["w"]
+
+
+LONG_NAMES = long_names, {LONG: {"漢" * 100: m.Spec((4, 4), m.f32), "w": m.Spec((4, 4), m.f32)}}, m.Spec((2, 4), m.f32)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize(
+    "model", ["lenet", "transformer", "gradient", "long", pytest.param("resnet", marks=pytest.mark.slow)]
+)
+def test_no_line_is_longer_than_the_width(model, width):
+    graph = viz.trace(*LONG_NAMES) if model == "long" else m.traced(model)
+    text = to_text(graph, width)
+    assert max(map(columns, text.splitlines())) <= width
+    rule = text.splitlines()[0]
+    heads = text.splitlines()[1]
+    end = heads.index("Param #") + len("Param #")
+    assert all(columns(line[:end]) > end or line[end - 1].isdigit() or line[end - 1] == ")" for line in
+               text.split("=" * len(rule))[1].strip("\n").splitlines())  # fmt: skip
+
+
+def test_a_terminal_without_the_letters_of_the_tree():
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    viz.print_summary(*scoped(2), file=file)
+    file.seek(0)
+    assert "|-" in (text := file.read())
+    assert "`-" in text
 
 
 def test_prints_to_standard_output(capsys):
@@ -73,87 +220,3 @@ def test_html_is_escaped_and_complete():
     assert page.count("<tr") == 1 + len(graph.nodes)
     assert "<1>" not in page
     assert "16 parameters" in page
-
-
-def run(*words):
-    parser = argparse.ArgumentParser()
-    plot.add_arguments(parser)
-    return plot.run(parser.parse_args(words))
-
-
-@pytest.fixture
-def module(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    text = "import jax.numpy as jnp\nW = jnp.ones((4, 3))\ndef net(x):\n    return jnp.tanh(x @ W)\nVALUE = 3\n"
-    (tmp_path / "my_nets.py").write_text(text)
-    yield tmp_path
-    sys.modules.pop("my_nets", None)
-
-
-def test_plot_lenet_from_the_command_line(tmp_path, capsys):
-    path = tmp_path / "lenet.svg"
-    assert run("lenet", "-o", str(path), "--summary") == 0
-    assert "Convolution" in path.read_text()
-    out = capsys.readouterr().out
-    assert "129,068 parameters" in out
-    assert "Total params: 129068" in out
-
-
-def test_the_help_of_plot_names_what_it_writes(tmp_path):
-    parser = argparse.ArgumentParser()
-    plot.add_arguments(parser)
-    text = " ".join(parser.format_help().split())
-    for ending in re.findall(r"\.[a-z]{3}\b", text.partition("its ending is the format: ")[2].partition("(")[0]):
-        path = tmp_path / f"net{ending}"
-        assert run("matrix_factorization", "-o", str(path)) == 0
-        assert path.stat().st_size > 100
-    assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".png", ".pdf", ".gif", ".dot"}
-
-
-def test_plot_a_function_of_a_module(module, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    assert run("my_nets:net", "--input", "8x4:f32", "-o", "net.dot", "--theme", "dark", "--heat", "flops") == 0
-    text = (module / "net.dot").read_text()
-    assert "8x4" in text
-    assert "FullyConnected" in text
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "message"),
-    [
-        (["my_nets"], 2, "expected MODULE:FUNCTION"),
-        (["no_such_module:f"], 2, "cannot import no_such_module"),
-        (["my_nets:missing"], 2, "has no missing"),
-        (["my_nets:VALUE"], 2, "is a int; expected a function"),
-        (["my_nets:net", "--input", "8by4"], 2, "expected SHAPE:DTYPE such as"),
-        (["my_nets:net", "--input", "8x4:q7"], 2, "unknown dtype 'q7'"),
-        (["my_nets:net", "--input", "8x4", "--params", "1"], 2, "there are 1 inputs"),
-        (["my_nets:net", "--input", "8x5"], 1, "cannot be traced: TypeError"),
-        (["my_nets:net", "--input", "8x4", "-o", "net.nonsense"], 1, "cannot draw nonsense"),
-    ],
-)
-def test_bad_command_lines(module, monkeypatch, capsys, words, status, message):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    assert run(*words) == status
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.startswith("jaxpar plot: ")
-
-
-def test_without_a_renderer_the_command_line_ends_in_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert run("matrix_factorization", "-o", str(tmp_path / "mf.svg")) == 1
-    out, error = capsys.readouterr()
-    assert error.startswith("jaxpar plot: jaxpar.viz: the program `dot`")
-    assert error.count("\n") == 1
-    assert "Embedding" in (tmp_path / "mf.layers.html").read_text()
-    assert not out
-
-
-@pytest.mark.parametrize(
-    ("text", "shape", "dtype"), [("2x3:bf16", (2, 3), "bfloat16"), (":i32", (), "int32"), ("7", (7,), "float32")]
-)
-def test_parse_input(text, shape, dtype):
-    found = plot.parse_input(text)
-    assert (found.shape, found.dtype) == (shape, dtype)

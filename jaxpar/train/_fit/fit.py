@@ -190,13 +190,23 @@ def _should_stop(loop: Loop, checkpoints: RunCheckpoints, signals: interrupt.Sig
     """Evaluate and call the callbacks where there is a record, save if it is due. Return whether the run is to stop."""
     stopped = False
     if record is not None:
-        loop.evaluate(record)
+        _evaluate(loop, checkpoints, record)
     try:
         stopped = record is not None and loop.call_back(record)
     finally:  # a callback that fails costs no steps
         interrupted = signals.should_stop(loop.state, loop.at, record is not None)
         checkpoints.save(loop, stopped=stopped, interrupted=interrupted)
     return stopped or interrupted
+
+
+def _evaluate(loop: Loop, checkpoints: RunCheckpoints, record: Record) -> None:
+    """Evaluate the state. Where that fails after an epoch, its steps are saved and the next call evaluates again."""
+    try:
+        loop.evaluate(record)
+    except Exception:
+        if loop.between_epochs and jax.process_count() == 1:  # others may still evaluate, and would not take part
+            checkpoints.save(loop)
+        raise
 
 
 def _finish(loop: Loop, checkpoints: RunCheckpoints, number: int | None) -> tuple[TrainState, History]:

@@ -69,6 +69,11 @@ class Loop:
         return (self.at - self.first) % self.run.steps == 0
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether the history has a record of the last step."""
+        return bool(self.history) and self.history[-1]["step"] == self.at
+
+    @property
     def is_cut(self) -> bool:
         """Whether `max_steps` ends the run within an epoch."""
         return self.at == self.last and not self.between_epochs
@@ -77,6 +82,11 @@ class Loop:
         """Make the steps. Give None after one or several, and a record where an epoch is over or one is evaluated."""
         calls = self._calls()
         try:
+            if self.between_epochs and self.epoch.counted:  # the evaluation after it failed in an earlier call
+                self.epoch.start()
+                self.epoch.pause()
+                yield self._record()
+                self.epoch = Epoch()
             self._start_epoch()
             self._progress.say(compiling())
             while self.at < self.last:
@@ -132,8 +142,9 @@ class Loop:
         The record of an epoch that `max_steps` cuts short, and what callbacks made of it, are not in it: a longer run
         has neither.
         """
-        under_way = {} if self.between_epochs else self._under_way()
-        cut = bool(self.history) and self.history[-1].get("interrupted") and self.history[-1]["step"] == self.at
+        begins = self.between_epochs and (self.is_recorded or not self.epoch.counted)
+        under_way = {} if begins else self._under_way()
+        cut = self.is_recorded and self.history[-1].get("interrupted")
         history, memories = (self.history[:-1], self._before) if cut else (self.history, self.memories)
         return {
             **{"first": self.first, "history": history, **under_way},
@@ -149,7 +160,7 @@ class Loop:
         if self.between_epochs:
             return
         self._count(0)
-        if self.history and self.history[-1]["step"] == self.at:
+        if self.is_recorded:
             self.history[-1] = {**self.history[-1], "interrupted": True}
             return
         scores = self.run.evaluation.scores(self.state) if self.is_cut else {}  # it was made by an earlier call

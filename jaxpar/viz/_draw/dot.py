@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from ..._core.text import printable
+from .._fold.optimizers import OPTIMIZERS
 from .._graph import BACKWARD, Edge, Graph, Node, is_region
 from . import style
-from .labels import caption, cost, label, label_lines, scope_label, shape_text, tooltip
-from .style import FONT, SIZE, SMALL, THEMES, Options, Theme, ink, text_width
+from .labels import caption, cost, edge_label, join_sign, label, label_lines, scope_label, tooltip
+from .style import DIRECTIONS, FONT, SIZE, SMALL, THEMES, Options, Theme, ink, text_width
 
 _POINTS = 72.0  # of an inch
-_MANY = 150  # nodes, above which dot works with limits
+_MANY, _MANY_EDGES = 150, 220  # nodes and edges, above which dot works with limits
+_FEW = 2  # readers of an array, above which only one edge names it
 
 
 def to_dot(graph: Graph, options: Options) -> list[str]:
@@ -22,8 +28,27 @@ def to_dot(graph: Graph, options: Options) -> list[str]:
     lines = _head(graph, nodes, options, theme)
     lines += _nodes(graph, nodes, options, theme)
     by_name = {node.name: node for node in nodes}
-    lines += [_edge(by_name, edge, theme) for edge in edges if not _is_residual(by_name, edge)]
+    edges = [edge for edge in edges if not _is_residual(by_name, edge)]
+    lines += [_edge(by_name, edge, theme, named) for edge, named in zip(edges, _named(edges), strict=True)]
     return lines + _pairs(nodes, theme)
+
+
+def nothing(options: Options) -> str:
+    """A node that says why the picture is empty."""
+    text = "Nothing is computed from the arguments."
+    return f'"nothing" {_attrs(label=text, shape="plaintext", style="", fontcolor=THEMES[options.theme].text)}'
+
+
+def _named(edges: list[Edge]) -> list[bool]:
+    """Whether each edge says what flows along it. An array that many read is named once."""
+    count = Counter((edge.source, edge.shape) for edge in edges)
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    found: list[bool] = []
+    for edge in edges:
+        key = (edge.source, edge.shape)
+        found.append(count[key] <= _FEW or key not in seen or bool(edge.label))
+        seen.add(key)
+    return found
 
 
 def _drawn(graph: Graph, edges: list[Edge]) -> list[Node]:
@@ -34,7 +59,8 @@ def _drawn(graph: Graph, edges: list[Edge]) -> list[Node]:
 
 def quote(text: str) -> str:
     """A quoted string of the dot language."""
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    lines = [printable(line).replace("\\", "\\\\").replace('"', '\\"') for line in text.split("\n")]
+    return '"' + "\\n".join(lines) + '"'
 
 
 def _attrs(**values: object) -> str:
@@ -49,7 +75,7 @@ def _value(value: object) -> str:
 def _head(graph: Graph, nodes: list[Node], options: Options, theme: Theme) -> list[str]:
     """The attributes of all graphs, nodes and edges."""
     whole = {
-        "rankdir": "BT",
+        "rankdir": DIRECTIONS[options.direction],
         "bgcolor": theme.background,
         "nodesep": 0.3,
         "ranksep": 0.32,
@@ -59,7 +85,9 @@ def _head(graph: Graph, nodes: list[Node], options: Options, theme: Theme) -> li
         "fontname": FONT,
         "fontcolor": theme.text,
     }
-    whole |= {"nslimit": 1, "nslimit1": 1, "mclimit": 0.2} if len(nodes) > _MANY else {}
+    whole |= (
+        {"nslimit": 1, "nslimit1": 1, "mclimit": 0.2} if len(nodes) > _MANY or len(graph.edges) > _MANY_EDGES else {}
+    )
     box = {"shape": "box", "style": "filled,rounded", "fontname": FONT, "fontcolor": style.INK, "fontsize": SIZE}
     box |= {"color": "#6e7781", "penwidth": 0.8, "margin": "0.1,0.05"}
     line = {"color": theme.line, "fontcolor": theme.line, "fontname": FONT, "fontsize": SMALL}
@@ -80,7 +108,7 @@ def _nodes(graph: Graph, nodes: list[Node], options: Options, theme: Theme) -> l
         for scope in (path for path in _paths(node.scope) if path in drawn):
             inner = inner.setdefault(scope, {})
         inner.setdefault(None, []).append(node)
-    return _write(tree, options, theme, most, iter(range(len(drawn) + 1)), 0)
+    return _write(tree, _Pen(options, theme, most, join_sign(graph), itertools.count()), 0)
 
 
 def _paths(scope: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -103,31 +131,41 @@ def _clusters(graph: Graph, nodes: list[Node]) -> set[tuple[str, ...]]:
     return drawn
 
 
-def _write(
-    tree: dict[Any, Any], options: Options, theme: Theme, most: int, numbers: Iterator[int], level: int
-) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class _Pen:
+    """What is the same for all nodes: the largest cost, and the signs of those that only join others."""
+
+    options: Options
+    theme: Theme
+    most: int
+    signs: dict[str, str]
+    numbers: Iterator[int]
+
+
+def _write(tree: dict[Any, Any], pen: _Pen, level: int) -> list[str]:
     lines: list[str] = []
     for scope, inner in tree.items():
         if scope is None:
-            lines += [_node(node, options, most) for node in inner]
+            lines += [_node(node, pen) for node in inner]
             lines += _side_by_side(inner)
             continue
         region = is_region(scope[-1]) or scope[-1].startswith("×")
-        lines.append(f"subgraph {quote(f'cluster_{next(numbers)}')} {{")
+        lines.append(f"subgraph {quote(f'cluster_{next(pen.numbers)}')} {{")
         attrs = {"label": scope_label(scope[-1]), "labelloc": "b", "labeljust": "r", "fontsize": 13, "margin": 10}
-        attrs |= {"style": "rounded,filled" + (",dashed" if region else ""), "color": theme.faint}
-        attrs |= {"fillcolor": theme.region if region or level % 2 else theme.cluster, "tooltip": "/".join(scope)}
-        lines.append("graph " + _attrs(**attrs))
-        lines += _write(inner, options, theme, most, numbers, level + 1)
+        attrs |= {"style": "rounded,filled" + (",dashed" if region else ""), "color": pen.theme.faint}
+        attrs |= {"fillcolor": pen.theme.region if region or level % 2 else pen.theme.cluster}
+        lines.append("graph " + _attrs(**attrs, tooltip="/".join(scope)))
+        lines += _write(inner, pen, level + 1)
         lines.append("}")
     return lines
 
 
-def _node(node: Node, options: Options, most: int) -> str:
-    lines = label_lines(node, options.heat)
+def _node(node: Node, pen: _Pen) -> str:
+    heat = pen.options.heat
+    lines = label_lines(node, heat)
     colour = style.fill(node)
-    if options.heat and node.op not in ("input", "weight"):
-        colour = style.heat(cost(node, options.heat) / most)
+    if heat and node.op not in ("input", "weight"):
+        colour = style.heat(cost(node, heat) / pen.most)
     width = max(text_width(text, size, bold) for text, size, bold in lines) / _POINTS + 0.2
     attrs = {
         "label": label(lines, ink(colour)),
@@ -140,10 +178,18 @@ def _node(node: Node, options: Options, most: int) -> str:
         attrs |= {"shape": "oval", "style": "filled" + (",dashed" if node.op == "weight" else "")}
     elif node.is_backward:
         attrs |= {"style": "filled,rounded,dashed"}
+    if node.name in pen.signs:
+        attrs |= _circle(node, pen.signs[node.name], colour)
     if node.outputs and not node.is_backward:
         attrs |= {"penwidth": 2}
-    attrs |= dict(options.node_attrs or {})
+    attrs |= dict(pen.options.node_attrs or {})
     return f"{quote(node.name)} {_attrs(**attrs)}"
+
+
+def _circle(node: Node, sign: str, colour: str) -> dict[str, str]:
+    dashed = ",dashed" if node.is_backward else ""
+    attrs = {"label": label([(sign, SIZE + 2, True)], ink(colour)), "shape": "circle", "style": "filled" + dashed}
+    return attrs | {"width": "0.3", "height": "0.3", "fixedsize": "true", "margin": "0"}
 
 
 def _forward(by_name: dict[str, Node], node: Node) -> Node | None:
@@ -155,7 +201,7 @@ def _forward(by_name: dict[str, Node], node: Node) -> Node | None:
 def _is_residual(by_name: dict[str, Node], edge: Edge) -> bool:
     """Whether an edge carries what a gradient reads of the forward pass. The line of `_pairs` is enough."""
     source, target = by_name[edge.source], by_name[edge.target]
-    own = _forward(by_name, target)
+    own = None if edge.carry else _forward(by_name, target)
     return target.is_backward and not source.is_backward and own is not None and source.op != "Loss"
 
 
@@ -178,10 +224,15 @@ def _side_by_side(nodes: list[Node]) -> list[str]:
     return [f"{{ rank=same {quote(a.name)} {quote(b.name)} }}" for a, b in pairs if a is not None]
 
 
-def _edge(by_name: dict[str, Node], edge: Edge, theme: Theme) -> str:
+def _edge(by_name: dict[str, Node], edge: Edge, theme: Theme, named: bool) -> str:
+    if edge.carry:
+        line = {"style": "dashed", "constraint": "false", "color": theme.carry, "fontcolor": theme.carry}
+        return f"{quote(edge.source)} -> {quote(edge.target)} " + _attrs(**line, label=" carry ", penwidth=1.2)
     source, target = by_name[edge.source], by_name[edge.target]
-    shape = shape_text(edge.shape) + ("" if edge.dtype in ("float32", "") else f" {edge.dtype}")
+    text = {"label": f" {edge_label(edge, source)} "} if named else {}
     ends = f"{quote(edge.source)} -> {quote(edge.target)}"
     if source.is_backward and target.is_backward:  # downwards, next to the layers
-        return f"{quote(edge.target)} -> {quote(edge.source)} " + _attrs(label=f" {shape} ", dir="back")
-    return ends if source.op == "weight" else f"{ends} " + _attrs(label=f" {shape} ")
+        return f"{quote(edge.target)} -> {quote(edge.source)} " + _attrs(**text, dir="back")
+    if source.is_backward and target.op in OPTIMIZERS:  # one from each layer with parameters
+        return f"{ends} " + _attrs(color=theme.faint)
+    return ends if source.op == "weight" or not named else f"{ends} " + _attrs(**text)

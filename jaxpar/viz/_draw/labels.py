@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import re
 
-from .._graph import Graph, Node, human
+from ..._core.text import printable
+from .._graph import BACKWARD, Edge, Graph, Node, human
 from . import style
 from .style import SIZE, SMALL, Options, text_width
 
+_MOST_LEAVES = 12  # in a tooltip
+_COPIES = re.compile(r"( ×\d+)?( \(\d+\))?$")
+_LINE = 24  # letters, for a kind and its details on one line
+_LONGEST = 32  # letters in a line
 _Line = tuple[str, float, bool]  # text, size, bold
+_TITLE = 80  # letters
 
 
 def label_lines(node: Node, heat: str | None) -> list[_Line]:
-    """The lines of a node's label."""
+    """The lines of a node's label: its own name where it has one, its kind, its parameters."""
     if node.op == "input":
-        return [(node.name, SIZE, False), (node.dtype, SMALL, False)]
+        return [(cut(node.name), SIZE, False), (node.detail or node.dtype, SMALL, False)]
     if node.op == "weight":
-        return [(_weight_name(node.name), SIZE - 1, False), (f"{shape_text(node.shape)} {node.dtype}", SMALL, False)]
-    found = [(node.kind, SIZE, True)]
-    found += [("backward", SMALL, False)] if node.is_backward else []
-    found += [(node.detail, SIZE - 1, False)] if node.detail and not node.is_backward else []
+        text = f"{dimensions(node.shape)} {node.dtype}"
+        return [(cut(_weight_name(node.name)), SIZE - 1, False), (text, SMALL, False)]
+    found = _kind_lines(node, own_name(node))
     if node.params:
         each, rest = divmod(node.params, node.repeat)
         times = f"{node.repeat} × " if node.repeat > 1 and not rest else ""
@@ -28,6 +33,53 @@ def label_lines(node: Node, heat: str | None) -> list[_Line]:
         unit = "FLOP" if heat == "flops" else "B"
         found.append((human(cost(node, heat), unit), SMALL, False))
     return found
+
+
+def _kind_lines(node: Node, name: str) -> list[_Line]:
+    kind, detail = cut(node.kind), cut("" if node.is_backward else times(node.detail))
+    if not name:
+        rest = [("backward", SMALL, False)] if node.is_backward else []
+        return [(kind, SIZE, True), *rest, *([(detail, SIZE - 1, False)] if detail else [])]
+    if node.is_backward:
+        return [(cut(name), SIZE, True), (f"{kind} backward", SMALL, False)]
+    both = f"{kind} {detail}".strip()
+    lines = [both] if len(both) <= _LINE else [kind, detail]
+    return [(cut(name), SIZE, True), *((line, SIZE - 1, False) for line in lines)]
+
+
+def own_name(node: Node) -> str:
+    """The name of a layer, without the scopes around it. Empty where it only repeats the kind.
+
+    >>> own_name(Node("attn/q", "FullyConnected", "64", scope=("attn",))), own_name(Node("relu3", "Activation", "relu"))
+    ('q', '')
+    """
+    *above, last = node.name.removesuffix(BACKWARD).split("/")
+    scopes = {_COPIES.sub("", scope) for scope in node.scope}
+    while above and _COPIES.sub("", above[0]) in scopes:
+        del above[0]
+    name = "/".join([*above, last])
+    return "" if _letters(name) in {_letters(node.kind), _letters(node.detail), ""} else name
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[\W\d_]+", "", text).lower()
+
+
+def join_sign(graph: Graph) -> dict[str, str]:
+    """The nodes that only add or multiply two activations, and the sign for each: a residual connection, a gate."""
+    shapes = {node.name: node.shape for node in graph.layers}
+    reads: dict[str, set[str]] = {}
+    for edge in graph.edges:
+        if edge.shape == shapes[edge.target]:
+            reads.setdefault(edge.target, set()).add(edge.source)
+    signs = {"add": "+", "mul": "×"}
+    found = {
+        node.name: signs[node.op]
+        for node in graph.layers
+        if node.op in signs and not (node.detail or node.params or own_name(node))
+        if len(reads.get(node.name, ())) > 1
+    }
+    return found | {name + BACKWARD: sign for name, sign in found.items()}
 
 
 def label(lines: list[_Line], colour: str) -> str:
@@ -39,9 +91,51 @@ def label(lines: list[_Line], colour: str) -> str:
     return f"<{'<BR/>'.join(fonts)}>"
 
 
+def edge_label(edge: Edge, source: Node) -> str:
+    """What flows along an edge: its shape, or how many arrays of an argument."""
+    if source.leaves and edge.arrays > 1:
+        return f"{edge.arrays} arrays"
+    shape = dimensions(edge.shape) + ("" if edge.dtype in ("float32", "") else f" {edge.dtype}")
+    return f"{cut(edge.label)} {shape}".strip()
+
+
+def output_text(node: Node) -> str:
+    """The shape and dtype of a node's output, or how many arrays an input has."""
+    return node.detail if node.leaves else f"{shape_text(node.shape)} {node.dtype}"
+
+
 def cost(node: Node, heat: str | None) -> int:
     """What `heat` colours by."""
     return {"flops": node.flops, "bytes": node.bytes}.get(heat or "", 0)
+
+
+def dimensions(shape: tuple[int, ...]) -> str:
+    """ "2×3" for (2, 3)."""
+    return "×".join(map(str, shape)) or "scalar"
+
+
+def times(detail: str) -> str:
+    """A detail with "×" between its numbers.
+
+    >>> times("avg, 2x2/2x2")
+    'avg, 2×2/2×2'
+    """
+    return re.sub(r"(?<=\d)x(?=\d)", "×", detail)
+
+
+def cut(text: str, most: int = _LONGEST) -> str:
+    """A text without its middle, if it is wider than `most` letters. The tooltip has all of it.
+
+    >>> cut("encoder_layer_12_self_attention_query_projection")
+    'encoder_layer_12…uery_projection'
+    """
+    if text_width(text, 1.0) <= most:
+        return text
+    half = (most - 1) // 2
+    start, end = text[: half + 1], text[-half:]
+    while text_width(f"{start}…{end}", 1.0) > most:
+        start, end = start[:-1], end[1:]
+    return f"{start}…{end}"
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
@@ -52,7 +146,7 @@ def shape_text(shape: tuple[int, ...]) -> str:
 def scope_label(name: str) -> str:
     """The label of a cluster: its scope, without a number."""
     head, found, number = name.rpartition(" (")
-    return head if found and number[:-1].isdigit() else name
+    return cut(head if found and number[:-1].isdigit() else name)
 
 
 def _weight_name(name: str) -> str:
@@ -64,7 +158,10 @@ def _weight_name(name: str) -> str:
 def tooltip(node: Node) -> str:
     """Everything that is known of a node, a fact on each line."""
     lines = [f"{node.name}: {node.op}" + (f" {node.detail}" if node.detail else "")]
-    lines.append(f"output {node.dtype}[{','.join(map(str, node.shape))}]")
+    if node.leaves:
+        lines += [*node.leaves[:_MOST_LEAVES], *(["..."] if len(node.leaves) > _MOST_LEAVES else [])]
+    else:
+        lines.append(f"output {node.dtype}[{','.join(map(str, node.shape))}]")
     if node.params:
         lines.append(f"{node.params:,} parameters")
     if node.weights:
@@ -80,11 +177,9 @@ def tooltip(node: Node) -> str:
 
 def caption(graph: Graph, nodes: list[Node], options: Options) -> str:
     """The title, the totals and the legend, as a table of Graphviz."""
-    counts = f"{graph.total_params:,} parameters · {human(graph.total_flops, 'FLOP')}"
-    rows = [
-        f'<TR><TD><FONT POINT-SIZE="14"><B>{_html(options.title)}</B></FONT></TD></TR>',
-        f'<TR><TD><FONT POINT-SIZE="10">{_html(counts)}</FONT></TD></TR>',
-    ]
+    counts = f"{graph.total_params:,} parameters · {human(graph.total_flops, 'FLOP')}{missing(graph)}"
+    rows = [_title_row(line) for line in options.title.splitlines() if line.strip()]
+    rows.append(f'<TR><TD><FONT POINT-SIZE="10">{_html(counts)}</FONT></TD></TR>')
     if options.heat is not None:
         text = f"{_html(options.heat)}: white is none, red the most of all nodes"
         rows.append(f'<TR><TD><FONT POINT-SIZE="{SMALL}">{text}</FONT></TD></TR>')
@@ -92,6 +187,10 @@ def caption(graph: Graph, nodes: list[Node], options: Options) -> str:
         entries = style.legend(nodes)
         rows += [_legend_row(entries[start : start + 4]) for start in range(0, len(entries), 4)]
     return f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="2">{"".join(rows)}</TABLE>>'
+
+
+def _title_row(line: str) -> str:
+    return f'<TR><TD><FONT POINT-SIZE="14"><B>{_html(cut(line, _TITLE))}</B></FONT></TD></TR>'
 
 
 def _legend_row(entries: list[tuple[str, str]]) -> str:
@@ -105,4 +204,9 @@ def _legend_row(entries: list[tuple[str, str]]) -> str:
 
 
 def _html(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+    return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+
+
+def missing(graph: Graph) -> str:
+    """What the sum of FLOPs lacks: " without top_k". Empty where it lacks nothing."""
+    return f" without {', '.join(graph.uncounted)}" if graph.uncounted else ""

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copy
+import functools
 import html
+import io
 import os
 import re
+from collections.abc import Callable, Generator
 from typing import Any
 
 import graphviz
 
+from ..._core.text import cut_middle
 from .._graph import Graph
-from .dot import to_dot
+from .._page.page import to_frame, to_page
+from .dot import nothing, to_dot
+from .files import PAGES, TEXTS, check_format, check_writable, format_of, path_of, write
 from .render import NoRendererError, RenderError, render
 from .style import Options
 from .table import to_html
 
+_NAME = 100  # characters of a file's name
 _PREVIEW_INCHES = '"10,25"'  # larger pictures are shrunk to this width and height
 
 
@@ -26,90 +34,242 @@ class Plot(graphviz.Digraph):
     Attributes:
         network: the `Graph` that it was drawn from.
         time_limit: seconds that the renderer may take.
+        whole: gives the graph of the page, with all blocks and without a limit. None for `network`.
+        depth: how many levels of the page are open at first. None for as many as fit.
     """
 
-    def __init__(self, network: Graph, options: Options, time_limit: float) -> None:
-        super().__init__(name=re.sub(r"[^\w .-]+", "_", options.title) or "plot")
+    def __init__(
+        self,
+        network: Graph,
+        options: Options,
+        time_limit: float,
+        whole: Callable[[], Graph] | None = None,
+        depth: int | None = None,
+    ) -> None:
+        name = cut_middle(re.sub(r"[^\w .-]+", "_", options.title).strip(), _NAME)
+        super().__init__(name=name or "plot", format="svg")
         self.network: Graph = network
         self.options: Options = options
         self.time_limit: float = time_limit
+        self.whole: Callable[[], Graph] = whole or functools.partial(_whole, network)
+        self.depth: int | None = depth
         self.body: list[str] = ["\t" + line + "\n" for line in to_dot(network, options)]
+        if not network.layers:
+            self.body.append("\t" + nothing(options) + "\n")
+        self._drawn: str = self.source
 
-    def pipe(self, format: str | None = None, *args: Any, encoding: str | None = None, **kwargs: Any) -> Any:
+    def __copy__(self) -> Plot:
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: the whole graph, instead of the function that traces it."""
+        return {**vars(self), "whole": functools.partial(_whole, self.whole())}
+
+    def copy(self) -> Plot:
+        """A picture to which nodes can be added and this one stays as it is."""
+        made = copy.copy(self)
+        made.body = list(self.body)
+        for name in ("graph_attr", "node_attr", "edge_attr"):
+            setattr(made, name, dict(getattr(self, name)))
+        return made
+
+    def subgraph(
+        self,
+        graph: Any = None,
+        name: str | None = None,
+        comment: str | None = None,
+        graph_attr: Any = None,
+        node_attr: Any = None,
+        edge_attr: Any = None,
+        body: Any = None,
+    ) -> Any:
+        """Add a graph as a subgraph, or begin an empty one in a `with` block, as `graphviz.Digraph.subgraph` does."""
+        attrs = {"graph_attr": graph_attr, "node_attr": node_attr, "edge_attr": edge_attr}
+        if graph is not None:
+            return super().subgraph(graph, name=name, comment=comment, body=body, **attrs)
+        return self._new_subgraph(graphviz.Digraph(name, comment=comment, body=body, **attrs))
+
+    @contextlib.contextmanager
+    def _new_subgraph(self, graph: graphviz.Digraph) -> Generator[graphviz.Digraph, None, None]:
+        yield graph
+        super().subgraph(graph)
+
+    def pipe(
+        self,
+        format: str | None = None,
+        renderer: str | None = None,
+        formatter: str | None = None,
+        neato_no_op: bool | int | None = None,
+        quiet: bool = False,
+        *,
+        engine: str | None = None,
+        encoding: str | None = None,
+    ) -> Any:
         """The picture as bytes, or as text with an `encoding`.
 
         Args:
-            format: "svg", "png", "pdf" or another that Graphviz knows.
+            format: "svg", "png", "pdf" or another that Graphviz knows, or "html" for the page. None for the attribute
+                `format`.
+            renderer, formatter, neato_no_op, engine: as for `graphviz.Digraph.pipe`.
+            quiet: accepted for Graphviz's sake. Nothing is printed.
             encoding: "utf-8", for the formats that are text.
+
+        Raises:
+            RenderError: there is no renderer or no such format, or it took longer than `time_limit`.
+            ValueError: an `encoding` for a format that is no text.
+        """
+        given = check_format(self.format if format is None else format)
+        if given in PAGES:
+            return self.html() if encoding else self.html().encode()
+        kind = ":".join(filter(None, (given, renderer, formatter)))
+        no_op = () if neato_no_op is None else (f"-n{int(neato_no_op)}",)
+        picture = render(self.source, kind, self.time_limit, engine or self.engine, no_op)
+        if encoding is None:
+            return picture
+        try:
+            return picture.decode(encoding)
+        except UnicodeDecodeError:
+            raise ValueError(f"Plot.pipe: {given} is no text; leave out encoding={encoding!r}") from None
+
+    def html(self) -> str:
+        """The interactive page: one HTML file that needs no server and loads nothing.
+
+        Blocks open and close in place. A search finds layers. The path of a layer is marked where the mouse is, and a
+        click shows everything that is known of it.
 
         Raises:
             RenderError: there is no renderer, or it took longer than `time_limit`.
         """
-        picture = render(self.source, format or "svg", self.time_limit)
-        return picture if encoding is None else picture.decode(encoding)
+        return self._page
 
-    def save(self, filename: Any = None, directory: Any = None, **kwargs: Any) -> str:
+    @functools.cached_property
+    def _page(self) -> str:
+        return to_page(self.whole(), self.options, self.depth, self.time_limit)
+
+    def save(self, filename: Any = None, directory: Any = None, *, skip_existing: bool | None = False) -> str:
         """Write the picture to a file.
 
         Args:
-            filename: its ending says the format: .svg, .png, .pdf, ... The endings .dot and .gv write the text.
+            filename: its ending says the format: .svg, .png, .pdf, ... The ending .html writes the interactive page.
+                The endings .dot and .gv, and a name without one, write the text. None for the name of the picture
+                and .gv.
             directory: the folder of the file. It is made where it is missing.
+            skip_existing: leave a file as it is that is there.
 
         Returns:
             The path written.
 
         Raises:
-            RenderError: there is no renderer, it failed, or it took too long. Where there is none, the table of
-                layers is written instead, to `filename` with the ending .layers.html.
+            RenderError: there is no such format or no renderer, it failed, or it took too long. Where there is none,
+                the table of layers is written instead, to `filename` with the ending .layers.html.
+            TypeError: no path.
+            ValueError: an empty name or only an ending.
+            OSError: the file cannot be written. Nothing was drawn.
         """
-        path = os.path.join(directory or "", os.fspath(filename or f"{self.name}.gv"))
-        stem, ending = os.path.splitext(path)
-        format = ending.lstrip(".").lower()
+        filename = f"{self.name}.gv" if filename is None else filename
+        if skip_existing and os.path.exists(path := path_of(filename, directory)):
+            return path
+        path = self.check_path(filename, directory)
+        return self._write(path, format_of(path))
+
+    @staticmethod
+    def check_path(filename: Any, directory: Any = None) -> str:
+        """The path that `save` would write. It raises what `save` raises before anything is drawn.
+
+        Example:
+            >>> Plot.check_path("net.svg")
+            'net.svg'
+        """
+        path = path_of(filename, directory)
+        if (format := format_of(path)) not in TEXTS | PAGES:
+            check_format(format)
+        check_writable(path)
+        return path
+
+    def _write(self, path: str, format: str, **options: Any) -> str:
+        """Write a path in a format."""
         try:
-            content = self.source.encode() if format in ("dot", "gv", "") else self.pipe(format)
+            content = self.source.encode() if format in TEXTS else self.pipe(format, **options)
         except NoRendererError:
-            table = _write(f"{stem}.layers.html", to_html(self.network, self.options.title).encode())
+            table = f"{os.path.splitext(path)[0]}.layers.html"
+            write(table, self._table().encode())
             raise NoRendererError(f" The table of layers was written to {table} instead.") from None
-        return _write(path, content)
+        return write(path, content)
 
     def render(
         self,
         filename: Any = None,
         directory: Any = None,
-        *args: Any,
-        format: str | None = None,
         view: bool = False,
-        **kwargs: Any,
+        cleanup: bool = False,
+        format: str | None = None,
+        renderer: str | None = None,
+        formatter: str | None = None,
+        neato_no_op: bool | int | None = None,
+        quiet: bool = False,
+        quiet_view: bool = False,
+        *,
+        outfile: Any = None,
+        engine: str | None = None,
+        raise_if_result_exists: bool = False,
+        overwrite_source: bool = False,
     ) -> str:
-        """Write `filename.format` as `graphviz.Digraph.render` does, and open it with `view`.
+        """Write `filename.format`, or `outfile`, as `graphviz.Digraph.render` does, and open it with `view`.
+
+        The arguments are those of Graphviz. The text of the graph is not written beside it, so `cleanup`,
+        `overwrite_source` and `quiet` change nothing.
 
         Raises:
-            RenderError: as for `save`.
+            RenderError, TypeError, ValueError, OSError: as for `save`.
+            FileExistsError: the file is there, with `raise_if_result_exists`.
         """
-        path = self.save(f"{filename or self.name}.{format or self.format or 'svg'}", directory)
+        if outfile is not None:
+            path = path_of(outfile, directory, "Plot.render")
+            format = format or format_of(path) or self.format
+        else:
+            format = check_format(format or self.format)
+            stem = path_of(self.name if filename is None else filename, directory, "Plot.render")
+            path = ".".join(filter(None, (stem, renderer, formatter, format)))
+        if raise_if_result_exists and os.path.exists(path):
+            raise FileExistsError(f"Plot.render: {path} exists; leave out raise_if_result_exists to replace it")
+        extra = {"renderer": renderer, "formatter": formatter, "neato_no_op": neato_no_op, "engine": engine}
+        check_writable(path, "Plot.render")
+        self._write(path, check_format(format), **extra)
         if view:
-            graphviz.view(path)
+            graphviz.view(path, quiet=quiet_view)
         return path
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **_: Any) -> dict[str, bytes | str]:
-        """The picture for a notebook, as SVG and PNG. Without a renderer, what to install and the table."""
+        """The interactive page for a notebook, and a PNG. Without a renderer, what to install and the table.
+
+        A picture that was changed since, by `node` or `edge`, is shown as SVG.
+        """
         try:
-            shown = {"image/svg+xml": self.pipe("svg", encoding="utf-8"), "text/plain": repr(self.network)}
+            still = base64.b64encode(self._preview()).decode()
+            if self.source != self._drawn:
+                shown = {"image/svg+xml": self.pipe("svg", encoding="utf-8")}
+            else:
+                shown = {"text/html": to_frame(self.html(), self.options.title, still)}
         except RenderError as error:
-            table = to_html(self.network, self.options.title)
-            return {"text/html": f"<p>{html.escape(str(error))}</p>{table}", "text/plain": str(error)}
-        with contextlib.suppress(RenderError):  # the SVG is there
-            shown["image/png"] = base64.b64encode(self._preview()).decode()
-        return shown
+            return {"text/html": f"<p>{html.escape(str(error))}</p>{self._table()}", "text/plain": str(error)}
+        return {**shown, "image/png": still, "text/plain": repr(self.network)}
+
+    def _table(self) -> str:
+        """What is shown where there is no renderer."""
+        return to_html(self.network, self.options.title)
 
     def _preview(self) -> bytes:
-        """The picture as a PNG of limited size. Notebooks that are not trusted drop SVG and show this."""
+        """The picture as a small PNG of limited size. Notebooks that are not trusted show this."""
+        from PIL import Image
+
         limited = self.source.replace("graph [", f"graph [size={_PREVIEW_INCHES} dpi=96 ", 1)
-        return render(limited, "png", self.time_limit)
+        picture = Image.open(io.BytesIO(render(limited, "png", self.time_limit)))
+        small = io.BytesIO()
+        picture.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+        return small.getvalue()
 
 
-def _write(path: str, content: bytes) -> str:
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path, "wb") as file:
-        file.write(content)
-    return path
+def _whole(graph: Graph) -> Graph:
+    return graph

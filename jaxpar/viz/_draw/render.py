@@ -6,13 +6,17 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 
 _LARGE = "Draw less of it: depth=0 closes every module, max_nodes=100 draws fewer nodes; or give time_limit=..."
-# Reads dot text and writes a picture. A process of its own can be stopped.
+NEXT = "\n// next\n"  # between graphs that are drawn together
+# Reads dot text and writes a picture of each graph. A process of its own can be stopped.
 _PYGRAPHVIZ = (
     "import sys, pygraphviz\n"
-    "graph = pygraphviz.AGraph(string=sys.stdin.buffer.read().decode())\n"
-    "sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog='dot'))\n"
+    f"for text in sys.stdin.buffer.read().decode().split({NEXT!r}):\n"
+    "    graph = pygraphviz.AGraph(string=text)\n"
+    "    picture = graph.draw(format=sys.argv[1], prog=sys.argv[2], args=sys.argv[3])\n"
+    "    sys.stdout.buffer.write(picture)\n"
 )
 
 
@@ -32,19 +36,21 @@ class NoRendererError(RenderError):
         )
 
 
-def render(text: str, format: str, time_limit: float) -> bytes:
-    """The picture of a graph, drawn by `dot`, or else by pygraphviz.
+def render(text: str, format: str, time_limit: float, engine: str = "dot", flags: Sequence[str] = ()) -> bytes:
+    """The picture of a graph, drawn by the program `dot`, or else by pygraphviz.
 
     Args:
-        text: in the dot language.
+        text: in the dot language. Graphs that are joined by `NEXT` give pictures that follow each other.
         format: "svg", "png", "pdf" or another that Graphviz knows.
         time_limit: seconds, after which the renderer is stopped.
+        engine: "dot", "neato" or another layout of Graphviz.
+        flags: other arguments of the program.
 
     Raises:
         NoRendererError: there is neither `dot` nor pygraphviz.
         RenderError: the renderer failed or took too long.
     """
-    command = _command(format)
+    command = _command(format, engine, flags)
     try:
         done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=time_limit)
     except subprocess.TimeoutExpired:
@@ -54,10 +60,10 @@ def render(text: str, format: str, time_limit: float) -> bytes:
     return done.stdout
 
 
-def _command(format: str) -> list[str]:
+def _command(format: str, engine: str, flags: Sequence[str]) -> list[str]:
     program = shutil.which("dot")
     if program is not None:
-        return [program, f"-T{format}"]
+        return [program, f"-K{engine}", f"-T{format}", *flags]
     if importlib.util.find_spec("pygraphviz") is not None:
-        return [sys.executable, "-c", _PYGRAPHVIZ, format]
+        return [sys.executable, "-c", _PYGRAPHVIZ, format, engine, " ".join(flags)]
     raise NoRendererError

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .._fold.optimizers import OPTIMIZERS
 from .._fold.patterns import COLLECTIVES
 from .._graph import Node
 
 FONT = "Helvetica,Arial,sans-serif"
 SIZE, SMALL = 12.0, 9.5  # points
+DIRECTIONS = {"up": "BT", "down": "TB", "right": "LR"}  # and Graphviz's names
 INK = "#1f2328"
 # kind of layer: (colour, name in the legend), with the colours of mxnet.visualization
 _KINDS = {
@@ -23,6 +27,7 @@ _KINDS = {
     "shape": ("#fdb462", "concat, flatten"),
     "softmax": ("#b3de69", "softmax, attention"),
     "loss": ("#f4a6c6", "loss"),
+    "optimizer": ("#bc80bd", "optimizer"),
     "collective": ("#c51b7d", "sent between devices"),
     "block": ("#d9d9d9", "collapsed"),
     "other": ("#fccde5", "other"),
@@ -36,6 +41,7 @@ _OPS = {
     "shape": ("Concat", "Flatten"),
     "softmax": ("Softmax", "LogSoftmax", "Attention"),
     "loss": ("Loss",),
+    "optimizer": tuple(OPTIMIZERS),
     "input": ("input",),
     "weight": ("weight",),
     "collective": tuple(COLLECTIVES - {"axis_index"}),
@@ -53,6 +59,7 @@ class Options:
     heat: str | None = None
     theme: str = "light"
     legend: bool = True
+    direction: str = "up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +72,12 @@ class Theme:
     faint: str
     cluster: str
     region: str
+    carry: str
 
 
 THEMES = {
-    "light": Theme("#ffffff", "#24292f", "#57606a", "#b6bcc4", "#f6f8fa", "#eef4fb"),
-    "dark": Theme("#1e1e1e", "#e6e6e6", "#a8b0b8", "#5f666d", "#2a2a2a", "#25303b"),
+    "light": Theme("#ffffff", "#24292f", "#57606a", "#b6bcc4", "#f6f8fa", "#eef4fb", "#8250df"),
+    "dark": Theme("#1e1e1e", "#e6e6e6", "#a8b0b8", "#5f666d", "#2a2a2a", "#25303b", "#c297ff"),
 }
 
 
@@ -110,5 +118,16 @@ _NARROW, _WIDE = "iIjl.,:;'|![]()ft/\\r -", "mwMWOQGDH@%&×+=<>~#…"
 
 def text_width(text: str, size: float, bold: bool = False) -> float:
     """An upper estimate of the width of a line, in units of `size`."""
-    units = sum(0.42 if c in _NARROW else 0.98 if c in _WIDE else 0.66 for c in text)
-    return units * size * (1.1 if bold else 1.0)
+    return sum(map(_units, text)) * size * (1.1 if bold else 1.0)
+
+
+@functools.cache
+def _units(letter: str) -> float:
+    if letter.isascii() or letter in _WIDE:
+        return 0.42 if letter in _NARROW else 0.98 if letter in _WIDE else 0.66
+    kind = unicodedata.category(letter)
+    if kind in ("Mn", "Me", "Cf"):
+        return 0.0  # on the letter before it
+    if unicodedata.east_asian_width(letter) in "WF":
+        return 1.4 if kind == "So" else 1.1  # emoji, Chinese
+    return 0.9

@@ -3,58 +3,135 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
 
-from .._graph import Graph, Node, human
-from .labels import shape_text
+from ..._core.text import columns, fit, printable
+from .._graph import Graph, human
+from .labels import missing
+from .tree import Row, rows
 
-_COLUMNS = ("Layer (type)", "Output Shape", "Param #", "FLOPs", "Previous Layer")
+_HEAD = ("Layer (type)", "Output Shape", "Param #", "FLOPs", "Previous Layer")
+_GAP = "   "
+_LEAST = 14  # of the last column, else it is left out
+_NUMBERS = (2, 3)
+EMPTY = "Nothing is computed from the arguments."
 
 
-def to_text(graph: Graph) -> str:
-    """The table as text, as wide as its longest entries. Numbers are aligned right."""
-    rows = [_COLUMNS, *(_row(graph, node) for node in graph.nodes)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    lines = [_line(row, widths) for row in rows]
-    total = max(map(len, lines), default=0)
-    ends = [f"Total params: {graph.total_params}", f"Total FLOPs: {graph.total_flops}"]
-    table = ["-" * total, lines[0], "=" * total, *lines[1:], "=" * total, *ends, "-" * total]
+def to_text(graph: Graph, width: int = 120, depth: int | None = None, frozen: frozenset[str] = frozenset()) -> str:
+    """The table as text. Numbers are aligned right. What is too long loses its middle.
+
+    Args:
+        graph: with all its scopes open.
+        width: of the longest line.
+        depth: how many levels of modules are open.
+        frozen: the names of parameters that are not trained.
+    """
+    found = rows(graph, depth, frozen)
+    cells = [_HEAD, *(_cells(row, tree) for row, tree in zip(found, _branches(found), strict=True))]
+    widths = _widths(cells, width)
+    lines = [_line(row, widths) for row in cells]
+    lines += [] if graph.layers else [EMPTY]
+    counts, memory = _counts(graph, frozen), _memory(graph)
+    rule = max(map(columns, [*lines, *counts, *memory]))
+    table = ["-" * rule, lines[0], "=" * rule, *lines[1:], "=" * rule, *counts, "-" * rule, *memory, "-" * rule]
     return "\n".join(line.rstrip() for line in table)
 
 
-def _line(row: Sequence[str], widths: list[int]) -> str:
-    cells = [
-        text.rjust(width) if 1 < n < 4 else text.ljust(width)
-        for n, (text, width) in enumerate(zip(row, widths, strict=True))
+def _branches(found: list[Row]) -> list[str]:
+    """The lines of the tree before each name."""
+    drawn: list[str] = []
+    follows: set[int] = set()  # the levels on which a row comes below, seen from the last row
+    for row in reversed(found):
+        follows = {level for level in follows if level <= row.level}
+        inner = "".join("│ " if level in follows else "  " for level in range(1, row.level))
+        drawn.append(inner + ("├─" if row.level in follows else "└─") if row.level else "")
+        follows.add(row.level)
+    return drawn[::-1]
+
+
+def _cells(row: Row, tree: str) -> tuple[str, ...]:
+    """The entries of a row. Only the first three layers that it reads are listed."""
+    times = f" ×{row.repeat}" if row.repeat > 1 else ""
+    kind = f" ({row.kind})" if row.kind else ""
+    shown = ", ".join(row.previous[:3]) + (f", ... ({len(row.previous)})" if len(row.previous) > 3 else "")
+    name = printable(f"{tree}{row.name}{kind}{times}")
+    return name, row.shape, _params(row), f"{row.flops:,}", printable(shown)
+
+
+def _params(row: Row) -> str:
+    """The parameters, in brackets where none of them is trained."""
+    return f"({row.params:,})" if row.params and not row.trained else f"{row.params:,}"
+
+
+def _widths(cells: list[tuple[str, ...]], width: int) -> list[int]:
+    """The widths of the columns. The last one is left out where there is no room for it."""
+    name, shape, params, flops, previous = (max(map(columns, column)) for column in zip(*cells, strict=True))
+    shape = min(shape, width // 4)
+    left = width - shape - params - flops - 3 * len(_GAP)
+    beside = min(previous, 24) + len(_GAP)
+    name = min(name, left, max(left - beside, 44))
+    left -= name + len(_GAP)
+    found = [name, shape, params, flops]
+    return [*found, min(previous, left)] if left >= min(previous, _LEAST) else found
+
+
+def _line(row: tuple[str, ...], widths: list[int]) -> str:
+    entries: list[str] = []
+    for number, (text, width) in enumerate(zip(row, widths, strict=False)):
+        text = fit(text, width)
+        space = " " * (width - columns(text))
+        entries.append(space + text if number in _NUMBERS else text + space)
+    return _GAP.join(entries)
+
+
+def _counts(graph: Graph, frozen: frozenset[str]) -> list[str]:
+    """What the network has, in torchinfo's words."""
+    trained = trained_params(graph, frozen)
+    found = [
+        ("Total params", graph.total_params),
+        ("Trainable params", trained),
+        ("Non-trainable params", graph.total_params - trained),
     ]
-    return "   ".join(cells)
+    found += [("State, not counted as params", graph.total_state)] if graph.total_state else []
+    found += [("Constants, not counted as params", graph.total_constants)] if graph.total_constants else []
+    found += [("Unused params, not counted", graph.sizes.unused)] if graph.sizes.unused else []
+    counts = [f"{name}: {number:,}" for name, number in found]
+    return [*counts, f"Total FLOPs: {graph.total_flops:,}{missing(graph)}"]
 
 
-def _row(graph: Graph, node: Node) -> tuple[str, ...]:
-    """The entries of a layer. Only the first three of what it reads are listed."""
-    previous = [edge.source for edge in graph.edges if edge.target == node.name]
-    shown = ", ".join(previous[:3]) + (f", ... ({len(previous)})" if len(previous) > 3 else "")
-    kind = f"{node.op} {node.detail}".strip()
-    times = f" ×{node.repeat}" if node.repeat > 1 else ""
-    shape = f"{shape_text(node.shape)} {node.dtype}"
-    return f"{node.name} ({kind}){times}", shape, str(node.params), str(node.flops), shown
+def _memory(graph: Graph) -> list[str]:
+    """What it takes, in megabytes of 10^6 bytes, as torchinfo has them."""
+    sizes = graph.sizes
+    passes = "Forward/backward pass size" if sizes.backward else "Forward pass size"
+    found = [("Input size", sizes.inputs), (passes, sizes.forward + sizes.backward), ("Params size", sizes.params)]
+    found += [("State size", sizes.state)] if sizes.state else []
+    found += [("Optimizer state", sizes.optimizer)] if sizes.optimizer else []
+    return [f"{name} (MB): {size / 1e6:,.2f}" for name, size in [*found, ("Estimated total size", sizes.total)]]
 
 
-def to_html(graph: Graph, title: str = "") -> str:
+def trained_params(graph: Graph, frozen: frozenset[str] = frozenset()) -> int:
+    """Elements of the parameters that are trained, each counted once."""
+    return sum(w.params for w in graph.weights if w.name in graph.sizes.trained - frozen)
+
+
+def to_html(graph: Graph, title: str = "", depth: int | None = None, frozen: frozenset[str] = frozenset()) -> str:
     """The table for a notebook, in the colours of the page. A row shows its source line when pointed at."""
-    head = "".join(map(_head_cell, _COLUMNS))
-    body = "".join(_html_row(graph, node) for node in graph.nodes)
-    foot = f"{graph.total_params:,} parameters, {human(graph.total_flops, 'FLOP')}"
-    caption = f"<caption>{html.escape(title)}</caption>" if title else ""
-    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p><b>{foot}</b></p>"
+    head = "".join(_cell("th", name, number in _NUMBERS) for number, name in enumerate(_HEAD))
+    body = "".join(_html_row(row) for row in rows(graph, depth, frozen))
+    body += "" if graph.layers else f"<tr><td colspan='{len(_HEAD)}'>{EMPTY}</td></tr>"
+    caption = f"<caption>{html.escape(printable(title))}</caption>" if title.strip() else ""
+    facts = " · ".join([f"{graph.total_params:,} parameters", human(graph.total_flops, "FLOP") + missing(graph)])
+    foot = "".join(f"<p>{html.escape(' · '.join(lines))}</p>" for lines in (_counts(graph, frozen), _memory(graph)))
+    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p><b>{facts}</b></p>{foot}"
 
 
-def _head_cell(name: str) -> str:
-    return f"<th style='text-align:left'>{html.escape(name)}</th>"
+def _cell(tag: str, text: str, right: bool, bold: bool = False) -> str:
+    side, shown = "right" if right else "left", html.escape(text)
+    return f"<{tag} style='text-align:{side}'>{f'<b>{shown}</b>' if bold else shown}</{tag}>"
 
 
-def _html_row(graph: Graph, node: Node) -> str:
-    name, shape, _, _, previous = _row(graph, node)
-    entries = (name, shape, f"{node.params:,}", human(node.flops, "FLOP"), previous)
-    cells = "".join(f"<td style='text-align:left'>{html.escape(entry)}</td>" for entry in entries)
-    return f"<tr title='{html.escape(node.source, quote=True)}'>{cells}</tr>"
+def _html_row(row: Row) -> str:
+    name, *others = _cells(row, "\N{NO-BREAK SPACE}" * (4 * row.level))
+    others[2] = human(row.flops, "FLOP")
+    cells = _cell("td", name, right=False, bold=not row.kind)
+    cells += "".join(_cell("td", text, number in _NUMBERS) for number, text in enumerate(others, 1))
+    return f"<tr title='{html.escape(printable(row.source), quote=True)}'>{cells}</tr>"

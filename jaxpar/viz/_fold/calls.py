@@ -3,77 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .._read.raw import Eqn
 from .._read.source import Frame
-from .cells import Cells, plain_name
-
-_MATRIX = frozenset(("dot_general", "conv_general_dilated"))
-_WINDOWS = frozenset(("reduce_window_max", "reduce_window_sum", "reduce_window_min", "reduce_window"))
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A function that is drawn as one node.
-
-    Attributes:
-        function: its name, or the name of a class for its `__call__`. Case and underscores do not matter.
-        op: the kind of layer.
-        detail: what the label adds. None for the name of the function.
-        matrices: whether it is folded even where it multiplies by a parameter, as an attention layer does.
-    """
-
-    function: str
-    op: str
-    detail: str | None = ""
-    matrices: bool = False
-
-
-def _calls(names: str, op: str, detail: str | None = "") -> tuple[Call, ...]:
-    """One `Call` for each of several names."""
-    return tuple(Call(name, op, detail) for name in names.split())
-
-
-CALLS: tuple[Call, ...] = (
-    *_calls(
-        "relu relu6 gelu silu swish sigmoid hard_sigmoid hard_silu hard_swish hard_tanh log_sigmoid elu selu celu "
-        "leaky_relu softplus soft_sign glu mish squareplus prelu sparse_plus",
-        "Activation",
-        None,
-    ),
-    *_calls("softmax", "Softmax"),
-    *_calls("log_softmax", "LogSoftmax"),
-    *_calls("dot_product_attention scaled_dot_product_attention", "Attention"),
-    *_calls("attention", "Attention"),
-    *_calls("layer_norm", "LayerNorm"),
-    *_calls("batch_norm batch_norm1d batch_norm2d", "BatchNorm"),
-    *_calls("group_norm", "GroupNorm"),
-    *_calls("instance_norm", "InstanceNorm"),
-    *_calls("rms_norm", "RMSNorm"),
-    *_calls("weight_norm spectral_norm standardize", "Normalization", None),
-    *_calls("dropout alpha_dropout", "Dropout"),
-    *_calls("one_hot", "OneHot"),
-    *_calls("rope rotary_embedding apply_rope rotary_position_embedding apply_rotary_embedding", "RoPE"),
-    *_calls("softmax_cross_entropy softmax_cross_entropy_with_integer_labels", "Loss", "softmax cross-entropy"),
-    *_calls("sigmoid_binary_cross_entropy", "Loss", "sigmoid cross-entropy"),
-    *_calls("cross_entropy cross_entropy_loss", "Loss", "cross-entropy"),
-    *_calls("l2_loss mse mse_loss mean_squared_error squared_error", "Loss", "squared error"),
-    *_calls("huber_loss", "Loss", "Huber"),
-    *_calls(
-        "normal uniform bernoulli categorical gumbel truncated_normal randint permutation choice exponential split "
-        "fold_in random_bits bits key PRNGKey",
-        "Random",
-        None,
-    ),
-)
-_MINOR = frozenset(("Random", "OneHot"))
-
-
-def normalize(name: str) -> str:
-    """The key of a function: "layernorm" for "LayerNorm.__call__" and "_layer_norm"."""
-    name = name.removesuffix(".__call__").rsplit(".", 1)[-1]
-    return name.replace("_", "").lower()
+from .cells import Cells, components, plain_name
+from .known import MATRIX, MINOR, WINDOWS, Call, normalize
+from .patterns import COLLECTIVES
 
 
 def fold_calls(cells: Cells, calls: Iterable[Call]) -> None:
@@ -83,14 +19,14 @@ def fold_calls(cells: Cells, calls: Iterable[Call]) -> None:
     Gradients get no cells yet.
     """
     table = {normalize(call.function): call for call in calls}
-    forward = [e for e in cells.raw.eqns if not (e.view or e.backward or e.residual)]
+    forward = [e for e in cells.raw.eqns if not (e.view or e.backward or e.residual or cells.owner[e.id])]
     _fold_calls(cells, table, forward, 0)
 
 
 def _fold_calls(cells: Cells, table: Mapping[str, Call], eqns: list[Eqn], depth: int) -> None:
     for key, run in _runs(eqns, table, depth):
-        if key is not None and key.call is not None and not key.call.matrices and _multiplies_weight(cells, run):
-            _fold_calls(cells, table, run, key.depth + 1)  # no layer without parameters: look inside
+        if key is not None and key.call is not None and not _is_layer(cells, key, key.call, run):
+            _fold_calls(cells, table, run, key.depth + 1)  # look inside
         else:
             _fold_run(cells, key, run)
 
@@ -100,7 +36,7 @@ class _Key:
     """A call on the stack. `depth` is its place there, `call` its entry in the table."""
 
     place: tuple[int, ...]
-    name: str
+    frame: Frame = field(compare=False)
     call: Call | None
     depth: int
 
@@ -115,17 +51,19 @@ def _runs(eqns: list[Eqn], table: Mapping[str, Call], depth: int) -> list[tuple[
         if place not in keys:
             keys[place] = _key(eqn.stack, table, depth)
         new = keys[place]
-        if new is None or new != key or _begins_again(eqn, runs[-1][1]):
+        if new is None or new != key or _begins_again(eqn, runs[-1][1], new.call):
             runs.append((new, []))
         runs[-1][1].append(eqn)
         key = new
     return runs
 
 
-def _begins_again(eqn: Eqn, run: list[Eqn]) -> bool:
+def _begins_again(eqn: Eqn, run: list[Eqn], call: Call | None) -> bool:
     first, last = run[0], run[-1]
-    if eqn.position != first.position or eqn.prim != first.prim:
+    if eqn.position != first.position or eqn.prim != first.prim or plain_name(eqn.prim) in COLLECTIVES:
         return False
+    if call is not None and call.tree:
+        return last.position != first.position
     return last.position != first.position or (last.prim == eqn.prim and not eqn.tangent)
 
 
@@ -134,13 +72,13 @@ def _key(stack: tuple[Frame, ...], table: Mapping[str, Call], start: int) -> _Ke
     boundary = None
     for depth, frame in enumerate(stack):
         call = table.get(normalize(frame.name)) if depth >= start else None
-        if call is not None and "<locals>" not in frame.name:
-            return _Key(_place(stack, depth), frame.name, call, depth)
+        if call is not None and "<locals>" not in frame.name and call.is_of(frame):
+            return _Key(_place(stack, depth), frame, call, depth)
         if frame.origin != "jax":
             boundary = None
         elif boundary is None and _is_public(frame):
             boundary = depth
-    return None if boundary is None else _Key(_place(stack, boundary), _short(stack[boundary].name), None, boundary)
+    return None if boundary is None else _Key(_place(stack, boundary), stack[boundary], None, boundary)
 
 
 def _place(stack: tuple[Frame, ...], depth: int) -> tuple[int, ...]:
@@ -158,15 +96,30 @@ def _short(name: str) -> str:
 def _fold_run(cells: Cells, key: _Key | None, run: list[Eqn]) -> None:
     prims = {eqn.prim for eqn in run}
     if key is not None and key.call is not None:
-        detail = _short(key.name.removesuffix(".__call__")) if key.call.detail is None else key.call.detail
-        cells.new([eqn.id for eqn in run], key.call.op, detail, major=key.call.op not in _MINOR)
+        detail = _short(key.frame.name.removesuffix(".__call__")) if key.call.detail is None else key.call.detail
+        cells.new([eqn.id for eqn in run], key.call.op, detail, major=key.call.op not in MINOR)
         return
-    if key is None or len(run) == 1 or prims & _MATRIX or prims & _WINDOWS:
+    if key is None or len(run) == 1 or prims & MATRIX or prims & WINDOWS:
         for eqn in run:
             cells.new([eqn.id], plain_name(eqn.prim))
-        return
-    cells.new([eqn.id for eqn in run], key.name)
+    elif COLLECTIVES.intersection(map(plain_name, prims)):
+        _fold_collective(cells, _short(key.frame.name), run)
+    else:
+        cells.new([eqn.id for eqn in run], _short(key.frame.name))
+
+
+def _fold_collective(cells: Cells, name: str, run: list[Eqn]) -> None:
+    """One cell of each array that a call sends, as `pmean` of a tree is a sum and a division of each leaf."""
+    singles = [cells.new([eqn.id], plain_name(eqn.prim)) for eqn in run]
+    for part in components(cells, singles):
+        if len(part) > 1:
+            cells.new([number for cell in part for number in cell.eqns], name)
+
+
+def _is_layer(cells: Cells, key: _Key, call: Call, run: list[Eqn]) -> bool:
+    """Whether a call of a known name is the layer, and no module around layers with parameters."""
+    return call.is_meant(key.frame, run) and (call.matrices or not _multiplies_weight(cells, run))
 
 
 def _multiplies_weight(cells: Cells, run: list[Eqn]) -> bool:
-    return any(eqn.prim in _MATRIX and any(cells.raw.weight_of(value) is not None for value in eqn.ins) for eqn in run)
+    return any(eqn.prim in MATRIX and any(cells.raw.weight_of(value) is not None for value in eqn.ins) for eqn in run)

@@ -126,6 +126,14 @@ class Cells:
                         found[owner.id] = owner
         return list(found.values())
 
+    def consumers(self, root: int) -> list[Eqn]:
+        """The equations that read a value, behind views."""
+        return [self.raw.eqns[number] for number in self._consumers.get(root, ())]
+
+    def is_returned(self, root: int) -> bool:
+        """Whether the function returns a value."""
+        return root in self._results
+
     def sole_user(self, cell: Cell) -> Cell | None:
         """The only forward cell that reads a cell. None for a result of the function."""
         users = self.users(cell)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .._read.source import ANONYMOUS, Frame
+from .again import begins_again, is_of_leaves, own_stack, split_calls
 from .cells import Cell, Cells, components
 from .patterns import COLLECTIVES
 
@@ -22,33 +23,25 @@ def fold_helpers(cells: Cells) -> None:
     """Make one cell of each function call that has only small steps."""
     for depth in range(1, 12):
         for run in _helper_runs(cells, depth):
-            steps = sum(len(cell.eqns) for cell in run.cells)
             small = not any(cell.major or cell.op in COLLECTIVES for cell in run.cells)
-            if small and steps >= 3 and len(run.cells) > 1:
-                cells.new([n for cell in run.cells for n in cell.eqns], run.name)
+            for part in split_calls(cells, run.cells, depth) if small else ():
+                if len(part) > 1 and sum(len(cell.eqns) for cell in part) >= 3:
+                    cells.new([n for cell in part for n in cell.eqns], run.name)
 
 
 def _helper_runs(cells: Cells, depth: int) -> list[_Run]:
-    """Neighbouring cells inside one call at this depth of the stack."""
+    """Neighbouring cells inside one function at this depth of the stack, called from one place."""
     runs: list[_Run] = []
     for cell in cells:
         if cells.raw.eqns[cell.eqns[0]].backward:
             continue
-        stack = tuple(f for f in cells.raw.eqns[cell.eqns[0]].stack if f.origin != "jax")
+        stack = own_stack(cells, cell)
         found = len(stack) > depth and not stack[depth].name.endswith(ANONYMOUS)
         key = (*(f.call for f in stack[:depth]), -2 - stack[depth].function) if found else None
-        same = key is not None and runs and runs[-1].key == key
-        if not same or _begins_again(cells, cell, runs[-1].cells):
+        if key is None or not runs or runs[-1].key != key:
             runs.append(_Run(key, [], _helper_name(stack, depth) if found else ""))
         runs[-1].cells.append(cell)
     return [run for run in runs if run.key is not None]
-
-
-def _begins_again(cells: Cells, cell: Cell, run: list[Cell]) -> bool:
-    """Whether a cell repeats the first of a run, and reads the run."""
-    first, new = cells.raw.eqns[run[0].eqns[0]], cells.raw.eqns[cell.eqns[0]]
-    connected = any(cells.producer(value) in run for value in cells.inputs(cell))
-    return first.position == new.position and first.prim == new.prim and connected
 
 
 def _helper_name(stack: tuple[Frame, ...], depth: int) -> str:
@@ -70,7 +63,7 @@ def fold_statements(cells: Cells) -> None:
             continue
         stack = [f for f in eqn.stack if f.origin != "jax"]
         key = (eqn.scope, *(f.call for f in stack[:-1]), stack[-1].function, stack[-1].line) if stack else None
-        if key is None or not runs or runs[-1].key != key or _begins_again(cells, cell, runs[-1].cells):
+        if key is None or not runs or runs[-1].key != key or begins_again(cells, cell, runs[-1].cells):
             runs.append(_Run(key, []))
         runs[-1].cells.append(cell)
     for run in runs:
@@ -95,12 +88,10 @@ def fold_siblings(cells: Cells) -> None:
 def _merge_siblings(cells: Cells, run: list[Cell]) -> None:
     groups: dict[object, list[Cell]] = {}
     for cell in run:
-        eqn = cells.raw.eqns[cell.eqns[0]]
-        place = tuple(f.call for f in eqn.stack if f.origin != "jax")
-        groups.setdefault((cell.op, cell.detail, eqn.scope, place), []).append(cell)
+        place = tuple(frame.call for frame in own_stack(cells, cell))
+        groups.setdefault((cell.op, cell.detail, cells.raw.eqns[cell.eqns[0]].scope, place), []).append(cell)
     for (op, detail, *_), same in groups.items():  # pyright: ignore[reportGeneralTypeIssues]
-        if len(same) < 2 or any(cells.producer(v) in same for cell in same for v in cells.inputs(cell)):
+        if len(same) < 2 or not is_of_leaves(cells, [[cell] for cell in same]):
             continue
         count = f"×{len(same)}"
-        merged = cells.new([n for cell in same for n in cell.eqns], op, f"{detail} {count}".strip())
-        merged.major = False
+        cells.new([n for cell in same for n in cell.eqns], op, f"{detail} {count}".strip())

@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable
 
 from .cells import Cell, Cells
-from .patterns import Fold, bias, by, is_scalar, is_scale, single, takes_scale
+from .patterns import Fold, axis_names, bias, by, is_float, is_scale, number, single, takes_scale
+
+_BIASED = ("add", "Convolution", "Deconvolution", "FullyConnected", "MatMul")
 
 
 def convolution(cells: Cells, cell: Cell) -> Fold | None:
@@ -49,12 +51,17 @@ def fully_connected(cells: Cells, cell: Cell) -> Fold | None:
 def late_bias(cells: Cells, cell: Cell) -> Fold | None:
     """A bias added later, as in `x + h @ w + b`."""
     eqn = single(cells, cell)
-    if eqn is None or eqn.prim != "add":
+    if eqn is None or eqn.prim != "add" or cell.major:
         return None
     shapes = zip(eqn.ins, eqn.in_shapes, strict=True)
     weights = [shape for value, shape in shapes if cells.raw.weight_of(value) is not None]
     before = cells.producer(cells.data(cell)[0]) if len(weights) == 1 and cells.data(cell) else None
-    if before is None or cells.sole_user(before) is not cell or not takes_scale(cells, before, cell):
+    if (
+        before is None
+        or before.op not in _BIASED
+        or cells.sole_user(before) is not cell
+        or not takes_scale(cells, before, cell)
+    ):
         return None
     if max(weights[0], default=1) != math.prod(weights[0]):
         return None
@@ -63,7 +70,7 @@ def late_bias(cells: Cells, cell: Cell) -> Fold | None:
 
 def embedding(cells: Cells, cell: Cell) -> Fold | None:
     """Rows of a parameter."""
-    for eqn in cells.eqns(cell):
+    for eqn in () if cell.major else cells.eqns(cell):
         table = cells.raw.weight_of(eqn.ins[0]) if eqn.prim == "gather" else None
         if table is not None:
             shape = cells.raw.values[table].shape
@@ -77,11 +84,8 @@ def activation(cells: Cells, cell: Cell) -> Fold | None:
     if eqn is None:
         return None
     if eqn.prim == "max":
-        zero = any(
-            is_scalar(cells, value) and cells.raw.of(value).kind == "literal" and cells.raw.of(value).literal == 0
-            for value in eqn.ins
-        )
-        return Fold((cell,), "Activation", "relu") if zero else None
+        zero = any(number(cells, value) == 0 for value in eqn.ins)
+        return Fold((cell,), "Activation", "relu") if zero and is_float(cells, cell) else None
     return Fold((cell,), "Activation", {"logistic": "sigmoid"}.get(eqn.prim, eqn.prim))
 
 
@@ -106,12 +110,8 @@ def concat(cells: Cells, cell: Cell) -> Fold | None:
 
 def collective(cells: Cells, cell: Cell) -> Fold | None:
     """A collective, with the names of its axes."""
-    axes = [eqn.params.get("axes", eqn.params.get("axis_name")) for eqn in cells.eqns(cell)]
-    known = next((axis for axis in axes if axis is not None), None)
-    if known is None or cell.op == "axis_index":
-        return None
-    names = known if isinstance(known, (tuple, list, frozenset)) else (known,)
-    return Fold((cell,), cell.op, "over " + ", ".join(map(str, names)), major=False)
+    axes = next((names for eqn in cells.eqns(cell) if (names := axis_names(eqn))), "")
+    return Fold((cell,), cell.op, f"over {axes}", major=False) if axes and cell.op != "axis_index" else None
 
 
 def scale(cells: Cells, cell: Cell) -> Fold | None:
@@ -126,3 +126,22 @@ def scale(cells: Cells, cell: Cell) -> Fold | None:
     if after is not None and takes_scale(cells, after, cell):
         return Fold((cell, after), after.op, after.detail, after.major)
     return None
+
+
+def pallas(cells: Cells, cell: Cell) -> Fold | None:
+    """A Pallas kernel, by its name."""
+    eqn = single(cells, cell)
+    if eqn is None or eqn.prim != "pallas_call":
+        return None
+    info = getattr(eqn.params["jaxpr"], "debug_info", None)
+    name = eqn.params.get("name") or str(getattr(info, "func_src_info", "") or "").partition(" at ")[0]
+    return Fold((cell,), "Pallas", str(name))
+
+
+def transform(cells: Cells, cell: Cell) -> Fold | None:
+    """A Fourier transform, by its kind and lengths."""
+    found = [eqn for eqn in cells.eqns(cell) if eqn.prim == "fft"]
+    if len(found) != 1 or cell.major:
+        return None
+    kind = str(getattr(found[0].params["fft_type"], "name", found[0].params["fft_type"])).lower()
+    return Fold((cell,), "FFT", f"{kind}, {by(found[0].params['fft_lengths'])}")

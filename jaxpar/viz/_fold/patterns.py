@@ -10,8 +10,10 @@ from .._read.raw import Eqn
 from .cells import Cell, Cells
 
 COLLECTIVES = frozenset(
-    "psum pmean pmax pmin all_gather all_to_all reduce_scatter psum_scatter ppermute pgather axis_index".split()
+    "psum pmean pmax pmin all_gather all_to_all ragged_all_to_all reduce_scatter psum_scatter ppermute pgather "
+    "axis_index".split()
 )
+SENT = COLLECTIVES - {"axis_index"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,33 @@ def is_scale(cells: Cells, cell: Cell) -> bool:
     return len(data) == 1 and cells.raw.weight_of(data[0]) is None
 
 
+def divides_by(cells: Cells, cell: Cell, count: float) -> bool:
+    """Whether a cell only divides by this number, or multiplies by its inverse."""
+    eqn = single(cells, cell)
+    if eqn is None or eqn.prim not in ("div", "mul") or len(eqn.ins) != 2:
+        return False
+    sides = eqn.ins[1:] if eqn.prim == "div" else eqn.ins
+    known = [number(cells, value) for value in sides]
+    wanted = count if eqn.prim == "div" else 1 / max(count, 1)
+    return any(one is not None and math.isclose(one, wanted, rel_tol=1e-2) for one in known)
+
+
+def number(cells: Cells, value: int) -> float | None:
+    """A literal of one element. None for all other values."""
+    shown = cells.raw.of(value)
+    if shown.kind != "literal" or math.prod(shown.shape) != 1 or "key" in shown.dtype:
+        return None
+    try:
+        return float(shown.literal)
+    except (TypeError, ValueError):
+        return None
+
+
+def is_float(cells: Cells, cell: Cell) -> bool:
+    """Whether the result of a cell is real and floating."""
+    return cells.raw.values[cells.output(cell)].dtype.startswith(("float", "bfloat"))
+
+
 def bias(cells: Cells, cell: Cell) -> tuple[Cell, ...]:
     """The addition of a parameter that follows a cell, if any."""
     user = cells.sole_user(cell)
@@ -107,3 +136,9 @@ def takes_scale(cells: Cells, cell: Cell, scale: Cell) -> bool:
 def by(sizes: Iterable[int]) -> str:
     """ "2x3" for (2, 3)."""
     return "x".join(map(str, sizes))
+
+
+def axis_names(eqn: Eqn) -> str:
+    """The axes of a collective: "data, model". Empty where it has none."""
+    known = next((axes for name in ("axes", "axis_name") if (axes := eqn.params.get(name)) is not None), ())
+    return ", ".join(map(str, known if isinstance(known, (tuple, list, frozenset)) else (known,)))

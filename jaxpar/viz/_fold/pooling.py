@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 from .._read.raw import Eqn
 from .cells import Cell, Cells
-from .patterns import Fold, by, is_scale, single
+from .patterns import Fold, by, divides_by, is_scale, single
+
+_KINDS = {"reduce_window_max": "max", "reduce_window_min": "min", "reduce_window_sum": "sum"}
 
 
 def window_pooling(cells: Cells, cell: Cell) -> Fold | None:
     """A `reduce_window`, and the division by its size."""
-    windows = [eqn for eqn in cells.eqns(cell) if eqn.prim.startswith("reduce_window")]
-    if not windows:
+    windows = [eqn for eqn in cells.eqns(cell) if eqn.prim in _KINDS]
+    if not windows or cell.major:
         return None
     eqn = windows[0]
-    kind = {"reduce_window_max": "max", "reduce_window_min": "min"}.get(eqn.prim, "sum")
+    kind = _KINDS[eqn.prim]
     tail: tuple[Cell, ...] = ()
     if kind == "sum":
-        tail = _division(cells, cell)
+        tail = _division(cells, cell, math.prod(eqn.params["window_dimensions"]))
         kind = "avg" if tail or "div" in cells.prims(cell) else kind
     window, stride = eqn.params["window_dimensions"], eqn.params["window_strides"]
     axes = [i for i, (w, s) in enumerate(zip(window, stride, strict=True)) if w > 1 or s > 1]
@@ -24,13 +28,13 @@ def window_pooling(cells: Cells, cell: Cell) -> Fold | None:
     return Fold((cell, *tail), "Pooling", detail)
 
 
-def _division(cells: Cells, cell: Cell) -> tuple[Cell, ...]:
+def _division(cells: Cells, cell: Cell, count: int) -> tuple[Cell, ...]:
     """The cells that divide by the size of the window, if any."""
     user = cells.sole_user(cell)
     if user is None or user.op not in ("div", "mul"):
         return ()
     if is_scale(cells, user):
-        return (user,)
+        return (user,) if divides_by(cells, user, count) else ()
     others = [cells.producer(value) for value in cells.inputs(user)]
     counts = [other for other in others if other is not None and other is not cell]
     if len(counts) == 1 and not cells.data(counts[0]) and cells.sole_user(counts[0]) is user:
@@ -57,7 +61,7 @@ def slice_pooling(cells: Cells, cell: Cell) -> Fold | None:
             found.append(below)  # an odd last row or column cut off
     if not windows:
         return None
-    tail = _division(cells, cell) if cell.op == "add" else ()
+    tail = _division(cells, cell, math.prod(size for size, _ in windows.values())) if cell.op == "add" else ()
     kind = "max" if cell.op == "maximum" else "avg" if tail else "sum"
     sizes = [windows[axis] for axis in sorted(windows)]
     detail = f"{kind}, {by(k for k, _ in sizes)}/{by(s for _, s in sizes)}"
@@ -93,14 +97,14 @@ def _strided_axes(slices: list[Eqn]) -> dict[int, tuple[int, int]]:
     for axis in range(len(slices[0].in_shapes[0])):
         starts = {eqn.params["start_indices"][axis] for eqn in slices}
         strides = {(eqn.params["strides"] or (1,) * 9)[axis] for eqn in slices}
-        if len(strides) != 1:
+        if len(strides) != 1 or max(starts) - min(starts) >= len(starts):
             return {}
         stride = strides.pop()
         if stride > 1:
             axes[axis] = (len(starts), stride)
         elif len(starts) > 1:
             return {}
-    return axes
+    return axes if math.prod(size for size, _ in axes.values()) == len(slices) else {}
 
 
 def reshape_pooling(cells: Cells, cell: Cell) -> Fold | None:
@@ -112,11 +116,11 @@ def reshape_pooling(cells: Cells, cell: Cell) -> Fold | None:
     if len(shape) != len(seen) + len(axes) or len(axes) < 1 or len(seen) < 3:
         return None
     merged = [d * shape[i + 1] if i + 1 in axes else d for i, d in enumerate(shape) if i not in axes]
-    if tuple(merged) != seen:
-        return None
+    if tuple(merged) != seen or axes == (len(shape) - 1,):
+        return None  # one last axis split is groups of channels
     sizes = by(shape[axis] for axis in axes)
     if eqn.prim == "reduce_max":
         return Fold((cell,), "Pooling", f"max, {sizes}/{sizes}")
-    tail = () if cell.op == "mean" else _division(cells, cell)
+    tail = () if cell.op == "mean" else _division(cells, cell, math.prod(shape[axis] for axis in axes))
     kind = "avg" if cell.op == "mean" or tail else "sum"
     return Fold((cell, *tail), "Pooling", f"{kind}, {sizes}/{sizes}")

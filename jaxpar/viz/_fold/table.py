@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from . import layers, losses, pooling
+from . import attention, layers, losses, norms, pooling, rotary
 from .patterns import COLLECTIVES, Rule
 
 RULES: tuple[Rule, ...] = (
+    Rule("normalization", frozenset(), norms.normalization),
+    Rule("rotary embedding", frozenset(("Concat", "stack", "concatenate", "add")), rotary.rotary),
     Rule("convolution and its bias", frozenset(("conv",)), layers.convolution),
     Rule("matrix product with a parameter, and its bias", frozenset(("MatMul",)), layers.fully_connected),
+    Rule("softmax", frozenset(("div", "mul")), attention.softmax),
+    Rule("attention", frozenset(("Softmax",)), attention.attention),
     Rule("rows of a table", frozenset(), layers.embedding),
     Rule("windows reduced", frozenset(), pooling.window_pooling),
     Rule("slices added and scaled", frozenset(("add", "maximum")), pooling.slice_pooling),
@@ -18,6 +22,8 @@ RULES: tuple[Rule, ...] = (
     Rule("squared error", frozenset(("sub",)), losses.squared_error),
     Rule("cross-entropy", frozenset(("LogSoftmax", "logsumexp")), losses.cross_entropy),
     Rule("reduction of a loss", frozenset(("Loss",)), losses.reduction),
+    Rule("kernel", frozenset(("pallas_call",)), layers.pallas),
+    Rule("Fourier transform", frozenset(), layers.transform),
     Rule("flatten", frozenset(("Flatten",)), layers.flatten),
     Rule("concatenate", frozenset(("Concat", "stack")), layers.concat),
     Rule("collective", COLLECTIVES, layers.collective),

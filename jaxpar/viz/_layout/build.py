@@ -5,12 +5,15 @@ from __future__ import annotations
 import heapq
 import math
 
-from .._fold.cells import Cell, Cells
-from .._fold.patterns import COLLECTIVES
+from .._fold.cells import Cell, Cells, plain_name
+from .._fold.optimizers import OPTIMIZERS
+from .._fold.patterns import SENT
 from .._graph import BACKWARD, common_prefix, human, is_region
 from .._read.raw import Eqn, Raw
 from .._read.source import describe
+from .carries import carry_edges
 from .net import Draft, Net
+from .scopes import set_paths, set_scopes
 
 
 def build(cells: Cells) -> Net:
@@ -31,9 +34,11 @@ def build(cells: Cells) -> Net:
         owner = cells.producer(raw.root(output))
         if owner is not None:
             by_cell[owner.id].outputs.append(name)
+    set_scopes(cells, by_cell)
     _number_scopes(drafts)
-    net = Net(raw, drafts, edges, _optimizer_state(cells))
+    net = Net(raw, drafts, edges, _optimizer_state(cells), carries=carry_edges(cells, by_cell))
     _drop_unused(net)
+    set_paths(net)
     return net
 
 
@@ -78,8 +83,9 @@ def _topological(cells: Cells) -> list[Cell]:
 def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
     eqns = cells.eqns(cell)
     real = [eqn for eqn in eqns if not eqn.view] or eqns
-    sends = cell.op in COLLECTIVES and cell.op != "axis_index"
-    output, read = cells.output(cell), _bytes_read(cells.raw, eqns, converted=sends)
+    sent = [eqn for eqn in real if plain_name(eqn.prim) in SENT]
+    sends = bool(sent) and cell.op.removesuffix(BACKWARD) in SENT
+    output, read = cells.output(cell), _bytes_read(cells.raw, sent if sends else eqns, converted=sends)
     detail = cell.detail
     if sends:
         detail = f"{detail}, {human(read, 'B')}"
@@ -93,7 +99,9 @@ def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
         flops=sum(eqn.flops for eqn in eqns),
         bytes=read + cells.raw.values[output].bytes,
         equations=len(eqns),
+        eqns=[eqn.id for eqn in eqns],
         weights=cells.weights(cell),
+        name=cell.op if cell.op in OPTIMIZERS else "",  # not that of a parameter
     )
 
 
@@ -110,7 +118,9 @@ def _bytes_read(raw: Raw, eqns: list[Eqn], *, converted: bool) -> int:
     for eqn in [eqn for eqn in eqns if not eqn.view] or eqns:
         for value, shape in zip(eqn.ins, eqn.in_shapes, strict=False):
             root = raw.root(value)
-            if root not in inside:  # a slice or a device's share is smaller than the whole array, a broadcast larger
+            if (
+                root not in inside and raw.values[root].kind != "literal"
+            ):  # a slice or a device's share is smaller than the whole array, a broadcast larger
                 whole = raw.values[value if converted else root]
                 share = whole.bytes * math.prod(shape) // max(1, math.prod(whole.shape))
                 reads[root] = max(reads.get(root, 0), min(share, whole.bytes))
@@ -145,10 +155,13 @@ def _optimizer_state(cells: Cells) -> set[int]:
     layers = {cell.forward.id for cell in backward if cell.forward is not None}
     read = {w for cell in cells for w in cells.weights(cell)}
     trained = {w for cell in cells if cell.id in layers or cell in backward for w in cells.weights(cell)}
-    return read - trained if backward else set()
+    state = {w for w in read if cells.raw.values[w].state}
+    return read - trained - state if backward else set()
 
 
 def _drop_unused(net: Net) -> None:
     """Drop arguments that nothing reads, and layers without edges that cost nothing."""
     used = {end for source, target, _ in net.edges for end in (source, target)}
     net.drafts = [d for d in net.drafts if d.at in used or d.outputs or d.flops]
+    drawn = {draft.at for draft in net.drafts}
+    net.carries = {ends: None for ends in net.carries if drawn.issuperset(ends[:2])}

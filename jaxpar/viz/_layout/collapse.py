@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable
 
 from .._graph import BACKWARD
+from .items import items_of
 from .net import Draft, Net, shared_scope
+from .region_names import name_region
+from .regions import MOST, add_regions
+
+_EDGES, _FEW = 4, 20  # edges for each layer, and layers from which that matters
 
 
 def collapse_scopes(net: Net, depth: int) -> None:
@@ -18,10 +24,15 @@ def collapse_scopes(net: Net, depth: int) -> None:
             backward = " backward" if draft.forward is not None else ""
             groups.setdefault((*draft.scope[: depth + 1], backward), []).append(draft)
     merged: list[tuple[list[Draft], Draft]] = []
+    sources = net.sources()
+    order = list(_sort(net, sources)) if groups else []
+    place = {draft.at: number for number, draft in enumerate(order)}
     for (*scope, backward), group in groups.items():
-        op = scope[-1] + (BACKWARD if backward else "")
-        parts = [part for part in _convex(net, group) if len(part) > 1]
-        merged += [(part, _sum(part, op, tuple(scope[:-1]), f"{len(part)} layers", name=op)) for part in parts]
+        op = re.sub(r" \(\d+\)$", "", scope[-1]) + (BACKWARD if backward else "")
+        places = [place[draft.at] for draft in group]
+        around = order[min(places) : max(places) + 1]  # no path leaves it and comes back
+        parts = [part for part in _convex(around, sources, group) if len(part) > 1]
+        merged += [(part, _sum(part, op, tuple(scope[:-1]), op)) for part in parts]
     net.merge(merged)
 
 
@@ -30,12 +41,13 @@ def _depth_of_all(net: Net) -> int:
     return len(shared_scope(net.layers))
 
 
-def _convex(net: Net, group: list[Draft]) -> list[list[Draft]]:
-    """The group, cut where a path leaves it and comes back."""
+def _convex(around: list[Draft], sources: dict[int, set[int]], group: list[Draft]) -> list[list[Draft]]:
+    """The group, cut where a path leaves it and comes back. `around` has all in between, in order."""
+    if len(around) == len(group):
+        return [group]
     members = {draft.at for draft in group}
     reached: dict[int, int] = {}  # how often a path has left the group on the way here
-    sources = net.sources()
-    for draft in _sort(net, sources):
+    for draft in around:
         level = 0
         for source in sources.get(draft.at, ()):
             left = source in members and draft.at not in members
@@ -65,36 +77,63 @@ def _sort(net: Net, sources: dict[int, set[int]]) -> Iterable[Draft]:
                 work += missing
 
 
-def _sum(group: list[Draft], op: str, scope: tuple[str, ...], detail: str, name: str = "") -> Draft:
-    """One draft for a group, with the sums of its costs."""
+def _sum(group: list[Draft], op: str, scope: tuple[str, ...], name: str) -> Draft:
+    """One draft for a group, with the sums of its costs. Gradients become the gradient of what their layers become."""
     last = next((draft for draft in reversed(group) if draft.outputs), group[-1])
+    layers = sum(draft.layers for draft in group)
     return Draft(
         at=group[0].at,
         op=op,
-        detail=detail,
+        detail=f"{layers} layers",
         value=last.value,
         scope=scope,
         source=group[0].source,
         flops=sum(draft.flops for draft in group),
         bytes=sum(draft.bytes for draft in group),
         equations=sum(draft.equations for draft in group),
+        eqns=[number for draft in group for number in draft.eqns],
         weights=list(dict.fromkeys(weight for draft in group for weight in draft.weights)),
         outputs=[output for draft in group for output in draft.outputs],
         name=name,
+        forward=group[0].forward,
+        layers=layers,
     )
 
 
 def limit_nodes(net: Net, most: int) -> None:
-    """Merge until at most `most` nodes are left. The deepest scopes come first, then neighbours."""
+    """Close until at most `most` layers are left.
+
+    The deepest modules and scopes close first. Then the parts with one way in and one way out, again the deepest first.
+    """
+    if len(net.layers) <= most:
+        return
+    _close_deepest(net, most)
+    room = min(MOST, most)
+    while _is_too_much(net, most) and room > 1:
+        add_regions(net, room)
+        _close_deepest(net, most)
+        room //= 2
+    if len(net.layers) > most:
+        _cut(net, most)
+
+
+def _close_deepest(net: Net, most: int) -> None:
     depth = max((len(draft.scope) for draft in net.drafts), default=0) - _depth_of_all(net)
-    while len(net.drafts) > most and depth > 0:
+    while _is_too_much(net, most) and depth > 0:
         depth -= 1
         collapse_scopes(net, depth)
-    if len(net.drafts) <= most:
-        return
-    inputs = len(net.drafts) - len(net.layers)
-    room = max(1, most - inputs)
+
+
+def _is_too_much(net: Net, most: int) -> bool:
+    """Whether there are more layers than `most`, or too many edges for a picture of them."""
+    edges = {(source, target) for source, target, _ in net.edges}
+    return len(net.layers) > most or len(edges) > _EDGES * max(_FEW, len(net.layers))
+
+
+def _cut(net: Net, most: int) -> None:
+    """Merge neighbours, whatever they are. Only gradients that no layer owns come here, or very few nodes."""
     ordered = [draft for draft in _sort(net, net.sources()) if draft.op != "input"]
-    cuts = [part * len(ordered) // room for part in range(room + 1)]
+    cuts = [part * len(ordered) // most for part in range(most + 1)]
     parts = [ordered[start:end] for start, end in itertools.pairwise(cuts) if end - start > 1]
-    net.merge([(part, _sum(part, "...", (), f"{len(part)} steps")) for part in parts])
+    groups = ((part, name_region(items_of(net, part, 0))) for part in parts)
+    net.merge([(part, _sum(part, name, (), name)) for part, name in groups])

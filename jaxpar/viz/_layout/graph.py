@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 
 from .._graph import Edge, Graph, Node
+from .._read.costs import is_uncounted
 from .._read.raw import Raw
+from .arguments import leaf_of
 from .names import name_drafts
 from .net import Draft, Net
 
@@ -18,20 +22,43 @@ def to_graph(net: Net) -> Graph:
     for draft in net.drafts:
         new = [w for w in draft.weights if w not in counted]
         counted.update(new)
-        nodes.append(_node(net.raw, draft, names[draft.at], sum(_size(net.raw, w) for w in new)))
+        nodes.append(_node(net.raw, draft, names[draft.at], *_sizes(net.raw, new)))
         for weight in draft.weights:
             value = net.raw.values[weight]
-            weights.setdefault(
-                weight, Node(value.name, "weight", "", value.shape, value.dtype, params=_size(net.raw, weight))
-            )
+            params, state = _sizes(net.raw, [weight])
+            node = Node(value.name, "weight", "", value.shape, value.dtype, params=params, state=state)
+            weights.setdefault(weight, node)
             weight_edges.append(Edge(value.name, names[draft.at], value.shape, value.dtype))
-    edges = tuple(
-        Edge(names[source], names[target], net.raw.values[value].shape, net.raw.values[value].dtype)
-        for (source, target), value in sorted(_one_each(net).items())
+    params, state = _sizes(net.raw, counted - net.state)
+    uncounted = sorted({eqn.prim for eqn in net.raw.eqns if not eqn.view and is_uncounted(eqn.prim, eqn.params)})
+    return Graph(
+        nodes=tuple(nodes),
+        edges=_edges(net, names),
+        weights=tuple(weights.values()),
+        weight_edges=tuple(weight_edges),
+        total_params=params,
+        equations=net.raw.count,
+        scopes=tuple(sorted(net.repeats.items())),
+        sizes=net.sizes,
+        uncounted=tuple(uncounted),
+        total_state=state,
+        total_constants=_constants(net.raw),
     )
-    total = sum(_size(net.raw, weight) for weight in counted - net.state)
-    scopes = tuple(sorted(net.repeats.items()))
-    return Graph(tuple(nodes), edges, tuple(weights.values()), tuple(weight_edges), total, net.raw.count, scopes)
+
+
+def _edges(net: Net, names: dict[int, str]) -> tuple[Edge, ...]:
+    """One edge from each node to each that reads it."""
+    count = Counter((source, target) for source, target, _ in net.edges)
+    joined = {draft.at for draft in net.drafts if draft.leaves}
+    found: list[Edge] = []
+    for (source, target), number in sorted(_one_each(net).items()):
+        value, arrays = net.raw.values[number], count[source, target]
+        label = leaf_of(value.name) if source in joined and arrays == 1 else ""
+        found.append(Edge(names[source], names[target], value.shape, value.dtype, label, arrays))
+    for source, target, number in net.carries:
+        value = net.raw.values[number]
+        found.append(Edge(names[source], names[target], value.shape, value.dtype, carry=True))
+    return tuple(found)
 
 
 def _one_each(net: Net) -> dict[tuple[int, int], int]:
@@ -46,18 +73,32 @@ def _one_each(net: Net) -> dict[tuple[int, int], int]:
     return found
 
 
-def _size(raw: Raw, weight: int) -> int:
-    return math.prod(raw.values[weight].shape)
+def _sizes(raw: Raw, weights: Iterable[int]) -> tuple[int, int]:
+    """The elements of parameters and of state."""
+    found = [0, 0]
+    for weight in weights:
+        value = raw.values[weight]
+        found[value.state] += math.prod(value.shape)
+    return found[0], found[1]
 
 
-def _node(raw: Raw, draft: Draft, name: str, params: int) -> Node:
+def _constants(raw: Raw) -> int:
+    """The elements of the captured arrays that are read and are no parameters. Scalars do not count."""
+    read = {raw.root(value) for eqn in raw.eqns for value in eqn.ins}
+    captured = (value for number, value in enumerate(raw.values) if number in read and value.producer is None)
+    return sum(size for value in captured if value.kind == "const" and (size := math.prod(value.shape)) > 1)
+
+
+def _node(raw: Raw, draft: Draft, name: str, params: int, state: int) -> Node:
     value = raw.values[draft.value]
+    leaves = [raw.values[leaf] for leaf in draft.leaves]
+    dtypes = {leaf.dtype for leaf in leaves}
     return Node(
         name=name,
         op=draft.op,
         detail=draft.detail,
-        shape=value.shape,
-        dtype=value.dtype,
+        shape=() if leaves else value.shape,
+        dtype=value.dtype if len(dtypes) < 2 else "",
         params=params,
         flops=draft.flops,
         bytes=draft.bytes,
@@ -67,4 +108,6 @@ def _node(raw: Raw, draft: Draft, name: str, params: int) -> Node:
         repeat=draft.repeat,
         equations=draft.equations,
         outputs=tuple(draft.outputs),
+        leaves=tuple(f"{leaf.name}: {leaf.dtype}[{','.join(map(str, leaf.shape))}]" for leaf in leaves),
+        state=state,
     )

@@ -7,26 +7,16 @@ import re
 from .._graph import BACKWARD
 from .net import Draft, Net
 
-_GENERIC = frozenset("w W weight weights kernel b B bias scale offset embedding embeddings table gamma beta g".split())
-
 
 def name_drafts(net: Net) -> dict[int, str]:
     """A unique name for each draft, the same for the same function."""
-    members: dict[tuple[str, ...], int] = {}
-    for draft in net.drafts:
-        if not draft.op.endswith(BACKWARD):
-            for depth in range(1, len(draft.scope) + 1):
-                members[draft.scope[:depth]] = members.get(draft.scope[:depth], 0) + 1
     names: dict[int, str] = {draft.at: draft.name for draft in net.drafts if draft.op == "input"}
     taken = set(names.values()) | {value.name for value in net.raw.values if value.kind == "weight"}
+    ends = _ends(net)
     numbers: dict[str, int] = {}
-    used: set[int] = set()
     for draft in net.drafts:
         if draft.op != "input" and draft.forward is None:
-            tied = bool(draft.weights) and used.issuperset(draft.weights)
-            used.update(draft.weights)
-            wanted = "" if tied else _own_name(net, draft, members)
-            names[draft.at] = _unique(wanted, _base(draft), taken, numbers)
+            names[draft.at] = _unique(draft.name or _short(draft, ends), _base(draft), taken, numbers)
     for draft in net.drafts:
         if draft.forward is not None:
             base = names.get(draft.forward.at, _base(draft)) + BACKWARD
@@ -34,31 +24,21 @@ def name_drafts(net: Net) -> dict[int, str]:
     return names
 
 
-def _own_name(net: Net, draft: Draft, members: dict[tuple[str, ...], int]) -> str:
-    """The name of a draft's own scope, or of its weights. Empty for none."""
-    if draft.name:
-        return draft.name
-    if draft.scope and members.get(draft.scope) == 1 and "×" not in draft.scope[-1] and "=" not in draft.scope[-1]:
-        return draft.scope[-1] if len(draft.scope) == 1 else "/".join(draft.scope[-2:])
-    if draft.weights and not draft.op.endswith(BACKWARD):
-        return _name_of_weights([net.raw.values[weight].name for weight in draft.weights[: draft.own]])
-    return ""
+def _ends(net: Net) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
+    """The paths of layers that end alike."""
+    found: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for draft in net.drafts:
+        for start in range(len(draft.path)):
+            found.setdefault(draft.path[start:], set()).add(draft.path)
+    return found
 
 
-def _name_of_weights(names: list[str]) -> str:
-    """A short name for a layer with these weights.
-
-    >>> _name_of_weights(["params['conv1']['weight']", "params['conv1']['bias']"]), _name_of_weights(["p['attn']['q']"])
-    ('conv1', 'attn/q')
-    """
-    keys = re.findall(r"[\w-]+", names[0])[1:]
-    path = [key for key in keys if not key.isdigit()]
-    if not path or keys[-1].isdigit() or path[0] in _GENERIC:
-        return ""  # a number or "weight" tells layers apart no better than their kind does
-    leaves = {key for name in names for key in re.findall(r"[\w-]+", name)[-1:]}
-    if len(path) > 1 and leaves <= _GENERIC:
-        path = path[:-1]
-    return "/".join(path[-2:])
+def _short(draft: Draft, ends: dict[tuple[str, ...], set[tuple[str, ...]]]) -> str:
+    """The end of a draft's path, as much of it as no other layer has. Empty for none."""
+    for start in range(len(draft.path) - 1, -1, -1):
+        if len(ends[draft.path[start:]]) == 1:
+            return "/".join(draft.path[start:])
+    return "/".join(draft.path)
 
 
 def _base(draft: Draft) -> str:

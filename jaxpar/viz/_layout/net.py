@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from .._graph import common_prefix
 from .._read.raw import Raw
+from .._sizes import Sizes
 
 
 @dataclass(slots=True, eq=False)
@@ -16,8 +17,13 @@ class Draft:
         at: its place in the trace. Inputs are below 0.
         value: the array it is known by.
         weights: the parameters that it reads.
+        layers: how many it stands for, where a scope is closed.
+        leaves: of an input with several arrays, those arrays.
+        eqns: the ids of its equations, those of all copies.
         own: how many of the weights are of the first copy, where it is repeated.
         forward: of a backward draft, the draft whose gradient it is.
+        tied: whether its parameters are another layer's.
+        path: the modules around it and its own name, from the outside in. Empty where nothing names it.
 
     The others are as in a `Node`.
     """
@@ -37,6 +43,11 @@ class Draft:
     forward: Draft | None = None
     name: str = ""
     own: int | None = None
+    layers: int = 1
+    leaves: list[int] = field(default_factory=list)
+    eqns: list[int] = field(default_factory=list)
+    tied: bool = False
+    path: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -45,8 +56,10 @@ class Net:
 
     Attributes:
         edges: (from, to, value), in order.
+        carries: as `edges`, from what computes a value in one pass of a loop to what reads it in the next.
         state: weights that only an optimizer reads. They are no parameters of the network.
         repeats: the number of copies of each repeated scope.
+        sizes: the bytes of its arrays, before anything is collapsed.
     """
 
     raw: Raw
@@ -54,6 +67,8 @@ class Net:
     edges: dict[tuple[int, int, int], None]
     state: set[int] = field(default_factory=set)
     repeats: dict[tuple[str, ...], int] = field(default_factory=dict)
+    carries: dict[tuple[int, int, int], None] = field(default_factory=dict)
+    sizes: Sizes = field(default_factory=Sizes)
 
     @property
     def layers(self) -> list[Draft]:
@@ -85,6 +100,8 @@ class Net:
             if source != target:
                 edges[source, target, value] = None
         self.edges = edges
+        ends = ((names.get(s, s), names.get(t, t), s == t, value) for s, t, value in self.carries)
+        self.carries = {(s, t, value): None for s, t, own, value in ends if s != t or own}
 
 
 def shared_scope(*groups: list[Draft]) -> tuple[str, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
+from .borders import Block, best_start
 from .net import Draft, Net, shared_scope
 
 _Sources = dict[int, set[int]]  # which drafts each draft reads
@@ -33,7 +35,8 @@ def _collapse_once(net: Net) -> bool:
             start += 1
             continue
         period, count = found
-        start = _align(layers, signs, sources, start, period, count)
+        block = Block(net, layers, sources, period, count)
+        start = best_start(block, _starts(layers, signs, sources, start, period, count))
         copies = [layers[start + c * period : start + (c + 1) * period] for c in range(count)]
         names = _merge_copies(net, copies)
         for draft in layers[start + period * count :]:
@@ -74,24 +77,16 @@ def _repeat_at(
     return None
 
 
-def _align(layers: list[Draft], signs: list[object], sources: _Sources, start: int, period: int, count: int) -> int:
-    """Where the copies begin, shifted to the border of a module if possible."""
-
-    def inside(at: int) -> int:
-        copies = [layers[at + c * period : at + (c + 1) * period] for c in range(count)]
-        own = min(len(shared_scope(copy)) for copy in copies)
-        return own - len(shared_scope(*copies))
-
-    best, at = start, start
-    while at - start < period and at + period * count < len(layers):
-        at += 1
-        block = signs[at : at + period]
-        same = all(signs[at + c * period : at + (c + 1) * period] == block for c in range(1, count))
-        if not same:
-            break
-        if inside(at) > inside(best) and _alike(layers, sources, at, period, count):
-            best = at
-    return best
+def _starts(
+    layers: list[Draft], signs: list[object], sources: _Sources, start: int, period: int, count: int
+) -> Iterator[int]:
+    """Where as many copies may begin: here, or up to a copy later."""
+    yield start
+    for at in range(start + 1, min(start + period, len(layers) - period * count) + 1):
+        if signs[at - 1] != signs[at - 1 + period * count]:
+            return
+        if _alike(layers, sources, at, period, count):
+            yield at
 
 
 def _alike(layers: list[Draft], sources: _Sources, start: int, period: int, count: int) -> bool:
@@ -149,6 +144,7 @@ def _merge_copies(net: Net, copies: list[list[Draft]]) -> dict[int, int]:
             kept.bytes += other.bytes
             kept.weights = list(dict.fromkeys((*kept.weights, *other.weights)))
             kept.outputs += other.outputs
+            kept.eqns += other.eqns
         kept.repeat *= len(copies)
     by_at = {draft.at: draft for draft in first}
     net.drafts = [draft for draft in net.drafts if draft.at not in names]

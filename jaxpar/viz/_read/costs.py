@@ -6,15 +6,49 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from . import solvers
+
 _Params = dict[str, Any]
 _Avals = Sequence[Any]  # what has a shape and a dtype
+_Formula = Callable[[_Params, _Avals, _Avals], int]
 
 _ELEMENTWISE = frozenset(
     "add add_any sub mul div neg abs sign max min floor ceil round is_finite eq ne lt le gt ge and or xor not "
-    "select_n clamp square convert_element_type nextafter rem population_count clz real imag complex conj shift_left "
-    "shift_right_logical shift_right_arithmetic eq_to le_to lt_to reduce_precision".split()
+    "select_n clamp square convert_element_type rem population_count clz real imag complex shift_left "
+    "shift_right_logical shift_right_arithmetic eq_to le_to lt_to reduce_precision exp2 reciprocal mulhi".split()
 )
 _REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor".split())
+# What XLA writes out as other operations: FLOPs for an element, as jax 0.12 counts them. 0.10 counts 53 for lgamma,
+# 73 for digamma, 5 for asin and 1 for the absolute value of a complex number.
+_WRITTEN_OUT = {
+    "logistic": 3, "erfc": 62, "erf_inv": 37, "lgamma": 292, "digamma": 75, "bessel_i0e": 83, "bessel_i1e": 83,
+    "asinh": 11, "acosh": 7, "atanh": 6, "asin": 3, "acos": 3, "sinh": 10, "cosh": 3, "nextafter": 24, "zeta": 121,
+    "polygamma": 262, "conj": 4, "log2": 1, "one_minus_square": 3,
+}  # fmt: skip
+_WRITTEN_OUT_DOUBLE = {"erfc": 90, "erf_inv": 100, "lgamma": 53, "digamma": 75, "bessel_i0e": 173, "bessel_i1e": 173}
+_WRITTEN_OUT_COMPLEX = {
+    "exp": 15, "exp2": 16, "sin": 14, "cos": 15, "log": 62, "log1p": 79, "sqrt": 86, "square": 14, "abs": 25,
+    "logistic": 18, "max": 9, "min": 9, "asinh": 104, "acosh": 105, "atanh": 45, "asin": 105, "acos": 105, "sinh": 95,
+    "cosh": 95, "conj": 4,
+}  # fmt: skip
+_HALF = ("float16", "bfloat16")
+_CONVERTED = frozenset("erfc erf_inv lgamma digamma bessel_i0e bessel_i1e sinh cosh".split())  # twice, for a half
+_FREE = frozenset(
+    # exp and the like, which XLA counts apart
+    "exp expm1 log log1p sin cos tan atan tanh sqrt rsqrt cbrt pow atan2 erf "
+    # data that moves
+    "slice dynamic_slice dynamic_update_slice gather scatter concatenate pad reshape broadcast_in_dim transpose "
+    "squeeze expand_dims stack unstack rev iota copy copy_p bitcast_convert_type split tile stop_gradient optimization_barrier "
+    "device_put sharding_constraint layout_constraint mesh_cast reshard pvary pcast pbroadcast core_pmap name empty "
+    "empty2 full zeros_like instantiate_zeros create_token dce_sink lu_pivots_to_permutation symbolic_zeros "
+    "psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant all_gather_reduced all_to_all "
+    "ragged_all_to_all reduce_scatter unreduced_psum unreduced_reduce_scatter ppermute pgather axis_index axis_size "
+    "platform_index get swap program_id num_programs multiple_of broadcast "
+    "after_all broadcast_to iota_2x32_shape unvmap_all unvmap_any unvmap_max new_ref empty_ref freeze free_ref "
+    "reduced_vary_cast vary_unreduced_cast reduced_vary_cast_p vary_unreduced_cast_p preduced to_edtype from_edtype "
+    "random_seed random_wrap random_unwrap random_clone rng_bit_generator rng_uniform debug_callback debug_print cond"
+    .split()
+)  # fmt: skip
 
 
 def flops(name: str, params: _Params, ins: _Avals, outs: _Avals) -> int:
@@ -25,17 +59,28 @@ def flops(name: str, params: _Params, ins: _Avals, outs: _Avals) -> int:
         params: of the equation.
         ins, outs: of each operand and result: anything with a `shape` and a `dtype`.
     """
+    if not outs or is_uncounted(name, params):
+        return 0
+    dtype = str(getattr(ins[0], "dtype", "")) if ins else ""
+    table = _WRITTEN_OUT_COMPLEX if dtype.startswith("complex") else _WRITTEN_OUT
     if name in _FORMULAS:
         return _FORMULAS[name](params, ins, outs)
+    if name in table:
+        each = _WRITTEN_OUT_DOUBLE.get(name, table[name]) if dtype == "float64" else table[name]
+        return (each + 2 * (dtype in _HALF and name in _CONVERTED)) * size(outs[0])
     if name in _ELEMENTWISE:
         return 0 if name == "convert_element_type" and ins[0].dtype == outs[0].dtype else size(outs[0])
     if name in _REDUCTIONS:
         return size(ins[0]) - size(outs[0])
-    if name.startswith("reduce_window"):
-        return size(outs[0]) * (math.prod(params.get("window_dimensions", (1,))) - 1)
-    if name.startswith("cum"):
-        return size(outs[0])
     return 0
+
+
+def is_uncounted(name: str, params: _Params) -> bool:
+    """Whether there is no formula for a primitive, so that its 0 FLOPs say nothing."""
+    if name == "pallas_call":
+        return params.get("cost_estimate") is None and _kernel(params) is None
+    known = name in _FREE or name in _ELEMENTWISE or name in _REDUCTIONS or name in _FORMULAS
+    return not (known or name in _WRITTEN_OUT or name in _WRITTEN_OUT_COMPLEX)
 
 
 def size(aval: Any) -> int:
@@ -100,12 +145,114 @@ def _scatter_add(params: _Params, ins: _Avals, outs: _Avals) -> int:
     return size(ins[2])
 
 
-_FORMULAS: dict[str, Callable[[_Params, _Avals, _Avals], int]] = {
+def _window(params: _Params, ins: _Avals, outs: _Avals) -> int:
+    return size(outs[0]) * (math.prod(params["window_dimensions"]) - 1)
+
+
+def _scatter_of_window(params: _Params, ins: _Avals, outs: _Avals) -> int:
+    """The gradient of max pooling: comparisons in each window, and one addition."""
+    return size(ins[0]) * math.prod(params["window_dimensions"])
+
+
+def _arg_reduction(params: _Params, ins: _Avals, outs: _Avals) -> int:
+    """Of a value and its index. NaN is tested for too."""
+    each = 7 if str(ins[0].dtype).startswith(("int", "uint", "bool")) else 9
+    return each * (size(ins[0]) - size(outs[0]))
+
+
+def _sort(params: _Params, ins: _Avals, outs: _Avals) -> int:
+    """XLA takes the logarithm of all elements, also of those in other rows."""
+    return size(ins[0]) * max(0, size(ins[0]) - 1).bit_length()
+
+
+def _cumulative(params: _Params, ins: _Avals, outs: _Avals) -> int:
+    """One operation an element. XLA counts a window as long as the axis for each, or nothing, by the platform."""
+    return size(outs[0])
+
+
+def _random(each: int) -> _Formula:
+    """Of Threefry, 20 rounds of integers for each 32 bits, as XLA counts it on GPUs. Other generators cost nothing."""
+    return lambda params, ins, outs: each * size(outs[0]) if "fry" in str(ins[0].dtype) else 0
+
+
+def _random_bits(params: _Params, ins: _Avals, outs: _Avals) -> int:
+    """Each further axis takes two operations for the place of an element."""
+    return _random(119 + 2 * max(1, len(outs[0].shape)))(params, ins, outs)
+
+
+def _ragged_dot(params: _Params, ins: _Avals, outs: _Avals) -> int:
+    """Each row meets one of the matrices."""
+    return 2 * size(outs[0]) * ins[0].shape[-1]
+
+
+def _pallas(params: _Params, ins: _Avals, outs: _Avals) -> int:
+    """The author's estimate. Else the body of the kernel for each place of the grid."""
+    estimate = params.get("cost_estimate")
+    return int(estimate.flops) if estimate is not None else _kernel(params) or 0
+
+
+def _kernel(params: _Params) -> int | None:
+    """FLOPs of a Pallas kernel. None where its grid or its body has no known cost."""
+    grid = getattr(params.get("grid_mapping"), "grid", None)
+    if grid is None or not all(isinstance(steps, int) for steps in grid):
+        return None
+    body = _body_flops(params["jaxpr"])
+    return None if body is None else math.prod(grid) * body
+
+
+def _body_flops(body: Any) -> int | None:
+    """FLOPs of a nested jaxpr. Of a choice the costliest branch counts. None where something has no formula."""
+    costs = [_nested_flops(eqn) for eqn in getattr(body, "jaxpr", body).eqns]
+    known = [cost for cost in costs if cost is not None]
+    return sum(known) if len(known) == len(costs) else None
+
+
+def _nested_flops(eqn: Any) -> int | None:
+    name, params = eqn.primitive.name, eqn.params
+    bodies = params.get("branches") or [params[key] for key in _BODIES if params.get(key) is not None][:1]
+    if name == "pallas_call" or not bodies:
+        avals = [atom.aval for atom in eqn.invars], [var.aval for var in eqn.outvars]
+        return None if is_uncounted(name, params) else flops(name, params, *avals)
+    costs = [_body_flops(body) for body in bodies]
+    known = [cost for cost in costs if cost is not None]
+    return params.get("length", 1) * max(known) if len(known) == len(costs) else None
+
+
+_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "body_jaxpr")
+_FORMULAS: dict[str, _Formula] = {
+    **solvers.FORMULAS,
     "dot_general": _dot,
+    "ragged_dot": _ragged_dot,
+    "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _conv,
     "integer_pow": _integer_pow,
-    "logistic": lambda params, ins, outs: 3 * size(outs[0]),
     "scatter-add": _scatter_add,
+    "scatter-sub": _scatter_add,
     "scatter-mul": _scatter_add,
-    "sort": lambda params, ins, outs: size(ins[0]) * max(1, (ins[0].shape[-1:] or (1,))[0].bit_length() - 1),
+    "scatter-min": _scatter_add,
+    "scatter-max": _scatter_add,
+    "scatter_add": _scatter_add,
+    "addupdate": lambda params, ins, outs: size(ins[1]),
+    "sort": _sort,
+    "argmax": _arg_reduction,
+    "argmin": _arg_reduction,
+    "reduce_window": _window,
+    "reduce_window_sum": _window,
+    "reduce_window_max": _window,
+    "reduce_window_min": _window,
+    "select_and_scatter_add": _scatter_of_window,
+    "select_and_scatter": _scatter_of_window,
+    "polynomial": lambda params, ins, outs: 2 * max(0, len(ins) - 2) * size(outs[0]),
+    "reduce": lambda params, ins, outs: size(ins[0]) - size(outs[0]),
+    "select_and_gather_add": _window,
+    "cumsum": _cumulative,
+    "cumprod": _cumulative,
+    "cummax": _cumulative,
+    "cummin": _cumulative,
+    "cumlogsumexp": lambda params, ins, outs: 8 * size(outs[0]),
+    "random_bits": _random_bits,
+    "random_split": _random(120),
+    "random_fold_in": _random(118),
+    "threefry2x32": lambda params, ins, outs: 118 * size(outs[0]),
+    "pallas_call": _pallas,
 }

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax.extend.core as jex
 
 from .costs import flops, nbytes, size
 from .liveness import drop_dead, mark_residuals
+from .paths import Argument
 from .raw import Eqn, Raw, Value
 from .regions import (
     INLINE,
@@ -25,27 +25,30 @@ from .regions import (
     maps_devices,
     region_of,
 )
-from .source import Frame, Sources, is_jax_function
+from .source import Frame, Sources, defined_in, is_jax_function, name_stack
 from .views import mark_view
 
-_SCOPE = re.compile(r"[\w.~/\[\]()<>:+ -]+")
-_JUNK_SCOPES = frozenset(("checkpoint", "closed_call", "remat", "core_call", "~"))
 
-
-def read(closed: Any, names: Sequence[str], is_weight: Sequence[bool], output_names: Sequence[str]) -> Raw:
+def read(
+    closed: Any,
+    arguments: Sequence[Argument],
+    output_names: Sequence[str],
+    captured: Mapping[int, tuple[Any, Argument]] | None = None,
+) -> Raw:
     """The flat form of a closed jaxpr.
 
     Nested jaxprs are written out in their place. Equations that no result needs are dropped.
 
     Args:
         closed: of the function.
-        names, is_weight: of each argument: its name, and whether it is a parameter.
+        arguments: the name and kind of each argument.
         output_names: of each result.
+        captured: the arrays that the function holds, by id, each with its name and kind.
     """
-    reader = _Reader()
+    reader = _Reader(captured or {}, any(argument.kind == "weight" for argument in arguments))
     env: dict[Any, int] = {}
-    for var, name, weight in zip(closed.jaxpr.invars, names, is_weight, strict=True):
-        env[var] = reader.new_value(var.aval, "weight" if weight else "input", name)
+    for var, argument in zip(closed.jaxpr.invars, arguments, strict=True):
+        env[var] = reader.add_argument(var.aval, argument)
     reader.add_constants(env, closed)
     reader.walk(closed.jaxpr, env, _Context())
     reader.raw.outputs = [reader.value_of(env, atom) for atom in closed.jaxpr.outvars]
@@ -61,6 +64,7 @@ class _Context:
 
     stack: tuple[Frame, ...] = ()
     scope: tuple[str, ...] = ()
+    levels: tuple[int, ...] = ()
     backward: bool = False
     tangent: bool = False
     times: int = 1
@@ -71,8 +75,11 @@ class _Context:
 class _Reader:
     """Writes jaxprs out into one `Raw`. An `env` has the number of the value of each variable."""
 
-    def __init__(self) -> None:
+    def __init__(self, captured: Mapping[int, tuple[Any, Argument]], has_weights: bool) -> None:
         self.raw = Raw()
+        self.captured = captured
+        self.has_weights = has_weights  # among the arguments
+        self.constants: dict[int, int] = {}  # the id of a captured array: its value
         self.sources = Sources()
         self.carried: set[int] = set()  # values that a loop needs although nothing reads them
         self.calls = itertools.count()
@@ -94,13 +101,35 @@ class _Reader:
             return self.new_value(atom.aval, "literal", literal=atom.val)
         return env[atom]
 
+    def add_argument(self, aval: Any, argument: Argument) -> int:
+        """Add an array that has a name."""
+        number = self.new_value(aval, argument.kind, argument.name)
+        value = self.raw.values[number]
+        value.path, value.state, value.group = argument.path, argument.state, argument.group
+        return number
+
     def add_constants(self, env: dict[Any, int], closed: Any) -> None:
-        """Add the captured arrays. Floating ones with more than one element are parameters."""
-        for var in closed.jaxpr.constvars:
-            floating = str(getattr(var.aval, "dtype", "")).startswith(("float", "bfloat", "complex"))
-            weight = floating and size(var.aval) > 1
-            number = sum(value.name.startswith("captured") for value in self.raw.values) if weight else 0
-            env[var] = self.new_value(var.aval, "weight" if weight else "const", f"captured{number}" if weight else "")
+        """Add the captured arrays. One that was captured twice is one value."""
+        for var, array in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+            if id(array) not in self.constants:
+                self.constants[id(array)] = self.add_constant(var.aval, array)
+            env[var] = self.constants[id(array)]
+
+    def add_constant(self, aval: Any, array: Any) -> int:
+        """Add a captured array.
+
+        It is a parameter where no argument is one and it is floating. What no layer reads as its weights becomes a
+        constant again, after folding.
+        """
+        floating = str(getattr(aval, "dtype", "")).startswith(("float", "bfloat", "complex"))
+        _, known = self.captured.get(id(array), (None, None))
+        name = known.name if known is not None else f"captured{len(self.constants)}"
+        module = known is not None and known.kind == "weight"
+        weight = not self.has_weights and (module or (floating and size(aval) > 1))
+        argument = Argument(name, known.path if known is not None else (), "weight" if weight else "const")
+        number = self.add_argument(aval, replace(argument, state=known.state if known is not None else False))
+        self.raw.values[number].captured = not module
+        return number
 
     def walk(self, jaxpr: Any, env: dict[Any, int], context: _Context) -> None:
         """Write out every equation of a jaxpr."""
@@ -124,10 +153,11 @@ class _Reader:
     def context_of(self, eqn: Any, context: _Context) -> _Context:
         """The context of an equation in a jaxpr of this context."""
         info = getattr(eqn, "source_info", None)
-        names, backward, tangent, again = _name_stack(info)
+        names, backward, tangent, again = name_stack(info)
         return _Context(
             context.stack + self.sources.stack(info),
             context.scope + names,
+            context.levels + (-1,) * len(names),
             (context.backward or backward) and not again,
             context.tangent or tangent,
             context.times,
@@ -170,6 +200,7 @@ class _Reader:
             flops=0,
             enclosing=context.enclosing,
             again=context.again,
+            levels=context.levels,
         )
         raw.eqns.append(new)
         return new
@@ -184,7 +215,7 @@ class _Reader:
             context = replace(context, enclosing=enclosing)
         if library and name:
             number = -1 - next(self.calls)  # a call of its own, wherever it is made
-            frame = Frame("jax", "jax", name, "", 0, number, number)
+            frame = Frame("jax", "jax", name, defined_in(jaxpr), 0, number, number)
             context = replace(context, stack=(*context.stack, frame))
         elif not is_jax_function(jaxpr):
             context = self.in_cluster(context, call_label(eqn, name))
@@ -195,10 +226,28 @@ class _Reader:
         context = self.in_cluster(context, region.label)
         context = replace(context, times=context.times * region.times)
         args = [self.value_of(env, atom) for atom in eqn.invars]
-        results = self.write_out(region.body, args[region.skip :], context)
+        read = args
+        if region.carried:
+            carried = {region.carry_at + number for number in region.carried}
+            read = [self.carried_value(value) if at in carried else value for at, value in enumerate(args)]
+        operands = read[region.skip :] if region.operands is None else [read[number] for number in region.operands]
+        results = self.write_out(region.body, operands, context)
         self.carried.update(results[number] for number in region.carried)
+        self.raw.carries += [(read[region.carry_at + number], results[number]) for number in region.carried]
         for var, value in zip(eqn.outvars, results, strict=True):
             env[var] = self.new_value(var.aval, root=value)
+
+    def carried_value(self, value: int) -> int:
+        """What a loop reads: a view of an operand in the first pass, later what the pass before computed.
+
+        It is no constant, even if the loop begins with one. A counter is, as it is not drawn.
+        """
+        first = self.raw.values[value]
+        counts = first.shape == () and first.dtype.startswith(("int", "uint"))
+        constant = not counts and self.raw.of(value).kind in ("const", "literal")
+        number = len(self.raw.values)
+        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, "op", root=number if constant else value))
+        return number
 
     def add_default(self, eqn: Any, branch: Any, env: dict[Any, int], context: _Context) -> None:
         """Write out the default branch, as if the function had no other. The choice does not count."""
@@ -243,23 +292,5 @@ class _Reader:
         counter = self.clusters.setdefault((*context.scope, label), itertools.count(1))
         number = next(counter)
         label = label if number == 1 else f"{label} ({number})"
-        return replace(context, scope=(*context.scope, label))
-
-
-def _name_stack(info: Any) -> tuple[tuple[str, ...], bool, bool, bool]:
-    """The user's scopes, and three marks of an equation.
-
-    The marks are: it is of a gradient, it was differentiated, it is computed again.
-    """
-    entries = getattr(getattr(info, "name_stack", None), "stack", ())
-    names, backward, tangent, again = [], False, False, False
-    for entry in entries:
-        name = str(getattr(entry, "name", ""))
-        if type(entry).__name__ == "Transform":
-            backward |= name == "transpose"
-            tangent |= name == "jvp"
-        elif name == "rematted_computation":
-            again = True
-        elif _SCOPE.fullmatch(name) and "->" not in name and name not in _JUNK_SCOPES:
-            names.append(name)
-    return tuple(names), backward, tangent, again
+        levels = (*context.levels, len(context.stack))
+        return replace(context, scope=(*context.scope, label), levels=levels)

@@ -14,6 +14,10 @@ class Value:
 
     Attributes:
         kind: "op", "input", "weight", "const" or "literal".
+        path: of an argument: its modules and its own name.
+        state: whether it is a weight that no optimizer trains.
+        group: of an argument: the name of the tree that it is a leaf of.
+        captured: whether the function captured it.
         producer: the id of the equation that computes it.
         root: the value that it shows, where it is a view. Else its own number.
     """
@@ -26,6 +30,10 @@ class Value:
     literal: Any = None
     producer: int | None = None
     root: int = -1
+    path: tuple[str, ...] = ()
+    state: bool = False
+    group: str = ""
+    captured: bool = False
 
 
 @dataclass(slots=True)
@@ -35,6 +43,7 @@ class Eqn:
     Attributes:
         position: the number of its place in the program.
         enclosing: the places of the calls that it was written out of.
+        levels: for each part of the scope, how many frames of the stack are around it. -1 where that is not known.
         view: whether its result only shows an operand, so that it is part of an edge.
         residual: whether it is computed next to another equation, only for the gradient.
         again: whether it is computed again for the gradient, by remat.
@@ -59,17 +68,23 @@ class Eqn:
     residual: bool = False
     again: bool = False
     dead: bool = False
+    levels: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class Raw:
-    """Every equation that reaches a result, in order, and every value."""
+    """Every equation that reaches a result, in order, and every value.
+
+    Attributes:
+        carries: what one pass of a loop reads of the pass before, and the value that it is there.
+    """
 
     eqns: list[Eqn] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     output_names: list[str] = field(default_factory=list)
     count: int = 0
+    carries: list[tuple[int, int]] = field(default_factory=list)
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
     _above: dict[int, tuple[int, ...]] = field(default_factory=dict)
 

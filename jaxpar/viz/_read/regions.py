@@ -10,7 +10,7 @@ from .source import Frame
 
 INLINE = frozenset(
     "jit pjit closed_call core_call core_closed_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat "
-    "remat2 checkpoint custom_lin run_state".split()
+    "remat2 checkpoint custom_lin run_state composite custom_vmap_call".split()
 )
 
 
@@ -24,6 +24,8 @@ class Region:
         skip: how many operands of the equation come before those of the body.
         times: how often it runs, as far as that is known.
         carried: the results that the next pass reads, by position.
+        operands: the positions of those that the body has. None for all after `skip`.
+        carry_at: the operand that is the first of these in the first pass.
     """
 
     label: str
@@ -31,6 +33,8 @@ class Region:
     skip: int = 0
     times: int = 1
     carried: Sequence[int] = ()
+    operands: Sequence[int] | None = None
+    carry_at: int = 0
 
 
 def region_of(eqn: Any, stack: tuple[Frame, ...]) -> Region | None:
@@ -41,15 +45,24 @@ def region_of(eqn: Any, stack: tuple[Frame, ...]) -> Region | None:
 
 def _scan(eqn: Any, stack: tuple[Frame, ...]) -> Region:
     length = eqn.params["length"]
-    carried = range(eqn.params.get("num_carry", 0))
-    return Region(f"scan ×{length}", eqn.params["jaxpr"], times=length, carried=carried)
+    first, carried = _scan_sizes(eqn.params)
+    return Region(f"scan ×{length}", eqn.params["jaxpr"], times=length, carried=range(carried), carry_at=first)
+
+
+def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many it carries. Jax 0.12 has them as a tree."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = params["ft_in"].unpack()
+    return len(constants), len(carried)
 
 
 def _while(eqn: Any, stack: tuple[Frame, ...]) -> Region:
     """One pass, as XLA counts it. The condition is not drawn, nor are counters."""
     body = eqn.params["body_jaxpr"]
     carried = [n for n, var in enumerate(body.jaxpr.outvars) if getattr(var.aval, "shape", ()) != ()]
-    return Region("while", body, skip=eqn.params["cond_nconsts"], carried=carried)
+    skip = eqn.params["cond_nconsts"]
+    return Region("while", body, skip=skip, carried=carried, carry_at=skip + eqn.params["body_nconsts"])
 
 
 def _shard_map(eqn: Any, stack: tuple[Frame, ...]) -> Region:
@@ -68,7 +81,21 @@ def _pmap(eqn: Any, stack: tuple[Frame, ...]) -> Region:
     return Region(f"pmap {eqn.params.get('axis_name')}={eqn.params.get('axis_size')}", body_of(eqn))
 
 
-_REGIONS = {"scan": _scan, "while": _while, "shard_map": _shard_map, "xla_pmap": _pmap}
+def _linear_solve(eqn: Any, stack: tuple[Frame, ...]) -> Region:
+    """The solver. The products with the matrix are only for its gradient."""
+    lengths, count = eqn.params["const_lengths"], len(eqn.invars)
+    start = lengths.matvec + lengths.vecmat
+    right = range(start + lengths.solve + lengths.transpose_solve, count)
+    return Region("", eqn.params["jaxprs"].solve, operands=[*range(start, start + lengths.solve), *right])
+
+
+_REGIONS = {
+    "custom_linear_solve": _linear_solve,
+    "scan": _scan,
+    "while": _while,
+    "shard_map": _shard_map,
+    "xla_pmap": _pmap,
+}
 
 
 def is_inlined(eqn: Any) -> bool:
@@ -102,7 +129,7 @@ def branches_of(eqn: Any) -> list[tuple[str, Any]]:
 
 def body_of(eqn: Any) -> Any:
     """The nested jaxpr whose arguments are those of the equation, or None."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
         body = eqn.params.get(name)
         inner = getattr(body, "jaxpr", body)
         if inner is not None and len(getattr(inner, "invars", ())) == len(eqn.invars):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,15 @@ _JAXPAR = os.path.dirname(os.path.dirname(_VIZ)) + os.sep
 # Of JAX's own frames only those of its public functions say what is computed. The others are how it traces.
 _JAX_PUBLIC = tuple(
     os.path.join(_JAX, "_src", part)
-    for part in ("numpy/", "nn/", "scipy/", "lax/", "image/", "ops/", "random.py", "initializers")
+    for part in ("numpy/", "nn/", "scipy/", "lax/", "image/", "ops/", "random/core.py", "random.py", "initializers")
 )
 _MODELS = os.path.join(_JAXPAR, "models") + os.sep
+_WRAPPERS = ("wrapper", "wrapped")  # functions of libraries that only call another
 ANONYMOUS = ("<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<module>")  # functions without a name
+
+
+_SCOPE = re.compile(r"[\w.~/\[\]()<>:+ -]+")
+_JUNK_SCOPES = frozenset(("checkpoint", "closed_call", "remat", "core_call", "~"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,9 @@ class Sources:
 
     def _frame(self, file: str, name: str, line: int, function: Any) -> Frame | None:
         origin, package = _origin(file)
-        if origin == "":
+        if origin == "" and file.startswith(_JAX) and name.startswith("associative_scan"):
+            origin = package = "jax"  # other loops are regions of the jaxpr
+        if origin == "" or (origin == "library" and name.endswith(_WRAPPERS)):
             return None
         number = self._functions.setdefault(function, len(self._functions))
         short = "/".join(file.replace(os.sep, "/").split("/")[-2:])
@@ -111,6 +119,13 @@ def _origin(file: str) -> tuple[str, str]:
     return "user", ""
 
 
+def defined_in(jaxpr: Any) -> str:
+    """The last two parts of the path of a jaxpr's function. Empty where JAX kept none."""
+    info = str(getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "") or "")
+    path = info.partition(" at ")[2].rpartition(":")[0]
+    return "/".join(path.replace(os.sep, "/").split("/")[-2:])
+
+
 def is_jax_function(jaxpr: Any) -> bool:
     """Whether a jaxpr is of a JAX function, such as `jax.nn.relu`."""
     info = str(getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "") or "")
@@ -124,3 +139,22 @@ def describe(stack: tuple[Frame, ...]) -> str:
             if frame.origin == origin:
                 return f"{frame.file}:{frame.line} in {frame.name.replace('<locals>.', '')}"
     return ""
+
+
+def name_stack(info: Any) -> tuple[tuple[str, ...], bool, bool, bool]:
+    """The user's scopes, and three marks of an equation.
+
+    The marks are: it is of a gradient, it was differentiated, it is computed again.
+    """
+    entries = getattr(getattr(info, "name_stack", None), "stack", ())
+    names, backward, tangent, again = [], False, False, False
+    for entry in entries:
+        name = str(getattr(entry, "name", ""))
+        if type(entry).__name__ == "Transform":
+            backward |= name == "transpose"
+            tangent |= name == "jvp"
+        elif name == "rematted_computation":
+            again = True
+        elif _SCOPE.fullmatch(name) and "->" not in name and name not in _JUNK_SCOPES:
+            names.append(name)
+    return tuple(names), backward, tangent, again

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from .raw import Eqn, Raw
 
 _VIEWS = frozenset(
@@ -12,7 +14,9 @@ _VIEWS = frozenset(
 
 
 def mark_view(raw: Raw, eqn: Eqn) -> None:
-    """Decide whether an equation is a view, and of which value."""
+    """Decide whether an equation is a view, and of which value. One without results shows none."""
+    if not eqn.outs:
+        return
     if _is_view(raw, eqn):
         eqn.view = True
         raw.values[eqn.outs[0]].root = eqn.ins[0]
@@ -26,9 +30,20 @@ def mark_view(raw: Raw, eqn: Eqn) -> None:
             raw.values[out].kind = "const"
 
 
+def mark_constants(raw: Raw) -> None:
+    """Mark equations of which all operands are constants by now."""
+    for eqn in raw.eqns:
+        if not eqn.view and eqn.ins and _is_constant(raw, eqn):
+            eqn.view = True
+            for out in eqn.outs:
+                raw.values[out].kind = "const"
+
+
 def _is_view(raw: Raw, eqn: Eqn) -> bool:
     if eqn.prim == "slice" or eqn.prim == "dynamic_slice":
         return raw.weight_of(eqn.ins[0]) is not None and not eqn.backward
+    if eqn.prim == "reduce_sum" and math.prod(eqn.in_shapes[0]) == math.prod(eqn.out_shape):
+        return True  # over axes of length 1
     if eqn.prim not in _VIEWS or not eqn.ins:
         return False
     return eqn.prim != "reshape" or not _flattens(eqn)

@@ -1,0 +1,124 @@
+"""Several calls of one function from one place, told apart.
+
+A stack has places, not calls. So the order of the places tells where a function began again, and what was read tells
+branches of a network from the leaves of a tree.
+"""
+
+from __future__ import annotations
+
+import math
+
+from .._read.source import Frame
+from .cells import Cell, Cells
+
+
+def own_stack(cells: Cells, cell: Cell) -> tuple[Frame, ...]:
+    """The calls around a cell, without those inside of JAX."""
+    return tuple(frame for frame in cells.raw.eqns[cell.eqns[0]].stack if frame.origin != "jax")
+
+
+def begins_again(cells: Cells, cell: Cell, run: list[Cell]) -> bool:
+    """Whether a cell repeats the first of a run, and reads the run."""
+    first, new = cells.raw.eqns[run[0].eqns[0]], cells.raw.eqns[cell.eqns[0]]
+    return first.position == new.position and first.prim == new.prim and reads(cells, [cell], run)
+
+
+def reads(cells: Cells, part: list[Cell], others: list[Cell]) -> bool:
+    """Whether one of these cells reads one of those."""
+    return any(cells.producer(value) in others for cell in part for value in cells.inputs(cell))
+
+
+def split_calls(cells: Cells, run: list[Cell], depth: int) -> list[list[Cell]]:
+    """The calls of one function. Those that each handle a leaf of a tree are one."""
+    parts = _equal_parts(cells, run) or _returns(cells, run, depth)
+    return [run] if len(parts) > 1 and is_of_leaves(cells, parts) else parts
+
+
+def _equal_parts(cells: Cells, run: list[Cell]) -> list[list[Cell]]:
+    """The run as the largest number of equal sequences of steps. Empty where it is none."""
+    steps = [(cells.raw.eqns[cell.eqns[0]].position, cell.op) for cell in run]
+    for size in (size for size in range(1, len(run) // 2 + 1) if len(run) % size == 0):
+        if steps[size:] == steps[:-size]:
+            return [run[at : at + size] for at in range(0, len(run), size)]
+    return []
+
+
+def _returns(cells: Cells, run: list[Cell], depth: int) -> list[list[Cell]]:
+    """The run, split where a step returns to the first one.
+
+    A call begins where the step reads what came before, or where nothing does until the next return.
+    """
+    calls = [own_stack(cells, cell)[depth].call for cell in run]
+    position = cells.raw.eqns[run[0].eqns[0]].position
+    parts: list[list[Cell]] = []
+    for number, cell in enumerate(run):
+        first = cells.raw.eqns[cell.eqns[0]].position == position
+        if number == 0 or (first and (calls[number - 1] != calls[0] or begins_again(cells, cell, parts[-1]))):
+            parts.append([])
+        parts[-1].append(cell)
+    found = parts[:1]
+    for part in parts[1:]:
+        before = [cell for earlier in found for cell in earlier]
+        if reads(cells, part[:1], before) or not reads(cells, part, before):
+            found.append(part)
+        else:
+            found[-1] += part
+    return found
+
+
+def is_of_leaves(cells: Cells, parts: list[list[Cell]]) -> bool:
+    """Whether equal steps each handle a leaf of a tree, as an optimizer does, and are no branches of a network.
+
+    Each has arrays of its own: parameters, gradients, arguments, or what such steps made of them. Without gradients
+    nothing may read two of them.
+    """
+    own = [_arrays(cells, part) for part in parts]
+    shared = sum(map(len, own)) > len(set[int]().union(*own))
+    if shared or not all(own) or any(reads(cells, part, other) for part in parts for other in parts if other != part):
+        return False
+    backward = [_is_after_gradient(cells, arrays) for arrays in own]
+    return all(backward) or (not any(map(_layer_reads, [cells] * len(own), own)) and not _joins(cells, parts))
+
+
+def _arrays(cells: Cells, part: list[Cell]) -> set[int]:
+    """The arrays that these cells read from outside. Scalars do not count."""
+    made = {out for cell in part for eqn in cells.eqns(cell) for out in eqn.outs}
+    roots = {root for cell in part for root in cells.inputs(cell)} - made
+    return {root for root in roots if math.prod(cells.raw.values[root].shape) != 1 or cells.producer(root) is None}
+
+
+def _is_after_gradient(cells: Cells, roots: set[int]) -> bool:
+    """Whether one of these values is computed from a gradient. Others must be parameters and arguments."""
+    todo, seen = list(roots), set(roots)
+    while todo:
+        producer = cells.raw.values[todo.pop()].producer
+        if producer is None:
+            continue
+        eqn = cells.raw.eqns[producer]
+        if eqn.backward:
+            return True
+        new = {cells.raw.root(value) for value in eqn.ins} - seen
+        seen |= new
+        todo += new
+    return False
+
+
+def _layer_reads(cells: Cells, roots: set[int]) -> bool:
+    """Whether one of these values is of a layer."""
+    return any((cell := cells.producer(root)) is not None and cell.major for root in roots)
+
+
+def _joins(cells: Cells, parts: list[list[Cell]]) -> bool:
+    """Whether something is computed from two of these."""
+    whose: dict[int, int] = {
+        out: n for n, part in enumerate(parts) for c in part for e in cells.eqns(c) for out in e.outs
+    }
+    start = min(cell.eqns[0] for part in parts for cell in part)
+    inside = {number for part in parts for cell in part for number in cell.eqns}
+    for eqn in cells.raw.eqns[start:]:
+        found = {whose[root] for value in eqn.ins if (root := cells.raw.root(value)) in whose}
+        if len(found) > 1 and eqn.id not in inside:
+            return True
+        if found and eqn.id not in inside:
+            whose |= dict.fromkeys(eqn.outs, found.pop())
+    return False

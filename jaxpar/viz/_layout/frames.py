@@ -1,0 +1,37 @@
+"""The calls around a cell, from the outside in."""
+
+from __future__ import annotations
+
+from .._fold.cells import Cell, Cells
+from .._read.source import Frame
+
+
+def frames_of(cells: Cells, cell: Cell, known: dict[int, tuple[Frame, ...]]) -> tuple[Frame, ...]:
+    """The calls that all equations of a cell are in, without those of JAX. `known` has them by place, and grows."""
+    eqns = [eqn for eqn in cells.eqns(cell) if not eqn.view] or cells.eqns(cell)
+    shared: tuple[Frame, ...] | None = None
+    for position, stack in {eqn.position: eqn.stack for eqn in eqns}.items():
+        if position not in known:
+            known[position] = plain_stack(stack)
+        shared = known[position] if shared is None else _shared(shared, known[position])
+    return shared or ()
+
+
+def plain_stack(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """A stack without the frames of JAX, and with those once that a nested jaxpr repeats."""
+    frames = [frame for frame in stack if frame.origin != "jax"]
+    starts = [n for n, frame in enumerate(frames) if frame.function == frames[0].function] or [0]
+    found: list[Frame] = []
+    for start, end in zip(starts, [*starts[1:], len(frames)], strict=True):
+        part = frames[start:end]
+        same = len(_shared(tuple(found), tuple(part)))
+        found += part[same:]
+    return tuple(found)
+
+
+def _shared(a: tuple[Frame, ...], b: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """What two stacks begin with. The last frame may be at two places of one function."""
+    length = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x.call != y.call), min(len(a), len(b)))
+    if length < min(len(a), len(b)) and a[length].function == b[length].function:
+        length += 1
+    return a[:length]

@@ -1,0 +1,93 @@
+"""Names for regions: what their parameters share, else what is in them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from .items import Item
+
+_LONGEST = 3  # kinds that are all named
+
+
+def name_region(items: Sequence[Item]) -> str:
+    """A name for a region of these items.
+
+    It is what the names of its parameters or scopes begin with ("conv2_block1", "blocks 0-5"), where they share
+    something. Else it is what is inside: "3 Convolution, 3 Activation", "Convolution + 3".
+    """
+    return _shared_name([item.path for item in items if item.path]) or _contents(items)
+
+
+def _shared_name(paths: list[tuple[str, ...]]) -> str:
+    """What all paths begin with.
+
+    >>> _shared_name([("enc", "conv2_block1", "c1"), ("enc", "conv2_block1", "c2")])
+    'enc/conv2_block1'
+    >>> _shared_name([("blocks", "0", "attn"), ("blocks", "1", "mlp")]), _shared_name([("c3_1",), ("c3_2",)])
+    ('blocks 0-1', 'c3_1-2')
+    """
+    if not paths:
+        return ""
+    shared: list[str] = []
+    for keys in zip(*paths, strict=False):
+        if len(set(keys)) > 1:
+            break
+        shared.append(keys[0])
+    name = "/".join(shared[-2:])
+    keys = [path[len(shared)] for path in paths if len(path) > len(shared)]
+    if len(keys) < len(paths):
+        return name
+    if all(key.isdigit() for key in keys):
+        return f"{name} {_range(keys)}" if name else ""
+    prefix = _common_start(keys)
+    if not prefix:
+        return name
+    numbers = [re.match(r"\d+", key[len(prefix) :]) for key in keys]
+    ends = [number.group() for number in numbers if number is not None]
+    own = prefix + _range(ends) if len(ends) == len(keys) else prefix.rstrip("_-. ")
+    return "/".join([*shared[-1:], own])
+
+
+def _common_start(keys: list[str]) -> str:
+    """What all of these begin with, up to the end of a word or the beginning of a number.
+
+    >>> _common_start(["conv2_block1", "conv2_block12"]), _common_start(["conv", "corr"])
+    ('conv2_block', '')
+    """
+    length = 0
+    while all(len(key) > length for key in keys) and len({key[length] for key in keys}) == 1:
+        length += 1
+    while length and any(_same_word(key, length) for key in keys):
+        length -= 1
+    return keys[0][:length]
+
+
+def _same_word(key: str, at: int) -> bool:
+    """Whether a cut here would be inside a word or a number."""
+    if at >= len(key):
+        return False
+    before, after = key[at - 1], key[at]
+    return (before.isalpha() and after.isalpha()) or (before.isdigit() and after.isdigit())
+
+
+def _range(numbers: list[str]) -> str:
+    """ "2-7", or the number if there is only one."""
+    found = sorted({int(number) for number in numbers})
+    return str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}"
+
+
+def _contents(items: Sequence[Item]) -> str:
+    """What is in a region, the kind with most FLOPs first."""
+    count, cost = Counter(item.kind for item in items), Counter[str]()
+    for item in items:
+        cost[item.kind] += item.flops
+    kinds = sorted(count, key=lambda kind: -cost[kind])
+    if len(kinds) < _LONGEST:
+        return ", ".join(_counted(kind, count[kind]) for kind in kinds)
+    return f"{_counted(kinds[0], count[kinds[0]])} + {len(items) - count[kinds[0]]}"
+
+
+def _counted(kind: str, number: int) -> str:
+    return kind if number == 1 else f"{number} {kind}"

@@ -1,0 +1,105 @@
+"use strict";
+// Reading: the data of the page as objects, and questions about them.
+
+const MOST_BOXES = 60; // at first
+const FEW_BOXES = 10;
+
+function read(data) {
+  const root = data.nodes.length;
+  const net = { ...data, root, sideways: data.direction === "right", parent: new Map(), sizes: [] };
+  net.nodes = data.nodes.map(([w, h, kind, oval, fill, ink, texts, tip, find, source], at) => {
+    net.sizes[at] = [w, h];
+    return { kind, oval, fill, ink, texts, tip, find, source };
+  });
+  net.blocks = data.blocks.map(([w, h, titleWidth, label, texts, tip, fill, ink, layout, items, firsts, lines], at) => {
+    net.sizes[root + at] = [w, h];
+    for (const item of items) net.parent.set(item, root + at);
+    const found = { kind: "block", titleWidth, label, texts, tip, fill, ink, layout, items, firsts, find: label };
+    found.lines = lines.map(([tail, head, tailPort, headPort, pair, text, keys]) => (
+      { tail, head, tailPort, headPort, pair: Boolean(pair), label: text, keys }));
+    return found;
+  });
+  net.readers = data.nodes.map(() => []);
+  net.sources = data.nodes.map(() => []);
+  for (let at = 0; at < data.edges.length; at += 2) {
+    net.readers[data.edges[at]].push(data.edges[at + 1]);
+    net.sources[data.edges[at + 1]].push(data.edges[at]);
+  }
+  return net;
+}
+
+// The blocks around an item, from the inside out, without the whole network.
+function around(net, item) {
+  const found = [];
+  while ((item = net.parent.get(item)) !== undefined && item !== net.root) found.push(item);
+  return found;
+}
+
+function nodesIn(net, item) {
+  return item < net.root ? [item] : net.blocks[item - net.root].items.flatMap((inner) => nodesIn(net, inner));
+}
+
+function level(net, block) {
+  return around(net, block).length + 1;
+}
+
+function allBlocks(net) {
+  return net.blocks.map((_, at) => net.root + at).slice(1);
+}
+
+function deepest(net) {
+  return Math.max(0, ...allBlocks(net).map((block) => level(net, block)));
+}
+
+function upTo(net, depth) {
+  return new Set(allBlocks(net).filter((block) => level(net, block) <= depth));
+}
+
+// As many levels as a reader can take in at once, and single blocks where that leaves next to nothing.
+function firstLevel(net, width, flipped) {
+  const items = (block) => net.blocks[block - net.root].items.length;
+  const fits = (open) => {
+    if ([...open].reduce((sum, block) => sum + items(block) - 1, items(net.root)) > MOST_BOXES) return false;
+    const { w, h } = place(net, net.root, open, flipped);
+    return (net.sideways ? h : w) <= width;
+  };
+  let open = new Set(), depth = 1;
+  while (depth <= deepest(net) && fits(upTo(net, depth))) open = upTo(net, depth++);
+  const rest = allBlocks(net).filter((block) => !open.has(block)).sort((a, b) => level(net, a) - level(net, b) || items(a) - items(b));
+  for (const block of rest) {
+    const shown = [...open].reduce((sum, other) => sum + items(other) - 1, items(net.root));
+    const more = new Set(open).add(block);
+    if (shown < FEW_BOXES && around(net, block).every((outer) => open.has(outer)) && fits(more)) open = more;
+  }
+  return open;
+}
+
+// Every node from which one can come to `starts`, or to which one can come from there.
+function path(net, starts) {
+  const reach = (next) => {
+    const found = new Set(starts), work = [...starts];
+    while (work.length) for (const node of next[work.pop()]) if (!found.has(node)) found.add(node) && work.push(node);
+    return found;
+  };
+  return { before: reach(net.sources), after: reach(net.readers) };
+}
+
+// Whether a line of a block carries an array along the path.
+function isOnPath(net, { line, block }, { before, after }) {
+  const goes = (node) => {
+    const blocks = around(net, node);
+    if (line.head >= 0) return node === line.head || blocks.includes(line.head);
+    return block !== net.root && !blocks.includes(block);
+  };
+  const both = (node, other) => (before.has(node) && before.has(other)) || (after.has(node) && after.has(other));
+  return line.keys.some((node) => net.readers[node].some((reader) => both(node, reader) && goes(reader)));
+}
+
+// The nodes and blocks whose name, kind or source has all of these words.
+function search(net, text) {
+  const wanted = text.toLowerCase().split(/\s+/).filter(Boolean);
+  if (!wanted.length) return [];
+  const fits = (it) => wanted.every((word) => it.find.toLowerCase().includes(word));
+  const nodes = net.nodes.flatMap((node, at) => (fits(node) ? [at] : []));
+  return [...nodes, ...allBlocks(net).filter((block) => fits(net.blocks[block - net.root]))];
+}

@@ -1,0 +1,244 @@
+"""Where everything is in the picture of a step, in points. Graphviz only draws it.
+
+A layer has a row. From the left: ways around rows, forward boxes, gathered parameters, the band of parameters, backward
+boxes, ways around rows, collectives of gradients, optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .._draw.style import text_width
+from .graph import Collective, StepGraph, StepLayer
+from .text import edge_text, layer_lines, sends_text, weights_text
+
+BIG, SMALL = 12.0, 9.5  # points
+LINE = 13.0  # the height of a line
+_PAD, _GAP, _LANE = 18.0, 26.0, 12.0
+
+Line = tuple[str, str]  # a text, and "big", "plain" or "sent"
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A layer's row.
+
+    Attributes:
+        layer: whose row it is.
+        forward, backward, band: the lines of its boxes. Empty for none.
+        above: the lines beside the edge that leaves its forward box.
+        below: those beside the edge that leaves its backward box.
+        gather, gradients: what is sent between the band and its forward box, and behind its backward box.
+        y, height: the middle of its boxes, and how high they are.
+    """
+
+    layer: StepLayer
+    forward: list[Line]
+    backward: list[Line]
+    band: list[Line]
+    above: list[Line]
+    below: list[Line]
+    gather: list[Line]
+    gradients: list[Line]
+    y: float = 0.0
+    height: float = 0.0
+
+
+@dataclass(slots=True)
+class Columns:
+    """The places of all columns.
+
+    Attributes:
+        rows: by the names of the layers, from below.
+        shared: collectives of the gradients of several layers: their lines, their layers and how high they are.
+        optimizers: their lines and how high they are, by name.
+        x: the middle of each column.
+        width: of the boxes of each column.
+        lanes: for each edge that passes rows, by phase, source and target: its way.
+        knee: where the words beside the edges between gradients end.
+        top, right: of the whole.
+    """
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    shared: list[tuple[list[Line], tuple[str, ...], float]] = field(default_factory=list)
+    optimizers: dict[str, tuple[list[Line], float]] = field(default_factory=dict)
+    x: dict[str, float] = field(default_factory=dict)
+    width: dict[str, float] = field(default_factory=dict)
+    lanes: dict[tuple[str, str, str], float] = field(default_factory=dict)
+    knee: float = 0.0
+    top: float = 0.0
+    right: float = 0.0
+
+
+def columns_of(graph: StepGraph, heat: str | None) -> Columns:
+    """Lay out a step."""
+    found = Columns()
+    sends = _by_place(graph)
+    mesh = dict(graph.mesh)
+    for layer in graph.layers:
+        found.rows[layer.name] = _row(graph, layer, heat, sends, mesh)
+    _place_rows(found)
+    lanes = _place_lanes(graph, found)
+    for (phase, layers), group in sends.items():
+        if phase == "gradients" and len(layers) != 1:
+            found.shared.append((_sent(group, mesh), layers, 0.0))
+    _place_columns(graph, found, heat, sends, mesh, lanes)
+    return found
+
+
+def size(lines: Sequence[Line]) -> tuple[float, float]:
+    """The width and the height of a box with these lines."""
+    widths = [text_width(text, BIG if kind == "big" else SMALL, kind == "big") for text, kind in lines]
+    return max(widths, default=0.0) + _PAD, LINE * len(lines) + 10
+
+
+def _by_place(graph: StepGraph) -> dict[tuple[str, tuple[str, ...]], list[Collective]]:
+    """The collectives by phase and layers. Only those of gradients are shared by several layers."""
+    found: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
+    for one in graph.collectives:
+        if one.devices > 1:
+            layers = one.layers if one.phase == "gradients" else one.layers[:1]
+            found.setdefault((one.phase, layers), []).append(one)
+    return found
+
+
+def _sent(group: Sequence[Collective], mesh: dict[str, int]) -> list[Line]:
+    return [(text, "sent") for text in sends_text(group, mesh)]
+
+
+def _row(
+    graph: StepGraph,
+    layer: StepLayer,
+    heat: str | None,
+    sends: dict[tuple[str, tuple[str, ...]], list[Collective]],
+    mesh: dict[str, int],
+) -> Row:
+    def sent(phase: str) -> list[Line]:
+        return _sent(sends.get((phase, (layer.name,)), ()), mesh)
+
+    def leaving(phase: str) -> list[Line]:
+        edge = next((e for e in graph.edges if e.phase == phase and e.source == layer.name), None)
+        return [(text, "plain") for text in edge_text(edge)] if edge is not None else []
+
+    boxes = [
+        [(text, "big" if bold else "plain") for text, bold in layer_lines(layer, part, heat, backward=back)]
+        if part
+        else []
+        for part, back in ((layer.forward, False), (layer.backward, True))
+    ]
+    band: list[Line] = [(text, "plain") for text in weights_text(layer, graph.arguments)] if layer.params else []
+    above, below = [*leaving("forward"), *sent("forward")], [*leaving("backward"), *sent("backward")]
+    return Row(layer, boxes[0], boxes[1], band, above, below, sent("parameters"), sent("gradients"))
+
+
+def _place_rows(found: Columns) -> None:
+    y = 0.0
+    below: Row | None = None
+    for row in found.rows.values():
+        boxes = (row.forward, row.backward, row.band, row.gather, row.gradients)
+        row.height = max(size(lines)[1] for lines in boxes)
+        lines = max(len(below.above) if below else 1, len(row.below))
+        y += _GAP + LINE * lines + row.height / 2
+        row.y = y
+        y += row.height / 2
+        below = row
+    found.top = y + (LINE * len(below.above) if below else 0)
+
+
+def _place_lanes(graph: StepGraph, found: Columns) -> dict[str, int]:
+    """Give each edge that passes rows a way of its own. Returns how many ways there are on each side."""
+    order = {name: number for number, name in enumerate(found.rows, 1)}
+    count: dict[str, int] = {}
+    for phase in ("forward", "backward"):
+        spans: list[list[tuple[int, int, str]]] = []  # what is in each lane: from, to and the source
+        edges = [edge for edge in graph.edges if edge.phase == phase]
+        for edge in sorted(edges, key=lambda edge: abs(order.get(edge.source, 0) - order[edge.target])):
+            low, high = sorted((order.get(edge.source, 0), order[edge.target]))
+            if high - low < 2:
+                continue
+            free = (n for n, lane in enumerate(spans) if all(_apart((low, high, edge.source), one) for one in lane))
+            lane = next(free, len(spans))
+            spans += [[]] if lane == len(spans) else []
+            spans[lane].append((low, high, edge.source))
+            found.lanes[phase, edge.source, edge.target] = float(lane)
+        count[phase] = len(spans)
+    return count
+
+
+def _apart(one: tuple[int, int, str], other: tuple[int, int, str]) -> bool:
+    """Whether two edges can share a way: they do not meet, or have one source."""
+    return one[2] == other[2] or one[1] <= other[0] or other[1] <= one[0]
+
+
+def _place_columns(
+    graph: StepGraph,
+    found: Columns,
+    heat: str | None,
+    sends: dict[tuple[str, tuple[str, ...]], list[Collective]],
+    mesh: dict[str, int],
+    lanes: dict[str, int],
+) -> None:
+    rows = list(found.rows.values())
+    width = found.width
+    for name in ("forward", "gather", "band", "backward", "gradients"):
+        width[name] = max((size(lines)[0] for row in rows if (lines := getattr(row, name))), default=0.0)
+    shared = max((size(lines)[0] for lines, _, _ in found.shared), default=0.0)
+    width["gradients"] = max(width["gradients"], shared)
+    beside = {name: max((size(getattr(row, name))[0] for row in rows), default=0.0) for name in ("above", "below")}
+    for optimizer in graph.optimizers:
+        lines: list[Line] = [
+            (text, "big" if bold else "plain")
+            for text, bold in layer_lines(optimizer, optimizer.forward, heat, backward=False)
+        ]
+        found.optimizers[optimizer.name] = (lines + _sent(sends.get(("optimizer", (optimizer.name,)), ()), mesh), 0.0)
+    width["optimizer"] = max((size(lines)[0] for lines, _ in found.optimizers.values()), default=0.0)
+    x = _LANE * (lanes["forward"] + 1)
+    x = _put(found, "forward", x, max(0.0, beside["above"] - width["forward"] / 2))
+    for name in ("gather", "band"):
+        x = _put(found, name, x, 0.0) if width[name] else x
+    x = _put(found, "backward", x, max(_LANE * (lanes["backward"] + 1), beside["below"] - width["backward"] / 2))
+    found.knee, x = x - _GAP, x + _GAP
+    for name in ("gradients", "optimizer"):
+        x = _put(found, name, x, 0.0) if width[name] else x
+    found.right = x
+    _place_updates(graph, found)
+    _set_lanes(found)
+
+
+def _put(found: Columns, name: str, x: float, extra: float) -> float:
+    """Place a column to the right of x. Returns where it ends, with a gap."""
+    found.x[name] = x + found.width[name] / 2
+    return x + found.width[name] + extra + _GAP
+
+
+def _set_lanes(found: Columns) -> None:
+    left = found.x["forward"] - found.width["forward"] / 2
+    right = found.x["backward"] + found.width["backward"] / 2
+    for key, lane in found.lanes.items():
+        found.lanes[key] = left - _LANE * (lane + 1) if key[0] == "forward" else right + _LANE * (lane + 1)
+
+
+def _place_updates(graph: StepGraph, found: Columns) -> None:
+    """Place what several gradients go through, and the optimizers, at the middle of where they come from."""
+    taken = [(row.y, row.height) for row in found.rows.values() if row.gradients]
+    middle = found.top / 2
+    for number, (lines, layers, _) in enumerate(found.shared):
+        ys = [found.rows[name].y for name in layers if name in found.rows]
+        y = _free(sum(ys) / len(ys) if ys else middle, size(lines)[1], taken)
+        taken.append((y, size(lines)[1]))
+        found.shared[number] = (lines, layers, y)
+    taken = []
+    for name, (lines, _) in found.optimizers.items():
+        ys = [found.rows[e.source].y for e in graph.edges if e.phase == "gradients" and e.target == name]
+        y = _free(sum(ys) / len(ys) if ys else 0.0, size(lines)[1], taken)
+        taken.append((y, size(lines)[1]))
+        found.optimizers[name] = (lines, y)
+
+
+def _free(y: float, height: float, taken: list[tuple[float, float]]) -> float:
+    """The next place upwards from y where nothing is."""
+    for other, size in sorted(taken):
+        if abs(other - y) < (size + height) / 2 + 6:
+            y = other + (size + height) / 2 + 6
+    return y

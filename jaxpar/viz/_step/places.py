@@ -1,0 +1,224 @@
+"""Instructions of a compiled program found in the layers of its trace."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from .._layout.net import Net
+from .._read.raw import Eqn
+from .flow import Flow, Value
+from .hlo import Instruction, Program
+
+_Frame = tuple[str, int]  # the last two parts of a file's path, and a line
+
+# Instructions that only move arrays: a way goes on through them.
+MOVES = frozenset(
+    "bitcast tuple get-tuple-element while call conditional fusion parameter opt-barrier copy-start copy-done copy "
+    "async-start async-update async-done convert all-reduce-done all-gather-done collective-permute-done".split()
+)
+_ROUNDS = 3
+
+
+class Places:
+    """The draft that each instruction was compiled from.
+
+    Equations and instructions both keep the Python calls around them, and the innermost ones are compared first. Of
+    equations with the same calls, those of the same pass and primitive are taken. Where several layers are left, as for
+    the passes of a Python loop, the parameters that an instruction reads and its neighbours tell which. Where nothing
+    tells, the instruction has no draft.
+    """
+
+    def __init__(self, program: Program, net: Net) -> None:
+        self.program, self.net = program, net
+        self.flow = Flow(program, fused=True)
+        self._index = _Index(net)
+        self.found: dict[str, int] = {}
+        self._resolve()
+
+    def draft_of(self, instruction: Instruction) -> int | None:
+        """The draft of an instruction, or None."""
+        return self.found.get(instruction.name)
+
+    def drafts_of(self, instruction: Instruction) -> list[int]:
+        """The drafts of an instruction and of all that it fuses."""
+        parts = [instruction]
+        for how, name in instruction.called:
+            if how == "calls" and instruction.opcode == "fusion":
+                parts += self.program.computations[name].instructions.values()
+        return list(dict.fromkeys(self.found[part.name] for part in parts if part.name in self.found))
+
+    def _resolve(self) -> None:
+        open_ones: dict[str, list[int]] = {}
+        other_code: dict[str, list[int]] = {}  # of another platform than the trace
+        for one in self.program:
+            if not one.op_name or one.opcode in ("parameter", "constant"):
+                continue
+            drafts, is_same = self._index.drafts_of(one)
+            if len(drafts) == 1:
+                self.found[one.name] = drafts[0]
+            elif drafts:
+                (open_ones if is_same else other_code)[one.name] = drafts
+        self._by_parameters(open_ones)
+        self._by_parameters(other_code)
+        for _ in range(_ROUNDS):
+            before = len(open_ones)
+            self._by_neighbours(open_ones)
+            if len(open_ones) == before:
+                break
+
+    def _by_parameters(self, open_ones: dict[str, list[int]]) -> None:
+        """Decide by the parameters that an instruction reads."""
+        weights: dict[str, set[int]] = {}
+        for draft in self.net.layers:
+            for weight in draft.weights:
+                weights.setdefault(self.net.raw.values[weight].name, set()).add(draft.at)
+        if not weights:
+            return
+        for name, drafts in list(open_ones.items()):
+            readers = [weights.get(parameter, set()) for parameter in self._parameters(name)]
+            fitting = [at for at in drafts if any(at in some and not some.issuperset(drafts) for some in readers)]
+            if len(fitting) == 1:
+                self.found[name] = fitting[0]
+                del open_ones[name]
+
+    def _parameters(self, name: str) -> set[str]:
+        """The names of the arguments that an instruction reads."""
+        near = self.near([(operand, None) for operand in self.program[name].operands], back=True)
+        found = (self.program[one] for one, _ in near)
+        return {one.op_name.replace("\\'", "'") for one in found if one.opcode == "parameter"}
+
+    def _by_neighbours(self, open_ones: dict[str, list[int]]) -> None:
+        """Decide by the layers before and after an instruction."""
+        before, after = self.net.sources(), _turned(self.net.sources())
+        for name in [*open_ones, *reversed(open_ones)]:
+            if name not in open_ones:
+                continue
+            drafts = open_ones[name]
+            inputs = self.near([(operand, None) for operand in self.program[name].operands], back=True)
+            outputs = self.near([(name, None)], back=False)
+            votes: Counter[int] = Counter()
+            for near, joined in ((inputs, before), (outputs, after)):
+                known = {self.found[one] for one, _ in near if one in self.found}
+                votes.update(at for at in drafts if known & (joined.get(at, set()) | {at}))
+            best = votes.most_common(2)
+            if best and (len(best) == 1 or best[0][1] > best[1][1]):
+                self.found[name] = best[0][0]
+                del open_ones[name]
+
+    def near(self, start: list[Value], *, back: bool) -> list[Value]:
+        """The nearest instructions that compute something, or end the program, in one direction."""
+        step = self.flow.sources if back else self.flow.readers
+        work = list(start) if back else [value for one in start for value in step(one)]
+        seen, found = set(work), list[Value]()
+        while work:
+            value = work.pop()
+            if self.program[value[0]].opcode not in MOVES or self.is_end(value[0], back=back):
+                found.append(value)
+                continue
+            new = [one for one in step(value) if one not in seen]
+            seen.update(new)
+            work += new
+        return found
+
+    def is_end(self, name: str, *, back: bool) -> bool:
+        """Whether an instruction is an argument, or the result, of the whole program."""
+        one = self.program[name]
+        if self.program.home[name] != self.program.entry:
+            return False
+        return one.opcode == "parameter" if back else one.is_root
+
+
+class _Index:
+    """Equations by the Python calls around them."""
+
+    def __init__(self, net: Net) -> None:
+        self._owner = {number: draft.at for draft in net.drafts for number in draft.eqns}
+        self._inside: dict[_Frame, list[Eqn]] = {}
+        self._through: dict[_Frame, list[Eqn]] = {}
+        self._stacks: dict[int, tuple[_Frame, ...]] = {}
+        self._known: dict[tuple[str, tuple[_Frame, ...], tuple[int, ...]], tuple[list[int], bool]] = {}
+        for eqn in net.raw.eqns:
+            frames = tuple((frame.file, frame.line) for frame in eqn.stack if frame.origin != "jax" and frame.file)
+            if eqn.id in self._owner and frames:
+                self._stacks[eqn.id] = frames
+                self._inside.setdefault(frames[-1], []).append(eqn)
+                for frame in set(frames):
+                    self._through.setdefault(frame, []).append(eqn)
+
+    def drafts_of(self, instruction: Instruction) -> tuple[list[int], bool]:
+        """The drafts that an instruction may be of, and whether it is of the code that was traced."""
+        sizes = tuple(math.prod(array.shape) for array in instruction.arrays)
+        key = (instruction.op_name, instruction.frames, sizes)
+        if key not in self._known:
+            found, is_same = self._equations(instruction)
+            eqns = _alike(found, instruction) if is_same else _same_pass(found, instruction)
+            self._known[key] = list(dict.fromkeys(self._owner[eqn.id] for eqn in eqns)), is_same
+        return self._known[key]
+
+    def _equations(self, instruction: Instruction) -> tuple[list[Eqn], bool]:
+        """The equations that share the most calls with an instruction, seen from the inside.
+
+        Code of another platform may have been compiled than traced. Then they share outer calls only.
+        """
+        frames = tuple((_short(file), line) for file, line in instruction.frames)
+        if frames and (candidates := self._inside.get(frames[-1])):
+            shared = {eqn.id: _common_end(self._stacks[eqn.id], frames) for eqn in candidates}
+            most = max(shared.values())
+            return [eqn for eqn in candidates if shared[eqn.id] == most], True
+        known = (self._through[frame] for frame in reversed(frames) if frame in self._through)
+        return next(known, []), False
+
+
+def is_backward(op_name: str) -> bool:
+    """Whether an instruction is of a gradient, or computed again for one."""
+    return "transpose(" in op_name or "rematted_computation" in op_name
+
+
+def primitive_of(op_name: str) -> str:
+    """The primitive that an instruction was made of. Of several the last.
+
+    >>> primitive_of("jit(step)/transpose(jvp(net))/dot_general")
+    'dot_general'
+    """
+    return op_name.rstrip(")").rsplit("/", 1)[-1]
+
+
+def _alike(eqns: list[Eqn], instruction: Instruction) -> list[Eqn]:
+    """The equations of the same pass, and of the same primitive and size as far as there are such."""
+    prim, sizes = primitive_of(instruction.op_name), {math.prod(array.shape) for array in instruction.arrays}
+    found = _same_pass(eqns, instruction)
+    found = [eqn for eqn in found if eqn.prim == prim] or found
+    return [eqn for eqn in found if any(_divides(size, math.prod(eqn.out_shape)) for size in sizes)] or found
+
+
+def _same_pass(eqns: list[Eqn], instruction: Instruction) -> list[Eqn]:
+    backward = is_backward(instruction.op_name)
+    return [eqn for eqn in eqns if (eqn.backward or eqn.again) == backward] or eqns
+
+
+def _divides(size: int, whole: int) -> bool:
+    return size > 0 and whole % size == 0
+
+
+def _common_end(one: tuple[_Frame, ...], other: tuple[_Frame, ...]) -> int:
+    """How many of the innermost calls are the same."""
+    count = 0
+    for a, b in zip(reversed(one), reversed(other), strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _turned(sources: dict[int, set[int]]) -> dict[int, set[int]]:
+    """The readers of each draft, from the sources of each."""
+    found: dict[int, set[int]] = {}
+    for target, names in sources.items():
+        for source in names:
+            found.setdefault(source, set()).add(target)
+    return found
+
+
+def _short(file: str) -> str:
+    return "/".join(file.replace("\\", "/").split("/")[-2:])

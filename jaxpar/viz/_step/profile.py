@@ -1,0 +1,71 @@
+"""The seconds of each layer, from a profile of `jax.profiler`."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from .hlo import Program
+from .places import Places
+
+
+def seconds_of(
+    profile: Mapping[str, float] | str | os.PathLike[str] | None,
+    program: Program,
+    places: Places,
+    names: dict[int, str],
+) -> dict[str, float]:
+    """The seconds of each layer, by its name. Those of a directory are the sum over its devices and steps.
+
+    Raises:
+        TypeError: the profile is neither a dict nor a directory.
+        ValueError: the directory has no profile, or the profile has no instruction of this program.
+    """
+    if profile is None:
+        return {}
+    if isinstance(profile, Mapping):
+        return {str(name): float(seconds) for name, seconds in profile.items()}
+    if not isinstance(profile, (str, os.PathLike)):
+        raise TypeError(
+            "trace_step: profile must be a dict of layers and seconds, or the directory that jax.profiler.trace wrote, "
+            f"got a {type(profile).__name__}"
+        )
+    found: dict[str, float] = {}
+    for name, seconds in _events(os.fspath(profile)):
+        at = _draft(program, places, name)
+        if at is not None:
+            found[names[at]] = found.get(names[at], 0.0) + seconds
+    if not found:
+        raise ValueError(f"trace_step: the profile in {os.fspath(profile)!r} has no instruction of this step")
+    return found
+
+
+def _draft(program: Program, places: Places, name: str) -> int | None:
+    """The layer of an instruction. Of a fusion the one that it is named after."""
+    if name not in program.home:
+        return None
+    one = program[name]
+    if one.opcode in ("while", "call", "conditional"):
+        return None  # what they call has events of its own
+    own = places.draft_of(one) if one.op_name else None
+    return own if own is not None else next(iter(places.drafts_of(one)), None)
+
+
+def _events(folder: str) -> Iterator[tuple[str, float]]:
+    """The name of the instruction and the seconds of each event that is one."""
+    files = sorted(glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True))
+    if not files:
+        raise ValueError(f"trace_step: there is no profile (*.xplane.pb) in {folder!r}; record one with jax.profiler")
+    for file in files:
+        data: Any = jax.profiler.ProfileData.from_file(file)
+        for plane in data.planes:
+            for line in plane.lines:
+                for event in line.events:
+                    stats = dict(event.stats)
+                    name = stats.get("hlo_op")
+                    if name:
+                        yield str(name), event.duration_ns / 1e9

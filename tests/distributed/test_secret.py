@@ -1,0 +1,247 @@
+"""The secret of a run: who knows it takes part, who does not is dropped, and neither end trusts the other before."""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+import time
+
+import pytest
+from hostile import HELLO, JOB, Run
+
+from jaxpar._heartbeat import client as client_module, secret as secrets
+from jaxpar._heartbeat.client import HeartbeatClient
+from jaxpar._heartbeat.secret import Secret
+from jaxpar._heartbeat.server_thread import ServerThread
+
+KEY = Secret(b"0123456789abcdef", "a test")
+OTHER = Secret(b"fedcba9876543210", "another test")
+LIMIT = 20.0
+
+
+def serve(secret, size=1):
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = ServerThread(listener, job=JOB, size=size, secret=secret, heartbeat_timeout=5, join_timeout=5)
+    thread.start()
+    return listener.getsockname(), thread
+
+
+def new_client(secret, rank=0, size=1):
+    return HeartbeatClient(rank, size, job=JOB, secret=secret, heartbeat_timeout=5, launched=False)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    with Run(monkeypatch, secret=KEY) as run:
+        yield run
+
+
+def answer(run, connection, secret, **changes):
+    """The proof of a process that knows `secret`, and says in its proof that it is another where `changes` say so."""
+    (message,) = connection.read()
+    about = {"job": JOB, "rank": 2, "size": 3, **changes}
+    connection.send({"answer": "mine", "proof": secret.proof("process", (message["challenge"], "mine"), **about)})
+    run.turn()
+    return message["challenge"]
+
+
+def test_both_ends_prove_that_they_know_the_secret(run):
+    connection = run.connect(HELLO)
+    assert not run.server.peers  # a hello alone is no process
+    challenge = answer(run, connection, KEY)
+    proof = KEY.proof("server", (challenge, "mine"), JOB, 2, 3)
+    assert connection.read() == [{"proof": proof}, {"welcome": 1}]
+    assert set(run.server.peers) == {2}
+
+
+@pytest.mark.parametrize(
+    ("secret", "changes"), [(OTHER, {}), (KEY, {"rank": 1}), (KEY, {"size": 2}), (KEY, {"job": "b"})]
+)
+def test_a_wrong_proof_is_dropped_and_ends_nothing(run, secret, changes):
+    connection = run.connect(HELLO)
+    answer(run, connection, secret, **changes)
+    assert connection.ends()
+    assert not run.server.peers
+    assert run.server.lost is None
+    good = run.connect(HELLO)
+    answer(run, good, KEY)
+    assert set(run.server.peers) == {2}
+
+
+def test_a_proof_is_of_no_use_on_another_connection(run):
+    first, second = run.connect(HELLO), run.connect(HELLO)
+    (message,) = first.read()
+    second.read()
+    proof = KEY.proof("process", (message["challenge"], "mine"), JOB, 2, 3)
+    second.send({"answer": "mine", "proof": proof})
+    run.turn()
+    assert second.ends()
+    assert not run.server.peers
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"heartbeat": 1},
+        {"failed": "x"},
+        {"hint": "/etc"},
+        {"leaving": 1},
+        HELLO,
+        {"answer": "a", "proof": "b", "rank": 0},
+        {"answer": 3, "proof": "b"},
+        {"answer": "a" * 65, "proof": "b"},
+    ],
+    ids=lambda message: "-".join(message)[:20],
+)
+def test_what_a_process_sends_before_its_proof_changes_nothing(run, message):
+    connection = run.connect(HELLO, message)
+    assert connection.ends()
+    assert (run.server.peers, run.server.lost, run.server.hint) == ({}, None, None)
+
+
+def test_an_answer_comes_once_and_only_after_a_challenge(run, monkeypatch):
+    early = run.connect({"answer": "a", "proof": "b"})
+    assert early.ends()
+    connection = run.connect(HELLO)
+    answer(run, connection, KEY)
+    connection.send({"answer": "a", "proof": "b"})
+    run.turn()
+    assert connection.ends()
+    with Run(monkeypatch) as without:  # a server without a secret
+        assert without.connect({"answer": "a", "proof": "b"}).ends()
+
+
+def test_a_hello_without_an_answer_is_dropped_in_time(run):
+    connection = run.connect(HELLO)
+    run.wait(6.0)
+    assert connection.ends()
+
+
+def test_processes_with_the_secret_join():
+    address, thread = serve(KEY, size=2)
+    clients = [new_client(KEY, rank, 2) for rank in range(2)]
+    joins = [threading.Thread(target=c.join_run, args=([address], 5.0, "absent")) for c in clients]
+    for join in joins:
+        join.start()
+    for join in joins:
+        join.join(LIMIT)
+    assert all(client.is_alive() for client in clients)
+    for client in clients:
+        client.stop()
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("server", "client", "text"),
+    [
+        (KEY, OTHER, "the server has another secret than the one in another test"),
+        (KEY, None, "the server asks for the secret of the run, and this process has none; set JAXPAR_SECRET, or "),
+        (None, KEY, "the server has no secret, and this process has one, in a test"),
+    ],
+    ids=["another", "none here", "none there"],
+)
+def test_a_client_says_what_is_wrong_with_the_secret(monkeypatch, server, client, text):
+    monkeypatch.setattr(client_module, "_MISTRUST_TIMEOUT", 0.3)
+    address, thread = serve(server)
+    with pytest.raises(ConnectionError, match=re.escape(text)):
+        new_client(client).join_run([address], 60.0, "absent")
+    assert thread.server.lost is None
+    if server is not None:  # the right process still joins, and the server ends with it
+        good = new_client(server)
+        good.join_run([address], 5.0, "absent")
+        good.stop()
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        [{"welcome": 1}, {"go": 1, "host": "evil"}],
+        [{"heartbeat": 1}, {"welcome": 1}, {"go": 1, "host": "evil"}],
+        [{"challenge": "x"}, {"welcome": 1}, {"go": 1, "host": "evil"}],
+        [{"challenge": "x"}, {"proof": "y"}, {"welcome": 1}, {"go": 1, "host": "evil"}],
+        [{"lost": 1, "host": "evil", "why": "nothing"}],
+        [{"refused": "no"}],
+    ],
+    ids=lambda says: "-".join(next(iter(message)) for message in says),
+)
+@pytest.mark.parametrize("pause", [0.02, 0], ids=["one by one", "at once"])
+def test_a_client_obeys_no_server_that_does_not_know_the_secret(monkeypatch, says, pause):
+    monkeypatch.setattr(client_module, "_WELCOME_TIMEOUT", 0.3)
+    monkeypatch.setattr(client_module, "_MISTRUST_TIMEOUT", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def lie():
+            with contextlib.suppress(OSError):
+                while True:
+                    sock, _ = listener.accept()
+                    with sock:
+                        lines = [json.dumps(message).encode() + b"\n" for message in says]
+                        for line in lines if pause else [b"".join(lines)]:
+                            sock.sendall(line)
+                            time.sleep(pause)
+                        sock.shutdown(socket.SHUT_WR)
+                        while sock.recv(1000):
+                            pass
+
+        threading.Thread(target=lie, daemon=True).start()
+        with pytest.raises(ConnectionError, match=r"secret|absent"):
+            new_client(KEY).join_run([listener.getsockname()], 1.0, "absent")
+
+
+def test_the_secret_is_found(tmp_path):
+    file = tmp_path / "jaxpar" / "secret"
+    file.parent.mkdir()
+    file.write_bytes(b"from the default file\n")
+    file.chmod(0o600)
+    home = {"XDG_CONFIG_HOME": str(tmp_path)}
+    assert secrets.find({"HOME": str(tmp_path)}) is None
+    assert secrets.find(home).key == b"from the default file"
+    named = tmp_path / "named"
+    named.write_bytes(b"from the file with a name")
+    named.chmod(0o400)
+    assert secrets.find({**home, "JAXPAR_SECRET_FILE": str(named)}).key == b"from the file with a name"
+    found = secrets.find({**home, "JAXPAR_SECRET_FILE": str(named), "JAXPAR_SECRET": "from the variable"})
+    assert (found.key, found.source) == (b"from the variable", "the variable JAXPAR_SECRET")
+    assert "variable'" not in repr(found).replace("JAXPAR", "")
+    assert b"from" not in repr(found).encode()
+
+
+def made(tmp_path, what):
+    path = tmp_path / "secret"
+    if what == "folder":
+        path.mkdir(mode=0o700)
+    elif what == "pipe":
+        os.mkfifo(path, 0o600)
+    elif what != "nothing":
+        path.write_bytes({"short": b"x" * 15, "long": b"x" * 5000, "blank": b" \n" * 20}.get(what, b"x" * 32))
+        path.chmod(int(what, 8) if what.isdigit() else 0o600)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("nothing", "cannot be read: No such file"),
+        ("folder", r"no regular file|Is a directory"),
+        ("pipe", "no regular file"),
+        ("640", "readable by you only"),
+        ("604", "readable by you only"),
+        ("short", "must have 16 to 4096 bytes"),
+        ("long", "must have 16 to 4096 bytes"),
+        ("blank", "must have 16 to 4096 bytes"),
+    ],
+)
+def test_a_file_that_cannot_hold_a_secret_is_refused(tmp_path, what, text):
+    with pytest.raises(RuntimeError, match=text) as error:
+        secrets.find({"JAXPAR_SECRET_FILE": made(tmp_path, what)})
+    assert "x" * 15 not in str(error.value)
+
+
+def test_a_variable_that_is_too_short_is_refused():
+    with pytest.raises(RuntimeError, match=r"the variable JAXPAR_SECRET must have 16 to 4096 bytes"):
+        secrets.find({"JAXPAR_SECRET": "password"})

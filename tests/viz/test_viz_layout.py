@@ -1,0 +1,229 @@
+"""What large networks become: regions as scopes, names in boxes, loops, blocks that begin where a person would cut."""
+
+import re
+import xml.etree.ElementTree as ET
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+import viz_models as m
+from test_viz_trace import check
+
+from jaxpar import viz
+from jaxpar.viz._trace import whole
+
+CONV = partial(jax.lax.conv_general_dilated, padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def convolve(w, x, stride=1):
+    return jax.nn.relu(CONV(x, w, (stride, stride)))
+
+
+def dense_net(join):
+    """Two dense blocks of six and twelve layers, whose widths grow, so that nothing repeats."""
+    params, width = {"stem": {"w": m.Spec((3, 3, 3, 8), m.f32)}}, 8
+    for block, count in enumerate((6, 12)):
+        for layer in range(count):
+            sizes = {"w1": (1, 1, width, 16), "w2": (3, 3, 16, 4)}
+            params[f"conv{block}_block{layer}"] = {name: m.Spec(size, m.f32) for name, size in sizes.items()}
+            width += 4
+
+    def apply(params, x):
+        x = convolve(params["stem"]["w"], x)
+        for block, count in enumerate((6, 12)):
+            parts = [x]
+            for layer in range(count):
+                one = params[f"conv{block}_block{layer}"]
+                new = convolve(one["w2"], convolve(one["w1"], x))
+                parts = [*parts, new] if join == "list" else [x, new]
+                x = jnp.concatenate(parts, -1)
+        return x.mean((1, 2))
+
+    return apply, params, m.Spec((2, 16, 16, 3), m.f32)
+
+
+def test_regions_above_the_limit_have_the_names_of_their_parameters():
+    graph = check(viz.trace(*dense_net("chain"), max_nodes=40))
+    blocks = [*(f"conv0_block{n}" for n in range(6)), *(f"conv1_block{n}" for n in range(12))]
+    assert [node.name for node in graph.layers if node.op != "Concat"] == ["stem", *blocks, "mean0"]
+    assert {node.detail for node in graph.layers if node.name in blocks} == {"4 layers"}
+
+
+@pytest.mark.parametrize("join", ["list", "chain"])
+def test_dense_blocks_close_whole(join):
+    graph = check(viz.trace(*dense_net(join), max_nodes=8))
+    assert [node.name for node in graph.layers] == ["stem", "conv0_block0-5", "conv1_block0-11", "mean0"]
+    assert graph["conv1_block0-11"].detail.endswith(" layers")
+    assert graph.total_flops == viz.trace(*dense_net(join), max_nodes=None).total_flops
+
+
+def test_regions_without_names_say_what_is_in_them():
+    def fn(x):
+        for width in range(30, 0, -1):
+            x = x[:, :width] + jnp.tanh(jnp.sin(x[:, :width]) @ jnp.ones((width, width)))
+        return x
+
+    graph = check(viz.trace(fn, m.Spec((2, 40), m.f32), max_nodes=35))
+    names = [node.op for node in graph.layers]
+    assert 10 <= len(names) <= 35
+    assert not any("..." in name or "…" in name for name in names)
+    assert any(re.fullmatch(r"(\d+ )?\w+ \+ \d+", name) for name in names)
+
+
+def test_a_mask_for_all_blocks_does_not_hide_them():
+    def fn(params, x, mask):
+        kept = mask > 0
+        for n in range(20):
+            y = jnp.where(kept, x[:, : 30 - n] @ params[f"b{n}"]["w"], 0.0)
+            x = x[:, : 30 - n] + jnp.tanh(y @ params[f"b{n}"]["v"])
+        return x
+
+    sizes = [30 - n for n in range(20)]
+    params = {f"b{n}": {name: m.Spec((size, size), m.f32) for name in "wv"} for n, size in enumerate(sizes)}
+    graph = check(viz.trace(fn, params, m.Spec((2, 30), m.f32), m.Spec((2, 1), m.f32), max_nodes=30))
+    assert [node.name for node in graph.layers if re.fullmatch(r"b\d+", node.name)] == [f"b{n}" for n in range(20)]
+
+
+def test_the_whole_net_has_regions_as_scopes_and_loses_nothing():
+    fn, params, x = dense_net("chain")
+    grad = jax.grad(lambda params, x: fn(params, x).sum())
+    plain, graph = viz.trace(grad, params, x, max_nodes=None), check(whole(grad, params, x))
+    assert [(n.name, n.op, n.flops) for n in graph.nodes] == [(n.name, n.op, n.flops) for n in plain.nodes]
+    assert graph["conv0_block3/w2"].scope == ("conv0_block3",)
+    assert graph["conv0_block3/w2 (backward)"].scope == ("conv0_block3",)
+    children = {}
+    for node in (node for node in graph.layers if not node.is_backward):
+        for depth in range(len(node.scope) + 1):
+            children.setdefault(node.scope[:depth], set()).add((*node.scope, node.name)[: depth + 1])
+    assert max(map(len, children.values())) <= 24
+
+
+def test_a_gradient_closes_with_its_layers():
+    fn, args = m.network("gradient")
+    graph = check(viz.trace(fn, *args, max_nodes=6))
+    assert [node.name for node in graph.layers] == [
+        "conv1-2", "dense1-2", "dense1-2 (backward)", "conv1-2 (backward)"
+    ]  # fmt: skip
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(plot):
+    """The lines of each node and cluster, by the name of the node."""
+    groups = [g for g in ET.fromstring(plot.pipe("svg")).iter(SVG + "g") if g.get("class") in ("node", "cluster")]
+    return {g.find(SVG + "title").text: [t.text for t in g.iter(SVG + "text")] for g in groups}
+
+
+def test_boxes_have_the_names_of_their_layers():
+    fn, args = m.flax_transformer(2)
+    found = texts(viz.plot_network(fn, *args))
+    dense = [lines[0] for lines in found.values() if lines[1:2] == ["FullyConnected 16"]]
+    assert sorted(dense) == ["Dense_0", "key", "out", "query", "value"]
+    assert ["Activation", "gelu"] in found.values()  # "gelu0" would say no more
+    assert [lines for name, lines in found.items() if name.startswith("add")] == [["+"], ["+"]]
+
+
+def test_long_and_wide_names_fit():
+    long = "a_layer_" * 60
+    fn, shapes = (lambda p, x: jnp.tanh(x @ p["卷积层" * 4]["w"]) @ p[long]["w"]), m.Spec((4, 4), m.f32)
+    plot = viz.plot_network(fn, {"卷积层" * 4: {"w": shapes}, long: {"w": shapes}}, shapes, title="t" * 500)
+    assert long in plot.network.layers[-1].name
+    svg = plot.pipe("svg", encoding="utf-8")
+    assert float(re.search(r'<svg width="(\d+)pt"', svg).group(1)) < 600
+    assert plot.source.count(long) >= 1  # in the tooltip
+    assert f'title="{long}: FullyConnected' in svg.replace("&#45;", "-")
+    boxes = dict(re.findall(r'"([^"]*)" \[.*? width="([\d.]+)"', plot.source))
+    assert float(boxes["卷积层" * 4]) * 72 >= 12 * 12  # twelve letters of twelve points
+
+
+def post_norm_block(params, x):
+    x = m.layer_norm(params["ln1"], x + m.attention(params["attn"], x, 4))
+    return m.layer_norm(params["ln2"], x + jax.nn.gelu(x @ params["w1"]) @ params["w2"])
+
+
+def residual_block(params, x):
+    y = convolve(params["w1"], x)
+    return jax.nn.relu(x + CONV(y, params["w2"], (1, 1)))
+
+
+WIDE = m.Spec((3, 3, 8, 8), m.f32)
+
+
+@pytest.mark.parametrize(
+    ("block", "params", "x", "first", "last"),
+    [
+        (m.block, m.transformer_params(4)["blocks"], m.Spec((2, 5, 64), m.f32), "LayerNorm", "add"),
+        (post_norm_block, m.transformer_params(4)["blocks"], m.Spec((2, 5, 64), m.f32), "FullyConnected", "LayerNorm"),
+        (residual_block, [{"w1": WIDE, "w2": WIDE}] * 4, m.Spec((2, 9, 9, 8), m.f32), "Convolution", "Activation"),
+    ],
+)
+@pytest.mark.parametrize("named", [True, False])
+def test_blocks_begin_and_end_where_a_person_would_cut(block, params, x, first, last, named):
+    """What is before the first block ends as a block does, and so the copies could begin there too."""
+
+    def fn(params, x, y):
+        x = x + y
+        x = x if last == "add" else jax.nn.relu(x) if last == "Activation" else m.layer_norm(params["ln"], x)
+        for one in params["blocks"]:
+            x = block(one, x)
+        return x.sum()
+
+    norm = m.transformer_params(1)["ln"]
+    args = {"ln": norm, "blocks": params}, x, x
+    if not named:
+        leaves, tree = jax.tree.flatten(args[0])
+        args = leaves, x, x
+    graph = check(viz.trace(fn if named else lambda leaves, *xs: fn(tree.unflatten(leaves), *xs), *args))
+    inside = [node for node in graph.layers if node.repeat == 4]
+    assert (inside[0].op, inside[-1].op) == (first, last)
+    assert graph.layers[0].repeat == 1
+
+
+def lstm(params, xs):
+    def cell(carry, x):
+        hidden, memory = carry
+        forget, put, new, out = jnp.split(x @ params["wx"] + hidden @ params["wh"], 4, -1)
+        memory = jax.nn.sigmoid(forget) * memory + jax.nn.sigmoid(put) * jnp.tanh(new)
+        return (jax.nn.sigmoid(out) * jnp.tanh(memory), memory), None
+
+    zeros = jnp.zeros((xs.shape[1], 4))
+    return jax.lax.scan(cell, (zeros, zeros), xs)[0][0]
+
+
+LSTM = {"wx": m.Spec((3, 16), m.f32), "wh": m.Spec((4, 16), m.f32)}, m.Spec((7, 2, 3), m.f32)
+
+
+def carries(graph):
+    return [(graph[edge.source].op, graph[edge.target].op) for edge in graph.edges if edge.carry]
+
+
+def test_a_loop_carries_what_it_computes_back_to_what_reads_it():
+    graph = check(viz.trace(lstm, *LSTM))
+    assert [(edge.source, edge.target, edge.shape) for edge in graph.edges if edge.carry] == [
+        (graph.layers[-1].name, "wh", (2, 4)),
+        ("add1", "mul0", (2, 4)),
+    ]
+    plot = viz.plot_network(lstm, *LSTM)
+    assert plot.source.count('label=" carry "') == 2
+    assert any(lines == ["scan ×7"] for lines in texts(plot).values())
+    closed = viz.trace(lambda p, x: jnp.tanh(lstm(p, x)), *LSTM, depth=0)
+    assert [(len(closed.layers), carries(closed))] == [(2, [])]  # the loop is one box
+    backward = check(viz.trace(jax.grad(lambda p, x: lstm(p, x).sum()), *LSTM))
+    assert all(a.endswith("(backward)") == b.endswith("(backward)") for a, b in carries(backward))
+    assert len(carries(backward)) >= 4
+
+
+def test_loops_of_every_kind_carry():
+    x = m.Spec((4, 4), m.f32)
+    newton = viz.trace(lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: jnp.tanh(c) @ c, x), x)
+    assert carries(newton) == [("MatMul", "Activation")]
+    assert carries(viz.trace(lambda x: jax.lax.fori_loop(0, 5, lambda _, c: jnp.tanh(c), x), x)) == [
+        ("Activation",) * 2
+    ]
+    swap = viz.trace(lambda x: jax.lax.scan(lambda c, _: ((c[1], c[0] @ c[1]), None), (x, x), length=3)[0], x)
+    assert carries(swap) == [("MatMul", "MatMul")]
+    assert carries(viz.trace(lambda x: jax.lax.scan(lambda c, y: (c, c @ y), x, jnp.ones((3, 4, 4)))[1], x)) == []
+    blocks = m.traced("scan")
+    assert [(blocks[e.target].op, e.shape) for e in blocks.edges if e.carry] == [("LayerNorm", (2, 32, 64))]

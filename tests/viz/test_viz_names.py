@@ -1,0 +1,266 @@
+"""Names and clusters as authors wrote them, state and constants apart from parameters, what is no array."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import viz_models as m
+
+from jaxpar import viz
+
+f32 = jnp.float32
+IMAGES, TOKENS = m.Spec((2, 8, 8, 3), f32), m.Spec((5,), jnp.int32)
+
+
+@functools.cache
+def libraries():
+    return pytest.importorskip("viz_libraries")
+
+
+@functools.cache
+def transformer():
+    return libraries().Transformer(libraries().nnx.Rngs(0))
+
+
+@functools.cache
+def cnn():
+    return libraries().Cnn(libraries().nnx.Rngs(0))
+
+
+@functools.cache
+def equinox_net():
+    return libraries().EqxNet(jax.random.key(0))
+
+
+def places(graph):
+    """Where each layer is, and its name or kind."""
+    last = {node.name: node.name.rpartition("/")[2] if node.params or node.state else node.op for node in graph.layers}
+    return ["/".join((*node.scope, last[node.name])) for node in graph.layers]
+
+
+BLOCK = ["ln1", "attn/query", "attn/key", "attn/value", "attn/Attention", "attn/out", "add"]
+BLOCK += ["ln2", "up", "Activation", "add"]
+TRANSFORMER = ["embed", *(f"encoder/blocks.{n}/{name}" for n in range(2) for name in BLOCK), "encoder/norm", "head"]
+
+
+def _merged(model):
+    graphdef, state = libraries().nnx.split(model)
+    return lambda state, tokens: libraries().nnx.merge(graphdef, state)(tokens), state
+
+
+@pytest.mark.parametrize("way", ["module", "argument", "closure", "method", "merge", "jit"])
+def test_nnx_modules_are_the_clusters_that_their_author_wrote(way):
+    model = transformer()
+    merged, state = _merged(model)
+    fn, *args = {
+        "module": (model,),
+        "argument": (lambda model, tokens: model(tokens), model),
+        "closure": (lambda tokens: model(tokens),),
+        "method": (model.__call__,),
+        "merge": (merged, state),
+        "jit": (libraries().nnx.jit(lambda model, tokens: model(tokens)), model),
+    }[way]
+    graph = viz.trace(fn, *args, TOKENS, repeats=False)
+    assert sorted(places(graph)) == sorted(TRANSFORMER)
+    assert [node.name for node in graph.inputs] == ["tokens"]
+    assert graph.total_params == sum(leaf.size for leaf in jax.tree.leaves(state))
+    assert (graph.total_state, graph.total_constants) == (0, 0)
+    assert graph["blocks.1/attn/query"].scope == ("encoder", "blocks.1", "attn")
+    assert viz.trace(fn, *args, TOKENS)["query"].repeat == 2
+
+
+def test_an_nnx_training_step_returns_what_it_changes():
+    nnx = libraries().nnx
+    model = cnn()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    @nnx.jit
+    def train_step(model, optimizer, images, labels):
+        def loss_fn(model):
+            return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    graph = viz.trace(train_step, model, optimizer, IMAGES, m.Spec((2,), jnp.int32))
+    assert {node.name for node in graph.layers if not node.is_backward} >= {"conv", "bn", "drop", "dense", "loss0"}
+    assert graph.total_params == (27 * 4 + 4) + 8 + (40 + 10)
+    assert (graph["bn"].params, graph["bn"].state) == (8, 8)
+    assert graph["bn"].outputs == ("model['bn']['mean']", "model['bn']['var']")
+    assert any("model['conv']['kernel']" in node.outputs for node in graph.layers)
+    assert {node.name.partition("[")[0] for node in graph.inputs} == {"images", "labels", "optimizer"}
+    assert not any("wrap" in node.op for node in graph.layers)
+
+
+def test_scanned_nnx_layers_and_modules_that_are_no_pytrees():
+    lib = libraries()
+    graph = viz.trace(lib.Scanned(3, lib.nnx.Rngs(0)), m.Spec((5, lib.SIZE), f32))
+    assert graph["query"].scope == ("scan ×3", "blocks", "attn")
+    assert graph["query"].params == 3 * (16 * 16 + 16)
+    assert graph["head"].scope == ()
+    shared = viz.trace(lib.NoPytree(lib.nnx.Rngs(0)), m.Spec((5, lib.SIZE), f32))
+    assert [(node.op, node.params) for node in shared.layers if node.params] == [("FullyConnected", 16 * 16 + 16)]
+    assert [node.name for node in shared.layers] == ["again", "tanh0", "again 2", "tanh1"]
+
+
+EQX = ["norms.0", "attend/query_proj", "attend/key_proj", "attend/value_proj", "attend/Attention", "attend/Flatten"]
+EQX += ["attend/output_proj", "add", "norms.1", "mlp/layers.0", "mlp/Activation", "mlp/layers.1", "add"]
+
+
+@pytest.mark.parametrize("way", ["module", "argument", "closure", "jit", "gradient"])
+def test_equinox_modules_are_the_clusters_that_their_author_wrote(way):
+    net, eqx = equinox_net(), libraries().eqx
+    fn, *args = {
+        "module": (net,),
+        "argument": (lambda net, tokens: net(tokens), net),
+        "closure": (lambda tokens: net(tokens),),
+        "jit": (eqx.filter_jit(net),),
+        "gradient": (eqx.filter_grad(lambda net, tokens: net(tokens).sum()), net),
+    }[way]
+    graph = viz.trace(fn, *args, TOKENS, repeats=False)
+    found = [place.removeprefix("EqxNet/") for place in places(graph) if "backward" not in place]
+    blocks = ["embed", *(f"blocks.{n}/{name}" for n in range(2) for name in EQX)]
+    assert found[:-1] == blocks  # and what becomes of the activation
+    assert [node.name for node in graph.inputs] == ["tokens"]
+    assert graph.total_params == sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(net, eqx.is_array)))
+
+
+def test_linen_keeps_its_scopes_and_batch_stats_are_state():
+    import flax.linen as nn
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, images, train):
+            x = nn.Dense(4, name="first")(images)
+            return nn.Dense(2)(nn.relu(nn.BatchNorm(use_running_average=not train)(x)))
+
+    net = Net()
+    variables = jax.eval_shape(lambda rng, x: net.init(rng, x, False), jax.random.key(0), IMAGES)
+    graph = viz.trace(net.apply, variables, IMAGES, train=True, mutable=["batch_stats"])
+    assert [(node.scope, node.name) for node in graph.layers] == [
+        (("Net",), "first"), (("Net",), "BatchNorm_0"), (("Net",), "relu0"), (("Net",), "Dense_0"),
+    ]  # fmt: skip
+    assert [node.name for node in graph.inputs] == ["images"]
+    assert (graph.total_params, graph.total_state) == (16 + 8 + 10, 8)
+    assert graph["BatchNorm_0"].outputs == tuple(
+        f"output[1]['batch_stats']['BatchNorm_0']['{name}']" for name in ("mean", "var")
+    )
+
+    def apart(params, batch_stats, images):
+        return net.apply({"params": params, "batch_stats": batch_stats}, images, False)
+
+    def renamed(params, other, images):
+        return apart(params, other, images)
+
+    for fn in (apart, renamed):  # by the name, and by what reads it
+        split = viz.trace(fn, variables["params"], variables["batch_stats"], IMAGES)
+        assert [node.name for node in split.inputs] == ["images"]
+        assert (split.total_params, split.total_state, split["BatchNorm_0"].state) == (34, 8, 8)
+
+
+def test_what_only_a_normalization_reads_is_data_where_it_has_more_than_one_axis():
+    def fn(params, batch):
+        return m.layer_norm(params, batch["x"])
+
+    params = {"g": m.Spec((4,), f32), "b": m.Spec((4,), f32)}
+    graph = viz.trace(fn, params, {"x": m.Spec((2, 3, 4), f32)})
+    assert [node.name for node in graph.inputs] == ["batch['x']"]
+    assert graph.total_state == 0
+
+
+def test_haiku_state_is_state():
+    hk = pytest.importorskip("haiku")
+
+    def net(x, train):
+        return hk.nets.MLP([4, 3])(hk.BatchNorm(True, True, 0.9)(x, train))
+
+    made = hk.transform_with_state(net)
+    params, state = jax.eval_shape(lambda rng, x: made.init(rng, x, True), jax.random.key(0), m.Spec((2, 3), f32))
+    graph = viz.trace(made.apply, params, state, None, m.Spec((2, 3), f32), True)
+    assert [(node.scope, node.name) for node in graph.layers if node.params] == [
+        ((), "batch_norm"), (("mlp",), "linear_0"), (("mlp",), "linear_1"),
+    ]  # fmt: skip
+    assert [node.name for node in graph.inputs] == ["x"]
+    assert (graph.total_params, graph.total_state) == (6 + 16 + 15, 2 * (3 + 1))  # the averages are only written
+
+
+def test_state_of_equinox_is_state():
+    eqx = libraries().eqx
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="ema")
+
+    def fn(norm, state, x):
+        return jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+
+    graph = viz.trace(fn, norm, state, m.Spec((4, 3), f32))
+    assert [node.name for node in graph.inputs] == ["x"]
+    assert (graph.total_params, graph.total_state) == (6, 7)
+
+
+def test_trees_of_parameters_name_clusters():
+    graph = viz.trace(m.transformer, m.transformer_params(2), m.TOKENS, repeats=False)
+    assert {node.scope for node in graph.layers} == {
+        (), ("blocks.0",), ("blocks.0", "attn"), ("blocks.1",), ("blocks.1", "attn"),
+    }  # fmt: skip
+    assert graph["blocks.1/attn/q"].weights == ("params['blocks'][1]['attn']['q']",)
+    assert graph["attention1"].scope == ("blocks.1", "attn")
+    assert graph["gelu1"].scope == ("blocks.1",)
+    assert graph.layers[-1].name == "fullyconnected0"  # the table of `embed` once more
+
+
+def test_two_networks_in_one_step_are_two_clusters():
+    graph = viz.trace(lambda gen, disc, x: gen(x) + disc(x), cnn(), libraries().Cnn(libraries().nnx.Rngs(1)), IMAGES)
+    assert {node.scope for node in graph.layers} == {("gen",), ("disc",), ()}
+    assert graph.total_params == 2 * viz.trace(cnn(), IMAGES).total_params
+
+
+def test_constants_are_no_parameters():
+    table, mask, matrix = jnp.ones((5, 4)), jnp.tril(jnp.ones((5, 5))), jnp.ones((4, 4))
+
+    def attend(x):
+        x = x * table + jnp.arange(4.0)[None]
+        return jax.nn.softmax(jnp.where(mask > 0, x @ x.T, -1e9)) @ x
+
+    x = m.Spec((5, 4), f32)
+    graph = viz.trace(lambda x: attend(x) @ matrix, x)  # of what it holds, a layer reads the matrix
+    assert (graph.total_params, graph.total_constants) == (16, 20 + 25)
+    assert "gt" not in [node.op for node in graph.layers]
+    graph = viz.trace(lambda params, x: attend(x) @ matrix @ params["w"], {"w": matrix}, x)
+    assert (graph.total_params, graph.total_constants) == (16, 20 + 25 + 16)  # parameters come as an argument
+    twice = viz.trace(lambda x: jax.jit(lambda x: x * table)(x) + jax.jit(lambda x: x - table)(x), x)
+    assert twice.total_constants == 20
+
+
+def apply(params, x, mode, scale=2, act=None):
+    x = x @ params["w"] * scale
+    return (act or jax.nn.relu)(x) if mode == "act" else x
+
+
+PARAMS, DATA = {"w": m.Spec((3, 3), f32)}, m.Spec((2, 3), f32)
+
+
+@pytest.mark.parametrize(
+    ("fn", "static"),
+    [
+        (apply, {}),
+        (jax.jit(apply, static_argnums=(2,), static_argnames=("scale", "act")), {"scale": 0.5}),
+        (jax.jit(apply, static_argnames=("mode", "scale")), {"scale": 3}),
+    ],
+)
+def test_what_is_no_array_is_a_part_of_the_function(fn, static):
+    graph = viz.trace(fn, PARAMS, DATA, "act", **static)
+    assert [node.op for node in graph.layers] == ["FullyConnected", "Activation"]
+    assert [node.name for node in graph.inputs] == ["x"]
+    assert [node.op for node in viz.trace(fn, PARAMS, DATA, "none", **static).layers] == ["FullyConnected"]
+
+
+def test_functions_flags_and_none_may_be_arguments_or_in_trees():
+    named = viz.trace(
+        lambda params, x, flag, none: params["act"](x) if flag else x, {"act": jnp.tanh}, DATA, True, None
+    )
+    assert [node.detail for node in named.layers] == ["tanh"]
+    assert viz.trace(apply, PARAMS, DATA, "act", act=jnp.tanh).layers[-1].detail == "tanh"
+    number = viz.trace(lambda params, x: x * params["scale"], {"scale": 2.0}, DATA)
+    assert number.total_params == 1  # a number in a tree is an array

@@ -1,0 +1,241 @@
+"""The interactive page: blocks, layouts, HTML that nothing can break out of. Browsers look at it in test_viz_page_browser."""
+
+import base64
+import functools
+import html
+import html.parser
+import itertools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+import viz_models as m
+
+from jaxpar import viz
+from jaxpar.viz._draw.style import Options
+from jaxpar.viz._page.blocks import tree
+from jaxpar.viz._page.layout import layouts, size
+from jaxpar.viz._page.lines import draw_lines
+
+HOSTILE = "</script><script>alert(1)</script>'\"&\u2028<!--"
+
+
+def nested(params, x):
+    """Blocks in blocks, a shortcut around one, and two that are alike."""
+    for number in (0, 1):
+        with jax.named_scope(f"stage{number}"):
+            x = x + bottleneck(params, jnp.tanh(x))
+            x = jax.nn.relu(bottleneck(params, jax.nn.relu(x)) + x)
+    return jax.nn.softmax(x @ params[2])
+
+
+@jax.named_scope("bottleneck")
+def bottleneck(params, x):
+    return jnp.tanh(jnp.tanh(x @ params[0]) @ params[1])
+
+
+@functools.cache
+def drawn(name, **options):
+    w = m.Spec((4, 4), m.f32)
+    fn, args = (nested, ([w] * 3, w)) if name == "nested" else m.network(name)
+    return viz.plot_network(fn, *args, title=name, **options)
+
+
+@functools.cache
+def blocks(name, hide_weights=True):
+    found = tree(drawn(name).whole(), hide_weights=hide_weights)
+    draw_lines(found)
+    return found
+
+
+def data(page):
+    return json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def names(page):
+    return [node[8].split()[0] for node in data(page)["nodes"]]
+
+
+class Tags(html.parser.HTMLParser):
+    """Which elements a page has, and what they load or link to."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.tags, self.links = [], [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [value for key, value in attrs if key in ("src", "href", "action", "data", "srcdoc")]
+        if tag not in ("meta", "input", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("name", ["lenet", "gradient", "nested", "scan"])
+def test_a_page_is_whole_and_loads_nothing(name):
+    page = drawn(name).html()
+    found = Tags(page)
+    assert found.open == found.links == []
+    assert found.tags.count("script") == 2
+    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\(|\$\w+\b(?=<)", page)
+    nodes = [node.name.split()[0] for node in drawn(name).whole().nodes if node.shape or node.op != "input"]
+    assert names(page) == nodes
+    assert len(page) < 100_000
+
+
+@pytest.mark.parametrize("name", ["gradient", "nested", "transformer", "tangle", "scan"])
+def test_each_node_is_in_one_block_and_each_edge_is_a_chain_of_lines(name):
+    found = blocks(name)
+    placed = [item for block in found.blocks for item in block.items]
+    assert sorted(placed) == sorted(set(range(len(found.nodes) + len(found.blocks))) - {found.root})
+    steps = set()  # (array, from, to), each an item or (a block, its port)
+    for number, block in enumerate(found.blocks, found.root):
+        for line in block.lines:
+            ends = [
+                (number, port) if item < 0 else (item, port) if found.is_block(item) else item
+                for item, port in ((line.tail, line.tail_port), (line.head, line.head_port))
+            ]
+            steps |= {(key, *ends) for key in line.keys}
+    after = {}
+    for key, tail, head in steps:
+        after.setdefault((key, tail), []).append(head)
+    for flow in found.flows:
+        work, seen = [flow.source], set()
+        while work:
+            for head in after.get(((flow.source, flow.is_back), work.pop()), ()):
+                if head not in seen:
+                    seen.add(head)
+                    work.append(head)
+        assert flow.target in seen, flow.edge
+
+
+@pytest.mark.parametrize("direction", ["up", "right"])
+@pytest.mark.parametrize("name", ["gradient", "nested", "tangle"])
+def test_no_box_of_a_layout_covers_another(name, direction):
+    found = blocks(name)
+    places, which = layouts(found, direction, None, 30.0)
+    for block, at in zip(found.blocks, which, strict=True):
+        boxes = [(*place, *size(found, item, None)) for place, item in zip(places[at].items, block.items, strict=True)]
+        for (ax, ay, aw, ah), (bx, by, bw, bh) in itertools.combinations(boxes, 2):
+            assert abs(ax - bx) >= (aw + bw) / 2 - 1 or abs(ay - by) >= (ah + bh) / 2 - 1
+        assert all(len(line) % 3 == 1 for line in places[at].lines)
+
+
+def test_equal_blocks_share_a_layout():
+    found = data(drawn("nested", repeats=False).html())
+    stages = ["stage0", "bottleneck", "bottleneck", "stage1", "bottleneck", "bottleneck"]
+    assert [block[3] for block in found["blocks"]] == ["", *stages]
+    assert len(found["layouts"]) < len(found["blocks"])
+
+
+def test_a_long_block_is_cut_into_parts_that_graphviz_can_lay_out():
+    found = blocks("tangle")
+    assert len(found.nodes) > 300
+    assert max(len(block.items) for block in found.blocks) <= 80
+    assert all(len(block.items) > 1 for block in found.blocks)
+
+
+def test_gradients_flow_back_beside_their_layers():
+    found = blocks("gradient")
+    (block,) = found.blocks
+    assert len(block.pairs) == sum(node.is_backward for node in found.nodes)
+    places, _ = layouts(found, "up", None, 30.0)
+    where = dict(zip(block.items, places[0].items, strict=True))
+    assert all(abs(where[layer][1] - where[gradient][1]) < 8 for layer, gradient in block.pairs)
+    back = [line for line in block.lines if line.is_back]
+    assert back
+    assert all(where[line.tail][1] > where[line.head][1] for line in back)
+
+
+def test_names_that_look_like_html_stay_text():
+    def fn(params, x):
+        with jax.named_scope(HOSTILE):
+            return jnp.tanh(jnp.tanh(x @ params[HOSTILE]) @ params[HOSTILE])
+
+    w = m.Spec((4, 4), m.f32)
+    plot = viz.plot_network(fn, {HOSTILE: w}, w, title=HOSTILE)
+    page = plot.html()
+    found = Tags(page)
+    assert found.open == []
+    assert found.tags.count("script") == 2
+    assert any("alert" in node[8] for node in data(page)["nodes"])
+    frame = plot._repr_mimebundle_()["text/html"]
+    tags = Tags(frame)
+    assert tags.tags == ["iframe", "div", "img"]
+    assert tags.links[0] == page.replace("\r", "")
+
+
+def test_a_notebook_gets_the_page_and_a_png():
+    plot = drawn("lenet")
+    shown = plot._repr_mimebundle_()
+    assert set(shown) == {"text/html", "image/png", "text/plain"}
+    page, still = Tags(shown["text/html"]).links
+    assert page == plot.html()
+    assert still == "data:image/png;base64," + shown["image/png"]
+    assert base64.b64decode(shown["image/png"]).startswith(b"\x89PNG")
+    assert sum(map(len, shown.values())) < 130_000
+
+
+def test_a_picture_that_was_changed_is_shown_as_it_is():
+    plot = drawn("lenet").copy()
+    plot.node("mine")
+    shown = plot._repr_mimebundle_()
+    assert set(shown) == {"image/svg+xml", "image/png", "text/plain"}
+    assert "mine" in shown["image/svg+xml"]
+
+
+def test_save_writes_the_page(tmp_path):
+    plot = drawn("nested")
+    with open(plot.save(tmp_path / "net.html"), encoding="utf-8") as file:
+        assert file.read() == plot.html()
+    assert plot.render(str(tmp_path / "other"), format="html").endswith("other.html")
+
+
+@pytest.mark.parametrize(("direction", "rankdir"), [("up", "BT"), ("down", "TB"), ("right", "LR")])
+def test_direction(direction, rankdir):
+    plot = drawn("lenet", direction=direction)
+    assert f'rankdir="{rankdir}"' in plot.source
+    found = data(plot.html())
+    assert found["direction"] == direction
+    (layout,) = found["layouts"]
+    assert (layout["w"] > layout["h"]) is (direction == "right")
+
+
+def test_an_unknown_direction():
+    with pytest.raises(ValueError, match="plot_network: unknown direction 'left'; known are up, down, right"):
+        drawn("lenet", direction="left")
+
+
+def test_options_of_the_page():
+    assert data(drawn("lenet", theme="dark").html())["theme"] == "dark"
+    assert data(drawn("nested", depth=0).html())["depth"] == 0
+    assert len(data(drawn("nested", depth=0).html())["blocks"]) == len(data(drawn("nested").html())["blocks"])
+    assert "softmax, attention</span>" in drawn("nested").html()
+    assert "<footer></footer>" in drawn("nested", legend=False).html()
+    assert "200 params" in drawn("lenet").html()
+    heat = data(drawn("nested", heat="flops").html())
+    assert all(re.fullmatch("#[0-9a-f]{6}", block[6]) for block in heat["blocks"])
+    weights = names(drawn("lenet", hide_weights=False).html())
+    assert "params['conv1']['weight']" in weights
+
+
+def test_a_plot_keeps_no_arrays():
+    x = jnp.ones((3, 4))
+    plot = viz.plot_network(lambda w, x: x @ w, x.T, x, title="t")
+    assert not [leaf for leaf in jax.tree.leaves((plot.whole.args[1:], plot.whole.keywords)) if isinstance(leaf, jax.Array)]
+
+
+def test_a_page_without_layers():
+    for plot in (viz.plot_network(lambda x: x, m.Spec((4,), m.f32)), viz.plot_network(lambda: 1)):
+        assert data(plot.html())["nodes"] == []
+
+
+def test_without_time_there_is_no_page():
+    plot = viz.Plot(m.traced("lenet"), Options("lenet"), 0.0001)
+    with pytest.raises(viz.RenderError, match="did not finish"):
+        plot.html()

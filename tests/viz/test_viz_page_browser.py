@@ -1,0 +1,306 @@
+"""The interactive page in headless Chromium: what opens, what is found, what fits."""
+
+import functools
+import random
+
+import jax
+import lab
+import pytest
+import viz_models as m
+from test_viz_page import HOSTILE, nested
+
+from jaxpar import viz
+
+pytestmark = pytest.mark.slow
+
+# Boxes that cover each other, or that are outside of the frame of their block.
+COLLISIONS = """
+() => {
+  const boxes = [...svg.querySelectorAll('.box > rect, .box > ellipse')].map(e => e.getBoundingClientRect())
+  const frames = [...svg.querySelectorAll('.frame > rect')].map(e => e.getBoundingClientRect())
+  const apart = (a, b) => a.right <= b.left + 1 || b.right <= a.left + 1 || a.bottom <= b.top + 1 || b.bottom <= a.top + 1
+  const inside = (a, b) => a.left >= b.left - 1 && a.right <= b.right + 1 && a.top >= b.top - 1 && a.bottom <= b.bottom + 1
+  const found = []
+  boxes.forEach((a, i) => boxes.slice(i + 1).forEach(b => apart(a, b) || found.push(['boxes', a.toJSON(), b.toJSON()])))
+  for (const frame of frames) {
+    for (const box of boxes) apart(box, frame) || inside(box, frame) || found.push(['cut', box.toJSON(), frame.toJSON()])
+    for (const other of frames)
+      apart(other, frame) || inside(other, frame) || inside(frame, other) || found.push(['frames', frame.toJSON()])
+  }
+  const all = svg.getBoundingClientRect()
+  for (const box of boxes) inside(box, all) || found.push(['outside', box.toJSON()])
+  return found
+}
+"""
+
+# Ends of lines that are not on the border of their box, with the distance.
+LOOSE = """
+() => {
+  const placed = place(net, net.root, page.open, page.flipped), found = []
+  const look = placed => {
+    const block = net.blocks[placed.item - net.root]
+    block.lines.forEach((line, at) => {
+      const { spline } = placed.lines[at]
+      for (const [item, [x, y]] of [[line.tail, spline[0]], [line.head, spline[spline.length - 1]]]) {
+        const box = item < 0 ? { x: 0, y: 0, w: placed.w, h: placed.h } : placed.boxes.get(item)
+        const [dx, dy] = [Math.abs(x - box.x - box.w / 2) - box.w / 2, Math.abs(y - box.y - box.h / 2) - box.h / 2]
+        const oval = item >= 0 && item < net.root && net.nodes[item].oval
+        const off = dx > 0 || dy > 0 ? Math.hypot(Math.max(dx, 0), Math.max(dy, 0)) : Math.min(-dx, -dy)
+        if (off > (oval ? box.h / 2 + box.w / 2 : 2)) found.push([line, off])
+      }
+    })
+    for (const inner of placed.inner.values()) look(inner)
+  }
+  look(placed)
+  return found
+}
+"""
+OVERFLOW = "document.documentElement.scrollWidth - innerWidth"
+CUT = """() => [...document.querySelectorAll('header *, footer *, aside:not([hidden]) *')]
+  .filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 80))"""
+
+
+@functools.cache
+def plotted(name, **options):
+    w = m.Spec((4, 4), m.f32)
+    fn, args = (nested, ([w] * 3, w)) if name == "nested" else m.network(name)
+    return viz.plot_network(fn, *args, title=name, repeats=name != "nested", **options).html()
+
+
+@pytest.fixture(scope="module")
+def chrome():
+    if lab.chromium() is None:
+        pytest.skip("there is no Chromium (Debian package chromium)")
+    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install 'jaxpar[lab]')")
+    with sync.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=lab.chromium(), args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def show(chrome):
+    """Opens a page and fails at the end where its script had an error or it loaded anything."""
+    pages, wrong = [], []
+
+    def opened(html, width=1280, height=900, **options):
+        page = chrome.new_page(viewport={"width": width, "height": height}, **options)
+        page.set_default_timeout(20_000)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda message: message.type == "error" and wrong.append(message.text))
+        page.on("request", lambda request: wrong.append(request.url))
+        page.on("dialog", lambda dialog: (wrong.append(dialog.message), dialog.dismiss()))
+        page.set_content(html)
+        page.locator("iframe, .box").first.wait_for(state="attached")
+        pages.append(page)
+        return page
+
+    yield opened
+    for page in pages:
+        page.close()
+    assert wrong == []
+
+
+def boxes(page):
+    return page.locator("#svg .box").count()
+
+
+def box(page, text):
+    return page.locator("#svg .box", has_text=text).first
+
+
+@pytest.mark.parametrize("direction", ["up", "down", "right"])
+def test_any_set_of_open_blocks_is_drawn_without_overlap(show, direction):
+    for name in ("nested", "resnet", "transformer gradient"):
+        page = show(plotted(name, direction=direction))
+        every = page.evaluate("allBlocks(net)")
+        draw = random.Random(0)
+        sets = [[], every, *([block for block in every if draw.random() < 0.5] for _ in range(8))]
+        for some in sets:
+            page.evaluate("some => show(new Set(some))", some)
+            assert page.evaluate(COLLISIONS) == []
+            assert page.evaluate(LOOSE) == []
+        page.locator("#flip").click()
+        assert page.evaluate(COLLISIONS) == page.evaluate(LOOSE) == []
+
+
+def test_clicks_and_keys_open_and_close_blocks(show):
+    page = show(plotted("nested"))
+    page.select_option("#level", "0")
+    before = boxes(page)
+    box(page, "stage0").click()
+    assert boxes(page) > before
+    bar = page.locator("#svg .bar", has_text="stage0")
+    assert bar.get_attribute("aria-expanded") == "true"
+    assert box(page, "bottleneck").get_attribute("aria-label").startswith("Open bottleneck, ")
+    bar.click()
+    assert boxes(page) == before
+    box(page, "stage1").focus()
+    page.keyboard.press("Enter")
+    opened = boxes(page)
+    assert opened > before
+    assert page.evaluate("document.activeElement.classList.contains('bar')")  # the focus stays with the block
+    page.keyboard.press("Space")
+    assert boxes(page) == before
+    page.select_option("#level", "all")
+    assert boxes(page) > opened
+    assert page.locator("#svg .frame").count() == 6
+    page.select_option("#level", "1")
+    assert page.locator("#svg .frame").count() == 2
+    page.evaluate("zoom(3)")
+    for top in (0, 400, 900):  # the title of a block that is higher than the view stays in sight
+        page.evaluate("top => { view.scrollTop = top }", top)
+        page.wait_for_timeout(50)
+        assert page.evaluate("[...svg.querySelectorAll('.bar')].some(bar => bar.getBoundingClientRect().top >= 30)")
+
+
+def test_search_opens_what_it_finds_and_closes_it_again(show):
+    page = show(plotted("nested"))
+    page.select_option("#level", "0")
+    before = boxes(page)
+    page.keyboard.press("/")
+    page.keyboard.type("Tanh")
+    assert page.locator("#count").inner_text().startswith("1/")
+    found = page.locator("#svg .box.found")
+    assert found.count() == sum("anh" in text for text in found.all_text_contents()) > 3
+    assert page.locator("#svg .box.current").count() == 1
+    page.keyboard.press("Enter")
+    assert page.locator("#count").inner_text().startswith("2/")
+    page.locator("#search").fill("no such layer")
+    assert page.locator("#count").inner_text() == "0/0"
+    page.keyboard.press("Escape")
+    assert boxes(page) == before
+    assert page.locator("#svg .found").count() == 0
+
+
+def test_the_path_of_a_layer_is_marked(show):
+    page = show(plotted("gradient"))
+    box(page, "FullyConnected").hover()
+    lit, every = page.locator("#svg .box.lit").count(), boxes(page)
+    assert 2 < lit < every
+    assert page.locator("#svg .line.lit").count() > 2
+    page.mouse.move(5, 5)
+    assert page.locator("#svg.tracing").count() == 0
+
+
+def test_a_click_tells_everything_of_a_layer(show):
+    page = show(plotted("lenet"))
+    box(page, "3x3/1, 20").click()
+    text = page.locator("#panel").inner_text()
+    assert "200 parameters" in text
+    assert "lenet.py:" in text
+    assert page.locator("#source a").count() == 0  # only the file's name is known
+    page.locator("#copy").click()
+    page.keyboard.press("Escape")
+    assert page.locator("#panel").is_hidden()
+    page.evaluate("net.nodes[0].source = '/home/a b/net.py:12 in f'; tell(0)")
+    assert page.locator("#source a").get_attribute("href") == "vscode://file/home/a%20b/net.py:12"
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("name", ["lenet", "resnet", "transformer gradient"])
+def test_nothing_overflows(show, name, width):
+    page = show(plotted(name), width=width, height=700)
+    for levels in ("start", "all"):
+        if page.locator("#level").is_visible():
+            page.select_option("#level", levels)
+        box(page, "FullyConnected").click()
+        assert page.evaluate(OVERFLOW) <= 0
+        assert page.evaluate(CUT) == []
+        page.keyboard.press("Escape")
+    page.locator("#fit").click()
+    inside = page.evaluate("svg.getBoundingClientRect().height <= view.clientHeight + 1")
+    assert inside or page.evaluate("page.scale") == 0.04
+
+
+def test_the_first_level_fits_the_width(show):
+    for name in ("lenet", "gradient", "resnet", "nested", "transformer gradient"):
+        page = show(plotted(name), width=1000)
+        assert page.evaluate("view.scrollWidth <= view.clientWidth")
+        assert page.evaluate("page.scale") >= 0.75
+        assert 3 <= boxes(page) <= 60
+
+
+def test_texts_fit_their_boxes(show):
+    page = show(plotted("transformer gradient"))
+    page.select_option("#level", "all")
+    wide = """() => [...svg.querySelectorAll('.box')].filter(box => [...box.querySelectorAll('text')].some(
+      text => text.getBBox().width > box.querySelector('rect, ellipse').getBBox().width)).map(b => b.textContent)"""
+    assert page.evaluate(wide) == []
+
+
+def test_colours_are_the_readers(show):
+    def background(page):
+        return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+    assert background(show(plotted("lenet"), color_scheme="light")) == "rgb(255, 255, 255)"
+    page = show(plotted("lenet"), color_scheme="dark")
+    assert background(page) == "rgb(30, 30, 30)"
+    page.locator("#theme").click()
+    assert background(page) == "rgb(255, 255, 255)"
+    page = show(plotted("lenet"), color_scheme="light")
+    page.emulate_media(color_scheme="dark")
+    page.locator("html[data-theme=dark]").wait_for()
+    assert background(show(plotted("lenet", theme="dark"), color_scheme="light")) == "rgb(30, 30, 30)"
+
+
+def test_zoom_by_wheel_keys_and_buttons(show):
+    page = show(plotted("resnet"))
+    scale = page.evaluate("page.scale")
+    page.locator("#in").click()
+    assert page.evaluate("page.scale") == pytest.approx(scale * 1.25)
+    page.keyboard.press("-")
+    assert page.evaluate("page.scale") == pytest.approx(scale)
+    target = box(page, "Bottleneck_4")
+    at = target.bounding_box()
+    page.mouse.move(at["x"] + at["width"] / 2, at["y"] + at["height"] / 2)
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -200)
+    page.keyboard.up("Control")
+    page.wait_for_function("before => page.scale > before * 1.5", arg=scale)
+    after = target.bounding_box()  # what is under the mouse stays there
+    assert after["y"] + after["height"] / 2 == pytest.approx(at["y"] + at["height"] / 2, abs=3)
+    top = page.evaluate("view.scrollTop")
+    page.mouse.move(30, 300)
+    page.mouse.down()
+    page.mouse.move(30, 200)
+    page.mouse.up()
+    assert page.evaluate("view.scrollTop") == pytest.approx(top + 100, abs=2)
+    page.keyboard.press("0")
+    assert page.evaluate("page.scale") == pytest.approx(scale)
+
+
+def frame(html, attributes=""):
+    return f"<body data-jp-theme-light='false'><iframe {attributes} style='width:100%;height:500px' srcdoc='{html}'></iframe>"
+
+
+@pytest.mark.parametrize("attributes", ["", "sandbox='allow-scripts'"])
+def test_a_page_works_in_a_frame_of_a_notebook(show, attributes):
+    text = plotted("nested").replace("&", "&amp;").replace("'", "&#39;")
+    page = show(frame(text, attributes), color_scheme="light")
+    inner = page.frame_locator("iframe")
+    inner.locator(".box").first.wait_for()
+    inner.locator("#level").select_option("0")
+    inner.locator("#svg .box", has_text="stage0").click()
+    assert inner.locator("#svg .bar").count() == 1
+    theme = inner.locator("html").get_attribute("data-theme")
+    assert theme == ("light" if attributes else "dark")  # what is around a sandbox is out of its reach
+
+
+def test_hostile_names_are_only_text(show):
+    def fn(params, x):
+        with jax.named_scope(HOSTILE):
+            return jax.numpy.tanh(jax.numpy.tanh(x @ params[HOSTILE]) @ params[HOSTILE])
+
+    w = m.Spec((4, 4), m.f32)
+    plot = viz.plot_network(fn, {HOSTILE: w}, w, title=HOSTILE)
+    page = show(plot.html())
+    told = []
+    for item in range(page.evaluate("net.root")):
+        page.evaluate("item => { reveal(item); tell(item) }", item)
+        told.append(page.locator("#panel").inner_text())
+    assert any("<script>alert(1)" in text for text in told)
+    assert page.locator("script").count() == 2
+    page = show(plot._repr_mimebundle_()["text/html"])  # a dialog or an error would fail
+    page.frame_locator("iframe").locator(".box").first.wait_for()
+    assert page.locator("img").is_hidden()
