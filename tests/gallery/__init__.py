@@ -8,7 +8,6 @@ import dataclasses
 import importlib
 from collections.abc import Callable
 
-
 FIRST_LEVEL = 60  # layers in a picture at most: blocks are closed until then
 
 

@@ -38,11 +38,56 @@ class AttentionBlock(nn.Module):
         return x + y.reshape(x.shape)
 
 
-class UNet(nn.Module):
-    def blocks(self, x, time, channels, name):
-        x = ResBlock(channels, name=f"{name}_res")(x, time)
-        return AttentionBlock(name=f"{name}_attention")(x) if x.shape[1] in ATTENTION_AT else x
+class Level(nn.Module):
+    """Two or three residual blocks at one resolution, with attention where the image is small."""
 
+    channels: int
+
+    def block(self, x, time, number):
+        x = ResBlock(self.channels, name=f"res{number}")(x, time)
+        return AttentionBlock(name=f"attention{number}")(x) if x.shape[1] in ATTENTION_AT else x
+
+
+class Down(Level):
+    """Gives all that it computes: the way up reads it again."""
+
+    last: bool
+
+    @nn.compact
+    def __call__(self, x, time):
+        skips = []
+        for number in range(BLOCKS):
+            x = self.block(x, time, number)
+            skips.append(x)
+        if not self.last:
+            x = nn.Conv(self.channels, (3, 3), (2, 2), name="downsample")(x)
+            skips.append(x)
+        return x, skips
+
+
+class Middle(nn.Module):
+    @nn.compact
+    def __call__(self, x, time):
+        x = ResBlock(x.shape[-1], name="res0")(x, time)
+        x = AttentionBlock(name="attention")(x)
+        return ResBlock(x.shape[-1], name="res1")(x, time)
+
+
+class Up(Level):
+    last: bool
+
+    @nn.compact
+    def __call__(self, x, time, skips):
+        for number, skip in enumerate(skips):
+            x = self.block(jnp.concatenate([x, skip], axis=-1), time, number)
+        if not self.last:
+            batch, height, width, channels = x.shape
+            x = jax.image.resize(x, (batch, 2 * height, 2 * width, channels), "nearest")
+            x = nn.Conv(channels, (3, 3), name="upsample")(x)
+        return x
+
+
+class UNet(nn.Module):
     @nn.compact
     def __call__(self, x, time):
         time = nn.Dense(4 * CHANNELS, name="time1")(time_embedding(time, CHANNELS))
@@ -50,30 +95,19 @@ class UNet(nn.Module):
         x = nn.Conv(CHANNELS, (3, 3), name="conv_in")(x)
         skips = [x]
         for level, multiple in enumerate(MULTIPLES):
-            for number in range(BLOCKS):
-                x = self.blocks(x, time, multiple * CHANNELS, f"down{level}_{number}")
-                skips.append(x)
-            if level + 1 < len(MULTIPLES):
-                x = nn.Conv(x.shape[-1], (3, 3), (2, 2), name=f"downsample{level}")(x)
-                skips.append(x)
-        x = ResBlock(x.shape[-1], name="mid_res1")(x, time)
-        x = AttentionBlock(name="mid_attention")(x)
-        x = ResBlock(x.shape[-1], name="mid_res2")(x, time)
+            x, new = Down(multiple * CHANNELS, level + 1 == len(MULTIPLES), name=f"down{level}")(x, time)
+            skips += new
+        x = Middle(name="middle")(x, time)
         for level, multiple in reversed(list(enumerate(MULTIPLES))):
-            for number in range(BLOCKS + 1):
-                x = jnp.concatenate([x, skips.pop()], axis=-1)
-                x = self.blocks(x, time, multiple * CHANNELS, f"up{level}_{number}")
-            if level:
-                batch, height, width, channels = x.shape
-                x = jax.image.resize(x, (batch, 2 * height, 2 * width, channels), "nearest")
-                x = nn.Conv(channels, (3, 3), name=f"upsample{level}")(x)
+            own = [skips.pop() for _ in range(BLOCKS + 1)]
+            x = Up(multiple * CHANNELS, level == 0, name=f"up{level}")(x, time, own)
         return nn.Conv(3, (3, 3), name="conv_out")(nn.silu(nn.GroupNorm(name="norm_out")(x)))
 
 
 def unet():
     model, times = UNet(), jax.ShapeDtypeStruct((16,), jnp.int32)
     variables = jax.eval_shape(model.init, jax.random.key(0), IMAGES, times)
-    return model.apply, (variables, IMAGES, times), {"title": "U-Net of a diffusion model"}
+    return model.apply, (variables, IMAGES, times), {"depth": 0, "title": "U-Net of a diffusion model"}
 
 
 def sample(params, rng, steps=STEPS):
@@ -100,4 +134,4 @@ def diffusion_sampler():
     times = jax.ShapeDtypeStruct((16,), jnp.int32)
     params = jax.eval_shape(UNet().init, jax.random.key(0), IMAGES, times)
     rng = jax.eval_shape(lambda: jax.random.key(0))
-    return sample, (params, rng), {"title": "a diffusion sampler"}
+    return sample, (params, rng), {"depth": 1, "title": "a diffusion sampler"}

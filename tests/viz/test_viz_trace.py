@@ -414,6 +414,21 @@ def test_what_counts_as_a_parameter():
     assert "Random" in ops(noisy)
 
 
+def test_frozen_layers_have_parameters_and_a_momentum_has_none():
+    """Layers without gradient before one with it. The momentum is nothing that the gradient depends on."""
+
+    def step(params, momentum, x):
+        features = jax.nn.relu(x @ params["frozen"])
+        grads = jax.grad(lambda head: jnp.tanh(features @ head).sum())(params["head"])
+        momentum = 0.9 * momentum + grads
+        return params["head"] - 0.1 * momentum, momentum
+
+    params = {"frozen": m.Spec((8, 4), m.f32), "head": m.Spec((4, 2), m.f32)}
+    graph = check(viz.trace(step, params, params["head"], m.Spec((3, 8), m.f32), params_argnums=(0, 1)))
+    assert graph.total_params == 8 * 4 + 4 * 2
+    assert [node.params for node in graph.layers if node.op == "FullyConnected"] == [8 * 4, 4 * 2]
+
+
 def test_an_optimizer_is_a_node_and_its_state_no_parameters():
     tx = _optax().adam(1e-3)
 

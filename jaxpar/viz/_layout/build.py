@@ -150,13 +150,26 @@ def _number_scopes(drafts: list[Draft]) -> None:
 
 
 def _optimizer_state(cells: Cells) -> set[int]:
-    """Weights that no differentiated layer reads, where there are gradients."""
+    """Weights that no gradient depends on, where there are gradients. A frozen layer's are parameters."""
     backward = [cell for cell in cells if cell.op.endswith(BACKWARD)]
-    layers = {cell.forward.id for cell in backward if cell.forward is not None}
+    layers = [cell.forward for cell in backward if cell.forward is not None]
     read = {w for cell in cells for w in cells.weights(cell)}
-    trained = {w for cell in cells if cell.id in layers or cell in backward for w in cells.weights(cell)}
+    needed = {w for cell in _before(cells, [*backward, *layers]) for w in cells.weights(cell)}
     state = {w for w in read if cells.raw.values[w].state}
-    return read - trained - state if backward else set()
+    return read - needed - state if backward else set()
+
+
+def _before(cells: Cells, ends: list[Cell]) -> list[Cell]:
+    """These cells and all that they depend on, as far as the update of an optimizer."""
+    found = {cell.id: cell for cell in ends}
+    work = list(found.values())
+    while work:
+        for value in cells.inputs(work.pop()):
+            cell = cells.producer(value)
+            if cell is not None and cell.id not in found and cell.op not in OPTIMIZERS:
+                found[cell.id] = cell
+                work.append(cell)
+    return list(found.values())
 
 
 def _drop_unused(net: Net) -> None:
