@@ -1,7 +1,8 @@
 """Notebooks in a real JupyterLab, looked at by a headless Chromium.
 
-One small notebook with every display is run here always; all of `notebooks/`, run, gone back to, stopped and
-restarted, by `make lab-test`. The pictures are kept where JAXPAR_SCREENSHOTS names a folder.
+One small notebook with every display is run in the second row, where the extra `lab` is installed; all of
+`notebooks/`, run, gone back to, stopped and restarted, by `make lab-test`. The pictures are kept where
+JAXPAR_SCREENSHOTS names a folder.
 """
 
 import os
@@ -78,6 +79,7 @@ def pictures(folder):
     return place
 
 
+@pytest.mark.slow
 def test_every_display(folder, address, page):
     cells = [nbformat.v4.new_code_cell("\n".join(line.strip() for line in cell.strip().splitlines())) for cell in CELLS]
     notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "x"}})
