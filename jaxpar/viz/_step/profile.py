@@ -11,6 +11,7 @@ import jax
 
 from .hlo import Program
 from .places import Places
+from .sends import KINDS
 
 
 def seconds_of(
@@ -49,8 +50,8 @@ def _draft(program: Program, places: Places, name: str) -> int | None:
     if name not in program.home:
         return None
     one = program[name]
-    if one.opcode in ("while", "call", "conditional"):
-        return None  # what they call has events of its own
+    if one.opcode in ("while", "call", "conditional") or one.opcode.removesuffix("-done").removesuffix("-start") in KINDS:
+        return None  # what they call has events of its own; a collective waits for other devices
     own = places.draft_of(one) if one.op_name else None
     return own if own is not None else next(iter(places.drafts_of(one)), None)
 
