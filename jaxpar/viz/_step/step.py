@@ -160,7 +160,8 @@ class _Parts:
         self.net, self.names, self.peaks, self.seconds = net, names, peaks, seconds
         unknown = seconds.keys() - set(names.values())
         for name in sorted(unknown):
-            raise ValueError(f"trace_step: the profile has a layer {name!r}{did_you_mean(name, list(names.values()))}")
+            hint = did_you_mean(name, list(names.values()))
+            raise ValueError(f"trace_step: the profile has a layer {name!r}, which the step lacks{hint}")
 
     def layer(self, row: Row, params: int) -> StepLayer:
         draft = row.draft
