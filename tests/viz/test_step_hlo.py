@@ -65,7 +65,7 @@ ENTRY %main (w: f32[1000], b: f32[24], big: bf16[1024,64], x: (s32[], f32[16,4])
   %q = s4[3,5]{1,0:E(4)} constant({...})
   ROOT %out = f32[1000]{0} get-tuple-element(%done), index=0
 }
-"""
+"""  # noqa: E501
 MESH = {"data": 2, "model": 4}
 
 

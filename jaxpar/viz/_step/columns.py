@@ -122,7 +122,9 @@ def _row(
         return [(text, "plain") for text in edge_text(edge)] if edge is not None else []
 
     boxes = [
-        [(text, "big" if bold else "plain") for text, bold in layer_lines(layer, part, heat, backward=back)] if part else []
+        [(text, "big" if bold else "plain") for text, bold in layer_lines(layer, part, heat, backward=back)]
+        if part
+        else []
         for part, back in ((layer.forward, False), (layer.backward, True))
     ]
     band: list[Line] = [(text, "plain") for text in weights_text(layer, graph.arguments)] if layer.params else []

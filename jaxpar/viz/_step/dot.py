@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -107,9 +108,7 @@ class _Drawing:
         found += self._words(f"{layer.name}: down", row.below, self.x["backward"], row.y - row.height / 2, -1)
         return [*found, *self._reads(row)]
 
-    def _box(
-        self, name: str, column: str, lines: list[Line], y: float, layer: StepLayer, part: StepPart
-    ) -> str:
+    def _box(self, name: str, column: str, lines: list[Line], y: float, layer: StepLayer, part: StepPart) -> str:
         colour = style.fill(Node(layer.name, layer.op, layer.detail))
         if self.options.heat is not None:
             colour = style.heat(cost(part, self.options.heat) / self.most)
@@ -271,7 +270,7 @@ def _at(name: str, at: _Point, size: _Point, **look: object) -> str:
 def _line(source: str, target: str, points: Sequence[_Point], **look: object) -> str:
     """An edge along straight lines."""
     way = [points[0]]
-    for a, b in zip(points, points[1:], strict=False):
+    for a, b in itertools.pairwise(points):
         way += [_between(a, b, 1 / 3), _between(a, b, 2 / 3), b]
     return _edge(source, target, way, **look)
 

@@ -31,7 +31,7 @@ def edges_of(
     for source, target, number in sorted(net.edges):
         ends = _ends(drafts[source], drafts[target], phases, names)
         value = net.raw.values[number]
-        if ends is None or ends in found or drafts[source].op == "input" and ends[2] != "forward":
+        if ends is None or ends in found or (drafts[source].op == "input" and ends[2] != "forward"):
             continue
         part = local.get(source) if drafts[source].value == number else None
         if any(name.startswith(_MAPPED) for name in drafts[source].scope):

@@ -50,7 +50,10 @@ def _draft(program: Program, places: Places, name: str) -> int | None:
     if name not in program.home:
         return None
     one = program[name]
-    if one.opcode in ("while", "call", "conditional") or one.opcode.removesuffix("-done").removesuffix("-start") in KINDS:
+    if (
+        one.opcode in ("while", "call", "conditional")
+        or one.opcode.removesuffix("-done").removesuffix("-start") in KINDS
+    ):
         return None  # what they call has events of its own; a collective waits for other devices
     own = places.draft_of(one) if one.op_name else None
     return own if own is not None else next(iter(places.drafts_of(one)), None)

@@ -66,12 +66,12 @@ def spec_of(sharding: Any, dimensions: int) -> tuple[str, ...] | None:
     if not isinstance(sharding, NamedSharding):
         return None
     parts = [*sharding.spec, *(None for _ in range(dimensions - len(sharding.spec)))]
-    return tuple("+".join(map(str, part)) if isinstance(part, tuple) else str(part or "") for part in parts)[:dimensions]
+    return tuple("+".join(map(str, part)) if isinstance(part, tuple) else str(part or "") for part in parts)[
+        :dimensions
+    ]
 
 
-def spec_from_shapes(
-    shape: tuple[int, ...], local: tuple[int, ...], mesh: Mapping[str, int]
-) -> tuple[str, ...] | None:
+def spec_from_shapes(shape: tuple[int, ...], local: tuple[int, ...], mesh: Mapping[str, int]) -> tuple[str, ...] | None:
     """The axes that each dimension is split over, from the shape of one device's part.
 
     Each axis splits one dimension. None where the sizes fit no or several ways.
@@ -124,4 +124,3 @@ def is_part(part: tuple[int, ...], whole: tuple[int, ...], devices: int) -> bool
     if len(part) != len(whole) or not all(a and b % a == 0 for a, b in zip(part, whole, strict=True)):
         return False
     return math.prod(whole) // math.prod(part) <= devices
-

@@ -116,10 +116,11 @@ def _read(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            compiled = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args).compile()
+            jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
+            compiled = jitted.lower(*args).compile()
     except Exception as error:
         raise _failure(step, args, "compiled", error) from error
-    return parse(compiled.as_text()), compiled, net, name_drafts(net)
+    return parse(compiled.as_text() or ""), compiled, net, name_drafts(net)
 
 
 def _failure(step: Any, args: tuple[Any, ...], what: str, error: Exception) -> ValueError:
@@ -190,5 +191,3 @@ class _Parts:
             peak=max(peaks, default=None),
             seconds=sum(seconds) if seconds else None,
         )
-
-
