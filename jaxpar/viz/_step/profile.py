@@ -13,9 +13,16 @@ from .hlo import Program
 from .places import Places
 from .sends import KINDS
 
+Profile = Mapping[str, float] | str | os.PathLike[str]
+
+
+def is_folder(profile: Profile) -> bool:
+    """Whether this is a directory, and no dict."""
+    return not isinstance(profile, Mapping) and os.path.isdir(profile)
+
 
 def seconds_of(
-    profile: Mapping[str, float] | str | os.PathLike[str] | None,
+    profile: Profile | None,
     program: Program,
     places: Places,
     names: dict[int, str],

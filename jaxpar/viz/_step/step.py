@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,18 +23,16 @@ from .memory import Memory, memory_of
 from .phases import Row, phases_of
 from .places import Places
 from .placing import Placing
-from .profile import seconds_of
+from .profile import Profile, seconds_of
 from .sends import sends_of
 from .shards import arguments_of, device_count, mesh_of
-
-Heat = Mapping[str, float]
 
 
 def trace_step(
     step: Callable[..., Any],
     *args: Any,
     params_argnums: int | Sequence[int] | None = 0,
-    profile: Heat | str | None = None,
+    profile: Profile | None = None,
     depth: int | None = None,
     max_nodes: int | None = 200,
     repeats: bool = True,
