@@ -123,8 +123,8 @@ def read(fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int]
 
 
 def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
-    method = called_method(fn)
-    parameters = _parameters(fn) if method is None else [*_parameters(fn)[:1], *_parameters(method)]
+    method, before = called_method(fn)
+    parameters = _parameters(fn) if method is None else [*_parameters(fn)[:before], *_parameters(method)]
     names: list[str] = []
     for number in range(count):
         parameter = parameters[number] if number < len(parameters) else None
