@@ -55,7 +55,7 @@ def plot_network(
         `save` then writes that table and raises a `RenderError`.
 
     Raises:
-        TypeError: an argument is no array.
+        TypeError: `fn` is not callable, or takes no argument of a name in `kwargs`.
         ValueError: an unknown theme or heat.
 
     Example:

@@ -35,7 +35,7 @@ def print_summary(
         file: where to write. None for standard output.
 
     Raises:
-        TypeError: an argument is no array.
+        TypeError: `fn` is not callable, or takes no argument of a name in `kwargs`.
 
     Example:
         >>> import jax, jax.numpy as jnp

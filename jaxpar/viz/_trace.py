@@ -50,10 +50,13 @@ def trace(
     gradient becomes one backward node. A repeated block is kept once, with its count.
 
     Args:
-        fn: any function that JAX can trace: jitted, mapped over devices, the gradient of another.
-        args, kwargs: arrays or `jax.ShapeDtypeStruct`s, in any pytree.
+        fn: any function that JAX can trace: jitted, mapped over devices, the gradient of another. Or a module of Flax
+            NNX, Equinox or Keras, whose arrays are the parameters.
+        args, kwargs: arrays or `jax.ShapeDtypeStruct`s, in any pytree, or NNX and Equinox modules. What is no array
+            (a string, flag, function or number) is a part of the function.
         params_argnums: which positional arguments hold the parameters. None for none of them. A bare array that is
-            the only argument is data. Arrays that the function captured are parameters too.
+            the only argument is data. Where no argument holds parameters, captured arrays that a layer reads as its
+            weights do.
         depth: how many nested modules and scopes to keep open. None for all. Scopes around the whole function do not
             count, so 0 closes all others.
         max_nodes: how many nodes to draw at most. The deepest scopes close first. None for no limit.
@@ -65,7 +68,7 @@ def trace(
         it runs, a while loop once. Of `jax.lax.platform_dependent` the default branch counts.
 
     Raises:
-        TypeError: an argument is no array. The message names it. Errors of `fn` itself come through.
+        TypeError: `fn` is not callable, or takes no argument of a name in `kwargs`. Errors of `fn` come through.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -295,3 +295,27 @@ def test_functions_flags_and_none_may_be_arguments_or_in_trees():
     assert viz.trace(apply, PARAMS, DATA, "act", act=jnp.tanh).layers[-1].detail == "tanh"
     number = viz.trace(lambda params, x: x * params["scale"], {"scale": 2.0}, DATA)
     assert number.total_params == 1  # a number in a tree is an array
+
+
+def test_a_module_that_is_called_again_is_a_second_cluster_and_one_that_goes_on_is_not():
+    params = {"enc": {"a": {"w": m.Spec((4, 4), f32)}, "b": {"w": m.Spec((4, 4), f32)}}, "out": (m.Spec((4, 4), f32),)}
+    x = m.Spec((3, 4), f32)
+
+    def goes_on(params, x):
+        return jnp.tanh(x @ params["enc"]["a"]["w"]) @ params["enc"]["b"]["w"]
+
+    def encode(params, x):
+        return jnp.tanh(x @ params["a"]["w"]) @ params["b"]["w"]
+
+    def again(params, x, y):
+        return encode(params["enc"], x) @ params["out"][0] + encode(params["enc"], y)
+
+    assert [node.scope for node in viz.trace(goes_on, params, x).layers] == [("enc",), (), ("enc",)]  # not "enc (2)"
+    graph = viz.trace(again, params, x, x)
+    assert [(node.scope, node.name) for node in graph.layers] == [
+        (("enc",), "a"), (("enc",), "tanh0"), (("enc",), "b"), ((), "out.0"),
+        (("enc (2)",), "a 2"), (("enc (2)",), "tanh1"), (("enc (2)",), "b 2"), ((), "add0"),
+    ]  # fmt: skip
+    pairs = {"first": (m.Spec((4, 4), f32), m.Spec((4,), f32))}
+    named = viz.trace(lambda params, x: x @ params["first"][0] + params["first"][1][None], pairs, x)
+    assert [node.name for node in named.layers] == ["first"]

@@ -11,7 +11,7 @@ from .._graph import BACKWARD, common_prefix, human, is_region
 from .._read.raw import Eqn, Raw
 from .._read.source import describe
 from .net import Draft, Net
-from .scopes import set_paths, set_scopes
+from .scopes import number_calls, set_paths, set_scopes
 
 
 def build(cells: Cells) -> Net:
@@ -32,8 +32,9 @@ def build(cells: Cells) -> Net:
         owner = cells.producer(raw.root(output))
         if owner is not None:
             by_cell[owner.id].outputs.append(name)
-    set_scopes(cells, by_cell)
-    _number_scopes(drafts)
+    number = number_calls if set_scopes(cells, by_cell) else _number_scopes
+    number(drafts)
+    _scopes_of_gradients(drafts)
     net = Net(raw, drafts, edges, _optimizer_state(cells))
     _drop_unused(net)
     set_paths(net)
@@ -121,7 +122,7 @@ def _bytes_read(raw: Raw, eqns: list[Eqn], *, converted: bool) -> int:
 
 
 def _number_scopes(drafts: list[Draft]) -> None:
-    """Number scopes that are entered again: "Linear", "Linear (2)". Gradients get the scope of their layer."""
+    """Number scopes that are entered again: "Linear", "Linear (2)"."""
     seen: dict[tuple[str, ...], int] = {}
     last_plain: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
@@ -137,6 +138,10 @@ def _number_scopes(drafts: list[Draft]) -> None:
             count = seen[path] = seen.get(path, 0) + 1
             numbered = (*numbered, name if count == 1 or is_region(name) else f"{name} ({count})")
         last_plain, last, draft.scope = plain, numbered, numbered
+
+
+def _scopes_of_gradients(drafts: list[Draft]) -> None:
+    """Gradients get the scope of their layer."""
     for draft in drafts:
         if draft.forward is not None and not any(is_region(name) for name in draft.scope):
             draft.scope = draft.forward.scope
