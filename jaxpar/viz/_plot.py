@@ -62,7 +62,7 @@ def plot_network(
         raises a `RenderError`.
 
     Raises:
-        TypeError: an argument is no array, or an option has a wrong type.
+        TypeError: `fn` is not callable, or takes no argument of a name in `kwargs`. An option has a wrong type.
         ValueError: an unknown theme, heat or direction, or a number out of range.
 
     Example:
