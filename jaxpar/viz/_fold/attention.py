@@ -117,5 +117,3 @@ def _add_feeders(cells: Cells, part: Cell, found: dict[int, Cell]) -> None:
         if (compared or updated or position) and all(user.id in found for user in cells.users(before)):
             found[before.id] = before
             _add_feeders(cells, before, found)
-
-

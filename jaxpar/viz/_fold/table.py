@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import attention, layers, losses, norms, pooling, rotary
+from . import attention, layers, losses, mixing, norms, pooling, recurrent, rotary
 from .patterns import COLLECTIVES, Rule
 
 RULES: tuple[Rule, ...] = (
@@ -28,5 +28,9 @@ RULES: tuple[Rule, ...] = (
     Rule("concatenate", frozenset(("Concat", "stack")), layers.concat),
     Rule("collective", COLLECTIVES, layers.collective),
     Rule("bias added late", frozenset(("add",)), layers.late_bias),
+    Rule("LSTM", frozenset(("mul",)), recurrent.lstm),
+    Rule("GRU", frozenset(("add",)), recurrent.gru),
+    Rule("routing to experts", frozenset(("top_k",)), mixing.routing),
+    Rule("selective scan", frozenset(("AssociativeScan",)), mixing.selective_scan),
     Rule("constant factor", frozenset(("mul", "div", "add", "sub", "neg")), layers.scale),
 )
