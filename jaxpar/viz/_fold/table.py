@@ -12,6 +12,7 @@ RULES: tuple[Rule, ...] = (
     Rule("matrix product with a parameter, and its bias", frozenset(("MatMul",)), layers.fully_connected),
     Rule("softmax", frozenset(("div", "mul")), attention.softmax),
     Rule("attention", frozenset(("Softmax",)), attention.attention),
+    Rule("cache of attention", frozenset(("Attention",)), attention.cache),
     Rule("rows of a table", frozenset(), layers.embedding),
     Rule("windows reduced", frozenset(), pooling.window_pooling),
     Rule("slices added and scaled", frozenset(("add", "maximum")), pooling.slice_pooling),
