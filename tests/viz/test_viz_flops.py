@@ -41,7 +41,7 @@ COUNTED = {
     "exp2": (jnp.exp2, X),
     "log2": (jnp.log2, X),
     "sinc": (jnp.sinc, X),
-    "gradient of tanh": (jax.grad(lambda x: jnp.tanh(x).sum()), X),
+    "gradient of tanh": (lambda x, g: jax.vjp(jnp.tanh, x)[1](g), X, X),
     "nextafter": (jnp.nextafter, X, X),
     "zeta": (jax.scipy.special.zeta, X, X),
     "complex exp": (jnp.exp, COMPLEX),

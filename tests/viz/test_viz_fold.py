@@ -179,3 +179,368 @@ def test_random_numbers_of_jax_are_named():
         ("Random", "split"),
         ("Random", "normal"),
     }
+
+
+def test_an_associative_scan_is_one_node_with_one_gradient():
+    def scan(x):
+        return jax.lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (x, x), axis=1)[1]
+
+    assert ops(scan, X) == ["AssociativeScan"]
+    assert ops(lambda x: scan(scan(x)), X) == ["AssociativeScan", "AssociativeScan"]
+    backward = [op for op in ops(jax.grad(lambda x: scan(x).sum()), X) if op.endswith("(backward)")]
+    assert backward.count("AssociativeScan (backward)") == 1
+
+
+def test_a_fourier_transform_has_its_kind_and_length():
+    assert labels(lambda x: jnp.fft.rfft(x), X) == [("FFT", "rfft, 4")]
+    assert labels(lambda x: jnp.fft.ifft2(x), X) == [("FFT", "ifft, 3x4")]
+
+
+def mean_of(x, *axes):
+    return x.mean(axes, keepdims=True)
+
+
+IMAGES, TOKENS, SHORT = Spec((2, 8, 6, 16), f32), Spec((2, 8, 16), f32), Spec((2, 8, 16), jnp.bfloat16)
+SCALES = {name: Spec((1, 1, 16), f32) for name in "gbmv"}
+
+
+def layer_a(p, x):
+    return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5) * p["g"] + p["b"]
+
+
+def layer_b(p, x):
+    centred = x - jnp.mean(x, -1, keepdims=True)
+    return p["b"] + p["g"] * (centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + 1e-5))
+
+
+def layer_c(p, x):
+    mean = jnp.sum(x, -1, keepdims=True) / 16
+    variance = jnp.mean(x**2, -1, keepdims=True) - mean**2
+    return (x - mean) * ((variance + 1e-5) ** -0.5 * (1 + p["g"])) + p["b"]
+
+
+def layer_d(p, x):
+    return (x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True) + 1e-5)
+
+
+def layer_e(p, x):
+    y = x.astype(f32)
+    y = (y - mean_of(y, -1)) * jax.lax.rsqrt(y.var(-1, keepdims=True) + 1e-5)
+    return y.astype(x.dtype) * p["g"].astype(x.dtype)
+
+
+def rms_a(p, x):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * p["g"]
+
+
+def rms_b(p, x):
+    return p["g"] * x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+
+
+def group(p, x):
+    y = x.reshape(2, 8, 6, 4, 4)
+    y = (y - mean_of(y, 1, 2, 4)) / jnp.sqrt(y.var((1, 2, 4), keepdims=True) + 1e-5)
+    return y.reshape(x.shape) * p["g"][None] + p["b"][None]
+
+
+def instance(p, x):
+    return (x - mean_of(x, 1, 2)) * jax.lax.rsqrt(x.var((1, 2), keepdims=True) + 1e-5) * p["g"][None]
+
+
+def batch(p, x):
+    return (x - mean_of(x, 0, 1, 2)) * jax.lax.rsqrt(x.var((0, 1, 2), keepdims=True) + 1e-5) * p["g"][None]
+
+
+def stored(p, x):
+    scale = jax.lax.rsqrt(p["v"] + 1e-5) * p["g"]
+    x = jax.nn.relu(x)
+    return x * scale[None] + (p["b"] - p["m"] * scale)[None]
+
+
+def unit(p, x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+NORMS = [
+    *((fn, TOKENS, ("LayerNorm", "")) for fn in (layer_a, layer_b, layer_c, layer_d)),
+    (layer_e, SHORT, ("LayerNorm", "")),
+    (rms_a, TOKENS, ("RMSNorm", "")),
+    (rms_b, TOKENS, ("RMSNorm", "")),
+    (group, IMAGES, ("GroupNorm", "4 groups")),
+    (instance, IMAGES, ("InstanceNorm", "")),
+    (batch, IMAGES, ("BatchNorm", "")),
+    (stored, IMAGES, ("BatchNorm", "")),
+    (unit, TOKENS, ("Normalization", "unit length")),
+]
+
+
+@pytest.mark.parametrize(("fn", "x", "label"), NORMS, ids=[fn.__name__ for fn, *_ in NORMS])
+def test_a_normalization_is_one_node_however_written(fn, x, label):
+    graph = viz.trace(lambda p, x: jnp.sin(fn(p, x)), SCALES, x)
+    assert [(node.op, node.detail) for node in graph.layers if node.op != "Activation"] == [label, ("sin", "")]
+    gradient = viz.trace(jax.grad(lambda p, x: jnp.sin(fn(p, x)).sum().astype(f32), argnums=(0, 1)), SCALES, x)
+    assert [node.op for node in gradient.layers].count(f"{label[0]} (backward)") == 1
+
+
+def test_a_residual_stays_outside_of_a_normalization_and_a_condition_too():
+    assert ops(lambda p, x: x + rms_a(p, x), SCALES, TOKENS) == ["RMSNorm", "add"]
+    conditioned = ops(lambda p, x, c: layer_d(p, x) * jnp.tanh(c), SCALES, TOKENS, TOKENS)
+    assert sorted(conditioned) == ["Activation", "LayerNorm", "mul"]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda p, x: jax.nn.relu(1 - jnp.sqrt(x.var(0) + 1e-4)).mean(),
+        lambda p, x: (x * p["g"]).sum(-1) / jnp.sqrt((x * x).sum(-1)),
+        lambda p, x: x * jnp.minimum(1.0, 1.0 / jnp.sqrt((x * x).sum())),
+        lambda p, x: x / jnp.sqrt(p["v"] + 1e-5),
+    ],
+)
+def test_what_only_has_a_root_is_no_normalization(fn):
+    assert not any("Norm" in op for op in ops(fn, SCALES, TOKENS))
+
+
+HEADS = Spec((2, 8, 4, 16), f32)
+FEW, CACHE, PADDING, POSITION = (
+    Spec((2, 8, 2, 16), f32),
+    Spec((2, 32, 4, 16), f32),
+    Spec((2, 8), jnp.int32),
+    Spec((), jnp.int32),
+)
+
+
+def attend(q, k, v, mask=None, cap=None):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4.0
+    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
+    scores = scores if mask is None else jnp.where(mask, scores, -1e9)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), v)
+
+
+def causal(q, k, v):
+    return attend(q, k, v, jnp.tril(jnp.ones((8, 8), bool))[None, None], cap=50.0)
+
+
+def own_softmax(q, k, v):
+    scores = (q * 0.25).transpose(0, 2, 1, 3) @ k.transpose(0, 2, 3, 1)
+    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+    weights = weights / weights.sum(-1, keepdims=True)
+    return (weights.astype(q.dtype) @ v.transpose(0, 2, 1, 3)).reshape(2, 4, 128)
+
+
+def padded(q, k, v, padding):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + jnp.where(padding[:, None, None, :] > 0, 0.0, -1e9)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), v)
+
+
+def cached(q, k, v, keys, values, position):
+    keys = jax.lax.dynamic_update_slice(keys, k, (0, position, 0, 0))
+    values = jax.lax.dynamic_update_slice(values, v, (0, position, 0, 0))
+    seen = jnp.arange(32)[None, None, None, :] <= position + jnp.arange(8)[None, None, :, None]
+    return attend(q, keys, values, seen), keys, values
+
+
+def grouped(q, k, v):
+    q = q.reshape(2, 8, 2, 2, 16)
+    weights = jax.nn.softmax(jnp.einsum("bqhgd,bkhd->bhgqk", q, k) / 4.0, -1)
+    return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(2, 8, 4, 16)
+
+
+def repeated(q, k, v):
+    return attend(q, jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2))
+
+
+def library(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+ATTENTION = [
+    (attend, (HEADS,) * 3),
+    (causal, (HEADS,) * 3),
+    (own_softmax, (HEADS,) * 3),
+    (padded, (HEADS, HEADS, HEADS, PADDING)),
+    (cached, (HEADS, HEADS, HEADS, CACHE, CACHE, POSITION)),
+    (grouped, (HEADS, FEW, FEW)),
+    (repeated, (HEADS, FEW, FEW)),
+    (library, (HEADS,) * 3),
+]
+
+
+@pytest.mark.parametrize(("fn", "args"), ATTENTION, ids=[fn.__name__ for fn, _ in ATTENTION])
+def test_attention_is_one_node_however_written(fn, args):
+    graph = viz.trace(fn, *args, params_argnums=None)
+    assert [node.op for node in graph.layers] == ["Attention"]
+    products = 2 * 2 * args[0].size * (32 if fn is cached else 8)
+    assert products <= graph.total_flops <= 1.3 * products
+
+    def loss(*args):
+        return jnp.sum(jax.tree.leaves(fn(*args))[0] ** 2)
+
+    gradient = viz.trace(jax.grad(loss, argnums=(0, 1, 2)), *args, params_argnums=None)
+    assert [node.op for node in gradient.layers].count("Attention (backward)") == 1
+
+
+def test_a_softmax_between_products_that_is_read_twice_is_no_attention():
+    def fn(q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k), -1)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v), weights
+
+    assert ops(fn, HEADS, HEADS, HEADS) == ["FullyConnected", "Softmax", "MatMul"]
+
+
+SINES, WHOLE, TURNS = Spec((1, 8, 1, 8), f32), Spec((1, 8, 1, 16), f32), Spec((1, 8, 1, 8), jnp.complex64)
+
+
+def halves(x, cos, sin):
+    a, b = jnp.split(x, 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def rotate_half(x, cos, sin):
+    return x * cos + jnp.concatenate([-x[..., 8:], x[..., :8]], -1) * sin
+
+
+def interleaved(x, cos, sin):
+    a, b = x[..., ::2], x[..., 1::2]
+    return jnp.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(x.shape)
+
+
+def complex_pairs(x, turns):
+    pairs = x.reshape(2, 8, 4, 8, 2)
+    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * turns
+    return jnp.stack([turned.real, turned.imag], -1).reshape(x.shape)
+
+
+def lax_complex(x, turns):
+    turned = jax.lax.complex(x[..., ::2], x[..., 1::2]) * turns
+    return jnp.stack([jnp.real(turned), jnp.imag(turned)], -1).reshape(x.shape)
+
+
+ROTARY = [
+    (halves, (SINES, SINES)),
+    (rotate_half, (WHOLE, WHOLE)),
+    (interleaved, (SINES, SINES)),
+    (complex_pairs, (TURNS,)),
+    (lax_complex, (TURNS,)),
+]
+
+
+@pytest.mark.parametrize(("fn", "tables"), ROTARY, ids=[fn.__name__ for fn, _ in ROTARY])
+def test_a_rotary_embedding_is_one_node_however_written(fn, tables):
+    assert ops(fn, HEADS, *tables, params_argnums=None) == ["RoPE"]
+    both = viz.trace(lambda q, k, *tables: (fn(q, *tables), fn(k, *tables)), HEADS, HEADS, *tables, params_argnums=None)
+    assert [node.op for node in both.layers] == ["RoPE", "RoPE"]
+    gradient = viz.trace(jax.grad(lambda x, *tables: jnp.sum(fn(x, *tables) ** 2)), HEADS, *tables, params_argnums=None)
+    assert [node.op for node in gradient.layers].count("RoPE (backward)") == 1
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, cos, sin: jnp.concatenate([x[..., :8] * cos, x[..., 8:] * sin], -1),
+        lambda x, cos, sin: x[..., :8] * jax.nn.sigmoid(x[..., 8:]),
+        lambda x, cos, sin: jnp.concatenate([x[..., :8] * cos + x[..., 8:] * sin, x[..., 8:] * cos], -1),
+    ],
+)
+def test_halves_that_are_not_turned_are_no_rotary_embedding(fn):
+    assert "RoPE" not in ops(fn, HEADS, SINES, SINES, params_argnums=None)
+
+
+GATES = {"wx": Spec((16, 64), f32), "wh": Spec((16, 64), f32), "b": Spec((1, 64), f32)}
+ROW = Spec((2, 16), f32)
+
+
+def lstm(p, x, h, c):
+    i, f, g, o = jnp.split(x @ p["wx"] + h @ p["wh"] + p["b"], 4, -1)
+    c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return jax.nn.sigmoid(o) * jnp.tanh(c), c
+
+
+def gru(p, x, h):
+    r, z, n, _ = jnp.split(x @ p["wx"] + p["b"], 4, -1)
+    hr, hz, hn, _ = jnp.split(h @ p["wh"], 4, -1)
+    z = jax.nn.sigmoid(z + hz)
+    return (1 - z) * jnp.tanh(n + jax.nn.sigmoid(r + hr) * hn) + z * h
+
+
+def test_the_gates_of_a_recurrent_cell_are_one_node():
+    assert ops(lstm, GATES, ROW, ROW, ROW) == ["FullyConnected", "FullyConnected", "add", "LSTM"]
+    assert ops(gru, GATES, ROW, ROW).count("GRU") == 1
+    assert len(ops(gru, GATES, ROW, ROW)) <= 5
+
+    def scan(p, rows):
+        def step(state, x):
+            h, c = lstm(p, x, *state)
+            return (h, c), h
+
+        return jax.lax.scan(step, (jnp.zeros((2, 16)), jnp.zeros((2, 16))), rows)[1].sum()
+
+    gradient = ops(jax.grad(scan), GATES, Spec((8, 2, 16), f32))
+    assert (gradient.count("LSTM"), gradient.count("LSTM (backward)")) == (1, 1)
+
+
+def test_a_mixture_of_experts_and_a_selective_scan_are_a_few_nodes():
+    def experts(p, x):
+        gates = jax.nn.softmax(x @ p["route"])
+        weights, chosen = jax.lax.top_k(gates, 2)
+        chosen = jax.nn.one_hot(chosen, 4)
+        places = jnp.cumsum(chosen.reshape(-1, 4), 0).reshape(chosen.shape) * chosen - 1
+        sent = jax.nn.one_hot(places.astype(jnp.int32), 8) * (places < 8)[..., None]
+        y = jnp.einsum("tec,td->ecd", sent.sum(1), x)
+        y = jnp.einsum("ecd,edf->ecf", y, p["w"])
+        return jnp.einsum("tec,ecf->tf", (sent * weights[:, :, None, None]).sum(1), y)
+
+    params = {"route": Spec((16, 4), f32), "w": Spec((4, 16, 16), f32)}
+    graph = viz.trace(experts, params, Spec((32, 16), f32))
+    assert [node.op for node in graph.layers] == [
+        "FullyConnected", "Softmax", "Routing", "MatMul", "FullyConnected", "MatMul",
+    ]  # fmt: skip
+    assert graph["routing0"].detail == "top 2 of 4"
+
+    def selective(p, x, step, b, c):
+        decay = jnp.exp(step[..., None] * -jnp.exp(p["a"])[None, None])
+        added = step[..., None] * b[:, :, None] * x[..., None]
+        _, h = jax.lax.associative_scan(lambda s, t: (s[0] * t[0], t[0] * s[1] + t[1]), (decay, added), axis=1)
+        return (h * c[:, :, None]).sum(-1)
+
+    x, b = Spec((2, 8, 32), f32), Spec((2, 8, 4), f32)
+    assert ops(selective, {"a": Spec((32, 4), f32)}, x, x, b, b) == ["SelectiveScan"]
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx", "equinox", "haiku"])
+def test_attention_of_the_libraries(library):
+    graph = viz.trace(*{"linen": _linen, "nnx": _nnx, "equinox": _equinox, "haiku": _haiku}[library]())
+    layers = [node.op for node in graph.layers if node.op != "Flatten"]
+    assert layers == ["FullyConnected"] * 3 + ["Attention", "FullyConnected"]
+
+
+def _linen():
+    import flax.linen as nn
+
+    net = nn.MultiHeadDotProductAttention(4)
+    return net.apply, jax.eval_shape(net.init, jax.random.key(0), TOKENS, TOKENS), TOKENS, TOKENS
+
+
+def _nnx():
+    from flax import nnx
+
+    net = nnx.eval_shape(lambda: nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0)))
+    parts, state = nnx.split(net)
+    return lambda state, x: nnx.merge(parts, state)(x, x), state, TOKENS
+
+
+def _equinox():
+    import equinox as eqx
+
+    net = eqx.nn.MultiheadAttention(4, 16, key=jax.random.key(0))
+    return lambda x: net(x, x, x, mask=jnp.tril(jnp.ones((8, 8), bool))), Spec((8, 16), f32)
+
+
+def _haiku():
+    import haiku as hk
+
+    def net(x):
+        return hk.MultiHeadAttention(4, 4, w_init=hk.initializers.VarianceScaling(), model_size=16)(x, x, x)
+
+    made = hk.without_apply_rng(hk.transform(net))
+    return made.apply, jax.eval_shape(made.init, jax.random.key(0), TOKENS), TOKENS

@@ -74,6 +74,15 @@ def attention(cells: Cells, cell: Cell) -> Fold | None:
     return Fold(parts, "Attention")
 
 
+def cache(cells: Cells, cell: Cell) -> Fold | None:
+    """The caches, repeated heads and masks that only a known attention function reads."""
+    found = {cell.id: cell}
+    _add_feeders(cells, cell, found)
+    parts = tuple(found.values())
+    convex = is_convex(cells, [eqn for part in parts for eqn in cells.eqns(part) if not eqn.view])
+    return Fold(parts, cell.op, cell.detail) if len(parts) > 1 and convex else None
+
+
 def _chain(cells: Cells, cell: Cell, *, up: bool) -> tuple[list[Cell], Cell | None]:
     """The scales and masks between a softmax and the matrix product before or after it, and that product."""
     found: list[Cell] = []

@@ -10,53 +10,30 @@ from .._graph import BACKWARD
 from .._read.raw import Eqn
 from .._read.source import ANONYMOUS, Frame
 from .cells import Cell, Cells, plain_name
-from .patterns import COLLECTIVES, SENT, axis_names
+from .sent import fold_sent
 
 
 def fold_backward(cells: Cells) -> None:
     """Make a backward cell of the equations of each layer's gradient."""
     targets = _targets(cells)
-    found: dict[object, list[int]] = {}
-    sent = _fold_sent(cells, targets)
+    sent, after = fold_sent(cells, targets)
+    found: dict[tuple[object, bool], list[int]] = {}
     for eqn in cells.raw.eqns:
         if eqn.backward and eqn.id not in sent:
             target = targets.get(eqn.id)
             key: object = target.id if target is not None else (_function(eqn.stack), eqn.scope)
-            found.setdefault(key, []).append(eqn.id)
-    for eqns in found.values():
+            found.setdefault((key, eqn.id in after), []).append(eqn.id)
+    for (_, is_after), eqns in found.items():
         if all(cells.raw.eqns[number].view for number in eqns):
             continue
         target = targets.get(eqns[0])
         op = target.op if target is not None else _function(cells.raw.eqns[eqns[0]].stack)
-        made = cells.new(eqns, op + BACKWARD, target.detail if target else "", bool(target and target.major))
+        prims = {cells.raw.eqns[number].prim for number in eqns if not cells.raw.eqns[number].view}
+        if is_after and len(prims) == 1:
+            made = cells.new(eqns, plain_name(prims.pop()) + BACKWARD)
+        else:
+            made = cells.new(eqns, op + BACKWARD, target.detail if target else "", bool(target and target.major))
         made.forward = target
-
-
-def _fold_sent(cells: Cells, targets: dict[int, Cell]) -> set[int]:
-    """Make cells of what differentiation sends between devices for layers that are no collectives.
-
-    Arrays that are sent alike are one cell, unless one is computed from another.
-
-    Returns:
-        The ids of their equations.
-    """
-    groups: dict[object, list[int]] = {}
-    behind: dict[int, dict[object, int]] = {}  # of each value, how many of each kind are on the way to it
-    for eqn in cells.raw.eqns:
-        known = [behind[root] for value in eqn.ins if (root := cells.raw.root(value)) in behind]
-        depths = {kind: max(way.get(kind, 0) for way in known) for way in known for kind in way}
-        target, op = targets.get(eqn.id), plain_name(eqn.prim)
-        if eqn.backward and op in SENT and (target is None or target.op not in COLLECTIVES):
-            kind = (op, axis_names(eqn), eqn.scope)
-            groups.setdefault((*kind, depths.get(kind, 0)), []).append(eqn.id)
-            depths[kind] = depths.get(kind, 0) + 1
-        if depths:
-            behind |= dict.fromkeys(eqn.outs, depths)
-    for eqns in groups.values():
-        eqn = cells.raw.eqns[eqns[0]]
-        times = f" ×{len(eqns)}" if len(eqns) > 1 else ""
-        cells.new(eqns, plain_name(eqn.prim), f"over {axis_names(eqn)}{times}")
-    return {number for eqns in groups.values() for number in eqns}
 
 
 def _targets(cells: Cells) -> dict[int, Cell]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from .._graph import BACKWARD
 from .cells import Cell, Cells, components, plain_name
+from .patterns import SENT, axis_names
 
 _LARGE = 20  # cells in a cycle, above which all its small steps are split at once
 
@@ -49,7 +50,8 @@ def _singles(cells: Cells, victim: Cell) -> list[Cell]:
     made: list[Cell] = []
     for eqn in eqns:
         if not eqn.view:
-            made.append(cells.new([eqn.id, *views], plain_name(eqn.prim) + suffix))
+            detail = f"over {axis_names(eqn)}" if plain_name(eqn.prim) in SENT else ""
+            made.append(cells.new([eqn.id, *views], plain_name(eqn.prim) + suffix, detail))
             made[-1].forward, views = forward, []
     return made
 

@@ -80,7 +80,7 @@ def _read(cells: Cells, value: int, turn: _Turn, depth: int) -> bool:
     if eqn.prim in ("add", "sub", "neg", *_ARRAYS, "real", "imag"):
         turn.signs += eqn.prim in ("sub", "neg")
         turn.eqns[eqn.id] = eqn
-        return all([_read(cells, operand, turn, depth + 1) for operand in eqn.ins])
+        return all(_read(cells, operand, turn, depth + 1) for operand in eqn.ins)
     if eqn.prim == "mul" and len(eqn.ins) == 2:
         turn.eqns[eqn.id] = eqn
         return _is_product(cells, eqn, turn, depth)
@@ -103,7 +103,7 @@ def _is_product(cells: Cells, eqn: Eqn, turn: _Turn, depth: int) -> bool:
     if made is not None and made.prim in (*_ARRAYS, "neg", "complex"):
         turn.eqns[made.id] = made
         turn.signs += made.prim == "neg"
-        return all([_read(cells, operand, turn, depth + 1) for operand in made.ins])
+        return all(_read(cells, operand, turn, depth + 1) for operand in made.ins)
     if made is not None and made.prim in ("slice", "split", "gather"):
         return _is_part(cells, made, turn)
     turn.parts[root(cells, left)] = root(cells, left)

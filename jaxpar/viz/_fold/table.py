@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import attention, layers, losses, norms, pooling, rotary
+from . import attention, layers, losses, mixing, norms, pooling, recurrent, rotary
 from .patterns import COLLECTIVES, Rule
 
 RULES: tuple[Rule, ...] = (
@@ -12,6 +12,7 @@ RULES: tuple[Rule, ...] = (
     Rule("matrix product with a parameter, and its bias", frozenset(("MatMul",)), layers.fully_connected),
     Rule("softmax", frozenset(("div", "mul")), attention.softmax),
     Rule("attention", frozenset(("Softmax",)), attention.attention),
+    Rule("cache of attention", frozenset(("Attention",)), attention.cache),
     Rule("rows of a table", frozenset(), layers.embedding),
     Rule("windows reduced", frozenset(), pooling.window_pooling),
     Rule("slices added and scaled", frozenset(("add", "maximum")), pooling.slice_pooling),
@@ -28,5 +29,9 @@ RULES: tuple[Rule, ...] = (
     Rule("concatenate", frozenset(("Concat", "stack")), layers.concat),
     Rule("collective", COLLECTIVES, layers.collective),
     Rule("bias added late", frozenset(("add",)), layers.late_bias),
+    Rule("LSTM", frozenset(("mul",)), recurrent.lstm),
+    Rule("GRU", frozenset(("add",)), recurrent.gru),
+    Rule("routing to experts", frozenset(("top_k",)), mixing.routing),
+    Rule("selective scan", frozenset(("AssociativeScan",)), mixing.selective_scan),
     Rule("constant factor", frozenset(("mul", "div", "add", "sub", "neg")), layers.scale),
 )

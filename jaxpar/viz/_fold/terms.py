@@ -63,15 +63,15 @@ def readers(cells: Cells, value: int) -> list[Eqn]:
     return [eqn for eqn in cells.consumers(value) if not (eqn.backward or eqn.residual)]
 
 
-def owners(cells: Cells, eqns: Iterable[Eqn]) -> tuple[Cell, ...] | None:
-    """The cells of these equations. None where one is a layer, or has other equations than these."""
+def owners(cells: Cells, eqns: Iterable[Eqn], layers: Collection[str] = ()) -> tuple[Cell, ...] | None:
+    """The cells of these equations. None where one has other equations too, or is a layer of another kind."""
     numbers = {eqn.id for eqn in eqns}
     found: dict[int, Cell] = {}
     for n in sorted(numbers):
         cell = cells.owner[n]
         if cell is None:
             continue
-        if cell.major or not numbers.issuperset(cell.eqns):
+        if (cell.major and cell.op not in layers) or not numbers.issuperset(cell.eqns):
             return None
         found[cell.id] = cell
     return tuple(found.values())

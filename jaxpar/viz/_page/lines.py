@@ -44,7 +44,7 @@ def draw_lines(tree: Tree) -> None:
 
 def _crossings(tree: Tree) -> dict[int, _Crossing]:
     found = {tree.root + at: _Crossing() for at in range(len(tree.blocks))}
-    for flow, is_named in zip(tree.flows, _named([flow.edge for flow in tree.flows]), strict=True):
+    for flow, is_named in zip(tree.flows, _named([flow.edge for flow in tree.flows], set()), strict=True):
         key = flow.source, flow.kind
         out, into = tree.way_out(flow.source), tree.way_out(flow.target)
         while len(out) > 2 and len(into) > 2 and out[-2] == into[-2]:

@@ -61,7 +61,8 @@ def _followers(raw: Raw) -> set[int]:
         if eqn.view or eqn.backward:
             continue
         places = {first.position, *first.enclosing}.difference(eqn.enclosing) if first is not None else set[int]()
-        again = first is not None and eqn.prim == first.prim != "integer_pow" and eqn.out_shape == first.out_shape
+        again = first is not None and eqn.prim == first.prim and eqn.out_shape == first.out_shape
+        again = again and eqn.prim not in ("integer_pow", "pow")  # a power's derivative is one
         if eqn.tangent and not eqn.dead and not again and not places.isdisjoint(raw.above(eqn)):
             found.add(eqn.id)
         else:
