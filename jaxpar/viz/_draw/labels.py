@@ -132,7 +132,7 @@ def cut(text: str, most: int = _LONGEST) -> str:
     """A text without its middle, if it is wider than `most` letters. The tooltip has all of it.
 
     >>> cut("encoder_layer_12_self_attention_query_projection")
-    'encoder_layer_12…uery_projection'
+    'encoder_layer_12_self_attention_query_projection'
     """
     if text_width(text, 1.0) <= most:
         return text

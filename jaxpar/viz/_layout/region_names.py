@@ -23,7 +23,7 @@ def name_region(items: Sequence[Item]) -> str:
 def _shared_name(paths: list[tuple[str, ...]]) -> str:
     """What all paths begin with.
 
-    >>> _shared_name([("enc", "conv2_block1", "c1"), ("enc", "conv2_block1", "c2")])
+    >>> _shared_name([("enc", "conv2_block1", "conv"), ("enc", "conv2_block1", "norm")])
     'enc/conv2_block1'
     >>> _shared_name([("blocks", "0", "attn"), ("blocks", "1", "mlp")]), _shared_name([("c3_1",), ("c3_2",)])
     ('blocks 0-1', 'c3_1-2')
