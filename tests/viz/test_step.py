@@ -248,11 +248,10 @@ def test_heat_of_the_program(heat, shown):
 def test_heat_from_a_profile(tmp_path):
     fn, args = STEPS["data"]()
     params, opt_state, batch = args
-    params, opt_state, _ = fn(params, opt_state, batch)
+    params, opt_state, _ = jax.block_until_ready(fn(params, opt_state, batch))
     with jax.profiler.trace(str(tmp_path)):
-        for _ in range(3):
-            params, opt_state, loss = fn(params, opt_state, batch)
-        loss.block_until_ready()
+        for _ in range(3):  # one after the other: emulated devices wait for each other in their collectives
+            params, opt_state, _ = jax.block_until_ready(fn(params, opt_state, batch))
     graph = viz.trace_step(*(lambda fn, args: (fn, *args))(*STEPS["data"]()), profile=str(tmp_path))
     for layer in graph.layers:
         if layer.params:

@@ -104,7 +104,8 @@ def _by_place(graph: StepGraph) -> dict[tuple[str, tuple[str, ...]], list[Collec
 
 
 def _sent(group: Sequence[Collective], mesh: dict[str, int]) -> list[Line]:
-    return [(text, "sent") for text in sends_text(group, mesh)]
+    parts = (text.partition(" over ") for text in sends_text(group, mesh))
+    return [line for what, _, where in parts for line in ((what, "sent"), (f"over {where}", "sent"))]
 
 
 def _row(

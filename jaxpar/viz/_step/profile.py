@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -66,17 +67,21 @@ def _draft(program: Program, places: Places, name: str) -> int | None:
     return own if own is not None else next(iter(places.drafts_of(one)), None)
 
 
-def _events(folder: str) -> Iterator[tuple[str, float]]:
+def _events(folder: str) -> list[tuple[str, float]]:
     """The name of the instruction and the seconds of each event that is one."""
     files = sorted(glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True))
     if not files:
         raise ValueError(f"trace_step: there is no profile (*.xplane.pb) in {folder!r}; record one with jax.profiler")
-    for file in files:
-        data: Any = jax.profiler.ProfileData.from_file(file)
-        for plane in data.planes:
-            for line in plane.lines:
-                for event in line.events:
-                    stats = dict(event.stats)
-                    name = stats.get("hlo_op")
-                    if name:
-                        yield str(name), event.duration_ns / 1e9
+    with warnings.catch_warnings():  # jax 0.12 ends the process where its reader warns and a warning is an error
+        warnings.simplefilter("ignore")
+        return [event for file in files for event in _read(file)]
+
+
+def _read(file: str) -> Iterator[tuple[str, float]]:
+    data: Any = jax.profiler.ProfileData.from_file(file)
+    for plane in data.planes:
+        for line in plane.lines:
+            for event in line.events:
+                name = dict(event.stats).get("hlo_op")
+                if name:
+                    yield str(name), event.duration_ns / 1e9

@@ -64,7 +64,7 @@ def trace_step(
         ...     return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
         >>> graph = trace_step(step, {"w": jnp.ones((3, 2))}, jnp.ones((5, 3)))
         >>> graph.devices, graph.collectives, [layer.op for layer in graph.layers]
-        (1, (), ['FullyConnected', 'sum'])
+        (1, (), ['FullyConnected'])
     """
     return read_step(step, args, params_argnums, profile, (depth, max_nodes, repeats, rules))[0]
 
