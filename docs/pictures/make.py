@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxpar as jp
 
@@ -18,6 +18,7 @@ DEVICES = 4
 LAYER = {"w": np.zeros((1000, 100), np.float32), "b": np.zeros(100, np.float32)}
 SMALL = [np.zeros(100, np.float32) for _ in range(3)]
 TX = optax.sgd(0.1)
+ADAM = optax.adam(1e-3)
 
 
 def push_and_pull(store, grads):
@@ -65,6 +66,42 @@ def step():
     )
 
 
+def mesh_step():
+    """The picture of a step whose weights are split over a mesh of 2×4 devices."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
+
+    def dense(layer, x):
+        return x @ layer["w"] + layer["b"][None]
+
+    def loss(params, batch):
+        hidden = jax.nn.relu(dense(params["up"], batch["x"]))
+        return ((dense(params["down"], hidden) - batch["y"]) ** 2).mean()
+
+    def train_step(params, opt_state, batch):
+        grads = jax.grad(loss)(params, batch)
+        updates, opt_state = ADAM.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def put(tree, spec):
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, spec)), tree)
+
+    params = {
+        "up": {
+            "w": put(np.zeros((256, 1024), np.float32), P(None, "model")),
+            "b": put(np.zeros(1024, np.float32), P("model")),
+        },
+        "down": {
+            "w": put(np.zeros((1024, 256), np.float32), P("model")),
+            "b": put(np.zeros(256, np.float32), P()),
+        },
+    }
+    batch = put({name: np.zeros((64, 256), np.float32) for name in "xy"}, P("data"))
+    jitted = jax.jit(train_step, donate_argnums=(0, 1))
+    return jp.viz.plot_step(
+        jitted, params, ADAM.init(params), batch, title="a step on a 2×4 mesh"
+    )
+
+
 def pictures():
     """The name of each file and its picture."""
     device = jp.kv.from_params(LAYER, kind="device", optimizer=TX)
@@ -83,6 +120,7 @@ def pictures():
     head = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     both = (lenet, (params, images)), (lenet, ({**params, "dense2": head}, images))
     yield "diff", jp.viz.diff(*both, title="LeNet with 20 classes")
+    yield "mesh_step", mesh_step()
 
 
 def main(folder=Path(__file__).parent):

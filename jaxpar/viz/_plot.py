@@ -47,20 +47,22 @@ def plot_network(
         title: the text below the picture, and the name of the file that `render` writes. "" for no text.
         hide_weights: whether the parameters are left out.
         node_attrs: Graphviz attributes of every node, such as `{"shape": "oval"}`. They win over those chosen here.
+            The page has none of them.
         heat: "flops" or "bytes" colours the layers by what they cost, and writes it on them.
-        theme: "light" or "dark".
+        theme: "light" or "dark". The page is light or dark as its reader is, and always dark with "dark".
         legend: whether the colours are explained.
         direction: "up" draws the inputs at the bottom, "down" at the top, "right" at the left.
         time_limit: seconds that the renderer may take.
 
     Returns:
         A `graphviz.Digraph`. A notebook shows it as a page whose blocks open and close, and `save("net.html")` writes
-        that page. `save("net.svg")` writes the picture (.png, .pdf, .dot too). Its `network` is the `Graph`, and its `source` is the same for the same function. Where the program `dot` is missing,
-        pygraphviz draws it. Where both are missing, a notebook shows how to install one, and the table of layers.
-        `save` then writes that table and raises a `RenderError`.
+        that page. `save("net.svg")` writes the picture (.png, .pdf, .dot too). Its `network` is the `Graph`, and its
+        `source` is the same for the same function. Where the program `dot` is missing, pygraphviz draws it. Where both
+        are missing, a notebook shows how to install one, and the table of layers. `save` then writes that table and
+        raises a `RenderError`.
 
     Raises:
-        TypeError: an argument is no array, or an option has a wrong type.
+        TypeError: `fn` is not callable, or takes no argument of a name in `kwargs`. An option has a wrong type.
         ValueError: an unknown theme, heat or direction, or a number out of range.
 
     Example:
@@ -84,5 +86,5 @@ def _spec(leaf: Any) -> Any:
     """An array without its memory, so that a plot keeps none."""
     if not isinstance(leaf, jax.Array):
         return leaf
-    spread = {"sharding": leaf.sharding} if isinstance(leaf.sharding, jax.sharding.NamedSharding) else {}
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.aval.weak_type, **spread)
+    spread = leaf.sharding if isinstance(leaf.sharding, jax.sharding.NamedSharding) else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.aval.weak_type, sharding=spread)

@@ -18,8 +18,8 @@ class Sizes:
         trained: the names of the parameters that are trained. In a function without a gradient those are all. Else
             they are the ones whose result, a gradient or a new value, depends on the backward pass. A gradient that
             is computed and then multiplied by zero is one.
-        unused: elements of the parameters that nothing reads.
-        state: bytes of the arrays that layers read and no optimizer trains, such as running means.
+        unused: elements of the arguments with parameters that nothing reads, parameters or optimizer state.
+        state: bytes of the arrays that no optimizer trains, as running means.
     """
 
     params: int = 0

@@ -47,7 +47,7 @@ def print_summary(
         width: of the longest line.
 
     Raises:
-        TypeError: an argument is no array, or an option has a wrong type.
+        TypeError: `fn` is not callable, or takes no argument of a name in `kwargs`. An option has a wrong type.
         ValueError: a pattern of `frozen` matches no parameter. A number is out of range.
 
     Example:

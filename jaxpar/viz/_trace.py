@@ -58,11 +58,13 @@ def trace(
     gradient becomes one backward node. A repeated block is kept once, with its count.
 
     Args:
-        fn: any function that JAX can trace: jitted, mapped over devices, the gradient of another.
-        args, kwargs: arrays or `jax.ShapeDtypeStruct`s, in any pytree.
+        fn: any function that JAX can trace: jitted, mapped over devices, the gradient of another. Or a module of Flax
+            NNX, Equinox or Keras, whose arrays are the parameters.
+        args, kwargs: arrays or `jax.ShapeDtypeStruct`s, in any pytree, or NNX and Equinox modules. What is no array
+            (a string, flag, function or number) is a part of the function.
         params_argnums: which positional arguments hold the parameters: an int, or several. Negative ones count from
-            the end. None for none of them. A bare array that is the only argument is data. Arrays that the function
-            captured are parameters too.
+            the end. None for none of them. A bare array that is the only argument is data. Where no argument holds
+            parameters, captured arrays that a layer reads as its weights do.
         depth: how many nested modules and scopes to keep open. None for all. Scopes around the whole function do not
             count, so 0 closes all others.
         max_nodes: how many layers to draw at most. The deepest scopes close first. None for no limit.
@@ -74,8 +76,8 @@ def trace(
         it runs, a while loop once. Of `jax.lax.platform_dependent` the default branch counts.
 
     Raises:
-        TypeError: an argument is no array. The message names it. An option has a wrong type. Errors of `fn` itself
-            come through.
+        TypeError: `fn` is not callable, or takes no argument of a name in `kwargs`. An option has a wrong type. Errors of
+            `fn` itself come through.
         ValueError: an option is out of range.
 
     Example:
@@ -173,8 +175,8 @@ def read(fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int]
 
 
 def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
-    method = called_method(fn)
-    parameters = _parameters(fn) if method is None else [*_parameters(fn)[:1], *_parameters(method)]
+    method, before = called_method(fn)
+    parameters = _parameters(fn) if method is None else [*_parameters(fn)[:before], *_parameters(method)]
     names: list[str] = []
     for number in range(count):
         parameter = parameters[number] if number < len(parameters) else None

@@ -103,7 +103,7 @@ def test_the_parameters_of_a_function(module, monkeypatch, capsys, init, params,
 def test_a_bad_output_is_refused_before_anything_is_traced(module, monkeypatch, capsys):
     monkeypatch.setattr(viz, "plot_network", lambda *args, **options: pytest.fail("traced"))
     assert run("lenet", "-o", "lenet.docx") == 2
-    assert "no format; the usual ones are html, svg" in capsys.readouterr().err
+    assert "no format of Graphviz; the usual ones are svg" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -306,7 +306,7 @@ def test_what_was_decoded_once_is_not_decoded_again(prepared, tmp_path):
     "change",
     [
         lambda folder: os.utime(folder / SHARD),
-        lambda folder: (folder / "another-file").write_text(""),
+        pytest.param(lambda folder: (folder / "another-file").write_text(""), marks=pytest.mark.slow),
         pytest.param(lambda folder: flip(folder / "jaxpar-test.npz"), marks=pytest.mark.slow),
         pytest.param(lambda folder: (folder / "jaxpar-test.npz").write_bytes(b""), marks=pytest.mark.slow),
         lambda folder: (folder / "jaxpar-test.npz").unlink(),

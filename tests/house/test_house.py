@@ -54,6 +54,7 @@ EDGE = [
     "checkpoint",
     "distributed",
     "viz._draw",
+    "viz._step.profile",
     "train._callbacks",
     "train._evaluate",
     "train._fit",

@@ -1,7 +1,8 @@
 """Notebooks in a real JupyterLab, looked at by a headless Chromium.
 
-One small notebook with every display is run here always; all of `notebooks/`, run, gone back to, stopped and
-restarted, by `make lab-test`. The pictures are kept where JAXPAR_SCREENSHOTS names a folder.
+One small notebook with every display is run in the second row, where the extra `lab` is installed; all of
+`notebooks/`, run, gone back to, stopped and restarted, by `make lab-test`. The pictures are kept where
+JAXPAR_SCREENSHOTS names a folder.
 """
 
 import os
@@ -78,6 +79,7 @@ def pictures(folder):
     return place
 
 
+@pytest.mark.slow
 def test_every_display(folder, address, page):
     cells = [nbformat.v4.new_code_cell("\n".join(line.strip() for line in cell.strip().splitlines())) for cell in CELLS]
     notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "x"}})
@@ -95,6 +97,47 @@ def test_every_display(folder, address, page):
 def wanted(request):
     if "lab" not in request.config.option.markexpr:
         pytest.skip("minutes long; make lab-test, or pytest -m lab")
+
+
+# What an output shows of a network: its page in a frame, or its picture.
+SEEN = """
+() => [...document.querySelectorAll('.jp-OutputArea-output')].map(output => ['iframe', 'img'].map(
+  name => [...output.querySelectorAll(name)].filter(e => e.clientWidth > 300 && e.clientHeight > 200).length))
+"""
+DRAW = """
+import jax, jax.numpy as jnp, jaxpar as jp
+x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+jp.viz.plot_network(lambda w, x: jax.nn.relu(jax.nn.relu(x @ w) @ w), x, x)
+"""
+
+
+@pytest.mark.slow
+def test_a_trusted_notebook_shows_the_page_of_a_network_and_another_its_picture(folder, address, page):
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(DRAW.strip())],
+        metadata={"kernelspec": {"name": "python3", "display_name": "x"}},
+    )
+    nbformat.write(notebook, folder / "network.ipynb")
+    outputs, _ = lab.run_all(page, address, "network.ipynb", LONG, pictures(folder) / "network.png")
+    assert lab.complaints(outputs) == []
+    frame = page.frame_locator(".jp-OutputArea-output iframe")
+    frame.locator(".box", has_text="FullyConnected").first.click()
+    assert "16 parameters" in frame.locator("#panel").inner_text()
+    assert page.evaluate(SEEN) == [[1, 0]]
+    theme = "apputils:change-theme"
+    page.evaluate(f"jupyterapp.commands.execute('{theme}', {{theme: 'JupyterLab Dark'}})")
+    frame.locator(":root[data-theme=dark]").wait_for()
+    page.evaluate(f"jupyterapp.commands.execute('{theme}', {{theme: 'JupyterLab Light'}})")
+    frame.locator(":root[data-theme=light]").wait_for()
+    lab.close(page)
+    shutil.copy(folder / "network.ipynb", folder / "sent.ipynb")  # a path that the server has not signed
+    saved = nbformat.read(folder / "sent.ipynb", as_version=4)
+    saved.cells[0].outputs[0].data["text/plain"] += " "
+    nbformat.write(saved, folder / "sent.ipynb")
+    lab.open_notebook(page, address, "sent.ipynb")
+    page.locator(".jp-OutputArea-output img").wait_for()
+    assert page.evaluate(SEEN) == [[0, 1]]
+    lab.close(page)
 
 
 @pytest.mark.lab

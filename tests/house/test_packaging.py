@@ -16,6 +16,8 @@ import jaxpar
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {str(path.relative_to(ROOT)) for path in (ROOT / "jaxpar").rglob("*.py")}
+PAGE = {f"jaxpar/viz/_page/{name}" for name in ("page.html", "page.css", "page.js")}
+PAGE |= {f"jaxpar/viz/_page/{name}.js" for name in ("reading", "places", "drawing", "events")}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def built(tmp_path_factory):
 def test_the_wheel_holds_the_package_and_nothing_else(built):
     names, _, _ = built
     info = f"jaxpar-{jaxpar.__version__}.dist-info/"
-    assert {name for name in names if not name.startswith(info)} == MODULES | {"jaxpar/py.typed"}
+    assert {name for name in names if not name.startswith(info)} == MODULES | PAGE | {"jaxpar/py.typed"}
     assert f"{info}licenses/LICENSE" in names
 
 
@@ -50,7 +52,7 @@ def test_the_sdist_holds_what_the_tests_need(built):
         wanted |= {str(p.relative_to(ROOT)) for p in (ROOT / folder).rglob(pattern) if p.is_file()}
     left_behind = ("__pycache__", ".ipynb_checkpoints", ".ruff_cache")
     wanted = {name for name in wanted if not any(word in name for word in left_behind)}
-    assert (wanted | MODULES | {"jaxpar/py.typed"}) <= sources
+    assert (wanted | MODULES | PAGE | {"jaxpar/py.typed"}) <= sources
     assert not [name for name in sources if re.search(r"__pycache__|\.ruff_cache|\.venv|^runs/|^site/|^dist/", name)]
 
 

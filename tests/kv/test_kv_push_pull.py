@@ -398,15 +398,18 @@ def test_the_same_optimizer_object_is_one_program():
     assert count() == 0
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_ten_thousand_keys(count):
-    keys, devices = list(range(10_000)), jax.devices()[:count]
-    values = whole_numbers(0, 10_000, 2)
+@pytest.mark.parametrize(
+    ("number", "count"), [(2000, 1), *(pytest.param(10_000, count, marks=pytest.mark.slow) for count in (1, 2))]
+)
+def test_thousands_of_keys(number, count):
+    """More than Python's frames, and than the arguments of a call that is written out."""
+    keys, devices = list(range(number)), jax.devices()[:count]
+    values = whole_numbers(0, number, 2)
     on_devices = [jax.device_put(list(values), d) for d in devices]
-    store = kv.init(kv.create("device"), keys, [jnp.zeros(2)] * 10_000)
+    store = kv.init(kv.create("device"), keys, [jnp.zeros(2)] * number)
     store = kv.push(store, keys, [list(vs) for vs in zip(*on_devices, strict=True)])
     np.testing.assert_array_equal(np.stack(jax.device_get(kv.pull(store, keys))), count * values)
-    assert "10,000 keys" in repr(store)
+    assert f"{number:,} keys" in repr(store)
 
 
 def test_a_plain_updater_on_values_that_live_on_different_devices():

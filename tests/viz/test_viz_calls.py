@@ -222,6 +222,7 @@ FUNCTIONS = {
     "python scalars": (lambda a, b: a * b, (2, 3.0), {}),
     "none argument": (lambda a, b: a * 2, (X, None), {}),
     "numpy": (linear, ({"w": np.ones((4, 3)), "b": np.ones(3)}, np.ones((2, 4))), {}),
+    "string": (lambda x, mode: x * 2 if mode == "double" else x, (X, "double"), {}),
     "ufunc": (jnp.tanh, (X,), {}),
 }
 DTYPES = "bfloat16 float8_e4m3fn float8_e5m2 int4 uint4 complex64 float16 int8 uint32".split()
@@ -253,7 +254,8 @@ def test_a_function_that_computes_nothing_is_drawn_as_such(fn):
         ("linear", (PARAMS, X), "expected a function and then its arguments, got 'linear' first"),
         (PARAMS, (linear, X), "expected a function and then its arguments, got a dict"),
         (None, (), "got None first"),
-        (linear, (PARAMS, (i for i in range(3))), "argument x of linear is <generator"),
+        (linear, (PARAMS, (i for i in range(3))), "argument x of linear is a generator, which can be read only once"),
+        (linear, ({"w": iter([X])}, X), r"argument params\['w'\] of linear is a list_iterator"),
         (linear, (PARAMS, np.array([None, "a"])), "argument x of linear is an array of dtype object, which JAX"),
         (linear, (PARAMS, np.datetime64("2020-01-01")), r"dtype datetime64\[D\], which JAX does not have"),
         (linear, (PARAMS, np.zeros(2, [("a", int)])), "which JAX does not have"),

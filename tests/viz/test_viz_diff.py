@@ -175,7 +175,7 @@ def test_it_is_saved_copied_and_shown_as_a_picture_is(tmp_path, monkeypatch):
     assert set(plot._repr_mimebundle_()) == {"image/svg+xml", "image/png", "text/plain"}
     page = plot.html()
     assert page.count("<svg") == 1
-    assert "<td style='text-align:right'>+102,528</td>" in page
+    assert "<td style='text-align:right;padding:2px 8px'>+102,528</td>" in page
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     shown = plot._repr_mimebundle_()

@@ -227,3 +227,49 @@ def test_loops_of_every_kind_carry():
     assert carries(viz.trace(lambda x: jax.lax.scan(lambda c, y: (c, c @ y), x, jnp.ones((3, 4, 4)))[1], x)) == []
     blocks = m.traced("scan")
     assert [(blocks[e.target].op, e.shape) for e in blocks.edges if e.carry] == [("LayerNorm", (2, 32, 64))]
+
+
+def test_branches_beside_each_other_stay_apart():
+    def branch(w, x):
+        return jnp.tanh(jnp.sin(x @ w) @ w)
+
+    def fn(params, x):
+        return sum(branch(w, x) for w in params)
+
+    for count in (3, 6):
+        graph = check(viz.trace(fn, [m.Spec((4, 4), m.f32)] * count, m.Spec((2, 4), m.f32)))
+        assert [node.op for node in graph.layers].count("sin") == count
+        assert [node.op for node in graph.layers].count("FullyConnected") == 2 * count
+        assert graph.scopes == ()
+
+
+def test_the_gradient_of_blocks_whose_input_is_read_again_is_one_block():
+    """The first block's input is no block's output."""
+
+    def rms_norm(x):
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True))
+
+    def fn(params, x):
+        x = x @ params["out"]
+        for one in params["blocks"]:
+            x = x + jax.nn.gelu(rms_norm(x) @ one["a"]) @ one["b"]
+        return (x @ params["out"]).sum()
+
+    square = m.Spec((4, 4), m.f32)
+    params = {"blocks": [{"a": square, "b": square}] * 6, "out": square}
+    graph = check(viz.trace(jax.grad(fn), params, m.Spec((2, 4), m.f32)))
+    assert [count for _, count in graph.scopes] == [6, 6]
+
+
+def test_an_input_for_most_layers_does_not_pull_them_aside():
+    def fn(params, x, stats):
+        for n in range(8):
+            x = jnp.tanh(x @ params[f"l{n}"]["w"]) * stats[f"l{n}"]["scale"][None]
+        return x
+
+    sizes = [4 + n for n in range(9)]
+    params = {f"l{n}": {"w": m.Spec(sizes[n : n + 2], m.f32)} for n in range(8)}
+    stats = {f"l{n}": {name: m.Spec((sizes[n + 1],), m.f32) for name in ("scale", "unused")} for n in range(8)}
+    plot = viz.plot_network(fn, params, m.Spec((2, 4), m.f32), stats)
+    lines = [line for line in plot.body if line.strip().startswith('"stats" ->')]
+    assert sum('constraint="false"' in line for line in lines) == len(lines) - 1 >= 7

@@ -187,6 +187,37 @@ def test_haiku_state_is_state():
     assert (graph.total_params, graph.total_state) == (6 + 16 + 15, 2 * (3 + 1))  # the averages are only written
 
 
+def _keras_model(keras):
+    layers = keras.layers
+    images = keras.Input((8, 8, 3), name="images")
+    x = layers.ReLU()(layers.BatchNormalization(name="bn")(layers.Conv2D(4, 3, name="c1")(images)))
+    tower = keras.Sequential([layers.Dense(8, activation="relu", name="a"), layers.Dense(8, name="b")], name="tower")
+    x = layers.LayerNormalization(name="ln")(tower(layers.GlobalAveragePooling2D()(x)))
+    return keras.Model(images, layers.Dense(10, name="head")(x))
+
+
+def test_keras_models_have_the_names_of_their_layers(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    keras = pytest.importorskip("keras", reason="Keras is not installed")
+    with jax.numpy_rank_promotion("allow"):  # Keras adds its biases so
+        model = _keras_model(keras)
+    trained, rest = ([v.value for v in kind] for kind in (model.trainable_variables, model.non_trainable_variables))
+
+    def loss(trained, rest, images):
+        return model.stateless_call(trained, rest, images, training=True)[0].sum()
+
+    names = ["c1", "bn", "a", "b", "ln", "head"]
+    for fn, *args in ((model.stateless_call, trained, rest), (loss, trained, rest), (model,)):
+        with jax.numpy_rank_promotion("allow"):
+            graph = viz.trace(fn, *args, IMAGES)
+        assert [node.name for node in graph.layers if node.params] == names
+        assert (graph["bn"].op, graph["ln"].op, graph["a"].scope[-2:]) == ("BatchNorm", "LayerNorm", ("tower", "a"))
+        assert graph.total_params == sum(leaf.size for leaf in trained)
+        assert graph["c1"].weights[0].endswith("['c1/kernel']")
+        assert [node.name for node in graph.inputs] == ["images" if fn is loss else "inputs"]
+    assert graph.total_state == graph["bn"].state == 8
+
+
 def test_state_of_equinox_is_state():
     eqx = libraries().eqx
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="ema")
@@ -264,3 +295,27 @@ def test_functions_flags_and_none_may_be_arguments_or_in_trees():
     assert viz.trace(apply, PARAMS, DATA, "act", act=jnp.tanh).layers[-1].detail == "tanh"
     number = viz.trace(lambda params, x: x * params["scale"], {"scale": 2.0}, DATA)
     assert number.total_params == 1  # a number in a tree is an array
+
+
+def test_a_module_that_is_called_again_is_a_second_cluster_and_one_that_goes_on_is_not():
+    params = {"enc": {"a": {"w": m.Spec((4, 4), f32)}, "b": {"w": m.Spec((4, 4), f32)}}, "out": (m.Spec((4, 4), f32),)}
+    x = m.Spec((3, 4), f32)
+
+    def goes_on(params, x):
+        return jnp.tanh(x @ params["enc"]["a"]["w"]) @ params["enc"]["b"]["w"]
+
+    def encode(params, x):
+        return jnp.tanh(x @ params["a"]["w"]) @ params["b"]["w"]
+
+    def again(params, x, y):
+        return encode(params["enc"], x) @ params["out"][0] + encode(params["enc"], y)
+
+    assert [node.scope for node in viz.trace(goes_on, params, x).layers] == [("enc",), (), ("enc",)]  # not "enc (2)"
+    graph = viz.trace(again, params, x, x)
+    assert [(node.scope, node.name) for node in graph.layers] == [
+        (("enc",), "a"), (("enc",), "tanh0"), (("enc",), "b"), ((), "out.0"),
+        (("enc (2)",), "a 2"), (("enc (2)",), "tanh1"), (("enc (2)",), "b 2"), ((), "add0"),
+    ]  # fmt: skip
+    pairs = {"first": (m.Spec((4, 4), f32), m.Spec((4,), f32))}
+    named = viz.trace(lambda params, x: x @ params["first"][0] + params["first"][1][None], pairs, x)
+    assert [node.name for node in named.layers] == ["first"]

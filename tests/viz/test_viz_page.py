@@ -1,4 +1,4 @@
-"""The interactive page: blocks, layouts, HTML that nothing can break out of. Browsers look at it in test_viz_page_browser."""
+"""The interactive page: blocks, layouts, HTML that nothing can break out of. A browser looks at it elsewhere."""
 
 import base64
 import functools
@@ -107,7 +107,7 @@ def test_each_node_is_in_one_block_and_each_edge_is_a_chain_of_lines(name):
     for flow in found.flows:
         work, seen = [flow.source], set()
         while work:
-            for head in after.get(((flow.source, flow.is_back), work.pop()), ()):
+            for head in after.get(((flow.source, flow.kind), work.pop()), ()):
                 if head not in seen:
                     seen.add(head)
                     work.append(head)
@@ -147,9 +147,23 @@ def test_gradients_flow_back_beside_their_layers():
     places, _ = layouts(found, "up", None, 30.0)
     where = dict(zip(block.items, places[0].items, strict=True))
     assert all(abs(where[layer][1] - where[gradient][1]) < 8 for layer, gradient in block.pairs)
-    back = [line for line in block.lines if line.is_back]
+    back = [line for line in block.lines if line.kind == "back"]
     assert back
     assert all(where[line.tail][1] > where[line.head][1] for line in back)
+
+
+def test_a_loop_carries_back():
+    found = blocks("scan")
+    assert [flow for flow in found.flows if flow.kind == "carry"]
+    (line,) = [line for block in found.blocks for line in block.lines if line.kind == "carry"]
+    assert line.label == "carry"
+
+
+def test_a_loop_of_one_layer():
+    def net(x):
+        return jax.lax.scan(lambda h, x: (jnp.tanh(h @ h), x), x, None, 5)[0]
+
+    assert "carry" in viz.plot_network(net, m.Spec((4, 4), m.f32)).html()
 
 
 def test_names_that_look_like_html_stay_text():
@@ -227,7 +241,9 @@ def test_options_of_the_page():
 def test_a_plot_keeps_no_arrays():
     x = jnp.ones((3, 4))
     plot = viz.plot_network(lambda w, x: x @ w, x.T, x, title="t")
-    assert not [leaf for leaf in jax.tree.leaves((plot.whole.args[1:], plot.whole.keywords)) if isinstance(leaf, jax.Array)]
+    assert not [
+        leaf for leaf in jax.tree.leaves((plot.whole.args[1:], plot.whole.keywords)) if isinstance(leaf, jax.Array)
+    ]
 
 
 def test_a_page_without_layers():

@@ -18,18 +18,20 @@ COLLISIONS = """
 () => {
   const boxes = [...svg.querySelectorAll('.box > rect, .box > ellipse')].map(e => e.getBoundingClientRect())
   const frames = [...svg.querySelectorAll('.frame > rect')].map(e => e.getBoundingClientRect())
-  const apart = (a, b) => a.right <= b.left + 1 || b.right <= a.left + 1 || a.bottom <= b.top + 1 || b.bottom <= a.top + 1
-  const inside = (a, b) => a.left >= b.left - 1 && a.right <= b.right + 1 && a.top >= b.top - 1 && a.bottom <= b.bottom + 1
+  const next = (a, b) => a.right <= b.left + 1 || a.bottom <= b.top + 1
+  const apart = (a, b) => next(a, b) || next(b, a)
+  const within = (a, b) => a.left >= b.left - 1 && a.top >= b.top - 1
+  const inside = (a, b) => within(a, b) && a.right <= b.right + 1 && a.bottom <= b.bottom + 1
   const found = []
-  boxes.forEach((a, i) => boxes.slice(i + 1).forEach(b => apart(a, b) || found.push(['boxes', a.toJSON(), b.toJSON()])))
+  boxes.forEach((a, at) => boxes.slice(at + 1).forEach(b => apart(a, b) || found.push(['boxes', a, b])))
   for (const frame of frames) {
-    for (const box of boxes) apart(box, frame) || inside(box, frame) || found.push(['cut', box.toJSON(), frame.toJSON()])
+    for (const box of boxes) apart(box, frame) || inside(box, frame) || found.push(['cut', box, frame])
     for (const other of frames)
-      apart(other, frame) || inside(other, frame) || inside(frame, other) || found.push(['frames', frame.toJSON()])
+      apart(other, frame) || inside(other, frame) || inside(frame, other) || found.push(['frames', frame])
   }
   const all = svg.getBoundingClientRect()
-  for (const box of boxes) inside(box, all) || found.push(['outside', box.toJSON()])
-  return found
+  for (const box of boxes) inside(box, all) || found.push(['outside', box])
+  return found.map(each => JSON.stringify(each))
 }
 """
 
@@ -224,8 +226,8 @@ def test_the_first_level_fits_the_width(show):
 def test_texts_fit_their_boxes(show):
     page = show(plotted("transformer gradient"))
     page.select_option("#level", "all")
-    wide = """() => [...svg.querySelectorAll('.box')].filter(box => [...box.querySelectorAll('text')].some(
-      text => text.getBBox().width > box.querySelector('rect, ellipse').getBBox().width)).map(b => b.textContent)"""
+    wide = """() => [...svg.querySelectorAll('.box')].flatMap(box => [...box.querySelectorAll('text')].filter(
+      text => text.getBBox().width > box.querySelector('rect, ellipse').getBBox().width)).map(e => e.textContent)"""
     assert page.evaluate(wide) == []
 
 
@@ -271,7 +273,8 @@ def test_zoom_by_wheel_keys_and_buttons(show):
 
 
 def frame(html, attributes=""):
-    return f"<body data-jp-theme-light='false'><iframe {attributes} style='width:100%;height:500px' srcdoc='{html}'></iframe>"
+    style = "style='width:100%;height:500px'"
+    return f"<body data-jp-theme-light='false'><iframe {attributes} {style} srcdoc='{html}'></iframe>"
 
 
 @pytest.mark.parametrize("attributes", ["", "sandbox='allow-scripts'"])

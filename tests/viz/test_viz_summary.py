@@ -130,11 +130,26 @@ def test_frozen_by_pattern():
         summary(lenet.apply, m.LENET, m.IMAGES, frozen=3)
 
 
-def test_unused_and_captured_parameters_are_named():
-    table = jnp.ones((3, 3))
-    text = summary(lambda p, x: x @ p["w"] @ table, {"w": jnp.ones((3, 3)), "u": jnp.ones(7)}, jnp.ones((2, 3)))
-    assert "Unused params, not counted: 7\n" in text
-    assert "Constants, not counted as params: 9\n" in text
+def test_state_constants_and_unused_parameters_are_named():
+    table = jnp.arange(6.0).reshape(2, 3)
+    text = summary(
+        lambda p, x: jnp.sin(x @ p["w"]) + table, {"w": jnp.ones((3, 3)), "u": jnp.ones(7)}, jnp.ones((2, 3))
+    )
+    assert "Unread, not counted: 7\n" in text
+    assert "Constants: 6\n" in text
+    assert "Total params: 9\n" in text
+
+
+def test_running_statistics_are_state():
+    import flax.linen as nn
+
+    net = nn.Sequential([nn.Dense(5), nn.BatchNorm(use_running_average=True)])
+    x = m.Spec((2, 3), m.f32)
+    variables = jax.eval_shape(net.init, jax.random.key(0), x)
+    shown = numbers_of(summary(net.apply, variables, x))
+    assert (shown["Total params"], shown["Trainable params"], shown["Non-trainable params"]) == (30, 30, 0)
+    assert shown["Non-trainable state"] == 10
+    assert viz.trace(net.apply, variables, x).sizes.state == 40
 
 
 def scoped(depth):

@@ -19,6 +19,7 @@ _LINES: dict[Status, str] = {"same": "", "changed": "#b36b00", "added": "#1a7f37
 _MOST = 44  # characters in a line of a box
 _MANY = 150  # nodes, above which dot works with limits
 _Line = tuple[str, float, bool]  # text, size, bold
+_Ends = tuple[str, str, bool]  # the names of two nodes, and whether the edge goes back
 
 
 class _Html(str):
@@ -171,14 +172,16 @@ def _edges(diff: Diff, ids: dict[int, str], theme: Theme) -> list[str]:
     return lines
 
 
-def _edge(ends: tuple[str, str], edge: Edge, text: str, status: Status) -> str:
+def _edge(ends: _Ends, edge: Edge, text: str, status: Status) -> str:
     """An edge. Between two gradients it goes down, next to the layers. To a layer's own gradient it goes aside."""
-    source, target = ends
+    source, target, carry = ends
     attrs: dict[str, Any] = {"label": f" {text} ", "tooltip": status}
     if status != "same":
         attrs |= {"color": _LINES[status], "penwidth": 1.6, "fontcolor": _LINES[status]}
     attrs |= {"style": "dashed"} if status == "removed" else {}
-    if edge.target.endswith(BACKWARD):
+    if carry:
+        attrs |= {"style": "dashed", "constraint": "false"}
+    elif edge.target.endswith(BACKWARD):
         if edge.source.endswith(BACKWARD):
             return f"{quote(target)} -> {quote(source)} {_attrs(**attrs, dir='back')}"
         if edge.source == edge.target.removesuffix(BACKWARD):
@@ -186,12 +189,13 @@ def _edge(ends: tuple[str, str], edge: Edge, text: str, status: Status) -> str:
     return f"{quote(source)} -> {quote(target)} {_attrs(**attrs)}"
 
 
-def _joined(graph: Graph, names: dict[str, str]) -> dict[tuple[str, str], tuple[Edge, str]]:
+def _joined(graph: Graph, names: dict[str, str]) -> dict[_Ends, tuple[Edge, str]]:
     """The edges of a graph and their labels, by the names of their ends in the picture."""
-    nodes = {node.name: node for node in graph.nodes}
-    return {
-        (names[edge.source], names[edge.target]): (edge, edge_label(edge, nodes[edge.source])) for edge in graph.edges
-    }
+    nodes, found = {node.name: node for node in graph.nodes}, dict[_Ends, tuple[Edge, str]]()
+    for edge in graph.edges:
+        text = "carry" if edge.carry else edge_label(edge, nodes[edge.source])
+        found[names[edge.source], names[edge.target], edge.carry] = edge, text
+    return found
 
 
 def _caption(diff: Diff, options: Options) -> str:

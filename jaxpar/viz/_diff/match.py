@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from .._draw.tree import parameter_path
 from .._graph import Graph, Node
 from .changes import Change
 from .result import Diff
 
 _COUNT = re.compile(r" ?×\d+/?")
-_NUMBERED = re.compile(r"_?\d+$| \(\d+\)$")
+_NUMBERED = re.compile(r"\d+(/|$)")
 
 
 def compare(before: Graph, after: Graph) -> Diff:
@@ -78,8 +79,10 @@ def _likeness(a: Node, b: Node) -> float:
 
 
 def _key(node: Node) -> str:
-    """What names a node: its weights, or its argument. "" for the others, whose names are their kind and a number."""
-    return _COUNT.sub("", node.name) if node.weights or node.op == "input" else ""
+    """What names a node: its first weight, or its argument. "" for the others, named by their kind and a number."""
+    if node.weights:
+        return parameter_path(node.weights[0])
+    return node.name if node.op == "input" else ""
 
 
 def _plain(scope: tuple[str, ...]) -> tuple[str, ...]:

@@ -97,16 +97,16 @@ def _line(row: tuple[str, ...], widths: list[int]) -> str:
 
 def to_html(before: Graph, after: Graph, changes: Sequence[Change], title: str = "") -> str:
     """The table for a page, in its colours."""
-    head = "".join(f"<th style='text-align:left'>{name}</th>" for name in _HEAD)
+    head = "".join(f"<th style='text-align:left;padding:2px 8px'>{name}</th>" for name in _HEAD)
     body = "".join(map(_html_row, (change for change in changes if change.status != "same")))
     caption = f"<caption>{html.escape(printable(title))}</caption>" if title.strip() else ""
     foot = "".join(f"<p>{html.escape(line)}</p>" for line in totals(before, after, changes))
-    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{foot}"
+    return f"<table style='color:inherit'>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{foot}"
 
 
 def _html_row(change: Change) -> str:
     cells = "".join(
-        f"<td style='text-align:{'right' if number in _NUMBERS else 'left'}'>{html.escape(text)}</td>"
+        f"<td style='text-align:{'right' if number in _NUMBERS else 'left'};padding:2px 8px'>{html.escape(text)}</td>"
         for number, text in enumerate(_cells(change))
     )
     return f"<tr>{cells}</tr>"

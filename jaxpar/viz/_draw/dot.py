@@ -17,6 +17,7 @@ from .style import DIRECTIONS, FONT, SIZE, SMALL, THEMES, Options, Theme, ink, t
 
 _POINTS = 72.0  # of an inch
 _MANY, _MANY_EDGES = 150, 220  # nodes and edges, above which dot works with limits
+_MANY_READERS = 4  # of an input of several arrays, above which its edges give way
 _FEW = 2  # readers of an array, above which only one edge names it
 
 
@@ -29,7 +30,13 @@ def to_dot(graph: Graph, options: Options) -> list[str]:
     lines += _nodes(graph, nodes, options, theme)
     by_name = {node.name: node for node in nodes}
     edges = [edge for edge in edges if not _is_residual(by_name, edge)]
-    lines += [_edge(by_name, edge, theme, named) for edge, named in zip(edges, _named(edges), strict=True)]
+    joined = {node.name for node in nodes if node.leaves}
+    for edge, named in zip(edges, _named(edges, joined), strict=True):
+        if named is not None:
+            lines.append(_edge(by_name, edge, theme, named))
+        else:  # an argument for most layers, such as statistics: they keep their places
+            line = _attrs(color=theme.faint, constraint="false", penwidth=0.6)
+            lines.append(f"{quote(edge.source)} -> {quote(edge.target)} {line}")
     return lines + _pairs(nodes, theme)
 
 
@@ -39,15 +46,22 @@ def nothing(options: Options) -> str:
     return f'"nothing" {_attrs(label=text, shape="plaintext", style="", fontcolor=THEMES[options.theme].text)}'
 
 
-def _named(edges: list[Edge]) -> list[bool]:
-    """Whether each edge says what flows along it. An array that many read is named once."""
+def _named(edges: list[Edge], inputs: set[str]) -> list[bool | None]:
+    """Whether each edge says what flows along it. An array that many read is named once.
+
+    None for the edges of an input of many arrays to many layers, except the first.
+    """
     count = Counter((edge.source, edge.shape) for edge in edges)
-    seen: set[tuple[str, tuple[int, ...]]] = set()
-    found: list[bool] = []
+    readers = Counter(edge.source for edge in edges)
+    seen: set[object] = set()
+    found: list[bool | None] = []
     for edge in edges:
         key = (edge.source, edge.shape)
-        found.append(count[key] <= _FEW or key not in seen or bool(edge.label))
-        seen.add(key)
+        if edge.source in inputs and edge.source in seen and readers[edge.source] > _MANY_READERS:
+            found.append(None)
+        else:
+            found.append(count[key] <= _FEW or key not in seen or bool(edge.label))
+        seen |= {key, edge.source}
     return found
 
 

@@ -25,7 +25,8 @@ from .style import Options
 from .table import to_html
 
 _NAME = 100  # characters of a file's name
-_PREVIEW_INCHES = '"10,25"'  # larger pictures are shrunk to this width and height
+_PREVIEW_INCHES = '"13.33,33.33"'  # of 72 pixels; larger pictures are shrunk to this width and height
+_PREVIEW_COLOURS = 32
 
 
 class Plot(graphviz.Digraph):
@@ -264,10 +265,10 @@ class Plot(graphviz.Digraph):
         """The picture as a small PNG of limited size. Notebooks that are not trusted show this."""
         from PIL import Image
 
-        limited = self.source.replace("graph [", f"graph [size={_PREVIEW_INCHES} dpi=96 ", 1)
+        limited = self.source.replace("graph [", f"graph [size={_PREVIEW_INCHES} dpi=72 ", 1)
         picture = Image.open(io.BytesIO(render(limited, "png", self.time_limit)))
         small = io.BytesIO()
-        picture.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+        picture.convert("RGB").quantize(_PREVIEW_COLOURS, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
         return small.getvalue()
 
 

@@ -91,9 +91,9 @@ def _counts(graph: Graph, frozen: frozenset[str]) -> list[str]:
         ("Trainable params", trained),
         ("Non-trainable params", graph.total_params - trained),
     ]
-    found += [("State, not counted as params", graph.total_state)] if graph.total_state else []
-    found += [("Constants, not counted as params", graph.total_constants)] if graph.total_constants else []
-    found += [("Unused params, not counted", graph.sizes.unused)] if graph.sizes.unused else []
+    others = {"Non-trainable state": graph.total_state, "Constants": graph.total_constants}
+    others["Unread, not counted"] = graph.sizes.unused
+    found += [(name, number) for name, number in others.items() if number]
     counts = [f"{name}: {number:,}" for name, number in found]
     return [*counts, f"Total FLOPs: {graph.total_flops:,}{missing(graph)}"]
 
@@ -121,12 +121,13 @@ def to_html(graph: Graph, title: str = "", depth: int | None = None, frozen: fro
     caption = f"<caption>{html.escape(printable(title))}</caption>" if title.strip() else ""
     facts = " · ".join([f"{graph.total_params:,} parameters", human(graph.total_flops, "FLOP") + missing(graph)])
     foot = "".join(f"<p>{html.escape(' · '.join(lines))}</p>" for lines in (_counts(graph, frozen), _memory(graph)))
-    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p><b>{facts}</b></p>{foot}"
+    table = f"{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f"<table style='color:inherit'>{table}</table><p><b>{facts}</b></p>{foot}"
 
 
 def _cell(tag: str, text: str, right: bool, bold: bool = False) -> str:
     side, shown = "right" if right else "left", html.escape(text)
-    return f"<{tag} style='text-align:{side}'>{f'<b>{shown}</b>' if bold else shown}</{tag}>"
+    return f"<{tag} style='text-align:{side};padding:2px 8px'>{f'<b>{shown}</b>' if bold else shown}</{tag}>"
 
 
 def _html_row(row: Row) -> str:

@@ -11,6 +11,8 @@ from ..._core.arguments import did_you_mean
 from .._graph import BACKWARD, Graph, Node
 from .labels import output_text
 
+_COUNT = re.compile(r" ×\d+$")  # of a repeated scope
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -122,7 +124,8 @@ def _tails(path: str, count: int) -> Iterable[str]:
 def _previous(graph: Graph) -> dict[str, tuple[str, ...]]:
     found: dict[str, list[str]] = {}
     for edge in graph.edges:
-        found.setdefault(edge.target, []).append(edge.source)
+        if not edge.carry:  # it goes back to an earlier layer
+            found.setdefault(edge.target, []).append(edge.source)
     return {name: tuple(sources) for name, sources in found.items()}
 
 
@@ -153,9 +156,9 @@ def _rows_of(module: _Module, level: int, depth: int | None, facts: _Facts) -> l
 
 
 def _is_one_layer(module: _Module) -> bool:
-    """Whether a module is one layer, and its gradient if there is one."""
-    nodes = module.nodes()
-    return not module.inner and sum(not node.is_backward for node in nodes) == 1
+    """Whether a module is one layer, or its gradient, or both."""
+    forward = sum(not node.is_backward for node in module.nodes())
+    return not module.inner and (forward == 1 or (not forward and len(module.items) == 1))
 
 
 def _is_around_all(outer: _Module, inner: _Module) -> bool:
@@ -184,7 +187,7 @@ def _module(module: _Module, level: int, facts: _Facts) -> Row:
     forward = [node for node in nodes if not node.is_backward] or nodes
     return Row(
         level,
-        module.path[-1],
+        module.path[-1] + (BACKWARD if all(node.is_backward for node in nodes) else ""),
         "",
         output_text(forward[-1]),
         sum(node.params for node in nodes),
@@ -195,7 +198,7 @@ def _module(module: _Module, level: int, facts: _Facts) -> Row:
 
 def without_scopes(name: str, scope: tuple[str, ...]) -> str:
     """A name without the scopes that it begins with. The rows above say them."""
-    keys, scopes = name.split("/"), iter(scope)
-    while len(keys) > 1 and keys[0] in scopes:
+    keys, scopes = name.split("/"), iter([_COUNT.sub("", part) for part in scope])
+    while len(keys) > 1 and _COUNT.sub("", keys[0]) in scopes:
         keys = keys[1:]
     return "/".join(keys)

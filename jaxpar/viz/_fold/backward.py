@@ -62,13 +62,16 @@ def _fold_sent(cells: Cells, targets: dict[int, Cell]) -> set[int]:
 def _targets(cells: Cells) -> dict[int, Cell]:
     """The layer of each backward equation that has one, by its id."""
     layers, near = _places(cells)
+    computed = {eqn.position for eqn in cells.raw.eqns if not (eqn.backward or eqn.view)}  # not only shown
+    computed |= {position for eqn in cells.raw.eqns if not eqn.backward for position in eqn.enclosing}
     found: dict[int, Cell] = {}
     several: dict[int, list[Eqn]] = {}
     elsewhere: list[Eqn] = []
     for eqn in cells.raw.eqns:
         if not eqn.backward:
             continue
-        place = next((number for number in cells.raw.above(eqn) if number in layers), None)
+        around = (n for n in cells.raw.above(eqn) if n in layers and (n == eqn.position or n in computed))
+        place = next(around, None)
         if place is None:
             elsewhere.append(eqn)
         elif len(layers[place]) == 1:

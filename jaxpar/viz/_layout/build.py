@@ -13,7 +13,7 @@ from .._read.raw import Eqn, Raw
 from .._read.source import describe
 from .carries import carry_edges
 from .net import Draft, Net
-from .scopes import set_paths, set_scopes
+from .scopes import number_calls, set_paths, set_scopes
 
 
 def build(cells: Cells) -> Net:
@@ -34,8 +34,9 @@ def build(cells: Cells) -> Net:
         owner = cells.producer(raw.root(output))
         if owner is not None:
             by_cell[owner.id].outputs.append(name)
-    set_scopes(cells, by_cell)
-    _number_scopes(drafts)
+    number = number_calls if set_scopes(cells, by_cell) else _number_scopes
+    number(drafts)
+    _scopes_of_gradients(drafts)
     net = Net(raw, drafts, edges, _optimizer_state(cells), carries=carry_edges(cells, by_cell))
     _drop_unused(net)
     set_paths(net)
@@ -128,7 +129,7 @@ def _bytes_read(raw: Raw, eqns: list[Eqn], *, converted: bool) -> int:
 
 
 def _number_scopes(drafts: list[Draft]) -> None:
-    """Number scopes that are entered again: "Linear", "Linear (2)". Gradients get the scope of their layer."""
+    """Number scopes that are entered again: "Linear", "Linear (2)"."""
     seen: dict[tuple[str, ...], int] = {}
     last_plain: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
@@ -144,6 +145,10 @@ def _number_scopes(drafts: list[Draft]) -> None:
             count = seen[path] = seen.get(path, 0) + 1
             numbered = (*numbered, name if count == 1 or is_region(name) else f"{name} ({count})")
         last_plain, last, draft.scope = plain, numbered, numbered
+
+
+def _scopes_of_gradients(drafts: list[Draft]) -> None:
+    """Gradients get the scope of their layer."""
     for draft in drafts:
         if draft.forward is not None and not any(is_region(name) for name in draft.scope):
             draft.scope = draft.forward.scope

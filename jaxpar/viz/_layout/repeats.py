@@ -10,7 +10,9 @@ from .net import Draft, Net, shared_scope
 
 _Sources = dict[int, set[int]]  # which drafts each draft reads
 
+_FORWARD = -(1 << 60)  # in place of a layer, where a gradient reads it
 _LONGEST = 400  # layers in a repeated block
+_FEW_BRANCHES = 6  # beside each other, which stay apart
 _CANDIDATES = 6  # lengths tried from one place
 
 
@@ -22,7 +24,7 @@ def collapse_repeats(net: Net) -> None:
 
 
 def _collapse_once(net: Net) -> bool:
-    layers, sources = net.layers, net.sources()
+    layers, sources = net.layers, _sources(net)
     signs = [_signature(net, draft) for draft in layers]
     places: dict[object, list[int]] = {}
     for number, sign in enumerate(signs):
@@ -45,6 +47,15 @@ def _collapse_once(net: Net) -> bool:
         start += period * count
         done = True
     return done
+
+
+def _sources(net: Net) -> _Sources:
+    """The drafts that each draft reads. A gradient reads one thing of the layers: the first block's are others."""
+    found = net.sources()
+    gradients = {draft.at for draft in net.layers if draft.forward is not None}
+    for at in gradients & found.keys():
+        found[at] = {source if source in gradients else _FORWARD for source in found[at]}
+    return found
 
 
 def _signature(net: Net, draft: Draft) -> object:
@@ -92,13 +103,14 @@ def _starts(
 def _alike(layers: list[Draft], sources: _Sources, start: int, period: int, count: int) -> bool:
     """Whether all copies have the same edges.
 
-    Those are the edges inside, from the copy before, and from others that are the same for all copies.
+    Those are the edges inside, from the copy before, and from others that are the same for all copies. Few copies
+    beside each other are no repeat.
     """
     where = {layers[start + n].at: n for n in range(period * count)}
     patterns = [_wires(layers, sources, where, start, period, copy) for copy in range(count)]
     first, second = patterns[0], patterns[1]
-    if count < 4 and not any(wire[0].startswith("back") for wires in second for wire in wires):
-        return False  # a few parallel branches are no tower
+    if count <= _FEW_BRANCHES and not _is_row(second):
+        return False
     if any(pattern != second for pattern in patterns[2:]):
         return False
     for mine, others in zip(first, second, strict=True):
@@ -106,6 +118,23 @@ def _alike(layers: list[Draft], sources: _Sources, start: int, period: int, coun
         if inside != {wire for wire in others if wire[0] == "in"} or len(mine) != len(others):
             return False
     return True
+
+
+def _is_row(wires: list[set[tuple[str, int]]]) -> bool:
+    """Whether a path through at least half of a copy goes on from copy to copy. A sum of branches has no such path."""
+    reads = [{at for kind, at in found if kind == "in" or kind.startswith("back")} for found in wires]
+    read_by = [{at for at, found in enumerate(reads) if n in found} for n in range(len(wires))]
+    ends = {at for found in wires for kind, at in found if kind.startswith("back")}
+    return any(2 * len(_reached(reads, end) & _reached(read_by, end)) >= len(wires) for end in ends)
+
+
+def _reached(wires: list[set[int]], start: int) -> set[int]:
+    found, work = set[int](), [start]
+    while work:
+        new = wires[work.pop()] - found
+        found |= new
+        work += new
+    return found
 
 
 def _wires(

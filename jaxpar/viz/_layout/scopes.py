@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 from .._fold.cells import Cell, Cells
@@ -19,16 +20,45 @@ GENERIC = frozenset(
 ) | {RANDOM}
 
 
-def set_scopes(cells: Cells, by_cell: dict[int, Draft]) -> None:
-    """Write the scopes of the drafts of a network. What comes after a gradient keeps the named scopes."""
+def set_scopes(cells: Cells, by_cell: dict[int, Draft]) -> bool:
+    """Write the scopes of the drafts of a network. What comes after a gradient keeps the named scopes.
+
+    Returns whether the scopes are the modules of parameters.
+    """
     known: dict[int, tuple[Frame, ...]] = {}
     forward = _network(cells)
     calls = {cell.id: frames_of(cells, cell, known) for cell in forward}
     _mark_tied(cells, forward, calls, by_cell)
     steps = [_step(cells, cell, by_cell[cell.id], calls[cell.id]) for cell in forward]
-    if find_modules(steps):
-        for cell, scope in zip(forward, join_scopes(steps, lambda name: name.startswith(_KINDS)), strict=True):
-            by_cell[cell.id].scope = scope
+    if not find_modules(steps):
+        return False
+    for cell, scope in zip(forward, join_scopes(steps, lambda name: name.startswith(_KINDS)), strict=True):
+        by_cell[cell.id].scope = scope
+    return True
+
+
+def number_calls(drafts: list[Draft]) -> None:
+    """Number modules that are called again, "encoder (2)". One that goes on with other parameters is the same call."""
+    _number_calls([draft for draft in drafts if draft.op != "input" and draft.forward is None], (), {})
+
+
+def _number_calls(drafts: list[Draft], around: tuple[str, ...], calls: dict[tuple[str, ...], list[set[int]]]) -> None:
+    """Number the scopes inside `around`. `calls` has the parameters that each call of a module has read, and grows."""
+    depth = len(around)
+    for name, group in itertools.groupby(drafts, lambda draft: draft.scope[depth : depth + 1]):
+        run = list(group)
+        if not name:
+            continue
+        used = {weight for draft in run for weight in draft.weights}
+        known = calls.setdefault((*around, *name), [set()])
+        if is_region(name[0]) or known[-1].isdisjoint(used):
+            known[-1] |= used
+        else:
+            known.append(used)
+        numbered = (*around, name[0] if len(known) == 1 else f"{name[0]} ({len(known)})")
+        for draft in run:
+            draft.scope = (*numbered, *draft.scope[depth + 1 :])
+        _number_calls(run, numbered, calls)
 
 
 def _network(cells: Cells) -> list[Cell]:
@@ -105,4 +135,6 @@ def _name_of_weights(paths: list[tuple[str, ...]]) -> str:
     around = common_prefix(path[:-1] for path in paths)
     if {path[-1] for path in paths} <= GENERIC or any(path[:-1] != around for path in paths):
         return around[-1] if around else ""
-    return paths[0][-1]
+    stems = {path[-1].rstrip("0123456789") for path in paths}
+    pair = len(paths) > 1 and len(stems) == 1 and paths[0][-1] not in stems
+    return stems.pop().rstrip(".") if pair else paths[0][-1]  # "enc" for the pair enc[0], enc[1]

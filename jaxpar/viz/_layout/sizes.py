@@ -29,7 +29,9 @@ def sizes_of(net: Net) -> Sizes:
         forward=sum(_output(net, draft) for draft in net.layers if not draft.op.endswith(BACKWARD)),
         backward=sum(_output(net, draft) for draft in net.layers if draft.op.endswith(BACKWARD)),
         trained=frozenset(raw.values[weight].name for weight in trained(raw, params)),
-        unused=sum(_elements(raw, weight) for weight in set(numbers["weight"]) - used if not raw.values[weight].captured),
+        unused=sum(
+            math.prod(raw.values[number].shape) for number in set(numbers["weight"]) - used if _is_given(raw, number)
+        ),
         state=_bytes(raw, state),
     )
 
@@ -85,9 +87,10 @@ def _output(net: Net, draft: Draft) -> int:
     return net.raw.values[draft.value].bytes * turns
 
 
+def _is_given(raw: Raw, number: int) -> bool:
+    """Whether a weight is a parameter in an argument."""
+    return not raw.values[number].captured and not raw.values[number].state
+
+
 def _bytes(raw: Raw, numbers: set[int]) -> int:
     return sum(raw.values[number].bytes for number in numbers)
-
-
-def _elements(raw: Raw, number: int) -> int:
-    return math.prod(raw.values[number].shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from .._draw.dot import _clusters, _drawn, _is_residual
 from .._draw.labels import join_sign
@@ -14,7 +15,10 @@ _MOST_ITEMS = 80  # of one block; Graphviz gets slow above
 _PART = 30  # items of each part that a larger block is cut into
 _TO = " … "  # between the names of the first and the last item of a part
 
-Key = tuple[int, bool]  # the node whose array it is, and whether it flows against the direction, as gradients do
+# How arrays flow: along the direction, against it as gradients do, or back to the start of a loop. A pair only joins
+# a layer with its gradient.
+Kind = Literal["forward", "back", "carry", "pair"]
+Key = tuple[int, Kind]  # the node whose array it is, and how it flows
 Path = tuple[str, ...]
 
 
@@ -42,8 +46,7 @@ class Line:
         tail_port, head_port: the port of that item or of the block itself, -1 for a node.
         keys: the arrays that flow here.
         label: what is written on it.
-        is_back: whether it flows against the direction.
-        is_pair: whether it only joins a layer with its gradient.
+        kind: how they flow.
     """
 
     tail: int
@@ -52,8 +55,7 @@ class Line:
     head_port: int = -1
     keys: frozenset[Key] = frozenset()
     label: str = ""
-    is_back: bool = False
-    is_pair: bool = False
+    kind: Kind = "forward"
 
 
 @dataclass(slots=True)
@@ -83,13 +85,13 @@ class Flow:
     Attributes:
         source, target: nodes.
         edge: what flows.
-        is_back: whether it flows against the direction.
+        kind: how it flows.
     """
 
     source: int
     target: int
     edge: Edge
-    is_back: bool
+    kind: Kind
 
 
 @dataclass(slots=True)
@@ -151,7 +153,7 @@ def tree(graph: Graph, *, hide_weights: bool) -> Tree:
     number = {node.name: at for at, node in enumerate(nodes)}
     by_name = {node.name: node for node in nodes}
     flows = [
-        Flow(number[edge.source], number[edge.target], edge, _is_back(by_name, edge))
+        Flow(number[edge.source], number[edge.target], edge, _kind(by_name, edge))
         for edge in edges
         if not _is_residual(by_name, edge)
     ]
@@ -175,8 +177,10 @@ def _placed_weights(graph: Graph) -> list[Node]:
     return [replace(weight, scope=common_prefix(scopes.get(weight.name, []))) for weight in graph.weights]
 
 
-def _is_back(by_name: dict[str, Node], edge: Edge) -> bool:
-    return by_name[edge.source].is_backward and by_name[edge.target].is_backward
+def _kind(by_name: dict[str, Node], edge: Edge) -> Kind:
+    if edge.carry:
+        return "carry"
+    return "back" if by_name[edge.source].is_backward and by_name[edge.target].is_backward else "forward"
 
 
 def _nest(tree: Tree, graph: Graph) -> None:
@@ -222,9 +226,9 @@ def _in_order(tree: Tree, item: int) -> list[int]:
     inside = {node: inner for inner in items for node in tree.nodes_in(inner)}
     after: dict[int, set[int]] = {}
     waiting = dict.fromkeys(items, 0)
-    for flow in tree.flows:
+    for flow in (flow for flow in tree.flows if flow.kind != "carry"):
         ends = inside.get(flow.source), inside.get(flow.target)
-        first, then = reversed(ends) if flow.is_back else ends
+        first, then = reversed(ends) if flow.kind == "back" else ends
         if first is None or then is None or first == then or then in after.setdefault(first, set()):
             continue
         after[first].add(then)

@@ -28,7 +28,7 @@ function drawBlock(net, placed, x, y, level, groups) {
   if (level) {
     const style = level % 2 ? "odd" : "even", box = { x, y, width: placed.w, height: placed.h, rx: 8 };
     groups.frames.append(make("g", { class: `frame ${style}`, "data-frame": placed.item }, make("rect", box)));
-    groups.bars.append(bar(block, placed, x, y, level, style));
+    groups.bars.prepend(bar(block, placed, x, y, level, style));
   }
   block.lines.forEach((line, at) => drawLine(net, placed, line, at, x, y, groups));
   for (const [item, box] of placed.boxes) {
@@ -49,9 +49,11 @@ function bar(block, placed, x, y, level, style) {
 
 // Titles stay in sight while a part of their block is. `left` and `top` are where the sight begins.
 function stick(bars, left, top) {
-  for (const { at, style } of bars) {
+  for (const bar of bars) {
+    const at = bar.at;
     const x = Math.min(Math.max(at.x, left), at.right), y = Math.min(Math.max(at.y, top + at.under), at.bottom);
-    style.transform = `translate(${x}px, ${y}px)`;
+    bar.style.transform = `translate(${x}px, ${y}px)`;
+    bar.classList.toggle("stuck", y > at.y || x > at.x);
   }
 }
 
@@ -97,9 +99,9 @@ function drawLine(net, placed, line, at, x, y, groups) {
   const moved = spline.map(([px, py]) => [px + x, py + y]);
   const text = (point) => point.map((value) => value.toFixed(1)).join(" ");
   const pieces = moved.slice(1).map(text).join(" ");
-  const group = make("g", { class: line.pair ? "line pair" : "line" });
+  const group = make("g", { class: `line ${line.kind}` });
   group.append(make("path", { d: `M${text(moved[0])}C${pieces}` }));
-  if (line.head >= 0 && !line.pair && !placed.inner.has(line.head)) group.append(arrow(moved));
+  if (line.head >= 0 && line.kind !== "pair" && !placed.inner.has(line.head)) group.append(arrow(moved));
   group.line = { line, block: placed.item };
   groups.lines.append(group);
   if (!label) return;

@@ -19,6 +19,7 @@ Text = tuple[str, float, bool]  # a line of text, its size, whether it is bold
 
 _POINTS = 72.0  # of an inch
 _MANY = 40  # items, above which dot works with limits
+_PORT = {"up": 0.4, "down": 0.4, "right": 0.02}  # inches, so that the labels of lines have room
 _RANKDIR = {"up": "TB", "down": "TB", "right": "LR"}  # the page turns it over for "up"
 
 
@@ -78,7 +79,11 @@ def _dot(tree: Tree, block: Block, direction: str, heat: str | None) -> str:
         shape = " shape=ellipse" if is_oval(tree, item) else ""
         rows.append(f"i{at} [width={width / _POINTS:.3f} height={height / _POINTS:.3f}{shape}]")
     for first, rank in ((True, "source"), (False, "sink")):
-        ports = [f"p{at} [width=.02 height=.02];" for at, port in enumerate(block.ports) if port.is_first is first]
+        ports = [
+            f"p{at} [width={_PORT[direction]} height=.02];"
+            for at, port in enumerate(block.ports)
+            if port.is_first is first
+        ]
         rows += [f"{{ rank={rank}; {' '.join(ports)} }}"] if ports else []
     place = {item: at for at, item in enumerate(block.items)}
     rows += [f"{{ rank=same; i{place[layer]}; i{place[gradient]} }}" for layer, gradient in block.pairs]
@@ -93,9 +98,10 @@ def _limits(block: Block) -> str:
 def _line(line: Line, place: dict[int, int], at: int) -> str:
     tail = f"i{place[line.tail]}" if line.tail >= 0 else f"p{line.tail_port}"
     head = f"i{place[line.head]}" if line.head >= 0 else f"p{line.head_port}"
-    ends = f"{head} -> {tail}" if line.is_back else f"{tail} -> {head}"
+    ends = f"{head} -> {tail}" if line.kind == "back" else f"{tail} -> {head}"
+    constraint = " constraint=false" if line.kind in ("pair", "carry") and min(line.tail, line.head) >= 0 else ""
     label = f" label={quote(re.sub(r'[^0-9]', 'x', f' {line.label} '))}" if line.label else ""
-    return f"{ends} [id={at}{label}{' constraint=false' if line.is_pair else ''}]"
+    return f"{ends} [id={at}{label}{constraint}]"
 
 
 def texts(tree: Tree, item: int, heat: str | None) -> list[Text]:
@@ -140,7 +146,7 @@ def _layout(block: Block, graph: dict[str, Any]) -> Layout:
     _, _, width, height = map(float, graph["bb"].split(","))
     place = {o["name"]: _point(o["pos"], height) for o in graph.get("objects", ()) if "pos" in o}
     edges = {int(edge["id"]): edge for edge in graph.get("edges", ())}
-    lines = [_spline(edges[at]["pos"], height, line.is_back) for at, line in enumerate(block.lines)]
+    lines = [_spline(edges[at]["pos"], height, line.kind == "back") for at, line in enumerate(block.lines)]
     labels = [_point(edges[at]["lp"], height) if "lp" in edges[at] else None for at in range(len(block.lines))]
     items = [place[f"i{at}"] for at in range(len(block.items))]
     return Layout(width, height, items, [place[f"p{at}"] for at in range(len(block.ports))], lines, labels)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 from .._draw.dot import _forward, _named
 from .._draw.labels import edge_label
 from .._fold.optimizers import OPTIMIZERS
-from .blocks import Flow, Key, Line, Port, Tree
+from .blocks import Flow, Key, Kind, Line, Port, Tree
 
 _MOST_LINES = 3  # between the same two items; more become one line
 
@@ -35,8 +36,8 @@ def draw_lines(tree: Tree) -> None:
     work = [tree.root]
     while work:
         item = work.pop()
-        for (tail, head, is_back), keys in _groups(tree, item, crossings[item]).items():
-            _draw(tree, item, tail, head, is_back, keys)
+        for (tail, head, kind), keys in _groups(tree, item, crossings[item]).items():
+            _draw(tree, item, tail, head, kind, keys)
         work += [inner for inner in tree.block(item).items if tree.is_block(inner)]
     _draw_pairs(tree)
 
@@ -44,24 +45,24 @@ def draw_lines(tree: Tree) -> None:
 def _crossings(tree: Tree) -> dict[int, _Crossing]:
     found = {tree.root + at: _Crossing() for at in range(len(tree.blocks))}
     for flow, is_named in zip(tree.flows, _named([flow.edge for flow in tree.flows]), strict=True):
-        key = flow.source, flow.is_back
+        key = flow.source, flow.kind
         out, into = tree.way_out(flow.source), tree.way_out(flow.target)
-        while out[-1] == into[-1] and len(out) > 1 and len(into) > 1 and out[-2] == into[-2]:
+        while len(out) > 2 and len(into) > 2 and out[-2] == into[-2]:
             out.pop()
             into.pop()
         label = _label(tree, flow) if is_named else ""
         inside = found[out[-1]].inside
         inside[out[-2], into[-2], key] = inside.get((out[-2], into[-2], key)) or label
-        for inner, block in zip(out, out[1:-1], strict=False):
+        for inner, block in itertools.pairwise(out[:-1]):
             found[block].leaves[key] = inner
-        for inner, block in zip(into, into[1:-1], strict=False):
+        for inner, block in itertools.pairwise(into[:-1]):
             found[block].enters.setdefault(key, {})[inner] = None
     return found
 
 
-def _groups(tree: Tree, item: int, crossing: _Crossing) -> dict[tuple[_End, _End, bool], dict[Key, str]]:
+def _groups(tree: Tree, item: int, crossing: _Crossing) -> dict[tuple[_End, _End, Kind], dict[Key, str]]:
     """The arrays between each two ends, with the label of each."""
-    found: dict[tuple[_End, _End, bool], dict[Key, str]] = {}
+    found: dict[tuple[_End, _End, Kind], dict[Key, str]] = {}
     for (tail, head, key), label in crossing.inside.items():
         found.setdefault(((tail, -1), (head, -1), key[1]), {})[key] = label
     for number, port in enumerate(tree.block(item).ports):
@@ -73,23 +74,25 @@ def _groups(tree: Tree, item: int, crossing: _Crossing) -> dict[tuple[_End, _End
 
 
 def _label(tree: Tree, flow: Flow) -> str:
+    if flow.kind == "carry":
+        return "carry"
     source, target = tree.nodes[flow.source], tree.nodes[flow.target]
     if source.op == "weight" or (source.is_backward and target.op in OPTIMIZERS):
         return ""
     return edge_label(flow.edge, source)
 
 
-def _draw(tree: Tree, item: int, tail: _End, head: _End, is_back: bool, keys: dict[Key, str]) -> None:
+def _draw(tree: Tree, item: int, tail: _End, head: _End, kind: Kind, keys: dict[Key, str]) -> None:
     """One line for each array, or one for all where they are many or cross the border."""
     crosses = tail[0] < 0 or head[0] < 0
     together = len(keys) > _MOST_LINES or crosses
     bundles = [(frozenset(keys), "" if crosses else f"{len(keys)} arrays")]
     for bundle, label in bundles if together else [(frozenset({key}), text) for key, text in keys.items()]:
-        line = Line(tail[0], head[0], tail[1], head[1], bundle, label, is_back)
+        line = Line(tail[0], head[0], tail[1], head[1], bundle, label, kind)
         if line.tail >= 0 and tree.is_block(line.tail):
-            line.tail_port = _port(tree, line.tail, Port(bundle, False, is_back))
+            line.tail_port = _port(tree, line.tail, Port(bundle, False, kind == "back"))
         if line.head >= 0 and tree.is_block(line.head):
-            line.head_port = _port(tree, line.head, Port(bundle, True, not is_back))
+            line.head_port = _port(tree, line.head, Port(bundle, True, kind != "back"))
         tree.block(item).lines.append(line)
 
 
@@ -115,4 +118,4 @@ def _draw_pairs(tree: Tree) -> None:
         block = tree.block(tree.parent[pair[0]])
         block.pairs.append(pair)
         if layer.op != "Loss":
-            block.lines.append(Line(*pair, is_pair=True))
+            block.lines.append(Line(*pair, kind="pair"))

@@ -18,6 +18,7 @@ from .blocks import Block, Tree, tree
 from .layout import Layout, Point, is_oval, layouts, size, texts
 from .lines import draw_lines
 
+_PACKAGE = "jaxpar.viz._page"
 _SCRIPTS = ("reading.js", "places.js", "drawing.js", "page.js", "events.js")
 # Opens no other place: what an attribute or a script could end with is escaped.
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027", "\u2028": "\\u2028", "\u2029": "\\u2029"}
@@ -64,7 +65,10 @@ def to_frame(page: str, title: str, still: str) -> str:
 
 @functools.cache
 def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    """A file beside this one, without its comments and indentation: every picture of a notebook has a copy."""
+    text = resources.files(_PACKAGE).joinpath(name).read_text(encoding="utf-8")
+    lines = map(str.strip, text.splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("//")) + "\n"
 
 
 def _escaped(data: Any) -> str:
@@ -77,7 +81,7 @@ def _colours() -> str:
     """The colours of both themes, as variables."""
     rules: list[str] = []
     for name, theme in THEMES.items():
-        names = ("background", "text", "line", "faint", "cluster", "region")
+        names = ("background", "text", "line", "faint", "cluster", "region", "carry")
         values = {key: getattr(theme, key) for key in names} | {"block": {"dark": "#3a3f46"}.get(name, "#e4e8ec")}
         body = "".join(f"--{key}:{value};" for key, value in values.items())
         rules.append(f"{':root' if name == 'light' else ':root[data-theme=dark]'}{{{body}}}\n")
@@ -115,20 +119,11 @@ def _node(tree: Tree, item: int, options: Options, most: int) -> list[Any]:
     colour = style.fill(node)
     if options.heat and node.op not in ("input", "weight"):
         colour = style.heat(cost(node, options.heat) / most)
-    find = " ".join((node.name, node.op, node.detail, node.source, *node.weights))
+    find = " ".join((node.name, node.op, node.detail, node.source, *node.weights[:8]))
     oval = int(is_oval(tree, item))
     words = texts(tree, item, options.heat)
-    return [
-        *size(tree, item, options.heat),
-        kind,
-        oval,
-        colour,
-        style.ink(colour),
-        words,
-        tooltip(node),
-        find,
-        node.source,
-    ]
+    look = [*size(tree, item, options.heat), kind, oval, colour, style.ink(colour)]
+    return [*look, words, tooltip(node), find, node.source]
 
 
 def _block(tree: Tree, item: int, layout: int, options: Options, most: int) -> list[Any]:
@@ -149,7 +144,7 @@ def _block(tree: Tree, item: int, layout: int, options: Options, most: int) -> l
 def _lines(block: Block) -> Iterable[list[Any]]:
     for line in block.lines:
         keys = sorted({node for node, _ in line.keys})
-        yield [line.tail, line.head, line.tail_port, line.head_port, int(line.is_pair), line.label, keys]
+        yield [line.tail, line.head, line.tail_port, line.head_port, line.kind, line.label, keys]
 
 
 def _layout(layout: Layout) -> dict[str, Any]:

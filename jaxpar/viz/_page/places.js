@@ -102,9 +102,9 @@ function border(net, found, [x, y], isFirst, flipped) {
 
 // The coordinate of a block across the flow that stays where the middle of the closed block was.
 function axis(net, found) {
-  const at = found.ports.map((port) => port.outside[net.sideways ? 1 : 0]);
+  const at = found.ports.map((port) => port.outside[net.sideways ? 1 : 0]).sort((a, b) => a - b);
   if (!at.length) return (net.sideways ? found.h : found.w) / 2;
-  return (Math.min(...at) + Math.max(...at)) / 2;
+  return (at[Math.floor((at.length - 1) / 2)] + at[Math.floor(at.length / 2)]) / 2;
 }
 
 // A line of a layout after the stretching, with its ends on the boxes as they are now.

@@ -15,8 +15,8 @@ function read(data) {
     net.sizes[root + at] = [w, h];
     for (const item of items) net.parent.set(item, root + at);
     const found = { kind: "block", titleWidth, label, texts, tip, fill, ink, layout, items, firsts, find: label };
-    found.lines = lines.map(([tail, head, tailPort, headPort, pair, text, keys]) => (
-      { tail, head, tailPort, headPort, pair: Boolean(pair), label: text, keys }));
+    found.lines = lines.map(([tail, head, tailPort, headPort, kind, text, keys]) => (
+      { tail, head, tailPort, headPort, kind, label: text, keys }));
     return found;
   });
   net.readers = data.nodes.map(() => []);

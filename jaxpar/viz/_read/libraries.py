@@ -40,12 +40,18 @@ def is_module(value: Any) -> bool:
     return is_node(value) or is_equinox(value)
 
 
-def called_method(fn: Any) -> Any:
-    """The method that `Module.apply` of Flax Linen runs, or None for another function."""
-    owner, name = getattr(fn, "__self__", None), getattr(fn, "__name__", "")
+def called_method(fn: Any) -> tuple[Any, int]:
+    """The method that `Module.apply` of Flax Linen or a model of Keras runs, and how many arguments come before its.
+
+    None for another function.
+    """
+    owner, name = getattr(fn, "__self__", fn), getattr(fn, "__name__", "")
     linen = sys.modules.get("flax.linen")
-    is_linen = linen is not None and name == "apply" and isinstance(owner, linen.Module)
-    return getattr(owner, "__call__", None) if is_linen else None
+    if linen is not None and name == "apply" and isinstance(owner, linen.Module):
+        return owner.__call__, 1
+    if is_keras(owner) and (owner is fn or name in ("stateless_call", "__call__")):
+        return owner.call, 2 if name == "stateless_call" else 0
+    return None, 0
 
 
 def is_state(value: Any) -> bool:

@@ -67,7 +67,7 @@ def path_of(argument: str, entries: Sequence[Any]) -> tuple[str, ...]:
             parts += [part for part in str(key).split("/") if part not in ("~", "")]
     while parts and parts[0] in _COLLECTIONS:
         parts = parts[1:]
-    if parts and parts[0].isdigit():  # the list of layers has the name of the argument
+    if parts and parts[0].replace(".", "").isdigit():  # the list of layers has the name of the argument
         parts = [f"{argument}.{parts[0]}", *parts[1:]] if len(parts) > 2 else []
     if RANDOM in parts:
         parts = parts[: parts.index(RANDOM) + 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ _JAX_PUBLIC = tuple(
     for part in ("numpy/", "nn/", "scipy/", "lax/", "image/", "ops/", "random/core.py", "random.py", "initializers")
 )
 _MODELS = os.path.join(_JAXPAR, "models") + os.sep
+_LIBRARIES = ("flax", "haiku", "equinox", "keras", "optax")
 _WRAPPERS = ("wrapper", "wrapped")  # functions of libraries that only call another
 ANONYMOUS = ("<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<module>")  # functions without a name
 
@@ -98,9 +100,15 @@ class Sources:
             origin = package = "jax"  # other loops are regions of the jaxpr
         if origin == "" or (origin == "library" and name.endswith(_WRAPPERS)):
             return None
+        name = _keras_name(name) if package == "keras" else name
         number = self._functions.setdefault(function, len(self._functions))
         short = "/".join(file.replace(os.sep, "/").split("/")[-2:])
         return Frame(origin, package, name, short, line, number, len(self._frames))
+
+
+def _keras_name(name: str) -> str:
+    """The name that other libraries have for a normalization: "BatchNorm.__call__" for BatchNormalization.call."""
+    return name.replace("Normalization.call", "Norm.__call__") if name.endswith("Normalization.call") else name
 
 
 def _origin(file: str) -> tuple[str, str]:
@@ -116,6 +124,10 @@ def _origin(file: str) -> tuple[str, str]:
         _, found, inside = file.partition(f"{os.sep}{root}{os.sep}")
         if found:
             return "library", inside.split(os.sep)[0].removesuffix(".py")
+    for name in _LIBRARIES:  # installed elsewhere
+        root = getattr(sys.modules.get(name), "__file__", None) or ""
+        if root.endswith("__init__.py") and file.startswith(root.removesuffix("__init__.py")):
+            return "library", name
     return "user", ""
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .._draw import style
-from .._draw.dot import quote
 from .._draw.style import FONT, THEMES, Theme, ink
 from .._graph import Node
 from .columns import BIG, LINE, SMALL, Columns, Line, Row, columns_of, size
 from .graph import StepGraph, StepLayer, StepPart
+from .shapes import Point, attrs, curve, label, line, node
 from .text import caption_lines, cost, sends_text
 
 _SENT = "#c51b7d"
 _BAND, _BAND_LINE = "#ccebc5", "#5aa05a"
-_POINTS = 72.0  # of an inch
-_Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,7 @@ class _Drawing:
         self.most = max((cost(part, options.heat) for part in parts if part is not None), default=0) or 1
 
     def lines(self) -> list[str]:
-        boxes = [line for row in self.columns.rows.values() for line in self._row(row)]
+        boxes = [box for row in self.columns.rows.values() for box in self._row(row)]
         back = [*self._blocks(), *self._band()]
         return [*self._head(), *back, *boxes, *self._inputs(), *self._edges(), *self._updates(), self._caption()]
 
@@ -53,11 +50,11 @@ class _Drawing:
         whole = {"layout": "nop2", "bgcolor": self.theme.background, "tooltip": self.options.title}
         whole |= {"outputorder": "nodesfirst", "fontname": FONT, "fontcolor": self.theme.text}
         box = {"shape": "box", "style": "filled,rounded", "fontname": FONT, "fontcolor": style.INK, "margin": 0}
-        line = {"color": self.theme.line, "fontcolor": self.theme.line, "fontname": FONT, "fontsize": SMALL}
+        edge = {"color": self.theme.line, "fontcolor": self.theme.line, "fontname": FONT, "fontsize": SMALL}
         return [
-            "graph " + _attrs(**whole),
-            "node " + _attrs(**box, color="#6e7781", penwidth=0.8, fontsize=BIG),
-            "edge " + _attrs(**line, arrowsize=0.6, penwidth=0.9),
+            "graph " + attrs(**whole),
+            "node " + attrs(**box, color="#6e7781", penwidth=0.8, fontsize=BIG),
+            "edge " + attrs(**edge, arrowsize=0.6, penwidth=0.9),
         ]
 
     def _blocks(self) -> list[str]:
@@ -73,10 +70,11 @@ class _Drawing:
             low, high = rows[0].y - rows[0].height / 2 - 9, rows[-1].y + rows[-1].height / 2 + 9
             look = {"style": "filled,rounded,dashed", "fillcolor": self.theme.region, "color": self.theme.faint}
             middle = ((left + right) / 2, (low + high) / 2)
-            found.append(_at(f"block {name}", middle, (right - left, high - low), label="", **look))
-            label = _label([(name, "big")], self.theme.text)
-            found.append(_at(f"name of {name}", (right - 45, high - 10), (80, 16), label=label, style="invis"))
-            found[-1] = found[-1].replace('style="invis"', 'shape="plaintext" style=""')
+            found.append(node(f"block {name}", middle, (right - left, high - low), label="", **look))
+            words = label([(name, "big")], self.theme.text)
+            found.append(
+                node(f"name of {name}", (right - 45, high - 10), (80, 16), label=words, shape="plaintext", style="")
+            )
         return found
 
     def _band(self) -> list[str]:
@@ -87,7 +85,7 @@ class _Drawing:
         low, high = rows[0].y - rows[0].height / 2, rows[-1].y + rows[-1].height / 2
         place = (self.x["band"], (low + high) / 2), (self.width["band"], high - low)
         look = {"style": "filled", "fillcolor": _BAND, "color": _BAND_LINE, "tooltip": "the parameters"}
-        return [_at("parameters", *place, label="", **look)]
+        return [node("parameters", *place, label="", **look)]
 
     def _row(self, row: Row) -> list[str]:
         """A layer's boxes, side by side, and the words beside the edges that leave them."""
@@ -98,7 +96,7 @@ class _Drawing:
         if row.band:
             place = (self.x["band"], row.y), (self.width["band"] - 4, size(row.band)[1])
             look = {"style": "filled", "fillcolor": _BAND, "color": _BAND_LINE, "tooltip": ", ".join(layer.weights)}
-            found.append(_at(f"{layer.name}: parameters", *place, label=_label(row.band, style.INK), **look))
+            found.append(node(f"{layer.name}: parameters", *place, label=label(row.band, style.INK), **look))
         if row.gather:
             found.append(self._badge(f"{layer.name}: gather", row.gather, (self.x["gather"], row.y)))
         if row.gradients:
@@ -111,25 +109,25 @@ class _Drawing:
         colour = style.fill(Node(layer.name, layer.op, layer.detail))
         if self.options.heat is not None:
             colour = style.heat(cost(part, self.options.heat) / self.most)
-        look = {"label": _label(lines, ink(colour)), "fillcolor": colour, "tooltip": _tooltip(layer, part)}
+        look = {"label": label(lines, ink(colour)), "fillcolor": colour, "tooltip": _tooltip(layer, part)}
         look |= {"style": "filled,rounded" + (",dashed" if column == "backward" else "")}
-        return _at(name, (self.x[column], y), (self.width[column], size(lines)[1]), **look)
+        return node(name, (self.x[column], y), (self.width[column], size(lines)[1]), **look)
 
-    def _badge(self, name: str, lines: Sequence[Line], at: _Point) -> str:
+    def _badge(self, name: str, lines: Sequence[Line], at: Point) -> str:
         look = {"style": "filled", "fillcolor": _SENT, "color": _SENT, "tooltip": "sent between devices"}
-        return _at(name, at, size(lines), label=_label(lines, "#ffffff"), **look)
+        return node(name, at, size(lines), label=label(lines, "#ffffff"), **look)
 
     def _words(self, name: str, lines: list[Line], x: float, y: float, way: int) -> list[str]:
         """The lines beside an edge, to the right of it. What is sent has a colour of its own."""
         found: list[str] = []
-        for number, line in enumerate(lines if way < 0 else lines[::-1]):
-            width = size([line])[0] - 8
+        for number, text in enumerate(lines if way < 0 else lines[::-1]):
+            width = size([text])[0] - 8
             at = x + width / 2 + 5, y + way * (LINE * (number + 0.5) + 6)
-            sent = line[1] == "sent"
-            look = {"style": "filled" if sent else "", "shape": "box" if sent else "plaintext", "tooltip": line[0]}
+            sent = text[1] == "sent"
+            look = {"style": "filled" if sent else "", "shape": "box" if sent else "plaintext", "tooltip": text[0]}
             look |= {"fillcolor": _SENT, "color": _SENT} if sent else {}
             colour = "#ffffff" if sent else self.theme.line
-            found.append(_at(f"{name} {number}", at, (width, LINE - 1), label=_label([line], colour), **look))
+            found.append(node(f"{name} {number}", at, (width, LINE - 1), label=label([text], colour), **look))
         return found
 
     def _reads(self, row: Row) -> list[str]:
@@ -146,7 +144,7 @@ class _Drawing:
             stops = [(start, self.x["gather"] + half), (self.x["gather"] - half, end)]
         look = {"color": _SENT if row.gather else _BAND_LINE}
         pairs = zip(names, names[1:], stops, strict=False)
-        return [_line(a, b, [(left, row.y), (right, row.y)], **look) for a, b, (left, right) in pairs]
+        return [line(a, b, [(left, row.y), (right, row.y)], **look) for a, b, (left, right) in pairs]
 
     def _inputs(self) -> list[str]:
         """What the step is given besides parameters, below the first row."""
@@ -156,7 +154,7 @@ class _Drawing:
         for number, name in enumerate(names):
             lines = [(name, "plain")]
             at = self.x["forward"], -LINE - number * 30
-            found.append(_at(name, at, (size(lines)[0] * 1.3, 26), label=_label(lines, style.INK), **look))
+            found.append(node(name, at, (size(lines)[0] * 1.3, 26), label=label(lines, style.INK), **look))
         return found
 
     def _edges(self) -> list[str]:
@@ -177,7 +175,7 @@ class _Drawing:
                 side = x + (-1 if up else 1) * self.width[edge.phase] / 2
                 start = side if first else x - 26
                 points = [(start, y), (lane, y), (lane, last.y), (side, last.y)]
-            found.append(_line(*ends, points, tooltip=f"{edge.dtype}[{', '.join(map(str, edge.shape))}]"))
+            found.append(line(*ends, points, tooltip=f"{edge.dtype}[{', '.join(map(str, edge.shape))}]"))
         return found + self._turn()
 
     def _turn(self) -> list[str]:
@@ -187,7 +185,7 @@ class _Drawing:
             return []
         left = self.x["forward"] + self.width["forward"] / 2
         right = self.x["backward"] - self.width["backward"] / 2
-        return [_line(row.layer.name, _back(row.layer.name), [(left, row.y), (right, row.y)])]
+        return [line(row.layer.name, _back(row.layer.name), [(left, row.y), (right, row.y)])]
 
     def _updates(self) -> list[str]:
         """The optimizers, the gradients that reach them, and the way back to the parameters."""
@@ -202,8 +200,8 @@ class _Drawing:
             if any(edge.target == optimizer.name for edge in self.graph.edges):
                 found += self._return(optimizer.name, y + size(lines)[1] / 2)
         ways = [edge for edge in self.graph.edges if edge.phase == "gradients"]
-        lines = [line for edge in ways for line in self._way(edge.source, edge.target, into)]
-        return [*found, *dict.fromkeys(lines)]
+        arrows = [arrow for edge in ways for arrow in self._way(edge.source, edge.target, into)]
+        return [*found, *dict.fromkeys(arrows)]
 
     def _way(self, source: str, target: str, into: dict[str, int]) -> list[str]:
         """From a gradient to the optimizer, through what is sent on the way."""
@@ -223,7 +221,7 @@ class _Drawing:
         look = {"color": _SENT if len(names) > 2 else self.theme.line}
         knees = (self.columns.knee, 0.0)  # past the words beside the edges between gradients
         ends = zip(names, names[1:], pairs, knees, strict=False)
-        return [_curve(a, b, start, end, knee, **look) for a, b, (start, end), knee in ends]
+        return [curve(a, b, start, end, knee, **look) for a, b, (start, end), knee in ends]
 
     def _return(self, name: str, y: float) -> list[str]:
         """The updated parameters, back to the band over the top."""
@@ -234,20 +232,20 @@ class _Drawing:
         end = rows[-1].y + rows[-1].height / 2
         points = [(self.x["optimizer"], y), (self.x["optimizer"], above), (x, above), (x, end)]
         look = {"color": _BAND_LINE, "penwidth": 2.5, "tooltip": "the new parameters"}
-        words = _at("new parameters", (x + 60, above + 9), (90, LINE), label="new parameters", shape="plaintext",
+        words = node("new parameters", (x + 60, above + 9), (90, LINE), label="new parameters", shape="plaintext",
                     style="", fontsize=SMALL, fontcolor=self.theme.text)  # fmt: skip
-        return [_line(name, "parameters", points, **look), words]
+        return [line(name, "parameters", points, **look), words]
 
     def _caption(self) -> str:
         """The title and the totals, below everything."""
         rest = [one for one in self.graph.collectives if one.phase == "elsewhere" and one.devices > 1]
         lines: list[Line] = [(self.options.title, "big")]
-        lines += [(line, "plain") for line in caption_lines(self.graph, self.options.heat)]
+        lines += [(text, "plain") for text in caption_lines(self.graph, self.options.heat)]
         lines += [(f"elsewhere in the step: {text}", "plain") for text in sends_text(rest, dict(self.graph.mesh))]
         inputs = len({edge.source for edge in self.graph.edges if edge.source not in self.columns.rows})
         wide, high = size(lines)
         at = self.columns.right / 2, -LINE - 30 * max(inputs, 1) - high / 2
-        return _at("caption", at, (wide, high), label=_label(lines, self.theme.text), shape="plaintext", style="")
+        return node("caption", at, (wide, high), label=label(lines, self.theme.text), shape="plaintext", style="")
 
 
 def _half(row: Row | None, up: bool, otherwise: float) -> float:
@@ -260,61 +258,8 @@ def _back(name: str) -> str:
     return name + " (backward)"
 
 
-def _at(name: str, at: _Point, size: _Point, **look: object) -> str:
-    """A node with its middle at a place."""
-    box = {"pos": f"{at[0]:.1f},{at[1]:.1f}", "width": f"{size[0] / _POINTS:.3f}", "height": f"{size[1] / _POINTS:.3f}"}
-    return f"{quote(name)} {_attrs(**box, **look)}"
-
-
-def _line(source: str, target: str, points: Sequence[_Point], **look: object) -> str:
-    """An edge along straight lines."""
-    way = [points[0]]
-    for a, b in zip(points, points[1:], strict=False):
-        way += [_between(a, b, 1 / 3), _between(a, b, 2 / 3), b]
-    return _edge(source, target, way, **look)
-
-
-def _curve(source: str, target: str, start: _Point, end: _Point, knee: float, **look: object) -> str:
-    """An edge that leaves and arrives level. It turns behind the knee."""
-    turn = (min(max(knee, start[0]), end[0] - 12), start[1])
-    middle = (turn[0] + end[0]) / 2
-    way = [start, _between(start, turn, 1 / 3), _between(start, turn, 2 / 3), turn]
-    return _edge(source, target, [*way, (middle, turn[1]), (middle, end[1]), end], **look)
-
-
-def _edge(source: str, target: str, way: list[_Point], **look: object) -> str:
-    """The arrow's head begins 6 points before the end."""
-    tip, before = way[-1], way[-2]
-    length = max(1e-6, ((tip[0] - before[0]) ** 2 + (tip[1] - before[1]) ** 2) ** 0.5)
-    way = [*way[:-1], _between(tip, before, min(0.9, 6 / length))]
-    text = " ".join(f"{x:.1f},{y:.1f}" for x, y in way)
-    return f"{quote(source)} -> {quote(target)} {_attrs(pos=f'e,{tip[0]:.1f},{tip[1]:.1f} {text}', **look)}"
-
-
-def _between(a: _Point, b: _Point, share: float) -> _Point:
-    return a[0] + (b[0] - a[0]) * share, a[1] + (b[1] - a[1]) * share
-
-
 def _tooltip(layer: StepLayer, part: StepPart) -> str:
     lines = [f"{layer.name}: {layer.op} {layer.detail}".strip(), f"{part.flops:,} FLOP, {part.bytes:,} B"]
     lines += [f"{part.peak:,} bytes live on a device"] if part.peak is not None else []
     lines += [f"{part.seconds:.3g} s"] if part.seconds is not None else []
     return "\n".join([*lines, layer.source])
-
-
-def _label(lines: Sequence[Line], colour: str) -> str:
-    fonts = (
-        f'<FONT POINT-SIZE="{BIG if kind == "big" else SMALL:g}" COLOR="{colour}">'
-        f"{f'<B>{html.escape(text)}</B>' if kind == 'big' else html.escape(text)}</FONT>"
-        for text, kind in lines
-    )
-    return f"<{'<BR/>'.join(fonts)}>"
-
-
-def _attrs(**values: object) -> str:
-    return "[" + " ".join(f"{key}={_value(value)}" for key, value in values.items()) + "]"
-
-
-def _value(value: object) -> str:
-    text = str(value)
-    return text if text.startswith("<") and text.endswith(">") else quote(text)

@@ -33,6 +33,7 @@ class Places:
         self.program, self.net = program, net
         self.flow = Flow(program, fused=True)
         self._index = _Index(net)
+        self.arguments: dict[str, str] = _arguments(program, net)
         self.found: dict[str, int] = {}
         self._resolve()
 
@@ -85,8 +86,7 @@ class Places:
     def _parameters(self, name: str) -> set[str]:
         """The names of the arguments that an instruction reads."""
         near = self.near([(operand, None) for operand in self.program[name].operands], back=True)
-        found = (self.program[one] for one, _ in near)
-        return {one.op_name.replace("\\'", "'") for one in found if one.opcode == "parameter"}
+        return {self.arguments[one] for one, _ in near if one in self.arguments}
 
     def _by_neighbours(self, open_ones: dict[str, list[int]]) -> None:
         """Decide by the layers before and after an instruction."""
@@ -101,9 +101,8 @@ class Places:
             for near, joined in ((inputs, before), (outputs, after)):
                 known = {self.found[one] for one, _ in near if one in self.found}
                 votes.update(at for at in drafts if known & (joined.get(at, set()) | {at}))
-            best = votes.most_common(2)
-            if best and (len(best) == 1 or best[0][1] > best[1][1]):
-                self.found[name] = best[0][0]
+            if len(votes) == 1:
+                (self.found[name],) = votes
                 del open_ones[name]
 
     def near(self, start: list[Value], *, back: bool) -> list[Value]:
@@ -168,6 +167,30 @@ class _Index:
             return [eqn for eqn in candidates if shared[eqn.id] == most], True
         known = (self._through[frame] for frame in reversed(frames) if frame in self._through)
         return next(known, []), False
+
+
+def _arguments(program: Program, net: Net) -> dict[str, str]:
+    """The name of the argument of the traced function that each parameter of the program is.
+
+    The program may name them otherwise, and lack those that nothing reads. The order is the same.
+    """
+    leaves = [value for value in net.raw.values if value.kind in ("weight", "input")]
+    found: dict[str, str] = {}
+    at = 0
+    for one in program.computations[program.entry].instructions.values():
+        if one.opcode != "parameter" or not one.arrays:
+            continue
+        part, name = one.arrays[0].shape, one.op_name.replace("\\'", "'")
+        named = (n for n, leaf in enumerate(leaves) if leaf.name == name)
+        next_one = (n for n in range(at, len(leaves)) if _is_part(part, leaves[n].shape))
+        number = next(named, next(next_one, None))
+        if number is not None:
+            found[one.name], at = leaves[number].name, number + 1
+    return found
+
+
+def _is_part(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    return len(part) == len(whole) and all(_divides(a, b) for a, b in zip(part, whole, strict=True))
 
 
 def is_backward(op_name: str) -> bool:

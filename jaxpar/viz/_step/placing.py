@@ -52,8 +52,10 @@ class Placing:
             phase, layers = self._way(one, own, name, number if one.is_tuple else None)
             size, known = found.get(phase, (0, []))
             found[phase] = (size + self.program[name].bytes, [*known, *layers])
-        phase = max(found, key=lambda phase: found[phase][0], default="elsewhere")
-        return phase, sorted(found[phase][1]) if phase in found else []
+        if not found:
+            return "elsewhere", []
+        phase = max(found, key=lambda phase: found[phase][0])
+        return phase, sorted(found[phase][1])
 
     def _way(self, one: Instruction, own: int | None, name: str, number: int | None) -> tuple[Phase, list[int]]:
         """Where one array comes from and goes to."""
@@ -107,7 +109,7 @@ class Placing:
             elif self.places.is_end(value[0], back=back):
                 found[-1, "argument" if back else "result"] = None
             else:
-                operands = [(name, None) for name in self.program[value[0]].operands]
+                operands: list[Value] = [(name, None) for name in self.program[value[0]].operands]
                 work += self.places.near(operands if back else [value], back=back)
         return list(found)
 

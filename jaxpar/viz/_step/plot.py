@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core.checks import choice, describe
@@ -11,6 +10,7 @@ from .._draw.style import THEMES
 from .._fold.known import Call
 from .._fold.patterns import Rule
 from .dot import StepOptions
+from .profile import Profile, is_folder
 from .step import read_step
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def plot_step(
     step: Callable[..., Any],
     *args: Any,
     title: str = "step",
-    heat: Literal["flop/byte", "memory"] | Mapping[str, float] | os.PathLike[str] | str | None = None,
+    heat: Literal["flop/byte", "memory"] | Profile | None = None,
     theme: Literal["light", "dark"] = "light",
     time_limit: float = 30.0,
     params_argnums: int | Sequence[int] | None = 0,
@@ -66,7 +66,7 @@ def plot_step(
     choice(theme, "plot_step", "theme", THEMES)
     named = isinstance(heat, str) and heat in _HEATS
     profile = None if named else heat
-    if isinstance(profile, str) and not os.path.isdir(profile):
+    if isinstance(profile, str) and not is_folder(profile):
         raise ValueError(
             f"plot_step: heat must be one of {', '.join(_HEATS)}, a dict of layers and seconds, or the directory of a "
             f"profile, got {profile!r}"

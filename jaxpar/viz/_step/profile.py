@@ -11,10 +11,18 @@ import jax
 
 from .hlo import Program
 from .places import Places
+from .sends import KINDS
+
+Profile = Mapping[str, float] | str | os.PathLike[str]
+
+
+def is_folder(profile: Profile) -> bool:
+    """Whether this is a directory, and no dict."""
+    return not isinstance(profile, Mapping) and os.path.isdir(profile)
 
 
 def seconds_of(
-    profile: Mapping[str, float] | str | os.PathLike[str] | None,
+    profile: Profile | None,
     program: Program,
     places: Places,
     names: dict[int, str],
@@ -49,8 +57,11 @@ def _draft(program: Program, places: Places, name: str) -> int | None:
     if name not in program.home:
         return None
     one = program[name]
-    if one.opcode in ("while", "call", "conditional"):
-        return None  # what they call has events of its own
+    if (
+        one.opcode in ("while", "call", "conditional")
+        or one.opcode.removesuffix("-done").removesuffix("-start") in KINDS
+    ):
+        return None  # what they call has events of its own; a collective waits for other devices
     own = places.draft_of(one) if one.op_name else None
     return own if own is not None else next(iter(places.drafts_of(one)), None)
 

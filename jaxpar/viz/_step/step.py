@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,18 +23,16 @@ from .memory import Memory, memory_of
 from .phases import Row, phases_of
 from .places import Places
 from .placing import Placing
-from .profile import seconds_of
+from .profile import Profile, seconds_of
 from .sends import sends_of
 from .shards import arguments_of, device_count, mesh_of
-
-Heat = Mapping[str, float]
 
 
 def trace_step(
     step: Callable[..., Any],
     *args: Any,
     params_argnums: int | Sequence[int] | None = 0,
-    profile: Heat | str | None = None,
+    profile: Profile | None = None,
     depth: int | None = None,
     max_nodes: int | None = 200,
     repeats: bool = True,
@@ -116,10 +114,11 @@ def _read(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            compiled = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args).compile()
+            jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
+            compiled = jitted.lower(*args).compile()
     except Exception as error:
         raise _failure(step, args, "compiled", error) from error
-    return parse(compiled.as_text()), compiled, net, name_drafts(net)
+    return parse(compiled.as_text() or ""), compiled, net, name_drafts(net)
 
 
 def _failure(step: Any, args: tuple[Any, ...], what: str, error: Exception) -> ValueError:
@@ -160,7 +159,8 @@ class _Parts:
         self.net, self.names, self.peaks, self.seconds = net, names, peaks, seconds
         unknown = seconds.keys() - set(names.values())
         for name in sorted(unknown):
-            raise ValueError(f"trace_step: the profile has a layer {name!r}{did_you_mean(name, list(names.values()))}")
+            hint = did_you_mean(name, list(names.values()))
+            raise ValueError(f"trace_step: the profile has a layer {name!r}, which the step lacks{hint}")
 
     def layer(self, row: Row, params: int) -> StepLayer:
         draft = row.draft

@@ -1,0 +1,67 @@
+"""Nodes and edges of the dot language at given places, in points."""
+
+from __future__ import annotations
+
+import html
+import itertools
+from collections.abc import Sequence
+
+from .._draw.dot import quote
+from .columns import BIG, SMALL, Line
+
+Point = tuple[float, float]
+
+_POINTS = 72.0  # of an inch
+
+
+def node(name: str, at: Point, size: Point, **look: object) -> str:
+    """A node with its middle at a place."""
+    box = {"pos": f"{at[0]:.1f},{at[1]:.1f}", "width": f"{size[0] / _POINTS:.3f}", "height": f"{size[1] / _POINTS:.3f}"}
+    return f"{quote(name)} {attrs(**box, **look)}"
+
+
+def line(source: str, target: str, points: Sequence[Point], **look: object) -> str:
+    """An edge along straight lines."""
+    way = [points[0]]
+    for a, b in itertools.pairwise(points):
+        way += [_between(a, b, 1 / 3), _between(a, b, 2 / 3), b]
+    return _edge(source, target, way, **look)
+
+
+def curve(source: str, target: str, start: Point, end: Point, knee: float, **look: object) -> str:
+    """An edge that leaves and arrives level. It turns behind the knee."""
+    turn = (min(max(knee, start[0]), end[0] - 12), start[1])
+    middle = (turn[0] + end[0]) / 2
+    way = [start, _between(start, turn, 1 / 3), _between(start, turn, 2 / 3), turn]
+    return _edge(source, target, [*way, (middle, turn[1]), (middle, end[1]), end], **look)
+
+
+def _edge(source: str, target: str, way: list[Point], **look: object) -> str:
+    """The arrow's head begins 6 points before the end."""
+    tip, before = way[-1], way[-2]
+    length = max(1e-6, ((tip[0] - before[0]) ** 2 + (tip[1] - before[1]) ** 2) ** 0.5)
+    way = [*way[:-1], _between(tip, before, min(0.9, 6 / length))]
+    text = " ".join(f"{x:.1f},{y:.1f}" for x, y in way)
+    return f"{quote(source)} -> {quote(target)} {attrs(pos=f'e,{tip[0]:.1f},{tip[1]:.1f} {text}', **look)}"
+
+
+def _between(a: Point, b: Point, share: float) -> Point:
+    return a[0] + (b[0] - a[0]) * share, a[1] + (b[1] - a[1]) * share
+
+
+def label(lines: Sequence[Line], colour: str) -> str:
+    fonts = (
+        f'<FONT POINT-SIZE="{BIG if kind == "big" else SMALL:g}" COLOR="{colour}">'
+        f"{f'<B>{html.escape(text)}</B>' if kind == 'big' else html.escape(text)}</FONT>"
+        for text, kind in lines
+    )
+    return f"<{'<BR/>'.join(fonts)}>"
+
+
+def attrs(**values: object) -> str:
+    return "[" + " ".join(f"{key}={_value(value)}" for key, value in values.items()) + "]"
+
+
+def _value(value: object) -> str:
+    text = str(value)
+    return text if text.startswith("<") and text.endswith(">") else quote(text)

@@ -1,0 +1,361 @@
+"""What a training step does on its devices: collectives, where they are, live memory, sharding, heat, the picture."""
+
+import functools
+import re
+import xml.etree.ElementTree as ET
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from jaxpar import kv, parallel, train, viz
+from jaxpar.models import lenet, transformer
+
+SVG = "{http://www.w3.org/2000/svg}"
+TX = optax.sgd(0.1, momentum=0.9)
+WIDTH, LAYERS = 64, 3
+DATA, BOTH = (("data",), (4,)), (("data", "model"), (2, 4))
+
+
+def dense(params, x):
+    return x @ params["w"] + params["b"][None]
+
+
+def net(params, x):
+    for number in range(LAYERS - 1):  # every layer has the same place in the program
+        x = jax.nn.relu(dense(params[f"layer{number}"], x))
+    return dense(params[f"layer{LAYERS - 1}"], x)
+
+
+def loss_fn(params, batch):
+    return ((net(params, batch["x"]) - batch["y"]) ** 2).mean()
+
+
+def step(params, opt_state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+def arguments(names=(), sizes=(), split=lambda leaf: P()):
+    shapes = {"w": (WIDTH, WIDTH), "b": (WIDTH,)}
+    params = {
+        f"layer{number}": {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+        for number in range(LAYERS)
+    }
+    batch = {name: np.ones((32, WIDTH), np.float32) for name in "xy"}
+    if not names:
+        return params, TX.init(params), batch
+    mesh = Mesh(np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), names)
+    put = functools.partial(jax.tree.map, lambda leaf: jax.device_put(leaf, NamedSharding(mesh, split(leaf))))
+    return put(params), put(TX.init(params)), jax.device_put(batch, NamedSharding(mesh, P("data")))
+
+
+def over_model(leaf):
+    return P(None, "model") if leaf.ndim == 2 else P("model") if leaf.ndim else P()
+
+
+STEPS = {
+    "single": lambda: (step, arguments()),
+    "data": lambda: (jax.jit(step, donate_argnums=(0, 1)), arguments(*DATA)),
+    "fsdp": lambda: (jax.jit(step), arguments(*DATA, lambda leaf: P("data") if leaf.ndim else P())),
+    "2x4": lambda: (jax.jit(step, donate_argnums=(0, 1)), arguments(*BOTH, over_model)),
+}
+
+
+@functools.cache
+def plotted(name):
+    fn, args = STEPS[name]()
+    return viz.plot_step(fn, *args, title=name)
+
+
+@functools.cache
+def compiled(name):
+    fn, args = STEPS[name]()
+    return (fn if hasattr(fn, "lower") else jax.jit(fn)).lower(*args).compile()
+
+
+def counted(text, devices):
+    """The number and the bytes of the collectives in a text without loops, by other means than those tested."""
+    ops = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    found = {}
+    for line in text.splitlines():
+        match = re.match(rf"\s*(?:ROOT )?%[\w.-]+ = (.*?) ({ops})(?:-start)?\(", line)
+        if match:
+            arrays = re.findall(r"f32\[([\d,]*)\]", match[1])
+            nbytes = 4 * sum(int(np.prod([int(n) for n in dims.split(",") if n])) for dims in arrays)
+            nbytes = {"all-gather": nbytes // devices, "reduce-scatter": nbytes * devices}.get(match[2], nbytes)
+            number, total = found.get(match[2], (0, 0))
+            found[match[2]] = number + 1, total + nbytes
+    return found
+
+
+@pytest.mark.parametrize(("name", "devices"), [("single", 1), ("data", 4), ("fsdp", 4), ("2x4", 4)])
+def test_every_collective_of_the_program_is_there_once(name, devices):
+    found = {}
+    for one in plotted(name).step.collectives:
+        number, total = found.get(one.kind, (0, 0))
+        found[one.kind] = number + 1, total + one.total_bytes
+    assert found == counted(compiled(name).as_text(), devices)
+    assert bool(found) == (name != "single")
+    names = [one.name for one in plotted(name).step.collectives]
+    assert len(names) == len(set(names))
+
+
+def test_gradients_are_summed_between_the_backward_pass_and_the_optimizer():
+    graph = plotted("data").step
+    names = [layer.name for layer in graph.layers if layer.params]
+    assert len(names) == LAYERS
+    gradients = [one for one in graph.collectives if one.phase == "gradients"]
+    assert {one.axes for one in graph.collectives} == {("data",)}
+    assert sorted({name for one in gradients for name in one.layers}) == sorted(names)
+    sent, scalar = sum(one.bytes for one in graph.collectives), 4  # the loss
+    assert sent == 4 * graph.total_params + scalar
+    edges = [edge for edge in graph.edges if edge.phase == "gradients"]
+    assert sorted(edge.source for edge in edges) == sorted(names)
+    assert len(graph.optimizers) == 1
+
+
+def test_split_parameters_are_gathered_for_the_layer_that_reads_them():
+    graph = plotted("fsdp").step
+    gathers = [one for one in graph.collectives if one.phase == "parameters"]
+    by_layer = {
+        name: sum(one.bytes for one in gathers if one.layers == (name,)) for one in gathers for name in one.layers
+    }
+    each = (WIDTH * WIDTH + WIDTH) * 4 // 4  # a quarter of a layer
+    assert by_layer == {layer.name: each for layer in graph.layers if layer.params}
+    assert any(one.phase == "gradients" for one in graph.collectives)
+
+
+def test_activations_are_exchanged_over_the_model_axis():
+    graph = plotted("2x4").step
+    phases = {phase: {one.axes for one in graph.collectives if one.phase == phase} for phase in ("forward", "backward")}
+    assert phases == {"forward": {("model",)}, "backward": {("model",)}}
+    assert ("data",) in {one.axes for one in graph.collectives if one.phase == "gradients"}
+    layers = {name for one in graph.collectives if one.phase == "forward" for name in one.layers}
+    assert len(layers) == LAYERS - 1
+    assert (dict(graph.mesh), graph.devices) == ({"data": 2, "model": 4}, 8)
+
+
+def test_how_arguments_and_edges_are_split():
+    graph = plotted("2x4").step
+    named = {argument.name: argument for argument in graph.arguments}
+    weight = named["params['layer1']['w']"]
+    assert (weight.shape, weight.local_shape, weight.spec) == ((64, 64), (64, 16), ("", "model"))
+    assert named["batch['x']"].spec == ("data", "")
+    known = {edge.spec for edge in graph.edges if edge.spec is not None}
+    assert ("data", "model") in known
+    for edge in graph.edges:
+        if edge.local_shape is not None:
+            assert all(whole % part == 0 for whole, part in zip(edge.shape, edge.local_shape, strict=True))
+    assert {edge.spec for edge in plotted("data").step.edges if edge.spec} == {("data", "")}
+
+
+def total(compiled):
+    stats = compiled.memory_analysis()
+    kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return kept + stats.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_live_memory_is_that_of_the_compiler(name):
+    memory = plotted(name).step.memory
+    assert memory.total == total(compiled(name))
+    assert memory.is_exact
+    assert abs(memory.peak - total(compiled(name))) <= 0.02 * total(compiled(name))
+    layers = plotted(name).step.layers
+    peaks = [part.peak for layer in layers for part in (layer.forward, layer.backward) if part and part.peak]
+    assert len(peaks) >= len(layers)
+    assert max(peaks) <= memory.peak
+    assert min(peaks) >= compiled(name).memory_analysis().argument_size_in_bytes
+
+
+def engine_step(engine, model=net):
+    def loss(params, batch, rng):
+        return ((model(params, batch["x"]) - batch["y"]) ** 2).mean(), {}
+
+    params, _, batch = arguments()
+    state, made = train.start(params, optax.sgd(0.1), loss, devices=jax.devices()[:4], engine=engine)
+    return made, (state, batch)
+
+
+@pytest.mark.parametrize("engine", ["shard_map", *(pytest.param(e, marks=pytest.mark.slow) for e in ("pmap", "jit"))])
+def test_every_engine(engine):
+    made, args = engine_step(engine)
+    graph = viz.trace_step(made, *args)
+    gradients = [one for one in graph.collectives if one.phase == "gradients"]
+    assert sum(one.total_bytes for one in gradients) >= 4 * graph.total_params
+    assert {one.axes for one in gradients} == {("data",)}
+    assert graph.devices == 4
+    if engine != "jit" or not jax.__version__.startswith("0.10."):  # which keeps no lines of a gradient inside vmap
+        named = {name for one in gradients for name in one.layers}
+        assert named >= {layer.name for layer in graph.layers if layer.params}
+        assert len(graph.optimizers) == 1
+
+
+def boxes(svg):
+    root = ET.fromstring(svg)
+    return [group.find(SVG + "title").text for group in root.iter(SVG + "g") if group.get("class") == "node"]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_picture_has_three_columns_and_fits_a_screen(name):
+    plot = plotted(name)
+    svg = plot.pipe("svg")
+    drawn = boxes(svg)
+    for layer in plot.step.layers:
+        assert drawn.count(layer.name) == 1
+        assert drawn.count(f"{layer.name} (backward)") == (layer.backward is not None)
+    assert drawn.count("parameters") == 1
+    assert float(re.search(rb'<svg width="(\d+)pt"', svg)[1]) < 1200
+    words = "".join(ET.fromstring(svg).itertext())
+    for kind in {one.kind for one in plot.step.collectives}:
+        assert kind in words
+    assert isinstance(plot, viz.Plot)
+    at = dict(re.findall(r'^\t"([^"]+)" \[pos="([\d.]+),', plot.source, re.M))
+    last = plot.step.layers[-1].name
+    columns = [float(at[box]) for box in (last, "parameters", f"{last} (backward)", plot.step.optimizers[-1].name)]
+    assert columns == sorted(columns)
+
+
+def test_heat_by_seconds_by_intensity_and_by_memory():
+    fn, args = STEPS["single"]()
+    seconds = {"layer0": 0.002, "layer0 (backward)": 0.003}
+    plot = viz.plot_step(fn, *args, heat=seconds)
+    layer = plot.step["layer0"]
+    assert (layer.forward.seconds, layer.backward.seconds, plot.step["layer1"].forward.seconds) == (0.002, 0.003, None)
+    assert "2 ms" in plot.source
+    assert layer.forward.flops_per_byte == layer.forward.flops / layer.forward.bytes
+    with pytest.raises(
+        ValueError, match="the profile has a layer 'layer_0', which the step lacks; did you mean layer0"
+    ):
+        viz.plot_step(fn, *args, heat={"layer_0": 1.0})
+    with pytest.raises(ValueError, match=r"heat must be one of flop/byte, memory, a dict .*got 'no such'"):
+        viz.plot_step(fn, *args, heat="no such")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("heat", "shown"), [("flop/byte", "FLOP/B"), ("memory", "live")])
+def test_heat_of_the_program(heat, shown):
+    fn, args = STEPS["single"]()
+    assert shown in viz.plot_step(fn, *args, heat=heat).source
+
+
+@pytest.mark.slow
+def test_heat_from_a_profile(tmp_path):
+    fn, args = STEPS["data"]()
+    params, opt_state, batch = args
+    params, opt_state, _ = fn(params, opt_state, batch)
+    with jax.profiler.trace(str(tmp_path)):
+        for _ in range(3):
+            params, opt_state, loss = fn(params, opt_state, batch)
+        loss.block_until_ready()
+    graph = viz.trace_step(*(lambda fn, args: (fn, *args))(*STEPS["data"]()), profile=str(tmp_path))
+    for layer in graph.layers:
+        if layer.params:
+            assert 0 < layer.forward.seconds < 10
+            assert 0 < layer.backward.seconds < 10
+    assert graph.optimizers[0].forward.seconds > 0
+
+
+def test_a_directory_without_a_profile(tmp_path):
+    fn, args = STEPS["single"]()
+    with pytest.raises(ValueError, match=r"there is no profile \(\*\.xplane\.pb\)"):
+        viz.trace_step(fn, *args, profile=str(tmp_path))
+    with pytest.raises(TypeError, match=r"profile must be a dict .*got a int"):
+        viz.trace_step(fn, *args, profile=3)
+
+
+def test_mistakes_in_words():
+    params, opt_state, batch = arguments()
+    with pytest.raises(ValueError, match=r"trace_step: net computes no gradient.*plot_network"):
+        viz.trace_step(net, params, batch["x"])
+    wrong = {"x": np.ones((32, 5), np.float32), "y": batch["y"]}
+    with pytest.raises(
+        ValueError, match=r"step cannot be traced with these arguments .*argument 2: 2 arrays of shapes \(32, 5\)"
+    ):
+        viz.trace_step(step, params, opt_state, wrong)
+    with pytest.raises(TypeError, match="viz: argument batch of step is 'text'"):
+        viz.trace_step(step, params, opt_state, "text")
+    with pytest.raises(ValueError, match="cannot be traced with these arguments"):
+        viz.trace_step(step, params, opt_state)
+    with pytest.raises(ValueError, match="unknown theme 'blue'"):
+        viz.plot_step(step, params, opt_state, batch, theme="blue")
+    with pytest.raises(KeyError, match="no layer named 'layer9'; the layers are"):
+        plotted("single").step["layer9"]
+
+
+def test_a_step_that_does_not_compile():
+    class Broken:
+        def __call__(self, params, opt_state, batch):
+            return step(params, opt_state, batch)
+
+        def lower(self, *args):
+            raise RuntimeError("out of memory while compiling")
+
+    with pytest.raises(
+        ValueError, match=r"Broken cannot be compiled with these arguments .*out of memory while compiling"
+    ):
+        viz.trace_step(Broken(), *arguments())
+
+
+def lenet_step():
+    def loss(params, batch, rng):
+        log_probs = jax.nn.log_softmax(lenet.apply(params, batch["image"]))
+        return -jnp.take_along_axis(log_probs, batch["label"][:, None], axis=1).mean(), {}
+
+    params = lenet.init(jax.random.key(0))
+    state, made = train.start(params, optax.adam(1e-3), loss, devices=jax.devices()[:4], engine="shard_map")
+    return made, (state, {"image": np.zeros((64, 28, 28, 1), np.float32), "label": np.zeros(64, np.int32)})
+
+
+def transformer_step():
+    config = transformer.Config(layers=12, width=64, heads=4, vocabulary=256, positions=16)
+    rule = parallel.sharding_rules(
+        transformer.TENSOR_PARALLEL, then=parallel.fsdp(("data", "model"), min_size=1, stacked_dims=1)
+    )
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+    params = transformer.init(jax.random.key(0), config)
+    store = kv.from_params(params, optimizer=optax.adam(1e-3), mesh=mesh, sharding=rule)
+    made = train.make_train_step(lambda p, b, rng: (transformer.loss(p, b["tokens"]), {}), axis_name=("data",))
+    return made, (train.create_state(store, 0), {"tokens": np.zeros((8, config.positions + 1), np.int32)})
+
+
+def resnet_step():
+    def conv(w, x):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def resnet(params, x):
+        x = jax.nn.relu(conv(params["stem"], x))
+        for block in params["blocks"]:
+            x = jax.nn.relu(x + conv(block["b"], jax.nn.relu(conv(block["a"], x))))
+        return x.mean((1, 2)) @ params["out"]
+
+    def update(params, batch):
+        loss = lambda p: ((resnet(p, batch["image"]) - batch["y"]) ** 2).mean()  # noqa: E731
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    weights = lambda *shape: np.ones(shape, np.float32)  # noqa: E731
+    blocks = [{"a": weights(3, 3, 16, 16), "b": weights(3, 3, 16, 16)} for _ in range(4)]
+    params = {"stem": weights(3, 3, 3, 16), "blocks": blocks, "out": weights(16, 10)}
+    return jax.jit(update), (params, {"image": weights(16, 16, 16, 3), "y": weights(16, 10)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [lenet_step, transformer_step, resnet_step])
+def test_larger_steps(make):
+    made, args = make()
+    plot = viz.plot_step(made, *args)
+    graph = plot.step
+    assert graph.memory.total == total(made.lower(*args).compile())
+    assert graph.memory.is_exact
+    assert abs(graph.memory.peak - graph.memory.total) <= 0.02 * graph.memory.total
+    assert float(re.search(rb'<svg width="(\d+)pt"', plot.pipe("svg"))[1]) < 1440
+    if graph.devices > 1:
+        assert any(one.phase == "gradients" for one in graph.collectives)
+    if make is transformer_step:
+        assert {one.times for one in graph.collectives} == {1, 12}
+        assert any("×12" in part for layer in graph.layers for part in layer.scope)

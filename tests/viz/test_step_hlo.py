@@ -1,0 +1,160 @@
+"""The text of compiled programs: instructions, collectives of CPU and GPU, groups of devices, protocol buffers."""
+
+import pytest
+
+from jaxpar.viz._step import wire
+from jaxpar.viz._step.flow import Flow
+from jaxpar.viz._step.groups import axes_between, axes_of, groups_of
+from jaxpar.viz._step.hlo import parse
+from jaxpar.viz._step.sends import sends_of
+
+# What XLA writes for GPUs: asynchronous halves, combined tuples, loops, wrapped collectives, tiled layouts.
+GPU = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
+
+FileNames
+1 "/home/me/project/net.py"
+
+FunctionNames
+1 "net"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=12 end_line=12 column=4 end_column=9}
+2 {file_name_id=1 function_name_id=1 line=40 end_line=40 column=4 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%wrapped (p: bf16[1024,64]) -> bf16[128,64] {
+  %p = bf16[1024,64]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  ROOT %reduce-scatter.1 = bf16[128,64]{1,0} reduce-scatter(%p), channel_id=5, replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%add
+}
+
+%body (state: (s32[], f32[16,4])) -> (s32[], f32[16,4]) {
+  %state = (s32[], /*index=1*/f32[16,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = f32[16,4]{1,0} get-tuple-element(%state), index=1
+  %collective-permute.1 = f32[16,4]{1,0} collective-permute(%x), channel_id=3, source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}
+  ROOT %next = (s32[], f32[16,4]{1,0}) tuple(%i, %collective-permute.1)
+}
+
+%condition (state.1: (s32[], f32[16,4])) -> pred[] {
+  %state.1 = (s32[], f32[16,4]{1,0}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+ENTRY %main (w: f32[1000], b: f32[24], big: bf16[1024,64], x: (s32[], f32[16,4])) -> f32[1000] {
+  %w = f32[1000]{0} parameter(0), metadata={op_name="params[\\'a, )b\\']"}
+  %b.1 = f32[24]{0} parameter(1)
+  %big = bf16[1024,64]{1,0} parameter(2)
+  %x.1 = (s32[], f32[16,4]{1,0}) parameter(3)
+  %all-reduce-start.1 = (f32[1000]{0}, f32[24]{0}) all-reduce-start(%w, %b.1), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, use_global_device_ids=true, to_apply=%add, metadata={op_name="jit(step)/transpose(jvp(net))/dot_general" stack_frame_id=2}
+  %all-gather-start.1 = (f32[24]{0}, f32[96]{0}) all-gather-start(%b.1), channel_id=2, replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
+  %rs-start = ((bf16[1024,64]{1,0}), bf16[128,64]{1,0}) async-start(%big), async_execution_thread="parallel", calls=%wrapped
+  %rs-done = bf16[128,64]{1,0} async-done(%rs-start)
+  %loop = (s32[], f32[16,4]{1,0}) while(%x.1), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"12"}}
+  %all-gather-done.1 = f32[96]{0} all-gather-done(%all-gather-start.1)
+  %done = (f32[1000]{0}, f32[24]{0}) all-reduce-done(%all-reduce-start.1)
+  %all-to-all.1 = (s4[3,5]{1,0:E(4)}, s4[3,5]{1,0:E(4)}) all-to-all(%q, %q), replica_groups={}
+  %q = s4[3,5]{1,0:E(4)} constant({...})
+  ROOT %out = f32[1000]{0} get-tuple-element(%done), index=0
+}
+"""  # noqa: E501
+MESH = {"data": 2, "model": 4}
+
+
+def test_collectives_of_a_gpu():
+    program = parse(GPU)
+    assert program.is_scheduled
+    found = [(one.kind, one.bytes, one.devices, one.axes, one.times) for one in sends_of(program, MESH, 8)]
+    assert found == [
+        ("reduce-scatter", 2 * 1024 * 64, 8, ("data", "model"), 1),
+        ("collective-permute", 4 * 16 * 4, 8, ("model",), 12),
+        ("all-reduce", 4 * 1024, 4, ("model",), 1),
+        ("all-gather", 4 * 24, 2, ("data",), 1),
+        ("all-to-all", 2 * 8, 8, ("data", "model"), 1),
+    ]
+
+
+def test_a_loop_of_unknown_length_counts_once_and_says_so():
+    text = GPU.replace(', backend_config={"known_trip_count":{"n":"12"}}', "")
+    (permute,) = [one for one in sends_of(parse(text), MESH, 8) if one.kind == "collective-permute"]
+    assert (permute.times, permute.is_exact) == (1, False)
+
+
+def test_positions_and_names():
+    program = parse(GPU)
+    start = program["all-reduce-start.1"]
+    assert start.frames == (("/home/me/project/net.py", 12), ("/home/me/project/net.py", 40))
+    assert start.op_name == "jit(step)/transpose(jvp(net))/dot_general"
+    assert program["w"].op_name == "params[\\'a, )b\\']"
+    assert program["x.1"].arrays[1].shape == (16, 4)
+    old = '%r = f32[2] add(f32[2] %a, f32[2] %b), metadata={op_name="f/add" source_file="/x/net.py" source_line=7}'
+    made = parse(f"HloModule m\n\nENTRY %main () -> f32[2] {{\n  {old}\n}}")["r"]
+    assert made.operands == ("a", "b")
+    assert made.frames == (("/x/net.py", 7),)
+
+
+def test_no_program():
+    with pytest.raises(ValueError, match="has no ENTRY"):
+        parse("nothing")
+
+
+def test_ways_through_a_loop():
+    flow = Flow(parse(GPU))
+    assert set(flow.sources(("state", 1))) == {("x.1", 1), ("next", 1)}
+    assert list(flow.readers(("x.1", 1))) == [("state.1", 1), ("state", 1), ("loop", 1)]
+    assert ("loop", 1) in set(flow.readers(("next", 1)))
+
+
+def group(text, kind="replica_groups"):
+    line = f"%c = f32[2] all-reduce(%a), channel_id=1, {kind}={text}, use_global_device_ids=true"
+    return groups_of(parse(f"HloModule m\n\nENTRY %main () -> f32[2] {{\n  {line}\n}}")["c"], 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "axes"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", ("model",)),
+        ("{{0,4},{1,5},{2,6},{3,7}}", ("data",)),
+        ("{}", ("data", "model")),
+        ("[2,4]<=[8]", ("model",)),
+        ("[4,2]<=[2,4]T(1,0)", ("data",)),
+        ("mesh['data'=2,'model'=4] {'model'}", ("model",)),
+        ("mesh['axis_0'=2,'axis_1'=4] {'axis_0','axis_1'}", ("data", "model")),
+        ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_0'}", ("model",)),
+        ("mesh['a'=8] {'a':(1)2}", ("data",)),
+        ("mesh['a'=8] {'a':(2)4}", ("model",)),
+        ("{{0,1},{2,3},{4,5},{6,7}}", ()),
+    ],
+)
+def test_groups_of_devices_as_axes(text, axes):
+    assert axes_of(group(text), MESH) == axes
+
+
+def test_groups_of_no_known_form():
+    with pytest.raises(ValueError, match="the devices of c are in a form that is not known here: rings"):
+        group("rings")
+
+
+def test_pairs_of_a_permutation():
+    assert axes_between(((0, 4), (4, 0)), MESH) == ("data",)
+    assert axes_between(((0, 5),), MESH) == ("data", "model")
+
+
+def test_protocol_buffers():
+    inner = bytes([8, 1, 18, 2, 104, 105])
+    fields = wire.message(bytes([10, len(inner)]) + inner + bytes([26, 3, 1, 150, 1, 37, 0, 0, 0, 0]))
+    (child,) = wire.nested(fields, 1)
+    assert (wire.integer(child, 1), wire.text(child, 2), wire.integer(child, 9)) == (1, "hi", 0)
+    assert wire.integers(fields, 3) == [1, 150]
+    with pytest.raises(ValueError, match="ends within"):
+        wire.message(bytes([10, 9, 1]))
+    with pytest.raises(ValueError, match="a field of form 3"):
+        wire.message(bytes([11]))
