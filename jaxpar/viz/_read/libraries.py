@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,25 +14,31 @@ _OPTIMIZER = ("OptState", "OptVariable", "OptArray")
 
 
 def nnx() -> Any:
-    """`flax.nnx` where the program has imported it, or None."""
-    return sys.modules.get("flax.nnx")
+    """`flax.nnx`, which is imported since one of its objects is there."""
+    return importlib.import_module("flax.nnx")
+
+
+def _has_base(value: Any, module: str, names: tuple[str, ...] = ()) -> bool:
+    """Whether a class of a value is of a module, and has one of these names if there are any."""
+    return any(
+        base.__module__.startswith(module) and (not names or base.__name__ in names)
+        for base in type(value).__mro__[:-1]
+    )
 
 
 def is_node(value: Any) -> bool:
     """Whether this is an NNX module or another object that `nnx.split` takes apart."""
-    flax = nnx()
-    return flax is not None and isinstance(value, getattr(flax, "Pytree", flax.Module))
+    return _has_base(value, "flax.nnx.", ("Pytree", "Object", "Module"))
 
 
 def is_variable(value: Any) -> bool:
     """Whether this is an NNX variable."""
-    flax = nnx()
-    return flax is not None and isinstance(value, flax.Variable)
+    return _has_base(value, "flax.nnx.", ("Variable",))
 
 
 def is_equinox(value: Any) -> bool:
     """Whether this is a module of Equinox. Of its leaves only arrays are traced."""
-    return any(base.__module__.startswith("equinox.") for base in type(value).__mro__[:-1])
+    return _has_base(value, "equinox.")
 
 
 def is_module(value: Any) -> bool:
@@ -46,8 +52,7 @@ def called_method(fn: Any) -> tuple[Any, int]:
     None for another function.
     """
     owner, name = getattr(fn, "__self__", fn), getattr(fn, "__name__", "")
-    linen = sys.modules.get("flax.linen")
-    if linen is not None and name == "apply" and isinstance(owner, linen.Module):
+    if name == "apply" and _has_base(owner, "flax.linen.", ("Module",)):
         return owner.__call__, 1
     if is_keras(owner) and (owner is fn or name in ("stateless_call", "__call__")):
         return owner.call, 2 if name == "stateless_call" else 0
@@ -70,9 +75,7 @@ def variable_kind(variable: Any, otherwise: str) -> tuple[str, bool]:
 
 def is_keras(value: Any) -> bool:
     """Whether this is a model or layer of Keras."""
-    return type(value).__module__ != "builtins" and any(
-        base.__module__.startswith("keras.") and base.__name__ == "Layer" for base in type(value).__mro__
-    )
+    return _has_base(value, "keras.", ("Layer",))
 
 
 def keras_arguments(model: Any, name: str, leaves: Sequence[Any]) -> list[Argument] | None:
@@ -100,7 +103,7 @@ def held_arrays(name: str, value: Any) -> Iterator[tuple[Any, Argument]]:
         return
     if is_node(value) and jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
         value = nnx().state(value)
-    kind = "weight" if is_module(value) or (nnx() is not None and isinstance(value, nnx().State)) else "const"
+    kind = "weight" if is_module(value) or _has_base(value, "flax.nnx.", ("State",)) else "const"
     for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_variable):
         for inner, array in jax.tree_util.tree_leaves_with_path(leaf):
             if is_array(array):

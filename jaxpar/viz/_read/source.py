@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ _JAX_PUBLIC = tuple(
     for part in ("numpy/", "nn/", "scipy/", "lax/", "image/", "ops/", "random/core.py", "random.py", "initializers")
 )
 _MODELS = os.path.join(_JAXPAR, "models") + os.sep
-_LIBRARIES = ("flax", "haiku", "equinox", "keras", "optax")
+_KERAS = os.sep + os.path.join("keras", "src") + os.sep
 _WRAPPERS = ("wrapper", "wrapped")  # functions of libraries that only call another
 ANONYMOUS = ("<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<module>")  # functions without a name
 
@@ -124,10 +123,8 @@ def _origin(file: str) -> tuple[str, str]:
         _, found, inside = file.partition(f"{os.sep}{root}{os.sep}")
         if found:
             return "library", inside.split(os.sep)[0].removesuffix(".py")
-    for name in _LIBRARIES:  # installed elsewhere
-        root = getattr(sys.modules.get(name), "__file__", None) or ""
-        if root.endswith("__init__.py") and file.startswith(root.removesuffix("__init__.py")):
-            return "library", name
+    if _KERAS in file:  # installed elsewhere
+        return "library", "keras"
     return "user", ""
 
 
