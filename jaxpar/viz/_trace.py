@@ -76,8 +76,8 @@ def trace(
         it runs, a while loop once. Of `jax.lax.platform_dependent` the default branch counts.
 
     Raises:
-        TypeError: `fn` is not callable, or takes no argument of a name in `kwargs`. An option has a wrong type. Errors of
-            `fn` itself come through.
+        TypeError: `fn` is not callable, or takes no argument of a name in `kwargs`. An option has a wrong type. Errors
+            of `fn` itself come through.
         ValueError: an option is out of range.
 
     Example:

@@ -100,7 +100,7 @@ class Net:
             if source != target:
                 edges[source, target, value] = None
         self.edges = edges
-        ends = ((names.get(s, s), names.get(t, t), s == t, value) for s, t, value in self.carries)
+        ends = ((names.get(s, s), names.get(t, t), s == t and s not in names, value) for s, t, value in self.carries)
         self.carries = {(s, t, value): None for s, t, own, value in ends if s != t or own}
 
 

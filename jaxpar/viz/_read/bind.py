@@ -206,8 +206,8 @@ def _refuse_iterators(fn: Callable[..., Any], args: Mapping[str, Any]) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(arg, is_leaf=lambda value: isinstance(value, Iterator)):
             if isinstance(leaf, Iterator):
                 raise TypeError(
-                    f"viz: argument {name_of(name, path)} of {of} is a {type(leaf).__name__}, which can be read only once; "
-                    "expected an array or a jax.ShapeDtypeStruct, or a list of them"
+                    f"viz: argument {name_of(name, path)} of {of} is a {type(leaf).__name__}, which can be read only "
+                    "once; expected an array or a jax.ShapeDtypeStruct, or a list of them"
                 )
 
 
