@@ -19,7 +19,7 @@ import jax
 import pytest
 
 CLUSTER = ("JAXPAR_", "SLURM_", "OMPI_", "JAX_COORDINATOR", "JOB_COMPLETION_INDEX")
-for name in [name for name in os.environ if name.startswith(CLUSTER)]:
+for name in [name for name in os.environ if name.startswith(CLUSTER) and name != "JAXPAR_SCREENSHOTS"]:
     del os.environ[name]  # the tests are one process, whatever has started them
 
 jax.config.update("jax_numpy_rank_promotion", "raise")

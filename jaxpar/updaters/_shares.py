@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]  # jax 0.12: an alias
 
 from .._core import checks
 from .._devices.collectives import chunk_size
