@@ -182,7 +182,7 @@ def caption(graph: Graph, nodes: list[Node], options: Options) -> str:
     """The title, the totals and the legend, as a table of Graphviz."""
     counts = f"{graph.total_params:,} parameters · {human(graph.total_flops, 'FLOP')}"
     rows = [
-        f'<TR><TD><FONT POINT-SIZE="14"><B>{_html(cut(options.title, 80))}</B></FONT></TD></TR>',
+        f'<TR><TD><FONT POINT-SIZE="14"><B>{_html(cut(options.title, 40))}</B></FONT></TD></TR>',
         f'<TR><TD><FONT POINT-SIZE="10">{_html(counts)}</FONT></TD></TR>',
     ]
     if options.heat is not None:
