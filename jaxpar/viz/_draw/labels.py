@@ -12,7 +12,7 @@ from .style import SIZE, SMALL, Options, text_width
 _MOST_LEAVES = 12  # in a tooltip
 _COPIES = re.compile(r"([_ ]?\d+)?( ×\d+)?( \(\d+\))?$")
 _LINE = 24  # letters, for a kind and its details on one line
-_LONGEST = 32  # letters in a line
+_LONGEST = 24  # times the size of the letters: 36 letters or so
 _Line = tuple[str, float, bool]  # text, size, bold
 _TITLE = 80  # letters
 
@@ -129,14 +129,14 @@ def times(detail: str) -> str:
 
 
 def cut(text: str, most: int = _LONGEST) -> str:
-    """A text without its middle, if it is wider than `most` letters. The tooltip has all of it.
+    """A text without its middle, if it is wider than `most` times its size. The tooltip has all of it.
 
     >>> cut("encoder_layer_12_self_attention_query_projection")
-    'encoder_layer_12_self_attention_query_projection'
+    'encoder_layer_12_se…n_query_projection'
     """
     if text_width(text, 1.0) <= most:
         return text
-    half = (most - 1) // 2
+    half = most  # letters, too many at first
     start, end = text[: half + 1], text[-half:]
     while text_width(f"{start}…{end}", 1.0) > most:
         start, end = start[:-1], end[1:]
