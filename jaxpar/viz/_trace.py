@@ -166,10 +166,14 @@ def read(fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int]
 
     try:
         closed, (out, changed) = jax.make_jaxpr(call, return_shape=True)(bound.arrays)
-    except Exception as error:
-        if bound.static:
-            error.add_note(f"viz: these arguments are no arrays and were passed on: {', '.join(bound.static[:5])}")
-        raise
+    except (TypeError, AttributeError) as error:
+        if not bound.static:
+            raise
+        of, given = getattr(fn, "__name__", type(fn).__name__), ", ".join(bound.static[:5])
+        raise TypeError(
+            f"viz: {of} cannot be traced with {given}, which is no array and was passed on as it is; expected an array "
+            f"or a jax.ShapeDtypeStruct? {type(error).__name__}: {error}"
+        ) from error
     results = ["output" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
     return jaxpr.read(closed, bound.arguments, [*results, *changed], bound.captured)
 

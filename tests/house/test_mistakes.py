@@ -549,7 +549,7 @@ MISTAKES = {
         TypeError,
         "a function and then its arguments",
     ),
-    "a word for an array": (lambda: plot("x"), TypeError, "argument images of apply is 'x'", "jax.ShapeDtypeStruct"),
+    "a word for an array": (lambda: plot("x"), TypeError, "images='x', which is no array", "jax.ShapeDtypeStruct"),
     "a misspelt option of a picture": (lambda: plot(BATCH["image"], tittle="x"), TypeError, "did you mean title?"),
     "a misspelt theme": (lambda: plot(BATCH["image"], theme="drak"), ValueError, "did you mean 'dark'?"),
     "a negative depth": (
@@ -557,9 +557,17 @@ MISTAKES = {
         ValueError,
         "depth must be an int of 0 or more, got -1",
     ),
-    "params of no argument": (lambda: plot(BATCH["image"], params_argnums=9), ValueError, "there are 2 arguments"),
+    "params of no argument": (
+        lambda: plot(BATCH["image"], params_argnums=9),
+        ValueError,
+        "there are 2 positional arguments",
+    ),
     "a number for a title": (lambda: plot(BATCH["image"], title=3), TypeError, "title must be a string, got 3"),
-    "a word for attributes": (lambda: plot(BATCH["image"], node_attrs="oval"), TypeError, "a dict such as"),
+    "a word for attributes": (
+        lambda: plot(BATCH["image"], node_attrs="oval"),
+        TypeError,
+        "a dict of names and values such as",
+    ),
     "a name for a file": (
         lambda: viz.print_summary(apply, PARAMS, BATCH["image"], file="x"),
         TypeError,

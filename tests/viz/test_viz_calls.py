@@ -6,7 +6,6 @@ import io
 import os
 import pathlib
 import pickle
-import re
 import xml.etree.ElementTree as ET
 
 import graphviz
@@ -259,14 +258,13 @@ def test_a_function_that_computes_nothing_is_drawn_as_such(fn):
         (linear, (PARAMS, np.array([None, "a"])), "argument x of linear is an array of dtype object, which JAX"),
         (linear, (PARAMS, np.datetime64("2020-01-01")), r"dtype datetime64\[D\], which JAX does not have"),
         (linear, (PARAMS, np.zeros(2, [("a", int)])), "which JAX does not have"),
-        (linear, (PARAMS, "train"), "no arrays and were passed on: x='train'"),
-        (linear, (PARAMS, jnp.float32), "no arrays and were passed on: x="),
+        (linear, (PARAMS, "train"), "linear cannot be traced with x='train', which is no array"),
+        (linear, (PARAMS, jnp.float32), "linear cannot be traced with x=.*, which is no array"),
     ],
 )  # fmt: skip
 def test_what_is_no_function_or_no_array(fn, args, message):
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match=message):
         viz.plot_network(fn, *args)
-    assert re.search(message, "\n".join([str(error.value), *getattr(error.value, "__notes__", [])]))
 
 
 @pytest.mark.parametrize("name", ["漢字", 'a"b', "a\\b", "a\nb", "<b>", "{}|", "", "🎉", "\x07", "port:n", "n" * 500])

@@ -14,7 +14,7 @@ _COPIES = re.compile(r"([_ ]?\d+)?( ×\d+)?( \(\d+\))?$")
 _LINE = 24  # letters, for a kind and its details on one line
 _LONGEST = 24  # times the size of the letters: 36 letters or so
 _Line = tuple[str, float, bool]  # text, size, bold
-_TITLE = 80  # letters
+_TITLE = 40  # times the size of the letters: 50 letters or so
 
 
 def label_lines(node: Node, heat: str | None) -> list[_Line]:

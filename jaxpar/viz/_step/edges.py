@@ -5,8 +5,8 @@ from __future__ import annotations
 from .._graph import BACKWARD
 from .._layout.net import Draft, Net
 from .._read.raw import Eqn
+from ._program.hlo import Program
 from .graph import Phase, StepEdge
-from .hlo import Program
 from .phases import Phases
 from .places import Places
 from .shards import local_shapes, spec_from_shapes

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .flow import Value
+from ._program.flow import Value
+from ._program.hlo import Instruction
+from ._program.sends import Send, kind_of
 from .graph import Collective, Phase
-from .hlo import Instruction
 from .phases import Phases
 from .places import MOVES, Places, is_backward
-from .sends import Send, kind_of
 
 # Instructions that put arrays together or take them apart. They are of no layer on the way of a gradient.
 _REARRANGES = frozenset("reshape transpose slice dynamic-slice dynamic-update-slice concatenate pad".split())

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from .hlo import Program
+from ._program.hlo import Program
+from ._program.sends import KINDS
 from .places import Places
-from .sends import KINDS
 
 Profile = Mapping[str, float] | str | os.PathLike[str]
 

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from ._program.hlo import Program
 from .graph import StepArgument
-from .hlo import Program
 from .places import Places, primitive_of
 
 

@@ -1,0 +1,1 @@
+"""What each pattern of `table` folds, and terms that several of them are made of."""
