@@ -12,11 +12,14 @@ A function goes one way:
     _trace      its jaxpr, and the passes below in their order
     _read       nested jaxprs as one flat list of equations
     _fold       equations as layers: known calls, patterns, small helpers, gradients
+    _patterns   what each pattern folds: norms, attention, losses, ...
     _layout     layers as nodes and edges with names, repeats and deep scopes collapsed
     _graph      the `Graph`
     _draw       dot text, the picture, the table
     _diff       two graphs matched and drawn as one
     _page       the interactive page
+    _program    a compiled program: instructions, collectives, live bytes
+    _step       a training step, from its trace and its compiled program
 
 `CALLS` and `RULES` are what is folded into one layer. `rules=[Call("my_attention", "Attention")]` folds a function of
 your own. A `Rule` matches a pattern of cells and returns a `Fold`.

@@ -2,11 +2,11 @@
 
 import pytest
 
-from jaxpar.viz._step._program import wire
-from jaxpar.viz._step._program.flow import Flow
-from jaxpar.viz._step._program.groups import axes_between, axes_of, groups_of
-from jaxpar.viz._step._program.hlo import parse
-from jaxpar.viz._step._program.sends import sends_of
+from jaxpar.viz._program import wire
+from jaxpar.viz._program.flow import Flow
+from jaxpar.viz._program.groups import axes_between, axes_of, groups_of
+from jaxpar.viz._program.hlo import parse
+from jaxpar.viz._program.sends import sends_of
 
 # What XLA writes for GPUs: asynchronous halves, combined tuples, loops, wrapped collectives, tiled layouts.
 GPU = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._patterns import attention, layers, losses, mixing, norms, pooling, recurrent, rotary
+from .._patterns import attention, layers, losses, mixing, norms, pooling, recurrent, rotary
 from .patterns import COLLECTIVES, Rule
 
 RULES: tuple[Rule, ...] = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .._graph import BACKWARD
 from .._layout.net import Draft, Net
+from .._program.hlo import Program
 from .._read.raw import Eqn
-from ._program.hlo import Program
 from .graph import Phase, StepEdge
 from .phases import Phases
 from .places import Places

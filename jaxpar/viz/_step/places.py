@@ -6,9 +6,9 @@ import math
 from collections import Counter
 
 from .._layout.net import Net
+from .._program.flow import Flow, Value
+from .._program.hlo import Instruction, Program
 from .._read.raw import Eqn
-from ._program.flow import Flow, Value
-from ._program.hlo import Instruction, Program
 
 _Frame = tuple[str, int]  # the last two parts of a file's path, and a line
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ._program.flow import Value
-from ._program.hlo import Instruction
-from ._program.sends import Send, kind_of
+from .._program.flow import Value
+from .._program.hlo import Instruction
+from .._program.sends import Send, kind_of
 from .graph import Collective, Phase
 from .phases import Phases
 from .places import MOVES, Places, is_backward

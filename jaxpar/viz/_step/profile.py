@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from ._program.hlo import Program
-from ._program.sends import KINDS
+from .._program.hlo import Program
+from .._program.sends import KINDS
 from .places import Places
 
 Profile = Mapping[str, float] | str | os.PathLike[str]

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from ._program.hlo import Program
+from .._program.hlo import Program
 from .graph import StepArgument
 from .places import Places, primitive_of
 

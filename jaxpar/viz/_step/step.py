@@ -16,9 +16,9 @@ from .._graph import Graph
 from .._layout.graph import to_graph
 from .._layout.names import name_drafts
 from .._layout.net import Net
-from ._program.hlo import Program, parse
-from ._program.memory import Memory, memory_of
-from ._program.sends import sends_of
+from .._program.hlo import Program, parse
+from .._program.memory import Memory, memory_of
+from .._program.sends import sends_of
 from .edges import edges_of
 from .graph import StepGraph, StepLayer, StepMemory, StepPart
 from .phases import Row, phases_of

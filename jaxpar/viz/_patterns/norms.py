@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from ..._read.raw import Eqn
-from ..cells import Cell, Cells
-from ..patterns import Fold, number
+from .._fold.cells import Cell, Cells
+from .._fold.patterns import Fold, number
+from .._read.raw import Eqn
 from .terms import elements, is_convex, is_fixed, is_weight, loose_ends, maker, owners, readers, root, squared
 
 _ROOTS = ("rsqrt", "sqrt", "pow")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ..cells import Cell, Cells
-from ..patterns import Fold, axis_names, bias, by, is_float, is_scale, number, single, takes_scale
+from .._fold.cells import Cell, Cells
+from .._fold.patterns import Fold, axis_names, bias, by, is_float, is_scale, number, single, takes_scale
 
 _BIASED = ("add", "Convolution", "Deconvolution", "FullyConnected", "MatMul")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..._read.raw import Eqn
-from ..cells import Cell, Cells
-from ..patterns import Fold
+from .._fold.cells import Cell, Cells
+from .._fold.patterns import Fold
+from .._read.raw import Eqn
 from .terms import elements, is_convex, is_fixed, loose_ends, maker, owners, readers, root
 
 _ARRAYS = ("concatenate", "stack")

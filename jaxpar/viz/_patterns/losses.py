@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ..cells import Cell, Cells
-from ..patterns import Fold, divides_by, is_scale, single, tail
+from .._fold.cells import Cell, Cells
+from .._fold.patterns import Fold, divides_by, is_scale, single, tail
 
 _REDUCTIONS = frozenset(("sum", "mean", "neg"))
 _PICKS = frozenset("take_along_axis take gather getitem rewriting_take mul where sum mean neg squeeze".split())

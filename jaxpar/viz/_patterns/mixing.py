@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..cells import Cell, Cells
-from ..patterns import Fold
+from .._fold.cells import Cell, Cells
+from .._fold.patterns import Fold
 from .terms import is_convex
 
 _LAYERS = frozenset(("MatMul", "FullyConnected", "Convolution", "Loss", "Attention", "Embedding", "Softmax"))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
-from ..._read.raw import Eqn
-from ..cells import Cell, Cells
-from ..patterns import number
+from .._fold.cells import Cell, Cells
+from .._fold.patterns import number
+from .._read.raw import Eqn
 
 MOVES = frozenset("convert_element_type broadcast_in_dim reshape squeeze transpose copy stop_gradient".split())
 

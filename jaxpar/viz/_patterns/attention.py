@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..._read.raw import Eqn
-from ..cells import Cell, Cells
-from ..patterns import Fold, is_scale, single
+from .._fold.cells import Cell, Cells
+from .._fold.patterns import Fold, is_scale, single
+from .._read.raw import Eqn
 from .terms import is_convex, loose_ends, maker, owners, root
 
 _MASKS = frozenset(("where", "select_n", "add", "sub", "mul", "clamp", "min", "max", "div"))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..._read.raw import Eqn
-from ..cells import Cell, Cells
-from ..patterns import Fold
+from .._fold.cells import Cell, Cells
+from .._fold.patterns import Fold
+from .._read.raw import Eqn
 from .terms import is_convex, is_fixed, is_weight, maker, owners, readers, root
 
 _FEEDERS = frozenset("add split slice squeeze".split())
