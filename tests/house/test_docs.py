@@ -163,7 +163,7 @@ def test_the_pictures_are_what_their_script_draws(tmp_path):
 
 
 def texts(picture):
-    """The words in a picture; where they stand may differ between versions of Graphviz, live bytes between those of jax."""
+    """The words in a picture. Places may differ between versions of Graphviz, and live bytes between those of jax."""
     found = sorted(re.findall(r">([^<>\n]+)</text>", picture.read_text()))
     return [text for text in found if not text.endswith(" live")]
 
