@@ -8,7 +8,7 @@ import optax
 import pytest
 import viz_models as m
 
-from jaxpar import viz
+from jaxpar import kv, train, viz
 
 f32 = jnp.float32
 IMAGES, TOKENS = m.Spec((2, 8, 8, 3), f32), m.Spec((5,), jnp.int32)
@@ -319,3 +319,23 @@ def test_a_module_that_is_called_again_is_a_second_cluster_and_one_that_goes_on_
     pairs = {"first": (m.Spec((4, 4), f32), m.Spec((4,), f32))}
     named = viz.trace(lambda params, x: x @ params["first"][0] + params["first"][1][None], pairs, x)
     assert [node.name for node in named.layers] == ["first"]
+
+
+def test_parameters_in_a_store_have_the_names_that_they_were_given_with():
+    params = {"blocks": [{"w": jnp.ones((3, 3)), "b": jnp.ones(3)} for _ in range(2)], "head": {"w": jnp.ones((3, 1))}}
+
+    def loss_fn(params, batch, rng):
+        x = batch["x"]
+        for block in params["blocks"]:
+            x = jnp.tanh(x @ block["w"] + block["b"][None])
+        return ((x @ params["head"]["w"]) ** 2).mean(), {}
+
+    store = kv.from_params(params, optimizer=optax.sgd(0.1))
+    state = train.create_state(store, 0, devices=jax.devices()[:1])
+    batch = {"x": m.Spec((4, 3), f32)}
+    graph = viz.trace(train.make_train_step(loss_fn), state, batch)
+    shown = {node.name: node.params for node in graph.layers if node.params}
+    assert shown == {"blocks.0": 12, "blocks.1": 12, "head": 3}
+    assert graph.sizes.trained == {f"state.store.values[{key}]" for key in store.values}
+    spoken = viz.trace(lambda store, x: x @ kv.to_params(store)["head"]["w"], store, batch["x"])
+    assert [node.name for node in spoken.layers] == ["head"]

@@ -13,7 +13,7 @@ from ..._core.arguments import describe
 from ..._core.arrays import is_prng_key
 from .captured import captured_arrays, keras_models
 from .libraries import is_equinox, is_module, is_node, is_state, is_variable, keras_arguments, nnx, variable_kind
-from .paths import STATE_NAMES, Argument, is_array, is_in_state, name_of, path_of
+from .paths import STATE_NAMES, Argument, in_store, is_array, is_in_state, is_store, name_of, path_of
 
 _Rebuild = Callable[["_Values"], Any]
 
@@ -61,9 +61,12 @@ class _Binder:
         self.bound = Bound(captured=dict(captured))
         self.models = models
         self.objects: list[tuple[_Role, Any]] = []
+        self.stores: list[tuple[int, Any]] = []  # those in the present argument, and how deep
 
     def tree(self, role: _Role, value: Any) -> _Rebuild:
         """Take an argument apart."""
+        stores = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_store)
+        self.stores = [(len(path), store) for path, store in stores if is_store(store)]
         leaves, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_whole)
         known = next((k for m in self.models if (k := keras_arguments(m, role.name, [v for _, v in leaves]))), None)
         if known is not None and not role.bare:
@@ -117,7 +120,7 @@ class _Binder:
         weight = (role.trained or role.state) and not role.bare and not is_prng_key(leaf)
         state = weight and (role.state or is_in_state(path))
         group = "" if role.bare else role.name
-        shown = path_of(role.name, path) if weight and "flat index" not in name else ()
+        shown = path_of(role.name, in_store(path, self.stores)) if weight and "flat index" not in name else ()
         return Argument(name, shown, "weight" if weight else "input", state, group)
 
     def array(self, leaf: Any, argument: Argument) -> _Rebuild:

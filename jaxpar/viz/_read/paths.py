@@ -74,6 +74,29 @@ def path_of(argument: str, entries: Sequence[Any]) -> tuple[str, ...]:
     return tuple(parts)
 
 
+def is_store(value: object) -> bool:
+    """Whether this is a store of `jaxpar.kv`, which knows the paths of the parameters that it holds."""
+    return type(value).__module__.startswith("jaxpar.kv.") and hasattr(value, "paths") and hasattr(value, "values")
+
+
+def in_store(entries: Sequence[Any], stores: Sequence[tuple[int, Any]]) -> Sequence[Any]:
+    """The entries of a path. In the values of a store they are those of the parameter, as `kv.from_params` got it.
+
+    Args:
+        entries: from the argument to the array.
+        stores: each store in the argument, after the number of entries that lead to it.
+    """
+    for depth, store in stores:
+        if len(entries) == depth + 2 and getattr(entries[depth], "name", "") == "values":
+            name = dict(store.paths).get(_key(entries[depth + 1]))
+            return entries if name is None else [_entry(part) for part in name.split("/")]
+    return entries
+
+
+def _entry(part: str) -> Any:
+    return jax.tree_util.SequenceKey(int(part)) if part.isdigit() else jax.tree_util.DictKey(part)
+
+
 def is_in_state(entries: Sequence[Any]) -> bool:
     """Whether a collection on the way to a leaf is state by its name."""
     return any(_key(entry) in STATE_NAMES for entry in entries)
