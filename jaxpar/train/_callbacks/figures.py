@@ -6,7 +6,7 @@ import contextlib
 import functools
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -42,7 +42,7 @@ def readable(draw: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 @contextlib.contextmanager
-def _style() -> Iterator[None]:
+def _style() -> Generator[None]:
     try:
         import matplotlib.style
     except ModuleNotFoundError:  # `new_figure` says so, with the name of the function
