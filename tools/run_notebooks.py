@@ -66,8 +66,13 @@ def tidied(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
-            cell.outputs = [output for output in map(_tidied_output, _joined(cell.outputs)) if output is not None]
+            shown = [output for output in cell.outputs if not _is_widget(output)]
+            cell.outputs = [output for output in map(_tidied_output, _joined(shown)) if output is not None]
     return notebook
+
+
+def _is_widget(output: nbformat.NotebookNode) -> bool:
+    return "application/vnd.jupyter.widget-view+json" in output.get("data", {})
 
 
 def _joined(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
@@ -82,8 +87,6 @@ def _joined(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]
 
 
 def _tidied_output(output: nbformat.NotebookNode) -> nbformat.NotebookNode | None:
-    if "application/vnd.jupyter.widget-view+json" in output.get("data", {}):
-        return None
     if "image/png" in output.get("data", {}):
         output.data["image/png"] = small_png(output.data["image/png"])
     if output.output_type == "stream":

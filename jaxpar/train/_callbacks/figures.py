@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_STYLE = "jaxpar.notebook"
+_OWN = ("figure.facecolor", "text.color")  # a user who changed one of these has colours of their own
 
 
 def new_figure(name: str, width: float, height: float) -> Any:
@@ -21,6 +28,29 @@ def new_figure(name: str, width: float, height: float) -> Any:
         return _figure_type()(figsize=(width, height), layout="constrained")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{name} draws with matplotlib: pip install matplotlib") from error
+
+
+def readable(draw: Callable[_P, _T]) -> Callable[_P, _T]:
+    """The function, drawing in colours that read on a light and on a dark page, unless the user chose some."""
+
+    @functools.wraps(draw)
+    def styled(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with _style():
+            return draw(*args, **kwargs)
+
+    return styled
+
+
+@contextlib.contextmanager
+def _style() -> Generator[None]:
+    try:
+        import matplotlib.style
+    except ModuleNotFoundError:  # `new_figure` says so, with the name of the function
+        yield
+        return
+    now, default = matplotlib.rcParams, matplotlib.rcParamsDefault
+    with matplotlib.style.context(_STYLE if all(now[name] == default[name] for name in _OWN) else {}):
+        yield
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str] | None) -> Any:

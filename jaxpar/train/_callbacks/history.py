@@ -9,7 +9,7 @@ from typing import Any
 
 from ..._core.arguments import describe
 from ..._core.text import Table, plural
-from .figures import new_figure, save_figure
+from .figures import new_figure, readable, save_figure
 
 Record = dict[str, Any]
 
@@ -99,6 +99,7 @@ def _check_records(history: Any, where: str) -> None:
         raise TypeError(f"{where}: expected the history, the second of what train.fit returns; got {describe(history)}")
 
 
+@readable
 def plot_history(history: Sequence[Record], path: str | os.PathLike[str] | None = None) -> Any:
     """Draw the loss and all other metrics, one picture each. Training and evaluation are in one.
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from ..._core.text import in_notebook
-from .figures import new_figure, png
+from .figures import new_figure, png, readable
 from .history import History, Record, metric_groups
 from .line import line
 
@@ -96,6 +96,7 @@ class LivePlot:
         now = time.perf_counter()
         self._due = now + max(_EVERY, (now - began) / _SHARE)
 
+    @readable
     def _plot(self) -> Any:
         """The figure: two metrics in a row, each with its curves."""
         panels = _panels(self._records)

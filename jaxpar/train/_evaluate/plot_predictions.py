@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from ... import data
-from .._callbacks.figures import new_figure, save_figure
+from .._callbacks.figures import new_figure, readable, save_figure
 from .predictions import Mistakes
 
 _NUMBERED = 25  # classes up to which the cells hold their counts
 _COLUMNS = 5
 
 
+@readable
 def plot_confusion_matrix(
     matrix: np.ndarray,
     *,
@@ -48,6 +49,7 @@ def plot_confusion_matrix(
     names = _names("plot_confusion_matrix", class_names, n)
     side = min(12.0, 3.5 + 0.45 * n)
     figure = new_figure("plot_confusion_matrix", side + 0.8, side)
+    figure.set_layout_engine("compressed")  # the matrix is square, and the other one cuts its labels
     axes = figure.subplots()
     parts = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
     image = axes.imshow(parts, cmap="Blues", vmin=0, vmax=1)
@@ -63,6 +65,7 @@ def plot_confusion_matrix(
     return save_figure(figure, path)
 
 
+@readable
 def plot_mistakes(
     mistakes: Mistakes,
     dataset: data.Dataset,

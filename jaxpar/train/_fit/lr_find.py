@@ -17,7 +17,7 @@ from ..._core import checks
 from ..._core.text import Table
 from ..._devices.donation import is_donated
 from ..._devices.user_mesh import outside_mesh
-from .._callbacks.figures import new_figure, png, save_figure
+from .._callbacks.figures import new_figure, png, readable, save_figure
 from .._step.state import TrainState
 from .readings import BEHIND, Readings, Steps
 
@@ -43,6 +43,7 @@ class RateTest:
     smoothed: tuple[float, ...]
     suggestion: float | None
 
+    @readable
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draw the loss by the rate, and write it to a file if there is a path. Returns the matplotlib figure.
 

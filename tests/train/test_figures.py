@@ -1,0 +1,68 @@
+"""Figures in a notebook: they read on a light and on a dark page."""
+
+import io
+
+import matplotlib
+import matplotlib.style
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+from matplotlib.text import Text
+
+from jaxpar import train
+
+TIMES = {"seconds": 1.0, "images_per_second": 100.0}
+HISTORY = [{"epoch": i, "step": 3 * i, "loss": 1.0 / i, "eval_loss": 1.5 / i, **TIMES} for i in (1, 2, 3)]
+MATRIX = np.arange(100).reshape(10, 10)
+
+
+def luminance(colour):
+    """As WCAG has it."""
+    part = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    return float(np.dot(part, (0.2126, 0.7152, 0.0722)))
+
+
+def contrast(one, other):
+    low, high = sorted(luminance(colour) + 0.05 for colour in (one, other))
+    return high / low
+
+
+def live_figure():
+    plot = train.LivePlot()
+    for record in HISTORY:
+        plot(None, record)
+    return plot._plot()
+
+
+FIGURES = {
+    "history": lambda: train.plot_history(HISTORY),
+    "live": live_figure,
+    "matrix": lambda: train.plot_confusion_matrix(MATRIX),
+}
+
+
+@pytest.mark.parametrize("draw", FIGURES.values(), ids=FIGURES)
+def test_a_figure_reads_on_a_light_and_on_a_dark_page(draw):
+    before = dict(matplotlib.rcParams)
+    figure = draw()
+    assert dict(matplotlib.rcParams) == before
+    assert imread(io.BytesIO(figure._repr_png_()))[0, 0, 3] == 0
+    cells = [text for axes in figure.axes if axes.images for text in axes.texts]  # on the colours of the matrix
+    texts = [text for text in figure.findobj(Text) if text.get_text() and text not in cells]
+    assert len(texts) > 8
+    for page in ("white", "#111111"):
+        assert min(contrast(text.get_color(), page) for text in texts) > 4
+
+
+def test_a_style_of_the_user_is_kept():
+    with matplotlib.style.context("dark_background"):
+        figure = train.plot_history(HISTORY)
+    assert to_rgb(figure.get_facecolor()) == (0, 0, 0)
+    assert to_rgb(figure.axes[0].xaxis.label.get_color()) == (1, 1, 1)
+
+
+def test_a_confusion_matrix_cuts_no_label():
+    figure = train.plot_confusion_matrix(MATRIX)
+    figure._repr_png_()
+    assert figure.axes[0].yaxis.label.get_window_extent().x0 >= 0
