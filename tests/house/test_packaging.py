@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {str(path.relative_to(ROOT)) for path in (ROOT / "jaxpar").rglob("*.py")}
 PAGE = {f"jaxpar/viz/_page/{name}" for name in ("page.html", "page.css", "page.js")}
 PAGE |= {f"jaxpar/viz/_page/{name}.js" for name in ("reading", "places", "drawing", "events")}
-PAGE |= {"jaxpar/notebook.mplstyle"}
+PAGE |= {"jaxpar/train/notebook.mplstyle"}
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_STYLE = "jaxpar.notebook"
+_STYLE = "jaxpar.train.notebook"
 _OWN = ("figure.facecolor", "text.color")  # a user who changed one of these has colours of their own
 
 
