@@ -273,3 +273,29 @@ def test_an_input_for_most_layers_does_not_pull_them_aside():
     plot = viz.plot_network(fn, params, m.Spec((2, 4), m.f32), stats)
     lines = [line for line in plot.body if line.strip().startswith('"stats" ->')]
     assert sum('constraint="false"' in line for line in lines) == len(lines) - 1 >= 7
+
+
+def test_sums_around_parts_of_a_block_are_in_the_block():
+    def llama_like(params, x):
+        for layer in params["layers"]:
+            x = x + jnp.tanh(x @ layer["q"]) @ layer["o"]
+            x = x + jax.nn.gelu(x @ layer["up"]) @ layer["down"]
+        return x @ params["head"]["w"]
+
+    weight, x = m.Spec((6, 6), m.f32), m.Spec((2, 6), m.f32)
+    params = {"layers": [dict.fromkeys(("q", "o", "up", "down"), weight) for _ in range(4)], "head": {"w": weight}}
+    graph = check(viz.trace(llama_like, params, x))
+    assert [len(node.scope) for node in graph.layers] == [1] * 8 + [0]
+    assert len({node.scope for node in graph.layers if node.op == "add"}) == len(graph.scopes) == 1
+    assert [count for _, count in graph.scopes] == [4]
+
+
+def test_a_sum_of_two_modules_and_what_follows_a_module_are_in_none():
+    def fn(params, x):
+        left, right = (jnp.tanh(x @ params[name]["a"]) @ params[name]["b"] for name in ("left", "right"))
+        return jnp.tanh(left + right) @ params["head"]["w"]
+
+    weight = m.Spec((6, 6), m.f32)
+    towers = {name: {"a": weight, "b": weight} for name in ("left", "right")}
+    graph = check(viz.trace(fn, towers | {"head": {"w": weight}}, m.Spec((2, 6), m.f32)))
+    assert [node.scope for node in graph.layers] == [("left",)] * 3 + [("right",)] * 3 + [()] * 3

@@ -12,6 +12,7 @@ from .._graph import BACKWARD, common_prefix, human, is_region
 from .._read.raw import Eqn, Raw
 from .._read.source import describe
 from .carries import carry_edges
+from .joins import fill_modules
 from .net import Draft, Net
 from .scopes import number_calls, set_paths, set_scopes
 
@@ -34,8 +35,11 @@ def build(cells: Cells) -> Net:
         owner = cells.producer(raw.root(output))
         if owner is not None:
             by_cell[owner.id].outputs.append(name)
-    number = number_calls if set_scopes(cells, by_cell) else _number_scopes
-    number(drafts)
+    if set_scopes(cells, by_cell):
+        number_calls(drafts)
+        fill_modules(drafts, edges)
+    else:
+        _number_scopes(drafts)
     _scopes_of_gradients(drafts)
     net = Net(raw, drafts, edges, _optimizer_state(cells), carries=carry_edges(cells, by_cell))
     _drop_unused(net)
