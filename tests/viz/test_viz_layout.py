@@ -1,5 +1,6 @@
 """What large networks become: regions as scopes, names in boxes, loops, blocks that begin where a person would cut."""
 
+import io
 import re
 import xml.etree.ElementTree as ET
 from functools import partial
@@ -258,7 +259,7 @@ def test_the_gradient_of_blocks_whose_input_is_read_again_is_one_block():
     square = m.Spec((4, 4), m.f32)
     params = {"blocks": [{"a": square, "b": square}] * 6, "out": square}
     graph = check(viz.trace(jax.grad(fn), params, m.Spec((2, 4), m.f32)))
-    assert [count for _, count in graph.scopes] == [6, 6]
+    assert [count for _, count in graph.scopes] == [6]  # layers and gradients
 
 
 def test_an_input_for_most_layers_does_not_pull_them_aside():
@@ -299,3 +300,32 @@ def test_a_sum_of_two_modules_and_what_follows_a_module_are_in_none():
     towers = {name: {"a": weight, "b": weight} for name in ("left", "right")}
     graph = check(viz.trace(fn, towers | {"head": {"w": weight}}, m.Spec((2, 6), m.f32)))
     assert [node.scope for node in graph.layers] == [("left",)] * 3 + [("right",)] * 3 + [()] * 3
+
+
+def stack(params, x):
+    x = x @ params["stem"]["w"]
+    for layer in params["layers"]:
+        x = jnp.tanh(x @ layer["a"]) @ layer["b"]
+    return jnp.sin(x @ params["head"]["w"]).sum()
+
+
+@pytest.mark.parametrize(("first", "label"), [(8, "layers ×4"), (5, "layers.1–3 ×3")])
+def test_numbered_copies_are_named_by_what_they_share_everywhere(first, label):
+    layers = [{"a": m.Spec((8, 8), m.f32), "b": m.Spec((8, 8), m.f32)} for _ in range(4)]
+    layers[0] = {"a": m.Spec((first, 8), m.f32), "b": m.Spec((8, 8), m.f32)}
+    stem, head = {"w": m.Spec((4, first), m.f32)}, {"w": m.Spec((8, 2), m.f32)}
+    args = {"layers": layers, "stem": stem, "head": head}, m.Spec((2, 4), m.f32)
+    count = int(label[-1])
+    graph = check(viz.trace(jax.grad(stack), *args))
+    assert graph.scopes == (((label,), count),)
+    repeated = [node for node in graph.layers if node.repeat == count]
+    assert {node.scope for node in repeated} == {(label,)}  # layers and their gradients
+    assert {node.is_backward for node in repeated} == {False, True}
+    closed = viz.trace(stack, *args, depth=0)
+    assert label in {node.name for node in closed.layers}
+    viz.print_summary(stack, *args, file=(table := io.StringIO()))
+    assert f"\n{label} " in table.getvalue()
+    assert label in [line for lines in texts(viz.plot_network(stack, *args)).values() for line in lines]
+    assert f'"{label}"' in viz.plot_network(stack, *args).html()
+    step = viz.plot_step(jax.value_and_grad(stack), *args)
+    assert label in step.pipe("svg", encoding="utf-8")
