@@ -12,6 +12,8 @@ import viz_models as m
 from test_viz_trace import check
 
 from jaxpar import viz
+from jaxpar.viz._draw import style
+from jaxpar.viz._graph import Node
 from jaxpar.viz._trace import whole
 
 CONV = partial(jax.lax.conv_general_dilated, padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -329,3 +331,33 @@ def test_numbered_copies_are_named_by_what_they_share_everywhere(first, label):
     assert f'"{label}"' in viz.plot_network(stack, *args).html()
     step = viz.plot_step(jax.value_and_grad(stack), *args)
     assert label in step.pipe("svg", encoding="utf-8")
+
+
+def test_an_update_by_hand_is_an_optimizer():
+    def clip(grads):
+        norm = jnp.sqrt(sum((grad * grad).sum() for grad in jax.tree.leaves(grads)))
+        return jax.tree.map(lambda grad: grad * jnp.minimum(1.0, 1.0 / norm), grads)
+
+    def sgd(params, grads):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+
+    layers = [{"a": m.Spec((8, 8), m.f32), "b": m.Spec((8, 8), m.f32)}]
+    params = {"layers": layers, "stem": {"w": m.Spec((4, 8), m.f32)}, "head": {"w": m.Spec((8, 2), m.f32)}}
+    for change in (lambda grads: grads, clip):
+        plot = viz.plot_network(
+            lambda p, x, change=change: sgd(p, change(jax.grad(stack)(p, x))), params, m.Spec((2, 4), m.f32)
+        )
+        update = plot.network.layers[-1]
+        assert (update.detail, len(update.weights), len(update.outputs)) == ("4 arrays", 4, 4)
+        assert style.fill(update) == style.fill(Node("adam0", "Adam"))
+        lines = [line for line in plot.source.splitlines() if f'(backward)" -> "{update.name}"' in line]
+        assert not any("label" in line for line in lines)
+        assert len(lines) == (4 if change is not clip else 0)
+    forward = viz.trace(stack, params, m.Spec((2, 4), m.f32))
+    assert not any(style.is_update(node) for node in forward.nodes)
+
+
+def test_kinds_that_are_known_have_a_colour():
+    kinds = "RoPE Routing LSTM GRU AssociativeScan SelectiveScan".split()
+    names = [style.legend([Node(kind, kind)])[0][1] for kind in kinds]
+    assert names == ["softmax, attention"] * 2 + ["recurrent, scan"] * 4

@@ -6,7 +6,7 @@ import heapq
 import math
 
 from .._fold.cells import Cell, Cells, plain_name
-from .._fold.optimizers import OPTIMIZERS
+from .._fold.optimizers import OPTIMIZERS, updates
 from .._fold.patterns import SENT
 from .._graph import BACKWARD, common_prefix, human, is_region
 from .._read.raw import Eqn, Raw
@@ -24,8 +24,12 @@ def build(cells: Cells) -> Net:
     inputs = {n: value for n, value in enumerate(raw.values) if value.kind == "input"}
     for number, value in inputs.items():
         drafts.append(Draft(number - len(raw.values), "input", "", number, name=value.name))
-    for cell in _topological(cells):
+    ordered = _topological(cells)
+    updated = updates(cells, ordered)
+    for cell in ordered:
         draft = _draft(cells, cell, len(by_cell))
+        if count := updated.get(cell.id):
+            draft.detail = f"{count} array{'s' * (count > 1)}"
         drafts.append(draft)
         by_cell[cell.id] = draft
     for cell in cells:
