@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ._sizes import Sizes
 
 BACKWARD = " (backward)"
+_COPIES = re.compile(r"([._ ]?\d+(–\d+)?)?( ×\d+)?( \(\d+\))?$")
 _REGIONS = ("scan ×", "while", "cond", "branch ", "pmap ", "shard_map ", "remat", "custom_")
 
 
@@ -175,3 +177,12 @@ def common_prefix(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 def is_region(scope: str) -> bool:
     """Whether a scope is a loop, branch, custom gradient or device map."""
     return scope.startswith(_REGIONS)
+
+
+def scope_stem(scope: str) -> str:
+    """A scope without its number and copies.
+
+    >>> scope_stem("layers ×32"), scope_stem("layers.7"), scope_stem("block_1–5 ×5"), scope_stem("enc (2)")
+    ('layers', 'layers', 'block', 'enc')
+    """
+    return _COPIES.sub("", scope)

@@ -6,13 +6,12 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import jax
-
 from ._draw.style import Options
 from ._fold.known import Call
 from ._fold.patterns import Rule
-from ._options import check_picture
-from ._trace import trace, whole
+from ._layout.graph import to_graph
+from ._options import check_picture, check_trace
+from ._trace import layers, read, whole_of
 
 if TYPE_CHECKING:
     from ._draw.picture import Plot
@@ -72,19 +71,11 @@ def plot_network(
         Graph(1 inputs, 2 layers, 2 edges, 6 parameters, 4 equations)
     """
     check_picture(title, node_attrs, theme, heat, time_limit, hide_weights, legend, direction)
-    reading: dict[str, Any] = {"params_argnums": params_argnums, "repeats": repeats, "rules": rules}
-    graph = trace(fn, *args, depth=depth, max_nodes=max_nodes, **reading, **kwargs)
+    check_trace(fn, len(args), params_argnums, depth, max_nodes, repeats, rules)
+    raw = read(fn, *args, params_argnums=params_argnums, **kwargs)
+    graph = to_graph(layers(raw.copy(), depth, max_nodes, repeats, rules))
     from ._draw.picture import Plot  # loads graphviz
 
-    specs, named = jax.tree.map(_spec, (args, kwargs))
-    every = functools.partial(whole, fn, *specs, **reading, **named)
+    every = functools.partial(whole_of, raw, repeats, rules)
     options = Options(title, hide_weights, node_attrs, heat, theme, legend, direction)
     return Plot(graph, options, time_limit, every, depth)
-
-
-def _spec(leaf: Any) -> Any:
-    """An array without its memory, so that a plot keeps none."""
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    spread = leaf.sharding if isinstance(leaf.sharding, jax.sharding.NamedSharding) else None
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.aval.weak_type, sharding=spread)

@@ -115,7 +115,12 @@ def whole(
     in and one way out, named by what they share ("conv2_block1").
     """
     check_trace(fn, len(args), params_argnums, None, None, repeats, rules)
-    net = _net(read(fn, *args, params_argnums=params_argnums, **kwargs), repeats, rules)
+    return whole_of(read(fn, *args, params_argnums=params_argnums, **kwargs), repeats, rules)
+
+
+def whole_of(raw: Raw, repeats: bool, rules: Sequence[Rule | Call]) -> Graph:
+    """The graph of `whole`, of equations that stay as they are."""
+    net = _net(raw.copy(), repeats, rules)
     add_regions(net)
     return to_graph(net)
 

@@ -1,5 +1,6 @@
 """What large networks become: regions as scopes, names in boxes, loops, blocks that begin where a person would cut."""
 
+import io
 import re
 import xml.etree.ElementTree as ET
 from functools import partial
@@ -11,6 +12,8 @@ import viz_models as m
 from test_viz_trace import check
 
 from jaxpar import viz
+from jaxpar.viz._draw import style
+from jaxpar.viz._graph import Node
 from jaxpar.viz._trace import whole
 
 CONV = partial(jax.lax.conv_general_dilated, padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -258,7 +261,7 @@ def test_the_gradient_of_blocks_whose_input_is_read_again_is_one_block():
     square = m.Spec((4, 4), m.f32)
     params = {"blocks": [{"a": square, "b": square}] * 6, "out": square}
     graph = check(viz.trace(jax.grad(fn), params, m.Spec((2, 4), m.f32)))
-    assert [count for _, count in graph.scopes] == [6, 6]
+    assert [count for _, count in graph.scopes] == [6]  # layers and gradients
 
 
 def test_an_input_for_most_layers_does_not_pull_them_aside():
@@ -273,3 +276,88 @@ def test_an_input_for_most_layers_does_not_pull_them_aside():
     plot = viz.plot_network(fn, params, m.Spec((2, 4), m.f32), stats)
     lines = [line for line in plot.body if line.strip().startswith('"stats" ->')]
     assert sum('constraint="false"' in line for line in lines) == len(lines) - 1 >= 7
+
+
+def test_sums_around_parts_of_a_block_are_in_the_block():
+    def llama_like(params, x):
+        for layer in params["layers"]:
+            x = x + jnp.tanh(x @ layer["q"]) @ layer["o"]
+            x = x + jax.nn.gelu(x @ layer["up"]) @ layer["down"]
+        return x @ params["head"]["w"]
+
+    weight, x = m.Spec((6, 6), m.f32), m.Spec((2, 6), m.f32)
+    params = {"layers": [dict.fromkeys(("q", "o", "up", "down"), weight) for _ in range(4)], "head": {"w": weight}}
+    graph = check(viz.trace(llama_like, params, x))
+    assert [len(node.scope) for node in graph.layers] == [1] * 8 + [0]
+    assert len({node.scope for node in graph.layers if node.op == "add"}) == len(graph.scopes) == 1
+    assert [count for _, count in graph.scopes] == [4]
+
+
+def test_a_sum_of_two_modules_and_what_follows_a_module_are_in_none():
+    def fn(params, x):
+        left, right = (jnp.tanh(x @ params[name]["a"]) @ params[name]["b"] for name in ("left", "right"))
+        return jnp.tanh(left + right) @ params["head"]["w"]
+
+    weight = m.Spec((6, 6), m.f32)
+    towers = {name: {"a": weight, "b": weight} for name in ("left", "right")}
+    graph = check(viz.trace(fn, towers | {"head": {"w": weight}}, m.Spec((2, 6), m.f32)))
+    assert [node.scope for node in graph.layers] == [("left",)] * 3 + [("right",)] * 3 + [()] * 3
+
+
+def stack(params, x):
+    x = x @ params["stem"]["w"]
+    for layer in params["layers"]:
+        x = jnp.tanh(x @ layer["a"]) @ layer["b"]
+    return jnp.sin(x @ params["head"]["w"]).sum()
+
+
+@pytest.mark.parametrize(("first", "label"), [(8, "layers ×4"), (5, "layers.1–3 ×3")])
+def test_numbered_copies_are_named_by_what_they_share_everywhere(first, label):
+    layers = [{"a": m.Spec((8, 8), m.f32), "b": m.Spec((8, 8), m.f32)} for _ in range(4)]
+    layers[0] = {"a": m.Spec((first, 8), m.f32), "b": m.Spec((8, 8), m.f32)}
+    stem, head = {"w": m.Spec((4, first), m.f32)}, {"w": m.Spec((8, 2), m.f32)}
+    args = {"layers": layers, "stem": stem, "head": head}, m.Spec((2, 4), m.f32)
+    count = int(label[-1])
+    graph = check(viz.trace(jax.grad(stack), *args))
+    assert graph.scopes == (((label,), count),)
+    repeated = [node for node in graph.layers if node.repeat == count]
+    assert {node.scope for node in repeated} == {(label,)}  # layers and their gradients
+    assert {node.is_backward for node in repeated} == {False, True}
+    closed = viz.trace(stack, *args, depth=0)
+    assert label in {node.name for node in closed.layers}
+    viz.print_summary(stack, *args, file=(table := io.StringIO()))
+    assert f"\n{label} " in table.getvalue()
+    assert label in [line for lines in texts(viz.plot_network(stack, *args)).values() for line in lines]
+    assert f'"{label}"' in viz.plot_network(stack, *args).html()
+    step = viz.plot_step(jax.value_and_grad(stack), *args)
+    assert label in step.pipe("svg", encoding="utf-8")
+
+
+def test_an_update_by_hand_is_an_optimizer():
+    def clip(grads):
+        norm = jnp.sqrt(sum((grad * grad).sum() for grad in jax.tree.leaves(grads)))
+        return jax.tree.map(lambda grad: grad * jnp.minimum(1.0, 1.0 / norm), grads)
+
+    def sgd(params, grads):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+
+    layers = [{"a": m.Spec((8, 8), m.f32), "b": m.Spec((8, 8), m.f32)}]
+    params = {"layers": layers, "stem": {"w": m.Spec((4, 8), m.f32)}, "head": {"w": m.Spec((8, 2), m.f32)}}
+    for change in (lambda grads: grads, clip):
+        plot = viz.plot_network(
+            lambda p, x, change=change: sgd(p, change(jax.grad(stack)(p, x))), params, m.Spec((2, 4), m.f32)
+        )
+        update = plot.network.layers[-1]
+        assert (update.detail, len(update.weights), len(update.outputs)) == ("4 arrays", 4, 4)
+        assert style.fill(update) == style.fill(Node("adam0", "Adam"))
+        lines = [line for line in plot.source.splitlines() if f'(backward)" -> "{update.name}"' in line]
+        assert not any("label" in line for line in lines)
+        assert len(lines) == (4 if change is not clip else 0)
+    forward = viz.trace(stack, params, m.Spec((2, 4), m.f32))
+    assert not any(style.is_update(node) for node in forward.nodes)
+
+
+def test_kinds_that_are_known_have_a_colour():
+    kinds = "RoPE Routing LSTM GRU AssociativeScan SelectiveScan".split()
+    names = [style.legend([Node(kind, kind)])[0][1] for kind in kinds]
+    assert names == ["softmax, attention"] * 2 + ["recurrent, scan"] * 4

@@ -6,6 +6,7 @@ import html
 import html.parser
 import itertools
 import json
+import pickle
 import re
 
 import jax
@@ -255,3 +256,15 @@ def test_without_time_there_is_no_page():
     plot = viz.Plot(m.traced("lenet"), Options("lenet"), 0.0001)
     with pytest.raises(viz.RenderError, match="did not finish"):
         plot.html()
+
+
+def test_a_page_traces_no_second_time():
+    calls = []
+
+    def fn(x):
+        calls.append(1)
+        return jnp.tanh(x) @ x
+
+    plot = viz.plot_network(fn, m.Spec((3, 3), m.f32))
+    assert plot.html() == pickle.loads(pickle.dumps(plot)).html()
+    assert len(calls) == 1

@@ -10,7 +10,7 @@ from .._graph import Graph, Node
 from .changes import Change
 from .result import Diff
 
-_COUNT = re.compile(r" ?×\d+/?")
+_COUNT = re.compile(r"([._]?\d+–\d+)? ?×\d+/?")
 _NUMBERED = re.compile(r"\d+(/|$)")
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..._core.text import printable
-from .._fold.optimizers import OPTIMIZERS
 from .._graph import BACKWARD, Edge, Graph, Node, is_region
 from . import style
 from .labels import caption, cost, edge_label, join_sign, label, label_lines, scope_label, tooltip
@@ -219,6 +218,11 @@ def _is_residual(by_name: dict[str, Node], edge: Edge) -> bool:
     return target.is_backward and not source.is_backward and own is not None and source.op != "Loss"
 
 
+def _is_update(by_name: dict[str, Node], edge: Edge) -> bool:
+    """Whether an edge carries a gradient to an optimizer: one from each layer with parameters."""
+    return by_name[edge.source].is_backward and style.is_update(by_name[edge.target])
+
+
 def _pairs(nodes: list[Node], theme: Theme) -> list[str]:
     """A line from each layer to its gradient."""
     by_name = {node.name: node for node in nodes}
@@ -247,6 +251,6 @@ def _edge(by_name: dict[str, Node], edge: Edge, theme: Theme, named: bool) -> st
     ends = f"{quote(edge.source)} -> {quote(edge.target)}"
     if source.is_backward and target.is_backward:  # downwards, next to the layers
         return f"{quote(edge.target)} -> {quote(edge.source)} " + _attrs(**text, dir="back")
-    if source.is_backward and target.op in OPTIMIZERS:  # one from each layer with parameters
-        return f"{ends} " + _attrs(color=theme.faint)
+    if _is_update(by_name, edge):
+        return f"{ends} " + _attrs(color=theme.faint, penwidth=0.6, weight=0)
     return ends if source.op == "weight" or not named else f"{ends} " + _attrs(**text)

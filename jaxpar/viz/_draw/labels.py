@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 
 from ..._core.text import printable
-from .._graph import BACKWARD, Edge, Graph, Node, human
+from .._graph import BACKWARD, Edge, Graph, Node, human, scope_stem
 from . import style
 from .style import SIZE, SMALL, Options, text_width
 
 _MOST_LEAVES = 12  # in a tooltip
-_COPIES = re.compile(r"([_ ]?\d+)?( ×\d+)?( \(\d+\))?$")
 _LINE = 24  # letters, for a kind and its details on one line
 _LONGEST = 24  # times the size of the letters: 36 letters or so
 _Line = tuple[str, float, bool]  # text, size, bold
@@ -54,16 +53,11 @@ def own_name(node: Node) -> str:
     ('q', '')
     """
     *above, last = node.name.removesuffix(BACKWARD).split("/")
-    scopes = {_stem(scope) for scope in node.scope}
-    while above and _stem(above[0]) in scopes:
+    scopes = {scope_stem(scope) for scope in node.scope}
+    while above and scope_stem(above[0]) in scopes:
         del above[0]
     name = "/".join([*above, last])
     return "" if _letters(name) in {_letters(node.kind), _letters(node.detail), ""} else name
-
-
-def _stem(scope: str) -> str:
-    """A scope without its number and copies. A repeated gradient is in the scope of the last block."""
-    return _COPIES.sub("", scope)
 
 
 def _letters(text: str) -> str:

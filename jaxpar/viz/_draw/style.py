@@ -26,6 +26,7 @@ _KINDS = {
     "norm": ("#bebada", "normalization"),
     "shape": ("#fdb462", "concat, flatten"),
     "softmax": ("#b3de69", "softmax, attention"),
+    "recurrent": ("#cab2d6", "recurrent, scan"),
     "loss": ("#f4a6c6", "loss"),
     "optimizer": ("#bc80bd", "optimizer"),
     "collective": ("#c51b7d", "sent between devices"),
@@ -39,7 +40,8 @@ _OPS = {
     "pooling": ("Pooling",),
     "norm": ("LayerNorm", "BatchNorm", "GroupNorm", "InstanceNorm", "RMSNorm", "Normalization", "Dropout"),
     "shape": ("Concat", "Flatten"),
-    "softmax": ("Softmax", "LogSoftmax", "Attention"),
+    "softmax": ("Softmax", "LogSoftmax", "Attention", "RoPE", "Routing"),
+    "recurrent": ("LSTM", "GRU", "AssociativeScan", "SelectiveScan"),
     "loss": ("Loss",),
     "optimizer": tuple(OPTIMIZERS),
     "input": ("input",),
@@ -85,7 +87,12 @@ def _kind(node: Node) -> str:
     """The kind that gives a node its colour."""
     if node.kind not in _KIND_OF and node.detail.endswith((" layers", " steps")):
         return "block"
-    return _KIND_OF.get(node.kind, "other")
+    return "optimizer" if is_update(node) else _KIND_OF.get(node.kind, "other")
+
+
+def is_update(node: Node) -> bool:
+    """Whether a node updates parameters: an optimizer, or such a function of the user's."""
+    return node.kind in OPTIMIZERS or (node.op != "input" and node.detail.endswith((" arrays", " array")))
 
 
 def fill(node: Node) -> str:

@@ -8,10 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..._core.arguments import did_you_mean
-from .._graph import BACKWARD, Graph, Node
+from .._graph import BACKWARD, Graph, Node, scope_stem
 from .labels import output_text
-
-_COUNT = re.compile(r" ×\d+$")  # of a repeated scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +196,8 @@ def _module(module: _Module, level: int, facts: _Facts) -> Row:
 
 def without_scopes(name: str, scope: tuple[str, ...]) -> str:
     """A name without the scopes that it begins with. The rows above say them."""
-    keys, scopes = name.split("/"), iter([_COUNT.sub("", part) for part in scope])
-    while len(keys) > 1 and _COUNT.sub("", keys[0]) in scopes:
-        keys = keys[1:]
+    keys = name.split("/")
+    for part in scope:
+        same = scope_stem(keys[0]) == scope_stem(part) if "×" in part else keys[0] == part
+        keys = keys[1:] if same and len(keys) > 1 else keys
     return "/".join(keys)

@@ -76,7 +76,7 @@ def is_of_leaves(cells: Cells, parts: list[list[Cell]]) -> bool:
     shared = sum(map(len, own)) > len(set[int]().union(*own))
     if shared or not all(own) or any(reads(cells, part, other) for part in parts for other in parts if other != part):
         return False
-    backward = [_is_after_gradient(cells, arrays) for arrays in own]
+    backward = [not arrays.isdisjoint(cells.after_gradient) for arrays in own]
     return all(backward) or (not any(map(_layer_reads, [cells] * len(own), own)) and not _joins(cells, parts))
 
 
@@ -85,22 +85,6 @@ def _arrays(cells: Cells, part: list[Cell]) -> set[int]:
     made = {out for cell in part for eqn in cells.eqns(cell) for out in eqn.outs}
     roots = {root for cell in part for root in cells.inputs(cell)} - made
     return {root for root in roots if math.prod(cells.raw.values[root].shape) != 1 or cells.producer(root) is None}
-
-
-def _is_after_gradient(cells: Cells, roots: set[int]) -> bool:
-    """Whether one of these values is computed from a gradient. Others must be parameters and arguments."""
-    todo, seen = list(roots), set(roots)
-    while todo:
-        producer = cells.raw.values[todo.pop()].producer
-        if producer is None:
-            continue
-        eqn = cells.raw.eqns[producer]
-        if eqn.backward:
-            return True
-        new = {cells.raw.root(value) for value in eqn.ins} - seen
-        seen |= new
-        todo += new
-    return False
 
 
 def _layer_reads(cells: Cells, roots: set[int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -81,6 +82,18 @@ class Cells:
             self.owner[number] = cell
         self.cells[cell.id] = cell
         return cell
+
+    @functools.cached_property
+    def after_gradient(self) -> set[int]:
+        """The values that are computed from a gradient, and gradients."""
+        found: set[int] = set()
+        known = -1
+        while known < len(found):  # more than once where a loop reads what comes later
+            known = len(found)
+            for eqn in self.raw.eqns:
+                if eqn.backward or any(self.raw.root(value) in found for value in eqn.ins):
+                    found.update(eqn.outs)
+        return found
 
     def eqns(self, cell: Cell) -> list[Eqn]:
         """The equations of a cell, in order."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from .._graph import BACKWARD
 from .._read.raw import Eqn
 from .._read.source import Frame
 from .cells import Cell, Cells
@@ -122,3 +124,26 @@ def _detail(cells: Cells, cell: Cell) -> str:
     """How many arrays it updates."""
     made = [value for value in cells.data(cell) if cells.raw.values[value].kind == "op"]
     return f"{len(made)} array{'s' * (len(made) != 1)}"
+
+
+def updates(cells: Cells, ordered: Iterable[Cell]) -> dict[int, int]:
+    """The functions of the user's that update parameters, by cell, and how many parameters each updates.
+
+    They come after a gradient, read parameters, and make arrays of their shapes.
+
+    Args:
+        cells: all.
+        ordered: all too, each after those that it reads.
+    """
+    late, found = set[int](), dict[int, int]()
+    for cell in ordered if any(cell.op.endswith(BACKWARD) for cell in cells) else ():
+        sources = (cells.producer(value) for value in cells.inputs(cell))
+        if cell.op.endswith(BACKWARD):
+            late.add(cell.id)
+        elif any(source is not None and source.id in late for source in sources):
+            late.add(cell.id)
+            made = {cells.raw.values[out].shape for eqn in cells.eqns(cell) for out in eqn.outs}
+            count = sum(cells.raw.values[weight].shape in made for weight in cells.weights(cell))
+            if count and not cell.major and cell.op not in COLLECTIVES:
+                found[cell.id] = count
+    return found

@@ -6,12 +6,13 @@ import heapq
 import math
 
 from .._fold.cells import Cell, Cells, plain_name
-from .._fold.optimizers import OPTIMIZERS
+from .._fold.optimizers import OPTIMIZERS, updates
 from .._fold.patterns import SENT
 from .._graph import BACKWARD, common_prefix, human, is_region
 from .._read.raw import Eqn, Raw
 from .._read.source import describe
 from .carries import carry_edges
+from .joins import fill_modules
 from .net import Draft, Net
 from .scopes import number_calls, set_paths, set_scopes
 
@@ -23,8 +24,12 @@ def build(cells: Cells) -> Net:
     inputs = {n: value for n, value in enumerate(raw.values) if value.kind == "input"}
     for number, value in inputs.items():
         drafts.append(Draft(number - len(raw.values), "input", "", number, name=value.name))
-    for cell in _topological(cells):
+    ordered = _topological(cells)
+    updated = updates(cells, ordered)
+    for cell in ordered:
         draft = _draft(cells, cell, len(by_cell))
+        if count := updated.get(cell.id):
+            draft.detail = f"{count} array{'s' * (count > 1)}"
         drafts.append(draft)
         by_cell[cell.id] = draft
     for cell in cells:
@@ -34,8 +39,11 @@ def build(cells: Cells) -> Net:
         owner = cells.producer(raw.root(output))
         if owner is not None:
             by_cell[owner.id].outputs.append(name)
-    number = number_calls if set_scopes(cells, by_cell) else _number_scopes
-    number(drafts)
+    if set_scopes(cells, by_cell):
+        number_calls(drafts)
+        fill_modules(drafts, edges)
+    else:
+        _number_scopes(drafts)
     _scopes_of_gradients(drafts)
     net = Net(raw, drafts, edges, _optimizer_state(cells), carries=carry_edges(cells, by_cell))
     _drop_unused(net)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from .borders import Block, best_start
+from .copies import name_copies
 from .net import Draft, Net, shared_scope
 
 _Sources = dict[int, set[int]]  # which drafts each draft reads
@@ -159,7 +160,7 @@ def _wires(
 def _merge_copies(net: Net, copies: list[list[Draft]]) -> dict[int, int]:
     """Keep the first copy, with the sums of all. Returns which draft replaces which."""
     first, names = copies[0], dict[int, int]()
-    scope = shared_scope(*copies)
+    scope, owns = shared_scope(*copies), [shared_scope(copy) for copy in copies]
     copy_of = {draft.at: number for number, copy in enumerate(copies) for draft in copy}
     for edge in list(net.edges):  # from one copy to the next
         if copy_of.get(edge[0], 0) != copy_of.get(edge[1], 0) and edge[0] in copy_of and edge[1] in copy_of:
@@ -181,24 +182,26 @@ def _merge_copies(net: Net, copies: list[list[Draft]]) -> dict[int, int]:
         if draft.forward is not None and draft.forward.at in names:
             draft.forward = by_at[names[draft.forward.at]]
     net.redirect(names)
-    _name_block(net, first, scope, len(copies))
+    _name_block(net, first, scope, owns)
     return names
 
 
-def _name_block(net: Net, first: list[Draft], shared: tuple[str, ...], count: int) -> None:
-    """Write the count on the block's own scope, or on a new one."""
-    own = shared_scope(first)
-    if len(own) > len(shared):
-        label = f"{own[len(shared)]} ×{count}"
-        rest = len(shared) + 1
+def _name_block(net: Net, first: list[Draft], shared: tuple[str, ...], owns: list[tuple[str, ...]]) -> None:
+    """Write the count on the block's own scope, or on a new one. `owns` are the scopes of the copies."""
+    count, rest, others = len(owns), len(shared) + 1, set(net.drafts) - set(first)
+    if len(owns[0]) > len(shared):
+        inside = {d.scope[len(shared)] for d in others if d.scope[: len(shared)] == shared != d.scope}
+        label = name_copies([(*own, "")[len(shared)] for own in owns], inside)
     else:
-        inner = {draft.scope for draft in net.drafts if draft not in first and draft.op != "input"}
+        inner = {draft.scope for draft in others if draft.op != "input"}
         whole = bool(shared) and not any(scope[: len(shared)] == shared for scope in inner)
         label = f"{shared[-1]} ×{count}" if whole else f"×{count}"
         shared = shared[:-1] if whole else shared
         rest = len(shared) + 1 if whole else len(shared)
-    taken = {draft.scope[: len(shared) + 1] for draft in net.drafts}
     unique, number = (*shared, label), 1
+    taken = {draft.scope[: len(shared) + 1] for draft in others}
+    if all(draft.forward is not None and draft.forward.scope[: len(unique)] == unique for draft in first):
+        taken.discard(unique)  # gradients are in the scope of their layers
     while unique in taken:
         number += 1
         unique = (*shared, f"{label} ({number})")

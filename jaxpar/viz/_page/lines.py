@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from .._draw.dot import _forward, _named
 from .._draw.labels import edge_label
-from .._fold.optimizers import OPTIMIZERS
+from .._draw.style import is_update
 from .blocks import Flow, Key, Kind, Line, Port, Tree
 
 _MOST_LINES = 3  # between the same two items; more become one line
@@ -77,7 +77,7 @@ def _label(tree: Tree, flow: Flow) -> str:
     if flow.kind == "carry":
         return "carry"
     source, target = tree.nodes[flow.source], tree.nodes[flow.target]
-    if source.op == "weight" or (source.is_backward and target.op in OPTIMIZERS):
+    if source.op == "weight" or (source.is_backward and is_update(target)):
         return ""
     return edge_label(flow.edge, source)
 

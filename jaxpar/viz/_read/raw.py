@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .source import Frame
@@ -87,6 +88,12 @@ class Raw:
     carries: list[tuple[int, int]] = field(default_factory=list)
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
     _above: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def copy(self) -> Raw:
+        """The same with equations and values of its own, for passes that mark them."""
+        found = replace(self, eqns=[copy.copy(eqn) for eqn in self.eqns])
+        found.values = [copy.copy(value) for value in self.values]
+        return found
 
     def position(self, stack: tuple[Frame, ...]) -> int:
         """The number of a place in the program."""
