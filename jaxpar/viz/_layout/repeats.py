@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 from .borders import Block, best_start
-from .copies import name_copies
 from .net import Draft, Net, shared_scope
+from .region_names import name_copies
 
 _Sources = dict[int, set[int]]  # which drafts each draft reads
 
