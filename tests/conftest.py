@@ -3,6 +3,7 @@
 import gc
 import importlib.metadata
 import os
+import signal
 
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -21,6 +22,9 @@ import pytest
 CLUSTER = ("JAXPAR_", "SLURM_", "OMPI_", "JAX_COORDINATOR", "JOB_COMPLETION_INDEX")
 for name in [name for name in os.environ if name.startswith(CLUSTER) and name != "JAXPAR_SCREENSHOTS"]:
     del os.environ[name]  # the tests are one process, whatever has started them
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for jobs that a script starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -62,7 +62,7 @@ class MoE(nnx.Module):
         gates = jax.nn.softmax(scores, axis=-1)
         one_hot = jax.nn.one_hot(chosen, EXPERTS)
         place = jnp.cumsum(one_hot.reshape(-1, EXPERTS), axis=0).reshape(one_hot.shape) * one_hot - 1
-        dispatch = jax.nn.one_hot(place, capacity)  # zero where an expert has no room
+        dispatch = jax.nn.one_hot(place.astype(jnp.int32), capacity)  # zero where an expert has no room
         combine = jnp.einsum("nk,nkec->nec", gates, dispatch)
         return dispatch.sum(1).astype(x_NxD.dtype), combine.astype(x_NxD.dtype)
 
