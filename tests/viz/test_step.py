@@ -358,3 +358,12 @@ def test_larger_steps(make):
     if make is transformer_step:
         assert {one.times for one in graph.collectives} == {1, 12}
         assert any("×12" in part for layer in graph.layers for part in layer.scope)
+
+
+def test_the_page_of_a_step_shows_the_step(tmp_path):
+    plot = plotted("data")
+    with open(plot.save(tmp_path / "step.html"), encoding="utf-8") as file:
+        page = file.read()
+    assert "all-reduce" in page.replace("&#45;", "-")
+    assert page == plot.html()
+    assert "image/svg+xml" in plot._repr_mimebundle_()

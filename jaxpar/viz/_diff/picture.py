@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import html
 from typing import Any
 
 from .._draw.picture import Plot
-from .._draw.render import RenderError
 from .._draw.style import Options
 from . import table
 from .dot import to_dot
@@ -33,15 +31,7 @@ class DiffPlot(Plot):
 
     def html(self, *args: Any, **options: Any) -> str:
         """The picture and the table as one static page."""
-        title = html.escape(self.options.title)
-        try:
-            picture: str = self.pipe("svg", encoding="utf-8")
-        except RenderError as error:
-            picture = f"<p>{html.escape(str(error))}</p>"
-        svg = picture[picture.find("<svg") :] if "<svg" in picture else picture
-        style = "body{font-family:sans-serif}svg{max-width:100%;height:auto}"
-        head = f'<meta charset="utf-8"><title>{title}</title><style>{style}</style>'
-        return f"<!DOCTYPE html><html><head>{head}</head><body>{svg}{self._table()}</body></html>"
+        return self._static_page(self._table())
 
     def _table(self) -> str:
         return table.to_html(self.diff.before, self.diff.after, self.diff.changes, self.options.title)

@@ -261,6 +261,18 @@ class Plot(graphviz.Digraph):
         """What is shown where there is no renderer."""
         return to_html(self.network, self.options.title)
 
+    def _static_page(self, table: str) -> str:
+        """The picture, and a table below it, as a page on which nothing moves."""
+        title = html.escape(self.options.title)
+        try:
+            picture: str = self.pipe("svg", encoding="utf-8")
+        except RenderError as error:
+            picture = f"<p>{html.escape(str(error))}</p>"
+        svg = picture[picture.find("<svg") :] if "<svg" in picture else picture
+        style = "body{font-family:sans-serif}svg{max-width:100%;height:auto}"
+        head = f'<meta charset="utf-8"><title>{title}</title><style>{style}</style>'
+        return f"<!DOCTYPE html><html><head>{head}</head><body>{svg}{table}</body></html>"
+
     def _preview(self) -> bytes:
         """The picture as a small PNG of limited size. Notebooks that are not trusted show this."""
         from PIL import Image
