@@ -101,25 +101,12 @@ def layers(raw: Raw, depth: int | None, max_nodes: int | None, repeats: bool, ru
     return net
 
 
-def whole(
-    fn: Callable[..., Any],
-    *args: Any,
-    params_argnums: int | Sequence[int] | None = 0,
-    repeats: bool = True,
-    rules: Sequence[Rule | Call] = (),
-    **kwargs: Any,
-) -> Graph:
-    """All layers of a function, with regions as scopes, for a picture whose scopes open and close.
-
-    The arguments are those of `trace`. A scope that holds many layers or scopes has scopes for its parts with one way
-    in and one way out, named by what they share ("conv2_block1").
-    """
-    check_trace(fn, len(args), params_argnums, None, None, repeats, rules)
-    return whole_of(read(fn, *args, params_argnums=params_argnums, **kwargs), repeats, rules)
-
-
 def whole_of(raw: Raw, repeats: bool, rules: Sequence[Rule | Call]) -> Graph:
-    """The graph of `whole`, of equations that stay as they are."""
+    """All layers, with regions as scopes, for a page whose scopes open and close. The equations stay as they are.
+
+    A scope that holds many layers or scopes has scopes for its parts with one way in and one way out, named by what
+    they share ("conv2_block1").
+    """
     net = _net(raw.copy(), repeats, rules)
     add_regions(net)
     return to_graph(net)

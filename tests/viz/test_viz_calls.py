@@ -57,6 +57,13 @@ def test_titles(title, shown):
     assert plot.name
 
 
+@pytest.mark.parametrize("title", ["<<a", "<a>", "<<a>>", "<<b>bold</b>>"])
+def test_a_title_is_text_whatever_it_looks_like(title):
+    for plot in (draw(title=title), viz.diff((linear, (PARAMS, X)), (linear, (PARAMS, X)), title=title)):
+        words = ET.fromstring(plot.pipe("svg")).iter("{http://www.w3.org/2000/svg}text")
+        assert any("".join(word.itertext()) == title for word in words)
+
+
 def test_a_title_of_500_letters_does_not_widen_the_picture():
     plot = draw(title="n" * 500)
     assert size_of(plot)[0] < 1000

@@ -14,7 +14,7 @@ from test_viz_trace import check
 from jaxpar import viz
 from jaxpar.viz._draw import style
 from jaxpar.viz._graph import Node
-from jaxpar.viz._trace import whole
+from jaxpar.viz._trace import read, whole_of
 
 CONV = partial(jax.lax.conv_general_dilated, padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
@@ -91,7 +91,7 @@ def test_a_mask_for_all_blocks_does_not_hide_them():
 def test_the_whole_net_has_regions_as_scopes_and_loses_nothing():
     fn, params, x = dense_net("chain")
     grad = jax.grad(lambda params, x: fn(params, x).sum())
-    plain, graph = viz.trace(grad, params, x, max_nodes=None), check(whole(grad, params, x))
+    plain, graph = viz.trace(grad, params, x, max_nodes=None), check(whole_of(read(grad, params, x), True, ()))
     assert [(n.name, n.op, n.flops) for n in graph.nodes] == [(n.name, n.op, n.flops) for n in plain.nodes]
     assert graph["conv0_block3/w2"].scope == ("conv0_block3",)
     assert graph["conv0_block3/w2 (backward)"].scope == ("conv0_block3",)

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..._core.text import cut_middle, printable
-from .._draw.dot import quote
+from .._draw.attributes import Html, attributes, quote
+from .._draw.dot import MANY, head
 from .._draw.labels import edge_label, scope_label
-from .._draw.style import DIRECTIONS, FONT, THEMES, Options, Theme, ink, text_width
+from .._draw.style import THEMES, Options, Theme, ink, text_width
 from .._graph import BACKWARD, Edge, Graph, human
 from .changes import STATUSES, Change, Status
 from .result import Diff
@@ -17,13 +18,8 @@ from .table import arrow, change_texts, delta_text
 COLOURS: dict[Status, str] = {"same": "#d9d9d9", "changed": "#fdc162", "added": "#8fd694", "removed": "#f2918c"}
 _LINES: dict[Status, str] = {"same": "", "changed": "#b36b00", "added": "#1a7f37", "removed": "#cf222e"}
 _MOST = 44  # characters in a line of a box
-_MANY = 150  # nodes, above which dot works with limits
 _Line = tuple[str, float, bool]  # text, size, bold
 _Ends = tuple[str, str, bool]  # the names of two nodes, and whether the edge goes back
-
-
-class _Html(str):
-    """One of Graphviz's HTML-like labels, which is not quoted."""
 
 
 def to_dot(diff: Diff, options: Options) -> list[str]:
@@ -36,7 +32,7 @@ def to_dot(diff: Diff, options: Options) -> list[str]:
             inner = inner.setdefault(name, {})
         inner.setdefault(None, []).append(change)
     ids = {id(change): name for name, change in names.items()}
-    lines = _head(diff, options, theme)
+    lines = head(_caption(diff, options), options, theme, large=len(diff.changes) > MANY)
     lines += _write(tree, ids, theme, options, iter(range(len(diff.changes) * 8 + 1)))
     return [*lines, *_edges(diff, ids, theme)]
 
@@ -77,25 +73,6 @@ def _scope(change: Change, scopes: dict[tuple[str, ...], tuple[str, ...]]) -> tu
     return tuple(arrow(scope_label(a[-1]), scope_label(b[-1])) for a, b in zip(old, new, strict=True))
 
 
-def _head(diff: Diff, options: Options, theme: Theme) -> list[str]:
-    limits = {"nslimit": 1, "nslimit1": 1, "mclimit": 0.2} if len(diff.changes) > _MANY else {}
-    whole = {
-        "rankdir": DIRECTIONS[options.direction],
-        "bgcolor": theme.background,
-        "nodesep": 0.3,
-        "ranksep": 0.32,
-        "labelloc": "b",
-    }
-    whole |= {"fontname": FONT, "fontcolor": theme.text, "tooltip": options.title}
-    box = {"shape": "box", "style": "filled,rounded", "fontname": FONT, "color": "#6e7781", "penwidth": 0.8}
-    line = {"color": theme.line, "fontcolor": theme.line, "fontname": FONT, "fontsize": 9.5, "arrowsize": 0.6}
-    return [
-        "graph " + _attrs(**whole, **limits, label=_caption(diff, options)),
-        "node " + _attrs(**box, margin="0.1,0.05"),
-        "edge " + _attrs(**line, penwidth=0.9),
-    ]
-
-
 def _write(
     tree: dict[Any, Any], ids: dict[int, str], theme: Theme, options: Options, numbers: Iterator[int], level: int = 0
 ) -> list[str]:
@@ -111,7 +88,7 @@ def _write(
             attrs = {"label": cut_middle(scope, _MOST), "labeljust": "r", "labelloc": "b", "fontsize": 13}
             attrs |= {"style": "rounded,filled", "color": theme.faint, "margin": 10, "tooltip": scope}
             attrs |= {"fillcolor": theme.region if level % 2 else theme.cluster}
-            lines += [f"subgraph {quote(f'cluster_{next(numbers)}')} {{", "graph " + _attrs(**attrs)]
+            lines += [f"subgraph {quote(f'cluster_{next(numbers)}')} {{", "graph " + attributes(**attrs)]
             lines += [*_write(inner, ids, theme, options, numbers, level + 1), "}"]
     return lines
 
@@ -129,7 +106,7 @@ def _side_by_side(names: list[str]) -> list[str]:
 def _node(change: Change, name: str, options: Options) -> str:
     lines = _label_lines(change)
     attrs: dict[str, Any] = {
-        "label": _Html(f"<{'<BR/>'.join(_font(*line, COLOURS[change.status]) for line in lines)}>"),
+        "label": Html(f"<{'<BR/>'.join(_font(*line, COLOURS[change.status]) for line in lines)}>"),
         "fillcolor": COLOURS[change.status],
         "width": f"{max(1.3, max(text_width(*line) for line in lines) / 72 + 0.2):.2f}",
         "tooltip": "\n".join([f"{change.status}: {change.node.name}", *(text for text, _, _ in lines)]),
@@ -139,7 +116,7 @@ def _node(change: Change, name: str, options: Options) -> str:
     if change.node.is_backward or change.status == "removed":
         attrs["style"] = "filled,rounded,dashed" if change.node.op != "input" else "filled,dashed"
     attrs |= dict(options.node_attrs or {})
-    return f"{quote(name)} {_attrs(**attrs)}"
+    return f"{quote(name)} {attributes(**attrs)}"
 
 
 def _label_lines(change: Change) -> list[_Line]:
@@ -183,10 +160,10 @@ def _edge(ends: _Ends, edge: Edge, text: str, status: Status) -> str:
         attrs |= {"style": "dashed", "constraint": "false"}
     elif edge.target.endswith(BACKWARD):
         if edge.source.endswith(BACKWARD):
-            return f"{quote(target)} -> {quote(source)} {_attrs(**attrs, dir='back')}"
+            return f"{quote(target)} -> {quote(source)} {attributes(**attrs, dir='back')}"
         if edge.source == edge.target.removesuffix(BACKWARD):
             attrs |= {"label": "", "penwidth": 0.6, "constraint": "false"}
-    return f"{quote(source)} -> {quote(target)} {_attrs(**attrs)}"
+    return f"{quote(source)} -> {quote(target)} {attributes(**attrs)}"
 
 
 def _joined(graph: Graph, names: dict[str, str]) -> dict[_Ends, tuple[Edge, str]]:
@@ -211,7 +188,7 @@ def _caption(diff: Diff, options: Options) -> str:
         cells = "".join(_legend_cell(status, diff.counts[status]) for status in STATUSES if diff.counts[status])
         table = f'<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="4" CELLPADDING="3"><TR>{cells}</TR></TABLE>'
         rows += [f"<TR><TD>{table}</TD></TR>"] if cells else []
-    return _Html(f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="2">{"".join(rows)}</TABLE>>')
+    return Html(f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="2">{"".join(rows)}</TABLE>>')
 
 
 def _row(text: str, size: float, *, bold: bool) -> str:
@@ -228,8 +205,3 @@ def _font(text: str, size: float, bold: bool, colour: str) -> str:
     shown = f"<B>{printable(text)}</B>" if bold else printable(text)
     on = f' COLOR="{ink(colour)}"' if colour else ""
     return f'<FONT POINT-SIZE="{size:g}"{on}>{shown}</FONT>'
-
-
-def _attrs(**values: object) -> str:
-    shown = {key: value if isinstance(value, _Html) else quote(str(value)) for key, value in values.items()}
-    return "[" + " ".join(f"{key}={value}" for key, value in shown.items()) + "]"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from ..._core.text import columns, fit, printable
+from ..._core.text import columns, printable
 from .._draw.labels import output_text
+from .._draw.table import GAP, line
 from .._graph import Graph, Node, human
 from .changes import Change, count
 
 _HEAD = ("", "Layer (type)", "Output Shape", "Δ Params", "Δ FLOPs", "Δ Bytes")
 _MARKS = {"same": " ", "changed": "~", "added": "+", "removed": "-"}
-_GAP = "   "
 _NUMBERS = (3, 4, 5)
 
 
@@ -21,11 +21,11 @@ def to_text(before: Graph, after: Graph, changes: Sequence[Change], width: int =
     shown = [change for change in changes if change.status != "same"]
     cells = [_HEAD, *map(_cells, shown)]
     widths = _widths(cells, width)
-    lines = [_line(row, widths) for row in cells]
+    lines = [line(row, widths, _NUMBERS) for row in cells]
     below = totals(before, after, changes)
     rule = max(map(columns, [*lines, *below]))
     table = ["-" * rule, lines[0], "=" * rule, *lines[1:], *(["=" * rule] if shown else []), *below, "-" * rule]
-    return "\n".join(line.rstrip() for line in table)
+    return "\n".join(text.rstrip() for text in table)
 
 
 def totals(before: Graph, after: Graph, changes: Sequence[Change]) -> list[str]:
@@ -81,18 +81,9 @@ def _cells(change: Change) -> tuple[str, ...]:
 
 def _widths(cells: list[tuple[str, ...]], width: int) -> list[int]:
     mark, name, shape, *numbers = (max(map(columns, column)) for column in zip(*cells, strict=True))
-    left = width - 1 - sum(numbers) - 5 * len(_GAP)
+    left = width - 1 - sum(numbers) - 5 * len(GAP)
     shape = min(shape, max(left // 3, left - name))
     return [max(mark, 1), min(name, left - shape), shape, *numbers]
-
-
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    entries: list[str] = []
-    for number, (text, width) in enumerate(zip(row, widths, strict=True)):
-        text = fit(text, width)
-        space = " " * (width - columns(text))
-        entries.append(space + text if number in _NUMBERS else text + space)
-    return _GAP.join(entries)
 
 
 def to_html(before: Graph, after: Graph, changes: Sequence[Change], title: str = "") -> str:
@@ -100,7 +91,7 @@ def to_html(before: Graph, after: Graph, changes: Sequence[Change], title: str =
     head = "".join(f"<th style='text-align:left;padding:2px 8px'>{name}</th>" for name in _HEAD)
     body = "".join(map(_html_row, (change for change in changes if change.status != "same")))
     caption = f"<caption>{html.escape(printable(title))}</caption>" if title.strip() else ""
-    foot = "".join(f"<p>{html.escape(line)}</p>" for line in totals(before, after, changes))
+    foot = "".join(f"<p>{html.escape(text)}</p>" for text in totals(before, after, changes))
     return f"<table style='color:inherit'>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{foot}"
 
 

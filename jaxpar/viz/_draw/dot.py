@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..._core.text import printable
 from .._graph import BACKWARD, Edge, Graph, Node, is_region
 from . import style
+from .attributes import attributes, quote
 from .labels import caption, cost, edge_label, join_sign, label, label_lines, scope_label, tooltip
 from .style import DIRECTIONS, FONT, SIZE, SMALL, THEMES, Options, Theme, ink, text_width
 
 _POINTS = 72.0  # of an inch
-_MANY, _MANY_EDGES = 150, 220  # nodes and edges, above which dot works with limits
+MANY, _MANY_EDGES = 150, 220  # nodes and edges, above which dot works with limits
 _MANY_READERS = 4  # of an input of several arrays, above which its edges give way
 _FEW = 2  # readers of an array, above which only one edge names it
 
@@ -25,7 +25,8 @@ def to_dot(graph: Graph, options: Options) -> list[str]:
     theme = THEMES[options.theme]
     edges = list(graph.edges) + ([] if options.hide_weights else list(graph.weight_edges))
     nodes = _drawn(graph, edges) + ([] if options.hide_weights else list(graph.weights))
-    lines = _head(graph, nodes, options, theme)
+    large = len(nodes) > MANY or len(graph.edges) > _MANY_EDGES
+    lines = head(caption(graph, nodes, options), options, theme, large=large)
     lines += _nodes(graph, nodes, options, theme)
     by_name = {node.name: node for node in nodes}
     edges = [edge for edge in edges if not _is_residual(by_name, edge)]
@@ -34,7 +35,7 @@ def to_dot(graph: Graph, options: Options) -> list[str]:
         if named is not None:
             lines.append(_edge(by_name, edge, theme, named))
         else:  # an argument for most layers, such as statistics: they keep their places
-            line = _attrs(color=theme.faint, constraint="false", penwidth=0.6)
+            line = attributes(color=theme.faint, constraint="false", penwidth=0.6)
             lines.append(f"{quote(edge.source)} -> {quote(edge.target)} {line}")
     return lines + _pairs(nodes, theme)
 
@@ -42,7 +43,7 @@ def to_dot(graph: Graph, options: Options) -> list[str]:
 def nothing(options: Options) -> str:
     """A node that says why the picture is empty."""
     text = "Nothing is computed from the arguments."
-    return f'"nothing" {_attrs(label=text, shape="plaintext", style="", fontcolor=THEMES[options.theme].text)}'
+    return f'"nothing" {attributes(label=text, shape="plaintext", style="", fontcolor=THEMES[options.theme].text)}'
 
 
 def _named(edges: list[Edge], inputs: set[str]) -> list[bool | None]:
@@ -70,23 +71,14 @@ def _drawn(graph: Graph, edges: list[Edge]) -> list[Node]:
     return [node for node in graph.nodes if node.name in joined or node.shape or not joined]
 
 
-def quote(text: str) -> str:
-    """A quoted string of the dot language."""
-    lines = [printable(line).replace("\\", "\\\\").replace('"', '\\"') for line in text.split("\n")]
-    return '"' + "\\n".join(lines) + '"'
+def head(caption: str, options: Options, theme: Theme, *, large: bool) -> list[str]:
+    """The attributes of all graphs, nodes and edges.
 
-
-def _attrs(**values: object) -> str:
-    return "[" + " ".join(f"{key}={_value(value)}" for key, value in values.items()) + "]"
-
-
-def _value(value: object) -> str:
-    text = str(value)
-    return text if text.startswith("<<") else quote(text)
-
-
-def _head(graph: Graph, nodes: list[Node], options: Options, theme: Theme) -> list[str]:
-    """The attributes of all graphs, nodes and edges."""
+    Args:
+        caption: the label of the graph.
+        options, theme: of the picture.
+        large: whether dot works with limits.
+    """
     whole = {
         "rankdir": DIRECTIONS[options.direction],
         "bgcolor": theme.background,
@@ -98,16 +90,14 @@ def _head(graph: Graph, nodes: list[Node], options: Options, theme: Theme) -> li
         "fontname": FONT,
         "fontcolor": theme.text,
     }
-    whole |= (
-        {"nslimit": 1, "nslimit1": 1, "mclimit": 0.2} if len(nodes) > _MANY or len(graph.edges) > _MANY_EDGES else {}
-    )
+    whole |= {"nslimit": 1, "nslimit1": 1, "mclimit": 0.2} if large else {}
     box = {"shape": "box", "style": "filled,rounded", "fontname": FONT, "fontcolor": style.INK, "fontsize": SIZE}
     box |= {"color": "#6e7781", "penwidth": 0.8, "margin": "0.1,0.05"}
     line = {"color": theme.line, "fontcolor": theme.line, "fontname": FONT, "fontsize": SMALL}
     return [
-        "graph " + _attrs(**whole, label=caption(graph, nodes, options)),
-        "node " + _attrs(**box),
-        "edge " + _attrs(**line, arrowsize=0.6, penwidth=0.9),
+        "graph " + attributes(**whole, label=caption),
+        "node " + attributes(**box),
+        "edge " + attributes(**line, arrowsize=0.6, penwidth=0.9),
     ]
 
 
@@ -167,7 +157,7 @@ def _write(tree: dict[Any, Any], pen: _Pen, level: int) -> list[str]:
         attrs = {"label": scope_label(scope[-1]), "labelloc": "b", "labeljust": "r", "fontsize": 13, "margin": 10}
         attrs |= {"style": "rounded,filled" + (",dashed" if region else ""), "color": pen.theme.faint}
         attrs |= {"fillcolor": pen.theme.region if region or level % 2 else pen.theme.cluster}
-        lines.append("graph " + _attrs(**attrs, tooltip="/".join(scope)))
+        lines.append("graph " + attributes(**attrs, tooltip="/".join(scope)))
         lines += _write(inner, pen, level + 1)
         lines.append("}")
     return lines
@@ -196,7 +186,7 @@ def _node(node: Node, pen: _Pen) -> str:
     if node.outputs and not node.is_backward:
         attrs |= {"penwidth": 2}
     attrs |= dict(pen.options.node_attrs or {})
-    return f"{quote(node.name)} {_attrs(**attrs)}"
+    return f"{quote(node.name)} {attributes(**attrs)}"
 
 
 def _circle(node: Node, sign: str, colour: str) -> dict[str, str]:
@@ -227,7 +217,7 @@ def _pairs(nodes: list[Node], theme: Theme) -> list[str]:
     """A line from each layer to its gradient."""
     by_name = {node.name: node for node in nodes}
     pairs = ((_forward(by_name, node), node) for node in nodes)
-    line = _attrs(color=theme.faint, style="dashed", constraint="false", penwidth=0.6, dir="none")
+    line = attributes(color=theme.faint, style="dashed", constraint="false", penwidth=0.6, dir="none")
     return [
         f"{quote(layer.name)} -> {quote(node.name)} {line}"
         for layer, node in pairs
@@ -245,12 +235,12 @@ def _side_by_side(nodes: list[Node]) -> list[str]:
 def _edge(by_name: dict[str, Node], edge: Edge, theme: Theme, named: bool) -> str:
     if edge.carry:
         line = {"style": "dashed", "constraint": "false", "color": theme.carry, "fontcolor": theme.carry}
-        return f"{quote(edge.source)} -> {quote(edge.target)} " + _attrs(**line, label=" carry ", penwidth=1.2)
+        return f"{quote(edge.source)} -> {quote(edge.target)} " + attributes(**line, label=" carry ", penwidth=1.2)
     source, target = by_name[edge.source], by_name[edge.target]
     text = {"label": f" {edge_label(edge, source)} "} if named else {}
     ends = f"{quote(edge.source)} -> {quote(edge.target)}"
     if source.is_backward and target.is_backward:  # downwards, next to the layers
-        return f"{quote(edge.target)} -> {quote(edge.source)} " + _attrs(**text, dir="back")
+        return f"{quote(edge.target)} -> {quote(edge.source)} " + attributes(**text, dir="back")
     if _is_update(by_name, edge):
-        return f"{ends} " + _attrs(color=theme.faint, penwidth=0.6, weight=0)
-    return ends if source.op == "weight" or not named else f"{ends} " + _attrs(**text)
+        return f"{ends} " + attributes(color=theme.faint, penwidth=0.6, weight=0)
+    return ends if source.op == "weight" or not named else f"{ends} " + attributes(**text)

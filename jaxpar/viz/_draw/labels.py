@@ -7,6 +7,7 @@ import re
 from ..._core.text import printable
 from .._graph import BACKWARD, Edge, Graph, Node, human, scope_stem
 from . import style
+from .attributes import Html
 from .style import SIZE, SMALL, Options, text_width
 
 _MOST_LEAVES = 12  # in a tooltip
@@ -87,7 +88,7 @@ def label(lines: list[_Line], colour: str) -> str:
         f'<FONT POINT-SIZE="{size:g}" COLOR="{colour}">{f"<B>{_html(text)}</B>" if bold else _html(text)}</FONT>'
         for text, size, bold in lines
     ]
-    return f"<{'<BR/>'.join(fonts)}>"
+    return Html(f"<{'<BR/>'.join(fonts)}>")
 
 
 def edge_label(edge: Edge, source: Node) -> str:
@@ -185,7 +186,7 @@ def caption(graph: Graph, nodes: list[Node], options: Options) -> str:
     elif options.legend:
         entries = style.legend(nodes)
         rows += [_legend_row(entries[start : start + 4]) for start in range(0, len(entries), 4)]
-    return f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="2">{"".join(rows)}</TABLE>>'
+    return Html(f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="2">{"".join(rows)}</TABLE>>')
 
 
 def _title_row(line: str) -> str:

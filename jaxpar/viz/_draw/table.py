@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Container
 
 from ..._core.text import columns, fit, printable
 from .._graph import Graph, human
@@ -10,7 +11,7 @@ from .labels import missing
 from .tree import Row, rows
 
 _HEAD = ("Layer (type)", "Output Shape", "Param #", "FLOPs", "Previous Layer")
-_GAP = "   "
+GAP = "   "
 _LEAST = 14  # of the last column, else it is left out
 _NUMBERS = (2, 3)
 EMPTY = "Nothing is computed from the arguments."
@@ -28,12 +29,12 @@ def to_text(graph: Graph, width: int = 120, depth: int | None = None, frozen: fr
     found = rows(graph, depth, frozen)
     cells = [_HEAD, *(_cells(row, tree) for row, tree in zip(found, _branches(found), strict=True))]
     widths = _widths(cells, width)
-    lines = [_line(row, widths) for row in cells]
+    lines = [line(row, widths) for row in cells]
     lines += [] if graph.layers else [EMPTY]
     counts, memory = _counts(graph, frozen), _memory(graph)
     rule = max(map(columns, [*lines, *counts, *memory]))
     table = ["-" * rule, lines[0], "=" * rule, *lines[1:], "=" * rule, *counts, "-" * rule, *memory, "-" * rule]
-    return "\n".join(line.rstrip() for line in table)
+    return "\n".join(text.rstrip() for text in table)
 
 
 def _branches(found: list[Row]) -> list[str]:
@@ -66,21 +67,28 @@ def _widths(cells: list[tuple[str, ...]], width: int) -> list[int]:
     """The widths of the columns. The last one is left out where there is no room for it."""
     name, shape, params, flops, previous = (max(map(columns, column)) for column in zip(*cells, strict=True))
     shape = min(shape, width // 4)
-    left = width - shape - params - flops - 3 * len(_GAP)
-    beside = min(previous, 24) + len(_GAP)
+    left = width - shape - params - flops - 3 * len(GAP)
+    beside = min(previous, 24) + len(GAP)
     name = min(name, left, max(left - beside, 44))
-    left -= name + len(_GAP)
+    left -= name + len(GAP)
     found = [name, shape, params, flops]
     return [*found, min(previous, left)] if left >= min(previous, _LEAST) else found
 
 
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
+def line(row: tuple[str, ...], widths: list[int], numbers: Container[int] = _NUMBERS) -> str:
+    """A row of a table as text. What is too long loses its middle. Columns without a width are left out.
+
+    Args:
+        row: an entry for each column.
+        widths: of the columns.
+        numbers: the columns that are aligned right.
+    """
     entries: list[str] = []
     for number, (text, width) in enumerate(zip(row, widths, strict=False)):
         text = fit(text, width)
         space = " " * (width - columns(text))
-        entries.append(space + text if number in _NUMBERS else text + space)
-    return _GAP.join(entries)
+        entries.append(space + text if number in numbers else text + space)
+    return GAP.join(entries)
 
 
 def _counts(graph: Graph, frozen: frozenset[str]) -> list[str]:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from .._draw.dot import quote
+from .._draw.attributes import quote
 from .._draw.labels import cut, label_lines, scope_label
 from .._draw.render import NEXT, render
 from .._draw.style import SIZE, SMALL, text_width

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import MethodType
@@ -33,7 +34,7 @@ class Bound:
     Attributes:
         arrays, arguments: each array, and its name and kind.
         captured: the named arrays that the function holds, by id.
-        static: each argument that is no array, as "name=value".
+        static: each argument that is no array, number, flag or function, as "name=value".
         call: called with the list. Returns the result, and what the function changed in NNX objects, by name.
     """
 
@@ -88,7 +89,8 @@ class _Binder:
         number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
         if is_array(leaf) or (number and (role.trained or path)):
             return self.array(leaf, self.argument(role, path, leaf))
-        self.bound.static.append(f"{name_of(role.name, path)}={describe(leaf)}")
+        if not isinstance(leaf, (bool, int, float, complex)) and not inspect.isroutine(leaf):
+            self.bound.static.append(f"{name_of(role.name, path)}={describe(leaf)}")
         return _constant(leaf)
 
     def variable(self, role: _Role, path: tuple[Any, ...], variable: Any) -> _Rebuild:

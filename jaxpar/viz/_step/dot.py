@@ -10,7 +10,7 @@ from .._draw.style import FONT, THEMES, Theme, ink
 from .._graph import Node
 from .columns import BIG, LINE, SMALL, Columns, Line, Row, columns_of, size
 from .graph import StepGraph, StepLayer, StepPart
-from .shapes import Point, attrs, curve, label, line, node
+from .shapes import Point, attributes, curve, label, line, node
 from .text import caption_lines, cost, sends_text
 
 _SENT = "#c51b7d"
@@ -52,9 +52,9 @@ class _Drawing:
         box = {"shape": "box", "style": "filled,rounded", "fontname": FONT, "fontcolor": style.INK, "margin": 0}
         edge = {"color": self.theme.line, "fontcolor": self.theme.line, "fontname": FONT, "fontsize": SMALL}
         return [
-            "graph " + attrs(**whole),
-            "node " + attrs(**box, color="#6e7781", penwidth=0.8, fontsize=BIG),
-            "edge " + attrs(**edge, arrowsize=0.6, penwidth=0.9),
+            "graph " + attributes(**whole),
+            "node " + attributes(**box, color="#6e7781", penwidth=0.8, fontsize=BIG),
+            "edge " + attributes(**edge, arrowsize=0.6, penwidth=0.9),
         ]
 
     def _blocks(self) -> list[str]:

@@ -6,7 +6,7 @@ import html
 import itertools
 from collections.abc import Sequence
 
-from .._draw.dot import quote
+from .._draw.attributes import Html, attributes, quote
 from .columns import BIG, SMALL, Line
 
 Point = tuple[float, float]
@@ -17,7 +17,7 @@ _POINTS = 72.0  # of an inch
 def node(name: str, at: Point, size: Point, **look: object) -> str:
     """A node with its middle at a place."""
     box = {"pos": f"{at[0]:.1f},{at[1]:.1f}", "width": f"{size[0] / _POINTS:.3f}", "height": f"{size[1] / _POINTS:.3f}"}
-    return f"{quote(name)} {attrs(**box, **look)}"
+    return f"{quote(name)} {attributes(**box, **look)}"
 
 
 def line(source: str, target: str, points: Sequence[Point], **look: object) -> str:
@@ -42,7 +42,7 @@ def _edge(source: str, target: str, way: list[Point], **look: object) -> str:
     length = max(1e-6, ((tip[0] - before[0]) ** 2 + (tip[1] - before[1]) ** 2) ** 0.5)
     way = [*way[:-1], _between(tip, before, min(0.9, 6 / length))]
     text = " ".join(f"{x:.1f},{y:.1f}" for x, y in way)
-    return f"{quote(source)} -> {quote(target)} {attrs(pos=f'e,{tip[0]:.1f},{tip[1]:.1f} {text}', **look)}"
+    return f"{quote(source)} -> {quote(target)} {attributes(pos=f'e,{tip[0]:.1f},{tip[1]:.1f} {text}', **look)}"
 
 
 def _between(a: Point, b: Point, share: float) -> Point:
@@ -55,13 +55,4 @@ def label(lines: Sequence[Line], colour: str) -> str:
         f"{f'<B>{html.escape(text)}</B>' if kind == 'big' else html.escape(text)}</FONT>"
         for text, kind in lines
     )
-    return f"<{'<BR/>'.join(fonts)}>"
-
-
-def attrs(**values: object) -> str:
-    return "[" + " ".join(f"{key}={_value(value)}" for key, value in values.items()) + "]"
-
-
-def _value(value: object) -> str:
-    text = str(value)
-    return text if text.startswith("<") and text.endswith(">") else quote(text)
+    return Html(f"<{'<BR/>'.join(fonts)}>")
