@@ -136,15 +136,16 @@ class _Run:
         return child
 
     def _step(self, seconds: float) -> None:
-        for key, _ in self._selector.select(seconds):
+        # Before its messages are read: a process that has ended may have reported why, which says more than its status.
+        failed = [child for child in self.children if child.poll() and child.status]
+        for key, _ in self._selector.select(0 if failed else seconds):
             key.data()
         self.server.check()
         self._handle_signals()
         if self.server.lost is not None and self.first is None:  # silent, or it reported its own failure
             self._end_others(self.children[self.server.lost.rank], self.server.lost.why, from_server=True)
-        for child in self.children:
-            if child.poll() and child.status:
-                self._end_others(child, describe_status(child.status))
+        for child in failed:
+            self._end_others(child, describe_status(child.status))
         now = time.monotonic()
         if self._report_at is not None and self.first is not None and now >= self._report_at:
             self._report_at = None

@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -313,6 +314,29 @@ def test_survivors_say_what_failed(program, failing, why):
         "resume from runs/step_5",
         line,
     )
+
+
+def test_a_report_says_more_than_the_status_that_follows_it(program):
+    """The process reports and ends after the launcher has read, and before it looks at the processes."""
+    slow = """
+        import sys, time
+        from jaxpar._launch import launcher
+
+        class Slow(launcher.HeartbeatServer):
+            def check(self):
+                super().check()
+                time.sleep(0.5)
+
+        launcher.HeartbeatServer = Slow
+        sys.exit(launcher.launch(launcher.Plan(sys.argv[1:], 2)))
+    """
+    *_, path = program("time.sleep(0.6 * rank)\nif rank == 0: sys.exit(4)\ntime.sleep(60)", member=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(slow), sys.executable, path],
+        env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 4
+    assert "failed: it ended with status 4; ending the others" in done.stderr
 
 
 @pytest.mark.parametrize("saving", [0.5, 60])
