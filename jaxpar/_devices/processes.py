@@ -4,8 +4,8 @@ A collective that one process skips leaves the others waiting forever. So a deci
 made by one process for all (`ask_first`), and an error in one is raised in all (`raise_together`). With one process
 nothing is sent.
 
-All of it is made of two collectives over the leaders, the first devices of the processes: a gather of texts
-(`exchange`), and a sum in which only the first process has values (`from_first`).
+All of it is made of two collectives over the leaders, the first devices of the processes: a gather of bytes
+(`exchange`, `gather_rows`), and a sum in which only the first process has values (`from_first`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -75,6 +76,28 @@ def from_first(tree: Any) -> Any:
     return restore(structure.unflatten(leaves))
 
 
+def gather_rows(tree: Any, counts: Sequence[int]) -> Any:
+    """The rows of the arrays of all processes, one process behind the other, in host memory.
+
+    Args:
+        tree: arrays, of one structure, with the same dtypes and axes after the first in all processes. Rows behind the
+            process's count are left out.
+        counts: how many rows each process gives.
+    """
+    most, own = max(counts), counts[jax.process_index()]
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    shapes = [(most, *x.shape[1:]) for x in arrays]
+    raw = b"".join(x[:own].tobytes().ljust(_bytes_of(shape, x.dtype), b"\0") for x, shape in zip(arrays, shapes, strict=True))
+    rows, at, whole = on_own_mesh(_gather)(raw), 0, list[np.ndarray]()
+    for x, shape in zip(arrays, shapes, strict=True):
+        size = _bytes_of(shape, x.dtype)
+        parts = [np.frombuffer(row[at : at + size].tobytes(), x.dtype).reshape(shape) for row in rows]
+        whole.append(np.concatenate([part[:n] for part, n in zip(parts, counts, strict=True)]))
+        at += size
+    return structure.unflatten(whole)
+
+
 def to_share(tree: Any, devices: Sequence[Device]) -> bool:
     """Whether each process has some arrays of its own for devices of several processes.
 
@@ -121,6 +144,18 @@ def raise_together(*kinds: type[Exception]) -> Generator[None]:
     _raise([json.loads(text) for text in exchange(json.dumps(_as_json(error, kinds)))], error, kinds)
 
 
+def in_all(error: Exception) -> Exception:
+    """The error, marked as one that every process raises at the same place."""
+    with contextlib.suppress(AttributeError):  # an exception that takes no attributes
+        error._is_in_all = True  # pyright: ignore[reportAttributeAccessIssue]
+    return error
+
+
+def is_in_all(error: Exception) -> bool:
+    """Whether every process has raised this, so that all go on to the same calls. Errors of `raise_together` are."""
+    return jax.process_count() == 1 or getattr(error, "_is_in_all", False)
+
+
 def all_true(yes: bool) -> bool:
     """Whether the answer is yes in every process."""
     if jax.process_count() == 1:
@@ -155,15 +190,19 @@ def _as_json(error: Exception | None, kinds: tuple[type[Exception], ...]) -> Any
 def _raise(errors: list[Any], own: Exception | None, kinds: tuple[type[Exception], ...]) -> None:
     """Raise this process's own error, or else the first of the others."""
     if own is not None:
-        raise own
+        raise in_all(own)
     for process, error in enumerate(errors):
         if error is not None:
             kind = (*kinds, *_KINDS)[error[0]]
-            raise (RuntimeError if kind is Exception else kind)(f"process {process}: {error[1]}")
+            raise in_all((RuntimeError if kind is Exception else kind)(f"process {process}: {error[1]}"))
 
 
 def _shorten(text: str) -> str:
     return text if len(text) < 300 else text[:300] + "..."
+
+
+def _bytes_of(shape: Sequence[int], dtype: np.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 def _row_of_leaders(mine: np.ndarray) -> jax.Array:
