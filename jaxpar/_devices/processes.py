@@ -76,6 +76,7 @@ def from_first(tree: Any) -> Any:
     return restore(structure.unflatten(leaves))
 
 
+@on_own_mesh
 def gather_rows(tree: Any, counts: Sequence[int]) -> Any:
     """The rows of the arrays of all processes, one process behind the other, in host memory.
 
@@ -84,18 +85,16 @@ def gather_rows(tree: Any, counts: Sequence[int]) -> Any:
             process's count are left out.
         counts: how many rows each process gives.
     """
-    most, own = max(counts), counts[jax.process_index()]
-    leaves, structure = jax.tree.flatten(tree)
-    arrays = [np.asarray(leaf) for leaf in leaves]
-    shapes = [(most, *x.shape[1:]) for x in arrays]
-    raw = b"".join(x[:own].tobytes().ljust(_bytes_of(shape, x.dtype), b"\0") for x, shape in zip(arrays, shapes, strict=True))
-    rows, at, whole = on_own_mesh(_gather)(raw), 0, list[np.ndarray]()
-    for x, shape in zip(arrays, shapes, strict=True):
-        size = _bytes_of(shape, x.dtype)
-        parts = [np.frombuffer(row[at : at + size].tobytes(), x.dtype).reshape(shape) for row in rows]
-        whole.append(np.concatenate([part[:n] for part, n in zip(parts, counts, strict=True)]))
-        at += size
-    return structure.unflatten(whole)
+    own = counts[jax.process_index()]
+
+    def gather(leaf: Any) -> np.ndarray:
+        mine = np.asarray(leaf)[:own]
+        of_row = math.prod(mine.shape[1:]) * mine.dtype.itemsize
+        found = _gather(mine.tobytes().ljust(max(counts) * of_row, b"\0"))
+        rows = b"".join(row[: n * of_row].tobytes() for row, n in zip(found, counts, strict=True))
+        return np.frombuffer(rows, mine.dtype).reshape(sum(counts), *mine.shape[1:])
+
+    return jax.tree.map(gather, tree)
 
 
 def to_share(tree: Any, devices: Sequence[Device]) -> bool:
@@ -199,10 +198,6 @@ def _raise(errors: list[Any], own: Exception | None, kinds: tuple[type[Exception
 
 def _shorten(text: str) -> str:
     return text if len(text) < 300 else text[:300] + "..."
-
-
-def _bytes_of(shape: Sequence[int], dtype: np.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
 
 
 def _row_of_leaders(mine: np.ndarray) -> jax.Array:

@@ -332,5 +332,5 @@ def test_a_split_of_what_has_no_elements_by_number():
     with pytest.raises(ValueError, match=r"data.split: 2\.0 of 20 examples leaves one of the two empty"):
         data.split(NUMBERS, 2.0)
     own = type("Own", (), {"examples": lambda self, batch_size: 3, "batches": lambda self, batch_size, **_: iter(())})
-    with pytest.raises(TypeError, match="a Own is a source of its own kind.*; split what it is made of"):
+    with pytest.raises(TypeError, match=r"a Own is a source of its own kind.*; split what it is made of"):
         data.split(own(), 0.5)

@@ -152,7 +152,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_each_feature_in_the_table_has_a_test():
-    """A row of Keras, Lightning, Accelerate and jaxpar ends with a link to a test that there is, where jaxpar has it."""
+    """A row ends with a link to a test that there is, where jaxpar has the feature."""
     page = ROOT / "docs" / "coming_from.md"
     table = page.read_text().partition("| | Keras | Lightning | Accelerate | jaxpar | tested by |\n")[2]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]

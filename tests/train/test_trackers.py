@@ -1,5 +1,6 @@
 """Weights & Biases and MLflow, written offline by their own packages and read back."""
 
+import contextlib
 import sys
 import time
 import types
@@ -74,10 +75,8 @@ def check_made_again(tmp_path, uri, run_id, client):
 
     for on_step in (crash, None):
         board = train.to_mlflow("numbers", tracking_uri=uri, run_id=run_id)
-        try:
+        with contextlib.suppress(RuntimeError):
             run(epochs=4, callbacks=board, on_step=on_step or board.on_step, checkpoint_dir=tmp_path / "c")
-        except RuntimeError:
-            pass
     assert [m.step for m in client.get_metric_history(run_id, "step/loss")] == [*range(1, 7), 10, 11, 12]
     assert [m.step for m in client.get_metric_history(run_id, "train/loss")] == [3, 6, 9, 12]
 
@@ -170,8 +169,9 @@ def test_mlflow_gets_what_its_run_does_not_have(monkeypatch, capsys, before):
     first = [("step/loss", step) for step in (3, 4, 5) if not before or step > 4]
     assert [each for each in written if each[0] == "step/loss"] == first
     assert [each for each in written if each[0] == "step/new"] == [("step/new", step) for step in (3, 4, 5)]
-    said = "jaxpar: to_mlflow: run a has step 3 already, which is not written again; another training takes another run\n"
-    assert capsys.readouterr().out == (said if before else "")
+    said = capsys.readouterr().out
+    assert said.startswith("jaxpar: to_mlflow: run a has step 3 already") if before else said == ""
+    assert said.count("\n") <= 1
 
 
 def test_a_tracker_writes_what_a_record_has(monkeypatch):
