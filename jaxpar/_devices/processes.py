@@ -4,8 +4,8 @@ A collective that one process skips leaves the others waiting forever. So a deci
 made by one process for all (`ask_first`), and an error in one is raised in all (`raise_together`). With one process
 nothing is sent.
 
-All of it is made of two collectives over the leaders, the first devices of the processes: a gather of texts
-(`exchange`), and a sum in which only the first process has values (`from_first`).
+All of it is made of two collectives over the leaders, the first devices of the processes: a gather of bytes
+(`exchange`, `gather_rows`), and a sum in which only the first process has values (`from_first`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -75,6 +76,27 @@ def from_first(tree: Any) -> Any:
     return restore(structure.unflatten(leaves))
 
 
+@on_own_mesh
+def gather_rows(tree: Any, counts: Sequence[int]) -> Any:
+    """The rows of the arrays of all processes, one process behind the other, in host memory.
+
+    Args:
+        tree: arrays, of one structure, with the same dtypes and axes after the first in all processes. Rows behind the
+            process's count are left out.
+        counts: how many rows each process gives.
+    """
+    own = counts[jax.process_index()]
+
+    def gather(leaf: Any) -> np.ndarray:
+        mine = np.asarray(leaf)[:own]
+        of_row = math.prod(mine.shape[1:]) * mine.dtype.itemsize
+        found = _gather(mine.tobytes().ljust(max(counts) * of_row, b"\0"))
+        rows = b"".join(row[: n * of_row].tobytes() for row, n in zip(found, counts, strict=True))
+        return np.frombuffer(rows, mine.dtype).reshape(sum(counts), *mine.shape[1:])
+
+    return jax.tree.map(gather, tree)
+
+
 def to_share(tree: Any, devices: Sequence[Device]) -> bool:
     """Whether each process has some arrays of its own for devices of several processes.
 
@@ -121,6 +143,18 @@ def raise_together(*kinds: type[Exception]) -> Generator[None]:
     _raise([json.loads(text) for text in exchange(json.dumps(_as_json(error, kinds)))], error, kinds)
 
 
+def in_all(error: Exception) -> Exception:
+    """The error, marked as one that every process raises at the same place."""
+    with contextlib.suppress(AttributeError):  # an exception that takes no attributes
+        error._is_in_all = True  # pyright: ignore[reportAttributeAccessIssue]
+    return error
+
+
+def is_in_all(error: Exception) -> bool:
+    """Whether every process has raised this, so that all go on to the same calls. Errors of `raise_together` are."""
+    return jax.process_count() == 1 or getattr(error, "_is_in_all", False)
+
+
 def all_true(yes: bool) -> bool:
     """Whether the answer is yes in every process."""
     if jax.process_count() == 1:
@@ -155,11 +189,11 @@ def _as_json(error: Exception | None, kinds: tuple[type[Exception], ...]) -> Any
 def _raise(errors: list[Any], own: Exception | None, kinds: tuple[type[Exception], ...]) -> None:
     """Raise this process's own error, or else the first of the others."""
     if own is not None:
-        raise own
+        raise in_all(own)
     for process, error in enumerate(errors):
         if error is not None:
             kind = (*kinds, *_KINDS)[error[0]]
-            raise (RuntimeError if kind is Exception else kind)(f"process {process}: {error[1]}")
+            raise in_all((RuntimeError if kind is Exception else kind)(f"process {process}: {error[1]}"))
 
 
 def _shorten(text: str) -> str:

@@ -14,6 +14,7 @@ A batch of a data set goes one way:
     _device_copies  the data set on each device
     _gather         the compiled programs that take batches out of it
     _split          how a batch is split over the devices of a mesh
+    _parts          which examples are for training, which for validation
     _prefetch       batches of any iterator, sent to the devices ahead of their use
 
 `train.fit` sees a `Source` only. `_sources` has this protocol, and data sets and arrays as sources. `_iterable` has
@@ -36,5 +37,6 @@ from ._sources import (
     as_source as as_source,
     batch_groups as batch_groups,
     from_arrays as from_arrays,
+    split as split,
     takes_sharding as _takes_sharding,
 )

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from .._core import checks
-from .._devices.user_mesh import outside_mesh
 from ._batches import Batch, batches
-from ._shuffle import host_order
+from ._parts import rows_of_parts
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -89,11 +86,7 @@ class Dataset:
         >>> len(some), len(rest), sorted([*some.labels.tolist(), *rest.labels.tolist()]) == list(range(10))
         (8, 2, True)
         """
-        count = _count_of(fraction, len(self))
-        if rng is not None and not shuffle:
-            raise ValueError("Dataset.split: shuffle=False draws nothing, so it takes no rng")
-        order = _order(rng, len(self)) if shuffle else np.arange(len(self))
-        first, rest = np.sort(order[:count]), np.sort(order[count:])
+        first, rest = rows_of_parts(len(self), fraction, rng, shuffle, "Dataset.split")
         return self._take(first), self._take(rest)
 
     def _take(self, rows: np.ndarray) -> Dataset:
@@ -105,31 +98,3 @@ class Dataset:
             f"Dataset({name}{len(self)} images {self.images.dtype} {self.images.shape[1:]}, "
             f"labels {self.labels.dtype}, source={self.source!r})"
         )
-
-
-def _count_of(fraction: Any, size: int) -> int:
-    """How many examples of `size` a fraction, or their number, is."""
-    if _is_int(fraction):
-        count = int(fraction)
-    else:
-        count = round(size * checks.number(fraction, "Dataset.split", "fraction", "a number", math.isfinite))
-    if not 0 < count < size:
-        raise ValueError(
-            f"Dataset.split: {fraction} of {size} examples leaves one of the two empty; give a fraction between 0 and "
-            f"1, or a number of examples from 1 to {size - 1}"
-        )
-    return count
-
-
-def _order(rng: Any, size: int) -> np.ndarray:
-    """An order of the examples that depends only on `rng`."""
-    if rng is None or _is_int(rng):
-        with outside_mesh():
-            rng = jax.random.key(int(rng or 0))
-    if not isinstance(rng, jax.Array):
-        raise TypeError(f"Dataset.split: rng must be a random key or an int, got {checks.describe(rng)}")
-    return host_order(rng, 0, size)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))

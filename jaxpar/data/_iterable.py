@@ -20,6 +20,7 @@ from .._core.arguments import takes
 from ._batches import epochs_from, whole_batches
 from ._convert import as_dict, batch_struct, concatenate, path_name, placed_batch, share_sharding, stack
 from ._dataset import Dataset
+from ._parts import Some, rows_of_parts
 
 _WHERE = "data.from_iterable"
 
@@ -113,6 +114,20 @@ class IterableSource:
             yield batch
         if found < (self.steps_per_epoch or 0):
             raise ValueError(_too_few(self.source, 0, found, self.steps_per_epoch or 0))
+
+    def split(
+        self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
+    ) -> tuple[IterableSource, IterableSource]:
+        """`data.split(source, fraction, rng, shuffle=shuffle)`. Elements are split, batches stay whole."""
+        if not (hasattr(self.source, "__len__") and hasattr(self.source, "__getitem__")):
+            raise TypeError(
+                f"data.split: {_describe(self.source)} has no elements by number; split what it reads, or give a list"
+            )
+        if self.steps_per_epoch is not None:
+            raise ValueError("data.split: leave out steps_per_epoch=, since the length of each part is known")
+        rows = rows_of_parts(len(self.source), fraction, rng, shuffle, "data.split")
+        first, rest = (dataclasses.replace(self, source=_elements(self.source, part)) for part in rows)
+        return first, rest
 
     @property
     def is_read_once(self) -> bool:
@@ -222,6 +237,11 @@ def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
     join = concatenate if batched else stack
     whole = join([{"image": each["image"], "label": each["label"]} for each in found])
     return Dataset(whole["image"], whole["label"])
+
+
+def _elements(source: Any, rows: np.ndarray) -> Any:
+    """The elements at these places: a list of a list, of whose batches the shapes are known."""
+    return [source[i] for i in rows] if isinstance(source, (list, tuple)) else Some(source, rows)
 
 
 def _is_function(source: Any) -> bool:

@@ -17,6 +17,7 @@ from ._batches import epochs_from, whole_batches
 from ._convert import batch_struct, placed_batch, share_sharding
 from ._dataset import Dataset
 from ._iterable import from_iterable
+from ._parts import rows_of_parts
 from ._shuffle import host_order
 
 
@@ -68,6 +69,41 @@ def as_source(given: Any) -> Source:
     return given if isinstance(given, Source) else from_iterable(given)
 
 
+def split(given: Any, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True) -> Any:
+    """Two parts of the data that share no example, such as for training and validation.
+
+    The same arguments give the same two on every machine. Each keeps the stored order.
+
+    Args:
+        given: a `Dataset`, a dict of arrays, what `from_arrays` returns. Or a list of batches, what `from_iterable`
+            makes of a list, of a data set of Hugging Face, of all else that has a length and elements by number.
+        fraction: of the examples in the first part, between 0 and 1, rounded to whole examples. Or their number, an
+            int. Batches of a list stay whole, so there it is one of batches.
+        rng: draws which examples: a random key, or an int to make one of. None is the int 0.
+        shuffle: False takes the first examples, as for a series in time.
+
+    Returns:
+        The first part and the rest, both as `Dataset`s of a `Dataset`, else as a `Source`. Neither is empty.
+
+    Raises:
+        TypeError: a `fraction` that is no number, an `rng` that is no key, a loader, a function or an iterator.
+        ValueError: one of the two would be empty, a `steps_per_epoch`.
+
+    >>> import numpy as np
+    >>> some, rest = split({"x": np.arange(10)}, 0.8)
+    >>> some.examples(1), rest.examples(1)
+    (8, 2)
+    """
+    options: Any = {"rng": rng, "shuffle": shuffle}
+    source = given if isinstance(given, Dataset) else as_source(given)
+    if not hasattr(source, "split"):
+        raise TypeError(
+            f"data.split: a {type(source).__name__} is a source of its own kind, whose examples are not known; split "
+            "what it is made of"
+        )
+    return source.split(fraction, **options)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class DatasetSource:
     """A `Dataset` as training data. `as_source` makes it."""
@@ -91,6 +127,11 @@ class DatasetSource:
         """`data.batches` of the data set."""
         order: dict[str, Any] = {"rng": rng, "epochs": epochs, "start": start}
         return _batches.batches(self.dataset, batch_size, **order, devices=devices, sharding=sharding)
+
+    def split(self, fraction: float | int, **options: Any) -> tuple[DatasetSource, DatasetSource]:
+        """`data.split(source, fraction, **options)`."""
+        first, rest = self.dataset.split(fraction, **options)
+        return DatasetSource(first), DatasetSource(rest)
 
     def batch_shapes(self, batch_size: int) -> Any:
         """A batch as `jax.ShapeDtypeStruct`s."""
@@ -162,6 +203,14 @@ class ArraySource:
                 rows = order[at * batch_size : (at + 1) * batch_size]
                 batch = jax.tree.map(lambda x, rows=rows: x[rows], self.arrays)
                 yield self.place(batch, sharding)
+
+    def split(
+        self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
+    ) -> tuple[ArraySource, ArraySource]:
+        """`data.split(source, fraction, rng, shuffle=shuffle)`."""
+        rows = rows_of_parts(self.examples(1), fraction, rng, shuffle, "data.split")
+        first, rest = (jax.tree.map(lambda x, part=part: x[part], self.arrays) for part in rows)
+        return ArraySource(first, self.dtype), ArraySource(rest, self.dtype)
 
     def batch_shapes(self, batch_size: int) -> Any:
         """A batch as `jax.ShapeDtypeStruct`s."""

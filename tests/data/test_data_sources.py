@@ -281,3 +281,56 @@ def test_a_data_set_of_grain():
     rows = grain.MapDataset.source([(x, y) for x, y in zip(X, Y, strict=True)]).batch(8)
     state, _ = run(rows)
     np.testing.assert_array_equal(state.params["w"], by_hand(LOADER * 2))
+
+
+NUMBERS = {"x": np.arange(20.0, dtype=np.float32), "y": {"z": np.arange(20)}}
+BATCHES = [{"x": np.full(4, i, np.float32)} for i in range(10)]
+
+
+def seen(source, batch_size):
+    return [x for batch in source.batches(batch_size) for x in np.asarray(batch["x"]).tolist()]
+
+
+@pytest.mark.parametrize(
+    ("given", "batch_size"),
+    [
+        (NUMBERS, 1),
+        (data.from_arrays(NUMBERS), 1),
+        (BATCHES, 4),
+        (data.from_iterable([{"x": np.float32(i)} for i in range(20)], batched=False), 1),
+        (data.as_source(data.Dataset(np.zeros((20, 1)), np.arange(20))), 1),
+    ],
+    ids=["dict", "from_arrays", "batches", "examples", "DatasetSource"],
+)
+def test_every_source_of_known_length_is_split(given, batch_size):
+    """The parts share no element and are the same ones each time. They train and they are evaluated."""
+    parts, again = data.split(given, 0.7), data.split(given, 0.7, 0)
+    if isinstance(given, data.DatasetSource):
+        first, rest = (part.dataset.labels.tolist() for part in parts)
+        assert again[0].dataset.labels.tolist() == first
+    else:
+        first, rest = (seen(part, batch_size) for part in parts)
+        assert first == seen(again[0], batch_size)
+        number = {"eval_fn": lambda params, batch: {"mean": batch["x"]}, "batch_size": 8}
+        assert train.evaluate(0.0, source=parts[1], **number)["mean"] == pytest.approx(np.mean(rest))
+    whole = data.as_source(given)
+    assert [part.examples(batch_size) for part in parts] == [len(first), len(rest)]
+    assert len(first) + len(rest) == whole.examples(batch_size)
+    assert not set(first) & set(rest)
+    assert (first, rest) == (sorted(first), sorted(rest))
+    assert len(first) == 0.7 * whole.examples(batch_size)
+    assert first != list(range(14))  # drawn
+
+
+def test_a_split_of_what_has_no_elements_by_number():
+    torch_like = type("Loader", (), {"__len__": lambda self: 3, "__iter__": lambda self: iter(BATCHES)})
+    for given, name in ((torch_like(), "a Loader"), (iter(BATCHES), "a list_iterator"), (lambda: BATCHES, "function")):
+        with pytest.raises(TypeError, match=f"data.split: .*{name}.* has no elements by number; split what it reads"):
+            data.split(given, 0.5)
+    with pytest.raises(ValueError, match="leave out steps_per_epoch="):
+        data.split(data.from_iterable(BATCHES, steps_per_epoch=3), 0.5)
+    with pytest.raises(ValueError, match=r"data.split: 2\.0 of 20 examples leaves one of the two empty"):
+        data.split(NUMBERS, 2.0)
+    own = type("Own", (), {"examples": lambda self, batch_size: 3, "batches": lambda self, batch_size, **_: iter(())})
+    with pytest.raises(TypeError, match=r"a Own is a source of its own kind.*; split what it is made of"):
+        data.split(own(), 0.5)

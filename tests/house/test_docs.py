@@ -151,6 +151,20 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(there), f"{name(page)}: {target}"
 
 
+def test_each_feature_in_the_table_has_a_test():
+    """A row ends with a link to a test that there is, where jaxpar has the feature."""
+    page = ROOT / "docs" / "coming_from.md"
+    table = page.read_text().partition("| | Keras | Lightning | Accelerate | jaxpar | tested by |\n")[2]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
+    assert len(rows) > 20
+    for feature, *_, ours, test in rows:
+        if ours == "no":
+            assert not test, feature
+            continue
+        name, path = re.fullmatch(r"\[`(\w+)`\]\(\.\./(tests/\S+\.py)\)", test).groups()
+        assert f"\ndef test_{name}(" in (ROOT / path).read_text(), feature
+
+
 @pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's program dot is not installed")
 def test_the_pictures_are_what_their_script_draws(tmp_path):
     spec = importlib.util.spec_from_file_location("make_pictures", ROOT / "docs" / "pictures" / "make.py")

@@ -1,6 +1,9 @@
 """Weights & Biases and MLflow, written offline by their own packages and read back."""
 
+import contextlib
 import sys
+import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -56,9 +59,26 @@ def test_mlflow(tmp_path, monkeypatch):
         values = [(m.step, m.value) for m in client.get_metric_history(board.run_id, name)]
         assert values == [(r["step"], r[own]) for r in history]
     assert client.get_run(board.run_id).info.status == "FINISHED"
-    again(None, {"step": 12, "epoch": 4, "loss": float("nan"), "test_loss": None, "seconds": 1.0})
+    check_made_again(tmp_path, uri, again.run_id, client)
+    again(None, {"step": 15, "epoch": 5, "loss": float("nan"), "test_loss": None, "seconds": 1.0})
     again.on_end([])
     assert np.isnan(client.get_metric_history(board.run_id, "train/loss")[-1].value)
+
+
+def check_made_again(tmp_path, uri, run_id, client):
+    """Steps after the checkpoint, which a crash costs, are in the run once. The run of `test_mlflow` has 9 steps."""
+
+    def crash(step, metrics):
+        board.on_step(step, metrics)
+        if step == 11:
+            raise RuntimeError("crashed")
+
+    for on_step in (crash, None):
+        board = train.to_mlflow("numbers", tracking_uri=uri, run_id=run_id)
+        with contextlib.suppress(RuntimeError):
+            run(epochs=4, callbacks=board, on_step=on_step or board.on_step, checkpoint_dir=tmp_path / "c")
+    assert [m.step for m in client.get_metric_history(run_id, "step/loss")] == [*range(1, 7), 10, 11, 12]
+    assert [m.step for m in client.get_metric_history(run_id, "train/loss")] == [3, 6, 9, 12]
 
 
 @pytest.mark.filterwarnings("ignore")  # of wandb's own
@@ -69,7 +89,9 @@ def test_wandb(tmp_path, monkeypatch):
     _, history = run(callbacks=board, on_step=board.on_step)
     assert board.run is None  # it has ended with fit
     (file,) = tmp_path.rglob("*.wandb")
-    rows = history_of(file)
+    end = time.monotonic() + 30  # wandb's own process writes the file, on a busy machine after the end of the run
+    while len(rows := history_of(file)) < 6 and time.monotonic() < end:
+        time.sleep(0.1)
     assert set().union(*rows) >= NAMES
     assert [row["_step"] for row in rows if "step/loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [(row["_step"], row["train/loss"]) for row in rows if "train/loss" in row] == [
@@ -117,6 +139,39 @@ def test_a_tracker_that_is_not_installed(monkeypatch, module, call):
         call()
     with pytest.raises(TypeError, match="must be a name, got 3"):
         call(3)
+
+
+@pytest.mark.parametrize("before", [[], [1, 4]])
+def test_mlflow_gets_what_its_run_does_not_have(monkeypatch, capsys, before):
+    """Without the package: a run that is gone on with has some steps of one metric."""
+    written = []
+
+    class Client:
+        def __init__(self, tracking_uri):
+            self.asked = []
+
+        def update_run(self, run_id, status):
+            assert (run_id, status) == ("a", "RUNNING")
+
+        def get_metric_history(self, run_id, name):
+            assert name not in self.asked  # once a metric
+            self.asked.append(name)
+            return [types.SimpleNamespace(step=step) for step in before if name == "step/loss"]
+
+        def log_batch(self, run_id, metrics):
+            written.extend((name, step) for name, _, _, step in metrics)
+
+    entities = types.SimpleNamespace(Metric=lambda *parts: parts)
+    monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(MlflowClient=Client, entities=entities))
+    board = train.to_mlflow(run_id="a")
+    for step in (3, 4, 5):
+        board.on_step(step, {"loss": 1.0, "new": 2.0})
+    first = [("step/loss", step) for step in (3, 4, 5) if not before or step > 4]
+    assert [each for each in written if each[0] == "step/loss"] == first
+    assert [each for each in written if each[0] == "step/new"] == [("step/new", step) for step in (3, 4, 5)]
+    said = capsys.readouterr().out
+    assert said.startswith("jaxpar: to_mlflow: run a has step 3 already") if before else said == ""
+    assert said.count("\n") <= 1
 
 
 def test_a_tracker_writes_what_a_record_has(monkeypatch):

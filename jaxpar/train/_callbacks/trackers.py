@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from ..._core import checks
+from ..._core.text import say_news
 from .history import History, Record
 from .metrics_files import PathLike, Sink
 from .monitor import metric_names
@@ -24,8 +25,8 @@ def to_wandb(project: str | None = None, **options: Any) -> WeightsAndBiases:
 
     Args:
         project, options: for `wandb.init`, such as `name="first"`, `mode="offline"`, `dir="runs"`. With `id="..."` and
-            `resume="allow"`, a run of `fit` that is resumed goes on in the same run. Steps that are made again after a
-            crash are dropped there, as they have the same numbers.
+            `resume="allow"`, a run of `fit` that is resumed goes on in the same run. Steps that it has already, and
+            that are made again after a crash, are not written again. A line says so.
 
     Raises:
         ModuleNotFoundError: the package wandb is not installed.
@@ -56,7 +57,8 @@ def to_mlflow(
         tracking_uri: a server, or a database such as `sqlite:///runs.db`, which the whole package mlflow can write.
             None: what MLflow is set to.
         run_name: a name for the new run.
-        run_id: go on in this run in place of a new one. `board.run_id` has it after the first record.
+        run_id: go on in this run in place of a new one. `board.run_id` has it after the first record. Steps that the
+            run has already, and that are made again after a crash, are not written again. A line says so.
 
     Raises:
         ModuleNotFoundError: MLflow is not installed. The package mlflow-skinny is enough.
@@ -74,6 +76,8 @@ def to_mlflow(
 class Tracker(Sink):
     """What writes numbers by step under names such as `train/loss`."""
 
+    _has_said = False
+
     def _write(self, record: Record) -> None:
         self._log(record["step"], {tag(name): float(record[name]) for name in (*metric_names(record), *_also(record))})
 
@@ -84,6 +88,11 @@ class Tracker(Sink):
 
     def _log(self, step: int, values: dict[str, float]) -> None:
         raise NotImplementedError
+
+    def _say_left_out(self, step: int, which: str) -> None:
+        if not self._has_said:
+            self._has_said = True
+            say_news(f"{which} has step {step} already, which is not written again; another training takes another run")
 
 
 class WeightsAndBiases(Tracker):
@@ -107,8 +116,10 @@ class WeightsAndBiases(Tracker):
     def _log(self, step: int, values: dict[str, float]) -> None:
         if self.run is None:
             self.run = self._wandb.init(**self._options)
-        if step >= self.run.step:  # an earlier one was written before a crash
+        if step >= self.run.step:
             self.run.log(values, step=step)
+        else:  # an earlier one was written before a crash
+            self._say_left_out(step, f"to_wandb: run {self.run.id}")
 
 
 class MLflow(Tracker):
@@ -124,6 +135,7 @@ class MLflow(Tracker):
         self._experiment, self._run_name = experiment, run_name
         self.run_id: str | None = run_id
         self._is_open = False
+        self._last: dict[str, int] | None = None  # step by name, of a run that was there before
 
     def on_end(self, history: History) -> None:
         """End the run."""
@@ -136,13 +148,27 @@ class MLflow(Tracker):
         if not self._is_open:
             self._open()
         now = int(time.time() * 1000)
-        self._client.log_batch(self.run_id, [self._metric(k, v, now, step) for k, v in values.items()])
+        new = [name for name in values if step > self._last_step(name)]
+        if len(new) < len(values):
+            self._say_left_out(step, f"to_mlflow: run {self.run_id}")
+        if new:
+            self._client.log_batch(self.run_id, [self._metric(name, values[name], now, step) for name in new])
+
+    def _last_step(self, name: str) -> int:
+        """The last step that the run had of a metric before. -1: none."""
+        if self._last is None:
+            return -1
+        if name not in self._last:
+            steps = [metric.step for metric in self._client.get_metric_history(self.run_id, name)]
+            self._last[name] = max(steps, default=-1)
+        return self._last[name]
 
     def _open(self) -> None:
         if self.run_id is None:
             self.run_id = self._client.create_run(self._experiment_id(), run_name=self._run_name).info.run_id
         else:
             self._client.update_run(self.run_id, status="RUNNING")
+            self._last = {}
         self._is_open = True
 
     def _experiment_id(self) -> str:

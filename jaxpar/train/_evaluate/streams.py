@@ -25,7 +25,8 @@ class Stream:
     """A pass over the batches of an `IterableSource`.
 
     The first batch, rounded up to a multiple of the number of devices, is the size of all. Smaller batches are filled
-    up to it. In several processes each one reads its own share of a batch.
+    up to it. In several processes each one reads its own share of a batch. Where a batch must not be filled up, the
+    processes send each other the examples of the last ones.
 
     Attributes:
         where: the function that asks, for messages.
@@ -73,23 +74,34 @@ class Stream:
             if not any(sizes):
                 break
             if not all(sizes) and not rows:
-                raise ValueError(f"{self.where}: each process must have batches; they have {sizes} examples")
+                raise processes.in_all(
+                    ValueError(f"{self.where}: each process must have batches; they have {sizes} examples")
+                )
             last = batch if batch is not None else last
             own = sizes[jax.process_index()]
             rows = max(rows, *(-(-n // count) for n, count in zip(sizes, mine, strict=True)))  # on each device
             share = rows * mine[jax.process_index()]
             exact = is_exact(self.source.batch_shapes(rows * self.places.count, last))
             if exact and any(n != rows * count for n, count in zip(sizes, mine, strict=True)):
-                raise ValueError(
-                    f"{self.where}: the processes have {sizes} examples of a batch, which is filled up, and eval_fn "
-                    "returns sums over the batch; return values with a row for each example"
-                )
+                yield from self._as_they_are(last, sizes, rows * self.places.count)
+                continue
             base = last if own else jax.tree.map(lambda x: x[:1], last)
             filled = self.source.place(fill(base, share - max(own, 1)), self.places.split)
             mask = self.source.place(np.arange(share) < own, self.places.split)
             yield Piece(filled, mask, sum(sizes))
         if not rows:
-            raise ValueError(f"{self.where}: expected examples, got no batch; {self._hint()}")
+            raise processes.in_all(ValueError(f"{self.where}: expected examples, got no batch; {self._hint()}"))
+
+    def _as_they_are(self, batch: Any, sizes: list[int], rows: int) -> Iterator[Piece]:
+        """The examples of all processes, of which each process gets all. What fills up a batch would be counted.
+
+        Args:
+            batch: of this process, of which it gives as many examples as `sizes` says.
+            rows: of a batch that is filled up.
+        """
+        whole = processes.gather_rows(batch, sizes)
+        source = data.ArraySource(whole, self.source.dtype)
+        yield from self.places.pieces(source, whole, sum(sizes), rows, exact=True)
 
     def _next(self, batches: Iterator[Any]) -> Any:
         """The next batch of this process. None at the end. An error in one process is raised in all."""
@@ -110,7 +122,7 @@ class Stream:
                 shapes = str(jax.tree.map(lambda x: f"{x.dtype}{list(np.shape(x)[1:])}", batch))
         found = [json.loads(text) for text in processes.exchange(json.dumps([n, shapes]))]
         if len({each for _, each in found if each}) > 1:
-            raise ValueError(f"{self.where}: the batches of the processes must be alike, got {found}")
+            raise processes.in_all(ValueError(f"{self.where}: the batches of the processes must be alike, got {found}"))
         return [n for n, _ in found]
 
     def _local_devices(self) -> list[int]:

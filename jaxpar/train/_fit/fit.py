@@ -11,6 +11,7 @@ import jax
 
 from ... import data
 from ..._core.arguments import answers
+from ..._devices import processes
 from ..._devices.donation import is_donated
 from .._callbacks.callbacks import Callback, OnStep, WithMemory
 from .._callbacks.collect import collect_callbacks
@@ -203,8 +204,8 @@ def _evaluate(loop: Loop, checkpoints: RunCheckpoints, record: Record) -> None:
     """Evaluate the state. Where that fails after an epoch, its steps are saved and the next call evaluates again."""
     try:
         loop.evaluate(record)
-    except Exception:
-        if loop.between_epochs and jax.process_count() == 1:  # others may still evaluate, and would not take part
+    except Exception as error:
+        if loop.between_epochs and processes.is_in_all(error):  # others may still evaluate, and would not take part
             checkpoints.save(loop)
         raise
 
