@@ -1,6 +1,7 @@
 """Heartbeats between the processes of a run, and the report of a loss. No JAX here.
 
 connection, messages, addresses    JSON messages over TCP, checked field by field
+listener                       how many connections come in a second
 secret                         what each end of a connection proves that it knows
 server, server_thread, peer        one for each run, in the launcher or in a thread of process 0
 client, exit                       one in each process: it sends heartbeats and ends the process after a loss

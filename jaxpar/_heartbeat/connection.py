@@ -21,19 +21,23 @@ class JsonConnection:
     Args:
         sock: a connected socket.
         types: the messages that the other end may send.
+        longest: see below.
 
     Attributes:
         sock: the socket, not blocking.
+        longest: bytes of a message that the other end may send.
         is_closed: whether the connection has ended. An invalid message ends it too.
         fault: what was invalid, in printable words, or None.
     """
 
-    def __init__(self, sock: socket.socket, types: Types):
+    fault: str | None
+
+    def __init__(self, sock: socket.socket, types: Types, longest: int = LONGEST):
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock, self.is_closed, self._types = sock, False, types
-        self.fault: str | None = None
+        self.longest, self.fault = longest, None
         self._rest, self._unsent = b"", b""
         self._sending = threading.RLock()
         self._since, self._received = time.monotonic(), 0
@@ -52,9 +56,9 @@ class JsonConnection:
                 self.is_closed, self._unsent = True, b""
 
     def receive(self) -> list[Message]:
-        """The messages in the next 64 KiB. At the end of the connection `is_closed` is set."""
+        """The messages in the next `longest` bytes. At the end of the connection `is_closed` is set."""
         try:
-            data = self.sock.recv(LONGEST)
+            data = self.sock.recv(self.longest)
         except (BlockingIOError, InterruptedError):
             return []
         except OSError:
@@ -66,8 +70,8 @@ class JsonConnection:
         try:
             for line in lines:
                 messages.append(parse(line, self._types))
-            if len(self._rest) > LONGEST:
-                raise ValueError(f"a message has at most {LONGEST} bytes")
+            if len(self._rest) > self.longest:
+                raise ValueError(f"a message has at most {self.longest} bytes")
         except ValueError as error:
             self.is_closed, self.fault, self._rest = True, str(error), b""
         return messages

@@ -6,26 +6,29 @@ for `heartbeat_timeout` seconds is frozen, or its host is gone.
 
 An invalid message ends the connection that it came from, and no other. A process of the run that sends one is reported
 as lost. Where the run has a secret, a connection takes part in nothing before it has proved that it knows it.
+
+Limits hold for all: connections and their number in a second, bytes of a message, of a second, and of what is unsent,
+seconds until the proof and between heartbeats.
 """
 
 from __future__ import annotations
 
-import errno
 import selectors
 import socket
 from collections.abc import Callable
 
 from .connection import INTERVAL, AwakeClock, JsonConnection
-from .messages import FROM_PROCESS, Message, job_name
+from .listener import Listener
+from .messages import FROM_PROCESS, LONGEST, Message, job_name
 from .peer import Lost, Peer
 from .secret import Secret, challenge, is_equal
 
 HEARTBEAT_TIMEOUT = 10.0  # seconds; with one second between heartbeats, a loss is noticed within 12
 INTERRUPTED = (130, 143)  # exit statuses after SIGINT and SIGTERM
 INTERRUPT_GRACE = 5.0  # seconds which the others have to end by themselves after one was interrupted
-_MOST_PENDING = 64  # connections without a hello; one more closes the oldest
-_HELLO_TIMEOUT = 5.0  # seconds in which a connection sends its hello
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_MOST_PENDING = 64  # connections that are no process of the run yet, or its size; one more closes the oldest
+_LONGEST_EARLY = 1 << 13  # bytes of a message before a process takes part
+_HELLO_TIMEOUT = 5.0  # seconds in which a connection sends its hello and its proof
 
 
 class HeartbeatServer:
@@ -67,16 +70,15 @@ class HeartbeatServer:
         self._sent_hint: str | None = None
         self._hosts: dict[int, str] = {}
         self._on_close = on_close or (lambda rank: self.report(rank, "its connection closed (killed?)"))
-        self._selector, self._listener = selector, listener
+        self._selector = selector
         self._pending: list[Peer] = []  # connections without a hello, the oldest first
         self._refused: str | None = None  # why the run cannot begin
         self._faults: list[str] = []  # why processes were dropped or refused while others were joining
         self._interrupt: tuple[float, int, str] | None = None  # when to report which process, and why
         self._clock, self._last_heartbeat = AwakeClock(), 0.0
         self._is_joining, self._first_join = True, None
-        self._listen_again_at: float | None = None  # when to try again after the descriptors ran out
-        listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._most_pending = max(_MOST_PENDING, size)
+        self._listener = Listener(selector, listener, 4 * self._most_pending, self._connect)
 
     def check(self) -> None:
         """Send heartbeats, and report processes that are silent or did not join."""
@@ -113,8 +115,6 @@ class HeartbeatServer:
         """Close all connections and the listener."""
         for peer in [*self.peers.values(), *self._pending]:
             self._drop(peer)
-        if self._listen_again_at is None:
-            self._selector.unregister(self._listener)
         self._listener.close()
 
     def _send_all(self, **message: object) -> None:
@@ -127,17 +127,10 @@ class HeartbeatServer:
             self._sent_hint = self.hint
             self._send_all(hint=self.hint)
 
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in _EXHAUSTED:  # the connection stays, so the selector would report it forever
-                self._selector.unregister(self._listener)
-                self._listen_again_at = self._clock.now + INTERVAL / 2
-            return
-        if len(self._pending) >= _MOST_PENDING:
+    def _connect(self, sock: socket.socket) -> None:
+        if len(self._pending) >= self._most_pending:
             self._drop(self._pending[0])
-        peer = Peer(JsonConnection(sock, FROM_PROCESS), self._clock.now)
+        peer = Peer(JsonConnection(sock, FROM_PROCESS, _LONGEST_EARLY), self._clock.now)
         self._pending.append(peer)
         self._watch(peer)
 
@@ -147,9 +140,7 @@ class HeartbeatServer:
 
     def _resume(self, now: float) -> None:
         """Listen and read again after a pause."""
-        if self._listen_again_at is not None and now >= self._listen_again_at:
-            self._listen_again_at = None
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._listener.check(now)
         for peer in [*self._pending, *self.peers.values()]:
             if peer.is_paused and not peer.connection.is_flooding:
                 self._watch(peer)
@@ -251,6 +242,7 @@ class HeartbeatServer:
             self._record_fault(why)
             return peer.connection.send(refused=why)
         self._pending.remove(peer)
+        peer.connection.longest = LONGEST
         peer.rank, peer.timeout = rank, message["timeout"]
         self.peers[rank], self._hosts[rank] = peer, message["host"]
         self._first_join = self._clock.now if self._first_join is None else self._first_join

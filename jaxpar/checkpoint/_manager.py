@@ -7,7 +7,8 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import numpy as np
 
 from .._core.files import as_path
 from .._devices import processes
-from . import _files, _leaves, _manifest, _save
+from . import _files, _leaves, _manifest, _records, _save
+from ._claim import Claim
 from ._manifest import CheckpointError
 from ._save import Found, PathLike, Tree
 
@@ -32,9 +34,10 @@ class Manager:
     """The checkpoints of a run in one directory, written in the background. The last `keep` stay, and the best one.
 
     Args:
-        directory: one run at a time writes into it. The first `save` makes it where it does not exist. Making a
-            `Manager` and restoring change nothing there. A `save` removes what killed processes of this machine
-            left half-written. What others left is removed when it has not changed for a week.
+        directory: one run at a time writes into it. The first `save` makes it where it does not exist, and claims it
+            until `close`. Making a `Manager` and restoring change nothing there. A `save` removes what killed
+            processes of this machine left half-written. What others left is removed when it has not changed for a
+            week.
         keep: how many stay. Damaged ones do not count and are never removed.
         on_latest: called with the path of the checkpoint that would be restored, whenever that is another one: when
             one is on disk (by the thread that writes, in the first of several processes) or was restored.
@@ -62,6 +65,8 @@ class Manager:
         self.keep: int = keep
         self._bad: set[Path] = set()
         self._known: _save.Known = {}
+        self._claim, self._records = Claim(self.directory), _records.RecordWriter(self.directory)
+        weakref.finalize(self, self._claim.release)
         self._writer: concurrent.futures.ThreadPoolExecutor | None = None
         self._writing: concurrent.futures.Future[None] | None = None
         self._writes = jax.process_index() == 0
@@ -81,22 +86,36 @@ class Manager:
             best: whether it is the best one so far. It stays until another one is, and `best` finds it.
 
         Raises:
-            OSError: the checkpoint before this one could not be written.
+            OSError: the checkpoint before this one could not be written. Another process that runs writes there.
             TypeError: a leaf that is no array, an `info` that is no dict of JSON.
         """
+        self._save(state, {} if info is None else info, best=best)
+
+    def _save(
+        self, state: Any, info: dict[str, Any], *, best: bool = False, records: Sequence[dict[str, Any]] | None = None
+    ) -> None:
+        """As `save`. `records` are those of the whole run. Those that are new are written."""
         self.wait()
-        records, arrays = _leaves.to_leaves(state, self._writes)
+        leaves, arrays = _leaves.to_leaves(state, self._writes)
         with processes.raise_together():
-            info = _as_json({} if info is None else info)
+            info = _as_json(info)
             if self._writes:
+                self._claim.hold()
                 content = {
                     **_save.about(state, self.directory, self._known),
                     "info": info,
                     **({"best": True} if best else {}),
                 }
+                new = None if records is None else self._records.new(records)
                 self._writer = self._writer or concurrent.futures.ThreadPoolExecutor(1, "jaxpar-checkpoint")
-                self._writing = self._writer.submit(self._write, content, records, arrays)
+                self._writing = self._writer.submit(self._write, content, leaves, arrays, new)
         self._waited = False
+
+    def _claim_directory(self) -> None:
+        """Claim the directory before there is anything to save. The errors are those of `save`."""
+        with processes.raise_together():
+            if self._writes:
+                self._claim.hold()
 
     def restore_latest(self, like: Tree) -> tuple[Tree, dict[str, Any]] | None:
         """(the state, the info) of the newest good checkpoint, or None.
@@ -123,10 +142,23 @@ class Manager:
         found = self._agree(accepts, wanted)
         if found is None:
             return None
-        state = _save.fill(found, like)
+        state, info = _save.fill(found, like), found.body.get("info", {})
+        if (place := found.body.get("records")) is not None:
+            info = {**info, "history": self._read_records(found.path, place)}
         if self._on_latest is not None:
             self._on_latest(found.path)
-        return state, found.body.get("info", {})
+        return state, info
+
+    def _read_records(self, path: Path, place: _records.Place) -> list[dict[str, Any]]:
+        """The records of a checkpoint. Where they cannot be read there are none, and standard error says so."""
+        try:
+            found = processes.ask_first(lambda: _records.read(self.directory, place), CheckpointError)
+        except CheckpointError as error:
+            if self._writes:
+                _save.say(f"{error}; {path} is restored without the records of its epochs")
+            return []
+        self._records.go_on(place, found)
+        return found
 
     def _agree(self, accepts: Accepts, wanted: Wanted) -> Found | None:
         """The newest checkpoint that every process can read, the same in all of them."""
@@ -167,7 +199,7 @@ class Manager:
             writing.result()
 
     def close(self) -> None:
-        """Wait as `wait` does, and end the thread that writes.
+        """Wait as `wait` does, end the thread that writes, and let another process write to the directory.
 
         While an exception is raised, perhaps in this process only, the other processes are not asked.
         """
@@ -180,11 +212,16 @@ class Manager:
             if self._writer is not None:
                 self._writer.shutdown()
                 self._writer = None
+            self._claim.release()
 
-    def _write(self, content: dict[str, Any], records: list[Any], arrays: list[np.ndarray]) -> None:
+    def _write(
+        self, content: dict[str, Any], leaves: list[Any], arrays: list[np.ndarray], records: list[str] | None
+    ) -> None:
         _files.remove_leftovers(self.directory)
+        if records is not None and (place := self._records.append(records)) is not None:
+            content = {**content, "records": place}
         written = _free(self.directory, content)
-        _files.write(written, content, records, arrays)
+        _files.write(written, content, leaves, arrays)
         _save.remember(written, content, self._known)
         if self._on_latest is not None:
             self._on_latest(written)

@@ -1,7 +1,8 @@
 """The manifest of a checkpoint: read within bounds, and checked as a whole before anything in it is used.
 
     {"sha256": ..., "content": {"format": 1, "order": ..., "step": ..., "best": true, "info": {...},
-                                "leaves": [{"name", "words", "shape", "dtype", ...}], "files": {name: [size, sha256]}}}
+                                "records": {"number", "at", "sha256"}, "files": {name: [size, sha256]},
+                                "leaves": [{"name", "words", "shape", "dtype", ...}]}}
 
 What is written passes the same checks, so every saved checkpoint can be restored.
 """
@@ -106,6 +107,16 @@ def check(body: Any) -> None:
         _of(bool, body, "best")
     if "info" in body:
         check_depth(_of(dict, body, "info"))
+    if "records" in body:
+        check_place(_of(dict, body, "records"))
+
+
+def check_place(place: dict[str, Any]) -> None:
+    """`ValueError` for what is no place of a record, see `_records`."""
+    _int(place, "number", 1)
+    _int(place, "at", 0)
+    if not isinstance(place.get("sha256"), str) or not _SHA256.fullmatch(place["sha256"]) or len(place) != 3:
+        raise ValueError(f"records must have a number, a place and a SHA-256, got {_quote(place)}")
 
 
 def check_depth(value: Any) -> None:

@@ -18,13 +18,20 @@ _UNKNOWN = "0" * 16
 
 def tag() -> str:
     """The name of this process: letters, digits and hyphens."""
-    return f"{_machine()}-{os.getpid()}-{_began(os.getpid()) or 0}"
+    _, began = _stat(os.getpid()) or ("", 0)
+    return f"{_machine()}-{os.getpid()}-{began}"
+
+
+def is_of_this_machine(tag: str) -> bool:
+    """Whether it can be known here if a process has ended."""
+    found = _TAG.fullmatch(tag)
+    return found is not None and _UNKNOWN != found[1] == _machine()
 
 
 def has_ended(tag: str) -> bool:
     """Whether a process has certainly ended. False where that cannot be known, as on another machine."""
     found = _TAG.fullmatch(tag)
-    if found is None or found[1] == _UNKNOWN or found[1] != _machine():
+    if found is None or not is_of_this_machine(tag):
         return False
     number, began = int(found[2]), int(found[3])
     try:
@@ -33,8 +40,8 @@ def has_ended(tag: str) -> bool:
         return True
     except (OSError, OverflowError):  # it belongs to another user
         pass
-    now = _began(number)
-    return now is not None and 0 != began != now
+    state, now = _stat(number) or ("", None)
+    return state in ("Z", "X") or (now is not None and 0 != began != now)
 
 
 def _machine() -> str:
@@ -48,9 +55,10 @@ def _machine() -> str:
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
-def _began(number: int) -> int | None:
-    """When a process began, in the kernel's ticks. None where that cannot be read."""
+def _stat(number: int) -> tuple[str, int] | None:
+    """The state of a process, such as "R", and when it began, in the kernel's ticks. None where Linux does not say."""
     try:
-        return int(Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+        fields = Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return fields[0], int(fields[19])
     except (OSError, ValueError, IndexError):
         return None

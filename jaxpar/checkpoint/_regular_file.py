@@ -5,12 +5,14 @@ A pipe would wait forever, and a device may never end. So neither is opened, als
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 _CHUNK = 1 << 20
 
@@ -36,10 +38,17 @@ def fingerprint(path: Path, most: int) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def _chunks(path: Path, most: int) -> Iterator[bytes]:
+@contextlib.contextmanager
+def opened(path: Path) -> Generator[BinaryIO]:
+    """The file, open for reading. `OSError` as in `read`."""
     _check_regular(os.stat(path), path)
-    with open(path, "rb", buffering=0, opener=_open) as file:
+    with open(path, "rb", opener=_open) as file:
         _check_regular(os.fstat(file.fileno()), path)  # it may have been replaced since
+        yield file
+
+
+def _chunks(path: Path, most: int) -> Iterator[bytes]:
+    with opened(path) as file:
         while most > 0 and (part := file.read(min(most, _CHUNK))):
             most -= len(part)
             yield part

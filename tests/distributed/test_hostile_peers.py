@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from hostile import HELLO, JOB, Client, Run, descriptors, next_descriptor
+from hostile import HELLO, JOB, Client, Run, descriptors, is_readable, next_descriptor
 from hypothesis import HealthCheck, given, settings, strategies as st
 from launched import HEAD, MEMBER, launch, write
 
@@ -262,10 +262,11 @@ def test_single_bytes_are_no_heartbeat(run):
 
 def test_two_thousand_idle_connections(run):
     with descriptors(2500):
-        first, idle = run.member(0), []
-        for _ in range(40):
-            idle += [Client(run.address) for _ in range(50)]
-            run.turn()
+        first, idle = run.member(0, timeout=20), []
+        for _ in range(20):
+            idle += [Client(run.address) for _ in range(100)]
+            first.send({"heartbeat": 1})
+            run.wait(0.5)
         assert len(run.selector.get_map()) < 100
         begin(run, first)
         run.wait(6.0)
@@ -274,6 +275,34 @@ def test_two_thousand_idle_connections(run):
             assert client.ends()
             client.sock.close()
         assert run.server.lost is None
+
+
+def test_connections_come_one_after_another(run):
+    first = run.member(0)
+    floods = []
+    for _ in range(3):
+        floods += [Client(run.address) for _ in range(100)]
+        run.turn()
+    assert sum(is_readable(client.sock, 0) for client in floods) == 256 - 1 - 64  # closed, as those before them
+    late = Client(run.address)
+    late.send({**HELLO, "rank": 1})
+    run.wait(0.5)
+    assert late.read() == []
+    run.wait(0.5)
+    assert late.read() == [{"welcome": 1}]
+    for client in [*floods, late]:
+        client.sock.close()
+    assert first.read() == [{"welcome": 1}]
+
+
+def test_before_its_proof_a_connection_sends_little(run):
+    client = run.connect(b'{"hello": 1, "job": "' + b"x" * 8192)
+    assert client.ends()
+    assert not run.server.peers
+    members = run.all_members()
+    members[1].send(b'{"hint": "' + b"\\u00e9" * 4000 + b'"}\n')
+    run.turn()
+    assert run.server.hint == "\u00e9" * 4000
 
 
 def test_without_descriptors_the_server_does_not_spin(run):

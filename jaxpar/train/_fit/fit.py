@@ -162,6 +162,7 @@ def fit(
     loop = Loop(run, run.check(state), past)
     if checkpoint_dir is not None:
         called.to_json(loop.memories)  # what cannot be saved is refused now
+        checkpoints.claim()
     called.start(loop.history)  # after all that may refuse this call, so that the file of another run stays as it is
     number = _train(loop, checkpoints)
     return _finish(loop, checkpoints, number)

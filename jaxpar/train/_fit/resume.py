@@ -56,6 +56,11 @@ class RunCheckpoints:
             return state, _run_history(info, self._run)
         return state, RunHistory(int(state.step) if first is None else first)  # no epoch of that state is known
 
+    def claim(self) -> None:
+        """Claim the directory for this run. `OSError` where another one that runs has it."""
+        if self._manager is not None:
+            self._manager._claim_directory()
+
     def save(self, loop: Loop, *, stopped: bool = False, interrupted: bool = False) -> None:
         """Save the state of the loop if it is due."""
         if self._manager is None:
@@ -65,7 +70,8 @@ class RunCheckpoints:
         if loop.between_epochs or stopped or interrupted or best or (every and loop.at % every == 0):
             sizes = {name: getattr(self._run, name) for name in _SIZES}
             about = {**loop.to_save(), **sizes, "stopped": stopped, "interrupted": interrupted}
-            self._manager.save(loop.state, about, best=best)
+            records = about.pop("history")  # in a file of its own: a save takes as long after a thousand epochs
+            self._manager._save(loop.state, about, best=best, records=records)
 
     def path(self, step: int) -> Path | None:
         """The newest checkpoint of a step. None where there is no directory."""
@@ -100,7 +106,7 @@ def _check_info(found: Found) -> None:
     info, step = found.body.get("info", {}), found.body.get("step", 0)
     if not _is_of_fit(info):
         return
-    history, sums, callbacks = info.get("history"), info.get("sums", {}), info.get("callbacks", [])
+    history, sums, callbacks = info.get("history", []), info.get("sums", {}), info.get("callbacks", [])
     good = {
         "first": _is_count(info.get("first")) and info["first"] <= step,
         **{name: _is_count(info.get(name)) for name in _SIZES},
@@ -137,4 +143,5 @@ def _run_history(info: dict[str, Any], run: Run) -> RunHistory:
             f"{now[0]} out of {now[1]}; use those again, or another checkpoint_dir, or resume=False"
         )
     stopped, memories = info.get("stopped", False), info.get("callbacks")
-    return RunHistory(info["first"], info["history"], info, stopped, memories, resumed=True)
+    history = [record for record in info.get("history", []) if _is_record(record)]
+    return RunHistory(info["first"], history, info, stopped, memories, resumed=True)

@@ -1,0 +1,146 @@
+"""The records of a run, in a file beside its checkpoints to which lines are appended.
+
+    records.jsonl     a line for each record: {"record": {...}, "before": {"at": ..., "sha256": ...}}
+
+A checkpoint knows its last record by the place and the SHA-256 of the line, and each line knows the one before it. So a
+save writes what is new only. A run that goes on from an older checkpoint appends lines too: the line after it has two
+followers then, and no checkpoint loses its records.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .._core.files import append, flush_to_disk
+from . import _manifest, _regular_file
+from ._manifest import CheckpointError
+
+Place = dict[str, Any]  # {"number": of records, "at": byte at which the last one begins, "sha256": of its line}
+
+_NAME = "records.jsonl"
+_LONGEST = 16 << 20  # bytes of a line
+
+
+class RecordWriter:
+    """Appends the new records of a run to the file of a directory.
+
+    Attributes:
+        place: of the last record, or None where there is none.
+    """
+
+    def __init__(self, directory: Path):
+        self._path = directory / _NAME
+        self.place: Place | None = None
+        self._last = ""  # the record there, as JSON
+
+    def go_on(self, place: Place, records: Sequence[dict[str, Any]]) -> None:
+        """Take the records of a checkpoint for those that are in the file."""
+        self.place, self._last = place, json.dumps(records[-1])
+
+    def new(self, records: Sequence[dict[str, Any]]) -> list[str]:
+        """Those of a run's records that are not in the file yet, as JSON. All, where they begin otherwise.
+
+        Raises:
+            TypeError: a record is no JSON.
+        """
+        try:
+            number = 0 if self.place is None else self.place["number"]
+            if number > len(records) or (number and json.dumps(records[number - 1]) != self._last):
+                self.place, number = None, 0
+            return [json.dumps(record) for record in records[number:]]
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(f"checkpoint: the record of an epoch must be JSON ({error})") from error
+
+    def append(self, records: Sequence[str]) -> Place | None:
+        """Append records, as JSON, and return the place of the last one. The disk has them on return.
+
+        Raises:
+            OSError: the file cannot be written. Its content is as before.
+        """
+        if not records:
+            return self.place
+        at = self._end()
+        lines, place, after = [b"" if self._ends_with_line(at) else b"\n"], self.place, at
+        after += len(lines[0])
+        for record in records:
+            lines.append(_line(record, place))
+            number = 1 + (0 if place is None else place["number"])
+            place = {"number": number, "at": after, "sha256": hashlib.sha256(lines[-1]).hexdigest()}
+            after += len(lines[-1])
+        append(self._path, b"".join(lines))
+        flush_to_disk(self._path)
+        if not at:
+            flush_to_disk(self._path.parent)
+        self.place, self._last = place, records[-1]
+        return place
+
+    def _end(self) -> int:
+        """How many bytes the file has. `OSError` where it is no regular file."""
+        if not os.path.lexists(self._path):
+            return 0
+        with _regular_file.opened(self._path) as file:
+            return os.fstat(file.fileno()).st_size
+
+    def _ends_with_line(self, size: int) -> bool:
+        """Whether the last line is whole. A process that was killed may have left a part of one."""
+        if not size:
+            return True
+        with _regular_file.opened(self._path) as file:
+            file.seek(size - 1)
+            return file.read(1) == b"\n"
+
+
+def read(directory: Path, place: Place) -> list[dict[str, Any]]:
+    """All records up to a place, the oldest first.
+
+    Raises:
+        CheckpointError: a line is missing, damaged or cannot be read. The message names the file.
+    """
+    path, found = directory / _NAME, []
+    try:
+        with _regular_file.opened(path) as file:
+            before: Place | None = place
+            while before is not None and len(found) < place["number"]:
+                entry = _entry(file, before)
+                found.append(entry["record"])
+                before = entry["before"]
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path} is damaged: record {place['number'] - len(found)}: {reason}") from None
+    if before is not None or len(found) != place["number"]:
+        raise CheckpointError(f"{path} is damaged: it does not have the {place['number']} records that were saved")
+    return found[::-1]
+
+
+def _line(record: str, before: Place | None) -> bytes:
+    short = None if before is None else {name: before[name] for name in ("at", "sha256")}
+    line = f'{{"record": {record}, "before": {json.dumps(short)}}}\n'.encode()
+    if len(line) > _LONGEST:
+        raise OSError(f"a record has {len(line)} bytes, and {_LONGEST} at most; measure less in an epoch")
+    return line
+
+
+def _entry(file: Any, place: Place) -> dict[str, Any]:
+    """The line at a place. `ValueError` where another one is there."""
+    file.seek(place["at"])
+    line = file.readline(_LONGEST)
+    if hashlib.sha256(line).hexdigest() != place["sha256"]:
+        raise ValueError("it does not have the checksum it was saved with")
+    try:
+        entry = json.loads(line)
+        _manifest.check_depth(entry)
+        before = entry["before"]
+        if type(entry["record"]) is not dict:
+            raise ValueError
+        if before is not None:
+            _manifest.check_place({"number": 1, **before})
+            if before["at"] >= place["at"]:
+                raise ValueError
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError("it is no record") from None
+    return entry

@@ -1,0 +1,279 @@
+"""The directory of a run: one process claims it, and the records of its epochs are appended to a file."""
+
+import json
+import os
+import subprocess
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jaxpar import checkpoint, data, kv, train
+from jaxpar.checkpoint import _claim, _owner, _records
+
+LIKE = {"w": jnp.zeros(3)}
+STEP = train.make_train_step(lambda params, batch, rng: (((batch["image"] @ params["w"]) - 1.0).var(), {}))
+POINTS = data.Dataset(np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32), np.zeros(16, np.int32))
+
+
+def run(directory, epochs=2, **options):
+    store = kv.from_params({"w": np.zeros((4, 2), np.float32)}, optimizer=optax.sgd(0.1), devices=jax.devices()[:1])
+    options |= {"progress": False, "checkpoint_dir": directory, "batch_size": 8, "epochs": epochs}
+    return train.fit(train.create_state(store, 3), STEP, POINTS, **options)
+
+
+def content(path):
+    return json.loads((path / "jaxpar.json").read_text())["content"]
+
+
+# Records
+
+
+def records(number, first=1):
+    return [{"epoch": n, "loss": 1 / n, "odd": float("nan")} for n in range(first, first + number)]
+
+
+def test_a_save_writes_only_what_is_new(tmp_path):
+    state, history = run(tmp_path, epochs=3)
+    last = tmp_path / "step_00000006"
+    assert "history" not in content(last)["info"]
+    assert content(last)["records"]["number"] == 3
+    _, longer = run(tmp_path, epochs=4)
+    assert longer[:3] == history
+    lines = (tmp_path / "records.jsonl").read_text().splitlines()
+    assert [json.loads(line)["record"] for line in lines] == longer
+    assert checkpoint.Manager(tmp_path).restore_latest(state)[1]["history"] == longer
+
+
+def test_a_record_of_the_epoch_20001_writes_one_line(tmp_path):
+    writer, before = _records.RecordWriter(tmp_path), records(20_000)
+    writer.append(writer.new(before))
+    size = (tmp_path / "records.jsonl").stat().st_size
+    place = writer.append(writer.new(before + records(1, 20_001)))
+    assert (tmp_path / "records.jsonl").stat().st_size - size < 300
+    assert place["number"] == 20_001
+    assert len(json.dumps(place)) < 150
+    assert str(_records.read(tmp_path, place)) == str(records(20_001))
+
+
+def test_checkpoints_keep_their_records_where_a_run_goes_on_from_an_older_one(tmp_path):
+    places, writer = [], _records.RecordWriter(tmp_path)
+    for n in (1, 2, 3):
+        places.append(writer.append(writer.new(records(n))))
+    older = _records.RecordWriter(tmp_path)
+    older.go_on(places[0], _records.read(tmp_path, places[0]))
+    other = [*records(1), *records(2, first=7)]
+    branch = older.append(older.new(other))
+    for place, expected in [*((p, records(n)) for n, p in enumerate(places, 1)), (branch, other)]:
+        assert str(_records.read(tmp_path, place)) == str(expected)
+    again = older.append(older.new(records(2, first=30)))  # another history: all of it is written
+    assert str(_records.read(tmp_path, again)) == str(records(2, first=30))
+
+
+def test_a_line_that_was_cut_short_costs_no_other(tmp_path):
+    writer = _records.RecordWriter(tmp_path)
+    first = writer.append(writer.new(records(2)))
+    with open(tmp_path / "records.jsonl", "ab") as file:
+        file.write(b'{"record": {"epo')
+    second = writer.append(writer.new(records(3)))
+    assert str(_records.read(tmp_path, first)) == str(records(2))
+    assert str(_records.read(tmp_path, second)) == str(records(3))
+
+
+@settings(deadline=None, max_examples=200)
+@given(at=st.integers(0, 600), bit=st.integers(0, 7), cut=st.booleans())
+def test_damaged_records_are_refused_or_whole(tmp_path_factory, at, bit, cut):
+    folder = tmp_path_factory.mktemp("records")
+    writer = _records.RecordWriter(folder)
+    place = writer.append(writer.new(records(4)))
+    file = folder / "records.jsonl"
+    raw = bytearray(file.read_bytes())
+    at %= len(raw)
+    raw[at] ^= 1 << bit
+    file.write_bytes(raw[:at] if cut else raw)
+    with pytest.raises(checkpoint.CheckpointError, match=r"records.jsonl is damaged: record [1-4]: "):
+        _records.read(folder, place)
+
+
+@pytest.mark.parametrize("what", ["missing", "pipe", "endless", "folder", "number", "circle"])
+def test_records_that_cannot_be_read_cost_no_state(tmp_path, capsys, what):
+    state, _ = run(tmp_path, epochs=2)
+    file = tmp_path / "records.jsonl"
+    place = content(tmp_path / "step_00000004")["records"]
+    if what == "number":
+        with pytest.raises(checkpoint.CheckpointError, match="does not have the 3 records"):
+            _records.read(tmp_path, {**place, "number": 3})
+        with pytest.raises(checkpoint.CheckpointError, match="does not have the 1 records"):
+            _records.read(tmp_path, {**place, "number": 1})
+        return
+    file.unlink()
+    {"pipe": os.mkfifo, "folder": os.mkdir, "circle": lambda f: f.symlink_to(f)}.get(what, lambda f: None)(file)
+    if what == "endless":
+        file.symlink_to("/dev/zero")
+    again, info = checkpoint.Manager(tmp_path).restore_latest(state)
+    np.testing.assert_array_equal(again.params["w"], state.params["w"])
+    assert info["history"] == []
+    assert "step_00000004 is restored without the records of its epochs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", [{}, {"number": 0}, {"at": -1}, {"at": True}, {"sha256": "x"}, {"more": 1}])
+def test_a_forged_place_is_refused(place):
+    good = {"number": 1, "at": 0, "sha256": "0" * 64}
+    with pytest.raises(ValueError, match="must"):
+        _records._manifest.check_place({**good, **place} if place else {})
+
+
+def test_a_checkpoint_of_before_has_its_history(tmp_path):
+    _, history = run(tmp_path / "new", epochs=2)
+    state, info = checkpoint.Manager(tmp_path / "new").restore_latest(run(None)[0])
+    old = checkpoint.Manager(tmp_path / "old")
+    old.save(state, info)  # the history is in the info
+    old.close()
+    assert not (tmp_path / "old" / "records.jsonl").exists()
+    assert run(tmp_path / "old", epochs=3)[1][:2] == history
+    assert len((tmp_path / "old" / "records.jsonl").read_text().splitlines()) == 3
+
+
+# Claims
+
+
+def claimed_by(directory, owner, pid=77):
+    directory.mkdir(exist_ok=True)
+    said = {"owner": owner, "host": "far\x1b[2J", "pid": pid, "token": "x"}
+    (directory / ".writer").write_text(json.dumps(said))
+
+
+@pytest.fixture
+def sleeper():
+    """Another process of this machine, and its name."""
+    process = subprocess.Popen(["sleep", "60"])
+    machine = _owner.tag().split("-")[0]
+    yield process, f"{machine}-{process.pid}-{_owner._stat(process.pid)[1]}"
+    process.kill()
+    process.wait()
+
+
+def test_one_process_writes_to_a_directory(tmp_path, sleeper):
+    process, owner = sleeper
+    claimed_by(tmp_path, owner, process.pid)
+    before = (tmp_path / ".writer").read_bytes()
+    (tmp_path / "metrics.jsonl").write_text("mine")
+    with pytest.raises(OSError, match=rf"belongs to process {process.pid} on far\\x1b\[2J, which runs and writes"):
+        run(tmp_path, metrics_file=tmp_path / "metrics.jsonl")
+    manager = checkpoint.Manager(tmp_path)
+    with pytest.raises(OSError, match="one run at a time writes to a directory"):
+        manager.save(LIKE)
+    manager.close()
+    assert (tmp_path / ".writer").read_bytes() == before
+    assert (tmp_path / "metrics.jsonl").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == [".writer", "metrics.jsonl"]
+    process.kill()  # it is a zombie now
+    while _owner._stat(process.pid)[0] != "Z":
+        time.sleep(0.01)
+    run(tmp_path, epochs=1)
+    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "records.jsonl", "step_00000002"]
+
+
+@pytest.mark.parametrize("change", [lambda began: began + 1, lambda began: began])
+def test_a_claim_of_a_process_that_ended_is_taken_over(tmp_path, sleeper, change):
+    process, owner = sleeper
+    machine, number, began = owner.split("-")
+    if change(int(began)) == int(began):
+        process.kill()
+        process.wait()
+    claimed_by(tmp_path, f"{machine}-{number}-{change(int(began))}")  # else another process has its number now
+    manager = checkpoint.Manager(tmp_path)
+    manager.save(LIKE)
+    manager.close()
+    assert os.listdir(tmp_path) == ["save_00000001"]
+
+
+FAR = f"{'a' * 16}-5-5"
+
+
+@pytest.mark.parametrize("owner", [FAR, "", "no name", "0" * 16 + "-5-5"])
+def test_a_claim_of_another_machine_is_watched(tmp_path, monkeypatch, capsys, owner):
+    monkeypatch.setattr(_claim, "_STALE", 0.4)
+    monkeypatch.setattr(_claim, "_LOOK_EVERY", 0.02)
+    claimed_by(tmp_path, owner)
+    ended = threading.Event()
+
+    def touch():
+        while not ended.wait(0.05):
+            os.utime(tmp_path / ".writer")
+
+    thread = threading.Thread(target=touch)
+    thread.start()
+    claim = _claim.Claim(tmp_path)
+    with pytest.raises(OSError, match="belongs to process 77 on far"):
+        claim.hold()
+    ended.set()
+    thread.join()
+    claim.hold()
+    claim.release()
+    assert os.listdir(tmp_path) == []
+    said = capsys.readouterr().err
+    assert "was claimed by process 77 on far" in said
+    assert "waiting 0 seconds to see whether it runs" in said
+    assert "\x1b" not in said
+
+
+def test_a_claim_that_was_lost_is_not_written_over(tmp_path):
+    manager = checkpoint.Manager(tmp_path)
+    manager.save(LIKE)
+    manager.wait()
+    claimed_by(tmp_path, FAR)
+    with pytest.raises(OSError, match="was taken over by process 77 on far.* while this process was stopped"):
+        manager.save(LIKE)
+    manager.close()
+    assert sorted(os.listdir(tmp_path)) == [".writer", "save_00000001"]
+
+
+def test_managers_of_one_process_share_a_claim(tmp_path):
+    one, two = checkpoint.Manager(tmp_path), checkpoint.Manager(tmp_path)
+    one.save(LIKE)
+    one.wait()
+    two.save(LIKE)
+    two.wait()
+    one.close()
+    assert ".writer" not in os.listdir(tmp_path)
+    two.save(LIKE)
+    two.wait()
+    assert ".writer" in os.listdir(tmp_path)
+    del two  # without `close`
+    assert ".writer" not in os.listdir(tmp_path)
+    one.save(LIKE)
+    one.close()
+    assert sorted(os.listdir(tmp_path)) == [f"save_{n:08d}" for n in (2, 3, 4)]
+
+
+def test_of_two_that_take_a_claim_over_one_has_it(tmp_path, monkeypatch, sleeper):
+    process, owner = sleeper
+    claimed_by(tmp_path, FAR)
+    os.utime(tmp_path / ".writer", (1, 1))
+    rename = os.rename
+
+    def race(*paths):
+        monkeypatch.undo()
+        claimed_by(tmp_path, owner, process.pid)  # it was faster
+        rename(*paths)
+
+    monkeypatch.setattr(os, "rename", race)
+    with pytest.raises(OSError, match=f"belongs to process {process.pid}"):
+        _claim.Claim(tmp_path).hold()
+    assert json.loads((tmp_path / ".writer").read_text())["owner"] == owner
+    assert os.listdir(tmp_path) == [".writer"]
+
+
+def test_a_claim_is_refused_where_nothing_can_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="cannot be written"):
+        _claim.Claim(tmp_path / "file" / "below").hold()
+    os.mkfifo(tmp_path / ".writer")
+    with pytest.raises(OSError, match=r"\.writer cannot be read"):
+        _claim.Claim(tmp_path).hold()
