@@ -24,3 +24,4 @@ from ._process import (
     set_resume_hint as set_resume_hint,
     wait_for_loss_report as wait_for_loss_report,
 )
+from ._ray import worker as _ray_worker

@@ -195,7 +195,9 @@ def _should_stop(loop: Loop, checkpoints: RunCheckpoints, signals: interrupt.Sig
         stopped = record is not None and loop.call_back(record)
     finally:  # a callback that fails costs no steps
         interrupted = signals.should_stop(loop.state, loop.at, record is not None)
-        checkpoints.save(loop, stopped=stopped, interrupted=interrupted)
+        saved = checkpoints.save(loop, stopped=stopped, interrupted=interrupted)
+    if record is not None:
+        loop.run.callbacks.saved(record, lambda: checkpoints.wait(loop.at) if saved else None)
     return stopped or interrupted
 
 
