@@ -125,7 +125,7 @@ def fit(
             `data.Dataset` that are no classes of the model, in test data and for a loss of `classification_loss`.
         What shapes tell about `loss_fn`, `apply_fn` and `eval_fn` is checked before the first step, and the state stays
             valid. Of batches that an iterable gives, other than a list, the shapes are known when they come.
-        RuntimeError: one of several processes of `python -m jaxpar launch` that has not joined the others.
+        RuntimeError: one of several processes of `python -m jaxpar launch` or Ray Train that has not joined.
         FileNotFoundError: `resume=True` and no checkpoint.
         NonFiniteError: a `FloatingPointError`: a step with `nonfinite="stop"` met a NaN or infinite loss or gradient.
             It names the step and the keys. Its `state`, which is saved too, is the one before that step.

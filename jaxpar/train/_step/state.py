@@ -124,7 +124,7 @@ def create_state(
     Raises:
         TypeError: no store.
         ValueError: the store was not made by `kv.from_params`.
-        RuntimeError: this is one of several processes of `python -m jaxpar launch` and has not joined the others. Call
+        RuntimeError: this is one of several processes of `python -m jaxpar launch` or Ray Train that has not joined. Call
             `jp.distributed.initialize()` first.
 
     Example:
