@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 import types
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -134,6 +135,18 @@ def test_kubernetes():
     assert _environment.find(None, None, None, job) == "Kubernetes"  # jax asks the API server
     by_hand = {"JAXPAR_COORDINATOR": "job-0.net:5", "JAXPAR_NUM_PROCESSES": "2"}
     assert found({**job, **by_hand}) == ("job-0.net:5", 2, 1, None)
+
+
+def test_the_manifests_of_the_documentation():
+    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    pod = {"KUBERNETES_SERVICE_HOST": "1.2.3.4", "JOB_COMPLETION_INDEX": "3"}
+    manifests = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "JAXPAR_" in block]
+    for block in manifests:
+        variables = dict(re.findall(r'name: (JAXPAR_\w+), value: "([^"]+)"', block))
+        coordinator, size, rank, _ = found({**pod, **variables})
+        assert (size, rank) == (4, 3) == (int(re.search(r"completions: (\d)", block)[1]), 3)
+        assert re.fullmatch(r"lenet(-workers-0)?-0\.lenet:4000", coordinator)
+    assert len(manifests) == 2
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-import textwrap
 import types
 from pathlib import Path
 
@@ -230,100 +230,91 @@ def test_a_damaged_checkpoint_gives_way_to_the_copy(ray, tmp_path, capsys):
 
 # With Ray itself
 
-PROGRAM = """
-import os, pathlib, signal, sys
-import numpy as np
-
-def loop(config):
-    import jax, optax
-    import jaxpar as jp
-    jp.distributed.initialize()
-    assert (jp.distributed.known_processes(), jp.kv.num_workers(), jax.device_count()) == (2, 2, 4)
-    folder = pathlib.Path(config["folder"])
-    if config.get("only_sum"):
-        store = jp.kv.init(jp.kv.create("dist_sync"), 0, np.zeros(3, np.float32))
-        ones = [np.full(3, jp.kv.rank() + 1.0, np.float32)] * 2
-        return np.asarray(jp.kv.pull(jp.kv.push(store, 0, ones), 0)).tolist()
-    images = np.random.default_rng(0).random((64, 8), np.float32)
-    lines = jp.data.Dataset(images, images[:, 0])
-    params = {"w": np.zeros(8, np.float32), "b": np.zeros((), np.float32)}
-    store = jp.kv.from_params(params, kind="dist_sync", optimizer=optax.adam(0.05))
-
-    def loss_fn(params, batch, rng):
-        return ((batch["image"] @ params["w"] + params["b"] - batch["label"]) ** 2).mean(), {}
-
-    def on_step(step, metrics):
-        if config.get("kill") and step == 10 and jp.kv.rank() == 1 and not (folder / "killed").exists():
-            (folder / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    state, history = jp.train.fit(
-        jp.train.create_state(store, 0), jp.train.make_train_step(loss_fn), lines, epochs=5, batch_size=16,
-        checkpoint_dir=folder / "run", callbacks=jp.train.to_ray(), on_step=on_step, progress=False)
-    bits = np.concatenate([np.ravel(x) for x in jax.tree.leaves(jp.kv.to_params(state.store))]).tobytes().hex()
-    return {"bits": bits, "loss": [record["loss"] for record in history]}
-"""
-LAUNCHED = """
-import json
-answer = loop({"folder": sys.argv[1]})
+TRAIN = """
+import json, os, pathlib, signal, sys
+import jax, numpy as np, optax
 import jaxpar as jp
+
+jp.distributed.initialize()
+assert (jp.distributed.known_processes(), jp.kv.num_workers(), jax.device_count()) == (2, 2, 4)
+folder = pathlib.Path(os.environ["FOLDER"])
+images = np.random.default_rng(0).random((64, 8), np.float32)
+lines = jp.data.Dataset(images, images[:, 0])
+params = {"w": np.zeros(8, np.float32), "b": np.zeros((), np.float32)}
+store = jp.kv.from_params(params, kind="dist_sync", optimizer=optax.adam(0.05))
+
+def loss_fn(params, batch, rng):
+    return ((batch["image"] @ params["w"] + params["b"] - batch["label"]) ** 2).mean(), {}
+
+def on_step(step, metrics):
+    if (folder / "kill").exists() and step == 10 and jp.kv.rank() == 1:
+        (folder / "kill").rename(folder / "killed")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+state, history = jp.train.fit(
+    jp.train.create_state(store, 0), jp.train.make_train_step(loss_fn), lines, epochs=5, batch_size=16,
+    checkpoint_dir=folder / "run", callbacks=jp.train.to_ray(), on_step=on_step, progress=False)
 if jp.kv.rank() == 0:
-    pathlib.Path(sys.argv[1], "answer.json").write_text(json.dumps(answer))
+    bits = np.concatenate([np.ravel(x) for x in jax.tree.leaves(jp.kv.to_params(state.store))]).tobytes().hex()
+    (folder / "answer.json").write_text(json.dumps({"bits": bits, "loss": [r["loss"] for r in history]}))
 """
-IN_RAY = """
-import json, ray
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.v2.jax import JaxTrainer
+BEFORE = """
+import ray
+ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
+"""
+AFTER = """
+import json, pathlib
 from ray.train.v2.jax.config import JaxConfig
 
-folder = sys.argv[1]
-ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
-
-def fit(name, config, jax_config):
-    variables = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": os.environ["PYTHONPATH"]}
-    run_config = RunConfig(
-        name=name, storage_path=folder + "/storage", failure_config=FailureConfig(max_failures=1),
-        worker_runtime_env={"env_vars": variables})
-    trainer = JaxTrainer(
-        loop, train_loop_config={"folder": folder, **config}, jax_config=jax_config,
-        scaling_config=ScalingConfig(num_workers=2), run_config=run_config)
-    return trainer.fit()
-
-killed = fit("killed", {"kill": True}, JaxConfig(use_gpu=True))  # Ray starts jax
-own = fit("own", {"only_sum": True}, None)  # Ray does not, so jaxpar does
-reported = [metrics["epoch"] for _, metrics in killed.best_checkpoints]
-answer = {**killed.return_value, "sum": own.return_value, "epochs": reported, "checkpoint": killed.checkpoint.path}
-pathlib.Path(folder, "answer.json").write_text(json.dumps(answer))
+reported = {"epochs": [metrics["epoch"] for _, metrics in result.best_checkpoints]}
+reported["checkpoint"] = result.checkpoint.path
+pathlib.Path("/shared/own/reported.json").write_text(json.dumps(reported))
+cpus["FOLDER"] = "/shared/attached"
+trainer = JaxTrainer(
+    train, jax_config=JaxConfig(use_gpu=True), scaling_config=ScalingConfig(num_workers=2),
+    run_config=RunConfig(name="attached", storage_path="/shared/ray", worker_runtime_env={"env_vars": cpus}))
+trainer.fit()
 ray.shutdown()
 """
 
 
-def start(folder, script, *before):
-    folder.mkdir()
-    path = folder / "train.py"
-    path.write_text(textwrap.dedent(PROGRAM + script))
-    here = str(Path(train.__file__).parents[2])
-    env = environment(PYTHONPATH=here, RAY_TRAIN_V2_ENABLED="1", RAY_DEDUP_LOGS="0", RAY_USAGE_STATS_ENABLED="0")
-    done = subprocess.run(
-        [*(before or [sys.executable]), str(path), str(folder)],
-        env={k: v for k, v in env.items() if k != "XLA_FLAGS"},
-        **{"capture_output": True, "text": True, "timeout": 400, "check": False},
-    )
+def program_of_the_page(folder):
+    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text().partition("## Ray Train")[2]
+    block = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    block = block.replace("cpus = {", f'cpus = {{"FOLDER": "/shared/own", "PYTHONPATH": {os.environ["PYTHONPATH"]!r}, ')
+    return (BEFORE + block + AFTER).replace("/shared", str(folder))
+
+
+def start(folder, *words):
+    env = environment(RAY_TRAIN_V2_ENABLED="1", RAY_DEDUP_LOGS="0", RAY_USAGE_STATS_ENABLED="0", FOLDER=str(folder))
+    env = {k: v for k, v in env.items() if k != "XLA_FLAGS"}  # Ray's workers have none
+    done = subprocess.run([*words], env=env, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    return json.loads((folder / "answer.json").read_text()), done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
-@pytest.mark.slow  # Ray takes seven seconds to start, and four to start a group of workers
-def test_a_killed_worker_is_started_again_and_ends_with_the_same_bits(tmp_path):
+@pytest.mark.slow  # Ray takes seven seconds to start, and ten for each group of workers
+def test_a_killed_worker_is_started_again_and_ends_with_the_same_bits(tmp_path, monkeypatch):
+    """One script under the launcher, in Ray where jaxpar starts jax and a worker is killed, and where Ray starts jax."""
     pytest.importorskip("ray.train", reason="the extra ray is not installed")
     pytest.importorskip("ray.train.v2.jax", reason="this Ray has no JaxTrainer")
-    whole, _ = start(tmp_path / "whole", LAUNCHED, *command("-n", "2", "--devices", "2", "--"), "python")
-    killed, said = start(tmp_path / "killed", IN_RAY)
-    assert (tmp_path / "killed" / "killed").exists()
-    assert (killed["bits"], killed["loss"]) == (whole["bits"], whole["loss"])
-    assert killed["epochs"] == [1, 2, 3, 4, 5]
-    assert killed["sum"] == [6.0] * 3
+    monkeypatch.setenv("PYTHONPATH", str(Path(train.__file__).parents[2]))
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    for name in ("whole", "own", "attached"):
+        (tmp_path / name).mkdir()
+    start(tmp_path / "whole", *command("-n", "2", "--devices", "2"), "--", "python", str(script))
+    (tmp_path / "own" / "kill").touch()
+    (tmp_path / "in_ray.py").write_text(program_of_the_page(tmp_path))
+    said = start(tmp_path, sys.executable, str(tmp_path / "in_ray.py"))
+    assert (tmp_path / "own" / "killed").exists()
+    whole, own, attached = (
+        json.loads((tmp_path / name / "answer.json").read_text()) for name in ("whole", "own", "attached")
+    )
+    assert own == attached == whole
+    reported = json.loads((tmp_path / "own" / "reported.json").read_text())
+    assert reported["epochs"] == [1, 2, 3, 4, 5]
+    assert checkpoint.latest(Path(reported["checkpoint"]).parent).name == Path(reported["checkpoint"]).name
     assert "resumed from step 8 in" in said
-    assert said.count("Ray Train has started jax in 2 processes") >= 2  # at the start, and after the loss
-    assert "jax runs in 2 processes" in said
-    assert checkpoint.latest(Path(killed["checkpoint"]).parent).name == Path(killed["checkpoint"]).name
+    assert said.count("jaxpar: jax runs in 2 processes; Ray watches them") >= 2  # at the start, and after the loss
+    assert "jaxpar: Ray Train has started jax in 2 processes" in said

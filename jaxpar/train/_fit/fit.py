@@ -95,7 +95,9 @@ def fit(
             arrays, numbers and texts, which is saved with the checkpoints. It may have
             `on_step(memory, step, metrics) -> memory` too. One that returns True, or True as `stop`, ends the
             training. Do not keep the state: the next step takes its memory. A callback with a method
-            `on_start(history)` or `on_end(history)` gets that call when `fit` begins or ends.
+            `on_start(history)` or `on_end(history)` gets that call when `fit` begins or ends, one with
+            `before_resume(directory)` before checkpoints are looked for, and one with `on_saved(record, written)` after
+            a record. There `written()` waits for its checkpoint, in all processes, and gives the path or None.
         on_step: `on_step(step, metrics)`, called for each step in order, with its metrics as floats. `step` counts from
             1. The call comes up to sixteen steps late, so that nothing waits for it.
         profile: a directory for a trace of five steps, from the eleventh of this call on, by jax's profiler. Or
