@@ -18,7 +18,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jaxpar import checkpoint, data, kv, models, parallel, sparse, train, updaters
+from jaxpar import checkpoint, data, distributed, kv, models, parallel, sparse, train, updaters
 from jaxpar._core import checks
 from jaxpar._devices import placement
 from jaxpar._devices.mesh import split_over
@@ -520,6 +520,8 @@ def main():
     coordinator, count, index, folder, *phases = sys.argv[1:]
     if int(count) > 1:
         jax.distributed.initialize(coordinator, int(count), int(index), initialization_timeout=60)
+        distributed.initialize()  # attaches
+        assert distributed.known_processes() == int(count)
     assert (kv.rank(), kv.num_workers()) == (int(index), int(count))
     for phase in phases:
         began, worked = time.monotonic(), time.process_time()

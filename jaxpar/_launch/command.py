@@ -19,6 +19,9 @@ Start n processes on this machine. Each line that they print begins with the ran
 with jaxpar.distributed.initialize() needs nothing else. When one process fails, is killed or frozen, all are ended.
 With --max-restarts they are started again. `python` as the first word is the interpreter that runs the launcher.
 
+It is for one machine only. For several, start the same script by SLURM, Open MPI, Kubernetes, Ray Train or SkyPilot,
+which docs/cluster.md shows.
+
 exit status: 0: all ended with 0. 2: bad arguments. 128 + signal: a signal ended the launcher. Else the status of the
 process that failed first, 128 + signal where it was killed.
 """
@@ -28,7 +31,7 @@ def add_parser(commands: Any) -> None:
     """Add `launch` to the subparsers of the command line."""
     parser = commands.add_parser(
         "launch",
-        help="start several processes",
+        help="start several processes on this machine",
         description=_ABOUT,
         usage="jaxpar launch -n N [options] -- python script.py [arguments]",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -3,7 +3,8 @@
 `_save` saves one checkpoint, restores it and finds the newest good one. `_manager` keeps the checkpoints of a run.
 `_leaves` turns a state into named arrays and back. `_files` writes and reads a directory. `_manifest` checks what a
 checkpoint says about itself, `_regular_file` reads within bounds, and `_owner` knows whose unfinished files may go.
-`_mxnet` reads files of MXNet.
+`_adopt` takes a checkpoint from one directory
+to another. `_mxnet` reads files of MXNet.
 
 >>> import tempfile
 >>> import jax.numpy as jnp
@@ -14,6 +15,7 @@ checkpoint says about itself, `_regular_file` reads within bounds, and `_owner` 
 7
 """
 
+from ._adopt import adopt as _adopt, whole_copy as _whole_copy
 from ._manager import Manager as Manager
 from ._manifest import CheckpointError as CheckpointError
 from ._mxnet import load_mxnet as load_mxnet

@@ -3,7 +3,8 @@
 >>> from jaxpar import distributed
 >>> distributed.initialize()  # one process: there is nothing to do
 
-The same script runs in a notebook, under `python -m jaxpar launch`, SLURM, Open MPI, Kubernetes and on Cloud TPU.
+The same script runs in a notebook, under `python -m jaxpar launch`, in Ray Train, under SLURM, Open MPI, Kubernetes and
+SkyPilot, and on Cloud TPU.
 
 A start goes one way:
 
@@ -13,6 +14,7 @@ A start goes one way:
     _start         start jax
     _process       what this process knows of the run from then on
 
+`_attach` joins where other code has started jax. `_ray` knows the workers of Ray Train.
 `_join` is for callers that need all processes, such as `kv.create`.
 """
 
@@ -24,3 +26,4 @@ from ._process import (
     set_resume_hint as set_resume_hint,
     wait_for_loss_report as wait_for_loss_report,
 )
+from ._ray import worker as _ray_worker

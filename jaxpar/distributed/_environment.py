@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._core.checks import whole_number
+from . import _ray
+
+RAY_TRAIN = "Ray Train"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +58,8 @@ def find(
     """The settings of this process. An argument goes before the environment.
 
     Returns:
-        The settings. None where nothing names several processes. The name of the surroundings where only jax can find
-        the settings.
+        The settings. None where nothing names several processes. The name of the surroundings where only jax or Ray
+        can find the settings.
 
     Raises:
         TypeError: `num_processes` or `process_id` is no int.
@@ -64,7 +67,10 @@ def find(
     """
     given: Settings = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     given = {name: value for name, value in given.items() if value is not None}
-    found = _jaxpar(env) or _slurm(env) or _open_mpi(env)
+    found = _jaxpar(env)
+    if not found and not given and (train := _ray.worker()):
+        return RAY_TRAIN if train.get_context().get_world_size() > 1 else None  # whatever started Ray's own processes
+    found = found or _by_jax_names(env) or _skypilot(env) or _slurm(env) or _open_mpi(env)
     if "server" in found and (other := [n for n, v in given.items() if v != found[n]]):
         name = other[0]
         raise ValueError(
@@ -81,8 +87,19 @@ def find(
 
 
 def find_launched(env: Mapping[str, str] = os.environ) -> Cluster | str | None:
-    """The settings from the variables JAXPAR_*, or None. `jaxpar launch` sets them, or the user."""
-    return find(None, None, None, env) if _jaxpar(env) else None
+    """The settings where the processes certainly are one run, or None.
+
+    Those are the variables JAXPAR_*, of `jaxpar launch` or the user, those of jax's names, and Ray Train.
+    """
+    return find(None, None, None, env) if _jaxpar(env) or _by_jax_names(env) or _ray.worker() else None
+
+
+def describe_separate(found: Cluster | str | None) -> str:
+    """How separate runs are started, where `find_launched` found one run."""
+    if isinstance(found, Cluster):
+        names = "JAX_*" if found.source == "JAX_*" else "JAXPAR_*"
+        return f"separate runs are started without the variables {names}"
+    return "separate runs are trials of Ray Tune"
 
 
 def has_others(found: Cluster | str | None) -> bool:
@@ -115,6 +132,20 @@ def _jaxpar(env: Mapping[str, str]) -> Settings:
     if env.get("JAXPAR_HUB"):
         found |= {"server": env["JAXPAR_HUB"], "source": "jaxpar launch"}
     return found
+
+
+def _by_jax_names(env: Mapping[str, str]) -> Settings:
+    """The settings under jax's own names, as Kubeflow Trainer and others set them. jax reads only the first."""
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    if not all(env.get(name) for name in names):
+        return {}
+    address, size, rank = (env[name] for name in names)
+    return {
+        "source": "JAX_*",
+        "coordinator": address,
+        "num_processes": _int(names[1], size),
+        "process_id": _int(names[2], rank),
+    }
 
 
 def _slurm(env: Mapping[str, str]) -> Settings:
@@ -161,6 +192,31 @@ def _open_mpi(env: Mapping[str, str]) -> Settings:
             "mpirun -x JAX_COORDINATOR_ADDRESS=<first host>:<port> ..."
         )
     return found
+
+
+def _skypilot(env: Mapping[str, str]) -> Settings:
+    """The settings of SkyPilot: one process for each node, and the addresses of the nodes in their order.
+
+    They go before those of SLURM, on which SkyPilot can run, and not before those of an `mpirun` in its task.
+    """
+    if "SKYPILOT_NODE_RANK" not in env or "SKYPILOT_NODE_IPS" not in env or "OMPI_COMM_WORLD_SIZE" in env:
+        return {}
+    nodes, task = env["SKYPILOT_NODE_IPS"].split(), env.get("SKYPILOT_TASK_ID", "")
+    size = _int("SKYPILOT_NUM_NODES", env.get("SKYPILOT_NUM_NODES") or str(max(1, len(nodes))))
+    if size == 1:
+        return {}
+    if len(nodes) != size:
+        raise ValueError(
+            f"distributed.initialize: SKYPILOT_NUM_NODES is {size}, but SKYPILOT_NODE_IPS has {len(nodes)} addresses"
+        )
+    host = f"[{nodes[0]}]" if ":" in nodes[0] else nodes[0]
+    return {
+        "source": "SkyPilot",
+        "coordinator": f"{host}:{_port(env, sum(task.encode()))}",
+        "num_processes": size,
+        "process_id": _int("SKYPILOT_NODE_RANK", env["SKYPILOT_NODE_RANK"]),
+        "job": task,
+    }
 
 
 def _only_jax(env: Mapping[str, str]) -> str | None:

@@ -10,7 +10,7 @@ import jax
 
 from .._heartbeat.messages import MOST_SECONDS
 from .._heartbeat.server import HEARTBEAT_TIMEOUT
-from . import _environment, _process, _start
+from . import _attach, _environment, _process, _start
 
 
 def initialize(
@@ -27,9 +27,12 @@ def initialize(
     """Make this process one of several that train together. Call it before the first use of JAX.
 
     Without arguments the settings are found. First come those of `python -m jaxpar launch`, or the same variables set
-    by hand: JAXPAR_COORDINATOR, JAXPAR_NUM_PROCESSES, JAXPAR_PROCESS_ID. Then, as in jax, come SLURM, Open MPI,
+    by hand: JAXPAR_COORDINATOR, JAXPAR_NUM_PROCESSES, JAXPAR_PROCESS_ID. Then come Ray Train, the variables
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and SkyPilot. Then, as in jax, come SLURM, Open MPI,
     Kubernetes and Cloud TPU. Where none of them names several processes the call returns, and the process trains as
     the only one. So a script or a notebook may always begin with it (jax raises there). A second call does nothing.
+    Where other code has called `jax.distributed.initialize`, this joins its processes and starts nothing. Ray Train
+    watches its workers and starts them again, so there are no heartbeats in it.
     `kv.create` makes this call for the kinds `dist_...`.
 
     On CPU devices the collectives between processes are Gloo's.
@@ -60,7 +63,7 @@ def initialize(
             time, or with other numbers. An earlier call failed half-way.
     """
     if _process.is_joined():
-        return
+        return _attach.attach(num_processes, process_id)
     joining, heartbeat = _timeouts(initialization_timeout, heartbeat_timeout)
     cluster = _environment.find(coordinator, num_processes, process_id)
     by_hand = any(x is not None for x in (coordinator, num_processes, process_id))
@@ -78,7 +81,9 @@ def initialize(
         # jax's own watch is only for a failure of ours: what it does comes later, with a stack trace.
         "heartbeat_timeout_seconds": round(max(100, 10 * heartbeat)),
     }
-    if isinstance(cluster, str):
+    if cluster == _environment.RAY_TRAIN:
+        _start.start_by_ray(options)
+    elif isinstance(cluster, str):
         _start.start_by_jax(cluster, options, heartbeat, monitor)
     else:
         _start.start(cluster, options, heartbeat, joining, monitor)

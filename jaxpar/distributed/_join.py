@@ -39,7 +39,8 @@ def check_joined(caller: str, harm: str, *, launched: bool = False) -> None:
     Args:
         caller: who asks. The message begins with it.
         harm: what would go wrong, as a clause.
-        launched: True looks only at the variables of `jaxpar launch`. Tasks of SLURM may be runs of their own.
+        launched: True looks only where all processes certainly are one run: under `jaxpar launch`, in Ray Train and
+            under jax's own variables. Tasks of SLURM may be runs of their own.
 
     Raises:
         RuntimeError: this process has not joined the others.
@@ -53,7 +54,7 @@ def check_joined(caller: str, harm: str, *, launched: bool = False) -> None:
         return
     cluster = _environment.find_launched() if launched else _environment.find(None, None, None)
     if _environment.has_others(cluster):
-        separate = "; separate runs are started without the variables JAXPAR_*" if launched else ""
+        separate = f"; {_environment.describe_separate(cluster)}" if launched else ""
         raise RuntimeError(
             f"{caller}: this is {_environment.describe(cluster)} and has not joined the others, so {harm}. Call "
             f"jp.distributed.initialize() before the first use of JAX{separate}"

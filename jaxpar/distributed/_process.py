@@ -22,12 +22,14 @@ class Process:
         processes: how many processes the run has.
         is_joined: whether `initialize` is done. The process may be the only one.
         has_failed: whether jax failed during its own start.
+        is_attached: whether `initialize` found jax started by other code.
     """
 
     client: HeartbeatClient | None = None
     processes: int = 1
     is_joined: bool = False
     has_failed: bool = False
+    is_attached: bool = False
 
 
 this = Process()
@@ -91,13 +93,16 @@ def set_resume_hint(path: str | os.PathLike[str] | None) -> None:
 def known_processes() -> int:
     """How many processes `initialize` found. It is 1 before that.
 
-    Unlike `jax.process_count` this starts no device.
+    Unlike `jax.process_count` this starts no device. Where other code has called `jax.distributed.initialize`, it is
+    `jax.process_count()`.
 
     Example:
         >>> from jaxpar import distributed
         >>> distributed.known_processes()
         1
     """
+    if not this.is_joined and jax.distributed.is_initialized():
+        return jax.process_count()
     return this.processes
 
 

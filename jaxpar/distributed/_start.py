@@ -14,7 +14,7 @@ from .._heartbeat import addresses
 from .._heartbeat.client import HeartbeatClient
 from .._heartbeat.proxy import ServiceProxy
 from .._heartbeat.secret import Secret
-from . import _process, _rendezvous
+from . import _attach, _environment, _process, _ray, _rendezvous
 from ._environment import Cluster
 
 
@@ -59,6 +59,18 @@ def _start_jax(cluster: Cluster, is_watched: bool, options: dict[str, Any]) -> N
             coordinator_bind_address=bind_address,
             **options,
         )
+
+
+def start_by_ray(options: dict[str, Any]) -> None:
+    """Start jax in the workers of Ray Train. There are no heartbeats, as Ray watches its workers.
+
+    Args:
+        options: as for `start`.
+    """
+    address, size, rank = _ray.meet(_ray.worker())
+    _process.become(size, None)
+    _start_jax(Cluster(address, size, rank, _environment.RAY_TRAIN), False, options)
+    _attach.say_once(size, rank, "jax runs")
 
 
 def start_by_jax(name: str, options: dict[str, Any], heartbeat_timeout: float, watch: bool) -> None:

@@ -24,6 +24,7 @@ from ._callbacks.history import History as History, plot_history as plot_history
 from ._callbacks.learning_rate import LearningRate as LearningRate
 from ._callbacks.live_plot import LivePlot as LivePlot
 from ._callbacks.metrics_files import to_jsonl as to_jsonl
+from ._callbacks.ray_train import to_ray as to_ray
 from ._callbacks.tensorboard import to_tensorboard as to_tensorboard
 from ._callbacks.trackers import to_mlflow as to_mlflow, to_wandb as to_wandb
 from ._evaluate.evaluate import evaluate as evaluate

@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 import types
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -38,6 +39,14 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
 }
+SKYPILOT = {
+    "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6\n10.0.0.7",
+    "SKYPILOT_NODE_RANK": "2",
+    "SKYPILOT_NUM_NODES": "3",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    "SKYPILOT_TASK_ID": "sky-2026-11-22-16-00-00-000000_lenet_7",
+}
+KUBEFLOW = {"JAX_COORDINATOR_ADDRESS": "lenet-node-0-0.lenet:6666", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
 BY_HAND = {"JAXPAR_COORDINATOR": "a:1", "JAXPAR_NUM_PROCESSES": "2", "JAXPAR_PROCESS_ID": "1"}
 
 
@@ -96,11 +105,48 @@ def test_open_mpi():
     assert found({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})[3] is None
 
 
+def test_skypilot():
+    port = 65535 - 4096 + 1 + sum(b"sky-2026-11-22-16-00-00-000000_lenet_7") % 4096
+    assert found(SKYPILOT) == (f"10.0.0.5:{port}", 3, 2, None)
+    assert found({**SKYPILOT, "JAX_COORDINATOR_PORT": "7"})[0] == "10.0.0.5:7"
+    assert found({**SKYPILOT, "SKYPILOT_NODE_IPS": "fd00::1\nfd00::2\nfd00::3"})[0] == f"[fd00::1]:{port}"
+    assert found({**SKYPILOT, **SLURM})[1:3] == (3, 2)  # SkyPilot on SLURM: a step for each node
+    assert found({**SKYPILOT, **OPEN_MPI})[1:3] == (4, 2)  # mpirun in its task
+    one = {**SKYPILOT, "SKYPILOT_NODE_IPS": "10.0.0.5", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1"}
+    assert _environment.find(None, None, None, one) is None
+    with pytest.raises(ValueError, match="SKYPILOT_NUM_NODES is 3, but SKYPILOT_NODE_IPS has 2 addresses"):
+        found({**SKYPILOT, "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6"})
+
+
+def test_the_names_of_jax():
+    assert found(KUBEFLOW) == ("lenet-node-0-0.lenet:6666", 4, 3, None)
+    assert found({**KUBEFLOW, **BY_HAND}) == ("a:1", 2, 1, None)
+    with pytest.raises(ValueError, match="JAX_PROCESS_ID must be an int, got 'x'"):
+        found({**KUBEFLOW, "JAX_PROCESS_ID": "x"})
+
+
+def test_variables_of_torchrun_are_not_read():
+    torchrun = {"MASTER_ADDR": "a", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    assert _environment.find(None, None, None, torchrun) is None  # its own store has that port
+
+
 def test_kubernetes():
     job = {"KUBERNETES_SERVICE_HOST": "1.2.3.4", "JOB_COMPLETION_INDEX": "1"}
     assert _environment.find(None, None, None, job) == "Kubernetes"  # jax asks the API server
     by_hand = {"JAXPAR_COORDINATOR": "job-0.net:5", "JAXPAR_NUM_PROCESSES": "2"}
     assert found({**job, **by_hand}) == ("job-0.net:5", 2, 1, None)
+
+
+def test_the_manifests_of_the_documentation():
+    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    pod = {"KUBERNETES_SERVICE_HOST": "1.2.3.4", "JOB_COMPLETION_INDEX": "3"}
+    manifests = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "JAXPAR_" in block]
+    for block in manifests:
+        variables = dict(re.findall(r'name: (JAXPAR_\w+), value: "([^"]+)"', block))
+        coordinator, size, rank, _ = found({**pod, **variables})
+        assert (size, rank) == (4, 3) == (int(re.search(r"completions: (\d)", block)[1]), 3)
+        assert re.fullmatch(r"lenet(-workers-0)?-0\.lenet:4000", coordinator)
+    assert len(manifests) == 2
 
 
 @pytest.mark.parametrize(
@@ -159,6 +205,8 @@ UNJOINED = {
     "process 1 of 2 (JAXPAR_*)": BY_HAND,
     "process 3 of 8 (SLURM)": SLURM,
     "process 2 of 4 (Open MPI)": OPEN_MPI,
+    "process 2 of 3 (SkyPilot)": SKYPILOT,
+    "process 3 of 4 (JAX_*)": KUBEFLOW,
     "one of several (Kubernetes)": {"KUBERNETES_SERVICE_HOST": "1.2.3.4", "JOB_COMPLETION_INDEX": "1"},
 }
 DIST = ("dist_sync", "dist_device_sync", "dist_async")
@@ -218,7 +266,7 @@ def test_training_apart_is_refused_where_the_processes_belong_together(name, sur
     step = make_step()
     state = train.create_state(kv.from_params({"w": np.ones(())}, optimizer=TX), 0)
     surround(UNJOINED[name])
-    if "JAXPAR_COORDINATOR" not in UNJOINED[name]:  # these may be runs of their own
+    if not {"JAXPAR_COORDINATOR", "JAX_NUM_PROCESSES"} & set(UNJOINED[name]):  # these may be runs of their own
         assert one_step("sharded") == -1.0
         return
     for caller, function in {

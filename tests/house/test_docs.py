@@ -28,7 +28,7 @@ FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\S*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
 )
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->\s*$")
-MOST_NOT_RUN = 4
+MOST_NOT_RUN = 5
 # Pages that compile for 4 to 20 seconds: the second row runs them.
 LONG = tuple(
     f"docs/{name}.md" for name in "async checkpoints engines recipes seeing_a_run training tutorial your_model".split()

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 import jax
@@ -91,6 +92,22 @@ class Callbacks:
             for callback in self.each:
                 if hasattr(callback, "on_start"):
                     callback.on_start(history)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def before_resume(self, directory: Path) -> None:
+        """Give each callback that has `before_resume(directory)` the call, before checkpoints are looked for."""
+        with processes.raise_together():
+            for callback in self.each:
+                if hasattr(callback, "before_resume"):
+                    callback.before_resume(directory)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def saved(self, record: Record, written: Callable[[], Path | None]) -> None:
+        """Give each callback that has `on_saved(record, written)` the call, after the checkpoint of a record.
+
+        All processes wait in `written`, and perhaps in the callback. So an error in one is not raised in the others.
+        """
+        for callback in self.each:
+            if hasattr(callback, "on_saved"):
+                callback.on_saved(record, written)  # pyright: ignore[reportAttributeAccessIssue]
 
     def step(self, memories: Memories, number: int, metrics: dict[str, float]) -> Memories:
         """Call all that want each step. The memories after it."""

@@ -96,7 +96,9 @@ def fit(
             arrays, numbers and texts, which is saved with the checkpoints. It may have
             `on_step(memory, step, metrics) -> memory` too. One that returns True, or True as `stop`, ends the
             training. Do not keep the state: the next step takes its memory. A callback with a method
-            `on_start(history)` or `on_end(history)` gets that call when `fit` begins or ends.
+            `on_start(history)` or `on_end(history)` gets that call when `fit` begins or ends, one with
+            `before_resume(directory)` before checkpoints are looked for, and one with `on_saved(record, written)` after
+            a record. There `written()` waits for its checkpoint, in all processes, and gives the path or None.
         on_step: `on_step(step, metrics)`, called for each step in order, with its metrics as floats. `step` counts from
             1. The call comes up to sixteen steps late, so that nothing waits for it.
         profile: a directory for a trace of five steps, from the eleventh of this call on, by jax's profiler. Or
@@ -126,7 +128,7 @@ def fit(
             `data.Dataset` that are no classes of the model, in test data and for a loss of `classification_loss`.
         What shapes tell about `loss_fn`, `apply_fn` and `eval_fn` is checked before the first step, and the state stays
             valid. Of batches that an iterable gives, other than a list, the shapes are known when they come.
-        RuntimeError: one of several processes of `python -m jaxpar launch` that has not joined the others.
+        RuntimeError: one of several processes of `python -m jaxpar launch` or Ray Train that has not joined.
         FileNotFoundError: `resume=True` and no checkpoint.
         NonFiniteError: a `FloatingPointError`: a step with `nonfinite="stop"` met a NaN or infinite loss or gradient.
             It names the step and the keys. Its `state`, which is saved too, is the one before that step.
@@ -197,7 +199,9 @@ def _should_stop(loop: Loop, checkpoints: RunCheckpoints, signals: interrupt.Sig
         stopped = record is not None and loop.call_back(record)
     finally:  # a callback that fails costs no steps
         interrupted = signals.should_stop(loop.state, loop.at, record is not None)
-        checkpoints.save(loop, stopped=stopped, interrupted=interrupted)
+        saved = checkpoints.save(loop, stopped=stopped, interrupted=interrupted)
+    if record is not None:
+        loop.run.callbacks.saved(record, lambda: checkpoints.wait(loop.at) if saved else None)
     return stopped or interrupted
 
 

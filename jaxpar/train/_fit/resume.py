@@ -40,6 +40,7 @@ class RunCheckpoints:
             raise ValueError(f"fit: resume must be 'auto', True or False, got {resume!r}")
         found = None
         if self._manager is not None and resume:
+            self._run.callbacks.before_resume(Path(self._manager.directory))
             found = self._manager._restore(_like(state, self._run.step), _check_info)
         if found is None and resume is True:
             raise FileNotFoundError(f"fit: resume=True, but {self.directory} holds no checkpoint")
@@ -61,10 +62,10 @@ class RunCheckpoints:
         if self._manager is not None:
             self._manager._claim_directory()
 
-    def save(self, loop: Loop, *, stopped: bool = False, interrupted: bool = False) -> None:
-        """Save the state of the loop if it is due."""
+    def save(self, loop: Loop, *, stopped: bool = False, interrupted: bool = False) -> bool:
+        """Save the state of the loop if it is due. Return whether it was."""
         if self._manager is None:
-            return
+            return False
         every, interrupted = self._run.checkpoint_every, interrupted or loop.is_cut
         best = self._run.callbacks.is_best(loop.memories, loop.at)
         if loop.between_epochs or stopped or interrupted or best or (every and loop.at % every == 0):
@@ -72,6 +73,14 @@ class RunCheckpoints:
             about = {**loop.to_save(), **sizes, "stopped": stopped, "interrupted": interrupted}
             records = about.pop("history")  # in a file of its own: a save takes as long after a thousand epochs
             self._manager._save(loop.state, about, best=best, records=records)
+            return True
+        return False
+
+    def wait(self, step: int) -> Path | None:
+        """Wait until all is written. Return the newest checkpoint of a step."""
+        if self._manager is not None:
+            self._manager.wait()
+        return self.path(step)
 
     def path(self, step: int) -> Path | None:
         """The newest checkpoint of a step. None where there is no directory."""

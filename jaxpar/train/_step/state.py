@@ -124,8 +124,8 @@ def create_state(
     Raises:
         TypeError: no store.
         ValueError: the store was not made by `kv.from_params`.
-        RuntimeError: this is one of several processes of `python -m jaxpar launch` and has not joined the others. Call
-            `jp.distributed.initialize()` first.
+        RuntimeError: this is one of several processes of `python -m jaxpar launch` or Ray Train and has not joined the
+            others. Call `jp.distributed.initialize()` first.
 
     Example:
         >>> import optax

@@ -1,0 +1,103 @@
+"""The records and checkpoints of a run, reported to Ray Train."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ... import checkpoint, distributed
+from .history import Record
+
+
+def to_ray() -> RayReport:
+    """A callback of `fit` that reports to Ray Train, by `ray.train.report(metrics, checkpoint=...)`.
+
+    There is a report for each record, in all workers, when the checkpoint after it is on disk. Worker 0 hands that
+    checkpoint to Ray, which copies it to its own storage. `checkpoint.restore` reads the copy. The metrics have the
+    names of the record, and `checkpoint_dir`, as given to `fit`. Ray keeps metrics only with a checkpoint, so give
+    `fit` a `checkpoint_dir`.
+
+    When Ray starts the workers again, `fit` goes on from the newest checkpoint in `checkpoint_dir`. Where the one that
+    was reported last is not there, as on a new host, it is first copied back from Ray's storage. An epoch that was
+    saved and not reported is reported then.
+
+    Outside of a worker of Ray Train nothing is reported, so the same script runs anywhere. Ray need not be installed.
+
+    Example:
+        >>> from jaxpar import train
+        >>> report = train.to_ray()
+        >>> # state, history = train.fit(..., checkpoint_dir="/shared/run", callbacks=report)
+    """
+    return RayReport()
+
+
+class RayReport:
+    """What `to_ray` returns."""
+
+    def __init__(self) -> None:
+        self._directory: Path | None = None
+        self._reported = -1  # the step of the last report
+        self._missing: list[Record] = []  # records of earlier workers, which were not reported
+
+    def __call__(self, state: Any, record: Record) -> None:
+        """`fit` reports the record when it has saved its checkpoint."""
+
+    def before_resume(self, directory: Path) -> None:
+        """Put the checkpoint that was reported last into the directory, if it is not there."""
+        self._directory = directory
+        ray = distributed._ray_worker()
+        if ray is None:
+            return
+        ours = [r for r in ray.get_all_reported_checkpoints() if r.metrics.get("checkpoint_dir") == str(directory)]
+        if not ours:
+            return
+        last = max(ours, key=lambda reported: reported.metrics["step"])
+        self._reported = last.metrics["step"]
+        with last.checkpoint.as_directory() as copy:
+            checkpoint._adopt(Path(copy), directory)
+
+    def on_start(self, history: Sequence[Record]) -> None:
+        """Find the records that were not reported. They are when all workers have begun."""
+        self._missing = [record for record in history if record["step"] > self._reported]
+
+    def on_saved(self, record: Record, written: Callable[[], Path | None]) -> None:
+        """Report a record. `written()` waits for its checkpoint and gives the path, or None."""
+        ray = distributed._ray_worker()
+        if ray is None:
+            return
+        self._report_missing(ray)
+        self._report(ray, record, written())
+
+    def on_end(self, history: Sequence[Record]) -> None:
+        """Report what is left where no step was to be made."""
+        del history
+        ray = distributed._ray_worker()
+        if ray is not None and sys.exception() is None:
+            self._report_missing(ray)
+
+    def _report_missing(self, ray: Any) -> None:
+        missing, self._missing = self._missing, []
+        for record in missing:
+            self._report(ray, record, self._find(record["step"]))
+
+    def _report(self, ray: Any, record: Record, path: Path | None) -> None:
+        where = {} if self._directory is None else {"checkpoint_dir": str(self._directory)}
+        with contextlib.ExitStack() as stack:
+            saved = None
+            if path is not None and ray.get_context().get_world_rank() == 0:
+                saved = ray.Checkpoint.from_directory(stack.enter_context(checkpoint._whole_copy(path)))
+            ray.report({**_metrics(record), **where}, checkpoint=saved)  # Ray has its copy on return
+        self._reported = record["step"]
+
+    def _find(self, step: int) -> Path | None:
+        """The checkpoint of a step of an earlier worker."""
+        found = [] if self._directory is None else self._directory.glob(f"step_{step:08d}*")
+        return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _metrics(record: Record) -> dict[str, Any]:
+    """What was measured."""
+    return {name: value for name, value in record.items() if value is not None}
