@@ -31,6 +31,52 @@ from .user_mesh import on_own_mesh
 _FIRST_BYTES = 1020
 
 
+class _Elastic:
+    """Whether this run is elastic, set once by `initialize`, and whether `fit` is under way in it."""
+
+    is_on = False
+    is_fitting = False
+
+
+def become_elastic() -> None:
+    """From now on each process computes by itself, except in `fit`, which says when all compute together."""
+    _Elastic.is_on = True
+
+
+def is_elastic() -> bool:
+    """Whether processes may be lost and may join while the run goes on."""
+    return _Elastic.is_on
+
+
+def count() -> int:
+    """How many processes make the same calls. It is 1 in an elastic run, in which nothing is sent between steps."""
+    return 1 if _Elastic.is_on else jax.process_count()
+
+
+def devices() -> tuple[Device, ...]:
+    """The devices of the processes that make the same calls."""
+    return tuple(jax.local_devices() if _Elastic.is_on else jax.devices())
+
+
+@contextlib.contextmanager
+def elastic_fit() -> Generator[None]:
+    """A block in which `fit` makes steps over the processes of an elastic run."""
+    _Elastic.is_fitting = True
+    try:
+        yield
+    finally:
+        _Elastic.is_fitting = False
+
+
+def refuse_elastic(where: str) -> None:
+    """`RuntimeError` in an elastic run, for a call that needs all processes at once."""
+    if _Elastic.is_on and not _Elastic.is_fitting:
+        raise RuntimeError(
+            f"{where}: this is an elastic run, in which processes come and go, so only `train.fit` computes over all "
+            "of them; use fit, or jp.distributed.initialize() without elastic=True"
+        )
+
+
 @functools.cache
 def leaders() -> tuple[Device, ...]:
     """The first device of each process, in the order of the processes."""
@@ -44,7 +90,7 @@ def leaders() -> tuple[Device, ...]:
 @on_own_mesh
 def exchange(text: str) -> list[str]:
     """The text that each process gives, in the order of the processes."""
-    if jax.process_count() == 1:
+    if count() == 1:
         return [text]
     raw = text.encode()
     rows = _gather(len(raw).to_bytes(4, "big") + raw[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"))
@@ -63,7 +109,7 @@ def from_first(tree: Any) -> Any:
 
     An array that spans processes is the same in all of them already, and stays as it is.
     """
-    if jax.process_count() == 1:
+    if count() == 1:
         return tree
     mine = jax.process_index() == 0
     plain, restore = without_keys(tree)
@@ -116,7 +162,7 @@ def ask_first(ask: Callable[[], Any], *kinds: type[Exception]) -> Any:
     Raises:
         Exception: `ask` raised it. It is raised in every process.
     """
-    if jax.process_count() == 1:
+    if count() == 1:
         return ask()
     answer, error = None, None
     if jax.process_index() == 0:
@@ -132,7 +178,7 @@ def ask_first(ask: Callable[[], Any], *kinds: type[Exception]) -> Any:
 @contextlib.contextmanager
 def raise_together(*kinds: type[Exception]) -> Generator[None]:
     """A block whose error in one process is raised in every process. There may be no collective in it."""
-    if jax.process_count() == 1:
+    if count() == 1:
         yield
         return
     error = None
@@ -152,12 +198,12 @@ def in_all(error: Exception) -> Exception:
 
 def is_in_all(error: Exception) -> bool:
     """Whether every process has raised this, so that all go on to the same calls. Errors of `raise_together` are."""
-    return jax.process_count() == 1 or getattr(error, "_is_in_all", False)
+    return count() == 1 or getattr(error, "_is_in_all", False)
 
 
 def all_true(yes: bool) -> bool:
     """Whether the answer is yes in every process."""
-    if jax.process_count() == 1:
+    if count() == 1:
         return yes
     return "no" not in exchange("yes" if yes else "no")
 

@@ -4,6 +4,7 @@ connection, messages, addresses    JSON messages over TCP, checked field by fiel
 listener                       how many connections come in a second
 secret                         what each end of a connection proves that it knows
 server, server_thread, peer        one for each run, in the launcher or in a thread of process 0
+elastic_server                 the same where processes may leave and join
 client, exit                       one in each process: it sends heartbeats and ends the process after a loss
 proxy                              hides the death of process 0 from jax's own client
 """

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import selectors
 import socket
 import threading
 import time
 
+from .._core.text import say
 from .connection import INTERVAL
+from .elastic_server import ElasticServer
 from .secret import Secret
 from .server import HeartbeatServer
 
 
+def _say_lost(rank: int, why: str) -> None:
+    say(f"process {rank} was lost: {why}; the others go on")
+
+
 class ServerThread(threading.Thread):
-    """A thread that runs a heartbeat server until every process has left. Args as for `HeartbeatServer`."""
+    """A thread that runs a heartbeat server until every process has left. Args as for `HeartbeatServer`.
+
+    Args:
+        elastic: whether the run goes on after the loss of a process other than 0.
+    """
 
     def __init__(
         self,
@@ -24,10 +35,12 @@ class ServerThread(threading.Thread):
         secret: Secret | None = None,
         heartbeat_timeout: float,
         join_timeout: float,
+        elastic: bool = False,
     ):
         super().__init__(name="jaxpar-heartbeat-server", daemon=True)
         self._selector = selectors.DefaultSelector()
-        self.server = HeartbeatServer(
+        kind = functools.partial(ElasticServer, on_leave=_say_lost) if elastic else HeartbeatServer
+        self.server = kind(
             self._selector,
             listener,
             job=job,

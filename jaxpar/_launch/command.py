@@ -11,13 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._core.parsers import number
+from .._heartbeat.elastic_server import ELASTIC_TIMEOUT
 from .._heartbeat.server import HEARTBEAT_TIMEOUT
 from . import launcher
 
 _ABOUT = """\
 Start n processes on this machine. Each line that they print begins with the rank of its process. A script that begins
 with jaxpar.distributed.initialize() needs nothing else. When one process fails, is killed or frozen, all are ended.
-With --max-restarts they are started again. `python` as the first word is the interpreter that runs the launcher.
+With --max-restarts they are started again. With --elastic only the lost one is, and joins the others, which go on; when
+process 0 is lost, all are ended. `python` as the first word is the interpreter that runs the launcher.
 
 It is for one machine only. For several, start the same script by SLURM, Open MPI, Kubernetes, Ray Train or SkyPilot,
 which docs/cluster.md shows.
@@ -42,6 +44,7 @@ def add_parser(commands: Any) -> None:
     add("--gpus-per-process", type=count, metavar="K", help="GPUs of each process (default: an even share)")
     add("--max-restarts", type=number(int, 0), default=0, metavar="R", help="starts after a failure (default: 0)")
     add("--min-processes", type=count, metavar="M", help="a restart leaves out the lost one, down to M (default: N)")
+    add("--elastic", action="store_true", help="go on after a loss, and start the lost one again")
     add("--coordinator-port", type=_port, metavar="P", help="where they meet (default: a free one at each start)")
     add("--env", action="append", default=[], type=_pair, metavar="K=V", help="a variable for all (default: none)")
     seconds = "seconds from SIGTERM to SIGKILL (default: 30)"
@@ -49,10 +52,10 @@ def add_parser(commands: Any) -> None:
     add(
         "--heartbeat-timeout",
         type=number(float, 2),
-        default=os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or HEARTBEAT_TIMEOUT,
+        default=os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or None,
         metavar="S",
         help="seconds without a heartbeat after which a process counts as frozen "
-        f"(default: $JAXPAR_HEARTBEAT_TIMEOUT, or {HEARTBEAT_TIMEOUT:g})",
+        f"(default: $JAXPAR_HEARTBEAT_TIMEOUT, or {HEARTBEAT_TIMEOUT:g}, with --elastic {ELASTIC_TIMEOUT:g})",
     )
     add("command", nargs=argparse.REMAINDER, help="after --")
     parser.set_defaults(run=lambda args: run(args, parser), parser=parser)
@@ -69,6 +72,8 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(f"cannot find the command {command[0]!r}, or it may not be executed")
     if args.min_processes is not None and args.min_processes > args.processes:
         parser.error(f"--min-processes {args.min_processes} is more than -n {args.processes}")
+    if args.elastic and args.min_processes is not None:
+        parser.error("--min-processes is about restarts of all, and --elastic goes on without one: give one of them")
     if args.devices is not None and args.gpus_per_process is not None:
         parser.error("--devices emulates devices on the CPU, --gpus-per-process shares out GPUs: give one of them")
     env = dict(args.env)
@@ -90,7 +95,8 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             min_processes=args.min_processes,
             port=args.coordinator_port,
             grace=args.grace,
-            heartbeat_timeout=args.heartbeat_timeout,
+            heartbeat_timeout=args.heartbeat_timeout or (ELASTIC_TIMEOUT if args.elastic else HEARTBEAT_TIMEOUT),
+            elastic=args.elastic,
         )
     )
 

@@ -5,7 +5,9 @@ It holds the heartbeat server, so it notices a frozen process too.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import os
 import secrets
 import selectors
@@ -15,11 +17,14 @@ import time
 from collections.abc import Mapping, Sequence
 
 from .._heartbeat import secret
+from .._heartbeat.elastic_server import ElasticServer
 from .._heartbeat.server import HEARTBEAT_TIMEOUT, INTERRUPT_GRACE, INTERRUPTED, HeartbeatServer
 from .child import Child, Output, describe_status
 from .signals import Signals
 
 _EXIT_TIME = 3.0  # seconds in which a process ends by itself after a loss report
+_LOST = 75  # the status of a process that was stuck, see `_heartbeat.client.LOST`
+_MOST_OWN_FAILURES = 3  # in a row, without a signal, after which an elastic run ends with the process
 _POLL_INTERVAL = 0.25  # seconds between two checks of the processes without a signal
 
 
@@ -37,6 +42,7 @@ class Plan:
         port: of the coordinator. None takes a free one, another at each start.
         grace: seconds between SIGTERM and SIGKILL.
         heartbeat_timeout: seconds without a heartbeat after which a process counts as frozen.
+        elastic: whether the others go on after the loss of a process other than 0, which is started again by itself.
     """
 
     command: Sequence[str]
@@ -48,6 +54,7 @@ class Plan:
     port: int | None = None
     grace: float = 30.0
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
+    elastic: bool = False
 
 
 def launch(plan: Plan) -> int:
@@ -101,7 +108,8 @@ class _Run:
         self._selector.register(signals.wake, selectors.EVENT_READ, signals.clear)
         listener = socket.create_server(("127.0.0.1", 0))
         job, own = secrets.token_hex(8), secret.new("the launcher")
-        self.server = HeartbeatServer(
+        kind = functools.partial(ElasticServer, on_leave=self._kill) if plan.elastic else HeartbeatServer
+        self.server = kind(
             self._selector,
             listener,
             job=job,
@@ -112,8 +120,9 @@ class _Run:
         )
         run = {"JAXPAR_HUB": f"127.0.0.1:{listener.getsockname()[1]}", "JAXPAR_JOB": job}
         run[secret.VARIABLE] = own.key.decode()
-        shared = {**_environment(plan, len(slots), restart), **run}
-        self.children = [self._start(rank, slot, shared) for rank, slot in enumerate(slots)]
+        self._shared = {**_environment(plan, len(slots), restart), **run}
+        self._own_failures = collections.Counter[int]()
+        self.children = [self._start(rank, slot) for rank, slot in enumerate(slots)]
 
     def wait(self) -> int:
         """Wait for the end of all processes, and return the exit status of the run."""
@@ -127,11 +136,11 @@ class _Run:
             self._selector.close()
         return 0 if self.first is None else self.first.status or 1
 
-    def _start(self, rank: int, slot: int, shared: Mapping[str, str]) -> Child:
+    def _start(self, rank: int, slot: int) -> Child:
         own = {"JAXPAR_PROCESS_ID": str(rank)}
         if self.plan.gpus:
             own["CUDA_VISIBLE_DEVICES"] = self.plan.gpus[slot]
-        child = Child(rank, slot, self.plan.command, {**shared, **own}, self.output)
+        child = Child(rank, slot, self.plan.command, {**self._shared, **own}, self.output)
         child.register(self._selector)
         return child
 
@@ -145,13 +154,41 @@ class _Run:
         if self.server.lost is not None and self.first is None:  # silent, or it reported its own failure
             self._end_others(self.children[self.server.lost.rank], self.server.lost.why, from_server=True)
         for child in failed:
-            self._end_others(child, describe_status(child.status))
+            if not self._start_again(child):
+                self._end_others(child, describe_status(child.status))
         now = time.monotonic()
         if self._report_at is not None and self.first is not None and now >= self._report_at:
             self._report_at = None
             self.server.report(self.first.rank, self._why)
         while self._deadlines and now > self._deadlines[0][0]:
             self._send_signal(self._deadlines.pop(0)[1])
+
+    def _kill(self, rank: int, why: str) -> None:
+        """Kill a process that the others go on without, if it still runs. `_step` starts it again."""
+        child = self.children[rank]
+        if child.status is None and child.process.poll() is None:
+            self.output.say(f"process {rank} (pid {child.process.pid}) is lost: {why}")
+            child.send_signal(signal.SIGKILL)
+
+    def _start_again(self, child: Child) -> bool:
+        """Whether the others go on without a process that failed. It is started again, if the run is not over."""
+        first = self.children[0]
+        if not self.plan.elastic or child is first or self.first is not None or self._is_interrupted or first.status:
+            return False
+        by_itself = child.status is not None and child.status < 128 and child.status != _LOST
+        self._own_failures[child.rank] = self._own_failures[child.rank] + 1 if by_itself else 0
+        if self._own_failures[child.rank] == _MOST_OWN_FAILURES:
+            return False
+        how = f"process {child.rank} (pid {child.process.pid}) failed: {describe_status(child.status or 0)}"
+        child.send_signal(signal.SIGKILL)  # what it left running
+        assert isinstance(self.server, ElasticServer)
+        self.server.forget(child.rank)
+        if first.status is not None:
+            self.output.say(f"{how}; the run is over")
+        else:
+            self.children[child.rank] = self._start(child.rank, child.slot)
+            self.output.say(f"{how}; the others go on, started again as pid {self.children[child.rank].process.pid}")
+        return True
 
     def _handle_signals(self) -> None:
         """Pass signals on to the processes. A second Ctrl-C kills them."""
@@ -228,6 +265,7 @@ def _environment(plan: Plan, processes: int, restart: int) -> dict[str, str]:
         "JAXPAR_NUM_PROCESSES": str(processes),
         "JAXPAR_RESTART": str(restart),
         "JAXPAR_HEARTBEAT_TIMEOUT": f"{plan.heartbeat_timeout:g}",
+        **({"JAXPAR_ELASTIC": "1"} if plan.elastic else {}),
     }
 
 

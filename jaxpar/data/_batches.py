@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._core import checks
 from .._core.arguments import answers
 from .._core.arrays import Device
+from .._devices import processes
 from .._devices.emulated import wait_before_collectives
 from .._devices.mesh import STORE_AXIS
-from .._devices.processes import all_true
 from .._devices.user_mesh import each_in_user_mesh, on_own_mesh
 from . import _gather
 from ._convert import as_jax_dtype, convert_on_device
@@ -115,7 +115,7 @@ def _is_resident(asked: bool | None, dataset: Examples, split: Split | None) -> 
         return asked
     mesh = split and split.mesh
     room = has_room(dataset, mesh)
-    return all_true(room) if mesh is not None and mesh.is_multi_process else room
+    return processes.all_true(room) if mesh is not None and mesh.is_multi_process else room
 
 
 @on_own_mesh
@@ -148,9 +148,9 @@ def whole_batches(examples: int, batch_size: int, where: str) -> int:
         ValueError: none, or the processes cannot share a batch.
     """
     checks.whole_number(batch_size, where, "batch_size")
-    processes = jax.process_count()
-    if batch_size % processes:
-        raise ValueError(f"{where}: batch_size must be a multiple of the {processes} processes, got {batch_size}")
+    number = processes.count()
+    if batch_size % number:
+        raise ValueError(f"{where}: batch_size must be a multiple of the {number} processes, got {batch_size}")
     if examples < batch_size:
         raise ValueError(f"{where}: {examples} examples make no whole batch of {batch_size}; use a smaller batch_size")
     return num_batches(examples, batch_size)

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from .._core import checks
 from .._core.arrays import Device
+from .._devices import processes
 from .._devices.emulated import wait_before_collectives
 from .._devices.mesh import split_over
 from .._devices.user_mesh import in_user_mesh
@@ -112,7 +113,7 @@ def share_sharding(
     if sharding is not None:
         split = split_of(None, "", sharding, where)
         assert split is not None
-        if whole or batch_size % split.parts or _rows_here(sharding, batch_size) * jax.process_count() == batch_size:
+        if whole or batch_size % split.parts or _rows_here(sharding, batch_size) * processes.count() == batch_size:
             checks.even_share(batch_size, split.parts, where)
             return split.sharding
         devices = split.devices
@@ -145,7 +146,7 @@ def to_devices(batch: Any, sharding: NamedSharding | None, *, whole: bool) -> An
         return jax.tree.map(jnp.asarray, batch)
 
     def put(array: Any) -> jax.Array:
-        if isinstance(array, jax.Array) and jax.process_count() == 1:
+        if isinstance(array, jax.Array) and processes.count() == 1:
             return jax.device_put(array, sharding)
         array = as_jax_dtype(np.asarray(array))
         if whole:

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from .._core import checks
 from .._core.arguments import takes
+from .._devices import processes
 from ._batches import epochs_from, whole_batches
 from ._convert import as_dict, batch_struct, concatenate, path_name, placed_batch, share_sharding, stack
 from ._dataset import Dataset
@@ -48,7 +49,7 @@ class IterableSource:
         if self.steps_per_epoch is not None:
             return self.steps_per_epoch * batch_size
         try:
-            return len(self.source) * (batch_size if self.batched else jax.process_count())
+            return len(self.source) * (batch_size if self.batched else processes.count())
         except TypeError:
             raise TypeError(
                 f"{_WHERE}: {_describe(self.source)} has no length, so say how many batches make an epoch: "
@@ -73,7 +74,7 @@ class IterableSource:
         del rng
         steps = whole_batches(self.examples(batch_size), batch_size, _WHERE)
         sharding = share_sharding(batch_size, devices, _WHERE, sharding, whole=False)
-        share = batch_size // jax.process_count()
+        share = batch_size // processes.count()
         once = self.source if isinstance(self.source, Iterator) else None
         for epoch, skipped in epochs_from(start, steps, epochs):
             elements = once if once is not None else iter(self._epoch(epoch))

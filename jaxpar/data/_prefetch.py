@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec, Sharding
 
 from .._core import checks
+from .._devices import processes
 from .._devices.emulated import wait_before_collectives
 from .._devices.placement import put, spans_processes
 from .._devices.user_mesh import outside_mesh
@@ -86,12 +87,12 @@ def _to_devices(batch: Any, sharding: Any) -> Any:
 def _put(path: Any, leaf: Any, sharding: Any) -> jax.Array:
     array = _on_host(leaf)
     try:
-        if jax.process_count() == 1 or spans_processes(array):
+        if processes.count() == 1 or spans_processes(array):
             return put(array, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(array))
     except ValueError as error:
         spec, mesh = sharding.spec, dict(sharding.mesh.shape)
-        own = ", of which each process gives the part of its own devices" if jax.process_count() > 1 else ""
+        own = ", of which each process gives the part of its own devices" if processes.count() > 1 else ""
         raise ValueError(
             f"{_WHERE}: {path_name(path)} {checks.describe(array)} cannot be laid out as {spec} over a mesh of {mesh}"
             f"{own}; use batches that its axes divide, or give a pytree of shardings, one for each array"

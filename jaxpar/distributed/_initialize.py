@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 
+from .._heartbeat.elastic_server import ELASTIC_TIMEOUT
 from .._heartbeat.messages import MOST_SECONDS
 from .._heartbeat.server import HEARTBEAT_TIMEOUT
-from . import _attach, _environment, _process, _start
+from . import _attach, _elastic, _environment, _process, _start
 
 
 def initialize(
@@ -23,6 +24,7 @@ def initialize(
     heartbeat_timeout: float | None = None,
     monitor: bool = True,
     preemption_service: bool = False,
+    elastic: bool = False,
 ) -> None:
     """Make this process one of several that train together. Call it before the first use of JAX.
 
@@ -55,16 +57,25 @@ def initialize(
             same in all processes.
         preemption_service: True lets jax catch SIGTERM, for `multihost_utils.reached_preemption_sync_point`.
             Otherwise SIGTERM does what the program says, and `train.fit` saves a checkpoint.
+        elastic: True lets `train.fit` go on when a process other than 0 is lost. The others make the failed step
+            again, and a process that comes back joins at the next step. `heartbeat_timeout` is then 4 by default, and
+            also limits how long a collective waits. `jaxpar launch --elastic` sets it. docs/cluster.md has the limits.
 
     Raises:
         TypeError: `num_processes` or `process_id` is no int.
         ValueError: settings that are incomplete, out of range, or contradict each other.
-        RuntimeError: JAX was used before. The port is taken. Process 0 does not answer. The others did not join in
-            time, or with other numbers. An earlier call failed half-way.
+        RuntimeError: JAX was used before. It is too old for `elastic`. The port is taken. Process 0 does not answer.
+            The others did not join in time, or with other numbers. An earlier call failed half-way.
     """
+    elastic = elastic or os.environ.get(_elastic.VARIABLE) == "1"
     if _process.is_joined():
+        if elastic and not _elastic.is_elastic() and jax.distributed.is_initialized():
+            raise RuntimeError(
+                "distributed.initialize: elastic=True comes too late, jax was initialised without it; give it in the "
+                "first call, instead of jax.distributed.initialize"
+            )
         return _attach.attach(num_processes, process_id)
-    joining, heartbeat = _timeouts(initialization_timeout, heartbeat_timeout)
+    joining, heartbeat = _timeouts(initialization_timeout, heartbeat_timeout, elastic)
     cluster = _environment.find(coordinator, num_processes, process_id)
     by_hand = any(x is not None for x in (coordinator, num_processes, process_id))
     if cluster is None or (isinstance(cluster, _environment.Cluster) and cluster.is_single and not by_hand):
@@ -74,6 +85,8 @@ def initialize(
             "distributed.initialize: JAX runs already and cannot become one of several processes now; call it before "
             "anything else that uses JAX (in a notebook, restart the kernel and call it first)"
         )
+    if elastic:
+        _elastic.check_elastic(cluster)
     _configure(preemption_service)
     options: dict[str, Any] = {
         "local_device_ids": local_device_ids,
@@ -81,6 +94,8 @@ def initialize(
         # jax's own watch is only for a failure of ours: what it does comes later, with a stack trace.
         "heartbeat_timeout_seconds": round(max(100, 10 * heartbeat)),
     }
+    if elastic:
+        options |= _elastic.configure(heartbeat)
     if cluster == _environment.RAY_TRAIN:
         _start.start_by_ray(options)
     elif isinstance(cluster, str):
@@ -90,12 +105,13 @@ def initialize(
     _process.this.is_joined = True
 
 
-def _timeouts(initialization: float | None, heartbeat: float | None) -> tuple[float, float]:
+def _timeouts(initialization: float | None, heartbeat: float | None, elastic: bool) -> tuple[float, float]:
     """Both timeouts in seconds, those that are None from the environment."""
     if initialization is None:
         initialization = float(os.environ.get("JAXPAR_INITIALIZATION_TIMEOUT") or 60)
     if heartbeat is None:
-        heartbeat = float(os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or HEARTBEAT_TIMEOUT)
+        usual = ELASTIC_TIMEOUT if elastic else HEARTBEAT_TIMEOUT
+        heartbeat = float(os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or usual)
     if not 0 < initialization <= MOST_SECONDS or not 2 <= heartbeat <= MOST_SECONDS:
         raise ValueError(
             "distributed.initialize: initialization_timeout must be above 0 and heartbeat_timeout 2 seconds or more, "

@@ -24,7 +24,7 @@ _OPEN = (
 _PORTS = 8  # the server takes the first free one of these many after the coordinator's
 
 
-def join(cluster: Cluster, heartbeat_timeout: float, join_timeout: float) -> HeartbeatClient:
+def join(cluster: Cluster, heartbeat_timeout: float, join_timeout: float, elastic: bool = False) -> HeartbeatClient:
     """Join the others, and return the heartbeat client. Process 0 starts the server where no launcher has it.
 
     Raises:
@@ -46,6 +46,7 @@ def join(cluster: Cluster, heartbeat_timeout: float, join_timeout: float) -> Hea
             secret=secret,
             heartbeat_timeout=heartbeat_timeout,
             join_timeout=join_timeout,
+            elastic=elastic,
         )
     client = HeartbeatClient(
         cluster.process_id,

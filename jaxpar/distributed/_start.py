@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._devices import processes
 from .._heartbeat import addresses
 from .._heartbeat.client import HeartbeatClient
 from .._heartbeat.proxy import ServiceProxy
@@ -35,7 +36,7 @@ def start(
             reserved.enter_context(_rendezvous.reserve_port(cluster.coordinator))
         client = None
         if watch and (several or cluster.server):
-            client = _rendezvous.join(cluster, heartbeat_timeout, join_timeout)
+            client = _rendezvous.join(cluster, heartbeat_timeout, join_timeout, processes.is_elastic())
     _process.become(cluster.num_processes, client)
     if several or not cluster.server:
         if options["local_device_ids"] is None:

@@ -53,7 +53,7 @@ def start_state(store: KVStore, key: int, value: jax.Array) -> Any:
 
 def values_of_first(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
     """The values that process 0 gives, if there are several processes."""
-    if jax.process_count() == 1 or is_traced(arrays):
+    if processes.count() == 1 or is_traced(arrays):
         return arrays
     processes.agree("kv.init: every process must give the same keys, in the same shapes", signature(arrays))
     local = {k: v for k, v in arrays.items() if not spans_processes(v)}

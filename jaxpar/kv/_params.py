@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from .._core import checks
 from .._core.arrays import Device, is_traced
 from .._core.keys import check_names, check_stored
+from .._devices import processes
 from .._devices.mesh import auto_mesh, check_mesh, mesh_of
 from .._devices.sharding_rules import fsdp
 from .._devices.shardings import shardings_of
@@ -122,7 +123,7 @@ def _mesh_for(store: KVStore, params: Any, sharding: Any, optimizer: Any) -> Mes
         assert isinstance(mesh, Mesh)
         return mesh
     if sharding is not None:
-        return mesh_of(store.devices or tuple(jax.devices()))
+        return mesh_of(store.devices or processes.devices())
     if not kind_of(store).layout.is_split or optimizer is None or isinstance(optimizer, Updater):
         return None
     assert store.devices is not None

@@ -13,6 +13,7 @@ from .._core import checks
 from .._core.arrays import Device, any_gone, is_traced
 from .._core.keys import Key, Keys, find_keys
 from .._devices.placement import spans_processes
+from .._devices.processes import refuse_elastic
 from .._devices.user_mesh import in_user_mesh
 from ..sparse import RowSparse
 from ..updaters import _TreeOptimizer as TreeOptimizer
@@ -148,7 +149,10 @@ def _warn_without_axis(store: KVStore) -> None:
 def _is_across_processes(store: KVStore, pushed: Any, axis_name: str | None) -> bool:
     """Whether this is a push at the prompt that other processes make too."""
     several = kind_of(store).over_processes and jax.process_count() > 1
-    return several and axis_name is None and not _is_traced(store, pushed)
+    across = several and axis_name is None and not _is_traced(store, pushed)
+    if across:
+        refuse_elastic(f"kv.push: kind {store.kind!r}")
+    return across
 
 
 def _check_within_process(store: KVStore, pushed: Any) -> None:

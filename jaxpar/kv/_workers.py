@@ -54,4 +54,5 @@ def barrier(name: str = "barrier") -> None:
         >>> kv.barrier("epoch 1")
     """
     distributed.check_joined("kv.barrier", "it would wait for none of them")
+    processes.refuse_elastic("kv.barrier")
     processes.agree("kv.barrier: the processes wait at different barriers", name)

@@ -16,6 +16,7 @@ from ... import data
 from ..._core import checks
 from ..._core.recent import Recent
 from ..._core.text import Table
+from ..._devices import processes
 from ..._devices.emulated import wait_before_collectives
 from ..._devices.user_mesh import check_traced, on_own_mesh, outside_mesh
 from .classification import check_classified, check_logits
@@ -193,7 +194,7 @@ def _predict(name: str, state_or_params: Any, apply_fn: ApplyFn, source: Any, ba
 def _examples(name: str, model: Any, source: Any, batch_size: int, user: Any = None) -> Any:
     batch_size = checks.whole_number(batch_size, name, "batch_size")
     examples = examples_of(name, model, source, batch_size, user)
-    if not isinstance(examples, Arrays) and jax.process_count() > 1:
+    if not isinstance(examples, Arrays) and processes.count() > 1:
         raise ValueError(
             f"{name}: in several processes each one reads its own share of the batches, so their order is not known; "
             "give a data.Dataset or arrays"

@@ -44,14 +44,14 @@ class Stream:
 
     def shapes(self) -> Any:
         """None, since nothing is read before the pass, except of a list."""
-        first = self.source.first_batch() if jax.process_count() == 1 else None
+        first = self.source.first_batch() if processes.count() == 1 else None
         if first is None:
             return None
         return self.source.batch_shapes(self.places.round_up(checks.batch_length(first, self.where)), first)
 
     def pieces(self, is_exact: IsExact) -> Iterator[Piece]:
         """Every example, in order. With several processes the batches of all of them side by side."""
-        if jax.process_count() > 1:
+        if processes.count() > 1:
             yield from self._of_processes(is_exact)
             return
         size = 0
@@ -128,7 +128,7 @@ class Stream:
     def _local_devices(self) -> list[int]:
         """How many of the devices each process has."""
         owners = [d.process_index for d in self.places.devices or ()]
-        counts = [owners.count(i) for i in range(jax.process_count())]
+        counts = [owners.count(i) for i in range(processes.count())]
         if not all(counts):
             raise ValueError(
                 f"{self.where}: in several processes each one reads its own share of the batches, so the parameters "
@@ -138,7 +138,7 @@ class Stream:
 
     def _batches(self) -> Iterator[Any]:
         """This process's batches in host memory, read inside of the user's mesh. Empty ones are left out."""
-        share = -(-self.batch_size // jax.process_count())
+        share = -(-self.batch_size // processes.count())
         batches = self.source.every_batch(share)
         while True:
             with contextlib.nullcontext() if self.user is None else jax.set_mesh(self.user):

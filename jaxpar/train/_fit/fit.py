@@ -20,6 +20,7 @@ from .._step.nonfinite import NonFiniteError
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
 from . import interrupt
+from .elastic import plan_elastic
 from .loop import Loop
 from .profile import Profile
 from .resume import RunCheckpoints
@@ -159,10 +160,22 @@ def fit(
     options |= {"steps_per_execution": steps_per_execution, "evaluated": evaluated}
     called = collect_callbacks(metrics_file, callbacks, on_step)
     run = plan_run(state, step, train_data, called, **options)
+    run = plan_elastic(run)
+    if run.elastic is not None and not run.elastic.leads:
+        checkpoint_dir = None
     checkpoints = RunCheckpoints(checkpoint_dir, keep, run)
     state, past = checkpoints.resume(state, resume)
-    loop = Loop(run, run.check(state), past)
-    if checkpoint_dir is not None:
+    with contextlib.nullcontext() if run.elastic is None else run.elastic.ended():
+        state = run.check(state)
+        if run.elastic is not None:
+            state, past = run.elastic.join(state, past)
+        return _fit(Loop(run, state, past), checkpoints, checkpoint_dir is not None)
+
+
+def _fit(loop: Loop, checkpoints: RunCheckpoints, saves: bool) -> tuple[TrainState, History]:
+    """The steps of a loop, and the result of `fit`."""
+    called = loop.run.callbacks
+    if saves:
         called.to_json(loop.memories)  # what cannot be saved is refused now
         checkpoints.claim()
     called.start(loop.history)  # after all that may refuse this call, so that the file of another run stays as it is
@@ -202,6 +215,10 @@ def _should_stop(loop: Loop, checkpoints: RunCheckpoints, signals: interrupt.Sig
         saved = checkpoints.save(loop, stopped=stopped, interrupted=interrupted)
     if record is not None:
         loop.run.callbacks.saved(record, lambda: checkpoints.wait(loop.at) if saved else None)
+    if loop.run.elastic is not None:
+        stop = stopped or interrupted
+        stop, signals.asked = loop.run.elastic.decide(loop, record, stop, signals.asked)
+        return stop
     return stopped or interrupted
 
 
@@ -217,6 +234,8 @@ def _evaluate(loop: Loop, checkpoints: RunCheckpoints, record: Record) -> None:
 
 def _finish(loop: Loop, checkpoints: RunCheckpoints, number: int | None) -> tuple[TrainState, History]:
     """The result of `fit`, or its exception after a signal."""
+    if loop.run.elastic is not None:
+        loop.state = loop.run.elastic.local(loop.state)
     if number is None:
         return loop.state, loop.history
     where = interrupt.where(loop.at, loop.number, loop.run.epochs, checkpoints.path(loop.at))

@@ -26,7 +26,7 @@ from .run import Run, RunHistory
 
 _AT_ONCE = 0.2  # seconds that the steps of one program take. Ctrl-C waits for them.
 _MEASURE_EVERY = 1.0  # seconds after which the bar shows another learning rate
-_SHUFFLE = 0x5FFE1E  # folded into the key of the run, for the order of the examples
+SHUFFLE = 0x5FFE1E  # folded into the key of the run, for the order of the examples
 
 
 class Loop:
@@ -101,6 +101,8 @@ class Loop:
                     yield None
                     continue
                 self.epoch.pause()
+                if self.run.elastic is not None:
+                    self.state = self.run.elastic.local(self.state)
                 yield {**self._record(), **mark}
                 if self.between_epochs:
                     self.epoch = Epoch()
@@ -174,8 +176,11 @@ class Loop:
     def _calls(self) -> Iterator[tuple[TrainState, Steps]]:
         """Call the step, or a program of several steps. `at` has changed when the next is asked for."""
         run, state = self.run, self.state
+        if run.elastic is not None:
+            yield from run.elastic.calls(self)
+            return
         with outside_mesh():
-            rng, devices = jax.random.fold_in(state.rng, _SHUFFLE), state.store.devices
+            rng, devices = jax.random.fold_in(state.rng, SHUFFLE), state.store.devices
         where = self._where(devices)
         groups = self._groups(rng, where) if devices else None
         if groups is None:

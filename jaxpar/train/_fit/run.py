@@ -37,6 +37,7 @@ class Run:
         per_program: how many steps one compiled program makes. "auto": as many as take a fifth of a second.
         checkpoint_every: save after each step whose number this divides. None: after epochs only.
         eval_every: evaluate after each step whose number this divides. None: after epochs only.
+        elastic: makes the steps where processes may be lost and may join. None: they may not.
     """
 
     step: TrainStep
@@ -54,6 +55,7 @@ class Run:
     profile: Profile | None
     on_interrupt: str
     evaluation: Evaluation
+    elastic: Any = None
 
     @property
     def num_steps(self) -> int:

@@ -143,7 +143,7 @@ def create_state(
         raise ValueError("train.create_state: the store must be made by kv.from_params, so that it knows the params")
     distributed.check_joined("train.create_state", "each would train a model of its own", launched=True)
     if devices is None:
-        devices = store.devices or tuple(jax.devices())
+        devices = store.devices or processes.devices()
     devices = checks.devices(devices, "train.create_state")
     rng = checks.random_key(rng, "train.create_state")
     transform: Any = ()

@@ -16,6 +16,7 @@ from ..._core import checks
 from ..._core.arguments import check_takes
 from ..._core.arrays import Device
 from ..._core.recent import Recent
+from ..._devices import processes
 from ..._devices.emulated import wait_before_collectives
 from ..._devices.mesh import auto_mesh, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
@@ -105,6 +106,7 @@ class TrainStep:
 
     def _run(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step, or several with the part of the batches that they take."""
+        processes.refuse_elastic("train step")
         with _outside_mesh() as user:
             if user is not None:
                 state, batch = without_types((state, batch))
@@ -224,7 +226,7 @@ class TrainStep:
             return self.engine
         if self._mesh is not None or store.shardings:
             return "jit"
-        devices = self.devices or store.devices or jax.devices()
+        devices = self.devices or store.devices or processes.devices()
         return "shard_map" if len({d.process_index for d in devices}) > 1 else "pmap"
 
     def _engine_of(self, store: kv.KVStore) -> tuple[DeviceStep, Engine]:
@@ -270,7 +272,7 @@ class TrainStep:
         return missing
 
     def _devices_for(self, state: TrainState) -> tuple[Device, ...]:
-        return self.devices or state.store.devices or tuple(jax.devices())
+        return self.devices or state.store.devices or processes.devices()
 
     def _prepare(self, state: TrainState, user: Mesh | None) -> tuple[Program, TrainState]:
         """The program for a state, and the complete state.

@@ -1,0 +1,46 @@
+"""The heartbeat server of an elastic run, which goes on after the loss of a process other than 0."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from .messages import Message
+from .peer import Peer
+from .server import HeartbeatServer
+
+ELASTIC_TIMEOUT = 4.0  # seconds without a heartbeat, in an elastic run
+
+
+class ElasticServer(HeartbeatServer):
+    """A server that forgets a lost process, so that it may join again. The loss of process 0 ends the run.
+
+    Args:
+        on_leave: called with the rank of a lost process, and why. Further args as for `HeartbeatServer`.
+    """
+
+    def __init__(self, *args: Any, on_leave: Callable[[int, str], None], **options: Any):
+        self._on_leave = on_leave
+        super().__init__(*args, **options)
+
+    def report(self, rank: int, why: str) -> None:
+        """Forget `rank`. Before all have joined, and for process 0, report it to every process."""
+        if rank and not self._is_joining:
+            self.forget(rank)
+            return self._on_leave(rank, why)
+        super().report(rank, why if rank else f"{why}; an elastic run cannot go on without process 0")
+
+    def forget(self, rank: int) -> None:
+        """Let another process join in the place of this one."""
+        self._hosts.pop(rank, None)
+        if rank in self.peers:
+            self._drop(self.peers[rank])
+        if self._interrupt is not None and self._interrupt[1] == rank:
+            self._interrupt = None
+
+    def _welcome(self, peer: Peer, message: Message) -> None:
+        is_late = not self._is_joining
+        super()._welcome(peer, message)
+        if is_late and peer.rank >= 0 and self.lost is None:
+            peer.connection.send(go=1, host=socket.gethostname())

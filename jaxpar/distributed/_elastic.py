@@ -1,0 +1,67 @@
+"""What an elastic run sets before jax starts, and jax's own record of which processes live."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, Never
+
+import jax
+from jax.experimental import multihost_utils
+
+from .._devices import processes
+from . import _process
+from ._environment import RAY_TRAIN, Cluster
+
+VARIABLE = "JAXPAR_ELASTIC"  # the launcher sets it with --elastic
+_FLAG = "--xla_cpu_collective_timeout_seconds"
+_WHERE = "distributed.initialize: elastic=True"
+
+
+def check_elastic(cluster: Cluster | str) -> None:
+    """Raise what keeps a run from being elastic, before anything is set.
+
+    Raises:
+        RuntimeError: jax is too old, only jax can find the settings, or a launcher without --elastic started this.
+    """
+    if not hasattr(multihost_utils, "live_devices") or not hasattr(jax.config, "jax_enable_recoverability"):
+        raise RuntimeError(
+            f"{_WHERE}: jax {jax.__version__} cannot go on after a loss; use jax 0.10.2 or later, or leave out "
+            "elastic: then all processes end after a loss, and resume from a checkpoint"
+        )
+    if cluster == RAY_TRAIN:
+        raise RuntimeError(f"{_WHERE}: Ray Train starts all its workers again after a loss; leave out elastic")
+    if isinstance(cluster, str):
+        raise RuntimeError(
+            f"{_WHERE}: in {cluster} only jax can find the settings, and no process could come back; set "
+            "JAXPAR_COORDINATOR, JAXPAR_NUM_PROCESSES and JAXPAR_PROCESS_ID"
+        )
+    if cluster.server and os.environ.get(VARIABLE) != "1":
+        raise RuntimeError(
+            f"{_WHERE}: the launcher would end all processes after a loss; start them by jaxpar launch --elastic"
+        )
+
+
+def configure(heartbeat_timeout: float) -> dict[str, Any]:
+    """Set what jax reads at its start. Return the options of `jax.distributed.initialize`."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={round(heartbeat_timeout)}".strip()
+    jax.config.update("jax_enable_recoverability", True)
+    processes.become_elastic()
+    return {"heartbeat_timeout_seconds": round(heartbeat_timeout), "shutdown_timeout_seconds": 5}
+
+
+def leave() -> Never:
+    """End this process with status 0 at once, without jax's shutdown, which needs process 0."""
+    client = _process.this.client
+    if client is not None:
+        client.leave()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def is_elastic() -> bool:
+    """Whether this process is one of an elastic run."""
+    return processes.is_elastic()

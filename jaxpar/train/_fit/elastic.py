@@ -1,0 +1,206 @@
+"""`fit` in an elastic run: who is left makes a failed step again, and new processes join between steps.
+
+Process 0 leads. It evaluates, calls the callbacks, saves and shows. It keeps a copy of the state before each step. When
+processes were lost or have come, all agree on the devices, process 0 sends what it has, and the step is made again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from ... import data, distributed
+from ..._core.text import say
+from ..._devices import processes
+from .._callbacks.callbacks import Callbacks
+from .._callbacks.history import Record
+from .._step.state import TrainState, place_state
+from .._step.train_step import TrainStep
+from .elastic_group import Group, OrdersUsedUp, Terms
+from .elastic_send import send, to_host
+from .loop import SHUFFLE, Loop
+from .readings import Steps
+from .run import Run, RunHistory
+from .watchdog import Watchdog
+
+_SHARE_EVERY = 16  # steps after which process 0 says whether it was interrupted, as `interrupt.Signals` asks then
+
+
+class Elastic:
+    """The steps of this process in an elastic run.
+
+    Args:
+        run: the inputs of `fit`.
+    """
+
+    def __init__(self, run: Run):
+        _check(run)
+        self.run, self.group, self.watchdog = run, Group(), Watchdog()
+        self._step: TrainStep = run.step
+        self._state: TrainState | None = None  # on the devices of the group
+        self._host: TrainState | None = None  # the same before the step under way, in host memory
+        self._batches: Iterator[Any] = iter(())
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is process 0."""
+        return self.group.is_first
+
+    def join(self, state: TrainState, past: RunHistory) -> tuple[TrainState, RunHistory]:
+        """The state and the history of process 0, in every process."""
+        check_state(state)
+        self._host = to_host(state)
+        offer = {"first": past.first, "at": int(state.step), "history": past.history, "under_way": past.under_way}
+        offer |= {"stopped": past.stopped, "run": _digest(state, self.run)}
+        found = self._agree(lambda: offer, state)
+        state = self.local(self._host)
+        if self.group.is_first:
+            return state, past
+        return state, RunHistory(found["first"], found["history"], found["under_way"], found["stopped"])
+
+    def calls(self, loop: Loop) -> Iterator[tuple[TrainState, Steps]]:
+        """Make the steps of a loop, each until it has succeeded. The loop counts one before it asks for the next."""
+        while True:
+            if self.group.terms is None:
+                self._agree(lambda: self._offer(loop), loop.state)
+            elif self.group.is_first:
+                self._host = to_host(self._state)
+            with self.watchdog.watch(f"loads the batch of step {loop.at + 1}"):
+                batch = next(self._batches)
+            made = self.group.run(loop.at, lambda batch=batch: self._make(batch, loop.at))
+            if made is None:
+                self._say_lost(loop.at)
+                continue
+            self._state, metrics = made
+            yield self._state, Steps(metrics)
+
+    def local(self, state: TrainState) -> TrainState:
+        """The state on the devices of this process, for what one process does by itself."""
+        return place_state(to_host(state), tuple(jax.local_devices()))
+
+    def decide(self, loop: Loop, record: Record | None, stopped: bool, signal: int | None) -> tuple[bool, int | None]:
+        """Whether process 0 stops after this step, and the signal that asked for it."""
+        if record is None and loop.at % _SHARE_EVERY:
+            return stopped, signal
+        told = self.group.tell(str(loop.at), lambda: {"stop": stopped, "signal": signal, "record": record})
+        if record is not None and not self.leads:
+            record.clear()
+            record.update(told["record"])
+        return stopped or told["stop"], signal or told["signal"]
+
+    @contextlib.contextmanager
+    def ended(self) -> Iterator[None]:
+        """A block after which the run is over."""
+        self.watchdog.start()
+        try:
+            with processes.elastic_fit():
+                yield
+        finally:
+            self.watchdog.stop()
+        self.group.end()
+        atexit.register(self.group.wait_for_others)
+
+    def _make(self, batch: Any, at: int) -> tuple[TrainState, Any]:
+        assert self._state is not None
+        with self.watchdog.watch(f"computes step {at + 1}", self.group.has_failed):
+            return jax.block_until_ready(self._step(self._state, batch))
+
+    def _agree(self, offer: Callable[[], dict[str, Any]], like: TrainState) -> dict[str, Any]:
+        """Agree with all that live, and take the state of process 0. Return its offer."""
+
+        def prepare(terms: Terms) -> dict[str, Any]:
+            if terms.offer["run"] != _digest(like, self.run):
+                raise ValueError(
+                    f"fit: process {jax.process_index()} has other params, another optimizer, data of another size or "
+                    "another batch_size than process 0; run the same program in all processes"
+                )
+            assert self._host is not None
+            host = send(self._host, terms.devices)
+            self._state = place_state(host, terms.devices)
+            self._step = self.run.step.on(terms.devices)
+            self._batches = self._from(terms, host)
+            first = next(self._batches)
+            self._step.lower(self._state, first).compile()  # now, as the others wait in a collective for seconds only
+            self._batches, self._host = itertools.chain([first], self._batches), host
+            return terms.offer
+
+        try:
+            return self.group.agree(offer, prepare)
+        except OrdersUsedUp as error:
+            _restart(error)
+            raise
+
+    def _from(self, terms: Terms, state: TrainState) -> Iterator[Any]:
+        run, rng = self.run, jax.random.fold_in(state.rng, SHUFFLE)
+        options = {"rng": rng, "epochs": None, "start": terms.offer["at"], "devices": terms.devices}
+        return iter(run.source.batches(run.batch_size, **options))
+
+    def _offer(self, loop: Loop) -> dict[str, Any]:
+        """What process 0 says of the run under way."""
+        saved = loop.to_save()
+        under_way = {name: saved[name] for name in ("sums", "counted", "seconds") if name in saved}
+        found = {"first": loop.first, "at": loop.at, "history": saved["history"], "under_way": under_way}
+        return {**found, "stopped": False, "run": _digest(loop.state, self.run)}
+
+    def _say_lost(self, at: int) -> None:
+        if self.group.is_first and self.group.lost:
+            say(f"process {', '.join(map(str, self.group.lost))} was lost in step {at + 1}; the others make it again")
+
+
+def plan_elastic(run: Run) -> Run:
+    """The run as this process makes it."""
+    if not distributed.is_elastic():
+        return run
+    run = dataclasses.replace(run, elastic=Elastic(run))
+    if jax.process_index() == 0:
+        return run
+    nothing = {"test_data": None, "apply_fn": None, "eval_data": None, "eval_fn": None}
+    quiet = dataclasses.replace(run.evaluation, **nothing)
+    return dataclasses.replace(run, callbacks=Callbacks(), evaluation=quiet, progress=False, profile=None)
+
+
+def _check(run: Run) -> None:
+    """Raise what cannot go on after a loss, before any work."""
+    if getattr(run.step, "virtual_shards", None) is None:
+        raise ValueError(
+            "fit: in an elastic run the number of devices changes, and with it bits and the shares of a batch; make "
+            "the step by train.make_train_step(loss_fn, virtual_shards=8)"
+        )
+    if isinstance(run.source, data.IterableSource):
+        raise ValueError(
+            "fit: in an elastic run a failed step is made again from its number, and an iterable has no batch by "
+            "number; give a data.Dataset or arrays"
+        )
+
+
+def check_state(state: TrainState) -> None:
+    """`ValueError` for a state of which each process has a part of its own."""
+    if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(state)):
+        raise ValueError(
+            f"fit: a lost process takes its shares of a store of kind {state.store.kind!r} with it, so an elastic run "
+            "takes values that are whole on each device; use kind 'device', or initialize without elastic=True, where "
+            "a loss ends all processes and they resume from a checkpoint"
+        )
+
+
+def _digest(state: TrainState, run: Run) -> str:
+    """What must be the same in all processes, in short."""
+    paths = jax.tree_util.tree_leaves_with_path(state)
+    leaves = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape}" for path, x in paths]
+    sizes = [run.batch_size, run.examples, run.num_steps, run.eval_every]
+    return hashlib.sha256(json.dumps([leaves, sizes]).encode()).hexdigest()[:16]
+
+
+def _restart(error: Exception) -> None:
+    """End this process as after a loss without elastic, so that all start again from a checkpoint."""
+    say(f"{error}. This process ends with status {distributed.LOST}, so that all start again from a checkpoint")
+    sys.exit(distributed.LOST)
