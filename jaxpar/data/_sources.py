@@ -96,12 +96,13 @@ def split(given: Any, fraction: float | int, rng: jax.Array | int | None = None,
     """
     options: Any = {"rng": rng, "shuffle": shuffle}
     source = given if isinstance(given, Dataset) else as_source(given)
-    if not hasattr(source, "split"):
+    split_it: Any = getattr(source, "split", None)
+    if split_it is None:
         raise TypeError(
             f"data.split: a {type(source).__name__} is a source of its own kind, whose examples are not known; split "
             "what it is made of"
         )
-    return source.split(fraction, **options)
+    return split_it(fraction, **options)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

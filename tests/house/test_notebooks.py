@@ -47,7 +47,7 @@ LONG = (
     "09_fine_tuning",
 )
 # Each trains by code of a user, on 1 and 4 devices, and goes on after a kill.
-KINDS = [path for path in NOTEBOOKS if path.stem[:2] in ("06", "07", "08", "09")]
+KINDS = [path for path in NOTEBOOKS if path.stem[:2] in ("02", "06", "07", "08", "09")]
 RUN = [pytest.param(p, marks=pytest.mark.slow if p.stem in LONG else ()) for p in NOTEBOOKS]
 
 
@@ -62,9 +62,10 @@ def _check_promises(texts):
 
 
 def _user_code(notebook):
-    """The lines of the file that a user writes, without imports and blank lines."""
-    source = next(cell.source for cell in notebook.cells if cell.source.startswith("%%writefile"))
-    lines = [line for line in source.splitlines()[1:] if line.strip()]
+    """The lines of the file that a user writes and of LeNet in notebook 02, without imports and blank lines."""
+    file = next(cell.source for cell in notebook.cells if cell.source.startswith("%%writefile"))
+    network = next((cell.source for cell in notebook.cells if "def lenet(" in cell.source), "")
+    lines = [line for line in [*file.splitlines()[1:], *network.splitlines()] if line.strip()]
     return [line for line in lines if not line.startswith(("import ", "from "))]
 
 

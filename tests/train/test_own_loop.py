@@ -180,6 +180,9 @@ def test_a_search_ends_where_the_loss_grows():
     assert len(found.losses) == len(found.rates) == len(found.smoothed) < 90
     assert 1e-3 < found.suggestion < 2.0
     assert "suggestion" in found._repr_html_()
+    assert repr(found) == f"RateTest({len(found.rates)} rates from 1.00e-03 to {found.rates[-1]:.2e}, suggestion " + (
+        f"{found.suggestion:.2e})"
+    )
     assert found._repr_png_()[:4] == b"\x89PNG"
     flat = train.make_train_step(lambda params, batch, rng: (0 * params["w"].sum() + 1.0, {}))
     found = train.lr_find(state, flat, TRAIN, batch_size=16, steps=5)

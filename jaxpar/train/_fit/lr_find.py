@@ -27,7 +27,7 @@ _ROUNDING = 1e-5  # of the loss: what it falls by less is rounding
 _TOO_MUCH = 4.0  # times the least loss so far, at which the test ends
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class RateTest:
     """What `lr_find` found. A notebook shows the curve.
 
@@ -63,6 +63,10 @@ class RateTest:
         axes.grid(alpha=0.3)
         axes.legend()
         return save_figure(figure, path)
+
+    def __repr__(self) -> str:
+        found = "none" if self.suggestion is None else f"{self.suggestion:.2e}"
+        return f"RateTest({len(self.rates)} rates from {self.rates[0]:.2e} to {self.rates[-1]:.2e}, suggestion {found})"
 
     def _repr_png_(self) -> bytes | None:
         try:
