@@ -14,6 +14,7 @@ import time
 import types
 
 import pytest
+from hypothesis import strategies as st
 
 from jaxpar._heartbeat import server
 
@@ -173,3 +174,43 @@ class Run:
         for member in members:
             assert [set(m) for m in member.read()][-1] == {"go", "host"}
         return members
+
+
+# Any bytes, any JSON, any mutation
+
+VALID = [
+    HELLO,
+    *({name: 1} for name in ("heartbeat", "leaving", "welcome", "other_run", "closing")),
+    *({"hint": "runs/step_1"}, {"hint": None}, {"refused": "w"}),
+    *({"failed": "ValueError: x"}, {"interrupted": "KeyboardInterrupt"}),
+    *({"lost": 1, "host": "h", "why": "w"}, {"go": 1, "host": "h"}),
+    *({"challenge": "c"}, {"answer": "a", "proof": "p"}, {"proof": "p"}),
+]
+NAMES = sorted({name for message in VALID for name in message})
+special = st.sampled_from([JOB, "\x1b[2J", "\x00", "\ud800", "x" * 70_000, 10**400, 2**63])
+scalars = st.none() | st.booleans() | st.integers() | st.integers(-2, 4) | st.floats() | st.text(max_size=20) | special
+keys = st.sampled_from(NAMES) | st.text(max_size=5)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4), max_leaves=8
+)
+
+
+@st.composite
+def mutations(draw):
+    """A valid message with up to two fields changed, removed or added."""
+    message = dict(draw(st.sampled_from(VALID)))
+    for _ in range(draw(st.integers(0, 2))):
+        name = draw(st.sampled_from([*message, *NAMES[:3]]))
+        if draw(st.booleans()):
+            message[name] = draw(values)
+        else:
+            message.pop(name, None)
+    return message
+
+
+def as_line(value):
+    return json.dumps(value).encode(errors="surrogatepass") + b"\n"
+
+
+line = st.binary(max_size=200) | values.map(as_line) | mutations().map(as_line)
+lines = st.lists(line, min_size=1, max_size=4)

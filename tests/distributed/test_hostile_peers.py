@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from hostile import HELLO, JOB, Client, Run, descriptors, is_readable, next_descriptor
+from hostile import HELLO, JOB, Client, Run, descriptors, is_readable, lines, next_descriptor
 from hypothesis import HealthCheck, given, settings, strategies as st
 from launched import HEAD, MEMBER, launch, write
 
@@ -510,41 +510,7 @@ def test_a_timeout_that_no_server_takes_is_refused_at_once(name, seconds):
 
 # Any bytes, any JSON, any mutation
 
-VALID = [
-    HELLO,
-    *({name: 1} for name in ("heartbeat", "leaving", "welcome", "other_run", "closing")),
-    *({"hint": "runs/step_1"}, {"hint": None}, {"refused": "w"}),
-    *({"failed": "ValueError: x"}, {"interrupted": "KeyboardInterrupt"}),
-    *({"lost": 1, "host": "h", "why": "w"}, {"go": 1, "host": "h"}),
-]
-NAMES = sorted({name for message in VALID for name in message})
 KNOWN = {"welcome", "go", "hint", "lost", "refused", "closing"}
-special = st.sampled_from([JOB, "\x1b[2J", "\x00", "\ud800", "x" * 70_000, 10**400, 2**63])
-scalars = st.none() | st.booleans() | st.integers() | st.integers(-2, 4) | st.floats() | st.text(max_size=20) | special
-keys = st.sampled_from(NAMES) | st.text(max_size=5)
-values = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4), max_leaves=8
-)
-
-
-@st.composite
-def mutations(draw):
-    """A valid message with up to two fields changed, removed or added."""
-    message = dict(draw(st.sampled_from(VALID)))
-    for _ in range(draw(st.integers(0, 2))):
-        name = draw(st.sampled_from([*message, *NAMES[:3]]))
-        if draw(st.booleans()):
-            message[name] = draw(values)
-        else:
-            message.pop(name, None)
-    return message
-
-
-def as_line(value):
-    return json.dumps(value).encode(errors="surrogatepass") + b"\n"
-
-
-lines = st.lists(st.binary(max_size=200) | values.map(as_line) | mutations().map(as_line), min_size=1, max_size=4)
 
 
 def check_any_bytes(data, is_member, is_early):

@@ -9,7 +9,8 @@ import threading
 import time
 
 import pytest
-from hostile import HELLO, JOB, Run
+from hostile import HELLO, JOB, Run, lines
+from hypothesis import HealthCheck, given, settings
 
 from jaxpar._heartbeat import client as client_module, secret as secrets
 from jaxpar._heartbeat.client import HeartbeatClient
@@ -191,6 +192,58 @@ def test_a_client_obeys_no_server_that_does_not_know_the_secret(monkeypatch, say
         threading.Thread(target=lie, daemon=True).start()
         with pytest.raises(ConnectionError, match=r"secret|absent"):
             new_client(KEY).join_run([listener.getsockname()], 1.0, "absent")
+
+
+@contextlib.contextmanager
+def liar(talk):
+    """A server that accepts connections and calls `talk(sock)`."""
+
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = listener.accept()
+                with sock, contextlib.suppress(OSError):
+                    talk(sock)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            yield listener.getsockname()
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(LIMIT)
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(data=lines)
+def test_any_bytes_of_a_server_make_no_client_believe_it(data):
+    def talk(sock):
+        sock.sendall(b"".join(data))
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(1000):
+            pass
+
+    client = new_client(KEY)
+    with liar(talk) as address:
+        assert client._connect([address], 1.0) is None
+    assert client._mistrust.isprintable()
+    assert client.hint is None
+
+
+@pytest.mark.parametrize("data", [b"x", b'{"heartbeat": 1}\n' * 1000], ids=["drips", "floods"])
+def test_a_server_that_never_ends_its_answer_costs_a_client_little(monkeypatch, data):
+    monkeypatch.setattr(client_module, "_WELCOME_TIMEOUT", 0.3)
+
+    def talk(sock):
+        while True:
+            sock.sendall(data)
+            time.sleep(0.02)
+
+    began = time.monotonic()
+    with liar(talk) as address:
+        assert new_client(KEY)._connect([address], 1.0) is None
+    assert time.monotonic() - began < 5.0
 
 
 def test_the_secret_is_found(tmp_path):
