@@ -15,6 +15,8 @@ to another. `_mxnet` reads files of MXNet.
 7
 """
 
+# pyright: reportUnusedImport=false
+# Names for other rooms have an underscore, so that Tab shows the API only.
 from ._adopt import adopt as _adopt, whole_copy as _whole_copy
 from ._manager import Manager as Manager
 from ._manifest import CheckpointError as CheckpointError

@@ -18,6 +18,8 @@ A start goes one way:
 `_join` is for callers that need all processes, such as `kv.create`.
 """
 
+# pyright: reportUnusedImport=false
+# Names for other rooms have an underscore, so that Tab shows the API only.
 from .._heartbeat.client import LOST as LOST
 from ._elastic import is_elastic as is_elastic, leave as leave
 from ._initialize import initialize as initialize

@@ -295,7 +295,7 @@ def start(folder, *words):
 
 @pytest.mark.slow  # Ray takes seven seconds to start, and ten for each group of workers
 def test_a_killed_worker_is_started_again_and_ends_with_the_same_bits(tmp_path, monkeypatch):
-    """One script under the launcher, in Ray where jaxpar starts jax and a worker is killed, and where Ray starts jax."""
+    """One script: under the launcher, in Ray where jaxpar starts jax and a worker is killed, and where Ray does."""
     pytest.importorskip("ray.train", reason="the extra ray is not installed")
     pytest.importorskip("ray.train.v2.jax", reason="this Ray has no JaxTrainer")
     monkeypatch.setenv("PYTHONPATH", str(Path(train.__file__).parents[2]))

@@ -64,7 +64,7 @@ class RayReport:
         self._missing = [record for record in history if record["step"] > self._reported]
 
     def on_saved(self, record: Record, written: Callable[[], Path | None]) -> None:
-        """Report a record. `written()` waits for its checkpoint and gives the path, or None."""
+        """Report a record. `written()` waits for its checkpoint, and gives the path in worker 0."""
         ray = distributed._ray_worker()
         if ray is None:
             return

@@ -99,7 +99,7 @@ def fit(
             training. Do not keep the state: the next step takes its memory. A callback with a method
             `on_start(history)` or `on_end(history)` gets that call when `fit` begins or ends, one with
             `before_resume(directory)` before checkpoints are looked for, and one with `on_saved(record, written)` after
-            a record. There `written()` waits for its checkpoint, in all processes, and gives the path or None.
+            a record. There `written()` waits for its checkpoint, in all processes, and gives its path in the first one.
         on_step: `on_step(step, metrics)`, called for each step in order, with its metrics as floats. `step` counts from
             1. The call comes up to sixteen steps late, so that nothing waits for it.
         profile: a directory for a trace of five steps, from the eleventh of this call on, by jax's profiler. Or
@@ -212,9 +212,9 @@ def _should_stop(loop: Loop, checkpoints: RunCheckpoints, signals: interrupt.Sig
         stopped = record is not None and loop.call_back(record)
     finally:  # a callback that fails costs no steps
         interrupted = signals.should_stop(loop.state, loop.at, record is not None)
-        saved = checkpoints.save(loop, stopped=stopped, interrupted=interrupted)
+        checkpoints.save(loop, stopped=stopped, interrupted=interrupted)
     if record is not None:
-        loop.run.callbacks.saved(record, lambda: checkpoints.wait(loop.at) if saved else None)
+        loop.run.callbacks.saved(record, lambda: checkpoints.written(loop.at))
     if loop.run.elastic is not None:
         stop = stopped or interrupted
         stop, signals.asked = loop.run.elastic.decide(loop, record, stop, signals.asked)

@@ -31,8 +31,9 @@ class RunCheckpoints:
     def __init__(self, directory: str | os.PathLike[str] | None, keep: int, run: Run):
         self.directory, self._run = directory, run
         self._manager = None
+        self._latest: Path | None = None
         if directory is not None:
-            self._manager = Manager(directory, keep=keep, on_latest=distributed.set_resume_hint)
+            self._manager = Manager(directory, keep=keep, on_latest=self._note)
 
     def resume(self, state: TrainState, resume: str | bool) -> tuple[TrainState, RunHistory]:
         """The state to go on from, and the run that it is in."""
@@ -40,7 +41,7 @@ class RunCheckpoints:
             raise ValueError(f"fit: resume must be 'auto', True or False, got {resume!r}")
         found = None
         if self._manager is not None and resume:
-            self._run.callbacks.before_resume(Path(self._manager.directory))
+            self._run.callbacks.before_resume(self._manager.directory)
             found = self._manager._restore(_like(state, self._run.step), _check_info)
         if found is None and resume is True:
             raise FileNotFoundError(f"fit: resume=True, but {self.directory} holds no checkpoint")
@@ -62,10 +63,10 @@ class RunCheckpoints:
         if self._manager is not None:
             self._manager._claim_directory()
 
-    def save(self, loop: Loop, *, stopped: bool = False, interrupted: bool = False) -> bool:
-        """Save the state of the loop if it is due. Return whether it was."""
+    def save(self, loop: Loop, *, stopped: bool = False, interrupted: bool = False) -> None:
+        """Save the state of the loop if it is due."""
         if self._manager is None:
-            return False
+            return
         every, interrupted = self._run.checkpoint_every, interrupted or loop.is_cut
         best = self._run.callbacks.is_best(loop.memories, loop.at)
         if loop.between_epochs or stopped or interrupted or best or (every and loop.at % every == 0):
@@ -73,14 +74,17 @@ class RunCheckpoints:
             about = {**loop.to_save(), **sizes, "stopped": stopped, "interrupted": interrupted}
             records = about.pop("history")  # in a file of its own: a save takes as long after a thousand epochs
             self._manager._save(loop.state, about, best=best, records=records)
-            return True
-        return False
 
-    def wait(self, step: int) -> Path | None:
-        """Wait until all is written. Return the newest checkpoint of a step."""
+    def written(self, step: int) -> Path | None:
+        """Wait until all is on disk. Return what this run wrote or restored of a step, in the process that writes."""
         if self._manager is not None:
             self._manager.wait()
-        return self.path(step)
+        latest = self._latest
+        return latest if latest is not None and latest.name.startswith(f"step_{step:08d}") else None
+
+    def _note(self, path: Path) -> None:
+        self._latest = path
+        distributed.set_resume_hint(path)
 
     def path(self, step: int) -> Path | None:
         """The newest checkpoint of a step. None where there is no directory."""
