@@ -21,7 +21,7 @@ A start goes one way:
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
 from .._heartbeat.client import LOST as LOST
-from ._elastic import is_elastic as is_elastic, leave as leave
+from ._elastic import is_elastic as is_elastic
 from ._initialize import initialize as initialize
 from ._join import check_joined as check_joined, join as join
 from ._process import (

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
-from typing import Any, Never
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 
 from .._devices import processes
-from . import _process
 from ._environment import RAY_TRAIN, Cluster
 
 VARIABLE = "JAXPAR_ELASTIC"  # the launcher sets it with --elastic
@@ -52,16 +50,12 @@ def configure(heartbeat_timeout: float) -> dict[str, Any]:
     return {"heartbeat_timeout_seconds": round(heartbeat_timeout), "shutdown_timeout_seconds": 5}
 
 
-def leave() -> Never:
-    """End this process with status 0 at once, without jax's shutdown, which needs process 0."""
-    client = _process.this.client
-    if client is not None:
-        client.leave()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
 def is_elastic() -> bool:
-    """Whether this process is one of an elastic run."""
+    """Whether this process is one of an elastic run, see `initialize`.
+
+    Example:
+        >>> from jaxpar import distributed
+        >>> distributed.is_elastic()
+        False
+    """
     return processes.is_elastic()

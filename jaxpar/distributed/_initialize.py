@@ -85,6 +85,7 @@ def initialize(
             "distributed.initialize: JAX runs already and cannot become one of several processes now; call it before "
             "anything else that uses JAX (in a notebook, restart the kernel and call it first)"
         )
+    elastic = elastic and (isinstance(cluster, str) or cluster.num_processes > 1)
     if elastic:
         _elastic.check_elastic(cluster)
     _configure(preemption_service)

@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -48,7 +47,8 @@ class Elastic:
         self._step: TrainStep = run.step
         self._state: TrainState | None = None  # on the devices of the group
         self._host: TrainState | None = None  # the same before the step under way, in host memory
-        self._batches: Iterator[Any] = iter(())
+        self._batches: Iterator[Any] | None = None
+        self._batch: Any = None  # of the step under way, whole in this process, in host memory
 
     @property
     def leads(self) -> bool:
@@ -74,12 +74,12 @@ class Elastic:
                 self._agree(lambda: self._offer(loop), loop.state)
             elif self.group.is_first:
                 self._host = to_host(self._state)
-            with self.watchdog.watch(f"loads the batch of step {loop.at + 1}"):
-                batch = next(self._batches)
-            made = self.group.run(loop.at, lambda batch=batch: self._make(batch, loop.at))
+            self._load(loop.at)
+            made = self.group.run(loop.at, lambda: self._make(loop.at))
             if made is None:
                 self._say_lost(loop.at)
                 continue
+            self._batch = None
             self._state, metrics = made
             yield self._state, Steps(metrics)
 
@@ -109,10 +109,21 @@ class Elastic:
         self.group.end()
         atexit.register(self.group.wait_for_others)
 
-    def _make(self, batch: Any, at: int) -> tuple[TrainState, Any]:
+    def _load(self, at: int) -> None:
+        """Read the batch of the next step, where a failed step has not left it."""
+        if self._batch is not None:
+            return
+        with self.watchdog.watch(f"loads the batch of step {at + 1}"):
+            if self._batches is None:
+                assert self._host is not None
+                options = {"rng": jax.random.fold_in(self._host.rng, SHUFFLE), "epochs": None, "start": at}
+                self._batches = iter(self.run.source.batches(self.run.batch_size, **options))
+            self._batch = to_host(next(self._batches))
+
+    def _make(self, at: int) -> tuple[TrainState, Any]:
         assert self._state is not None
         with self.watchdog.watch(f"computes step {at + 1}", self.group.has_failed):
-            return jax.block_until_ready(self._step(self._state, batch))
+            return jax.block_until_ready(self._step(self._state, self._batch))
 
     def _agree(self, offer: Callable[[], dict[str, Any]], like: TrainState) -> dict[str, Any]:
         """Agree with all that live, and take the state of process 0. Return its offer."""
@@ -124,13 +135,11 @@ class Elastic:
                     "another batch_size than process 0; run the same program in all processes"
                 )
             assert self._host is not None
-            host = send(self._host, terms.devices)
-            self._state = place_state(host, terms.devices)
+            self._host = send(self._host, terms.devices)
+            self._state = place_state(self._host, terms.devices)
             self._step = self.run.step.on(terms.devices)
-            self._batches = self._from(terms, host)
-            first = next(self._batches)
-            self._step.lower(self._state, first).compile()  # now, as the others wait in a collective for seconds only
-            self._batches, self._host = itertools.chain([first], self._batches), host
+            self._load(terms.offer["at"])
+            self._step.lower(self._state, self._batch).compile()  # now: the others wait in a collective for seconds
             return terms.offer
 
         try:
@@ -138,11 +147,6 @@ class Elastic:
         except OrdersUsedUp as error:
             _restart(error)
             raise
-
-    def _from(self, terms: Terms, state: TrainState) -> Iterator[Any]:
-        run, rng = self.run, jax.random.fold_in(state.rng, SHUFFLE)
-        options = {"rng": rng, "epochs": None, "start": terms.offer["at"], "devices": terms.devices}
-        return iter(run.source.batches(run.batch_size, **options))
 
     def _offer(self, loop: Loop) -> dict[str, Any]:
         """What process 0 says of the run under way."""

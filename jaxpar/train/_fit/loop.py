@@ -96,7 +96,7 @@ class Loop:
                 self.at += made.number
                 self._readings.add(made)
                 mark = self._due()
-                self._count(BEHIND if mark is None else 0)
+                self._count(0 if mark is not None or self.run.elastic is not None else BEHIND)
                 if mark is None:
                     yield None
                     continue

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 
 from ... import kv
 from ..._core.arrays import Device
 from ..._devices import buckets, collectives
 from ...kv import _aggregate, _staleness, _update
-from . import nonfinite
+from . import batch as _batch, nonfinite
 from .gradient import Gradient, StepResult, wide
 from .loss_scale import DynamicLossScale
 from .state import TrainState, carries
@@ -64,6 +65,15 @@ class DeviceStep:
         )
         return (new, metrics) if self.guard is None else self.guard(state, new, metrics, found)
 
+    def lay_out(self, batch: Any, devices: int, along: NamedSharding, axis: int = 0) -> Any:
+        """The arrays of a batch in the rows that the devices take of it. `along` is their sharding."""
+        del devices, along, axis
+        return batch
+
+    def check_batch(self, batch: Any, devices: int, axis: int = 0) -> None:
+        """`ValueError` where a batch that is laid out cannot be divided. `TypeError` for no arrays of numbers."""
+        _batch.check_batch(batch, devices, self.gradient.accumulate, axis)
+
     def with_initial_parts(self, state: TrainState, devices: tuple[Device, ...]) -> TrainState:
         """The state, which is on the devices, with the parts that only this kind of step has."""
         del devices
@@ -73,6 +83,19 @@ class DeviceStep:
                 "end the round by that step's finish(state), then go on from train.create_state(state.store, rng)"
             )
         return state
+
+    def missing_parts(self, state: TrainState) -> dict[str, Any]:
+        """The parts that this step keeps and the state has not, as before the first step."""
+        missing: dict[str, Any] = {}
+        if self.grad_transform is not None and not carries(state.transform):
+            params = kv.to_params(state.store)
+            if jax.tree.leaves(jax.eval_shape(self.grad_transform.init, params)):
+                missing["transform"] = self.grad_transform.init(params)
+        if self.guard is not None and not carries(state.nonfinite):
+            missing["nonfinite"] = self.guard.start(state.store)
+        if isinstance(self.scaling, DynamicLossScale) and not carries(state.loss_scale):
+            missing["loss_scale"] = self.scaling.start()
+        return missing
 
     def apply_pending(self, state: TrainState) -> TrainState:
         """The state after all pending pushes of its store were applied, the oldest first."""

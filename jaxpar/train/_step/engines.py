@@ -11,11 +11,11 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
 from ... import kv
-from ..._core import checks
 from ..._core.arrays import Device
 from ..._devices.mesh import STORE_AXIS, mesh_of
 from ..._devices.pmap_cache import forget
 from ...kv import _store
+from .batch import split_batch
 from .device_step import DeviceStep
 from .global_step import GlobalStep
 from .state import TrainState, partition_specs
@@ -104,33 +104,6 @@ ENGINES = {
     "shard_map": Engine(_step_by_shard_map, _finish_by_shard_map),
     "jit": Engine(_step_by_jit, _nothing_to_finish, spread=_spread_by_jit, on_mesh=True),
 }
-
-
-def split_batch(batch: Batch, count: int) -> Batch:
-    """The arrays of a batch with a new first axis of this length, as `pmap` takes them."""
-    return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
-
-
-def check_batch(batch: Batch, devices: int, parts: int, axis: int = 0) -> None:
-    """`ValueError` where a batch cannot be divided by the devices, or a share by the microbatches.
-
-    `TypeError` for a leaf that is no array of numbers.
-    """
-    checks.arrays_of_numbers(batch, "train step: batch")
-    n = checks.batch_length(batch, "train step", axis)
-    if parts == 1:
-        checks.even_share(n, devices, "train step", ", or pad it")
-    if n % (devices * parts) == 0:
-        return
-    size = n // (devices * parts) * devices * parts or devices * parts
-    if n % devices:
-        raise ValueError(
-            f"train step: a batch of {n} cannot be divided by {devices} devices; use a batch of {size}, or pad it"
-        )
-    raise ValueError(
-        f"train step: a batch of {n} gives each of {devices} devices {n // devices} examples, which cannot be cut "
-        f"in accumulate={parts} microbatches; use a batch of {size}"
-    )
 
 
 def _spec_tree(one: DeviceStep, state: TrainState) -> Any:

@@ -15,6 +15,10 @@ from ..._core.arguments import check_takes
 from .state import carries
 
 Grads = dict[int, jax.Array]
+LossFn = (  # with a model state, or without
+    Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, Any]]]
+    | Callable[[Any, Any, jax.Array, Any], tuple[jax.Array, dict[str, Any], Any]]
+)
 
 
 class StepResult(NamedTuple):

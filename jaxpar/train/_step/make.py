@@ -13,11 +13,12 @@ from ..._core.arguments import answers, check_takes
 from ..._core.arrays import Device
 from .device_step import DeviceStep
 from .global_step import GlobalStep
-from .gradient import Gradient
+from .gradient import Gradient, LossFn
 from .local_sgd import LocalSGD, check_local_steps
 from .loss_scale import DynamicLossScale, check_loss_scale
 from .nonfinite import ACTIONS, Guard
-from .train_step import LossFn, TrainStep
+from .train_step import TrainStep
+from .virtual_step import AXIS, VirtualStep
 
 if TYPE_CHECKING:
     import optax
@@ -54,6 +55,7 @@ def make_train_step(
     local_steps: int | None = None,
     outer_optimizer: optax.GradientTransformation | None = None,
     unused: Literal["warn", "skip"] = "warn",
+    virtual_shards: int | None = None,
 ) -> TrainStep:
     """A data-parallel training step over the devices of the state.
 
@@ -157,15 +159,39 @@ def make_train_step(
     guard = Guard(nonfinite == "stop", dynamic) if nonfinite != "ignore" or dynamic else None
     gradient = Gradient(loss_fn, accumulate, compute_dtype, remat)
     checks.choice(unused, "make_train_step", "unused", ("warn", "skip"))
-    options = gradient, axes[0], grad_transform, scaling, guard, unused, set[str]()
-    one = DeviceStep(*options) if local_steps is None else LocalSGD(*options, int(local_steps), outer_optimizer)
-    whole = None if local_steps is not None else GlobalStep(*options, axes=axes)
+    shared = grad_transform, scaling, guard, unused, set[str]()
+    virtual_shards = _check_virtual_shards(virtual_shards, engine, mesh, local_steps)
+    one: DeviceStep = DeviceStep(gradient, axes[0], *shared)
+    if virtual_shards is not None:
+        one = VirtualStep(gradient, AXIS, *shared, virtual_shards)
+    elif local_steps is not None:
+        one = LocalSGD(gradient, axes[0], *shared, int(local_steps), outer_optimizer)
+    whole = GlobalStep(gradient, axes[0], *shared, axes=axes) if type(one) is DeviceStep else None
     if engine == "jit" and whole is None:
         raise ValueError(
             "make_train_step: local_steps are updates of each device by itself, and engine 'jit' sees no single "
             "device; use engine 'pmap' or 'shard_map'"
         )
-    return TrainStep(one, engine, chosen, nonfinite, mesh, whole)
+    return TrainStep(one, engine, axes[0], chosen, nonfinite, mesh, whole, virtual_shards)
+
+
+def _check_virtual_shards(virtual_shards: Any, engine: str, mesh: Any, local_steps: Any) -> int | None:
+    """The option. It is refused beside what gives each number of devices bits of its own."""
+    if virtual_shards is None:
+        return None
+    where = f"make_train_step: virtual_shards={virtual_shards!r}"
+    checks.whole_number(virtual_shards, "make_train_step", "virtual_shards")
+    if engine == "jit" or mesh is not None:
+        raise ValueError(
+            f"{where} fixes the order of all sums, and with engine 'jit' and mesh= the compiler chooses it; use engine "
+            "'pmap' or 'shard_map' and devices="
+        )
+    if local_steps is not None:
+        raise ValueError(
+            f"{where} gives the same bits on any number of devices, and local_steps={local_steps!r} are updates of "
+            "each device by itself; leave out one of them"
+        )
+    return int(virtual_shards)
 
 
 def _check_loss_fn(loss_fn: Any) -> None:

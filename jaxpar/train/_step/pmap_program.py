@@ -15,8 +15,9 @@ from ..._core.arrays import is_prng_key, without_keys
 from ..._devices.emulated import wait_before_collectives
 from ..._devices.mesh import STORE_AXIS, mesh_of
 from ..._devices.pmap_cache import forget
+from .batch import split_batch
 from .device_step import DeviceStep
-from .engines import Batch, Devices, Engine, check_batch, split_batch
+from .engines import Batch, Devices, Engine
 from .programs import Metrics, Program
 from .state import TrainState, partition_specs
 
@@ -63,7 +64,7 @@ class PmapProgram(Program):
     def check(self, state: TrainState, shapes: Batch) -> list[str]:
         """Only the sizes. The rest comes up at the first call, before the state is donated."""
         del state
-        check_batch(shapes, self._shares, self._one.gradient.accumulate)
+        self._one.check_batch(self._one.lay_out(shapes, self._shares, self._along(0)), self._shares)
         return []
 
     def _prepare(self, leaves: list[Any]) -> tuple[Any, tuple[Any, ...], tuple[P, ...], Callable[[Any], Any]]:

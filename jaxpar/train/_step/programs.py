@@ -19,7 +19,7 @@ from ..._devices.placement import put
 from ..._devices.user_mesh import without_types
 from ...kv import _store
 from .device_step import DeviceStep
-from .engines import Batch, Devices, Engine, check_batch
+from .engines import Batch, Devices, Engine
 from .state import TrainState, leaf_shardings
 
 Metrics = dict[str, jax.Array]
@@ -77,8 +77,9 @@ class Program:
     def check(self, state: TrainState, shapes: Batch) -> list[str]:
         """Raise what a call would raise for a batch of these shapes. Return the names of the metrics."""
         along = self._along(0)
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=along), shapes)
-        check_batch(batch, self._shares, self._one.gradient.accumulate)
+        batch = self._one.lay_out(shapes, self._shares, along)
+        self._one.check_batch(batch, self._shares)
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=along), batch)
         return list(self._traced.eval_shape(self._parts(state), state.rng, batch)[1])
 
     def _with_parts(self, state: TrainState, parts: Parts) -> TrainState:
@@ -91,10 +92,11 @@ class Program:
 
         Their shapes are checked when a program is traced for them.
         """
+        batch = self._one.lay_out(batch, self._shares, self._along(axis), axis)
         shardings = _shardings_of(batch)
         if shardings == self._shardings:
             return batch
-        check_batch(batch, self._shares, self._one.gradient.accumulate, axis)
+        self._one.check_batch(batch, self._shares, axis)
         plain = without_types(batch)
         if not are_on(plain, self.devices):
             return put(plain, self._along(axis))
@@ -152,7 +154,7 @@ def _step_of_parts(one: DeviceStep, engine: Engine, shares: int, treedef: Any, a
     """
 
     def train_step(parts: Parts, rng: jax.Array, batch: Batch) -> tuple[Parts, Any]:
-        check_batch(batch, shares, one.gradient.accumulate)
+        one.check_batch(batch, shares)
         leaves, structure = jax.tree.flatten(parts)
         state = treedef.unflatten([*leaves[:at], rng, *leaves[at:]])
         new, metrics = engine.step(one, state.store.devices, state, batch)

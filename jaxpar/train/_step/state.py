@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ... import distributed, kv
 from ..._core import checks, portable
@@ -19,7 +19,7 @@ from ..._core.arrays import Device, is_traced, nbytes
 from ..._core.text import plural
 from ..._devices import processes
 from ..._devices.donation import check_not_donated, is_donated
-from ..._devices.mesh import put_copy, split_over
+from ..._devices.mesh import auto_mesh, put_copy, split_over
 from ..._devices.placement import to_host
 from ..._devices.user_mesh import on_own_mesh
 from ...kv import _place, _store
@@ -167,6 +167,21 @@ def place_state(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
     local = put_copy(regroup_local(state.local, len(devices)), split_over(devices))
     store = kv.place(state.store, devices)
     return TrainState(store, **everywhere(rest, store), local=local)
+
+
+def place_on_mesh(state: TrainState, mesh: Mesh | None, other: Mesh) -> TrainState:
+    """The state on a mesh, for engine `jit`: that of its store, or else `mesh`, or else `other`."""
+    store = state.store
+    if not store.shardings:
+        mesh = mesh or other
+        return place_state(dataclasses.replace(state, store=kv.place(store, mesh=mesh)), tuple(mesh.devices.flat))
+    own = _store.mesh_of_values(store)
+    if mesh is not None and auto_mesh(mesh) != own:
+        raise ValueError(
+            f"train step: the state is on a mesh {dict(own.shape)}, and the step was made for "
+            f"{dict(mesh.shape)}, or for other devices; place the store: kv.place(store, mesh=mesh)"
+        )
+    return state
 
 
 def regroup_local(local: Any, count: int) -> Any:

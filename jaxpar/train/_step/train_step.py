@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,14 +24,17 @@ from ...kv import _store
 from .device_step import DeviceStep
 from .engines import ENGINES, Batch, Engine
 from .global_step import GlobalStep
-from .loss_scale import DynamicLossScale
+from .gradient import LossFn
 from .pmap_program import make_program
 from .programs import Program, make_finish
-from .state import TrainState, carries, check_is_state, everywhere, explain_donated, place_state
-
-LossFn = (  # with a model state, or without
-    Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, Any]]]
-    | Callable[[Any, Any, jax.Array, Any], tuple[jax.Array, dict[str, Any], Any]]
+from .state import (
+    TrainState,
+    carries,
+    check_is_state,
+    everywhere,
+    explain_donated,
+    place_on_mesh,
+    place_state,
 )
 
 
@@ -39,28 +42,30 @@ class TrainStep:
     """A training step, called with a state and a batch. Made by `make_train_step`.
 
     Attributes:
-        engine, axis_name, devices, nonfinite: as given.
+        engine, axis_name, devices, nonfinite, virtual_shards: as given.
     """
 
     def __init__(
         self,
         one: DeviceStep,
         engine: str,
+        axis_name: str,
         devices: tuple[Device, ...] | None,
         nonfinite: str,
         mesh: Mesh | None,
         whole: GlobalStep | None,
+        virtual_shards: int | None,
     ):
         self.engine: str = engine
-        self.axis_name: str = one.axis_name
+        self.axis_name: str = axis_name
         self.devices: tuple[Device, ...] | None = devices
         self.nonfinite: str = nonfinite
+        self.virtual_shards: int | None = virtual_shards
         self._one = one
         self._mesh, self._whole = mesh, whole
         self._programs = Recent(lambda treedef: make_program(*self._engine_for(treedef), treedef))
         self._finishers = Recent(lambda treedef: make_finish(*self._engine_for(treedef), treedef))
         self._last: Any = (_no_state, None)  # a reference to the last state returned, and its program
-        self._stateless = one.grad_transform is None  # whether the grad_transform is known to have none
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step. `state` is donated: use the one returned."""
@@ -171,6 +176,18 @@ class TrainStep:
             return None
         return NamedSharding(auto_mesh(mesh), P(axes[0] if len(axes) == 1 else axes))
 
+    def on(self, devices: Sequence[Device]) -> TrainStep:
+        """The same step over other devices. It takes a state from any others, and compiles for these.
+
+        Raises:
+            ValueError: the step was made for a mesh, or a device is given twice.
+        """
+        chosen = checks.check_devices(devices, "train step, on")
+        if self._mesh is not None:
+            raise ValueError("train step, on: this step was made for a mesh; make another by make_train_step(mesh=...)")
+        options = self.nonfinite, None, self._whole, self.virtual_shards
+        return TrainStep(self._one, self.engine, self.axis_name, chosen, *options)
+
     @property
     def loss_fn(self) -> LossFn:
         """As given to `make_train_step`."""
@@ -191,14 +208,15 @@ class TrainStep:
             return self._complete(without_types(state), user)
 
     def _complete(self, state: TrainState, user: Mesh | None) -> TrainState:
-        if self._engine_name(state.store) == "jit":
-            state = self._onto_mesh(state, user)
+        one, engine = self._engine_of(state.store)
+        if engine.on_mesh:
+            free = self.devices is None and state.store.devices is None
+            state = place_on_mesh(state, self._mesh, (user if free else None) or mesh_of(self._devices_for(state)))
         devices = self._devices_for(state)
         if state.store.devices != devices:
             state = place_state(state, devices)
-        missing = self._missing(state)
+        missing = one.missing_parts(state)
         state = dataclasses.replace(state, **everywhere(missing, state.store)) if missing else state
-        one, _ = self._engine_of(state.store)
         return one.with_initial_parts(state, devices)
 
     def finish(self, state: TrainState) -> TrainState:
@@ -234,42 +252,17 @@ class TrainStep:
         if name != "jit":
             return self._one, ENGINES[name]
         if self._whole is None:
+            reason = "local_steps are updates of each device by itself"
+            if self.virtual_shards is not None:
+                reason = f"virtual_shards={self.virtual_shards} fixes the order of sums that the compiler chooses here"
             raise ValueError(
-                "train step: values of this store are split over a mesh, and local_steps are updates of each device "
-                "by itself; use kind 'device' without mesh= and sharding="
+                f"train step: values of this store are split over a mesh, and {reason}; "
+                "use kind 'device' without mesh= and sharding="
             )
         return self._whole, ENGINES[name]
 
     def _engine_for(self, treedef: Any) -> tuple[DeviceStep, Engine]:
         return self._engine_of(treedef.unflatten(range(treedef.num_leaves)).store)
-
-    def _onto_mesh(self, state: TrainState, user: Mesh | None) -> TrainState:
-        """The state on the mesh of engine `jit`."""
-        store = state.store
-        if store.shardings:
-            own = _store.mesh_of_values(store)
-            if self._mesh is not None and auto_mesh(self._mesh) != own:
-                raise ValueError(
-                    f"train step: the state is on a mesh {dict(own.shape)}, and the step was made for "
-                    f"{dict(self._mesh.shape)}, or for other devices; place the store: kv.place(store, mesh=mesh)"
-                )
-            return state
-        free = self.devices is None and state.store.devices is None
-        mesh = self._mesh or (user if free else None) or mesh_of(self._devices_for(state))
-        return place_state(dataclasses.replace(state, store=kv.place(store, mesh=mesh)), tuple(mesh.devices.flat))
-
-    def _missing(self, state: TrainState) -> dict[str, Any]:
-        """The parts that this step keeps and the state has not, as before the first step."""
-        one, missing = self._one, {}
-        if not self._stateless and not carries(state.transform):
-            fresh = one.grad_transform.init(kv.to_params(state.store))
-            self._stateless = not jax.tree.leaves(fresh)
-            missing |= {} if self._stateless else {"transform": fresh}
-        if one.guard is not None and not carries(state.nonfinite):
-            missing["nonfinite"] = one.guard.start(state.store)
-        if isinstance(one.scaling, DynamicLossScale) and not carries(state.loss_scale):
-            missing["loss_scale"] = one.scaling.start()
-        return missing
 
     def _devices_for(self, state: TrainState) -> tuple[Device, ...]:
         return self.devices or state.store.devices or processes.devices()

@@ -1,0 +1,75 @@
+"""A process of an elastic run that fails as it is asked to, once for each failure; see tests/train/test_elastic.py.
+
+Arguments: a folder for marks, then `failure:process:step` each, where failure is kill, stop or loop.
+"""
+
+import hashlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+
+from jaxpar import data, distributed, kv, train
+
+folder, *failures = sys.argv[1:]
+distributed.initialize(elastic=True)
+rank = jax.process_index()
+
+
+class Failing(data.ArraySource):
+    """The batches of arrays. This process fails before it gives some of them."""
+
+    def batches(self, batch_size, *, start=0, **options):
+        for number, batch in enumerate(super().batches(batch_size, start=start, **options), start):
+            for failure in failures:
+                kind, process, step = failure.split(":")
+                mark = Path(folder, failure)
+                if (int(process), int(step)) == (rank, number) and not mark.exists():
+                    mark.touch()
+                    fail(kind)
+            yield batch
+
+
+def fail(kind):
+    if kind == "loop":
+        while True:
+            pass
+    os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+
+
+def loss_fn(params, batch, rng):
+    hidden = jax.numpy.tanh(batch["x"] @ params["w"])
+    noise = jax.random.normal(rng, ()) * 0.01
+    return ((hidden @ params["v"] - batch["y"]) ** 2).mean() + noise * params["v"].sum(), {"hidden": hidden.mean()}
+
+
+draw = np.random.default_rng(0).normal
+arrays = {"x": draw(size=(96, 16)).astype(np.float32), "y": draw(size=96).astype(np.float32)}
+params = {"w": jax.numpy.asarray(draw(size=(16, 16)), "float32"), "v": jax.numpy.asarray(draw(size=16), "float32")}
+state = train.create_state(kv.from_params(params, optimizer=optax.adam(0.01)), 0)
+step = train.make_train_step(loss_fn, virtual_shards=8)
+seen = []
+state, history = train.fit(
+    state,
+    step,
+    Failing(arrays, None),
+    epochs=6,
+    batch_size=16,
+    progress=False,
+    callbacks=lambda state, record: seen.append(record["step"]),
+    on_step=lambda number, metrics: print("STEP", number, flush=True),
+    eval_data=arrays,
+    eval_fn=lambda params, batch: {"loss": (batch["x"] @ params["w"]).mean(-1)},
+    eval_every=4,
+    checkpoint_dir=Path(folder, "run"),
+    checkpoint_every=2,
+)
+leaves = jax.tree.leaves((kv.to_params(state.store), state.store.optimizer_state, state.store.updater_state))
+bits = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()[:16]
+metrics = [{name: record.get(name) for name in ("epoch", "step", "loss", "hidden", "eval_loss")} for record in history]
+print("BITS", int(state.step), bits, hashlib.sha256(repr(metrics).encode()).hexdigest()[:16], flush=True)
+print("SEEN", rank, len(seen), flush=True)

@@ -1,0 +1,182 @@
+"""Training that goes on when processes are lost, and takes them back. The end has the bits of a run without a loss."""
+
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from launched import command, environment
+
+from jaxpar import checkpoint, distributed, kv, train
+from jaxpar._devices import processes
+from jaxpar.train._fit.elastic_group import Group, OrdersUsedUp
+from jaxpar.train._fit.elastic_send import send, to_host
+
+PROGRAM = Path(__file__).parents[1] / "elastic_run.py"
+
+
+@pytest.fixture
+def elastic(monkeypatch):
+    """As in an elastic run."""
+    monkeypatch.setattr(processes._Elastic, "is_on", True)
+
+
+def loss_fn(params, batch, rng):
+    return (params["w"] * batch["x"]).mean(), {}
+
+
+def new_state(**options):
+    return train.create_state(kv.from_params({"w": jnp.ones(())}, optimizer=optax.sgd(0.1), **options), 0)
+
+
+def test_what_is_sent_arrives_to_the_last_bit():
+    tree = {
+        "a": jnp.asarray([-0.0, np.nan, 1.5]),
+        "rng": jax.random.key(3),
+        "n": jnp.int8(-7),
+        "h": jnp.ones(3, "bfloat16"),
+    }
+    got = send(to_host(tree), jax.devices()[:3])
+    assert [x.tobytes() for x in map(np.asarray, (got["a"], got["n"], got["h"]))] == [
+        np.asarray(tree[name]).tobytes() for name in ("a", "n", "h")
+    ]
+    assert got["rng"] == tree["rng"]
+    assert [got[name].dtype for name in tree] == [tree[name].dtype for name in tree]
+
+
+def test_a_group_never_has_an_order_twice(monkeypatch):
+    devices = [types.SimpleNamespace(id=i, process_index=i) for i in range(3)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    group = Group()
+    group._members = {0: 1, 1: 1, 2: 1}
+    orders = [group._next_order() for _ in range(7)]
+    assert orders[-1] is None
+    assert sorted(map(tuple, orders[:6])) == sorted({tuple(order) for order in orders[:6]})
+    group._members = {0: 1, 2: 1}
+    assert group._next_order() == [0, 2]
+
+
+def test_orders_that_are_used_up_are_an_error_in_words(monkeypatch):
+    group = Group()
+    monkeypatch.setattr(group, "_next_order", lambda: None)
+    group._client = types.SimpleNamespace(key_value_set=lambda *a, **k: None)
+    with pytest.raises(OrdersUsedUp, match=r"each order of 0 devices once.*--devices 2"):
+        group._settle(dict)
+
+
+@pytest.mark.parametrize(
+    ("step", "source", "words"),
+    [
+        ({}, {"x": np.ones(8, "float32")}, "virtual_shards=8"),
+        ({"virtual_shards": 4}, [{"x": np.ones(8, "float32")}], "an iterable has no batch by number"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(elastic, step, source, words):
+    state = new_state()
+    with pytest.raises(ValueError, match=words):
+        train.fit(state, train.make_train_step(loss_fn, **step), source, epochs=1, batch_size=8, progress=False)
+    assert float(state.params["w"]) == 1
+
+
+def test_kinds_whose_shares_are_lost_are_refused(elastic, monkeypatch):
+    from jaxpar.train._fit.elastic import check_state
+
+    with pytest.raises(ValueError, match=r"kind 'sharded' with it.*resume from a checkpoint"):
+        check_state(new_state(kind="sharded", devices=jax.devices()[:2]))
+    check_state(new_state())
+
+
+def test_calls_that_need_all_processes_are_refused(elastic, monkeypatch):
+    with pytest.raises(RuntimeError, match=r"kv.barrier: .*only `train.fit` computes over all"):
+        kv.barrier()
+    with pytest.raises(RuntimeError, match="train step: this is an elastic run"):
+        train.make_train_step(loss_fn)(new_state(), {"x": jnp.ones(8)})
+
+
+def test_elastic_needs_the_launcher_that_goes_on(monkeypatch):
+    env = {"JAXPAR_HUB": "127.0.0.1:1", "JAXPAR_COORDINATOR": "127.0.0.1:2"}
+    for name, value in {**env, "JAXPAR_NUM_PROCESSES": "2", "JAXPAR_PROCESS_ID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("jaxpar.distributed._process.is_jax_used", lambda: False)
+    with pytest.raises(RuntimeError, match="jaxpar launch --elastic"):
+        distributed.initialize(elastic=True)
+    monkeypatch.delattr("jax.experimental.multihost_utils.live_devices")
+    with pytest.raises(RuntimeError, match=f"jax {jax.__version__} cannot go on after a loss"):
+        distributed.initialize(elastic=True)
+
+
+def test_a_stuck_process_names_its_step_and_ends():
+    source = """
+from jaxpar.train._fit.watchdog import Watchdog
+watchdog = Watchdog()
+watchdog.start()
+with watchdog.watch("computes step 1", lambda: False):
+    __import__("time").sleep(1.5)  # it only takes long
+def hang():
+    while True:
+        pass
+with watchdog.watch("loads the batch of step 8"):
+    hang()
+"""
+    env = {**os.environ, "JAXPAR_STUCK_TIMEOUT": "0.5"}
+    done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == distributed.LOST
+    assert "process 0 is stuck: it loads the batch of step 8 for 0.5 seconds" in done.stderr
+    assert "in hang" in done.stderr
+
+
+def run(folder, processes, *failures, options=()):
+    """The output of the launched program, with or without failures."""
+    folder.mkdir()
+    launch = command("-n", str(processes), "--devices", "2", "--elastic", *options)
+    done = subprocess.run(
+        [*launch, "--", sys.executable, str(PROGRAM), str(folder), *failures],
+        env=environment(XLA_FLAGS="", PYTHONPATH=os.pathsep.join(sys.path)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    return output
+
+
+def results(output):
+    return re.findall(r"BITS (.*)", output)
+
+
+def steps(output):
+    return [int(number) for number in re.findall(r"STEP (\d+)", output)]
+
+
+@pytest.mark.slow  # 30 seconds: three processes, three losses
+def test_killed_frozen_and_stuck_processes_change_no_bit(tmp_path):
+    failures = "kill:2:7", "stop:1:15", "loop:2:23"
+    output = run(tmp_path / "disturbed", 3, *failures)
+    assert output.count("started again as") == 3, output
+    assert "restart" not in output
+    assert steps(output) == [*range(1, 37)]  # each counted once
+    assert "process 2 is stuck: it loads the batch of step 24 for 10 seconds" in output
+    assert "elastic_run.py" in output.partition("is stuck")[2]
+    assert "process 1 was lost in step 16; the others make it again" in output
+    assert re.search(r"SEEN 0 12\b", output), output  # records, in process 0 only
+    assert len(results(output)) == 3
+    assert {*results(output)} == {*results(run(tmp_path / "undisturbed", 1))}
+
+
+@pytest.mark.slow  # 15 seconds: two starts of two processes
+def test_without_process_0_all_start_again_from_the_checkpoint(tmp_path):
+    output = run(tmp_path / "disturbed", 2, "kill:0:9", options=("--max-restarts", "1"))
+    assert "an elastic run cannot go on without process 0" in output
+    assert "restart 1 of 1 with 2 processes" in output
+    assert "resumed from step 8" in output
+    assert {*results(output)} == {*results(run(tmp_path / "undisturbed", 1))}
+    assert checkpoint.latest(tmp_path / "disturbed" / "run") is not None
