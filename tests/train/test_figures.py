@@ -3,6 +3,7 @@
 import io
 
 import matplotlib
+import matplotlib.figure
 import matplotlib.style
 import numpy as np
 import pytest
@@ -66,3 +67,19 @@ def test_a_confusion_matrix_cuts_no_label():
     figure = train.plot_confusion_matrix(MATRIX)
     figure._repr_png_()
     assert figure.axes[0].yaxis.label.get_window_extent().x0 >= 0
+
+
+def test_figures_in_the_style_read_on_both_pages_and_get_no_white_ground():
+    inline = pytest.importorskip("matplotlib_inline.backend_inline")
+    with matplotlib.style.context("jaxpar.train.notebook"):
+        figure = matplotlib.figure.Figure()
+        axes = figure.subplots()
+        axes.plot([1, 2], label="line")
+        axes.set(xlabel="x", ylabel="y", title="title")
+        axes.legend()
+        figure.savefig(io.BytesIO())  # makes the labels of the ticks
+        texts = [text for text in figure.findobj(Text) if text.get_text()]
+        assert inline._fetch_figure_metadata(figure) is None  # else JupyterLab puts it on white, on a dark page too
+    assert len(texts) > 8
+    for page in ("white", "#111111"):
+        assert min(contrast(text.get_color(), page) for text in texts) > 4
