@@ -5,5 +5,6 @@ listener                       how many connections come in a second
 secret                         what each end of a connection proves that it knows
 server, server_thread, peer        one for each run, in the launcher or in a thread of process 0
 client, exit                       one in each process: it sends heartbeats and ends the process after a loss
+pulse, pulse_process           heartbeats of a process in which something holds Python's lock
 proxy                              hides the death of process 0 from jax's own client
 """

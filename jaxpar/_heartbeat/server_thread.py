@@ -8,6 +8,7 @@ import threading
 import time
 
 from .connection import INTERVAL
+from .pulse import Pulse
 from .secret import Secret
 from .server import HeartbeatServer
 
@@ -24,6 +25,7 @@ class ServerThread(threading.Thread):
         secret: Secret | None = None,
         heartbeat_timeout: float,
         join_timeout: float,
+        pulse: Pulse | None = None,
     ):
         super().__init__(name="jaxpar-heartbeat-server", daemon=True)
         self._selector = selectors.DefaultSelector()
@@ -35,6 +37,7 @@ class ServerThread(threading.Thread):
             secret=secret,
             heartbeat_timeout=heartbeat_timeout,
             join_timeout=join_timeout,
+            pulse=pulse,
         )
 
     def run(self) -> None:
