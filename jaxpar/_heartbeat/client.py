@@ -1,8 +1,8 @@
 """The heartbeat client of each process. It ends the process with one line when another is lost.
 
 A collective that waits for a killed process may never return, so the main thread cannot notice the loss. This thread
-can. It needs the interpreter lock for a moment each second. Pauses shorter than `heartbeat_timeout` (a long trace, a
-large pickle) do no harm, and XLA compiles without the lock.
+can. It needs the interpreter lock for a moment each second. While something else holds the lock, `pulse` sends the
+heartbeats.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from .._core.text import say_before_exit
 from .connection import INTERVAL, AwakeClock, JsonConnection
 from .messages import FROM_SERVER, Message, printable
+from .pulse import Pulse
 from .secret import FILE_VARIABLE, VARIABLE, Secret, challenge, is_equal
 from .server import INTERRUPTED
 from .server_thread import ServerThread
@@ -35,6 +36,7 @@ class HeartbeatClient(threading.Thread):
         heartbeat_timeout: seconds without a heartbeat after which the server is lost.
         launched: whether the server is in the launcher. Else it is in process 0.
         server: the server's thread, if it is in this process.
+        pulse: gets the connection, and ends with it.
 
     Attributes:
         hint: what the processes resume from, or None.
@@ -51,12 +53,14 @@ class HeartbeatClient(threading.Thread):
         heartbeat_timeout: float,
         launched: bool,
         server: ServerThread | None = None,
+        pulse: Pulse | None = None,
     ):
         super().__init__(name="jaxpar-heartbeat-client", daemon=True)
         self.rank, self.size, self.job, self.heartbeat_timeout = rank, size, job, heartbeat_timeout
         self.server, self._server_name, self._server_host = server, "the launcher" if launched else "process 0", "?"
         self.hint: str | None = None
         self.status = 0
+        self._pulse = pulse
         self._secret, self._mistrust = secret, ""  # why a server that answered is not the one of this run
         self._has_failed = self._is_leaving = self._is_stopped = self._is_server_closing = False
         self._connection: JsonConnection | None = None
@@ -89,7 +93,10 @@ class HeartbeatClient(threading.Thread):
         except BaseException:
             if self._connection is not None:
                 self._connection.close()
+            self._end_pulse()
             raise
+        if self._pulse is not None:
+            self._pulse.add(self._connection.sock)
         self.start()
 
     def run(self) -> None:
@@ -100,6 +107,11 @@ class HeartbeatClient(threading.Thread):
                 self._end_without_server(why)
         finally:
             self._connection.close()
+            self._end_pulse()
+
+    def _end_pulse(self) -> None:
+        if self._pulse is not None:
+            self._pulse.close()
 
     def _watch(self, connection: JsonConnection) -> str | None:
         """Send and read heartbeats. Return why the server is lost, or None after `stop`."""
@@ -121,6 +133,8 @@ class HeartbeatClient(threading.Thread):
             if now - sent >= INTERVAL:
                 sent = now
                 connection.send(heartbeat=1)
+                if self._pulse is not None:
+                    self._pulse.beat()
         return None
 
     def stop(self) -> None:
@@ -159,6 +173,7 @@ class HeartbeatClient(threading.Thread):
         self._is_leaving = True
         if self._connection is not None:
             self._connection.send(leaving=1)
+        self._end_pulse()  # nobody waits for heartbeats any more
 
     def _connect(self, addresses: list[tuple[str, int]], timeout: float) -> JsonConnection | None:
         """A connection to the server of this run, or None. `timeout` is sent to the server."""

@@ -90,8 +90,10 @@ class JsonConnection:
         poll.poll(1000 * seconds)
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end, and with it the connection: others may have a copy of the socket, see `pulse`."""
         self.is_closed = True
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
 
     def _count(self, number: int) -> None:

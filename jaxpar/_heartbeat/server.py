@@ -21,6 +21,7 @@ from .connection import INTERVAL, AwakeClock, JsonConnection
 from .listener import Listener
 from .messages import FROM_PROCESS, LONGEST, Message, job_name
 from .peer import Lost, Peer
+from .pulse import Pulse
 from .secret import Secret, challenge, is_equal
 
 HEARTBEAT_TIMEOUT = 10.0  # seconds; with one second between heartbeats, a loss is noticed within 12
@@ -42,6 +43,7 @@ class HeartbeatServer:
         secret: of the run. None lets every process take part that names the job.
         heartbeat_timeout: seconds without a heartbeat after which a process is lost.
         join_timeout: seconds from the first process to the last. The largest timeout of a process counts.
+        pulse: gets the connections of the processes, if the server is in a process that trains.
         on_close: called with the rank of a connection that closes without a message. None reports it as lost.
 
     Attributes:
@@ -60,6 +62,7 @@ class HeartbeatServer:
         secret: Secret | None = None,
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         join_timeout: float = 1.0,
+        pulse: Pulse | None = None,
         on_close: Callable[[int], None] | None = None,
     ):
         self.job, self.size, self._secret = job_name(job), size, secret
@@ -70,7 +73,7 @@ class HeartbeatServer:
         self._sent_hint: str | None = None
         self._hosts: dict[int, str] = {}
         self._on_close = on_close or (lambda rank: self.report(rank, "its connection closed (killed?)"))
-        self._selector = selector
+        self._selector, self._pulse = selector, pulse
         self._pending: list[Peer] = []  # connections without a hello, the oldest first
         self._refused: str | None = None  # why the run cannot begin
         self._faults: list[str] = []  # why processes were dropped or refused while others were joining
@@ -243,6 +246,8 @@ class HeartbeatServer:
             return peer.connection.send(refused=why)
         self._pending.remove(peer)
         peer.connection.longest = LONGEST
+        if self._pulse is not None:
+            self._pulse.add(peer.connection.sock)
         peer.rank, peer.timeout = rank, message["timeout"]
         self.peers[rank], self._hosts[rank] = peer, message["host"]
         self._first_join = self._clock.now if self._first_join is None else self._first_join

@@ -11,6 +11,7 @@ import time
 from .._core.text import say
 from .connection import INTERVAL
 from .elastic_server import ElasticServer
+from .pulse import Pulse
 from .secret import Secret
 from .server import HeartbeatServer
 
@@ -36,6 +37,7 @@ class ServerThread(threading.Thread):
         heartbeat_timeout: float,
         join_timeout: float,
         elastic: bool = False,
+        pulse: Pulse | None = None,
     ):
         super().__init__(name="jaxpar-heartbeat-server", daemon=True)
         self._selector = selectors.DefaultSelector()
@@ -48,6 +50,7 @@ class ServerThread(threading.Thread):
             secret=secret,
             heartbeat_timeout=heartbeat_timeout,
             join_timeout=join_timeout,
+            pulse=pulse,
         )
 
     def run(self) -> None:

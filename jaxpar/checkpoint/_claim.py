@@ -90,17 +90,17 @@ class Claim:
         """Make the file. It is False where there is one."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            file = open(self._path, "xb", buffering=0)
+            with open(self._path, "xb", buffering=0) as file:
+                try:
+                    file.write(self._content)
+                except OSError:  # the disk is full
+                    self._path.unlink(missing_ok=True)
+                    raise
         except FileExistsError:
             return False
         except OSError as error:
-            raise _failed(self._directory, error) from error
-        try:
-            with file:
-                file.write(self._content)
-        except OSError as error:  # the disk is full
-            self._path.unlink(missing_ok=True)
-            raise _failed(self._directory, error) from error
+            words = f"checkpoint: {self._directory} cannot be written ({error.strerror}); nothing was saved"
+            raise OSError(words) from error
         return True
 
     def _is_mine(self) -> bool:
@@ -178,10 +178,6 @@ class Claim:
 def _touch(claim: Claim, ended: threading.Event) -> None:
     while not ended.wait(_TOUCH_EVERY) and claim.touch():
         pass
-
-
-def _failed(directory: Path, error: OSError) -> OSError:
-    return OSError(f"checkpoint: {directory} cannot be written ({error.strerror}); nothing was saved")
 
 
 def _taken(why: str) -> OSError:

@@ -65,11 +65,12 @@ class RecordWriter:
         if not records:
             return self.place
         at = self._end()
+        number = 0 if self.place is None else self.place["number"]
         lines, place, after = [b"" if self._ends_with_line(at) else b"\n"], self.place, at
         after += len(lines[0])
         for record in records:
             lines.append(_line(record, place))
-            number = 1 + (0 if place is None else place["number"])
+            number += 1
             place = {"number": number, "at": after, "sha256": hashlib.sha256(lines[-1]).hexdigest()}
             after += len(lines[-1])
         append(self._path, b"".join(lines))

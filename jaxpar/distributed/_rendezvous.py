@@ -13,6 +13,7 @@ from .._core.text import say_news
 from .._heartbeat import secret as secrets
 from .._heartbeat.addresses import is_loopback, own_address, split
 from .._heartbeat.client import HeartbeatClient
+from .._heartbeat.pulse import Pulse
 from .._heartbeat.server_thread import ServerThread
 from ._environment import Cluster
 
@@ -32,7 +33,7 @@ def join(cluster: Cluster, heartbeat_timeout: float, join_timeout: float, elasti
             numbers, or no port is free. The secret cannot be used.
     """
     server, host, port = None, *split(cluster.server or cluster.coordinator)
-    secret = secrets.find()
+    secret, pulse = secrets.find(), Pulse()
     addresses = [(host, port)] if cluster.server else [(host, p) for p in _ports(port)]
     if cluster.process_id == 0 and not cluster.server:
         if secret is None and not is_loopback(host):
@@ -47,6 +48,7 @@ def join(cluster: Cluster, heartbeat_timeout: float, join_timeout: float, elasti
             heartbeat_timeout=heartbeat_timeout,
             join_timeout=join_timeout,
             elastic=elastic,
+            pulse=pulse,
         )
     client = HeartbeatClient(
         cluster.process_id,
@@ -56,16 +58,23 @@ def join(cluster: Cluster, heartbeat_timeout: float, join_timeout: float, elasti
         heartbeat_timeout=heartbeat_timeout,
         launched=bool(cluster.server),
         server=server,
+        pulse=pulse,
     )
     return _join(client, addresses, join_timeout, _describe_absence(cluster))
 
 
-def start_server(size: int, heartbeat_timeout: float) -> tuple[ServerThread, str, secrets.Secret]:
+def start_server(size: int, heartbeat_timeout: float, pulse: Pulse) -> tuple[ServerThread, str, secrets.Secret]:
     """A heartbeat server at a free port of this host, its address, and a new secret."""
     secret = secrets.new("process 0")
     listener = socket.create_server(("", 0))
     server = ServerThread(
-        listener, job="jax", size=size, secret=secret, heartbeat_timeout=heartbeat_timeout, join_timeout=60.0
+        listener,
+        job="jax",
+        size=size,
+        secret=secret,
+        heartbeat_timeout=heartbeat_timeout,
+        join_timeout=60.0,
+        pulse=pulse,
     )
     return server, f"{own_address()}:{listener.getsockname()[1]}", secret
 
@@ -77,10 +86,18 @@ def join_at(
     heartbeat_timeout: float,
     secret: secrets.Secret,
     server: ServerThread | None,
+    pulse: Pulse,
 ) -> HeartbeatClient:
     """Join the others through the server at an address, and return the heartbeat client."""
     client = HeartbeatClient(
-        rank, size, job="jax", secret=secret, heartbeat_timeout=heartbeat_timeout, launched=False, server=server
+        rank,
+        size,
+        job="jax",
+        secret=secret,
+        heartbeat_timeout=heartbeat_timeout,
+        launched=False,
+        server=server,
+        pulse=pulse,
     )
     return _join(client, [split(address)], 60.0, f"no answer at {address}")
 

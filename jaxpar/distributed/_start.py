@@ -14,6 +14,7 @@ from .._devices import processes
 from .._heartbeat import addresses
 from .._heartbeat.client import HeartbeatClient
 from .._heartbeat.proxy import ServiceProxy
+from .._heartbeat.pulse import Pulse
 from .._heartbeat.secret import Secret
 from . import _attach, _environment, _process, _ray, _rendezvous
 from ._environment import Cluster
@@ -105,12 +106,13 @@ def _join_through_jax(rank: int, size: int, heartbeat_timeout: float) -> Heartbe
     """The heartbeat client, after process 0 has sent the address and the secret of its server by a collective."""
     from jax.experimental import multihost_utils
 
-    server, sent = None, np.zeros(256, np.uint8)
+    server, pulse, sent = None, Pulse(), np.zeros(256, np.uint8)
     if rank == 0:
-        server, address, secret = _rendezvous.start_server(size, heartbeat_timeout)
+        server, address, secret = _rendezvous.start_server(size, heartbeat_timeout, pulse)
         text = f"{address} {secret.key.decode()}".encode()
         sent[: len(text)] = np.frombuffer(text, np.uint8)
     with ThreadPoolExecutor(1) as thread:  # in this one jax may be tracing, around a kv.create
         sent = thread.submit(multihost_utils.broadcast_one_to_all, sent).result()
     address, key = bytes(np.asarray(sent, np.uint8)).rstrip(b"\0").decode().split(" ")
-    return _rendezvous.join_at(address, rank, size, heartbeat_timeout, Secret(key.encode(), "process 0"), server)
+    secret = Secret(key.encode(), "process 0")
+    return _rendezvous.join_at(address, rank, size, heartbeat_timeout, secret, server, pulse)

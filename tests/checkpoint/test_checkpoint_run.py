@@ -228,7 +228,7 @@ def test_a_claim_that_was_lost_is_not_written_over(tmp_path):
     manager.save(LIKE)
     manager.wait()
     claimed_by(tmp_path, FAR)
-    with pytest.raises(OSError, match="was taken over by process 77 on far.* while this process was stopped"):
+    with pytest.raises(OSError, match=r"was taken over by process 77 on far.* while this process was stopped"):
         manager.save(LIKE)
     manager.close()
     assert sorted(os.listdir(tmp_path)) == [".writer", "save_00000001"]

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from jaxpar import train
+from jaxpar.train._fit import compile_cache
 
 PROGRAM = textwrap.dedent("""
     import sys
@@ -65,6 +66,40 @@ def test_a_place_that_others_can_write_to_is_not_used(tmp_path, monkeypatch):
     place.chmod(0o777)
     assert train.use_compilation_cache() is None
     assert jax.config.jax_compilation_cache_dir is None
+
+
+@pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777, 0o755])
+def test_a_place_that_others_can_replace_is_not_used(tmp_path, monkeypatch, mode):
+    monkeypatch.setattr(compile_cache, "_is_own_group", lambda number: False)
+    base = tmp_path / "shared" / "caches"
+    base.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(base)
+    (tmp_path / "shared").chmod(mode)
+    is_safe = mode in (0o1777, 0o755)  # in a sticky folder nobody can rename what is another's
+    for place in (base, tmp_path / "link"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+        assert (train.use_compilation_cache() is not None) == is_safe
+        jax.config.update("jax_compilation_cache_dir", None)
+    assert (base / "jaxpar").stat().st_mode & 0o777 == 0o700
+
+
+def test_the_group_of_the_user_only():
+    import grp
+    import pwd
+
+    user = pwd.getpwuid(os.getuid())
+    alone = grp.struct_group((user.pw_name, "x", 7, []))
+    for group, expected in [
+        (alone, True),
+        (grp.struct_group((user.pw_name, "x", 7, [user.pw_name])), True),
+        (grp.struct_group((user.pw_name, "x", 7, [user.pw_name, "another"])), False),
+        (grp.struct_group(("staff", "x", 7, [])), False),
+    ]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grp, "getgrgid", lambda number, group=group: group)
+            assert compile_cache._is_own_group(7) == expected
+    assert not compile_cache._is_own_group(2**31 - 5)
 
 
 @pytest.mark.usefixtures("no_cache")

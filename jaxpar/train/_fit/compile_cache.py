@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import stat
 from pathlib import Path
 
 import jax
@@ -25,7 +26,7 @@ def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Pa
 
     Returns:
         The directory. If `jax_compilation_cache_dir` is set already, that one, and nothing changes. None if no
-        directory was given and there is no safe place: none can be made, or it is not the user's own.
+        directory was given and there is no safe place: none can be made, or others can write to it or to a parent.
 
     Raises:
         OSError: the given directory cannot be made.
@@ -58,12 +59,41 @@ def _own_directory() -> Path | None:
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         chosen = Path(base, "jaxpar", _processor())
-        chosen.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = chosen.stat()
+        for part in (Path(base, "jaxpar"), chosen):
+            part.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return chosen if _is_safe(chosen) and os.access(chosen, os.W_OK) else None
     except (OSError, RuntimeError):  # no home, or a read-only one
         return None
-    mine = not hasattr(os, "getuid") or about.st_uid == os.getuid()
-    return chosen if mine and not about.st_mode & 0o022 and os.access(chosen, os.W_OK) else None
+
+
+def _is_safe(place: Path) -> bool:
+    """Whether only the user can write to a directory, or put another one in its place or in that of a parent."""
+    if not hasattr(os, "getuid"):
+        return True
+    about = place.stat()
+    if about.st_uid != os.getuid() or about.st_mode & 0o022:
+        return False
+    parents = {*place.absolute().parents, *place.resolve().parents}
+    return all(map(_keeps_its_entries, parents))
+
+
+def _keeps_its_entries(folder: Path) -> bool:
+    """Whether nobody but the user and root can replace what the user has in a folder."""
+    about = folder.stat()
+    others = about.st_mode & (stat.S_IWOTH if _is_own_group(about.st_gid) else stat.S_IWOTH | stat.S_IWGRP)
+    return about.st_uid in (0, os.getuid()) and (not others or bool(about.st_mode & stat.S_ISVTX))
+
+
+def _is_own_group(number: int) -> bool:
+    """Whether a group is the user's private one: many systems let it write to all that the user makes."""
+    import grp  # Unix only
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(number)
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
 
 
 def _processor() -> str:

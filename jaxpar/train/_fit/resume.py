@@ -71,8 +71,9 @@ class RunCheckpoints:
         best = self._run.callbacks.is_best(loop.memories, loop.at)
         if loop.between_epochs or stopped or interrupted or best or (every and loop.at % every == 0):
             sizes = {name: getattr(self._run, name) for name in _SIZES}
-            about = {**loop.to_save(), **sizes, "stopped": stopped, "interrupted": interrupted}
+            about = loop.to_save()
             records = about.pop("history")  # in a file of its own: a save takes as long after a thousand epochs
+            about |= {**sizes, "stopped": stopped, "interrupted": interrupted}
             self._manager._save(loop.state, about, best=best, records=records)
 
     def written(self, step: int) -> Path | None:
