@@ -175,11 +175,12 @@ class _Run:
         first = self.children[0]
         if not self.plan.elastic or child is first or self.first is not None or self._is_interrupted or first.status:
             return False
-        by_itself = child.status is not None and child.status < 128 and child.status != _LOST
+        status = child.status or 0
+        by_itself = status < 128 and status != _LOST
         self._own_failures[child.rank] = self._own_failures[child.rank] + 1 if by_itself else 0
         if self._own_failures[child.rank] == _MOST_OWN_FAILURES:
             return False
-        how = f"process {child.rank} (pid {child.process.pid}) failed: {describe_status(child.status or 0)}"
+        how = f"process {child.rank} (pid {child.process.pid}) failed: {describe_status(status)}"
         child.send_signal(signal.SIGKILL)  # what it left running
         assert isinstance(self.server, ElasticServer)
         self.server.forget(child.rank)
