@@ -155,7 +155,7 @@ class _Run:
             self._end_others(self.children[self.server.lost.rank], self.server.lost.why, from_server=True)
         for child in failed:
             if not self._start_again(child):
-                self._end_others(child, describe_status(child.status))
+                self._end_others(child, describe_status(child.status or 0))
         now = time.monotonic()
         if self._report_at is not None and self.first is not None and now >= self._report_at:
             self._report_at = None
