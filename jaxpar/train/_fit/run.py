@@ -84,6 +84,7 @@ class Run:
         metrics: list[str] = []
         if isinstance(self.step, TrainStep):
             state = self.step.complete(state)
+            data._virtual_options(self.source, self.step.virtual_shards, state.store.devices)
             shapes = getattr(self.source, "batch_shapes", lambda batch_size: None)(self.batch_size)
             metrics = self.step.check(state, shapes)
         scores = self.evaluation.check(state)
