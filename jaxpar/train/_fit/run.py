@@ -251,6 +251,7 @@ def _steps_per_program(asked: Any, step: Any, source: data.Source, state: TrainS
     devices = state.store.devices
     reasons = {
         "the step was not made by make_train_step": not isinstance(step, TrainStep),
+        "a step with virtual_shards is several programs": getattr(step, "virtual_shards", None) is not None,
         "the training data is no data.Dataset": not isinstance(source, data.DatasetSource),
         "there are several processes": jax.process_count() > 1,
         "the state was not made by create_state, so its devices are not known": not devices,
