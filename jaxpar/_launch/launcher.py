@@ -122,6 +122,7 @@ class _Run:
         run[secret.VARIABLE] = own.key.decode()
         self._shared = {**_environment(plan, len(slots), restart), **run}
         self._own_failures = collections.Counter[int]()
+        self._starts: dict[int, float] = {}  # when to start which lost process again
         self.children = [self._start(rank, slot) for rank, slot in enumerate(slots)]
 
     def wait(self) -> int:
@@ -156,6 +157,7 @@ class _Run:
         for child in failed:
             if not self._start_again(child):
                 self._end_others(child, describe_status(child.status or 0))
+        self._start_due()
         now = time.monotonic()
         if self._report_at is not None and self.first is not None and now >= self._report_at:
             self._report_at = None
@@ -187,9 +189,20 @@ class _Run:
         if first.status is not None:
             self.output.say(f"{how}; the run is over")
         else:
-            self.children[child.rank] = self._start(child.rank, child.slot)
-            self.output.say(f"{how}; the others go on, started again as pid {self.children[child.rank].process.pid}")
+            # Later than the others notice the loss: they would wait for its start before they go on.
+            self._starts[child.rank] = time.monotonic() + self.plan.heartbeat_timeout + 1.0
+            self.output.say(f"{how}; the others go on")
         return True
+
+    def _start_due(self) -> None:
+        """Start the lost processes again whose time has come."""
+        for rank, due in list(self._starts.items()):
+            if self.first is not None or self._is_interrupted or self.children[0].status is not None:
+                del self._starts[rank]
+            elif time.monotonic() > due:
+                del self._starts[rank]
+                self.children[rank] = self._start(rank, self.children[rank].slot)
+                self.output.say(f"process {rank} is started again as pid {self.children[rank].process.pid}")
 
     def _handle_signals(self) -> None:
         """Pass signals on to the processes. A second Ctrl-C kills them."""

@@ -169,7 +169,7 @@ def steps(output):
 def test_killed_frozen_and_stuck_processes_change_no_bit(tmp_path):
     failures = "kill:2:7", "stop:1:15", "loop:2:23"
     output = run(tmp_path / "disturbed", 3, *failures)
-    assert output.count("started again as") == 3, output
+    assert output.count("is started again as pid") == 3, output
     assert "restart" not in output
     assert steps(output) == [*range(1, 37)]  # each counted once
     assert "process 2 is stuck: it loads the batch of step 24 for 10 seconds" in output

@@ -59,6 +59,7 @@ class Elastic:
         """The state and the history of process 0, in every process."""
         check_state(state)
         self._host = to_host(state)
+        self._compile(state)
         offer = {"first": past.first, "at": int(state.step), "history": past.history, "under_way": past.under_way}
         offer |= {"stopped": past.stopped, "run": _digest(state, self.run)}
         found = self._agree(lambda: offer, state)
@@ -119,6 +120,12 @@ class Elastic:
                 self._batches = iter(self.run.source.batches(self.run.batch_size, rng=rng, epochs=None, start=at))
             self._batch = to_host(next(self._batches))
 
+    def _compile(self, state: TrainState) -> None:
+        """Make one step by itself and forget it: later the others would wait for the compiler in a collective."""
+        options: dict[str, Any] = {"rng": state.rng, "epochs": None, "start": int(state.step)}
+        batch = to_host(next(iter(self.run.source.batches(self.run.batch_size, **options))))
+        jax.block_until_ready(self.run.step.on(jax.local_devices())(self.local(state), batch))
+
     def _make(self, at: int) -> tuple[TrainState, Any]:
         with self.watchdog.watch(f"computes step {at + 1}", self.group.has_failed):
             return jax.block_until_ready(self._step(self._state, self._batch))
@@ -136,7 +143,6 @@ class Elastic:
             self._state = place_state(self._host, terms.devices)
             self._step = self.run.step.on(terms.devices)
             self._load(terms.offer["at"])
-            self._step.lower(self._state, self._batch).compile()  # now: the others wait in a collective for seconds
             return terms.offer
 
         try:
