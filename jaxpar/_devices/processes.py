@@ -32,10 +32,10 @@ _FIRST_BYTES = 1020
 
 
 class _Elastic:
-    """Whether this run is elastic, set once by `initialize`, and whether `fit` is under way in it."""
+    """Whether this run is elastic, set once by `initialize`, and whether `fit` is under way or over in it."""
 
     is_on = False
-    is_fitting = False
+    is_fitting = has_fitted = False
 
 
 def become_elastic() -> None:
@@ -60,8 +60,13 @@ def devices() -> tuple[Device, ...]:
 
 @contextlib.contextmanager
 def elastic_fit() -> Generator[None]:
-    """A block in which `fit` makes steps over the processes of an elastic run."""
-    _Elastic.is_fitting = True
+    """A block in which `fit` makes steps over the processes of an elastic run. `RuntimeError` for a second one."""
+    if _Elastic.has_fitted:
+        raise RuntimeError(
+            "fit: an elastic run has one call of fit, since a process that comes back begins at the first; give that "
+            "call all epochs"
+        )
+    _Elastic.is_fitting = _Elastic.has_fitted = True
     try:
         yield
     finally:

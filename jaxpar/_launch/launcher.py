@@ -122,6 +122,7 @@ class _Run:
         run[secret.VARIABLE] = own.key.decode()
         self._shared = {**_environment(plan, len(slots), restart), **run}
         self._own_failures = collections.Counter[int]()
+        self._starts: dict[int, float] = {}  # when to start which lost process again
         self.children = [self._start(rank, slot) for rank, slot in enumerate(slots)]
 
     def wait(self) -> int:
@@ -155,7 +156,8 @@ class _Run:
             self._end_others(self.children[self.server.lost.rank], self.server.lost.why, from_server=True)
         for child in failed:
             if not self._start_again(child):
-                self._end_others(child, describe_status(child.status))
+                self._end_others(child, describe_status(child.status or 0))
+        self._start_due()
         now = time.monotonic()
         if self._report_at is not None and self.first is not None and now >= self._report_at:
             self._report_at = None
@@ -175,20 +177,32 @@ class _Run:
         first = self.children[0]
         if not self.plan.elastic or child is first or self.first is not None or self._is_interrupted or first.status:
             return False
-        by_itself = child.status is not None and child.status < 128 and child.status != _LOST
+        status = child.status or 0
+        by_itself = status < 128 and status != _LOST
         self._own_failures[child.rank] = self._own_failures[child.rank] + 1 if by_itself else 0
         if self._own_failures[child.rank] == _MOST_OWN_FAILURES:
             return False
-        how = f"process {child.rank} (pid {child.process.pid}) failed: {describe_status(child.status or 0)}"
+        how = f"process {child.rank} (pid {child.process.pid}) failed: {describe_status(status)}"
         child.send_signal(signal.SIGKILL)  # what it left running
         assert isinstance(self.server, ElasticServer)
         self.server.forget(child.rank)
         if first.status is not None:
             self.output.say(f"{how}; the run is over")
         else:
-            self.children[child.rank] = self._start(child.rank, child.slot)
-            self.output.say(f"{how}; the others go on, started again as pid {self.children[child.rank].process.pid}")
+            # Later than the others notice the loss: they would wait for its start before they go on.
+            self._starts[child.rank] = time.monotonic() + self.plan.heartbeat_timeout + 1.0
+            self.output.say(f"{how}; the others go on")
         return True
+
+    def _start_due(self) -> None:
+        """Start the lost processes again whose time has come."""
+        for rank, due in list(self._starts.items()):
+            if self.first is not None or self._is_interrupted or self.children[0].status is not None:
+                del self._starts[rank]
+            elif time.monotonic() > due:
+                del self._starts[rank]
+                self.children[rank] = self._start(rank, self.children[rank].slot)
+                self.output.say(f"process {rank} is started again as pid {self.children[rank].process.pid}")
 
     def _handle_signals(self) -> None:
         """Pass signals on to the processes. A second Ctrl-C kills them."""

@@ -25,6 +25,7 @@ Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017, https://arxiv.org/abs/1708.07747.
 
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
+from .._devices.padded import PaddedBatch as PaddedBatch
 from ._batches import Batch as Batch, batches as batches, num_batches as num_batches
 from ._dataset import Dataset as Dataset
 from ._iterable import IterableSource as IterableSource, collect as collect, from_iterable as from_iterable
@@ -39,4 +40,5 @@ from ._sources import (
     from_arrays as from_arrays,
     split as split,
     takes_sharding as _takes_sharding,
+    virtual_options as _virtual_options,
 )

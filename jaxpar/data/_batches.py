@@ -18,12 +18,13 @@ from .._core.arrays import Device
 from .._devices import processes
 from .._devices.emulated import wait_before_collectives
 from .._devices.mesh import STORE_AXIS
+from .._devices.padded import PaddedBatch
 from .._devices.user_mesh import each_in_user_mesh, on_own_mesh
 from . import _gather
 from ._convert import as_jax_dtype, convert_on_device
 from ._device_copies import Examples, copies, has_room, place
 from ._shuffle import Order, device_order
-from ._split import Split, split_of
+from ._split import Split, check_virtual_shards, split_of, with_virtual_shards
 
 Batch = dict[str, jax.Array]
 _Slices = Iterable[tuple[int, int, int]]  # as `_slices` gives them
@@ -54,7 +55,8 @@ def batches(
     start: int = 0,
     dtype: Any = jnp.float32,
     resident: bool | None = None,
-) -> Iterator[Batch]:
+    virtual_shards: int | None = None,
+) -> Iterator[Batch] | Iterator[PaddedBatch]:
     """Iterate over `{"image", "label"}` batches on the devices.
 
     The data set is copied to each device once, as it is stored, and kept there as long as it exists. Batches are then
@@ -78,6 +80,8 @@ def batches(
         dtype: of the images in a batch. uint8 is divided by 255 on the devices, into [0, 1]. Other dtypes are only
             cast. None leaves images as they are stored.
         resident: whether to copy the data set to the devices. None: where at least twice its size is free.
+        virtual_shards: V, for a step of `train.make_train_step(loss_fn, virtual_shards=V)`. It must divide every batch.
+            Where the devices cannot share V shards evenly, a batch is a `PaddedBatch`, with rows that no step counts.
 
     Returns:
         An iterator of dicts: "image" `(batch_size, ...)` of `dtype`, "label" `(batch_size, ...)`.
@@ -98,8 +102,8 @@ def batches(
         hint = "data.Dataset(images, labels), or data.from_arrays(...).batches(...) for arrays of other names"
         raise TypeError(f"{where}: expected a {hint}; got {checks.describe(dataset)}")
     size = len(dataset)
-    split = split_of(devices, axis_name, sharding, where)
-    _check(size, batch_size, drop_remainder, split.parts if split else 1)
+    split = with_virtual_shards(split_of(devices, axis_name, sharding, where), virtual_shards, where)
+    _check(size, batch_size, drop_remainder, split.parts if split else 1, virtual_shards)
     checks.whole_number(start, where, "start", least=0)
     if epochs is not None:
         checks.whole_number(epochs, where, "epochs", least=0)
@@ -123,10 +127,14 @@ def _order(rng: jax.Array | None, size: int, split: Split | None) -> Order:
     return device_order(rng, size, split and split.mesh)
 
 
-def _check(size: int, batch_size: int, drop_remainder: bool, parts: int) -> None:
-    """`ValueError` unless `parts` devices can share every batch of `size` examples evenly."""
+def _check(size: int, batch_size: int, drop_remainder: bool, parts: int, virtual_shards: int | None) -> None:
+    """`ValueError` unless `parts` devices, or the shards, can share every batch of `size` examples evenly."""
     where = "data.batches"
     checks.whole_number(batch_size, where, "batch_size")
+    if virtual_shards is not None:
+        for count in (batch_size, 0 if drop_remainder else size % batch_size):
+            check_virtual_shards(count, virtual_shards, where)
+        parts = 1
     checks.even_share(batch_size, parts, where)
     if size < (batch_size if drop_remainder else 1):
         raise ValueError(
@@ -141,15 +149,16 @@ def _check(size: int, batch_size: int, drop_remainder: bool, parts: int) -> None
         )
 
 
-def whole_batches(examples: int, batch_size: int, where: str) -> int:
-    """How many whole batches there are, each shared evenly by the processes.
+def whole_batches(examples: int, batch_size: int, where: str, virtual_shards: int | None = None) -> int:
+    """How many whole batches there are, each shared evenly by the processes, or by the virtual shards.
 
     Raises:
         ValueError: none, or the processes cannot share a batch.
     """
     checks.whole_number(batch_size, where, "batch_size")
     number = processes.count()
-    if batch_size % number:
+    check_virtual_shards(batch_size, virtual_shards, where)
+    if batch_size % number and virtual_shards is None:
         raise ValueError(f"{where}: batch_size must be a multiple of the {number} processes, got {batch_size}")
     if examples < batch_size:
         raise ValueError(f"{where}: {examples} examples make no whole batch of {batch_size}; use a smaller batch_size")
@@ -188,7 +197,7 @@ def _from_devices(dataset: Examples, slices: _Slices, order: Order, split: Split
             several = _gather.batches_per_program(dataset, wanted, dtype)
             found, cursor = _gather.gather(wanted, several, split, dtype)(images, labels, rows, cursor)
             ready.extend(_ready(found, split))
-        yield ready.popleft()
+        yield ready.popleft() if split is None else split.as_batch(ready.popleft())
 
 
 def _from_host(dataset: Examples, slices: _Slices, order: Order, split: Split | None, dtype: Any) -> Iterator[Batch]:
@@ -201,15 +210,16 @@ def _from_host(dataset: Examples, slices: _Slices, order: Order, split: Split | 
         image, label = (_transfer(x, rows[at : at + count], split) for x in (dataset.images, dataset.labels))
         ahead.append({"image": convert_on_device(image, dtype), "label": label})
         if len(ahead) > _PREFETCH:
-            yield _ready(ahead.popleft(), split)
+            yield _ready_batch(ahead.popleft(), split)
     for batch in ahead:
-        yield _ready(batch, split)
+        yield _ready_batch(batch, split)
 
 
 def _transfer(array: np.ndarray, rows: np.ndarray, split: Split | None) -> jax.Array:
     """Send `array[rows]` to the devices, to each its own share."""
     if split is None:
         return jnp.asarray(as_jax_dtype(array[rows]))
+    rows = np.pad(rows, (0, split.rows(len(rows)) - len(rows)), mode="edge")
     shape = (len(rows), *array.shape[1:])
 
     def share(index: Any) -> np.ndarray:
@@ -226,6 +236,10 @@ def _ready(batches: Any, split: Split | None) -> Any:
     return split.as_given(batches)
 
 
+def _ready_batch(arrays: Any, split: Split | None) -> Any:
+    return arrays if split is None else split.as_batch(_ready(arrays, split))
+
+
 def groups(
     dataset: Examples,
     batch_size: int,
@@ -235,7 +249,8 @@ def groups(
     start: int,
     devices: Sequence[Device] | None,
     sharding: NamedSharding | None = None,
-) -> Iterator[tuple[Batch, int]] | None:
+    virtual_shards: int | None = None,
+) -> Iterator[tuple[Any, int]] | None:
     """The batches of `batches(..., epochs=None)`, several at a time.
 
     Args:
@@ -245,9 +260,10 @@ def groups(
         (batches with one more axis in front, how many of them count). At the end of an epoch fewer count, and the rest
         are copies of the epoch's last example. None where the devices have no room for the data set.
     """
-    split = split_of(devices, STORE_AXIS, sharding, "data.batch_groups")
+    where = "data.batch_groups"
+    split = with_virtual_shards(split_of(devices, STORE_AXIS, sharding, where), virtual_shards, where)
     assert split is not None
-    _check(len(dataset), batch_size, True, split.parts)
+    _check(len(dataset), batch_size, True, split.parts, virtual_shards)
     if not has_room(dataset, split.mesh):
         return None
     found = _groups(dataset, batch_size, most, start, _order(rng, len(dataset), split), split)
@@ -256,7 +272,7 @@ def groups(
 
 def _groups(
     dataset: Examples, batch_size: int, most: int | None, start: int, order: Order, split: Split
-) -> Iterator[tuple[Batch, int]]:
+) -> Iterator[tuple[Any, int]]:
     mesh = split.mesh
     images, labels = copies(dataset, mesh)
     dtype, steps = np.dtype(jnp.float32), num_batches(len(dataset), batch_size)
@@ -266,4 +282,4 @@ def _groups(
         rows, cursor = order(epoch), place(np.array(done * batch_size, np.int32), mesh)
         for at in range(done, steps, most):
             found, cursor = gather(images, labels, rows, cursor)
-            yield _ready(found, split), min(most, steps - at)
+            yield _ready_batch(found, split), min(most, steps - at)

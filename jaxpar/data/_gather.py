@@ -32,7 +32,7 @@ def gather(
     """The program `(images, labels, rows, cursor) -> (the next batches, the new cursor)`.
 
     Each device gathers its share. The cursor stays on the devices, so that a batch needs nothing from the host. Past
-    the end of the order comes its last example, again and again.
+    the end of the order comes its last example, again and again. The rows of a padding are any examples.
 
     Args:
         count: examples in a batch, over all devices.
@@ -65,7 +65,7 @@ def gather(
 
     def local_share(*args: jax.Array) -> tuple[Any, jax.Array]:
         rank = lax.axis_index(split.axes) if split.axes else 0
-        return local(*args, share=count // split.parts, rank=rank)
+        return local(*args, share=split.rows(count) // split.parts, rank=rank)
 
     mesh, spec = split.mesh, P(None, split.axes) if stacked else P(split.axes)
     shards = jax.shard_map(local_share, mesh=mesh, in_specs=P(), out_specs=(spec, P()))

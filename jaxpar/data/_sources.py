@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from .._devices.mesh import STORE_AXIS
 from . import _batches
 from ._batches import epochs_from, whole_batches
 from ._convert import batch_struct, placed_batch, share_sharding
@@ -19,6 +20,7 @@ from ._dataset import Dataset
 from ._iterable import from_iterable
 from ._parts import rows_of_parts
 from ._shuffle import host_order
+from ._split import split_of, with_virtual_shards
 
 
 @runtime_checkable
@@ -41,7 +43,8 @@ class Source(Protocol):
         """Batches on the devices, split along their first axis, from batch `start` on. None epochs: forever.
 
         A source that also takes `sharding=`, a `NamedSharding`, gets it in place of `devices` from a step that splits
-        a batch over some axes of a mesh. Without it a batch is split over all devices.
+        a batch over some axes of a mesh. Without it a batch is split over all devices. One that also takes
+        `virtual_shards=` gives a `PaddedBatch` where the devices cannot share so many shards evenly.
         """
         ...
 
@@ -50,6 +53,26 @@ def takes_sharding(source: Source) -> bool:
     """Whether a source can split a batch over some axes of a mesh."""
     found = inspect.signature(source.batches).parameters.values()
     return any(each.name == "sharding" or each.kind is each.VAR_KEYWORD for each in found)
+
+
+def virtual_options(source: Source, virtual_shards: int | None, devices: Sequence[Any] | None) -> dict[str, Any]:
+    """The options of `source.batches` for a step with so many virtual shards.
+
+    Raises:
+        TypeError: the devices cannot share the shards evenly, and the source cannot pad batches.
+    """
+    if virtual_shards is None:
+        return {}
+    found = inspect.signature(source.batches).parameters.values()
+    if any(each.name == "virtual_shards" or each.kind is each.VAR_KEYWORD for each in found):
+        return {"virtual_shards": virtual_shards}
+    if virtual_shards % len(devices or (None,)) == 0:
+        return {}
+    raise TypeError(
+        f"{type(source).__name__}.batches takes no virtual_shards=, and {len(devices or ())} devices cannot share the "
+        f"{virtual_shards} virtual shards of the step evenly; give it that option, as data.batches has it, or use a "
+        f"number of devices that divides {virtual_shards}"
+    )
 
 
 def as_source(given: Any) -> Source:
@@ -124,10 +147,12 @@ class DatasetSource:
         start: int = 0,
         devices: Sequence[Any] | None = None,
         sharding: NamedSharding | None = None,
+        virtual_shards: int | None = None,
     ) -> Iterator[Any]:
         """`data.batches` of the data set."""
         order: dict[str, Any] = {"rng": rng, "epochs": epochs, "start": start}
-        return _batches.batches(self.dataset, batch_size, **order, devices=devices, sharding=sharding)
+        where: dict[str, Any] = {"devices": devices, "sharding": sharding, "virtual_shards": virtual_shards}
+        return _batches.batches(self.dataset, batch_size, **order, **where)
 
     def split(self, fraction: float | int, **options: Any) -> tuple[DatasetSource, DatasetSource]:
         """`data.split(source, fraction, **options)`."""
@@ -149,7 +174,8 @@ def batch_groups(
     start: int,
     devices: Sequence[Any] | None = None,
     sharding: NamedSharding | None = None,
-) -> Iterator[tuple[_batches.Batch, int]] | None:
+    virtual_shards: int | None = None,
+) -> Iterator[tuple[Any, int]] | None:
     """The batches of `source.batches(..., epochs=None)`, several at a time, for `step.many`.
 
     Args:
@@ -169,7 +195,7 @@ def batch_groups(
     """
     if not isinstance(source, DatasetSource):
         return None
-    where: dict[str, Any] = {"devices": devices, "sharding": sharding}
+    where: dict[str, Any] = {"devices": devices, "sharding": sharding, "virtual_shards": virtual_shards}
     return _batches.groups(source.dataset, batch_size, most, rng=rng, start=start, **where)
 
 
@@ -193,17 +219,21 @@ class ArraySource:
         start: int = 0,
         devices: Sequence[Any] | None = None,
         sharding: NamedSharding | None = None,
+        virtual_shards: int | None = None,
     ) -> Iterator[Any]:
         """Batches on the devices. Epoch e is in the order of a permutation drawn from `fold_in(rng, e)`."""
         where = "data.from_arrays"
-        steps = whole_batches(self.examples(batch_size), batch_size, where)
-        sharding = share_sharding(batch_size, devices, where, sharding)
+        steps = whole_batches(self.examples(batch_size), batch_size, where, virtual_shards)
+        split = with_virtual_shards(split_of(devices, STORE_AXIS, sharding, where), virtual_shards, where)
+        padded = batch_size if split is None else split.rows(batch_size)
+        sharding = share_sharding(padded, devices, where, sharding)
         for epoch, skipped in epochs_from(start, steps, epochs):
             order = host_order(rng, epoch, self.examples(batch_size))
             for at in range(skipped, steps):
                 rows = order[at * batch_size : (at + 1) * batch_size]
-                batch = jax.tree.map(lambda x, rows=rows: x[rows], self.arrays)
-                yield self.place(batch, sharding)
+                rows = np.pad(rows, (0, padded - batch_size), mode="edge")
+                batch = self.place(jax.tree.map(lambda x, rows=rows: x[rows], self.arrays), sharding)
+                yield batch if split is None else split.as_batch(batch)
 
     def split(
         self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True

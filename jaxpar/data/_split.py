@@ -13,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._core import checks
 from .._core.arrays import Device
+from .._devices.fixed_tree import Deal
+from .._devices.padded import PaddedBatch
 from .._devices.user_mesh import has_types, with_sharding
 
 
@@ -24,11 +26,13 @@ class Split:
         mesh: a mesh without types, on which batches are made.
         axes: the axes of the mesh that split the first axis of a batch. Empty: each device has the whole batch.
         given: the sharding that the user asked for, if it is another than that of this mesh.
+        virtual_shards: V, where a batch is for a step with virtual shards and the parts cannot share these evenly.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
     given: NamedSharding | None = None
+    virtual_shards: int | None = None
 
     @property
     def parts(self) -> int:
@@ -44,10 +48,50 @@ class Split:
         """The sharding of a batch on `mesh`."""
         return NamedSharding(self.mesh, P(self.axes[0] if len(self.axes) == 1 else self.axes or None))
 
+    def rows(self, count: int) -> int:
+        """How many rows the arrays of a batch of `count` examples have."""
+        return count if self.virtual_shards is None else padded_rows(count, self.virtual_shards, self.parts)
+
     def as_given(self, batch: Any) -> Any:
         """The batch under the sharding that the user asked for. Nothing is copied."""
         given = self.given
         return batch if given is None else jax.tree.map(lambda array: with_sharding(array, given), batch)
+
+    def as_batch(self, arrays: Any) -> Any:
+        """The arrays of a batch, marked where they are padded."""
+        return arrays if self.virtual_shards is None else PaddedBatch(arrays, self.virtual_shards)
+
+
+def padded_rows(count: int, virtual_shards: int, parts: int) -> int:
+    """The rows of a batch of `count` examples in which each part has room for as many shards.
+
+    >>> padded_rows(64, 8, 3), padded_rows(64, 8, 4)
+    (72, 64)
+    """
+    return Deal(virtual_shards, parts).slots * parts * (count // virtual_shards)
+
+
+def with_virtual_shards(split: Split | None, virtual_shards: Any, where: str) -> Split | None:
+    """The split, which pads batches where its parts cannot share the virtual shards evenly.
+
+    Raises:
+        TypeError, ValueError: `virtual_shards` is no whole number above 0.
+    """
+    if virtual_shards is None:
+        return split
+    checks.whole_number(virtual_shards, where, "virtual_shards")
+    if split is None or virtual_shards % split.parts == 0:
+        return split
+    return dataclasses.replace(split, virtual_shards=int(virtual_shards))
+
+
+def check_virtual_shards(examples: int, virtual_shards: int | None, where: str) -> None:
+    """`ValueError` where a batch of so many examples cannot be cut in the shards."""
+    if virtual_shards is not None and examples % virtual_shards:
+        raise ValueError(
+            f"{where}: {examples} examples cannot be cut in {virtual_shards} virtual shards evenly; "
+            f"use a multiple of {virtual_shards}"
+        )
 
 
 def split_of(devices: Sequence[Device] | None, axis_name: str, sharding: Any, where: str) -> Split | None:

@@ -24,11 +24,12 @@ def test_a_lost_process_is_started_again_by_itself(program):
     time.sleep(0.5)
     print("done", start, os.environ["JAXPAR_ELASTIC"])
     """
-    done = launch("-n", "3", "--elastic", *program(source))
+    done = launch("-n", "3", "--elastic", "--heartbeat-timeout", "2", *program(source))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] done 0 1", "[1] done 0 1", "[2] done 0 1"]
-    assert "failed: killed by SIGKILL; the others go on, started again as pid" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert "failed: killed by SIGKILL; the others go on\n" in done.stderr
+    assert "process 1 is started again as pid" in done.stderr
+    assert done.stderr.count("\n") == 2
 
 
 def test_a_frozen_process_is_killed_and_started_again(program):
@@ -58,6 +59,8 @@ def test_without_process_0_nobody_goes_on(program):
 
 
 def test_a_process_that_always_fails_ends_the_run(program):
-    done = launch("-n", "2", "--elastic", *program("sys.exit(3) if rank else time.sleep(30)"))
+    done = launch(
+        "-n", "2", "--elastic", "--heartbeat-timeout", "2", *program("sys.exit(3) if rank else time.sleep(30)")
+    )
     assert done.returncode == 3
-    assert done.stderr.count("started again as") == 2
+    assert done.stderr.count("is started again as pid") == 2

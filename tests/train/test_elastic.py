@@ -61,6 +61,8 @@ def test_a_group_never_has_an_order_twice(monkeypatch):
     assert sorted(map(tuple, orders[:6])) == sorted({tuple(order) for order in orders[:6]})
     group._members = {0: 1, 2: 1}
     assert group._next_order() == [0, 2]
+    group._members = {0: 1}  # no Gloo
+    assert group._next_order() == group._next_order() == [0]
 
 
 def test_orders_that_are_used_up_are_an_error_in_words(monkeypatch):
@@ -98,6 +100,12 @@ def test_calls_that_need_all_processes_are_refused(elastic, monkeypatch):
         kv.barrier()
     with pytest.raises(RuntimeError, match="train step: this is an elastic run"):
         train.make_train_step(loss_fn)(new_state(), {"x": jnp.ones(8)})
+
+
+def test_a_second_fit_is_refused(elastic, monkeypatch):
+    monkeypatch.setattr(processes._Elastic, "has_fitted", True)
+    with pytest.raises(RuntimeError, match="one call of fit"), processes.elastic_fit():
+        pass
 
 
 def test_elastic_needs_the_launcher_that_goes_on(monkeypatch):
@@ -161,7 +169,7 @@ def steps(output):
 def test_killed_frozen_and_stuck_processes_change_no_bit(tmp_path):
     failures = "kill:2:7", "stop:1:15", "loop:2:23"
     output = run(tmp_path / "disturbed", 3, *failures)
-    assert output.count("started again as") == 3, output
+    assert output.count("is started again as pid") == 3, output
     assert "restart" not in output
     assert steps(output) == [*range(1, 37)]  # each counted once
     assert "process 2 is stuck: it loads the batch of step 24 for 10 seconds" in output
@@ -177,6 +185,6 @@ def test_without_process_0_all_start_again_from_the_checkpoint(tmp_path):
     output = run(tmp_path / "disturbed", 2, "kill:0:9", options=("--max-restarts", "1"))
     assert "an elastic run cannot go on without process 0" in output
     assert "restart 1 of 1 with 2 processes" in output
-    assert "resumed from step 8" in output
+    assert re.search("resumed from step [2468] ", output), output
     assert {*results(output)} == {*results(run(tmp_path / "undisturbed", 1))}
     assert checkpoint.latest(tmp_path / "disturbed" / "run") is not None

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
@@ -45,8 +45,8 @@ class Elastic:
         _check(run)
         self.run, self.group, self.watchdog = run, Group(), Watchdog()
         self._step: TrainStep = run.step
-        self._state: TrainState | None = None  # on the devices of the group
-        self._host: TrainState | None = None  # the same before the step under way, in host memory
+        self._state: Any = None  # on the devices of the group
+        self._host: Any = None  # the same before the step under way, in host memory
         self._batches: Iterator[Any] | None = None
         self._batch: Any = None  # of the step under way, whole in this process, in host memory
 
@@ -59,6 +59,7 @@ class Elastic:
         """The state and the history of process 0, in every process."""
         check_state(state)
         self._host = to_host(state)
+        self._compile(state)
         offer = {"first": past.first, "at": int(state.step), "history": past.history, "under_way": past.under_way}
         offer |= {"stopped": past.stopped, "run": _digest(state, self.run)}
         found = self._agree(lambda: offer, state)
@@ -98,7 +99,7 @@ class Elastic:
         return stopped or told["stop"], signal or told["signal"]
 
     @contextlib.contextmanager
-    def ended(self) -> Iterator[None]:
+    def ended(self) -> Generator[None]:
         """A block after which the run is over."""
         self.watchdog.start()
         try:
@@ -115,13 +116,17 @@ class Elastic:
             return
         with self.watchdog.watch(f"loads the batch of step {at + 1}"):
             if self._batches is None:
-                assert self._host is not None
-                options = {"rng": jax.random.fold_in(self._host.rng, SHUFFLE), "epochs": None, "start": at}
-                self._batches = iter(self.run.source.batches(self.run.batch_size, **options))
+                rng = jax.random.fold_in(self._host.rng, SHUFFLE)
+                self._batches = iter(self.run.source.batches(self.run.batch_size, rng=rng, epochs=None, start=at))
             self._batch = to_host(next(self._batches))
 
+    def _compile(self, state: TrainState) -> None:
+        """Make one step by itself and forget it: later the others would wait for the compiler in a collective."""
+        options: dict[str, Any] = {"rng": state.rng, "epochs": None, "start": int(state.step)}
+        batch = to_host(next(iter(self.run.source.batches(self.run.batch_size, **options))))
+        jax.block_until_ready(self.run.step.on(jax.local_devices())(self.local(state), batch))
+
     def _make(self, at: int) -> tuple[TrainState, Any]:
-        assert self._state is not None
         with self.watchdog.watch(f"computes step {at + 1}", self.group.has_failed):
             return jax.block_until_ready(self._step(self._state, self._batch))
 
@@ -134,12 +139,10 @@ class Elastic:
                     f"fit: process {jax.process_index()} has other params, another optimizer, data of another size or "
                     "another batch_size than process 0; run the same program in all processes"
                 )
-            assert self._host is not None
             self._host = send(self._host, terms.devices)
             self._state = place_state(self._host, terms.devices)
             self._step = self.run.step.on(terms.devices)
             self._load(terms.offer["at"])
-            self._step.lower(self._state, self._batch).compile()  # now: the others wait in a collective for seconds
             return terms.offer
 
         try:

@@ -57,7 +57,7 @@ class Group:
     def __init__(self) -> None:
         self.terms: Terms | None = None
         self.lost: list[int] = []
-        self._client: Any = multihost_utils.distributed.global_state.client  # pyright: ignore[reportAttributeAccessIssue]
+        self._client: Any = multihost_utils.distributed.global_state.client  # pyright: ignore[reportPrivateImportUsage]
         self._members: dict[int, int] = {}
         self._tries: collections.Counter[str] = collections.Counter()
         self._failures = 0
@@ -171,7 +171,7 @@ class Group:
         digest = hashlib.sha256(members.encode()).hexdigest()[:32]
         name = f"{_KEYS}/terms/{digest}/{self._tries[members]}"
         if self.is_first:
-            terms = {"number": self._number + 1, "order": self._next_order(), "offer": offer()}
+            terms: Any = {"number": self._number + 1, "order": self._next_order(), "offer": offer()}
             self._client.key_value_set(name, json.dumps(terms), allow_overwrite=True)
         else:
             terms = json.loads(self._read(name, or_over=True))
@@ -186,6 +186,8 @@ class Group:
     def _next_order(self) -> list[int] | None:
         """The ids of the devices in an order that no group had. None where all were used."""
         ids = sorted(d.id for d in self._devices())
+        if len(self._members) == 1:
+            return ids  # without Gloo
         orders = self._orders.setdefault(frozenset(ids), itertools.islice(itertools.permutations(ids), _MOST_ORDERS))
         order = next(orders, None)
         return None if order is None else list(order)

@@ -200,9 +200,11 @@ class Loop:
 
     def _where(self, devices: Sequence[Device] | None) -> dict[str, Any]:
         """Where batches go: to all devices, or over those axes of a mesh that the step splits a batch over."""
-        sharding = self.run.step.batch_sharding(self.state) if isinstance(self.run.step, TrainStep) else None
+        step = self.run.step
+        sharding = step.batch_sharding(self.state) if isinstance(step, TrainStep) else None
         taken = sharding is not None and data._takes_sharding(self.run.source)
-        return {"sharding": sharding} if taken else {"devices": devices}
+        virtual = data._virtual_options(self.run.source, getattr(step, "virtual_shards", None), devices)
+        return {"sharding": sharding} if taken else {"devices": devices, **virtual}
 
     def _groups(self, rng: jax.Array, where: dict[str, Any]) -> Iterator[tuple[data.Batch, int]] | None:
         """Batches for programs of several steps. None where each step is a program."""

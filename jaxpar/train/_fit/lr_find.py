@@ -137,7 +137,8 @@ def lr_find(
         raise ValueError(f"{_WHERE}: {source.examples(batch_size)} examples make no whole batch of {batch_size}")
     with outside_mesh():
         own = updaters.set_learning_rate(jax.tree.map(_copy, state), rates[0])  # refused before work is spent
-        batches = source.batches(batch_size, rng=own.rng, epochs=None, devices=own.store.devices)
+        virtual = data._virtual_options(source, getattr(step, "virtual_shards", None), own.store.devices)
+        batches = source.batches(batch_size, rng=own.rng, epochs=None, devices=own.store.devices, **virtual)
     losses = _losses(own, step, batches, rates)
     smoothed = _smooth(losses)
     return RateTest(tuple(rates[: len(losses)]), tuple(losses), tuple(smoothed), _steepest(rates, smoothed))

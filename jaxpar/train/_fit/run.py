@@ -86,6 +86,7 @@ class Run:
         metrics: list[str] = []
         if isinstance(self.step, TrainStep):
             state = self.step.complete(state)
+            data._virtual_options(self.source, self.step.virtual_shards, state.store.devices)
             shapes = getattr(self.source, "batch_shapes", lambda batch_size: None)(self.batch_size)
             metrics = self.step.check(state, shapes)
         scores = self.evaluation.check(state)
@@ -252,6 +253,7 @@ def _steps_per_program(asked: Any, step: Any, source: data.Source, state: TrainS
     devices = state.store.devices
     reasons = {
         "the step was not made by make_train_step": not isinstance(step, TrainStep),
+        "a step with virtual_shards is several programs": getattr(step, "virtual_shards", None) is not None,
         "the training data is no data.Dataset": not isinstance(source, data.DatasetSource),
         "there are several processes": jax.process_count() > 1,
         "the state was not made by create_state, so its devices are not known": not devices,

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 import jax
 
@@ -36,7 +36,7 @@ class Watchdog(threading.Thread):
         self._stopped = threading.Event()
 
     @contextlib.contextmanager
-    def watch(self, what: str, is_stuck: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    def watch(self, what: str, is_stuck: Callable[[], bool] = lambda: True) -> Generator[None]:
         """A block that must be over within the limit.
 
         Args:

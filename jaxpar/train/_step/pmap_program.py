@@ -20,10 +20,14 @@ from .device_step import DeviceStep
 from .engines import Batch, Devices, Engine
 from .programs import Metrics, Program
 from .state import TrainState, partition_specs
+from .virtual_program import VirtualProgram
+from .virtual_step import VirtualStep
 
 
 def make_program(one: DeviceStep, engine: Engine, treedef: Any) -> Program:
     """The program of a step for states of this structure, which says which devices they are on."""
+    if isinstance(one, VirtualStep):
+        return VirtualProgram(one, engine, treedef)
     program = Program(one, engine, treedef)
     if engine.within_one_process and len({d.process_index for d in program.devices}) > 1:
         return PmapProgram(one, engine, treedef)

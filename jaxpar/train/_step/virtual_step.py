@@ -1,24 +1,24 @@
-"""The step of one device over virtual shards: the same bits, however many devices there are.
+"""The two programs of a step over virtual shards, each for one device: the gradient of a shard, and the update.
 
-The batch is cut in V fixed shards. One program computes loss and gradient of a shard: the body of a loop over those of
-this device, see `fixed_program`. Their sums are added in one tree over the numbers of the shards, see `fixed_tree`. A
-second program, which is kept apart too, makes the update. All else moves data and adds.
+The batch is cut in V fixed shards. They know nothing of devices, so XLA makes the same code of them on any number.
+A part of a larger program would not do: XLA fuses it with its surroundings, and simplifies it otherwise where there is
+one device than where there are several.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import NamedSharding
 
 from ... import kv
-from ..._core.arrays import Device, without_keys
-from ..._devices import fixed_tree
-from ..._devices.fixed_program import run_apart, unknown_zero
+from ..._core.arrays import Device, is_prng_key, without_keys
+from ..._core.recent import Recent
+from ..._devices import buckets
 from ..._devices.fixed_tree import Deal
 from ...kv import _aggregate
 from . import batch as _batch, nonfinite
@@ -26,7 +26,9 @@ from .device_step import Arrays, DeviceStep
 from .gradient import StepResult, wide
 from .state import TrainState
 
-AXIS = "devices of virtual shards"  # no loss names it, so a collective in a loss is an error
+_ONE_A_DTYPE = buckets.BucketLimits(float("inf"), float("inf"))  # pyright: ignore[reportArgumentType]
+AXIS = "devices"
+Buffers = list[jax.Array]
 
 
 class Terms(NamedTuple):
@@ -47,7 +49,7 @@ class Terms(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class VirtualStep(DeviceStep):
-    """The step inside the mapped axis: `one(state, batch) -> (state, metrics)`.
+    """What the programs of a step over virtual shards compute.
 
     Attributes:
         shards: V.
@@ -55,18 +57,10 @@ class VirtualStep(DeviceStep):
 
     shards: int = 1
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        deal = Deal(self.shards, lax.axis_size(self.axis_name))
-        zero = unknown_zero(state.step)
-        params = kv.to_params(state.store)
-        own, others, unread = self._sums_of_own(state, params, batch, deal, zero)
-        leaves, structure = jax.tree.flatten(own)
-        totals = structure.unflatten(fixed_tree.sum_everywhere(deal, leaves, self.axis_name, state.store.limits))
-
-        def update(state: TrainState, args: Any) -> tuple[TrainState, dict[str, Any]]:
-            return self._update(state, *args, unread)
-
-        return run_apart(update, state, (totals, self._of_first(others)), zero)
+    @functools.cached_property
+    def programs(self) -> Recent:
+        """The programs for states of the last few structures. Steps over other devices share them."""
+        return Recent(lambda structure, impls: ShardPrograms(self, structure, impls))
 
     def lay_out(self, batch: Any, devices: int, along: NamedSharding, axis: int = 0) -> Any:
         """The arrays of a batch with rows for every slot."""
@@ -91,39 +85,17 @@ class VirtualStep(DeviceStep):
             raise ValueError(f"{what}, and {reason}")
         return super().with_initial_parts(state, devices)
 
-    def _sums_of_own(
-        self, state: TrainState, params: Any, batch: Any, deal: Deal, zero: jax.Array
-    ) -> tuple[Terms, list[jax.Array], frozenset[int]]:
-        """The nodes of this device's shards, the other leaves of shard 0's model state, and the unread keys."""
-        rows = jax.tree.leaves(batch)[0].shape[0] // deal.slots
-        if deal.slots == 1:  # else the only shard would be no slice, and nothing in the loop would depend on its round
-            batch = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
-        first = lax.axis_index(self.axis_name) * deal.slots
-        count = jnp.clip(deal.terms - first, 0, deal.slots) + zero
-        rng = jax.random.fold_in(state.rng, state.step)
-        merges = jnp.asarray(deal.merges) + zero
-        unread: list[frozenset[int]] = []
-
-        def term(i: Any, first: Any, params: Any, batch: Any, rng: Any, state: Any, scale: Any) -> Any:
-            mine = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * rows, rows), batch)
-            found = self._gradient(params, mine, jax.random.fold_in(rng, first + i), state, scale)
-            unread.append(found.unread)
-            return self._terms(found)
-
-        traced = jax.jit(term, inline=True)  # so it is traced once
-        args = first, params, batch, rng, state.model_state, self._scale(state)
-        like, others = jax.eval_shape(traced, zero, *args)
-
-        def body(carry: Any) -> Any:
-            i, nodes, length, kept = carry
-            new, others = traced(i, *args)
-            nodes, length = fixed_tree.add_term(nodes, length, new, merges[first + i])
-            return i + 1, nodes, length, jax.tree.map(lambda a, b: jnp.where(first + i == 0, a, b), others, kept)
-
-        others = [jnp.zeros(x.shape, x.dtype) for x in others]
-        start = zero, fixed_tree.start(deal, like), zero, others
-        _, nodes, _, others = lax.while_loop(lambda carry: carry[0] < count, body, start)
-        return jax.tree.map(lambda x: x[: deal.kept], nodes), others, unread[0]
+    def terms(self, state: TrainState, batch: Any, number: jax.Array) -> tuple[Terms, list[jax.Array], frozenset[int]]:
+        """What shard `number` adds, the other leaves of its model state, and the unread keys."""
+        rng = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), number)
+        found = self._gradient(kv.to_params(state.store), batch, rng, state.model_state, self._scale(state))
+        grads = {k: g.astype(wide(g)) / self.shards for k, g in found.grads.items()}
+        metrics = jax.tree.map(lambda x: jnp.asarray(x).astype(wide(x)), found.metrics)
+        flags = None if self.guard is None else nonfinite.nonfinite_flags(metrics["loss"], found.grads, {})
+        plain = jax.tree.leaves(without_keys(found.model_state)[0])
+        floating = [x.astype(wide(x)) for x in plain if _is_floating(x)]
+        others = [x for x in plain if not _is_floating(x)]
+        return Terms(grads, metrics, floating, flags), others, found.unread
 
     def _gradient(self, *args: Any) -> StepResult:
         try:
@@ -136,29 +108,18 @@ class VirtualStep(DeviceStep):
                 "shard of the batch, which is on no axis; leave out the collective, or virtual_shards"
             ) from error
 
-    def _terms(self, found: StepResult) -> tuple[Terms, list[jax.Array]]:
-        """What is added up of one shard, and the other leaves of its model state."""
-        grads = {k: g.astype(wide(g)) / self.shards for k, g in found.grads.items()}
-        metrics = jax.tree.map(lambda x: jnp.asarray(x).astype(wide(x)), found.metrics)
-        flags = None
-        if self.guard is not None:
-            flags = nonfinite.nonfinite_flags(metrics["loss"], {k: found.grads[k] for k in grads}, {})
-        plain = jax.tree.leaves(without_keys(found.model_state)[0])
-        floating = [x.astype(wide(x)) for x in plain if _is_floating(x)]
-        return Terms(grads, metrics, floating, flags), [x for x in plain if not _is_floating(x)]
-
-    def _of_first(self, others: list[jax.Array]) -> list[jax.Array]:
-        """The arrays of the first device, on all."""
-        if lax.axis_size(self.axis_name) == 1:
-            return others
-        return [lax.all_gather(x, self.axis_name)[0] for x in others]
-
-    def _update(
+    def update(
         self, state: TrainState, totals: Terms, others: list[jax.Array], unread: frozenset[int]
     ) -> tuple[TrainState, dict[str, Any]]:
+        """The next state and the metrics.
+
+        Args:
+            totals: the sums over the shards.
+            others: the leaves of the model state of shard 0 that are not added.
+            unread: the keys of parameters that the loss does not depend on.
+        """
         metrics = jax.tree.map(lambda x: x / self.shards, totals.metrics)
-        own = StepResult(totals.grads, metrics, (), unread)
-        summed = self._without_unused(state, own, totals.grads)
+        summed = self._without_unused(state, StepResult(totals.grads, metrics, (), unread), totals.grads)
         summed = {k: g.astype(state.store.values[k].dtype) for k, g in summed.items()}
         store, transform = self._apply(state, kv.to_params(state.store), summed, {}, None, metrics["loss"])
         model_state = self._model_state(state.model_state, totals.floating, others)
@@ -173,6 +134,58 @@ class VirtualStep(DeviceStep):
         sums, rest = iter(floating), iter(others)
         new = [(next(sums) / self.shards).astype(x.dtype) if _is_floating(x) else next(rest) for x in leaves]
         return restore(structure.unflatten(new))
+
+
+class ShardPrograms:
+    """The compiled programs for states of one structure, on whatever device their arguments are.
+
+    Attributes:
+        term: `(leaves, rng, batch, number) -> (buffers, others)`: what shard `number` adds, an array (1, n) for each
+            dtype, and the leaves of its model state that are not added.
+        update: `(leaves, rng, totals, others) -> (leaves, metrics)`. The old leaves are donated.
+        add: the sum of two lists of buffers.
+    """
+
+    def __init__(self, one: VirtualStep, structure: Any, impls: Any):
+        self._one, self._fit = one, (structure, impls)
+        self._layout: Any = None  # how the terms are laid out in buffers, known when `term` was traced
+        self._unread: frozenset[int] = frozenset()
+        self.term = jax.jit(self._term)
+        self.update = jax.jit(self._update, donate_argnums=0)
+        self.add = jax.jit(lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
+
+    def _term(self, leaves: Any, rng: Any, batch: Any, number: jax.Array) -> tuple[Buffers, Buffers]:
+        terms, others, self._unread = self._one.terms(state_of(leaves, rng, *self._fit), batch, number)
+        values, structure = jax.tree.flatten(terms)
+        groups = buckets.plan_of(values, _ONE_A_DTYPE)
+        self._layout = [x.shape for x in values], structure, groups
+        return [x.reshape(1, -1) for x in buckets.pack(values, groups)], others
+
+    def _update(self, leaves: Any, rng: Any, totals: Buffers, others: Buffers) -> tuple[list[jax.Array], Any]:
+        shapes, structure, groups = self._layout
+        terms = structure.unflatten(buckets.unpack(totals, shapes, groups))
+        new, metrics = self._one.update(state_of(leaves, rng, *self._fit), terms, others, self._unread)
+        return parts_of(new)[0], metrics
+
+
+def parts_of(state: TrainState) -> tuple[list[jax.Array], jax.Array, tuple[Any, Any]]:
+    """The arrays of a state without its devices, those of keys as integers, its `rng` so, and how they fit."""
+    bare = dataclasses.replace(state, store=dataclasses.replace(state.store, devices=None), rng=())
+    leaves, structure = jax.tree.flatten(bare)
+    impls = tuple(jax.random.key_impl(x) if is_prng_key(x) else None for x in (*leaves, state.rng))
+    *plain, rng = (
+        x if impl is None else jax.random.key_data(x) for x, impl in zip((*leaves, state.rng), impls, strict=True)
+    )
+    return plain, rng, (structure, impls)
+
+
+def state_of(leaves: Any, rng: Any, structure: Any, impls: Any) -> TrainState:
+    """The inverse."""
+    *whole, rng = (
+        x if impl is None else jax.random.wrap_key_data(x, impl=impl)
+        for x, impl in zip((*leaves, rng), impls, strict=True)
+    )
+    return dataclasses.replace(structure.unflatten(whole), rng=rng)
 
 
 def _is_floating(x: jax.Array) -> bool:
