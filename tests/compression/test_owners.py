@@ -1,5 +1,6 @@
 """Sums of compressed values over devices: the same bits in every way, few bytes, and programs of one size."""
 
+import dataclasses
 import re
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
-from jaxpar import compression, kv
+from jaxpar import checkpoint, compression, kv, updaters
 from jaxpar._devices import buckets
 from jaxpar.compression import _Grid as Grid
 from jaxpar.kv import _compressed, _owners
@@ -248,3 +249,120 @@ def test_what_is_sent_does_not_grow_with_the_devices(spec, parts):
 
 def test_without_a_compressor_the_ring_sends_twice_the_bytes():
     assert sent_bytes(pushed({"type": "none"}, 8, LARGE), 8) == 2 * 7 / 8 * PLAIN
+
+
+# ---- signs, coded twice
+
+
+SIGNS = {"type": "efsignsgd"}
+
+
+def pushes_of_signs(kind, values, dtype="float32", devices=4):
+    """The store after pushes (push, device, *shape) at the prompt."""
+    here = jax.devices()[:devices]
+    store = kv.init(kv.create(kind, devices=here), 3, jnp.zeros(values.shape[2:], dtype))
+    store = kv.set_updater(kv.set_gradient_compression(store, SIGNS), updaters.accumulate)
+    for push in values:
+        store = kv.push(store, 3, [jax.device_put(jnp.asarray(v, dtype), d) for v, d in zip(push, here, strict=True)])
+    return store
+
+
+def signs_by_hand(pushes):
+    """The sums, the residuals of the devices and the whole residual of the owners, in NumPy and float64."""
+    residuals, owner, sums = np.zeros(pushes.shape[1:]), np.zeros(pushes.shape[2:]), []
+    for values in pushes:
+        wanted = residuals + values
+        sent = np.where(wanted >= 0, 1, -1) * np.abs(wanted).mean()
+        residuals = wanted - sent
+        total = sent.sum(0) + owner
+        sums.append(np.where(total >= 0, 1, -1) * np.abs(total).mean())
+        owner = total - sums[-1]
+    return np.array(sums), residuals, owner
+
+
+@pytest.mark.parametrize("shape", [(5, 13), (3,)], ids=str)  # the second has less elements than devices
+def test_signs_are_those_of_the_rule(shape):
+    pushes = normal(shape, count=12, seed=1)[0].reshape(3, 4, *shape)
+    store = pushes_of_signs("device", pushes)
+    sums, residuals, owner = signs_by_hand(pushes)
+    np.testing.assert_allclose(kv.pull(store, 3), sums.sum(0), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(store.residuals[3]["residual"], residuals, rtol=1e-4, atol=1e-4)
+    held = np.asarray(store.residuals[3]["owner_residual"]).reshape(-1)
+    np.testing.assert_allclose(held[: owner.size], owner.reshape(-1), rtol=1e-4, atol=1e-4)
+    assert not held[owner.size :].any()  # what is padded
+
+
+def test_signs_of_zeros_tiny_and_wide_values():
+    np.testing.assert_array_equal(kv.pull(pushes_of_signs("device", np.zeros((2, 4, 40))), 3), np.zeros(40))
+    tiny = pushes_of_signs("device", np.full((1, 4, 40), 1e-30))
+    np.testing.assert_allclose(np.asarray(kv.pull(tiny, 3), float) * 1e30, np.full(40, 4.0), rtol=1e-5)
+    narrow = kv.pull(pushes_of_signs("sharded", np.full((1, 4, 40), 0.5), "bfloat16"), 3)
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(narrow.astype(jnp.float32), np.full(40, 2.0))
+
+
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+def test_what_is_not_finite_is_not_hidden_by_signs(kind):
+    values = np.ones((1, 4, 40))
+    values[0, 2, 7] = np.nan
+    assert np.isnan(kv.pull(pushes_of_signs(kind, values), 3)).all()
+
+
+def test_residuals_of_both_ends_stay_on_as_many_devices_and_start_again_on_others():
+    store = pushes_of_signs("device", normal((50,), count=4)[0][None])
+    held = store.residuals[3]
+    assert {name: leaf.shape for name, leaf in held.items()} == {"residual": (4, 50), "owner_residual": (4, 13)}
+    same = kv.place(store, jax.devices()[4:8]).residuals[3]
+    for name, leaf in held.items():
+        np.testing.assert_array_equal(same[name], leaf)
+    other = kv.place(store, jax.devices()[:2]).residuals[3]
+    assert {name: leaf.shape for name, leaf in other.items()} == {"residual": (2, 50), "owner_residual": (2, 25)}
+    assert not any(np.any(leaf) for leaf in other.values())
+    with pytest.raises(ValueError, match=r"key 3 is compressed and was pushed with 4 values before, now with 2"):
+        kv.push(dataclasses.replace(store, devices=None), 3, [jnp.ones(50)] * 2)
+
+
+def test_both_residuals_are_saved_and_resumed(tmp_path, capsys):
+    def state_of(count):
+        store = kv.from_params({"w": jnp.zeros(50)}, devices=jax.devices()[:count])
+        return kv.place(kv.set_gradient_compression(store, SIGNS), jax.devices()[:count])
+
+    def push(store, seed):
+        (values,) = normal((50,), count=len(store.devices), seed=seed)
+        return kv.push(store, 0, [jax.device_put(v, d) for v, d in zip(values, store.devices, strict=True)])
+
+    store = push(state_of(4), 0)
+    checkpoint.save(tmp_path / "one", store)
+    restored = checkpoint.restore(tmp_path / "one", like=state_of(4))
+    assert push(restored, 1) == push(store, 1)
+    assert not capsys.readouterr().err
+    fewer = checkpoint.restore(tmp_path / "one", like=state_of(2))
+    assert "residuals of keys [0] start again" in capsys.readouterr().err
+    assert not any(np.any(leaf) for leaf in fewer.residuals[0].values())
+
+
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[4], SIGNS], ids=name_of)
+def test_over_two_axes_of_a_mesh(spec):
+    """An axis name may be a tuple. The devices are then in the order of both axes."""
+    (values,) = normal((40, 9), count=4)
+    store = kv.set_gradient_compression(kv.init(kv.create("device"), 0, jnp.zeros((40, 9))), spec)
+
+    def run(mesh, axes):
+        body = lambda v: kv.pull(kv.push(store, 0, v[0], axis_name=axes), 0)  # noqa: E731
+        return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(axes), out_specs=P(), check_vma=False))(values)
+
+    four = np.array(jax.devices()[:4])
+    np.testing.assert_allclose(
+        run(Mesh(four.reshape(2, 2), ("a", "b")), ("a", "b")), run(Mesh(four, ("d",)), "d"), rtol=1e-6
+    )
+
+
+def test_float64_values():
+    with jax.enable_x64(True):
+        values = np.random.default_rng(0).normal(size=(1, 4, 70))
+        (total,), _ = summed(SPECS[1], [values[0]], dtype="float64")
+        assert total.dtype == jnp.float64
+        assert total[0].tolist() == expected(SPECS[1], [values[0]], "float64")[0].tolist()
+        signs = kv.pull(pushes_of_signs("device", values, "float64"), 3)
+        assert signs.dtype == jnp.float64
+        np.testing.assert_allclose(signs, signs_by_hand(values)[0][0], rtol=1e-4)
