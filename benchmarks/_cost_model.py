@@ -266,16 +266,15 @@ def exchanges(
     """
     limits = buckets.BucketLimits() if limits is None else limits
     if kind == "sharded" and compressor == "none":
-        chunks = [(-(-math.prod(s) // n),) for s in shapes]
-        whole = [FLOAT32 * n * sum(math.prod(chunks[i]) for i in g) for g in _groups(chunks, limits)]
-        rows = [FLOAT32 * n * sum(math.prod(chunks[i]) for i in g) for g in _groups([(n, *c) for c in chunks], limits)]
-        return [*(Exchange("all-gather", b, False) for b in whole), *(Exchange("reduce-scatter", b) for b in rows)]
+        padded = [(n, -(-math.prod(s) // n)) for s in shapes]
+        rows = [FLOAT32 * sum(math.prod(padded[i]) for i in g) for g in _groups(padded, limits)]
+        return [*(Exchange("all-gather", b, False) for b in rows), *(Exchange("reduce-scatter", b) for b in rows)]
     sizes = [sum(math.prod(shapes[i]) for i in g) for g in _groups(shapes, limits)]
     if kind == "device" and compressor == "none":
         return [Exchange("all-reduce", FLOAT32 * s) for s in sizes]
     if kind == "device":
-        plain, payload = _compressed(tuple(shapes), compressor, limits)
-        return [*exchanges(plain, kind, n, limits=limits), *(Exchange("all-gather", n * b) for b in payload)]
+        plain, coded = _compressed(tuple(shapes), compressor, n, limits)
+        return [*exchanges(plain, kind, n, limits=limits), *coded]
     if kind == "local" and compressor == "none":
         return [e for s in sizes for e in _star(s, n)]
     raise ValueError(f"the model does not know kind {kind!r} with compression {compressor!r}")
@@ -294,20 +293,87 @@ def _star(size: int, n: int) -> list[Exchange]:
 
 
 @functools.lru_cache
-def _compressed(shapes: tuple[Shape, ...], name: str, limits: buckets.BucketLimits) -> tuple[list[Shape], list[int]]:
-    """The values that are sent plain, and the bytes of the buckets of what a device sends for the others."""
+def _compressed(
+    shapes: tuple[Shape, ...], name: str, n: int, limits: buckets.BucketLimits
+) -> tuple[list[Shape], list[Exchange]]:
+    """The values that are sent plain, and the collectives of the others."""
     made = compression.make({"type": name})
     if made is None or isinstance(made, compression.LinearCompressor):
         raise ValueError(f"the model does not know compression {name!r}")
     pay = [s for s in shapes if made.pays(s, "float32")]
-    groups = _groups(pay, limits) if made.elementwise else [(i,) for i in range(len(pay))]
-    payloads = jax.eval_shape(
-        lambda values: [made.encode(v, made.init(v.shape, v.dtype))[0] for v in values],
-        [jax.ShapeDtypeStruct((sum(math.prod(pay[i]) for i in g),), "float32") for g in groups],
-    )
-    leaves = [((math.prod(x.shape),), x.dtype) for x in jax.tree.leaves(payloads)]
-    together = buckets.plan(tuple(leaves), limits)
-    return [s for s in shapes if s not in pay], [sum(_nbytes(*leaves[i]) for i in g) for g in together]
+    coded = _signs(pay, n, limits) if made.two_way else _words(made, pay, n, limits) if made.elementwise else None
+    return [s for s in shapes if s not in pay], _one_by_one(made, pay, n) if coded is None else coded
+
+
+def _words(made: compression.Compressor, shapes: list[Shape], n: int, limits: buckets.BucketLimits) -> list[Exchange]:
+    """Codes in words that are cut anywhere: all gathered, or to the owners and back, or summed as integers."""
+    sizes = [sum(math.prod(shapes[i]) for i in g) for g in _groups(shapes, limits)]
+    item, grid = (2, None) if made.per_word == 1 else (4, made.grid(n))
+    words = [((-(-size // made.per_word),), f"uint{8 * item}") for size in sizes]
+    found: list[Exchange] = []
+    for group in buckets.plan(tuple((shape, jax.numpy.dtype(dtype)) for shape, dtype in words), limits):
+        count = sum(words[i][0][0] for i in group)
+        size, unit = count * made.per_word, made.per_word if grid is None else 32
+        chunk, bits = unit * -(-size // (unit * n)), 32 if grid is None else grid.bits
+        ways = [
+            [Exchange("all-gather", n * count * item)],
+            [Exchange("all-to-all", n * chunk // made.per_word * item), Exchange("all-gather", n * chunk * bits / 8)],
+            _owned(size, n),
+        ]
+        if grid is not None and grid.is_exact:
+            ways.append([Exchange("all-reduce", 4 * -(-size // (32 // bits)))])
+        found += _least(ways, n)
+    return found
+
+
+def _one_by_one(made: compression.Compressor, shapes: list[Shape], n: int) -> list[Exchange]:
+    """Values that are encoded one by one. Those of one way share collectives, which changes no bytes."""
+    found: dict[str, float] = {}
+    for shape in shapes:
+        for e in _of_value(made, math.prod(shape), n):
+            found[e.op] = found.get(e.op, 0) + e.nbytes
+    return [Exchange(op, nbytes) for op, nbytes in found.items()]
+
+
+@functools.lru_cache
+def _of_value(made: compression.Compressor, size: int, n: int) -> list[Exchange]:
+    payload = _payload(made, size)
+    ways = [[Exchange("all-gather", n * _nbytes_of(payload))], _owned(size, n)]
+    if made.has_rows:
+        rows = jax.eval_shape(functools.partial(made.cut, shape=(size,), count=n), payload)
+        back = Exchange("all-gather", FLOAT32 * n * -(-size // n))
+        ways.append([Exchange("all-to-all", _nbytes_of(rows)), back])
+    return _least(ways, n)
+
+
+@functools.lru_cache
+def _payload(made: compression.Compressor, size: int) -> Any:
+    flat = jax.ShapeDtypeStruct((size,), "float32")
+    return jax.eval_shape(lambda v: made.encode(v, made.init(v.shape, v.dtype))[0], flat)
+
+
+def _signs(shapes: list[Shape], n: int, limits: buckets.BucketLimits) -> list[Exchange]:
+    """A bit for each element to its owner and a bit back, and twice a scale for each value."""
+    chunks = [-(-math.prod(s) // n) for s in shapes]
+    rows = [-(-c // 32) for c in chunks]  # words; short ones share a bucket
+    words = tuple(((n if w >= 8 else 1, w), jax.numpy.dtype("uint32")) for w in rows)
+    bits = [4 * n * -(-sum(chunks[i] for i in g) // 32) for g in buckets.plan(words, limits)]
+    scales = [Exchange("all-reduce", FLOAT32 * len(shapes))] * (2 if shapes else 0)
+    return [Exchange(op, b) for b in bits for op in ("all-to-all", "all-gather")] + scales
+
+
+def _owned(size: int, n: int) -> list[Exchange]:
+    """Plain numbers to their owners, and the sums to all."""
+    padded = FLOAT32 * n * -(-size // n)
+    return [Exchange("all-to-all", padded), Exchange("all-gather", padded)]
+
+
+def _least(ways: list[list[Exchange]], n: int) -> list[Exchange]:
+    return min(ways, key=lambda way: sum(sent_bytes(e, n) for e in way))
+
+
+def _nbytes_of(tree: Any) -> int:
+    return sum(_nbytes(x.shape, x.dtype) for x in jax.tree.leaves(tree))
 
 
 def _nbytes(shape: Shape, dtype: Any) -> int:

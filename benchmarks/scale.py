@@ -29,13 +29,15 @@ CASES = (
     ("local", "none"),
     ("device", "2bit"),
     ("device", "int8"),
+    ("device", "efsignsgd"),
     ("sharded", "2bit"),
     ("sharded", "int8"),
+    ("sharded", "efsignsgd"),
 )
 MEASURED = ("lenet", "mlp")
 NETWORKS = ("lenet", "resnet50", "gpt2_small")
 PREDICTED = (8, 64, 512, 4096, 16384, 65536)
-WAYS = (*CASES[:5], ("device, one ring", "none"))  # of the prediction
+WAYS = (*CASES[:6], ("device, one ring", "none"))  # of the prediction
 OVERLAPS = (0.0, 0.8)
 PICTURE = HERE.parent / "docs" / "pictures" / "scale.png"
 
@@ -94,7 +96,9 @@ def compile_part(options: argparse.Namespace, before: Sequence[dict[str, Any]] =
     networks = options.networks or NETWORKS
     rows: list[dict[str, Any]] = []
     for network in networks:
-        sizes = sorted(options.devices or ([8, 16, 32, 64, 128, 256, 512] if network == "lenet" else [8, 64, 512]))
+        sizes = sorted(
+            options.devices or ([2, 4, 8, 16, 32, 64, 128, 256, 512] if network == "lenet" else [8, 64, 512])
+        )
         deadline = time.monotonic() + options.most_seconds / len(networks)
         for kind, compressor in CASES:
             if options.cases and name(kind, compressor) not in options.cases:

@@ -68,8 +68,12 @@ def reduce_scatter(values: Sequence[jax.Array], axis_name: str, limits: BucketLi
 def all_gather(
     chunks: Sequence[jax.Array], shapes: Sequence[Shape], axis_name: str, limits: BucketLimits
 ) -> list[jax.Array]:
-    """The whole values, of these shapes, out of every device's (chunk,): the inverse of a scatter."""
-    groups = buckets.plan_of(chunks, limits)
+    """The whole values, of these shapes, out of every device's (chunk,): the inverse of a scatter.
+
+    What a bucket holds is gathered and then copied out of it, so large values have none, however small a chunk is.
+    """
+    shards = lax.axis_size(axis_name)
+    groups = buckets.plan(tuple(((shards, *c.shape), c.dtype) for c in chunks), limits)
     whole = [gather_stack(array, axis_name) for array in buckets.pack(chunks, groups)]
     rows = buckets.unpack(whole, [c.shape for c in chunks], groups, axis=1)
     return [from_rows(r, shape) for r, shape in zip(rows, shapes, strict=True)]
@@ -109,6 +113,11 @@ def sum_in_order(term: Callable[[Any], jax.Array], count: int) -> jax.Array:
     """
     if count <= _UNROLLED_TERMS:
         return functools.reduce(operator.add, map(term, range(count)))
+    return sum_by_loop(term, count)
+
+
+def sum_by_loop(term: Callable[[Any], jax.Array], count: int) -> jax.Array:
+    """The same, always as a loop: the program has the same size for any count."""
     return lax.fori_loop(1, count, lambda i, total: total + term(i), term(0))
 
 

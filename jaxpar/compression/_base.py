@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._devices import collectives
+from ._grid import Grid
 
 Shape = tuple[int, ...]
 State = dict[str, jax.Array]
@@ -25,10 +26,16 @@ class Compressor(Protocol):
         elementwise: whether the encoding of a concatenation is the concatenated encodings, up to padding. Then a
             store may compress whole flat buckets.
         linear: whether sums are taken in the middle of the compression, as `LinearCompressor.allreduce` does.
+        two_way: whether the sum is coded again, with a residual on the device that made it. See `EFSignSGD`.
+        per_word: of an elementwise compressor, how many elements a word of the payload has.
+        has_rows: whether `cut` and `decode_row` are there.
     """
 
     elementwise: ClassVar[bool]
     linear: ClassVar[bool]
+    two_way: ClassVar[bool] = False
+    per_word: ClassVar[int] = 1
+    has_rows: ClassVar[bool] = False
 
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
         """The state before the first push: a float32 `residual` of zeros, and what the rounding needs.
@@ -54,6 +61,18 @@ class Compressor(Protocol):
         """Bytes of the payload of a value."""
         ...
 
+    def grid(self, count: int) -> Grid | None:
+        """How the sum of `count` decoded payloads is coded without loss. None: it is sent as float32."""
+        return None
+
+    def cut(self, payload: Payload, shape: Shape, count: int) -> Payload:
+        """The payload of a value in `count` rows, each for as many elements, the value padded at its end."""
+        raise NotImplementedError
+
+    def decode_row(self, row: Payload, index: Any) -> jax.Array:
+        """The elements of row `index` of a payload, in float32."""
+        raise NotImplementedError
+
     def pays(self, shape: Shape, dtype: Any) -> bool:
         """Whether the payload is smaller than the value. False for a dtype that is not floating."""
         return is_floating(dtype) and self.wire_bytes(shape, dtype) < plain_bytes(shape, dtype)
@@ -76,10 +95,9 @@ class LinearCompressor(Protocol):
 
 
 def decode_sum(compressor: Compressor, payloads: Payload, shape: Shape, dtype: Any) -> jax.Array:
-    """The sum of several decode_one payloads, in the order of the devices.
+    """The sum of several decoded payloads, in the order of the devices.
 
-    Up to 16 decoders are unrolled, so that XLA fuses them with the sum. That is much faster than `vmap` and a sum.
-    More of them are a loop, so that the program, and the time to compile it, do not grow with the devices.
+    It is a loop, so that the program, and the time to compile it, do not grow with the devices.
 
     Args:
         compressor: what encoded them.
@@ -101,7 +119,12 @@ def decode_sum(compressor: Compressor, payloads: Payload, shape: Shape, dtype: A
     def decode_one(i: Any) -> jax.Array:
         return compressor.decode(jax.tree.map(operator.itemgetter(i), payloads), shape, "float32")
 
-    return collectives.sum_in_order(decode_one, jax.tree.leaves(payloads)[0].shape[0]).astype(dtype)
+    return collectives.sum_by_loop(decode_one, jax.tree.leaves(payloads)[0].shape[0]).astype(dtype)
+
+
+def is_two_way(compressor: Compressor | LinearCompressor) -> bool:
+    """Whether the sum is coded again, with a residual on the device that made it."""
+    return not isinstance(compressor, LinearCompressor) and compressor.two_way
 
 
 def start_residual(name: str, shape: Shape, dtype: Any) -> State:
@@ -115,6 +138,11 @@ def start_residual(name: str, shape: Shape, dtype: Any) -> State:
             f"compression {name!r} takes floating values, got dtype {jnp.dtype(dtype).name}; push this key uncompressed"
         )
     return {"residual": jnp.zeros(shape, jnp.float32)}
+
+
+def with_residual(value: jax.Array, state: State) -> jax.Array:
+    """The float32 value that is to be sent: with what earlier pushes did not send."""
+    return state["residual"] + jnp.asarray(value).astype(jnp.float32)
 
 
 def plain_bytes(shape: Shape, dtype: Any) -> int:

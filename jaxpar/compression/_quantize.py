@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.checks import choice, number
-from ._base import Compressor, Payload, Shape, State, as_float32, start_residual
+from ._base import Compressor, Payload, Shape, State, as_float32, start_residual, with_residual
+from ._bits import pack_pairs, pad, shifts, unpack_words, words
+from ._grid import Grid
 
 _INT8_BLOCK = 1024
 _ROUNDINGS = ("nearest", "stochastic")
@@ -49,6 +51,7 @@ class TwoBit(Compressor):
     threshold: float = 0.5
     elementwise: ClassVar[bool] = True
     linear: ClassVar[bool] = False
+    per_word: ClassVar[int] = 16
 
     def __post_init__(self) -> None:
         expected = "a finite float32 > 0"
@@ -61,20 +64,23 @@ class TwoBit(Compressor):
         return start_residual("2bit", shape, dtype)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
-        wanted, t = _with_residual(value, state), np.float32(self.threshold)
+        wanted, t = with_residual(value, state), np.float32(self.threshold)
         up, down = wanted >= t, wanted <= -t
         residual = wanted - jnp.where(up, t, jnp.where(down, -t, np.float32(0)))
         codes = jnp.where(up, np.uint8(3), jnp.where(down, np.uint8(2), np.uint8(0)))
-        return {"codes": _pack_pairs(_pad(codes, 16))}, {**state, "residual": residual}
+        return {"codes": pack_pairs(pad(codes, 16))}, {**state, "residual": residual}
 
     def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
         t = np.float32(self.threshold)
-        codes = _unpack(payload["codes"], 2)
+        codes = unpack_words(payload["codes"], 2)
         values = jnp.where(codes == 3, t, jnp.where(codes == 2, -t, np.float32(0)))
         return values[: math.prod(shape)].reshape(shape).astype(dtype)
 
     def wire_bytes(self, shape: Shape, dtype: Any) -> int:
-        return 4 * _words(shape, 16)
+        return 4 * words(shape, 16)
+
+    def grid(self, count: int) -> Grid:
+        return Grid(self.threshold, count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +108,7 @@ class OneBit(Compressor):
     threshold: float = 0.5
     elementwise: ClassVar[bool] = True
     linear: ClassVar[bool] = False
+    per_word: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
         threshold = number(
@@ -117,19 +124,22 @@ class OneBit(Compressor):
         return start_residual("1bit", shape, dtype)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
-        wanted = _with_residual(value, state)
+        wanted = with_residual(value, state)
         up = wanted > np.float32(self.threshold)
         residual = wanted - jnp.where(up, np.float32(1), np.float32(-1))
-        bits = _pad(up.astype(jnp.uint32), 32).reshape(-1, 32)
-        codes = (bits << _shifts(bits.shape, 1)).sum(-1, dtype=jnp.uint32)
+        bits = pad(up.astype(jnp.uint32), 32).reshape(-1, 32)
+        codes = (bits << shifts(bits.shape, 1)).sum(-1, dtype=jnp.uint32)
         return {"codes": codes}, {**state, "residual": residual}
 
     def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
-        values = jnp.where(_unpack(payload["codes"], 1) == 1, np.float32(1), np.float32(-1))
+        values = jnp.where(unpack_words(payload["codes"], 1) == 1, np.float32(1), np.float32(-1))
         return values[: math.prod(shape)].reshape(shape).astype(dtype)
 
     def wire_bytes(self, shape: Shape, dtype: Any) -> int:
-        return 4 * _words(shape, 32)
+        return 4 * words(shape, 32)
+
+    def grid(self, count: int) -> Grid:
+        return Grid(1.0, count, stride=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +165,7 @@ class Int8(Compressor):
     rounding: str = "nearest"
     elementwise: ClassVar[bool] = False
     linear: ClassVar[bool] = False
+    has_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         choice(self.rounding, "compression 'int8'", "rounding", _ROUNDINGS)
@@ -164,7 +175,7 @@ class Int8(Compressor):
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         shape, size = state["residual"].shape, state["residual"].size
-        wanted = _pad(_with_residual(value, state), _INT8_BLOCK).reshape(-1, _INT8_BLOCK)
+        wanted = pad(with_residual(value, state), _INT8_BLOCK).reshape(-1, _INT8_BLOCK)
         scales = jnp.abs(wanted).max(-1) / 127
         # Subnormal scales may be flushed to 0 in the quotient. Such a block stays in the residual.
         scales = jnp.where(scales < np.finfo(np.float32).tiny, np.float32(0), scales)
@@ -176,12 +187,24 @@ class Int8(Compressor):
         return payload, _advance({**state, "residual": residual.reshape(-1)[:size].reshape(shape)})
 
     def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
-        codes = _pad(payload["codes"], _INT8_BLOCK).reshape(-1, _INT8_BLOCK).astype(jnp.float32)
+        codes = pad(payload["codes"], _INT8_BLOCK).reshape(-1, _INT8_BLOCK).astype(jnp.float32)
         values = codes * payload["scales"][:, None]
         return values.reshape(-1)[: math.prod(shape)].reshape(shape).astype(dtype)
 
     def wire_bytes(self, shape: Shape, dtype: Any) -> int:
-        return math.prod(shape) + 4 * _words(shape, _INT8_BLOCK)
+        return math.prod(shape) + 4 * words(shape, _INT8_BLOCK)
+
+    def cut(self, payload: Payload, shape: Shape, count: int) -> Payload:
+        chunk, blocks = words(shape, count), words(shape, _INT8_BLOCK)
+        most = (_INT8_BLOCK - math.gcd(chunk, _INT8_BLOCK) + chunk - 1) // _INT8_BLOCK + 1
+        first = jnp.arange(count, dtype=jnp.int32)[:, None] * chunk // _INT8_BLOCK
+        scales = payload["scales"][jnp.minimum(first + jnp.arange(min(most, blocks))[None, :], blocks - 1)]
+        return {"codes": pad(payload["codes"], count * chunk).reshape(count, chunk), "scales": scales}
+
+    def decode_row(self, row: Payload, index: Any) -> jax.Array:
+        start = index * row["codes"].size % _INT8_BLOCK
+        block = (start + jnp.arange(row["codes"].size)) // _INT8_BLOCK
+        return row["codes"].astype(jnp.float32) * row["scales"][jnp.minimum(block, row["scales"].size - 1)]
 
     def _dither(self, shape: Shape, state: State) -> Any:
         if self.rounding == "nearest":
@@ -210,6 +233,7 @@ class BFloat16(Compressor):
     rounding: str = "nearest"
     elementwise: ClassVar[bool] = True
     linear: ClassVar[bool] = False
+    per_word: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         choice(self.rounding, "compression 'bf16'", "rounding", _ROUNDINGS)
@@ -218,7 +242,7 @@ class BFloat16(Compressor):
         return _start_rounding("bf16", self.rounding, shape, dtype, seed)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
-        wanted = _with_residual(value, state)
+        wanted = with_residual(value, state)
         # In integers, since XLA may drop a float32 -> bfloat16 -> float32 pair, and with it the rounding error.
         bits = jax.lax.bitcast_convert_type(wanted, jnp.uint32)
         rounded = jnp.where(jnp.isfinite(wanted), bits + self._dither(bits, state), bits)
@@ -240,45 +264,6 @@ class BFloat16(Compressor):
         return _random_16_bits(state, bits.shape).astype(jnp.uint32)
 
 
-def _with_residual(value: jax.Array, state: State) -> jax.Array:
-    """The float32 value that is to be sent: with what earlier pushes did not send."""
-    return state["residual"] + jnp.asarray(value).astype(jnp.float32)
-
-
-def _words(shape: Shape, per_word: int) -> int:
-    """How many words, or blocks, hold an array of this shape."""
-    return -(-math.prod(shape) // per_word)
-
-
-def _pad(values: jax.Array, multiple: int) -> jax.Array:
-    """The flat values, with zeros at the end up to a multiple of `multiple`."""
-    flat = values.reshape(-1)
-    return jnp.pad(flat, (0, -flat.size % multiple))
-
-
-def _shifts(shape: Shape, bits: int) -> jax.Array:
-    """By how many bits each code of a word is shifted to the left.
-
-    Computed, because XLA does not vectorize the use of a table.
-    """
-    per_byte = 8 // bits
-    place = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
-    return 8 * (place // per_byte) + (8 - bits) - bits * (place % per_byte)
-
-
-def _pack_pairs(codes: jax.Array) -> jax.Array:
-    """2-bit codes, given one in a uint8, 16 in a uint32. Four bytes at a time become one."""
-    four = jax.lax.bitcast_convert_type(codes.reshape(-1, 4), jnp.uint32)
-    byte = (four << 6) | (four >> 4) | (four >> 14) | (four >> 24)
-    return jax.lax.bitcast_convert_type(byte.astype(jnp.uint8).reshape(-1, 4), jnp.uint32)
-
-
-def _unpack(words: jax.Array, bits: int) -> jax.Array:
-    """The codes of uint32 words, flat, each as a uint32."""
-    shape = (words.size, 32 // bits)
-    return ((words[:, None] >> _shifts(shape, bits)) & np.uint32(2**bits - 1)).reshape(-1)
-
-
 def _start_rounding(name: str, rounding: str, shape: Shape, dtype: Any, seed: Any) -> State:
     """The residual, and for stochastic rounding the seed and the number of pushes of a random stream."""
     state = start_residual(name, shape, dtype)
@@ -290,7 +275,7 @@ def _random_16_bits(state: State, shape: Shape) -> jax.Array:
     """Random uint16 from the stream's seed and number of pushes. Both halves of each draw are used."""
     seed, pushes = state["stream"][0], state["stream"][1]
     rng = jax.random.fold_in(jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), seed), pushes)
-    draws = jax.random.bits(rng, (_words(shape, 2),), jnp.uint32)
+    draws = jax.random.bits(rng, (words(shape, 2),), jnp.uint32)
     return jax.lax.bitcast_convert_type(draws, jnp.uint16).reshape(-1)[: math.prod(shape)].reshape(shape)
 
 

@@ -209,7 +209,7 @@ def _own_residuals(store: KVStore, keys: list[int], axis_name: str) -> tuple[lis
 
     Under `shard_map` the first axis, the devices, is there with length 1. Under `pmap` it is gone.
     """
-    own, held = _start_on_device(store, keys, lax.axis_index(axis_name)), []
+    own, held = _start_on_device(store, keys, lax.axis_index(axis_name), lax.axis_size(axis_name)), []
     for i, k in enumerate(keys):
         if k in store.residuals:
             held.append(store.residuals[k])
@@ -220,11 +220,11 @@ def _own_residuals(store: KVStore, keys: list[int], axis_name: str) -> tuple[lis
 
 
 def _start_all(store: KVStore, keys: list[int], count: int) -> list[Any]:
-    return jax.vmap(lambda device: _start_on_device(store, keys, device))(jnp.arange(count))
+    return jax.vmap(lambda device: _start_on_device(store, keys, device, count))(jnp.arange(count))
 
 
-def _start_on_device(store: KVStore, keys: list[int], device: Any) -> list[Any]:
-    """What the compressor remembers for these keys on one device before the first push."""
+def _start_on_device(store: KVStore, keys: list[int], device: Any, count: int) -> list[Any]:
+    """What the compressor remembers for these keys on one of `count` devices before the first push."""
     assert store.compressor is not None
     shapes, rows = shapes_of(store), None
     shapes = [shapes[k] for k in keys]
@@ -232,7 +232,7 @@ def _start_on_device(store: KVStore, keys: list[int], device: Any) -> list[Any]:
         forms = [layout_of(store).code_shape(shape, store.devices) for shape in shapes]
         rows, shapes = forms[0][0], [shape for _, shape in forms]
     dtypes = [store.values[k].dtype for k in keys]
-    return _compressed.start(store.compressor, shapes, dtypes, [_seed(k, device) for k in keys], rows)
+    return _compressed.start(store.compressor, shapes, dtypes, [_seed(k, device) for k in keys], rows, count)
 
 
 def _seed(key: int, device: Any) -> jax.Array:

@@ -7,7 +7,7 @@ payloads are sent between devices.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,16 @@ from jax import lax
 from .._devices import buckets, collectives
 from .._devices.buckets import BucketLimits, Shape
 from .._devices.user_mesh import unsplit
-from ..compression import Compressor, LinearCompressor, decode_sum
+from ..compression import (
+    Compressor,
+    LinearCompressor,
+    _allreduce_signs as allreduce_signs,
+    _is_two_way as is_two_way,
+    _reduce_scatter_signs as reduce_scatter_signs,
+    _start_owner as start_owner,
+    decode_sum,
+)
+from . import _owners
 
 State = Any
 Sums = tuple[list[jax.Array], list[State]]
@@ -29,14 +38,19 @@ def start(
     dtypes: Sequence[Any],
     seeds: Sequence[Any],
     rows: int | None,
+    count: int,
 ) -> list[State]:
     """The state for each value on a device that has pushed nothing.
 
     Args:
         rows: with a number, each state has one part for each row of a split value, and `shapes` are those of a row.
+        count: the devices. Each owns a share of a value that is not split.
     """
     init = compressor.init if rows is None else functools.partial(_start_rows, compressor, rows)
-    return [init(shape, dtype, seed=seed) for shape, dtype, seed in zip(shapes, dtypes, seeds, strict=True)]
+    states = [init(shape, dtype, seed=seed) for shape, dtype, seed in zip(shapes, dtypes, seeds, strict=True)]
+    if rows is None and is_two_way(compressor):
+        states = [{**state, **start_owner(shape, count)} for state, shape in zip(states, shapes, strict=True)]
+    return states
 
 
 def _start_rows(compressor: Any, rows: int, shape: Shape, dtype: Any, *, seed: Any) -> State:
@@ -55,14 +69,14 @@ def allreduce(
     values = [unsplit(v) for v in values]
     if isinstance(compressor, LinearCompressor):
         return _linear(compressor, values, states, axis_name, limits)
+    if is_two_way(compressor):
+        return allreduce_signs(values, states, axis_name, limits)
     shapes = [v.shape for v in values]
     groups = buckets.plan_of(values, limits) if compressor.elementwise else tuple((i,) for i in range(len(values)))
     flat = [array.reshape(-1) for array in buckets.pack(values, groups)]
     joined = [_join([states[i] for i in g]) for g in groups]
     coded = [compressor.encode(v, s) for v, s in zip(flat, joined, strict=True)]
-    send = functools.partial(collectives.gather_stack, axis_name=axis_name)
-    gathered = _exchange([payload for payload, _ in coded], send, 0, limits)
-    sums = [decode_sum(compressor, payloads, v.shape, v.dtype) for payloads, v in zip(gathered, flat, strict=True)]
+    sums = _owners.sum_payloads(compressor, [payload for payload, _ in coded], flat, axis_name, limits)
     return buckets.unpack(sums, shapes, groups), _split([state for _, state in coded], shapes, groups)
 
 
@@ -78,11 +92,13 @@ def reduce_scatter(
     if isinstance(compressor, LinearCompressor):
         sums, states = _linear(compressor, values, states, axis_name, limits)
         return [collectives.own_chunk(s, axis_name) for s in sums], states
+    if is_two_way(compressor):
+        return reduce_scatter_signs(values, states, axis_name, limits)
     shards = lax.axis_size(axis_name)
     rows = [collectives.to_rows(v, shards) for v in values]
     coded = [jax.vmap(compressor.encode)(r, s) if r.size else ({}, s) for r, s in zip(rows, states, strict=True)]
-    send = functools.partial(lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0, tiled=True)
-    exchanged = _exchange([payload for payload, _ in coded], send, 1, limits)
+    send = functools.partial(_owners.to_owners, axis_name=axis_name)
+    exchanged = _owners.exchange([payload for payload, _ in coded], send, 1, limits)
     sums = [
         decode_sum(compressor, payloads, r.shape[1:], r.dtype) if r.size else r[0]
         for payloads, r in zip(exchanged, rows, strict=True)
@@ -103,20 +119,6 @@ def _linear(
 
     both = [compressor.allreduce(v, s, psum) for v, s in zip(values, states, strict=True)]
     return [total for total, _ in both], [state for _, state in both]
-
-
-def _exchange(
-    payloads: list[Any], collective: Callable[[jax.Array], jax.Array], lead: int, limits: BucketLimits
-) -> list[Any]:
-    """The payloads with the devices as first axis, after one collective for each bucket of one dtype.
-
-    `lead` 0: each array goes whole to every device. `lead` 1: row i of each array goes to device i.
-    """
-    leaves, structure = jax.tree.flatten(payloads)
-    shapes = [leaf.shape[lead:] for leaf in leaves]
-    groups = buckets.plan_of(leaves, limits)
-    received = [collective(array) for array in buckets.pack(leaves, groups, axis=lead)]
-    return structure.unflatten(buckets.unpack(received, shapes, groups, axis=1))
 
 
 def _join(states: Sequence[State]) -> State:

@@ -74,6 +74,8 @@ def test_a_collective_in_two_halves_is_refused():
         ("sharded", "none"),
         pytest.param(("local", "none"), marks=pytest.mark.slow),  # its program is that of `device`
         ("device", "int8"),
+        ("device", "2bit"),
+        ("device", "efsignsgd"),
     ],
     ids=" ".join,
 )
@@ -83,7 +85,8 @@ def test_the_model_expects_the_bytes_that_the_compiled_step_sends(case):
     assert row["sent_bytes"] == pytest.approx(row["model_sent_bytes"] + metrics, abs=1)
     assert row["parameter_bytes"] == 4 * 129_068
     state = 2 * row["parameter_bytes"]  # value and momentum
-    whole = state / 8 if case[0] == "sharded" else state + (case[1] == "int8") * state / 2
+    residuals = {"none": 0, "efsignsgd": 9 / 8}.get(case[1], 1)  # of the parameters: own, and of what is owned
+    whole = state / 8 if case[0] == "sharded" else state + residuals * row["parameter_bytes"]
     assert row["argument_bytes"] == pytest.approx(whole, rel=0.11)  # padding and the batch
     assert row["memory_bytes"] > row["argument_bytes"]
 
@@ -213,8 +216,12 @@ def test_what_grows_with_the_devices():
     for kind in ("device", "sharded"):
         assert sent(kind, 8) == pytest.approx(2 * 7 / 8, rel=0.01)
         assert sent(kind, 512) == pytest.approx(2, rel=0.03)
-    assert sent("device", 8, "2bit") == pytest.approx(7 / 16, rel=0.01)
-    assert sent("device", 512, "2bit") == pytest.approx(511 / 16, rel=0.01)  # every device's codes, at every device
+    # Codes of 2 bits to the owners, sums of 5 or 11 bits back. Of 8 bits, the sums come back as float32.
+    for n, bits in ((8, 2 + 5), (512, 2 + 11)):
+        assert sent("device", n, "2bit") == pytest.approx((n - 1) / n * bits / 32, rel=0.01)
+        assert sent("device", n, "int8") == pytest.approx((n - 1) / n * 40 / 32, rel=0.01)
+        assert sent("device", n, "efsignsgd") == pytest.approx((n - 1) / n * 2 / 32, rel=0.01)
+    assert sent("device", 65536, "2bit") < 2
 
 
 def test_merging_keeps_the_bytes():
@@ -295,7 +302,7 @@ def test_a_case_that_takes_too_long_says_so_and_its_larger_ones_are_not_tried(mo
     options = scale.arguments(["--devices", "8", "--networks", "lenet", "--cases", "local", "--limit", "3"])
     again = scale.compile_part(options, rows)
     assert asked == [("local", "none", 8)]
-    assert [row["missing"] for row in again] == [f"more than {s} s" for s in (7, 7, 3, 7, 7, 7, 7)]
+    assert [row["missing"] for row in again] == [f"more than {s} s" for s in (7, 7, 3, 7, 7, 7, 7, 7, 7)]
     assert [row["devices"] for row in rows] == [8] * len(scale.CASES)
     assert "more than 7 s" in capsys.readouterr().out
 

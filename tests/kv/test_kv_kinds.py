@@ -113,31 +113,46 @@ N, ELEMENTS = 4, 16384
 PLAIN = 4 * ELEMENTS
 
 
+# Of the plain bytes: what is coded, and what comes back: sums of 4 as integers of 4 or 3 bits, float32, or 1 bit.
 @pytest.mark.parametrize(
-    ("spec", "part"),
+    ("spec", "part", "back"),
     [
-        ({"type": "2bit"}, 1 / 16),
-        pytest.param({"type": "1bit"}, 1 / 32, marks=pytest.mark.slow),  # packed as 2bit is
-        ({"type": "bf16"}, 1 / 2),
+        ({"type": "2bit"}, 1 / 16, 4 / 32),
+        pytest.param({"type": "1bit"}, 1 / 32, 3 / 32, marks=pytest.mark.slow),  # packed as 2bit is
+        ({"type": "bf16"}, 1 / 2, 1),
+        ({"type": "efsignsgd"}, 1 / 32, 1 / 32),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("split", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["a_bucket", "one_value"])
-def test_bytes_on_the_wire(spec, part, split):
-    """`device`: each device gathers the codes of all; `sharded`: it gets the codes of its own part from all."""
+def test_bytes_on_the_wire(spec, part, back, split):
+    """Every device gets the codes of its own share from all; `device`: then all get its sum."""
     shapes = [(ELEMENTS // split,)] * split
-    assert pushed_program("device", shapes, N, spec) == [("all-gather", N * PLAIN * part)]
+    scales = [("all-reduce", 4 * split)] if spec["type"] == "efsignsgd" else []
+    sent = pushed_program("device", shapes, N, spec)
+    assert total_of(sent, "all-to-all") == PLAIN * part
+    assert total_of(sent, "all-gather") == PLAIN * back
+    assert total_of(sent, "all-reduce") == 2 * sum(size for _, size in scales)
     sent = pushed_program("sharded", shapes, N, spec)
-    assert {name for name, _ in sent} == {"all-to-all"}
-    assert sum(size for _, size in sent) == PLAIN * part
+    assert total_of(sent, "all-to-all") == PLAIN * part
+    assert [entry for entry in sent if entry[0] != "all-to-all"] == scales
+
+
+def total_of(sent, op):
+    return sum(size for name, size in sent if name == op)
 
 
 def test_int8_sends_a_quarter_and_a_scale_for_1024_elements():
+    codes = PLAIN / 4 + 4 * ELEMENTS / 1024
     sent = pushed_program("device", [(ELEMENTS,)], N, {"type": "int8"})
-    assert sum(size for _, size in sent) == N * (PLAIN / 4 + 4 * ELEMENTS / 1024)
+    assert total_of(sent, "all-gather") == N * codes
+    assert {name for name, _ in sent} == {"all-gather"}
+    sent = pushed_program("device", [(ELEMENTS,)], 8, {"type": "int8"})
+    assert total_of(sent, "all-to-all") == codes
+    assert total_of(sent, "all-gather") == PLAIN
     sent = pushed_program("sharded", [(ELEMENTS,)], N, {"type": "int8"})
     assert {name for name, _ in sent} == {"all-to-all"}
-    assert sum(size for _, size in sent) == PLAIN / 4 + 4 * ELEMENTS / 1024
+    assert total_of(sent, "all-to-all") == codes
 
 
 def test_values_that_would_not_be_smaller_are_sent_as_they_are():

@@ -1,0 +1,119 @@
+"""Sums of signs over devices: bits to the owner of each share, and bits back.
+
+Every device owns 1/N of each value. Per value one scale is agreed on, the mean magnitude over all devices, so what is
+added are integers. The owner codes its sum in the same way and keeps what is left over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._devices import buckets, collectives
+from .._devices.buckets import BucketLimits
+from ._base import Shape, State, with_residual
+from ._bits import PLANE, words
+from ._sign import pack_signs, split_signs, unpack_signs
+
+OWNER = "owner_residual"  # float32 (chunk,) in the state of a value: what its owner did not send back
+
+_SHORT = 8  # words
+
+Arrays = Sequence[jax.Array]
+
+
+def start_owner(shape: Shape, count: int) -> State:
+    """The part of a state that belongs to the owner, one of `count` devices."""
+    return {OWNER: jnp.zeros(words(shape, count), jnp.float32)}
+
+
+def allreduce(
+    values: Arrays, states: Sequence[State], axis_name: str, limits: BucketLimits
+) -> tuple[list[jax.Array], list[State]]:
+    """The sums over the axis, coded twice, equal on every device, and the new states of this device."""
+    count, sizes = lax.axis_size(axis_name), [v.size for v in values]
+    wanted = [with_residual(v, s) for v, s in zip(values, states, strict=True)]
+    scales = _mean_magnitudes(wanted, [v.size * count for v in values], axis_name)
+    signs = [split_signs(w, s) for w, s in zip(wanted, scales, strict=True)]
+    shares = _add_shares([collectives.to_rows(up, count) for up, _ in signs], axis_name, limits)
+    totals = [
+        jnp.where(_is_inside(size, share.size, axis_name), share * scale + state[OWNER], 0)
+        for size, share, scale, state in zip(sizes, shares, scales, states, strict=True)
+    ]
+    back = _mean_magnitudes(totals, sizes, axis_name)
+    sent = [split_signs(t, s) for t, s in zip(totals, back, strict=True)]
+    whole = _gather_shares([up for up, _ in sent], axis_name, limits)
+    sums = [
+        (collectives.from_rows(rows, v.shape) * scale).astype(v.dtype)
+        for rows, scale, v in zip(whole, back, values, strict=True)
+    ]
+    owners = [
+        jnp.where(_is_inside(size, left.size, axis_name), left, 0) for size, (_, left) in zip(sizes, sent, strict=True)
+    ]
+    new = zip(states, signs, owners, strict=True)
+    return sums, [{**state, "residual": left, OWNER: owner} for state, (_, left), owner in new]
+
+
+def reduce_scatter(
+    values: Arrays, states: Sequence[State], axis_name: str, limits: BucketLimits
+) -> tuple[list[jax.Array], list[State]]:
+    """This device's (chunk,) of each sum. It stays here, so it is not coded again."""
+    count = lax.axis_size(axis_name)
+    rows = [collectives.to_rows(v, count) for v in values]
+    wanted = [with_residual(r, s) for r, s in zip(rows, states, strict=True)]
+    scales = _mean_magnitudes(wanted, [v.size * count for v in values], axis_name)
+    signs = [split_signs(w, s) for w, s in zip(wanted, scales, strict=True)]
+    shares = _add_shares([up for up, _ in signs], axis_name, limits)
+    sums = [
+        jnp.where(_is_inside(v.size, share.size, axis_name), share * scale, 0).astype(v.dtype)
+        for v, share, scale in zip(values, shares, scales, strict=True)
+    ]
+    left = [
+        jnp.where(jnp.arange(r.size).reshape(r.shape) < v.size, rest, 0)
+        for v, r, (_, rest) in zip(values, rows, signs, strict=True)
+    ]
+    return sums, [{**state, "residual": rest} for state, rest in zip(states, left, strict=True)]
+
+
+def _mean_magnitudes(values: Arrays, sizes: Sequence[int], axis_name: str) -> list[jax.Array]:
+    """The mean magnitude of each value over all devices, which have `sizes` elements of it together."""
+    if not values:
+        return []
+    means = jnp.stack([jnp.abs(v).sum() / size for v, size in zip(values, sizes, strict=True)])
+    return list(lax.psum(means, axis_name))
+
+
+def _add_shares(rows: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.Array]:
+    """The float32 (chunk,) sum over the devices of this device's rows (devices, chunk) of signs, +1 or -1 each."""
+    groups = _plan(rows, limits)
+    shares: list[jax.Array] = []
+    for joined in buckets.pack(rows, groups, axis=1):
+        received = lax.all_to_all(pack_signs(joined), axis_name, split_axis=0, concat_axis=0, tiled=True)
+        shares.append(unpack_signs(received, joined.shape[1]).sum(0, dtype=jnp.int32).astype(jnp.float32))
+    return buckets.unpack(shares, [r.shape[1:] for r in rows], groups)
+
+
+def _gather_shares(shares: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.Array]:
+    """The rows (devices, chunk) of +1 and -1, out of every device's (chunk,) of signs."""
+    count = lax.axis_size(axis_name)
+    groups = _plan([jnp.broadcast_to(s, (count, s.size)) for s in shares], limits)
+    whole = [
+        unpack_signs(collectives.gather_stack(pack_signs(joined), axis_name), joined.size)
+        for joined in buckets.pack(shares, groups)
+    ]
+    return buckets.unpack(whole, [s.shape for s in shares], groups, axis=1)
+
+
+def _plan(rows: Arrays, limits: BucketLimits) -> buckets.Groups:
+    """Which rows travel together, by the bytes of their bits. Short ones do, since a bucket ends with a whole word."""
+    sizes = [words(r.shape[1:], PLANE) for r in rows]
+    lead = [r.shape[0] if size >= _SHORT else 1 for r, size in zip(rows, sizes, strict=True)]
+    return buckets.plan(tuple((shape, jnp.dtype("uint32")) for shape in zip(lead, sizes, strict=True)), limits)
+
+
+def _is_inside(size: int, chunk: int, axis_name: str) -> jax.Array:
+    """Which elements of this device's (chunk,) a value of `size` elements has."""
+    return lax.axis_index(axis_name) * chunk + jnp.arange(chunk) < size

@@ -1,0 +1,368 @@
+"""Sums of compressed values over devices: the same bits in every way, few bytes, and programs of one size."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
+
+from jaxpar import checkpoint, compression, kv, updaters
+from jaxpar._devices import buckets
+from jaxpar.compression import _Grid as Grid
+from jaxpar.kv import _compressed, _owners
+
+# ---- sums as integers
+
+
+def sums_in_order(step, terms):
+    """float32 sums of the rows of -1, 0 and 1, times the step, from left to right."""
+    total = np.zeros(terms.shape[1:], np.float32)
+    for row in terms:
+        total = total + row.astype(np.float32) * np.float32(step)
+    return total
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.floats(2**-60, 2**60, width=32),
+    st.sampled_from([1, 2, 3, 4, 7, 8, 16, 31, 64, 200, 512]),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([1, 2]),
+)
+def test_the_code_of_a_sum_gives_it_back_bit_for_bit(step, count, seed, stride):
+    rng, grid = np.random.default_rng(seed), Grid(step, count, stride)
+    terms = rng.choice([-1, 1] if stride == 2 else [-1, 0, 1], size=(count, 64))
+    terms[:, :8] = 1  # the largest
+    terms[:, 8:32] = np.where(rng.random((count, 24)) < 0.1, -1, 1)
+    total = sums_in_order(step, terms)
+    if grid.bits == 32:
+        return
+    codes = np.asarray(grid.encode(jnp.asarray(total)))
+    assert int(codes.max()) < 2**grid.bits
+    np.testing.assert_array_equal(np.asarray(grid.decode(jnp.asarray(codes))), total)
+    if grid.is_exact:
+        np.testing.assert_array_equal(total, terms.sum(0) * np.float32(step))
+
+
+def test_bits_of_a_sum():
+    assert [Grid(0.5, n).bits for n in (1, 2, 3, 4, 7, 8, 64, 512)] == [2, 3, 3, 4, 4, 5, 8, 11]
+    assert [Grid(1.0, n, stride=2).bits for n in (1, 2, 3, 8, 512)] == [1, 2, 2, 4, 10]
+    assert [Grid(0.1, n).bits for n in (1, 2, 8, 64, 512)] == [2, 3, 10, 19, 28]
+    assert all(Grid(0.375, n).is_exact for n in (2, 512, 1 << 20))
+    assert not Grid(0.1, 8).is_exact
+    assert Grid(0.1, 2000).bits == 32  # the order of the additions needs as many bits as float32 has
+    assert Grid(3e38, 2).bits == Grid(1e-38, 2).bits == 32  # sums overflow, units are subnormal
+
+
+@pytest.mark.parametrize("bits", [1, 3, 5, 11, 31])
+def test_codes_in_planes_and_lanes_come_back(bits):
+    codes = np.random.default_rng(bits).integers(0, 2**bits, (3, 64), np.uint32)
+    packed = compression._pack_planes(jnp.asarray(codes), bits)
+    assert (packed.shape, packed.dtype) == ((3, 2 * bits), jnp.uint32)
+    np.testing.assert_array_equal(compression._unpack_planes(packed, bits), codes)
+    flat = codes[0, :13]
+    lanes = compression._pack_lanes(jnp.asarray(flat), bits)
+    assert lanes.size == -(-13 // (32 // bits))
+    np.testing.assert_array_equal(compression._unpack_lanes(lanes, bits, 13), flat)
+
+
+# ---- every way gives the sum of the payloads in their order
+
+
+N = 8
+SPECS = [
+    {"type": "2bit", "threshold": 0.5},
+    {"type": "2bit", "threshold": 0.1},
+    {"type": "1bit"},
+    {"type": "bf16"},
+    {"type": "int8"},
+    {"type": "topk", "ratio": 0.3},
+]
+
+
+LIMITS = buckets.BucketLimits()
+
+
+def name_of(spec):
+    return "-".join(str(value) for value in spec.values())
+
+
+def summed(spec, values, limits=LIMITS, dtype="float32"):
+    """The sums of (devices, *shape) values over devices, as each device has them, and the new states."""
+    compressor, count = compression.make(spec), values[0].shape[0]
+    assert compressor is not None
+    states = [compressor.init(v.shape[1:], dtype) for v in values]
+    mesh = Mesh(np.array(jax.devices()[:count]), ("d",))
+
+    def body(values):
+        sums, new = _compressed.allreduce(compressor, [v[0] for v in values], states, "d", limits)
+        return [s[None] for s in sums], jax.tree.map(lambda x: x[None], new)
+
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False))
+    return run([jnp.asarray(v, dtype) for v in values])
+
+
+def expected(spec, values, dtype="float32"):
+    """The sum of what each device decodes, added in the order of the devices, on one device."""
+    compressor = compression.make(spec)
+    assert compressor is not None
+    sums = []
+    for value in values:
+        total = np.zeros(value.shape[1:], np.float32)
+        for one in value:
+            payload, _ = compressor.encode(jnp.asarray(one, dtype), compressor.init(one.shape, dtype))
+            total = total + np.asarray(compressor.decode(payload, one.shape, "float32"))
+        sums.append(jnp.asarray(total).astype(dtype))
+    return sums
+
+
+def normal(*shapes, count=N, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=(count, *shape)).astype(np.float32) for shape in shapes]
+
+
+SHAPES = [(2100,), (5, 7), (3,), (), (8200,)]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=name_of)
+def test_the_sum_is_that_of_the_decoded_payloads_on_every_device(spec):
+    """Small, large and odd values, of which some are gathered, some go to their owners."""
+    values = normal(*SHAPES)
+    sums, _ = summed(spec, values)
+    for got, want in zip(sums, expected(spec, values), strict=True):
+        np.testing.assert_array_equal(got, np.broadcast_to(got[:1], got.shape))
+        if spec["type"] == "int8":  # a product may be fused with the sum
+            np.testing.assert_allclose(got[0], want, rtol=1e-6, atol=1e-6)
+        else:
+            np.testing.assert_array_equal(got[0], want)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrow_values_are_rounded_once(dtype):
+    values = normal((700,), (40,))
+    sums, _ = summed({"type": "2bit", "threshold": 0.3}, values, dtype=dtype)
+    for got, want in zip(sums, expected({"type": "2bit", "threshold": 0.3}, values, dtype), strict=True):
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(got[0], np.float32), np.asarray(want, np.float32))
+
+
+def test_every_way_gives_the_same_bits(monkeypatch):
+    spec, values = {"type": "2bit", "threshold": 0.5}, normal((333,))
+    found = {}
+    for way in ("gather", "owners", "lanes", "dense"):
+        monkeypatch.setattr(_owners, "way_of_words", lambda *args, way=way: way)
+        found[way] = np.asarray(summed(spec, values)[0][0][0])
+    for sums in found.values():
+        np.testing.assert_array_equal(sums, expected(spec, values)[0])
+
+
+@pytest.mark.parametrize("alone", [0, 1 << 20], ids=["each_alone", "one_bucket"])
+def test_buckets_do_not_matter(alone):
+    values = normal((64,), (3, 5), (40, 40))
+    limits = buckets.BucketLimits(alone_bytes=alone)
+    sums, _ = summed({"type": "2bit", "threshold": 0.1}, values, limits)
+    for got, want in zip(sums, expected({"type": "2bit", "threshold": 0.1}, values), strict=True):
+        np.testing.assert_array_equal(got[0], want)
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.1])
+@pytest.mark.parametrize("count", [2, 4, 8, 64, 512, 4096, 1 << 20])
+def test_2bit_never_sends_more_than_plain(count, threshold):
+    """Of an exact grid nothing is padded. Of another one an owner has at least one element."""
+    for words in (1, 2, 7, 100, 1000, 10**6):
+        grid = Grid(threshold, count)
+        way = _owners.way_of_words(words, 4, 16, grid, count)
+        sent, plain = _owners.bytes_of_words(words, 4, 16, grid, count)[way], 2 * 4 * 16 * words
+        assert sent <= plain + (0 if grid.is_exact else 2 * 4 * count), (words, way)
+
+
+def pushed(spec, count, shapes):
+    """The program of one push over an abstract mesh, as it is given to XLA."""
+    keys = list(range(len(shapes)))
+    store = kv.init(kv.create("device"), keys, [jnp.zeros(s) for s in shapes])
+    store = kv.set_gradient_compression(store, spec)
+
+    def body(values):
+        after = kv.push(store, keys, [v[0] for v in values], axis_name="d")
+        return kv.pull(after, keys), after.residuals
+
+    mesh = AbstractMesh((count,), ("d",))
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=(P(), P("d")), check_vma=False))
+    arguments = [jax.ShapeDtypeStruct((count, *s), jnp.float32) for s in shapes]
+    text = run.trace(arguments).lower(lowering_platforms=("cpu",)).as_text()
+    return re.sub(r"replica_groups = dense<[^>]*> : tensor<[^>]*>", "", text)  # the numbers of the devices
+
+
+TYPES = [*SPECS, {"type": "efsignsgd"}, {"type": "powersgd"}]
+
+
+@pytest.mark.parametrize("spec", TYPES, ids=name_of)
+def test_the_program_does_not_grow_with_the_devices(spec):
+    """Other ways may be chosen for more devices, so the largest program of few devices is the measure."""
+    few, many = ([len(pushed(spec, n, [(300, 100), (64,)])) for n in counts] for counts in ((2, 4, 8), (64, 512)))
+    assert max(few) < 70_000
+    assert max(many) <= 1.05 * max(few)
+    assert few[2] <= 1.05 * few[1] or few[1] == few[0]  # equal where both are gathered, constant where both have owners
+
+
+def sent_bytes(text, count):
+    """What each device sends by the ring, of a program as it is given to XLA."""
+    total = 0.0
+    for op, dims, bits in re.findall(r'"stablehlo\.(all_\w+)".*?-> tensor<([\dx]*?)x?[uifb]+(\d+)>', text, re.S):
+        size = np.prod([int(d) for d in dims.split("x") if d], dtype=int) * int(bits) / 8
+        total += (2 if op == "all_reduce" else 1) * size * (count - 1) / count
+    return total
+
+
+LARGE = [(500, 800), (800,), (5000, 20), (20,)]
+PLAIN = 4 * sum(int(np.prod(s)) for s in LARGE)
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        # of the plain bytes, for 2, 8, 64 and 512 devices: codes, and sums of as many bits as the grid needs
+        ({"type": "2bit"}, [2 * 2, 2 + 5, 2 + 8, 2 + 11]),
+        ({"type": "2bit", "threshold": 0.1}, [2 * 2, 2 + 10, 2 + 19, 2 + 28]),
+        ({"type": "1bit"}, [2 * 1, 1 + 4, 1 + 7, 1 + 10]),
+        ({"type": "int8"}, [2 * 8, 8 + 32, 8 + 32, 8 + 32]),
+        ({"type": "bf16"}, [2 * 16, 16 + 32, 16 + 32, 16 + 32]),
+        ({"type": "topk", "ratio": 0.3}, [2 * 0.6 * 32, 64, 64, 64]),
+        ({"type": "efsignsgd"}, [1 + 1] * 4),
+    ],
+    ids=lambda x: name_of(x) if isinstance(x, dict) else "",
+)
+def test_what_is_sent_does_not_grow_with_the_devices(spec, parts):
+    """What is padded, plain and agreed on besides is 6 % at most."""
+    for count, bits in zip((2, 8, 64, 512), parts, strict=True):
+        sent = sent_bytes(pushed(spec, count, LARGE), count) / (2 * (count - 1) / count * PLAIN)
+        assert bits / 64 <= 1.01 * sent, (count, sent)
+        assert sent <= 1.06 * bits / 64, (count, sent)
+
+
+def test_without_a_compressor_the_ring_sends_twice_the_bytes():
+    assert sent_bytes(pushed({"type": "none"}, 8, LARGE), 8) == 2 * 7 / 8 * PLAIN
+
+
+# ---- signs, coded twice
+
+
+SIGNS = {"type": "efsignsgd"}
+
+
+def pushes_of_signs(kind, values, dtype="float32", devices=4):
+    """The store after pushes (push, device, *shape) at the prompt."""
+    here = jax.devices()[:devices]
+    store = kv.init(kv.create(kind, devices=here), 3, jnp.zeros(values.shape[2:], dtype))
+    store = kv.set_updater(kv.set_gradient_compression(store, SIGNS), updaters.accumulate)
+    for push in values:
+        store = kv.push(store, 3, [jax.device_put(jnp.asarray(v, dtype), d) for v, d in zip(push, here, strict=True)])
+    return store
+
+
+def signs_by_hand(pushes):
+    """The sums, the residuals of the devices and the whole residual of the owners, in NumPy and float64."""
+    residuals, owner, sums = np.zeros(pushes.shape[1:]), np.zeros(pushes.shape[2:]), []
+    for values in pushes:
+        wanted = residuals + values
+        sent = np.where(wanted >= 0, 1, -1) * np.abs(wanted).mean()
+        residuals = wanted - sent
+        total = sent.sum(0) + owner
+        sums.append(np.where(total >= 0, 1, -1) * np.abs(total).mean())
+        owner = total - sums[-1]
+    return np.array(sums), residuals, owner
+
+
+@pytest.mark.parametrize("shape", [(5, 13), (3,)], ids=str)  # the second has less elements than devices
+def test_signs_are_those_of_the_rule(shape):
+    pushes = normal(shape, count=12, seed=1)[0].reshape(3, 4, *shape)
+    store = pushes_of_signs("device", pushes)
+    sums, residuals, owner = signs_by_hand(pushes)
+    np.testing.assert_allclose(kv.pull(store, 3), sums.sum(0), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(store.residuals[3]["residual"], residuals, rtol=1e-4, atol=1e-4)
+    held = np.asarray(store.residuals[3]["owner_residual"]).reshape(-1)
+    np.testing.assert_allclose(held[: owner.size], owner.reshape(-1), rtol=1e-4, atol=1e-4)
+    assert not held[owner.size :].any()  # what is padded
+
+
+def test_signs_of_zeros_tiny_and_wide_values():
+    np.testing.assert_array_equal(kv.pull(pushes_of_signs("device", np.zeros((2, 4, 40))), 3), np.zeros(40))
+    tiny = pushes_of_signs("device", np.full((1, 4, 40), 1e-30))
+    np.testing.assert_allclose(np.asarray(kv.pull(tiny, 3), float) * 1e30, np.full(40, 4.0), rtol=1e-5)
+    narrow = kv.pull(pushes_of_signs("sharded", np.full((1, 4, 40), 0.5), "bfloat16"), 3)
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(narrow.astype(jnp.float32), np.full(40, 2.0))
+
+
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+def test_what_is_not_finite_is_not_hidden_by_signs(kind):
+    values = np.ones((1, 4, 40))
+    values[0, 2, 7] = np.nan
+    assert np.isnan(kv.pull(pushes_of_signs(kind, values), 3)).all()
+
+
+def test_residuals_of_both_ends_stay_on_as_many_devices_and_start_again_on_others():
+    store = pushes_of_signs("device", normal((50,), count=4)[0][None])
+    held = store.residuals[3]
+    assert {name: leaf.shape for name, leaf in held.items()} == {"residual": (4, 50), "owner_residual": (4, 13)}
+    same = kv.place(store, jax.devices()[4:8]).residuals[3]
+    for name, leaf in held.items():
+        np.testing.assert_array_equal(same[name], leaf)
+    other = kv.place(store, jax.devices()[:2]).residuals[3]
+    assert {name: leaf.shape for name, leaf in other.items()} == {"residual": (2, 50), "owner_residual": (2, 25)}
+    assert not any(np.any(leaf) for leaf in other.values())
+    with pytest.raises(ValueError, match=r"key 3 is compressed and was pushed with 4 values before, now with 2"):
+        kv.push(dataclasses.replace(store, devices=None), 3, [jnp.ones(50)] * 2)
+
+
+def test_both_residuals_are_saved_and_resumed(tmp_path, capsys):
+    def state_of(count):
+        store = kv.from_params({"w": jnp.zeros(50)}, devices=jax.devices()[:count])
+        return kv.place(kv.set_gradient_compression(store, SIGNS), jax.devices()[:count])
+
+    def push(store, seed):
+        (values,) = normal((50,), count=len(store.devices), seed=seed)
+        return kv.push(store, 0, [jax.device_put(v, d) for v, d in zip(values, store.devices, strict=True)])
+
+    store = push(state_of(4), 0)
+    checkpoint.save(tmp_path / "one", store)
+    restored = checkpoint.restore(tmp_path / "one", like=state_of(4))
+    assert push(restored, 1) == push(store, 1)
+    assert not capsys.readouterr().err
+    fewer = checkpoint.restore(tmp_path / "one", like=state_of(2))
+    assert "residuals of keys [0] start again" in capsys.readouterr().err
+    assert not any(np.any(leaf) for leaf in fewer.residuals[0].values())
+
+
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[4], SIGNS], ids=name_of)
+def test_over_two_axes_of_a_mesh(spec):
+    """An axis name may be a tuple. The devices are then in the order of both axes."""
+    (values,) = normal((40, 9), count=4)
+    store = kv.set_gradient_compression(kv.init(kv.create("device"), 0, jnp.zeros((40, 9))), spec)
+
+    def run(mesh, axes):
+        body = lambda v: kv.pull(kv.push(store, 0, v[0], axis_name=axes), 0)  # noqa: E731
+        return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(axes), out_specs=P(), check_vma=False))(values)
+
+    four = np.array(jax.devices()[:4])
+    np.testing.assert_allclose(
+        run(Mesh(four.reshape(2, 2), ("a", "b")), ("a", "b")), run(Mesh(four, ("d",)), "d"), rtol=1e-6
+    )
+
+
+def test_float64_values():
+    with jax.enable_x64(True):
+        values = np.random.default_rng(0).normal(size=(1, 4, 70))
+        (total,), _ = summed(SPECS[1], [values[0]], dtype="float64")
+        assert total.dtype == jnp.float64
+        assert total[0].tolist() == expected(SPECS[1], [values[0]], "float64")[0].tolist()
+        signs = kv.pull(pushes_of_signs("device", values, "float64"), 3)
+        assert signs.dtype == jnp.float64
+        np.testing.assert_allclose(signs, signs_by_hand(values)[0][0], rtol=1e-4)
