@@ -11,7 +11,7 @@ from ._fold.known import Call
 from ._fold.patterns import Rule
 from ._layout.graph import to_graph
 from ._options import check_picture, check_trace
-from ._trace import layers, read, whole_of
+from ._trace import all_layers, close, read, whole_of
 
 if TYPE_CHECKING:
     from ._draw.picture import Plot
@@ -73,9 +73,11 @@ def plot_network(
     check_picture(title, node_attrs, theme, heat, time_limit, hide_weights, legend, direction)
     check_trace(fn, len(args), params_argnums, depth, max_nodes, repeats, rules)
     raw = read(fn, *args, params_argnums=params_argnums, **kwargs)
-    graph = to_graph(layers(raw.copy(), depth, max_nodes, repeats, rules))
+    net = all_layers(raw, repeats, rules)
+    every = functools.partial(whole_of, net.copy())
+    close(net, depth, max_nodes)
+    graph = to_graph(net)
     from ._draw.picture import Plot  # loads graphviz
 
-    every = functools.partial(whole_of, raw, repeats, rules)
     options = Options(title, hide_weights, node_attrs, heat, theme, legend, direction)
     return Plot(graph, options, time_limit, every, depth)

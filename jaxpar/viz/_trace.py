@@ -93,27 +93,32 @@ def trace(
 
 def layers(raw: Raw, depth: int | None, max_nodes: int | None, repeats: bool, rules: Sequence[Rule | Call]) -> Net:
     """The layers of flat equations, as few as the options of `trace` say."""
-    net = _net(raw, repeats, rules)
+    net = all_layers(raw, repeats, rules)
+    close(net, depth, max_nodes)
+    return net
+
+
+def close(net: Net, depth: int | None, max_nodes: int | None) -> None:
+    """Close the scopes of a net until it is as small as the options of `trace` say."""
     if depth is not None:
         collapse_scopes(net, depth)
     if max_nodes is not None:
         limit_nodes(net, max_nodes)
-    return net
 
 
-def whole_of(raw: Raw, repeats: bool, rules: Sequence[Rule | Call]) -> Graph:
-    """All layers, with regions as scopes, for a page whose scopes open and close. The equations stay as they are.
+def whole_of(net: Net) -> Graph:
+    """All layers, with regions as scopes, for a page whose scopes open and close. The net stays as it is.
 
     A scope that holds many layers or scopes has scopes for its parts with one way in and one way out, named by what
     they share ("conv2_block1").
     """
-    net = _net(raw.copy(), repeats, rules)
+    net = net.copy()
     add_regions(net)
     return to_graph(net)
 
 
-def _net(raw: Raw, repeats: bool, rules: Sequence[Rule | Call]) -> Net:
-    """Layers and the edges between them. Everything is open."""
+def all_layers(raw: Raw, repeats: bool, rules: Sequence[Rule | Call]) -> Net:
+    """Layers and the edges between them. Everything is open. The equations are marked."""
     calls = [rule for rule in rules if isinstance(rule, Call)]
     patterns = [rule for rule in rules if isinstance(rule, Rule)]
     cells = _layers(raw, calls, patterns)

@@ -1,5 +1,6 @@
 """What large networks become: regions as scopes, names in boxes, loops, blocks that begin where a person would cut."""
 
+import graphlib
 import io
 import re
 import xml.etree.ElementTree as ET
@@ -14,7 +15,10 @@ from test_viz_trace import check
 from jaxpar import viz
 from jaxpar.viz._draw import style
 from jaxpar.viz._graph import Node
-from jaxpar.viz._trace import read, whole_of
+from jaxpar.viz._layout.collapse import collapse_scopes
+from jaxpar.viz._layout.net import Draft, Net
+from jaxpar.viz._read.raw import Raw
+from jaxpar.viz._trace import all_layers, close, read, whole_of
 
 CONV = partial(jax.lax.conv_general_dilated, padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
@@ -91,7 +95,10 @@ def test_a_mask_for_all_blocks_does_not_hide_them():
 def test_the_whole_net_has_regions_as_scopes_and_loses_nothing():
     fn, params, x = dense_net("chain")
     grad = jax.grad(lambda params, x: fn(params, x).sum())
-    plain, graph = viz.trace(grad, params, x, max_nodes=None), check(whole_of(read(grad, params, x), True, ()))
+    plain, graph = (
+        viz.trace(grad, params, x, max_nodes=None),
+        check(whole_of(all_layers(read(grad, params, x), True, ()))),
+    )
     assert [(n.name, n.op, n.flops) for n in graph.nodes] == [(n.name, n.op, n.flops) for n in plain.nodes]
     assert graph["conv0_block3/w2"].scope == ("conv0_block3",)
     assert graph["conv0_block3/w2 (backward)"].scope == ("conv0_block3",)
@@ -361,3 +368,22 @@ def test_kinds_that_are_known_have_a_colour():
     kinds = "RoPE Routing LSTM GRU AssociativeScan SelectiveScan".split()
     names = [style.legend([Node(kind, kind)])[0][1] for kind in kinds]
     assert names == ["softmax, attention"] * 2 + ["recurrent, scan"] * 4
+
+
+def test_scopes_that_read_each_other_close_without_a_circle():
+    """Each may be one box, but not both: "a" reads "b", which reads another layer of "a"."""
+    drafts = [Draft(at, "sin", "", 0, scope=(scope,)) for at, scope in enumerate("abab")]
+    net = Net(Raw(), [*drafts, Draft(4, "add", "", 0)], dict.fromkeys([(0, 3, 0), (1, 2, 0), (2, 4, 0), (3, 4, 0)]))
+    collapse_scopes(net, 0)
+    order = list(graphlib.TopologicalSorter(net.sources()).static_order())
+    assert sum(draft.layers for draft in net.drafts) == 5
+    assert {draft.at for draft in net.drafts} == set(order)
+
+
+def test_a_net_and_its_copy_change_apart():
+    fn, args = m.network("gradient")
+    net = all_layers(read(fn, *args), True, ())
+    made = net.copy()
+    close(made, 0, 3)
+    assert len(made.layers) <= 3 < len(net.layers)
+    assert all(draft.forward in (None, *net.drafts) for draft in net.drafts)

@@ -8,6 +8,7 @@ import itertools
 import json
 import pickle
 import re
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,9 @@ import pytest
 import viz_models as m
 
 from jaxpar import viz
+from jaxpar.viz import _trace
 from jaxpar.viz._draw.style import Options
+from jaxpar.viz._page import layout
 from jaxpar.viz._page.blocks import tree
 from jaxpar.viz._page.layout import layouts, size
 from jaxpar.viz._page.lines import draw_lines
@@ -256,6 +259,28 @@ def test_without_time_there_is_no_page():
     plot = viz.Plot(m.traced("lenet"), Options("lenet"), 0.0001)
     with pytest.raises(viz.RenderError, match="did not finish"):
         plot.html()
+
+
+def counted(monkeypatch, module, name):
+    """How often a function of a module is called from now on."""
+    calls, function = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **kwargs: calls.append(name) or function(*args, **kwargs))
+    return calls
+
+
+def test_the_work_of_a_picture_and_its_page(monkeypatch):
+    """Equations are folded once for both. Graphviz runs once for each, however many blocks and nodes there are."""
+    folds = counted(monkeypatch, _trace, "fold_patterns")
+    words = counted(monkeypatch, layout, "_texts")
+    runs = counted(monkeypatch, subprocess, "run")
+    fn, args = m.network("transformer")
+    plot = viz.plot_network(fn, *args, repeats=False, max_nodes=20)
+    plot.pipe("svg")
+    assert (len(folds), len(runs)) == (1, 1)
+    assert plot.html() == plot.html()
+    assert (len(folds), len(runs)) == (1, 2)
+    found = tree(plot.whole(), hide_weights=True)
+    assert len(words) == len(found.nodes) + len(found.blocks)
 
 
 def test_a_page_traces_no_second_time():

@@ -6,7 +6,9 @@ branches of a network from the leaves of a tree.
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Iterable
 
 from .._read.source import Frame
 from .cells import Cell, Cells
@@ -14,18 +16,23 @@ from .cells import Cell, Cells
 
 def own_stack(cells: Cells, cell: Cell) -> tuple[Frame, ...]:
     """The calls around a cell, without those inside of JAX."""
-    return tuple(frame for frame in cells.raw.eqns[cell.eqns[0]].stack if frame.origin != "jax")
+    return cells.raw.own_stack(cells.raw.eqns[cell.eqns[0]])
 
 
 def begins_again(cells: Cells, cell: Cell, run: list[Cell]) -> bool:
     """Whether a cell repeats the first of a run, and reads the run."""
     first, new = cells.raw.eqns[run[0].eqns[0]], cells.raw.eqns[cell.eqns[0]]
-    return first.position == new.position and first.prim == new.prim and reads(cells, [cell], run)
+    return first.position == new.position and first.prim == new.prim and _reads(cells, [cell], _ids(run))
 
 
-def reads(cells: Cells, part: list[Cell], others: list[Cell]) -> bool:
-    """Whether one of these cells reads one of those."""
-    return any(cells.producer(value) in others for cell in part for value in cells.inputs(cell))
+def _reads(cells: Cells, part: list[Cell], others: set[int]) -> bool:
+    """Whether one of these cells reads one of those, which are given by their ids."""
+    made = (cells.producer(value) for cell in part for value in cells.inputs(cell))
+    return any(source is not None and source.id in others for source in made)
+
+
+def _ids(part: Iterable[Cell]) -> set[int]:
+    return {cell.id for cell in part}
 
 
 def split_calls(cells: Cells, run: list[Cell], depth: int) -> list[list[Cell]]:
@@ -56,13 +63,13 @@ def _returns(cells: Cells, run: list[Cell], depth: int) -> list[list[Cell]]:
         if number == 0 or (first and (calls[number - 1] != calls[0] or begins_again(cells, cell, parts[-1]))):
             parts.append([])
         parts[-1].append(cell)
-    found = parts[:1]
+    found, before = parts[:1], _ids(parts[0])
     for part in parts[1:]:
-        before = [cell for earlier in found for cell in earlier]
-        if reads(cells, part[:1], before) or not reads(cells, part, before):
+        if _reads(cells, part[:1], before) or not _reads(cells, part, before):
             found.append(part)
         else:
             found[-1] += part
+        before |= _ids(part)
     return found
 
 
@@ -74,10 +81,17 @@ def is_of_leaves(cells: Cells, parts: list[list[Cell]]) -> bool:
     """
     own = [_arrays(cells, part) for part in parts]
     shared = sum(map(len, own)) > len(set[int]().union(*own))
-    if shared or not all(own) or any(reads(cells, part, other) for part in parts for other in parts if other != part):
+    if shared or not all(own) or _reads_another(cells, parts):
         return False
     backward = [not arrays.isdisjoint(cells.after_gradient) for arrays in own]
     return all(backward) or (not any(map(_layer_reads, [cells] * len(own), own)) and not _joins(cells, parts))
+
+
+def _reads_another(cells: Cells, parts: list[list[Cell]]) -> bool:
+    """Whether one of these parts reads another one."""
+    whose = {cell.id: number for number, part in enumerate(parts) for cell in part}
+    made = ((n, cells.producer(value)) for n, part in enumerate(parts) for c in part for value in cells.inputs(c))
+    return any(source is not None and whose.get(source.id, number) != number for number, source in made)
 
 
 def _arrays(cells: Cells, part: list[Cell]) -> set[int]:
@@ -97,12 +111,17 @@ def _joins(cells: Cells, parts: list[list[Cell]]) -> bool:
     whose: dict[int, int] = {
         out: n for n, part in enumerate(parts) for c in part for e in cells.eqns(c) for out in e.outs
     }
-    start = min(cell.eqns[0] for part in parts for cell in part)
     inside = {number for part in parts for cell in part for number in cell.eqns}
-    for eqn in cells.raw.eqns[start:]:
+    waiting = {eqn.id for value in whose for eqn in cells.consumers(value)} - inside
+    queue = sorted(waiting)
+    while queue:
+        eqn = cells.raw.eqns[heapq.heappop(queue)]
         found = {whose[root] for value in eqn.ins if (root := cells.raw.root(value)) in whose}
-        if len(found) > 1 and eqn.id not in inside:
+        if len(found) > 1:
             return True
-        if found and eqn.id not in inside:
-            whose |= dict.fromkeys(eqn.outs, found.pop())
+        whose |= dict.fromkeys(eqn.outs, found.pop())
+        new = {reader.id for out in eqn.outs for reader in cells.consumers(out)} - inside - waiting
+        waiting |= new
+        for number in new:
+            heapq.heappush(queue, number)
     return False

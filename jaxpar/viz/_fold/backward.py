@@ -107,7 +107,8 @@ def _which_time(cells: Cells, layers: list[Cell], eqns: list[Eqn]) -> dict[int, 
             found |= {eqn.id: best for eqn in group}
         else:
             open_groups.append(group)
-    rest = [cell for cell in layers if cell not in found.values()] or layers
+    known = {cell.id for cell in found.values()}
+    rest = [cell for cell in layers if cell.id not in known] or layers
     for number, group in enumerate(open_groups):
         before = [cells.raw.of(value).producer for value in group[0].ins]
         same = [found[eqn] for eqn in before if eqn is not None and eqn in found]
@@ -172,8 +173,7 @@ def attach_views(cells: Cells) -> None:
         near = [cells.owner[n] for n in readers.get(eqn.outs[0], ()) if raw.eqns[n].backward == eqn.backward]
         owner = next((cell for cell in near if cell is not None), None) or cells.producer(eqn.outs[0])
         if owner is not None and raw.eqns[owner.eqns[0]].backward == eqn.backward:
-            cells.owner[eqn.id] = owner
-            owner.eqns = sorted((*owner.eqns, eqn.id))
+            cells.add(eqn.id, owner)
 
 
 def attach_residuals(cells: Cells) -> None:
@@ -181,7 +181,6 @@ def attach_residuals(cells: Cells) -> None:
     last: Cell | None = None
     for eqn in cells.raw.eqns:
         if eqn.residual and last is not None:
-            cells.owner[eqn.id] = last
-            last.eqns = sorted((*last.eqns, eqn.id))
+            cells.add(eqn.id, last)
         elif not eqn.backward and not eqn.view:
             last = cells.owner[eqn.id]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .._circles import connected
 from .._read.raw import Eqn, Raw
 
 _PLAIN_NAMES = {
@@ -56,6 +58,8 @@ class Cells:
         self.raw = raw
         self.owner: list[Cell | None] = [None] * len(raw.eqns)
         self.cells: dict[int, Cell] = {}
+        self.by_op: dict[str, dict[int, Cell]] = {}
+        self._inputs: dict[int, list[int]] = {}
         self._consumers: dict[int, list[int]] = {}
         for eqn in raw.eqns:
             if not eqn.view:
@@ -65,7 +69,7 @@ class Cells:
         self._results = {raw.root(value) for value in raw.outputs}
 
     def __iter__(self):
-        return iter(sorted(self.cells.values(), key=lambda cell: cell.eqns[0]))
+        return iter(self.of_kinds(()))
 
     def new(self, eqns: Iterable[int], op: str, detail: str = "", major: bool = False) -> Cell:
         """Make one cell of equations. Cells that had them lose them."""
@@ -73,15 +77,32 @@ class Cells:
         for number in numbers:
             old = self.owner[number]
             if old is not None:
-                old.eqns.remove(number)
-                if not old.eqns:
-                    del self.cells[old.id]
+                self._take(number, old)
         self._made += 1
         cell = Cell(self._made, op, numbers, detail, major)
         for number in numbers:
             self.owner[number] = cell
-        self.cells[cell.id] = cell
+        self.cells[cell.id] = self.by_op.setdefault(op, {})[cell.id] = cell
         return cell
+
+    def add(self, number: int, cell: Cell) -> None:
+        """Make an equation part of a cell."""
+        self.owner[number] = cell
+        bisect.insort(cell.eqns, number)
+        self._inputs.pop(cell.id, None)
+
+    def _take(self, number: int, cell: Cell) -> None:
+        """Take an equation out of a cell, which goes with its last one."""
+        cell.eqns.remove(number)
+        self._inputs.pop(cell.id, None)
+        if not cell.eqns:
+            del self.cells[cell.id], self.by_op[cell.op][cell.id]
+
+    def of_kinds(self, ops: Iterable[str]) -> list[Cell]:
+        """The cells of these kinds, in order. All cells, where there are no kinds."""
+        ops = tuple(ops)
+        found = [cell for op in ops for cell in self.by_op.get(op, {}).values()] if ops else self.cells.values()
+        return sorted(found, key=lambda cell: cell.eqns[0])
 
     @functools.cached_property
     def after_gradient(self) -> set[int]:
@@ -105,6 +126,11 @@ class Cells:
 
     def inputs(self, cell: Cell) -> list[int]:
         """The values from outside that a cell reads, in order, without literals."""
+        if cell.id not in self._inputs:
+            self._inputs[cell.id] = self._find_inputs(cell)
+        return self._inputs[cell.id]
+
+    def _find_inputs(self, cell: Cell) -> list[int]:
         real = [eqn for eqn in self.eqns(cell) if not eqn.view]
         inside = {out for eqn in real for out in eqn.outs}
         roots = dict.fromkeys(self.raw.root(value) for eqn in real for value in eqn.ins)
@@ -178,13 +204,10 @@ def plain_name(prim: str) -> str:
 
 def components(cells: Cells, part: list[Cell]) -> list[list[Cell]]:
     """These cells as connected sets."""
-    group = {cell.id: {cell.id} for cell in part}
+    inside = {cell.id for cell in part}
+    edges: list[tuple[int, int]] = []
     for cell in part:
-        for value in cells.inputs(cell):
-            other = cells.producer(value)
-            if other is not None and other.id in group and group[other.id] is not group[cell.id]:
-                merged = group[other.id] | group[cell.id]
-                for member in merged:
-                    group[member] = merged
-    distinct = {id(members): members for members in group.values()}
-    return [[cell for cell in part if cell.id in members] for members in distinct.values()]
+        made = (cells.producer(value) for value in cells.inputs(cell))
+        edges += [(cell.id, other.id) for other in made if other is not None and other.id in inside]
+    by_id = {cell.id: cell for cell in part}
+    return [[by_id[number] for number in found] for found in connected(by_id, edges)]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-
+from .._circles import circles
 from .._graph import BACKWARD
 from .cells import Cell, Cells, components, plain_name
 from .patterns import SENT, axis_names
@@ -58,66 +56,9 @@ def _singles(cells: Cells, victim: Cell) -> list[Cell]:
 
 def _cycles(cells: Cells, among: list[Cell]) -> list[list[Cell]]:
     """Sets of these cells that reach each other."""
-    members = {cell.id for cell in among}
-    sources: dict[int, list[Cell]] = {}
+    by_id = {cell.id: cell for cell in among}
+    sources: dict[int, list[int]] = {}
     for cell in among:
         producers = (cells.producer(value) for value in cells.inputs(cell))
-        inside = {p.id: p for p in producers if p is not None and p.id in members}
-        sources[cell.id] = list(inside.values())
-    search = _Search(sources)
-    for root in among:
-        search.visit(root)
-    return search.found
-
-
-@dataclass(slots=True)
-class _Search:
-    """Strongly connected components of two cells or more (Tarjan 1972), without recursion.
-
-    Attributes:
-        sources: the cells that each cell reads, by id.
-        order: when each cell was met.
-        low: the earliest cell on the stack that each one reaches.
-        stack: cells whose component is not complete.
-    """
-
-    sources: dict[int, list[Cell]]
-    order: dict[int, int] = field(default_factory=dict)
-    low: dict[int, int] = field(default_factory=dict)
-    stack: dict[int, Cell] = field(default_factory=dict)
-    found: list[list[Cell]] = field(default_factory=list)
-
-    def visit(self, root: Cell) -> None:
-        """Search everything that a cell reaches."""
-        work: list[tuple[Cell, Iterator[Cell]]] = []
-        new: Cell | None = None if root.id in self.order else root
-        while new is not None or work:
-            if new is not None:
-                self.order[new.id] = self.low[new.id] = len(self.order)
-                self.stack[new.id] = new
-                work.append((new, iter(self.sources[new.id])))
-            cell, rest = work[-1]
-            new = self._next(cell, rest)
-            if new is None:
-                work.pop()
-                self._finish(cell, work[-1][0] if work else None)
-
-    def _next(self, cell: Cell, rest: Iterator[Cell]) -> Cell | None:
-        """The next source that was not met before."""
-        for other in rest:
-            if other.id not in self.order:
-                return other
-            if other.id in self.stack:
-                self.low[cell.id] = min(self.low[cell.id], self.order[other.id])
-        return None
-
-    def _finish(self, cell: Cell, parent: Cell | None) -> None:
-        """Hand what a cell reaches to its parent. Take its component off the stack where it is the first."""
-        if parent is not None:
-            self.low[parent.id] = min(self.low[parent.id], self.low[cell.id])
-        if self.low[cell.id] == self.order[cell.id]:
-            component: list[Cell] = []
-            while not component or component[-1] is not cell:
-                component.append(self.stack.popitem()[1])
-            if len(component) > 1:
-                self.found.append(component)
+        sources[cell.id] = list(dict.fromkeys(p.id for p in producers if p is not None and p.id in by_id))
+    return [[by_id[number] for number in circle] for circle in circles(sources)]

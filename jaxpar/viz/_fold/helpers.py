@@ -9,6 +9,8 @@ from .again import begins_again, is_of_leaves, own_stack, split_calls
 from .cells import Cell, Cells, components
 from .patterns import COLLECTIVES
 
+_DEEPEST = 12  # calls around a step, below which functions stay as they are
+
 
 @dataclass(slots=True)
 class _Run:
@@ -21,7 +23,8 @@ class _Run:
 
 def fold_helpers(cells: Cells) -> None:
     """Make one cell of each function call that has only small steps."""
-    for depth in range(1, 12):
+    deepest = max((len(own_stack(cells, cell)) for cell in cells), default=0)
+    for depth in range(1, min(deepest, _DEEPEST)):
         for run in _helper_runs(cells, depth):
             small = not any(cell.major or cell.op in COLLECTIVES for cell in run.cells)
             for part in split_calls(cells, run.cells, depth) if small else ():
@@ -61,7 +64,7 @@ def fold_statements(cells: Cells) -> None:
         if eqn.backward or cell.major or cell.op in COLLECTIVES or cell.op == "cond":
             runs.append(_Run(None, []))
             continue
-        stack = [f for f in eqn.stack if f.origin != "jax"]
+        stack = own_stack(cells, cell)
         key = (eqn.scope, *(f.call for f in stack[:-1]), stack[-1].function, stack[-1].line) if stack else None
         if key is None or not runs or runs[-1].key != key or begins_again(cells, cell, runs[-1].cells):
             runs.append(_Run(key, []))

@@ -50,8 +50,8 @@ class Rule:
 def fold_patterns(cells: Cells, rules: Iterable[Rule]) -> None:
     """Apply each rule to all forward cells, one rule after the other."""
     for rule in rules:
-        for cell in list(cells):
-            if cell.id not in cells.cells or (rule.ops and cell.op not in rule.ops):
+        for cell in cells.of_kinds(rule.ops):
+            if cell.id not in cells.cells:
                 continue
             found = rule.match(cells, cell)
             if found is not None:

@@ -6,12 +6,14 @@ import itertools
 import re
 from collections.abc import Iterable
 
+from .._circles import circles
 from .._graph import BACKWARD
 from .items import items_of
 from .net import Draft, Net, shared_scope
 from .region_names import name_region
 from .regions import MOST, add_regions
 
+_Part = tuple[tuple[str, ...], list[Draft]]  # the scope that closes, and drafts of it
 _EDGES, _FEW = 4, 20  # edges for each layer, and layers from which that matters
 
 
@@ -23,16 +25,19 @@ def collapse_scopes(net: Net, depth: int) -> None:
         if len(draft.scope) > depth:
             backward = " backward" if draft.forward is not None else ""
             groups.setdefault((*draft.scope[: depth + 1], backward), []).append(draft)
-    merged: list[tuple[list[Draft], Draft]] = []
     sources = net.sources()
     order = list(_sort(net, sources)) if groups else []
     place = {draft.at: number for number, draft in enumerate(order)}
-    for (*scope, backward), group in groups.items():
-        op = re.sub(r" \(\d+\)$", "", scope[-1]) + (BACKWARD if backward else "")
+    parts: list[_Part] = []
+    for key, group in groups.items():
         places = [place[draft.at] for draft in group]
         around = order[min(places) : max(places) + 1]  # no path leaves it and comes back
-        parts = [part for part in _convex(around, sources, group) if len(part) > 1]
-        merged += [(part, _sum(part, op, tuple(scope[:-1]), op)) for part in parts]
+        parts += [(key, part) for part in _convex(around, sources, group)]
+    merged: list[tuple[list[Draft], Draft]] = []
+    for (*scope, backward), part in _apart(order, sources, parts):
+        if len(part) > 1:
+            op = re.sub(r" \(\d+\)$", "", scope[-1]) + (BACKWARD if backward else "")
+            merged.append((part, _sum(part, op, tuple(scope[:-1]), op)))
     net.merge(merged)
 
 
@@ -57,6 +62,32 @@ def _convex(around: list[Draft], sources: dict[int, set[int]], group: list[Draft
     for draft in group:
         parts.setdefault(reached[draft.at], []).append(draft)
     return list(parts.values())
+
+
+def _apart(order: list[Draft], sources: dict[int, set[int]], parts: list[_Part]) -> list[_Part]:
+    """The parts, cut where two of them read each other, so that what they become has no circle.
+
+    Args:
+        order: all drafts, each after those that it reads.
+        sources: what each draft reads.
+        parts: of the drafts that will be one.
+    """
+    whose = {draft.at: draft.at for draft in order}
+    for _, part in parts:
+        whose |= dict.fromkeys((draft.at for draft in part), part[0].at)
+    wires: dict[int, set[int]] = {number: set() for number in whose.values()}
+    for at, number in whose.items():
+        wires[number] |= {whose[source] for source in sources.get(at, ())} - {number}
+    circle_of = {number: circle for circle, members in enumerate(circles(wires)) for number in members}
+    level: dict[int, int] = {}  # how often a path on the way here has gone from part to part of a circle
+    for at in (draft.at for draft in order if whose[draft.at] in circle_of):
+        inside = [s for s in sources.get(at, ()) if circle_of.get(whose[s]) == circle_of[whose[at]]]
+        level[at] = max((level[s] + (whose[s] != whose[at]) for s in inside), default=0)
+    found: dict[tuple[int, int], _Part] = {}
+    for key, part in parts:
+        for draft in part:
+            found.setdefault((part[0].at, level.get(draft.at, 0)), (key, []))[1].append(draft)
+    return list(found.values())
 
 
 def _sort(net: Net, sources: dict[int, set[int]]) -> Iterable[Draft]:

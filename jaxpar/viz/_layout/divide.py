@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from typing import TypeAlias
 
+from .._circles import connected
 from .items import Item
 
 Part: TypeAlias = "int | list[Part]"  # the number of an item, or a region
@@ -93,22 +94,8 @@ class _Divider:
 
     def _components(self, numbers: list[int]) -> list[list[int]]:
         """The items as sets that no edge joins."""
-        group = {number: number for number in numbers}
-
-        def find(number: int) -> int:
-            while group[number] != number:
-                group[number] = group[group[number]]
-                number = group[number]
-            return number
-
-        for number in numbers:
-            for source in self.wires[number]:
-                if source in group:
-                    group[find(source)] = find(number)
-        found: dict[int, list[int]] = {}
-        for number in numbers:
-            found.setdefault(find(number), []).append(number)
-        return list(found.values())
+        inside = set(numbers)
+        return connected(numbers, ((n, source) for n in numbers for source in self.wires[n] if source in inside))
 
     def _with_activations(self, sections: list[list[int]]) -> list[list[int]]:
         """An activation right after branches meet is part of their block."""

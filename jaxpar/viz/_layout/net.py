@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .._graph import common_prefix
 from .._read.raw import Raw
@@ -74,6 +74,13 @@ class Net:
     def layers(self) -> list[Draft]:
         """The drafts that compute something."""
         return [draft for draft in self.drafts if draft.op != "input"]
+
+    def copy(self) -> Net:
+        """The same with drafts of its own, which closing and naming change. The equations are shared."""
+        made = {id(draft): replace(draft) for draft in self.drafts}
+        for draft in made.values():
+            draft.forward = made.get(id(draft.forward), draft.forward)
+        return replace(self, drafts=list(made.values()), edges=dict(self.edges), repeats=dict(self.repeats))
 
     def sources(self) -> dict[int, set[int]]:
         """The drafts that each draft reads."""

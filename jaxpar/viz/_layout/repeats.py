@@ -26,8 +26,9 @@ def collapse_repeats(net: Net) -> None:
 
 def _collapse_once(net: Net) -> bool:
     layers, sources = net.layers, _sources(net)
-    signs = [_signature(net, draft) for draft in layers]
-    places: dict[object, list[int]] = {}
+    known: dict[object, int] = {}
+    signs = [known.setdefault(_signature(net, draft), len(known)) for draft in layers]
+    places: dict[int, list[int]] = {}
     for number, sign in enumerate(signs):
         places.setdefault(sign, []).append(number)
     order = dict.fromkeys(places, 0)
@@ -68,7 +69,7 @@ def _signature(net: Net, draft: Draft) -> object:
 
 
 def _repeat_at(
-    layers: list[Draft], signs: list[object], same: list[int], order: dict[object, int], start: int, sources: _Sources
+    layers: list[Draft], signs: list[int], same: list[int], order: dict[int, int], start: int, sources: _Sources
 ) -> tuple[int, int] | None:
     """Length and count of the shortest copies that begin here."""
     at = order[signs[start]]
@@ -79,46 +80,54 @@ def _repeat_at(
         period = next_start - start
         if period > _LONGEST:
             return None
-        count = 1
-        while signs[start + count * period : start + (count + 1) * period] == signs[start : start + period]:
-            count += 1
-        while count > 1 and not _alike(layers, sources, start, period, count):
-            count -= 1 if count <= 3 else count // 2
+        count = _copies(layers, signs, sources, start, period)
         if (count >= 3 and (count - 1) * period >= 4) or (count == 2 and period >= 5):
             return period, count
     return None
 
 
 def _starts(
-    layers: list[Draft], signs: list[object], sources: _Sources, start: int, period: int, count: int
+    layers: list[Draft], signs: list[int], sources: _Sources, start: int, period: int, count: int
 ) -> Iterator[int]:
     """Where as many copies may begin: here, or up to a copy later."""
     yield start
     for at in range(start + 1, min(start + period, len(layers) - period * count) + 1):
         if signs[at - 1] != signs[at - 1 + period * count]:
             return
-        if _alike(layers, sources, at, period, count):
+        if _copies(layers, signs, sources, at, period, count) == count:
             yield at
 
 
-def _alike(layers: list[Draft], sources: _Sources, start: int, period: int, count: int) -> bool:
-    """Whether all copies have the same edges.
+def _copies(
+    layers: list[Draft], signs: list[int], sources: _Sources, start: int, period: int, most: int | None = None
+) -> int:
+    """How many copies of this length follow each other, with the same layers and the same edges.
 
     Those are the edges inside, from the copy before, and from others that are the same for all copies. Few copies
     beside each other are no repeat.
     """
-    where = {layers[start + n].at: n for n in range(period * count)}
-    patterns = [_wires(layers, sources, where, start, period, copy) for copy in range(count)]
-    first, second = patterns[0], patterns[1]
-    if count <= _FEW_BRANCHES and not _is_row(second):
-        return False
-    if any(pattern != second for pattern in patterns[2:]):
-        return False
-    for mine, others in zip(first, second, strict=True):
-        inside = {wire for wire in mine if wire[0] == "in"}
-        if inside != {wire for wire in others if wire[0] == "in"} or len(mine) != len(others):
-            return False
-    return True
+    most = (len(layers) - start) // period if most is None else most
+    kinds = signs[start : start + period]
+    if most < 2 or signs[start + period : start + 2 * period] != kinds:
+        return 1
+    where: dict[int, int] = {}
+    first, second = (_wires(layers, sources, where, start, period, copy) for copy in range(2))
+    if not all(map(_is_begun, first, second)):
+        return 1
+    count = 2
+    while (
+        count < most
+        and signs[start + count * period : start + (count + 1) * period] == kinds
+        and _wires(layers, sources, where, start, period, count) == second
+    ):
+        count += 1
+    return count if count > _FEW_BRANCHES or _is_row(second) else 1
+
+
+def _is_begun(first: set[tuple[str, int]], second: set[tuple[str, int]]) -> bool:
+    """Whether a layer of the first copy reads as much as that of the second, and the same inside the copy."""
+    inside = ({wire for wire in wires if wire[0] == "in"} for wires in (first, second))
+    return next(inside) == next(inside) and len(first) == len(second)
 
 
 def _is_row(wires: list[set[tuple[str, int]]]) -> bool:
@@ -141,11 +150,16 @@ def _reached(wires: list[set[int]], start: int) -> set[int]:
 def _wires(
     layers: list[Draft], sources: _Sources, where: dict[int, int], start: int, period: int, copy: int
 ) -> list[set[tuple[str, int]]]:
-    """What each layer of a copy reads: in the copy, n copies back, or outside."""
+    """What each layer of a copy reads: in the copy, n copies back, or outside.
+
+    `where` has the places of the layers of the copies before, and grows.
+    """
+    begin = start + copy * period
+    where |= {layers[begin + n].at: copy * period + n for n in range(period)}
     found: list[set[tuple[str, int]]] = []
     for n in range(period):
         wires: set[tuple[str, int]] = set()
-        for source in sources.get(layers[start + copy * period + n].at, ()):
+        for source in sources.get(layers[begin + n].at, ()):
             at = where.get(source)
             if at is None:
                 wires.add(("out", source))

@@ -20,9 +20,10 @@ _TO = " … "  # between the names of the first and the last item of a part
 Kind = Literal["forward", "back", "carry", "pair"]
 Key = tuple[int, Kind]  # the node whose array it is, and how it flows
 Path = tuple[str, ...]
+Text = tuple[str, float, bool]  # a line of text, its size, whether it is bold
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Port:
     """Where arrays cross the border of a block.
 
@@ -66,14 +67,15 @@ class Block:
         label: its name.
         path: the scopes from the outside in.
         items: what it holds, nodes and blocks.
-        ports, lines: what is drawn between them.
+        ports: where arrays cross its border, and the number of each.
+        lines: what is drawn between them.
         pairs: layers and their gradients, which are side by side.
     """
 
     label: str
     path: Path
     items: list[int] = field(default_factory=list)
-    ports: list[Port] = field(default_factory=list)
+    ports: dict[Port, int] = field(default_factory=dict[Port, int])
     lines: list[Line] = field(default_factory=list)
     pairs: list[tuple[int, int]] = field(default_factory=list)
 
@@ -106,6 +108,7 @@ class Tree:
         edges: all edges, those that are not drawn too.
         flows: those that are drawn.
         signs: the nodes that are small circles, and what is in them.
+        words: what is written in boxes, as far as it was asked for.
     """
 
     nodes: list[Node]
@@ -114,6 +117,9 @@ class Tree:
     signs: dict[int, str]
     blocks: list[Block] = field(default_factory=lambda: [Block("", ())])
     parent: dict[int, int] = field(default_factory=dict[int, int])
+    words: dict[tuple[int, str | None], list[Text]] = field(
+        default_factory=dict["tuple[int, str | None]", "list[Text]"]
+    )
 
     @property
     def root(self) -> int:

@@ -12,10 +12,9 @@ from .._draw.labels import cut, label_lines, scope_label
 from .._draw.render import NEXT, render
 from .._draw.style import SIZE, SMALL, text_width
 from .._graph import Node, human
-from .blocks import Block, Line, Tree
+from .blocks import Block, Line, Text, Tree
 
 Point = tuple[float, float]
-Text = tuple[str, float, bool]  # a line of text, its size, whether it is bold
 
 _POINTS = 72.0  # of an inch
 _MANY = 40  # items, above which dot works with limits
@@ -81,7 +80,7 @@ def _dot(tree: Tree, block: Block, direction: str, heat: str | None) -> str:
     for first, rank in ((True, "source"), (False, "sink")):
         ports = [
             f"p{at} [width={_PORT[direction]} height=.02];"
-            for at, port in enumerate(block.ports)
+            for port, at in block.ports.items()
             if port.is_first is first
         ]
         rows += [f"{{ rank={rank}; {' '.join(ports)} }}"] if ports else []
@@ -106,6 +105,12 @@ def _line(line: Line, place: dict[int, int], at: int) -> str:
 
 def texts(tree: Tree, item: int, heat: str | None) -> list[Text]:
     """What is written in a box, closed where it is a block."""
+    if (item, heat) not in tree.words:
+        tree.words[item, heat] = _texts(tree, item, heat)
+    return tree.words[item, heat]
+
+
+def _texts(tree: Tree, item: int, heat: str | None) -> list[Text]:
     if item in tree.signs:
         return [(tree.signs[item], SIZE + 2, True)]
     if not tree.is_block(item):

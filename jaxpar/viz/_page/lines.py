@@ -65,7 +65,7 @@ def _groups(tree: Tree, item: int, crossing: _Crossing) -> dict[tuple[_End, _End
     found: dict[tuple[_End, _End, Kind], dict[Key, str]] = {}
     for (tail, head, key), label in crossing.inside.items():
         found.setdefault(((tail, -1), (head, -1), key[1]), {})[key] = label
-    for number, port in enumerate(tree.block(item).ports):
+    for port, number in tree.block(item).ports.items():
         for key in sorted(port.keys):
             for inner in crossing.enters[key] if port.enters else (crossing.leaves[key],):
                 ends = ((-1, number), (inner, -1)) if port.enters else ((inner, -1), (-1, number))
@@ -99,9 +99,7 @@ def _draw(tree: Tree, item: int, tail: _End, head: _End, kind: Kind, keys: dict[
 def _port(tree: Tree, item: int, port: Port) -> int:
     """The number of the port, which is added where it is missing."""
     ports = tree.block(item).ports
-    if port not in ports:
-        ports.append(port)
-    return ports.index(port)
+    return ports.setdefault(port, len(ports))
 
 
 def _draw_pairs(tree: Tree) -> None:

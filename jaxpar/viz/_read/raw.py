@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from .source import Frame
@@ -88,12 +87,7 @@ class Raw:
     carries: list[tuple[int, int]] = field(default_factory=list)
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
     _above: dict[int, tuple[int, ...]] = field(default_factory=dict)
-
-    def copy(self) -> Raw:
-        """The same with equations and values of its own, for passes that mark them."""
-        found = replace(self, eqns=[copy.copy(eqn) for eqn in self.eqns])
-        found.values = [copy.copy(value) for value in self.values]
-        return found
+    _own_stacks: dict[int, tuple[Frame, ...]] = field(default_factory=dict)
 
     def position(self, stack: tuple[Frame, ...]) -> int:
         """The number of a place in the program."""
@@ -109,6 +103,12 @@ class Raw:
             shorter = (self.places.get(key[:length]) for length in range(len(key), 0, -1))
             self._above[eqn.position] = tuple(number for number in shorter if number is not None)
         return self._above[eqn.position]
+
+    def own_stack(self, eqn: Eqn) -> tuple[Frame, ...]:
+        """The calls around an equation, without those inside of JAX. Those of one place have the same."""
+        if eqn.position not in self._own_stacks:
+            self._own_stacks[eqn.position] = tuple(frame for frame in eqn.stack if frame.origin != "jax")
+        return self._own_stacks[eqn.position]
 
     def root(self, value: int) -> int:
         """The value at the end of a chain of views."""

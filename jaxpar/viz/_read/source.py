@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from dataclasses import dataclass
@@ -164,6 +165,12 @@ def name_stack(info: Any) -> tuple[tuple[str, ...], bool, bool, bool]:
             tangent |= name == "jvp"
         elif name == "rematted_computation":
             again = True
-        elif _SCOPE.fullmatch(name) and "->" not in name and name not in _JUNK_SCOPES:
+        elif _is_scope(name):
             names.append(name)
     return tuple(names), backward, tangent, again
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_scope(name: str) -> bool:
+    """Whether a name is the user's, not one that JAX gives."""
+    return bool(_SCOPE.fullmatch(name)) and "->" not in name and name not in _JUNK_SCOPES
