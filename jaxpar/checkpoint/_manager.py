@@ -98,7 +98,8 @@ class Manager:
         self.wait()
         leaves, arrays = _leaves.to_leaves(state, self._writes)
         with processes.raise_together():
-            info = _as_json(info)
+            last = {} if records is None else {"history": list(records[-_records.INSIDE :])}
+            info = _as_json({**info, **last} if last else info)
             if self._writes:
                 self._claim.hold()
                 content = {
@@ -144,19 +145,19 @@ class Manager:
             return None
         state, info = _save.fill(found, like), found.body.get("info", {})
         if (place := found.body.get("records")) is not None:
-            info = {**info, "history": self._read_records(found.path, place)}
+            info = {**info, "history": self._read_records(found.path, place, info.get("history", []))}
         if self._on_latest is not None:
             self._on_latest(found.path)
         return state, info
 
-    def _read_records(self, path: Path, place: _records.Place) -> list[dict[str, Any]]:
-        """The records of a checkpoint. Where they cannot be read there are none, and standard error says so."""
+    def _read_records(self, path: Path, place: _records.Place, last: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The records of a checkpoint, the last of which it holds itself. Standard error says where others are lost."""
         try:
             found = processes.ask_first(lambda: _records.read(self.directory, place), CheckpointError)
         except CheckpointError as error:
-            if self._writes:
-                _save.say(f"{error}; {path} is restored without the records of its epochs")
-            return []
+            if self._writes and len(last) < place["number"]:
+                _save.say(f"{error}; {path} is restored with the last {len(last)} of its {place['number']} records")
+            return last
         self._records.go_on(place, found)
         return found
 

@@ -5,6 +5,8 @@
 A checkpoint knows its last record by the place and the SHA-256 of the line, and each line knows the one before it. So a
 save writes what is new only. A run that goes on from an older checkpoint appends lines too: the line after it has two
 followers then, and no checkpoint loses its records.
+
+A checkpoint holds its last records itself, for one that is moved elsewhere.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from ._manifest import CheckpointError
 
 Place = dict[str, Any]  # {"number": of records, "at": byte at which the last one begins, "sha256": of its line}
 
+INSIDE = 64  # of the last records, which a checkpoint holds itself
 _NAME = "records.jsonl"
 _LONGEST = 16 << 20  # bytes of a line
 

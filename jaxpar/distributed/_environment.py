@@ -149,12 +149,17 @@ def _by_jax_names(env: Mapping[str, str]) -> Settings:
 
 
 def _slurm(env: Mapping[str, str]) -> Settings:
-    """The settings of `srun`, as jax reads them: the first host of the step, a port by the number of the job."""
+    """The settings of `srun`, as jax reads them: the first host of the step, a port by the number of the job.
+
+    Only the host of a step on one machine is another one: the loopback address.
+    """
     needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
     if not all(name in env for name in needed):
         return {}
     first = re.match(r"([^,\[]+)(?:\[(\w+))?", env["SLURM_STEP_NODELIST"])
     host = "".join(part or "" for part in first.groups()) if first else ""
+    if not re.search(r"[,\[]", env["SLURM_STEP_NODELIST"]):
+        host = "127.0.0.1"  # all tasks are on one host, so nothing listens on the network
     return {
         "source": "SLURM",
         "coordinator": f"{host}:{_port(env, int(env['SLURM_JOB_ID']))}",
@@ -180,12 +185,13 @@ def _open_mpi(env: Mapping[str, str]) -> Settings:
         "local_devices": _one_gpu(env, env.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"), local == "1"),
     }
     uri = re.match(r"(\d+)\..*?tcp6?://\[?([^,:\]]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
+    number = int(uri[1]) // 2**12 if uri else sum(env.get("PMIX_NAMESPACE", "").encode())
     if env.get("JAX_COORDINATOR_ADDRESS"):
         found["coordinator"] = env["JAX_COORDINATOR_ADDRESS"]
+    elif size == local:  # on one host nothing listens on the network
+        found["coordinator"] = f"127.0.0.1:{_port(env, number)}"
     elif uri:
-        found["coordinator"] = f"{uri[2]}:{_port(env, int(uri[1]) // 2**12)}"
-    elif size == local:
-        found["coordinator"] = f"127.0.0.1:{_port(env, sum(env.get('PMIX_NAMESPACE', '').encode()))}"
+        found["coordinator"] = f"{uri[2]}:{_port(env, number)}"
     else:
         raise ValueError(
             "distributed.initialize: this release of Open MPI does not say where process 0 is; give it: "

@@ -40,9 +40,7 @@ def records(number, first=1):
 
 def test_a_save_writes_only_what_is_new(tmp_path):
     state, history = run(tmp_path, epochs=3)
-    last = tmp_path / "step_00000006"
-    assert "history" not in content(last)["info"]
-    assert content(last)["records"]["number"] == 3
+    assert content(tmp_path / "step_00000006")["records"]["number"] == 3
     _, longer = run(tmp_path, epochs=4)
     assert longer[:3] == history
     lines = (tmp_path / "records.jsonl").read_text().splitlines()
@@ -101,8 +99,9 @@ def test_damaged_records_are_refused_or_whole(tmp_path_factory, at, bit, cut):
 
 
 @pytest.mark.parametrize("what", ["missing", "pipe", "endless", "folder", "number", "circle"])
-def test_records_that_cannot_be_read_cost_no_state(tmp_path, capsys, what):
-    state, _ = run(tmp_path, epochs=2)
+def test_records_that_cannot_be_read_cost_no_state(tmp_path, capsys, monkeypatch, what):
+    monkeypatch.setattr(_records, "INSIDE", 1)
+    state, history = run(tmp_path, epochs=2)
     file = tmp_path / "records.jsonl"
     place = content(tmp_path / "step_00000004")["records"]
     if what == "number":
@@ -117,8 +116,8 @@ def test_records_that_cannot_be_read_cost_no_state(tmp_path, capsys, what):
         file.symlink_to("/dev/zero")
     again, info = checkpoint.Manager(tmp_path).restore_latest(state)
     np.testing.assert_array_equal(again.params["w"], state.params["w"])
-    assert info["history"] == []
-    assert "step_00000004 is restored without the records of its epochs" in capsys.readouterr().err
+    assert info["history"] == history[1:]
+    assert "step_00000004 is restored with the last 1 of its 2 records" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", [{}, {"number": 0}, {"at": -1}, {"at": True}, {"sha256": "x"}, {"more": 1}])
@@ -126,6 +125,28 @@ def test_a_forged_place_is_refused(place):
     good = {"number": 1, "at": 0, "sha256": "0" * 64}
     with pytest.raises(ValueError, match="must"):
         _records._manifest.check_place({**good, **place} if place else {})
+
+
+def test_a_checkpoint_alone_has_its_last_records(tmp_path, capsys):
+    _, history = run(tmp_path / "here", epochs=2)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "here" / "step_00000004").rename(tmp_path / "there" / "moved")
+    for _ in range(2):
+        _, longer = run(tmp_path / "there", epochs=3)
+    assert longer[:2] == history
+    assert len((tmp_path / "there" / "records.jsonl").read_text().splitlines()) == 3
+    assert capsys.readouterr().err == ""
+
+
+def test_a_manifest_does_not_grow(tmp_path):
+    manager, sizes = checkpoint.Manager(tmp_path), []
+    for number in (64, 65, 2000):
+        manager._save(LIKE, {"mine": 1}, records=records(number))
+        manager.wait()
+        sizes.append((manager.directory / f"save_{len(sizes) + 1:08d}" / "jaxpar.json").stat().st_size)
+    manager.close()
+    assert max(sizes) - min(sizes) < 0.2 * min(sizes)
+    assert str(manager.restore_latest(LIKE)[1]) == str({"mine": 1, "history": records(2000)})
 
 
 def test_a_checkpoint_of_before_has_its_history(tmp_path):

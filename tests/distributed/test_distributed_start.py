@@ -75,7 +75,7 @@ def test_settings_by_hand():
 def test_slurm():
     port = 65535 - 4096 + 1 + 5000 % 4096  # as jax chooses it
     assert found(SLURM) == (f"node007:{port}", 8, 3, (1,))
-    assert found({**SLURM, "SLURM_STEP_NODELIST": "solo"})[0] == f"solo:{port}"
+    assert found({**SLURM, "SLURM_STEP_NODELIST": "solo"})[0] == f"127.0.0.1:{port}"
     assert found({**SLURM, "SLURM_STEP_NODELIST": "a-1,b"})[0] == f"a-1:{port}"
     assert found({**SLURM, "JAX_COORDINATOR_PORT": "99"})[0] == "node007:99"
     assert found({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x8)"})[3] is None  # all GPUs of its host
@@ -97,6 +97,7 @@ def test_slurm_and_open_mpi_as_jax_reads_them(surround):
 def test_open_mpi():
     port = 65535 - 4096 + 1 + (1531576320 // 4096) % 4096
     assert found(OPEN_MPI) == (f"10.96.0.1:{port}", 4, 2, (0,))
+    assert found({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})[0] == f"127.0.0.1:{port}"
     newer = {k: v for k, v in OPEN_MPI.items() if "MCA" not in k}
     assert found({**newer, "JAX_COORDINATOR_ADDRESS": "first:7"})[:3] == ("first:7", 4, 2)
     assert found({**newer, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})[0].startswith("127.0.0.1:")

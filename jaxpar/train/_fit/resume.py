@@ -72,7 +72,7 @@ class RunCheckpoints:
         if loop.between_epochs or stopped or interrupted or best or (every and loop.at % every == 0):
             sizes = {name: getattr(self._run, name) for name in _SIZES}
             about = loop.to_save()
-            records = about.pop("history")  # in a file of its own: a save takes as long after a thousand epochs
+            records = about.pop("history")  # most are in a file of their own, which a save does not write again
             about |= {**sizes, "stopped": stopped, "interrupted": interrupted}
             self._manager._save(loop.state, about, best=best, records=records)
 
