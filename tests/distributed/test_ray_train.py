@@ -288,7 +288,7 @@ def program_of_the_page(folder):
 def start(folder, *words):
     env = environment(RAY_TRAIN_V2_ENABLED="1", RAY_DEDUP_LOGS="0", RAY_USAGE_STATS_ENABLED="0", FOLDER=str(folder))
     env = {k: v for k, v in env.items() if k != "XLA_FLAGS"}  # Ray's workers have none
-    done = subprocess.run([*words], env=env, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run([*words], env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
