@@ -8,6 +8,9 @@ A call of a step goes one way:
     engines      from the step of one device to the step of all: `pmap`, `shard_map`
     device_step  what one device does: gradient, push, updater, metrics (`local_sgd`: rounds of local steps)
     gradient     the gradient of one device's share: microbatches, precision, rematerialisation
+    batch        the sizes of a batch, and how virtual shards are dealt to devices
+    virtual_step, virtual_program
+                 with `virtual_shards`: the two programs for one device, and the step of all out of them
     nonfinite    whether the update is made, with `loss_scale`
 
 `make` checks the options, `state` is what a step takes and returns.

@@ -107,6 +107,10 @@ def make_train_step(
         unused: what happens to a parameter that the loss does not depend on. Its gradient is zero, but weight decay or
             momentum would change it. `warn` names it once. `skip` leaves it and its part of the optimizer's state as
             they are, as MXNet's `ignore_stale_grad` does.
+        virtual_shards: V. The same bits on any number of devices, in any processes, and by `pmap` and `shard_map`. The
+            batch is cut in V fixed shards. `loss_fn` sees one of them, its `rng` is of the shard, and the means are
+            over the shards. V must divide every batch, and the number of devices need not divide V. See "Virtual
+            shards" below.
 
     Returns:
         `step(state, batch) -> (state, metrics)`, compiled once for each shape of a batch. `batch` is the global
@@ -122,6 +126,15 @@ def make_train_step(
         `jax.set_mesh` has set changes no engine. With each of them `loss_fn` sees one share of the batch, an `rng` of
         its own and its own model state, so batch norm and dropout mean the same. Engine `jit` refuses what needs the
         gradient of one device: kind `local`, compression, a staleness, `local_steps`.
+
+    Virtual shards:
+        The gradient of a shard and the update are programs of one device each, compiled once for each device of a
+        process. A device computes its shards one after the other, and holds the logarithm of V of their gradients at
+        most. The gradients are added in one binary tree over the numbers of the shards. What devices exchange is an
+        all-to-all and an all-gather of the size of the params, for small params one all-gather. The bits are those of
+        one version of jax on one kind of processor. `data.batches(..., virtual_shards=V)`, `fit` and `lr_find` deal
+        the shards to any number of devices. Refused are kind `sharded`, a compression, a staleness, `local_steps`,
+        engine `jit`, collectives in `loss_fn`, and `many`.
 
     Raises:
         ValueError: an unknown engine or another option out of its range. When called: a batch that cannot be

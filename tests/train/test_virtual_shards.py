@@ -1,0 +1,418 @@
+"""`make_train_step(virtual_shards=V)`: the same bits on any number of devices, or an error in words."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from kv_model import collectives_in
+from several_processes import Run
+
+from jaxpar import data, kv, models, train, updaters
+from jaxpar._devices import fixed_tree
+from jaxpar._devices.mesh import mesh_of, split_over
+from jaxpar.models import transformer
+from jaxpar.train._step import virtual_program
+
+V = 8
+ADAM = optax.adam(0.01)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(optax.cosine_decay_schedule(0.01, 20)))
+
+
+def init():
+    first, second = jax.random.split(jax.random.key(0))
+    return {"a": jax.random.normal(first, (12, 33)) * 0.3, "b": jax.random.normal(second, (33, 5)), "c": jnp.zeros(5)}
+
+
+def dropped(params, batch, rng):
+    """A network with dropout."""
+    hidden = jax.nn.gelu(batch["image"] @ params["a"])
+    hidden = hidden * jax.random.bernoulli(rng, 0.9, hidden.shape)
+    logits = (hidden @ params["b"] + params["c"][None]).astype(jnp.float32)
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return losses.mean(), {"accuracy": (logits.argmax(1) == batch["label"]).mean()}
+
+
+def normed(params, batch, rng, seen):
+    """A network with batch norm, whose model state has integers and a random key too."""
+    hidden = batch["image"] @ params["a"]
+    mean, var = hidden.mean(0), hidden.var(0)
+    hidden = jnp.tanh((hidden - mean[None]) * jax.lax.rsqrt(var + 1e-5)[None])
+    loss = ((hidden @ params["b"] + params["c"][None] - batch["label"][:, None]) ** 2).mean()
+    new = {"mean": 0.9 * seen["mean"] + 0.1 * mean, "var": 0.9 * seen["var"] + 0.1 * var, "count": seen["count"] + 1}
+    return loss, {}, {**new, "key": jax.random.split(seen["key"])[0]}
+
+
+def seen():
+    return {"mean": jnp.zeros(33), "var": jnp.ones(33), "count": jnp.int32(0), "key": jax.random.key(3)}
+
+
+def elementwise(params, batch, rng):
+    """A loss without a matrix product, which XLA simplifies otherwise in larger programs."""
+    error = batch["image"] * params["w"][None] + 0.3 * params["b"][None] - batch["label"][:, None]
+    return (error**2).mean(), {}
+
+
+@functools.cache
+def batches(count=3, size=64, shape=(12,), classes=5):
+    rng = np.random.default_rng(1)
+    return [
+        {"image": rng.normal(size=(size, *shape)).astype(np.float32), "label": rng.integers(0, classes, size)}
+        for _ in range(count)
+    ]
+
+
+def start(devices, params=None, kind="device", tx=ADAM, **options):
+    store = kv.from_params(init() if params is None else params, kind=kind, optimizer=tx)
+    return train.create_state(store, 7, devices=jax.devices()[:devices], **options)
+
+
+def bits(*trees):
+    """The bytes of every array, and what is not equal in words."""
+    leaves = [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(trees)
+    ]
+    return [np.asarray(x).tobytes() for x in leaves]
+
+
+def everything(state, seen_metrics):
+    return bits(
+        {k: getattr(state, k) for k in ("store", "step", "transform", "model_state", "loss_scale")}, seen_metrics
+    )
+
+
+def trained(step, state, given):
+    found = []
+    for batch in given:
+        state, metrics = step(state, batch)
+        found.append(metrics)
+    return everything(state, found)
+
+
+class Case:
+    def __init__(self, loss=dropped, kind="device", tx=ADAM, params=init, model_state=tuple, given=batches, **options):
+        self.loss, self.kind, self.tx, self.params, self.given, self.options = loss, kind, tx, params, given, options
+        self.model_state = model_state
+
+    def run(self, devices, engine):
+        state = start(devices, self.params(), self.kind, self.tx, model_state=self.model_state())
+        return trained(
+            train.make_train_step(self.loss, virtual_shards=V, engine=engine, **self.options), state, self.given()
+        )
+
+
+def with_a_nan():
+    first, second, *rest = batches()
+    return [first, {**second, "image": np.where(np.arange(64)[:, None] == 40, np.nan, second["image"])}, *rest]
+
+
+def tokens():
+    rng = np.random.default_rng(2)
+    return [rng.integers(0, 50, (16, 9)) for _ in range(2)]
+
+
+SMALL = transformer.Config(layers=2, width=16, heads=2, vocabulary=50, positions=8)
+CASES = {
+    "clipped": Case(grad_transform=optax.clip_by_global_norm(0.5)),
+    "elementwise": Case(elementwise, params=lambda: {"w": jnp.full(12, 0.37), "b": jnp.full(12, 0.11)}),
+    "model_state": Case(normed, model_state=seen),
+    "local": Case(kind="local", tx=optax.sgd(0.1, momentum=0.9)),
+    "dist_sync": Case(kind="dist_sync", tx=CLIPPED),
+    "accumulate": Case(accumulate=2, remat=True),
+    "bfloat16": Case(compute_dtype=jnp.bfloat16, loss_scale=128.0),
+    "bfloat16 params": Case(params=lambda: jax.tree.map(lambda x: x.astype(jnp.bfloat16), init())),
+    "skip": Case(nonfinite="skip", given=with_a_nan),
+    "stop": Case(nonfinite="stop", loss_scale="dynamic", given=with_a_nan),
+    "mxnet": Case(tx=updaters.mxnet_adam(0.01)),
+    "lenet": Case(
+        train.classification_loss(models.lenet.apply),
+        tx=optax.sgd(0.2),
+        params=lambda: models.lenet.init(jax.random.key(0)),
+        given=lambda: batches(2, 64, (28, 28, 1), 10),
+    ),
+    "transformer": Case(
+        lambda params, batch, rng: (transformer.loss(params, batch), {}),
+        params=lambda: transformer.init(jax.random.key(0), SMALL),
+        given=tokens,
+    ),
+}
+FIRST = ("clipped", "elementwise", "model_state")
+PLACES = [(2, "shard_map"), (3, "pmap"), (4, "shard_map"), (5, "shard_map"), (8, "pmap")]
+
+
+@pytest.mark.parametrize("name", [n if n in FIRST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_the_same_bits(name):
+    case = CASES[name]
+    want = case.run(1, "shard_map")
+    assert case.run(3, "pmap") == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_the_same_bits_on_any_number(place):
+    assert CASES["clipped"].run(*place) == CASES["clipped"].run(1, "pmap")
+
+
+def test_with_a_shard_a_device_it_is_the_plain_step():
+    """The same numbers: gradients, the `rng` of each shard, metrics."""
+    plain, virtual = train.make_train_step(dropped), train.make_train_step(dropped, virtual_shards=2)
+    (mine, found), (want, wanted) = (step(start(2), batches()[0]) for step in (virtual, plain))
+    for a, b in zip(jax.tree.leaves((mine.store, found)), jax.tree.leaves((want.store, wanted)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+    assert mine.store.devices == want.store.devices
+    assert int(mine.step) == 1
+
+
+def test_on_other_devices():
+    """A state goes from one device to three and to eight; the old one is given away at each step."""
+    step = train.make_train_step(dropped, virtual_shards=V)
+    want = trained(step, start(1), batches())
+    state, found = start(1), []
+    for count, batch in zip((1, 3, 8), batches(), strict=True):
+        there = step.on(jax.devices()[:count])
+        assert there.virtual_shards == V
+        assert there.devices == tuple(jax.devices()[:count])
+        old = there.complete(state)
+        state, metrics = there(old, batch)
+        assert old.store.values[0].is_deleted()
+        found.append(metrics)
+    assert everything(state, found) == want
+
+
+def test_on_a_mesh_is_refused():
+    step = train.make_train_step(dropped, mesh=jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]))
+    with pytest.raises(ValueError, match="made for a mesh"):
+        step.on(jax.devices()[:1])
+
+
+# The tree.
+
+
+def by_hand(terms, first, level):
+    if level == 0:
+        return terms[first]
+    left, middle = by_hand(terms, first, level - 1), first + (1 << level - 1)
+    return left if middle >= len(terms) else left + by_hand(terms, middle, level - 1)
+
+
+@pytest.mark.parametrize(("count", "devices"), [(8, 3), (12, 5), (7, 2), (6, 3), (1, 1), (3, 8)])
+def test_the_tree(count, devices):
+    """Nodes of neighbours, then the exchange: the sums of a tree over the terms, whoever has them."""
+    terms = np.random.default_rng(count).normal(size=(count, 5)).astype(np.float32)
+    deal = fixed_tree.Deal(count, devices)
+    own, most = [], 0
+    for rank in range(devices):
+        nodes = []
+        for i, merges in zip(range(*deal.range_of(rank)), deal.merges[rank], strict=True):
+            node = terms[i]
+            for _ in range(merges):
+                node = nodes.pop() + node
+            nodes.append(node)
+            most = max(most, len(nodes))
+        own.append(np.array([*nodes, *[np.full(5, np.nan, np.float32)] * (deal.kept - len(nodes))]))
+    run = virtual_program._exchange(deal, mesh_of(jax.devices()[:devices]))
+    rows = [[np.stack([each[k] for each in own])] for k in range(deal.kept)]
+    (total,), _ = run(jax.device_put(rows, split_over(jax.devices()[:devices])), [])
+    np.testing.assert_array_equal(total, by_hand(terms, 0, (count - 1).bit_length()), strict=True)
+    assert most <= 2 * deal.slots.bit_length()
+    assert devices > 1 or most <= max(1, (count - 1).bit_length())  # never all gradients at once
+
+
+@pytest.mark.parametrize(
+    ("devices", "size", "want"),
+    [
+        (4, 100_000, [("all-to-all", 400_000), ("all-gather", 400_000)]),
+        (3, 99_999, [("all-to-all", 2 * 399_996), ("all-gather", 399_996)]),  # two nodes a device
+        (2, 100_000, [("all-gather", 800_000)]),
+        (8, 1000, [("all-gather", 32_000)]),
+        (1, 1000, []),
+    ],
+)
+def test_what_is_exchanged(devices, size, want):
+    """Two exchanges of the size of the params at most, and for small params one gather."""
+    step = train.make_train_step(dropped, virtual_shards=V)
+    state = step.complete(start(devices))
+    program, _ = step._prepare(state, None)
+    found = collectives_in(program.lower_exchange(size).compile().as_text())
+    assert sorted(found) == sorted(want)
+
+
+# Data.
+
+
+@functools.cache
+def dataset():
+    rng = np.random.default_rng(5)
+    return data.Dataset(rng.normal(size=(200, 12)).astype(np.float32), np.arange(200) % 5)
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_padded_batches(resident):
+    rng, devices = jax.random.key(1), jax.devices()[:3]
+    padded = data.batches(dataset(), 64, rng=rng, devices=devices, virtual_shards=V, resident=resident)
+    for mine, want in zip(padded, data.batches(dataset(), 64, rng=rng), strict=True):
+        assert isinstance(mine, data.PaddedBatch)
+        assert mine["image"].shape == (72, 12)
+        assert mine["image"].sharding.is_equivalent_to(split_over(devices), 2)
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:64], b), mine.arrays, want)
+    even = data.batches(dataset(), 64, devices=jax.devices()[:4], virtual_shards=V, resident=resident)
+    assert next(even)["image"].shape == (64, 12)
+
+
+def fitted(devices, given, step, **options):
+    state, history = train.fit(start(devices), step, given, batch_size=64, progress=False, **{"epochs": 2, **options})
+    return everything(state, []), [(r["loss"], r["accuracy"]) for r in history]
+
+
+def test_fit_on_any_number():
+    """Data sets, arrays and loaders; the epoch's every example once, whatever the padding."""
+    step = train.make_train_step(dropped, virtual_shards=V)
+    want = fitted(1, dataset(), step)
+    assert fitted(3, dataset(), step) == want
+    arrays = data.from_arrays({"image": dataset().images, "label": dataset().labels})
+    assert fitted(3, arrays, step) == fitted(2, arrays, step) == want
+    loader = data.from_iterable([(dataset().images[i : i + 64], dataset().labels[i : i + 64]) for i in (0, 64)])
+    assert fitted(1, loader, step) == fitted(3, loader, step) != want
+
+
+def test_every_example_once():
+    """The mean of what names an example: an epoch over three devices sees each exactly once."""
+    given = data.Dataset(np.eye(64, dtype=np.float32), np.arange(64))
+    step = train.make_train_step(
+        lambda params, batch, rng: ((params["w"][None] * batch["image"]).sum(), {"seen": batch["image"].sum(0)}),
+        virtual_shards=V,
+    )
+    state = start(3, {"w": jnp.zeros(64)})
+    total = np.zeros(64)
+    for batch in data.batches(given, 32, rng=jax.random.key(0), devices=state.store.devices, virtual_shards=V):
+        state, metrics = step(state, batch)
+        total += V * np.asarray(metrics["seen"])
+    np.testing.assert_array_equal(total, 1)
+
+
+@pytest.mark.slow
+def test_resumed_on_other_numbers(tmp_path):
+    step = train.make_train_step(dropped, virtual_shards=V)
+    for epochs, devices in ((1, 1), (2, 3), (3, 8)):
+        found, _ = fitted(devices, dataset(), step, epochs=epochs, checkpoint_dir=tmp_path)
+    assert found == fitted(2, dataset(), step, epochs=3)[0]
+
+
+def test_evaluate_beside_it():
+    state = start(3)
+    scores = train.evaluate(state, lambda params, x: x @ params["a"] @ params["b"], dataset(), batch_size=64)
+    assert 0 <= scores["accuracy"] <= 1
+
+
+@pytest.mark.slow
+def test_lr_find():
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    step = train.make_train_step(dropped, virtual_shards=V)
+    found = [train.lr_find(start(n, tx=tx), step, dataset(), batch_size=64, steps=3).losses for n in (1, 3)]
+    assert found[0] == found[1]
+
+
+# Refused.
+
+
+def stale():
+    return start(2, tx=optax.sgd(0.1), kind="dist_async")
+
+
+def compressed():
+    store = kv.from_params(init(), optimizer=optax.sgd(0.1))
+    store = kv.set_gradient_compression(store, {"type": "2bit", "threshold": 0.5})
+    return train.create_state(store, 7, devices=jax.devices()[:2])
+
+
+def spread():
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    return train.create_state(kv.from_params(init(), optimizer=ADAM, mesh=mesh), 7)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (compressed, "a compressor keeps a residual for each device"),
+        (stale, "pending pushes of a store of staleness"),
+        (lambda: start(2, kind="sharded"), "kind 'sharded' each device updates a share"),
+        (spread, "virtual_shards=8 fixes the order of sums"),
+    ],
+)
+def test_stores_that_are_refused(state, words):
+    given = state()
+    with pytest.raises(ValueError, match=words):
+        train.make_train_step(dropped, virtual_shards=V)(given, batches()[0])
+    assert not given.store.values[0].is_deleted()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"local_steps": 2}, "local_steps=2 are updates of each device"),
+        ({"engine": "jit"}, "the compiler chooses it"),
+        ({"virtual_shards": 0}, "virtual_shards"),
+    ],
+)
+def test_options_that_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        train.make_train_step(dropped, **{"virtual_shards": V, **options})
+
+
+def test_batches_that_are_refused():
+    step, state = train.make_train_step(dropped, virtual_shards=V, accumulate=3), start(3)
+    for size in (44, 64):
+        with pytest.raises(ValueError, match="cannot be cut in 8 virtual shards"):
+            step(state, jax.tree.map(lambda x, size=size: x[:size], batches()[0]))
+    with pytest.raises(ValueError, match="padded for 4 virtual shards"):
+        step(state, data.PaddedBatch(batches()[0], 4))
+    with pytest.raises(ValueError, match="several programs"):
+        step.many(state, jax.tree.map(lambda x: np.stack([x[:48]] * 2), batches()[0]))
+    with pytest.raises(ValueError, match="44 examples cannot be cut in 8 virtual shards"):
+        data.batches(dataset(), 44, virtual_shards=V)
+    with pytest.raises(ValueError, match="8 examples cannot be cut in 16"):
+        data.batches(dataset(), 64, virtual_shards=16, drop_remainder=False)
+    with pytest.raises(ValueError, match="a step with virtual_shards is several programs"):
+        fitted(3, dataset(), step, steps_per_execution=2)
+
+
+def test_a_collective_in_the_loss_is_refused():
+    def loss(params, batch, rng):
+        loss, aux = dropped(params, batch, rng)
+        return jax.lax.pmean(loss, "data"), aux
+
+    with pytest.raises(ValueError, match="loss_fn has a collective"):
+        train.make_train_step(loss, virtual_shards=V)(start(2), batches()[0])
+
+
+def test_a_source_that_cannot_pad_is_refused():
+    class Own:
+        def examples(self, batch_size):
+            return 128
+
+        def batches(self, batch_size, *, rng=None, epochs=1, start=0, devices=None):
+            return data.batches(dataset(), batch_size, rng=rng, epochs=epochs, start=start, devices=devices)
+
+    step = train.make_train_step(dropped, virtual_shards=V)
+    with pytest.raises(TypeError, match="takes no virtual_shards="):
+        fitted(3, Own(), step)
+    assert fitted(2, Own(), step)[1]
+
+
+# Processes.
+
+
+@pytest.mark.slow
+def test_in_any_number_of_processes(tmp_path):
+    """One process with four devices, two with one each, three with one each: the same bits."""
+    found = []
+    for processes, devices in ((1, 4), (2, 1), (3, 1)):
+        with Run("virtual_run.py", tmp_path / f"{processes}x{devices}", processes, devices) as run:
+            run.wait()
+            found += [run.saved(f"process{i}.npz") for i in range(processes)]
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        for name, value in found[0].items():
+            np.testing.assert_array_equal(other[name], value, err_msg=name, strict=True)
