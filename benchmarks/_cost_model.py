@@ -339,7 +339,7 @@ def _one_by_one(made: compression.Compressor, shapes: list[Shape], n: int) -> li
 def _of_value(made: compression.Compressor, size: int, n: int) -> list[Exchange]:
     payload = _payload(made, size)
     ways = [[Exchange("all-gather", n * _nbytes_of(payload))], _owned(size, n)]
-    if made.has_rows:
+    if isinstance(made, compression._RowCompressor):
         rows = jax.eval_shape(functools.partial(made.cut, shape=(size,), count=n), payload)
         back = Exchange("all-gather", FLOAT32 * n * -(-size // n))
         ways.append([Exchange("all-to-all", _nbytes_of(rows)), back])

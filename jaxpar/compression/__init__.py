@@ -33,6 +33,7 @@ How a store exchanges payloads over devices is in `kv`.
 from ._base import (
     Compressor as Compressor,
     LinearCompressor as LinearCompressor,
+    RowCompressor as _RowCompressor,
     decode_sum as decode_sum,
     is_two_way as _is_two_way,
 )

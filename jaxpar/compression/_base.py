@@ -28,14 +28,12 @@ class Compressor(Protocol):
         linear: whether sums are taken in the middle of the compression, as `LinearCompressor.allreduce` does.
         two_way: whether the sum is coded again, with a residual on the device that made it. See `EFSignSGD`.
         per_word: of an elementwise compressor, how many elements a word of the payload has.
-        has_rows: whether `cut` and `decode_row` are there.
     """
 
     elementwise: ClassVar[bool]
     linear: ClassVar[bool]
     two_way: ClassVar[bool] = False
     per_word: ClassVar[int] = 1
-    has_rows: ClassVar[bool] = False
 
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
         """The state before the first push: a float32 `residual` of zeros, and what the rounding needs.
@@ -65,17 +63,22 @@ class Compressor(Protocol):
         """How the sum of `count` decoded payloads is coded without loss. None: it is sent as float32."""
         return None
 
-    def cut(self, payload: Payload, shape: Shape, count: int) -> Payload:
-        """The payload of a value in `count` rows, each for as many elements, the value padded at its end."""
-        raise NotImplementedError
-
-    def decode_row(self, row: Payload, index: Any) -> jax.Array:
-        """The elements of row `index` of a payload, in float32."""
-        raise NotImplementedError
-
     def pays(self, shape: Shape, dtype: Any) -> bool:
         """Whether the payload is smaller than the value. False for a dtype that is not floating."""
         return is_floating(dtype) and self.wire_bytes(shape, dtype) < plain_bytes(shape, dtype)
+
+
+@runtime_checkable
+class RowCompressor(Compressor, Protocol):
+    """A compressor of whole values whose payload can be cut in parts of the value."""
+
+    def cut(self, payload: Payload, shape: Shape, count: int) -> Payload:
+        """The payload of a value in `count` rows, each for as many elements, the value padded at its end."""
+        ...
+
+    def decode_row(self, row: Payload, index: Any) -> jax.Array:
+        """The elements of row `index` of a payload, in float32."""
+        ...
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.checks import choice, number
-from ._base import Compressor, Payload, Shape, State, as_float32, start_residual, with_residual
+from ._base import Compressor, Payload, RowCompressor, Shape, State, as_float32, start_residual, with_residual
 from ._bits import pack_pairs, pad, shifts, unpack_words, words
 from ._grid import Grid
 
@@ -143,7 +143,7 @@ class OneBit(Compressor):
 
 
 @dataclasses.dataclass(frozen=True)
-class Int8(Compressor):
+class Int8(RowCompressor):
     """Symmetric 8-bit integers with a float32 scale for each 1,024 elements.
 
     The scale is the largest magnitude of the block, divided by 127. A scale per block costs 0.4 % on the wire, and an
@@ -165,7 +165,6 @@ class Int8(Compressor):
     rounding: str = "nearest"
     elementwise: ClassVar[bool] = False
     linear: ClassVar[bool] = False
-    has_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         choice(self.rounding, "compression 'int8'", "rounding", _ROUNDINGS)

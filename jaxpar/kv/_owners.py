@@ -26,6 +26,7 @@ from ..compression import (
     _Grid as Grid,
     _pack_lanes as pack_lanes,
     _pack_planes as pack_planes,
+    _RowCompressor as RowCompressor,
     _unpack_lanes as unpack_lanes,
     _unpack_planes as unpack_planes,
     decode_sum,
@@ -174,7 +175,7 @@ def _way_of_value(compressor: Compressor, payload: Any, value: jax.Array, count:
         "gather": count * _nbytes(payload),
         "dense": count * 2 * _FLOAT32 * chunk,
     }
-    if compressor.has_rows:
+    if isinstance(compressor, RowCompressor):
         rows = jax.eval_shape(functools.partial(compressor.cut, shape=value.shape, count=count), payload)
         cost["owners"] = _nbytes(rows) + count * chunk * value.dtype.itemsize
     return min(cost, key=lambda way: cost[way])
@@ -195,6 +196,7 @@ def _own_values(
     compressor: Compressor, payloads: Payloads, values: Sequence[jax.Array], axis_name: str, limits: BucketLimits
 ) -> list[jax.Array]:
     count, mine = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    assert isinstance(compressor, RowCompressor)
     rows = [compressor.cut(p, v.shape, count) for p, v in zip(payloads, values, strict=True)]
     received = exchange(rows, functools.partial(to_owners, axis_name=axis_name), 1, limits)
 
