@@ -8,7 +8,8 @@ from typing import IO, Any
 
 from .._core import checks
 from .._core.text import in_notebook
-from ._draw.table import to_html, to_text
+from ._draw.sheet import to_html
+from ._draw.table import to_text
 from ._draw.tree import frozen_names
 from ._fold.known import Call
 from ._fold.patterns import Rule

@@ -366,4 +366,4 @@ def test_the_page_of_a_step_shows_the_step(tmp_path):
         page = file.read()
     assert "all-reduce" in page.replace("&#45;", "-")
     assert page == plot.html()
-    assert "image/svg+xml" in plot._repr_mimebundle_()
+    assert plot._repr_mimebundle_()["text/html"].startswith("<iframe data-jaxpar title='")

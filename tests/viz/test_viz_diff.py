@@ -172,7 +172,7 @@ def test_it_is_saved_copied_and_shown_as_a_picture_is(tmp_path, monkeypatch):
     assert plot.save(tmp_path / "d.png").endswith("d.png")
     for same in (plot.copy(), copy.deepcopy(plot), pickle.loads(pickle.dumps(plot))):
         assert (same.source, same.diff) == (plot.source, plot.diff)
-    assert set(plot._repr_mimebundle_()) == {"image/svg+xml", "image/png", "text/plain"}
+    assert set(plot._repr_mimebundle_()) == {"text/html", "image/png", "text/plain"}
     page = plot.html()
     assert page.count("<svg") == 1
     assert "<td style='text-align:right;padding:2px 8px'>+102,528</td>" in page

@@ -10,6 +10,7 @@ import viz_models as m
 from test_viz_page import HOSTILE, nested
 
 from jaxpar import viz
+from jaxpar.viz._draw.sheet import to_html
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +94,7 @@ def show(chrome):
         page.on("request", lambda request: wrong.append(request.url))
         page.on("dialog", lambda dialog: (wrong.append(dialog.message), dialog.dismiss()))
         page.set_content(html)
-        page.locator("iframe, .box").first.wait_for(state="attached")
+        page.locator("iframe, .box, svg, [role=table]").first.wait_for(state="attached")
         pages.append(page)
         return page
 
@@ -244,6 +245,60 @@ def test_colours_are_the_readers(show):
     page.emulate_media(color_scheme="dark")
     page.locator("html[data-theme=dark]").wait_for()
     assert background(show(plotted("lenet", theme="dark"), color_scheme="light")) == "rgb(30, 30, 30)"
+
+
+@pytest.mark.parametrize("kind", ["diff", "step"])
+def test_a_still_picture_has_the_colours_of_the_reader(show, kind):
+    """Its text and background change, the colours of its boxes stay."""
+    fn, args = m.network("lenet")
+    step, (params, images, labels) = jax.grad(m.lenet_loss), m.network("gradient")[1]
+    plot = viz.diff((fn, args), (fn, args)) if kind == "diff" else viz.plot_step(step, params, images, labels)
+    look = """() => ({
+      page: getComputedStyle(document.body).backgroundColor,
+      picture: getComputedStyle(document.querySelector('svg polygon')).fill,
+      text: [...new Set([...document.querySelectorAll('svg text')].map(e => getComputedStyle(e).fill))],
+    })"""
+    light, dark = (show(plot.html(), color_scheme=name).evaluate(look) for name in ("light", "dark"))
+    assert (light["page"], light["picture"]) == ("rgb(255, 255, 255)", "rgb(255, 255, 255)")
+    assert (dark["page"], dark["picture"]) == ("rgb(30, 30, 30)", "rgb(30, 30, 30)")
+    assert "rgb(36, 41, 47)" in light["text"]
+    assert "rgb(36, 41, 47)" not in dark["text"]
+    assert "rgb(230, 230, 230)" in dark["text"]
+    page = show(
+        f"<body data-jp-theme-light='false'>{plot._repr_mimebundle_()['text/html']}</body>", color_scheme="light"
+    )
+    inner = page.frame_locator("iframe")
+    inner.locator("svg").wait_for()
+    assert inner.locator("html").get_attribute("data-theme") == "dark"
+
+
+def test_the_fit_follows_the_width_until_the_reader_zooms(show):
+    page = show(plotted("resnet"), width=1000)
+    page.locator("#fit").click()
+    scale = page.evaluate("page.scale")
+    page.set_viewport_size({"width": 390, "height": 700})
+    page.wait_for_function("before => page.scale !== before", arg=scale)
+    assert page.evaluate("svg.getBoundingClientRect().width <= view.clientWidth + 1")
+    page.locator("#in").click()
+    scale = page.evaluate("page.scale")
+    page.set_viewport_size({"width": 1000, "height": 700})
+    page.wait_for_function("() => innerWidth === 1000")
+    page.evaluate("() => new Promise(requestAnimationFrame)")
+    assert page.evaluate("page.scale") == pytest.approx(scale)
+
+
+def test_the_table_opens_and_closes_without_a_script(show):
+    fn, args = m.network("flax")
+    page = show(to_html(viz.trace(fn, *args, max_nodes=None)))
+    row = page.get_by_text("query (FullyConnected")
+    assert row.is_visible()
+    page.get_by_text("MultiHeadDotProductAttention_0").first.click()
+    assert not row.is_visible()
+    page.get_by_text("MultiHeadDotProductAttention_0").first.click()
+    assert row.is_visible()
+    lefts = page.evaluate("""() => [...document.querySelectorAll('[role=row]')].filter(e => e.offsetParent).map(
+      row => row.children[2].getBoundingClientRect().right)""")
+    assert max(lefts) - min(lefts) < 1
 
 
 def test_zoom_by_wheel_keys_and_buttons(show):

@@ -3,6 +3,7 @@
 import io
 import itertools
 import re
+import xml.etree.ElementTree as ET
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ import viz_models as m
 from jaxpar import viz
 from jaxpar._core.text import columns
 from jaxpar.models import lenet, matrix_factorization
-from jaxpar.viz._draw.table import to_html, to_text
+from jaxpar.viz._draw.sheet import to_html
+from jaxpar.viz._draw.table import to_text
 from jaxpar.viz._draw.tree import rows
 
 
@@ -232,6 +234,19 @@ def test_html_is_escaped_and_complete():
 
     graph = viz.trace(fn, {"w<1>": m.Spec((4, 4), m.f32)}, m.Spec((3, 4), m.f32))
     page = to_html(graph)
-    assert page.count("<tr") == 1 + len(graph.nodes)
+    assert page.count("role='row'") == 1 + len(graph.nodes)
     assert "<1>" not in page
     assert "16 parameters" in page
+
+
+def test_modules_of_the_html_open_and_close():
+    """A module is around its layers. Of a long table only the first levels are open."""
+    for blocks, is_open in ((2, True), (12, False)):
+        fn, args = m.flax_transformer(blocks)
+        graph = viz.trace(fn, *args, max_nodes=None, repeats=False)
+        page, found = to_html(graph), rows(graph)
+        modules = [row for row in found if not row.kind]
+        assert page.count("<details") == page.count("</details>") == page.count("<summary") == len(modules)
+        assert (page.count("<details open=''>") == len(modules)) == is_open
+        assert page.count("role='row'") == 1 + len(found)
+        ET.fromstring(page)  # every tag is closed in its place

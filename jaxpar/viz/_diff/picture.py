@@ -24,7 +24,7 @@ class DiffPlot(Plot):
         super().__init__(diff.after, options, time_limit)
         self.diff: Diff = diff
         self.body: list[str] = ["\t" + line + "\n" for line in to_dot(diff, options)]
-        self._drawn: str = ""  # a notebook shows the picture, and no page
+        self._drawn: str = self.source
 
     def __repr__(self) -> str:
         return repr(self.diff)

@@ -18,11 +18,12 @@ import graphviz
 from ..._core.text import cut_middle
 from .._graph import Graph
 from .._page.page import to_frame, to_page
+from .._page.still import to_still_page
 from .dot import nothing, to_dot
 from .files import PAGES, TEXTS, check_format, check_writable, format_of, path_of, write
 from .render import NoRendererError, RenderError, render
+from .sheet import to_html
 from .style import Options
-from .table import to_html
 
 _NAME = 100  # characters of a file's name
 _PREVIEW_INCHES = '"13.33,33.33"'  # of 72 pixels; larger pictures are shrunk to this width and height
@@ -263,15 +264,11 @@ class Plot(graphviz.Digraph):
 
     def _static_page(self, table: str) -> str:
         """The picture, and a table below it, as a page on which nothing moves."""
-        title = html.escape(self.options.title)
         try:
             picture: str = self.pipe("svg", encoding="utf-8")
         except RenderError as error:
             picture = f"<p>{html.escape(str(error))}</p>"
-        svg = picture[picture.find("<svg") :] if "<svg" in picture else picture
-        style = "body{font-family:sans-serif}svg{max-width:100%;height:auto}"
-        head = f'<meta charset="utf-8"><title>{title}</title><style>{style}</style>'
-        return f"<!DOCTYPE html><html><head>{head}</head><body>{svg}{table}</body></html>"
+        return to_still_page(picture, table, self.options.title, self.options.theme)
 
     def _preview(self) -> bytes:
         """The picture as a small PNG of limited size. Notebooks that are not trusted show this."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Container
 
 from ..._core.text import columns, fit, printable
-from .._graph import Graph, human
+from .._graph import Graph
 from .labels import missing
 from .tree import Row, rows
 
-_HEAD = ("Layer (type)", "Output Shape", "Param #", "FLOPs", "Previous Layer")
+HEAD = ("Layer (type)", "Output Shape", "Param #", "FLOPs", "Previous Layer")
 GAP = "   "
 _LEAST = 14  # of the last column, else it is left out
-_NUMBERS = (2, 3)
+NUMBERS = (2, 3)
 EMPTY = "Nothing is computed from the arguments."
 
 
@@ -27,13 +26,13 @@ def to_text(graph: Graph, width: int = 120, depth: int | None = None, frozen: fr
         frozen: the names of parameters that are not trained.
     """
     found = rows(graph, depth, frozen)
-    cells = [_HEAD, *(_cells(row, tree) for row, tree in zip(found, _branches(found), strict=True))]
+    cells = [HEAD, *(cells_of(row, tree) for row, tree in zip(found, _branches(found), strict=True))]
     widths = _widths(cells, width)
     lines = [line(row, widths) for row in cells]
     lines += [] if graph.layers else [EMPTY]
-    counts, memory = _counts(graph, frozen), _memory(graph)
-    rule = max(map(columns, [*lines, *counts, *memory]))
-    table = ["-" * rule, lines[0], "=" * rule, *lines[1:], "=" * rule, *counts, "-" * rule, *memory, "-" * rule]
+    below, sizes = counts(graph, frozen), memory(graph)
+    rule = max(map(columns, [*lines, *below, *sizes]))
+    table = ["-" * rule, lines[0], "=" * rule, *lines[1:], "=" * rule, *below, "-" * rule, *sizes, "-" * rule]
     return "\n".join(text.rstrip() for text in table)
 
 
@@ -49,7 +48,7 @@ def _branches(found: list[Row]) -> list[str]:
     return drawn[::-1]
 
 
-def _cells(row: Row, tree: str) -> tuple[str, ...]:
+def cells_of(row: Row, tree: str) -> tuple[str, ...]:
     """The entries of a row. Only the first three layers that it reads are listed."""
     times = f" ×{row.repeat}" if row.repeat > 1 else ""
     kind = f" ({row.kind})" if row.kind else ""
@@ -75,7 +74,7 @@ def _widths(cells: list[tuple[str, ...]], width: int) -> list[int]:
     return [*found, min(previous, left)] if left >= min(previous, _LEAST) else found
 
 
-def line(row: tuple[str, ...], widths: list[int], numbers: Container[int] = _NUMBERS) -> str:
+def line(row: tuple[str, ...], widths: list[int], numbers: Container[int] = NUMBERS) -> str:
     """A row of a table as text. What is too long loses its middle. Columns without a width are left out.
 
     Args:
@@ -91,7 +90,7 @@ def line(row: tuple[str, ...], widths: list[int], numbers: Container[int] = _NUM
     return GAP.join(entries)
 
 
-def _counts(graph: Graph, frozen: frozenset[str]) -> list[str]:
+def counts(graph: Graph, frozen: frozenset[str]) -> list[str]:
     """What the network has, in torchinfo's words."""
     trained = trained_params(graph, frozen)
     found = [
@@ -102,11 +101,10 @@ def _counts(graph: Graph, frozen: frozenset[str]) -> list[str]:
     others = {"Non-trainable state": graph.total_state, "Constants": graph.total_constants}
     others["Unread, not counted"] = graph.sizes.unused
     found += [(name, number) for name, number in others.items() if number]
-    counts = [f"{name}: {number:,}" for name, number in found]
-    return [*counts, f"Total FLOPs: {graph.total_flops:,}{missing(graph)}"]
+    return [*(f"{name}: {number:,}" for name, number in found), f"Total FLOPs: {graph.total_flops:,}{missing(graph)}"]
 
 
-def _memory(graph: Graph) -> list[str]:
+def memory(graph: Graph) -> list[str]:
     """What it takes, in megabytes of 10^6 bytes, as torchinfo has them."""
     sizes = graph.sizes
     passes = "Forward/backward pass size" if sizes.backward else "Forward pass size"
@@ -119,28 +117,3 @@ def _memory(graph: Graph) -> list[str]:
 def trained_params(graph: Graph, frozen: frozenset[str] = frozenset()) -> int:
     """Elements of the parameters that are trained, each counted once."""
     return sum(w.params for w in graph.weights if w.name in graph.sizes.trained - frozen)
-
-
-def to_html(graph: Graph, title: str = "", depth: int | None = None, frozen: frozenset[str] = frozenset()) -> str:
-    """The table for a notebook, in the colours of the page. A row shows its source line when pointed at."""
-    head = "".join(_cell("th", name, number in _NUMBERS) for number, name in enumerate(_HEAD))
-    body = "".join(_html_row(row) for row in rows(graph, depth, frozen))
-    body += "" if graph.layers else f"<tr><td colspan='{len(_HEAD)}'>{EMPTY}</td></tr>"
-    caption = f"<caption>{html.escape(printable(title))}</caption>" if title.strip() else ""
-    facts = " · ".join([f"{graph.total_params:,} parameters", human(graph.total_flops, "FLOP") + missing(graph)])
-    foot = "".join(f"<p>{html.escape(' · '.join(lines))}</p>" for lines in (_counts(graph, frozen), _memory(graph)))
-    table = f"{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-    return f"<table style='color:inherit'>{table}</table><p><b>{facts}</b></p>{foot}"
-
-
-def _cell(tag: str, text: str, right: bool, bold: bool = False) -> str:
-    side, shown = "right" if right else "left", html.escape(text)
-    return f"<{tag} style='text-align:{side};padding:2px 8px'>{f'<b>{shown}</b>' if bold else shown}</{tag}>"
-
-
-def _html_row(row: Row) -> str:
-    name, *others = _cells(row, "\N{NO-BREAK SPACE}" * (4 * row.level))
-    others[2] = human(row.flops, "FLOP")
-    cells = _cell("td", name, right=False, bold=not row.kind)
-    cells += "".join(_cell("td", text, number in _NUMBERS) for number, text in enumerate(others, 1))
-    return f"<tr title='{html.escape(printable(row.source), quote=True)}'>{cells}</tr>"

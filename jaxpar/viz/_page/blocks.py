@@ -21,6 +21,7 @@ Kind = Literal["forward", "back", "carry", "pair"]
 Key = tuple[int, Kind]  # the node whose array it is, and how it flows
 Path = tuple[str, ...]
 Text = tuple[str, float, bool]  # a line of text, its size, whether it is bold
+_Box = tuple[int, str | None]  # an item, and what colours it
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +118,7 @@ class Tree:
     signs: dict[int, str]
     blocks: list[Block] = field(default_factory=lambda: [Block("", ())])
     parent: dict[int, int] = field(default_factory=dict[int, int])
-    words: dict[tuple[int, str | None], list[Text]] = field(
-        default_factory=dict["tuple[int, str | None]", "list[Text]"]
-    )
+    words: dict[_Box, list[Text]] = field(default_factory=dict[_Box, list[Text]])
 
     @property
     def root(self) -> int:

@@ -101,37 +101,16 @@ $("flip").addEventListener("click", flip);
 $("copy").addEventListener("click", copy);
 $("hide").addEventListener("click", hide);
 $("theme").addEventListener("click", () => {
-  page.theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+  themes.chosen = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
   setTheme();
 });
 
-// The reader's own choice, then the theme of the plot, of the notebook around it, of the system.
-function setTheme() {
-  const system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-  document.documentElement.dataset.theme = page.theme ?? net.theme ?? notebookTheme() ?? system;
-}
-
-function notebookTheme() {
-  try {
-    const { body, documentElement: html } = window.parent.document;
-    if (window.parent === window) return undefined;
-    if (body.dataset.jpThemeLight) return body.dataset.jpThemeLight === "true" ? "light" : "dark"; // JupyterLab
-    if (body.dataset.vscodeThemeKind) return body.dataset.vscodeThemeKind.includes("light") ? "light" : "dark";
-    return html.getAttribute("theme") ?? undefined; // Colab
-  } catch {
-    return undefined; // another origin
-  }
-}
-
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", setTheme);
-try {
-  if (window.parent !== window) new MutationObserver(setTheme).observe(window.parent.document.body, { attributes: true });
-} catch {
-  // another origin
-}
-
-let width = 0;
 new ResizeObserver(() => {
-  if (view.clientWidth && !width) start(); // a page in a hidden tab has no size yet
-  width ||= view.clientWidth;
+  if (view.clientWidth && !page.started) start(); // a page in a hidden tab has no size yet
 }).observe(view);
+
+let width = window.innerWidth;
+window.addEventListener("resize", () => {
+  if (window.innerWidth !== width && page.fitted) fit(page.fitted);
+  width = window.innerWidth;
+});

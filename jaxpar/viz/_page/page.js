@@ -30,7 +30,8 @@ function rectangle(item) {
 }
 
 // Draw at a scale. The point of the picture that is under (x, y) of the view stays there.
-function zoom(scale, x = view.clientWidth / 2, y = view.clientHeight / 2) {
+function zoom(scale, x = view.clientWidth / 2, y = view.clientHeight / 2, isFit = false) {
+  if (!isFit && scale !== page.scale) page.fitted = undefined; // the reader's own scale stays when the width changes
   const margin = (room, size) => Math.max(0, (room - size * page.scale) / 2);
   const px = (view.scrollLeft + x - margin(view.clientWidth, page.drawn.w)) / page.scale;
   const py = (view.scrollTop + y - margin(view.clientHeight, page.drawn.h)) / page.scale;
@@ -53,8 +54,9 @@ function settle() {
 // "whole": all of it is in the view. "width": it is as wide as the view at most, and as small only where that helps.
 function fit(what) {
   const wide = (view.clientWidth - 2) / page.size.w, high = (view.clientHeight - 2) / page.size.h;
+  page.fitted = what;
   const whole = Math.min(1, wide, high), across = Math.min(1, Math.max(0.6, net.sideways ? high : wide));
-  zoom(what === "whole" || whole > 0.75 * across ? whole : across);
+  zoom(what === "whole" || whole > 0.75 * across ? whole : across, undefined, undefined, true);
 }
 
 function show(open, anchor) {
@@ -180,6 +182,8 @@ function act(item) {
 }
 
 function start() {
+  page.started = true;
+  themes.plot = net.theme;
   $("nothing").hidden = net.nodes.length > 0;
   const levels = ["start", ...Array.from({ length: deepest(net) }, (_, at) => String(at)), "all"];
   const name = (value) => ({ start: "Overview", all: "All open", 0: "All closed" })[value] ?? `Level ${value}`;

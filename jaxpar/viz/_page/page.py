@@ -19,7 +19,7 @@ from .layout import Layout, Point, is_oval, layouts, size, texts
 from .lines import draw_lines
 
 _PACKAGE = "jaxpar.viz._page"
-_SCRIPTS = ("reading.js", "places.js", "drawing.js", "page.js", "events.js")
+_SCRIPTS = ("theme.js", "reading.js", "places.js", "drawing.js", "page.js", "events.js")
 # Opens no other place: what an attribute or a script could end with is escaped.
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -39,13 +39,13 @@ def to_page(graph: Graph, options: Options, depth: int | None, time_limit: float
     found = tree(graph, hide_weights=options.hide_weights)
     draw_lines(found)
     title = html.escape(options.title)
-    return string.Template(_asset("page.html")).substitute(
+    return string.Template(asset("page.html")).substitute(
         title=title,
         facts=html.escape(f"{graph.total_params:,} parameters · {human(graph.total_flops, 'FLOP')}"),
-        css=_colours() + _asset("page.css"),
+        css=colours() + asset("page.css"),
         legend=_legend(found, options),
         data=_escaped(_data(found, options, depth, time_limit)),
-        script="\n".join(_asset(name).replace('"use strict";\n', "") for name in _SCRIPTS),
+        script="\n".join(map(script, _SCRIPTS)),
     )
 
 
@@ -64,11 +64,16 @@ def to_frame(page: str, title: str, still: str) -> str:
 
 
 @functools.cache
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
     """A file beside this one, without its comments and indentation: every picture of a notebook has a copy."""
     text = resources.files(_PACKAGE).joinpath(name).read_text(encoding="utf-8")
     lines = map(str.strip, text.splitlines())
     return "\n".join(line for line in lines if line and not line.startswith("//")) + "\n"
+
+
+def script(name: str) -> str:
+    """A script beside this file, for a page with others."""
+    return asset(name).replace('"use strict";\n', "")
 
 
 def _escaped(data: Any) -> str:
@@ -77,7 +82,7 @@ def _escaped(data: Any) -> str:
     return text.translate(str.maketrans(_UNSAFE))
 
 
-def _colours() -> str:
+def colours() -> str:
     """The colours of both themes, as variables."""
     rules: list[str] = []
     for name, theme in THEMES.items():

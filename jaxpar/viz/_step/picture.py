@@ -21,6 +21,7 @@ class StepPlot(Plot):
         super().__init__(network, Options(options.title, theme=options.theme), time_limit)
         self.step: StepGraph = step
         self.body: list[str] = ["\t" + line + "\n" for line in to_dot(step, options)]
+        self._drawn: str = self.source
 
     def html(self) -> str:
         """The picture as a static page."""
