@@ -186,13 +186,13 @@ def memory() -> str:
         import gc
         gc.collect()
         return len(jax.devices()[0].client.live_executables()), len(jax.live_arrays())
-    for _ in range(5): run(tx=optax.adam(0.01), epochs=1)
+    for _ in range(20): run(tx=optax.adam(0.01), epochs=1)
     before = measure()
-    for _ in range(40): run(tx=optax.adam(0.01), epochs=1)
+    for _ in range(30): run(tx=optax.adam(0.01), epochs=1)
     print(before, measure())
     assert measure() == before
     """
-    return "programs and arrays before and after 40 fits: " + run(source).strip()
+    return "programs and arrays before and after 30 fits: " + run(source).strip()
 
 
 def caches() -> str:
