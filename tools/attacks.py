@@ -9,7 +9,6 @@ The tests hold each of them too. Here they run as an attacker would, against who
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import socket
@@ -17,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -137,7 +135,6 @@ def floods() -> str:
 def looks() -> str:
     """B3: many who open the directory of a run, and a second run in it."""
     with tempfile.TemporaryDirectory() as folder:
-        alone = run('print(run()[0].params["w"].tolist())')
         pace = "on_step=lambda step, metrics: time.sleep(0.2), checkpoint_every=1, epochs=15"
         first = start(HEAD + FIT + f'print(run({folder + "/run"!r}, {pace})[0].params["w"].tolist())')
         wait_for(Path(folder, "run", ".writer"))
@@ -152,15 +149,14 @@ def looks() -> str:
         said = run(look)
         assert f"process {first.pid} on " in said, said
         assert ends(first) == run('print(run(epochs=15)[0].params["w"].tolist())')
-        assert alone
     return said.strip()
 
 
 def damages() -> str:
-    """B4: a newest checkpoint that cannot be read, and directories that end never."""
-    source = f"""
+    """B4: a newest checkpoint that cannot be read: a directory, an endless file, a pipe, an error of the disk."""
+    source = """
     expected = run(epochs=3)[0]
-    for kind in ("mkdir", "endless", "pipe", "EACCES"):
+    for kind in ("mkdir", "endless", "pipe", "error"):
         folder = Path(os.environ["HERE"], kind)
         run(folder)
         manifest = max(folder.glob("step_*")) / "jaxpar.json"
@@ -172,7 +168,6 @@ def damages() -> str:
         state, history = run(folder, epochs=3)
         assert state.params["w"].tolist() == expected.params["w"].tolist()
         assert len(history) == 3
-    assert {errno.EIO}
     """
     with tempfile.TemporaryDirectory() as folder:
         run(source, HERE=folder)
@@ -186,13 +181,13 @@ def memory() -> str:
         import gc
         gc.collect()
         return len(jax.devices()[0].client.live_executables()), len(jax.live_arrays())
-    for _ in range(5): run(tx=optax.adam(0.01), epochs=1)
+    for _ in range(20): run(tx=optax.adam(0.01), epochs=1)
     before = measure()
-    for _ in range(40): run(tx=optax.adam(0.01), epochs=1)
+    for _ in range(30): run(tx=optax.adam(0.01), epochs=1)
     print(before, measure())
     assert measure() == before
     """
-    return "programs and arrays before and after 40 fits: " + run(source).strip()
+    return "programs and arrays before and after 30 fits: " + run(source).strip()
 
 
 def caches() -> str:
@@ -259,10 +254,8 @@ def locks() -> str:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     env = {"JAXPAR_COORDINATOR": address, "JAXPAR_NUM_PROCESSES": "2", "JAX_NUM_CPU_DEVICES": "1", "WHO": "0"}
     both = [start(HEAD + textwrap.dedent(source), **env, JAXPAR_PROCESS_ID=str(rank)) for rank in range(2)]
-    threads = [threading.Thread(target=process.wait) for process in both]
     for process in both:
         ends(process)
-    del threads
     return "nobody was shot, and both ended with 0"
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
+_LEAST = (2, 59)  # the first Ray whose own start asks for a token
 START_TIMEOUT = 300.0  # seconds in which a process starts; it imports JAX
 
 
@@ -18,7 +20,7 @@ def get_ray() -> Any:
     """The module `ray`. Ray is started on this machine if it does not run.
 
     Raises:
-        ImportError: Ray is not installed.
+        ImportError: Ray is not installed, or asks nobody for a token.
     """
     try:
         ray = importlib.import_module("ray")
@@ -27,10 +29,21 @@ def get_ray() -> Any:
             'jaxpar.free_running needs Ray, which is not installed; pip install "jaxpar[ray]" adds it'
         ) from error
     if not ray.is_initialized():
+        _check_asks_for_token(ray)
         with warnings.catch_warnings():  # Ray forks to start other programs at once, which does not harm JAX
             warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
             ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
     return ray
+
+
+def _check_asks_for_token(ray: Any) -> None:
+    """`ImportError` for a Ray that would let everybody connect who reaches this machine, and run code there."""
+    version = tuple(int(number) for number in re.findall(r"\d+", ray.__version__)[:2])
+    if version < _LEAST:
+        raise ImportError(
+            f"jaxpar.free_running needs Ray {_LEAST[0]}.{_LEAST[1]} or newer, which asks every connection for a token; "
+            f'{ray.__version__} is installed, and pip install -U "jaxpar[ray]" brings a newer one'
+        )
 
 
 def get_answers(answers: Sequence[Any], timeout: float, contents: Sequence[Sequence[str]]) -> list[Any]:

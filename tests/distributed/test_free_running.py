@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import warnings
 from pathlib import Path
 
@@ -137,6 +138,14 @@ def test_an_optimizer_and_an_updater_are_an_error():
 def test_without_ray_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r'pip install "jaxpar\[ray\]"'):
+        free_running.start({"w": jnp.ones(2)})
+
+
+@pytest.mark.parametrize("version", ["2.58.9", "1.13.0", "2.9.3rc0"])
+def test_a_ray_without_a_token_is_not_started(monkeypatch, version):
+    ray = types.SimpleNamespace(__version__=version, is_initialized=lambda: False)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with pytest.raises(ImportError, match=rf"needs Ray 2\.59 or newer, which asks .* {version} is installed"):
         free_running.start({"w": jnp.ones(2)})
 
 
