@@ -1,8 +1,8 @@
 """What `virtual_shards` costs: seconds of a step with it over seconds of the plain step, in turns in one process.
 
-    python benchmarks/virtual_shards.py [--rounds 20] [--batch 512]
+    python benchmarks/virtual_shards.py [--rounds 20] [--batch 528]
 
-LeNet, by batch and number of emulated CPU devices. Each ratio is the median over rounds, in each of which both steps are
+LeNet, by number of emulated CPU devices. Each ratio is the median over rounds, in each of which both steps are
 timed one after the other, so that the load of the machine falls on both.
 """
 

@@ -18,7 +18,6 @@ from .._core.arrays import Device
 from .._devices import processes
 from .._devices.emulated import wait_before_collectives
 from .._devices.mesh import STORE_AXIS
-from .._devices.padded import PaddedBatch
 from .._devices.user_mesh import each_in_user_mesh, on_own_mesh
 from . import _gather
 from ._convert import as_jax_dtype, convert_on_device
@@ -56,7 +55,7 @@ def batches(
     dtype: Any = jnp.float32,
     resident: bool | None = None,
     virtual_shards: int | None = None,
-) -> Iterator[Batch] | Iterator[PaddedBatch]:
+) -> Iterator[Batch]:
     """Iterate over `{"image", "label"}` batches on the devices.
 
     The data set is copied to each device once, as it is stored, and kept there as long as it exists. Batches are then
@@ -84,7 +83,8 @@ def batches(
             Where the devices cannot share V shards evenly, a batch is a `PaddedBatch`, with rows that no step counts.
 
     Returns:
-        An iterator of dicts: "image" `(batch_size, ...)` of `dtype`, "label" `(batch_size, ...)`.
+        An iterator of dicts: "image" `(batch_size, ...)` of `dtype`, "label" `(batch_size, ...)`. Or of
+        `PaddedBatch`es of them, where V is no multiple of the number of devices.
 
     Raises:
         TypeError: a size that is no int; an `rng` that is no random key; a `sharding` that is none.

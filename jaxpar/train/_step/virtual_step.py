@@ -125,7 +125,9 @@ class VirtualStep(DeviceStep):
         model_state = self._model_state(state.model_state, totals.floating, others)
         parts = {"store": store, "step": state.step + 1, "transform": transform, "model_state": model_state}
         new = dataclasses.replace(state, **parts)
-        return (new, metrics) if self.guard is None else self.guard(state, new, metrics, totals.found)
+        if self.guard is None or totals.found is None:
+            return new, metrics
+        return self.guard(state, new, metrics, totals.found)
 
     def _model_state(self, old: Any, floating: list[jax.Array], others: list[jax.Array]) -> Any:
         """The means of the floating leaves, and the others as they are."""
