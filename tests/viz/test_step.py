@@ -193,23 +193,16 @@ def test_every_engine(engine):
     gradients = [one for one in graph.collectives if one.phase == "gradients"]
     assert {one.axes for one in gradients} == {("data",)}
     assert graph.devices == 4
-    sizes = {layer.name: 4 * layer.params for layer in graph.layers if layer.params}
-    assert {name for one in gradients for name in one.layers} <= sizes.keys()
-    if engine != "jit" or not jax.__version__.startswith("0.10."):  # which keeps no lines of a gradient inside vmap
-        assert sum(one.total_bytes for one in gradients) >= 4 * graph.total_params
-        assert {name for one in gradients for name in one.layers} == sizes.keys()
-        assert len(graph.optimizers) == 1
-    else:  # what is known is right, by the parameters that are changed. The rest is said to be of no known layer
-        assert all(one.bytes <= sum(sizes[name] for name in one.layers) + 4 for one in gradients if one.layers)
-        assert {"dense1", "dense2"} <= {name for one in gradients for name in one.layers}
-        assert all(one.phase == "elsewhere" for one in graph.collectives if not one.layers)
+    names = {layer.name for layer in graph.layers if layer.params}
+    assert sum(one.total_bytes for one in gradients) >= 4 * graph.total_params
+    assert {name for one in gradients for name in one.layers} == names
+    assert len(graph.optimizers) == 1
+    assert {layer.name for layer in graph.layers if layer.backward} >= names
 
 
 def test_the_arguments_of_a_program_in_any_order():
     """The text has the parameters of a program in the order in which they run, not in that of their numbers."""
-    lines = "".join(
-        f'  p.{at} = f32[8]{{0}} parameter({at}), metadata={{op_name="parts[{at}]"}}\n' for at in (2, 0, 1)
-    )
+    lines = "".join(f'  p.{at} = f32[8]{{0}} parameter({at}), metadata={{op_name="parts[{at}]"}}\n' for at in (2, 0, 1))
     program = parse(f"HloModule jit_step\n\nENTRY main {{\n{lines}  ROOT r = f32[8]{{0}} add(p.0, p.2)\n}}\n")
     raw = Raw(values=[Value((8,), "float32", 32, "weight", name) for name in "abc"])
     assert Places(program, Net(raw, [], {})).arguments == {"p.0": "a", "p.1": "b", "p.2": "c"}
