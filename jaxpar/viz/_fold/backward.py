@@ -55,8 +55,9 @@ def _targets(cells: Cells) -> dict[int, Cell]:
             found[eqn.id] = layers[place][0]
         else:
             several.setdefault(place, []).append(eqn)
-    for place, eqns in several.items():
-        found |= _which_time(cells, layers[place], eqns)
+    for place, eqns in several.items():  # JAX 0.10 keeps no lines inside vmap: all of a network is at one place
+        differentiated = [cell for cell in layers[place] if any(eqn.tangent for eqn in cells.eqns(cell))]
+        found |= _which_time(cells, differentiated or layers[place], eqns)
     for eqn in elsewhere:  # the layers of the same lines of the user: the one that it follows, if any
         candidates = near.get(_users_place(eqn.stack), [])
         before = [cells.raw.of(value).producer for value in eqn.ins]

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 
 from .._layout.net import Net
-from .._program.flow import Flow, Value
+from .._program.flow import Flow, Value, number_of
 from .._program.hlo import Instruction, Program
 from .._read.raw import Eqn
 
@@ -177,9 +177,8 @@ def _arguments(program: Program, net: Net) -> dict[str, str]:
     leaves = [value for value in net.raw.values if value.kind in ("weight", "input")]
     found: dict[str, str] = {}
     at = 0
-    for one in program.computations[program.entry].instructions.values():
-        if one.opcode != "parameter" or not one.arrays:
-            continue
+    inside = program.computations[program.entry].instructions.values()
+    for one in sorted((one for one in inside if one.opcode == "parameter" and one.arrays), key=number_of):
         part, name = one.arrays[0].shape, one.op_name.replace("\\'", "'")
         named = (n for n, leaf in enumerate(leaves) if leaf.name == name)
         next_one = (n for n in range(at, len(leaves)) if _is_part(part, leaves[n].shape))
@@ -208,11 +207,13 @@ def primitive_of(op_name: str) -> str:
 
 
 def _alike(eqns: list[Eqn], instruction: Instruction) -> list[Eqn]:
-    """The equations of the same pass, and of the same primitive and size as far as there are such."""
+    """The equations of the same pass, and of the same primitive. Of those that are left, the ones of the same size."""
     prim, sizes = primitive_of(instruction.op_name), {math.prod(array.shape) for array in instruction.arrays}
     found = _same_pass(eqns, instruction)
-    found = [eqn for eqn in found if eqn.prim == prim] or found
-    return [eqn for eqn in found if any(_divides(size, math.prod(eqn.out_shape)) for size in sizes)] or found
+    same = [eqn for eqn in found if eqn.prim == prim]
+    if not same:  # the size of another primitive tells nothing
+        return found
+    return [eqn for eqn in same if any(_divides(size, math.prod(eqn.out_shape)) for size in sizes)] or same
 
 
 def _same_pass(eqns: list[Eqn], instruction: Instruction) -> list[Eqn]:
