@@ -176,7 +176,7 @@ def test_killed_frozen_and_stuck_processes_change_no_bit(tmp_path):
     assert "elastic_run.py" in output.partition("is stuck")[2]
     assert "process 1 was lost in step 16; the others make it again" in output
     assert re.search(r"SEEN 0 12\b", output), output  # records, in process 0 only
-    assert len(results(output)) == 3
+    assert len(results(output)) == 3, output
     assert {*results(output)} == {*results(run(tmp_path / "undisturbed", 1))}
 
 

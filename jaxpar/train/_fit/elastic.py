@@ -75,8 +75,6 @@ class Elastic:
         while True:
             if self.group.terms is None:
                 self._agree(lambda: self._offer(loop), loop.state)
-            elif self.group.is_first:
-                self._host = to_host(self._state)
             self._load(loop.at)
             made = self.group.run(loop.at, lambda: self._make(loop.at))
             if made is None:
@@ -84,6 +82,8 @@ class Elastic:
                 continue
             self._batch = None
             self._state, metrics = made
+            if self.leads:
+                self._host = to_host(self._state)
             yield self._state, Steps(metrics)
 
     def local(self, state: TrainState) -> TrainState:
