@@ -165,7 +165,7 @@ def steps(output):
     return [int(number) for number in re.findall(r"STEP (\d+)", output)]
 
 
-@pytest.mark.slow  # 30 seconds: three processes, three losses
+@pytest.mark.slow  # three minutes on a busy machine: three processes, three losses
 def test_killed_frozen_and_stuck_processes_change_no_bit(tmp_path):
     failures = "kill:2:7", "stop:1:15", "loop:2:23"
     output = run(tmp_path / "disturbed", 3, *failures)
