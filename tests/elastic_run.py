@@ -7,6 +7,7 @@ import hashlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -53,6 +54,19 @@ params = {"w": jax.numpy.asarray(draw(size=(16, 16)), "float32"), "v": jax.numpy
 state = train.create_state(kv.from_params(params, optimizer=optax.adam(0.01)), 0)
 step = train.make_train_step(loss_fn, virtual_shards=8)
 seen = []
+Path(folder, f"start-{rank}-{os.getpid()}").touch()
+
+
+def on_step(number, metrics):
+    """Process 0 waits before the next failure until the processes that failed have come back."""
+    print("STEP", number, flush=True)
+    past = [failure for failure in failures if int(failure.split(":")[2]) < number]
+    if failures and number in (13, 21, 30) and past[-1].split(":")[1] != "0":
+        starts = 1 + sum(failure.split(":")[1] == past[-1].split(":")[1] for failure in past)
+        while len(list(Path(folder).glob(f"start-{past[-1].split(':')[1]}-*"))) < starts:
+            time.sleep(0.05)
+
+
 state, history = train.fit(
     state,
     step,
@@ -61,7 +75,7 @@ state, history = train.fit(
     batch_size=16,
     progress=False,
     callbacks=lambda state, record: seen.append(record["step"]),
-    on_step=lambda number, metrics: print("STEP", number, flush=True),
+    on_step=on_step,
     eval_data=arrays,
     eval_fn=lambda params, batch: {"loss": (batch["x"] @ params["w"]).mean(-1)},
     eval_every=4,

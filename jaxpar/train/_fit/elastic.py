@@ -31,6 +31,7 @@ from .readings import Steps
 from .run import Run, RunHistory
 from .watchdog import Watchdog
 
+_MORE_FOR_COMPILATION = 10  # times as long as another step may take the first one over new devices
 _SHARE_EVERY = 16  # steps after which process 0 says whether it was interrupted, as `interrupt.Signals` asks then
 
 
@@ -47,6 +48,7 @@ class Elastic:
         self._step: TrainStep = run.step
         self._state: Any = None  # on the devices of the group
         self._host: Any = None  # the same before the step under way, in host memory
+        self._is_new = True  # whether the next step is the first one over these devices
         self._batches: Iterator[Any] | None = None
         self._batch: Any = None  # of the step under way, whole in this process, in host memory
 
@@ -73,8 +75,6 @@ class Elastic:
         while True:
             if self.group.terms is None:
                 self._agree(lambda: self._offer(loop), loop.state)
-            elif self.group.is_first:
-                self._host = to_host(self._state)
             self._load(loop.at)
             made = self.group.run(loop.at, lambda: self._make(loop.at))
             if made is None:
@@ -82,6 +82,8 @@ class Elastic:
                 continue
             self._batch = None
             self._state, metrics = made
+            if self.leads:
+                self._host = to_host(self._state)
             yield self._state, Steps(metrics)
 
     def local(self, state: TrainState) -> TrainState:
@@ -121,14 +123,17 @@ class Elastic:
             self._batch = to_host(next(self._batches))
 
     def _compile(self, state: TrainState) -> None:
-        """Make one step by itself and forget it: later the others would wait for the compiler in a collective."""
+        """Compile what each device runs by itself: later the others would wait for the compiler in a collective."""
         options: dict[str, Any] = {"rng": state.rng, "epochs": None, "start": int(state.step)}
         batch = to_host(next(iter(self.run.source.batches(self.run.batch_size, **options))))
-        jax.block_until_ready(self.run.step.on(jax.local_devices())(self.local(state), batch))
+        self.run.step.on(jax.local_devices()).compile_own(self.local(state), batch)
 
     def _make(self, at: int) -> tuple[TrainState, Any]:
-        with self.watchdog.watch(f"computes step {at + 1}", self.group.has_failed):
-            return jax.block_until_ready(self._step(self._state, self._batch))
+        times = _MORE_FOR_COMPILATION if self._is_new else 1
+        with self.watchdog.watch(f"computes step {at + 1}", self.group.has_failed, times):
+            made = jax.block_until_ready(self._step(self._state, self._batch))
+        self._is_new = False
+        return made
 
     def _agree(self, offer: Callable[[], dict[str, Any]], like: TrainState) -> dict[str, Any]:
         """Agree with all that live, and take the state of process 0. Return its offer."""
@@ -142,6 +147,7 @@ class Elastic:
             self._host = send(self._host, terms.devices)
             self._state = place_state(self._host, terms.devices)
             self._step = self.run.step.on(terms.devices)
+            self._is_new = True
             self._load(terms.offer["at"])
             return terms.offer
 

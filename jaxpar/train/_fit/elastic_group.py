@@ -63,6 +63,8 @@ class Group:
         self._failures = 0
         self._orders: dict[frozenset[int], Iterator[tuple[int, ...]]] = {}
         self._number, self._block = 0, ""
+        if self._client is not None:
+            self._forget_own_groups()
 
     @property
     def is_first(self) -> bool:
@@ -156,6 +158,11 @@ class Group:
         if self._failures == _MOST_TRIES:
             raise RuntimeError(_given_up(self._failures, failed)) from error
         return None
+
+    def _forget_own_groups(self) -> None:
+        """Let Gloo make groups of this process's devices, which an earlier process in its place may have had."""
+        ids = ",".join(str(d.id) for d in jax.local_devices())
+        self._client.key_value_delete(f"cpu:gloo/{ids}")
 
     def _name_block(self, name: str) -> str:
         return f"{_KEYS}/failed/{self._number}/{name}/"

@@ -32,18 +32,18 @@ class Watchdog(threading.Thread):
         super().__init__(name="jaxpar-watchdog", daemon=True)
         self._limit = float(os.environ.get("JAXPAR_STUCK_TIMEOUT") or STUCK_AFTER)
         self._thread = threading.get_ident()
-        self._doing: tuple[float, str, Callable[[], bool]] | None = None
+        self._doing: tuple[float, str, Callable[[], bool], float] | None = None
         self._stopped = threading.Event()
 
     @contextlib.contextmanager
-    def watch(self, what: str, is_stuck: Callable[[], bool] = lambda: True) -> Generator[None]:
-        """A block that must be over within the limit.
+    def watch(self, what: str, is_stuck: Callable[[], bool] = lambda: True, times: int = 1) -> Generator[None]:
+        """A block that must be over within the limit, or some times of it.
 
         Args:
             what: what the process does, as a verb and its object.
             is_stuck: asked when the limit is over. False: it only takes long.
         """
-        self._doing = time.monotonic(), what, is_stuck
+        self._doing = time.monotonic(), what, is_stuck, times * self._limit
         try:
             yield
         finally:
@@ -55,11 +55,11 @@ class Watchdog(threading.Thread):
         while not self._stopped.wait(_EVERY):
             doing = self._doing
             if can_dump and doing is not None:  # by a thread without Python's lock
-                faulthandler.dump_traceback_later(self._limit + _LOCKED, exit=True)
+                faulthandler.dump_traceback_later(doing[3] + _LOCKED, exit=True)
             elif can_dump:
                 faulthandler.cancel_dump_traceback_later()
-            if doing is not None and time.monotonic() - doing[0] > self._limit and doing[2]() and self._doing is doing:
-                self._end(doing[1])
+            if doing is not None and time.monotonic() - doing[0] > doing[3] and doing[2]() and self._doing is doing:
+                self._end(doing[1], doing[3])
         if can_dump:
             faulthandler.cancel_dump_traceback_later()
 
@@ -67,11 +67,11 @@ class Watchdog(threading.Thread):
         """End this thread."""
         self._stopped.set()
 
-    def _end(self, what: str) -> None:
+    def _end(self, what: str, seconds: float) -> None:
         frame = sys._current_frames().get(self._thread)
         stack = "".join(traceback.format_stack(frame)[-_MOST_LINES:]) if frame is not None else ""
         say_before_exit(
-            f"jaxpar: process {jax.process_index()} is stuck: it {what} for {self._limit:g} seconds, here:\n{stack}"
+            f"jaxpar: process {jax.process_index()} is stuck: it {what} for {seconds:g} seconds, here:\n{stack}"
             f"It ends with status {distributed.LOST}, and counts as lost"
         )
         os._exit(distributed.LOST)

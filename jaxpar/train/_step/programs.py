@@ -82,6 +82,9 @@ class Program:
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=along), batch)
         return list(self._traced.eval_shape(self._parts(state), state.rng, batch)[1])
 
+    def compile_own(self, state: TrainState, batch: Batch) -> None:
+        """Compile what each device runs by itself: nothing, as this is one program over all of them."""
+
     def _with_parts(self, state: TrainState, parts: Parts) -> TrainState:
         """The state with these parts. Fields without arrays, and the `rng`, are those of `state`."""
         store = _replace(state.store, self._of_store, parts)
