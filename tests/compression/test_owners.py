@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
 from jaxpar import checkpoint, compression, kv, updaters
-from jaxpar._devices import buckets
+from jaxpar._devices import buckets, collectives
 from jaxpar.compression import _Grid as Grid
 from jaxpar.kv import _compressed, _owners
 
@@ -366,3 +366,41 @@ def test_float64_values():
         signs = kv.pull(pushes_of_signs("device", values, "float64"), 3)
         assert signs.dtype == jnp.float64
         np.testing.assert_allclose(signs, signs_by_hand(values)[0][0], rtol=1e-4)
+
+
+ELEMENTS = 16384  # 65,536 bytes
+
+
+@pytest.mark.parametrize(
+    ("spec", "bytes_"),
+    [
+        ({"type": "none"}, [65536, 98304, 114688]),  # 2(N-1)/N of all
+        ({"type": "2bit"}, [4096, 9216, 12544]),  # gathered; then 2 bits there, 4 or 5 bits back
+        ({"type": "1bit"}, [2048, 6144, 8960]),
+        ({"type": "bf16"}, [32768, 73728, 86016]),
+        ({"type": "int8"}, [16448, 49344, 71736]),  # with 16 scales
+        ({"type": "topk", "ratio": 0.3}, [39320, 98304, 114688]),
+        ({"type": "efsignsgd"}, [2056, 3084, 3598]),  # with two scales, each summed by a ring
+    ],
+    ids=lambda x: x["type"] if isinstance(x, dict) else "",
+)
+def test_bytes_that_each_device_sends(spec, bytes_):
+    assert [sent_bytes(pushed(spec, n, [(ELEMENTS,)]), n) for n in (2, 4, 8)] == bytes_
+
+
+def test_parameters_are_gathered_once_on_512_devices():
+    """One gather for each large value, which no bucket copies, and one for all small ones."""
+    shapes, count = [(500, 800), (800,), (5000, 20), (20,), (64,)], 512
+
+    def body(chunks):
+        return collectives.all_gather(chunks, shapes, "d", LIMITS)
+
+    run = jax.jit(
+        jax.shard_map(body, mesh=AbstractMesh((count,), ("d",)), in_specs=P("d"), out_specs=P(), check_vma=False)
+    )
+    sizes = [collectives.chunk_size(int(np.prod(s)), count) for s in shapes]
+    chunks = [jax.ShapeDtypeStruct((count * size,), jnp.float32) for size in sizes]
+    text = run.trace(chunks).lower(lowering_platforms=("cpu",)).as_text()
+    assert text.count("stablehlo.all_gather") == 3
+    assert text.count("stablehlo.concatenate") == 1
+    assert sent_bytes(text, count) == (count - 1) * 4 * sum(sizes)
