@@ -22,6 +22,8 @@ class EFSignSGD(Compressor):
     over all devices, so the owner adds integers. It codes its sum by sign and mean magnitude again and keeps what is
     left in a residual of its own. So 1/32 of the plain bytes are sent, on any number of devices.
 
+    It needs a small learning rate and costs accuracy: docs/compression.md has numbers.
+
     In a store of kind `sharded` the owner keeps its sum, so nothing is coded again. NaN and infinity make the sum of
     the whole value NaN or infinite, and its residuals too.
 
