@@ -107,7 +107,7 @@ def program_text(shapes, compressor=None):
 
 
 def kind_of(compressor):
-    return "2bit" if isinstance(compressor, compression.TwoBit) else "efsignsgd"
+    return "2bit" if isinstance(compressor, compression.TwoBit) else "int3"
 
 
 def test_small_keys_cross_in_one_bucket_and_large_ones_alone():
@@ -115,11 +115,11 @@ def test_small_keys_cross_in_one_bucket_and_large_ones_alone():
     assert program_text(((8,), (100_000,), (8,))).count("all_reduce") == 2
 
 
-@pytest.mark.parametrize("kind", ["2bit", "efsignsgd"])
+@pytest.mark.parametrize("kind", ["2bit", "int3"])
 def test_what_crosses_is_compressed(kind):
     """Of signs a scale crosses too, one for each key, to the owners and back."""
     text = program_text(((64, 64),), compression.make({"type": kind}))
-    assert text.count("all_reduce") == (2 if kind == "efsignsgd" else 0)
+    assert text.count("all_reduce") == (2 if kind == "int3" else 0)
     crossing = [line for line in text.splitlines() if "all_gather" in line or "all_to_all" in line]
     assert len(crossing) == 2
     assert all("f32" not in line for line in crossing)
