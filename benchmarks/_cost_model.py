@@ -353,11 +353,11 @@ def _payload(made: compression.Compressor, size: int) -> Any:
 
 
 def _signs(shapes: list[Shape], n: int, limits: buckets.BucketLimits) -> list[Exchange]:
-    """A bit for each element to its owner and a bit back, and twice a scale for each value."""
+    """3 bits for each element to its owner and 3 back, and twice a scale for each value."""
     chunks = [-(-math.prod(s) // n) for s in shapes]
     rows = [-(-c // 32) for c in chunks]  # words; short ones share a bucket
     words = tuple(((n if w >= 8 else 1, w), jax.numpy.dtype("uint32")) for w in rows)
-    bits = [4 * n * -(-sum(chunks[i] for i in g) // 32) for g in buckets.plan(words, limits)]
+    bits = [12 * n * -(-sum(chunks[i] for i in g) // 32) for g in buckets.plan(words, limits)]
     scales = [Exchange("all-reduce", FLOAT32 * len(shapes))] * (2 if shapes else 0)
     return [Exchange(op, b) for b in bits for op in ("all-to-all", "all-gather")] + scales
 

@@ -29,10 +29,10 @@ CASES = (
     ("local", "none"),
     ("device", "2bit"),
     ("device", "int8"),
-    ("device", "efsignsgd"),
+    ("device", "int3"),
     ("sharded", "2bit"),
     ("sharded", "int8"),
-    ("sharded", "efsignsgd"),
+    ("sharded", "int3"),
 )
 MEASURED = ("lenet", "mlp")
 NETWORKS = ("lenet", "resnet50", "gpt2_small")

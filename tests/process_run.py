@@ -123,6 +123,9 @@ def check_compressed(kind):
         sums.append(float(kv.pull(store, 9)[50]))
     assert sums == [0.0, 0.5 * kv.num_workers(), 0.5 * kv.num_workers(), 0.5 * kv.num_workers()]
     assert jax.tree.leaves(store.residuals[9])[0].shape[0] == kv.num_workers()
+    signs = kv.init(kv.set_gradient_compression(kv.create(kind), {"type": "int3"}), 9, jnp.zeros(100))
+    signs = kv.push(signs, 9, [jnp.full(100, 0.25), jnp.full(100, 0.125)])
+    assert kv.pull(signs, 9).tolist() == [0.375 * kv.num_workers()] * 100  # of equal elements a sign is all
 
 
 def check_rows(kind):

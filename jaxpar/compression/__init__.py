@@ -7,7 +7,7 @@
 | `int8` | 8 bits, and a scale for each 1,024 elements | `rounding` "nearest" or "stochastic" |
 | `bf16` | 16 bits | `rounding` "nearest" or "stochastic" |
 | `topk` | 64 bits for each element of the largest `ratio` | `ratio` 0.01 |
-| `efsignsgd` | 1 bit: the sign of each element, and a scale. The sum comes back in 1 bit too | |
+| `int3` | 3 bits, and a scale. The sum comes back in 3 bits too | |
 | `powersgd` | rank × (rows + columns) float32 for each matrix | `rank` 2 |
 
 What is not sent stays in a residual and is added to the next push, so nothing is lost. A compressor is a frozen
@@ -21,8 +21,8 @@ The room:
     _quantize   few bits for each element
     _bits       codes in words
     _grid       sums of codes as integers
-    _sign       signs and a scale
-    _two_way    sums of signs, coded again
+    _int3       integers of 3 bits and a scale
+    _two_way    their sums, coded again
     _low_rank   few elements, or few singular directions
 
 How a store exchanges payloads over devices is in `kv`.
@@ -44,10 +44,10 @@ from ._bits import (
     unpack_planes as _unpack_planes,
 )
 from ._grid import Grid as _Grid
+from ._int3 import Int3 as Int3
 from ._low_rank import PowerSGD as PowerSGD, TopK as TopK
 from ._make import TYPES as TYPES, make as make
 from ._quantize import BFloat16 as BFloat16, Int8 as Int8, OneBit as OneBit, TwoBit as TwoBit
-from ._sign import EFSignSGD as EFSignSGD
 from ._two_way import (
     allreduce as _allreduce_signs,
     reduce_scatter as _reduce_scatter_signs,

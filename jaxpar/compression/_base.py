@@ -26,7 +26,7 @@ class Compressor(Protocol):
         elementwise: whether the encoding of a concatenation is the concatenated encodings, up to padding. Then a
             store may compress whole flat buckets.
         linear: whether sums are taken in the middle of the compression, as `LinearCompressor.allreduce` does.
-        two_way: whether the sum is coded again, with a residual on the device that made it. See `EFSignSGD`.
+        two_way: whether the sum is coded again, with a residual on the device that made it. See `Int3`.
         per_word: of an elementwise compressor, how many elements a word of the payload has.
     """
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from .._core.checks import choice, describe
 from ._base import Compressor, LinearCompressor
+from ._int3 import Int3
 from ._low_rank import PowerSGD, TopK
 from ._quantize import BFloat16, Int8, OneBit, TwoBit
-from ._sign import EFSignSGD
 
 _TYPES = {
     "1bit": OneBit,
     "2bit": TwoBit,
     "bf16": BFloat16,
-    "efsignsgd": EFSignSGD,
+    "int3": Int3,
     "int8": Int8,
     "powersgd": PowerSGD,
     "topk": TopK,

@@ -1,7 +1,7 @@
-"""Sums of signs over devices: bits to the owner of each share, and bits back.
+"""Sums of small integers over devices: to the owner of each share, and back.
 
-Every device owns 1/N of each value. Per value one scale is agreed on, the mean magnitude over all devices, so what is
-added are integers. The owner codes its sum in the same way and keeps what is left over.
+Every device owns 1/N of each value. Per value one scale is agreed on, of the largest magnitude, so what is added are
+integers. The owner codes its sum in the same way and keeps what is left over.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .._devices import buckets, collectives
 from .._devices.buckets import BucketLimits
 from ._base import Shape, State, with_residual
 from ._bits import PLANE, words
-from ._sign import pack_signs, split_signs, unpack_signs
+from ._int3 import largest_step, pack_codes, split_codes, unpack_codes
 
 OWNER = "owner_residual"  # float32 (chunk,) in the state of a value: what its owner did not send back
 
@@ -36,15 +36,15 @@ def allreduce(
     """The sums over the axis, coded twice, equal on every device, and the new states of this device."""
     count, sizes = lax.axis_size(axis_name), [v.size for v in values]
     wanted = [with_residual(v, s) for v, s in zip(values, states, strict=True)]
-    scales = _mean_magnitudes(wanted, [v.size * count for v in values], axis_name)
-    signs = [split_signs(w, s) for w, s in zip(wanted, scales, strict=True)]
+    scales = _scales(wanted, axis_name)
+    signs = [split_codes(w, s) for w, s in zip(wanted, scales, strict=True)]
     shares = _add_shares([collectives.to_rows(up, count) for up, _ in signs], axis_name, limits)
     totals = [
         jnp.where(_is_inside(size, share.size, axis_name), share * scale + state[OWNER], 0)
         for size, share, scale, state in zip(sizes, shares, scales, states, strict=True)
     ]
-    back = _mean_magnitudes(totals, sizes, axis_name)
-    sent = [split_signs(t, s) for t, s in zip(totals, back, strict=True)]
+    back = _scales(totals, axis_name)
+    sent = [split_codes(t, s) for t, s in zip(totals, back, strict=True)]
     whole = _gather_shares([up for up, _ in sent], axis_name, limits)
     sums = [
         (collectives.from_rows(rows, v.shape) * scale).astype(v.dtype)
@@ -64,8 +64,8 @@ def reduce_scatter(
     count = lax.axis_size(axis_name)
     rows = [collectives.to_rows(v, count) for v in values]
     wanted = [with_residual(r, s) for r, s in zip(rows, states, strict=True)]
-    scales = _mean_magnitudes(wanted, [v.size * count for v in values], axis_name)
-    signs = [split_signs(w, s) for w, s in zip(wanted, scales, strict=True)]
+    scales = _scales(wanted, axis_name)
+    signs = [split_codes(w, s) for w, s in zip(wanted, scales, strict=True)]
     shares = _add_shares([up for up, _ in signs], axis_name, limits)
     sums = [
         jnp.where(_is_inside(v.size, share.size, axis_name), share * scale, 0).astype(v.dtype)
@@ -78,30 +78,29 @@ def reduce_scatter(
     return sums, [{**state, "residual": rest} for state, rest in zip(states, left, strict=True)]
 
 
-def _mean_magnitudes(values: Arrays, sizes: Sequence[int], axis_name: str) -> list[jax.Array]:
-    """The mean magnitude of each value over all devices, which have `sizes` elements of it together."""
+def _scales(values: Arrays, axis_name: str) -> list[jax.Array]:
+    """The step of each value, which is the same on all devices."""
     if not values:
         return []
-    means = jnp.stack([jnp.abs(v).sum() / size for v, size in zip(values, sizes, strict=True)])
-    return list(lax.psum(means, axis_name))
+    return list(lax.pmax(jnp.stack([largest_step(v) for v in values]), axis_name))
 
 
 def _add_shares(rows: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.Array]:
-    """The float32 (chunk,) sum over the devices of this device's rows (devices, chunk) of signs, +1 or -1 each."""
+    """The float32 (chunk,) sum over the devices of this device's rows (devices, chunk) of codes."""
     groups = _plan(rows, limits)
     shares: list[jax.Array] = []
     for joined in buckets.pack(rows, groups, axis=1):
-        received = lax.all_to_all(pack_signs(joined), axis_name, split_axis=0, concat_axis=0, tiled=True)
-        shares.append(unpack_signs(received, joined.shape[1]).sum(0, dtype=jnp.int32).astype(jnp.float32))
+        received = lax.all_to_all(pack_codes(joined), axis_name, split_axis=0, concat_axis=0, tiled=True)
+        shares.append(unpack_codes(received, joined.shape[1]).sum(0, dtype=jnp.int32).astype(jnp.float32))
     return buckets.unpack(shares, [r.shape[1:] for r in rows], groups)
 
 
 def _gather_shares(shares: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.Array]:
-    """The rows (devices, chunk) of +1 and -1, out of every device's (chunk,) of signs."""
+    """The rows (devices, chunk) of codes, out of every device's (chunk,)."""
     count = lax.axis_size(axis_name)
     groups = _plan([jnp.broadcast_to(s, (count, s.size)) for s in shares], limits)
     whole = [
-        unpack_signs(collectives.gather_stack(pack_signs(joined), axis_name), joined.size)
+        unpack_codes(collectives.gather_stack(pack_codes(joined), axis_name), joined.size)
         for joined in buckets.pack(shares, groups)
     ]
     return buckets.unpack(whole, [s.shape for s in shares], groups, axis=1)

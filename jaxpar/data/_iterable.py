@@ -23,7 +23,7 @@ from ._batches import epochs_from, whole_batches
 from ._convert import as_dict, batch_struct, concatenate, path_name, placed_batch, share_sharding, stack
 from ._dataset import Dataset
 from ._parts import Some, rows_of_parts
-from ._split import Split, check_virtual_shards, split_of, with_virtual_shards
+from ._split import check_virtual_shards, rows_to_add, split_of, with_rows, with_virtual_shards
 
 _WHERE = "data.from_iterable"
 
@@ -78,7 +78,7 @@ class IterableSource:
         check_virtual_shards(batch_size, virtual_shards, _WHERE)
         steps = whole_batches(self.examples(batch_size), batch_size, _WHERE)
         split = with_virtual_shards(split_of(devices, STORE_AXIS, sharding, _WHERE), virtual_shards, _WHERE)
-        padding = _padding(split, batch_size)
+        padding = rows_to_add(split, batch_size, _WHERE)
         sharding = share_sharding(batch_size + padding, devices, _WHERE, sharding, whole=False)
         share = batch_size // processes.count()
         once = self.source if isinstance(self.source, Iterator) else None
@@ -89,7 +89,7 @@ class IterableSource:
                 found += 1
                 if once is not None or found > skipped:
                     _check_lengths(batch, share, found - 1)
-                    batch = self.place(_padded(batch, padding), sharding)
+                    batch = self.place(with_rows(batch, padding), sharding)
                     yield batch if split is None else split.as_batch(batch)
             if found < steps:
                 raise ValueError(_too_few(self.source, epoch, found, steps))
@@ -251,28 +251,6 @@ def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
 def _elements(source: Any, rows: np.ndarray) -> Any:
     """The elements at these places: a list of a list, of whose batches the shapes are known."""
     return [source[i] for i in rows] if isinstance(source, (list, tuple)) else Some(source, rows)
-
-
-def _padding(split: Split | None, batch_size: int) -> int:
-    """How many rows are added to a batch. `ValueError` where a process would need rows of another."""
-    padding = 0 if split is None else split.rows(batch_size) - batch_size
-    if padding and split and jax.process_count() > 1:
-        raise ValueError(
-            f"{_WHERE}: each of {jax.process_count()} processes reads an equal share of a batch, and the "
-            f"{split.virtual_shards} virtual shards of the step are no equal shares of {split.parts} devices; use a "
-            f"data.Dataset or data.from_arrays, or a number of devices that divides {split.virtual_shards}"
-        )
-    return padding
-
-
-def _padded(batch: Any, rows: int) -> Any:
-    """The batch with so many rows at its end that belong to no example."""
-    if not rows:
-        return batch
-    pad = [(0, rows)]
-    return jax.tree.map(
-        lambda x: (jnp if isinstance(x, jax.Array) else np).pad(x, pad + [(0, 0)] * (np.ndim(x) - 1)), batch
-    )
 
 
 def _is_function(source: Any) -> bool:

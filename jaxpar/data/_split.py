@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
@@ -136,3 +137,31 @@ def check_sharding(sharding: Any, where: str) -> NamedSharding:
         f"{where}: sharding must be a NamedSharding, such as jax.sharding.NamedSharding(mesh, "
         f"jax.sharding.PartitionSpec('data')); got {checks.describe(sharding)}{hint}"
     )
+
+
+def rows_to_add(split: Split | None, batch_size: int, where: str) -> int:
+    """How many rows of padding a batch has, where each process reads its own share of it.
+
+    Raises:
+        ValueError: a process would need rows that another one reads.
+    """
+    rows = 0 if split is None else split.rows(batch_size) - batch_size
+    if rows and split and jax.process_count() > 1:
+        raise ValueError(
+            f"{where}: each of {jax.process_count()} processes reads an equal share of a batch, and the "
+            f"{split.virtual_shards} virtual shards of the step are no equal shares of {split.parts} devices; use a "
+            f"data.Dataset or data.from_arrays, or a number of devices that divides {split.virtual_shards}"
+        )
+    return rows
+
+
+def with_rows(batch: Any, rows: int) -> Any:
+    """The batch with so many rows at its end that belong to no example."""
+    if not rows:
+        return batch
+
+    def pad(x: Any) -> Any:
+        widths = [(0, rows), *[(0, 0)] * (np.ndim(x) - 1)]
+        return (jnp if isinstance(x, jax.Array) else np).pad(x, widths)
+
+    return jax.tree.map(pad, batch)

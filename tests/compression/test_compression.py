@@ -22,7 +22,7 @@ CODERS = [
     {"type": "bf16"},
     {"type": "bf16", "rounding": "stochastic"},
     {"type": "topk", "ratio": 0.3},
-    {"type": "efsignsgd"},
+    {"type": "int3"},
 ]
 SHAPES = [(), (3, 0, 2), (17,), (5, 7, 11), (1030,)]
 
@@ -382,7 +382,7 @@ def test_powersgd_every_shape(shape):
     [
         ({"type": "2bit"}, 16),
         ({"type": "1bit"}, 32),
-        ({"type": "efsignsgd"}, 32),
+        ({"type": "int3"}, 32 / 3),
         ({"type": "int8"}, 4),
         ({"type": "bf16"}, 2),
     ],
@@ -401,7 +401,7 @@ def test_what_does_not_pay():
     assert not coder_of({"type": "2bit"}).pays((100,), "int32")
     assert not coder_of({"type": "bf16"}).pays((100,), "bfloat16")
     assert not coder_of({"type": "int8"}).pays((1,), "float32")
-    assert not coder_of({"type": "efsignsgd"}).pays((2,), "float32")
+    assert not coder_of({"type": "int3"}).pays((4,), "float32")
     assert not coder_of({"type": "topk", "ratio": 0.6}).pays((100,), "float32")
     assert not compression.PowerSGD(2).pays((100,), "float32")
     assert not compression.PowerSGD(4).pays((6, 6), "float32")
@@ -422,7 +422,7 @@ def test_class_attributes_say_how_a_store_may_use_it():
     known = {name: coder_of({"type": name}) for name in compression.TYPES if name != "none"}
     assert {name for name, coder in known.items() if coder.elementwise} == {"2bit", "1bit", "bf16"}
     assert {name for name, coder in known.items() if coder.linear} == {"powersgd"}
-    assert {name for name, coder in known.items() if not coder.linear and coder.two_way} == {"efsignsgd"}
+    assert {name for name, coder in known.items() if not coder.linear and coder.two_way} == {"int3"}
 
 
 # ---- the same under every transform
@@ -524,7 +524,7 @@ def test_none():
     assert compression.make({"type": "none"}) is None
 
 
-KNOWN = "known are none, 1bit, 2bit, bf16, efsignsgd, int8, powersgd, topk"
+KNOWN = "known are none, 1bit, 2bit, bf16, int3, int8, powersgd, topk"
 
 
 @pytest.mark.parametrize(

@@ -101,9 +101,13 @@ def program_text(shapes, compressor=None):
     residuals = {}
     if compressor is not None:
         store = kv.init(kv.create("device"), list(range(len(shapes))), [jnp.zeros(s) for s in shapes])
-        store = kv.place(kv.set_gradient_compression(store, {"type": "2bit"}), devices)
+        store = kv.place(kv.set_gradient_compression(store, {"type": kind_of(compressor)}), devices)
         residuals = store.residuals
     return run.lower(packed, residuals).as_text()
+
+
+def kind_of(compressor):
+    return "2bit" if isinstance(compressor, compression.TwoBit) else "int3"
 
 
 def test_small_keys_cross_in_one_bucket_and_large_ones_alone():
@@ -111,11 +115,13 @@ def test_small_keys_cross_in_one_bucket_and_large_ones_alone():
     assert program_text(((8,), (100_000,), (8,))).count("all_reduce") == 2
 
 
-def test_what_crosses_is_compressed():
-    text = program_text(((64, 64),), compression.make({"type": "2bit", "threshold": 0.5}))
-    assert "all_reduce" not in text
-    crossing = [line for line in text.splitlines() if "all_gather" in line]
-    assert crossing
+@pytest.mark.parametrize("kind", ["2bit", "int3"])
+def test_what_crosses_is_compressed(kind):
+    """Of signs a scale crosses too, one for each key, to the owners and back."""
+    text = program_text(((64, 64),), compression.make({"type": kind}))
+    assert text.count("all_reduce") == (2 if kind == "int3" else 0)
+    crossing = [line for line in text.splitlines() if "all_gather" in line or "all_to_all" in line]
+    assert len(crossing) == 2
     assert all("f32" not in line for line in crossing)
 
 

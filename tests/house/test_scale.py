@@ -75,7 +75,7 @@ def test_a_collective_in_two_halves_is_refused():
         pytest.param(("local", "none"), marks=pytest.mark.slow),  # its program is that of `device`
         ("device", "int8"),
         ("device", "2bit"),
-        ("device", "efsignsgd"),
+        ("device", "int3"),
     ],
     ids=" ".join,
 )
@@ -85,7 +85,7 @@ def test_the_model_expects_the_bytes_that_the_compiled_step_sends(case):
     assert row["sent_bytes"] == pytest.approx(row["model_sent_bytes"] + metrics, abs=1)
     assert row["parameter_bytes"] == 4 * 129_068
     state = 2 * row["parameter_bytes"]  # value and momentum
-    residuals = {"none": 0, "efsignsgd": 9 / 8}.get(case[1], 1)  # of the parameters: own, and of what is owned
+    residuals = {"none": 0, "int3": 9 / 8}.get(case[1], 1)  # of the parameters: own, and of what is owned
     whole = state / 8 if case[0] == "sharded" else state + residuals * row["parameter_bytes"]
     assert row["argument_bytes"] == pytest.approx(whole, rel=0.11)  # padding and the batch
     assert row["memory_bytes"] > row["argument_bytes"]
@@ -220,7 +220,7 @@ def test_what_grows_with_the_devices():
     for n, bits in ((8, 2 + 5), (512, 2 + 11)):
         assert sent("device", n, "2bit") == pytest.approx((n - 1) / n * bits / 32, rel=0.01)
         assert sent("device", n, "int8") == pytest.approx((n - 1) / n * 40 / 32, rel=0.01)
-        assert sent("device", n, "efsignsgd") == pytest.approx((n - 1) / n * 2 / 32, rel=0.01)
+        assert sent("device", n, "int3") == pytest.approx((n - 1) / n * 6 / 32, rel=0.01)
     assert sent("device", 65536, "2bit") < 2
 
 

@@ -20,7 +20,7 @@ SPECS = [
     {"type": "bf16"},
     {"type": "topk", "ratio": 0.25},
     {"type": "powersgd"},
-    {"type": "efsignsgd"},
+    {"type": "int3"},
 ]
 
 

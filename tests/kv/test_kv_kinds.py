@@ -113,14 +113,14 @@ N, ELEMENTS = 4, 16384
 PLAIN = 4 * ELEMENTS
 
 
-# Of the plain bytes: what is coded, and what comes back: sums of 4 as integers of 4 or 3 bits, float32, or 1 bit.
+# Of the plain bytes: what is coded, and what comes back: sums of 4 as integers of 4 or 3 bits, float32, or 3 bits.
 @pytest.mark.parametrize(
     ("spec", "part", "back"),
     [
         ({"type": "2bit"}, 1 / 16, 4 / 32),
         pytest.param({"type": "1bit"}, 1 / 32, 3 / 32, marks=pytest.mark.slow),  # packed as 2bit is
         ({"type": "bf16"}, 1 / 2, 1),
-        ({"type": "efsignsgd"}, 1 / 32, 1 / 32),
+        ({"type": "int3"}, 3 / 32, 3 / 32),
     ],
     ids=str,
 )
@@ -128,7 +128,7 @@ PLAIN = 4 * ELEMENTS
 def test_bytes_on_the_wire(spec, part, back, split):
     """Every device gets the codes of its own share from all; `device`: then all get its sum."""
     shapes = [(ELEMENTS // split,)] * split
-    scales = [("all-reduce", 4 * split)] if spec["type"] == "efsignsgd" else []
+    scales = [("all-reduce", 4 * split)] if spec["type"] == "int3" else []
     sent = pushed_program("device", shapes, N, spec)
     assert total_of(sent, "all-to-all") == PLAIN * part
     assert total_of(sent, "all-gather") == PLAIN * back

@@ -16,7 +16,7 @@ DEVICES = 4
 KINDS_AND_COMPRESSION = [
     pytest.param(kind, compression, marks=pytest.mark.slow if kind == "local" and compression != "none" else ())
     for kind in ("local", "device", "sharded")
-    for compression in ("none", "2bit", "powersgd", "efsignsgd")
+    for compression in ("none", "2bit", "powersgd", "int3")
 ]
 
 
