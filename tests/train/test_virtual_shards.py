@@ -370,6 +370,8 @@ def test_batches_that_are_refused():
         step(state, data.PaddedBatch(batches()[0], 4))
     with pytest.raises(ValueError, match="several programs"):
         step.many(state, jax.tree.map(lambda x: np.stack([x[:48]] * 2), batches()[0]))
+    with pytest.raises(ValueError, match="part of jit, of a gradient or of a picture"):
+        jax.jit(step)(state, batches()[0])
     with pytest.raises(ValueError, match="44 examples cannot be cut in 8 virtual shards"):
         data.batches(dataset(), 44, virtual_shards=V)
     with pytest.raises(ValueError, match="8 examples cannot be cut in 16"):

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from ..._core.arrays import Device
+from ..._core.arrays import Device, is_traced
 from ..._devices.emulated import wait_before_collectives
 from ..._devices.fixed_tree import Deal, sum_everywhere
 from ..._devices.mesh import STORE_AXIS, copies_on, mesh_of, split_over
@@ -25,6 +25,10 @@ from .virtual_step import Buffers, ShardPrograms, VirtualStep, parts_of, state_o
 _REFUSED = (
     "train step, many: a step with virtual_shards is several programs, which the host starts for each shard; call it "
     "for each batch"
+)
+_TRACED = (
+    "train step: a step with virtual_shards is several programs, which the host starts, so it can be no part of jit, of "
+    "a gradient or of a picture; call it outside, or make the step without virtual_shards"
 )
 
 
@@ -48,6 +52,8 @@ class VirtualProgram(Program):
     def __call__(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
         if part:
             raise ValueError(_REFUSED)
+        if is_traced((state, batch)):
+            raise ValueError(_TRACED)
         batch_on = self._on_devices(self._place_batch(batch, 0), self._along(0))
         leaves, rng, programs, fit = self._prepare(state)
         leaves_on, rng_on = (self._on_devices(x, copies_on(self.devices)) for x in (leaves, rng))
