@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
 from jaxpar import checkpoint, compression, kv, updaters
 from jaxpar._devices import buckets, collectives
@@ -193,7 +193,7 @@ def pushed(spec, count, shapes):
         after = kv.push(store, keys, [v[0] for v in values], axis_name="d")
         return kv.pull(after, keys), after.residuals
 
-    mesh = AbstractMesh((count,), ("d",))
+    mesh = AbstractMesh((count,), ("d",), axis_types=(AxisType.Auto,))
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=(P(), P("d")), check_vma=False))
     arguments = [jax.ShapeDtypeStruct((count, *s), jnp.float32) for s in shapes]
     text = run.trace(arguments).lower(lowering_platforms=("cpu",)).as_text()
@@ -392,7 +392,13 @@ def test_parameters_are_gathered_once_on_512_devices():
         return collectives.all_gather(chunks, shapes, "d", LIMITS)
 
     run = jax.jit(
-        jax.shard_map(body, mesh=AbstractMesh((count,), ("d",)), in_specs=P("d"), out_specs=P(), check_vma=False)
+        jax.shard_map(
+            body,
+            mesh=AbstractMesh((count,), ("d",), axis_types=(AxisType.Auto,)),
+            in_specs=P("d"),
+            out_specs=P(),
+            check_vma=False,
+        )
     )
     sizes = [collectives.chunk_size(int(np.prod(s)), count) for s in shapes]
     chunks = [jax.ShapeDtypeStruct((count * size,), jnp.float32) for size in sizes]
