@@ -108,7 +108,7 @@ def pictures():
     compressed = jp.kv.set_gradient_compression(device, {"type": "2bit", "threshold": 0.5})
     yield "device", drawn(device, "device")
     yield "sharded", drawn(jp.kv.from_params(LAYER, kind="sharded", optimizer=TX), "sharded")
-    yield "compressed", drawn(compressed, "device, compressed to 2 bits", depth=1)
+    yield "compressed", drawn(compressed, "device, compressed to 2 bits", depth=0)
     small = jp.kv.from_params(SMALL, kind="device", optimizer=TX)
     yield "buckets", drawn(small, "three small keys")
     params = jax.eval_shape(jp.models.lenet.init, jax.random.key(0))

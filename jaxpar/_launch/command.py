@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
     add("--gpus-per-process", type=count, metavar="K", help="GPUs of each process (default: an even share)")
     add("--max-restarts", type=number(int, 0), default=0, metavar="R", help="starts after a failure (default: 0)")
     add("--min-processes", type=count, metavar="M", help="a restart leaves out the lost one, down to M (default: N)")
-    add("--elastic", action="store_true", help="go on after a loss, and start the lost one again")
+    add("--elastic", action="store_true", help="go on after a loss, and start the lost one again (default: no)")
     add("--coordinator-port", type=_port, metavar="P", help="where they meet (default: a free one at each start)")
     add("--env", action="append", default=[], type=_pair, metavar="K=V", help="a variable for all (default: none)")
     seconds = "seconds from SIGTERM to SIGKILL (default: 30)"

@@ -114,7 +114,8 @@ def _sum_of_words(compressor: Compressor, words: jax.Array, structure: Any, axis
     per_row = chunk_of(size, compressor.per_word, grid, count) // compressor.per_word
     rows = jnp.pad(words, (0, count * per_row - words.size)).reshape(count, per_row)
     received = to_owners(rows, axis_name)
-    share = collectives.sum_by_loop(lambda i: decode(received[i]), count)
+    with jax.named_scope("decode and sum"):
+        share = collectives.sum_by_loop(lambda i: decode(received[i]), count)
     return _gather_share(grid, share, axis_name)[:size]
 
 
@@ -122,8 +123,11 @@ def _gather_share(grid: Grid | None, share: jax.Array, axis_name: str) -> jax.Ar
     """The shares of all owners one after another."""
     if grid is None or grid.bits >= 8 * _FLOAT32:
         return collectives.gather_stack(share, axis_name).reshape(-1)
-    packed = collectives.gather_stack(pack_planes(grid.encode(share), grid.bits), axis_name)
-    return grid.decode(unpack_planes(packed.reshape(-1), grid.bits))
+    with jax.named_scope("encode the sum"):
+        own = pack_planes(grid.encode(share), grid.bits)
+    packed = collectives.gather_stack(own, axis_name)
+    with jax.named_scope("decode the sums"):
+        return grid.decode(unpack_planes(packed.reshape(-1), grid.bits))
 
 
 def _sum_lanes(grid: Any, one: Any, value: jax.Array, axis_name: str) -> jax.Array:

@@ -16,8 +16,8 @@ import jaxpar
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {str(path.relative_to(ROOT)) for path in (ROOT / "jaxpar").rglob("*.py")}
-PAGE = {f"jaxpar/viz/_page/{name}" for name in ("page.html", "page.css", "page.js")}
-PAGE |= {f"jaxpar/viz/_page/{name}.js" for name in ("reading", "places", "drawing", "events")}
+PAGE = {f"jaxpar/viz/_page/{name}" for name in ("page.html", "page.css", "page.js", "still.css")}
+PAGE |= {f"jaxpar/viz/_page/{name}.js" for name in ("reading", "places", "drawing", "events", "still", "theme")}
 PAGE |= {"jaxpar/train/notebook.mplstyle"}
 
 

@@ -16,6 +16,7 @@ import pytest
 import viz_models as m
 
 from jaxpar import viz
+from jaxpar.viz._draw.sheet import to_html
 
 PARAMS = {"w": m.Spec((4, 3), m.f32), "b": m.Spec((3,), m.f32)}
 X = m.Spec((2, 4), m.f32)
@@ -252,6 +253,8 @@ def test_a_function_that_computes_nothing_is_drawn_as_such(fn):
     out = io.StringIO()
     viz.print_summary(fn, PARAMS, X, file=out)
     assert "Nothing is computed from the arguments." in out.getvalue()
+    assert "Nothing is computed from the arguments." in to_html(viz.trace(fn, PARAMS, X))
+    assert "Nothing is computed from the arguments." in to_html(viz.trace(lambda: 1.0))  # and not even a row
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def to_html(graph: Graph, title: str = "", depth: int | None = None, frozen: fro
     found = rows(graph, depth, frozen)
     cells = [HEAD, *map(_cells, found)]
     widths = [max(map(columns, column)) for column in zip(*cells, strict=True)]
-    widths[0] = max(columns(row[0]) + 2 * level for row, level in zip(cells[1:], _levels(found), strict=True)) + 3
+    widths[0] = max(columns(row[0]) + 2 * level for row, level in zip(cells, [0, *_levels(found)], strict=True)) + 3
     grid = " ".join(f"{width + 1}ch" for width in widths)
     body = _row(HEAD, grid, 0, "columnheader") + _body(found, grid)
     body += "" if graph.layers else f"<div>{EMPTY}</div>"
@@ -59,7 +59,7 @@ def _body(found: Sequence[Row], grid: str) -> str:
     """The rows, each module around what is in it."""
     parts: list[str] = []
     ends: list[int] = []  # the levels of the modules that are not complete
-    for row, after in zip(found, [*_levels(found)[1:], 0], strict=True):
+    for row, after in zip(found, [*_levels(found), 0][1:], strict=True):
         while ends and ends[-1] >= row.level:
             parts.append("</details>")
             ends.pop()
