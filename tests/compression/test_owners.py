@@ -128,7 +128,12 @@ def normal(*shapes, count=N, seed=0):
 SHAPES = [(2100,), (5, 7), (3,), (), (8200,)]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=name_of)
+LONG = ("1bit", "bf16", "topk")  # the same ways as the others
+
+
+@pytest.mark.parametrize(
+    "spec", [pytest.param(s, marks=pytest.mark.slow if s["type"] in LONG else ()) for s in SPECS], ids=name_of
+)
 def test_the_sum_is_that_of_the_decoded_payloads_on_every_device(spec):
     """Small, large and odd values, of which some are gathered, some go to their owners."""
     values = normal(*SHAPES)
@@ -160,7 +165,7 @@ def test_every_way_gives_the_same_bits(monkeypatch):
         np.testing.assert_array_equal(sums, expected(spec, values)[0])
 
 
-@pytest.mark.parametrize("alone", [0, 1 << 20], ids=["each_alone", "one_bucket"])
+@pytest.mark.parametrize("alone", [pytest.param(0, marks=pytest.mark.slow), 1 << 20], ids=["each_alone", "one_bucket"])
 def test_buckets_do_not_matter(alone):
     values = normal((64,), (3, 5), (40, 40))
     limits = buckets.BucketLimits(alone_bytes=alone)
@@ -353,6 +358,7 @@ def test_over_two_axes_of_a_mesh(spec):
     )
 
 
+@pytest.mark.slow
 def test_float64_values():
     with jax.enable_x64(True):
         values = np.random.default_rng(0).normal(size=(1, 4, 70))

@@ -32,6 +32,7 @@ def test_a_lost_process_is_started_again_by_itself(program):
     assert done.stderr.count("\n") == 2
 
 
+@pytest.mark.slow
 def test_a_frozen_process_is_killed_and_started_again(program):
     source = """
     if rank == 1 and not (here / "was").exists():
@@ -58,6 +59,7 @@ def test_without_process_0_nobody_goes_on(program):
     assert "an elastic run cannot go on without process 0" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_process_that_always_fails_ends_the_run(program):
     done = launch(
         "-n", "2", "--elastic", "--heartbeat-timeout", "2", *program("sys.exit(3) if rank else time.sleep(30)")

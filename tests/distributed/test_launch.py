@@ -325,12 +325,12 @@ def test_a_report_says_more_than_the_status_that_follows_it(program):
         class Slow(launcher.HeartbeatServer):
             def check(self):
                 super().check()
-                time.sleep(0.5)
+                time.sleep(0.3)
 
         launcher.HeartbeatServer = Slow
         sys.exit(launcher.launch(launcher.Plan(sys.argv[1:], 2)))
     """
-    *_, path = program("time.sleep(0.6 * rank)\nif rank == 0: sys.exit(4)\ntime.sleep(60)", member=True)
+    *_, path = program("time.sleep(0.3 * rank)\nif rank == 0: sys.exit(4)\ntime.sleep(60)", member=True)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(slow), sys.executable, path],
         env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False,

@@ -71,6 +71,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_holds_the_lock_is_heard_and_one_that_is_stopped_or_killed_is_not(pair):
     near, far = pair
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(near.fileno())]

@@ -27,8 +27,8 @@ _REFUSED = (
     "for each batch"
 )
 _TRACED = (
-    "train step: a step with virtual_shards is several programs, which the host starts, so it can be no part of jit, of "
-    "a gradient or of a picture; call it outside, or make the step without virtual_shards"
+    "train step: a step with virtual_shards is several programs, which the host starts, so it can be no part of jit, "
+    "of a gradient or of a picture; call it outside, or make the step without virtual_shards"
 )
 
 
