@@ -113,24 +113,25 @@ N, ELEMENTS = 4, 16384
 PLAIN = 4 * ELEMENTS
 
 
-# Of the plain bytes: what is coded, and what comes back: sums of 4 as integers of 4 or 3 bits, float32, or 3 bits.
+# Of the plain bytes: the codes, what of them goes to owners, and what comes back: sums of 4 as integers of 4 bits,
+# float32, or 3 bits. The codes of all are no more than owners would send of `1bit`, so all gather them.
 @pytest.mark.parametrize(
-    ("spec", "part", "back"),
+    ("spec", "part", "owned", "back"),
     [
-        ({"type": "2bit"}, 1 / 16, 4 / 32),
-        pytest.param({"type": "1bit"}, 1 / 32, 3 / 32, marks=pytest.mark.slow),  # packed as 2bit is
-        ({"type": "bf16"}, 1 / 2, 1),
-        ({"type": "int3"}, 3 / 32, 3 / 32),
+        ({"type": "2bit"}, 1 / 16, 1 / 16, 4 / 32),
+        pytest.param({"type": "1bit"}, 1 / 32, 0, 4 / 32, marks=pytest.mark.slow),  # packed as 2bit is
+        ({"type": "bf16"}, 1 / 2, 1 / 2, 1),
+        ({"type": "int3"}, 3 / 32, 3 / 32, 3 / 32),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("split", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["a_bucket", "one_value"])
-def test_bytes_on_the_wire(spec, part, back, split):
+def test_bytes_on_the_wire(spec, part, owned, back, split):
     """Every device gets the codes of its own share from all; `device`: then all get its sum."""
     shapes = [(ELEMENTS // split,)] * split
     scales = [("all-reduce", 4 * split)] if spec["type"] == "int3" else []
     sent = pushed_program("device", shapes, N, spec)
-    assert total_of(sent, "all-to-all") == PLAIN * part
+    assert total_of(sent, "all-to-all") == PLAIN * owned
     assert total_of(sent, "all-gather") == PLAIN * back
     assert total_of(sent, "all-reduce") == 2 * sum(size for _, size in scales)
     sent = pushed_program("sharded", shapes, N, spec)
