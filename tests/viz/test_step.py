@@ -262,7 +262,7 @@ def test_heat_from_a_profile(tmp_path):
     params, opt_state, batch = args
     params, opt_state, _ = jax.block_until_ready(fn(params, opt_state, batch))
     with jax.profiler.trace(str(tmp_path)):
-        for _ in range(3):  # one after the other: emulated devices wait for each other in their collectives
+        for _ in range(10):  # one after the other: emulated devices wait for each other in their collectives
             params, opt_state, _ = jax.block_until_ready(fn(params, opt_state, batch))
     graph = viz.trace_step(*(lambda fn, args: (fn, *args))(*STEPS["data"]()), profile=str(tmp_path))
     for layer in graph.layers:
