@@ -301,7 +301,7 @@ def _compressed(
     if made is None or isinstance(made, compression.LinearCompressor):
         raise ValueError(f"the model does not know compression {name!r}")
     pay = [s for s in shapes if made.pays(s, "float32")]
-    coded = _signs(pay, n, limits) if made.two_way else _words(made, pay, n, limits) if made.elementwise else None
+    coded = _two_way(pay, n, limits) if made.two_way else _words(made, pay, n, limits) if made.elementwise else None
     return [s for s in shapes if s not in pay], _one_by_one(made, pay, n) if coded is None else coded
 
 
@@ -352,7 +352,7 @@ def _payload(made: compression.Compressor, size: int) -> Any:
     return jax.eval_shape(lambda v: made.encode(v, made.init(v.shape, v.dtype))[0], flat)
 
 
-def _signs(shapes: list[Shape], n: int, limits: buckets.BucketLimits) -> list[Exchange]:
+def _two_way(shapes: list[Shape], n: int, limits: buckets.BucketLimits) -> list[Exchange]:
     """3 bits for each element to its owner and 3 back, and twice a scale for each value."""
     chunks = [-(-math.prod(s) // n) for s in shapes]
     rows = [-(-c // 32) for c in chunks]  # words; short ones share a bucket

@@ -49,7 +49,7 @@ from ._low_rank import PowerSGD as PowerSGD, TopK as TopK
 from ._make import TYPES as TYPES, make as make
 from ._quantize import BFloat16 as BFloat16, Int8 as Int8, OneBit as OneBit, TwoBit as TwoBit
 from ._two_way import (
-    allreduce as _allreduce_signs,
-    reduce_scatter as _reduce_scatter_signs,
+    allreduce as _allreduce_two_way,
+    reduce_scatter as _reduce_scatter_two_way,
     start_owner as _start_owner,
 )

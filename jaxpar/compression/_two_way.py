@@ -37,15 +37,15 @@ def allreduce(
     count, sizes = lax.axis_size(axis_name), [v.size for v in values]
     wanted = [with_residual(v, s) for v, s in zip(values, states, strict=True)]
     scales = _scales(wanted, axis_name)
-    signs = [split_codes(w, s) for w, s in zip(wanted, scales, strict=True)]
-    shares = _add_shares([collectives.to_rows(up, count) for up, _ in signs], axis_name, limits)
+    coded = [split_codes(w, s) for w, s in zip(wanted, scales, strict=True)]
+    shares = _add_shares([collectives.to_rows(codes, count) for codes, _ in coded], axis_name, limits)
     totals = [
         jnp.where(_is_inside(size, share.size, axis_name), share * scale + state[OWNER], 0)
         for size, share, scale, state in zip(sizes, shares, scales, states, strict=True)
     ]
     back = _scales(totals, axis_name)
     sent = [split_codes(t, s) for t, s in zip(totals, back, strict=True)]
-    whole = _gather_shares([up for up, _ in sent], axis_name, limits)
+    whole = _gather_shares([codes for codes, _ in sent], axis_name, limits)
     sums = [
         (collectives.from_rows(rows, v.shape) * scale).astype(v.dtype)
         for rows, scale, v in zip(whole, back, values, strict=True)
@@ -53,7 +53,7 @@ def allreduce(
     owners = [
         jnp.where(_is_inside(size, left.size, axis_name), left, 0) for size, (_, left) in zip(sizes, sent, strict=True)
     ]
-    new = zip(states, signs, owners, strict=True)
+    new = zip(states, coded, owners, strict=True)
     return sums, [{**state, "residual": left, OWNER: owner} for state, (_, left), owner in new]
 
 
@@ -65,15 +65,15 @@ def reduce_scatter(
     rows = [collectives.to_rows(v, count) for v in values]
     wanted = [with_residual(r, s) for r, s in zip(rows, states, strict=True)]
     scales = _scales(wanted, axis_name)
-    signs = [split_codes(w, s) for w, s in zip(wanted, scales, strict=True)]
-    shares = _add_shares([up for up, _ in signs], axis_name, limits)
+    coded = [split_codes(w, s) for w, s in zip(wanted, scales, strict=True)]
+    shares = _add_shares([codes for codes, _ in coded], axis_name, limits)
     sums = [
         jnp.where(_is_inside(v.size, share.size, axis_name), share * scale, 0).astype(v.dtype)
         for v, share, scale in zip(values, shares, scales, strict=True)
     ]
     left = [
         jnp.where(jnp.arange(r.size).reshape(r.shape) < v.size, rest, 0)
-        for v, r, (_, rest) in zip(values, rows, signs, strict=True)
+        for v, r, (_, rest) in zip(values, rows, coded, strict=True)
     ]
     return sums, [{**state, "residual": rest} for state, rest in zip(states, left, strict=True)]
 

@@ -20,9 +20,9 @@ from .._devices.user_mesh import unsplit
 from ..compression import (
     Compressor,
     LinearCompressor,
-    _allreduce_signs as allreduce_signs,
+    _allreduce_two_way as allreduce_two_way,
     _is_two_way as is_two_way,
-    _reduce_scatter_signs as reduce_scatter_signs,
+    _reduce_scatter_two_way as reduce_scatter_two_way,
     _start_owner as start_owner,
     decode_sum,
 )
@@ -70,7 +70,7 @@ def allreduce(
     if isinstance(compressor, LinearCompressor):
         return _linear(compressor, values, states, axis_name, limits)
     if is_two_way(compressor):
-        return allreduce_signs(values, states, axis_name, limits)
+        return allreduce_two_way(values, states, axis_name, limits)
     shapes = [v.shape for v in values]
     groups = buckets.plan_of(values, limits) if compressor.elementwise else tuple((i,) for i in range(len(values)))
     flat = [array.reshape(-1) for array in buckets.pack(values, groups)]
@@ -93,7 +93,7 @@ def reduce_scatter(
         sums, states = _linear(compressor, values, states, axis_name, limits)
         return [collectives.own_chunk(s, axis_name) for s in sums], states
     if is_two_way(compressor):
-        return reduce_scatter_signs(values, states, axis_name, limits)
+        return reduce_scatter_two_way(values, states, axis_name, limits)
     shards = lax.axis_size(axis_name)
     rows = [collectives.to_rows(v, shards) for v in values]
     coded = [jax.vmap(compressor.encode)(r, s) if r.size else ({}, s) for r, s in zip(rows, states, strict=True)]

@@ -94,11 +94,11 @@ class Elastic:
         """Whether process 0 stops after this step, and the signal that asked for it."""
         if record is None and loop.at % _SHARE_EVERY:
             return stopped, signal
-        told = self.group.tell(str(loop.at), lambda: {"stop": stopped, "signal": signal, "record": record})
+        answer = self.group.broadcast(str(loop.at), lambda: {"stop": stopped, "signal": signal, "record": record})
         if record is not None and not self.leads:
             record.clear()
-            record.update(told["record"])
-        return stopped or told["stop"], signal or told["signal"]
+            record.update(answer["record"])
+        return stopped or answer["stop"], signal or answer["signal"]
 
     @contextlib.contextmanager
     def ended(self) -> Generator[None]:

@@ -109,13 +109,13 @@ class Group:
         self._failures = 0
         return made[0]
 
-    def tell(self, key: str, answer: Callable[[], Any]) -> Any:
+    def broadcast(self, key: str, answer: Callable[[], Any]) -> Any:
         """The answer of process 0 in every process. Only process 0 calls `answer`. It must be JSON."""
-        name = f"{_KEYS}/told/{key}"
+        name = f"{_KEYS}/answers/{key}"
         if self.is_first:
-            told = answer()
-            self._client.key_value_set(name, json.dumps(told), allow_overwrite=True)
-            return told
+            found = answer()
+            self._client.key_value_set(name, json.dumps(found), allow_overwrite=True)
+            return found
         return json.loads(self._read(name))
 
     def has_failed(self) -> bool:
