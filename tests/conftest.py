@@ -18,6 +18,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 CLUSTER = ("JAXPAR_", "SLURM_", "OMPI_", "JAX_COORDINATOR", "JOB_COMPLETION_INDEX")
 for name in [name for name in os.environ if name.startswith(CLUSTER) and name != "JAXPAR_SCREENSHOTS"]:
@@ -44,6 +45,19 @@ def quick_collections():
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def programs_are_compiled():
+    """A test that leaves jax's cache of programs on gives later tests programs of other days and other lines."""
+    name = "jax_compilation_cache_dir"
+    before = getattr(jax.config, name)
+    yield
+    after = getattr(jax.config, name)
+    jax.config.update(name, before)
+    if after != before:
+        compilation_cache.reset_cache()
+        pytest.fail(f"the test left {name} at {after!r}")
 
 
 CORE = (

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxpar import kv, parallel, train, viz
@@ -262,7 +263,7 @@ def test_heat_from_a_profile(tmp_path):
     params, opt_state, batch = args
     params, opt_state, _ = jax.block_until_ready(fn(params, opt_state, batch))
     with jax.profiler.trace(str(tmp_path)):
-        for _ in range(10):  # one after the other: emulated devices wait for each other in their collectives
+        for _ in range(3):  # one after the other: emulated devices wait for each other in their collectives
             params, opt_state, _ = jax.block_until_ready(fn(params, opt_state, batch))
     graph = viz.trace_step(*(lambda fn, args: (fn, *args))(*STEPS["data"]()), profile=str(tmp_path))
     for layer in graph.layers:
@@ -270,6 +271,49 @@ def test_heat_from_a_profile(tmp_path):
             assert 0 < layer.forward.seconds < 10
             assert 0 < layer.backward.seconds < 10
     assert graph.optimizers[0].forward.seconds > 0
+
+
+@pytest.fixture
+def cache(tmp_path):
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, (str(tmp_path / "cache"), 0), strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("is_run", [False, True])
+def test_a_program_that_was_compiled_from_other_lines(is_run, tmp_path):
+    """What jax's cache of programs gives has the lines of the source that it was compiled from."""
+    source = """
+import jax
+def layer(params, x):
+    return x @ params["w"] + params["b"][None]
+def loss(params, x):
+    for _ in range(2):
+        x = jax.nn.relu(layer(params, x))
+    return (x**2).mean()
+def step(params, x):
+    return jax.tree.map(lambda leaf, grad: leaf - 0.1 * grad, params, jax.grad(loss)(params, x))
+"""
+    params, x = {"w": np.ones((6, 6), np.float32), "b": np.ones(6, np.float32)}, np.ones((5, 6), np.float32)
+    graphs = []
+    for lines in (0, 50):
+        file, names = tmp_path / f"after_{lines}.py", {}
+        file.write_text("\n" * lines + source)
+        exec(compile(file.read_text(), str(file), "exec"), names)
+        fn = jax.jit(names["step"])
+        if is_run:
+            fn(params, x)
+        graphs.append(viz.trace_step(fn, params, x))
+    peaks = [[layer.forward.peak for layer in graph.layers] for graph in graphs]
+    assert peaks[0][0] is not None
+    assert peaks[0] == peaks[1]
 
 
 def test_a_directory_without_a_profile(tmp_path):

@@ -16,6 +16,7 @@ from .._graph import Graph
 from .._layout.graph import to_graph
 from .._layout.names import name_drafts
 from .._layout.net import Net
+from .._program.fresh import compile_from_source
 from .._program.hlo import Program, parse
 from .._program.memory import Memory, memory_of
 from .._program.sends import sends_of
@@ -115,7 +116,7 @@ def _read(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
-            compiled = jitted.lower(*args).compile()
+            compiled = compile_from_source(jitted.lower(*args))
     except Exception as error:
         raise _failure(step, args, "compiled", error) from error
     return parse(compiled.as_text() or ""), compiled, net, name_drafts(net)
