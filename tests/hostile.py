@@ -95,7 +95,7 @@ class Client:
 
     def ends(self):
         """Whether the server closes the connection. Earlier messages are skipped."""
-        end = time.monotonic() + 5
+        end = time.monotonic() + 30
         while not self.ended and time.monotonic() < end:
             self.read()
             is_readable(self.sock, 0.1)

@@ -7,3 +7,4 @@ fit one device.
 """
 
 from . import lenet as lenet, matrix_factorization as matrix_factorization, transformer as transformer
+from ._convolution import conv_general_dilated as conv_general_dilated

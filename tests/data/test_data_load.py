@@ -430,7 +430,7 @@ def test_without_a_network_it_fails_soon_and_says_what_to_do(name, message, offl
     start = time.monotonic()
     with pytest.raises(ConnectionError, match=message):
         data.load(name, data_dir=tmp_path / "new")
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     assert not (tmp_path / "new").exists()
 
 

@@ -353,7 +353,7 @@ def test_every_process_says_why_the_run_cannot_begin(settings, text):
     began = time.monotonic()
     for error in join(*settings, seconds=0.5):
         assert text in error
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_a_coordinator_that_is_not_there():
@@ -361,7 +361,7 @@ def test_a_coordinator_that_is_not_there():
     (error,) = join((1, 2), seconds=0.5)
     assert re.search(r"process 0 is not there: no answer from the coordinator 127.0.0.1:\d+ .* within 0.5 sec", error)
     assert error.endswith("(this is process 1 of 2)")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_another_run_is_left_in_peace():
@@ -372,7 +372,7 @@ def test_another_run_is_left_in_peace():
     began = time.monotonic()
     with pytest.raises(ConnectionError, match=r"absent within 0\.3 seconds"):
         client.join_run([listener.getsockname()], 0.3, "absent")
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20
     assert thread.server.lost is None
 
 
@@ -496,7 +496,7 @@ def test_a_frozen_process_is_noticed_by_a_collective(tmp_path):
             break
     began = time.monotonic()
     _, (status, lines) = ended(processes, but=[0])
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     assert status == 75
     assert lines == last_line(1, 2, 0, "no heartbeat for 4 seconds: it is frozen, or its host is gone")
 

