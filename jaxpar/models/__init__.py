@@ -3,7 +3,7 @@
 `lenet` and `matrix_factorization` are those of MXNet's articles. `transformer` shows how to write a model that does not
 fit one device.
 
-`lenet` has formulas of its own for CPUs, which `_cpu_convolution` fences.
+`lenet` has formulas of its own for CPUs, which `_cpu_convolution` fences. `conv_general_dilated` is for every model.
 """
 
 from . import lenet as lenet, matrix_factorization as matrix_factorization, transformer as transformer

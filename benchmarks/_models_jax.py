@@ -1,0 +1,279 @@
+"""The networks of `models.py` in JAX, measured on command in a process of its own.
+
+Contenders of a network: "plain" is `jax.jit` with optax and `jax.lax`, on one device. "jaxpar" is the same function
+with `models.conv_general_dilated`, in a training step of jaxpar over all devices of the process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+import traceback
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from jaxpar import kv, models, train
+
+LEARNING_RATE = 0.01
+NUMBERS = ("NHWC", "HWIO", "NHWC")
+
+
+def normal(rng, *shape, scale=None):
+    return np.float32(scale or 1 / math.sqrt(math.prod(shape[:-1]))) * rng.standard_normal(shape, np.float32)
+
+
+def dense(layer, x):
+    return x @ layer["weight"] + layer["bias"]
+
+
+def dense_init(rng, before, after):
+    return {"weight": normal(rng, before, after), "bias": np.zeros(after, np.float32)}
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def classified(apply):
+    def loss_fn(conv, params, batch):
+        return cross_entropy(apply(conv, params, batch["x"]), batch["label"])
+
+    return loss_fn
+
+
+def max_pool(x):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+
+def cnn(rng):
+    """Three 3 x 3 convolutions with ReLU and max pooling, one dense layer. 128 images of 32 x 32 x 3."""
+    widths = (3, 32, 64, 128)
+    params = {f"conv{i}": {"weight": normal(rng, 3, 3, a, b)} for i, (a, b) in enumerate(pairwise(widths))}
+    params["dense"] = dense_init(rng, 4 * 4 * 128, 10)
+
+    def apply(conv, params, x):
+        for i in range(3):
+            x = max_pool(jax.nn.relu(conv(x, params[f"conv{i}"]["weight"], (1, 1), "SAME", dimension_numbers=NUMBERS)))
+        return dense(params["dense"], x.reshape(x.shape[0], -1))
+
+    return params, classified(apply), images(rng, 128)
+
+
+def images(rng, count):
+    return {
+        "x": rng.standard_normal((count, 32, 32, 3), np.float32),
+        "label": rng.integers(0, 10, count, dtype=np.int32),
+    }
+
+
+STAGES = (
+    (64, 64, 1),
+    (64, 64, 1),
+    (64, 128, 2),
+    (128, 128, 1),
+    (128, 256, 2),
+    (256, 256, 1),
+    (256, 512, 2),
+    (512, 512, 1),
+)
+
+
+def resnet18(rng):
+    """ResNet-18 for small images, with batch norm by the statistics of the batch. 32 images of 32 x 32 x 3."""
+
+    def layer(size, before, after):
+        ones = np.ones(after, np.float32)
+        return {"weight": normal(rng, size, size, before, after), "scale": ones, "bias": 0 * ones}
+
+    params = {"first": layer(3, 3, 64), "dense": dense_init(rng, 512, 10)}
+    for i, (before, after, stride) in enumerate(STAGES):
+        params[f"block{i}"] = {"conv1": layer(3, before, after), "conv2": layer(3, after, after)}
+        if stride != 1:
+            params[f"block{i}"]["shortcut"] = layer(1, before, after)
+
+    def normalized(conv, layer, x, stride=1):
+        y = conv(x, layer["weight"], (stride, stride), "SAME", dimension_numbers=NUMBERS)
+        mean, variance = y.mean((0, 1, 2)), y.var((0, 1, 2))
+        return (y - mean) * (layer["scale"] * lax.rsqrt(variance + 1e-5)) + layer["bias"]
+
+    def apply(conv, params, x):
+        x = jax.nn.relu(normalized(conv, params["first"], x))
+        for i, (_, _, stride) in enumerate(STAGES):
+            block = params[f"block{i}"]
+            y = jax.nn.relu(normalized(conv, block["conv1"], x, stride))
+            y = normalized(conv, block["conv2"], y)
+            x = jax.nn.relu(y + (normalized(conv, block["shortcut"], x, stride) if stride != 1 else x))
+        return dense(params["dense"], x.mean((1, 2)))
+
+    return params, classified(apply), images(rng, 32)
+
+
+def mlp(rng):
+    """784-512-512-10 with ReLU. 256 examples."""
+    widths = (784, 512, 512, 10)
+    params = {f"dense{i}": dense_init(rng, a, b) for i, (a, b) in enumerate(pairwise(widths))}
+
+    def apply(conv, params, x):
+        del conv
+        for i in range(3):
+            x = dense(params[f"dense{i}"], jax.nn.relu(x) if i else x)
+        return x
+
+    batch = {"x": rng.standard_normal((256, 784), np.float32), "label": rng.integers(0, 10, 256, dtype=np.int32)}
+    return params, classified(apply), batch
+
+
+WIDTH, HEADS, TOKENS, VOCABULARY = 256, 8, 64, 1000
+
+
+def transformer(rng):
+    """Four layers of width 256 with 8 heads, causal, a vocabulary of 1,000. 16 texts of 64 tokens."""
+
+    def norm_init():
+        return {"scale": np.ones(WIDTH, np.float32), "bias": np.zeros(WIDTH, np.float32)}
+
+    params = {
+        "embedding": normal(rng, VOCABULARY, WIDTH, scale=0.02),
+        "position": normal(rng, TOKENS, WIDTH, scale=0.02),
+        "norm": norm_init(),
+        "logits": dense_init(rng, WIDTH, VOCABULARY),
+    }
+    for i in range(4):
+        params[f"layer{i}"] = {
+            "norm1": norm_init(),
+            "qkv": dense_init(rng, WIDTH, 3 * WIDTH),
+            "out": dense_init(rng, WIDTH, WIDTH),
+            "norm2": norm_init(),
+            "up": dense_init(rng, WIDTH, 4 * WIDTH),
+            "down": dense_init(rng, 4 * WIDTH, WIDTH),
+        }
+
+    def norm(layer, x):
+        y = x - x.mean(-1, keepdims=True)
+        return y * lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-5) * layer["scale"] + layer["bias"]
+
+    def attention(layer, x):
+        q, k, v = jnp.split(dense(layer["qkv"], x).reshape(*x.shape[:2], 3 * HEADS, -1), 3, axis=2)
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        return dense(layer["out"], y.reshape(x.shape))
+
+    def loss_fn(conv, params, batch):
+        del conv
+        x = params["embedding"][batch["x"]] + params["position"]
+        for i in range(4):
+            layer = params[f"layer{i}"]
+            x = x + attention(layer, norm(layer["norm1"], x))
+            x = x + dense(layer["down"], jax.nn.gelu(dense(layer["up"], norm(layer["norm2"], x)), approximate=True))
+        return cross_entropy(dense(params["logits"], norm(params["norm"], x)), batch["label"])
+
+    tokens = rng.integers(0, VOCABULARY, (16, TOKENS + 1), dtype=np.int32)
+    return params, loss_fn, {"x": tokens[:, :-1].copy(), "label": tokens[:, 1:].copy()}
+
+
+def lstm(rng):
+    """One LSTM of width 256 over 64 steps of 128 numbers, and a dense layer. 32 sequences."""
+    params = {"input": dense_init(rng, 128, 1024), "state": {"weight": normal(rng, 256, 1024)}}
+    params["dense"] = dense_init(rng, 256, 10)
+
+    def apply(conv, params, x):
+        del conv
+
+        def cell(carry, x):
+            c, h = carry
+            i, f, g, o = jnp.split(x + h @ params["state"]["weight"], 4, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (c, h), None
+
+        zeros = x[:, 0, :1] * jnp.zeros(256)
+        (_, h), _ = lax.scan(cell, (zeros, zeros), dense(params["input"], x).swapaxes(0, 1))
+        return dense(params["dense"], h)
+
+    batch = {"x": rng.standard_normal((32, 64, 128), np.float32), "label": rng.integers(0, 10, 32, dtype=np.int32)}
+    return params, classified(apply), batch
+
+
+NETWORKS = {"cnn": cnn, "resnet18": resnet18, "transformer": transformer, "mlp": mlp, "lstm": lstm}
+
+
+def plain(loss_fn, params, batch):
+    tx = optax.sgd(LEARNING_RATE)
+    state = jax.device_put((params, tx.init(params)), jax.devices()[0])
+    batch = jax.device_put(batch, jax.devices()[0])
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(state, batch):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(partial(loss_fn, lax.conv_general_dilated))(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    def once():
+        nonlocal state
+        state, loss = step(state, batch)
+        return loss
+
+    return once
+
+
+def jaxpar(loss_fn, params, batch):
+    devices = jax.devices()
+    state = train.create_state(kv.from_params(params, optimizer=optax.sgd(LEARNING_RATE)), 0, devices=devices)
+
+    def with_ours(params, batch, rng):
+        del rng
+        return loss_fn(models.conv_general_dilated, params, batch), {}
+
+    step = train.make_train_step(with_ours, devices=devices)
+    batch = jax.device_put(batch, NamedSharding(Mesh(np.array(devices), ("data",)), P("data")))
+
+    def once():
+        nonlocal state
+        state, metrics = step(state, batch)
+        return metrics["loss"]
+
+    return once
+
+
+def main():
+    contenders: dict[str, Any] = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            print(json.dumps({"result": answer(contenders, request)}), flush=True)
+        except Exception:
+            print(json.dumps({"error": traceback.format_exc()}), flush=True)
+
+
+def answer(contenders, request):
+    """Set a contender up, measure it, or say a version."""
+    match request["do"]:
+        case "version":
+            return jax.__version__
+        case "start":
+            params, loss_fn, batch = NETWORKS[request["network"]](np.random.default_rng(0))
+            make = {"plain": plain, "jaxpar": jaxpar}[request["contender"]]
+            contenders[request["name"]] = make(loss_fn, params, batch)
+            return [float(contenders[request["name"]]()) for _ in range(3)]
+        case "measure":
+            once, start = contenders[request["name"]], time.perf_counter()
+            for _ in range(request["repeats"]):
+                result = once()
+            jax.block_until_ready(result)
+            return (time.perf_counter() - start) / request["repeats"]
+        case other:
+            raise ValueError(f"no request {other!r}")
+
+
+if __name__ == "__main__":
+    main()

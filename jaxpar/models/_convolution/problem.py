@@ -1,0 +1,79 @@
+"""One convolution, read from the parameters of its primitive."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Sizes = tuple[int, ...]
+
+
+class FilterGradient(NamedTuple):
+    """A convolution with a large window and a small result, as the gradient of a filter is one.
+
+    The names are those of the convolution that it is the gradient of. `images` are F x spatial x C and `cotangent` is
+    F x spatial x O, where F is the axis that is summed over.
+
+    Attributes:
+        window: the spatial shape of the result.
+        strides, dilation: of the convolution that it is the gradient of.
+        low: how many zeros stand before the images on each spatial axis. May be negative.
+    """
+
+    window: Sizes
+    strides: Sizes
+    dilation: Sizes
+    low: Sizes
+
+
+def filter_gradient(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> FilterGradient | None:
+    """The convolution as the gradient of a filter. None where it is another one, or where no formula applies.
+
+    Args:
+        lhs, rhs: the operands, of any layout.
+        params: of the primitive.
+    """
+    sizes = (*lhs.shape, *rhs.shape)
+    if not all(isinstance(size, int) for size in sizes) or 0 in sizes or lhs.ndim < 3:
+        return None  # symbolic sizes are compared to nothing
+    if params["feature_group_count"] != 1 or params["batch_group_count"] != 1 or not _is_float32(lhs, rhs, params):
+        return None
+    if any(dilation != 1 for dilation in params["lhs_dilation"]) or min(params["window_strides"]) < 1:
+        return None
+    result, summed = _result(lhs, rhs, params), _spatial(rhs, params["dimension_numbers"].rhs_spec)
+    if min(result) < 1 or _LARGER * math.prod(result) > math.prod(summed):
+        return None
+    low = tuple(before for before, _ in params["padding"])
+    return FilterGradient(result, tuple(params["rhs_dilation"]), tuple(params["window_strides"]), low)
+
+
+_LARGER = 4
+"""How many times as many places the window must have as the result."""
+
+
+def _is_float32(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> bool:
+    float32 = jnp.dtype("float32")
+    return lhs.dtype == rhs.dtype == float32 and params["preferred_element_type"] in (None, float32)
+
+
+def _spatial(array: jax.Array, spec: Sizes) -> Sizes:
+    return tuple(array.shape[axis] for axis in spec[2:])
+
+
+def _result(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> Sizes:
+    """The spatial shape of the result. The images are not dilated."""
+    numbers = params["dimension_numbers"]
+    return tuple(
+        (image + low + high - (window - 1) * dilation - 1) // stride + 1
+        for image, window, (low, high), dilation, stride in zip(
+            _spatial(lhs, numbers.lhs_spec),
+            _spatial(rhs, numbers.rhs_spec),
+            params["padding"],
+            params["rhs_dilation"],
+            params["window_strides"],
+            strict=True,
+        )
+    )

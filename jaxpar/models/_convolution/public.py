@@ -1,0 +1,76 @@
+"""The convolution that models call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from .primitive import bind_like
+
+
+def conv_general_dilated(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    **options: Any,
+) -> jax.Array:
+    """`jax.lax.conv_general_dilated` with faster gradients on CPUs.
+
+    The gradient of the filter is a matrix product of shifted views, where XLA computes a convolution with a window as
+    large as the image. It is used for float32 without groups and sizes that are known. Everything else, and every other
+    platform, is XLA's own. It works wherever that of `jax.lax` does: under `jit`, `vmap`, `scan`, `shard_map`, export,
+    and in derivatives of any order. The page "Your own model" has it in Flax, Equinox and Haiku.
+
+    Args:
+        lhs: the images, (N, C, H, W) unless `dimension_numbers` says otherwise. Any number of spatial dimensions.
+        rhs: the filter, (O, C, KH, KW) unless `dimension_numbers` says otherwise. Of the dtype of `lhs`.
+        window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
+            batch_group_count, precision, preferred_element_type, options: as of `jax.lax.conv_general_dilated`.
+
+    Returns:
+        What `jax.lax.conv_general_dilated` gives, to the bit. The gradient of the filter differs by rounding: its sums
+        have another order. Where images or gradients are not finite, more of its entries are NaN.
+
+    Raises:
+        TypeError, ValueError: those of `jax.lax.conv_general_dilated`.
+
+    Source: the sums over shifted columns and rows follow Cho and Brand (2017), "MEC: memory-efficient convolution".
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> images, weight = jnp.ones((8, 16, 16, 3)), jnp.ones((3, 3, 3, 4))
+        >>> def total(weight):
+        ...     numbers = ("NHWC", "HWIO", "NHWC")
+        ...     return conv_general_dilated(images, weight, (1, 1), "SAME", dimension_numbers=numbers).sum()
+        >>> jax.grad(total)(weight).shape
+        (3, 3, 3, 4)
+    """
+
+    def convolution(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(
+            lhs,
+            rhs,
+            window_strides,
+            padding,
+            lhs_dilation,
+            rhs_dilation,
+            dimension_numbers,
+            feature_group_count,
+            batch_group_count,
+            precision,
+            preferred_element_type,
+            **options,
+        )
+
+    return bind_like(convolution, lhs, rhs)

@@ -1,0 +1,231 @@
+"""`models.conv_general_dilated` gives what lax's gives wherever it is called. Its gradients are products on CPUs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export, lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from jaxpar import models, viz
+
+IMAGES, WINDOWS = "NHWC", "HWIO"
+
+
+def arrays(*shapes, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def close(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=3e-5, atol=3e-5 * np.abs(y).max(initial=0)), a, b)
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def by(conv, *strides_and_padding, **options):
+    options = {"dimension_numbers": (IMAGES, WINDOWS, IMAGES)} | options
+    return lambda x, w: conv(x, w, *(strides_and_padding or ((1, 1), "SAME")), **options)
+
+
+def grads(conv):
+    return jax.grad(lambda x, w: jnp.sin(conv(x, w)).sum(), argnums=(0, 1))
+
+
+OURS, LAXS = by(models.conv_general_dilated), by(lax.conv_general_dilated)
+X, W = arrays((4, 12, 10, 3), (3, 3, 3, 5))
+
+CASES = {
+    "same": ((4, 12, 10, 3), (3, 3, 3, 5), (1, 1), "SAME", {}),
+    "valid": ((4, 12, 10, 3), (3, 2, 3, 5), (1, 1), "VALID", {}),
+    "many channels": ((2, 12, 12, 16), (3, 3, 16, 8), (1, 1), "SAME", {}),
+    "in blocks": ((9, 48, 48, 8), (3, 3, 8, 8), (1, 1), "SAME", {}),
+    "patches in blocks": ((6, 64, 64, 3), (5, 5, 3, 40), (2, 2), "SAME", {}),
+    "one example": ((1, 48, 48, 8), (3, 3, 8, 8), (1, 1), "SAME", {}),
+    "strides": ((4, 16, 14, 3), (3, 3, 3, 5), (2, 1), "SAME", {}),
+    "1 x 1": ((4, 12, 10, 3), (1, 1, 3, 5), (1, 1), "SAME", {}),
+    "1 x 1, strides": ((4, 12, 11, 3), (1, 1, 3, 5), (2, 2), "SAME", {}),
+    "dilated window": ((4, 16, 14, 3), (3, 3, 3, 5), (1, 1), "SAME", {"rhs_dilation": (2, 3)}),
+    "dilated window, strides": ((4, 20, 18, 3), (3, 3, 3, 5), (2, 2), "SAME", {"rhs_dilation": (2, 1)}),
+    "dilated images": ((4, 6, 6, 3), (3, 3, 3, 5), (1, 1), ((2, 1), (1, 2)), {"lhs_dilation": (2, 2)}),
+    "cropped": ((4, 14, 12, 3), (3, 3, 3, 5), (1, 1), ((-1, 2), (0, -2)), {}),
+    "groups": ((4, 12, 10, 4), (3, 3, 2, 6), (1, 1), "SAME", {"feature_group_count": 2}),
+    "depthwise": ((4, 12, 10, 4), (3, 3, 1, 4), (1, 1), "SAME", {"feature_group_count": 4}),
+    "batch groups": ((4, 12, 10, 3), (3, 3, 3, 6), (1, 1), "SAME", {"batch_group_count": 2}),
+    "channels first": ((4, 3, 12, 10), (5, 3, 3, 3), (1, 1), "SAME", {"dimension_numbers": ("NCHW", "OIHW", "NCHW")}),
+    "mixed layouts": ((12, 4, 10, 3), (3, 5, 3, 3), (1, 1), "SAME", {"dimension_numbers": ("HNWC", "IOHW", "CWNH")}),
+    "1-D": ((4, 40, 3), (5, 3, 6), (1,), "SAME", {"dimension_numbers": ("NHC", "HIO", "NHC")}),
+    "3-D": ((2, 8, 9, 7, 3), (2, 3, 2, 3, 4), (1, 2, 1), "SAME", {"dimension_numbers": ("NDHWC", "DHWIO", "NDHWC")}),
+    "no images": ((0, 12, 10, 3), (3, 3, 3, 5), (1, 1), "SAME", {}),
+}
+
+
+OFTEN = ("same", "in blocks", "strides", "dilated images", "groups", "mixed layouts")
+
+
+@pytest.mark.parametrize(
+    "case", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_the_numbers_of_lax(case):
+    x_shape, w_shape, strides, padding, options = CASES[case]
+    x, w = arrays(x_shape, w_shape)
+    ours, laxs = (by(f, strides, padding, **options) for f in (models.conv_general_dilated, lax.conv_general_dilated))
+    same(ours(x, w), laxs(x, w))
+    same(jax.jit(ours)(x, w), jax.jit(laxs)(x, w))
+    close(jax.jit(grads(ours))(x, w), jax.jit(grads(laxs))(x, w))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_other_dtypes_are_lax_to_the_bit(dtype):
+    x, w = arrays(X.shape, W.shape, dtype=dtype)
+    same(jax.jit(grads(OURS))(x, w), jax.jit(grads(LAXS))(x, w))
+    options = {"preferred_element_type": jnp.float32}
+    wide = [by(f, (1, 1), "SAME", **options) for f in (models.conv_general_dilated, lax.conv_general_dilated)]
+    same(*(conv(x, w) for conv in wide))
+
+
+def test_the_errors_are_those_of_lax():
+    for args in (((1, 1), ((1, 1),)), ((1,), "VALID"), ((1, 1), 3)):
+        errors = []
+        for conv in (models.conv_general_dilated, lax.conv_general_dilated):
+            with pytest.raises((TypeError, ValueError)) as error:
+                conv(X, W, *args, dimension_numbers=(IMAGES, WINDOWS, IMAGES))
+            errors.append((type(error.value), str(error.value)))
+        assert errors[0] == errors[1]
+    with pytest.raises(TypeError, match="dtype"):
+        OURS(X, W.astype(jnp.bfloat16))
+
+
+@pytest.mark.slow
+def test_derivatives_of_any_order():
+    few = W[:, :, :, :2]
+    tangents = (X + 1, W - 1)
+    close(jax.jvp(OURS, (X, W), tangents), jax.jvp(LAXS, (X, W), tangents))
+    close(jax.linearize(OURS, X, W)[1](*tangents), jax.linearize(LAXS, X, W)[1](*tangents))
+    cubes = [lambda w, conv=conv: (conv(X[:2, :6, :6], w) ** 3).sum() for conv in (OURS, LAXS)]
+    close(*(jax.jit(jax.hessian(cube))(few) for cube in cubes))
+    close(*(jax.grad(lambda w, cube=cube: (jax.grad(cube)(w) ** 2).sum())(few) for cube in cubes))
+    close(*(jax.jvp(jax.grad(cube), (few,), (few + 1,)) for cube in cubes))
+
+
+@pytest.mark.parametrize(
+    "axes", [(0, 0), *(pytest.param(a, marks=pytest.mark.slow) for a in ((0, None), (None, 0), (1, 3)))]
+)
+def test_batches_of_convolutions(axes):
+    many = [jnp.stack([a, 2 * a, a - 1], axis) if axis is not None else a for a, axis in zip((X, W), axes, strict=True)]
+    for make in (lambda conv: conv, grads):
+        close(*(jax.jit(jax.vmap(make(conv), axes))(*many) for conv in (OURS, LAXS)))
+
+
+@pytest.mark.slow
+def test_loops_and_memory_saved():
+    images = jnp.stack([X, X + 1])
+
+    def loss(conv):
+        return lambda w: lax.map(lambda x: (jax.checkpoint(conv)(x, w) ** 2).sum(), images).sum()
+
+    close(*(jax.jit(jax.grad(loss(conv)))(W) for conv in (OURS, LAXS)))
+
+
+def text(fn, *args):
+    return jax.jit(fn).lower(*args).as_text()
+
+
+def test_the_gradient_of_the_filter_is_a_product():
+    """And where no formula applies it is lax's own."""
+    count = functools.partial(str.count, text(grads(OURS), X, W))
+    assert (count("stablehlo.convolution"), count("stablehlo.dot_general")) == (2, 1)  # forward, and of the images
+    assert text(grads(LAXS), X, W).count("stablehlo.convolution") == 3
+    small = X[:, :5, :5]  # the window is as large as the result: no filter's gradient to the eye
+    assert text(OURS, small, W).count("dot_general") == 0
+
+
+def test_other_platforms_have_lax():
+    lowered = jax.jit(grads(OURS)).trace(X, W).lower(lowering_platforms=("tpu",)).as_text()
+    assert lowered.count("stablehlo.convolution") == 3
+    assert "dot_general" not in lowered
+
+
+def test_copies_are_made_a_few_examples_at_a_time():
+    """A loop over blocks keeps them in the cache; small ones need none."""
+    x, w = arrays(*CASES["in blocks"][:2])
+    assert "stablehlo.while" in text(grads(OURS), x, w)
+    assert "stablehlo.while" not in text(grads(OURS), X, W)
+
+
+MESH = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+@pytest.mark.parametrize("axis_type", MESH)
+def test_automatic_partitioning_exchanges_the_gradient_only(axis_type):
+    """A loop over the examples would gather the images on every device."""
+    x, w = arrays(*CASES["in blocks"][:2])
+    x = jnp.concatenate([x[:8]] * 2)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(MESH[axis_type],))
+    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    with jax.set_mesh(mesh):
+        args = jax.device_put(x, split), jax.device_put(w, whole)
+        compiled = jax.jit(grads(OURS), out_shardings=(split, whole)).lower(*args).compile()
+        found = compiled(*args)
+    assert "all-gather" not in compiled.as_text()
+    assert "all-reduce" in compiled.as_text()
+    close(jax.device_get(found), grads(LAXS)(x, w))
+
+
+def test_shard_map_and_pmap():
+    x = jnp.concatenate([X, X + 1])
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+
+    def local(conv):
+        def fn(x, w):
+            gx, gw = grads(conv)(x, w)
+            return gx, lax.psum(gw, "data")
+
+        return fn
+
+    whole = grads(LAXS)(x, W)
+    specs = {"in_specs": (P("data"), P()), "out_specs": (P("data"), P())}
+    close(jax.jit(jax.shard_map(local(OURS), mesh=mesh, check_vma=False, **specs))(x, W), whole)
+    gx, gw = jax.pmap(local(OURS), "data", in_axes=(0, None))(x.reshape(4, 2, *x.shape[1:]), W)
+    close((gx.reshape(x.shape), gw[0]), whole)
+
+
+def test_blocks_inside_of_shard_map():
+    x, w = arrays((16, *CASES["in blocks"][0][1:]), CASES["in blocks"][1])
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "check_vma": False}
+    fn = jax.shard_map(lambda x, w: grads(OURS)(x, w)[1][None], mesh=mesh, **specs)
+    assert "stablehlo.while" in text(fn, x, w)
+    close(jax.jit(fn)(x, w).sum(0), grads(LAXS)(x, w)[1])
+
+
+@pytest.mark.slow
+def test_export_with_a_symbolic_batch():
+    (n,) = export.symbolic_shape("n")
+    shapes = jax.ShapeDtypeStruct((n, *X.shape[1:]), X.dtype), jax.ShapeDtypeStruct(W.shape, W.dtype)
+    exported = export.export(jax.jit(grads(OURS)))(*shapes)
+    close(export.deserialize(exported.serialize()).call(X, W), grads(LAXS)(X, W))
+
+
+@pytest.mark.slow
+def test_in_flax():
+    nnx, linen = pytest.importorskip("flax.nnx"), pytest.importorskip("flax.linen")
+
+    def gradient(**options):
+        layer = nnx.Conv(3, 5, (3, 3), rngs=nnx.Rngs(0), **options)
+        return nnx.grad(lambda layer: (layer(X) ** 2).sum())(layer)["kernel"].get_value()
+
+    close(gradient(conv_general_dilated=models.conv_general_dilated), gradient())
+    layer = linen.Conv(5, (3, 3), conv_general_dilated=models.conv_general_dilated)
+    params = layer.init(jax.random.key(0), X)
+    assert text(jax.grad(lambda p: (layer.apply(p, X) ** 2).sum()), params).count("dot_general") == 1
+
+
+def test_a_picture_knows_it():
+    ours, laxs = ([(layer.op, layer.flops) for layer in viz.trace(conv, X, W).layers] for conv in (OURS, LAXS))
+    assert ours == laxs
+    assert ours[0][0] == "Convolution"
