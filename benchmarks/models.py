@@ -1,0 +1,101 @@
+"""Steps per second of five networks: jaxpar beside plain JAX and PyTorch, each in processes of its own.
+
+A small CNN, ResNet-18, a transformer, an MLP and an LSTM, float32, plain SGD. jaxpar runs in a process of one device
+and in one of two. PyTorch runs eagerly and compiled, convolutions with channels last too. It is found in this Python,
+or in the one that the environment variable JAXPAR_TORCH_PYTHON names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import sys
+from pathlib import Path
+
+from _harness import Child, Turn, arguments, environment, medians, ratio, save, show, take_turns
+
+HERE = Path(__file__).resolve().parent
+NETWORKS = ("cnn", "resnet18", "transformer", "mlp", "lstm")
+CONVOLUTIONAL = ("cnn", "resnet18")
+DEVICES = (1, 2)
+
+
+def main() -> None:
+    options = arguments("Steps per second of five networks, beside their peers.", 9, 0.5)
+    rows = options.rows or list(NETWORKS)
+    with contextlib.ExitStack() as stack:
+        jax_children = {count: stack.enter_context(contextlib.closing(_jax(count))) for count in DEVICES}
+        torch_child = _torch()
+        if torch_child is not None:
+            stack.enter_context(contextlib.closing(torch_child))
+        measured = {row: _row(row, jax_children, torch_child, options) for row in rows}
+    versions = environment() | {"jax": jax_children[1].version}
+    versions["torch"] = torch_child.version if torch_child is not None else "not installed"
+    save(options, f"models_jax_{versions['jax']}", {"environment": versions, "networks": measured})
+
+
+def _jax(devices: int) -> Child:
+    os.environ |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    child = Child([sys.executable, str(HERE / "_models_jax.py")])
+    child.version = child.ask(do="version")
+    return child
+
+
+def _torch() -> Child | None:
+    child = Child([os.environ.get("JAXPAR_TORCH_PYTHON", sys.executable), str(HERE / "_models_torch.py")])
+    try:
+        child.version = child.ask(do="version")
+    except (RuntimeError, OSError) as error:
+        print(f"no PyTorch: {error}; `pip install torch`, or name its Python in JAXPAR_TORCH_PYTHON")
+        return None
+    return child
+
+
+def _row(network: str, jax_children: dict[int, Child], torch_child: Child | None, options) -> dict:
+    turns: dict[str, Turn] = {"plain JAX": _start(jax_children[1], network, "plain")}
+    for count, child in jax_children.items():
+        turns[f"jaxpar, {count} device{'s'[: count > 1]}"] = _start(child, network, "jaxpar")
+    if torch_child is not None:
+        for how in _torch_ways(network):
+            try:
+                turns[f"PyTorch {how}"] = _start(torch_child, network, how)
+            except RuntimeError as error:  # its compiler raises what it likes
+                print(f"no PyTorch {how}: {str(error).splitlines()[-1]}")
+    times = take_turns(turns, options.rounds, options.turn_seconds, most_seconds=180)
+    plain = {name: round(ratio(times, "plain JAX", name), 3) for name in times}
+    best = {name: _against_torch(times, name) for name in times if name.startswith("jaxpar")}
+    table = [
+        (name, f"{1000 * seconds:.2f}", f"{plain[name]:.2f}x", f"{best[name]:.2f}x" if best.get(name) else "")
+        for name, seconds in medians(times).items()
+    ]
+    show((network, "ms a step", "against plain JAX", "against PyTorch's best"), table)
+    print()
+    return {"milliseconds": {n: round(1000 * s, 3) for n, s in medians(times).items()}} | {
+        "against_plain_jax": plain,
+        "against_best_pytorch": best,
+        "rounds": len(times["plain JAX"]),
+    }
+
+
+def _start(child: Child, network: str, contender: str) -> Turn:
+    name = f"{network}, {contender}"
+    child.ask(do="start", network=network, contender=contender, name=name)
+    return child.turn(name)
+
+
+def _torch_ways(network: str) -> list[str]:
+    layouts = ("", ", channels last") if network in CONVOLUTIONAL else ("",)
+    return [how + layout for layout in layouts for how in ("eager", "compiled")]
+
+
+def _against_torch(times: dict[str, list[float]], ours: str) -> float | None:
+    """How many times as fast as PyTorch's fastest in each round; the median of the rounds."""
+    rivals = [turns for name, turns in times.items() if name.startswith("PyTorch")]
+    if not rivals:
+        return None
+    return round(statistics.median(min(turns) / own for *turns, own in zip(*rivals, times[ours], strict=True)), 3)
+
+
+if __name__ == "__main__":
+    main()
