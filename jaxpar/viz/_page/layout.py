@@ -16,6 +16,7 @@ from .blocks import Block, Line, Text, Tree
 
 Point = tuple[float, float]
 
+_START = re.compile(r"\S")  # of a document
 _POINTS = 72.0  # of an inch
 _MANY = 40  # items, above which dot works with limits
 _PORT = {"up": 0.4, "down": 0.4, "right": 0.02}  # inches, so that the labels of lines have room
@@ -62,10 +63,11 @@ def layouts(tree: Tree, direction: str, heat: str | None, time_limit: float) -> 
 def _documents(text: str) -> list[dict[str, Any]]:
     """JSON documents that follow each other."""
     found: list[dict[str, Any]] = []
-    decoder, at = json.JSONDecoder(), 0
-    while at < len(text.rstrip()):
-        document, at = decoder.raw_decode(text, at + len(text[at:]) - len(text[at:].lstrip()))
+    decoder, start = json.JSONDecoder(), _START.search(text)
+    while start is not None:
+        document, at = decoder.raw_decode(text, start.start())
         found.append(document)
+        start = _START.search(text, at)
     return found
 
 
