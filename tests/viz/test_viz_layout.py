@@ -387,3 +387,22 @@ def test_a_net_and_its_copy_change_apart():
     close(made, 0, 3)
     assert len(made.layers) <= 3 < len(net.layers)
     assert all(draft.forward in (None, *net.drafts) for draft in net.drafts)
+
+
+def test_all_repeats_of_a_pass_change_the_edges_once(monkeypatch):
+    """Forty stages of other sizes, each of four equal layers."""
+    calls, redirect = [], Net.redirect
+    monkeypatch.setattr(Net, "redirect", lambda net, names: calls.append(len(names)) or redirect(net, names))
+    weights = [m.Spec((size, size), m.f32) for size in range(3, 43)]
+
+    def stages(weights, x):
+        for w in weights:
+            x = jnp.pad(x, ((0, 0), (0, 1)))
+            for _ in range(4):
+                x = jnp.tanh(x @ w)
+        return x
+
+    net = all_layers(read(stages, weights, m.Spec((5, 2), m.f32)), True, ())
+    assert sorted(draft.repeat for draft in net.layers) == [1] * 40 + [4] * 80
+    assert len(net.repeats) == 40
+    assert [count for count in calls if count] == [40 * 2 * 3]

@@ -44,7 +44,8 @@ def _collapse_once(net: Net) -> bool:
         copies = [layers[start + c * period : start + (c + 1) * period] for c in range(count)]
         merges.merge(copies)
         start += period * count
-    merges.finish()
+    if merges.kept:
+        merges.finish()
     return bool(merges.kept)
 
 

@@ -19,7 +19,7 @@ Point = tuple[float, float]
 
 _START = re.compile(r"\S")  # of a document
 _POINTS = 72.0  # of an inch
-_MANY = 40  # items, above which dot works with limits, as it does with many lines
+_MANY = 40  # items, above which dot works with limits, as it does in a crowd of lines
 _PORT = {"up": 0.4, "down": 0.4, "right": 0.02}  # inches, so that the labels of lines have room
 _RANKDIR = {"up": "TB", "down": "TB", "right": "LR"}  # the page turns it over for "up"
 
@@ -94,8 +94,9 @@ def _dot(tree: Tree, block: Block, direction: str, heat: str | None) -> str:
 
 
 def _limits(block: Block) -> str:
-    is_large = len(block.items) > _MANY or len(block.lines) > CROWDED
-    return " nslimit=1 nslimit1=1 mclimit=0.2" if is_large else ""
+    if len(block.lines) > CROWDED:
+        return " nslimit=0.4 nslimit1=0.4 mclimit=0.1 splines=line"
+    return " nslimit=1 nslimit1=1 mclimit=0.2" if len(block.items) > _MANY else ""
 
 
 def _line(line: Line, place: dict[int, int], at: int) -> str:
