@@ -532,6 +532,18 @@ def test_many_equations(build, equations):
     assert check(plot.network).total_flops == pytest.approx(viz.trace(fn, x, max_nodes=None).total_flops)
 
 
+def test_an_update_of_many_arrays_is_called_by_its_kind():
+    """Not "w", with which the names of both parameters begin."""
+
+    def step(params, x):
+        grads = jax.grad(lambda params: jnp.square(jnp.tanh(x @ params["w1"]) @ params["w2"]).sum())(params)
+        return jax.tree.map(lambda param, grad: param - grad, params, grads)
+
+    params = {"w1": m.Spec((8, 6), m.f32), "w2": m.Spec((6, 3), m.f32)}
+    update = check(viz.trace(step, params, m.Spec((5, 8), m.f32))).layers[-1]
+    assert (update.name, update.op, update.detail) == ("sub", "sub", "2 arrays")
+
+
 def test_a_checkpointed_block_has_one_gradient_for_each_layer():
     """What remat computes again has its gradients beside it. What it does not is the layer of the first time."""
 

@@ -53,8 +53,10 @@ def own_name(node: Node) -> str:
 
     >>> own_name(Node("attn/q", "FullyConnected", "64", scope=("attn",))), own_name(Node("relu3", "Activation", "relu"))
     ('q', '')
+    >>> own_name(Node("q (backward) 2", "FullyConnected (backward)"))
+    'q'
     """
-    *above, last = node.name.removesuffix(BACKWARD).split("/")
+    *above, last = node.name.partition(BACKWARD)[0].split("/")  # a second gradient ends in a number
     scopes = {scope_stem(scope) for scope in node.scope}
     while above and scope_stem(above[0]) in scopes:
         del above[0]
