@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -10,6 +11,8 @@ from ._sizes import Sizes
 
 BACKWARD = " (backward)"
 _COPIES = re.compile(r"([._ ]?\d+(–\d+)?)?( ×\d+)?( \(\d+\))?$")
+_BARE = re.compile(r"×\d+( \(\d+\))?")
+_LONGEST = 3  # kinds that are all named
 _REGIONS = ("scan ×", "while", "cond", "branch ", "pmap ", "shard_map ", "remat", "custom_")
 
 
@@ -177,6 +180,35 @@ def common_prefix(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 def is_region(scope: str) -> bool:
     """Whether a scope is a loop, branch, custom gradient or device map."""
     return scope.startswith(_REGIONS)
+
+
+def is_bare(scope: str) -> bool:
+    """Whether a repeated scope has no name beside its count.
+
+    >>> is_bare("×12"), is_bare("×12 (2)"), is_bare("layers ×12")
+    (True, True, False)
+    """
+    return _BARE.fullmatch(scope) is not None
+
+
+def name_kinds(layers: Iterable[tuple[str, int]]) -> str:
+    """What is in a part of a network, given as kinds and FLOPs. The kind with most FLOPs comes first.
+
+    >>> name_kinds([("Activation", 1), ("Dense", 9), ("Dense", 9)]), name_kinds([("a", 1), ("b", 2), ("c", 3)])
+    ('2 Dense, Activation', 'c + 2')
+    """
+    count, cost = Counter[str](), Counter[str]()
+    for kind, flops in layers:
+        count[kind] += 1
+        cost[kind] += flops
+    kinds = sorted(count, key=lambda kind: -cost[kind])
+    if len(kinds) < _LONGEST:
+        return ", ".join(_counted(kind, count[kind]) for kind in kinds)
+    return f"{_counted(kinds[0], count[kinds[0]])} + {count.total() - count[kinds[0]]}"
+
+
+def _counted(kind: str, number: int) -> str:
+    return kind if number == 1 else f"{number} {kind}"
 
 
 def scope_stem(scope: str) -> str:

@@ -96,7 +96,7 @@ def sharded_jit():
         return sgd(params, grads), value
 
     step = jax.jit(train_step, in_shardings=(params, batch, batch), out_shardings=(params, None))
-    return step, arguments(), {"max_nodes": 30, "title": "a transformer on 2x4 devices, by shardings"}
+    return step, arguments(), {"title": "a transformer on 2x4 devices, by shardings"}
 
 
 def sharded_shard_map():

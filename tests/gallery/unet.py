@@ -134,4 +134,4 @@ def diffusion_sampler():
     times = jax.ShapeDtypeStruct((16,), jnp.int32)
     params = jax.eval_shape(UNet().init, jax.random.key(0), IMAGES, times)
     rng = jax.eval_shape(lambda: jax.random.key(0))
-    return sample, (params, rng), {"depth": 1, "title": "a diffusion sampler"}
+    return sample, (params, rng), {"depth": 2, "title": "a diffusion sampler"}

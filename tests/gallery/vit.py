@@ -77,4 +77,4 @@ def vit_step():
 
     state = jax.eval_shape(create, jax.random.key(0), IMAGES)
     labels = jax.ShapeDtypeStruct((64,), jnp.int32)
-    return train_step, (state, IMAGES, labels), {"max_nodes": 30, "title": "ViT-B/16, a training step"}
+    return train_step, (state, IMAGES, labels), {"title": "ViT-B/16, a training step"}

@@ -387,3 +387,65 @@ def test_a_net_and_its_copy_change_apart():
     close(made, 0, 3)
     assert len(made.layers) <= 3 < len(net.layers)
     assert all(draft.forward in (None, *net.drafts) for draft in net.drafts)
+
+
+def test_all_repeats_of_a_pass_change_the_edges_once(monkeypatch):
+    """Forty stages of other sizes, each of four equal layers."""
+    calls, redirect = [], Net.redirect
+    monkeypatch.setattr(Net, "redirect", lambda net, names: calls.append(len(names)) or redirect(net, names))
+    weights = [m.Spec((size, size), m.f32) for size in range(3, 43)]
+
+    def stages(weights, x):
+        for w in weights:
+            x = jnp.pad(x, ((0, 0), (0, 1)))
+            for _ in range(4):
+                x = jnp.tanh(x @ w)
+        return x
+
+    net = all_layers(read(stages, weights, m.Spec((5, 2), m.f32)), True, ())
+    assert sorted(draft.repeat for draft in net.layers) == [1] * 40 + [4] * 80
+    assert len(net.repeats) == 40
+    assert [count for count in calls if count] == [40 * 2 * 3]
+
+
+def test_a_step_before_the_first_parameters_of_a_module_is_its_own():
+    """Both scans are made by one line. The Concat reads no parameter."""
+
+    def cell(params, state, x):
+        state = jnp.tanh(jnp.concatenate([x, state], -1) @ params["w"])
+        return state, state
+
+    def apply(params, x):
+        for one in params["cells"]:
+            _, x = jax.lax.scan(lambda state, x, one=one: cell(one, state, x), jnp.zeros((2, 4)), x)
+        return x
+
+    params = {"cells": [{"w": m.Spec((8, 4), m.f32)}] * 2}
+    graph = check(viz.trace(apply, params, m.Spec((5, 2, 4), m.f32), repeats=False))
+    assert [node.scope[-1] for node in graph.layers] == ["cells.0"] * 3 + ["cells.1"] * 3
+
+
+def test_a_product_has_the_shape_that_its_line_gives():
+    q, k = m.Spec((2, 5, 3, 4), m.f32), m.Spec((2, 7, 3, 4), m.f32)
+
+    def attend(q, k):
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return jnp.tanh(jnp.einsum("bhqk,bkhd->bqhd", weights, k))
+
+    graph = check(viz.trace(attend, q, k, params_argnums=None))
+    assert [node.shape for node in graph.layers] == [(2, 5, 3, 4)] * 2
+    assert [edge.shape for edge in graph.edges if edge.target == graph.layers[-1].name] == [(2, 5, 3, 4)]
+
+
+def test_a_closed_repeat_without_a_name_says_what_is_in_it():
+    def net(params, x):
+        for w1, w2 in params:
+            x = x + jax.nn.relu(x @ w1) @ w2
+            x = jnp.sin(x)
+        return x
+
+    params = [(m.Spec((4, 8), m.f32), m.Spec((8, 4), m.f32))] * 5
+    plot = viz.plot_network(net, params, m.Spec((3, 4), m.f32), max_nodes=1)
+    assert [node.op for node in plot.network.layers] == ["2 FullyConnected + 3 ×5"]
+    assert ">2 FullyConnected + 3 ×5<" in plot.pipe("svg", encoding="utf-8")
+    assert "2 FullyConnected + 3 ×5" in plot.html()

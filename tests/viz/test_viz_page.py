@@ -21,7 +21,7 @@ from jaxpar.viz._draw.style import Options
 from jaxpar.viz._page import layout
 from jaxpar.viz._page.blocks import tree
 from jaxpar.viz._page.layout import layouts, size
-from jaxpar.viz._page.lines import draw_lines
+from jaxpar.viz._page.lines import CROWDED, draw_lines
 
 HOSTILE = "</script><script>alert(1)</script>'\"&\u2028<!--"
 
@@ -281,6 +281,24 @@ def test_the_work_of_a_picture_and_its_page(monkeypatch):
     assert (len(folds), len(runs)) == (1, 2)
     found = tree(plot.whole(), hide_weights=True)
     assert len(words) == len(found.nodes) + len(found.blocks)
+
+
+def test_a_crowded_block_has_one_line_between_two_items():
+    """Each of twelve blocks reads both arrays of all before it."""
+
+    def fn(x):
+        pairs = [(jnp.sin(x), jnp.cos(x))]
+        for number in range(12):
+            with jax.named_scope(f"stage{number}"):
+                pairs.append((jax.lax.max(*map(sum, zip(*pairs, strict=True))), jnp.tanh(sum(map(sum, pairs)))))
+        return pairs[-1]
+
+    found = tree(viz.trace(fn, m.Spec((4,), m.f32), max_nodes=None, repeats=False), hide_weights=True)
+    draw_lines(found)
+    whole = found.blocks[0]
+    between = [(line.tail, line.head) for line in whole.lines if found.is_block(line.tail)]
+    assert len(between) == len(set(between)) == 66
+    assert sum(len(line.keys) for line in whole.lines) > CROWDED
 
 
 def test_a_page_traces_no_second_time():

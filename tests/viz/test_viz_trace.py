@@ -531,6 +531,39 @@ def test_many_equations(build, few, many):
     assert b"<svg" in plot.pipe("svg")
 
 
+def test_an_update_of_many_arrays_is_called_by_its_kind():
+    """Not "w", with which the names of both parameters begin."""
+
+    def step(params, x):
+        grads = jax.grad(lambda params: jnp.square(jnp.tanh(x @ params["w1"]) @ params["w2"]).sum())(params)
+        return jax.tree.map(lambda param, grad: param - grad, params, grads)
+
+    params = {"w1": m.Spec((8, 6), m.f32), "w2": m.Spec((6, 3), m.f32)}
+    update = check(viz.trace(step, params, m.Spec((5, 8), m.f32))).layers[-1]
+    assert (update.name, update.op, update.detail) == ("sub", "sub", "2 arrays")
+
+
+def test_a_checkpointed_block_has_one_gradient_for_each_layer():
+    """What remat computes again has its gradients beside it. What it does not is the layer of the first time."""
+
+    @jax.checkpoint
+    def block(params, x):
+        return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
+
+    def loss(blocks, x):
+        for params in blocks:
+            x = block(params, x)
+        return jnp.square(x).sum()
+
+    blocks = [{"up": m.Spec((8, 32), m.f32), "down": m.Spec((32, 8), m.f32)}] * 4
+    graph = check(viz.trace(jax.grad(loss), blocks, m.Spec((5, 8), m.f32), repeats=False))
+    inside = [node for node in graph.layers if node.scope]
+    gradients = [node for node in inside if node.is_backward]
+    assert [node.kind for node in inside if not node.is_backward] == 4 * ["FullyConnected", "Activation"]
+    assert [node.kind for node in gradients] == 4 * ["FullyConnected", "Activation", "FullyConnected"]
+    assert [node.name for node in gradients[::3]] == [f"fullyconnected{n} (backward)" for n in (7, 5, 3, 1)]
+
+
 def test_the_users_own_error_comes_through():
     def wrong(params, x):
         raise RuntimeError("my own words")

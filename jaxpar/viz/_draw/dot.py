@@ -125,11 +125,11 @@ def _clusters(graph: Graph, nodes: list[Node]) -> set[tuple[str, ...]]:
         for path in _paths(node.scope):
             members[path] = members.get(path, 0) + 1
     layers = len(graph.layers)
+    around = {path[:-1] for path, count in members.items() if members.get(path[:-1]) == count}
     drawn: set[tuple[str, ...]] = set()
     for path, count in members.items():
-        inner = [p for p in members if len(p) == len(path) + 1 and p[:-1] == path and members[p] == count]
         special = is_region(path[-1]) or "×" in path[-1]
-        if special or (1 < count < layers and not inner):
+        if special or (1 < count < layers and path not in around):
             drawn.add(path)
     return drawn
 

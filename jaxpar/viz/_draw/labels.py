@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from ..._core.text import printable
@@ -52,8 +53,10 @@ def own_name(node: Node) -> str:
 
     >>> own_name(Node("attn/q", "FullyConnected", "64", scope=("attn",))), own_name(Node("relu3", "Activation", "relu"))
     ('q', '')
+    >>> own_name(Node("q (backward) 2", "FullyConnected (backward)"))
+    'q'
     """
-    *above, last = node.name.removesuffix(BACKWARD).split("/")
+    *above, last = node.name.partition(BACKWARD)[0].split("/")  # a second gradient ends in a number
     scopes = {scope_stem(scope) for scope in node.scope}
     while above and scope_stem(above[0]) in scopes:
         del above[0]
@@ -67,10 +70,10 @@ def _letters(text: str) -> str:
 
 def join_sign(graph: Graph) -> dict[str, str]:
     """The nodes that only add or multiply two activations, and the sign for each: a residual connection, a gate."""
-    shapes = {node.name: node.shape for node in graph.layers}
+    sizes = {node.name: (math.prod(node.shape), bool(node.shape)) for node in graph.layers}
     reads: dict[str, set[str]] = {}
     for edge in graph.edges:
-        if edge.shape == shapes[edge.target]:
+        if (math.prod(edge.shape), bool(edge.shape)) == sizes[edge.target]:  # some are transposed or reshaped
             reads.setdefault(edge.target, set()).add(edge.source)
     signs = {"add": "+", "mul": "×"}
     found = {

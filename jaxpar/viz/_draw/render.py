@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 
 _LARGE = "Draw less of it: depth=0 closes every module, max_nodes=100 draws fewer nodes; or give time_limit=..."
+# For large pictures in which dot finds no ranks for clusters, or no way around the boxes.
+_OTHERWISE = ("-Gnewrank=true", "-Gsplines=line")
 NEXT = "\n// next\n"  # between graphs that are drawn together
 # Reads dot text and writes a picture of each graph. A process of its own can be stopped.
 _PYGRAPHVIZ = (
@@ -50,14 +52,23 @@ def render(text: str, format: str, time_limit: float, engine: str = "dot", flags
         NoRendererError: there is neither `dot` nor pygraphviz.
         RenderError: the renderer failed or took too long.
     """
-    command = _command(format, engine, flags)
-    try:
-        done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=time_limit)
-    except subprocess.TimeoutExpired:
-        raise RenderError(f"jaxpar.viz: dot did not finish in {time_limit:g} s and was stopped. {_LARGE}") from None
-    if done.returncode != 0 or not done.stdout:
+    done = _run(_command(format, engine, flags), text, time_limit)
+    if not _is_drawn(done) and engine == "dot":
+        done = _run(_command(format, engine, (*flags, *_OTHERWISE)), text, time_limit)
+    if not _is_drawn(done):
         raise RenderError(f"jaxpar.viz: dot cannot draw {format}: {done.stderr.decode(errors='replace').strip()}")
     return done.stdout
+
+
+def _run(command: list[str], text: str, time_limit: float) -> subprocess.CompletedProcess[bytes]:
+    try:
+        return subprocess.run(command, input=text.encode(), capture_output=True, timeout=time_limit)
+    except subprocess.TimeoutExpired:
+        raise RenderError(f"jaxpar.viz: dot did not finish in {time_limit:g} s and was stopped. {_LARGE}") from None
+
+
+def _is_drawn(done: subprocess.CompletedProcess[bytes]) -> bool:
+    return done.returncode == 0 and bool(done.stdout)
 
 
 def _command(format: str, engine: str, flags: Sequence[str]) -> list[str]:

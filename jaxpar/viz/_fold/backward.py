@@ -6,11 +6,15 @@ times, as in a loop over layers, what the equation reads tells which time it was
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from .._graph import BACKWARD
 from .._read.raw import Eqn
 from .._read.source import ANONYMOUS, Frame
 from .cells import Cell, Cells, plain_name
 from .sent import fold_sent
+
+_Place = tuple[int, tuple[str, ...]]  # in the program, and the remat around it
 
 
 def fold_backward(cells: Cells) -> None:
@@ -42,7 +46,7 @@ def _targets(cells: Cells) -> dict[int, Cell]:
     computed = {eqn.position for eqn in cells.raw.eqns if not (eqn.backward or eqn.view)}  # not only shown
     computed |= {position for eqn in cells.raw.eqns if not eqn.backward for position in eqn.enclosing}
     found: dict[int, Cell] = {}
-    several: dict[int, list[Eqn]] = {}
+    several: dict[_Place, list[Eqn]] = {}
     elsewhere: list[Eqn] = []
     for eqn in cells.raw.eqns:
         if not eqn.backward:
@@ -51,20 +55,51 @@ def _targets(cells: Cells) -> dict[int, Cell]:
         place = next(around, None)
         if place is None:
             elsewhere.append(eqn)
-        elif len(layers[place]) == 1:
-            found[eqn.id] = layers[place][0]
         else:
-            several.setdefault(place, []).append(eqn)
-    for place, eqns in several.items():  # JAX 0.10 keeps no lines inside vmap: all of a network is at one place
-        differentiated = [cell for cell in layers[place] if any(eqn.tangent for eqn in cells.eqns(cell))]
-        found |= _which_time(cells, differentiated or layers[place], eqns)
+            several.setdefault((place, _rematted(eqn.scope)), []).append(eqn)
+    for (place, rematted), eqns in several.items():  # JAX 0.10 keeps no lines inside vmap: a network is at one place
+        here = _inside(cells, layers[place], rematted)
+        differentiated = [cell for cell in here if any(eqn.tangent for eqn in cells.eqns(cell))]
+        found |= _which_time(cells, differentiated or here, eqns)
+    for candidates, eqns in _not_computed_again(near, elsewhere):
+        found |= _which_time(cells, candidates, eqns)
     for eqn in elsewhere:  # the layers of the same lines of the user: the one that it follows, if any
+        if eqn.id in found:
+            continue
         candidates = near.get(_users_place(eqn.stack), [])
         before = [cells.raw.of(value).producer for value in eqn.ins]
         follows = [found[n] for n in before if n is not None and found.get(n) in candidates]
         if candidates:
             found[eqn.id] = (follows or candidates)[-1]
     return found
+
+
+def _rematted(scope: tuple[str, ...]) -> tuple[str, ...]:
+    """The scope as far as the innermost remat. Empty where there is none."""
+    ends = [depth for depth, name in enumerate(scope, 1) if name.split(" (")[0] == "remat"]
+    return scope[: ends[-1]] if ends else ()
+
+
+def _inside(cells: Cells, layers: list[Cell], rematted: tuple[str, ...]) -> list[Cell]:
+    """The layers that a remat computes again, where there are some. The gradients in it are theirs."""
+    inner = [cell for cell in layers if _rematted(cells.raw.eqns[cell.eqns[0]].scope) == rematted]
+    return inner if rematted and inner else layers
+
+
+def _not_computed_again(
+    near: dict[tuple[int, ...], list[Cell]], eqns: list[Eqn]
+) -> Iterator[tuple[list[Cell], list[Eqn]]]:
+    """The gradients in a remat of layers outside of it, and those layers.
+
+    Their stack has the call of the remat too, which that of the layer may lack.
+    """
+    groups: dict[tuple[int, ...], list[Eqn]] = {}
+    for eqn in (eqn for eqn in eqns if _rematted(eqn.scope)):
+        calls = _users_place(eqn.stack)
+        inner = next((calls[start:] for start in range(len(calls)) if calls[start:] in near), None)
+        if inner is not None:
+            groups.setdefault(inner, []).append(eqn)
+    yield from ((near[place], same) for place, same in groups.items())
 
 
 def _places(cells: Cells) -> tuple[dict[int, list[Cell]], dict[tuple[int, ...], list[Cell]]]:

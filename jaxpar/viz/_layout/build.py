@@ -30,6 +30,7 @@ def build(cells: Cells) -> Net:
         draft = _draft(cells, cell, len(by_cell))
         if count := updated.get(cell.id):
             draft.detail = f"{count} array{'s' * (count > 1)}"
+            draft.name = draft.op if count > 1 else draft.name  # not what the names of its parameters begin with
         drafts.append(draft)
         by_cell[cell.id] = draft
     for cell in cells:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from .._circles import connected
@@ -18,6 +18,7 @@ from .items import Item
 Part: TypeAlias = "int | list[Part]"  # the number of an item, or a region
 _LEAST_CUT = 0.95  # of all items, in the largest section
 _NAMED = 3  # groups of one name, from which names tell more than edges
+_WORDS = re.compile(r"[A-Za-z]+|\d+")
 _Wires = list[set[int]]  # the items that each one reads
 
 
@@ -31,6 +32,7 @@ class _Divider:
         self.items = items
         self.wires = wires
         self.most = max(2, most)
+        self.words = [tuple(_WORDS.findall("/".join(item.path))) for item in items]
 
     def divide(self, numbers: list[int]) -> list[Part]:
         """The parts of these items."""
@@ -127,7 +129,7 @@ class _Divider:
         """At most `most` parts: grouped by their names, else by their shapes, else by their number."""
         if len(parts) <= self.most:
             return parts
-        groups = self._by_names(parts) or self._by(parts, self._shape) or self._evenly(parts)
+        groups = self._by_names(parts) or self._by(parts, [self._shape(part) for part in parts]) or self._evenly(parts)
         return [group[0] if len(group) == 1 else self._again(group) for group in groups]
 
     def _again(self, parts: list[Part]) -> list[Part]:
@@ -136,22 +138,21 @@ class _Divider:
 
     def _by_names(self, parts: list[Part]) -> list[list[Part]] | None:
         """Neighbours whose parameters begin with the same words. The longest names that are few enough."""
-        best = None
-        for length in range(1, 7):
-            groups = self._by(parts, lambda part, length=length: self._words(part)[:length] or None)
+        best, words = None, [self._words(part) for part in parts]
+        for length in range(1, 1 + min(6, max(map(len, words), default=0))):
+            groups = self._by(parts, [found[:length] or None for found in words])
             if groups is not None:
                 best = groups
         return best
 
-    def _by(self, parts: list[Part], key: Callable[[Part], object]) -> list[list[Part]] | None:
+    def _by(self, parts: list[Part], keys: Sequence[object]) -> list[list[Part]] | None:
         """Neighbours with the same key. None if that is no help.
 
         An item without a key goes with those before it, but not with a region.
         """
         groups: list[list[Part]] = []
         last: object = None
-        for part in parts:
-            new = key(part)
+        for part, new in zip(parts, keys, strict=True):
             if new is None and groups and not isinstance(groups[-1][-1], int):
                 new = "after a region"
             if groups and (new is None or last is None or new == last):
@@ -169,8 +170,7 @@ class _Divider:
 
     def _words(self, part: Part) -> tuple[str, ...]:
         """The words and numbers of the first name in a part: ("conv", "2", "block", "1")."""
-        first = next((number for number in _numbers(part) if self.items[number].path), None)
-        return () if first is None else tuple(re.findall(r"[A-Za-z]+|\d+", "/".join(self.items[first].path)))
+        return next((words for number in _numbers(part) if (words := self.words[number])), ())
 
     def _shape(self, part: Part) -> object:
         *_, end = _numbers(part)

@@ -13,16 +13,18 @@ from .arguments import leaf_of
 from .names import name_drafts
 from .net import Draft, Net
 
+_Shapes = dict[int, tuple[int, ...]]  # of values
+
 
 def to_graph(net: Net) -> Graph:
     """The graph of a net. The same function always gives the same graph."""
-    names = name_drafts(net)
+    names, shapes = name_drafts(net), _written_shapes(net.raw)
     counted: set[int] = set(net.state)
     nodes, weights, weight_edges = list[Node](), dict[int, Node](), list[Edge]()
     for draft in net.drafts:
         new = [w for w in draft.weights if w not in counted]
         counted.update(new)
-        nodes.append(_node(net.raw, draft, names[draft.at], *_sizes(net.raw, new)))
+        nodes.append(_node(net.raw, draft, names[draft.at], shapes, *_sizes(net.raw, new)))
         for weight in draft.weights:
             value = net.raw.values[weight]
             params, state = _sizes(net.raw, [weight])
@@ -33,7 +35,7 @@ def to_graph(net: Net) -> Graph:
     uncounted = sorted({eqn.prim for eqn in net.raw.eqns if not eqn.view and is_uncounted(eqn.prim, eqn.params)})
     return Graph(
         nodes=tuple(nodes),
-        edges=_edges(net, names),
+        edges=_edges(net, names, shapes),
         weights=tuple(weights.values()),
         weight_edges=tuple(weight_edges),
         total_params=params,
@@ -46,7 +48,21 @@ def to_graph(net: Net) -> Graph:
     )
 
 
-def _edges(net: Net, names: dict[int, str]) -> tuple[Edge, ...]:
+def _written_shapes(raw: Raw) -> _Shapes:
+    """The shapes of products that the same line transposes, as an einsum does, where nothing else reads them."""
+    reads = Counter(value for eqn in raw.eqns for value in eqn.ins)
+    found: _Shapes = {}
+    for eqn in (eqn for eqn in raw.eqns if eqn.view and eqn.prim == "transpose"):
+        root = raw.root(eqn.ins[0])
+        maker = raw.values[root].producer
+        if maker is None or raw.eqns[maker].prim != "dot_general" or reads[root] > 1:
+            continue
+        if raw.own_stack(raw.eqns[maker]) == raw.own_stack(eqn):
+            found[root] = eqn.out_shape
+    return found
+
+
+def _edges(net: Net, names: dict[int, str], shapes: _Shapes) -> tuple[Edge, ...]:
     """One edge from each node to each that reads it."""
     count = Counter((source, target) for source, target, _ in net.edges)
     joined = {draft.at for draft in net.drafts if draft.leaves}
@@ -54,7 +70,7 @@ def _edges(net: Net, names: dict[int, str]) -> tuple[Edge, ...]:
     for (source, target), number in sorted(_one_each(net).items()):
         value, arrays = net.raw.values[number], count[source, target]
         label = leaf_of(value.name) if source in joined and arrays == 1 else ""
-        found.append(Edge(names[source], names[target], value.shape, value.dtype, label, arrays))
+        found.append(Edge(names[source], names[target], shapes.get(number, value.shape), value.dtype, label, arrays))
     for source, target, number in net.carries:
         value = net.raw.values[number]
         found.append(Edge(names[source], names[target], value.shape, value.dtype, carry=True))
@@ -89,7 +105,7 @@ def _constants(raw: Raw) -> int:
     return sum(size for value in captured if value.kind == "const" and (size := math.prod(value.shape)) > 1)
 
 
-def _node(raw: Raw, draft: Draft, name: str, params: int, state: int) -> Node:
+def _node(raw: Raw, draft: Draft, name: str, shapes: _Shapes, params: int, state: int) -> Node:
     value = raw.values[draft.value]
     leaves = [raw.values[leaf] for leaf in draft.leaves]
     dtypes = {leaf.dtype for leaf in leaves}
@@ -97,7 +113,7 @@ def _node(raw: Raw, draft: Draft, name: str, params: int, state: int) -> Node:
         name=name,
         op=draft.op,
         detail=draft.detail,
-        shape=() if leaves else value.shape,
+        shape=() if leaves else shapes.get(draft.value, value.shape),
         dtype=value.dtype if len(dtypes) < 2 else "",
         params=params,
         flops=draft.flops,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .._graph import common_prefix
+from .._graph import common_prefix, is_bare, name_kinds
 from .net import Draft, Net
 
 
@@ -46,6 +46,9 @@ def _item(net: Net, group: list[Draft], depth: int) -> Item:
     first, shape = group[0], net.raw.values[group[-1].value].shape
     if len(first.scope) > depth:
         name = first.scope[depth]
+        if is_bare(name):  # named by what is in it
+            inside = name_kinds((item.kind, item.flops) for item in items_of(net, group, depth + 1))
+            return Item(group, first.scope[: depth + 1], f"{inside} {name.split(' (')[0]}", (), shape)
         return Item(group, first.scope[: depth + 1], re.sub(r"( \(|_)?\d+\)?$", "", name), (name,), shape)
     return Item(group, None, first.op, (first.name,) if first.name else path_of(net, first), shape)
 

@@ -95,10 +95,8 @@ def _calls(steps: list[Step], depth: int) -> list[list[Step]]:
 
 def _start(steps: list[Step], depth: int, last: int, first: int) -> int:
     """Where the next call begins, between the last step of one and the first of the next: where the lines go back."""
-    for n in range(last + 1, first + 1):
-        if steps[n].frames[depth].call < steps[n - 1].frames[depth].call:
-            return n
-    return first
+    places = {n: [frame.call for frame in steps[n].frames[depth:]] for n in range(last, first + 1)}
+    return next((n for n in range(last + 1, first + 1) if places[n] < places[n - 1]), first)
 
 
 def _entered(call: list[Step], depth: int, around: list[str]) -> list[tuple[int, str]]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from .._graph import name_kinds
 from .items import Item
 
-_LONGEST = 3  # kinds that are all named
 _NUMBERED = re.compile(r"(.*?)([._]?)(\d+)(?:–(\d+) ×\d+)?(?: \(\d+\))?")
 
 
@@ -18,7 +17,7 @@ def name_region(items: Sequence[Item]) -> str:
     It is what the names of its parameters or scopes begin with ("conv2_block1", "blocks 0-5"), where they share
     something. Else it is what is inside: "3 Convolution, 3 Activation", "Convolution + 3".
     """
-    return _shared_name([item.path for item in items if item.path]) or _contents(items)
+    return _shared_name([item.path for item in items if item.path]) or name_kinds((i.kind, i.flops) for i in items)
 
 
 def _shared_name(paths: list[tuple[str, ...]]) -> str:
@@ -77,21 +76,6 @@ def _range(numbers: list[str]) -> str:
     """ "2-7", or the number if there is only one."""
     found = sorted({int(number) for number in numbers})
     return str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}"
-
-
-def _contents(items: Sequence[Item]) -> str:
-    """What is in a region, the kind with most FLOPs first."""
-    count, cost = Counter(item.kind for item in items), Counter[str]()
-    for item in items:
-        cost[item.kind] += item.flops
-    kinds = sorted(count, key=lambda kind: -cost[kind])
-    if len(kinds) < _LONGEST:
-        return ", ".join(_counted(kind, count[kind]) for kind in kinds)
-    return f"{_counted(kinds[0], count[kinds[0]])} + {len(items) - count[kinds[0]]}"
-
-
-def _counted(kind: str, number: int) -> str:
-    return kind if number == 1 else f"{number} {kind}"
 
 
 def name_copies(names: list[str], beside: Iterable[str]) -> str:

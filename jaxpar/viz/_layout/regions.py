@@ -22,13 +22,22 @@ def add_regions(net: Net, most: int = MOST) -> None:
     forward = [draft for draft in net.layers if draft.forward is None and not draft.op.endswith(BACKWARD)]
     sources, inserts = net.sources(), _Inserts()
     _add_in_scope(net, sources, forward, (), most, inserts)
-    repeated = {path: next((d for d in net.drafts if d.scope[: len(path)] == path), None) for path in net.repeats}
-    renamed: dict[_Path, _Path] = {}
-    for path, inside in repeated.items():
+    first, renamed = _first_inside(net), dict[_Path, _Path]()
+    for path in net.repeats:
+        inside = first.get(path)
         renamed[path] = _inserted(path, _of(inserts, inside), len(path) - 1) if inside is not None else path
     net.repeats = {renamed[path]: count for path, count in net.repeats.items()}
     for draft in net.drafts:
         draft.scope = _inserted(draft.scope, _of(inserts, draft), len(draft.scope))
+
+
+def _first_inside(net: Net) -> dict[_Path, Draft]:
+    """The first draft of each scope, at any depth."""
+    found: dict[_Path, Draft] = {}
+    for draft in net.drafts:
+        for length in range(len(draft.scope) + 1):
+            found.setdefault(draft.scope[:length], draft)
+    return found
 
 
 def _of(inserts: _Inserts, draft: Draft) -> list[tuple[int, _Path]]:

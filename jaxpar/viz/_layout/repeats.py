@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 from .borders import Block, best_start
-from .net import Draft, Net, shared_scope
-from .region_names import name_copies
+from .merges import Merges
+from .net import Draft, Net
 
 _Sources = dict[int, set[int]]  # which drafts each draft reads
 
@@ -32,7 +32,7 @@ def _collapse_once(net: Net) -> bool:
     for number, sign in enumerate(signs):
         places.setdefault(sign, []).append(number)
     order = dict.fromkeys(places, 0)
-    done, start = False, 0
+    merges, start = Merges(net, sources), 0
     while start < len(layers):
         found = _repeat_at(layers, signs, places[signs[start]], order, start, sources)
         if found is None:
@@ -42,13 +42,11 @@ def _collapse_once(net: Net) -> bool:
         block = Block(net, layers, sources, period, count)
         start = best_start(block, _starts(layers, signs, sources, start, period, count))
         copies = [layers[start + c * period : start + (c + 1) * period] for c in range(count)]
-        names = _merge_copies(net, copies)
-        for draft in layers[start + period * count :]:
-            if not sources.get(draft.at, set()).isdisjoint(names):
-                sources[draft.at] = {names.get(source, source) for source in sources[draft.at]}
+        merges.merge(copies)
         start += period * count
-        done = True
-    return done
+    if merges.kept:
+        merges.finish()
+    return bool(merges.kept)
 
 
 def _sources(net: Net) -> _Sources:
@@ -169,56 +167,3 @@ def _wires(
                 wires.add((f"back {copy - at // period}", at % period))
         found.append(wires)
     return found
-
-
-def _merge_copies(net: Net, copies: list[list[Draft]]) -> dict[int, int]:
-    """Keep the first copy, with the sums of all. Returns which draft replaces which."""
-    first, names = copies[0], dict[int, int]()
-    scope, owns = shared_scope(*copies), [shared_scope(copy) for copy in copies]
-    copy_of = {draft.at: number for number, copy in enumerate(copies) for draft in copy}
-    for edge in list(net.edges):  # from one copy to the next
-        if copy_of.get(edge[0], 0) != copy_of.get(edge[1], 0) and edge[0] in copy_of and edge[1] in copy_of:
-            del net.edges[edge]
-    for number, kept in enumerate(first):
-        kept.own = len(kept.weights) if kept.own is None else kept.own
-        for copy in copies[1:]:
-            other = copy[number]
-            names[other.at] = kept.at
-            kept.flops += other.flops
-            kept.bytes += other.bytes
-            kept.weights = list(dict.fromkeys((*kept.weights, *other.weights)))
-            kept.outputs += other.outputs
-            kept.eqns += other.eqns
-        kept.repeat *= len(copies)
-    by_at = {draft.at: draft for draft in first}
-    net.drafts = [draft for draft in net.drafts if draft.at not in names]
-    for draft in net.drafts:
-        if draft.forward is not None and draft.forward.at in names:
-            draft.forward = by_at[names[draft.forward.at]]
-    net.redirect(names)
-    _name_block(net, first, scope, owns)
-    return names
-
-
-def _name_block(net: Net, first: list[Draft], shared: tuple[str, ...], owns: list[tuple[str, ...]]) -> None:
-    """Write the count on the block's own scope, or on a new one. `owns` are the scopes of the copies."""
-    count, rest, others = len(owns), len(shared) + 1, set(net.drafts) - set(first)
-    if len(owns[0]) > len(shared):
-        inside = {d.scope[len(shared)] for d in others if d.scope[: len(shared)] == shared != d.scope}
-        label = name_copies([(*own, "")[len(shared)] for own in owns], inside)
-    else:
-        inner = {draft.scope for draft in others if draft.op != "input"}
-        whole = bool(shared) and not any(scope[: len(shared)] == shared for scope in inner)
-        label = f"{shared[-1]} ×{count}" if whole else f"×{count}"
-        shared = shared[:-1] if whole else shared
-        rest = len(shared) + 1 if whole else len(shared)
-    unique, number = (*shared, label), 1
-    taken = {draft.scope[: len(shared) + 1] for draft in others}
-    if all(draft.forward is not None and draft.forward.scope[: len(unique)] == unique for draft in first):
-        taken.discard(unique)  # gradients are in the scope of their layers
-    while unique in taken:
-        number += 1
-        unique = (*shared, f"{label} ({number})")
-    for draft in first:
-        draft.scope = (*unique, *draft.scope[rest:])
-    net.repeats[unique] = count

@@ -6,10 +6,10 @@ import itertools
 import re
 
 from .._fold.cells import Cell, Cells
+from .._fold.frames import frames_of, plain_stack
 from .._graph import BACKWARD, common_prefix, is_region
 from .._read.paths import RANDOM
 from .._read.source import Frame
-from .frames import frames_of, plain_stack
 from .modules import Step, find_modules, join_scopes
 from .net import Draft, Net
 

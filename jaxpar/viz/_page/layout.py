@@ -11,13 +11,15 @@ from .._draw.attributes import quote
 from .._draw.labels import cut, label_lines, scope_label
 from .._draw.render import NEXT, render
 from .._draw.style import SIZE, SMALL, text_width
-from .._graph import Node, human
+from .._graph import Node, human, is_bare, name_kinds, scope_stem
 from .blocks import Block, Line, Text, Tree
+from .lines import CROWDED
 
 Point = tuple[float, float]
 
+_START = re.compile(r"\S")  # of a document
 _POINTS = 72.0  # of an inch
-_MANY = 40  # items, above which dot works with limits
+_MANY = 40  # items, above which dot works with limits, as it does in a crowd of lines
 _PORT = {"up": 0.4, "down": 0.4, "right": 0.02}  # inches, so that the labels of lines have room
 _RANKDIR = {"up": "TB", "down": "TB", "right": "LR"}  # the page turns it over for "up"
 
@@ -62,10 +64,11 @@ def layouts(tree: Tree, direction: str, heat: str | None, time_limit: float) -> 
 def _documents(text: str) -> list[dict[str, Any]]:
     """JSON documents that follow each other."""
     found: list[dict[str, Any]] = []
-    decoder, at = json.JSONDecoder(), 0
-    while at < len(text.rstrip()):
-        document, at = decoder.raw_decode(text, at + len(text[at:]) - len(text[at:].lstrip()))
+    decoder, start = json.JSONDecoder(), _START.search(text)
+    while start is not None:
+        document, at = decoder.raw_decode(text, start.start())
         found.append(document)
+        start = _START.search(text, at)
     return found
 
 
@@ -91,6 +94,8 @@ def _dot(tree: Tree, block: Block, direction: str, heat: str | None) -> str:
 
 
 def _limits(block: Block) -> str:
+    if len(block.lines) > CROWDED:
+        return " nslimit=0.4 nslimit1=0.4 mclimit=0.1 splines=line"
     return " nslimit=1 nslimit1=1 mclimit=0.2" if len(block.items) > _MANY else ""
 
 
@@ -120,10 +125,21 @@ def _texts(tree: Tree, item: int, heat: str | None) -> list[Text]:
     facts = [f"{layers:,} layer{'s' * (layers != 1)}"]
     facts += [f"{params:,} params"] if (params := sum(n.params for n in inside if n.op != "weight")) else []
     return [
-        (cut(scope_label(tree.block(item).label)), SIZE, True),
+        (cut(_closed_name(tree, item)), SIZE, True),
         (" · ".join(facts), SMALL, False),
         *_heat(inside, heat),
     ]
+
+
+def _closed_name(tree: Tree, item: int) -> str:
+    """The name of a closed block. A repeated part without one has that of what is in it."""
+    block = tree.block(item)
+    name = scope_label(block.label)
+    if not is_bare(name):
+        return name
+    kinds = (scope_stem(tree.name(i)) if tree.is_block(i) else tree.nodes[i].kind for i in block.items)
+    flops = (sum(tree.nodes[node].flops for node in tree.nodes_in(i)) for i in block.items)
+    return f"{name_kinds(zip(kinds, flops, strict=True))} {name}"
 
 
 def _heat(inside: list[Node], heat: str | None) -> list[Text]:

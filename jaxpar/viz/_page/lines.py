@@ -11,6 +11,7 @@ from .._draw.style import is_update
 from .blocks import Flow, Key, Kind, Line, Port, Tree
 
 _MOST_LINES = 3  # between the same two items; more become one line
+CROWDED = 100  # lines in a block, above which only one line joins the same two items
 
 _End = tuple[int, int]  # an item and -1, or -1 and a port
 
@@ -36,8 +37,10 @@ def draw_lines(tree: Tree) -> None:
     work = [tree.root]
     while work:
         item = work.pop()
-        for (tail, head, kind), keys in _groups(tree, item, crossings[item]).items():
-            _draw(tree, item, tail, head, kind, keys)
+        groups = _groups(tree, item, crossings[item])
+        most = 1 if sum(map(len, groups.values())) > CROWDED else _MOST_LINES
+        for (tail, head, kind), keys in groups.items():
+            _draw(tree, item, tail, head, kind, keys, most)
         work += [inner for inner in tree.block(item).items if tree.is_block(inner)]
     _draw_pairs(tree)
 
@@ -82,10 +85,10 @@ def _label(tree: Tree, flow: Flow) -> str:
     return edge_label(flow.edge, source)
 
 
-def _draw(tree: Tree, item: int, tail: _End, head: _End, kind: Kind, keys: dict[Key, str]) -> None:
-    """One line for each array, or one for all where they are many or cross the border."""
+def _draw(tree: Tree, item: int, tail: _End, head: _End, kind: Kind, keys: dict[Key, str], most: int) -> None:
+    """One line for each array, or one for all where they are more than `most` or cross the border."""
     crosses = tail[0] < 0 or head[0] < 0
-    together = len(keys) > _MOST_LINES or crosses
+    together = len(keys) > most or crosses
     bundles = [(frozenset(keys), "" if crosses else f"{len(keys)} arrays")]
     for bundle, label in bundles if together else [(frozenset({key}), text) for key, text in keys.items()]:
         line = Line(tail[0], head[0], tail[1], head[1], bundle, label, kind)

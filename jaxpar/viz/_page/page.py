@@ -79,7 +79,9 @@ def script(name: str) -> str:
 def _escaped(data: Any) -> str:
     """JSON that nothing in a script element or an attribute can end."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return text.translate(str.maketrans(_UNSAFE))
+    for letter, escape in _UNSAFE.items():  # faster than `str.translate`
+        text = text.replace(letter, escape)
+    return text
 
 
 def colours() -> str:

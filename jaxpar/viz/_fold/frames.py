@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .._fold.cells import Cell, Cells
 from .._read.source import Frame
+from .cells import Cell, Cells
 
 
 def frames_of(cells: Cells, cell: Cell, known: dict[int, tuple[Frame, ...]]) -> tuple[Frame, ...]:

@@ -1,0 +1,123 @@
+"""Copies of blocks that become one, all of a net at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from .net import Draft, Net, shared_scope
+from .region_names import name_copies
+
+_Path = tuple[str, ...]
+
+
+class Merges:
+    """The copies of blocks that are merged in one pass over a net.
+
+    Each merge looks at its own drafts only. `finish` then changes the edges of all.
+
+    Attributes:
+        kept: which draft replaces which.
+    """
+
+    def __init__(self, net: Net, sources: dict[int, set[int]]) -> None:
+        """Begin a pass.
+
+        Args:
+            net: whose drafts are merged.
+            sources: what each draft reads. A merge writes there what replaces what.
+        """
+        self.net = net
+        self.kept: dict[int, Draft] = {}
+        self._sources = sources
+        self._readers: dict[int, set[int]] = {}
+        for target, found in sources.items():
+            for source in found:
+                self._readers.setdefault(source, set()).add(target)
+        self._copy_of: dict[int, tuple[int, int]] = {}  # of a merged draft: the place of its block, and which copy
+        self._inside: Counter[_Path] = Counter()  # the layers of each scope, at any depth
+        self._names: dict[_Path, dict[str, None]] = {}  # the scopes directly in each scope, those that are gone too
+        for draft in net.layers:
+            self._count(draft, 1)
+
+    def merge(self, copies: list[list[Draft]]) -> None:
+        """Keep the first of these copies, with the sums of all."""
+        first, scope, owns = copies[0], shared_scope(*copies), [shared_scope(copy) for copy in copies]
+        for number, copy in enumerate(copies):
+            for draft in copy:
+                self._copy_of[draft.at] = first[0].at, number
+                self._count(draft, -1)
+        for kept, *others in zip(*copies, strict=True):
+            _add(kept, others)
+            for other in others:
+                self._replace(other, kept)
+        self._name_block(first, scope, owns)
+        for draft in first:
+            self._count(draft, 1)
+
+    def _replace(self, draft: Draft, kept: Draft) -> None:
+        self.kept[draft.at] = kept
+        readers = self._readers.pop(draft.at, set[int]())
+        for reader in readers:
+            self._sources[reader].discard(draft.at)
+            self._sources[reader].add(kept.at)
+        self._readers.setdefault(kept.at, set()).update(readers)
+
+    def finish(self) -> None:
+        """Drop the copies, and send their edges to what replaces them."""
+        net = self.net
+        for edge in list(net.edges):  # from one copy to the next
+            source, target = self._copy_of.get(edge[0]), self._copy_of.get(edge[1])
+            if source is not None and target is not None and source[0] == target[0] and source[1] != target[1]:
+                del net.edges[edge]
+        net.drafts = [draft for draft in net.drafts if draft.at not in self.kept]
+        for draft in net.drafts:
+            if draft.forward is not None:
+                draft.forward = self.kept.get(draft.forward.at, draft.forward)
+        net.redirect({at: kept.at for at, kept in self.kept.items()})
+
+    def _count(self, draft: Draft, change: int) -> None:
+        for length, name in enumerate(draft.scope):
+            self._names.setdefault(draft.scope[:length], {})[name] = None
+            self._inside[draft.scope[: length + 1]] += change
+
+    def _name_block(self, first: list[Draft], shared: _Path, owns: list[_Path]) -> None:
+        """Write the count on the block's own scope, or on a new one. `owns` are the scopes of the copies."""
+        count, rest = len(owns), len(shared) + 1
+        if len(owns[0]) > len(shared):
+            label = name_copies([(*own, "")[len(shared)] for own in owns], self._children(shared))
+        else:
+            whole = bool(shared) and not self._inside[shared]
+            label = f"{shared[-1]} ×{count}" if whole else f"×{count}"
+            shared = shared[:-1] if whole else shared
+            rest = len(shared) + 1 if whole else len(shared)
+        unique = self._unique(shared, label, first)
+        for draft in first:
+            draft.scope = (*unique, *draft.scope[rest:])
+        self.net.repeats[unique] = count
+
+    def _unique(self, shared: _Path, label: str, first: list[Draft]) -> _Path:
+        """A scope that no other layer is in. Gradients are in the scope of their layers."""
+        unique, number = (*shared, label), 1
+        layers = (None if d.forward is None else self.kept.get(d.forward.at, d.forward) for d in first)
+        if all(layer is not None and layer.scope[: len(unique)] == unique for layer in layers):
+            return unique
+        while self._inside[unique]:
+            number += 1
+            unique = (*shared, f"{label} ({number})")
+        return unique
+
+    def _children(self, scope: _Path) -> list[str]:
+        """The scopes directly inside a scope."""
+        return [name for name in self._names.get(scope, ()) if self._inside[*scope, name]]
+
+
+def _add(kept: Draft, others: list[Draft]) -> None:
+    """Add what the copies of a layer cost."""
+    same = [kept, *others]
+    kept.own = len(kept.weights) if kept.own is None else kept.own
+    kept.flops = sum(draft.flops for draft in same)
+    kept.bytes = sum(draft.bytes for draft in same)
+    kept.weights = list(dict.fromkeys(weight for draft in same for weight in draft.weights))
+    kept.outputs = [output for draft in same for output in draft.outputs]
+    kept.eqns = [eqn for draft in same for eqn in draft.eqns]
+    kept.repeat *= len(same)
