@@ -1,6 +1,7 @@
 """A process of an elastic run that fails as it is asked to, once for each failure; see tests/train/test_elastic.py.
 
-Arguments: a folder for marks, then `failure:process:step` each, where failure is kill, stop or loop.
+Arguments: a folder for marks, then `failure:process:step` each, where failure is kill, stop or loop. With `late` a
+process that comes back calls `fit` only after that step.
 """
 
 import hashlib
@@ -17,6 +18,8 @@ import optax
 from jaxpar import data, distributed, kv, train
 
 folder, *failures = sys.argv[1:]
+late = [failure.split(":")[1:] for failure in failures if failure.startswith("late")]
+failures = [failure for failure in failures if not failure.startswith("late")]
 distributed.initialize(elastic=True)
 rank = jax.process_index()
 
@@ -55,11 +58,19 @@ state = train.create_state(kv.from_params(params, optimizer=optax.adam(0.01)), 0
 step = train.make_train_step(loss_fn, virtual_shards=8)
 seen = []
 Path(folder, f"start-{rank}-{os.getpid()}").touch()
+for process, step_number in late:
+    while int(process) == rank and len(list(Path(folder).glob(f"start-{rank}-*"))) > 1:
+        if Path(folder, f"step-{step_number}").exists():
+            break
+        time.sleep(0.05)
 
 
 def on_step(number, metrics):
     """Process 0 waits before the next failure until the processes that failed have come back."""
     print("STEP", number, flush=True)
+    for _, step_number in late:
+        if int(step_number) == number:
+            Path(folder, f"step-{number}").touch()
     past = [failure for failure in failures if int(failure.split(":")[2]) < number]
     if failures and number in (13, 21, 30) and past[-1].split(":")[1] != "0":
         starts = 1 + sum(failure.split(":")[1] == past[-1].split(":")[1] for failure in past)

@@ -36,6 +36,7 @@ class _Elastic:
 
     is_on = False
     is_fitting = has_fitted = False
+    on_progress: Callable[[], None] | None = None
 
 
 def become_elastic() -> None:
@@ -46,6 +47,17 @@ def become_elastic() -> None:
 def is_elastic() -> bool:
     """Whether processes may be lost and may join while the run goes on."""
     return _Elastic.is_on
+
+
+def watch_progress(on_progress: Callable[[], None] | None) -> None:
+    """From now on call this for each batch of an evaluation, so that a long one does not count as stuck."""
+    _Elastic.on_progress = on_progress
+
+
+def note_progress() -> None:
+    """Say that a batch of an evaluation is done."""
+    if _Elastic.on_progress is not None:
+        _Elastic.on_progress()
 
 
 def count() -> int:
