@@ -1,5 +1,6 @@
 """Training that goes on when processes are lost, and takes them back. The end has the bits of a run without a loss."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -14,13 +15,15 @@ import optax
 import pytest
 from launched import command, environment
 
-from jaxpar import checkpoint, distributed, kv, train
+from jaxpar import checkpoint, data, distributed, kv, train
 from jaxpar._devices import processes
 from jaxpar.distributed import _members
 from jaxpar.distributed._members import Members, write_members
 from jaxpar.train._fit import elastic_members
 from jaxpar.train._fit.elastic_group import Group, OrdersUsedUp
 from jaxpar.train._fit.elastic_send import plan_send, to_host
+from jaxpar.train._fit.loop import Loop
+from jaxpar.train._fit.watchdog import Watchdog
 
 PROGRAM = Path(__file__).parents[1] / "elastic_run.py"
 
@@ -192,6 +195,59 @@ with watchdog.watch("loads the batch of step 8"):
     assert done.returncode == distributed.LOST
     assert "process 0 is stuck: it loads the batch of step 8 for 0.5 seconds" in done.stderr
     assert "in hang" in done.stderr
+
+
+def test_what_only_process_0_does_is_named_and_not_ended(monkeypatch, capfd):
+    now = [0.0]
+    monkeypatch.setattr("jaxpar.train._fit.watchdog.time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    dog = Watchdog()
+    with dog.watch("evaluates after step 4", ends=False):
+        now[0] = 9.0
+        dog.note_progress()  # a batch is done
+        now[0] = 18.0
+        dog.look()
+        assert capfd.readouterr().err == ""
+        now[0] = 29.0
+        dog.look()
+        dog.look()  # once is enough
+        said = capfd.readouterr().err
+        assert said.count("process 0 is stuck: it evaluates after step 4 for 10 seconds, here:") == 1
+        assert "in test_what_only_process_0_does" in said
+        assert "It is not ended, since it may only take long" in said
+    now[0] = 99.0
+    dog.look()
+    assert capfd.readouterr().err == ""
+
+
+def test_each_batch_of_an_evaluation_is_progress(monkeypatch):
+    done = []
+    monkeypatch.setattr(processes._Elastic, "on_progress", lambda: done.append(1))
+    arrays = {"x": np.ones((64, 2), np.float32)}
+    eval_fn = lambda params, batch: {"mean": (batch["x"] * params["w"]).mean(-1)}  # noqa: E731
+    train.evaluate(new_state(), source=arrays, eval_fn=eval_fn, batch_size=2)
+    assert len(done) > 5
+
+
+def test_what_fit_does_between_steps_is_watched(monkeypatch, tmp_path):
+    watched = []
+
+    def watch(loop, what):
+        watched.append((what, loop.at))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(Loop, "watch", watch)
+    train.fit(
+        new_state(),
+        train.make_train_step(loss_fn),
+        {"x": np.ones(8, "float32")},
+        epochs=1,
+        batch_size=8,
+        progress=False,
+        callbacks=lambda state, record: None,
+        checkpoint_dir=tmp_path,
+    )
+    what = "calls on_step", "evaluates", "calls the callbacks", "saves a checkpoint", "calls on_saved of the callbacks"
+    assert watched == [(each, 1) for each in what]
 
 
 def run(folder, processes, *failures, options=()):

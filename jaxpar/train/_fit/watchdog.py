@@ -37,7 +37,7 @@ class Work:
     limit: float
     is_stuck: Callable[[], bool]
     ends: bool
-    since: float = dataclasses.field(default_factory=time.monotonic)
+    since: float
     is_said: bool = False
 
 
@@ -63,7 +63,7 @@ class Watchdog(threading.Thread):
             times: how many times the limit.
             ends: whether a stuck process ends. Otherwise it only says so, once until `note_progress`.
         """
-        before, self._work = self._work, Work(what, times * self._limit, is_stuck, ends)
+        before, self._work = self._work, Work(what, times * self._limit, is_stuck, ends, time.monotonic())
         try:
             yield
         finally:
@@ -84,11 +84,17 @@ class Watchdog(threading.Thread):
                 faulthandler.dump_traceback_later(work.limit + _LOCKED, exit=work.ends)
             elif can_dump:
                 faulthandler.cancel_dump_traceback_later()
-            is_due = work is not None and not work.is_said and time.monotonic() - work.since > work.limit
-            if work is not None and is_due and work.is_stuck() and self._work is work:
-                self._say(work)
+            self.look()
         if can_dump:
             faulthandler.cancel_dump_traceback_later()
+
+    def look(self) -> None:
+        """Look once whether the work is stuck."""
+        work = self._work
+        if work is None or work.is_said or time.monotonic() - work.since <= work.limit:
+            return
+        if work.is_stuck() and self._work is work:
+            self._say(work)
 
     def start(self) -> None:
         """Begin to watch. Batches of an evaluation are progress from now on."""
