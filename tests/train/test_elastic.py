@@ -15,7 +15,7 @@ import optax
 import pytest
 from launched import command, environment
 
-from jaxpar import checkpoint, data, distributed, kv, train
+from jaxpar import checkpoint, distributed, kv, train
 from jaxpar._devices import processes
 from jaxpar.distributed import _members
 from jaxpar.distributed._members import Members, write_members
