@@ -36,7 +36,7 @@ class _Elastic:
 
     is_on = False
     is_fitting = has_fitted = False
-    on_progress: Callable[[], None] | None = None
+    watchers: list[Callable[[], None]] = []  # noqa: RUF012
 
 
 def become_elastic() -> None:
@@ -49,15 +49,15 @@ def is_elastic() -> bool:
     return _Elastic.is_on
 
 
-def watch_progress(on_progress: Callable[[], None] | None) -> None:
-    """From now on call this for each batch of an evaluation, so that a long one does not count as stuck."""
-    _Elastic.on_progress = on_progress
+def watch_progress(*watchers: Callable[[], None]) -> None:
+    """From now on call these for each batch of an evaluation, so that a long one does not count as stuck."""
+    _Elastic.watchers = list(watchers)
 
 
 def note_progress() -> None:
     """Say that a batch of an evaluation is done."""
-    if _Elastic.on_progress is not None:
-        _Elastic.on_progress()
+    for watcher in _Elastic.watchers:
+        watcher()
 
 
 def count() -> int:

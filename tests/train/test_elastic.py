@@ -221,7 +221,7 @@ def test_what_only_process_0_does_is_named_and_not_ended(monkeypatch, capfd):
 
 def test_each_batch_of_an_evaluation_is_progress(monkeypatch):
     done = []
-    monkeypatch.setattr(processes._Elastic, "on_progress", lambda: done.append(1))
+    monkeypatch.setattr(processes._Elastic, "watchers", [lambda: done.append(1)])
     arrays = {"x": np.ones((64, 2), np.float32)}
     eval_fn = lambda params, batch: {"mean": (batch["x"] * params["w"]).mean(-1)}  # noqa: E731
     train.evaluate(new_state(), source=arrays, eval_fn=eval_fn, batch_size=2)

@@ -36,7 +36,8 @@ class Members:
 
     def __init__(self, client: Any):
         self.starts: dict[int, int] = {}
-        self._client, self._live, self._number = client, multihost_utils.live_devices, 0
+        self._client, self._number = client, 0
+        self._live: Any = multihost_utils.live_devices
         self._rank, self._were = jax.process_index(), set[int]()  # the starts that were members
 
     @property
@@ -82,7 +83,7 @@ class Members:
 
     def leave_out_lost(self) -> None:
         """Compute without the members that the last block has found lost."""
-        live: dict[Device, int] = self._live.devices
+        live: dict[Device, int] = self._live.devices or {}
         found = {device.process_index: start for device, start in live.items()}
         self.become({rank: start for rank, start in self.starts.items() if found.get(rank) == start})
 

@@ -103,7 +103,7 @@ class Watchdog(threading.Thread):
 
     def stop(self) -> None:
         """End this thread."""
-        processes.watch_progress(None)
+        processes.watch_progress()
         self._stopped.set()
 
     def _say(self, work: Work) -> None:
