@@ -65,17 +65,37 @@ for process, step_number in late:
         time.sleep(0.05)
 
 
+def ready():
+    """The start of each process that has last said that it is ready."""
+    return {key[-1]: start for key, start in distributed._jax_client().key_value_dir_get("jaxpar/elastic/ready/")}
+
+
+first, waited = {}, set()
+
+
 def on_step(number, metrics):
     """Process 0 waits before the next failure until the processes that failed have come back."""
     print("STEP", number, flush=True)
-    for _, step_number in late:
+    if number == 1 and failures:
+        first.update(ready())
+    for process, step_number in late:
         if int(step_number) == number:
             Path(folder, f"step-{number}").touch()
-    past = [failure for failure in failures if int(failure.split(":")[2]) < number]
-    if failures and number in (13, 21, 30) and past[-1].split(":")[1] != "0":
-        starts = 1 + sum(failure.split(":")[1] == past[-1].split(":")[1] for failure in past)
-        while len(list(Path(folder).glob(f"start-{past[-1].split(':')[1]}-*"))) < starts:
-            time.sleep(0.05)
+        if number == 13:
+            wait_for(lambda process=process: len(list(Path(folder).glob(f"start-{process}-*"))) > 1)
+    here = [process for process, step_number in late if int(step_number) > number]
+    if number in (13, 21, 30):
+        for failure in [failure for failure in failures if int(failure.split(":")[2]) < number]:
+            process = failure.split(":")[1]
+            if failure not in waited and process not in ("0", *here):
+                wait_for(lambda process=process: ready()[process] != first[process])
+                first[process] = ready()[process]
+                waited.add(failure)
+
+
+def wait_for(condition):
+    while not condition():
+        time.sleep(0.05)
 
 
 state, history = train.fit(
