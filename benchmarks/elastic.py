@@ -1,9 +1,9 @@
 """LeNet in an elastic run: a random process except the first is killed every few seconds, and joins again.
 
 Four processes with two emulated devices each, under `python -m jaxpar launch --elastic`. The time begins with the first
-step, and the run ends with the first epoch after the time and the kills. Then one process with one device makes as many
+step, and the run ends with the first epoch after the time and the returns. Then one process with one device makes as many
 steps, undisturbed, and the bits of all parameters and of the optimizer are compared. A process is killed where at
-least two that compute are left. Each fifth kill may hit one that still starts. `seconds` are from a kill to the end of
+least two that compute are left. Each tenth kill may hit one that still starts. `seconds` are from a kill to the end of
 the next step of process 0, apart where others were still starting, and where the victim was.
 
     python benchmarks/elastic.py --seconds 300 --every 5
@@ -142,7 +142,7 @@ class Killer:
         if self._under_way or not watch.first_step or time.time() < max(self._next, watch.first_step + self.every):
             return
         victims = [rank for rank in watch.pids if rank in watch.inside - {0} and len(watch.inside) > 2]
-        if self.kills % 5 == 4:
+        if self.kills % 10 == 9:
             victims += [rank for rank in watch.pids if rank not in watch.inside]
         if victims:
             self._kill(self._choice.choice(victims), watch, processes)
@@ -172,7 +172,7 @@ def disturbed(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     while run.poll() is None:
         watch.read(lines.get())
         seconds = time.time() - watch.first_step if watch.first_step else 0.0
-        if seconds < args.seconds or (killer.kills < args.kills and seconds < args.most_seconds):
+        if seconds < args.seconds or (watch.joined < args.joins and seconds < args.most_seconds):
             killer.look(watch, processes)
         else:
             open(over, "w").close()
@@ -204,7 +204,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--every", type=float, default=5.0, help="seconds from one kill to the next, at least")
-    parser.add_argument("--kills", type=int, default=0, help="the run goes on until there were so many")
+    parser.add_argument("--joins", type=int, default=0, help="the run goes on until so many have joined again")
     parser.add_argument("--most-seconds", type=float, default=1500.0, help="but no longer than this")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--devices", type=int, default=2, help="of each process")
