@@ -1,8 +1,8 @@
 """LeNet in an elastic run: a random process except the first is killed every few seconds, and joins again.
 
 Four processes with two emulated devices each, under `python -m jaxpar launch --elastic`. The time begins with the first
-step, and the run ends with the first epoch after the time and the returns. Then one process with one device makes as many
-steps, undisturbed, and the bits of all parameters and of the optimizer are compared. A process is killed where at
+step, and the run ends with the first epoch after the time and the returns. Then one process with one device makes as
+many steps, undisturbed, and the bits of all parameters and of the optimizer are compared. A process is killed where at
 least two that compute are left. Each tenth kill may hit one that still starts. `seconds` are from a kill to the end of
 the next step of process 0, apart where others were still starting, and where the victim was.
 
