@@ -1,8 +1,10 @@
 """LeNet in an elastic run: a random process except the first is killed every few seconds, and joins again.
 
-Four processes with two emulated devices each, under `python -m jaxpar launch --elastic`. The run ends with the first
-epoch after the time is over. Then one process with one device makes as many steps, undisturbed, and the bits of all
-parameters and of the optimizer are compared. `seconds` are from a kill to the end of the next step of process 0.
+Four processes with two emulated devices each, under `python -m jaxpar launch --elastic`. The time begins with the first
+step, and the run ends with the first epoch after the time and the returns. Then one process with one device makes as
+many steps, undisturbed, and the bits of all parameters and of the optimizer are compared. A process is killed where at
+least two that compute are left. Each tenth kill may hit one that still starts. `seconds` are from a kill to the end of
+the next step of process 0, apart where others were still starting, and where the victim was.
 
     python benchmarks/elastic.py --seconds 300 --every 5
 """
@@ -20,15 +22,17 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from typing import Any
 
 EXAMPLES, BATCH, SHARDS = 2048, 64, 8
+PAUSE = 0.2  # seconds after each step, so that on two cores the processes that start get a turn
 GOAL = 7.0  # seconds from a kill to the next step, on an idle machine
 
 
-def worker(seconds: float, max_steps: int) -> None:
+def worker(over: str, max_steps: int) -> None:
     """A process of the run, or the undisturbed one."""
     import jax
     import numpy as np
@@ -47,10 +51,10 @@ def worker(seconds: float, max_steps: int) -> None:
     store = kv.from_params(params, optimizer=optax.sgd(0.05, momentum=0.9))
     state = train.create_state(store, 0, devices=jax.devices()[:1] if max_steps else None)
     step = train.make_train_step(train.classification_loss(models.lenet.apply), virtual_shards=SHARDS)
-    end = time.monotonic() + seconds
 
-    def is_over(state: Any, record: Any) -> bool:
-        return time.monotonic() > end and not max_steps
+    def on_step(number: int, metrics: Any) -> None:
+        print(f"STEP {number} {time.time()}", flush=True)
+        time.sleep(0 if max_steps else PAUSE)
 
     state, history = train.fit(
         state,
@@ -60,8 +64,8 @@ def worker(seconds: float, max_steps: int) -> None:
         max_steps=max_steps or None,
         batch_size=BATCH,
         progress=False,
-        callbacks=is_over,
-        on_step=lambda number, metrics: print(f"STEP {number} {time.time()}", flush=True),
+        callbacks=lambda state, record: not max_steps and os.path.exists(over),
+        on_step=on_step,
     )
     leaves = jax.tree.leaves((kv.to_params(state.store), state.store.optimizer_state, state.store.updater_state))
     bits = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()[:16]
@@ -69,15 +73,17 @@ def worker(seconds: float, max_steps: int) -> None:
 
 
 class Lines(threading.Thread):
-    """What a process prints, line by line."""
+    """What a process prints, line by line. A copy with times goes to a file."""
 
-    def __init__(self, pipe: Any):
+    def __init__(self, pipe: Any, log: str | None):
         super().__init__(daemon=True)
-        self._pipe, self.queue = pipe, queue.SimpleQueue[str]()
+        self._pipe, self._log, self.queue = pipe, log, queue.SimpleQueue[str]()
 
     def run(self) -> None:
-        for line in self._pipe:
-            self.queue.put(line)
+        with open(self._log or os.devnull, "w", buffering=1) as log:
+            for line in self._pipe:
+                log.write(f"{time.time():.2f} {line}")
+                self.queue.put(line)
 
     def get(self) -> list[str]:
         found: list[str] = []
@@ -90,63 +96,101 @@ class Watch:
     """What the lines of a run tell."""
 
     def __init__(self) -> None:
-        self.pids: dict[int, int] = {}
+        self.pids: dict[int, int] = {}  # of the processes that have called `initialize` and were not killed
+        self.inside: set[int] = set()  # those that compute, as process 0 says
         self.bits: dict[int, tuple[int, str]] = {}
-        self.last_step, self.joined, self.restarts, self.again = 0.0, 0, 0, 0
+        self.first_step = self.last_step = 0.0
+        self.joined, self.restarts, self.again = 0, 0, 0
         self.text: list[str] = []
 
     def read(self, lines: list[str]) -> None:
         for line in lines:
             self.text.append(line)
             if found := re.search(r"PID (\d+) (\d+)", line):
-                self.joined += int(found[1]) in self.pids
                 self.pids[int(found[1])] = int(found[2])
             elif found := re.search(r"STEP (\d+) ([\d.]+)", line):
                 self.last_step = float(found[2])
+                if not self.first_step:  # process 0 has waited for all
+                    self.first_step, self.inside = self.last_step, set(self.pids)
             elif found := re.search(r"BITS (\d+) (\d+) (\w+)", line):
                 self.bits[int(found[1])] = int(found[2]), found[3]
+            elif found := re.search(r"process ([\d, ]+) joins? ", line):
+                ranks = set(map(int, found[1].split(", ")))
+                self.inside |= ranks
+                self.joined += len(ranks)
             self.restarts += "restart " in line
             self.again += "make it again" in line
 
 
-def disturbed(seconds: float, every: float, processes: int, devices: int) -> dict[str, Any]:
+class Killer:
+    """Kills a random process except the first every few seconds, where two that compute are left."""
+
+    def __init__(self, every: float):
+        self.every, self._choice, self._next = every, random.Random(0), 0.0
+        self.kills, self._under_way = 0, ""
+        self._at, self._back = 0.0, dict[int, float]()
+        self.rejoins: list[float] = []
+        self.waits: dict[str, list[float]] = {"others in": [], "others starting": [], "victim starting": []}
+
+    def look(self, watch: Watch, processes: int) -> None:
+        """Note the step after a kill, and kill the next one where it is time."""
+        if self._under_way and watch.last_step > self._at:
+            self.waits[self._under_way].append(round(watch.last_step - self._at, 2))
+            self._under_way = ""
+        for rank in [rank for rank in self._back if rank in watch.inside]:
+            self.rejoins.append(round(time.time() - self._back.pop(rank), 1))
+        if self._under_way or not watch.first_step or time.time() < max(self._next, watch.first_step + self.every):
+            return
+        victims = [rank for rank in watch.pids if rank in watch.inside - {0} and len(watch.inside) > 2]
+        if self.kills % 10 == 9:
+            victims += [rank for rank in watch.pids if rank not in watch.inside]
+        if victims:
+            self._kill(self._choice.choice(victims), watch, processes)
+
+    def _kill(self, victim: int, watch: Watch, processes: int) -> None:
+        others = len(watch.inside | {victim}) == processes
+        computed = victim in watch.inside
+        self._under_way = ("others in" if others else "others starting") if computed else "victim starting"
+        try:
+            os.kill(watch.pids.pop(victim), signal.SIGKILL)
+        except ProcessLookupError:
+            self._under_way = ""  # it has ended, and another has not yet started
+            return
+        watch.inside.discard(victim)
+        self._at, self.kills = time.time(), self.kills + 1
+        self._next, self._back[victim] = self._at + self.every, self._at
+
+
+def disturbed(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """The run with kills."""
-    launch = [sys.executable, "-m", "jaxpar", "launch", "-n", str(processes), "--devices", str(devices), "--elastic"]
-    command = [*launch, "--", "python", os.path.abspath(__file__), "--worker", str(seconds)]
+    processes, over = args.processes, os.path.join(folder, "over")
+    launch = [sys.executable, "-m", "jaxpar", "launch", "-n", str(processes), "--devices", str(args.devices)]
+    command = [*launch, "--elastic", "--", "python", os.path.abspath(__file__), "--worker", over]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines, watch, choice = Lines(run.stdout), Watch(), random.Random(0)
+    lines, watch, killer = Lines(run.stdout, args.log), Watch(), Killer(args.every)
     lines.start()
-    waits: list[float] = []
-    killed: float | None = None
-    kills, began, next_kill = 0, time.time(), float("inf")
     while run.poll() is None:
         watch.read(lines.get())
-        now = time.time()
-        if watch.last_step and next_kill == float("inf"):
-            next_kill = now + every
-        if killed is not None and watch.last_step > killed:
-            waits.append(watch.last_step - killed)
-            killed = None
-        if now > next_kill and killed is None and now - began < seconds and len(watch.pids) == processes:
-            victim = choice.randrange(1, processes)
-            try:
-                os.kill(watch.pids[victim], signal.SIGKILL)
-            except ProcessLookupError:
-                continue  # it has not said its number yet
-            killed, kills, next_kill = time.time(), kills + 1, now + every
+        seconds = time.time() - watch.first_step if watch.first_step else 0.0
+        if seconds < args.seconds or (watch.joined < args.joins and seconds < args.most_seconds):
+            killer.look(watch, processes)
+        else:
+            open(over, "w").close()
         time.sleep(0.02)
+    lines.join()
     watch.read(lines.get())
     return {
-        **{"status": run.returncode, "kills": kills, "joined": watch.joined, "restarts": watch.restarts},
-        **{"made_again": watch.again, "seconds": [round(wait, 2) for wait in waits]},
-        **{"bits": watch.bits, "text": "".join(watch.text[-60:])},
+        **{"status": run.returncode, "minutes": round(seconds / 60, 1), "kills": killer.kills},
+        **{"joined_again": watch.joined, "restarts": watch.restarts, "made_again": watch.again},
+        **{"seconds": killer.waits, "seconds_to_join": killer.rejoins, "bits": watch.bits},
+        "text": "".join(watch.text[-60:]),
     }
 
 
 def undisturbed(steps: int) -> tuple[int, str]:
     """(steps, bits) of one process with one device."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    command = [sys.executable, os.path.abspath(__file__), "--worker", "0", "--max-steps", str(steps)]
+    command = [sys.executable, os.path.abspath(__file__), "--worker", "", "--max-steps", str(steps)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     watch = Watch()
     watch.read(done.stdout.splitlines())
@@ -160,29 +204,37 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--every", type=float, default=5.0, help="seconds from one kill to the next, at least")
+    parser.add_argument("--joins", type=int, default=0, help="the run goes on until so many have joined again")
+    parser.add_argument("--most-seconds", type=float, default=1500.0, help="but no longer than this")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--devices", type=int, default=2, help="of each process")
     parser.add_argument("--output", help="a file for the numbers, as JSON")
+    parser.add_argument("--log", help="a file for what the processes print, with times")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--worker", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--max-steps", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker is not None:
         worker(args.worker, args.max_steps)
         return 0
-    seconds, processes = (20.0, 2) if args.quick else (args.seconds, args.processes)
-    found = disturbed(seconds, args.every, processes, args.devices)
+    if args.quick:
+        args.seconds, args.processes = 20.0, 3
+    with tempfile.TemporaryDirectory() as folder:
+        found = disturbed(args, folder)
     text = found.pop("text")
     if found["status"] or not found["bits"]:
         print(text)
         return 1
     steps = next(iter(found["bits"].values()))[0]
     same = {bits for _, bits in found["bits"].values()} | {undisturbed(steps)[1]}
-    waits = sorted(found["seconds"]) or [float("nan")]
+    waits = sorted(found["seconds"]["others in"] + found["seconds"]["others starting"]) or [float("nan")]
     report = {**found, "steps": steps, "equal": len(same) == 1, "median": statistics.median(waits), "worst": waits[-1]}
+    report["above_goal"] = sum(wait > GOAL for wait in waits)
     print(
-        f"{steps} steps, {found['kills']} kills, {found['joined']} joined again, {found['restarts']} restarts; "
-        f"from a kill to the next step {report['median']:.1f} s, at worst {report['worst']:.1f} s; "
+        f"{steps} steps, {found['minutes']} minutes, {found['kills']} kills, {found['joined_again']} joined again, "
+        f"{found['restarts']} restarts; "
+        f"from a kill to the next step {report['median']:.1f} s, at worst {report['worst']:.1f} s, "
+        f"{report['above_goal']} of {len(waits)} above {GOAL:g} s; "
         f"bits {'equal' if report['equal'] else 'DIFFER'}: {' '.join(sorted(same))}"
     )
     if args.output:

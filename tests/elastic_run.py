@@ -1,6 +1,7 @@
 """A process of an elastic run that fails as it is asked to, once for each failure; see tests/train/test_elastic.py.
 
-Arguments: a folder for marks, then `failure:process:step` each, where failure is kill, stop or loop.
+Arguments: a folder for marks, then `failure:process:step` each, where failure is kill, stop or loop. With `late` a
+process that comes back calls `fit` only after that step.
 """
 
 import hashlib
@@ -17,6 +18,8 @@ import optax
 from jaxpar import data, distributed, kv, train
 
 folder, *failures = sys.argv[1:]
+late = [failure.split(":")[1:] for failure in failures if failure.startswith("late")]
+failures = [failure for failure in failures if not failure.startswith("late")]
 distributed.initialize(elastic=True)
 rank = jax.process_index()
 
@@ -55,16 +58,44 @@ state = train.create_state(kv.from_params(params, optimizer=optax.adam(0.01)), 0
 step = train.make_train_step(loss_fn, virtual_shards=8)
 seen = []
 Path(folder, f"start-{rank}-{os.getpid()}").touch()
+for process, step_number in late:
+    while int(process) == rank and len(list(Path(folder).glob(f"start-{rank}-*"))) > 1:
+        if Path(folder, f"step-{step_number}").exists():
+            break
+        time.sleep(0.05)
+
+
+def ready():
+    """The start of each process that has last said that it is ready."""
+    return {key[-1]: start for key, start in distributed._jax_client().key_value_dir_get("jaxpar/elastic/ready/")}
+
+
+first, waited = {}, set()
 
 
 def on_step(number, metrics):
     """Process 0 waits before the next failure until the processes that failed have come back."""
     print("STEP", number, flush=True)
-    past = [failure for failure in failures if int(failure.split(":")[2]) < number]
-    if failures and number in (13, 21, 30) and past[-1].split(":")[1] != "0":
-        starts = 1 + sum(failure.split(":")[1] == past[-1].split(":")[1] for failure in past)
-        while len(list(Path(folder).glob(f"start-{past[-1].split(':')[1]}-*"))) < starts:
-            time.sleep(0.05)
+    if number == 1 and failures:
+        first.update(ready())
+    for process, step_number in late:
+        if int(step_number) == number:
+            Path(folder, f"step-{number}").touch()
+        if number == 13:
+            wait_for(lambda process=process: len(list(Path(folder).glob(f"start-{process}-*"))) > 1)
+    here = [process for process, step_number in late if int(step_number) > number]
+    if number in (13, 21, 30):
+        for failure in [failure for failure in failures if int(failure.split(":")[2]) < number]:
+            process = failure.split(":")[1]
+            if failure not in waited and process not in ("0", *here):
+                wait_for(lambda process=process: ready()[process] != first[process])
+                first[process] = ready()[process]
+                waited.add(failure)
+
+
+def wait_for(condition):
+    while not condition():
+        time.sleep(0.05)
 
 
 state, history = train.fit(

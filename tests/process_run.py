@@ -242,6 +242,33 @@ def training(folder):
         np.savez(folder / "training.npz", **found)
 
 
+def compressed(folder):
+    """Parameters and residuals of runs whose codes are summed as integers: to the bit, whatever the processes."""
+    found = {}
+    for engine, spec in (
+        ("shard_map", {"type": "int3"}),
+        ("pmap", {"type": "int3"}),
+        ("shard_map", {"type": "2bit", "threshold": 0.02}),
+    ):
+        step = train.make_train_step(LINEAR, engine=engine)
+        state = new_state("device", spec)
+        state, _ = train.fit(state, step, images(8, 24), epochs=2, batch_size=8, progress=False)
+        name = f"{engine} {spec['type']}"
+        found |= numbers(name, state)
+        residuals = [gathered_rows(leaf) for leaf in jax.tree.leaves(state.store.residuals)]
+        assert any(residual.any() for residual in residuals), name
+        found |= {f"{name} residual {i}": residual for i, residual in enumerate(residuals)}
+    if kv.rank() == 0:
+        np.savez(folder / "compressed.npz", **found)
+
+
+def gathered_rows(array):
+    """The whole of an array over all devices, in every process."""
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
 def tokens_of(pixels):
     return {"x": pixels.images.reshape(len(pixels), -1) / np.float32(255), "label": pixels.labels}
 

@@ -36,6 +36,7 @@ class _Elastic:
 
     is_on = False
     is_fitting = has_fitted = False
+    watchers: list[Callable[[], None]] = []  # noqa: RUF012
 
 
 def become_elastic() -> None:
@@ -46,6 +47,17 @@ def become_elastic() -> None:
 def is_elastic() -> bool:
     """Whether processes may be lost and may join while the run goes on."""
     return _Elastic.is_on
+
+
+def watch_progress(*watchers: Callable[[], None]) -> None:
+    """From now on call these for each batch of an evaluation, so that a long one does not count as stuck."""
+    _Elastic.watchers = list(watchers)
+
+
+def note_progress() -> None:
+    """Say that a batch of an evaluation is done."""
+    for watcher in _Elastic.watchers:
+        watcher()
 
 
 def count() -> int:

@@ -25,6 +25,7 @@ from .signals import Signals
 _EXIT_TIME = 3.0  # seconds in which a process ends by itself after a loss report
 _LOST = 75  # the status of a process that was stuck, see `_heartbeat.client.LOST`
 _MOST_OWN_FAILURES = 3  # in a row, without a signal, after which an elastic run ends with the process
+_START_AGAIN = 1.0  # seconds from the loss of a process to its next start
 _POLL_INTERVAL = 0.25  # seconds between two checks of the processes without a signal
 
 
@@ -189,8 +190,7 @@ class _Run:
         if first.status is not None:
             self.output.say(f"{how}; the run is over")
         else:
-            # Later than the others notice the loss: they would wait for its start before they go on.
-            self._starts[child.rank] = time.monotonic() + self.plan.heartbeat_timeout + 1.0
+            self._starts[child.rank] = time.monotonic() + _START_AGAIN
             self.output.say(f"{how}; the others go on")
         return True
 

@@ -14,7 +14,8 @@ A start goes one way:
     _start         start jax
     _process       what this process knows of the run from then on
 
-`_attach` joins where other code has started jax. `_ray` knows the workers of Ray Train.
+`_members` says who computes together in an elastic run. `_attach` joins where other code has started jax. `_ray` knows
+the workers of Ray Train.
 `_join` is for callers that need all processes, such as `kv.create`.
 """
 
@@ -24,6 +25,16 @@ from .._heartbeat.client import LOST as LOST
 from ._elastic import is_elastic as is_elastic
 from ._initialize import initialize as initialize
 from ._join import check_joined as check_joined, join as join
+from ._members import (
+    KEYS as _KEYS,
+    Members as _Members,
+    end_run as _end_run,
+    is_over as _is_over,
+    jax_client as _jax_client,
+    own_start as _own_start,
+    release_others as _release_others,
+    write_members as _write_members,
+)
 from ._process import (
     known_processes as known_processes,
     set_resume_hint as set_resume_hint,

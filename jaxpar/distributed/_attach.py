@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import jax
-
 from .._core.text import say_news
 from . import _process, _ray
+
+_NAMES = "num_processes", "process_id"
 
 
 def attach(num_processes: int | None, process_id: int | None) -> None:
@@ -18,8 +18,8 @@ def attach(num_processes: int | None, process_id: int | None) -> None:
     """
     if _process.this.is_joined:  # by ourselves
         return
-    _check("num_processes", num_processes, jax.process_count)
-    _check("process_id", process_id, jax.process_index)
+    for name, given, has in zip(_NAMES, (num_processes, process_id), _process.numbers_of_jax(), strict=True):
+        _check(name, given, has)
     if not _process.this.is_attached and (train := _ray.worker()) is not None:
         context = train.get_context()
         say_once(context.get_world_size(), context.get_world_rank(), "Ray Train has started jax")
@@ -32,9 +32,9 @@ def say_once(size: int, rank: int, what: str) -> None:
         say_news(f"{what} in {size} processes; Ray watches them and starts them again, so jaxpar sends no heartbeats")
 
 
-def _check(name: str, given: int | None, found: object) -> None:
-    """Compare an argument with what jax has. Without one jax is not asked, which would start its devices."""
-    if given is not None and callable(found) and given != (has := found()):
+def _check(name: str, given: int | None, has: int) -> None:
+    """Compare an argument with what jax has."""
+    if given is not None and given != has:
         raise RuntimeError(
             f"distributed.initialize: {name}={given!r}, but jax.distributed was initialised by other code, and there "
             f"it is {has}; leave the arguments out, or call jp.distributed.initialize first"

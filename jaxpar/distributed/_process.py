@@ -8,6 +8,7 @@ import os
 from collections.abc import Generator
 
 import jax
+from jax.experimental import multihost_utils
 
 from .._heartbeat.client import HeartbeatClient
 from .._heartbeat.exit import watch_exit
@@ -63,6 +64,12 @@ def is_joined() -> bool:
     return this.is_joined or jax.distributed.is_initialized()
 
 
+def numbers_of_jax() -> tuple[int, int]:
+    """How many processes `jax.distributed` has, and which one this is. It starts no device."""
+    state = multihost_utils.distributed.global_state  # pyright: ignore[reportPrivateImportUsage]
+    return state.num_processes, state.process_id
+
+
 def is_jax_used() -> bool:
     """Whether JAX has started its devices. Their number is fixed from then on."""
     number = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
@@ -94,7 +101,7 @@ def known_processes() -> int:
     """How many processes `initialize` found. It is 1 before that.
 
     Unlike `jax.process_count` this starts no device. Where other code has called `jax.distributed.initialize`, it is
-    `jax.process_count()`.
+    the number of processes which that call had.
 
     Example:
         >>> from jaxpar import distributed
@@ -102,7 +109,7 @@ def known_processes() -> int:
         1
     """
     if not this.is_joined and jax.distributed.is_initialized():
-        return jax.process_count()
+        return numbers_of_jax()[0]
     return this.processes
 
 

@@ -16,7 +16,7 @@ from .._heartbeat.client import HeartbeatClient
 from .._heartbeat.proxy import ServiceProxy
 from .._heartbeat.pulse import Pulse
 from .._heartbeat.secret import Secret
-from . import _attach, _environment, _process, _ray, _rendezvous
+from . import _attach, _environment, _members, _process, _ray, _rendezvous
 from ._environment import Cluster
 
 
@@ -43,6 +43,8 @@ def start(
         if options["local_device_ids"] is None:
             options = {**options, "local_device_ids": cluster.local_devices}
         _start_jax(cluster, client is not None, options)
+    if processes.is_elastic():
+        _members.release_others(_members.jax_client(), cluster.process_id)
 
 
 def _start_jax(cluster: Cluster, is_watched: bool, options: dict[str, Any]) -> None:

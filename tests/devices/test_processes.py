@@ -58,6 +58,19 @@ def test_each_topology_trains_the_same_parameters(runs, topology):
 
 
 @pytest.mark.slow
+def test_codes_of_integers_have_the_same_bits_in_several_processes(tmp_path):
+    found = []
+    for processes, devices in (2, 2), (1, 4):
+        with Run(tmp_path / f"{processes}x{devices}", processes, devices, "compressed") as started:
+            started.wait()
+        found.append(started.saved("compressed.npz"))
+    assert found[0].keys() == found[1].keys()
+    assert sum("int3" in name for name in found[0]) >= 8
+    for name, value in found[1].items():
+        assert found[0][name].tobytes() == value.tobytes(), name
+
+
+@pytest.mark.slow
 def test_all_killed_and_resumed_bit_for_bit(runs):
     expected, got = runs["2x2"].saved("undisturbed.npz"), runs["2x2 again"].saved("resumed.npz")
     assert got.keys() == expected.keys()

@@ -201,6 +201,53 @@ def two(ray):
         ray.kill(handle)
 
 
+LISTENING = """
+import glob, os
+from pathlib import Path
+import ray
+from jaxpar.free_running._ray import get_ray
+assert get_ray().get(ray.remote(lambda: 7).remote()) == 7
+
+def parent(process):
+    try:
+        return int(Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+parents = {int(process): parent(process) for process in os.listdir("/proc") if process.isdigit()}
+own = {os.getpid()}
+while new := {process for process, above in parents.items() if above in own and process not in own}:
+    own |= new
+sockets = set()
+for descriptor in (name for process in own for name in glob.glob(f"/proc/{process}/fd/*")):
+    try:
+        sockets.add(os.readlink(descriptor))
+    except OSError:
+        continue
+for table in "/proc/net/tcp", "/proc/net/tcp6":
+    for line in Path(table).read_text().splitlines()[1:]:
+        words = line.split()
+        if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
+            print("LISTENS", words[1].partition(":")[0])
+print("VARIABLE", os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"))
+"""
+
+
+@with_ray
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux only")
+def test_ray_listens_on_loopback_only():
+    pytest.importorskip("ray", reason="Ray is not installed")
+    done = subprocess.run([sys.executable, "-c", LISTENING], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    addresses = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("LISTENS")]
+    assert len(addresses) >= 3, done.stdout
+    # 127.0.0.1 and ::1, ::ffff:127.0.0.1 as the tables of Linux have them on a little-endian machine
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    assert {*addresses} <= loopback
+    assert "VARIABLE None" in done.stdout
+    assert "listens at" not in done.stderr
+
+
 @with_ray
 def test_what_is_pushed_is_pulled(two):
     worker = free_running.Worker(two)

@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 
 import jax
+import jax.experimental.multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -133,7 +134,9 @@ def test_workers_meet_by_ray(ray, monkeypatch, capsys):
 def test_other_code_has_started_jax(in_ray, ray, monkeypatch, capsys):
     monkeypatch.setattr(_process, "this", _process.Process())
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax.experimental.multihost_utils.distributed.global_state, "num_processes", 2)
+    for name in "process_count", "process_index":  # they start devices, which may come too early
+        monkeypatch.setattr(jax, name, None)
     ray.size = 2 if in_ray else None
     for _ in range(2):
         distributed.initialize()

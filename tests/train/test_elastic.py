@@ -1,5 +1,6 @@
 """Training that goes on when processes are lost, and takes them back. The end has the bits of a run without a loss."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -16,8 +17,13 @@ from launched import command, environment
 
 from jaxpar import checkpoint, distributed, kv, train
 from jaxpar._devices import processes
+from jaxpar.distributed import _members
+from jaxpar.distributed._members import Members, write_members
+from jaxpar.train._fit import elastic_members
 from jaxpar.train._fit.elastic_group import Group, OrdersUsedUp
-from jaxpar.train._fit.elastic_send import send, to_host
+from jaxpar.train._fit.elastic_send import plan_send, to_host
+from jaxpar.train._fit.loop import Loop
+from jaxpar.train._fit.watchdog import Watchdog
 
 PROGRAM = Path(__file__).parents[1] / "elastic_run.py"
 
@@ -43,7 +49,7 @@ def test_what_is_sent_arrives_to_the_last_bit():
         "n": jnp.int8(-7),
         "h": jnp.ones(3, "bfloat16"),
     }
-    got = send(to_host(tree), jax.devices()[:3])
+    got = plan_send(to_host(tree), jax.devices()[:3])()
     assert [x.tobytes() for x in map(np.asarray, (got["a"], got["n"], got["h"]))] == [
         np.asarray(tree[name]).tobytes() for name in ("a", "n", "h")
     ]
@@ -55,13 +61,13 @@ def test_a_group_never_has_an_order_twice(monkeypatch):
     devices = [types.SimpleNamespace(id=i, process_index=i) for i in range(3)]
     monkeypatch.setattr(jax, "devices", lambda: devices)
     group = Group()
-    group._members = {0: 1, 1: 1, 2: 1}
+    group._members.starts = {0: 1, 1: 1, 2: 1}
     orders = [group._next_order() for _ in range(7)]
     assert orders[-1] is None
     assert sorted(map(tuple, orders[:6])) == sorted({tuple(order) for order in orders[:6]})
-    group._members = {0: 1, 2: 1}
+    group._members.starts = {0: 1, 2: 1}
     assert group._next_order() == [0, 2]
-    group._members = {0: 1}  # no Gloo
+    group._members.starts = {0: 1}  # no Gloo
     assert group._next_order() == group._next_order() == [0]
 
 
@@ -71,6 +77,57 @@ def test_orders_that_are_used_up_are_an_error_in_words(monkeypatch):
     group._client = types.SimpleNamespace(key_value_set=lambda *a, **k: None)
     with pytest.raises(OrdersUsedUp, match=r"each order of 0 devices once.*--devices 2"):
         group._settle(dict)
+
+
+class Service:
+    """jax's coordination service, as one process sees it."""
+
+    def __init__(self, own):
+        self.own, self.keys, self.barriers, self.in_barrier = own, {}, [], lambda: None
+
+    def key_value_set(self, key, text, allow_overwrite=False):
+        self.keys[key] = text
+
+    def key_value_try_get(self, key):
+        if key not in self.keys:
+            raise jax.errors.JaxRuntimeError("NOT_FOUND")
+        return self.keys[key]
+
+    def key_value_dir_get(self, key):
+        return [(name, text) for name, text in self.keys.items() if name.startswith(key)]
+
+    def get_live_nodes(self, ranks):
+        self.barriers.append(ranks)
+        if len(ranks) > 1:
+            self.in_barrier()
+        return dict.fromkeys(ranks, self.own)
+
+
+def test_a_process_that_comes_back_keeps_nobody_waiting(monkeypatch):
+    monkeypatch.setattr(_members, "_NOTICED", 0.01)
+    service = Service(own=7)
+    _members.release_others(service, 2)  # there are no members yet
+    assert service.barriers == [[2]]
+    write_members(service, Members(4, {0: 1, 1: 1, 2: 1}))  # 1 is the start of the process that was lost
+    service.in_barrier = lambda: write_members(service, Members(5, {0: 1, 1: 1}))
+    assert _members.release_others(service, 2).starts == {0: 1, 1: 1}
+    assert service.barriers == [[2], [2], [0, 1, 2]]  # it took part in one barrier of theirs
+    _members.release_others(service, 2)
+    assert service.barriers[3:] == [[2]]
+
+
+def test_a_lost_process_is_not_taken_in_again():
+    service = Service(own=1)
+    members = elastic_members.Members(service)
+    for rank in range(3):
+        service.key_value_set(f"jaxpar/elastic/ready/{rank}", "1")
+    members.become({0: 1, 1: 1, 2: 1})
+    members.become({0: 1, 1: 1})
+    members.invite("block/")
+    assert elastic_members.joining(service.key_value_dir_get("block/")) == {}
+    service.key_value_set("jaxpar/elastic/ready/2", str(2**64 - 1))  # another one in its place
+    members.invite("block/")
+    assert elastic_members.joining(service.key_value_dir_get("block/")) == {2: 2**64 - 1}
 
 
 @pytest.mark.parametrize(
@@ -140,6 +197,59 @@ with watchdog.watch("loads the batch of step 8"):
     assert "in hang" in done.stderr
 
 
+def test_what_only_process_0_does_is_named_and_not_ended(monkeypatch, capfd):
+    now = [0.0]
+    monkeypatch.setattr("jaxpar.train._fit.watchdog.time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    dog = Watchdog()
+    with dog.watch("evaluates after step 4", ends=False):
+        now[0] = 9.0
+        dog.note_progress()  # a batch is done
+        now[0] = 18.0
+        dog.look()
+        assert capfd.readouterr().err == ""
+        now[0] = 29.0
+        dog.look()
+        dog.look()  # once is enough
+        said = capfd.readouterr().err
+        assert said.count("process 0 is stuck: it evaluates after step 4 for 10 seconds, here:") == 1
+        assert "in test_what_only_process_0_does" in said
+        assert "It is not ended, since it may only take long" in said
+    now[0] = 99.0
+    dog.look()
+    assert capfd.readouterr().err == ""
+
+
+def test_each_batch_of_an_evaluation_is_progress(monkeypatch):
+    done = []
+    monkeypatch.setattr(processes._Elastic, "watchers", [lambda: done.append(1)])
+    arrays = {"x": np.ones((64, 2), np.float32)}
+    eval_fn = lambda params, batch: {"mean": (batch["x"] * params["w"]).mean(-1)}  # noqa: E731
+    train.evaluate(new_state(), source=arrays, eval_fn=eval_fn, batch_size=2)
+    assert len(done) > 5
+
+
+def test_what_fit_does_between_steps_is_watched(monkeypatch, tmp_path):
+    watched = []
+
+    def watch(loop, what):
+        watched.append((what, loop.at))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(Loop, "watch", watch)
+    train.fit(
+        new_state(),
+        train.make_train_step(loss_fn),
+        {"x": np.ones(8, "float32")},
+        epochs=1,
+        batch_size=8,
+        progress=False,
+        callbacks=lambda state, record: None,
+        checkpoint_dir=tmp_path,
+    )
+    what = "calls on_step", "evaluates", "calls the callbacks", "saves a checkpoint", "calls on_saved of the callbacks"
+    assert watched == [(each, 1) for each in what]
+
+
 def run(folder, processes, *failures, options=()):
     """The output of the launched program, with or without failures."""
     folder.mkdir()
@@ -177,6 +287,18 @@ def test_killed_frozen_and_stuck_processes_change_no_bit(tmp_path):
     assert "process 1 was lost in step 16; the others make it again" in output
     assert re.search(r"SEEN 0 12\b", output), output  # records, in process 0 only
     assert len(results(output)) == 3, output
+    assert {*results(output)} == {*results(run(tmp_path / "undisturbed", 1))}
+
+
+@pytest.mark.slow  # a minute on a busy machine: three processes, two losses
+def test_nobody_waits_for_a_process_that_starts(tmp_path):
+    # Process 2 comes back and calls fit only after step 20. Process 1 is lost before that.
+    output = run(tmp_path / "disturbed", 3, "kill:2:7", "kill:1:15", "late:2:20")
+    assert output.count("is started again as pid") == 2, output
+    assert "restart" not in output
+    assert steps(output) == [*range(1, 37)]
+    assert "process 1 was lost in step 16; the others make it again" in output
+    assert int(re.search(r"process (?:1, )?2 joins after step (\d+)", output)[1]) >= 20, output
     assert {*results(output)} == {*results(run(tmp_path / "undisturbed", 1))}
 
 

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from ..._core import checks
 from ..._core.arguments import check_takes
 from ..._core.recent import Recent
+from ..._devices import processes
 from ..._devices.emulated import can_hang, wait_before_collectives
 from ..._devices.user_mesh import check_traced, outside_mesh
 from .classification import Classification
@@ -49,6 +50,7 @@ def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_s
             unread.append(program(leaves, piece.batch, piece.mask))
             while len(unread) > ahead:
                 totals.add(unread.popleft())
+                processes.note_progress()
         for sums in unread:
             totals.add(sums)
         return totals.scores()

@@ -186,6 +186,7 @@ def _predict(name: str, state_or_params: Any, apply_fn: ApplyFn, source: Any, ba
         made = outputs_of(leaves, inputs), piece.valid
         if last is not None:  # while the devices compute the next one
             parts.append(_on_host(*last))
+            processes.note_progress()
         last = made
     parts.append(_on_host(*last)) if last is not None else None
     return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)

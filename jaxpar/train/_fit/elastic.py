@@ -25,7 +25,7 @@ from .._callbacks.history import Record
 from .._step.state import TrainState, place_state
 from .._step.train_step import TrainStep
 from .elastic_group import Group, OrdersUsedUp, Terms
-from .elastic_send import send, to_host
+from .elastic_send import plan_send, to_host
 from .loop import SHUFFLE, Loop
 from .readings import Steps
 from .run import Run, RunHistory
@@ -77,14 +77,18 @@ class Elastic:
                 self._agree(lambda: self._offer(loop), loop.state)
             self._load(loop.at)
             made = self.group.run(loop.at, lambda: self._make(loop.at))
+            self._say_change(loop.at)
             if made is None:
-                self._say_lost(loop.at)
                 continue
             self._batch = None
             self._state, metrics = made
             if self.leads:
                 self._host = to_host(self._state)
             yield self._state, Steps(metrics)
+
+    def watch(self, what: str, at: int) -> contextlib.AbstractContextManager[None]:
+        """A block that only process 0 has between steps. Where it is stuck, the step and the stack are said."""
+        return self.watchdog.watch(f"{what} after step {at}", ends=False)
 
     def local(self, state: TrainState) -> TrainState:
         """The state on the devices of this process, for what one process does by itself."""
@@ -138,13 +142,16 @@ class Elastic:
     def _agree(self, offer: Callable[[], dict[str, Any]], like: TrainState) -> dict[str, Any]:
         """Agree with all that live, and take the state of process 0. Return its offer."""
 
-        def prepare(terms: Terms) -> dict[str, Any]:
+        def prepare(terms: Terms) -> Callable[[], Any]:
             if terms.offer["run"] != _digest(like, self.run):
                 raise ValueError(
                     f"fit: process {jax.process_index()} has other params, another optimizer, data of another size or "
                     "another batch_size than process 0; run the same program in all processes"
                 )
-            self._host = send(self._host, terms.devices)
+            return plan_send(self._host, terms.devices)
+
+        def take(terms: Terms, send: Callable[[], Any]) -> dict[str, Any]:
+            self._host = send()
             self._state = place_state(self._host, terms.devices)
             self._step = self.run.step.on(terms.devices)
             self._is_new = True
@@ -152,7 +159,7 @@ class Elastic:
             return terms.offer
 
         try:
-            return self.group.agree(offer, prepare)
+            return self.group.agree(offer, prepare, take)
         except OrdersUsedUp as error:
             _restart(error)
             raise
@@ -164,9 +171,12 @@ class Elastic:
         found = {"first": loop.first, "at": loop.at, "history": saved["history"], "under_way": under_way}
         return {**found, "stopped": False, "run": _digest(loop.state, self.run)}
 
-    def _say_lost(self, at: int) -> None:
-        if self.group.is_first and self.group.lost:
-            say(f"process {', '.join(map(str, self.group.lost))} was lost in step {at + 1}; the others make it again")
+    def _say_change(self, at: int) -> None:
+        """Say in process 0 who was lost in a step, and who joins after it."""
+        if self.leads and self.group.lost:
+            say(f"process {_names(self.group.lost)} was lost in step {at + 1}; the others make it again")
+        if self.leads and self.group.joined:
+            say(f"process {_names(self.group.joined)} joins after step {at + 1}")
 
 
 def plan_elastic(run: Run) -> Run:
@@ -203,6 +213,10 @@ def check_state(state: TrainState) -> None:
             "takes values that are whole on each device; use kind 'device', or initialize without elastic=True, where "
             "a loss ends all processes and they resume from a checkpoint"
         )
+
+
+def _names(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _digest(state: TrainState, run: Run) -> str:

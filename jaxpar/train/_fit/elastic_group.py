@@ -1,7 +1,7 @@
-"""The processes of an elastic run that compute together, agreed again after each step.
+"""Agreement of the processes of an elastic run: on their devices, and whether each step succeeded.
 
 Which processes live, and that a block of work succeeded in all of them or in none, is jax's `live_devices`. What they
-agree on beside that is a text in jax's key-value store, which process 0 holds.
+agree on beside that is a text in jax's key-value store, which process 0 holds. `elastic_members` says who they are.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
 from jax.experimental import multihost_utils
 
+from ... import distributed
 from ..._core.arrays import Device
-from ..._core.text import say_news
+from .elastic_members import JOIN, Members, joining
 
 Result = TypeVar("Result")
+Prepared = TypeVar("Prepared")
 
-_KEYS = "jaxpar/elastic"
+_KEYS = distributed._KEYS
 _WAIT = 1000  # milliseconds of one look for a key
 _MOST_TRIES = 8  # failures in a row, with the same processes, after which a step is given up
 _MOST_ORDERS = 1 << 20  # that are looked through
@@ -52,13 +52,15 @@ class Group:
     Attributes:
         terms: what they agreed on, or None where they must agree again.
         lost: the processes that were lost in the last block.
+        joined: the processes that join after the last block.
     """
 
     def __init__(self) -> None:
         self.terms: Terms | None = None
         self.lost: list[int] = []
-        self._client: Any = multihost_utils.distributed.global_state.client  # pyright: ignore[reportPrivateImportUsage]
-        self._members: dict[int, int] = {}
+        self.joined: list[int] = []
+        self._client: Any = distributed._jax_client()
+        self._members = Members(self._client)
         self._tries: collections.Counter[str] = collections.Counter()
         self._failures = 0
         self._orders: dict[frozenset[int], Iterator[tuple[int, ...]]] = {}
@@ -70,28 +72,39 @@ class Group:
     def is_first(self) -> bool:
         return jax.process_index() == 0
 
-    @property
-    def members(self) -> list[int]:
-        return sorted(self._members)
+    def agree(
+        self,
+        offer: Callable[[], dict[str, Any]],
+        prepare: Callable[[Terms], Prepared],
+        take: Callable[[Terms, Prepared], Result],
+    ) -> Result:
+        """Agree with all members, until `prepare` and then `take` have succeeded in all of them.
 
-    def agree(self, offer: Callable[[], dict[str, Any]], prepare: Callable[[Terms], Result]) -> Result:
-        """Agree with all processes that live, until `prepare` has succeeded in all of them.
+        Gloo waits half a minute for a process that is lost while it connects. So that all begin to connect at once,
+        what takes time before belongs in `prepare`.
 
         Args:
             offer: what process 0 says about the run. Only process 0 calls it.
-            prepare: what each does with the terms: it may use collectives over their devices.
+            prepare: what each does with the terms. It may use no collectives.
+            take: what each does with what it has prepared. It may use collectives over the devices of the terms.
         """
+        if not self._members.starts:
+            self._members.join()
         while True:
-            found: list[Terms] = []
+            if self.is_first:
+                self._members.publish()
+            found: list[tuple[Terms, Prepared]] = []
 
-            def work(found: list[Terms] = found) -> Result:
-                found.append(self._settle(offer))
-                self._number = found[0].number
-                return prepare(found[0])
+            def settle(found: list[tuple[Terms, Prepared]] = found) -> None:
+                terms = self._settle(offer)
+                self._number = terms.number
+                found.append((terms, prepare(terms)))
 
-            made = self._in_all("agree", work)
-            if made is not None and self._is_same():
-                self.terms, self._failures = found[0], 0
+            if self._in_all("agree", settle) is None:
+                continue
+            made = self._in_all("take", lambda found=found: take(*found[0]))
+            if made is not None:
+                self.terms, self._failures = found[0][0], 0
                 return made[0]
 
     def run(self, at: int, work: Callable[[], Result]) -> Result | None:
@@ -101,10 +114,12 @@ class Group:
             at: the number of the step.
             work: must be over when it returns, its collectives too.
         """
-        made = self._in_all(str(at), work)
-        if made is None or not self._is_same():
+        before = self._members.starts
+        made = self._in_all(str(at), work, invites=True)
+        if self._members.starts != before:
             self.terms = None
         if made is None:
+            self.terms = None
             return None
         self._failures = 0
         return made[0]
@@ -120,12 +135,12 @@ class Group:
 
     def has_failed(self) -> bool:
         """Whether another process of the block under way has failed."""
-        return bool(self._client.key_value_dir_get(self._block))
+        return bool(_failures(self._client.key_value_dir_get(self._block)))
 
     def end(self) -> None:
         """Say that the run is over. Process 0 ends last, since the others need its service until then."""
         if self.is_first:
-            self._client.key_value_set(f"{_KEYS}/over", "1", allow_overwrite=True)
+            distributed._end_run(self._client)
 
     def wait_for_others(self) -> None:
         """Wait until all others have ended too. Called when the process ends."""
@@ -133,31 +148,46 @@ class Group:
             with contextlib.suppress(Exception), multihost_utils.live_devices(jax.devices()):
                 pass
 
-    def _in_all(self, name: str, work: Callable[[], Result]) -> tuple[Result] | None:
-        """The result in a tuple, where `work` succeeded in all processes."""
-        self.lost, error, made = [], None, None
+    def _in_all(self, name: str, work: Callable[[], Result], invites: bool = False) -> tuple[Result] | None:
+        """The result in a tuple, where `work` succeeded in all members. With `invites` others may join after it."""
+        self.lost, self.joined, made, errors = [], [], None, list[Exception]()
         self._block = self._name_block(name)
         try:
-            with multihost_utils.live_devices(jax.devices()):
-                self._members = _incarnations()
-                try:
-                    made = (work(),)
-                except jax.errors.JaxRuntimeError as raised:
-                    error = raised
-                self._block = self._name_block(name)  # `work` may have changed the number
-                if error is not None:
-                    why = f"{error}"[:500]
-                    self._client.key_value_set(f"{self._block}{jax.process_index()}", why, allow_overwrite=True)
+            with self._members.together():
+                made = self._attempt(name, work, errors)
+                if invites and made and self.is_first:
+                    self._members.invite(self._block)
         except multihost_utils.ProcessFailureError as failure:
             self.lost = sorted({d.process_index for d in failure.failed_devices})
+            self._members.leave_out_lost()
             return None
-        failed = self._client.key_value_dir_get(self._block)
-        if not failed:
+        entries = self._client.key_value_dir_get(self._block)
+        if made and not _failures(entries):
+            if new := joining(entries):
+                self.joined = sorted(new)
+                self._members.become({**self._members.starts, **new})
             return made
+        self._count_failure(_failures(entries), errors)
+        return None
+
+    def _attempt(self, name: str, work: Callable[[], Result], errors: list[Exception]) -> tuple[Result] | None:
+        """The result in a tuple. An error of jax is written for the others, and added to `errors`."""
+        error, made = None, None
+        try:
+            made = (work(),)
+        except jax.errors.JaxRuntimeError as raised:
+            error = raised
+        self._block = self._name_block(name)  # `work` may have changed the number
+        if error is not None:
+            errors.append(error)
+            self._client.key_value_set(f"{self._block}{jax.process_index()}", f"{error}"[:500], allow_overwrite=True)
+        return made
+
+    def _count_failure(self, failed: list[tuple[str, str]], errors: list[Exception]) -> None:
+        """Count a block that failed though nobody was lost. `RuntimeError` where there were too many in a row."""
         self._failures += 1
         if self._failures == _MOST_TRIES:
-            raise RuntimeError(_given_up(self._failures, failed)) from error
-        return None
+            raise RuntimeError(_given_up(self._failures, failed)) from (errors[0] if errors else None)
 
     def _forget_own_groups(self) -> None:
         """Let Gloo make groups of this process's devices, which an earlier process in its place may have had."""
@@ -167,13 +197,9 @@ class Group:
     def _name_block(self, name: str) -> str:
         return f"{_KEYS}/failed/{self._number}/{name}/"
 
-    def _is_same(self) -> bool:
-        """Whether the processes that live are those of the last block."""
-        return _incarnations() == self._members
-
     def _settle(self, offer: Callable[[], dict[str, Any]]) -> Terms:
         """The terms for the processes that live. Process 0 makes them, and the others read them."""
-        members = json.dumps(sorted(self._members.items()))
+        members = json.dumps(sorted(self._members.starts.items()))
         self._tries[members] += 1  # every one of them has taken part in each try
         digest = hashlib.sha256(members.encode()).hexdigest()[:32]
         name = f"{_KEYS}/terms/{digest}/{self._tries[members]}"
@@ -181,53 +207,38 @@ class Group:
             terms: Any = {"number": self._number + 1, "order": self._next_order(), "offer": offer()}
             self._client.key_value_set(name, json.dumps(terms), allow_overwrite=True)
         else:
-            terms = json.loads(self._read(name, or_over=True))
+            terms = json.loads(self._read(name))
         if terms["order"] is None:
-            raise OrdersUsedUp(_used_up(len(self._devices())))
+            raise OrdersUsedUp(_used_up(len(self._members.devices)))
         known = {d.id: d for d in jax.devices()}
         return Terms(terms["number"], tuple(known[i] for i in terms["order"]), terms["offer"])
 
-    def _devices(self) -> list[Device]:
-        return [d for d in jax.devices() if d.process_index in self._members]
-
     def _next_order(self) -> list[int] | None:
         """The ids of the devices in an order that no group had. None where all were used."""
-        ids = sorted(d.id for d in self._devices())
-        if len(self._members) == 1:
+        ids = sorted(d.id for d in self._members.devices)
+        if len(self._members.starts) == 1:
             return ids  # without Gloo
         orders = self._orders.setdefault(frozenset(ids), itertools.islice(itertools.permutations(ids), _MOST_ORDERS))
         order = next(orders, None)
         return None if order is None else list(order)
 
-    def _read(self, name: str, or_over: bool = False) -> str:
-        """The text that process 0 sets. With `or_over` the process ends here where the run is over."""
+    def _read(self, name: str) -> str:
+        """The text that process 0 sets."""
         while True:
-            is_over = or_over and self._is_over()
             try:
                 return self._client.blocking_key_value_get(name, _WAIT)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-            if is_over:
-                say_news(f"process {jax.process_index()} came when the run was over, and ends")
-                sys.stdout.flush()
-                os._exit(0)  # jax's own shutdown needs process 0
-
-    def _is_over(self) -> bool:
-        try:
-            return bool(self._client.key_value_try_get(f"{_KEYS}/over"))
-        except jax.errors.JaxRuntimeError:  # NOT_FOUND
-            return False
 
 
 class OrdersUsedUp(RuntimeError):
     """Every order of the devices of a group was used."""
 
 
-def _incarnations() -> dict[int, int]:
-    """The processes that live, as the last block found. Each start of a process has a number of its own."""
-    found: dict[Device, int] = multihost_utils.live_devices.devices or {}
-    return {device.process_index: number for device, number in found.items()}
+def _failures(entries: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The errors among the entries of a block."""
+    return [(key, text) for key, text in entries if not key.endswith(f"/{JOIN}")]
 
 
 def _given_up(tries: int, failed: list[tuple[str, str]]) -> str:

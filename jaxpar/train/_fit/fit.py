@@ -207,14 +207,18 @@ def _should_stop(loop: Loop, checkpoints: RunCheckpoints, signals: interrupt.Sig
     """Evaluate and call the callbacks where there is a record, save if it is due. Return whether the run is to stop."""
     stopped = False
     if record is not None:
-        _evaluate(loop, checkpoints, record)
+        with loop.watch("evaluates"):
+            _evaluate(loop, checkpoints, record)
     try:
-        stopped = record is not None and loop.call_back(record)
+        with loop.watch("calls the callbacks"):
+            stopped = record is not None and loop.call_back(record)
     finally:  # a callback that fails costs no steps
         interrupted = signals.should_stop(loop.state, loop.at, record is not None)
-        checkpoints.save(loop, stopped=stopped, interrupted=interrupted)
+        with loop.watch("saves a checkpoint"):
+            checkpoints.save(loop, stopped=stopped, interrupted=interrupted)
     if record is not None:
-        loop.run.callbacks.saved(record, lambda: checkpoints.written(loop.at))
+        with loop.watch("calls on_saved of the callbacks"):
+            loop.run.callbacks.saved(record, lambda: checkpoints.written(loop.at))
     if loop.run.elastic is not None:
         stop = stopped or interrupted
         stop, signals.asked = loop.run.elastic.decide(loop, record, stop, signals.asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -96,7 +97,8 @@ class Loop:
                 self.at += made.number
                 self._readings.add(made)
                 mark = self._due()
-                self._count(0 if mark is not None or self.run.elastic is not None else BEHIND)
+                with self.watch("calls on_step"):
+                    self._count(0 if mark is not None or self.run.elastic is not None else BEHIND)
                 if mark is None:
                     yield None
                     continue
@@ -122,6 +124,11 @@ class Loop:
         if every and self.at % every == 0:
             return {"under_way": True}
         return {"interrupted": True} if self.is_cut else None
+
+    def watch(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """A block that is watched in an elastic run, see `Elastic.watch`."""
+        elastic = self.run.elastic
+        return contextlib.nullcontext() if elastic is None else elastic.watch(what, self.at)
 
     def evaluate(self, record: Record) -> None:
         """Evaluate the state, show the record and keep it."""

@@ -1,11 +1,14 @@
 """A thread that ends this process where it is stuck, with the step and the stack of what it does.
 
 A stuck process sends heartbeats as any other, so the others would wait for it forever. Once it has ended they go on.
+What only process 0 does, such as callbacks, may take long for good reasons, and its end would end the run. So there the
+step and the stack are only said.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import os
 import sys
@@ -18,11 +21,24 @@ import jax
 
 from ... import distributed
 from ..._core.text import say_before_exit
+from ..._devices import processes
 
 STUCK_AFTER = 10.0  # seconds, or JAXPAR_STUCK_TIMEOUT
 _EVERY = 0.5  # seconds between two looks
 _LOCKED = 3.0  # seconds more, after which a process that holds Python's lock is ended without this thread
 _MOST_LINES = 12  # of a stack
+
+
+@dataclasses.dataclass
+class Work:
+    """What the watched thread does, since when, and how long it may."""
+
+    what: str
+    limit: float
+    is_stuck: Callable[[], bool]
+    ends: bool
+    since: float
+    is_said: bool = False
 
 
 class Watchdog(threading.Thread):
@@ -32,48 +48,74 @@ class Watchdog(threading.Thread):
         super().__init__(name="jaxpar-watchdog", daemon=True)
         self._limit = float(os.environ.get("JAXPAR_STUCK_TIMEOUT") or STUCK_AFTER)
         self._thread = threading.get_ident()
-        self._doing: tuple[float, str, Callable[[], bool], float] | None = None
+        self._work: Work | None = None
         self._stopped = threading.Event()
 
     @contextlib.contextmanager
-    def watch(self, what: str, is_stuck: Callable[[], bool] = lambda: True, times: int = 1) -> Generator[None]:
+    def watch(
+        self, what: str, is_stuck: Callable[[], bool] = lambda: True, times: int = 1, ends: bool = True
+    ) -> Generator[None]:
         """A block that must be over within the limit, or some times of it.
 
         Args:
             what: what the process does, as a verb and its object.
             is_stuck: asked when the limit is over. False: it only takes long.
+            times: how many times the limit.
+            ends: whether a stuck process ends. Otherwise it only says so, once until `note_progress`.
         """
-        self._doing = time.monotonic(), what, is_stuck, times * self._limit
+        before, self._work = self._work, Work(what, times * self._limit, is_stuck, ends, time.monotonic())
         try:
             yield
         finally:
-            self._doing = None
+            self._work = before
+            self.note_progress()
+
+    def note_progress(self) -> None:
+        """Count the time of the block from now on."""
+        if (work := self._work) is not None:
+            work.since, work.is_said = time.monotonic(), False
 
     def run(self) -> None:
         """Look twice a second until `stop`."""
         can_dump = _has_descriptor()
         while not self._stopped.wait(_EVERY):
-            doing = self._doing
-            if can_dump and doing is not None:  # by a thread without Python's lock
-                faulthandler.dump_traceback_later(doing[3] + _LOCKED, exit=True)
+            work = self._work
+            if can_dump and work is not None:  # by a thread without Python's lock
+                faulthandler.dump_traceback_later(work.limit + _LOCKED, exit=work.ends)
             elif can_dump:
                 faulthandler.cancel_dump_traceback_later()
-            if doing is not None and time.monotonic() - doing[0] > doing[3] and doing[2]() and self._doing is doing:
-                self._end(doing[1], doing[3])
+            self.look()
         if can_dump:
             faulthandler.cancel_dump_traceback_later()
 
+    def look(self) -> None:
+        """Look once whether the work is stuck."""
+        work = self._work
+        if work is None or work.is_said or time.monotonic() - work.since <= work.limit:
+            return
+        if work.is_stuck() and self._work is work:
+            self._say(work)
+
+    def start(self) -> None:
+        """Begin to watch. Batches of an evaluation are progress from now on."""
+        processes.watch_progress(self.note_progress)
+        super().start()
+
     def stop(self) -> None:
         """End this thread."""
+        processes.watch_progress()
         self._stopped.set()
 
-    def _end(self, what: str, seconds: float) -> None:
+    def _say(self, work: Work) -> None:
         frame = sys._current_frames().get(self._thread)
         stack = "".join(traceback.format_stack(frame)[-_MOST_LINES:]) if frame is not None else ""
-        say_before_exit(
-            f"jaxpar: process {jax.process_index()} is stuck: it {what} for {seconds:g} seconds, here:\n{stack}"
-            f"It ends with status {distributed.LOST}, and counts as lost"
+        why = (
+            f"jaxpar: process {jax.process_index()} is stuck: it {work.what} for {work.limit:g} seconds, here:\n{stack}"
         )
+        work.is_said = True
+        if not work.ends:
+            return say_before_exit(f"{why}The others wait for it. It is not ended, since it may only take long")
+        say_before_exit(f"{why}It ends with status {distributed.LOST}, and counts as lost")
         os._exit(distributed.LOST)
 
 
