@@ -1,7 +1,7 @@
 """The networks of `models.py` in JAX, measured on command in a process of its own.
 
 Contenders of a network: "plain" is `jax.jit` with optax and `jax.lax`, on one device. "jaxpar" is the same function
-with `models.conv_general_dilated`, in a training step of jaxpar over all devices of the process.
+with `models.conv_general_dilated` and `models.max_pool`, in a training step of jaxpar over all devices of the process.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def classified(apply):
     return loss_fn
 
 
-def max_pool(x):
-    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+def plain_max_pool(x, window_shape, strides):
+    """As Flax's does."""
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, *window_shape, 1), (1, *strides, 1), "VALID")
 
 
 def cnn(rng):
@@ -62,8 +63,10 @@ def cnn(rng):
     params["dense"] = dense_init(rng, 4 * 4 * 128, 10)
 
     def apply(conv, params, x):
+        max_pool = models.max_pool if conv is models.conv_general_dilated else plain_max_pool
         for i in range(3):
-            x = max_pool(jax.nn.relu(conv(x, params[f"conv{i}"]["weight"], (1, 1), "SAME", dimension_numbers=NUMBERS)))
+            x = conv(x, params[f"conv{i}"]["weight"], (1, 1), "SAME", dimension_numbers=NUMBERS)
+            x = max_pool(jax.nn.relu(x), (2, 2), strides=(2, 2))
         return dense(params["dense"], x.reshape(x.shape[0], -1))
 
     return params, classified(apply), images(rng, 128)

@@ -3,8 +3,10 @@
 `lenet` and `matrix_factorization` are those of MXNet's articles. `transformer` shows how to write a model that does not
 fit one device.
 
-`lenet` has formulas of its own for CPUs, which `_cpu_convolution` fences. `conv_general_dilated` is for every model.
+`lenet` has formulas of its own for CPUs, which `_cpu_convolution` fences. `conv_general_dilated`,
+`max_pool` and `avg_pool` are for every model.
 """
 
 from . import lenet as lenet, matrix_factorization as matrix_factorization, transformer as transformer
 from ._convolution import conv_general_dilated as conv_general_dilated
+from ._pooling import avg_pool as avg_pool, max_pool as max_pool
