@@ -27,6 +27,8 @@ import threading
 import time
 from typing import Any
 
+from _harness import environment
+
 EXAMPLES, BATCH, SHARDS = 2048, 64, 8
 PAUSE = 0.2  # seconds after each step, so that on two cores the processes that start get a turn
 GOAL = 7.0  # seconds from a kill to the next step, on an idle machine
@@ -237,6 +239,7 @@ def main() -> int:
         f"{report['above_goal']} of {len(waits)} above {GOAL:g} s; "
         f"bits {'equal' if report['equal'] else 'DIFFER'}: {' '.join(sorted(same))}"
     )
+    report["environment"] = {name: word for name, word in environment().items() if name not in ("torch", "mxnet")}
     if args.output:
         with open(args.output, "w") as file:
             json.dump(report, file, indent=1)

@@ -140,10 +140,7 @@ class TrainStep:
 
     def lower(self, state: TrainState, batch: Batch, *, many: bool = False) -> jax.stages.Lowered:
         """The step before compilation, for its text, costs or memory. With `many`, what `step.many` runs.
-
-        A step with `virtual_shards` is two programs for one device and an exchange. Of such a step this is the program
-        of the gradient of one shard only, without the sum and the update.
-        """
+        With `virtual_shards` it is the gradient of one shard only."""
         with _outside_mesh() as user:
             program, state = self._prepare(without_types(state), user)
             return program.lower(state, batch, *([0, 0] if many else []))
