@@ -184,7 +184,7 @@ def test_an_error_leaves_the_mesh_set():
         kv.push(store, 3, jnp.ones(3))
 
 
-@pytest.mark.parametrize("name", ["explicit", "explicit2d"])
+@pytest.mark.parametrize("name", ["explicit", pytest.param("explicit2d", marks=pytest.mark.slow)])
 def test_results_are_of_the_users_mesh(name):
     """So they can be used together with the user's other arrays. JAX lets nothing else be."""
     mesh = MESHES[name]()

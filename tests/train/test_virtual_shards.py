@@ -138,7 +138,7 @@ CASES = {
         given=tokens,
     ),
 }
-FIRST = ("clipped", "elementwise", "model_state")
+FIRST = ("clipped",)
 PLACES = [(2, "shard_map"), (3, "pmap"), (4, "shard_map"), (5, "shard_map"), (8, "pmap")]
 
 
