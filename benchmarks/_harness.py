@@ -15,7 +15,9 @@ import platform
 import shutil
 import statistics
 import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -106,6 +108,16 @@ class Child:
         self._process.wait(timeout=60)
         if self._process.stdout is not None:
             self._process.stdout.close()
+
+
+def serve(answer: Callable[[dict[str, Any]], Any]) -> None:
+    """What a `Child` runs: the answer to each request, or what went wrong."""
+    for line in sys.stdin:
+        try:
+            reply = {"result": answer(json.loads(line))}
+        except Exception:
+            reply = {"error": traceback.format_exc()}
+        print(json.dumps(reply), flush=True)
 
 
 @contextlib.contextmanager

@@ -6,11 +6,8 @@ with `models.conv_general_dilated` and `models.max_pool`, in a training step of 
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 import time
-import traceback
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _harness import serve
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
@@ -206,6 +204,7 @@ def lstm(rng):
     return params, classified(apply), batch
 
 
+contenders: dict[str, Any] = {}
 NETWORKS = {"cnn": cnn, "resnet18": resnet18, "transformer": transformer, "mlp": mlp, "lstm": lstm}
 
 
@@ -248,17 +247,7 @@ def jaxpar(loss_fn, params, batch):
     return once
 
 
-def main():
-    contenders: dict[str, Any] = {}
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            print(json.dumps({"result": answer(contenders, request)}), flush=True)
-        except Exception:
-            print(json.dumps({"error": traceback.format_exc()}), flush=True)
-
-
-def answer(contenders, request):
+def answer(request):
     """Set a contender up, measure it, or say a version."""
     match request["do"]:
         case "version":
@@ -279,4 +268,4 @@ def answer(contenders, request):
 
 
 if __name__ == "__main__":
-    main()
+    serve(answer)

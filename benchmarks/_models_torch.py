@@ -6,13 +6,11 @@ batch and keeps none, as the JAX side does.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-import traceback
 from typing import Any
 
 import torch
+from _harness import serve
 from torch import nn
 from torch.nn import functional
 
@@ -106,6 +104,7 @@ def lstm():
     return Recurrent(), torch.randn(32, 64, 128), torch.randint(0, 10, (32,))
 
 
+contenders: dict[str, Any] = {}
 NETWORKS = {"cnn": cnn, "resnet18": resnet18, "transformer": transformer, "mlp": mlp, "lstm": lstm}
 
 
@@ -130,17 +129,7 @@ def contender(network, how):
     return once
 
 
-def main():
-    contenders: dict[str, Any] = {}
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            print(json.dumps({"result": answer(contenders, request)}), flush=True)
-        except Exception:
-            print(json.dumps({"error": traceback.format_exc()}), flush=True)
-
-
-def answer(contenders, request):
+def answer(request):
     """Set a contender up, measure it, or say a version."""
     match request["do"]:
         case "version":
@@ -159,4 +148,4 @@ def answer(contenders, request):
 
 
 if __name__ == "__main__":
-    main()
+    serve(answer)
