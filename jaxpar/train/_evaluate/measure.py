@@ -53,6 +53,7 @@ def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_s
                 processes.note_progress()
         for sums in unread:
             totals.add(sums)
+            processes.note_progress()
         return totals.scores()
 
 
