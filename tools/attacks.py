@@ -1,4 +1,4 @@
-"""Attacks on a run: its sockets, its checkpoints, its caches, its memory. Each ends in "held" or in an error.
+"""Attacks on a run: its sockets, its checkpoints, its caches, its memory. Each ends in "held", in "not tried" or in an error.
 
     python tools/attacks.py            all of them, three minutes
     python tools/attacks.py packets    one
@@ -285,7 +285,8 @@ ATTACKS = {f.__name__: f for f in (packets, floods, looks, damages, servers, mem
 def main() -> None:
     for number, (name, attack) in enumerate(ATTACKS.items(), 1):
         if not sys.argv[1:] or name in sys.argv[1:]:
-            print(f"B{number} {name}: held. {attack()}", flush=True)
+            found = attack()
+            print(f"B{number} {name}: {'' if found.startswith('not tried') else 'held. '}{found}", flush=True)
 
 
 if __name__ == "__main__":
