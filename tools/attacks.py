@@ -1,4 +1,4 @@
-"""Attacks on a run: its sockets, its checkpoints, its caches, its memory. Each ends in "held", in "not tried" or in an error.
+"""Attacks on a run: its sockets, checkpoints, caches and memory. Each ends in "held", "not tried" or an error.
 
     python tools/attacks.py            all of them, three minutes
     python tools/attacks.py packets    one
