@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal, Primitive
+from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, auto_axes
 
@@ -34,7 +34,7 @@ def bind_like(function: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
-def _evaluate(closed: ClosedJaxpr, args: tuple[Any, ...]) -> list[Any]:
+def _evaluate(closed: Any, args: tuple[Any, ...]) -> list[Any]:
     values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(closed.jaxpr.invars, args, strict=True))
 
