@@ -40,7 +40,8 @@ def max_pool(
         (..., windows along each dimension, features), of the dtype of `inputs`.
 
     Raises:
-        ValueError: lengths do not match, or a window has more than 64 entries, where `jax.lax.reduce_window` is right.
+        ValueError: lengths do not match, a window is larger than the inputs with their padding, or it has more than 64
+            entries, where `jax.lax.reduce_window` is right.
 
     Example:
         >>> import jax.numpy as jnp
@@ -76,7 +77,6 @@ def avg_pool(
         >>> avg_pool(jnp.arange(16.0).reshape(1, 4, 4, 1), (2, 2), strides=(2, 2)).ravel().tolist()
         [2.5, 4.5, 10.5, 12.5]
     """
-
     inputs = jnp.asarray(inputs)
 
     def total(x: jax.Array) -> jax.Array:
@@ -84,7 +84,8 @@ def avg_pool(
 
     if count_include_pad:
         return total(inputs) / math.prod(window_shape)
-    return total(inputs) / total(jnp.ones_like(inputs))
+    around = inputs.ndim - 1 - len(window_shape)
+    return total(inputs) / total(jnp.ones((*(1,) * around, *inputs.shape[around:-1], 1), inputs.dtype))
 
 
 def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -111,6 +112,9 @@ def _views(
         raise ValueError(f"{name}: padding must have a pair for each of the {len(window)} dimensions, got {padding!r}")
     edges = [(0, 0)] * first + [(low, high) for low, high in pads] + [(0, 0)]
     padded = lax.pad(inputs, jnp.asarray(fill, inputs.dtype), [(low, high, 0) for low, high in edges])
+    for size, length in zip(window, padded.shape[first:-1], strict=True):
+        if isinstance(length, int) and size > length:
+            raise ValueError(f"{name}: a window of {window} is larger than inputs of {inputs.shape} with their padding")
     views: list[jax.Array] = []
     for place in product(*map(range, window)):
         view = padded

@@ -144,6 +144,18 @@ def test_the_gradient_of_the_filter_is_a_product():
     assert text(OURS, small, W).count("dot_general") == 0
 
 
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+def test_a_window_as_large_as_the_image_is_lax_to_the_bit(layout):
+    """It has the shape of a filter's gradient: a dense layer as a convolution, the patches of a small image."""
+    x, w = arrays((4, 8, 8, 3), (8, 8, 3, 5))
+    x = x.transpose(0, 3, 1, 2) if layout == "NCHW" else x
+    for strides, window in (((1, 1), w), ((4, 4), w[:4, :4])):
+        options = {"dimension_numbers": (layout, "HWIO", layout)}
+        ours = by(models.conv_general_dilated, strides, "VALID", **options)
+        assert "dot_general" not in text(ours, x, window)
+        same(ours(x, window), by(lax.conv_general_dilated, strides, "VALID", **options)(x, window))
+
+
 def test_other_platforms_have_lax():
     lowered = jax.jit(grads(OURS)).trace(X, W).lower(lowering_platforms=("tpu",)).as_text()
     assert lowered.count("stablehlo.convolution") == 3

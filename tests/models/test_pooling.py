@@ -117,6 +117,8 @@ def test_mistakes():
         ValueError, match=r"avg_pool: a window of \(9, 9\) has more than 64 entries.*the mean over the axes"
     ):
         models.avg_pool(images((1, 9, 9, 1)), (9, 9))
+    with pytest.raises(ValueError, match=r"max_pool: a window of \(1, 8\) is larger than inputs of \(2, 6, 6, 3\)"):
+        models.max_pool(x, (1, 8))
     with pytest.raises(ValueError, match="max_pool: padding must have a pair for each of the 2 dimensions"):
         models.max_pool(x, (2, 2), (2, 2), ((0, 0),))
 

@@ -39,12 +39,15 @@ def filter_gradient(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> F
     sizes = (*lhs.shape, *rhs.shape)
     if not all(isinstance(size, int) for size in sizes) or 0 in sizes or lhs.ndim < 3:
         return None  # symbolic sizes are compared to nothing
+    kept, summed, *_ = params["dimension_numbers"].lhs_spec
+    if summed > kept:
+        return None  # the axis of the examples is the first in memory, so this is no gradient, or a slow one
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1 or not _is_float32(lhs, rhs, params):
         return None
     if any(dilation != 1 for dilation in params["lhs_dilation"]) or min(params["window_strides"]) < 1:
         return None
-    result, summed = _result(lhs, rhs, params), _spatial(rhs, params["dimension_numbers"].rhs_spec)
-    if min(result) < 1 or _LARGER * math.prod(result) > math.prod(summed):
+    result, places = _result(lhs, rhs, params), _spatial(rhs, params["dimension_numbers"].rhs_spec)
+    if min(result) < 1 or _LARGER * math.prod(result) > math.prod(places):
         return None
     low = tuple(before for before, _ in params["padding"])
     return FilterGradient(result, tuple(params["rhs_dilation"]), tuple(params["window_strides"]), low)

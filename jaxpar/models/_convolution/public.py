@@ -39,8 +39,9 @@ def conv_general_dilated(
             batch_group_count, precision, preferred_element_type, options: as of `jax.lax.conv_general_dilated`.
 
     Returns:
-        What `jax.lax.conv_general_dilated` gives, to the bit. The gradient of the filter differs by rounding: its sums
-        have another order. Where images or gradients are not finite, more of its entries are NaN.
+        What `jax.lax.conv_general_dilated` gives, to the bit where the batch comes before the channels. The gradient of
+        the filter differs by rounding, as its sums have another order. Where images or gradients are not finite, more
+        of its entries are NaN.
 
     Raises:
         TypeError, ValueError: those of `jax.lax.conv_general_dilated`.
