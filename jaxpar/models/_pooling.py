@@ -10,13 +10,12 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from itertools import product
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-_MOST_PLACES = 64  # of a window: each is a slice of its own in the program
+from .._devices.formulas import MOST_PLACES, Windows, views
 
 Padding = str | Sequence[tuple[int, int]]
 
@@ -110,19 +109,11 @@ def _views(
     pads = lax.padtype_to_pads(spatial, window, steps, padding) if isinstance(padding, str) else padding
     if len(pads) != len(window):
         raise ValueError(f"{name}: padding must have a pair for each of the {len(window)} dimensions, got {padding!r}")
-    edges = [(0, 0)] * first + [(low, high) for low, high in pads] + [(0, 0)]
-    padded = lax.pad(inputs, jnp.asarray(fill, inputs.dtype), [(low, high, 0) for low, high in edges])
-    for size, length in zip(window, padded.shape[first:-1], strict=True):
-        if isinstance(length, int) and size > length:
+    windows = Windows((*(1,) * first, *window, 1), (*(1,) * first, *steps, 1), (*((0, 0),) * first, *pads, (0, 0)))
+    for size, length, (low, high) in zip(window, spatial, pads, strict=True):
+        if isinstance(length, int) and size > low + length + high:
             raise ValueError(f"{name}: a window of {window} is larger than inputs of {inputs.shape} with their padding")
-    views: list[jax.Array] = []
-    for place in product(*map(range, window)):
-        view = padded
-        for axis, (at, size, step) in enumerate(zip(place, window, steps, strict=True), start=first):
-            last = padded.shape[axis] - (size - 1 - at)
-            view = lax.slice_in_dim(view, at, last, step, axis)
-        views.append(view)
-    return views
+    return list(views(inputs, windows, fill))
 
 
 def _check(name: str, shape: tuple[int, ...], window: tuple[int, ...], steps: tuple[int, ...]) -> None:
@@ -131,8 +122,8 @@ def _check(name: str, shape: tuple[int, ...], window: tuple[int, ...], steps: tu
             f"{name}: inputs must be (..., {len(window)} spatial dimensions, features), and window_shape and strides "
             f"positive and as many, got inputs of {shape}, window_shape {window}, strides {steps}"
         )
-    if math.prod(window) > _MOST_PLACES:
+    if math.prod(window) > MOST_PLACES:
         raise ValueError(
-            f"{name}: a window of {window} has more than {_MOST_PLACES} entries; take jax.lax.reduce_window, or the "
+            f"{name}: a window of {window} has more than {MOST_PLACES} entries; take jax.lax.reduce_window, or the "
             f"{'maximum' if name == 'max_pool' else 'mean'} over the axes where it is the whole image"
         )

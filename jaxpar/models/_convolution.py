@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from .primitive import bind_like
+from .._devices import formulas
 
 
 def conv_general_dilated(
@@ -74,4 +74,4 @@ def conv_general_dilated(
             **options,
         )
 
-    return bind_like(convolution, lhs, rhs)
+    return formulas.bind_convolution(convolution, lhs, rhs)

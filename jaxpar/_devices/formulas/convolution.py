@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .problem import FilterGradient, filter_gradient
+from . import primitive
+from .filter_gradient import FilterGradient, filter_gradient
 
 _BLOCK_BYTES = 1 << 20  # of the copies that are made at a time: they stay in the cache of a core
 _Formula = Callable[[jax.Array, jax.Array, FilterGradient], jax.Array]
@@ -129,3 +130,11 @@ def _in_blocks(
     blocks = images.reshape(-1, size, *images.shape[1:]), cotangent.reshape(-1, size, *cotangent.shape[1:])
     shape = (*problem.window, images.shape[-1], cotangent.shape[-1])
     return lax.scan(add, jnp.zeros(shape, images.dtype), blocks)[0]
+
+
+conv_p = primitive.make(lax.conv_general_dilated_p, convolve, bilinear=True)
+
+
+def bind_convolution(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function of arrays computes, with this convolution in place of lax's."""
+    return primitive.bind_like({lax.conv_general_dilated_p: conv_p}, function, *args)

@@ -1,0 +1,70 @@
+"""A function with the primitives of this room in place of lax's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+
+from .convolution import conv_p
+from .pooling import scatter_p
+from .product import product_p
+
+_INSTEAD = {
+    lax.conv_general_dilated_p: conv_p,
+    lax.dot_general_p: product_p,
+    lax.select_and_scatter_add_p: scatter_p,
+}
+
+# Primitives whose parameters have a program that XLA compiles as it does the one around it. A Pallas kernel is none.
+_WITH_PROGRAMS = frozenset(
+    "jit pjit scan while cond checkpoint remat remat2 shard_map closed_call core_call custom_jvp_call custom_vjp_call".split()
+)
+
+
+def with_formulas(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, with convolutions, products and pooling by the formulas of this room.
+
+    It is traced, and each of their primitives is replaced, also inside of loops, branches, `jit` and `checkpoint`.
+    What derivatives do is decided before: give the function that computes the gradient. Lines of source stay.
+
+    Args:
+        function: of arrays or pytrees of them. It gives such a pytree.
+    """
+
+    def replaced(*args: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        results = jaxpr_as_fun(_replace(closed, {}))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return replaced
+
+
+def _replace(program: Any, done: dict[int, Any]) -> Any:
+    """A program with other primitives. Those that `done` has by their identity stay one object in all their places."""
+    if id(program) not in done:
+        if hasattr(program, "jaxpr") and program.jaxpr is not program:
+            new = program.replace(jaxpr=_replace(program.jaxpr, done))
+        else:
+            new = program.replace(eqns=[_replace_equation(eqn, done) for eqn in program.eqns])
+        done[id(program)] = (new, program)  # which keeps the identity its own
+    return done[id(program)][0]
+
+
+def _replace_equation(eqn: Any, done: dict[int, Any]) -> Any:
+    if eqn.primitive in _INSTEAD:
+        return eqn.replace(primitive=_INSTEAD[eqn.primitive])
+    if eqn.primitive.name not in _WITH_PROGRAMS:
+        return eqn
+    return eqn.replace(params={name: _replace_parameter(value, done) for name, value in eqn.params.items()})
+
+
+def _replace_parameter(value: Any, done: dict[int, Any]) -> Any:
+    if isinstance(value, (ClosedJaxpr, Jaxpr)):
+        return _replace(value, done)
+    if isinstance(value, tuple) and value and all(isinstance(x, (ClosedJaxpr, Jaxpr)) for x in value):
+        return tuple(_replace(x, done) for x in value)
+    return value
