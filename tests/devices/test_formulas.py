@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from jaxpar import kv, train
-from jaxpar._devices.formulas import with_formulas
+from jaxpar._devices.formulas import fast_on_cpus
 
 NUMBERS = ("NHWC", "HWIO", "NHWC")
 
@@ -71,7 +71,7 @@ def test_a_step_has_the_gradient_of_lax(engine, count):
 
 
 def test_what_is_slow_on_cpus_is_gone():
-    before, after = (slow_parts(f, PARAMS, BATCH) for f in (gradient(), with_formulas(gradient())))
+    before, after = (slow_parts(f, PARAMS, BATCH) for f in (gradient(), fast_on_cpus(gradient())))
     assert all(before.values())
     assert after == dict.fromkeys(after, 0)
 
@@ -104,7 +104,7 @@ def over_batch(params, batch, rng):
 
 @pytest.mark.parametrize("loss", [in_scan, in_branch, nested, over_batch])
 def test_inside_of_other_programs(loss):
-    plain, ours = gradient(loss), with_formulas(gradient(loss))
+    plain, ours = gradient(loss), fast_on_cpus(gradient(loss))
     before = slow_parts(plain, PARAMS, BATCH)
     assert all(before.values())
     close(jax.jit(ours)(PARAMS, BATCH), jax.jit(plain)(PARAMS, BATCH))
@@ -114,16 +114,16 @@ def test_inside_of_other_programs(loss):
 def test_inside_of_shard_map_and_vmap_and_derivatives():
     mesh = Mesh(jax.devices()[:4], "i")
     whole = jax.shard_map(
-        lambda p, b: lax.pmean(with_formulas(gradient())(p, b)[1], "i"),
+        lambda p, b: lax.pmean(fast_on_cpus(gradient())(p, b)[1], "i"),
         mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=False,
     )  # fmt: skip
     wanted = jax.jit(gradient())(PARAMS, BATCH)[1]
     close(jax.jit(whole)(PARAMS, BATCH), wanted)
     stacked = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), PARAMS)
-    ours, plain = (jax.jit(jax.vmap(f, (0, None))) for f in (with_formulas(gradient()), gradient()))
+    ours, plain = (jax.jit(jax.vmap(f, (0, None))) for f in (fast_on_cpus(gradient()), gradient()))
     close(ours(stacked, BATCH), plain(stacked, BATCH))
     second = [jax.jit(jax.grad(lambda p, f=f: optax.tree.norm(f(p, BATCH)[1]))) for f in (
-        with_formulas(gradient()), gradient())]  # fmt: skip
+        fast_on_cpus(gradient()), gradient())]  # fmt: skip
     close(second[0](PARAMS), second[1](PARAMS))
 
 
@@ -150,7 +150,7 @@ def test_the_gradient_of_max_pooling_to_the_bit(pool, kind):
     cotangent = normal(*y.shape, 1)[..., 0].round().astype(y.dtype)  # sums without rounding: their order is free
     transposed = lambda x, c: jax.vjp(of_pool, x)[1](c)[0]  # noqa: E731
     np.testing.assert_array_equal(
-        jax.jit(with_formulas(transposed))(x, cotangent), jax.jit(transposed)(x, cotangent)
+        jax.jit(fast_on_cpus(transposed))(x, cotangent), jax.jit(transposed)(x, cotangent)
     )  # fmt: skip
 
 
@@ -171,7 +171,7 @@ def test_products_of_lax(name, dtype):
     left, right, numbers = PRODUCTS[name]
     a, b = ((10 * normal(*shape)).round().astype(dtype) for shape in (left, right))
     product = lambda a, b: lax.dot_general(a, b, numbers, preferred_element_type=np.float32)  # noqa: E731
-    np.testing.assert_array_equal(with_formulas(product)(a, b), product(a, b))
+    np.testing.assert_array_equal(fast_on_cpus(product)(a, b), product(a, b))
 
 
 def test_lines_of_source_and_names_stay():
@@ -179,7 +179,7 @@ def test_lines_of_source_and_names_stay():
         with jax.named_scope("my_layer"):
             return jnp.tensordot(x, x, 3)
 
-    text = compiled(with_formulas(named), normal(2, 3, 4))
+    text = compiled(fast_on_cpus(named), normal(2, 3, 4))
     assert "my_layer" in text
     assert "test_formulas.py" in text
 
@@ -189,7 +189,7 @@ def test_what_else_a_function_does(capfd):
         jax.debug.print("the sum is {}", x.sum(), ordered=True)
         return {"y": x @ x, "key": jax.random.key(0), "none": None}
 
-    result = jax.jit(with_formulas(effects))(jnp.eye(2))
+    result = jax.jit(fast_on_cpus(effects))(jnp.eye(2))
     jax.effects_barrier()
     assert capfd.readouterr().out == "the sum is 2.0\n"
     assert result["none"] is None
@@ -205,4 +205,4 @@ def test_a_pallas_kernel_is_left_as_it_is():
     def product(a, b):
         return pallas.pallas_call(kernel, jax.ShapeDtypeStruct((8, 8), np.float32), interpret=True)(a, b)
 
-    close(jax.jit(with_formulas(product))(normal(8, 8), normal(8, 8)), normal(8, 8) @ normal(8, 8))
+    close(jax.jit(fast_on_cpus(product))(normal(8, 8), normal(8, 8)), normal(8, 8) @ normal(8, 8))

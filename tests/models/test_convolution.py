@@ -162,6 +162,39 @@ def test_other_platforms_have_lax():
     assert "dot_general" not in lowered
 
 
+SMALL = {  # images, window, padding, dilation of the images
+    "tiny": ((3, 2, 2, 5), (3, 3, 5, 4), "SAME", (1, 1)),
+    "tiny, cropped": ((3, 4, 3, 5), (2, 3, 5, 4), ((-1, 0), (0, 1)), (1, 1)),
+    "one place": ((3, 3, 3, 5), (3, 3, 5, 4), "VALID", (1, 1)),
+    "many channels": ((2, 4, 3, 256), (3, 3, 256, 256), "SAME", (1, 1)),
+    "dilated": ((3, 2, 2, 5), (3, 3, 5, 4), ((1, 2), (2, 1)), (2, 2)),
+    "tiles": ((128, 3, 4, 128), (3, 3, 128, 256), "SAME", (1, 1)),
+    "tiles of odd sides, cropped": ((64, 7, 6, 256), (3, 3, 256, 128), ((2, -1), (1, 2)), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_small_images_are_products(case):
+    x_shape, w_shape, padding, dilation = SMALL[case]
+    x, w = arrays(x_shape, w_shape)
+    w = w / np.sqrt(w[..., 0].size)
+    options = {"lhs_dilation": dilation}
+    ours, laxs = (by(f, (1, 1), padding, **options) for f in (models.conv_general_dilated, lax.conv_general_dilated))
+    assert "stablehlo.convolution" in jax.jit(laxs).lower(x, w).as_text()
+    assert "stablehlo.convolution" not in jax.jit(ours).lower(x, w).as_text()
+    close(jax.jit(ours)(x, w), jax.jit(laxs)(x, w))
+    close(jax.jit(grads(ours))(x, w), jax.jit(grads(laxs))(x, w))
+
+
+def test_the_gradient_of_small_images_with_strides_is_a_product():
+    x, w = arrays((8, 4, 4, 16), (3, 3, 16, 16))
+    of_images = lambda conv: jax.jit(jax.grad(lambda x: jnp.sin(by(conv, (2, 2), "SAME")(x, w)).sum()))  # noqa: E731
+    ours, laxs = of_images(models.conv_general_dilated), of_images(lax.conv_general_dilated)
+    assert "lhs_dilate = [2, 2]" in laxs.lower(x).as_text()
+    assert "lhs_dilate = [2, 2]" not in ours.lower(x).as_text()
+    close(ours(x), laxs(x))
+
+
 def test_copies_are_made_a_few_examples_at_a_time():
     """A loop over blocks keeps them in the cache; small ones need none."""
     x, w = arrays(*CASES["in blocks"][:2])

@@ -296,7 +296,7 @@ def by_platform(w, x):
     ],
     ids=["plain", "grad", "remat", "vmap", "scan"],
 )
-def test_a_function_with_formulas_for_platforms_is_drawn_by_its_default(change):
+def test_a_function_fast_on_cpus_for_platforms_is_drawn_by_its_default(change):
     args = m.Spec((4, 4), m.f32), m.Spec((4, 4), m.f32)
     given, wanted = (check(viz.trace(change(fn), *args)) for fn in (by_platform, portable))
     assert given.nodes == wanted.nodes

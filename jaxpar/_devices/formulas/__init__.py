@@ -1,9 +1,9 @@
 """Convolutions, products and pooling by the formulas that are fastest on CPUs.
 
-Each is a primitive that is lax's own but for the way it is lowered on CPUs. `with_formulas` puts them in the place of
+Each is a primitive that is lax's own but for the way it is lowered on CPUs. `fast_on_cpus` puts them in the place of
 lax's in a function of anyone's.
 """
 
 from .convolution import bind_convolution as bind_convolution
 from .pooling import MOST_PLACES as MOST_PLACES, Windows as Windows, views as views
-from .replace import with_formulas as with_formulas
+from .replace import fast_on_cpus as fast_on_cpus

@@ -24,7 +24,8 @@ import numpy as np
 from jax import lax
 
 from . import primitive
-from .filter_gradient import FilterGradient, filter_gradient
+from .filter_gradient import FilterGradient, filter_gradient, is_plain
+from .forward import forward
 
 _BLOCK_BYTES = 1 << 20  # of the copies that are made at a time: they stay in the cache of a core
 _Formula = Callable[[jax.Array, jax.Array, FilterGradient], jax.Array]
@@ -38,10 +39,18 @@ def convolve(lhs: jax.Array, rhs: jax.Array, *, is_partitioned: bool, **params: 
         is_partitioned: whether XLA splits this program over devices. A loop over the examples would be in its way.
         params: of the primitive.
     """
-    problem = filter_gradient(lhs, rhs, params)
-    if problem is None:
-        return lax.conv_general_dilated_p.bind(lhs, rhs, **params)
-    numbers = params["dimension_numbers"]
+    result = None
+    if is_plain(lhs, rhs, params):
+        problem = filter_gradient(lhs, rhs, params)
+        if problem is not None:
+            return _gradient_of_filter(lhs, rhs, params["dimension_numbers"], problem, is_partitioned)
+        result = None if is_partitioned else forward(lhs, rhs, params)
+    return lax.conv_general_dilated_p.bind(lhs, rhs, **params) if result is None else result
+
+
+def _gradient_of_filter(
+    lhs: jax.Array, rhs: jax.Array, numbers: Any, problem: FilterGradient, is_partitioned: bool
+) -> jax.Array:
     images, cotangent = (_summed_axis_first(x, spec) for x, spec in ((lhs, numbers.lhs_spec), (rhs, numbers.rhs_spec)))
     formula, copied = _choose(images, cotangent, problem)
     if not is_partitioned:

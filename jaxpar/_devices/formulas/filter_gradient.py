@@ -29,21 +29,24 @@ class FilterGradient(NamedTuple):
     low: Sizes
 
 
+def is_plain(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> bool:
+    """Whether formulas are for such operands: float32, of known sizes that are not 0, without groups."""
+    sizes = (*lhs.shape, *rhs.shape)
+    if not all(isinstance(size, int) for size in sizes) or 0 in sizes or lhs.ndim < 3:
+        return False  # symbolic sizes are compared to nothing
+    return params["feature_group_count"] == params["batch_group_count"] == 1 and _is_float32(lhs, rhs, params)
+
+
 def filter_gradient(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> FilterGradient | None:
     """The convolution as the gradient of a filter. None where it is another one, or where no formula applies.
 
     Args:
-        lhs, rhs: the operands, of any layout.
+        lhs, rhs: the operands, of any layout, for which `is_plain` holds.
         params: of the primitive.
     """
-    sizes = (*lhs.shape, *rhs.shape)
-    if not all(isinstance(size, int) for size in sizes) or 0 in sizes or lhs.ndim < 3:
-        return None  # symbolic sizes are compared to nothing
     kept, summed, *_ = params["dimension_numbers"].lhs_spec
     if summed > kept:
         return None  # the axis of the examples is the first in memory, so this is no gradient, or a slow one
-    if params["feature_group_count"] != 1 or params["batch_group_count"] != 1 or not _is_float32(lhs, rhs, params):
-        return None
     if any(dilation != 1 for dilation in params["lhs_dilation"]) or min(params["window_strides"]) < 1:
         return None
     result, places = _result(lhs, rhs, params), _spatial(rhs, params["dimension_numbers"].rhs_spec)

@@ -12,7 +12,7 @@ from jax import lax
 
 from ..._core import checks
 from ..._core.arguments import check_takes
-from ..._devices.formulas import with_formulas
+from ..._devices.formulas import fast_on_cpus
 from .state import carries
 
 Grads = dict[int, jax.Array]
@@ -75,7 +75,7 @@ class Gradient:
 
         if self.remat is not False:
             loss = jax.checkpoint(loss, policy=None if self.remat is True else self.remat)
-        found = with_formulas(jax.value_and_grad(loss, has_aux=True))([leaves[k] for k in keys])
+        found = fast_on_cpus(jax.value_and_grad(loss, has_aux=True))([leaves[k] for k in keys])
         (_, (metrics, new)), grads = found
         return StepResult(dict(zip(keys, grads, strict=True)), metrics, new)
 
