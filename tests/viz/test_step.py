@@ -168,7 +168,7 @@ def total(compiled):
 @pytest.mark.parametrize("name", STEPS)
 def test_live_memory_is_that_of_the_compiler(name):
     memory = plotted(name).step.memory
-    assert memory.total == total(compiled(name))
+    assert memory.total == total(compiled(name)) == memory.peak + memory.gaps
     assert memory.is_exact
     assert abs(memory.peak - total(compiled(name))) <= 0.02 * total(compiled(name))
     layers = plotted(name).step.layers
@@ -357,13 +357,13 @@ def test_a_step_that_does_not_compile():
         viz.trace_step(Broken(), *arguments())
 
 
-def lenet_step():
+def lenet_step(engine="shard_map", tx=None):
     def loss(params, batch, rng):
         log_probs = jax.nn.log_softmax(lenet.apply(params, batch["image"]))
         return -jnp.take_along_axis(log_probs, batch["label"][:, None], axis=1).mean(), {}
 
     params = lenet.init(jax.random.key(0))
-    state, made = train.start(params, optax.adam(1e-3), loss, devices=jax.devices()[:4], engine="shard_map")
+    state, made = train.start(params, tx or optax.adam(1e-3), loss, devices=jax.devices()[:4], engine=engine)
     return made, (state, {"image": np.zeros((64, 28, 28, 1), np.float32), "label": np.zeros(64, np.int32)})
 
 
@@ -407,7 +407,6 @@ def test_larger_steps(make):
     graph = plot.step
     assert graph.memory.total == total(made.lower(*args).compile())
     assert graph.memory.is_exact
-    assert abs(graph.memory.peak - graph.memory.total) <= 0.02 * graph.memory.total
     assert float(re.search(rb'<svg width="(\d+)pt"', plot.pipe("svg"))[1]) < 1440
     if graph.devices > 1:
         assert any(one.phase == "gradients" for one in graph.collectives)

@@ -96,7 +96,7 @@ def read_step(
         mesh=tuple(mesh.items()),
         devices=devices,
         total_params=network.total_params,
-        memory=StepMemory(memory.total, memory.peak, memory.is_exact) if memory is not None else None,
+        memory=StepMemory(memory.total, memory.peak, memory.gaps, memory.is_exact) if memory is not None else None,
     )
     return graph, network
 
