@@ -544,3 +544,29 @@ def _haiku():
 
     made = hk.without_apply_rng(hk.transform(net))
     return made.apply, jax.eval_shape(made.init, jax.random.key(0), TOKENS), TOKENS
+
+
+def test_parameters_that_are_joined_for_one_product_are_its_weights():
+    """Query, key and value in one product; a bias of parts."""
+
+    def attention(params, x):
+        kernel = jnp.concatenate([params[name]["kernel"] for name in "qkv"], axis=-1)
+        bias = jnp.concatenate([params[name]["bias"] for name in "qkv"])
+        q, k, v = jnp.split(x @ kernel + bias[None], 3, axis=-1)
+        return jax.nn.softmax(q @ k.T) @ v
+
+    params = {name: {"kernel": Spec((8, 8), f32), "bias": Spec((8,), f32)} for name in "qkv"}
+    for fn in (attention, jax.grad(lambda params, x: attention(params, x).sum())):
+        graph = viz.trace(fn, params, Spec((5, 8), f32))
+        (joined,) = [node for node in graph.layers if node.op == "FullyConnected"]
+        assert (joined.name, joined.detail, joined.params) == ("q, k, v", "24", 3 * (64 + 8))
+        assert not [node for node in graph.layers if node.kind == "Concat"]
+
+
+def test_parameters_that_are_joined_for_two_products_are_a_layer():
+    def net(params, x):
+        kernel = jnp.concatenate([params["a"], params["b"]], axis=-1)
+        return jnp.tanh(x @ kernel) @ kernel.T
+
+    params = {name: Spec((8, 8), f32) for name in "ab"}
+    assert ops(net, params, Spec((5, 8), f32))[0] == "Concat"
