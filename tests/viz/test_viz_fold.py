@@ -570,3 +570,20 @@ def test_parameters_that_are_joined_for_two_products_are_a_layer():
 
     params = {name: Spec((8, 8), f32) for name in "ab"}
     assert ops(net, params, Spec((5, 8), f32))[0] == "Concat"
+
+
+@pytest.mark.parametrize("kind", [jax.random.key, jax.random.PRNGKey])
+def test_one_of_several_keys_is_no_layer(kind):
+    """jax 0.12 takes keys apart by `unstack`, older versions by slices. The picture is the same."""
+
+    def net(rng, x):
+        first, second, third = jax.random.split(rng, 3)
+        keys = jax.random.split(third, 4)
+        x = jnp.tanh(x + jax.random.normal(first, x.shape))
+        x = jnp.tanh(x + jax.random.uniform(second, x.shape))
+        return jnp.tanh(x + jax.random.normal(keys[2], x.shape))
+
+    found = labels(net, jax.eval_shape(lambda: kind(0)), Spec((4, 4), f32))
+    assert found.count(("Random", "split")) == 2
+    assert not [op for op, _ in found if op in ("slice", "unstack", "gather", "dynamic_slice", "squeeze")]
+    assert not [detail for _, detail in found if "slice" in detail or "unstack" in detail]
