@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from ..._core.text import printable
 from .._graph import BACKWARD, Edge, Graph, Node, human, is_bare, name_kinds, scope_stem
-from .._shared_names import keys_of, shared_name
+from .._shared_names import keys_of, name_of_copies
 from . import style
 from .attributes import Html
 from .style import SIZE, SMALL, Options, text_width
@@ -169,7 +169,7 @@ def block_label(name: str, nodes: Sequence[Node], items: Iterable[tuple[str, int
     if not is_bare(name):
         return name
     paths = list(map(keys_of, dict.fromkeys(weight for node in nodes for weight in node.weights)))
-    return cut(f"{shared_name(paths) or name_kinds(items)} {name}")
+    return cut(f"{name_of_copies(paths) or name_kinds(items)} {name}")
 
 
 def _weight_name(name: str) -> str:

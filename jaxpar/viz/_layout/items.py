@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from .._graph import common_prefix, is_bare, name_kinds
-from .._shared_names import keys_of, shared_name
+from .._shared_names import keys_of, name_of_copies
 from .net import Draft, Net
 
 
@@ -50,7 +50,7 @@ def _item(net: Net, group: list[Draft], depth: int) -> Item:
         if is_bare(name):  # named by what is in it
             items = items_of(net, group, depth + 1)
             weights = dict.fromkeys(weight for draft in group for weight in draft.weights)
-            inside = shared_name([keys_of(net.raw.values[weight].name) for weight in weights]) or name_kinds(
+            inside = name_of_copies([keys_of(net.raw.values[weight].name) for weight in weights]) or name_kinds(
                 (item.kind, item.flops) for item in items
             )
             return Item(group, first.scope[: depth + 1], f"{inside} {name.split(' (')[0]}", (), shape)
