@@ -587,3 +587,74 @@ def test_one_of_several_keys_is_no_layer(kind):
     assert found.count(("Random", "split")) == 2
     assert not [op for op, _ in found if op in ("slice", "unstack", "gather", "dynamic_slice", "squeeze")]
     assert not [detail for _, detail in found if "slice" in detail or "unstack" in detail]
+
+
+def test_a_dilated_causal_convolution_is_one_layer():
+    def wave(params, x):
+        for number, kernel in enumerate(params):
+            step = 2**number
+            padded = jnp.pad(x, ((0, 0), (step, 0), (0, 0)))
+            x = jax.lax.conv_general_dilated(
+                padded, kernel, (1,), "VALID", rhs_dilation=(step,), dimension_numbers=("NHC", "HIO", "NHC")
+            )
+            x = jnp.tanh(x)
+        return x
+
+    found = labels(wave, [Spec((2, 4, 4), f32)] * 3, Spec((1, 100, 4), f32))
+    details = [detail for op, detail in found if op == "Convolution"]
+    assert details == ["2/1, 4", "2/1, 4, dilated 2", "2/1, 4, dilated 4"]
+    assert len(found) == 6
+
+
+def test_zeros_that_others_read_or_other_values_are_no_part_of_a_convolution():
+    def net(params, x):
+        padded = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))
+        ones = jnp.pad(x, ((0, 0), (1, 0), (0, 0)), constant_values=1.0)
+        conv = lambda x: jax.lax.conv_general_dilated(x, params, (1,), "VALID", dimension_numbers=("NHC", "HIO", "NHC"))  # noqa: E731
+        return conv(padded), jnp.tanh(padded), conv(ones)
+
+    assert ops(net, Spec((2, 4, 4), f32), Spec((1, 100, 4), f32)).count("pad") == 2
+
+
+def test_what_is_behind_a_loop_is_no_part_of_a_layer_in_it():
+    """The difference is of each pass, the squares are of the last one."""
+
+    def solve(params, b):
+        x = jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x - jnp.tanh(x @ params), b)
+        return (x**2).sum()
+
+    graph = viz.trace(solve, Spec((4, 4), f32), Spec((4,), f32))
+    assert [(node.op, node.scope) for node in graph.layers][-3:] == [("sub", ("while",)), ("pow", ()), ("sum", ())]
+
+    def scanned(params, xs):
+        _, ys = jax.lax.scan(lambda state, x: (state, x @ params["w"]), 0, xs)
+        return ys + params["b"]
+
+    params = {"w": Spec((4, 4), f32), "b": Spec((1, 1, 4), f32)}
+    graph = viz.trace(scanned, params, Spec((5, 3, 4), f32))
+    assert [(node.op, node.scope) for node in graph.layers] == [("FullyConnected", ("scan ×5",)), ("add", ())]
+
+
+def test_a_rule_of_differentiation_without_a_name():
+    """It has no name of the function around it, and is no layer's gradient, least of all its own."""
+
+    @jax.custom_vjp
+    def clipped(x):
+        return x
+
+    clipped.defvjp(lambda x: (x, None), lambda _, grad: (jnp.clip(grad, -1, 1),))
+
+    def loss(params, xs):
+        def cell(state, x):
+            state = clipped(jnp.tanh(x @ params["x"] + state @ params["h"]))
+            return state, state
+
+        _, states = jax.lax.scan(cell, jnp.zeros((4, 8)), xs)
+        return (states**2).mean()
+
+    plot = viz.plot_network(jax.grad(loss), {"x": Spec((3, 8), f32), "h": Spec((8, 8), f32)}, Spec((10, 4, 3), f32))
+    found = {node.op for node in plot.network.layers}
+    assert not {"loss (backward)", "f (backward)"} & found
+    pairs = [line.split(" -> ") for line in plot.source.splitlines() if 'dir="none"' in line]
+    assert pairs
+    assert not [pair for pair in pairs if pair[0].strip() == pair[1].split(" [")[0].strip()]

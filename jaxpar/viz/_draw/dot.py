@@ -210,8 +210,8 @@ def _circle(node: Node, sign: str, colour: str) -> dict[str, str]:
 
 def _forward(by_name: dict[str, Node], node: Node) -> Node | None:
     """The layer whose gradient a node is."""
-    name, _, number = node.name.partition(BACKWARD)
-    return by_name.get(name) if node.is_backward and not number else None
+    name, is_of_layer, number = node.name.partition(BACKWARD)
+    return by_name.get(name) if node.is_backward and is_of_layer and not number else None
 
 
 def _is_residual(by_name: dict[str, Node], edge: Edge) -> bool:

@@ -63,7 +63,7 @@ def own_name(node: Node) -> str:
     while above and scope_stem(above[0]) in scopes:
         del above[0]
     name = "/".join([*above, last])
-    return "" if _letters(name) in {_letters(node.kind), _letters(node.detail), ""} else name
+    return "" if _letters(name) in {_letters(node.kind), _letters(node.op), _letters(node.detail), ""} else name
 
 
 def _letters(text: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from .._fold.cells import Cell, Cells
 from .._fold.patterns import Fold, axis_names, bias, by, is_float, is_scale, joined_weights, number, single, takes_scale
+from .._read.raw import Eqn
 
 _BIASED = ("add", "Convolution", "Deconvolution", "FullyConnected", "MatMul")
 
@@ -24,7 +25,19 @@ def convolution(cells: Cells, cell: Cell) -> Fold | None:
     detail = f"{by(kernel)}/{_stride(strides)}, {kernel_shape[numbers.rhs_spec[0]]}"
     groups = eqn.params["feature_group_count"]
     detail += f", {groups} groups" if groups > 1 else ""
-    return Fold((cell, *bias(cells, cell)), "Deconvolution" if dilated else "Convolution", detail)
+    apart = eqn.params["rhs_dilation"]
+    detail += f", dilated {_stride(apart)}" if any(step > 1 for step in apart) else ""
+    parts = (*_padding(cells, cell, eqn), cell, *bias(cells, cell))
+    return Fold(parts, "Deconvolution" if dilated else "Convolution", detail)
+
+
+def _padding(cells: Cells, cell: Cell, eqn: Eqn) -> tuple[Cell, ...]:
+    """The zeros that only this convolution has around its images, as of a causal one."""
+    before = cells.producer(eqn.ins[0])
+    pad = single(cells, before) if before is not None else None
+    if before is None or pad is None or pad.prim != "pad" or number(cells, pad.ins[1]) != 0:
+        return ()
+    return (before,) if cells.sole_user(before) is cell else ()
 
 
 def _stride(strides: Iterable[int]) -> str:
