@@ -422,3 +422,28 @@ def test_the_page_of_a_step_shows_the_step(tmp_path):
     assert "all-reduce" in page.replace("&#45;", "-")
     assert page == plot.html()
     assert plot._repr_mimebundle_()["text/html"].startswith("<iframe data-jaxpar title='")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"depth": -1}, ValueError, r"trace_step: depth must be an int of 0 or more, got -1"),
+        ({"rules": "all"}, TypeError, r"trace_step: rules must be a list of viz.Call and viz.Rule .* got 'all'"),
+        ({"repeats": 1}, TypeError, r"trace_step: repeats must be True or False, got 1"),
+        ({"heat": {"layer0": "fast"}}, TypeError, r"profile\['layer0'\] must be a number of seconds, .* got 'fast'"),
+        ({"heat": {"layer0": -1.0}}, ValueError, r"profile\['layer0'\] must be a number of seconds, .* got -1.0"),
+        (
+            {"heat": {"layer0": float("nan")}},
+            ValueError,
+            r"profile\['layer0'\] must be a number of seconds, .* got nan",
+        ),
+        ({"heat": 3}, TypeError, r"profile must be a dict of layers and seconds, or the directory .* got a int"),
+        ({"time_limit": 0}, ValueError, r"plot_step: time_limit must be a number of seconds above 0, got 0"),
+    ],
+)
+def test_a_wrong_option_is_named_before_anything_is_compiled(options, error, words):
+    def never(*args):
+        raise AssertionError("traced")
+
+    with pytest.raises(error, match=words):
+        viz.plot_step(never, *arguments(), **options)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from ..._core.checks import describe
 from .._read.raw import Eqn
 from .cells import Cell, Cells
 
@@ -54,6 +55,9 @@ def fold_patterns(cells: Cells, rules: Iterable[Rule]) -> None:
             if cell.id not in cells.cells:
                 continue
             found = rule.match(cells, cell)
+            if found is not None and not isinstance(found, Fold):
+                got = describe(found)
+                raise TypeError(f"viz: the match of viz.Rule {rule.name!r} must return a viz.Fold or None, got {got}")
             if found is not None:
                 eqns = [number for part in found.cells for number in part.eqns]
                 cells.new(eqns, found.op, found.detail, found.major)
