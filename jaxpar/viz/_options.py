@@ -120,6 +120,12 @@ def check_rules(rules: Any, what: str) -> None:
     for rule in rules:
         if not isinstance(rule, (Call, Rule)):
             raise TypeError(f"{expected}{checks.describe(rule)} in it")
+        if isinstance(rule, Call) and not (isinstance(rule.function, str) and isinstance(rule.op, str)):
+            wrong = rule.op if isinstance(rule.function, str) else rule.function
+            raise TypeError(f"{what}: the function and op of a viz.Call must be strings, got {checks.describe(wrong)}")
+        if isinstance(rule, Rule) and not callable(rule.match):
+            got = checks.describe(rule.match)
+            raise TypeError(f"{what}: the match of viz.Rule {rule.name!r} must be a function of cells, got {got}")
 
 
 def check_dtype(fn: Callable[..., Any], name: str, leaf: Any) -> None:

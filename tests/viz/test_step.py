@@ -168,7 +168,7 @@ def total(compiled):
 @pytest.mark.parametrize("name", STEPS)
 def test_live_memory_is_that_of_the_compiler(name):
     memory = plotted(name).step.memory
-    assert memory.total == total(compiled(name))
+    assert memory.total == total(compiled(name)) == memory.peak + memory.gaps
     assert memory.is_exact
     assert abs(memory.peak - total(compiled(name))) <= 0.02 * total(compiled(name))
     layers = plotted(name).step.layers
@@ -357,13 +357,13 @@ def test_a_step_that_does_not_compile():
         viz.trace_step(Broken(), *arguments())
 
 
-def lenet_step():
+def lenet_step(engine="shard_map", tx=None):
     def loss(params, batch, rng):
         log_probs = jax.nn.log_softmax(lenet.apply(params, batch["image"]))
         return -jnp.take_along_axis(log_probs, batch["label"][:, None], axis=1).mean(), {}
 
     params = lenet.init(jax.random.key(0))
-    state, made = train.start(params, optax.adam(1e-3), loss, devices=jax.devices()[:4], engine="shard_map")
+    state, made = train.start(params, tx or optax.adam(1e-3), loss, devices=jax.devices()[:4], engine=engine)
     return made, (state, {"image": np.zeros((64, 28, 28, 1), np.float32), "label": np.zeros(64, np.int32)})
 
 
@@ -407,7 +407,6 @@ def test_larger_steps(make):
     graph = plot.step
     assert graph.memory.total == total(made.lower(*args).compile())
     assert graph.memory.is_exact
-    assert abs(graph.memory.peak - graph.memory.total) <= 0.02 * graph.memory.total
     assert float(re.search(rb'<svg width="(\d+)pt"', plot.pipe("svg"))[1]) < 1440
     if graph.devices > 1:
         assert any(one.phase == "gradients" for one in graph.collectives)
@@ -423,3 +422,28 @@ def test_the_page_of_a_step_shows_the_step(tmp_path):
     assert "all-reduce" in page.replace("&#45;", "-")
     assert page == plot.html()
     assert plot._repr_mimebundle_()["text/html"].startswith("<iframe data-jaxpar title='")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"depth": -1}, ValueError, r"trace_step: depth must be an int of 0 or more, got -1"),
+        ({"rules": "all"}, TypeError, r"trace_step: rules must be a list of viz.Call and viz.Rule .* got 'all'"),
+        ({"repeats": 1}, TypeError, r"trace_step: repeats must be True or False, got 1"),
+        ({"heat": {"layer0": "fast"}}, TypeError, r"profile\['layer0'\] must be a number of seconds, .* got 'fast'"),
+        ({"heat": {"layer0": -1.0}}, ValueError, r"profile\['layer0'\] must be a number of seconds, .* got -1.0"),
+        (
+            {"heat": {"layer0": float("nan")}},
+            ValueError,
+            r"profile\['layer0'\] must be a number of seconds, .* got nan",
+        ),
+        ({"heat": 3}, TypeError, r"profile must be a dict of layers and seconds, or the directory .* got a int"),
+        ({"time_limit": 0}, ValueError, r"plot_step: time_limit must be a number of seconds above 0, got 0"),
+    ],
+)
+def test_a_wrong_option_is_named_before_anything_is_compiled(options, error, words):
+    def never(*args):
+        raise AssertionError("traced")
+
+    with pytest.raises(error, match=words):
+        viz.plot_step(never, *arguments(), **options)

@@ -544,3 +544,117 @@ def _haiku():
 
     made = hk.without_apply_rng(hk.transform(net))
     return made.apply, jax.eval_shape(made.init, jax.random.key(0), TOKENS), TOKENS
+
+
+def test_parameters_that_are_joined_for_one_product_are_its_weights():
+    """Query, key and value in one product; a bias of parts."""
+
+    def attention(params, x):
+        kernel = jnp.concatenate([params[name]["kernel"] for name in "qkv"], axis=-1)
+        bias = jnp.concatenate([params[name]["bias"] for name in "qkv"])
+        q, k, v = jnp.split(x @ kernel + bias[None], 3, axis=-1)
+        return jax.nn.softmax(q @ k.T) @ v
+
+    params = {name: {"kernel": Spec((8, 8), f32), "bias": Spec((8,), f32)} for name in "qkv"}
+    for fn in (attention, jax.grad(lambda params, x: attention(params, x).sum())):
+        graph = viz.trace(fn, params, Spec((5, 8), f32))
+        (joined,) = [node for node in graph.layers if node.op == "FullyConnected"]
+        assert (joined.name, joined.detail, joined.params) == ("q, k, v", "24", 3 * (64 + 8))
+        assert not [node for node in graph.layers if node.kind == "Concat"]
+
+
+def test_parameters_that_are_joined_for_two_products_are_a_layer():
+    def net(params, x):
+        kernel = jnp.concatenate([params["a"], params["b"]], axis=-1)
+        return jnp.tanh(x @ kernel) @ kernel.T
+
+    params = {name: Spec((8, 8), f32) for name in "ab"}
+    assert ops(net, params, Spec((5, 8), f32))[0] == "Concat"
+
+
+@pytest.mark.parametrize("kind", [jax.random.key, jax.random.PRNGKey])
+def test_one_of_several_keys_is_no_layer(kind):
+    """jax 0.12 takes keys apart by `unstack`, older versions by slices. The picture is the same."""
+
+    def net(rng, x):
+        first, second, third = jax.random.split(rng, 3)
+        keys = jax.random.split(third, 4)
+        x = jnp.tanh(x + jax.random.normal(first, x.shape))
+        x = jnp.tanh(x + jax.random.uniform(second, x.shape))
+        return jnp.tanh(x + jax.random.normal(keys[2], x.shape))
+
+    found = labels(net, jax.eval_shape(lambda: kind(0)), Spec((4, 4), f32))
+    assert found.count(("Random", "split")) == 2
+    assert not [op for op, _ in found if op in ("slice", "unstack", "gather", "dynamic_slice", "squeeze")]
+    assert not [detail for _, detail in found if "slice" in detail or "unstack" in detail]
+
+
+def test_a_dilated_causal_convolution_is_one_layer():
+    def wave(params, x):
+        for number, kernel in enumerate(params):
+            step = 2**number
+            padded = jnp.pad(x, ((0, 0), (step, 0), (0, 0)))
+            x = jax.lax.conv_general_dilated(
+                padded, kernel, (1,), "VALID", rhs_dilation=(step,), dimension_numbers=("NHC", "HIO", "NHC")
+            )
+            x = jnp.tanh(x)
+        return x
+
+    found = labels(wave, [Spec((2, 4, 4), f32)] * 3, Spec((1, 100, 4), f32))
+    details = [detail for op, detail in found if op == "Convolution"]
+    assert details == ["2/1, 4", "2/1, 4, dilated 2", "2/1, 4, dilated 4"]
+    assert len(found) == 6
+
+
+def test_zeros_that_others_read_or_other_values_are_no_part_of_a_convolution():
+    def net(params, x):
+        padded = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))
+        ones = jnp.pad(x, ((0, 0), (1, 0), (0, 0)), constant_values=1.0)
+        conv = lambda x: jax.lax.conv_general_dilated(x, params, (1,), "VALID", dimension_numbers=("NHC", "HIO", "NHC"))  # noqa: E731
+        return conv(padded), jnp.tanh(padded), conv(ones)
+
+    assert ops(net, Spec((2, 4, 4), f32), Spec((1, 100, 4), f32)).count("pad") == 2
+
+
+def test_what_is_behind_a_loop_is_no_part_of_a_layer_in_it():
+    """The difference is of each pass, the squares are of the last one."""
+
+    def solve(params, b):
+        x = jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x - jnp.tanh(x @ params), b)
+        return (x**2).sum()
+
+    graph = viz.trace(solve, Spec((4, 4), f32), Spec((4,), f32))
+    assert [(node.op, node.scope) for node in graph.layers][-3:] == [("sub", ("while",)), ("pow", ()), ("sum", ())]
+
+    def scanned(params, xs):
+        _, ys = jax.lax.scan(lambda state, x: (state, x @ params["w"]), 0, xs)
+        return ys + params["b"]
+
+    params = {"w": Spec((4, 4), f32), "b": Spec((1, 1, 4), f32)}
+    graph = viz.trace(scanned, params, Spec((5, 3, 4), f32))
+    assert [(node.op, node.scope) for node in graph.layers] == [("FullyConnected", ("scan ×5",)), ("add", ())]
+
+
+def test_a_rule_of_differentiation_without_a_name():
+    """It has no name of the function around it, and is no layer's gradient, least of all its own."""
+
+    @jax.custom_vjp
+    def clipped(x):
+        return x
+
+    clipped.defvjp(lambda x: (x, None), lambda _, grad: (jnp.clip(grad, -1, 1),))
+
+    def loss(params, xs):
+        def cell(state, x):
+            state = clipped(jnp.tanh(x @ params["x"] + state @ params["h"]))
+            return state, state
+
+        _, states = jax.lax.scan(cell, jnp.zeros((4, 8)), xs)
+        return (states**2).mean()
+
+    plot = viz.plot_network(jax.grad(loss), {"x": Spec((3, 8), f32), "h": Spec((8, 8), f32)}, Spec((10, 4, 3), f32))
+    found = {node.op for node in plot.network.layers}
+    assert not {"loss (backward)", "f (backward)"} & found
+    pairs = [line.split(" -> ") for line in plot.source.splitlines() if 'dir="none"' in line]
+    assert pairs
+    assert not [pair for pair in pairs if pair[0].strip() == pair[1].split(" [")[0].strip()]

@@ -14,7 +14,8 @@ from test_viz_trace import check
 
 from jaxpar import viz
 from jaxpar.viz._draw import style
-from jaxpar.viz._graph import Node
+from jaxpar.viz._draw.labels import join_sign
+from jaxpar.viz._graph import BACKWARD, Node
 from jaxpar.viz._layout.collapse import collapse_scopes
 from jaxpar.viz._layout.net import Draft, Net
 from jaxpar.viz._read.raw import Raw
@@ -216,7 +217,8 @@ def test_a_loop_carries_what_it_computes_back_to_what_reads_it():
         ("lstm0", "lstm0", (2, 4)),
     ]
     plot = viz.plot_network(lstm, *LSTM)
-    assert plot.source.count('label=" carry "') == 2
+    assert plot.source.count('label=" carry, 2 arrays "') == plot.source.count("carry") == 1
+    assert "carry, 2 arrays" in plot.html()
     assert any(lines == ["scan ×7"] for lines in texts(plot).values())
     closed = viz.trace(lambda p, x: jnp.tanh(lstm(p, x)), *LSTM, depth=0)
     assert [(len(closed.layers), carries(closed))] == [(2, [])]  # the loop is one box
@@ -449,3 +451,42 @@ def test_a_closed_repeat_without_a_name_says_what_is_in_it():
     assert [node.op for node in plot.network.layers] == ["2 FullyConnected + 3 ×5"]
     assert ">2 FullyConnected + 3 ×5<" in plot.pipe("svg", encoding="utf-8")
     assert "2 FullyConnected + 3 ×5" in plot.html()
+
+
+def test_an_open_repeat_without_a_name_says_what_is_in_it():
+    def net(params, x):
+        for up, down in zip(params["up"], params["down"], strict=True):
+            x = x + jnp.tanh(jax.nn.relu(x @ up) @ down)
+        return x
+
+    params = {"up": [m.Spec((4, 8), m.f32)] * 3, "down": [m.Spec((8, 4), m.f32)] * 3}
+    plot = viz.plot_network(net, params, m.Spec((3, 4), m.f32))
+    assert ["2 FullyConnected + 3 ×3"] in texts(plot).values()
+    assert plot.html().count("2 FullyConnected + 3 ×3") > 1  # open and closed
+
+
+def test_an_open_repeat_without_a_name_has_that_of_its_parameters():
+    def net(params, x):
+        for a, b in (params["even"][:2], params["even"][2:]):
+            x = jnp.sin(x) + jax.nn.relu(x @ a) @ b
+        return x
+
+    plot = viz.plot_network(net, {"even": [m.Spec((4, 4), m.f32)] * 4}, m.Spec((3, 4), m.f32))
+    assert ["even ×2"] in texts(plot).values()
+
+
+def test_a_sum_is_a_sign_only_where_it_joins_two_activations():
+    def net(params, x):
+        near = jax.nn.relu(x @ params["w"])
+        gate = jax.nn.sigmoid(x @ params["v"])
+        joined = near + x  # a residual sum
+        scaled = joined * gate  # a gate
+        return scaled + params["shift"], joined + 2.0, near + near.sum()
+
+    params = {"w": m.Spec((4, 4), m.f32), "v": m.Spec((4, 4), m.f32), "shift": m.Spec((3, 4), m.f32)}
+    graph = check(viz.trace(net, params, m.Spec((3, 4), m.f32)))
+    signs = {name: sign for name, sign in join_sign(graph).items() if not name.endswith(BACKWARD)}
+    shown = {sign: [edge.source for edge in graph.edges if edge.target == name] for name, sign in signs.items()}
+    assert sorted(signs.values()) == ["+", "×"]
+    assert {graph[name].op for name in shown["+"]} == {"Activation", "input"}
+    assert sorted(graph[name].op for name in shown["×"]) == ["Activation", "add"]

@@ -339,3 +339,21 @@ def test_parameters_in_a_store_have_the_names_that_they_were_given_with():
     assert graph.sizes.trained == {f"state.store.values[{key}]" for key in store.values}
     spoken = viz.trace(lambda store, x: x @ kv.to_params(store)["head"]["w"], store, batch["x"])
     assert [node.name for node in spoken.layers] == ["head"]
+
+
+def test_blocks_of_haiku_that_take_keys_are_one_repeat():
+    """`next_rng_key` splits a key for two blocks, and takes one of the two for each."""
+    hk = pytest.importorskip("haiku")
+
+    def net(x):
+        for number in range(4):
+            hidden = hk.Linear(8, name=f"up{number}")(x)
+            hidden = hk.dropout(hk.next_rng_key(), 0.1, jax.nn.gelu(hidden))
+            x = x + hk.Linear(4, name=f"down{number}")(hidden)
+        return x
+
+    model, x = hk.transform(net), jax.ShapeDtypeStruct((3, 4), jnp.float32)
+    rng = jax.eval_shape(lambda: jax.random.key(0))
+    graph = viz.trace(model.apply, jax.eval_shape(model.init, rng, x), rng, x)
+    assert {node.repeat for node in graph.layers} == {4}
+    assert [node.op for node in graph.layers].count("Dropout") == 1

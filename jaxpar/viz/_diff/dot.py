@@ -9,6 +9,7 @@ from ..._core.text import cut_middle, printable
 from .._draw.attributes import Html, attributes, quote
 from .._draw.dot import MANY, head
 from .._draw.labels import edge_label, scope_label
+from .._draw.loops import carry_label, join_carries
 from .._draw.style import THEMES, Options, Theme, ink, text_width
 from .._graph import BACKWARD, Edge, Graph, human
 from .changes import STATUSES, Change, Status
@@ -169,8 +170,8 @@ def _edge(ends: _Ends, edge: Edge, text: str, status: Status) -> str:
 def _joined(graph: Graph, names: dict[str, str]) -> dict[_Ends, tuple[Edge, str]]:
     """The edges of a graph and their labels, by the names of their ends in the picture."""
     nodes, found = {node.name: node for node in graph.nodes}, dict[_Ends, tuple[Edge, str]]()
-    for edge in graph.edges:
-        text = "carry" if edge.carry else edge_label(edge, nodes[edge.source])
+    for edge in join_carries(graph.edges):
+        text = carry_label(edge) if edge.carry else edge_label(edge, nodes[edge.source])
         found[names[edge.source], names[edge.target], edge.carry] = edge, text
     return found
 

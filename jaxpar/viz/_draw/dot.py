@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .._graph import BACKWARD, Edge, Graph, Node, is_region
+from .._graph import BACKWARD, Edge, Graph, Node, is_region, scope_stem
 from . import style
 from .attributes import attributes, quote
-from .labels import caption, cost, edge_label, join_sign, label, label_lines, scope_label, tooltip
+from .labels import block_label, caption, cost, edge_label, join_sign, label, label_lines, tooltip
+from .loops import carry_label, join_carries
 from .style import DIRECTIONS, FONT, SIZE, SMALL, THEMES, Options, Theme, ink, text_width
 
 _POINTS = 72.0  # of an inch
@@ -23,7 +24,7 @@ _FEW = 2  # readers of an array, above which only one edge names it
 def to_dot(graph: Graph, options: Options) -> list[str]:
     """The lines between the braces of a digraph. Equal graphs give equal lines."""
     theme = THEMES[options.theme]
-    edges = list(graph.edges) + ([] if options.hide_weights else list(graph.weight_edges))
+    edges = join_carries(graph.edges) + ([] if options.hide_weights else list(graph.weight_edges))
     nodes = _drawn(graph, edges) + ([] if options.hide_weights else list(graph.weights))
     large = len(nodes) > MANY or len(graph.edges) > _MANY_EDGES
     lines = head(caption(graph, nodes, options), options, theme, large=large)
@@ -154,13 +155,25 @@ def _write(tree: dict[Any, Any], pen: _Pen, level: int) -> list[str]:
             continue
         region = is_region(scope[-1]) or scope[-1].startswith("×")
         lines.append(f"subgraph {quote(f'cluster_{next(pen.numbers)}')} {{")
-        attrs = {"label": scope_label(scope[-1]), "labelloc": "b", "labeljust": "r", "fontsize": 13, "margin": 10}
+        attrs = {"label": _frame_label(scope, inner), "labelloc": "b", "labeljust": "r", "fontsize": 13, "margin": 10}
         attrs |= {"style": "rounded,filled" + (",dashed" if region else ""), "color": pen.theme.faint}
         attrs |= {"fillcolor": pen.theme.region if region or level % 2 else pen.theme.cluster}
         lines.append("graph " + attributes(**attrs, tooltip="/".join(scope)))
         lines += _write(inner, pen, level + 1)
         lines.append("}")
     return lines
+
+
+def _frame_label(scope: tuple[str, ...], inner: dict[Any, Any]) -> str:
+    """The name of a frame. A repeated block without one has that of what is in it."""
+    items = [(node.kind, node.flops) for node in inner.get(None, ())]
+    frames = [path for path in inner if path is not None]
+    items += [(scope_stem(path[-1]), sum(node.flops for node in _nodes_in(inner[path]))) for path in frames]
+    return block_label(scope[-1], _nodes_in(inner), items)
+
+
+def _nodes_in(tree: dict[Any, Any]) -> list[Node]:
+    return [node for path, inner in tree.items() for node in (inner if path is None else _nodes_in(inner))]
 
 
 def _node(node: Node, pen: _Pen) -> str:
@@ -197,8 +210,8 @@ def _circle(node: Node, sign: str, colour: str) -> dict[str, str]:
 
 def _forward(by_name: dict[str, Node], node: Node) -> Node | None:
     """The layer whose gradient a node is."""
-    name, _, number = node.name.partition(BACKWARD)
-    return by_name.get(name) if node.is_backward and not number else None
+    name, is_of_layer, number = node.name.partition(BACKWARD)
+    return by_name.get(name) if node.is_backward and is_of_layer and not number else None
 
 
 def _is_residual(by_name: dict[str, Node], edge: Edge) -> bool:
@@ -235,7 +248,8 @@ def _side_by_side(nodes: list[Node]) -> list[str]:
 def _edge(by_name: dict[str, Node], edge: Edge, theme: Theme, named: bool) -> str:
     if edge.carry:
         line = {"style": "dashed", "constraint": "false", "color": theme.carry, "fontcolor": theme.carry}
-        return f"{quote(edge.source)} -> {quote(edge.target)} " + attributes(**line, label=" carry ", penwidth=1.2)
+        text = f" {carry_label(edge)} "
+        return f"{quote(edge.source)} -> {quote(edge.target)} " + attributes(**line, label=text, penwidth=1.2)
     source, target = by_name[edge.source], by_name[edge.target]
     text = {"label": f" {edge_label(edge, source)} "} if named else {}
     ends = f"{quote(edge.source)} -> {quote(edge.target)}"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Sequence
 
 from ..._core.text import printable
-from .._graph import BACKWARD, Edge, Graph, Node, human, scope_stem
+from .._graph import BACKWARD, Edge, Graph, Node, human, is_bare, name_kinds, scope_stem
+from .._shared_names import keys_of, name_of_copies
 from . import style
 from .attributes import Html
 from .style import SIZE, SMALL, Options, text_width
@@ -61,7 +63,7 @@ def own_name(node: Node) -> str:
     while above and scope_stem(above[0]) in scopes:
         del above[0]
     name = "/".join([*above, last])
-    return "" if _letters(name) in {_letters(node.kind), _letters(node.detail), ""} else name
+    return "" if _letters(name) in {_letters(node.kind), _letters(node.op), _letters(node.detail), ""} else name
 
 
 def _letters(text: str) -> str:
@@ -150,6 +152,24 @@ def scope_label(name: str) -> str:
     """The label of a cluster: its scope, without a number."""
     head, found, number = name.rpartition(" (")
     return cut(head if found and number[:-1].isdigit() else name)
+
+
+def block_label(name: str, nodes: Sequence[Node], items: Iterable[tuple[str, int]]) -> str:
+    """The label of a scope. A repeated one without a name has what its parameters share, or what is in it.
+
+    Args:
+        name: of the scope.
+        nodes: in it, at any depth.
+        items: directly in it, as kinds and FLOPs.
+
+    >>> block_label("layers ×3", [], [("Dense", 9)]), block_label("×3", [], [("Dense", 9), ("Activation", 1)])
+    ('layers ×3', 'Dense, Activation ×3')
+    """
+    name = scope_label(name)
+    if not is_bare(name):
+        return name
+    paths = list(map(keys_of, dict.fromkeys(weight for node in nodes for weight in node.weights)))
+    return cut(f"{name_of_copies(paths) or name_kinds(items)} {name}")
 
 
 def _weight_name(name: str) -> str:

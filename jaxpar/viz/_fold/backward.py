@@ -33,7 +33,7 @@ def fold_backward(cells: Cells) -> None:
         target = targets.get(eqns[0])
         op = target.op if target is not None else _function(cells.raw.eqns[eqns[0]].stack)
         prims = {cells.raw.eqns[number].prim for number in eqns if not cells.raw.eqns[number].view}
-        if is_after and len(prims) == 1:
+        if len(prims) == 1 and (is_after or target is None):
             made = cells.new(eqns, plain_name(prims.pop()) + BACKWARD)
         else:
             made = cells.new(eqns, op + BACKWARD, target.detail if target else "", bool(target and target.major))
@@ -189,11 +189,11 @@ def _by_cotangent(cells: Cells, eqns: list[Eqn]) -> list[list[Eqn]]:
 
 
 def _function(stack: tuple[Frame, ...]) -> str:
-    """The innermost named function of the user: a rule of differentiation."""
-    for frame in reversed(stack):
-        if frame.origin != "jax" and not frame.name.endswith(ANONYMOUS):
-            return frame.name.rsplit(".", 1)[-1].strip("_")
-    return "custom gradient"
+    """The innermost function of the user: a rule of differentiation, where it has a name."""
+    frame = next((frame for frame in reversed(stack) if frame.origin != "jax"), None)
+    if frame is None or frame.name.endswith(ANONYMOUS):
+        return "custom gradient"
+    return frame.name.rsplit(".", 1)[-1].strip("_")
 
 
 def attach_views(cells: Cells) -> None:

@@ -31,6 +31,8 @@ _PLAIN_NAMES = {
     "all_gather_invariant": "all_gather",
 }
 
+_LOOPS = ("scan ×", "while", "cond", "branch ", "pmap ", "shard_map ")
+
 
 @dataclass(slots=True, eq=False)
 class Cell:
@@ -174,9 +176,14 @@ class Cells:
         return root in self._results
 
     def sole_user(self, cell: Cell) -> Cell | None:
-        """The only forward cell that reads a cell. None for a result of the function."""
+        """The only forward cell that reads a cell. None for a result of the function, or of a pass of a loop."""
         users = self.users(cell)
-        return users[0] if len(users) == 1 and not self.is_result(cell) else None
+        is_sole = len(users) == 1 and not self.is_result(cell)
+        return users[0] if is_sole and self._loops(users[0]) == self._loops(cell) else None
+
+    def _loops(self, cell: Cell) -> tuple[str, ...]:
+        """The loops, branches and device maps around a cell."""
+        return loops_of(self.raw.eqns[cell.eqns[0]].scope)
 
     def is_result(self, cell: Cell) -> bool:
         """Whether the function returns a value of a cell."""
@@ -195,6 +202,11 @@ class Cells:
         forward = [o for o in outs if any(backward or not self.raw.eqns[r].backward for r in readers[o])]
         results = [out for out in outs if out in self._results]
         return next(iter([*forward, *results, *(out for out in outs if readers[out]), *outs]))
+
+
+def loops_of(scope: tuple[str, ...]) -> tuple[str, ...]:
+    """The parts of a scope that run another number of times, or elsewhere."""
+    return tuple(part for part in scope if part.startswith(_LOOPS)) if scope else ()
 
 
 def plain_name(prim: str) -> str:

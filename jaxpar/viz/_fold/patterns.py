@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from ..._core.checks import describe
 from .._read.raw import Eqn
 from .cells import Cell, Cells
 
@@ -54,6 +55,9 @@ def fold_patterns(cells: Cells, rules: Iterable[Rule]) -> None:
             if cell.id not in cells.cells:
                 continue
             found = rule.match(cells, cell)
+            if found is not None and not isinstance(found, Fold):
+                got = describe(found)
+                raise TypeError(f"viz: the match of viz.Rule {rule.name!r} must return a viz.Fold or None, got {got}")
             if found is not None:
                 eqns = [number for part in found.cells for number in part.eqns]
                 cells.new(eqns, found.op, found.detail, found.major)
@@ -107,12 +111,24 @@ def is_float(cells: Cells, cell: Cell) -> bool:
 
 
 def bias(cells: Cells, cell: Cell) -> tuple[Cell, ...]:
-    """The addition of a parameter that follows a cell, if any."""
+    """The addition of a parameter that follows a cell, if any. Its parts may be joined before."""
     user = cells.sole_user(cell)
     eqn = single(cells, user) if user is not None and user.op == "add" else None
     if user is None or eqn is None:
         return ()
-    return (user,) if any(cells.raw.weight_of(value) is not None for value in eqn.ins) else ()
+    if any(cells.raw.weight_of(value) is not None for value in eqn.ins):
+        return (user,)
+    joined = next((found for value in eqn.ins if (found := joined_weights(cells, value, user)) is not None), None)
+    return (joined, user) if joined is not None else ()
+
+
+def joined_weights(cells: Cells, value: int, reader: Cell) -> Cell | None:
+    """The cell that only joins parameters along an axis to this value, for one reader. Else None."""
+    cell = cells.producer(value)
+    eqn = single(cells, cell) if cell is not None else None
+    if cell is None or eqn is None or eqn.prim != "concatenate" or cells.sole_user(cell) is not reader:
+        return None
+    return cell if all(cells.raw.weight_of(part) is not None for part in eqn.ins) else None
 
 
 def tail(cells: Cells, cell: Cell, ops: frozenset[str]) -> tuple[Cell, ...]:

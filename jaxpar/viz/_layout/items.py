@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from .._graph import common_prefix, is_bare, name_kinds
+from .._shared_names import keys_of, name_of_copies
 from .net import Draft, Net
 
 
@@ -47,7 +48,11 @@ def _item(net: Net, group: list[Draft], depth: int) -> Item:
     if len(first.scope) > depth:
         name = first.scope[depth]
         if is_bare(name):  # named by what is in it
-            inside = name_kinds((item.kind, item.flops) for item in items_of(net, group, depth + 1))
+            items = items_of(net, group, depth + 1)
+            weights = dict.fromkeys(weight for draft in group for weight in draft.weights)
+            inside = name_of_copies([keys_of(net.raw.values[weight].name) for weight in weights]) or name_kinds(
+                (item.kind, item.flops) for item in items
+            )
             return Item(group, first.scope[: depth + 1], f"{inside} {name.split(' (')[0]}", (), shape)
         return Item(group, first.scope[: depth + 1], re.sub(r"( \(|_)?\d+\)?$", "", name), (name,), shape)
     return Item(group, None, first.op, (first.name,) if first.name else path_of(net, first), shape)
@@ -55,8 +60,7 @@ def _item(net: Net, group: list[Draft], depth: int) -> Item:
 
 def path_of(net: Net, draft: Draft) -> tuple[str, ...]:
     """The keys that the parameters of a layer share, without the argument and their own names."""
-    keys = [re.findall(r"[\w-]+", net.raw.values[weight].name)[1:-1] for weight in draft.weights[: draft.own]]
-    return common_prefix(map(tuple, keys))
+    return common_prefix(keys_of(net.raw.values[weight].name) for weight in draft.weights[: draft.own])
 
 
 def wires_of(items: list[Item], sources: dict[int, set[int]]) -> tuple[list[Item], list[set[int]]]:

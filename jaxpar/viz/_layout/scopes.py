@@ -14,6 +14,7 @@ from .modules import Step, find_modules, join_scopes
 from .net import Draft, Net
 
 _KINDS = ("eqx.nn.",)  # scopes that a library names after a class, not after what its author called it
+_LONGEST = 24  # letters in the name of a layer that has the parameters of several modules
 GENERIC = frozenset(
     "w W weight weights kernel b B bias scale offset embedding embeddings table gamma beta g mean var average "
     "moving_mean moving_variance hidden counter".split()
@@ -129,10 +130,16 @@ def _name_of_weights(paths: list[tuple[str, ...]]) -> str:
 
     >>> _name_of_weights([("conv1", "weight"), ("conv1", "bias")]), _name_of_weights([("attn", "q")])
     ('conv1', 'q')
+    >>> _name_of_weights([("lstm", "hi", "kernel"), ("lstm", "hf", "kernel")])
+    'hi, hf'
     """
     if not paths:
         return ""
     around = common_prefix(path[:-1] for path in paths)
+    inner = dict.fromkeys(path[len(around)] for path in paths)
+    if len(inner) > 1 and all(len(path) == len(around) + 2 and path[-1] in GENERIC for path in paths):
+        joined = ", ".join(inner)  # modules whose parameters are used together
+        return joined if len(joined) <= _LONGEST else around[-1] if around else ""
     if {path[-1] for path in paths} <= GENERIC or any(path[:-1] != around for path in paths):
         return around[-1] if around else ""
     stems = {path[-1].rstrip("0123456789") for path in paths}

@@ -9,6 +9,7 @@ from typing import Literal
 
 from .._draw.dot import _clusters, _drawn, _is_residual
 from .._draw.labels import join_sign
+from .._draw.loops import join_carries
 from .._graph import BACKWARD, Edge, Graph, Node, common_prefix
 
 _MOST_ITEMS = 80  # of one block; Graphviz gets slow above
@@ -153,7 +154,7 @@ class Tree:
 
 def tree(graph: Graph, *, hide_weights: bool) -> Tree:
     """The blocks of a graph, without their lines."""
-    edges = list(graph.edges) + ([] if hide_weights else list(graph.weight_edges))
+    edges = join_carries(graph.edges) + ([] if hide_weights else list(graph.weight_edges))
     nodes = _drawn(graph, edges) + ([] if hide_weights else _placed_weights(graph))
     number = {node.name: at for at, node in enumerate(nodes)}
     by_name = {node.name: node for node in nodes}

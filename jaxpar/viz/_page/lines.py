@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from .._draw.dot import _forward, _named
 from .._draw.labels import edge_label
+from .._draw.loops import carry_label
 from .._draw.style import is_update
 from .blocks import Flow, Key, Kind, Line, Port, Tree
 
@@ -78,7 +79,7 @@ def _groups(tree: Tree, item: int, crossing: _Crossing) -> dict[tuple[_End, _End
 
 def _label(tree: Tree, flow: Flow) -> str:
     if flow.kind == "carry":
-        return "carry"
+        return carry_label(flow.edge)
     source, target = tree.nodes[flow.source], tree.nodes[flow.target]
     if source.op == "weight" or (source.is_backward and is_update(target)):
         return ""

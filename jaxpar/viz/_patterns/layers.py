@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable
 
 from .._fold.cells import Cell, Cells
-from .._fold.patterns import Fold, axis_names, bias, by, is_float, is_scale, number, single, takes_scale
+from .._fold.patterns import Fold, axis_names, bias, by, is_float, is_scale, joined_weights, number, single, takes_scale
+from .._read.raw import Eqn
 
 _BIASED = ("add", "Convolution", "Deconvolution", "FullyConnected", "MatMul")
 
@@ -24,7 +25,19 @@ def convolution(cells: Cells, cell: Cell) -> Fold | None:
     detail = f"{by(kernel)}/{_stride(strides)}, {kernel_shape[numbers.rhs_spec[0]]}"
     groups = eqn.params["feature_group_count"]
     detail += f", {groups} groups" if groups > 1 else ""
-    return Fold((cell, *bias(cells, cell)), "Deconvolution" if dilated else "Convolution", detail)
+    apart = eqn.params["rhs_dilation"]
+    detail += f", dilated {_stride(apart)}" if any(step > 1 for step in apart) else ""
+    parts = (*_padding(cells, cell, eqn), cell, *bias(cells, cell))
+    return Fold(parts, "Deconvolution" if dilated else "Convolution", detail)
+
+
+def _padding(cells: Cells, cell: Cell, eqn: Eqn) -> tuple[Cell, ...]:
+    """The zeros that only this convolution has around its images, as of a causal one."""
+    before = cells.producer(eqn.ins[0])
+    pad = single(cells, before) if before is not None else None
+    if before is None or pad is None or pad.prim != "pad" or number(cells, pad.ins[1]) != 0:
+        return ()
+    return (before,) if cells.sole_user(before) is cell else ()
 
 
 def _stride(strides: Iterable[int]) -> str:
@@ -34,18 +47,21 @@ def _stride(strides: Iterable[int]) -> str:
 
 
 def fully_connected(cells: Cells, cell: Cell) -> Fold | None:
-    """A product with a parameter and its bias. Other products are "MatMul"."""
+    """A product with a parameter, or with several in one array, and its bias. Other products are "MatMul"."""
     eqn = single(cells, cell)
     if eqn is None:
         return None
-    weights = [cells.raw.weight_of(value) is not None for value in eqn.ins]
+    joined = [joined_weights(cells, value, cell) for value in eqn.ins]
+    pairs = zip(eqn.ins, joined, strict=True)
+    weights = [cells.raw.weight_of(value) is not None or part is not None for value, part in pairs]
     if sum(weights) != 1:
         return Fold((cell,), "MatMul")
     side = weights.index(True)
     contracted, batched = eqn.params["dimension_numbers"]
     fixed = {*contracted[side], *batched[side]}
     features = math.prod(d for axis, d in enumerate(eqn.in_shapes[side]) if axis not in fixed)
-    return Fold((cell, *bias(cells, cell)), "FullyConnected", str(features))
+    parts = [part for part in joined if part is not None]
+    return Fold((*parts, cell, *bias(cells, cell)), "FullyConnected", str(features))
 
 
 def late_bias(cells: Cells, cell: Cell) -> Fold | None:

@@ -94,6 +94,8 @@ def _gates(cells: Cells, eqns: list[Eqn], op: str) -> Fold | None:
                 continue
             if made.prim == "add" and any(is_weight(cells, v) is not None and not is_fixed(cells, v) for v in made.ins):
                 continue  # a bias
+            if (owner := cells.owner[made.id]) is not None and owner.major and owner.op not in _LAYERS:
+                continue  # a bias of several parameters
             found[made.id] = made
             todo.append(made)
     parts = owners(cells, found.values(), _LAYERS)

@@ -1,19 +1,27 @@
-"""The bytes that are live on a device while each instruction of a program runs."""
+"""The bytes that are live on a device while each instruction of a program runs.
+
+XLA gives each value of a program a place in an allocation, and the allocation is as large as the last place needs.
+A place is live from the instruction that fills it to the last one that reads it. So the bytes of an allocation at one
+moment are those of live places, and gaps: places of other moments, and holes that fit no value. What a loop carries is
+a value of its own before the loop, in its condition, in its body and behind it, all in one place.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
-from .flow import ALIASES, Flow
-from .hlo import Instruction, Program
+from .flow import ALIASES, Flow, Value
+from .hlo import Program
 from .wire import Message, integer, integers, message, nested, text
 
 # Numbers of fields in XLA's hlo.proto.
 _MODULE_COMPUTATIONS, _COMPUTATION_INSTRUCTIONS, _INSTRUCTION_NAME, _INSTRUCTION_ID = 3, 2, 1, 35
 _BUFFERS, _ALLOCATIONS, _BUFFER_PLACE, _PLACE_INSTRUCTION, _PLACE_INDEX = 1, 3, 3, 4, 3
 _SIZE, _THREAD_LOCAL, _PARAMETER, _LIVE_OUT, _ASSIGNED, _CONSTANT = 2, 3, 5, 7, 9, 12
+_LATE = ("while", "conditional")
 _TOLERANCE = 0.02
 
 
@@ -24,12 +32,15 @@ class Memory:
     Attributes:
         total: bytes that XLA sets aside: arguments, results that reuse none of them, and temporaries.
         peak: bytes of arguments, results and live temporaries where they are most.
-        is_exact: whether the peak is within 2 % of the total.
+        gaps: the rest of the total. They hold nothing that is live when most is.
+        is_exact: whether the places of all temporaries are known and make up the total within 2 %, and no two values
+            that are live at once share a byte.
         at: bytes live while an instruction runs, by its name. Empty where the program does not say.
     """
 
     total: int
     peak: int
+    gaps: int
     is_exact: bool
     at: dict[str, int] = field(default_factory=dict)
 
@@ -45,6 +56,32 @@ class _Buffer:
     index: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A buffer, and the time of the last instruction that reads it."""
+
+    buffer: _Buffer
+    last: int
+
+    def place(self) -> tuple[int, int, int]:
+        """Its allocation, and its range there."""
+        return self.buffer.allocation, self.buffer.start, self.buffer.end
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """What is live while an instruction runs.
+
+    Attributes:
+        live: bytes of temporaries.
+        is_clear: whether no two of their values share a byte.
+    """
+
+    name: str
+    live: int
+    is_clear: bool
+
+
 def memory_of(program: Program, compiled: Any) -> Memory | None:
     """The memory of a compiled program. None where this backend does not say.
 
@@ -57,16 +94,21 @@ def memory_of(program: Program, compiled: Any) -> Memory | None:
         return None
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     total = kept + stats.temp_size_in_bytes
-    buffers = _buffers(compiled, getattr(stats, "serialized_buffer_assignment_proto", None))
-    if buffers is None or not program.is_scheduled:
-        return Memory(total, total, False)
-    at = {name: kept + live for name, live in _live(program, buffers)}
+    found = _buffers(compiled, getattr(stats, "serialized_buffer_assignment_proto", None))
+    if found is None or not program.is_scheduled:
+        return Memory(total, total, 0, False)
+    buffers, values = found
+    moments = list(_moments(program, buffers, values))
+    at = {one.name: kept + one.live for one in moments}
     peak = max(at.values(), default=kept)
-    return Memory(total, peak, abs(peak - total) <= _TOLERANCE * total, at)
+    is_whole = abs(kept + _extent(buffers) - total) <= _TOLERANCE * total
+    is_known = all(buffer.name in program.home for buffer in buffers)
+    is_exact = is_whole and is_known and all(one.is_clear for one in moments)
+    return Memory(total, peak, total - peak, is_exact, at)
 
 
-def _buffers(compiled: Any, assignment: bytes | None) -> list[_Buffer] | None:
-    """The buffers of temporaries. None where the program does not say."""
+def _buffers(compiled: Any, assignment: bytes | None) -> tuple[list[_Buffer], set[Value]] | None:
+    """The buffers of temporaries, and all values of the program. None where the program does not say."""
     try:
         module = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
     except (AttributeError, IndexError, NotImplementedError, RuntimeError):
@@ -75,8 +117,15 @@ def _buffers(compiled: Any, assignment: bytes | None) -> list[_Buffer] | None:
         return None
     names = dict(_names(message(module)))
     found = message(assignment)
-    places = {integer(buffer, 1): next(nested(buffer, _BUFFER_PLACE), Message()) for buffer in nested(found, _BUFFERS)}
-    return [buffer for one in nested(found, _ALLOCATIONS) for buffer in _assigned(one, places, names)]
+    values = {integer(buffer, 1): _value(buffer, names) for buffer in nested(found, _BUFFERS)}
+    buffers = [buffer for one in nested(found, _ALLOCATIONS) for buffer in _assigned(one, values)]
+    return buffers, set(values.values())
+
+
+def _value(buffer: Message, names: dict[int, str]) -> Value:
+    """Where a buffer is filled. Without a name where the program lacks it."""
+    place = next(nested(buffer, _BUFFER_PLACE), Message())
+    return names.get(integer(place, _PLACE_INSTRUCTION), ""), next(iter(integers(place, _PLACE_INDEX)), None)
 
 
 def _names(module: Message) -> Iterator[tuple[int, str]]:
@@ -86,31 +135,26 @@ def _names(module: Message) -> Iterator[tuple[int, str]]:
             yield integer(one, _INSTRUCTION_ID), text(one, _INSTRUCTION_NAME)
 
 
-def _assigned(allocation: Message, places: dict[int, Message], names: dict[int, str]) -> Iterator[_Buffer]:
+def _assigned(allocation: Message, values: dict[int, Value]) -> Iterator[_Buffer]:
     """The buffers of an allocation. Arguments, results and constants are no temporaries."""
     if any(integer(allocation, kind) for kind in (_THREAD_LOCAL, _PARAMETER, _LIVE_OUT, _CONSTANT)):
         return
     for one in nested(allocation, _ASSIGNED):
-        place = places.get(integer(one, 1), Message())
-        name, start = names.get(integer(place, _PLACE_INSTRUCTION)), integer(one, 2)
-        if name is not None:
-            index = next(iter(integers(place, _PLACE_INDEX)), None)
-            yield _Buffer(integer(allocation, 1), start, start + integer(one, 3), name, index)
+        (name, index), start = values.get(integer(one, 1), ("", None)), integer(one, 2)
+        yield _Buffer(integer(allocation, 1), start, start + integer(one, 3), name, index)
 
 
-def _live(program: Program, buffers: list[_Buffer]) -> Iterator[tuple[str, int]]:
-    """The bytes of temporaries that are live while each instruction runs."""
-    begin, end, order = _times(program)
-    flow = Flow(program)
-    starts: dict[int, list[tuple[int, _Buffer]]] = {}
+def _moments(program: Program, buffers: list[_Buffer], values: set[Value]) -> Iterator[_Moment]:
+    """What is live while each instruction runs."""
+    lives = _Lives(program, values)
+    starts: dict[int, list[_Span]] = {}
     for buffer in buffers:
-        if buffer.name in begin:
-            last = _last_use(flow, begin, end, buffer)
-            starts.setdefault(begin[buffer.name], []).append((last, buffer))
-    live: list[tuple[int, _Buffer]] = []
-    for time, name in enumerate(order):
-        live = [(last, buffer) for last, buffer in live if last >= time] + starts.get(time, [])
-        yield name, _union(buffer for _, buffer in live)
+        if buffer.name in lives.begin:
+            starts.setdefault(lives.first(buffer), []).append(_Span(buffer, lives.last(buffer)))
+    live: list[_Span] = []
+    for time, name in enumerate(lives.order):
+        live = sorted([span for span in live if span.last >= time] + starts.get(time, []), key=_Span.place)
+        yield _Moment(name, _union(live), _is_clear(live, time))
 
 
 def _times(program: Program) -> tuple[dict[str, int], dict[str, int], list[str]]:
@@ -136,33 +180,74 @@ def _times(program: Program) -> tuple[dict[str, int], dict[str, int], list[str]]
     return begin, end, order
 
 
-def _last_use(flow: Flow, begin: dict[str, int], end: dict[str, int], buffer: _Buffer) -> int:
-    """When the last instruction reads a buffer, or a view of it."""
-    last = end[buffer.name] if flow.program[buffer.name].opcode != "while" else begin[buffer.name]
-    seen = {(buffer.name, buffer.index)}
-    work = [(buffer.name, buffer.index)]
-    while work:
-        name, index = work.pop()
-        for reader in flow.readers((name, index)):
-            if reader[0] not in begin or reader in seen:
-                continue
-            seen.add(reader)
-            last = max(last, _read_until(flow.program[reader[0]], begin, end))
-            if flow.program[reader[0]].opcode in ALIASES:
-                work.append(reader)
-    return last
+class _Lives:
+    """From when to when a buffer is live.
+
+    Args:
+        program: as compiled.
+        values: its values. What hands one on without change, as a tuple does, fills none.
+    """
+
+    def __init__(self, program: Program, values: set[Value]) -> None:
+        self.begin, self.end, self.order = _times(program)
+        self._flow, self._values = Flow(program), values
+
+    def first(self, buffer: _Buffer) -> int:
+        """When it is filled. What a loop or a branch gives is there when it ends."""
+        is_late = self._flow.program[buffer.name].opcode in _LATE
+        return (self.end if is_late else self.begin)[buffer.name]
+
+    def last(self, buffer: _Buffer) -> int:
+        """When the last instruction reads it, or a view of it."""
+        last = self._least(buffer)
+        seen: set[Value] = {(buffer.name, buffer.index)}
+        work = list(seen)
+        while work:
+            for reader in self._flow.readers(work.pop()):
+                if reader[0] not in self.begin or reader in seen:
+                    continue
+                seen.add(reader)
+                last = max(last, self._read(reader))
+                if self._flow.program[reader[0]].opcode in ALIASES and reader not in self._values:
+                    work.append(reader)
+        return last
+
+    def _read(self, reader: Value) -> int:
+        """When a reader has read. A loop that changes a value reads it once. Else it hands it on when it ends."""
+        if reader in self._values and self._flow.program[reader[0]].opcode == "parameter":
+            return 0  # the loop itself reads
+        is_late = self._flow.program[reader[0]].opcode in _LATE and reader not in self._values
+        return (self.end if is_late else self.begin)[reader[0]]
+
+    def _least(self, buffer: _Buffer) -> int:
+        """When a buffer that nothing reads is free. What a condition is given goes on to the body."""
+        home = self._flow.program.home[buffer.name]
+        is_asked = any(how == "condition" for how, _ in self._flow.callers.get(home, ()))
+        if is_asked and self._flow.program[buffer.name].opcode == "parameter":
+            return self.end[self._flow.program.computations[home].root.name]
+        return self.first(buffer)
 
 
-def _read_until(reader: Instruction, begin: dict[str, int], end: dict[str, int]) -> int:
-    return end[reader.name] if reader.opcode == "while" else begin[reader.name]
-
-
-def _union(buffers: Iterator[_Buffer]) -> int:
-    """The bytes that at least one of the buffers covers."""
+def _union(live: list[_Span]) -> int:
+    """The bytes that at least one of the buffers covers. They are in the order of their places."""
     total, covered, allocation = 0, 0, -1
-    for buffer in sorted(buffers, key=lambda one: (one.allocation, one.start)):
-        if buffer.allocation != allocation:
-            allocation, covered = buffer.allocation, 0
-        total += max(0, buffer.end - max(covered, buffer.start))
-        covered = max(covered, buffer.end)
+    for place in map(_Span.place, live):
+        if place[0] != allocation:
+            allocation, covered = place[0], 0
+        total += max(0, place[2] - max(covered, place[1]))
+        covered = max(covered, place[2])
     return total
+
+
+def _is_clear(live: list[_Span], time: int) -> bool:
+    """Whether the values that are live beyond a moment are apart."""
+    places = [span.place() for span in live if span.last > time]
+    return all(one[0] != other[0] or one[2] <= other[1] for one, other in pairwise(places))
+
+
+def _extent(buffers: list[_Buffer]) -> int:
+    """The bytes up to the last place of each allocation."""
+    ends: dict[int, int] = {}
+    for buffer in buffers:
+        ends[buffer.allocation] = max(ends.get(buffer.allocation, 0), buffer.end)
+    return sum(ends.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,7 +62,7 @@ def flops(name: str, params: _Params, ins: _Avals, outs: _Avals) -> int:
     """
     if not outs or is_uncounted(name, params):
         return 0
-    dtype = str(getattr(ins[0], "dtype", "")) if ins else ""
+    dtype = dtype_name(ins[0]) if ins else ""
     table = _WRITTEN_OUT_COMPLEX if dtype.startswith("complex") else _WRITTEN_OUT
     if name in _FORMULAS:
         return _FORMULAS[name](params, ins, outs)
@@ -91,6 +92,16 @@ def size(aval: Any) -> int:
 def nbytes(aval: Any) -> int:
     """Bytes of an array. Random keys and tokens have none."""
     return size(aval) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
+
+
+def dtype_name(aval: Any) -> str:
+    """The name of a dtype: "float32". A token has none, and is "token"."""
+    return _name(getattr(aval, "dtype", "token"))
+
+
+@functools.lru_cache(maxsize=256)
+def _name(dtype: Any) -> str:
+    return str(dtype)  # slow: NumPy puts it together each time
 
 
 def _dot(params: _Params, ins: _Avals, outs: _Avals) -> int:

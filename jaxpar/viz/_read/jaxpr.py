@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 
-from .costs import flops, nbytes, size
+from .costs import dtype_name, flops, nbytes, size
 from .liveness import drop_dead, mark_residuals
 from .paths import Argument
 from .raw import Eqn, Raw, Value
@@ -58,8 +58,7 @@ def read(
     return reader.raw
 
 
-@dataclass(frozen=True, slots=True)
-class _Context:
+class _Context(NamedTuple):
     """Where an equation is: the calls, scopes and loops around it."""
 
     stack: tuple[Frame, ...] = ()
@@ -90,7 +89,7 @@ class _Reader:
     ) -> int:
         """The number of a new value."""
         number = len(self.raw.values)
-        shape, dtype = tuple(getattr(aval, "shape", ())), str(getattr(aval, "dtype", "token"))
+        shape, dtype = tuple(getattr(aval, "shape", ())), dtype_name(aval)
         shown = number if root is None else root
         self.raw.values.append(Value(shape, dtype, nbytes(aval), kind, name, literal, None, shown))
         return number
@@ -212,11 +211,11 @@ class _Reader:
         library = is_jax_function(jaxpr) and not maps_devices(jaxpr)
         if library or eqn.primitive.name.startswith("custom_"):
             enclosing = (*context.enclosing, self.raw.position(context.stack))
-            context = replace(context, enclosing=enclosing)
+            context = context._replace(enclosing=enclosing)
         if library and name:
             number = -1 - next(self.calls)  # a call of its own, wherever it is made
             frame = Frame("jax", "jax", name, defined_in(jaxpr), 0, number, number)
-            context = replace(context, stack=(*context.stack, frame))
+            context = context._replace(stack=(*context.stack, frame))
         elif not is_jax_function(jaxpr):
             context = self.in_cluster(context, call_label(eqn, name))
         self.add_region(eqn, Region("", body), env, context)
@@ -224,7 +223,7 @@ class _Reader:
     def add_region(self, eqn: Any, region: Region, env: dict[Any, int], context: _Context) -> None:
         """Write out a nested jaxpr. Its results become those of the equation."""
         context = self.in_cluster(context, region.label)
-        context = replace(context, times=context.times * region.times)
+        context = context._replace(times=context.times * region.times)
         args = [self.value_of(env, atom) for atom in eqn.invars]
         read = args
         if region.carried:
@@ -293,4 +292,4 @@ class _Reader:
         number = next(counter)
         label = label if number == 1 else f"{label} ({number})"
         levels = (*context.levels, len(context.stack))
-        return replace(context, scope=(*context.scope, label), levels=levels)
+        return context._replace(scope=(*context.scope, label), levels=levels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,10 +21,13 @@ def nnx() -> Any:
 
 def _has_base(value: Any, module: str, names: tuple[str, ...] = ()) -> bool:
     """Whether a class of a value is of a module, and has one of these names if there are any."""
-    return any(
-        base.__module__.startswith(module) and (not names or base.__name__ in names)
-        for base in type(value).__mro__[:-1]
-    )
+    return _derives(type(value), module, names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _derives(cls: type, module: str, names: tuple[str, ...]) -> bool:
+    bases = cls.__mro__[:-1]
+    return any(base.__module__.startswith(module) and (not names or base.__name__ in names) for base in bases)
 
 
 def is_node(value: Any) -> bool:

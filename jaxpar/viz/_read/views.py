@@ -12,6 +12,8 @@ _VIEWS = frozenset(
     "random_wrap random_unwrap".split()
 )
 
+_PICKS = frozenset("slice dynamic_slice gather unstack squeeze".split())
+
 
 def mark_view(raw: Raw, eqn: Eqn) -> None:
     """Decide whether an equation is a view, and of which value. One without results shows none."""
@@ -19,7 +21,8 @@ def mark_view(raw: Raw, eqn: Eqn) -> None:
         return
     if _is_view(raw, eqn):
         eqn.view = True
-        raw.values[eqn.outs[0]].root = eqn.ins[0]
+        for out in eqn.outs:
+            raw.values[out].root = eqn.ins[0]
     elif (index := _wrapped_index(raw, eqn)) is not None:
         eqn.view = True
         eqn.flops *= 3  # the test and the sum that it picks from are not drawn
@@ -40,6 +43,8 @@ def mark_constants(raw: Raw) -> None:
 
 
 def _is_view(raw: Raw, eqn: Eqn) -> bool:
+    if eqn.prim in _PICKS and raw.of(eqn.ins[0]).dtype.startswith("key<"):
+        return True  # one of several random keys
     if eqn.prim == "slice" or eqn.prim == "dynamic_slice":
         return raw.weight_of(eqn.ins[0]) is not None and not eqn.backward
     if eqn.prim == "reduce_sum" and math.prod(eqn.in_shapes[0]) == math.prod(eqn.out_shape):

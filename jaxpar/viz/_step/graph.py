@@ -139,12 +139,18 @@ class StepMemory:
 
     Attributes:
         total: bytes that the compiler sets aside: arguments, results that reuse none of them, temporaries.
-        peak: bytes of arguments, results and live temporaries where they are most.
-        is_exact: whether the peak is within 2 % of the total. The rest are gaps between temporaries.
+        peak: bytes of arguments, results and live temporaries where they are most. A temporary is live from the
+            instruction that fills it to the last one that reads it.
+        gaps: the rest of the total. They hold nothing that is live at that moment: the compiler gave them to values of
+            other moments, or no value fits.
+        is_exact: whether the places of all temporaries are known and make up the total within 2 %, and no two values
+            that are live at once share a byte. False where the backend does not tell the places. The peak is the total
+            then.
     """
 
     total: int
     peak: int
+    gaps: int
     is_exact: bool
 
 

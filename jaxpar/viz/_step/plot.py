@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core.checks import choice, describe
+from ..._core.checks import choice, describe, number
 from .._draw.style import THEMES
 from .._fold.known import Call
 from .._fold.patterns import Rule
@@ -50,8 +50,8 @@ def plot_step(
         A `Plot` whose `step` is the `StepGraph`. `save("step.svg")` writes it.
 
     Raises:
-        TypeError: an argument is no array.
-        ValueError: as for `trace_step`. An unknown theme.
+        TypeError: as for `trace_step`. A title that is no string.
+        ValueError: as for `trace_step`. An unknown theme or heat, a time limit that is not above 0.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -64,6 +64,7 @@ def plot_step(
     if not isinstance(title, str):
         raise TypeError(f"plot_step: title must be a string, got {describe(title)}")
     choice(theme, "plot_step", "theme", THEMES)
+    number(time_limit, "plot_step", "time_limit", "a number of seconds above 0", lambda seconds: seconds > 0)
     named = isinstance(heat, str) and heat in _HEATS
     profile = None if named else heat
     if isinstance(profile, str) and not is_folder(profile):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 import jax
 
+from ..._core import checks
 from .._program.hlo import Program
 from .._program.sends import KINDS
 from .places import Places
@@ -22,6 +24,25 @@ def is_folder(profile: Profile) -> bool:
     return not isinstance(profile, Mapping) and os.path.isdir(profile)
 
 
+def check_profile(profile: Any) -> None:
+    """Check what `trace_step` is given, before anything is compiled.
+
+    Raises:
+        TypeError: it is neither a dict nor a directory, or a layer's seconds are no number.
+        ValueError: the seconds are less than 0 or not finite.
+    """
+    if profile is None or isinstance(profile, (str, os.PathLike)):
+        return
+    if not isinstance(profile, Mapping):
+        raise TypeError(
+            "trace_step: profile must be a dict of layers and seconds, or the directory that jax.profiler.trace wrote, "
+            f"got a {type(profile).__name__}"
+        )
+    for name, seconds in profile.items():
+        expected = "a number of seconds, 0 or more"
+        checks.number(seconds, "trace_step", f"profile[{name!r}]", expected, lambda value: 0 <= value < math.inf)
+
+
 def seconds_of(
     profile: Profile | None,
     program: Program,
@@ -31,18 +52,12 @@ def seconds_of(
     """The seconds of each layer, by its name. Those of a directory are the sum over its devices and steps.
 
     Raises:
-        TypeError: the profile is neither a dict nor a directory.
         ValueError: the directory has no profile, or the profile has no instruction of this program.
     """
     if profile is None:
         return {}
     if isinstance(profile, Mapping):
         return {str(name): float(seconds) for name, seconds in profile.items()}
-    if not isinstance(profile, (str, os.PathLike)):
-        raise TypeError(
-            "trace_step: profile must be a dict of layers and seconds, or the directory that jax.profiler.trace wrote, "
-            f"got a {type(profile).__name__}"
-        )
     found: dict[str, float] = {}
     for name, seconds in _events(os.fspath(profile)):
         at = _draft(program, places, name)

@@ -16,6 +16,7 @@ from .._graph import Graph
 from .._layout.graph import to_graph
 from .._layout.names import name_drafts
 from .._layout.net import Net
+from .._options import check_trace
 from .._program.fresh import compile_from_source
 from .._program.hlo import Program, parse
 from .._program.memory import Memory, memory_of
@@ -25,7 +26,7 @@ from .graph import StepGraph, StepLayer, StepMemory, StepPart
 from .phases import Row, phases_of
 from .places import Places
 from .placing import Placing
-from .profile import Profile, seconds_of
+from .profile import Profile, check_profile, seconds_of
 from .shards import arguments_of, device_count, mesh_of
 
 
@@ -54,9 +55,9 @@ def trace_step(
         depth, max_nodes, repeats, rules: as for `trace`.
 
     Raises:
-        TypeError: an argument is no array.
-        ValueError: the step cannot be traced or compiled with these arguments, or computes no gradient. The profile
-            has a layer that the step lacks, or no time of this step.
+        TypeError: an argument is no array. An option, or the seconds of a layer, has a wrong type.
+        ValueError: an option is out of range. The step cannot be traced or compiled with these arguments, or computes
+            no gradient. The profile has a layer that the step lacks, or no time of this step.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -74,6 +75,8 @@ def read_step(
     step: Callable[..., Any], args: tuple[Any, ...], params_argnums: Any, profile: Any, options: tuple[Any, ...]
 ) -> tuple[StepGraph, Graph]:
     """The step and the network of the same function. Arguments and errors as of `trace_step`."""
+    check_trace(step, len(args), params_argnums, *options, what="trace_step")
+    check_profile(profile)
     program, compiled, net, names = _read(step, args, params_argnums, options)
     phases, places = phases_of(net), Places(program, net)
     if not any(row.backward for row in phases.rows):
@@ -96,7 +99,7 @@ def read_step(
         mesh=tuple(mesh.items()),
         devices=devices,
         total_params=network.total_params,
-        memory=StepMemory(memory.total, memory.peak, memory.is_exact) if memory is not None else None,
+        memory=StepMemory(memory.total, memory.peak, memory.gaps, memory.is_exact) if memory is not None else None,
     )
     return graph, network
 
