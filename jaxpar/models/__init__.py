@@ -7,6 +7,11 @@ fit one device.
 `max_pool` and `avg_pool` are for every model.
 """
 
-from . import lenet as lenet, matrix_factorization as matrix_factorization, transformer as transformer
+from . import (
+    lenet as lenet,
+    matrix_factorization as matrix_factorization,
+    strided as strided,
+    transformer as transformer,
+)
 from ._convolution import conv_general_dilated as conv_general_dilated
 from ._pooling import avg_pool as avg_pool, max_pool as max_pool
