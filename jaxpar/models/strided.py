@@ -91,17 +91,27 @@ def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Arr
 def _conv2d(layer: dict[str, jax.Array], x_CxHxWxB: jax.Array) -> jax.Array:
     height, width, _, channels = layer["weight"].shape
     down, across = ((n - k) // _STRIDE + 1 for n, k in zip(x_CxHxWxB.shape[1:3], (height, width), strict=True))
-    batch = x_CxHxWxB.shape[-1]
-    windows = [_every_second(x_CxHxWxB, (h, w), (down, across)) for h, w in np.ndindex(height, width)]
-    windows_KxHWB = jnp.concatenate(windows).reshape(-1, down * across * batch)
+    windows_KxHWB = _windows(x_CxHxWxB, (height, width), (down, across))
     y = layer["weight"].reshape(-1, channels).T @ windows_KxHWB
-    return y.reshape(channels, down, across, batch) + layer["bias"][:, None, None, None]
+    return y.reshape(channels, down, across, -1) + layer["bias"][:, None, None, None]
 
 
-def _every_second(x_CxHxWxB: jax.Array, start: tuple[int, ...], count: tuple[int, ...]) -> jax.Array:
-    """As many rows and columns, from a pixel on."""
-    rows, columns = (slice(s, s + _STRIDE * (n - 1) + 1, _STRIDE) for s, n in zip(start, count, strict=True))
-    return x_CxHxWxB[:, rows, columns]
+def _windows(x_CxHxWxB: jax.Array, window: tuple[int, int], count: tuple[int, int]) -> jax.Array:
+    """What each place of the window meets, one below the other: (K, H' * W' * B).
+
+    Pixels are sorted by whether their row and column are even, so that a place of the window meets a whole block. A
+    loop over these compiles in half the time of slices that are concatenated, and runs faster.
+    """
+    channels, height, width, batch = x_CxHxWxB.shape
+    x = jnp.pad(x_CxHxWxB, ((0, 0), (0, height % _STRIDE), (0, width % _STRIDE), (0, 0)))
+    x = x.reshape(channels, x.shape[1] // _STRIDE, _STRIDE, -1, _STRIDE, batch).transpose(2, 4, 0, 1, 3, 5)
+    places = np.array([(h % _STRIDE, w % _STRIDE, h // _STRIDE, w // _STRIDE) for h, w in np.ndindex(window)])
+
+    def block(place: jax.Array) -> jax.Array:
+        start = (place[0], place[1], 0, place[2], place[3], 0)
+        return lax.dynamic_slice(x, start, (1, 1, channels, *count, batch))
+
+    return lax.map(block, jnp.asarray(places)).reshape(channels * len(places), -1)
 
 
 def _dense(layer: dict[str, jax.Array], x_DxB: jax.Array) -> jax.Array:
