@@ -35,7 +35,9 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     places = {"data_dir": args.data_dir, "verbose": args.progress}
     sets = [data.load(args.dataset, split, **places) for split in ("train", "test")]
     if sets[0].images.shape[1:] != (28, 28, 1):
-        raise ValueError(f"{recipe.network} takes images of shape (28, 28, 1), {args.dataset} has {sets[0].images.shape[1:]}")
+        raise ValueError(
+            f"{recipe.network} takes images of shape (28, 28, 1), {args.dataset} has {sets[0].images.shape[1:]}"
+        )
     first = jax.process_index() == 0
     if first and args.progress:
         print(_about(args, devices), flush=True)
