@@ -137,7 +137,8 @@ def _about(args: argparse.Namespace, devices: list[Device]) -> str:
     words += [f"batch {args.batch_size}", recipes.describe(args)]
     if args.precision != "float32":
         words.append(args.precision)
-    return f"{recipes.RECIPES[args.recipe].network} on {args.dataset}: {len(devices)} × {kind}, jax {jax.__version__}, {', '.join(words)}"
+    network = recipes.RECIPES[args.recipe].network
+    return f"{network} on {args.dataset}: {len(devices)} × {kind}, jax {jax.__version__}, {', '.join(words)}"
 
 
 def _board(args: argparse.Namespace) -> dict[str, Any]:
