@@ -8,13 +8,13 @@ from typing import Any
 
 from .. import compression, kv
 from .._core.parsers import HelpFormatter, number
-from .recipes import DECAYS, OPTIMIZERS, RATES, RECIPES
+from .recipes import DECAYS, OPTIMIZERS, RATES, RECIPES, SCHEDULES
 
 POSITIVE, RATE, NOT_NEGATIVE = number(int, 1), number(float, 0, above=True), number(float, 0)
 PRECISIONS = ("float32", "bfloat16", "float16")
 
 _ABOUT = """\
-Train LeNet on images of 28 x 28 pixels over several devices. Each device gets its share of every batch.
+Train a network on images of 28 x 28 pixels over several devices. Each device gets its share of every batch.
 The options can be in a TOML file too, see --config."""
 _LAST = """\
 examples:
@@ -31,7 +31,7 @@ def new_parser(commands: Any) -> argparse.ArgumentParser:
     """Add `train` to the commands, and return its parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "train",
-        help="train LeNet",
+        help="train a network on images",
         usage="jaxpar train [options]",
         description=_ABOUT,
         epilog=_LAST,
@@ -56,7 +56,8 @@ def _add_data(group: Any) -> None:
     add = group.add_argument
     add("--dataset", default="fashion_mnist", metavar="NAME", help="an image data set of tensorflow-datasets")
     add("--data-dir", metavar="DIR", help="the folder of tensorflow-datasets (default: its own)")
-    add("--epochs", type=POSITIVE, default=5, metavar="N", help="how often the training data is seen")
+    epochs = ", ".join(f"{recipe.epochs} in recipe {name}" for name, recipe in RECIPES.items())
+    add("--epochs", type=POSITIVE, metavar="N", help=f"how often the training data is seen (default: {epochs})")
     add("--batch-size", type=POSITIVE, default=256, metavar="N", help="examples in a batch, over all devices together")
     add("--seed", type=int, default=0, metavar="N", help="of the initial weights and of the order of the examples")
 
@@ -68,12 +69,14 @@ def _add_recipe(group: Any) -> None:
     rates = ", ".join(f"{rate:g} for {name}" for name, rate in RATES.items())
     of_sgd = ", ".join(f"{r.sgd[0]:g} in recipe {name}" for name, r in RECIPES.items())
     momenta = ", ".join(f"{r.sgd[1]:g} in recipe {name}" for name, r in RECIPES.items())
-    add("--recipe", choices=tuple(RECIPES), default="fast", help=f"weights to begin with, and an optimizer. {recipes}")
+    add("--recipe", choices=tuple(RECIPES), default="fast", help=f"network, weights and optimizer. {recipes}")
     add("--optimizer", choices=OPTIMIZERS, help=f"one of optax (default: {own})")
     add("--learning-rate", type=RATE, metavar="R", help=f"the step size (default: {rates}; for sgd {of_sgd})")
     add("--momentum", type=NOT_NEGATIVE, metavar="M", help=f"of sgd (default: {momenta})")
     add("--weight-decay", type=NOT_NEGATIVE, default=0.0, metavar="W", help=f"for {', '.join(DECAYS)}")
-    add("--schedule", choices=("constant", "cosine"), default="constant", help="cosine falls to 0 over all epochs")
+    schedules = ", ".join(f"{recipe.schedule} in recipe {name}" for name, recipe in RECIPES.items())
+    shapes = f"cosine falls to 0 over all epochs, linear rises for a tenth of them first (default: {schedules})"
+    add("--schedule", choices=SCHEDULES, help=shapes)
     add("--clip-norm", type=RATE, metavar="N", help="a limit to the norm of all gradients (default: none)")
 
 

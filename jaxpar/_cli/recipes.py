@@ -33,26 +33,57 @@ class Recipe:
 
     Attributes:
         about: one line for the help.
+        network: its name, for people.
         init: the parameters for a random key.
+        apply: the logits of images.
         optimizer: its name in optax.
         sgd: the learning rate and the momentum of SGD.
+        epochs: how often the training data is seen.
+        schedule: of the learning rate.
+        label_smoothing: of the loss, see `train.classification_loss`.
     """
 
     about: str
+    network: str
     init: Callable[[jax.Array], Any]
+    apply: Callable[[Any, jax.Array], jax.Array]
     optimizer: str
     sgd: tuple[float, float]
+    epochs: int = 5
+    schedule: str = "constant"
+    label_smoothing: float = 0.0
 
 
-_FAST = "Adam and weights of He's size, which learn from the first step"
-_ARTICLE = "MXNet's: SGD and weights from N(0, 0.01²), which begin with a plateau"
+_FAST = "a small network of strided convolutions and Muon, for 90 %% of Fashion-MNIST in seconds"
+_LENET = "LeNet, Adam and weights of He's size, which learn from the first step"
+_ARTICLE = "MXNet's: LeNet, SGD and weights from N(0, 0.01²), which begin with a plateau"
+
+
+def _apply_lenet(params: Any, images: jax.Array) -> jax.Array:
+    return models.lenet.apply(params, images)
+
+
 RECIPES = {
-    "fast": Recipe(_FAST, scaled_for_relu, "adam", (0.1, 0.9)),
-    "article": Recipe(_ARTICLE, models.lenet.init, "sgd", (0.2, 0.0)),
+    "fast": Recipe(
+        _FAST, "strided network", models.strided.init, models.strided.apply, "muon", (0.1, 0.9), 2, "linear", 0.05
+    ),
+    "lenet": Recipe(_LENET, "LeNet", scaled_for_relu, _apply_lenet, "adam", (0.1, 0.9)),
+    "article": Recipe(_ARTICLE, "LeNet", models.lenet.init, _apply_lenet, "sgd", (0.2, 0.0)),
 }
-RATES = {"adam": 2e-3, "adamw": 2e-3, "lamb": 1e-2, "lion": 3e-4}
+RATES = {"adam": 2e-3, "adamw": 2e-3, "lamb": 1e-2, "lion": 3e-4, "muon": 5e-2}
 OPTIMIZERS = ("sgd", *RATES)
-DECAYS = ("sgd", "adamw", "lamb", "lion")  # adam's own form of decay is adamw
+DECAYS = ("sgd", "adamw", "lamb", "lion", "muon")  # adam's own form of decay is adamw
+SCHEDULES = ("constant", "cosine", "linear")
+_WARM = 0.1  # the part of all steps in which schedule linear rises
+_ADAM_SHARE = 0.06  # of Muon's rate, for the biases, which Adam updates
+
+
+def fill(args: argparse.Namespace) -> None:
+    """Give the options that were not given the recipe's values."""
+    recipe = RECIPES[args.recipe]
+    for name in ("epochs", "schedule", "optimizer"):
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(recipe, name))
 
 
 def optimizer_name(args: argparse.Namespace) -> str:
@@ -90,14 +121,46 @@ def optimizer(args: argparse.Namespace, steps: int) -> optax.GradientTransformat
     """
     import optax
 
-    rate: Any = learning_rate(args)
-    if args.schedule == "cosine":
-        rate = optax.cosine_decay_schedule(rate, steps)
+    rate = _schedule(args, steps)
     name, decay = optimizer_name(args), args.weight_decay
     if name == "sgd":
         sgd = optax.sgd(rate, momentum(args) or None)
         return optax.chain(optax.add_decayed_weights(decay), sgd) if decay else sgd
+    if name == "muon":
+        return _muon(args, steps)
     return optax.adam(rate) if name == "adam" else getattr(optax, name)(rate, weight_decay=decay)
+
+
+def _schedule(args: argparse.Namespace, steps: int, share: float = 1.0) -> Any:
+    """A number, or a function of the step that gives one."""
+    import optax
+
+    peak = share * learning_rate(args)
+    if args.schedule == "cosine":
+        return optax.cosine_decay_schedule(peak, steps)
+    if args.schedule == "linear":
+        warm = max(1, round(_WARM * steps))
+        parts = [optax.linear_schedule(peak / warm, peak, warm - 1), optax.linear_schedule(peak, 0, steps - warm + 1)]
+        return optax.join_schedules(parts, [warm - 1])
+    return peak
+
+
+def _muon(args: argparse.Namespace, steps: int) -> optax.GradientTransformation:
+    """Muon (Jordan et al. 2024) for weights, as matrices of inputs by outputs, and Adam for biases."""
+    from optax import contrib
+
+    def matrix(x: jax.Array) -> Any:
+        return contrib.MuonDimensionNumbers(tuple(range(x.ndim - 1)), x.ndim - 1) if x.ndim > 1 else None
+
+    return contrib.muon(
+        _schedule(args, steps),
+        ns_steps=3,
+        beta=0.8,
+        weight_decay=args.weight_decay,
+        adam_b2=0.99,
+        adam_learning_rate=_schedule(args, steps, _ADAM_SHARE),
+        muon_weight_dimension_numbers=lambda params: jax.tree.map(matrix, params),
+    )
 
 
 def describe(args: argparse.Namespace) -> str:

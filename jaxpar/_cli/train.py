@@ -1,4 +1,4 @@
-"""`jaxpar train`: LeNet on images of 28 × 28 pixels, over several devices."""
+"""`jaxpar train`: a network on images of 28 × 28 pixels, over several devices."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Train, and print the configuration, each epoch and the result."""
-    from .. import data, distributed, models, train
+    from .. import data, distributed, train
 
+    recipes.fill(args)
     recipes.check(args, parser)
+    recipe = recipes.RECIPES[args.recipe]
     distributed.initialize()  # one of several processes, under `launch` or a cluster's scheduler
     devices = _devices(args, parser)
     if args.compilation_cache and jax.process_count() == 1 and not can_hang(devices):
@@ -33,7 +35,9 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     places = {"data_dir": args.data_dir, "verbose": args.progress}
     sets = [data.load(args.dataset, split, **places) for split in ("train", "test")]
     if sets[0].images.shape[1:] != (28, 28, 1):
-        raise ValueError(f"LeNet takes images of shape (28, 28, 1), {args.dataset} has {sets[0].images.shape[1:]}")
+        raise ValueError(
+            f"{recipe.network} takes images of shape (28, 28, 1), {args.dataset} has {sets[0].images.shape[1:]}"
+        )
     first = jax.process_index() == 0
     if first and args.progress:
         print(_about(args, devices), flush=True)
@@ -44,7 +48,7 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         _step(args, clip),
         sets[0],
         test_data=sets[1],
-        apply_fn=models.lenet.apply,
+        apply_fn=recipe.apply,
         **_fit_options(args),
     )
     if first:
@@ -98,11 +102,12 @@ def _clip(args: argparse.Namespace) -> Any:
 
 
 def _step(args: argparse.Namespace, clip: Any) -> Any:
-    from .. import models, train
+    from .. import train
 
+    recipe = recipes.RECIPES[args.recipe]
     half = args.precision == "float16"
     return train.make_train_step(
-        train.classification_loss(models.lenet.apply),
+        train.classification_loss(recipe.apply, recipe.label_smoothing),
         engine=args.engine,
         grad_transform=clip,
         accumulate=args.accumulate,
@@ -132,7 +137,8 @@ def _about(args: argparse.Namespace, devices: list[Device]) -> str:
     words += [f"batch {args.batch_size}", recipes.describe(args)]
     if args.precision != "float32":
         words.append(args.precision)
-    return f"LeNet on {args.dataset}: {len(devices)} × {kind}, jax {jax.__version__}, {', '.join(words)}"
+    network = recipes.RECIPES[args.recipe].network
+    return f"{network} on {args.dataset}: {len(devices)} × {kind}, jax {jax.__version__}, {', '.join(words)}"
 
 
 def _board(args: argparse.Namespace) -> dict[str, Any]:

@@ -98,15 +98,15 @@ def test_every_option_is_explained_with_its_default(command):
         (["train", "--epocks", "3"], "unrecognized arguments: --epocks 3; did you mean --epochs?"),
         (["train", "--lerning-rate=3"], "did you mean --learning-rate?"),
         (["plot", "lenet", "--titel", "x"], "jaxpar plot: error: unrecognized arguments: --titel x; did you mean"),
-        (["train", "--momentum", "0.5"], "--momentum is for --optimizer sgd, and this is adam"),
-        (["train", "--weight-decay=0.1"], "--weight-decay is for sgd, adamw, lamb, lion, and this is adam; use"),
-        (["train", "--recipe", "slow"], "'fast', 'article'"),
+        (["train", "--momentum", "0.5"], "--momentum is for --optimizer sgd, and this is muon"),
+        (["train", "--recipe=lenet", "--weight-decay=0.1"], "for sgd, adamw, lamb, lion, muon, and this is adam; use"),
+        (["train", "--recipe", "slow"], "'fast', 'lenet', 'article'"),
         (["train", "--loss-scale=much"], "must be a number above 0, got 'much'"),
         (["train", "--steps-per-execution=0"], "must be an int of 1 or more, got '0'"),
     ],
 )  # fmt: skip
 def test_what_is_refused(capsys, words, message):
-    assert message in refused(capsys, *words).replace("choose from fast, article", "'fast', 'article'")
+    assert message in refused(capsys, *words).replace("fast, lenet, article", "'fast', 'lenet', 'article'")
 
 
 # What each option becomes, where it is looked for, and the options it needs.
@@ -169,13 +169,36 @@ def test_optimizers_are_those_of_optax(optimizer):
         "adamw": lambda: optax.adamw(rate, weight_decay=0.5),
         "lamb": lambda: optax.lamb(rate, weight_decay=0.5),
         "lion": lambda: optax.lion(rate, weight_decay=0.5),
+        "muon": lambda: optax.nadam(optax.cosine_decay_schedule(0.06 * 0.25, 10), b2=0.99),  # of biases
     }[optimizer]()
     params, grads = jnp.arange(1.0, 4.0), jnp.ones(3)
     states = tx.init(params), own.init(params)
     for _ in range(2):
         (ours, first), (theirs, second) = tx.update(grads, states[0], params), own.update(grads, states[1], params)
         states = first, second
-        assert ours.tolist() == theirs.tolist()
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_muon_updates_each_weight_as_one_matrix():
+    args = parser_of("train").parse_args(["--recipe=fast"])
+    recipes.fill(args)
+    tx = recipes.optimizer(args, 10)
+    rng = np.random.default_rng(0)
+    params = {"conv": jnp.zeros((2, 2, 3, 4)), "dense": jnp.zeros((12, 4))}
+    grads = jnp.asarray(rng.normal(size=(12, 4)), jnp.float32)
+    updates, _ = tx.update({"conv": grads.reshape(2, 2, 3, 4), "dense": grads}, tx.init(params), params)
+    np.testing.assert_array_equal(updates["conv"].reshape(12, 4), updates["dense"])
+    singular = np.linalg.svd(updates["dense"], compute_uv=False) / 0.05  # the first of ten steps is at the peak
+    assert singular.max() < 1.5
+    assert singular.min() > 0.3
+
+
+def test_a_linear_schedule_rises_for_a_tenth_and_falls_to_zero():
+    args = parser_of("train").parse_args(["--recipe=fast", "--learning-rate=1"])
+    recipes.fill(args)
+    rate = recipes._schedule(args, 20)
+    np.testing.assert_allclose([rate(step) for step in (0, 1, 10, 19, 20)], [0.5, 1, 10 / 19, 1 / 19, 0], atol=1e-6)
+    assert float(recipes._schedule(args, 1)(0)) == 1
 
 
 def test_the_articles_recipe_is_what_it_was(calls):
@@ -187,8 +210,15 @@ def test_the_articles_recipe_is_what_it_was(calls):
     np.testing.assert_allclose(jaxpar.kv.pull(pushed, 0), jaxpar.kv.pull(store, 0) - 0.2, rtol=1e-6)
 
 
-def test_the_fast_recipe_begins_with_weights_of_hes_size():
-    params = recipes.RECIPES["fast"].init(jax.random.key(0))
+def test_the_recipes_fill_what_is_not_given(calls):
+    command_line.main(["train", "--batch-size=16"])
+    assert (calls["fit"]["epochs"], calls["fit"]["apply_fn"]) == (2, models.strided.apply)
+    command_line.main(["train", "--batch-size=16", "--recipe=article"])
+    assert calls["fit"]["epochs"] == 5
+
+
+def test_lenets_recipe_begins_with_weights_of_hes_size():
+    params = recipes.RECIPES["lenet"].init(jax.random.key(0))
     spread = {name: float(layer["weight"].std()) for name, layer in params.items()}
     want = {name: (2 / fan_in) ** 0.5 for name, fan_in in
             {"conv1": 9, "conv2": 500, "dense1": 800, "dense2": 128}.items()}  # fmt: skip
@@ -236,10 +266,12 @@ def test_what_is_printed(few, capsys, monkeypatch):
         return images[:, 0, :10, 0] * every
 
     monkeypatch.setattr(models.lenet, "apply", linear)
-    assert command_line.main(["train", "--epochs=1", "--batch-size=16", "--no-compilation-cache"]) == 0
+    assert (
+        command_line.main(["train", "--recipe=lenet", "--epochs=1", "--batch-size=16", "--no-compilation-cache"]) == 0
+    )
     out, err = capsys.readouterr()
     assert err == ""
     first, epoch, last = out.splitlines()
-    assert "engine auto, kvstore device, compression none, batch 16, recipe fast, adam, learning rate 0.002" in first
+    assert "engine auto, kvstore device, compression none, batch 16, recipe lenet, adam, learning rate 0.002" in first
     assert epoch.startswith("epoch 1/1  loss ")
     assert last.startswith("trained 1 epochs, 1 steps: test accuracy ")

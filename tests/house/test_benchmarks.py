@@ -187,3 +187,15 @@ def test_fsdp_divides_the_state(tmp_path):
     assert set(report["rows"]) == {"8", "2 x 4"}
     for row in report["rows"].values():
         assert row["whole"] / row["arguments"] > 6  # norms and biases stay whole
+
+
+@pytest.mark.data
+@pytest.mark.slow
+def test_the_record_writes_each_seed(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXPAR_TORCH_PYTHON", str(tmp_path / "no-such-python"))
+    shown, report = run("record", tmp_path)
+    assert "no PyTorch: " in shown
+    (one,) = report["rows"]["jaxpar"]["runs"]
+    assert one["seed"] == 0
+    assert one["test_accuracy"] > 0.8
+    assert one["seconds"] > 0

@@ -1,0 +1,60 @@
+"""`models.strided`: the same numbers as convolutions of XLA, its derivatives, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpar.models import strided
+
+
+@pytest.fixture(scope="module")
+def params():
+    return strided.init(jax.random.key(0))
+
+
+IMAGES = np.random.default_rng(0).random((4, 28, 28, 1), np.float32)
+
+
+def plain(params, images):
+    x = (images - 0.25) / 0.25
+    for name in ("conv1", "conv2"):
+        x = jax.lax.conv_general_dilated(
+            x, params[name]["weight"], (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = jax.nn.relu(x + params[name]["bias"][None, None, None])
+    x = x.transpose(0, 3, 1, 2).reshape(len(images), -1)
+    x = jax.nn.relu(x @ params["dense1"]["weight"] + params["dense1"]["bias"][None])
+    return x @ params["dense2"]["weight"] + params["dense2"]["bias"][None]
+
+
+def test_the_logits_and_the_gradient_are_those_of_plain_convolutions(params):
+    def loss(apply):
+        return jax.jit(jax.value_and_grad(lambda p: (apply(p, IMAGES) ** 2).mean()))
+
+    (ours, our_grads), (theirs, their_grads) = loss(strided.apply)(params), loss(plain)(params)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), our_grads, their_grads)
+
+
+def test_the_weights_are_of_hes_size(params):
+    assert optax.tree.norm(params) > 0
+    for layer in params.values():
+        fan_in = np.prod(layer["weight"].shape[:-1])
+        assert float(layer["weight"].std()) == pytest.approx((2 / fan_in) ** 0.5, rel=0.15)
+        assert not layer["bias"].any()
+
+
+def test_the_dtype_is_that_of_the_images(params):
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    assert jax.eval_shape(strided.apply, half, jnp.zeros((2, 28, 28, 1), jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_what_is_refused(params):
+    with pytest.raises(
+        ValueError, match=r"strided.apply: images must have the shape \(n, 28, 28, 1\), got \(2, 28, 28"
+    ):
+        strided.apply(params, jnp.zeros((2, 28, 28)))
+    with pytest.raises(TypeError, match=r"strided.apply: params must be those of strided.init, got"):
+        strided.apply({"dense": jnp.zeros(2)}, IMAGES)
