@@ -69,7 +69,7 @@ def _add_recipe(group: Any) -> None:
     rates = ", ".join(f"{rate:g} for {name}" for name, rate in RATES.items())
     of_sgd = ", ".join(f"{r.sgd[0]:g} in recipe {name}" for name, r in RECIPES.items())
     momenta = ", ".join(f"{r.sgd[1]:g} in recipe {name}" for name, r in RECIPES.items())
-    add("--recipe", choices=tuple(RECIPES), default="fast", help=f"network, weights and optimizer. {recipes}")
+    add("--recipe", choices=tuple(RECIPES), default="lenet", help=f"network, weights and optimizer. {recipes}")
     add("--optimizer", choices=OPTIMIZERS, help=f"one of optax (default: {own})")
     add("--learning-rate", type=RATE, metavar="R", help=f"the step size (default: {rates}; for sgd {of_sgd})")
     add("--momentum", type=NOT_NEGATIVE, metavar="M", help=f"of sgd (default: {momenta})")

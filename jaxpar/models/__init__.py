@@ -7,16 +7,12 @@ fit one device. `strided` learns fast on CPUs.
 `max_pool`, `avg_pool` and `fast_on_cpus` are for every model.
 """
 
-<<<<<<< HEAD
 from .._devices.formulas import fast_on_cpus as fast_on_cpus
-from . import lenet as lenet, matrix_factorization as matrix_factorization, transformer as transformer
-=======
 from . import (
     lenet as lenet,
     matrix_factorization as matrix_factorization,
     strided as strided,
     transformer as transformer,
 )
->>>>>>> record
 from ._convolution import conv_general_dilated as conv_general_dilated
 from ._pooling import avg_pool as avg_pool, max_pool as max_pool
