@@ -1,7 +1,7 @@
 """The networks of `models.py` in JAX, measured on command in a process of its own.
 
-Contenders of a network: "plain" is `jax.jit` with optax and `jax.lax`, on one device. "jaxpar" is the same function
-with `models.conv_general_dilated` and `models.max_pool`, in a training step of jaxpar over all devices of the process.
+Contenders of a network: "plain" is `jax.jit` with optax, on one device. "jaxpar" is the same function in a training
+step of jaxpar, over all devices of the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from _harness import serve
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jaxpar import kv, models, train
+from jaxpar import kv, train
 
 LEARNING_RATE = 0.01
 NUMBERS = ("NHWC", "HWIO", "NHWC")
@@ -43,13 +43,13 @@ def cross_entropy(logits, labels):
 
 
 def classified(apply):
-    def loss_fn(conv, params, batch):
-        return cross_entropy(apply(conv, params, batch["x"]), batch["label"])
+    def loss_fn(params, batch):
+        return cross_entropy(apply(params, batch["x"]), batch["label"])
 
     return loss_fn
 
 
-def plain_max_pool(x, window_shape, strides):
+def max_pool(x, window_shape, strides):
     """As Flax's does."""
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, *window_shape, 1), (1, *strides, 1), "VALID")
 
@@ -60,10 +60,9 @@ def cnn(rng):
     params = {f"conv{i}": {"weight": normal(rng, 3, 3, a, b)} for i, (a, b) in enumerate(pairwise(widths))}
     params["dense"] = dense_init(rng, 4 * 4 * 128, 10)
 
-    def apply(conv, params, x):
-        max_pool = models.max_pool if conv is models.conv_general_dilated else plain_max_pool
+    def apply(params, x):
         for i in range(3):
-            x = conv(x, params[f"conv{i}"]["weight"], (1, 1), "SAME", dimension_numbers=NUMBERS)
+            x = lax.conv_general_dilated(x, params[f"conv{i}"]["weight"], (1, 1), "SAME", dimension_numbers=NUMBERS)
             x = max_pool(jax.nn.relu(x), (2, 2), strides=(2, 2))
         return dense(params["dense"], x.reshape(x.shape[0], -1))
 
@@ -102,18 +101,18 @@ def resnet18(rng):
         if stride != 1:
             params[f"block{i}"]["shortcut"] = layer(1, before, after)
 
-    def normalized(conv, layer, x, stride=1):
-        y = conv(x, layer["weight"], (stride, stride), "SAME", dimension_numbers=NUMBERS)
+    def normalized(layer, x, stride=1):
+        y = lax.conv_general_dilated(x, layer["weight"], (stride, stride), "SAME", dimension_numbers=NUMBERS)
         mean, variance = y.mean((0, 1, 2)), y.var((0, 1, 2))
         return (y - mean) * (layer["scale"] * lax.rsqrt(variance + 1e-5)) + layer["bias"]
 
-    def apply(conv, params, x):
-        x = jax.nn.relu(normalized(conv, params["first"], x))
+    def apply(params, x):
+        x = jax.nn.relu(normalized(params["first"], x))
         for i, (_, _, stride) in enumerate(STAGES):
             block = params[f"block{i}"]
-            y = jax.nn.relu(normalized(conv, block["conv1"], x, stride))
-            y = normalized(conv, block["conv2"], y)
-            x = jax.nn.relu(y + (normalized(conv, block["shortcut"], x, stride) if stride != 1 else x))
+            y = jax.nn.relu(normalized(block["conv1"], x, stride))
+            y = normalized(block["conv2"], y)
+            x = jax.nn.relu(y + (normalized(block["shortcut"], x, stride) if stride != 1 else x))
         return dense(params["dense"], x.mean((1, 2)))
 
     return params, classified(apply), images(rng, 32)
@@ -124,8 +123,7 @@ def mlp(rng):
     widths = (784, 512, 512, 10)
     params = {f"dense{i}": dense_init(rng, a, b) for i, (a, b) in enumerate(pairwise(widths))}
 
-    def apply(conv, params, x):
-        del conv
+    def apply(params, x):
         for i in range(3):
             x = dense(params[f"dense{i}"], jax.nn.relu(x) if i else x)
         return x
@@ -168,8 +166,7 @@ def transformer(rng):
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         return dense(layer["out"], y.reshape(x.shape))
 
-    def loss_fn(conv, params, batch):
-        del conv
+    def loss_fn(params, batch):
         x = params["embedding"][batch["x"]] + params["position"]
         for i in range(4):
             layer = params[f"layer{i}"]
@@ -186,8 +183,7 @@ def lstm(rng):
     params = {"input": dense_init(rng, 128, 1024), "state": {"weight": normal(rng, 256, 1024)}}
     params["dense"] = dense_init(rng, 256, 10)
 
-    def apply(conv, params, x):
-        del conv
+    def apply(params, x):
 
         def cell(carry, x):
             c, h = carry
@@ -216,7 +212,7 @@ def plain(loss_fn, params, batch):
     @partial(jax.jit, donate_argnums=0)
     def step(state, batch):
         params, opt_state = state
-        loss, grads = jax.value_and_grad(partial(loss_fn, lax.conv_general_dilated))(params, batch)
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 
@@ -232,11 +228,7 @@ def jaxpar(loss_fn, params, batch):
     devices = jax.devices()
     state = train.create_state(kv.from_params(params, optimizer=optax.sgd(LEARNING_RATE)), 0, devices=devices)
 
-    def with_ours(params, batch, rng):
-        del rng
-        return loss_fn(models.conv_general_dilated, params, batch), {}
-
-    step = train.make_train_step(with_ours, devices=devices)
+    step = train.make_train_step(lambda params, batch, rng: (loss_fn(params, batch), {}), devices=devices)
     batch = jax.device_put(batch, NamedSharding(Mesh(np.array(devices), ("data",)), P("data")))
 
     def once():

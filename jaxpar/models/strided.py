@@ -100,7 +100,7 @@ def _windows(x_CxHxWxB: jax.Array, window: tuple[int, int], count: tuple[int, in
     """What each place of the window meets, one below the other: (K, H' * W' * B).
 
     Pixels are sorted by whether their row and column are even, so that a place of the window meets a whole block. A
-    loop over these compiles in half the time of slices that are concatenated, and runs faster.
+    loop over these is one small program, where slices that are concatenated are one for each place.
     """
     channels, height, width, batch = x_CxHxWxB.shape
     x = jnp.pad(x_CxHxWxB, ((0, 0), (0, height % _STRIDE), (0, width % _STRIDE), (0, 0)))
