@@ -98,7 +98,7 @@ def test_every_option_is_explained_with_its_default(command):
         (["train", "--epocks", "3"], "unrecognized arguments: --epocks 3; did you mean --epochs?"),
         (["train", "--lerning-rate=3"], "did you mean --learning-rate?"),
         (["plot", "lenet", "--titel", "x"], "jaxpar plot: error: unrecognized arguments: --titel x; did you mean"),
-        (["train", "--momentum", "0.5"], "--momentum is for --optimizer sgd, and this is muon"),
+        (["train", "--momentum", "0.5"], "--momentum is for --optimizer sgd, and this is adam"),
         (["train", "--recipe=lenet", "--weight-decay=0.1"], "for sgd, adamw, lamb, lion, muon, and this is adam; use"),
         (["train", "--recipe", "slow"], "'fast', 'lenet', 'article'"),
         (["train", "--loss-scale=much"], "must be a number above 0, got 'much'"),
@@ -211,9 +211,9 @@ def test_the_articles_recipe_is_what_it_was(calls):
 
 
 def test_the_recipes_fill_what_is_not_given(calls):
-    command_line.main(["train", "--batch-size=16"])
+    command_line.main(["train", "--batch-size=16", "--recipe=fast"])
     assert (calls["fit"]["epochs"], calls["fit"]["apply_fn"]) == (2, models.strided.apply)
-    command_line.main(["train", "--batch-size=16", "--recipe=article"])
+    command_line.main(["train", "--batch-size=16"])
     assert calls["fit"]["epochs"] == 5
 
 
