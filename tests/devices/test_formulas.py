@@ -206,3 +206,30 @@ def test_a_pallas_kernel_is_left_as_it_is():
         return pallas.pallas_call(kernel, jax.ShapeDtypeStruct((8, 8), np.float32), interpret=True)(a, b)
 
     close(jax.jit(fast_on_cpus(product))(normal(8, 8), normal(8, 8)), normal(8, 8) @ normal(8, 8))
+
+
+@jax.custom_jvp
+def square(x):
+    return x @ x
+
+
+square.defjvp(lambda primals, tangents: (square(*primals), 3 * tangents[0] @ primals[0]))
+
+ANY = {
+    "a rule of its own, not differentiated": lambda x: jax.nn.relu(square(identity(x))),
+    "differentiated after": jax.grad(lambda x: fast_on_cpus(lambda x: square(identity(x)))(x).sum()),
+    "forward mode": lambda x: jax.jvp(fast_on_cpus(lambda x: jax.nn.gelu(square(x))), (x,), (x,)),
+    "a loop": lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ x)), (0, x))[1],
+    "branches": lambda x: lax.switch(jnp.int32(1), [lambda x: x, lambda x: x @ x], x),
+    "a solver": jax.grad(lambda x: jnp.linalg.solve(x + 9 * jnp.eye(4), x).sum()),
+    "a callback": lambda x: jax.pure_callback(lambda x: 2 * np.asarray(x), jax.ShapeDtypeStruct((4, 4), np.float32), x),
+    "twice": fast_on_cpus(lambda x: fast_on_cpus(square)(x) @ x),
+    "integers": lambda x: jax.vjp(lambda x, i: x[i], x, jnp.array([1, 0]))[1](x[:2])[0],
+    "a policy": jax.grad(jax.checkpoint(lambda x: jnp.sin(x @ x).sum(), policy=jax.checkpoint_policies.dots_saveable)),
+}
+
+
+@pytest.mark.parametrize("name", ANY)
+@pytest.mark.parametrize("how", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_any_function(name, how):
+    close(how(fast_on_cpus(ANY[name]))(normal(4, 4)), how(ANY[name])(normal(4, 4)))
