@@ -230,6 +230,6 @@ ANY = {
 
 
 @pytest.mark.parametrize("name", ANY)
-@pytest.mark.parametrize("how", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("how", [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow)], ids=["jit", "eager"])
 def test_any_function(name, how):
     close(how(fast_on_cpus(ANY[name]))(normal(4, 4)), how(ANY[name])(normal(4, 4)))
