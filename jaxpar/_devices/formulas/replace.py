@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 
 from .convolution import conv_p
 from .pooling import scatter_p
@@ -81,8 +81,13 @@ def _replace_equation(eqn: Any, done: dict[int, Any]) -> Any:
 
 
 def _replace_parameter(value: Any, done: dict[int, Any]) -> Any:
-    if isinstance(value, (ClosedJaxpr, Jaxpr)):
+    if _is_program(value):
         return _replace(value, done)
-    if isinstance(value, tuple) and value and all(isinstance(x, (ClosedJaxpr, Jaxpr)) for x in value):
+    if isinstance(value, tuple) and value and all(map(_is_program, value)):  # branches
         return tuple(_replace(x, done) for x in value)
     return value
+
+
+def _is_program(value: Any) -> bool:
+    """Whether it is a jaxpr, open or closed: these are two classes in older versions of jax."""
+    return hasattr(value, "eqns")
