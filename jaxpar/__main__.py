@@ -44,7 +44,7 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="command")
     command.add_parser(commands)
     if words[:1] not in (["launch"], ["--version"]):  # they need no JAX
-        _add_commands(commands)
+        _add_commands(commands, *words[:1])
     args = parse(parser, words)
     if getattr(args, "config", None) is None:
         return args
@@ -54,11 +54,16 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     return parse(parser, [name, *config.words(args.config, args.parser), *rest])
 
 
-def _add_commands(commands: Any) -> None:
-    from ._cli import plot, train
+def _add_commands(commands: Any, asked: str = "") -> None:
+    """Add the command that is asked for, whose imports take a while, or else all of them."""
+    if asked != "plot":
+        from ._cli import train
 
-    train.add_parser(commands)
-    plot.add_parser(commands)
+        train.add_parser(commands)
+    if asked != "train":
+        from ._cli import plot
+
+        plot.add_parser(commands)
 
 
 def _wait_for_loss_report() -> None:

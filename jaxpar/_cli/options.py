@@ -56,9 +56,13 @@ def _add_data(group: Any) -> None:
     add = group.add_argument
     add("--dataset", default="fashion_mnist", metavar="NAME", help="an image data set of tensorflow-datasets")
     add("--data-dir", metavar="DIR", help="the folder of tensorflow-datasets (default: its own)")
-    epochs = ", ".join(f"{recipe.epochs} in recipe {name}" for name, recipe in RECIPES.items())
+    epochs, sizes = (
+        ", ".join(f"{getattr(recipe, what)} in recipe {name}" for name, recipe in RECIPES.items())
+        for what in ("epochs", "batch_size")
+    )
     add("--epochs", type=POSITIVE, metavar="N", help=f"how often the training data is seen (default: {epochs})")
-    add("--batch-size", type=POSITIVE, default=256, metavar="N", help="examples in a batch, over all devices together")
+    size = f"examples in a batch, over all devices together (default: {sizes})"
+    add("--batch-size", type=POSITIVE, metavar="N", help=size)
     add("--seed", type=int, default=0, metavar="N", help="of the initial weights and of the order of the examples")
 
 

@@ -39,6 +39,7 @@ class Recipe:
         optimizer: its name in optax.
         sgd: the learning rate and the momentum of SGD.
         epochs: how often the training data is seen.
+        batch_size: examples in a batch, over all devices.
         schedule: of the learning rate.
         label_smoothing: of the loss, see `train.classification_loss`.
     """
@@ -50,6 +51,7 @@ class Recipe:
     optimizer: str
     sgd: tuple[float, float]
     epochs: int = 5
+    batch_size: int = 256
     schedule: str = "constant"
     label_smoothing: float = 0.0
 
@@ -65,12 +67,12 @@ def _apply_lenet(params: Any, images: jax.Array) -> jax.Array:
 
 RECIPES = {
     "fast": Recipe(
-        _FAST, "strided network", models.strided.init, models.strided.apply, "muon", (0.1, 0.9), 2, "linear", 0.05
+        _FAST, "strided network", models.strided.init, models.strided.apply, "muon", (0.1, 0.9), 1, 128, "linear", 0.1
     ),
     "lenet": Recipe(_LENET, "LeNet", scaled_for_relu, _apply_lenet, "adam", (0.1, 0.9)),
     "article": Recipe(_ARTICLE, "LeNet", models.lenet.init, _apply_lenet, "sgd", (0.2, 0.0)),
 }
-RATES = {"adam": 2e-3, "adamw": 2e-3, "lamb": 1e-2, "lion": 3e-4, "muon": 5e-2}
+RATES = {"adam": 2e-3, "adamw": 2e-3, "lamb": 1e-2, "lion": 3e-4, "muon": 4e-2}
 OPTIMIZERS = ("sgd", *RATES)
 DECAYS = ("sgd", "adamw", "lamb", "lion", "muon")  # adam's own form of decay is adamw
 SCHEDULES = ("constant", "cosine", "linear")
@@ -81,7 +83,7 @@ _ADAM_SHARE = 0.06  # of Muon's rate, for the biases, which Adam updates
 def fill(args: argparse.Namespace) -> None:
     """Give the options that were not given the recipe's values."""
     recipe = RECIPES[args.recipe]
-    for name in ("epochs", "schedule", "optimizer"):
+    for name in ("epochs", "batch_size", "schedule", "optimizer"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(recipe, name))
 
@@ -154,7 +156,7 @@ def _muon(args: argparse.Namespace, steps: int) -> optax.GradientTransformation:
 
     return contrib.muon(
         _schedule(args, steps),
-        ns_steps=3,
+        ns_steps=2,
         beta=0.8,
         weight_decay=args.weight_decay,
         adam_b2=0.99,

@@ -211,10 +211,11 @@ def test_the_articles_recipe_is_what_it_was(calls):
 
 
 def test_the_recipes_fill_what_is_not_given(calls):
-    command_line.main(["train", "--batch-size=16", "--recipe=fast"])
-    assert (calls["fit"]["epochs"], calls["fit"]["apply_fn"]) == (2, models.strided.apply)
+    command_line.main(["train", "--recipe=fast"])
+    fit = calls["fit"]
+    assert (fit["epochs"], fit["batch_size"], fit["apply_fn"]) == (1, 128, models.strided.apply)
     command_line.main(["train", "--batch-size=16"])
-    assert calls["fit"]["epochs"] == 5
+    assert (calls["fit"]["epochs"], calls["fit"]["batch_size"]) == (5, 16)
 
 
 def test_lenets_recipe_begins_with_weights_of_hes_size():

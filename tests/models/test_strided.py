@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from jaxpar.models import strided
@@ -18,13 +17,13 @@ IMAGES = np.random.default_rng(0).random((4, 28, 28, 1), np.float32)
 
 
 def plain(params, images):
-    x = (images - 0.25) / 0.25
+    x = jnp.pad((images - 0.25) / 0.25, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-1.0)
     for name in ("conv1", "conv2"):
         x = jax.lax.conv_general_dilated(
             x, params[name]["weight"], (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
         x = jax.nn.relu(x + params[name]["bias"][None, None, None])
-    x = x.transpose(0, 3, 1, 2).reshape(len(images), -1)
+    x = x.transpose(0, 1, 3, 2).reshape(len(images), -1)
     x = jax.nn.relu(x @ params["dense1"]["weight"] + params["dense1"]["bias"][None])
     return x @ params["dense2"]["weight"] + params["dense2"]["bias"][None]
 
@@ -38,12 +37,24 @@ def test_the_logits_and_the_gradient_are_those_of_plain_convolutions(params):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), our_grads, their_grads)
 
 
-def test_the_weights_are_of_hes_size(params):
-    assert optax.tree.norm(params) > 0
-    for layer in params.values():
-        fan_in = np.prod(layer["weight"].shape[:-1])
-        assert float(layer["weight"].std()) == pytest.approx((2 / fan_in) ** 0.5, rel=0.15)
-        assert not layer["bias"].any()
+def test_the_drawn_weights_are_of_hes_size(params):
+    for name in ("conv2", "dense1", "dense2"):
+        fan_in = np.prod(params[name]["weight"].shape[:-1])
+        assert float(params[name]["weight"].std()) == pytest.approx((2 / fan_in) ** 0.5, rel=0.15)
+    assert not any(layer["bias"].any() for layer in params.values())
+
+
+def test_the_first_layer_begins_as_the_cosine_transform_with_both_signs(params):
+    columns = np.asarray(params["conv1"]["weight"]).reshape(16, 32)
+    norms = np.linalg.norm(columns, axis=0)
+    np.testing.assert_allclose(columns[:, 16:], -columns[:, :16])
+    np.testing.assert_allclose(columns[:, :16].T @ columns[:, :16], np.diag(norms[:16] ** 2), atol=1e-5)
+    want = [max(0.5, (u * u + v * v) ** 0.5) for u in range(4) for v in range(4)]  # a cosine's frequency
+    np.testing.assert_allclose(norms[:16], want, rtol=1e-5)
+    np.testing.assert_allclose(columns[:, 0], 0.5 / 4)  # the constant one
+    # Those of frequency v along a row change sign v times there.
+    signs = np.sign(columns[:, :4].reshape(4, 4, 4)[0])
+    assert [(np.diff(signs[:, v]) != 0).sum() for v in range(4)] == [0, 1, 2, 3]
 
 
 def test_the_dtype_is_that_of_the_images(params):
