@@ -10,12 +10,14 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from .convolution import conv_p
-from .pooling import scatter_p
+from .pooling import max_p, scatter_p, sum_p
 from .product import product_p
 
 _INSTEAD = {
     lax.conv_general_dilated_p: conv_p,
     lax.dot_general_p: product_p,
+    lax.reduce_window_max_p: max_p,
+    lax.reduce_window_sum_p: sum_p,
     lax.select_and_scatter_add_p: scatter_p,
 }
 
@@ -29,7 +31,7 @@ _WITH_PROGRAMS = frozenset(
 def fast_on_cpus(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, with formulas that are faster on CPUs.
 
-    `function` is traced. Its convolutions, its products over several axes and its gradients of max pooling are then
+    `function` is traced. Its convolutions, its products over several axes and its pooling are then
     computed as `conv_general_dilated`, a product of two matrices and slices, also inside of loops, branches, `jit` and
     `checkpoint`. Other platforms compute what they did. `train.make_train_step` does this by itself. It is for loops of
     one's own.
