@@ -1,7 +1,7 @@
 """The recipe `fast` in PyTorch: `_record_torch.py FOLDER EPOCHS SEED`, where the folder has the arrays of `record.py`.
 
-The same network, first weights, Muon, rates and label smoothing as `jaxpar train --recipe fast`. It runs eagerly, channels
-last.
+The same network, first weights, Muon, rates and label smoothing as `jaxpar train --recipe fast`. It runs eagerly,
+channels last.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Each run is a new process. The clock starts before it is spawned and stops when it has ended: imports, reading the data,
 tracing, compilation, training and evaluation are in it. There is no cache of compiled programs. jaxpar's run is the
-command `jaxpar train --recipe fast --no-compilation-cache --seed N`. PyTorch's is `_record_torch.py N`, the same network
-and recipe, and takes turns with it; JAXPAR_TORCH_PYTHON names its Python. All 60,000 images are trained
-on. The test set is looked at after each epoch, and the last number counts. Nothing is chosen by it.
+command `jaxpar train --recipe fast --no-compilation-cache --seed N`. PyTorch's is `_record_torch.py N`, the same
+network and recipe, and takes turns with it; JAXPAR_TORCH_PYTHON names its Python. All 60,000 images are trained on. The
+test set is looked at after the last epoch, and nothing is chosen by it.
 """
 
 from __future__ import annotations

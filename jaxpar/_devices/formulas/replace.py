@@ -31,8 +31,8 @@ _WITH_PROGRAMS = frozenset(
 def fast_on_cpus(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, with formulas that are faster on CPUs.
 
-    `function` is traced. Its convolutions, its products over several axes and its pooling are then
-    computed as `conv_general_dilated`, a product of two matrices and slices, also inside of loops, branches, `jit` and
+    `function` is traced. Its convolutions, its products over several axes and its pooling are then computed as
+    `conv_general_dilated`, a product of two matrices and slices, also inside of loops, branches, `jit` and
     `checkpoint`. Other platforms compute what they did. `train.make_train_step` does this by itself. It is for loops of
     one's own.
 
