@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .._graph import BACKWARD
-from .._read.raw import Eqn
+from .._read.raw import Eqn, Raw
 from .._read.source import ANONYMOUS, Frame
 from .cells import Cell, Cells, plain_name
 from .sent import fold_sent
@@ -198,11 +198,7 @@ def _function(stack: tuple[Frame, ...]) -> str:
 
 def attach_views(cells: Cells) -> None:
     """Add each view to the cell that reads it, or to its operand's."""
-    raw = cells.raw
-    readers: dict[int, list[int]] = {}
-    for eqn in raw.eqns:
-        for value in eqn.ins:
-            readers.setdefault(value, []).append(eqn.id)
+    raw, readers = cells.raw, _readers(cells.raw)
     for eqn in reversed(raw.eqns):
         if not eqn.view:
             continue
@@ -210,6 +206,18 @@ def attach_views(cells: Cells) -> None:
         owner = next((cell for cell in near if cell is not None), None) or cells.producer(eqn.outs[0])
         if owner is not None and raw.eqns[owner.eqns[0]].backward == eqn.backward:
             cells.add(eqn.id, owner)
+
+
+def _readers(raw: Raw) -> dict[int, list[int]]:
+    """The equations that read each value, also from inside a nested jaxpr, where it has another number."""
+    readers: dict[int, list[int]] = {}
+    for eqn in raw.eqns:
+        for value in eqn.ins:
+            readers.setdefault(value, []).append(eqn.id)
+            while raw.values[value].producer is None and raw.values[value].root != value:
+                value = raw.values[value].root
+                readers.setdefault(value, []).append(eqn.id)
+    return readers
 
 
 def attach_residuals(cells: Cells) -> None:
