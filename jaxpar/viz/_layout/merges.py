@@ -41,18 +41,31 @@ class Merges:
 
     def merge(self, copies: list[list[Draft]]) -> None:
         """Keep the first of these copies, with the sums of all."""
-        first, scope, owns = copies[0], shared_scope(*copies), [shared_scope(copy) for copy in copies]
-        for number, copy in enumerate(copies):
-            for draft in copy:
-                self._copy_of[draft.at] = first[0].at, number
+        scope, owns = shared_scope(*copies), [shared_scope(copy) for copy in copies]
+        self._join([dict(enumerate(same)) for same in zip(*copies, strict=True)])
+        self._name_block(copies[0], scope, owns)
+        for draft in copies[0]:
+            self._count(draft, 1)
+
+    def merge_gradients(self, found: list[dict[int, Draft]]) -> None:
+        """Keep the first of each of these gradients of a block that is merged, in the scopes of its layers."""
+        self._join(found)
+        for kept in (next(iter(same.values())) for same in found):
+            assert kept.forward is not None
+            kept.scope = self.kept.get(kept.forward.at, kept.forward).scope
+            self._count(kept, 1)
+
+    def _join(self, found: list[dict[int, Draft]]) -> None:
+        """Join drafts that are given by the number of their copy. The first of each stays."""
+        block = next(iter(found[0].values())).at
+        for same in found:
+            kept, *others = same.values()
+            for number, draft in same.items():
+                self._copy_of[draft.at] = block, number
                 self._count(draft, -1)
-        for kept, *others in zip(*copies, strict=True):
             _add(kept, others)
             for other in others:
                 self._replace(other, kept)
-        self._name_block(first, scope, owns)
-        for draft in first:
-            self._count(draft, 1)
 
     def _replace(self, draft: Draft, kept: Draft) -> None:
         self.kept[draft.at] = kept
