@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator
 
 from .borders import Block, best_start
-from .gradients import gradients_of
-from .merges import Merges
+from .merges import Merges, gradients_of
 from .net import Draft, Net
 
 _Sources = dict[int, set[int]]  # which drafts each draft reads
