@@ -218,3 +218,17 @@ def test_what_is_no_network(before, options, message):
 def test_which_network_is_wrong():
     with pytest.raises(TypeError, match=r"the second network must be .* got 3"):
         viz.diff(MLP, 3)
+
+
+def test_a_repeat_without_a_name_has_what_is_in_it():
+    def net(params, x):
+        for up, down in params:
+            x = x + jax.numpy.tanh(x @ up) @ down
+        return x
+
+    def args(count, width):
+        shapes = jax.ShapeDtypeStruct((8, width), "float32"), jax.ShapeDtypeStruct((width, 8), "float32")
+        return [shapes] * count, jax.ShapeDtypeStruct((2, 8), "float32")
+
+    assert "2 FullyConnected + 2 ×3" in viz.diff((net, args(3, 16)), (net, args(3, 32))).source
+    assert "2 FullyConnected + 2 ×3 → ×4" in viz.diff((net, args(3, 16)), (net, args(4, 32))).source

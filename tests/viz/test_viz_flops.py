@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import viz_models as m
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
 from viz_models import Spec, f32, i32
 
 from jaxpar import viz
@@ -67,6 +69,22 @@ COUNTED = {
     "random bits": (lambda key: jax.random.bits(key, (1000,)), jax.random.key(0)),
     "normal": (lambda key: jax.random.normal(key, (1000,)), jax.random.key(0)),
     "dropout": (lambda key, x: jnp.where(jax.random.bernoulli(key, 0.5, (8, 16)), x, 0), jax.random.key(0), X),
+    "several cases": (lambda x, n: lax.select_n(n, x, x + 1, x + 2), X, Spec((8, 16), i32)),
+    "bits of a float": (lambda x: lax.bitcast_convert_type(x, i32) + 1, X),
+    "nothing added": (lambda x: (x + 0.0) * 1.0 - 0.0 + jnp.abs(x), X),
+    "all bits but one": (lambda n: (n & 1) | n, IDS),
+    "a mask": (lambda x: jnp.where(jnp.tril(jnp.ones((8, 16), bool)), x, 0), X),
+    "bilinear weights": (lambda x: jax.image.resize(x, (5, 9), "bilinear"), X),
+    "condition of a loop": (lambda x: lax.while_loop(lambda c: (c @ c.T).sum() < 9, lambda c: c * 2, x), X),
+    "mean over devices": (
+        lambda x: jax.shard_map(
+            lambda x: lax.pmean(jnp.sin(x) + 1, "d"),
+            mesh=Mesh(np.array(jax.devices()[:2]), ("d",)),
+            in_specs=P("d"),
+            out_specs=P(),
+        )(x),
+        X,
+    ),
     "split": (lambda key: jax.random.split(key, 5), jax.random.key(0)),
 }
 # jax 0.10 writes these out in another way: the table is that of 0.12
@@ -120,6 +138,38 @@ def test_what_has_a_published_count(name):
     graph = viz.trace(fn, *args, params_argnums=None)
     assert graph.total_flops == pytest.approx(expected, rel=0.05)
     assert graph.uncounted == ()
+
+
+def newton(x):
+    def solve(f, start):
+        return lax.fori_loop(0, 5, lambda _, y: y - f(y) / (3 * y**2), start)
+
+    return lax.custom_root(lambda y: y**3 - x, x, solve, lambda g, y: y / g(jnp.ones_like(y)))
+
+
+def test_primitives_that_jax_keeps_whole_count_as_what_they_expand_to():
+    """Jax 0.12 keeps these as one equation; 0.10 writes them out."""
+    graph = viz.trace(jnp.searchsorted, Spec((100,), f32), Spec((7,), f32), params_argnums=None)
+    assert [node.op for node in graph.layers] == ["searchsorted"]
+    assert (graph.total_flops > 7 * 7, graph.uncounted) == (True, ())
+    for fn in (newton, jax.grad(lambda x: newton(x).sum())):
+        graph = viz.trace(fn, X)
+        assert (graph.total_flops >= 5 * 7 * X.size, graph.uncounted) == (True, ())
+
+
+def test_a_solver_among_small_steps_is_no_small_step():
+    graph = viz.trace(lambda a, b: jnp.abs(LINALG.lstsq(a, b)[0]) * 2 + 1, Spec((20, 10), f32), Spec((20,), f32))
+    assert graph.layers[0].op == "lstsq"
+    graph = viz.trace(lambda a: jnp.abs(LINALG.svd(a * 2)[1]) + 1, Spec((20, 10), f32))
+    assert "svd" in [node.op for node in graph.layers]
+
+
+def test_powers_say_which():
+    found = [viz.trace(fn, X).layers[0] for fn in (lambda x: x**2, jnp.square, lambda x: x**3, lambda x: x**0.5)]
+    assert [(node.op, node.detail) for node in found] == [
+        ("square", ""), ("square", ""), ("pow", "x^3"), ("pow", "x^0.5"),
+    ]  # fmt: skip
+    assert [node.flops for node in found] == [X.size, X.size, 2 * X.size, 0]
 
 
 def kernel(x_ref, y_ref):

@@ -490,3 +490,33 @@ def test_a_sum_is_a_sign_only_where_it_joins_two_activations():
     assert sorted(signs.values()) == ["+", "×"]
     assert {graph[name].op for name in shown["+"]} == {"Activation", "input"}
     assert sorted(graph[name].op for name in shown["×"]) == ["Activation", "add"]
+
+
+def adapted(params, x):
+    for layer in params:
+        low = x @ layer["a"] @ layer["b"] * 2.0
+        x = x + jax.nn.gelu(x @ layer["w"] + low)
+    return jnp.mean(x**2)
+
+
+def biased(params, x):
+    bias = params["bias"] * 2.0
+    for layer in params["layers"]:
+        q, k, v = x @ layer["q"], x @ layer["k"], x @ layer["v"]
+        x = x + jax.nn.softmax(q @ k.T + bias) @ v @ layer["o"]
+    return jnp.mean(x**2)
+
+
+def test_gradients_of_copies_are_closed_with_them():
+    """Also where the first copy needs no gradient of its input, and where one sum goes through all."""
+    square, low = m.Spec((8, 8), m.f32), {"a": m.Spec((8, 2), m.f32), "b": m.Spec((2, 8), m.f32)}
+    lora = [{"w": square, **low} for _ in range(6)]
+    shared = {"bias": m.Spec((10, 10), m.f32), "layers": [dict.fromkeys("qkvo", square) for _ in range(6)]}
+    for fn, params in ((adapted, lora), (biased, shared)):
+        graph = check(viz.trace(jax.value_and_grad(fn), params, m.Spec((10, 8), m.f32)))
+        assert [count for _, count in graph.scopes] == [6]
+        inside = [node for node in graph.layers if node.repeat > 1]
+        assert {node.scope[:1] for node in inside} == {graph.scopes[0][0]}
+        assert {node.repeat for node in inside if not node.is_backward} == {6}
+        assert {node.repeat for node in inside if node.is_backward} <= {5, 6}
+        assert all(node.repeat > 1 for node in graph.layers if node.weights and node.op != "mul")

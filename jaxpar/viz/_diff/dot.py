@@ -8,10 +8,10 @@ from typing import Any
 from ..._core.text import cut_middle, printable
 from .._draw.attributes import Html, attributes, quote
 from .._draw.dot import MANY, head
-from .._draw.labels import edge_label, scope_label
+from .._draw.labels import block_label, edge_label, scope_label
 from .._draw.loops import carry_label, join_carries
 from .._draw.style import THEMES, Options, Theme, ink, text_width
-from .._graph import BACKWARD, Edge, Graph, human
+from .._graph import BACKWARD, Edge, Graph, Node, human
 from .changes import STATUSES, Change, Status
 from .result import Diff
 from .table import arrow, change_texts, delta_text
@@ -20,16 +20,18 @@ COLOURS: dict[Status, str] = {"same": "#d9d9d9", "changed": "#fdc162", "added": 
 _LINES: dict[Status, str] = {"same": "", "changed": "#b36b00", "added": "#1a7f37", "removed": "#cf222e"}
 _MOST = 44  # characters in a line of a box
 _Line = tuple[str, float, bool]  # text, size, bold
+_Path = tuple[str, ...]
 _Ends = tuple[str, str, bool]  # the names of two nodes, and whether the edge goes back
 
 
 def to_dot(diff: Diff, options: Options) -> list[str]:
     """The lines between the braces of a digraph. Equal comparisons give equal lines."""
     theme, names, scopes = THEMES[options.theme], _names(diff), _scopes(diff)
+    labels = [_labels([node for node in side if node is not None]) for side in _sides(diff)]
     tree: dict[Any, Any] = {}
     for change in diff.changes:
         inner = tree
-        for name in _scope(change, scopes):
+        for name in _scope(change, scopes, labels):
             inner = inner.setdefault(name, {})
         inner.setdefault(None, []).append(change)
     ids = {id(change): name for name, change in names.items()}
@@ -50,9 +52,9 @@ def _names(diff: Diff) -> dict[str, Change]:
     return found
 
 
-def _scopes(diff: Diff) -> dict[tuple[str, ...], tuple[str, ...]]:
+def _scopes(diff: Diff) -> dict[_Path, _Path]:
     """What each scope of the first network is called in the second."""
-    found: dict[tuple[str, ...], tuple[str, ...]] = {}
+    found: dict[_Path, _Path] = {}
     for change in diff.changes:
         if change.before is None or change.after is None:
             continue
@@ -62,16 +64,42 @@ def _scopes(diff: Diff) -> dict[tuple[str, ...], tuple[str, ...]]:
     return found
 
 
-def _scope(change: Change, scopes: dict[tuple[str, ...], tuple[str, ...]]) -> tuple[str, ...]:
+def _sides(diff: Diff) -> tuple[list[Node | None], list[Node | None]]:
+    return [change.before for change in diff.changes], [change.after for change in diff.changes]
+
+
+def _labels(nodes: list[Node]) -> dict[_Path, str]:
+    """What each scope of a network is called. A repeated one without a name has what is in it."""
+    inside: dict[_Path, list[Node]] = {}
+    for node in nodes:
+        for length in range(1, len(node.scope) + 1):
+            inside.setdefault(node.scope[:length], []).append(node)
+    return {
+        path: block_label(path[-1], found, [(node.kind, node.flops) for node in found if not node.is_backward])
+        for path, found in inside.items()
+    }
+
+
+def _scope(change: Change, scopes: dict[_Path, _Path], labels: list[dict[_Path, str]]) -> tuple[str, ...]:
     """The labels of the clusters around a node, "×12 → ×24" where a scope has another name in the second network."""
     back = {new: old for old, new in scopes.items()}
     path = change.node.scope
-    old, new = [path[:length] for length in range(1, len(path) + 1)], list[tuple[str, ...]]()
+    old, new = [path[:length] for length in range(1, len(path) + 1)], list[_Path]()
     if change.after is None:
         new = [scopes.get(scope, scope) for scope in old]
     else:
         new, old = old, [back.get(scope, scope) for scope in old]
-    return tuple(arrow(scope_label(a[-1]), scope_label(b[-1])) for a, b in zip(old, new, strict=True))
+    before, after = labels
+    return tuple(
+        _both(before.get(a) or scope_label(a[-1]), after.get(b) or scope_label(b[-1]))
+        for a, b in zip(old, new, strict=True)
+    )
+
+
+def _both(before: str, after: str) -> str:
+    """What a scope is called in two networks: "layers ×12 → ×24"."""
+    (name, _, count), (other, _, new) = before.rpartition(" "), after.rpartition(" ")
+    return f"{name} {arrow(count, new)}".strip() if name == other else arrow(before, after)
 
 
 def _write(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .._graph import BACKWARD
-from .._read.raw import Eqn
+from .._read.raw import Eqn, Raw
 from .._read.source import ANONYMOUS, Frame
 from .cells import Cell, Cells, plain_name
 from .sent import fold_sent
@@ -57,20 +57,19 @@ def _targets(cells: Cells) -> dict[int, Cell]:
             elsewhere.append(eqn)
         else:
             several.setdefault((place, _rematted(eqn.scope)), []).append(eqn)
+    places: list[tuple[list[Cell], list[Eqn]]] = []
     for (place, rematted), eqns in several.items():  # JAX 0.10 keeps no lines inside vmap: a network is at one place
         here = _inside(cells, layers[place], rematted)
         differentiated = [cell for cell in here if any(eqn.tangent for eqn in cells.eqns(cell))]
-        found |= _which_time(cells, differentiated or here, eqns)
-    for candidates, eqns in _not_computed_again(near, elsewhere):
-        found |= _which_time(cells, candidates, eqns)
-    for eqn in elsewhere:  # the layers of the same lines of the user: the one that it follows, if any
+        places.append((differentiated or here, eqns))
+    _which_times(cells, [*places, *_not_computed_again(near, elsewhere)], found)
+    for eqn in elsewhere:  # the layers of the same lines of the user: one whose gradient it follows, or that is before
         if eqn.id in found:
             continue
-        candidates = near.get(_users_place(eqn.stack), [])
-        before = [cells.raw.of(value).producer for value in eqn.ins]
-        follows = [found[n] for n in before if n is not None and found.get(n) in candidates]
-        if candidates:
-            found[eqn.id] = (follows or candidates)[-1]
+        if candidates := near.get(_users_place(eqn.stack)):
+            after = _followed(cells, eqn, found)
+            behind = [source for cell in after for root in cells.inputs(cell) if (source := cells.producer(root))]
+            found[eqn.id] = next((cell for cell in (*after, *behind) if cell in candidates), candidates[-1])
     return found
 
 
@@ -125,17 +124,35 @@ def _users_place(stack: tuple[Frame, ...]) -> tuple[int, ...]:
     return tuple(frame.call for frame in stack if frame.origin != "jax")
 
 
-def _which_time(cells: Cells, layers: list[Cell], eqns: list[Eqn]) -> dict[int, Cell]:
-    """The layer of each equation, for several layers of one place.
+def _which_times(cells: Cells, places: list[tuple[list[Cell], list[Eqn]]], found: dict[int, Cell]) -> None:
+    """Find the layer of each equation, for several layers of one place. `found` grows.
 
     Equations that read one cotangent belong to one layer. A value that only one layer reads or makes tells which.
-    Where nothing tells, the gradient of the last layer comes first.
+    Else they follow what they read: a sum that goes through all layers is of the later of two. Where nothing tells,
+    the gradient of the last layer comes first.
     """
-    whose = _own_values(cells, layers)
-    groups = _by_cotangent(cells, eqns)
-    found: dict[int, Cell] = {}
-    open_groups = []
-    for group in groups:
+    waiting: list[tuple[list[Eqn], set[int], Cell]] = []
+    for layers, eqns in places:
+        open_groups, ids = _vote(cells, layers, eqns, found), {cell.id for cell in layers}
+        known = {cell.id for eqn in eqns if (cell := found.get(eqn.id)) is not None}
+        rest = [cell for cell in layers if cell.id not in known] or layers
+        for number, group in enumerate(open_groups):
+            waiting.append((group, ids, rest[len(rest) - 1 - number * len(rest) // len(open_groups)]))
+    for group, ids, otherwise in sorted(waiting, key=lambda each: each[0][0].id):
+        target = next((cell for cell in _followed(cells, group[0], found) if cell.id in ids), otherwise)
+        found |= {eqn.id: target for eqn in group}
+
+
+def _followed(cells: Cells, eqn: Eqn, found: dict[int, Cell]) -> list[Cell]:
+    """The layers whose gradients an equation reads, the later gradients first."""
+    read = {number for value in eqn.ins if (number := cells.raw.of(value).producer) is not None}
+    return [found[number] for number in sorted(read, reverse=True) if number in found]
+
+
+def _vote(cells: Cells, layers: list[Cell], eqns: list[Eqn], found: dict[int, Cell]) -> list[list[Eqn]]:
+    """Add what values tell, by groups of equations. Returns the groups of which none tells."""
+    whose, open_groups = _own_values(cells, layers), list[list[Eqn]]()
+    for group in _by_cotangent(cells, eqns):
         reads = (cells.raw.root(value) for eqn in group for value in eqn.ins)
         votes = [whose[root] for root in reads if root in whose]
         if votes:
@@ -143,14 +160,7 @@ def _which_time(cells: Cells, layers: list[Cell], eqns: list[Eqn]) -> dict[int, 
             found |= {eqn.id: best for eqn in group}
         else:
             open_groups.append(group)
-    known = {cell.id for cell in found.values()}
-    rest = [cell for cell in layers if cell.id not in known] or layers
-    for number, group in enumerate(open_groups):
-        before = [cells.raw.of(value).producer for value in group[0].ins]
-        same = [found[eqn] for eqn in before if eqn is not None and eqn in found]
-        target = same[-1] if same else rest[len(rest) - 1 - number * len(rest) // len(open_groups)]
-        found |= {eqn.id: target for eqn in group}
-    return found
+    return open_groups
 
 
 def _own_values(cells: Cells, layers: list[Cell]) -> dict[int, Cell]:
@@ -198,11 +208,7 @@ def _function(stack: tuple[Frame, ...]) -> str:
 
 def attach_views(cells: Cells) -> None:
     """Add each view to the cell that reads it, or to its operand's."""
-    raw = cells.raw
-    readers: dict[int, list[int]] = {}
-    for eqn in raw.eqns:
-        for value in eqn.ins:
-            readers.setdefault(value, []).append(eqn.id)
+    raw, readers = cells.raw, _readers(cells.raw)
     for eqn in reversed(raw.eqns):
         if not eqn.view:
             continue
@@ -210,6 +216,18 @@ def attach_views(cells: Cells) -> None:
         owner = next((cell for cell in near if cell is not None), None) or cells.producer(eqn.outs[0])
         if owner is not None and raw.eqns[owner.eqns[0]].backward == eqn.backward:
             cells.add(eqn.id, owner)
+
+
+def _readers(raw: Raw) -> dict[int, list[int]]:
+    """The equations that read each value, also from inside a nested jaxpr, where it has another number."""
+    readers: dict[int, list[int]] = {}
+    for eqn in raw.eqns:
+        for value in eqn.ins:
+            readers.setdefault(value, []).append(eqn.id)
+            while raw.values[value].producer is None and raw.values[value].root != value:
+                value = raw.values[value].root
+                readers.setdefault(value, []).append(eqn.id)
+    return readers
 
 
 def attach_residuals(cells: Cells) -> None:

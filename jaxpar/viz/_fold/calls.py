@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from .._read.raw import Eqn
 from .._read.source import Frame
-from .cells import Cells, components, plain_name
-from .known import MATRIX, MINOR, WINDOWS, Call, normalize
+from .cells import Cells, components, plain_name, power_of
+from .known import MATRIX, MINOR, SOLVERS, WINDOWS, Call, normalize
 from .patterns import COLLECTIVES
 
 
@@ -99,13 +99,14 @@ def _fold_run(cells: Cells, key: _Key | None, run: list[Eqn]) -> None:
         detail = _short(key.frame.name.removesuffix(".__call__")) if key.call.detail is None else key.call.detail
         cells.new([eqn.id for eqn in run], key.call.op, detail, major=key.call.op not in MINOR)
         return
-    if key is None or len(run) == 1 or prims & MATRIX or prims & WINDOWS:
+    if key is None or len(run) == 1 or (prims & (MATRIX | WINDOWS) and not prims & SOLVERS):
         for eqn in run:
-            cells.new([eqn.id], plain_name(eqn.prim))
+            op, detail = power_of(cells.raw, eqn) if eqn.prim in ("integer_pow", "pow") else (plain_name(eqn.prim), "")
+            cells.new([eqn.id], op, detail, major=eqn.prim in SOLVERS)
     elif COLLECTIVES.intersection(map(plain_name, prims)):
         _fold_collective(cells, _short(key.frame.name), run)
     else:
-        cells.new([eqn.id for eqn in run], _short(key.frame.name))
+        cells.new([eqn.id for eqn in run], _short(key.frame.name), major=not prims.isdisjoint(SOLVERS))
 
 
 def _fold_collective(cells: Cells, name: str, run: list[Eqn]) -> None:

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from .._circles import connected
 from .._read.raw import Eqn, Raw
 
@@ -20,7 +22,7 @@ _PLAIN_NAMES = {
     "reduce_or": "any",
     "max": "maximum",
     "min": "minimum",
-    "integer_pow": "pow",
+    "integer_pow": "pow",  # `power_of` says which
     "select_n": "where",
     "dot_general": "MatMul",
     "conv_general_dilated": "conv",
@@ -212,6 +214,14 @@ def loops_of(scope: tuple[str, ...]) -> tuple[str, ...]:
 def plain_name(prim: str) -> str:
     """The name of a primitive in a picture."""
     return _PLAIN_NAMES.get(prim, prim)
+
+
+def power_of(raw: Raw, eqn: Eqn) -> tuple[str, str]:
+    """The name of a power, and what a label adds: "pow" and "x^3". A square has a name of its own."""
+    exponent = eqn.params["y"] if eqn.prim == "integer_pow" else raw.of(eqn.ins[1]).literal
+    if exponent is None or np.ndim(exponent):
+        return "pow", ""
+    return ("square", "") if exponent == 2 else ("pow", f"x^{float(exponent):g}")
 
 
 def components(cells: Cells, part: list[Cell]) -> list[list[Cell]]:

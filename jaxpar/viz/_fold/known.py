@@ -11,6 +11,9 @@ from .patterns import COLLECTIVES
 
 MATRIX = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
 WINDOWS = frozenset(("reduce_window_max", "reduce_window_sum", "reduce_window_min", "reduce_window"))
+SOLVERS = frozenset(
+    "cholesky lu geqrf qr householder_product triangular_solve tridiagonal_solve svd eigh eig schur hessenberg".split()
+)
 _OPAQUE = frozenset("pallas_call custom_call ffi_call tpu_custom_call triton_call dot_product_attention_fwd".split())
 _REDUCED = frozenset("reduce_sum reduce_max reduce_min reduce_prod argmax argmin sort".split())
 

@@ -30,8 +30,13 @@ class Block:
 
 def best_start(block: Block, starts: Iterable[int]) -> int:
     """The best place to begin: the border of a module, else of a region, else of a name. Else the first."""
+    starts = list(starts)
+    if len(starts) == 1:
+        return starts[0]
+    end = starts[-1] + block.period * block.count
+    paths = {draft.at: path_of(block.net, draft) for draft in block.layers[starts[0] : end]}
     return max(
-        starts, key=lambda at: (_modules(block, at), _is_region(block, at), _names(block, at), _leads(block, at))
+        starts, key=lambda at: (_modules(block, at), _is_region(block, at), _names(block, at, paths), _leads(block, at))
     )
 
 
@@ -56,12 +61,13 @@ def _is_same_way(source: Draft, draft: Draft) -> bool:
     return (source.forward is None) == (draft.forward is None)
 
 
-def _names(block: Block, start: int) -> int:
+def _names(block: Block, start: int, paths: dict[int, tuple[str, ...]]) -> int:
     """How many keys the parameters of each copy share, which the copies do not share."""
-    copies = [[path for draft in copy if (path := path_of(block.net, draft))] for copy in block.copies(start)]
+    copies = [[path for draft in copy if (path := paths[draft.at])] for copy in block.copies(start)]
     if not all(copies):
         return 0
-    return min(len(common_prefix(paths)) for paths in copies) - len(common_prefix(p for paths in copies for p in paths))
+    shared = [common_prefix(copy) for copy in copies]
+    return min(map(len, shared)) - len(common_prefix(shared))
 
 
 def _leads(block: Block, start: int) -> bool:

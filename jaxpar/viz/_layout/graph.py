@@ -32,7 +32,7 @@ def to_graph(net: Net) -> Graph:
             weights.setdefault(weight, node)
             weight_edges.append(Edge(value.name, names[draft.at], value.shape, value.dtype))
     params, state = _sizes(net.raw, counted - net.state)
-    uncounted = sorted({eqn.prim for eqn in net.raw.eqns if not eqn.view and is_uncounted(eqn.prim, eqn.params)})
+    uncounted = {eqn.prim for eqn in net.raw.eqns if not eqn.view and is_uncounted(eqn.prim, eqn.params)}
     return Graph(
         nodes=tuple(nodes),
         edges=_edges(net, names, shapes),
@@ -42,7 +42,7 @@ def to_graph(net: Net) -> Graph:
         equations=net.raw.count,
         scopes=tuple(sorted(net.repeats.items())),
         sizes=net.sizes,
-        uncounted=tuple(uncounted),
+        uncounted=tuple(sorted(uncounted | net.raw.uncounted)),
         total_state=state,
         total_constants=_constants(net.raw),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import zip_longest
 
 from .net import Draft, Net, shared_scope
 from .region_names import name_copies
@@ -41,18 +42,31 @@ class Merges:
 
     def merge(self, copies: list[list[Draft]]) -> None:
         """Keep the first of these copies, with the sums of all."""
-        first, scope, owns = copies[0], shared_scope(*copies), [shared_scope(copy) for copy in copies]
-        for number, copy in enumerate(copies):
-            for draft in copy:
-                self._copy_of[draft.at] = first[0].at, number
+        scope, owns = shared_scope(*copies), [shared_scope(copy) for copy in copies]
+        self._join([dict(enumerate(same)) for same in zip(*copies, strict=True)])
+        self._name_block(copies[0], scope, owns)
+        for draft in copies[0]:
+            self._count(draft, 1)
+
+    def merge_gradients(self, found: list[dict[int, Draft]]) -> None:
+        """Keep the first of each of these gradients of a block that is merged, in the scopes of its layers."""
+        self._join(found)
+        for kept in (next(iter(same.values())) for same in found):
+            assert kept.forward is not None
+            kept.scope = self.kept.get(kept.forward.at, kept.forward).scope
+            self._count(kept, 1)
+
+    def _join(self, found: list[dict[int, Draft]]) -> None:
+        """Join drafts that are given by the number of their copy. The first of each stays."""
+        block = next(iter(found[0].values())).at
+        for same in found:
+            kept, *others = same.values()
+            for number, draft in same.items():
+                self._copy_of[draft.at] = block, number
                 self._count(draft, -1)
-        for kept, *others in zip(*copies, strict=True):
             _add(kept, others)
             for other in others:
                 self._replace(other, kept)
-        self._name_block(first, scope, owns)
-        for draft in first:
-            self._count(draft, 1)
 
     def _replace(self, draft: Draft, kept: Draft) -> None:
         self.kept[draft.at] = kept
@@ -121,3 +135,46 @@ def _add(kept: Draft, others: list[Draft]) -> None:
     kept.outputs = [output for draft in same for output in draft.outputs]
     kept.eqns = [eqn for draft in same for eqn in draft.eqns]
     kept.repeat *= len(same)
+
+
+def gradients_of(
+    copies: list[list[Draft]], backward: dict[int, list[Draft]], sources: dict[int, set[int]]
+) -> list[dict[int, Draft]]:
+    """The gradients of each layer of a block, by the number of the copy, which become one as the layers do.
+
+    A copy may read less than the others, as where a sum begins that goes through all of them. One copy may lack a
+    gradient, as what begins a network has none for its input.
+
+    Args:
+        copies: the layers of each copy.
+        backward: by the place of a layer, its gradients.
+        sources: what each draft reads.
+
+    Returns:
+        Each with the first to be computed in front. Nothing where the copies have different gradients, or where what
+        is between them would be in a circle.
+    """
+    found: list[dict[int, Draft]] = []
+    for layers in zip(*copies, strict=True):
+        for same in zip_longest(*(backward.get(layer.at, ()) for layer in layers)):
+            there = [(copy, gradient) for copy, gradient in enumerate(same) if gradient is not None]
+            found.append(dict(sorted(there, key=lambda each: each[1].at)))
+    few = any(len(same) < max(2, len(copies) - 1) for same in found)
+    alike = all(len({_kind(gradient) for gradient in same.values()}) == 1 for same in found)
+    in_place = all(g.forward is not None and g.scope == g.forward.scope for same in found for g in same.values())
+    return found if alike and in_place and not few and _is_in_order(found, sources) else []
+
+
+def _kind(gradient: Draft) -> tuple[str, str, int]:
+    return gradient.op, gradient.detail, gradient.repeat
+
+
+def _is_in_order(found: list[dict[int, Draft]], sources: dict[int, set[int]]) -> bool:
+    """Whether the first of each, in the place of all, comes after all that any of them reads. So there is no circle."""
+    kept = {draft.at: next(iter(same.values())).at for same in found for draft in same.values()}
+    copy_of = {draft.at: copy for same in found for copy, draft in same.items()}
+    return all(
+        copy_of.get(source, copy_of[at]) != copy_of[at] or kept.get(source, source) < kept[at]
+        for at in kept
+        for source in sources.get(at, ())
+    )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from .borders import Block, best_start
-from .merges import Merges
+from .merges import Merges, gradients_of
 from .net import Draft, Net
 
 _Sources = dict[int, set[int]]  # which drafts each draft reads
@@ -32,6 +32,10 @@ def _collapse_once(net: Net) -> bool:
     for number, sign in enumerate(signs):
         places.setdefault(sign, []).append(number)
     order = dict.fromkeys(places, 0)
+    backward: dict[int, list[Draft]] = {}
+    for draft in layers:
+        if draft.forward is not None:
+            backward.setdefault(draft.forward.at, []).append(draft)
     merges, start = Merges(net, sources), 0
     while start < len(layers):
         found = _repeat_at(layers, signs, places[signs[start]], order, start, sources)
@@ -42,11 +46,25 @@ def _collapse_once(net: Net) -> bool:
         block = Block(net, layers, sources, period, count)
         start = best_start(block, _starts(layers, signs, sources, start, period, count))
         copies = [layers[start + c * period : start + (c + 1) * period] for c in range(count)]
+        gradients = gradients_of(copies, backward, sources)
         merges.merge(copies)
+        if gradients:
+            merges.merge_gradients(gradients)
+            _set_apart({draft.at for same in gradients for draft in same.values()}, layers, signs, places, order)
         start += period * count
     if merges.kept:
         merges.finish()
     return bool(merges.kept)
+
+
+def _set_apart(
+    done: set[int], layers: list[Draft], signs: list[int], places: dict[int, list[int]], order: dict[int, int]
+) -> None:
+    """Give what is merged signs of its own, so that it is in no other repeat."""
+    for number, draft in enumerate(layers):
+        if draft.at in done:
+            signs[number] = ~number
+            places[~number], order[~number] = [number], 0
 
 
 def _sources(net: Net) -> _Sources:

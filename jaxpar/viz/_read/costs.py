@@ -15,7 +15,7 @@ _Formula = Callable[[_Params, _Avals, _Avals], int]
 
 _ELEMENTWISE = frozenset(
     "add add_any sub mul div neg abs sign max min floor ceil round is_finite eq ne lt le gt ge and or xor not "
-    "select_n clamp square convert_element_type rem population_count clz real imag complex shift_left "
+    "clamp square bitcast_convert_type convert_element_type rem population_count clz real imag complex shift_left "
     "shift_right_logical shift_right_arithmetic eq_to le_to lt_to reduce_precision exp2 reciprocal mulhi".split()
 )
 _REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor".split())
@@ -39,10 +39,10 @@ _FREE = frozenset(
     "exp expm1 log log1p sin cos tan atan tanh sqrt rsqrt cbrt pow atan2 erf "
     # data that moves
     "slice dynamic_slice dynamic_update_slice gather scatter concatenate pad reshape broadcast_in_dim transpose "
-    "squeeze expand_dims stack unstack rev iota copy copy_p bitcast_convert_type split tile stop_gradient "
+    "squeeze expand_dims stack unstack rev iota copy copy_p split tile stop_gradient "
     "optimization_barrier device_put sharding_constraint layout_constraint mesh_cast reshard pvary pcast pbroadcast "
     "core_pmap name empty empty2 full zeros_like instantiate_zeros create_token dce_sink lu_pivots_to_permutation "
-    "symbolic_zeros psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant all_gather_reduced all_to_all "
+    "symbolic_zeros all_gather all_gather_invariant all_gather_reduced all_to_all "
     "ragged_all_to_all reduce_scatter unreduced_psum unreduced_reduce_scatter ppermute pgather axis_index axis_size "
     "platform_index get swap program_id num_programs multiple_of broadcast "
     "after_all broadcast_to iota_2x32_shape unvmap_all unvmap_any unvmap_max new_ref empty_ref freeze free_ref "
@@ -146,6 +146,12 @@ def _valid_positions(
     return count
 
 
+def _select(params: _Params, ins: _Avals, outs: _Avals) -> int:
+    """Several cases are picked one by one, by comparisons."""
+    cases = len(ins) - 1
+    return size(outs[0]) * (1 if dtype_name(ins[0]) == "bool" else 2 * (cases - 1))
+
+
 def _integer_pow(params: _Params, ins: _Avals, outs: _Avals) -> int:
     power = abs(params["y"])
     products = max(0, power.bit_length() - 1 + power.bit_count() - 1)
@@ -154,6 +160,11 @@ def _integer_pow(params: _Params, ins: _Avals, outs: _Avals) -> int:
 
 def _scatter_add(params: _Params, ins: _Avals, outs: _Avals) -> int:
     return size(ins[2])
+
+
+def _all_reduce(params: _Params, ins: _Avals, outs: _Avals) -> int:
+    """One operation for each element that a device gets, on any number of devices."""
+    return sum(size(out) for out in outs)
 
 
 def _window(params: _Params, ins: _Avals, outs: _Avals) -> int:
@@ -207,26 +218,24 @@ def _kernel(params: _Params) -> int | None:
     grid = getattr(params.get("grid_mapping"), "grid", None)
     if grid is None or not all(isinstance(steps, int) for steps in grid):
         return None
-    body = _body_flops(params["jaxpr"])
-    return None if body is None else math.prod(grid) * body
+    cost, uncounted = body_cost(params["jaxpr"])
+    return None if uncounted else math.prod(grid) * cost
 
 
-def _body_flops(body: Any) -> int | None:
-    """FLOPs of a nested jaxpr. Of a choice the costliest branch counts. None where something has no formula."""
-    costs = [_nested_flops(eqn) for eqn in getattr(body, "jaxpr", body).eqns]
-    known = [cost for cost in costs if cost is not None]
-    return sum(known) if len(known) == len(costs) else None
+def body_cost(body: Any) -> tuple[int, set[str]]:
+    """FLOPs of a nested jaxpr, and what has no formula in it. Of a choice the costliest branch counts."""
+    costs = [_nested_cost(eqn) for eqn in getattr(body, "jaxpr", body).eqns]
+    return sum(cost for cost, _ in costs), set[str]().union(*(names for _, names in costs))
 
 
-def _nested_flops(eqn: Any) -> int | None:
+def _nested_cost(eqn: Any) -> tuple[int, set[str]]:
     name, params = eqn.primitive.name, eqn.params
     bodies = params.get("branches") or [params[key] for key in _BODIES if params.get(key) is not None][:1]
     if name == "pallas_call" or not bodies:
         avals = [atom.aval for atom in eqn.invars], [var.aval for var in eqn.outvars]
-        return None if is_uncounted(name, params) else flops(name, params, *avals)
-    costs = [_body_flops(body) for body in bodies]
-    known = [cost for cost in costs if cost is not None]
-    return params.get("length", 1) * max(known) if len(known) == len(costs) else None
+        return (0, {name}) if is_uncounted(name, params) else (flops(name, params, *avals), set[str]())
+    cost, uncounted = max((body_cost(body) for body in bodies), key=lambda found: found[0])
+    return params.get("length", 1) * cost, uncounted
 
 
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "body_jaxpr")
@@ -236,6 +245,7 @@ _FORMULAS: dict[str, _Formula] = {
     "ragged_dot": _ragged_dot,
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _conv,
+    "select_n": _select,
     "integer_pow": _integer_pow,
     "scatter-add": _scatter_add,
     "scatter-sub": _scatter_add,
@@ -244,6 +254,7 @@ _FORMULAS: dict[str, _Formula] = {
     "scatter-max": _scatter_add,
     "scatter_add": _scatter_add,
     "addupdate": lambda params, ins, outs: size(ins[1]),
+    **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax", "pmin"), _all_reduce),
     "sort": _sort,
     "argmax": _arg_reduction,
     "argmin": _arg_reduction,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.extend.core as jex
 
-from .costs import dtype_name, flops, nbytes, size
+from .context import Context
+from .costs import body_cost, dtype_name, flops, nbytes, size
+from .expansions import expand
 from .liveness import drop_dead, mark_residuals
 from .paths import Argument
 from .raw import Eqn, Raw, Value
@@ -25,7 +27,7 @@ from .regions import (
     maps_devices,
     region_of,
 )
-from .source import Frame, Sources, defined_in, is_jax_function, name_stack
+from .source import Sources, defined_in, is_jax_function
 from .views import mark_view
 
 
@@ -50,25 +52,12 @@ def read(
     for var, argument in zip(closed.jaxpr.invars, arguments, strict=True):
         env[var] = reader.add_argument(var.aval, argument)
     reader.add_constants(env, closed)
-    reader.walk(closed.jaxpr, env, _Context())
+    reader.walk(closed.jaxpr, env, Context())
     reader.raw.outputs = [reader.value_of(env, atom) for atom in closed.jaxpr.outvars]
     reader.raw.output_names = list(output_names)
     drop_dead(reader.raw, reader.carried)
     mark_residuals(reader.raw)
     return reader.raw
-
-
-class _Context(NamedTuple):
-    """Where an equation is: the calls, scopes and loops around it."""
-
-    stack: tuple[Frame, ...] = ()
-    scope: tuple[str, ...] = ()
-    levels: tuple[int, ...] = ()
-    backward: bool = False
-    tangent: bool = False
-    times: int = 1
-    enclosing: tuple[int, ...] = ()
-    again: bool = False
 
 
 class _Reader:
@@ -130,10 +119,10 @@ class _Reader:
         self.raw.values[number].captured = not module
         return number
 
-    def walk(self, jaxpr: Any, env: dict[Any, int], context: _Context) -> None:
+    def walk(self, jaxpr: Any, env: dict[Any, int], context: Context) -> None:
         """Write out every equation of a jaxpr."""
         for eqn in jaxpr.eqns:
-            inner = self.context_of(eqn, context)
+            inner = context.of(eqn, self.sources)
             name = eqn.primitive.name
             self.raw.count += name != "platform_index"
             if (region := region_of(eqn, inner.stack)) is not None:
@@ -146,25 +135,12 @@ class _Reader:
                 self.add_in_place(eqn, body, eqn.invars, env, inner)
             elif name in INLINE and (body := body_of(eqn)) is not None:
                 self.add_call(eqn, body, env, inner)
+            elif (expanded := expand(eqn)) is not None:
+                self.add_region(eqn, Region("", expanded[1]), env, inner.in_library(expanded[0], "", self.new_call()))
             else:
                 self.add_leaf(eqn, env, inner)
 
-    def context_of(self, eqn: Any, context: _Context) -> _Context:
-        """The context of an equation in a jaxpr of this context."""
-        info = getattr(eqn, "source_info", None)
-        names, backward, tangent, again = name_stack(info)
-        return _Context(
-            context.stack + self.sources.stack(info),
-            context.scope + names,
-            context.levels + (-1,) * len(names),
-            (context.backward or backward) and not again,
-            context.tangent or tangent,
-            context.times,
-            context.enclosing,
-            context.again or again,
-        )
-
-    def add_leaf(self, eqn: Any, env: dict[Any, int], context: _Context) -> None:
+    def add_leaf(self, eqn: Any, env: dict[Any, int], context: Context) -> None:
         """Add an equation that has no nested jaxpr."""
         ins = tuple(self.value_of(env, atom) for atom in eqn.invars)
         in_avals, out_avals = [a.aval for a in eqn.invars], [v.aval for v in eqn.outvars]
@@ -175,7 +151,7 @@ class _Reader:
         mark_view(self.raw, new)
 
     def new_eqn(
-        self, prim: str, ins: tuple[int, ...], outvars: Sequence[Any], env: dict[Any, int], context: _Context
+        self, prim: str, ins: tuple[int, ...], outvars: Sequence[Any], env: dict[Any, int], context: Context
     ) -> Eqn:
         """Append an equation. It costs nothing yet."""
         raw, number = self.raw, len(self.raw.eqns)
@@ -204,7 +180,7 @@ class _Reader:
         raw.eqns.append(new)
         return new
 
-    def add_call(self, eqn: Any, body: Any, env: dict[Any, int], context: _Context) -> None:
+    def add_call(self, eqn: Any, body: Any, env: dict[Any, int], context: Context) -> None:
         """Write out a jitted function, a custom gradient or a remat."""
         jaxpr = getattr(body, "jaxpr", body)
         name = str(eqn.params.get("name") or "")
@@ -213,14 +189,16 @@ class _Reader:
             enclosing = (*context.enclosing, self.raw.position(context.stack))
             context = context._replace(enclosing=enclosing)
         if library and name:
-            number = -1 - next(self.calls)  # a call of its own, wherever it is made
-            frame = Frame("jax", "jax", name, defined_in(jaxpr), 0, number, number)
-            context = context._replace(stack=(*context.stack, frame))
+            context = context.in_library(name, defined_in(jaxpr), self.new_call())
         elif not is_jax_function(jaxpr):
             context = self.in_cluster(context, call_label(eqn, name))
         self.add_region(eqn, Region("", body), env, context)
 
-    def add_region(self, eqn: Any, region: Region, env: dict[Any, int], context: _Context) -> None:
+    def new_call(self) -> int:
+        """The number of a call of a function of JAX, wherever it is made."""
+        return -1 - next(self.calls)
+
+    def add_region(self, eqn: Any, region: Region, env: dict[Any, int], context: Context) -> None:
         """Write out a nested jaxpr. Its results become those of the equation."""
         context = self.in_cluster(context, region.label)
         context = context._replace(times=context.times * region.times)
@@ -231,10 +209,20 @@ class _Reader:
             read = [self.carried_value(value) if at in carried else value for at, value in enumerate(args)]
         operands = read[region.skip :] if region.operands is None else [read[number] for number in region.operands]
         results = self.write_out(region.body, operands, context)
+        if region.condition is not None:
+            self.add_condition(region.condition, results, context.times)
         self.carried.update(results[number] for number in region.carried)
         self.raw.carries += [(read[region.carry_at + number], results[number]) for number in region.carried]
         for var, value in zip(eqn.outvars, results, strict=True):
             env[var] = self.new_value(var.aval, root=value)
+
+    def add_condition(self, condition: Any, results: Sequence[int], times: int) -> None:
+        """Add the cost of the condition of a loop to what the loop computes. It is not drawn."""
+        cost, uncounted = body_cost(condition)
+        self.raw.uncounted |= uncounted
+        made = [at for value in results if (at := self.raw.of(value).producer) is not None]
+        if made:
+            self.raw.eqns[max(made)].flops += cost * times
 
     def carried_value(self, value: int) -> int:
         """What a loop reads: a view of an operand in the first pass, later what the pass before computed.
@@ -248,14 +236,12 @@ class _Reader:
         self.raw.values.append(Value(first.shape, first.dtype, first.bytes, "op", root=number if constant else value))
         return number
 
-    def add_default(self, eqn: Any, branch: Any, env: dict[Any, int], context: _Context) -> None:
+    def add_default(self, eqn: Any, branch: Any, env: dict[Any, int], context: Context) -> None:
         """Write out the default branch, as if the function had no other. The choice does not count."""
         self.raw.count -= count_fillers(branch.jaxpr)
         self.add_in_place(eqn, branch, eqn.invars[1:], env, context)
 
-    def add_in_place(
-        self, eqn: Any, body: Any, operands: Sequence[Any], env: dict[Any, int], context: _Context
-    ) -> None:
+    def add_in_place(self, eqn: Any, body: Any, operands: Sequence[Any], env: dict[Any, int], context: Context) -> None:
         """Write out a nested jaxpr as if it were part of this one. Its equation does not count."""
         self.raw.count -= 1
         inner = {var: self.value_of(env, atom) for var, atom in zip(body.jaxpr.invars, operands, strict=True)}
@@ -264,7 +250,7 @@ class _Reader:
         for var, atom in zip(eqn.outvars, body.jaxpr.outvars, strict=True):
             env[var] = self.value_of(inner, atom)
 
-    def add_branches(self, eqn: Any, env: dict[Any, int], context: _Context) -> None:
+    def add_branches(self, eqn: Any, env: dict[Any, int], context: Context) -> None:
         """Write out all branches of a `cond`, and the node that picks one."""
         context = self.in_cluster(context, "cond")
         index, *args = (self.value_of(env, atom) for atom in eqn.invars)
@@ -273,7 +259,7 @@ class _Reader:
             ins += self.write_out(branch, args, self.in_cluster(context, label))
         mark_view(self.raw, self.new_eqn("cond", tuple(ins), eqn.outvars, env, context))
 
-    def write_out(self, body: Any, args: Iterable[int], context: _Context) -> list[int]:
+    def write_out(self, body: Any, args: Iterable[int], context: Context) -> list[int]:
         """Walk a nested jaxpr. Returns the values of its results."""
         jaxpr = getattr(body, "jaxpr", body)
         inner: dict[Any, int] = {}
@@ -284,7 +270,7 @@ class _Reader:
         self.walk(jaxpr, inner, context)
         return [self.value_of(inner, atom) for atom in jaxpr.outvars]
 
-    def in_cluster(self, context: _Context, label: str) -> _Context:
+    def in_cluster(self, context: Context, label: str) -> Context:
         """The context inside a cluster. A second one of this name gets a number, "scan ×4 (2)"."""
         if not label:
             return context

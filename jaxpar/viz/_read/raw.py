@@ -76,6 +76,7 @@ class Raw:
     """Every equation that reaches a result, in order, and every value.
 
     Attributes:
+        uncounted: primitives without a formula in the condition of a loop, which is not drawn.
         carries: what one pass of a loop reads of the pass before, and the value that it is there.
     """
 
@@ -84,6 +85,7 @@ class Raw:
     outputs: list[int] = field(default_factory=list)
     output_names: list[str] = field(default_factory=list)
     count: int = 0
+    uncounted: set[str] = field(default_factory=set)
     carries: list[tuple[int, int]] = field(default_factory=list)
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
     _above: dict[int, tuple[int, ...]] = field(default_factory=dict)

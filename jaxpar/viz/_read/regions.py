@@ -9,8 +9,8 @@ from typing import Any
 from .source import Frame
 
 INLINE = frozenset(
-    "jit pjit closed_call core_call core_closed_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat "
-    "remat2 checkpoint custom_lin run_state composite custom_vmap_call".split()
+    "jit pjit closed_call core_call core_closed_call eval_jaxpr custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
+    "remat remat2 checkpoint custom_lin run_state composite custom_vmap_call".split()
 )
 
 
@@ -26,6 +26,7 @@ class Region:
         carried: the results that the next pass reads, by position.
         operands: the positions of those that the body has. None for all after `skip`.
         carry_at: the operand that is the first of these in the first pass.
+        condition: the jaxpr that says whether there is another pass.
     """
 
     label: str
@@ -35,6 +36,7 @@ class Region:
     carried: Sequence[int] = ()
     operands: Sequence[int] | None = None
     carry_at: int = 0
+    condition: Any = None
 
 
 def region_of(eqn: Any, stack: tuple[Frame, ...]) -> Region | None:
@@ -58,11 +60,13 @@ def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def _while(eqn: Any, stack: tuple[Frame, ...]) -> Region:
-    """One pass, as XLA counts it. The condition is not drawn, nor are counters."""
+    """One pass and one condition, as XLA counts it. The condition is not drawn, nor are counters."""
     body = eqn.params["body_jaxpr"]
     carried = [n for n, var in enumerate(body.jaxpr.outvars) if getattr(var.aval, "shape", ()) != ()]
     skip = eqn.params["cond_nconsts"]
-    return Region("while", body, skip=skip, carried=carried, carry_at=skip + eqn.params["body_nconsts"])
+    carry_at = skip + eqn.params["body_nconsts"]
+    condition = eqn.params["cond_jaxpr"]
+    return Region("while", body, skip=skip, carried=carried, carry_at=carry_at, condition=condition)
 
 
 def _shard_map(eqn: Any, stack: tuple[Frame, ...]) -> Region:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from .raw import Eqn, Raw
 
 _VIEWS = frozenset(
@@ -12,6 +14,8 @@ _VIEWS = frozenset(
     "random_wrap random_unwrap".split()
 )
 
+# The operand of these with which nothing is computed, and its places. XLA drops such steps, and does not count them.
+_NEUTRAL = {"add": (0, 0, 1), "add_any": (0, 0, 1), "sub": (0, 1), "mul": (1, 0, 1)}
 _PICKS = frozenset("slice dynamic_slice gather unstack squeeze".split())
 
 
@@ -19,6 +23,8 @@ def mark_view(raw: Raw, eqn: Eqn) -> None:
     """Decide whether an equation is a view, and of which value. One without results shows none."""
     if not eqn.outs:
         return
+    if eqn.prim in _NEUTRAL and _computes_nothing(raw, eqn):
+        eqn.flops = 0
     if _is_view(raw, eqn):
         eqn.view = True
         for out in eqn.outs:
@@ -52,6 +58,13 @@ def _is_view(raw: Raw, eqn: Eqn) -> bool:
     if eqn.prim not in _VIEWS or not eqn.ins:
         return False
     return eqn.prim != "reshape" or not _flattens(eqn)
+
+
+def _computes_nothing(raw: Raw, eqn: Eqn) -> bool:
+    """Whether it adds a literal 0, or multiplies by a literal 1."""
+    neutral, *places = _NEUTRAL[eqn.prim]
+    shown = [raw.of(eqn.ins[at]) for at in places]
+    return any(v.kind == "literal" and np.ndim(v.literal) == 0 and bool(v.literal == neutral) for v in shown)
 
 
 def _flattens(eqn: Eqn) -> bool:
