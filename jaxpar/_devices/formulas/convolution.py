@@ -19,7 +19,7 @@ from .orders import in_order, summed_axis_first, summed_first
 
 # Of the gradient of a filter: at least so many operations for a number that is copied. XLA's own has all threads, and
 # copies have one. With several devices each has about one core, and XLA's own is slower.
-_ALONE, _SHARED = 380, 120
+_ALONE, _SHARED = 600, 120
 _MOST_COPIED = 2 << 20  # numbers of one example: more are not in the cache when they are multiplied
 _WINDOW = 64  # places of a window at most: each is a copy
 _FEW, _MANY_EXAMPLES = 32, 128  # products for an output, of examples: XLA's own takes three times as long
