@@ -29,9 +29,13 @@ def conv_general_dilated(
 
     The gradient of the filter is a matrix product of shifted views, where XLA computes a convolution with a window as
     large as the image. Small images are products too, and 3 × 3 windows with many channels take 16 multiplications in
-    place of 36. That is for float32 without groups and sizes that are known, where it is faster. Everything else, and
-    every other platform, is XLA's own. It works wherever that of `jax.lax` does: under `jit`, `vmap`, `scan`,
-    `shard_map`, export, and in derivatives of any order. The step of `train.make_train_step` uses it for any model.
+    place of 36. Depthwise convolutions are sums of shifted images, and groups are taken apart. That is for float32 and
+    sizes that are known, where it is faster. Everything else, and every other platform, is XLA's own. It works wherever
+    that of `jax.lax` does: under `jit`, `vmap`, `scan`, `shard_map`, export, and in derivatives of any order. The step
+    of `train.make_train_step` uses it for any model.
+
+    Inside of a loop XLA has slow code only, and products are faster at any size. The step knows its loops. For loops of
+    one's own give the function that has the loop to `fast_on_cpus`.
 
     Args:
         lhs: the images, (N, C, H, W) unless `dimension_numbers` says otherwise. Any number of spatial dimensions.

@@ -29,7 +29,7 @@ def max_pool(x, size=2, stride=2, padding="VALID"):
 
 
 PARAMS = {"conv": normal(3, 3, 3, 4), "dense": normal(4, 5), "out": normal(5, 2)}
-BATCH = {"x": normal(8, 12, 12, 3), "y": normal(8, 6, 6, 2)}
+BATCH = {"x": normal(128, 6, 6, 3), "y": normal(128, 3, 3, 2)}
 
 
 def loss_fn(params, batch, rng):

@@ -199,3 +199,12 @@ def test_the_record_writes_each_seed(tmp_path, monkeypatch):
     assert one["seed"] == 0
     assert one["test_accuracy"] > 0.8
     assert one["seconds"] > 0
+
+
+@pytest.mark.slow
+def test_convolutions_have_the_numbers_of_xla(tmp_path):
+    shown, report = run("convolutions", tmp_path, "mobilenet", "lenet")
+    assert "times_as_fast" in report["layers"]["mobilenet"]["4 x 56·56, 128 → 128, 3·3, 128 groups"]["forward"]
+    assert report["summary"]["convolutions"] == 6
+    assert report["summary"]["largest_relative_error"] < 3e-5
+    assert "mobilenet: GFLOP/s" in shown

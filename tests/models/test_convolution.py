@@ -39,11 +39,13 @@ def grads(conv):
 OURS, LAXS = by(models.conv_general_dilated), by(lax.conv_general_dilated)
 X, W = arrays((4, 12, 10, 3), (3, 3, 3, 5))
 
+MANY = arrays((128, 6, 6, 3))[0]
+
 CASES = {
     "same": ((4, 12, 10, 3), (3, 3, 3, 5), (1, 1), "SAME", {}),
     "valid": ((4, 12, 10, 3), (3, 2, 3, 5), (1, 1), "VALID", {}),
     "many channels": ((2, 12, 12, 16), (3, 3, 16, 8), (1, 1), "SAME", {}),
-    "in blocks": ((9, 48, 48, 8), (3, 3, 8, 8), (1, 1), "SAME", {}),
+    "in blocks": ((6, 16, 16, 256), (3, 3, 256, 256), (1, 1), "SAME", {}),
     "patches in blocks": ((6, 64, 64, 3), (5, 5, 3, 40), (2, 2), "SAME", {}),
     "one example": ((1, 48, 48, 8), (3, 3, 8, 8), (1, 1), "SAME", {}),
     "strides": ((4, 16, 14, 3), (3, 3, 3, 5), (2, 1), "SAME", {}),
@@ -55,6 +57,39 @@ CASES = {
     "cropped": ((4, 14, 12, 3), (3, 3, 3, 5), (1, 1), ((-1, 2), (0, -2)), {}),
     "groups": ((4, 12, 10, 4), (3, 3, 2, 6), (1, 1), "SAME", {"feature_group_count": 2}),
     "depthwise": ((4, 12, 10, 4), (3, 3, 1, 4), (1, 1), "SAME", {"feature_group_count": 4}),
+    "groups of many": ((2, 6, 6, 32), (3, 3, 16, 32), (1, 1), "SAME", {"feature_group_count": 2}),
+    "depthwise, strides": ((4, 12, 11, 4), (3, 3, 1, 4), (2, 1), "SAME", {"feature_group_count": 4}),
+    "depthwise, dilated": (
+        (4, 9, 8, 4),
+        (3, 2, 1, 4),
+        (1, 1),
+        ((-1, 2), (3, 0)),
+        {"feature_group_count": 4, "rhs_dilation": (2, 1), "lhs_dilation": (1, 2)},
+    ),
+    "depthwise, channels first": (
+        (4, 5, 34, 10),
+        (5, 1, 3, 3),
+        (1, 2),
+        "SAME",
+        {"dimension_numbers": ("NCHW", "OIHW", "CHWN"), "feature_group_count": 5},
+    ),
+    "depthwise, 1-D": (
+        (4, 40, 6),
+        (7, 1, 6),
+        (1,),
+        "SAME",
+        {"dimension_numbers": ("NHC", "HIO", "NHC"), "feature_group_count": 6},
+    ),
+    "depthwise, two of each": ((4, 12, 10, 4), (3, 3, 1, 8), (1, 1), "SAME", {"feature_group_count": 4}),
+    "dilated images and window": (
+        (4, 6, 6, 3),
+        (3, 2, 3, 5),
+        (1, 1),
+        ((4, 1), (1, 2)),
+        {"lhs_dilation": (3, 2), "rhs_dilation": (2, 1)},
+    ),
+    "dilated images, strides": ((4, 6, 7, 3), (3, 2, 3, 5), (2, 1), ((2, 1), (1, 2)), {"lhs_dilation": (3, 2)}),
+    "dilated images, cropped": ((4, 6, 7, 3), (3, 2, 3, 5), (1, 1), ((-1, 1), (1, -2)), {"lhs_dilation": (2, 2)}),
     "batch groups": ((4, 12, 10, 3), (3, 3, 3, 6), (1, 1), "SAME", {"batch_group_count": 2}),
     "channels first": ((4, 3, 12, 10), (5, 3, 3, 3), (1, 1), "SAME", {"dimension_numbers": ("NCHW", "OIHW", "NCHW")}),
     "mixed layouts": ((12, 4, 10, 3), (3, 5, 3, 3), (1, 1), "SAME", {"dimension_numbers": ("HNWC", "IOHW", "CWNH")}),
@@ -64,19 +99,44 @@ CASES = {
 }
 
 
-OFTEN = ("same", "in blocks", "strides", "dilated images", "groups", "mixed layouts")
+OFTEN = ("same", "strides", "dilated images", "depthwise", "mixed layouts")
+EACH = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
-@pytest.mark.parametrize(
-    "case", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
-def test_the_numbers_of_lax(case):
+def case_of(case):
+    """Images, filter, and the convolution of the case by ours and by lax's."""
     x_shape, w_shape, strides, padding, options = CASES[case]
-    x, w = arrays(x_shape, w_shape)
-    ours, laxs = (by(f, strides, padding, **options) for f in (models.conv_general_dilated, lax.conv_general_dilated))
-    same(ours(x, w), laxs(x, w))
-    same(jax.jit(ours)(x, w), jax.jit(laxs)(x, w))
+    convolutions = models.conv_general_dilated, lax.conv_general_dilated
+    return (*arrays(x_shape, w_shape), *(by(conv, strides, padding, **options) for conv in convolutions))
+
+
+@pytest.mark.parametrize("case", EACH)
+def test_the_numbers_of_lax(case):
+    x, w, ours, laxs = case_of(case)
+    close(ours(x, w), laxs(x, w))
+    close(jax.jit(ours)(x, w), jax.jit(laxs)(x, w))
     close(jax.jit(grads(ours))(x, w), jax.jit(grads(laxs))(x, w))
+
+
+def in_scan(conv):
+    return lambda x, w: lax.map(lambda x: (jax.jit(conv)(x, w), grads(conv)(x, w)), x[None])
+
+
+LEFT_TO_XLA = (
+    "groups", "depthwise, dilated", "depthwise, two of each", "dilated images, strides", "batch groups", "no images"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EACH)
+def test_every_formula_inside_of_loops(case):
+    """There XLA has no fast convolution, so formulas are taken that are slower than XLA's outside."""
+    x, w, ours, laxs = case_of(case)
+    wanted = jax.jit(laxs)(x, w), jax.jit(grads(laxs))(x, w)
+    for conv in (laxs, ours):
+        looped = jax.jit(models.fast_on_cpus(in_scan(conv)))
+        if case not in LEFT_TO_XLA:
+            assert "stablehlo.convolution" not in looped.lower(x, w).as_text()
+    close(jax.tree.map(lambda x: x[0], looped(x, w)), wanted)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
@@ -137,7 +197,7 @@ def text(fn, *args):
 
 def test_the_gradient_of_the_filter_is_a_product():
     """And where no formula applies it is lax's own."""
-    count = functools.partial(str.count, text(grads(OURS), X, W))
+    count = functools.partial(str.count, text(grads(OURS), MANY, W))
     assert (count("stablehlo.convolution"), count("stablehlo.dot_general")) == (2, 1)  # forward, and of the images
     assert text(grads(LAXS), X, W).count("stablehlo.convolution") == 3
     small = X[:, :5, :5]  # the window is as large as the result: no filter's gradient to the eye
@@ -266,8 +326,8 @@ def test_in_flax():
 
     close(gradient(conv_general_dilated=models.conv_general_dilated), gradient())
     layer = linen.Conv(5, (3, 3), conv_general_dilated=models.conv_general_dilated)
-    params = layer.init(jax.random.key(0), X)
-    assert text(jax.grad(lambda p: (layer.apply(p, X) ** 2).sum()), params).count("dot_general") == 1
+    params = layer.init(jax.random.key(0), MANY)
+    assert text(jax.grad(lambda p: (layer.apply(p, MANY) ** 2).sum()), params).count("dot_general") == 1
 
 
 def test_a_picture_knows_it():

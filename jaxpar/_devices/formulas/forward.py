@@ -20,6 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .filter_gradient import FilterGradient
+from .filter_products import view_at
+from .orders import channels_last, reordered
+from .pooling import MOST_PLACES
+
 _Edges = Sequence[tuple[int, int, int]]  # zeros before and after each spatial axis, and between its entries
 _Formula = Callable[[jax.Array, jax.Array, _Edges], jax.Array]
 _CHANNELS_LAST = (0, 3, 1, 2)
@@ -46,10 +51,46 @@ def forward(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array
     if {*params["window_strides"], *params["rhs_dilation"]} != {1}:
         return None
     out, inner, *window = numbers.rhs_spec
-    weight = lax.transpose(rhs, (*window, inner, out))
+    axes = (*window, inner, out)
     edges = [(*edge, between - 1) for edge, between in zip(params["padding"], params["lhs_dilation"], strict=True)]
-    formula = _choose(lhs.shape, weight.shape, edges)
-    return formula and formula(lhs, weight, edges)
+    formula = _choose(lhs.shape, [rhs.shape[axis] for axis in axes], edges)
+    return formula and formula(lhs, lax.transpose(rhs, axes), edges)
+
+
+def forward_in_loop(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array | None:
+    """The convolution as products, where XLA's own is number by number. None where the window is too large.
+
+    Args:
+        lhs, rhs: the operands, float32, of known sizes.
+        params: of the primitive, without groups.
+    """
+    numbers = params["dimension_numbers"]
+    out, inner, *window = numbers.rhs_spec
+    weight = lax.transpose(rhs, (*window, inner, out))
+    if math.prod(weight.shape[:-2]) > MOST_PLACES:
+        return None
+    edges = [(*edge, between - 1) for edge, between in zip(params["padding"], params["lhs_dilation"], strict=True)]
+    x = _pad(channels_last(lhs, numbers.lhs_spec), edges)
+    strides, dilation = params["window_strides"], params["rhs_dilation"]
+    lengths = [(size - 1) * by + 1 for size, by in zip(weight.shape, dilation, strict=False)]
+    sizes = [(size - length) // by + 1 for size, length, by in zip(x.shape[1:], lengths, strides, strict=False)]
+    if min(sizes) < 1:
+        return None
+    if len(window) == 2 and {*strides, *dilation} == {1} and weight.shape[1] > 1:
+        y = _by_columns(x, weight, [(0, 0, 0)] * 2)
+    else:
+        y = _by_patches(
+            x, weight, FilterGradient(weight.shape[:-2], tuple(strides), tuple(dilation), (0,) * len(sizes)), sizes
+        )
+    return reordered(y, (0, y.ndim - 1, *range(1, y.ndim - 1)), numbers.out_spec)
+
+
+def _by_patches(x: jax.Array, w: jax.Array, problem: FilterGradient, sizes: Sequence[int]) -> jax.Array:
+    """N x spatial x O from N x spatial x C and a filter, window x C x O. All that is under the window is copied."""
+    views = [view_at(x, tuple(sizes), place, problem) for place in np.ndindex(*problem.window)]
+    patches = jnp.concatenate(views, -1)
+    y = patches.reshape(-1, patches.shape[-1]) @ w.reshape(-1, w.shape[-1])
+    return y.reshape(*patches.shape[:-1], w.shape[-1])
 
 
 def _choose(images: Sequence[int], weight: Sequence[int], edges: _Edges) -> _Formula | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Literal, Primitive
@@ -17,7 +17,21 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, auto_axes
 
 
-def make(lax_p: Any, formula: Callable[..., Any], *, bilinear: bool = False) -> Primitive:
+class Place(NamedTuple):
+    """Where in a program a formula is.
+
+    Attributes:
+        is_partitioned: whether XLA splits the program over devices.
+        is_shared: whether the program is for several devices, whose threads then share the cores.
+        is_in_loop: whether it is in the body of a loop. There XLA has no fast convolution.
+    """
+
+    is_partitioned: bool
+    is_shared: bool
+    is_in_loop: bool = False
+
+
+def make(lax_p: Any, formula: Callable[..., Any], *, bilinear: bool = False, is_told_place: bool = False) -> Primitive:
     """A primitive with the parameters, shapes and derivatives of another one.
 
     Args:
@@ -25,6 +39,7 @@ def make(lax_p: Any, formula: Callable[..., Any], *, bilinear: bool = False) -> 
         formula: `formula(*operands, is_partitioned=..., **params)` computes it on CPUs. `is_partitioned` says whether
             XLA splits the program over devices: then it should not merge or loop over axes that may be split.
         bilinear: whether it is linear in each of two operands. Then its derivatives are of the new primitive too.
+        is_told_place: whether the formula is given `place`, a `Place`, instead of `is_partitioned`.
     """
     new_p = Primitive(lax_p.name)  # the name under which pictures and profiles know it
 
@@ -48,7 +63,7 @@ def make(lax_p: Any, formula: Callable[..., Any], *, bilinear: bool = False) -> 
             partial(of_lax, **params), primals, tuple(ad.instantiate_zeros(x) for x in tangents)
         )
     mlir.register_lowering(new_p, mlir.lower_fun(of_lax, multiple_results=False))
-    mlir.register_lowering(new_p, partial(_lower_on_cpu, formula), platform="cpu")
+    mlir.register_lowering(new_p, partial(_lower_on_cpu, formula, is_told_place), platform="cpu")
     return new_p
 
 
@@ -102,16 +117,20 @@ def _transposes(of_lax: Callable[..., Any], bind: Callable[..., Any]) -> tuple[C
     return by_left, by_right
 
 
-def _lower_on_cpu(formula: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
-    function = partial(formula, is_partitioned=_is_partitioned(ctx.module_context.axis_context), **params)
+def _lower_on_cpu(formula: Callable[..., Any], is_told_place: bool, ctx: Any, *operands: Any, **params: Any) -> Any:
+    place = _place(ctx.module_context.axis_context)
+    told = {"place": place} if is_told_place else {"is_partitioned": place.is_partitioned}
+    function = partial(formula, **told, **params)
     (result,) = ctx.avals_out
     if AxisType.Explicit in result.sharding.mesh.axis_types:  # the formulas reshape and sum over what is split
         function = auto_axes(function, out_sharding=result.sharding)
     return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
 
 
-def _is_partitioned(axes: Any) -> bool:
-    """Whether XLA splits the program over devices. Inside of pmap and of a whole shard_map it does not."""
+def _place(axes: Any) -> Place:
+    """Inside of pmap and of a whole shard_map XLA does not partition."""
     if isinstance(axes, mlir.ShardingContext):
-        return axes.num_devices != 1
-    return isinstance(axes, mlir.SPMDAxisContext) and axes.manual_axes != frozenset(axes.mesh.axis_names)
+        return Place(axes.num_devices != 1, axes.num_devices != 1)
+    if isinstance(axes, mlir.SPMDAxisContext):
+        return Place(axes.manual_axes != frozenset(axes.mesh.axis_names), axes.mesh.size != 1)
+    return Place(False, axes.axis_env.nreps != 1)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from .convolution import conv_p
+from .convolution import conv_in_loop_p, conv_p
 from .pooling import max_p, scatter_p, sum_p
 from .product import product_p
 
@@ -20,6 +20,9 @@ _INSTEAD = {
     lax.reduce_window_sum_p: sum_p,
     lax.select_and_scatter_add_p: scatter_p,
 }
+
+_INSTEAD_IN_LOOPS = _INSTEAD | {lax.conv_general_dilated_p: conv_in_loop_p, conv_p: conv_in_loop_p}
+_LOOPS = frozenset(("scan", "while"))
 
 # Primitives whose parameters have a program that XLA compiles as it does the one around it. A Pallas kernel is none.
 _WITH_PROGRAMS = frozenset(
@@ -57,36 +60,38 @@ def fast_on_cpus(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def replaced(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        results = jaxpr_as_fun(_replace(closed, {}))(*jax.tree.leaves(args))
+        results = jaxpr_as_fun(_replace(closed, _INSTEAD, {}))(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return replaced
 
 
-def _replace(program: Any, done: dict[int, Any]) -> Any:
+def _replace(program: Any, instead: Mapping[Any, Any], done: dict[tuple[int, int], Any]) -> Any:
     """A program with other primitives. Those that `done` has by their identity stay one object in all their places."""
-    if id(program) not in done:
+    key = id(program), id(instead)
+    if key not in done:
         if hasattr(program, "jaxpr") and program.jaxpr is not program:
-            new = program.replace(jaxpr=_replace(program.jaxpr, done))
+            new = program.replace(jaxpr=_replace(program.jaxpr, instead, done))
         else:
-            new = program.replace(eqns=[_replace_equation(eqn, done) for eqn in program.eqns])
-        done[id(program)] = (new, program)  # which keeps the identity its own
-    return done[id(program)][0]
+            new = program.replace(eqns=[_replace_equation(eqn, instead, done) for eqn in program.eqns])
+        done[key] = (new, program)  # which keeps the identity its own
+    return done[key][0]
 
 
-def _replace_equation(eqn: Any, done: dict[int, Any]) -> Any:
-    if eqn.primitive in _INSTEAD:
-        return eqn.replace(primitive=_INSTEAD[eqn.primitive])
+def _replace_equation(eqn: Any, instead: Mapping[Any, Any], done: dict[tuple[int, int], Any]) -> Any:
+    if eqn.primitive in instead:
+        return eqn.replace(primitive=instead[eqn.primitive])
     if eqn.primitive.name not in _WITH_PROGRAMS:
         return eqn
-    return eqn.replace(params={name: _replace_parameter(value, done) for name, value in eqn.params.items()})
+    inside = _INSTEAD_IN_LOOPS if eqn.primitive.name in _LOOPS else instead
+    return eqn.replace(params={name: _replace_parameter(value, inside, done) for name, value in eqn.params.items()})
 
 
-def _replace_parameter(value: Any, done: dict[int, Any]) -> Any:
+def _replace_parameter(value: Any, instead: Mapping[Any, Any], done: dict[tuple[int, int], Any]) -> Any:
     if _is_program(value):
-        return _replace(value, done)
+        return _replace(value, instead, done)
     if isinstance(value, tuple) and value and all(map(_is_program, value)):  # branches
-        return tuple(_replace(x, done) for x in value)
+        return tuple(_replace(x, instead, done) for x in value)
     return value
 
 

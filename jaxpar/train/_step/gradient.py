@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -94,7 +95,8 @@ class Gradient:
             return (sums, found.model_state), found.metrics
 
         start = {k: jnp.zeros(leaves[k].shape, wide(leaves[k])) for k in floating_keys(leaves)}
-        (sums, model_state), metrics = lax.scan(add, (start, model_state), (jnp.arange(count), parts))
+        loop = fast_on_cpus(partial(lax.scan, add))  # its convolutions are told that they are in a loop
+        (sums, model_state), metrics = loop((start, model_state), (jnp.arange(count), parts))
         grads = {k: (total / count).astype(leaves[k].dtype) for k, total in sums.items()}
         return StepResult(grads, jax.tree.map(lambda x: x.astype(wide(x)).mean(0), metrics), model_state)
 

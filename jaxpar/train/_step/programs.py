@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ..._devices.emulated import can_hang, wait_before_collectives
+from ..._devices.formulas import fast_on_cpus
 from ..._devices.mesh import are_on, put_copy
 from ..._devices.placement import put
 from ..._devices.user_mesh import without_types
@@ -193,7 +194,11 @@ def _loop_over_batches(step: Callable[..., Any]) -> Callable[..., Any]:
         _, metrics = jax.eval_shape(lambda: step(parts, rng, batch(0)))
         number = jax.tree.leaves(batches)[0].shape[0]
         rows = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), metrics)
-        return lax.while_loop(lambda carry: carry[0] < end, body, (first, parts, rows))[1:]
+
+        def loop(carry: Any) -> Any:
+            return lax.while_loop(lambda carry: carry[0] < end, body, carry)
+
+        return fast_on_cpus(loop)((first, parts, rows))[1:]
 
     return train_steps
 

@@ -16,7 +16,7 @@ from ..._core import checks
 from ..._core.arguments import check_takes
 from ..._core.arrays import Device
 from ..._core.recent import Recent
-from ..._devices import processes
+from ..._devices import formulas, processes
 from ..._devices.emulated import wait_before_collectives
 from ..._devices.mesh import auto_mesh, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
@@ -79,9 +79,8 @@ class TrainStep:
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Several steps by one program, which the host starts once. For short steps.
 
-        The numbers are those of as many calls of the step, on CPUs nearly always to the last bit. The steps are a loop.
-        XLA's CPU compiler has only slow code for a convolution inside a loop (jax 0.10 to 0.12), so on CPUs a step with
-        convolutions is better called for each batch. `models.lenet` has none from 8 images per device on.
+        The steps are a loop. The numbers are those of as many calls, on CPUs nearly always to the last bit, but for
+        convolutions: XLA has slow code for them in loops, so they are products there. Call such a step for each batch.
 
         Args:
             batches: a pytree as the step takes it, of arrays with one more axis in front, that of the batches.
@@ -170,8 +169,9 @@ class TrainStep:
         program.compile_own(state, batch)
 
     def slow_in_a_loop(self, state: TrainState, batches: Batch) -> bool:
-        """Whether `many` is slow on CPUs: whether the step has a convolution of XLA's."""
-        return "stablehlo.convolution" in self.lower(state, batches, many=True).as_text()
+        """Whether `many` is slow on CPUs: whether the step has a convolution, of XLA's or as products in a loop."""
+        text = self.lower(state, batches, many=True).as_text()
+        return any(name in text for name in ("stablehlo.convolution", formulas.CONVOLUTION_IN_LOOP))
 
     def batch_sharding(self, state: TrainState) -> NamedSharding | None:
         """The sharding of a batch over a mesh that has further axes. None: all devices of the state split it."""
