@@ -32,6 +32,7 @@ Pulled = list[list[jax.Array]]
 
 # XLA runs a program of fewer floating operations than 1000 in the thread that starts it, and counts a loop once.
 _INLINE_FLOPS = 900
+_MOST_ACROSS = 32  # keys; jax makes an array over several devices in Python, so many take as long as the general way
 _MOST_TURNS = 16  # of that loop; a longer one costs more than another thread
 
 
@@ -87,7 +88,7 @@ def _places(devices: Any) -> Devices:
 
 def _find(store: KVStore, keys: list[Any], values: Any) -> _Pushed | None:
     """The push, if it is one of small values, one from each of the same several devices for each key."""
-    if type(values) is not list or len(keys) != len(values) or not _is_usual(store) or is_tracing():
+    if type(values) is not list or len(keys) != len(values) or not _is_usual(store, len(keys)) or is_tracing():
         return None
     try:
         keys, values = _sorted(keys, values)
@@ -109,8 +110,10 @@ def _find(store: KVStore, keys: list[Any], values: Any) -> _Pushed | None:
     return None if home is None else _Pushed(keys, devices, plan, small_values.pack(views, plan), *home)
 
 
-def _is_usual(store: KVStore) -> bool:
-    """Whether a push is only a sum of whole values and an update of each, within this process."""
+def _is_usual(store: KVStore, count: int) -> bool:
+    """Whether a push to so many keys is only a sum and an update of each, within this process."""
+    if count > _MOST_ACROSS and not kind_of(store).on_one_device:
+        return False
     usual = isinstance(store.updater, Updater) and store.compressor is None and not store.shardings
     return usual and not store.staleness and kind_of(store).adds_up and jax.process_count() == 1
 
