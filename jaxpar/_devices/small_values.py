@@ -109,10 +109,11 @@ def unpack_on(device: Device, packed: Views, plan: Plan, wanted: Wanted, committ
         packed: (length,) of each group.
         committed: whether jax leaves them there, as it does with what `jax.device_put` gave.
     """
-    if committed:
-        return _unpack_there(device)(packed, plan, wanted)
-    with jax.default_device(device):
-        return _unpack_anywhere(packed, plan, wanted)
+    with jax.transfer_guard("allow"):  # NumPy's views are of the devices' own memory
+        if committed:
+            return _unpack_there(device)(packed, plan, wanted)
+        with jax.default_device(device):
+            return _unpack_anywhere(packed, plan, wanted)
 
 
 def _unpack(packed: list[jax.Array], plan: Plan, wanted: Wanted) -> list[list[jax.Array]]:

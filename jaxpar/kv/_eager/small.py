@@ -162,7 +162,7 @@ def _push(store: KVStore, pushed: _Pushed, devices: Devices) -> tuple[KVStore, P
     wanted = _wanted(store, (home,) if on_one else pushed.devices, devices)
     states = [store.updater_state[k] for k in keys]
     names = tuple(names_of(store, keys).values())
-    with emulated.on(pushed.where):
+    with emulated.on(pushed.where), jax.transfer_guard("allow"):  # NumPy's views are of the devices' own memory
         run = _programs(store.updater, None if on_one else pushed.where)
         own, states, flat = run(pushed.stored, states, pushed.packed, plan, names, wanted[home])
     host = emulated.views(flat) if len(wanted) > 1 else []
