@@ -17,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _harness import serve
+from _shapes import MATRIX
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxpar import kv, train
+from jaxpar.sparse import RowSparse
 
 LEARNING_RATE = 0.01
 NUMBERS = ("NHWC", "HWIO", "NHWC")
@@ -200,8 +202,28 @@ def lstm(rng):
     return params, classified(apply), batch
 
 
+def matrix(users, items, width, size, rng):
+    """Matrix factorization: a score is the product of a user's embedding and an item's; squared loss."""
+    params = {"user": normal(rng, users, width, scale=0.01), "item": normal(rng, items, width, scale=0.01)}
+
+    def loss_fn(params, batch):
+        scores = (params["user"][batch["user"]] * params["item"][batch["item"]]).sum(-1)
+        return 0.5 * ((scores - batch["score"]) ** 2).mean()
+
+    ids = {name: rng.integers(0, count, size, dtype=np.int32) for name, count in (("user", users), ("item", items))}
+    return params, loss_fn, ids | {"score": rng.integers(1, 6, size).astype(np.float32)}
+
+
 contenders: dict[str, Any] = {}
-NETWORKS = {"cnn": cnn, "resnet18": resnet18, "transformer": transformer, "mlp": mlp, "lstm": lstm}
+NETWORKS = {
+    "cnn": cnn,
+    "resnet18": resnet18,
+    "transformer": transformer,
+    "mlp": mlp,
+    "lstm": lstm,
+    "matrix": partial(matrix, *MATRIX["matrix"]),
+    "matrix large": partial(matrix, *MATRIX["matrix large"]),
+}
 
 
 def plain(loss_fn, params, batch):
@@ -239,6 +261,56 @@ def jaxpar(loss_fn, params, batch):
     return once
 
 
+def rows_of(params, batch):
+    """The rows that a batch reads, and the loss of these rows."""
+    rows = {name: params[name][batch[name]] for name in ("user", "item")}
+
+    def loss_fn(rows):
+        return 0.5 * (((rows["user"] * rows["item"]).sum(-1) - batch["score"]) ** 2).mean()
+
+    return jax.value_and_grad(loss_fn)(rows)
+
+
+def plain_rows(_, params, batch):
+    """The gradient of the rows that the batch reads, scattered into the tables."""
+    params, batch = jax.device_put((params, batch), jax.devices()[0])
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(params, batch):
+        loss, grads = rows_of(params, batch)
+        return {k: params[k].at[batch[k]].add(-LEARNING_RATE * g) for k, g in grads.items()}, loss
+
+    def once():
+        nonlocal params
+        params, loss = step(params, batch)
+        return loss
+
+    return once
+
+
+def jaxpar_rows(_, params, batch):
+    """The same gradient pushed as a `RowSparse`."""
+    store = kv.set_optimizer(kv.init(kv.create(), [0, 1], [params["user"], params["item"]]), optax.sgd(LEARNING_RATE))
+    batch = jax.device_put(batch, jax.devices()[0])
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(store, batch):
+        tables = dict(zip(("user", "item"), kv.pull(store, [0, 1]), strict=True))
+        loss, grads = rows_of(tables, batch)
+        pushed = [RowSparse(batch[k], grads[k], tables[k].shape) for k in tables]
+        return kv.push(store, [0, 1], pushed), loss
+
+    def once():
+        nonlocal store
+        store, loss = step(store, batch)
+        return loss
+
+    return once
+
+
+MAKE = {"plain": plain, "jaxpar": jaxpar, "plain rows": plain_rows, "jaxpar rows": jaxpar_rows}
+
+
 def answer(request):
     """Set a contender up, measure it, or say a version."""
     match request["do"]:
@@ -246,8 +318,7 @@ def answer(request):
             return jax.__version__
         case "start":
             params, loss_fn, batch = NETWORKS[request["network"]](np.random.default_rng(0))
-            make = {"plain": plain, "jaxpar": jaxpar}[request["contender"]]
-            contenders[request["name"]] = make(loss_fn, params, batch)
+            contenders[request["name"]] = MAKE[request["contender"]](loss_fn, params, batch)
             return [float(contenders[request["name"]]()) for _ in range(3)]
         case "measure":
             once, start = contenders[request["name"]], time.perf_counter()

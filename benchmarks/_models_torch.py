@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from _harness import serve
+from _shapes import MATRIX
 from torch import nn
 from torch.nn import functional
 
@@ -104,18 +105,40 @@ def lstm():
     return Recurrent(), torch.randn(32, 64, 128), torch.randint(0, 10, (32,))
 
 
+class Matrix(nn.Module):
+    def __init__(self, users, items, width, sparse):
+        super().__init__()
+        self.user = nn.Embedding(users, width, sparse=sparse)
+        self.item = nn.Embedding(items, width, sparse=sparse)
+        for table in (self.user, self.item):
+            nn.init.normal_(table.weight, std=0.01)
+
+    def forward(self, ids):
+        return (self.user(ids[0]) * self.item(ids[1])).sum(-1)
+
+
+def matrix(network, sparse):
+    users, items, width, size = MATRIX[network]
+    ids = torch.stack([torch.randint(0, users, (size,)), torch.randint(0, items, (size,))])
+    return Matrix(users, items, width, sparse), ids, torch.randint(1, 6, (size,)).float()
+
+
 contenders: dict[str, Any] = {}
 NETWORKS = {"cnn": cnn, "resnet18": resnet18, "transformer": transformer, "mlp": mlp, "lstm": lstm}
 
 
 def contender(network, how):
-    model, x, labels = NETWORKS[network]()
+    model, x, labels = matrix(network, "sparse" in how) if network in MATRIX else NETWORKS[network]()
     if "channels last" in how:
         model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
     def loss(x, labels):
-        return functional.cross_entropy(model(x), labels)
+        return (
+            0.5 * functional.mse_loss(model(x), labels)
+            if network in MATRIX
+            else functional.cross_entropy(model(x), labels)
+        )
 
     loss = torch.compile(loss) if "compiled" in how else loss
 

@@ -6,6 +6,7 @@ One request a line on standard input, one answer a line on standard output, both
     {"do": "kvstore", "shapes": [[256], ...], "devices": 4, "in_a_row": 1}
                                                                -> ["local", "device"], the contenders' names
     {"do": "lenet", "batch": 256, "contexts": [1, 2, 4], "steps": 3} -> ["1", "2", "4", "gluon"]
+    {"do": "matrix", "users": 944, "items": 1683, "width": 64, "batch": 64} -> ["MXNet dense", "MXNet row_sparse"]
     {"do": "measure", "name": "device", "repeats": 10}         -> seconds for one repeat
 
 A setup replaces the one before.
@@ -131,6 +132,41 @@ def gluon_lenet(mx, batch, steps):
     return once
 
 
+def matrix(mx, users, items, width, batch):
+    """Matrix factorization by gluon: two embeddings, dense and with row-sparse gradients, plain SGD."""
+    nn = mx.gluon.nn
+    ids = [mx.nd.floor(mx.nd.random.uniform(0, count, shape=(batch,))) for count in (users, items)]
+    scores = mx.nd.floor(mx.nd.random.uniform(1, 6, shape=(batch,)))
+    loss = mx.gluon.loss.L2Loss()
+
+    class Net(mx.gluon.HybridBlock):
+        def __init__(self, sparse):
+            super().__init__()
+            with self.name_scope():
+                self.user = nn.Embedding(users, width, sparse_grad=sparse)
+                self.item = nn.Embedding(items, width, sparse_grad=sparse)
+
+        def hybrid_forward(self, F, user, item):
+            return (self.user(user) * self.item(item)).sum(axis=-1)
+
+    def contender(sparse):
+        net = Net(sparse)
+        net.initialize(mx.init.Normal(0.01))
+        net.hybridize()
+        trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01}, kvstore=None)
+
+        def once():
+            with mx.autograd.record():
+                value = loss(net(*ids), scores)
+            value.backward()
+            trainer.step(batch)
+            mx.nd.waitall()
+
+        return once
+
+    return {"MXNet dense": contender(False), "MXNet row_sparse": contender(True)}
+
+
 def measure(once, repeats):
     start = time.perf_counter()
     for _ in range(repeats):
@@ -147,7 +183,7 @@ def main():
     except ImportError as error:
         mx, missing = None, str(error)
 
-    setups = {"kvstore": kvstore, "lenet": lenet}
+    setups = {"kvstore": kvstore, "lenet": lenet, "matrix": matrix}
     contenders = {}
     for line in sys.stdin:
         request = json.loads(line)

@@ -43,3 +43,7 @@ def gpt2_small() -> list[Shape]:
         (width,),
     ]
     return [(words, width), (positions, width), *(12 * layer), (width,), (width,)]
+
+
+# Users, items, width, batch: MXNet's article on recommenders (MovieLens 100k), and its sparse example (10M).
+MATRIX = {"matrix": (944, 1683, 64, 64), "matrix large": (71568, 65134, 128, 128)}

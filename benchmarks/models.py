@@ -1,6 +1,7 @@
-"""Steps per second of five networks: jaxpar beside plain JAX and PyTorch, each in processes of its own.
+"""Steps per second of six networks: jaxpar beside plain JAX and PyTorch, each in processes of its own.
 
-A small CNN, ResNet-18, a transformer, an MLP and an LSTM, float32, plain SGD. jaxpar runs in a process of one device
+A small CNN, ResNet-18, a transformer, an MLP, an LSTM and a matrix factorization in two sizes, float32, plain SGD. The
+last has row-sparse contenders, and MXNet, which waits for each of its steps. jaxpar runs in a process of one device
 and in one of two. PyTorch runs eagerly and compiled, convolutions with channels last too. It is found in this Python,
 or in the one that the environment variable JAXPAR_TORCH_PYTHON names.
 """
@@ -13,26 +14,31 @@ import statistics
 import sys
 from pathlib import Path
 
-from _harness import Child, Turn, arguments, environment, medians, ratio, save, show, take_turns
+from _harness import Child, Turn, arguments, environment, medians, ratio, save, saved, show, start_mxnet, take_turns
+from _shapes import MATRIX
 
 HERE = Path(__file__).resolve().parent
-NETWORKS = ("cnn", "resnet18", "transformer", "mlp", "lstm")
+NETWORKS = ("cnn", "resnet18", "transformer", "mlp", "lstm", *MATRIX)
 CONVOLUTIONAL = ("cnn", "resnet18")
 DEVICES = (1, 2)
 
 
 def main() -> None:
-    options = arguments("Steps per second of five networks, beside their peers.", 9, 0.5)
+    options = arguments("Steps per second of six networks, beside their peers.", 9, 0.5)
     rows = options.rows or list(NETWORKS)
     with contextlib.ExitStack() as stack:
         jax_children = {count: stack.enter_context(contextlib.closing(_jax(count))) for count in DEVICES}
         torch_child = _torch()
         if torch_child is not None:
             stack.enter_context(contextlib.closing(torch_child))
-        measured = {row: _row(row, jax_children, torch_child, options) for row in rows}
-    versions = environment() | {"jax": jax_children[1].version}
+        mxnet = start_mxnet(options.mxnet_python) if set(rows) & set(MATRIX) and not options.no_mxnet else None
+        if mxnet is not None:
+            stack.enter_context(contextlib.closing(mxnet))
+        measured = {row: _row(row, jax_children, torch_child, mxnet, options) for row in rows}
+    versions = environment(mxnet) | {"jax": jax_children[1].version}
     versions["torch"] = torch_child.version if torch_child is not None else "not installed"
-    save(options, f"models_jax_{versions['jax']}", {"environment": versions, "networks": measured})
+    name = f"models_jax_{versions['jax']}"
+    save(options, name, {"environment": versions, "networks": saved(options, name).get("networks", {}) | measured})
 
 
 def _jax(devices: int) -> Child:
@@ -52,10 +58,15 @@ def _torch() -> Child | None:
     return child
 
 
-def _row(network: str, jax_children: dict[int, Child], torch_child: Child | None, options) -> dict:
+def _row(network: str, jax_children: dict[int, Child], torch_child: Child | None, mxnet: Child | None, options) -> dict:
     turns: dict[str, Turn] = {"plain JAX": _start(jax_children[1], network, "plain")}
     for count, child in jax_children.items():
         turns[f"jaxpar, {count} device{'s'[: count > 1]}"] = _start(child, network, "jaxpar")
+    if network in MATRIX:
+        turns |= {f"{name} rows": _start(jax_children[1], network, f"{name} rows") for name in ("plain", "jaxpar")}
+        if mxnet is not None:
+            sizes = dict(zip(("users", "items", "width", "batch"), MATRIX[network], strict=True))
+            turns |= {name: mxnet.turn(name) for name in mxnet.ask(do="matrix", **sizes)}
     if torch_child is not None:
         for how in _torch_ways(network):
             try:
@@ -86,12 +97,17 @@ def _start(child: Child, network: str, contender: str) -> Turn:
 
 def _torch_ways(network: str) -> list[str]:
     layouts = ("", ", channels last") if network in CONVOLUTIONAL else ("",)
+    if network in MATRIX:
+        return ["eager", "compiled", "eager, sparse"]
     return [how + layout for layout in layouts for how in ("eager", "compiled")]
 
 
 def _against_torch(times: dict[str, list[float]], ours: str) -> float | None:
-    """How many times as fast as PyTorch's fastest in each round; the median of the rounds."""
-    rivals = [turns for name, turns in times.items() if name.startswith("PyTorch")]
+    """How many times as fast as PyTorch's fastest in each round; the median of the rounds.
+
+    Row-sparse steps are compared with row-sparse ones, dense ones with dense ones.
+    """
+    rivals = [t for name, t in times.items() if name.startswith("PyTorch") and ("sparse" in name) == ("rows" in ours)]
     if not rivals:
         return None
     return round(statistics.median(min(turns) / own for *turns, own in zip(*rivals, times[ours], strict=True)), 3)

@@ -107,7 +107,9 @@ def without_types(tree: Any) -> Any:
 
 def without_types_if_any(tree: Any) -> Any:
     """As `without_types`, for calls where mostly nothing has types and no mesh is set. It is faster there."""
-    meshes = {id(mesh): mesh for mesh in map(_typed_mesh, jax.tree.leaves(tree)) if mesh is not None}
+    avals = [getattr(leaf, "aval", None) for leaf in jax.tree.leaves(tree)]
+    shardings = {id(s): s for s in [getattr(aval, "sharding", None) for aval in avals if aval is not None]}
+    meshes = {id(mesh): mesh for mesh in [getattr(s, "mesh", None) for s in shardings.values()] if mesh is not None}
     return without_types(tree) if any(map(has_types, meshes.values())) else tree
 
 
@@ -155,12 +157,6 @@ def split_like(value: jax.Array, other: jax.Array) -> jax.Array:
         return value
     mine, wanted = jax.typeof(value).sharding, jax.typeof(other).sharding
     return value if mine.spec == wanted.spec or wanted.mesh.empty else jax.reshard(value, wanted)
-
-
-def _typed_mesh(leaf: Any) -> Any:
-    """The mesh in the type of an array. None: it has no type."""
-    aval = getattr(leaf, "aval", None)
-    return getattr(getattr(aval, "sharding", None), "mesh", None)
 
 
 def _user_mesh() -> Mesh | None:

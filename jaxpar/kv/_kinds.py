@@ -151,6 +151,11 @@ class Kind:
     within_process: str = ""
     delayed: bool = False
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether a push is the plain sum, whatever adds it up."""
+        return self.reduce in (collectives.gather_sum, collectives.allreduce, collectives.reduce_scatter)
+
     def home(self, devices: Devices) -> Sharding:
         """Where a new value goes."""
         return SingleDeviceSharding(devices[0]) if self.on_one_device else self.layout.sharding(devices)

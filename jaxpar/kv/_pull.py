@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 from .._core import checks
 from .._core.arrays import Device, is_traced
 from .._core.keys import Key, Keys, find_keys
-from .._devices import buckets, emulated
+from .._devices import buckets, emulated, small_values
 from .._devices.copies import donatable
 from .._devices.mesh import STORE_AXIS, copies_on, mesh_of
 from .._devices.placement import spans_processes, to_host
@@ -93,6 +93,13 @@ def pull(
         >>> [value.tolist() for value in kv.pull(store, [7, 5])]
         [[0.0, 0.0], [1.0, 1.0]]
     """
+    return read(store, key, devices, axis_name, copy)
+
+
+def read(
+    store: KVStore, key: Key | Keys, devices: Sequence[Device] | None, axis_name: str | None, copy: bool = True
+) -> Any:
+    """What `pull` returns."""
     keys, many = find_keys(key, store.values, store.paths, "kv.pull")
     values = pull_whole(store, keys, axis_name)
     if devices is not None:
@@ -156,6 +163,8 @@ def copies(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool) 
         return [[v] * len(devices) for v in values]
     wanted = set(devices)
     checks.check_own(wanted, "kv.pull")
+    if own and (quick := small_values.copies(values, devices, buckets.BucketLimits())) is not None:
+        return quick
     whole = {i for i, v in enumerate(values) if own and v.is_fully_replicated and v.sharding.device_set == wanted}
     new = dict(zip(whole, donatable([values[i] for i in whole]), strict=True))
     held: list[Any] = [_find_copies(new.get(i, v), wanted) for i, v in enumerate(values)]

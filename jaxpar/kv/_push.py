@@ -18,9 +18,9 @@ from .._devices.user_mesh import in_user_mesh
 from ..sparse import RowSparse
 from ..updaters import _TreeOptimizer as TreeOptimizer
 from . import _aggregate, _rows, _staleness, _tree
-from ._eager import processes, programs
+from ._eager import processes, programs, small
 from ._mxnet import answers
-from ._pull import pull
+from ._pull import read
 from ._store import Changes, KVStore, Lists, kind_of, shape_of, shapes_of, with_changes
 
 
@@ -73,23 +73,7 @@ def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None =
         it again. Pass `check_vma=False`, or mark the params with `jax.lax.pcast(params, axis_name, to="varying")`.
         `train.make_train_step` does.
     """
-    if axis_name is not None and not isinstance(axis_name, (str, tuple)):
-        raise TypeError(f"kv.push: axis_name must be the name of a mapped axis, got {checks.describe(axis_name)}")
-    pushed = _request(store, key, value)
-    if _is_across_processes(store, pushed, axis_name):
-        processes.agree(store, pushed)
-    elif axis_name is None and jax.process_count() > 1:
-        _check_within_process(store, pushed)
-    rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], RowSparse)}
-    dense = {k: vs for k, vs in pushed.items() if k not in rows}
-    parts: list[Changes] = []
-    if rows:
-        parts.append(_push_rows(store, rows, axis_name))
-    if dense and store.staleness:
-        parts.append(_staleness.push(store, dense, axis_name, functools.partial(_push_dense, axis_name=axis_name)))
-    elif dense:
-        parts.append(_push_dense(store, dense, axis_name))
-    return functools.reduce(with_changes, parts, store)
+    return _pushed_store(store, key, value, axis_name)
 
 
 @in_user_mesh
@@ -119,6 +103,33 @@ def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     return _staleness.flush(store, axis_name, functools.partial(_push_dense, axis_name=axis_name))
 
 
+def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | None, tried: bool = False) -> KVStore:
+    """What `push` returns.
+
+    Args:
+        tried: whether it is known that this is no push for `small`.
+    """
+    if axis_name is None and not tried and (quick := small.push(store, key, value)) is not None:
+        return quick
+    if axis_name is not None and not isinstance(axis_name, (str, tuple)):
+        raise TypeError(f"kv.push: axis_name must be the name of a mapped axis, got {checks.describe(axis_name)}")
+    pushed = _request(store, key, value)
+    if _is_across_processes(store, pushed, axis_name):
+        processes.agree(store, pushed)
+    elif axis_name is None and jax.process_count() > 1:
+        _check_within_process(store, pushed)
+    rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], RowSparse)}
+    dense = {k: vs for k, vs in pushed.items() if k not in rows}
+    parts: list[Changes] = []
+    if rows:
+        parts.append(_push_rows(store, rows, axis_name))
+    if dense and store.staleness:
+        parts.append(_staleness.push(store, dense, axis_name, functools.partial(_push_dense, axis_name=axis_name)))
+    elif dense:
+        parts.append(_push_dense(store, dense, axis_name))
+    return functools.reduce(with_changes, parts, store)
+
+
 def _push_rows(store: KVStore, rows: dict[int, list[RowSparse]], axis_name: str | None) -> Changes:
     if _is_across_processes(store, rows, axis_name):
         rows = processes.rows(store, rows)
@@ -142,7 +153,7 @@ def _warn_without_axis(store: KVStore) -> None:
         warnings.warn(
             f"kv.push: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
             f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a store of its own on each",
-            stacklevel=6,  # the caller of `push`
+            stacklevel=7,  # the caller of `push` or `pushpull`
         )
 
 
@@ -224,8 +235,11 @@ def pushpull(
         >>> total.tolist()
         [2.0, 2.0]
     """
-    store = push(store, key, value, axis_name=axis_name)
-    return store, pull(store, key, devices=devices, axis_name=axis_name)
+    tried = axis_name is None and devices is not None
+    if tried and (quick := small.pushpull(store, key, value, devices)) is not None:
+        return quick
+    store = _pushed_store(store, key, value, axis_name, tried=tried)
+    return store, read(store, key, devices, axis_name)
 
 
 def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]]:

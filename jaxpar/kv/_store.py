@@ -129,11 +129,16 @@ class Changes(NamedTuple):
 
 def with_changes(store: KVStore, changes: Changes) -> KVStore:
     """The store after a push."""
-    *by_key, optimizer_state = changes
-    fields = {name: getattr(store, name) | new for name, new in zip(changes._fields, by_key, strict=False)}
-    if optimizer_state is not None:
-        fields["optimizer_state"] = optimizer_state
-    return dataclasses.replace(store, **fields)
+    new = object.__new__(KVStore)  # `dataclasses.replace` takes ten microseconds, as long as a small program
+    vars(new).update(
+        vars(store),
+        values=store.values | changes.values,
+        updater_state=store.updater_state | changes.updater_state,
+        residuals=store.residuals | changes.residuals,
+        pending=store.pending | changes.pending,
+        optimizer_state=store.optimizer_state if changes.optimizer_state is None else changes.optimizer_state,
+    )
+    return new
 
 
 @_mxnet.answers

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -76,10 +76,7 @@ def _push(store: KVStore, pushed: Lists) -> Changes:
     if 0 < len(large) < len(pushed):
         return _merge(_push(store, {k: vs for k, vs in pushed.items() if (k in large) is so}) for so in (True, False))
     residuals = _aggregate.residuals_for(store, {k: len(pushed[k]) for k in compressed})
-    # If the updater does not depend on the key, one program serves all keys with values of these shapes.
-    update = store.updater.update
-    shared = store.updater in (assign, accumulate) or not getattr(update, "uses_key", True)
-    names = dict(zip(pushed, range(len(pushed)) if shared else pushed, strict=True))
+    names = names_of(store, list(pushed))
     part = _substore(store, names, residuals)
     lists = {names[k]: vs for k, vs in pushed.items()}
     if devices is None or (not in_place and residuals):
@@ -91,6 +88,12 @@ def _push(store: KVStore, pushed: Lists) -> Changes:
     else:
         changes = _sum_in_place(part, lists, devices)
     return Changes(*({k: change[n] for k, n in names.items() if n in change} for change in changes[:-1]))
+
+
+def names_of(store: KVStore, keys: Sequence[int]) -> dict[int, int]:
+    """What a program calls each key. If the updater does not depend on it, one program serves all keys."""
+    shared = store.updater in (assign, accumulate) or not getattr(store.updater.update, "uses_key", True)
+    return dict(zip(keys, range(len(keys)) if shared else keys, strict=True))
 
 
 def _pushing_devices(store: KVStore, pushed: Lists) -> Devices | None:
