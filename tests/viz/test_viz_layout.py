@@ -313,6 +313,20 @@ def test_a_sum_of_two_modules_and_what_follows_a_module_are_in_none():
     assert [node.scope for node in graph.layers] == [("left",)] * 3 + [("right",)] * 3 + [()] * 3
 
 
+def test_a_frame_in_a_block_has_no_number_of_a_copy():
+    def fn(params, x):
+        for number, layer in enumerate(params["layers"]):
+            with jax.named_scope(f"layers.{number}"), jax.named_scope("mlp2"):
+                y = jnp.tanh(x @ layer["a"]) @ layer["b"]
+            x = x + y  # in the block, outside of its frame
+        return x
+
+    layers = [dict.fromkeys("ab", m.Spec((6, 6), m.f32)) for _ in range(3)]
+    graph = check(viz.trace(fn, {"layers": layers}, m.Spec((2, 6), m.f32)))
+    assert [node.scope[1:] for node in graph.layers] == [("layers", "mlp2")] * 3 + [()]
+    assert [count for _, count in graph.scopes] == [3]
+
+
 def stack(params, x):
     x = x @ params["stem"]["w"]
     for layer in params["layers"]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Sequence
 from itertools import zip_longest
 
 from .net import Draft, Net, shared_scope
@@ -44,7 +46,7 @@ class Merges:
         """Keep the first of these copies, with the sums of all."""
         scope, owns = shared_scope(*copies), [shared_scope(copy) for copy in copies]
         self._join([dict(enumerate(same)) for same in zip(*copies, strict=True)])
-        self._name_block(copies[0], scope, owns)
+        self._name_block(copies, scope, owns)
         for draft in copies[0]:
             self._count(draft, 1)
 
@@ -94,7 +96,7 @@ class Merges:
             self._names.setdefault(draft.scope[:length], {})[name] = None
             self._inside[draft.scope[: length + 1]] += change
 
-    def _name_block(self, first: list[Draft], shared: _Path, owns: list[_Path]) -> None:
+    def _name_block(self, copies: list[list[Draft]], shared: _Path, owns: list[_Path]) -> None:
         """Write the count on the block's own scope, or on a new one. `owns` are the scopes of the copies."""
         count, rest = len(owns), len(shared) + 1
         if len(owns[0]) > len(shared):
@@ -104,9 +106,9 @@ class Merges:
             label = f"{shared[-1]} ×{count}" if whole else f"×{count}"
             shared = shared[:-1] if whole else shared
             rest = len(shared) + 1 if whole else len(shared)
-        unique = self._unique(shared, label, first)
-        for draft in first:
-            draft.scope = (*unique, *draft.scope[rest:])
+        unique = self._unique(shared, label, copies[0])
+        for first, *others in zip(*copies, strict=True):
+            first.scope = (*unique, *_names_of_all(first.scope[rest:], [draft.scope[rest:] for draft in others]))
         self.net.repeats[unique] = count
 
     def _unique(self, shared: _Path, label: str, first: list[Draft]) -> _Path:
@@ -123,6 +125,23 @@ class Merges:
     def _children(self, scope: _Path) -> list[str]:
         """The scopes directly inside a scope."""
         return [name for name in self._names.get(scope, ()) if self._inside[*scope, name]]
+
+
+def _names_of_all(first: _Path, others: list[_Path]) -> _Path:
+    """The scopes inside a copy, as they are for all of them: a number that tells copies apart is left out.
+
+    >>> _names_of_all(("layers.0", "mlp"), [("layers.1", "mlp"), ("layers.2", "mlp")])
+    ('layers', 'mlp')
+    """
+    if any(len(path) != len(first) for path in others):
+        return first
+    return tuple(map(_without_number, zip(first, *others, strict=True)))
+
+
+def _without_number(names: Sequence[str]) -> str:
+    """What the names of copies have in common before a number. Other names stay that of the first one."""
+    same = len({re.sub(r"\d+", "", name) for name in names}) == 1 < len(set(names))
+    return (re.split(r"[._\-\[ ]*\d", names[0])[0] if same else "") or names[0]
 
 
 def _add(kept: Draft, others: list[Draft]) -> None:
