@@ -31,9 +31,6 @@ Views = list[np.ndarray]
 # XLA compiles a kernel for each value, so a program for thousands would take minutes.
 _MOST = 256
 
-# Numbers of NumPy. Programs over several devices add numbers of other dtypes up in a wider one.
-_KINDS_OF_DTYPES = "fiu"
-
 
 class Plan(NamedTuple):
     """How values of some shapes and dtypes are packed.
@@ -61,9 +58,13 @@ class Wanted(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def plan_of(avals: tuple[tuple[Shape, Any], ...], limits: BucketLimits) -> Plan | None:
-    """The plan for values of these shapes and dtypes. None: they are too many, not small, or of another dtype."""
+    """The plan for values of these shapes and dtypes. None: they are too many, not small, or of another dtype.
+
+    Programs over several devices add shorter floating numbers up in a wider dtype.
+    """
     for shape, dtype in avals:
-        usual = dtype.kind in _KINDS_OF_DTYPES and dtype.itemsize < 8  # jax may make wider ones narrow
+        is_integer = dtype.kind in "iu" and dtype.itemsize < 8  # jax may make wider ones narrow
+        usual = dtype == np.float32 or is_integer
         if not usual or math.prod(shape) * dtype.itemsize >= limits.alone_bytes:
             return None
     if not 0 < len(avals) <= _MOST:

@@ -164,6 +164,7 @@ def test_what_is_not_usual_goes_the_general_way():
         "in another order": small._find(store, keys, [vs[::-1] for vs in values]) is None,
         "twice a key": small._find(store, [0, 0], [values[0]] * 2) is None,
         "bfloat16": small._find(start("device", dtype=jnp.bfloat16), keys, lists(jnp.bfloat16)) is None,
+        "float16": small._find(start("sharded", dtype=jnp.float16), keys, lists(jnp.float16)) is None,
         "with states": small._find(start("device", "momentum"), keys, values) is None,
         "delayed": small._find(kv.create("dist_async"), [], []) is None,
     }

@@ -4,9 +4,9 @@ NumPy packs what was pushed. One program on one device sums and updates. The oth
 their copies, out of the packed result, see `small_values`.
 
 The sums are those of the general way, in `programs` and `_pull`, to the bit. So is what an updater makes of them, but
-for the rounding of one with many operations, as Adam: XLA fuses them otherwise in another program. Only what is usual is
-taken here. The functions return None for all else, wrong arguments too, and the general way computes it or says what is
-wrong.
+for the rounding of one with many operations, as Adam: XLA fuses them otherwise in another program. Only what is usual
+is taken here. The functions return None for all else, wrong arguments too, and the general way computes it or says what
+is wrong.
 """
 
 from __future__ import annotations
