@@ -100,9 +100,9 @@ def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Arr
         raise ValueError(f"strided.apply: images must have the shape (n, 28, 28, 1), got {np.shape(images)}")
     x_RxWxKxN = _windows((images - _MEAN) / _STDDEV)
     x_RxWxCxN = jax.nn.relu(_products(params["conv1"], x_RxWxKxN))
-    x_RxKxN = x_RxWxCxN.reshape(_ROWS, -1, x_RxWxCxN.shape[-1])
+    x_RxKxN = x_RxWxCxN.reshape(_ROWS, math.prod(_SHAPES["conv2"][:3]), -1)
     x_RxCxN = jax.nn.relu(_products(params["conv2"], x_RxKxN))
-    x_DxB = x_RxCxN.reshape(-1, len(images))
+    x_DxB = x_RxCxN.reshape(_SHAPES["dense1"][0], -1)
     x_DxB = jax.nn.relu(_products(params["dense1"], x_DxB))
     return _products(params["dense2"], x_DxB).T
 

@@ -80,6 +80,19 @@ def test_a_batch_of_them_and_second_derivatives():
     np.testing.assert_allclose(jax.jit(ours)(images()), jax.jit(plain)(images()), rtol=1e-5)
 
 
+@pytest.mark.parametrize(("size", "window", "cut"), [(3, 5, 0), (4, 2, -1), (4, 2, -2)])
+def test_windows_that_do_not_fit_and_padding_that_cuts(size, window, cut):
+    x = np.arange(2 * size * size, dtype=np.float32).reshape(2, size, size, 1)
+    pads = ((0, 0), (cut, cut), (cut, cut), (0, 0))
+    for kind in (MAX, SUM):
+        function = lambda x, kind=kind: lax.reduce_window(x, *kind, (1, window, window, 1), (1, 1, 1, 1), pads)  # noqa: E731
+        y = function(x)
+        np.testing.assert_array_equal(jax.jit(fast_on_cpus(function))(x), y)
+        if kind is SUM or cut == 0:  # lax has no gradient of a maximum there
+            of_lax = transposed(function)
+            np.testing.assert_array_equal(jax.jit(fast_on_cpus(of_lax))(x, y), of_lax(x, y))
+
+
 def text(function, *args):
     return jax.jit(fast_on_cpus(function)).lower(*args).as_text()
 

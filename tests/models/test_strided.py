@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -73,6 +74,14 @@ def test_what_is_refused(params):
         strided.apply(params, jnp.zeros((2, 28, 28)))
     with pytest.raises(TypeError, match=r"strided.apply: params must be those of strided.init, got"):
         strided.apply({"dense": jnp.zeros(2)}, IMAGES)
+
+
+def test_no_image_and_a_symbolic_batch(params):
+    assert strided.apply(params, IMAGES[:0]).shape == (0, 10)
+    (batch,) = jax.export.symbolic_shape("batch")
+    shapes = jax.eval_shape(lambda: params), jax.ShapeDtypeStruct((batch, 28, 28, 1), jnp.float32)
+    exported = jax.export.export(jax.jit(strided.apply))(*shapes)
+    np.testing.assert_allclose(exported.call(params, IMAGES), strided.apply(params, IMAGES), rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def sum_windows(operand: jax.Array, *, is_partitioned: bool, **params: Any) -> j
         params: of the primitive.
     """
     del is_partitioned
-    if operand.dtype == jnp.float32 and _is_static(operand) and {*params["window_dilation"]} <= {1}:
+    if operand.dtype == jnp.float32 and _is_usual(operand, params) and {*params["window_dilation"]} <= {1}:
         if _has_few_places(params):
             return functools.reduce(jnp.add, views(operand, _windows(params), 0))
         if _spreads(params):
@@ -79,7 +79,7 @@ def largest_of_windows(operand: jax.Array, *, is_partitioned: bool, **params: An
         operand, is_partitioned, params: as of `sum_windows`.
     """
     del is_partitioned
-    if _is_static(operand) and {*params["window_dilation"]} <= {1} and _has_few_places(params):
+    if _is_usual(operand, params) and {*params["window_dilation"]} <= {1} and _has_few_places(params):
         return functools.reduce(jnp.maximum, views(operand, _windows(params), _least(operand.dtype)))
     return lax.reduce_window_max_p.bind(operand, **params)
 
@@ -88,8 +88,12 @@ def _windows(params: Any) -> Windows:
     return Windows(params["window_dimensions"], params["window_strides"], params["padding"])
 
 
-def _is_static(x: jax.Array) -> bool:
-    return all(isinstance(size, int) for size in x.shape)
+def _is_usual(x: jax.Array, params: Any) -> bool:
+    """Whether sizes are known, nothing is cut off before the windows, and there is at least one."""
+    if not all(isinstance(size, int) for size in x.shape) or 0 in x.shape:
+        return False
+    around = zip(x.shape, params["padding"], params["window_dimensions"], strict=True)
+    return all(min(pair) >= 0 and size + sum(pair) >= length for size, pair, length in around)
 
 
 def _has_few_places(params: Any) -> bool:
@@ -125,7 +129,8 @@ def scatter_to_largest(source: jax.Array, operand: jax.Array, *, is_partitioned:
     """
     del is_partitioned
     windows = _windows(params)
-    if params["select_prim"] is not lax.ge_p or not _is_static(operand) or math.prod(windows.lengths) > MOST_PLACES:
+    usual = params["select_prim"] is lax.ge_p and _is_usual(operand, params)
+    if not usual or math.prod(windows.lengths) > MOST_PLACES:
         return lax.select_and_scatter_add_p.bind(source, operand, **params)
     _, transposed = jax.vjp(partial(_first_of_largest, windows), operand)
     return transposed(source)[0]
