@@ -103,6 +103,17 @@ OFTEN = ("same", "strides", "dilated images", "depthwise", "mixed layouts")
 EACH = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_window_that_is_larger_than_the_images(groups):
+    x, w = arrays((2, 3, 3, 4), (5, 2, 4 // groups, 4))
+    ours, laxs = (
+        by(conv, (1, 1), "VALID", feature_group_count=groups)
+        for conv in (models.conv_general_dilated, lax.conv_general_dilated)
+    )
+    assert ours(x, w).shape == laxs(x, w).shape == (2, 0, 2, 4)
+    same(grads(ours)(x, w), grads(laxs)(x, w))
+
+
 def case_of(case):
     """Images, filter, and the convolution of the case by ours and by lax's."""
     x_shape, w_shape, strides, padding, options = CASES[case]

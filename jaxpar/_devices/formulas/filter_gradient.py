@@ -33,11 +33,11 @@ class FilterGradient(NamedTuple):
 
 
 def has_formulas(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> bool:
-    """Whether formulas are for such operands: float32, of known sizes that are not 0."""
+    """Whether formulas are for such operands: float32, of known sizes, of which none is 0, nor one of the result."""
     sizes = (*lhs.shape, *rhs.shape)
     if not all(isinstance(size, int) for size in sizes) or 0 in sizes or lhs.ndim < 3:
         return False  # symbolic sizes are compared to nothing
-    return _is_float32(lhs, rhs, params)
+    return min(params["window_strides"]) > 0 and min(_result(lhs, rhs, params)) > 0 and _is_float32(lhs, rhs, params)
 
 
 def filter_gradient(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> FilterGradient | None:
@@ -52,8 +52,6 @@ def filter_gradient(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> F
     if summed > kept:
         return None  # the axis of the examples is the first in memory, so this is no gradient, or a slow one
     result, places = _result(lhs, rhs, params), _spatial(rhs, numbers.rhs_spec)
-    if min(result) < 1 or min(params["window_strides"]) < 1:
-        return None
     is_certain = summed == examples == 0 < features
     if not is_certain and _LARGER * math.prod(result) > math.prod(places):
         return None
