@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,13 +10,13 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from .._core import checks
+from .._core import checks, memory
 from .._core.arrays import Device
 from .._devices.mesh import copies_on, put_copy
 from .._devices.user_mesh import in_user_mesh
 
 
-def use_cpu_devices(n: int) -> None:
+def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
     """Run JAX on `n` emulated CPU devices. Call it before the first use of JAX.
 
     In a notebook this belongs in the first cell, which may be run again. Other platforms are switched off, so leave the
@@ -23,11 +24,17 @@ def use_cpu_devices(n: int) -> None:
 
     Args:
         n: how many, at least 1. They share the cores of the machine.
+        keep_memory: whether the whole process keeps the memory that it frees, for the next step. A step whose
+            intermediate values take more than 32 MB is up to 1.4 times as fast, and the process takes up to three
+            times as much memory. It needs the GNU C library, as most Linux systems have it.
 
     Raises:
         TypeError: `n` is no int.
         ValueError: `n` is less than 1.
         RuntimeError: JAX runs already, with other devices.
+
+    Warns:
+        RuntimeWarning: `keep_memory`, and the C library of this system cannot be told to.
 
     Example:
         >>> use_cpu_devices(8)
@@ -46,6 +53,8 @@ def use_cpu_devices(n: int) -> None:
             f"use_cpu_devices({n}): JAX runs already, on {len(devices)} {devices[0].platform} device(s), and their "
             "number is fixed; restart the Python process or the notebook's kernel and call this first"
         ) from error
+    if keep_memory and not memory.keep_freed_memory():
+        warnings.warn("use_cpu_devices: keep_memory needs the GNU C library; nothing is kept", RuntimeWarning, 2)
 
 
 @in_user_mesh

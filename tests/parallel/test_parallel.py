@@ -1,9 +1,11 @@
 """Devices: splitting, copying, summing, one function on all of them."""
 
 import os
+import platform
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,10 @@ from kv_model import put, whole_numbers
 
 from jaxpar import parallel
 from jaxpar._core import checks
-from jaxpar.parallel import _spmd
+from jaxpar.parallel import _devices, _spmd
+
+_HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+HUGE_PAGES = _HUGE.read_text() if _HUGE.exists() else ""
 
 
 @pytest.mark.parametrize(
@@ -165,6 +170,45 @@ def test_use_cpu_devices_before():
     result = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("Cpu") == 3
+
+
+STEPS = """
+import resource, sys
+from jaxpar import parallel
+parallel.use_cpu_devices(1, keep_memory=sys.argv[1] == "keep")
+import jax, jax.numpy as jnp
+
+@jax.jit
+def step(x):  # 48 MB in between
+    y = jnp.sin(jnp.broadcast_to(x[:, None], (2000, 6000)))
+    return jax.lax.optimization_barrier(y).sum(1)
+
+def pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step(x).block_until_ready()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+x = jnp.ones(2000)
+print(sorted(pages() for _ in range(60))[30])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc of the GNU C library")
+@pytest.mark.skipif("[always]" in HUGE_PAGES, reason="huge pages: a step touches a few pages anew in any case")
+def test_a_step_touches_no_new_pages_where_memory_is_kept():
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "MALLOC", "GLIBC"))}
+    pages = {
+        how: int(subprocess.run([sys.executable, "-c", STEPS, how], env=clean, capture_output=True, check=True).stdout)
+        for how in ("keep", "give back")
+    }
+    assert pages["keep"] < 100 < 10_000 < pages["give back"]
+
+
+def test_memory_that_cannot_be_kept_is_said(monkeypatch):
+    monkeypatch.setattr(_devices.memory, "keep_freed_memory", lambda: False)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    with pytest.warns(RuntimeWarning, match="keep_memory needs the GNU C library"):
+        parallel.use_cpu_devices(8, keep_memory=True)
 
 
 def test_spmd_waits_for_its_inputs_where_older_jax_can_hang(monkeypatch):
