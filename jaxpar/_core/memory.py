@@ -25,4 +25,5 @@ def keep_freed_memory() -> bool:
     library = ctypes.CDLL(None) if os.name == "posix" else None
     if not hasattr(library, "gnu_get_libc_version"):
         return False
-    return all([library.mallopt(option, value) for option, value in _OPTIONS.items()])
+    done = [library.mallopt(option, value) for option, value in _OPTIONS.items()]
+    return all(done)

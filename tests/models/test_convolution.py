@@ -45,7 +45,12 @@ CASES = {
     "same": ((4, 12, 10, 3), (3, 3, 3, 5), (1, 1), "SAME", {}),
     "valid": ((4, 12, 10, 3), (3, 2, 3, 5), (1, 1), "VALID", {}),
     "many channels": ((2, 12, 12, 16), (3, 3, 16, 8), (1, 1), "SAME", {}),
-    "in blocks": ((6, 16, 16, 256), (3, 3, 256, 256), (1, 1), "SAME", {}),
+    "in blocks": ((6, 16, 16, 256), (3, 2, 256, 256), (1, 1), "SAME", {}),
+    "tiles": ((2, 8, 8, 80), (3, 3, 80, 96), (1, 1), "SAME", {}),
+    "tiles, odd sizes": ((3, 7, 9, 96), (3, 3, 96, 80), (1, 1), ((2, 1), (0, 3)), {}),
+    "tiles, valid": ((2, 11, 10, 128), (3, 3, 128, 64), (1, 1), "VALID", {}),
+    "tiles, cropped": ((4, 9, 12, 96), (3, 3, 96, 96), (1, 1), ((-1, 2), (0, -2)), {}),
+    "tiles, one row": ((8, 1, 9, 96), (3, 3, 96, 96), (1, 1), "SAME", {}),
     "patches in blocks": ((6, 64, 64, 3), (5, 5, 3, 40), (2, 2), "SAME", {}),
     "one example": ((1, 48, 48, 8), (3, 3, 8, 8), (1, 1), "SAME", {}),
     "strides": ((4, 16, 14, 3), (3, 3, 3, 5), (2, 1), "SAME", {}),
@@ -255,6 +260,15 @@ def test_small_images_are_products(case):
     assert "stablehlo.convolution" not in jax.jit(ours).lower(x, w).as_text()
     close(jax.jit(ours)(x, w), jax.jit(laxs)(x, w))
     close(jax.jit(grads(ours))(x, w), jax.jit(grads(laxs))(x, w))
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name.startswith("tiles")])
+def test_windows_of_3_by_3_with_many_channels_are_16_products(case):
+    """Forward, and both gradients: 48 products, and no convolution. Each is of less than half of the multiplications."""
+    x, w, ours, _ = case_of(case)
+    lowered = text(grads(ours), x, w)
+    assert "stablehlo.convolution" not in lowered
+    assert lowered.count("stablehlo.dot_general") == 48
 
 
 def test_the_gradient_of_small_images_with_strides_is_a_product():

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from . import primitive
+from . import primitive, winograd
 from .filter_gradient import FilterGradient, filter_gradient, has_formulas
 from .filter_products import gradient_of_filter, numbers_copied
 from .forward import forward, forward_in_loop
@@ -57,10 +57,19 @@ def _gradient_of_filter(
     operands = (lhs, numbers.lhs_spec), (rhs, numbers.rhs_spec)
     images, cotangent = operands[::-1] if problem.is_turned else operands
     shapes = [tuple(x.shape[axis] for axis in summed_first(spec)) for x, spec in (images, cotangent)]
-    if not _is_faster(shapes[0], shapes[1], problem, place):
+    (examples, *sizes, features), channels = shapes[1], shapes[0][-1]
+    by_tiles = (
+        not place.is_partitioned
+        and winograd.is_gradient(problem)
+        and winograd.pays(examples, sizes, channels, features)
+    )
+    if not by_tiles and not _is_faster(shapes[0], shapes[1], problem, place):
         return None
     sides = summed_axis_first(*images), summed_axis_first(*cotangent)
-    result = gradient_of_filter(*sides, problem, in_blocks=not place.is_partitioned)
+    if by_tiles:
+        result = winograd.gradient(*sides, problem)
+    else:
+        result = gradient_of_filter(*sides, problem, in_blocks=not place.is_partitioned)
     return in_order(result.swapaxes(-1, -2) if problem.is_turned else result, numbers.out_spec)
 
 

@@ -110,7 +110,7 @@ def view_at(images: jax.Array, sizes: tuple[int, ...], place: tuple[int, ...], p
     for axis, (size, at, stride, dilation, low) in enumerate(
         zip(sizes, place, problem.strides, problem.dilation, problem.low, strict=True), start=1
     ):
-        images = _from(images, axis, at * dilation - low, (size - 1) * stride + 1)
+        images = entries_from(images, axis, at * dilation - low, (size - 1) * stride + 1)
         images = lax.slice_in_dim(images, 0, None, stride, axis)
     return images
 
@@ -120,11 +120,11 @@ def _shifted_columns_and_rows(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     (rows, columns), (top, left) = problem.window, problem.low
     high, wide = images.shape[1], cotangent.shape[2]
-    of_images = [_from(images, 2, column - left, wide) for column in range(columns)]
-    return of_images, [_from(cotangent, 1, top - row, high) for row in range(rows)]
+    of_images = [entries_from(images, 2, column - left, wide) for column in range(columns)]
+    return of_images, [entries_from(cotangent, 1, top - row, high) for row in range(rows)]
 
 
-def _from(x: jax.Array, axis: int, start: int, size: int) -> jax.Array:
+def entries_from(x: jax.Array, axis: int, start: int, size: int) -> jax.Array:
     """As many entries of an axis from `start` on. Those outside are zeros."""
     edges = [(0, 0, 0)] * x.ndim
     edges[axis] = (-start, start + size - x.shape[axis], 0)

@@ -1,12 +1,10 @@
-"""Convolutions of small images with many channels as matrix products.
+"""Convolutions with many channels as matrix products.
 
-XLA on CPUs computes them place by place. That is slower than a product where rows of an image are short: by half for
-4 × 4 with 512 channels, and by a factor of 90 for 2 × 2.
+XLA on CPUs computes them place by place. That is slower than a product where rows of an image are short: by a factor of
+90 for 2 × 2 with 512 channels.
 
 - `_by_columns` puts the columns under a window beside each other. It multiplies once for each row of the window.
-- `_winograd` computes 2 × 2 results of a 3 × 3 window from 16 products where 36 are usual. See Winograd (1980) and
-  Lavin and Gray (2016), "Fast algorithms for convolutional neural networks". Images are only added and weights halved,
-  so it rounds as a plain sum does.
+- `winograd.convolution` needs less than half of the products for a window of 3 × 3.
 """
 
 from __future__ import annotations
@@ -20,22 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from . import winograd
 from .filter_gradient import FilterGradient
 from .filter_products import view_at
 from .orders import channels_last, reordered
 from .pooling import MOST_PLACES
 
 _Edges = Sequence[tuple[int, int, int]]  # zeros before and after each spatial axis, and between its entries
-_Formula = Callable[[jax.Array, jax.Array, _Edges], jax.Array]
 _CHANNELS_LAST = (0, 3, 1, 2)
 # By columns: at most so many places of a result, and then at least so many products of channels and features.
 _TINY, _SMALL, _OF_SMALL = 4, 16, 256 * 256
 _WINDOW = 25  # places of a window at most: larger ones have few results, and XLA's own is a product there
-# By tiles: at least so many of them, or the transformed weights cost more than they save, and so many products.
-_TILES, _OF_TILES = 512, 128 * 256
-_OF_IMAGE = np.array([[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]])
-_OF_WINDOW = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], np.float32)
-_OF_RESULT = np.array([[1, 1, 1, 0], [0, 1, -1, -1]])
 
 
 def forward(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array | None:
@@ -54,6 +47,9 @@ def forward(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array
     axes = (*window, inner, out)
     edges = [(*edge, between - 1) for edge, between in zip(params["padding"], params["lhs_dilation"], strict=True)]
     formula = _choose(lhs.shape, [rhs.shape[axis] for axis in axes], edges)
+    if formula is winograd.convolution:
+        in_order = lax.transpose(rhs, (*window, *sorted((inner, out))))  # nothing is moved in memory
+        return winograd.convolution(lhs, in_order, params["padding"], is_turned=out < inner)
     return formula and formula(lhs, lax.transpose(rhs, axes), edges)
 
 
@@ -93,20 +89,18 @@ def _by_patches(x: jax.Array, w: jax.Array, problem: FilterGradient, sizes: Sequ
     return y.reshape(*patches.shape[:-1], w.shape[-1])
 
 
-def _choose(images: Sequence[int], weight: Sequence[int], edges: _Edges) -> _Formula | None:
+def _choose(images: Sequence[int], weight: Sequence[int], edges: _Edges) -> Callable[..., jax.Array] | None:
     """By the shapes, NHWC and HWIO. The limits were measured against XLA's own (benchmarks/NOTES.md)."""
     high, wide = (
         size + (size - 1) * between + low + up - length + 1
         for size, (low, up, between), length in zip(images[1:3], edges, weight, strict=False)
     )
-    products = weight[2] * weight[3]
     if min(high, wide) < 1 or not 1 < math.prod(weight[:2]) <= _WINDOW:
         return None
     is_dilated, places = any(between for _, _, between in edges), high * wide
-    tiles = images[0] * -(-high // 2) * -(-wide // 2)
-    if tuple(weight[:2]) == (3, 3) and not is_dilated and tiles >= _TILES and products >= _OF_TILES:
-        return _winograd
-    is_small = places <= _SMALL and (products >= _OF_SMALL or is_dilated)
+    if tuple(weight[:2]) == (3, 3) and not is_dilated and winograd.pays(images[0], (high, wide), *weight[2:]):
+        return winograd.convolution
+    is_small = places <= _SMALL and (weight[2] * weight[3] >= _OF_SMALL or is_dilated)
     return _by_columns if is_small or places <= _TINY else None
 
 
@@ -126,37 +120,3 @@ def _by_columns(x: jax.Array, w: jax.Array, edges: _Edges) -> jax.Array:
 
 def _pad(x: jax.Array, edges: _Edges) -> jax.Array:
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *edges, (0, 0, 0)])
-
-
-def _winograd(x: jax.Array, w: jax.Array, edges: _Edges) -> jax.Array:
-    """NHWC from NHWC and HWIO, with strides of 1 and a window of 3 × 3."""
-    channels, features = w.shape[2:]
-    high, wide = (size + low + up - 2 for size, (low, up, _) in zip(x.shape[1:3], edges, strict=True))
-    x = _pad(x, [(low, up + size % 2, 0) for (low, up, _), size in zip(edges, (high, wide), strict=True)])
-    weights = jnp.einsum("ai,bj,ijco->abco", _OF_WINDOW, _OF_WINDOW, w)
-    of_rows = _combine(_OF_IMAGE, _every_second(x, 1))
-    images = [_combine(_OF_IMAGE, _every_second(rows, 2)) for rows in of_rows]
-    shape = (*images[0][0].shape[:3], features)
-    products = [[images[a][b].reshape(-1, channels) @ weights[a, b] for b in range(4)] for a in range(4)]
-    of_columns = zip(*(_combine(_OF_RESULT, column) for column in zip(*products, strict=True)), strict=True)
-    tiles = [_combine(_OF_RESULT, row) for row in of_columns]
-    y = jnp.stack([jnp.stack([place.reshape(shape) for place in row], 3) for row in tiles], 2)
-    return y.reshape(shape[0], 2 * shape[1], 2 * shape[2], features)[:, :high, :wide]
-
-
-def _every_second(x: jax.Array, axis: int) -> list[jax.Array]:
-    """The entries of an axis at each of four places of the tiles, which begin at every second entry."""
-    count = x.shape[axis] // 2 - 1
-    return [lax.slice_in_dim(x, at, at + 2 * count - 1, 2, axis) for at in range(4)]
-
-
-def _combine(matrix: np.ndarray, xs: Sequence[jax.Array]) -> list[jax.Array]:
-    """The sums and differences of arrays by a matrix of -1, 0 and 1."""
-    sums: list[jax.Array] = []
-    for row in matrix:
-        (first, *others) = ((sign, x) for sign, x in zip(row, xs, strict=True) if sign)
-        total = first[1] if first[0] > 0 else -first[1]
-        for sign, x in others:
-            total = total + x if sign > 0 else total - x
-        sums.append(total)
-    return sums
