@@ -264,7 +264,7 @@ def test_small_images_are_products(case):
 
 @pytest.mark.parametrize("case", [name for name in CASES if name.startswith("tiles")])
 def test_windows_of_3_by_3_with_many_channels_are_16_products(case):
-    """Forward, and both gradients: 48 products, and no convolution. Each is of less than half of the multiplications."""
+    """Forward, and both gradients: 48 products of less than half of the multiplications."""
     x, w, ours, _ = case_of(case)
     lowered = text(grads(ours), x, w)
     assert "stablehlo.convolution" not in lowered

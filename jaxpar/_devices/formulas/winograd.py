@@ -30,7 +30,7 @@ from .filter_products import entries_from
 _OF_IMAGE = np.array([[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]])
 _OF_RESULT = np.array([[1, 1, 1, 0], [0, 1, -1, -1]])
 
-# Sums and differences of a tile are copies, which its products have to pay for: at least so many for each copied number,
+# Sums and differences of a tile are copies, which products have to pay for: at least so many for each copied number,
 # and so many tiles, or the sums of the windows cost more (measured against XLA's own, benchmarks/NOTES.md).
 _PRODUCTS, _TILES = 80, 32
 
