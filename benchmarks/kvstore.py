@@ -120,7 +120,7 @@ def _program(kind, shapes, devices, values, spec, around) -> Turn:
     def once():
         nonlocal store
         store, pulled = run(store, values)
-        pulled = pulled or kv.pull(store, keys)
+        pulled = pulled or kv.pull(store, keys, copy=False)
         jax.block_until_ready(pulled)
         return pulled
 

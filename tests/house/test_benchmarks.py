@@ -182,6 +182,16 @@ def test_the_networks_have_their_published_size(shapes, values, parameters):
 
 
 @pytest.mark.slow
+def test_small_steps_stand_beside_those_by_hand(tmp_path):
+    shown, report = run("small_steps", tmp_path)
+    (row,) = report["rows"].values()
+    assert set(row["against_plain"]) == {f"jaxpar {way}" for way in ("pmap", "shard_map", "jit", "updater", "many")}
+    assert set(row["host_us"]) == {"plain jit", "jaxpar pmap"}
+    assert all(us > 0 for us in [*row["us_a_step"].values(), *row["host_us"].values()])
+    assert "linear 10-1, batch 8, SGD, 1 device" in shown
+
+
+@pytest.mark.slow
 def test_fsdp_divides_the_state(tmp_path):
     _, report = run("fsdp", tmp_path)
     assert set(report["rows"]) == {"8", "2 x 4"}

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from ... import kv
 from ..._devices.emulated import can_hang, wait_before_collectives
 from ..._devices.formulas import fast_on_cpus
 from ..._devices.mesh import are_on, put_copy
@@ -25,6 +26,7 @@ from .state import TrainState, leaf_shardings
 
 Metrics = dict[str, jax.Array]
 Parts = tuple[Any, ...]  # the values of the fields of a store and of a state that have arrays, see `Program`
+_new, _set = object.__new__, object.__setattr__
 
 
 class Program:
@@ -48,9 +50,13 @@ class Program:
         mesh, axes = engine.spread(one, state.store)
         self._can_hang = can_hang(self.devices)
         self._shares = math.prod(mesh.shape[name] for name in axes)
-        self._along = lambda axis: NamedSharding(mesh, P(*[None] * axis, axes[0] if len(axes) == 1 else axes))
-        self._of_store, self._of_state = _fields_with_arrays(state)
-        self._parts = operator.attrgetter(*(f"store.{name}" for name in self._of_store), *self._of_state)
+        self._along = functools.cache(
+            lambda axis: NamedSharding(mesh, P(*[None] * axis, axes[0] if len(axes) == 1 else axes))
+        )
+        of_store, of_state = _fields_with_arrays(state)
+        self._of_store, self._of_state = list(enumerate(of_store)), list(enumerate(of_state, len(of_store)))
+        self._store, self._state = vars(state.store).copy(), vars(state).copy()  # for the fields without arrays
+        self._parts = operator.attrgetter(*(f"store.{name}" for name in of_store), *of_state)
         self._shardings: list[Any] = []  # of the last batch that was checked, or the type of what has none
         self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, _store.copies_for(state.store)))
         step = _step_of_parts(one, engine, self._shares, treedef, self._rng)
@@ -60,7 +66,8 @@ class Program:
 
     def __call__(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
         """One step, or those of `batch[first:end]`, `part` being these two numbers. The state has its structure."""
-        batch = self._place_batch(batch, 1 if part else 0)
+        if _shardings_of(batch) != self._shardings:  # else as the last batch that was checked
+            batch = self._place_batch(batch, 1 if part else 0)
         parts = self._parts(state)
         if self._can_hang:
             wait_before_collectives((parts, batch), self.devices)
@@ -68,7 +75,7 @@ class Program:
             new, metrics = self._steps(parts, state.rng, batch, *map(self._number, part))
         else:
             new, metrics = self._step(parts, state.rng, batch)
-        return self._with_parts(state, new), metrics
+        return self._state_of(new, state.rng), metrics
 
     def lower(self, state: TrainState, batch: Batch, *part: int) -> jax.stages.Lowered:
         batch = self._place_batch(batch, 1 if part else 0)
@@ -86,10 +93,19 @@ class Program:
     def compile_own(self, state: TrainState, batch: Batch) -> None:
         """Compile what each device runs by itself: nothing, as this is one program over all of them."""
 
-    def _with_parts(self, state: TrainState, parts: Parts) -> TrainState:
-        """The state with these parts. Fields without arrays, and the `rng`, are those of `state`."""
-        store = _replace(state.store, self._of_store, parts)
-        return _replace(state, ("store", *self._of_state), (store, *parts[len(self._of_store) :]))
+    def _state_of(self, parts: Parts, rng: jax.Array) -> TrainState:
+        """The state with these parts. Every step calls it, and `dataclasses.replace` takes as long as a small step."""
+        store, state = _new(kv.KVStore), _new(TrainState)
+        fields = self._store.copy()
+        for i, name in self._of_store:
+            fields[name] = parts[i]
+        _set(store, "__dict__", fields)
+        fields = self._state.copy()
+        fields["store"], fields["rng"] = store, rng
+        for i, name in self._of_state:
+            fields[name] = parts[i]
+        _set(state, "__dict__", fields)
+        return state
 
     def _place_batch(self, batch: Batch, axis: int) -> Batch:
         """The batch on the program's devices. Where the arrays are as those of the last batch, nothing is checked.
@@ -129,16 +145,6 @@ def _fields_with_arrays(state: TrainState) -> tuple[tuple[str, ...], tuple[str, 
         {path[0].name: None for path, _ in jax.tree_util.tree_leaves_with_path(node)} for node in (state.store, state)
     )
     return tuple({"values": None, **of_store}), tuple(name for name in of_state if name not in ("store", "rng"))
-
-
-def _replace(node: Any, names: tuple[str, ...], values: tuple[Any, ...]) -> Any:
-    """As `dataclasses.replace`, for a class without `__post_init__`. It is faster, and every step calls it."""
-    fields = node.__dict__.copy()
-    for name, value in zip(names, values, strict=False):
-        fields[name] = value
-    new = object.__new__(type(node))
-    object.__setattr__(new, "__dict__", fields)
-    return new
 
 
 def _shardings_of(batch: Batch) -> list[Any]:

@@ -70,9 +70,15 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step. `state` is donated: use the one returned."""
         last, program = self._last
-        if last() is state and jax.sharding.get_abstract_mesh().empty:  # as in every step of a loop but the first
-            return self._advance(program, state, batch)
-        return self._run(state, batch)
+        if last() is not state or not jax.sharding.get_abstract_mesh().empty:
+            return self._run(state, batch)
+        try:  # as in every step of a loop but the first
+            new, metrics = program(state, batch)
+        except RuntimeError as error:
+            explain_donated(error, state)
+            raise
+        self._last = weakref.ref(new), program
+        return new, metrics
 
     def many(
         self, state: TrainState, batches: Batch, first: int = 0, end: int | None = None
@@ -119,23 +125,12 @@ class TrainStep:
             check_is_state(state, "train step")
             try:
                 program, state = self._prepare(state, user)
+                new, metrics = program(state, batch, *part)
             except RuntimeError as error:
                 explain_donated(error, state)
                 raise
-            new, metrics = self._advance(program, state, batch, *part)
+            self._last = weakref.ref(new), program
             return new, metrics if user is None else with_types(metrics, user)
-
-    def _advance(
-        self, program: Program, state: TrainState, batch: Batch, *part: int
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """The step of a complete state by its program."""
-        try:
-            new, metrics = program(state, batch, *part)
-        except RuntimeError as error:
-            explain_donated(error, state)
-            raise
-        self._last = weakref.ref(new), program
-        return new, metrics
 
     def lower(self, state: TrainState, batch: Batch, *, many: bool = False) -> jax.stages.Lowered:
         """The step before compilation, for its text, costs or memory. With `many`, what `step.many` runs.
