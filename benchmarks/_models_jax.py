@@ -7,6 +7,8 @@ step of jaxpar, over all devices of the process.
 from __future__ import annotations
 
 import math
+import os
+import sys
 import time
 from functools import partial
 from itertools import pairwise
@@ -21,7 +23,7 @@ from _shapes import MATRIX
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jaxpar import kv, train
+from jaxpar import kv, parallel, train
 from jaxpar.sparse import RowSparse
 
 LEARNING_RATE = 0.01
@@ -331,4 +333,6 @@ def answer(request):
 
 
 if __name__ == "__main__":
+    if "keep memory" in sys.argv:
+        parallel.use_cpu_devices(int(os.environ["JAX_NUM_CPU_DEVICES"]), keep_memory=True)
     serve(answer)

@@ -2,8 +2,8 @@
 
 A small CNN, ResNet-18, a transformer, an MLP, an LSTM and a matrix factorization in two sizes, float32, plain SGD. The
 last has row-sparse contenders, and MXNet, which waits for each of its steps. jaxpar runs in a process of one device
-and in one of two. PyTorch runs eagerly and compiled, convolutions with channels last too. It is found in this Python,
-or in the one that the environment variable JAXPAR_TORCH_PYTHON names.
+and in one of two, and again with `use_cpu_devices(keep_memory=True)`. PyTorch runs eagerly and compiled, convolutions
+with channels last too, and again with the same setting of `malloc`, which PyTorch itself does not make. It is found in this Python, or in the one that the environment variable JAXPAR_TORCH_PYTHON names.
 """
 
 from __future__ import annotations
@@ -20,36 +20,44 @@ from _shapes import MATRIX
 HERE = Path(__file__).resolve().parent
 NETWORKS = ("cnn", "resnet18", "transformer", "mlp", "lstm", *MATRIX)
 CONVOLUTIONAL = ("cnn", "resnet18")
-DEVICES = (1, 2)
+PLAIN = (1, False)
+WAYS = (PLAIN, (2, False), (1, True), (2, True))  # devices, and whether memory is kept
+KEPT = ", memory kept"
+KEEP = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**63 - 1)}
 
 
 def main() -> None:
     options = arguments("Steps per second of six networks, beside their peers.", 9, 0.5)
     rows = options.rows or list(NETWORKS)
     with contextlib.ExitStack() as stack:
-        jax_children = {count: stack.enter_context(contextlib.closing(_jax(count))) for count in DEVICES}
-        torch_child = _torch()
-        if torch_child is not None:
-            stack.enter_context(contextlib.closing(torch_child))
+        jax_children = {way: stack.enter_context(contextlib.closing(_jax(*way))) for way in WAYS}
+        torch_children = {}
+        for kept in (False, True):
+            child = _torch(kept)
+            if child is not None:
+                torch_children[kept] = stack.enter_context(contextlib.closing(child))
         mxnet = start_mxnet(options.mxnet_python) if set(rows) & set(MATRIX) and not options.no_mxnet else None
         if mxnet is not None:
             stack.enter_context(contextlib.closing(mxnet))
-        measured = {row: _row(row, jax_children, torch_child, mxnet, options) for row in rows}
-    versions = environment(mxnet) | {"jax": jax_children[1].version}
-    versions["torch"] = torch_child.version if torch_child is not None else "not installed"
+        measured = {row: _row(row, jax_children, torch_children, mxnet, options) for row in rows}
+    versions = environment(mxnet) | {"jax": jax_children[PLAIN].version}
+    versions["torch"] = torch_children[False].version if torch_children else "not installed"
     name = f"models_jax_{versions['jax']}"
     save(options, name, {"environment": versions, "networks": saved(options, name).get("networks", {}) | measured})
 
 
-def _jax(devices: int) -> Child:
+def _jax(devices: int, kept: bool) -> Child:
     os.environ |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-    child = Child([sys.executable, str(HERE / "_models_jax.py")])
+    child = Child([sys.executable, str(HERE / "_models_jax.py"), *["keep memory"][:kept]])
     child.version = child.ask(do="version")
     return child
 
 
-def _torch() -> Child | None:
-    child = Child([os.environ.get("JAXPAR_TORCH_PYTHON", sys.executable), str(HERE / "_models_torch.py")])
+def _torch(kept: bool) -> Child | None:
+    command = [os.environ.get("JAXPAR_TORCH_PYTHON", sys.executable), str(HERE / "_models_torch.py")]
+    if kept:
+        command = ["env", *(f"{name}={value}" for name, value in KEEP.items()), *command]
+    child = Child(command)
     try:
         child.version = child.ask(do="version")
     except (RuntimeError, OSError) as error:
@@ -58,21 +66,16 @@ def _torch() -> Child | None:
     return child
 
 
-def _row(network: str, jax_children: dict[int, Child], torch_child: Child | None, mxnet: Child | None, options) -> dict:
-    turns: dict[str, Turn] = {"plain JAX": _start(jax_children[1], network, "plain")}
-    for count, child in jax_children.items():
-        turns[f"jaxpar, {count} device{'s'[: count > 1]}"] = _start(child, network, "jaxpar")
+def _row(network: str, jax_children: dict, torch_children: dict[bool, Child], mxnet: Child | None, options) -> dict:
+    turns: dict[str, Turn] = {"plain JAX": _start(jax_children[PLAIN], network, "plain")}
+    for (count, kept), child in jax_children.items():
+        turns[f"jaxpar, {count} device{'s'[: count > 1]}{KEPT * kept}"] = _start(child, network, "jaxpar")
     if network in MATRIX:
-        turns |= {f"{name} rows": _start(jax_children[1], network, f"{name} rows") for name in ("plain", "jaxpar")}
+        turns |= {f"{name} rows": _start(jax_children[PLAIN], network, f"{name} rows") for name in ("plain", "jaxpar")}
         if mxnet is not None:
             sizes = dict(zip(("users", "items", "width", "batch"), MATRIX[network], strict=True))
             turns |= {name: mxnet.turn(name) for name in mxnet.ask(do="matrix", **sizes)}
-    if torch_child is not None:
-        for how in _torch_ways(network):
-            try:
-                turns[f"PyTorch {how}"] = _start(torch_child, network, how)
-            except RuntimeError as error:  # its compiler raises what it likes
-                print(f"no PyTorch {how}: {str(error).splitlines()[-1]}")
+    turns |= _torch_turns(network, torch_children)
     times = take_turns(turns, options.rounds, options.turn_seconds, most_seconds=180)
     plain = {name: round(ratio(times, "plain JAX", name), 3) for name in times}
     best = {name: _against_torch(times, name) for name in times if name.startswith("jaxpar")}
@@ -85,8 +88,23 @@ def _row(network: str, jax_children: dict[int, Child], torch_child: Child | None
     return {"milliseconds": {n: round(1000 * s, 3) for n, s in medians(times).items()}} | {
         "against_plain_jax": plain,
         "against_best_pytorch": best,
+        "against_best_pytorch_memory_kept": {
+            name: _against_torch(times, name, kept=True) for name in best if KEPT in name
+        },
         "rounds": len(times["plain JAX"]),
     }
+
+
+def _torch_turns(network: str, children: dict[bool, Child]) -> dict[str, Turn]:
+    """PyTorch as it comes, and with memory kept."""
+    turns: dict[str, Turn] = {}
+    for kept, child in children.items():
+        for how in _torch_ways(network):
+            try:
+                turns[f"PyTorch {how}{KEPT * kept}"] = _start(child, network, how)
+            except RuntimeError as error:  # its compiler raises what it likes
+                print(f"no PyTorch {how}: {str(error).splitlines()[-1]}")
+    return turns
 
 
 def _start(child: Child, network: str, contender: str) -> Turn:
@@ -102,12 +120,14 @@ def _torch_ways(network: str) -> list[str]:
     return [how + layout for layout in layouts for how in ("eager", "compiled")]
 
 
-def _against_torch(times: dict[str, list[float]], ours: str) -> float | None:
+def _against_torch(times: dict[str, list[float]], ours: str, kept: bool = False) -> float | None:
     """How many times as fast as PyTorch's fastest in each round; the median of the rounds.
 
-    Row-sparse steps are compared with row-sparse ones, dense ones with dense ones.
+    PyTorch is as it comes, or with memory kept. Row-sparse steps are compared with row-sparse ones, dense ones with
+    dense ones.
     """
-    rivals = [t for name, t in times.items() if name.startswith("PyTorch") and ("sparse" in name) == ("rows" in ours)]
+    torch = {name: t for name, t in times.items() if name.startswith("PyTorch") and (KEPT in name) == kept}
+    rivals = [t for name, t in torch.items() if ("sparse" in name) == ("rows" in ours)]
     if not rivals:
         return None
     return round(statistics.median(min(turns) / own for *turns, own in zip(*rivals, times[ours], strict=True)), 3)

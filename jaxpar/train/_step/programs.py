@@ -55,7 +55,8 @@ class Program:
         )
         of_store, of_state = _fields_with_arrays(state)
         self._of_store, self._of_state = list(enumerate(of_store)), list(enumerate(of_state, len(of_store)))
-        self._store, self._state = vars(state.store).copy(), vars(state).copy()  # for the fields without arrays
+        self._store = vars(state.store) | dict.fromkeys(of_store)  # the fields without arrays
+        self._state = vars(state) | dict.fromkeys(("store", "rng", *of_state))
         self._parts = operator.attrgetter(*(f"store.{name}" for name in of_store), *of_state)
         self._shardings: list[Any] = []  # of the last batch that was checked, or the type of what has none
         self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, _store.copies_for(state.store)))
