@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _harness import serve
-from _layers import BOTH, FORWARD, HEADS, LEARNING_RATE, LIMITS, NETWORKS, Part, answers
+from _layers import BOTH, FORWARD, HEADS, LEARNING_RATE, LIMITS, NETWORKS, Part, answers, numbers
 from jax import lax
 
 from jaxpar import models
@@ -81,7 +81,7 @@ def start(network: str, index: int, direction: str) -> Callable[[], Any]:
     part = {**NETWORKS, "limits": LIMITS}[network][index]
     if part.kind == "SGD":
         return update(network)
-    args, cotangent = jax.tree.map(jnp.asarray, part.work().numbers())
+    args, cotangent = jax.tree.map(jnp.asarray, numbers(part))
     program = jax.jit(models.fast_on_cpus(in_direction(part, direction)))
     return _waited(partial(program.lower(args, cotangent).compile(), args, cotangent))
 

@@ -9,7 +9,7 @@ import _models_torch
 import numpy as np
 import torch
 from _harness import serve
-from _layers import BOTH, FORWARD, HEADS, LEARNING_RATE, LIMITS, NETWORKS, Part, Work, answers
+from _layers import BOTH, FORWARD, HEADS, LEARNING_RATE, LIMITS, NETWORKS, Part, Work, answers, numbers
 from torch import nn
 from torch.nn import functional
 
@@ -53,8 +53,7 @@ def start(network: str, index: int, direction: str) -> Callable[[], Any]:
     part = {**NETWORKS, "limits": LIMITS}[network][index]
     if part.kind == "SGD":
         return update(network)
-    work = part.work()
-    arrays, cotangent = work.numbers()
+    work, (arrays, cotangent) = part.work(), numbers(part)
     args = [_tensor(part, x, i) for i, x in enumerate(arrays)]
     cotangent = _tensor(part, cotangent, 0)
     if part.kind == "LSTM":
