@@ -9,7 +9,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,10 +119,6 @@ def _mapped(*shape: int, parameters: int = 0) -> Work:
     return Work(_by(shape), shapes, shape, {FORWARD: 2 * size, BOTH: 5 * size})
 
 
-def _normalized(*shape: int) -> Work:
-    return _mapped(*shape, parameters=2)
-
-
 def _relu_and_pool(*shape: int) -> Work:
     batch, height, width, channels = shape
     size = math.prod(shape)
@@ -136,8 +132,9 @@ def _mean(batch: int, height: int, width: int, channels: int) -> Work:
 
 
 def _residual(*shape: int) -> Work:
+    """Both operands have the same cotangent."""
     size = 4 * math.prod(shape)
-    return Work(_by(shape), (shape, shape), shape, {FORWARD: 3 * size, BOTH: 6 * size})
+    return Work(_by(shape), (shape, shape), shape, {FORWARD: 3 * size, BOTH: 6 * size}, trained=(0,))
 
 
 def _sum(*shape: int) -> Work:
@@ -184,19 +181,19 @@ def _by(shape: Sequence[int]) -> str:
 
 
 KINDS: dict[str, Callable[..., Work]] = {
-    "call": lambda: Work("of a program", ((4096,),), (4096,), {FORWARD: 2**15}),  # XLA runs smaller ones in the caller
+    "call": lambda: Work("of a program", ((4096,),), (4096,), {FORWARD: 2**15}),  # XLA runs tiny ones in the caller
     "gemm": _gemm,
     "convolution": _convolution,
     "product": _product,
-    "batch norm": _normalized,
-    "batch norm, ReLU": _normalized,
+    "batch norm": partial(_mapped, parameters=2),
+    "batch norm, ReLU": partial(_mapped, parameters=2),
     "ReLU, max pool": _relu_and_pool,
     "mean over pixels": _mean,
     "residual, ReLU": _residual,
     "sum": _sum,
     "ReLU": _mapped,
     "GELU": _mapped,
-    "layer norm": _normalized,
+    "layer norm": partial(_mapped, parameters=2),
     "attention": _attention,
     "embedding": _embedding,
     "cross-entropy": _cross_entropy,
