@@ -250,7 +250,7 @@ NETWORKS: dict[str, tuple[Part, ...]] = {
         Part("product", (32, 256, 1024), 0),
         Part("product", (32, 256, 10)),
         Part("cross-entropy", (32, 10)),
-        Part("SGD", (398_858,)),
+        Part("SGD", (396_810,)),
     ),
     "mlp": (
         Part("product", (256, 784, 512), needs_inputs=False),
