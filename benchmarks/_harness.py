@@ -175,8 +175,8 @@ def environment(mxnet: Child | None = None) -> dict[str, str]:
     return words
 
 
-def arguments(description: str, rounds: int, turn_seconds: float) -> argparse.Namespace:
-    """The command line that all benchmarks have."""
+def arguments(description: str, rounds: int, turn_seconds: float, **flags: str) -> argparse.Namespace:
+    """The command line that all benchmarks have, and flags of one, with what each does."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("rows", nargs="*", help="the rows to measure, by name (default: all)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and few rounds: does it run at all?")
@@ -185,6 +185,8 @@ def arguments(description: str, rounds: int, turn_seconds: float) -> argparse.Na
     parser.add_argument("--output", type=Path, help="JSON file to write (default: results/, nothing with --quick)")
     parser.add_argument("--mxnet-python", help="the Python that has MXNet (default: .venv-mxnet, `make mxnet`)")
     parser.add_argument("--no-mxnet", action="store_true", help="leave MXNet out")
+    for name, effect in flags.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=effect)
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.turn_seconds = min(options.rounds, 2), 0.001

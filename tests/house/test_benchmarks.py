@@ -218,3 +218,43 @@ def test_convolutions_have_the_numbers_of_xla(tmp_path):
     assert report["summary"]["convolutions"] == 6
     assert report["summary"]["largest_relative_error"] < 3e-5
     assert "mobilenet: GFLOP/s" in shown
+
+
+@pytest.mark.slow
+def test_layers_add_up_without_pytorch(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXPAR_TORCH_PYTHON", str(tmp_path / "no-such-python"))
+    shown, report = run("layers", tmp_path, "mlp")
+    assert "no PyTorch: " in shown
+    assert report["freed_memory_is_kept"]
+    network = report["networks"]["mlp"]
+    assert {row["kind"] for row in network["layers"].values()} == {"product", "ReLU", "cross-entropy", "SGD"}
+    for row in network["layers"].values():
+        assert row["milliseconds"]["jaxpar"] >= row["least"]["jaxpar"] > 0
+        assert row["times_as_fast_as_pytorch"] is None
+    counted = {name: row for name, row in network["layers"].items() if row["is_counted"]}
+    assert not any(name.endswith("× 512, forward") for name in counted)  # a ReLU counts once, with its way back
+    calls = sum(row["count"] for row in counted.values()) - 1
+    call = network["limits"]["call of a program, forward"]["milliseconds"]["jaxpar"]
+    layers = sum(row["count"] * row["milliseconds"]["jaxpar"] for row in counted.values())
+    assert sum(network["sums"]["jaxpar"].values()) == pytest.approx(layers - calls * call)
+    assert network["step"]["milliseconds"]["jaxpar"] > 0
+
+
+def test_the_layers_hold_the_parameters_of_their_networks():
+    import _layers
+    import _models_jax
+    import jax
+    import numpy as np
+
+    for name, parts in _layers.NETWORKS.items():
+        params = jax.tree.leaves(_models_jax.NETWORKS[name](np.random.default_rng(0))[0])
+        (update,) = (part for part in parts if part.kind == "SGD")
+        assert update.sizes == (sum(x.size for x in params),)
+
+
+def test_results_that_differ_are_an_error():
+    import layers
+
+    layers._hold_against({}, [1.0, 2.0], [2.01, 1.0])
+    with pytest.raises(RuntimeError, match="norms"):
+        layers._hold_against({}, [1.0, 2.0], [1.0, 3.0])
