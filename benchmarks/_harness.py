@@ -75,6 +75,10 @@ def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**63 - 1)}
+"""What `use_cpu_devices(keep_memory=True)` does, for the environment of a child."""
+
+
 class Child:
     """A peer that lives in another interpreter and measures on command, one JSON object a line each way."""
 

@@ -17,11 +17,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from _harness import Child, Turn, arguments, environment, ratio, save, saved, show, take_turns
+from _harness import KEEP_MEMORY, Child, Turn, arguments, environment, ratio, save, saved, show, take_turns
 from _layers import FORWARD, LIMITS, NETWORKS, THREE_WAYS, Part
 
 HERE = Path(__file__).resolve().parent
-KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**63 - 1)}
 MOST_DIFFERENCE = 0.05  # a convolution with stride begins one pixel later in PyTorch
 WHICH = ("milliseconds", "least")  # medians, and the shortest turns, for a machine that others use as well
 SUMMARY = ("ms a step", "jaxpar", "PyTorch", "difference", "jaxpar's least", "PyTorch's least", "difference")

@@ -3,7 +3,8 @@
 A small CNN, ResNet-18, a transformer, an MLP, an LSTM and a matrix factorization in two sizes, float32, plain SGD. The
 last has row-sparse contenders, and MXNet, which waits for each of its steps. jaxpar runs in a process of one device
 and in one of two, and again with `use_cpu_devices(keep_memory=True)`. PyTorch runs eagerly and compiled, convolutions
-with channels last too, and again with the same setting of `malloc`, which PyTorch itself does not make. It is found in this Python, or in the one that the environment variable JAXPAR_TORCH_PYTHON names.
+with channels last too, and again with the same setting of `malloc`, which PyTorch itself does not make. It is found in
+this Python, or in the one that the environment variable JAXPAR_TORCH_PYTHON names.
 """
 
 from __future__ import annotations
@@ -14,7 +15,20 @@ import statistics
 import sys
 from pathlib import Path
 
-from _harness import Child, Turn, arguments, environment, medians, ratio, save, saved, show, start_mxnet, take_turns
+from _harness import (
+    KEEP_MEMORY,
+    Child,
+    Turn,
+    arguments,
+    environment,
+    medians,
+    ratio,
+    save,
+    saved,
+    show,
+    start_mxnet,
+    take_turns,
+)
 from _shapes import MATRIX
 
 HERE = Path(__file__).resolve().parent
@@ -23,7 +37,6 @@ CONVOLUTIONAL = ("cnn", "resnet18")
 PLAIN = (1, False)
 WAYS = (PLAIN, (2, False), (1, True), (2, True))  # devices, and whether memory is kept
 KEPT = ", memory kept"
-KEEP = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**63 - 1)}
 
 
 def main() -> None:
@@ -56,7 +69,7 @@ def _jax(devices: int, kept: bool) -> Child:
 def _torch(kept: bool) -> Child | None:
     command = [os.environ.get("JAXPAR_TORCH_PYTHON", sys.executable), str(HERE / "_models_torch.py")]
     if kept:
-        command = ["env", *(f"{name}={value}" for name, value in KEEP.items()), *command]
+        command = ["env", *(f"{name}={value}" for name, value in KEEP_MEMORY.items()), *command]
     child = Child(command)
     try:
         child.version = child.ask(do="version")

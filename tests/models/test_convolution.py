@@ -271,6 +271,14 @@ def test_windows_of_3_by_3_with_many_channels_are_16_products(case):
     assert lowered.count("stablehlo.dot_general") == 48
 
 
+def test_copies_of_tiles_have_a_limit():
+    """Sums of tiles are four times as many numbers as the images."""
+    w = jax.ShapeDtypeStruct((3, 3, 128, 128), jnp.float32)
+    few, many = (text(OURS, jax.ShapeDtypeStruct((n, 112, 112, 128), jnp.float32), w) for n in (8, 64))
+    assert "stablehlo.convolution" not in few
+    assert "stablehlo.convolution" in many
+
+
 def test_the_gradient_of_small_images_with_strides_is_a_product():
     x, w = arrays((8, 4, 4, 16), (3, 3, 16, 16))
     of_images = lambda conv: jax.jit(jax.grad(lambda x: jnp.sin(by(conv, (2, 2), "SAME")(x, w)).sum()))  # noqa: E731

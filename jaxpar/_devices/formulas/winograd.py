@@ -33,12 +33,13 @@ _OF_RESULT = np.array([[1, 1, 1, 0], [0, 1, -1, -1]])
 # Sums and differences of a tile are copies, which products have to pay for: at least so many for each copied number,
 # and so many tiles, or the sums of the windows cost more (measured against XLA's own, benchmarks/NOTES.md).
 _PRODUCTS, _TILES = 80, 32
+_MOST_NUMBERS = 1 << 27  # copied at once, in 512 MB: a training step of large images should not need much more memory
 
 
 def pays(images: int, sizes: Sequence[int], channels: int, features: int) -> bool:
     """Whether the formulas are faster for so many images, whose results have these two spatial sizes."""
-    tiles = images * math.prod(-(-size // 2) for size in sizes)
-    return tiles >= _TILES and 2 * channels * features >= _PRODUCTS * (channels + features)
+    tiles, copied = images * math.prod(-(-size // 2) for size in sizes), channels + features
+    return tiles >= _TILES and 2 * channels * features >= _PRODUCTS * copied and 16 * tiles * copied <= _MOST_NUMBERS
 
 
 def is_gradient(problem: FilterGradient) -> bool:
@@ -54,7 +55,7 @@ def convolution(x: jax.Array, w: jax.Array, edges: Sequence[tuple[int, int]], is
     features, summed = (w.shape[2], 1) if is_turned else (w.shape[3], 0)
     high, wide = (size + low + up - 2 for size, (low, up) in zip(x.shape[1:3], edges, strict=True))
     x = _pad(x, [(low, up + size % 2) for (low, up), size in zip(edges, (high, wide), strict=True)])
-    windows = [_of_window(row) for row in _of_window(_in_memory(w))]
+    windows = [_of_window(row) for row in _of_window(list(_in_memory(w)))]
     images = _of_tiles(_in_memory(x))
     shape = (*images[0][0].shape[:3], features)
     numbers = ((1,), (summed,)), ((), ())
