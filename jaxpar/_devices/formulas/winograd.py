@@ -55,7 +55,7 @@ def convolution(x: jax.Array, w: jax.Array, edges: Sequence[tuple[int, int]], is
     features, summed = (w.shape[2], 1) if is_turned else (w.shape[3], 0)
     high, wide = (size + low + up - 2 for size, (low, up) in zip(x.shape[1:3], edges, strict=True))
     x = _pad(x, [(low, up + size % 2) for (low, up), size in zip(edges, (high, wide), strict=True)])
-    windows = [_of_window(row) for row in _of_window(list(_in_memory(w)))]
+    windows = [_of_window(row) for row in _of_window(_in_memory(w))]
     images = _of_tiles(_in_memory(x))
     shape = (*images[0][0].shape[:3], features)
     numbers = ((1,), (summed,)), ((), ())
@@ -102,8 +102,8 @@ def _every_second(x: jax.Array, axis: int, places: int) -> list[jax.Array]:
     return [lax.slice_in_dim(x, at, at + 2 * count - 1, 2, axis) for at in range(places)]
 
 
-def _of_window(w: Sequence[jax.Array]) -> list[jax.Array]:
-    """W w along one axis."""
+def _of_window(w: jax.Array) -> list[jax.Array]:
+    """W w along the first axis."""
     ends = w[0] + w[2]
     return [w[0], 0.5 * (ends + w[1]), 0.5 * (ends - w[1]), w[2]]
 
