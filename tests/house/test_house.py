@@ -41,10 +41,11 @@ LAYERS = (
 PRIVATE = ("_core", "_devices", "_heartbeat", "_launch", "_cli")
 # The compiled step is a push taken apart.
 EXCEPTIONS = {("train._step", f"kv.{name}") for name in ("_aggregate", "_place", "_staleness", "_store", "_update")}
-WITHOUT_JAX = ("_heartbeat", "_launch", "_core.text", "_core.files", "_core.parsers")
+WITHOUT_JAX = ("_heartbeat", "_launch", "_core.text", "_core.files", "_core.memory", "_core.parsers")
 # Rooms and modules that may touch the world.
 EDGE = [
     "_core.files",
+    "_core.memory",
     "_core.text",
     "_heartbeat",
     "_launch",
