@@ -26,7 +26,8 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
         n: how many, at least 1. They share the cores of the machine.
         keep_memory: whether the whole process keeps the memory that it frees, for the next step. A step whose
             intermediate values take more than 32 MB is 1.1 to 1.4 times as fast, and the process takes up to three
-            times as much memory. It needs the GNU C library, as most Linux systems have it.
+            times as much memory. It needs the GNU C library, as most Linux systems have it. A call after the first
+            use of JAX changes nothing.
 
     Raises:
         TypeError: `n` is no int.
