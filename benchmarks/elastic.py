@@ -74,14 +74,14 @@ def worker(over: str, max_steps: int) -> None:
     print(f"BITS {rank} {int(state.step)} {bits} {history[-1]['loss']!r}", flush=True)
 
 
-class Lines(threading.Thread):
+class Lines:
     """What a process prints, line by line. A copy with times goes to a file."""
 
     def __init__(self, pipe: Any, log: str | None):
-        super().__init__(daemon=True)
         self._pipe, self._log, self.queue = pipe, log, queue.SimpleQueue[str]()
+        self.thread = threading.Thread(target=self._read, daemon=True)
 
-    def run(self) -> None:
+    def _read(self) -> None:
         with open(self._log or os.devnull, "w", buffering=1) as log:
             for line in self._pipe:
                 log.write(f"{time.time():.2f} {line}")
@@ -170,7 +170,7 @@ def disturbed(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     command = [*launch, "--elastic", "--", "python", os.path.abspath(__file__), "--worker", over]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines, watch, killer = Lines(run.stdout, args.log), Watch(), Killer(args.every)
-    lines.start()
+    lines.thread.start()
     while run.poll() is None:
         watch.read(lines.get())
         seconds = time.time() - watch.first_step if watch.first_step else 0.0
@@ -179,7 +179,7 @@ def disturbed(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         else:
             open(over, "w").close()
         time.sleep(0.02)
-    lines.join()
+    lines.thread.join()
     watch.read(lines.get())
     return {
         **{"status": run.returncode, "minutes": round(seconds / 60, 1), "kills": killer.kills},

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 
 from .._core.text import say_before_exit
@@ -19,6 +18,7 @@ from .pulse import Pulse
 from .secret import FILE_VARIABLE, VARIABLE, Secret, challenge, is_equal
 from .server import INTERRUPTED
 from .server_thread import ServerThread
+from .thread import daemon
 
 LOST = 75  # exit status of a process that ends because another was lost: EX_TEMPFAIL of sysexits.h, "try again"
 _WELCOME_TIMEOUT = 5.0  # seconds in which a server answers
@@ -26,7 +26,7 @@ _MISTRUST_TIMEOUT = 15.0  # seconds after which a process with another secret th
 _REPORT_TIME = 1.0  # seconds in which the report of a loss arrives
 
 
-class HeartbeatClient(threading.Thread):
+class HeartbeatClient:
     """The connection of this process to the heartbeat server.
 
     Args:
@@ -41,6 +41,7 @@ class HeartbeatClient(threading.Thread):
     Attributes:
         hint: what the processes resume from, or None.
         status: the exit status of this process, if it failed. Else 0.
+        thread: sends and reads heartbeats until `stop`. A loss ends the process.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class HeartbeatClient(threading.Thread):
         server: ServerThread | None = None,
         pulse: Pulse | None = None,
     ):
-        super().__init__(name="jaxpar-heartbeat-client", daemon=True)
+        blind = f"no loss would be noticed, so process {rank} of {size} ends with status {LOST}"
+        self.thread = daemon("jaxpar-heartbeat-client", self._run, blind, lambda: os._exit(LOST))
         self.rank, self.size, self.job, self.heartbeat_timeout = rank, size, job, heartbeat_timeout
         self.server, self._server_name, self._server_host = server, "the launcher" if launched else "process 0", "?"
         self.hint: str | None = None
@@ -97,10 +99,9 @@ class HeartbeatClient(threading.Thread):
             raise
         if self._pulse is not None:
             self._pulse.add(self._connection.sock)
-        self.start()
+        self.thread.start()
 
-    def run(self) -> None:
-        """Send and read heartbeats until `stop`. A loss ends the process."""
+    def _run(self) -> None:
         assert self._connection is not None
         try:
             if (why := self._watch(self._connection)) is not None:
@@ -141,7 +142,7 @@ class HeartbeatClient(threading.Thread):
         """Leave the run and end this thread."""
         self.leave()
         self._is_stopped = True
-        self.join()
+        self.thread.join()
 
     def send_resume_hint(self, hint: str | None) -> None:
         """Send all processes what to resume from."""

@@ -13,6 +13,7 @@ import threading
 import time
 
 from . import addresses
+from .thread import daemon
 
 _CHUNK = 1 << 18
 _MOST = 16  # connections at a time; jax's client has one or two
@@ -20,7 +21,7 @@ _RETRY = 0.05  # seconds between two attempts
 _END = 5.0  # seconds which the service has to end after its client has
 
 
-class ServiceProxy(threading.Thread):
+class ServiceProxy:
     """A listener on this host that forwards every connection.
 
     Each connection has threads of its own, so that one that hangs or breaks does not delay another.
@@ -30,17 +31,22 @@ class ServiceProxy(threading.Thread):
 
     Attributes:
         address: where the proxy listens, "host:port".
+        thread: accepts connections until the process ends.
     """
 
     def __init__(self, target: str):
-        super().__init__(name="jaxpar-proxy", daemon=True)
         self._target = addresses.split(target)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._pairs: list[_Pair] = []
+        consequence = "jax cannot connect to process 0 again"
+        self.thread = daemon("jaxpar-proxy", self._run, consequence, self._listener.close)
 
-    def run(self) -> None:
-        """Accept connections until the process ends."""
+    def start(self) -> None:
+        """Start the thread."""
+        self.thread.start()
+
+    def _run(self) -> None:
         while True:
             try:
                 client, _ = self._listener.accept()
@@ -51,7 +57,7 @@ class ServiceProxy(threading.Thread):
 
     def _admit(self, client: socket.socket) -> None:
         """Start a pair. Where there are too many, close the oldest that has sent nothing, else the new one."""
-        self._pairs = [pair for pair in self._pairs if pair.is_alive()]
+        self._pairs = [pair for pair in self._pairs if pair.thread.is_alive()]
         silent = [pair for pair in self._pairs if pair.is_silent]
         if len(self._pairs) >= _MOST and not silent:
             return client.close()
@@ -60,21 +66,21 @@ class ServiceProxy(threading.Thread):
             silent[0].stop()
         pair = _Pair(client, self._target)
         try:
-            pair.start()
+            pair.thread.start()
         except RuntimeError:  # no more threads
             return client.close()
         self._pairs.append(pair)
 
 
-class _Pair(threading.Thread):
+class _Pair:
     """A connection of jax's client, and the connection to the service to which it is forwarded."""
 
     def __init__(self, client: socket.socket, target: tuple[str, int]):
-        super().__init__(name="jaxpar-proxy-pair", daemon=True)
         self._client, self._target = client, target
+        self.thread = daemon("jaxpar-proxy-pair", self._run, "jax has to connect to process 0 again")
         self.is_silent = True
 
-    def run(self) -> None:
+    def _run(self) -> None:
         with self._client as client:
             data = _receive(client)  # jax's client sends first
             self.is_silent = False

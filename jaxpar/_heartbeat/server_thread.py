@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import selectors
 import socket
-import threading
 import time
 
 from .._core.text import say
@@ -14,17 +13,22 @@ from .elastic_server import ElasticServer
 from .pulse import Pulse
 from .secret import Secret
 from .server import HeartbeatServer
+from .thread import daemon
 
 
 def _say_lost(rank: int, why: str) -> None:
     say(f"process {rank} was lost: {why}; the others go on")
 
 
-class ServerThread(threading.Thread):
-    """A thread that runs a heartbeat server until every process has left. Args as for `HeartbeatServer`.
+class ServerThread:
+    """A heartbeat server and its thread, which runs until every process has left. Args as for `HeartbeatServer`.
 
     Args:
         elastic: whether the run goes on after the loss of a process other than 0.
+
+    Attributes:
+        server: the server.
+        thread: serves until every process has left.
     """
 
     def __init__(
@@ -39,7 +43,6 @@ class ServerThread(threading.Thread):
         elastic: bool = False,
         pulse: Pulse | None = None,
     ):
-        super().__init__(name="jaxpar-heartbeat-server", daemon=True)
         self._selector = selectors.DefaultSelector()
         kind = functools.partial(ElasticServer, on_leave=_say_lost) if elastic else HeartbeatServer
         self.server = kind(
@@ -52,9 +55,13 @@ class ServerThread(threading.Thread):
             join_timeout=join_timeout,
             pulse=pulse,
         )
+        self.thread = daemon("jaxpar-heartbeat-server", self._run, "the run ends", self.server.close)
 
-    def run(self) -> None:
-        """Serve until every process has left."""
+    def start(self) -> None:
+        """Start the thread."""
+        self.thread.start()
+
+    def _run(self) -> None:
         while not self.server.is_over:
             for key, _ in self._selector.select(INTERVAL / 2):
                 key.data()

@@ -8,27 +8,35 @@ import queue
 import selectors
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
+
+from .._heartbeat import thread
 
 _LONGEST = 1 << 16  # bytes of a line without an end that are held back
 
 
-class Output(threading.Thread):
-    """A thread that writes to standard output and error: a pager that stops reading must not stop the launcher.
+class Output:
+    """Writes to standard output and error in a thread: a pager that stops reading must not stop the launcher.
 
     Attributes:
         is_broken: whether the reader has closed the pipe.
     """
 
     def __init__(self) -> None:
-        super().__init__(name="jaxpar-output", daemon=True)
+        lost = "what the processes print is lost, and the run is ended"
+        self._thread = thread.daemon("jaxpar-output", self._run, lost, self._break)
         self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self.is_broken = False
 
-    def run(self) -> None:
-        """Write until `finish`."""
+    def start(self) -> None:
+        """Start the thread. It writes until `finish`."""
+        self._thread.start()
+
+    def _break(self) -> None:
+        self.is_broken = True
+
+    def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             descriptor, rest = item
             while rest and not self.is_broken:
@@ -48,7 +56,7 @@ class Output(threading.Thread):
     def finish(self, seconds: float | None) -> None:
         """Wait until all is written, for `seconds` at most."""
         self._queue.put(None)
-        self.join(seconds)
+        self._thread.join(seconds)
 
 
 class Stream:

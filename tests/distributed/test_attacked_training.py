@@ -85,10 +85,10 @@ def test_a_training_beside_an_attack(undisturbed):
             training.join(LIMIT)
         np.testing.assert_array_equal(ends[0], undisturbed)
         assert thread.server.lost is None
-        assert client.is_alive()
+        assert client.thread.is_alive()
         client.send_resume_hint("runs/step_1")
         client.stop()
-        thread.join(LIMIT)
+        thread.thread.join(LIMIT)
         assert thread.server.hint == "runs/step_1"
         assert open_descriptors() <= before
 

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+import types
 
 import pytest
 from hostile import HELLO, JOB, Client, Run, descriptors, is_readable, lines, next_descriptor
@@ -14,7 +15,7 @@ from launched import HEAD, MEMBER, launch, write
 
 from jaxpar import distributed
 from jaxpar._heartbeat import client as client_module
-from jaxpar._heartbeat.client import HeartbeatClient
+from jaxpar._heartbeat.client import LOST, HeartbeatClient
 from jaxpar._heartbeat.connection import JsonConnection
 from jaxpar._heartbeat.messages import FROM_SERVER
 from jaxpar._heartbeat.server_thread import ServerThread
@@ -411,10 +412,10 @@ def test_the_server_of_process_0_outlives_an_attack():
         time.sleep(0.02)
     assert clients[0].hint == "runs/step_4"
     for client in clients:
-        assert client.is_alive()
+        assert client.thread.is_alive()
         client.stop()
-    thread.join(LIMIT)
-    assert not thread.is_alive()
+    thread.thread.join(LIMIT)
+    assert not thread.thread.is_alive()
 
 
 # The client, and a server that is broken
@@ -448,13 +449,13 @@ def last_line(monkeypatch):
     def run(data, go=b'{"go": 1, "host": "h"}\n'):
         lines.clear()
         client = new_client()
-        client.start = lambda: None
+        client.thread.start = lambda: None
         server = threading.Thread(target=serve, args=(listener, go + data))
         server.start()
         try:
             client.join_run([listener.getsockname()], 5.0, "absent")
             with contextlib.suppress(Ended):
-                client.run()
+                client._run()
         finally:
             server.join(LIMIT)
         return lines[0] if lines else None
@@ -478,7 +479,7 @@ def test_a_flood_from_the_server_leaves_the_processor_free():
     client = new_client()
     with near:
         client._connection = JsonConnection(far, FROM_SERVER)
-        client.start()
+        client.thread.start()
         near.settimeout(0.2)
         used, end, sent = time.process_time(), time.monotonic() + 1.5, 0
         while time.monotonic() < end:
@@ -566,3 +567,23 @@ def test_any_bytes_of_a_server_end_the_process_with_one_printable_line(last_line
     else:
         assert line.isprintable()
         assert "ends with status 75" in line
+
+
+def test_a_thread_that_fails_says_so_and_what_follows(capfd, monkeypatch):
+    ends = []
+    monkeypatch.setattr(client_module.os, "_exit", ends.append)
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread, client = ServerThread(listener, job=JOB, size=1, heartbeat_timeout=5, join_timeout=5), new_client(0, 1)
+    client._connection = types.SimpleNamespace(wait=None, close=lambda: None)  # a name that became something else
+    client.thread.start()
+    client.thread.join(LIMIT)
+    assert ends == [LOST]
+    why = "TypeError: 'NoneType' object is not callable"
+    said = capfd.readouterr().err
+    assert f"{why}; no loss would be noticed, so process 0 of 1 ends with status 75" in said
+    thread.server.check = None
+    thread.start()
+    thread.thread.join(LIMIT)
+    assert f"the thread jaxpar-heartbeat-server failed: {why}; the run ends" in capfd.readouterr().err
+    with pytest.raises(OSError, match="Bad file descriptor"):  # closed, so that the processes notice
+        listener.getsockname()

@@ -120,4 +120,4 @@ def test_without_descriptors_the_proxy_goes_on(proxied):
         proxied.good[0].sendall(b"a")
         assert proxied.good[1].recv(1) == b"a"
     proxied.accept(b"ping")
-    assert proxied.proxy.is_alive()
+    assert proxied.proxy.thread.is_alive()

@@ -128,11 +128,11 @@ def test_processes_with_the_secret_join():
         join.start()
     for join in joins:
         join.join(LIMIT)
-    assert all(client.is_alive() for client in clients)
+    assert all(client.thread.is_alive() for client in clients)
     for client in clients:
         client.stop()
-    thread.join(LIMIT)
-    assert not thread.is_alive()
+    thread.thread.join(LIMIT)
+    assert not thread.thread.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_a_client_says_what_is_wrong_with_the_secret(monkeypatch, server, client
         good = new_client(server)
         good.join_run([address], 5.0, "absent")
         good.stop()
-    thread.join(LIMIT)
-    assert not thread.is_alive()
+    thread.thread.join(LIMIT)
+    assert not thread.thread.is_alive()
 
 
 @pytest.mark.parametrize(

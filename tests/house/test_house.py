@@ -11,6 +11,8 @@ import runpy
 import subprocess
 import sys
 import textwrap
+import threading
+import typing
 from pathlib import Path
 
 import pytest
@@ -198,6 +200,46 @@ def test_the_picture_of_the_rooms_is_that_of_the_source():
     assert not [room for room in drawing["ROOMS"] if f"`{room}`" not in page]
     named = [path for path in re.findall(r"`([a-z_/]+\.py)`", page) if "/" in path]
     assert not [path for path in named if not ((ROOT / path).exists() or (ROOT.parent / path).exists())]
+
+
+def own_classes():
+    for module in FILES:
+        found = importlib.import_module(f"jaxpar.{module}")
+        yield from (c for c in vars(found).values() if inspect.isclass(c) and c.__module__ == found.__name__)
+
+
+def private_names(cls):
+    """The private names of a class and of its instances, as its source assigns them."""
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except (OSError, TypeError):  # of C
+        return {name for name in vars(cls) if name.startswith("_")}
+    return {name for name in map(assigned, ast.walk(ast.parse(source))) if name.startswith("_")}
+
+
+def assigned(node):
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return node.name
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else ""
+
+
+# Hooks that the base's own subclasses replace, and the word of notebooks.
+MEANT = {"_get_help_string", "_repr_mimebundle_"}
+
+
+def test_no_class_shares_a_private_name_with_a_foreign_base():
+    """A new release of Python or a library may give one of its names to something else, as Python 3.13 did."""
+    checked = 0
+    for cls in own_classes():
+        foreign = [c for c in cls.__mro__[1:] if not c.__module__.startswith("jaxpar")]
+        assert threading.Thread not in foreign, f"{cls} is a thread; let it have one, see _heartbeat.thread"
+        ours = {name for name in private_names(cls) if not re.fullmatch("__.*__", name)}
+        for base in set(foreign) - {object, typing.Generic, typing.Protocol}:
+            checked += 1
+            assert not (ours & private_names(base)) - MEANT, f"{cls} and {base}"
+    assert checked > 30
 
 
 def python(program):

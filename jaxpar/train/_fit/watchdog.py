@@ -22,6 +22,7 @@ import jax
 from ... import distributed
 from ..._core.text import say_before_exit
 from ..._devices import processes
+from ..._heartbeat import thread
 
 STUCK_AFTER = 10.0  # seconds, or JAXPAR_STUCK_TIMEOUT
 _EVERY = 0.5  # seconds between two looks
@@ -41,11 +42,11 @@ class Work:
     is_said: bool = False
 
 
-class Watchdog(threading.Thread):
+class Watchdog:
     """Watches the thread that made it, inside of the blocks `watch`."""
 
     def __init__(self) -> None:
-        super().__init__(name="jaxpar-watchdog", daemon=True)
+        self._watching = thread.daemon("jaxpar-watchdog", self._run, "a process that is stuck is not noticed any more")
         self._limit = float(os.environ.get("JAXPAR_STUCK_TIMEOUT") or STUCK_AFTER)
         self._thread = threading.get_ident()
         self._work: Work | None = None
@@ -75,8 +76,7 @@ class Watchdog(threading.Thread):
         if (work := self._work) is not None:
             work.since, work.is_said = time.monotonic(), False
 
-    def run(self) -> None:
-        """Look twice a second until `stop`."""
+    def _run(self) -> None:
         can_dump = _has_descriptor()
         while not self._stopped.wait(_EVERY):
             work = self._work
@@ -97,9 +97,9 @@ class Watchdog(threading.Thread):
             self._say(work)
 
     def start(self) -> None:
-        """Begin to watch. Batches of an evaluation are progress from now on."""
+        """Look twice a second until `stop`. Batches of an evaluation are progress from now on."""
         processes.watch_progress(self.note_progress)
-        super().start()
+        self._watching.start()
 
     def stop(self) -> None:
         """End this thread."""
