@@ -114,7 +114,8 @@ def create_state(
 
     Args:
         store: made by `kv.from_params`. It stays valid, as the state holds copies.
-        rng: a random key, or an int to make one of.
+        rng: a random key, or an int to make one of. Under engine `jit` a key of `rbg` or `unsafe_rbg` draws other
+            numbers than under the other engines.
         devices: None takes the store's, or else all of them.
         grad_transform: the one given to `make_train_step`. If it is not given here, the first call of the step makes
             its state.
