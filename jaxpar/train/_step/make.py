@@ -128,8 +128,9 @@ def make_train_step(
         do not fit one device, and for optimizers that need whole values of a store of kind `sharded`. A mesh that
         `jax.set_mesh` has set changes no engine. With each of them `loss_fn` sees one share of the batch, an `rng` of
         its own and its own model state, so batch norm and dropout mean the same. Two things differ under `jit`: a
-        `custom_vjp` on a param sees the gradient of all shares, not of one, and keys of `rbg` draw other numbers. Engine
-        `jit` refuses what needs the gradient of one device: kind `local`, compression, a staleness, `local_steps`.
+        `custom_vjp` on a param sees the gradient of all shares, not of one, and keys of `rbg` draw other numbers.
+        Engine `jit` refuses what needs the gradient of one device: kind `local`, compression, a staleness,
+        `local_steps`.
 
     Virtual shards:
         The gradient of a shard and the update are programs of one device each, compiled once for each device of a
