@@ -46,4 +46,4 @@ from ._shares import (
     check_elementwise_forms as _check_elementwise_forms,
     check_elementwise_tree as _check_elementwise_tree,
 )
-from ._tree import TreeOptimizer as _TreeOptimizer
+from ._tree import TreeOptimizer as _TreeOptimizer, UnknownOwners as _UnknownOwners

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jaxpar import checkpoint, data, kv, train
+from jaxpar import checkpoint, data, kv, train, updaters
 from jaxpar.checkpoint import _files, _manifest
 
 PARAMS = {"dense": {"bias": np.zeros(3, np.float32), "weight": np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3)}}
@@ -240,6 +240,21 @@ def test_another_model_or_optimizer(tmp_path, like, message):
     checkpoint.save(tmp_path / "a", make("sharded"))
     with pytest.raises(checkpoint.CheckpointError, match=message):
         checkpoint.restore(tmp_path / "a", like())
+
+
+@pytest.mark.parametrize("tx", [ADAM, optax.novograd(0.1), optax.chain(optax.trace(0.9), ADAM)])
+def test_a_state_for_each_key_becomes_one_for_all_params(tmp_path, tx, capsys):
+    params = {"b": jnp.ones(2), "mu": {"b": jnp.ones(2), "trace": (jnp.ones(2), jnp.ones(2))}, "n": jnp.int32(1)}
+    keys, grads = list(range(4)), [jnp.full(2, 1.0 + i) for i in range(4)]
+    each = kv.push(kv.from_params(params, updater=updaters.from_optax(tx)), keys, grads)
+    whole = kv.push(kv.from_params(params, optimizer=tx), keys, grads)
+    checkpoint.save(tmp_path / "a", each)
+    same(
+        checkpoint.restore(tmp_path / "a", kv.from_params(params, optimizer=tx)).optimizer_state, whole.optimizer_state
+    )
+    assert "was joined into one for all params" in capsys.readouterr().err
+    with pytest.raises(checkpoint.CheckpointError, match=r"found nothing|no such leaf"):
+        checkpoint.restore(tmp_path / "a", kv.from_params(params, optimizer=optax.lamb(0.1)))
 
 
 # Damaged, foreign, missing.
@@ -478,7 +493,7 @@ import json, os, random, shutil, signal, sys, time
 
 kills, epochs, directory, seed = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 import jax, jax.numpy as jnp, numpy as np, optax, orbax.checkpoint
-from jaxpar import checkpoint, data, kv, train
+from jaxpar import checkpoint, data, kv, train, updaters
 
 jax.config.update("jax_compilation_cache_dir", os.path.join(directory, "programs"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
