@@ -101,7 +101,7 @@ def state_homes(store: KVStore) -> list[Sharding | None]:
     What belongs to a param and has its shape has the sharding of the param. Each device has a copy of the rest.
     """
     leaves = jax.tree.leaves(store.optimizer_state)
-    if store.devices is None:
+    if store.devices is None or not leaves:
         return [None] * len(leaves)
     if not layout_of(store).is_split and not store.shardings:
         return [kind_of(store).home(store.devices)] * len(leaves)

@@ -253,8 +253,8 @@ def test_a_state_for_each_key_becomes_one_for_all_params(tmp_path, tx, capsys):
         checkpoint.restore(tmp_path / "a", kv.from_params(params, optimizer=tx)).optimizer_state, whole.optimizer_state
     )
     assert "was joined into one for all params" in capsys.readouterr().err
-    with pytest.raises(checkpoint.CheckpointError, match=r"found nothing|no such leaf"):
-        checkpoint.restore(tmp_path / "a", kv.from_params(params, optimizer=optax.lamb(0.1)))
+    with pytest.raises(checkpoint.CheckpointError, match="optimizer_state/0/0/.*expected .* found nothing"):
+        checkpoint.restore(tmp_path / "a", kv.from_params(params, optimizer=optax.chain(tx, optax.ema(0.9))))
 
 
 # Damaged, foreign, missing.
