@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import updaters
 from .._core import checks
 from .._core.portable import (
     NodeFormat,
@@ -38,7 +39,7 @@ def slots(store: KVStore, prefix: str) -> list[Slot]:
     """A slot for each leaf of the store."""
     paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(store)[0], strict=True) if store.values else ((), ())
     shapes, called, split = shapes_of(store), names(store), layout_of(store).is_split
-    whole = iter(_tree.state_shapes(store))
+    whole, rules = iter(_tree.state_shapes(store)), rule_of_each(store)
     inner = list(map(path_name, paths))
     full = [join_names(prefix, name) for name in inner]
     found: list[Slot] = []
@@ -53,8 +54,18 @@ def slots(store: KVStore, prefix: str) -> list[Slot]:
         rows = split and not part and leaf.shape == store.values[k].shape
         key = f"key {k} ({called[k]!r})" if called.get(k, str(k)) != str(k) else f"key {k}"
         words = f"{key}: {'value' if field == 'values' else name}"
-        found.append(Slot(full_name, words, leaf, tuple(shapes[k] if rows else leaf.shape), rows, part))
+        rule = rules.get(k) if field == "values" else None
+        found.append(Slot(full_name, words, leaf, tuple(shapes[k] if rows else leaf.shape), rows, part, rule))
     return found
+
+
+def rule_of_each(store: KVStore) -> dict[int, str | None]:
+    """What identifies the computation by which a push updates each key. None where that is not known."""
+    specs = specs_of(store)
+    if not isinstance(store.updater, TreeOptimizer):
+        return updaters._rule_of_each(store.updater, None, tuple(specs), tuple(specs.values()))
+    keys, structure = _tree.trained_keys(store), jax.tree.structure(_tree.tree_of(store, specs))
+    return updaters._rule_of_each(store.updater, structure, tuple(keys), tuple(specs[k] for k in keys))
 
 
 def bare(store: KVStore) -> KVStore:
@@ -63,10 +74,29 @@ def bare(store: KVStore) -> KVStore:
 
 
 def complete(store: KVStore, like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> KVStore:
-    """The store with residuals and pending pushes, for the devices of `like`."""
+    """The store with residuals and pending pushes, for the devices of `like`.
+
+    Raises:
+        ValueError: another optimizer, or what belongs to devices does not fit.
+    """
+    _check_rules(like, by_key(saved, join_names(prefix, "values"), like))
     residuals = _residuals(store, like, by_key(saved, join_names(prefix, _RESIDUALS), like), remarks)
     pending = _pending(store, like, by_key(saved, join_names(prefix, _PENDING), like))
     return dataclasses.replace(store, residuals=residuals, pending=pending)
+
+
+def _check_rules(like: KVStore, saved: dict[int, Saved]) -> None:
+    """`ValueError` where a value was updated by another rule than the store of `like` has."""
+    for k, rule in rule_of_each(like).items():
+        record, _ = saved[k][""]
+        if updaters._is_other_rule(rule, record.get("rule")):
+            raise ValueError(
+                f"{record['words']}: the optimizer that saved it updates it by another rule than that of `like` "
+                "(another rate, decay or schedule is no other rule); give a state with the optimizer that saved it. To "
+                "change the optimizer and keep its state, restore that, then put it into the new store: "
+                "dataclasses.replace(new, values=found.values, updater_state=found.updater_state, "
+                "optimizer_state=found.optimizer_state)"
+            )
 
 
 def by_key(saved: Saved, prefix: str, store: KVStore) -> dict[int, Saved]:
@@ -189,7 +219,10 @@ def adapt(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved
             return saved
         found[slot.name] = {**record, "name": slot.name, "words": slot.words}, array
     remarks.append("the optimizer's state was saved for each key, and was joined into one for all params")
-    return {name: entry for name, entry in saved.items() if not name.startswith(before)} | found
+    rest = {name: entry for name, entry in saved.items() if not name.startswith(before)}
+    for record, _ in rest.values():
+        record.pop("rule", None)  # it was that of a single key
+    return rest | found
 
 
 def _names_of_keys(store: KVStore) -> list[list[str]]:
