@@ -25,6 +25,7 @@ _OPEN = (
     f"that, set {secrets.VARIABLE} to one random text in all processes, or write it to ~/.config/jaxpar/secret (chmod "
     "600)"
 )
+_LOCKED = 60.0  # seconds for which a process that others can go on without may hold Python's lock
 _PORTS = 8  # the server takes the first free one of these many after the coordinator's
 
 
@@ -36,7 +37,8 @@ def join(cluster: Cluster, heartbeat_timeout: float, join_timeout: float, elasti
             numbers, or no port is free. The secret cannot be used.
     """
     server, host, port = None, *split(cluster.server or cluster.coordinator)
-    secret, pulse, releases = secrets.find(), Pulse(), None
+    secret, releases = secrets.find(), None
+    pulse = Pulse(most=_LOCKED) if elastic and cluster.process_id else Pulse()
     if elastic and cluster.process_id == 0:
         releases = Releases(functools.partial(forget, cluster.coordinator, cluster.num_processes))
     addresses = [(host, port)] if cluster.server else [(host, p) for p in _ports(port)]
