@@ -1,7 +1,8 @@
 """A process of an elastic run that fails as it is asked to, once for each failure; see tests/train/test_elastic.py.
 
 Arguments: a folder for marks, then `failure:process:step` each, where failure is kill, stop or loop. With `late` a
-process that comes back calls `fit` only after that step.
+process that comes back calls `fit` only after that step. With `slow:S:E` process 0 waits S seconds after each step, and
+there are E epochs of six steps.
 """
 
 import hashlib
@@ -19,9 +20,11 @@ from jaxpar import data, distributed, kv, train
 
 folder, *failures = sys.argv[1:]
 late = [failure.split(":")[1:] for failure in failures if failure.startswith("late")]
-failures = [failure for failure in failures if not failure.startswith("late")]
+(*_, pause, epochs) = next((failure for failure in failures if failure.startswith("slow")), "slow:0:6").split(":")
+failures = [failure for failure in failures if not failure.startswith(("late", "slow"))]
 distributed.initialize(elastic=True)
 rank = jax.process_index()
+print("PID", rank, os.getpid(), flush=True)
 
 
 class Failing(data.ArraySource):
@@ -76,6 +79,7 @@ first, waited = {}, set()
 def on_step(number, metrics):
     """Process 0 waits before the next failure until the processes that failed have come back."""
     print("STEP", number, flush=True)
+    time.sleep(float(pause))
     if number == 1 and failures:
         first.update(ready())
     for process, step_number in late:
@@ -102,7 +106,7 @@ state, history = train.fit(
     state,
     step,
     Failing(arrays, None),
-    epochs=6,
+    epochs=int(epochs),
     batch_size=16,
     progress=False,
     callbacks=lambda state, record: seen.append(record["step"]),

@@ -13,14 +13,14 @@ import time
 
 from .._core.text import say_before_exit
 from .connection import INTERVAL, AwakeClock, JsonConnection
-from .messages import FROM_SERVER, Message, printable
+from .messages import FROM_SERVER, LOST, Message, printable
 from .pulse import Pulse
+from .releases import Releases
 from .secret import FILE_VARIABLE, VARIABLE, Secret, challenge, is_equal
 from .server import INTERRUPTED
 from .server_thread import ServerThread
 from .thread import daemon
 
-LOST = 75  # exit status of a process that ends because another was lost: EX_TEMPFAIL of sysexits.h, "try again"
 _WELCOME_TIMEOUT = 5.0  # seconds in which a server answers
 _MISTRUST_TIMEOUT = 15.0  # seconds after which a process with another secret than the server's gives up
 _REPORT_TIME = 1.0  # seconds in which the report of a loss arrives
@@ -34,9 +34,11 @@ class HeartbeatClient:
         job: the name of the run.
         secret: of the run. None joins only a server without one.
         heartbeat_timeout: seconds without a heartbeat after which the server is lost.
-        launched: whether the server is in the launcher. Else it is in process 0.
+        launched: whether the server is in the launcher. Else it is in process 0. The silence of a launcher is no loss:
+            it is on this machine, so where it ends the connection closes, and where it is stopped it goes on later.
         server: the server's thread, if it is in this process.
         pulse: gets the connection, and ends with it.
+        releases: has jax forget lost processes, in process 0 of an elastic run.
 
     Attributes:
         hint: what the processes resume from, or None.
@@ -55,6 +57,7 @@ class HeartbeatClient:
         launched: bool,
         server: ServerThread | None = None,
         pulse: Pulse | None = None,
+        releases: Releases | None = None,
     ):
         blind = f"no loss would be noticed, so process {rank} of {size} ends with status {LOST}"
         self.thread = daemon("jaxpar-heartbeat-client", self._run, blind, lambda: os._exit(LOST))
@@ -62,7 +65,7 @@ class HeartbeatClient:
         self.server, self._server_name, self._server_host = server, "the launcher" if launched else "process 0", "?"
         self.hint: str | None = None
         self.status = 0
-        self._pulse = pulse
+        self._pulse, self._releases, self._launched = pulse, releases, launched
         self._secret, self._mistrust = secret, ""  # why a server that answered is not the one of this run
         self._has_failed = self._is_leaving = self._is_stopped = self._is_server_closing = False
         self._connection: JsonConnection | None = None
@@ -129,7 +132,7 @@ class HeartbeatClient:
                 return f"it {_describe_fault(connection.fault)}"
             if connection.is_closed:
                 return "its connection closed (killed?)"
-            if now - received > self.heartbeat_timeout and not self._is_leaving:
+            if now - received > self.heartbeat_timeout and not (self._is_leaving or self._launched):
                 return f"no heartbeat for {self.heartbeat_timeout:g} seconds: it is frozen, or its host is gone"
             if now - sent >= INTERVAL:
                 sent = now
@@ -245,10 +248,20 @@ class HeartbeatClient:
     def _handle(self, message: Message) -> None:
         if "hint" in message:
             self.hint = message["hint"]
-        if "closing" in message:
+        elif "left" in message:
+            self._release(message["left"])
+        elif "closing" in message:
             self._is_server_closing = True
         elif "lost" in message and not self._has_failed:
             self._end_process(message)
+
+    def _release(self, rank: int) -> None:
+        """Have jax forget a lost process, and say so."""
+        assert self._connection is not None
+        connection = self._connection
+        if self._releases is None:  # this program does not use jax
+            return connection.send(released=rank)
+        self._releases.add(rank, lambda rank: connection.send(released=rank))
 
     def _end_without_server(self, why: str) -> None:
         if not (self._is_leaving or self._is_server_closing or self._has_failed):

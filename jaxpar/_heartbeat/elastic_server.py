@@ -16,12 +16,15 @@ ELASTIC_TIMEOUT = 4.0  # seconds without a heartbeat, in an elastic run
 class ElasticServer(HeartbeatServer):
     """A server that forgets a lost process, so that it may join again. The loss of process 0 ends the run.
 
+    Before another comes in its place, process 0 has to say that jax has forgotten the lost one too.
+
     Args:
         on_leave: called with the rank of a lost process, and why. Further args as for `HeartbeatServer`.
     """
 
     def __init__(self, *args: Any, on_leave: Callable[[int, str], None], **options: Any):
         self._on_leave = on_leave
+        self._unreleased: set[int] = set()
         super().__init__(*args, **options)
 
     def report(self, rank: int, why: str) -> None:
@@ -36,11 +39,25 @@ class ElasticServer(HeartbeatServer):
         self._hosts.pop(rank, None)
         if rank in self.peers:
             self._drop(self.peers[rank])
+        if 0 in self.peers:
+            self._unreleased.add(rank)
+            self.peers[0].connection.send(left=rank)
         if self._interrupt is not None and self._interrupt[1] == rank:
             self._interrupt = None
 
     def _welcome(self, peer: Peer, message: Message) -> None:
         is_late = not self._is_joining
         super()._welcome(peer, message)
-        if is_late and peer.rank >= 0 and self.lost is None:
+        if is_late and peer.rank >= 0 and peer.rank not in self._unreleased:
+            self._send_go(peer)
+
+    def _handle(self, peer: Peer, message: Message) -> None:
+        super()._handle(peer, message)
+        if "released" in message and peer.rank == 0:
+            self._unreleased.discard(rank := message["released"])
+            if rank in self.peers:
+                self._send_go(self.peers[rank])
+
+    def _send_go(self, peer: Peer) -> None:
+        if self.lost is None:
             peer.connection.send(go=1, host=socket.gethostname())

@@ -13,6 +13,7 @@ from typing import Any
 Message = dict[str, Any]
 Types = Mapping[str, tuple[str, ...]]  # the field that names the type, and the other fields
 
+LOST = 75  # exit status of a process that ends because another was lost: EX_TEMPFAIL of sysexits.h, "try again"
 LONGEST = 1 << 16  # bytes of one message
 MOST_SECONDS = 7 * 24 * 3600.0  # the largest time limit
 _MOST_PROCESSES = 1 << 20
@@ -25,6 +26,7 @@ FROM_PROCESS: Types = {
     "failed": (),
     "interrupted": (),
     "leaving": (),
+    "released": (),
 }
 FROM_SERVER: Types = {
     "challenge": (),
@@ -37,6 +39,7 @@ FROM_SERVER: Types = {
     "lost": ("host", "why"),
     "refused": (),
     "closing": (),
+    "left": (),
 }
 
 
@@ -77,7 +80,7 @@ _FIELDS = {
     **dict.fromkeys(("challenge", "answer", "proof"), _text(64)),
     "job": _text(300),
     "rank": _integer(0, _MOST_PROCESSES - 1),
-    "lost": _integer(0, _MOST_PROCESSES - 1),
+    **dict.fromkeys(("lost", "left", "released"), _integer(0, _MOST_PROCESSES - 1)),
     "size": _integer(1, _MOST_PROCESSES),
     "timeout": _Field(f"a number from 0 to {MOST_SECONDS:g}", _is_time),
     "host": _text(255),

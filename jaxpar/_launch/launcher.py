@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 
 from .._heartbeat import secret
 from .._heartbeat.elastic_server import ElasticServer
+from .._heartbeat.messages import LOST
 from .._heartbeat.server import HEARTBEAT_TIMEOUT, INTERRUPT_GRACE, INTERRUPTED, HeartbeatServer
 from .child import Child, Output, describe_status
 from .signals import Signals
 
 _EXIT_TIME = 3.0  # seconds in which a process ends by itself after a loss report
-_LOST = 75  # the status of a process that was stuck, see `_heartbeat.client.LOST`
 _MOST_OWN_FAILURES = 3  # in a row, without a signal, after which an elastic run ends with the process
 _START_AGAIN = 1.0  # seconds from the loss of a process to its next start
 _POLL_INTERVAL = 0.25  # seconds between two checks of the processes without a signal
@@ -179,7 +179,7 @@ class _Run:
         if not self.plan.elastic or child is first or self.first is not None or self._is_interrupted or first.status:
             return False
         status = child.status or 0
-        by_itself = status < 128 and status != _LOST
+        by_itself = status < 128 and status != LOST
         self._own_failures[child.rank] = self._own_failures[child.rank] + 1 if by_itself else 0
         if self._own_failures[child.rank] == _MOST_OWN_FAILURES:
             return False

@@ -21,13 +21,14 @@ the workers of Ray Train.
 
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
-from .._heartbeat.client import LOST as LOST
+from .._heartbeat.messages import LOST as LOST
 from ._elastic import is_elastic as is_elastic
 from ._initialize import initialize as initialize
 from ._join import check_joined as check_joined, join as join
 from ._members import (
     KEYS as _KEYS,
     Members as _Members,
+    end_left_behind as _end_left_behind,
     end_run as _end_run,
     is_over as _is_over,
     jax_client as _jax_client,

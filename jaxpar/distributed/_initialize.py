@@ -87,13 +87,14 @@ def initialize(
         )
     elastic = elastic and (isinstance(cluster, str) or cluster.num_processes > 1)
     if elastic:
-        _elastic.check_elastic(cluster)
+        _elastic.check_elastic(cluster, monitor)
     _configure(preemption_service)
+    watched = monitor and cluster != _environment.RAY_TRAIN
     options: dict[str, Any] = {
         "local_device_ids": local_device_ids,
         "initialization_timeout": max(1, round(joining)),
-        # jax's own watch is only for a failure of ours: what it does comes later, with a stack trace.
-        "heartbeat_timeout_seconds": round(max(100, 10 * heartbeat)),
+        # jax's own watch ends a process with a stack trace, also after a stop of all (Ctrl-Z, a paused container).
+        "heartbeat_timeout_seconds": _elastic.NEVER if watched else round(max(100, 10 * heartbeat)),
     }
     if elastic:
         options |= _elastic.configure(heartbeat)

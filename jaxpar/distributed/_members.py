@@ -12,13 +12,13 @@ import json
 import os
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.experimental import multihost_utils
 
 from .._core.text import say_before_exit
-from .._heartbeat.client import LOST
+from .._heartbeat.messages import LOST
 
 KEYS = "jaxpar/elastic"  # in jax's key-value store
 _GROUP, _OVER = f"{KEYS}/group", f"{KEYS}/over"
@@ -68,8 +68,16 @@ def is_over(client: Any) -> bool:
 
 
 def own_start(client: Any, rank: int) -> int:
-    """The number that jax gave to the start of this process."""
-    return client.get_live_nodes([rank])[rank]
+    """The number that jax gave to the start of this process. Where the others have left it behind, it ends."""
+    if (start := client.get_live_nodes([rank]).get(rank)) is None:
+        end_left_behind()
+    return start
+
+
+def end_left_behind() -> NoReturn:
+    """End this process, without which the others have gone on."""
+    say_before_exit(f"jaxpar: the others have gone on without this process. It ends with status {LOST}")
+    os._exit(LOST)
 
 
 def release_others(client: Any, rank: int) -> Members:
@@ -98,8 +106,7 @@ def _take_part(client: Any, members: Members) -> None:
         if left is None and (read_members(client).number != members.number or is_over(client)):
             left = time.monotonic()
         if left is not None and time.monotonic() - left > _MOST_WAIT and barrier.is_alive():
-            say_before_exit(f"jaxpar: the others have left a barrier without this process. It ends with status {LOST}")
-            os._exit(LOST)
+            end_left_behind()
 
 
 def _wait(client: Any, members: Members) -> None:

@@ -6,6 +6,7 @@ Its address follows from the coordinator's. Under the launcher it is in the envi
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 
@@ -14,7 +15,9 @@ from .._heartbeat import secret as secrets
 from .._heartbeat.addresses import is_loopback, own_address, split
 from .._heartbeat.client import HeartbeatClient
 from .._heartbeat.pulse import Pulse
+from .._heartbeat.releases import Releases
 from .._heartbeat.server_thread import ServerThread
+from ._elastic import forget
 from ._environment import Cluster
 
 _OPEN = (
@@ -22,6 +25,7 @@ _OPEN = (
     f"that, set {secrets.VARIABLE} to one random text in all processes, or write it to ~/.config/jaxpar/secret (chmod "
     "600)"
 )
+_LOCKED = 60.0  # seconds for which a process that others can go on without may hold Python's lock
 _PORTS = 8  # the server takes the first free one of these many after the coordinator's
 
 
@@ -33,7 +37,10 @@ def join(cluster: Cluster, heartbeat_timeout: float, join_timeout: float, elasti
             numbers, or no port is free. The secret cannot be used.
     """
     server, host, port = None, *split(cluster.server or cluster.coordinator)
-    secret, pulse = secrets.find(), Pulse()
+    secret, releases = secrets.find(), None
+    pulse = Pulse(most=_LOCKED) if elastic and cluster.process_id else Pulse()
+    if elastic and cluster.process_id == 0:
+        releases = Releases(functools.partial(forget, cluster.coordinator, cluster.num_processes))
     addresses = [(host, port)] if cluster.server else [(host, p) for p in _ports(port)]
     if cluster.process_id == 0 and not cluster.server:
         if secret is None and not is_loopback(host):
@@ -59,6 +66,7 @@ def join(cluster: Cluster, heartbeat_timeout: float, join_timeout: float, elasti
         launched=bool(cluster.server),
         server=server,
         pulse=pulse,
+        releases=releases,
     )
     return _join(client, addresses, join_timeout, _describe_absence(cluster))
 

@@ -197,24 +197,40 @@ with watchdog.watch("loads the batch of step 8"):
     assert "in hang" in done.stderr
 
 
-def test_what_only_process_0_does_is_named_and_not_ended(monkeypatch, capfd):
-    now = [0.0]
-    monkeypatch.setattr("jaxpar.train._fit.watchdog.time", types.SimpleNamespace(monotonic=lambda: now[0]))
+@pytest.mark.slow  # 6 seconds
+def test_a_stop_is_no_time_in_which_a_process_is_stuck():
+    source = """
+import os, signal, subprocess, sys, time
+from jaxpar.train._fit.watchdog import Watchdog
+watchdog = Watchdog()
+watchdog.start()
+with watchdog.watch("computes step 1"):
+    subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(5); os.kill({os.getpid()}, 18)"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1.0)
+"""
+    env = {**os.environ, "JAXPAR_STUCK_TIMEOUT": "2.5"}
+    done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_only_process_0_does_is_named_and_not_ended(capfd):
     dog = Watchdog()
+    clock = dog._clock = types.SimpleNamespace(now=0.0)
     with dog.watch("evaluates after step 4", ends=False):
-        now[0] = 9.0
+        clock.now = 9.0
         dog.note_progress()  # a batch is done
-        now[0] = 18.0
+        clock.now = 18.0
         dog.look()
         assert capfd.readouterr().err == ""
-        now[0] = 29.0
+        clock.now = 29.0
         dog.look()
         dog.look()  # once is enough
         said = capfd.readouterr().err
         assert said.count("process 0 is stuck: it evaluates after step 4 for 10 seconds, here:") == 1
         assert "in test_what_only_process_0_does" in said
         assert "It is not ended, since it may only take long" in said
-    now[0] = 99.0
+    clock.now = 99.0
     dog.look()
     assert capfd.readouterr().err == ""
 

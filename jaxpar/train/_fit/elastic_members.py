@@ -85,6 +85,8 @@ class Members:
         """Compute without the members that the last block has found lost."""
         live: dict[Device, int] = self._live.devices or {}
         found = {device.process_index: start for device, start in live.items()}
+        if found.get(self._rank) != self.starts[self._rank]:
+            distributed._end_left_behind()
         self.become({rank: start for rank, start in self.starts.items() if found.get(rank) == start})
 
     def invite(self, block: str) -> None:

@@ -2,18 +2,17 @@
 
 A stuck process sends heartbeats as any other, so the others would wait for it forever. Once it has ended they go on.
 What only process 0 does, such as callbacks, may take long for good reasons, and its end would end the run. So there the
-step and the stack are only said.
+step and the stack are only said. Time in which the process was stopped (Ctrl-Z, a paused container) is not counted. A
+process that holds Python's lock is not seen here: its heartbeats end, see `distributed._rendezvous`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import faulthandler
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Generator
 
@@ -23,10 +22,10 @@ from ... import distributed
 from ..._core.text import say_before_exit
 from ..._devices import processes
 from ..._heartbeat import thread
+from ..._heartbeat.connection import AwakeClock
 
 STUCK_AFTER = 10.0  # seconds, or JAXPAR_STUCK_TIMEOUT
 _EVERY = 0.5  # seconds between two looks
-_LOCKED = 3.0  # seconds more, after which a process that holds Python's lock is ended without this thread
 _MOST_LINES = 12  # of a stack
 
 
@@ -48,7 +47,7 @@ class Watchdog:
     def __init__(self) -> None:
         self._watching = thread.daemon("jaxpar-watchdog", self._run, "a process that is stuck is not noticed any more")
         self._limit = float(os.environ.get("JAXPAR_STUCK_TIMEOUT") or STUCK_AFTER)
-        self._thread = threading.get_ident()
+        self._thread, self._clock = threading.get_ident(), AwakeClock()
         self._work: Work | None = None
         self._stopped = threading.Event()
 
@@ -64,7 +63,7 @@ class Watchdog:
             times: how many times the limit.
             ends: whether a stuck process ends. Otherwise it only says so, once until `note_progress`.
         """
-        before, self._work = self._work, Work(what, times * self._limit, is_stuck, ends, time.monotonic())
+        before, self._work = self._work, Work(what, times * self._limit, is_stuck, ends, self._clock.now)
         try:
             yield
         finally:
@@ -74,24 +73,17 @@ class Watchdog:
     def note_progress(self) -> None:
         """Count the time of the block from now on."""
         if (work := self._work) is not None:
-            work.since, work.is_said = time.monotonic(), False
+            work.since, work.is_said = self._clock.now, False
 
     def _run(self) -> None:
-        can_dump = _has_descriptor()
         while not self._stopped.wait(_EVERY):
-            work = self._work
-            if can_dump and work is not None:  # by a thread without Python's lock
-                faulthandler.dump_traceback_later(work.limit + _LOCKED, exit=work.ends)
-            elif can_dump:
-                faulthandler.cancel_dump_traceback_later()
+            self._clock.tick()
             self.look()
-        if can_dump:
-            faulthandler.cancel_dump_traceback_later()
 
     def look(self) -> None:
         """Look once whether the work is stuck."""
         work = self._work
-        if work is None or work.is_said or time.monotonic() - work.since <= work.limit:
+        if work is None or work.is_said or self._clock.now - work.since <= work.limit:
             return
         if work.is_stuck() and self._work is work:
             self._say(work)
@@ -117,12 +109,3 @@ class Watchdog:
             return say_before_exit(f"{why}The others wait for it. It is not ended, since it may only take long")
         say_before_exit(f"{why}It ends with status {distributed.LOST}, and counts as lost")
         os._exit(distributed.LOST)
-
-
-def _has_descriptor() -> bool:
-    """Whether standard error is a file, as faulthandler needs."""
-    try:
-        sys.stderr.fileno()
-    except (AttributeError, OSError, ValueError):
-        return False
-    return True
