@@ -3,10 +3,10 @@
     python tools/matrix.py                          # every Python there is, newest packages; the oldest on the first
     python tools/matrix.py --only 3.13-newest -- -k "not notebooks"    # one of them, a part of the tests
     python tools/matrix.py --only 3.11-oldest --no-tests                # only the wheel, the sdist and `train`
-    python tools/matrix.py --pythons                # the supported Pythons there are, the oldest first, and nothing else
+    python tools/matrix.py --pythons                # only say which supported Pythons there are, the oldest first
 
-Needs uv (pip install uv), but for --pythons; what comes after -- goes to pytest. The wheel and the sdist are built once.
-In each environment: install the wheel, train an epoch; install the sdist in its place, train again; then run the
+Needs uv (pip install uv), but for --pythons; what comes after -- goes to pytest. The wheel and the sdist are built
+once. In each environment: install the wheel, train an epoch; install the sdist in its place, train again; then run the
 tests of the sdist on the wheel. `oldest` takes the lowest version that pyproject.toml allows of each dependency, and
 of each package that the tests need; of what those need in turn, the newest. The log lists what was installed.
 """

@@ -213,22 +213,21 @@ def _aux(value: Any, name: str) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, value, is_leaf=means.is_pair)
 
 
-def _loss(loss: Any) -> Any:
+def _loss(loss: Any) -> jax.Array | Mean:
     """The loss, or what the share adds to it."""
     wanted = "train step: the loss must be a scalar, the mean over the examples, or a pair (sum, weight)"
-    if means.is_pair(loss):
-        pair = loss if isinstance(loss, Mean) else Mean(*loss)
-        if means.is_number(pair.total) and means.is_number(pair.weight):
-            _check_floating(pair.total, wanted)
-            share = means.share_of(pair, "train step: the loss")
-            return Mean(share.total, _constant(share.weight))
+    parts: Any = (loss.total, loss.weight) if isinstance(loss, Mean) else loss
+    if means.is_pair(loss) and all(map(means.is_number, parts)):
+        _check_floating(parts[0], wanted)
+        share = means.share_of(loss, "train step: the loss")
+        return Mean(share.total, _constant(share.weight))
     if not means.is_number(loss):
         hint = "; the step differentiates loss_fn itself, so leave out jax.grad" if isinstance(loss, tuple) else ""
         raise TypeError(f"{wanted}; got {_describe(loss)}{hint}")
-    if jnp.shape(loss) != ():
-        raise TypeError(f"{wanted}; got shape {jnp.shape(loss)}")
-    _check_floating(loss, wanted)
-    return jnp.asarray(loss)
+    if jnp.shape(parts) != ():
+        raise TypeError(f"{wanted}; got shape {jnp.shape(parts)}")
+    _check_floating(parts, wanted)
+    return jnp.asarray(parts)
 
 
 def _check_floating(loss: Any, wanted: str) -> None:
