@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from .._core import checks
-from .._core.arrays import is_prng_key, without_keys
+from .._core.arrays import check_plain, is_prng_key, without_keys
 from .._core.portable import (
     PARTS,
     Saved,
@@ -96,6 +96,7 @@ def _slot(name: str, leaf: Any) -> Slot:
     numeric = hasattr(leaf, "dtype") and (is_prng_key(leaf) or np.dtype(leaf.dtype).kind not in "OSUMm")
     if not numeric and not isinstance(leaf, _SCALARS):
         raise TypeError(f"checkpoint: leaf {name!r} must be an array of numbers, got {checks.describe(leaf)}")
+    check_plain(leaf, f"checkpoint: leaf {name!r}")
     return Slot(name, f"leaf {name!r}", leaf, tuple(np.shape(leaf)))
 
 
