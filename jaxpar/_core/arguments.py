@@ -155,9 +155,10 @@ def check_takes(fn: Any, names: Sequence[str], what: str, hint: str = "", also: 
     words = f"{what} must be a function of ({', '.join(names)})"
     if not callable(fn):
         raise TypeError(f"{words}, got {type(fn).__name__}{hint}")
-    bound = _bind(fn, names, [name for name in also if has_parameter(fn, name)])
+    also = [name for name in also if has_parameter(fn, name)]
+    bound = _bind(fn, names, also)
     if bound is None:
-        after = f", and then {', '.join(also)} if it needs it" if also else ""
+        after = f", and then {', '.join(also)}" if also else ""
         raise TypeError(f"{words}{after}, got {_shown(fn)}{hint}")
     if any(isinstance(name, str) and own != name and own in names for own, name in bound.items()):
         raise TypeError(f"{words}, and {_shown(fn)} names them in another order; reorder them")
