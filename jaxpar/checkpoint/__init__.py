@@ -1,10 +1,9 @@
 """Save and restore a training state, through orbax and without pickle.
 
 `_save` saves one checkpoint, restores it and finds the newest good one. `_manager` keeps the checkpoints of a run.
-`_leaves` turns a state into named arrays and back, `_hash` gives a hash of them. `_files` writes and reads a directory. `_manifest` checks what a
-checkpoint says about itself, `_regular_file` reads within bounds, and `_owner` knows whose unfinished files may go.
-`_adopt` takes a checkpoint from one directory
-to another. `_mxnet` reads files of MXNet.
+`_leaves` turns a state into named arrays and back, `_hash` gives a hash of them. `_files` writes and reads a directory.
+`_manifest` checks what a checkpoint says about itself, `_regular_file` reads within bounds, and `_owner` knows whose
+unfinished files may go. `_adopt` takes a checkpoint from one directory to another. `_mxnet` reads files of MXNet.
 
 >>> import tempfile
 >>> import jax.numpy as jnp

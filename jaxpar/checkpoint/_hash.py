@@ -1,8 +1,8 @@
 """A hash of a state as checkpoints see it, computed where the arrays are.
 
-Each array is taken as 32-bit words, in the order of its elements. A word is mixed with its place, and the mixed words are
-added modulo 2**32, which no order changes. So devices, layouts and engines do not change the hash. Two such sums of each
-array come to the host, and are hashed together with the names, shapes and dtypes.
+Each array is taken as 32-bit words, in the order of its elements. A word is mixed with its place, and the mixed words
+are added modulo 2**32, which no order changes. So devices, layouts and engines do not change the hash. Two such sums of
+each array come to the host, and are hashed together with the names, shapes and dtypes.
 """
 
 from __future__ import annotations

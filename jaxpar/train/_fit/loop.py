@@ -236,8 +236,9 @@ class Loop:
         """How many steps the next program makes, if there are as many batches."""
         if self._trace.is_on:
             return 1
-        per_program, periods = self.run.per_program, (self.run.checkpoint_every, self.run.eval_every, self.run.certificate.every)
-        most = max(1, int(_AT_ONCE / self._pace)) if per_program == "auto" else per_program
+        run = self.run
+        periods = (run.checkpoint_every, run.eval_every, run.certificate.every)
+        most = max(1, int(_AT_ONCE / self._pace)) if run.per_program == "auto" else run.per_program
         return min(most, self.last - self.at, *(every - self.at % every for every in periods if every))
 
     def _start_epoch(self) -> None:
