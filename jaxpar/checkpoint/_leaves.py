@@ -37,7 +37,7 @@ def to_leaves(tree: Any, keep: bool = True) -> tuple[list[dict[str, Any]], list[
 
     Without `keep` there are no arrays: a process that writes nothing only gives the others its part of them.
     """
-    found = _slots(tree)
+    found = slots_of(tree)
     plain, _ = without_keys([slot.leaf for slot in found])
     held = list(map(to_host, plain))
     arrays = [_copy(slot, leaf) for slot, leaf in zip(found, held, strict=True)] if keep else []
@@ -56,7 +56,7 @@ def from_leaves(records: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray],
     remarks: list[str] = []
     saved = {record["name"]: (record, array) for record, array in zip(records, arrays, strict=True)}
     bare = jax.tree.map(_bare, like, is_leaf=is_registered)
-    wanted = _slots(bare)
+    wanted = slots_of(bare)
     saved = adapt(like, saved, remarks)
     nodes, treedef = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_registered)
     for path, node in nodes:
@@ -77,7 +77,7 @@ def _bare(node: Any) -> Any:
     return node if format is None else format.bare(node)
 
 
-def _slots(tree: Any) -> list[Slot]:
+def slots_of(tree: Any) -> list[Slot]:
     """In the order of the leaves of the tree."""
     nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_registered)[0]
     formats, names = [format_of(node) for _, node in nodes], [path_name(path) for path, _ in nodes]
