@@ -1,6 +1,7 @@
 """A process of an elastic run that fails as it is asked to, once for each failure; see tests/train/test_elastic.py.
 
-Arguments: a folder for marks, then `failure:process:step` each, where failure is kill, stop or loop. With `late` a
+Arguments: a folder for marks, then `failure:process:step` each, where failure is kill, stop, loop or one of `EDITS`,
+after which the process that comes back finds an edited script. With `late` a
 process that comes back calls `fit` only after that step. With `slow:S:E` process 0 waits S seconds after each step, and
 there are E epochs of six steps.
 """
@@ -27,6 +28,10 @@ rank = jax.process_index()
 print("PID", rank, os.getpid(), flush=True)
 
 
+EDITS = {"rate": 0, "loss": 0, "data": 0}
+EDITS |= {name: 1 for name in EDITS if rank and Path(folder, f"edit-{name}-{rank}").exists()}
+
+
 class Failing(data.ArraySource):
     """The batches of arrays. This process fails before it gives some of them."""
 
@@ -42,6 +47,8 @@ class Failing(data.ArraySource):
 
 
 def fail(kind):
+    if kind in EDITS:
+        Path(folder, f"edit-{kind}-{rank}").touch()
     if kind == "loop":
         while True:
             pass
@@ -51,13 +58,15 @@ def fail(kind):
 def loss_fn(params, batch, rng):
     hidden = jax.numpy.tanh(batch["x"] @ params["w"])
     noise = jax.random.normal(rng, ()) * 0.01
-    return ((hidden @ params["v"] - batch["y"]) ** 2).mean() + noise * params["v"].sum(), {"hidden": hidden.mean()}
+    loss = ((hidden @ params["v"] - batch["y"]) ** 2).mean() * (1 + EDITS["loss"])
+    return loss + noise * params["v"].sum(), {"hidden": hidden.mean()}
 
 
 draw = np.random.default_rng(0).normal
 arrays = {"x": draw(size=(96, 16)).astype(np.float32), "y": draw(size=96).astype(np.float32)}
+arrays["y"][50:] += EDITS["data"]
 params = {"w": jax.numpy.asarray(draw(size=(16, 16)), "float32"), "v": jax.numpy.asarray(draw(size=16), "float32")}
-state = train.create_state(kv.from_params(params, optimizer=optax.adam(0.01)), 0)
+state = train.create_state(kv.from_params(params, optimizer=optax.adam(0.01 + EDITS["rate"])), 0)
 step = train.make_train_step(loss_fn, virtual_shards=8)
 seen = []
 Path(folder, f"start-{rank}-{os.getpid()}").touch()
@@ -91,7 +100,7 @@ def on_step(number, metrics):
     if number in (13, 21, 30):
         for failure in [failure for failure in failures if int(failure.split(":")[2]) < number]:
             process = failure.split(":")[1]
-            if failure not in waited and process not in ("0", *here):
+            if failure not in waited and process not in ("0", *here) and failure.split(":")[0] not in EDITS:
                 wait_for(lambda process=process: ready()[process] != first[process])
                 first[process] = ready()[process]
                 waited.add(failure)

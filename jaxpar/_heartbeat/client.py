@@ -34,8 +34,7 @@ class HeartbeatClient:
         job: the name of the run.
         secret: of the run. None joins only a server without one.
         heartbeat_timeout: seconds without a heartbeat after which the server is lost.
-        launched: whether the server is in the launcher. Else it is in process 0. The silence of a launcher is no loss:
-            it is on this machine, so where it ends the connection closes, and where it is stopped it goes on later.
+        launched: whether the server is in the launcher. Its silence is no loss: on this machine it can only be stopped.
         server: the server's thread, if it is in this process.
         pulse: gets the connection, and ends with it.
         releases: has jax forget lost processes, in process 0 of an elastic run.
@@ -59,8 +58,8 @@ class HeartbeatClient:
         pulse: Pulse | None = None,
         releases: Releases | None = None,
     ):
-        blind = f"no loss would be noticed, so process {rank} of {size} ends with status {LOST}"
-        self.thread = daemon("jaxpar-heartbeat-client", self._run, blind, lambda: os._exit(LOST))
+        ends = f"no loss would be noticed, so process {rank} of {size} ends with status {LOST}"
+        self.thread = daemon("jaxpar-heartbeat-client", self._run, ends, lambda: os._exit(LOST))
         self.rank, self.size, self.job, self.heartbeat_timeout = rank, size, job, heartbeat_timeout
         self.server, self._server_name, self._server_host = server, "the launcher" if launched else "process 0", "?"
         self.hint: str | None = None
@@ -164,6 +163,11 @@ class HeartbeatClient:
             if self._connection is not None:
                 self._connection.send(**{"interrupted" if status in INTERRUPTED else "failed": why})
 
+    def report_working(self) -> None:
+        """Report that this process does its work."""
+        if self._connection is not None:
+            self._connection.send(working=1)
+
     def wait_for_loss_report(self) -> None:
         """Wait one second for a loss report: a collective can raise before the server has sent it.
 
@@ -258,10 +262,9 @@ class HeartbeatClient:
     def _release(self, rank: int) -> None:
         """Have jax forget a lost process, and say so."""
         assert self._connection is not None
-        connection = self._connection
-        if self._releases is None:  # this program does not use jax
-            return connection.send(released=rank)
-        self._releases.add(rank, lambda rank: connection.send(released=rank))
+        send = self._connection.send
+        forget = self._releases.add if self._releases else lambda rank, done: done(rank)
+        forget(rank, lambda rank: send(released=rank))
 
     def _end_without_server(self, why: str) -> None:
         if not (self._is_leaving or self._is_server_closing or self._has_failed):

@@ -19,19 +19,27 @@ class ElasticServer(HeartbeatServer):
     Before another comes in its place, process 0 has to say that jax has forgotten the lost one too.
 
     Args:
-        on_leave: called with the rank of a lost process, and why. Further args as for `HeartbeatServer`.
+        on_leave: called with the rank of a lost process, why, and whether it said so itself.
+        on_work: called with the rank of a process that says that it works. Further args as for `HeartbeatServer`.
     """
 
-    def __init__(self, *args: Any, on_leave: Callable[[int, str], None], **options: Any):
-        self._on_leave = on_leave
+    def __init__(
+        self,
+        *args: Any,
+        on_leave: Callable[[int, str, bool], None],
+        on_work: Callable[[int], None] = lambda rank: None,
+        **options: Any,
+    ):
+        self._on_leave, self._on_work = on_leave, on_work
         self._unreleased: set[int] = set()
         super().__init__(*args, **options)
 
     def report(self, rank: int, why: str) -> None:
         """Forget `rank`. Before all have joined, and for process 0, report it to every process."""
         if rank and not self._is_joining:
+            is_ending = rank in self.peers and self.peers[rank].is_leaving
             self.forget(rank)
-            return self._on_leave(rank, why)
+            return self._on_leave(rank, why, is_ending)
         super().report(rank, why if rank else f"{why}; an elastic run cannot go on without process 0")
 
     def forget(self, rank: int) -> None:
@@ -53,6 +61,8 @@ class ElasticServer(HeartbeatServer):
 
     def _handle(self, peer: Peer, message: Message) -> None:
         super()._handle(peer, message)
+        if "working" in message and peer.rank >= 0:
+            self._on_work(peer.rank)
         if "released" in message and peer.rank == 0:
             self._unreleased.discard(rank := message["released"])
             if rank in self.peers:

@@ -14,6 +14,7 @@ Message = dict[str, Any]
 Types = Mapping[str, tuple[str, ...]]  # the field that names the type, and the other fields
 
 LOST = 75  # exit status of a process that ends because another was lost: EX_TEMPFAIL of sysexits.h, "try again"
+REFUSED = 78  # of a process that would compute something else than the others: EX_CONFIG, "do not try again"
 LONGEST = 1 << 16  # bytes of one message
 MOST_SECONDS = 7 * 24 * 3600.0  # the largest time limit
 _MOST_PROCESSES = 1 << 20
@@ -27,6 +28,7 @@ FROM_PROCESS: Types = {
     "interrupted": (),
     "leaving": (),
     "released": (),
+    "working": (),
 }
 FROM_SERVER: Types = {
     "challenge": (),
@@ -76,7 +78,9 @@ def _is_time(value: Any) -> bool:
 
 
 _FIELDS = {
-    **dict.fromkeys(("hello", "heartbeat", "leaving", "welcome", "other_run", "go", "closing"), _integer(1, 1)),
+    **dict.fromkeys(
+        ("hello", "heartbeat", "leaving", "working", "welcome", "other_run", "go", "closing"), _integer(1, 1)
+    ),
     **dict.fromkeys(("challenge", "answer", "proof"), _text(64)),
     "job": _text(300),
     "rank": _integer(0, _MOST_PROCESSES - 1),

@@ -16,7 +16,8 @@ from .server import HeartbeatServer
 from .thread import daemon
 
 
-def _say_lost(rank: int, why: str) -> None:
+def _say_lost(rank: int, why: str, is_ending: bool) -> None:
+    del is_ending
     say(f"process {rank} was lost: {why}; the others go on")
 
 

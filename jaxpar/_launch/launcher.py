@@ -5,7 +5,6 @@ It holds the heartbeat server, so it notices a frozen process too.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import os
@@ -18,13 +17,13 @@ from collections.abc import Mapping, Sequence
 
 from .._heartbeat import secret
 from .._heartbeat.elastic_server import ElasticServer
-from .._heartbeat.messages import LOST
+from .._heartbeat.messages import REFUSED
 from .._heartbeat.server import HEARTBEAT_TIMEOUT, INTERRUPT_GRACE, INTERRUPTED, HeartbeatServer
 from .child import Child, Output, describe_status
+from .deaths import Deaths
 from .signals import Signals
 
 _EXIT_TIME = 3.0  # seconds in which a process ends by itself after a loss report
-_MOST_OWN_FAILURES = 3  # in a row, without a signal, after which an elastic run ends with the process
 _START_AGAIN = 1.0  # seconds from the loss of a process to its next start
 _POLL_INTERVAL = 0.25  # seconds between two checks of the processes without a signal
 
@@ -109,7 +108,10 @@ class _Run:
         self._selector.register(signals.wake, selectors.EVENT_READ, signals.clear)
         listener = socket.create_server(("127.0.0.1", 0))
         job, own = secrets.token_hex(8), secret.new("the launcher")
-        kind = functools.partial(ElasticServer, on_leave=self._kill) if plan.elastic else HeartbeatServer
+        self._deaths = Deaths()
+        kind = HeartbeatServer
+        if plan.elastic:
+            kind = functools.partial(ElasticServer, on_leave=self._kill, on_work=self._deaths.end_row)
         self.server = kind(
             self._selector,
             listener,
@@ -122,7 +124,7 @@ class _Run:
         run = {"JAXPAR_HUB": f"127.0.0.1:{listener.getsockname()[1]}", "JAXPAR_JOB": job}
         run[secret.VARIABLE] = own.key.decode()
         self._shared = {**_environment(plan, len(slots), restart), **run}
-        self._own_failures = collections.Counter[int]()
+        self._ending: dict[int, float] = {}  # when to kill which process that has said that it fails
         self._starts: dict[int, float] = {}  # when to start which lost process again
         self.children = [self._start(rank, slot) for rank, slot in enumerate(slots)]
 
@@ -156,43 +158,53 @@ class _Run:
         if self.server.lost is not None and self.first is None:  # silent, or it reported its own failure
             self._end_others(self.children[self.server.lost.rank], self.server.lost.why, from_server=True)
         for child in failed:
-            if not self._start_again(child):
-                self._end_others(child, describe_status(child.status or 0))
+            if (why := self._start_again(child)) is not None:
+                self._end_others(child, describe_status(child.status or 0) + why)
         self._start_due()
         now = time.monotonic()
+        for rank in [rank for rank, end in self._ending.items() if now > end]:
+            del self._ending[rank]
+            self.children[rank].send_signal(signal.SIGKILL)
         if self._report_at is not None and self.first is not None and now >= self._report_at:
             self._report_at = None
             self.server.report(self.first.rank, self._why)
         while self._deadlines and now > self._deadlines[0][0]:
             self._send_signal(self._deadlines.pop(0)[1])
 
-    def _kill(self, rank: int, why: str) -> None:
-        """Kill a process that the others go on without, if it still runs. `_step` starts it again."""
+    def _kill(self, rank: int, why: str, is_ending: bool) -> None:
+        """Kill a process that the others go on without, if it still runs. `_step` starts it again.
+
+        Args:
+            is_ending: whether it has said that it fails. Then it has time to end by itself, with a status of its own.
+        """
         child = self.children[rank]
-        if child.status is None and child.process.poll() is None:
+        if is_ending:
+            self._ending[rank] = time.monotonic() + _EXIT_TIME
+        elif child.status is None and child.process.poll() is None:
             self.output.say(f"process {rank} (pid {child.process.pid}) is lost: {why}")
             child.send_signal(signal.SIGKILL)
 
-    def _start_again(self, child: Child) -> bool:
-        """Whether the others go on without a process that failed. It is started again, if the run is not over."""
+    def _start_again(self, child: Child) -> str | None:
+        """Start a process again that failed, if the run is not over. None: the others go on. Else what to say more."""
         first = self.children[0]
         if not self.plan.elastic or child is first or self.first is not None or self._is_interrupted or first.status:
-            return False
+            return ""
         status = child.status or 0
-        by_itself = status < 128 and status != LOST
-        self._own_failures[child.rank] = self._own_failures[child.rank] + 1 if by_itself else 0
-        if self._own_failures[child.rank] == _MOST_OWN_FAILURES:
-            return False
+        if endless := self._deaths.add(child.rank, status):
+            return endless
+        self._ending.pop(child.rank, None)
         how = f"process {child.rank} (pid {child.process.pid}) failed: {describe_status(status)}"
         child.send_signal(signal.SIGKILL)  # what it left running
         assert isinstance(self.server, ElasticServer)
         self.server.forget(child.rank)
         if first.status is not None:
             self.output.say(f"{how}; the run is over")
+        elif status == REFUSED:
+            self.output.say(f"{how}, for another program; it is not started again, and the others go on")
         else:
             self._starts[child.rank] = time.monotonic() + _START_AGAIN
             self.output.say(f"{how}; the others go on")
-        return True
+        return None
 
     def _start_due(self) -> None:
         """Start the lost processes again whose time has come."""

@@ -30,14 +30,19 @@ from ._members import (
     Members as _Members,
     end_left_behind as _end_left_behind,
     end_run as _end_run,
+    get as _get,
     is_over as _is_over,
     jax_client as _jax_client,
     own_start as _own_start,
+    parse as _parse,
+    refuse as _refuse,
     release_others as _release_others,
+    whole_numbers as _whole_numbers,
     write_members as _write_members,
 )
 from ._process import (
     known_processes as known_processes,
+    report_working as _report_working,
     set_resume_hint as set_resume_hint,
     wait_for_loss_report as wait_for_loss_report,
 )

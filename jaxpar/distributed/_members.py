@@ -12,13 +12,14 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
 from jax.experimental import multihost_utils
 
 from .._core.text import say_before_exit
-from .._heartbeat.messages import LOST
+from .._heartbeat.messages import LOST, REFUSED
 
 KEYS = "jaxpar/elastic"  # in jax's key-value store
 _GROUP, _OVER = f"{KEYS}/group", f"{KEYS}/over"
@@ -53,8 +54,41 @@ def write_members(client: Any, members: Members) -> None:
 
 def read_members(client: Any) -> Members:
     """What process 0 wrote last. No member where it has not written."""
-    number, starts = json.loads(_get(client, _GROUP) or "[0, []]")
+    number, starts = parse(get(client, _GROUP), _is_group) or (0, [])
     return Members(number, dict(starts))
+
+
+def parse(text: str | None, is_valid: Callable[[Any], bool]) -> Any:
+    """What a text of jax's key-value store says as JSON. None where it is not valid: anybody can write there.
+
+    Example:
+        >>> parse("[1, 2]", whole_numbers), parse("x", whole_numbers), parse('["1"]', whole_numbers)
+        ([1, 2], None, None)
+    """
+    try:
+        found = None if text is None else json.loads(text)
+        return found if found is not None and is_valid(found) else None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def whole_numbers(found: Any) -> bool:
+    """Whether this is a list of ints from 0 to 2**64."""
+    return isinstance(found, list) and all(type(x) is int and 0 <= x < 1 << 64 for x in found)  # pyright: ignore
+
+
+def _is_group(found: Any) -> bool:
+    number, starts = found
+    return whole_numbers([number]) and all(len(pair) == 2 and whole_numbers(pair) for pair in starts)
+
+
+def refuse(rank: int, why: str) -> NoReturn:
+    """End this process, which would compute something else than process 0. The others go on without it."""
+    say_before_exit(
+        f"jaxpar: process {rank} has another program than process 0, and the run goes on without it. Other: {why}. It "
+        f"ends with status {REFUSED}; start it with the script, the data and the versions that the run began with"
+    )
+    os._exit(REFUSED)
 
 
 def end_run(client: Any) -> None:
@@ -64,7 +98,7 @@ def end_run(client: Any) -> None:
 
 def is_over(client: Any) -> bool:
     """Whether process 0 has written that the run is over."""
-    return _get(client, _OVER) is not None
+    return get(client, _OVER) is not None
 
 
 def own_start(client: Any, rank: int) -> int:
@@ -116,7 +150,8 @@ def _wait(client: Any, members: Members) -> None:
         return
 
 
-def _get(client: Any, key: str) -> str | None:
+def get(client: Any, key: str) -> str | None:
+    """The text of a key, or None."""
     try:
         return client.key_value_try_get(key)
     except jax.errors.JaxRuntimeError:  # NOT_FOUND

@@ -97,6 +97,12 @@ def set_resume_hint(path: str | os.PathLike[str] | None) -> None:
         this.client.send_resume_hint(None if path is None else os.fspath(path))
 
 
+def report_working() -> None:
+    """Tell the launcher that this process, which may have been started again, does its work."""
+    if this.client is not None:
+        this.client.report_working()
+
+
 def known_processes() -> int:
     """How many processes `initialize` found. It is 1 before that.
 

@@ -326,3 +326,18 @@ def test_without_process_0_all_start_again_from_the_checkpoint(tmp_path):
     assert re.search("resumed from step [2468] ", output), output
     assert {*results(output)} == {*results(run(tmp_path / "undisturbed", 1))}
     assert checkpoint.latest(tmp_path / "disturbed" / "run") is not None
+
+
+@pytest.mark.slow  # half a minute: three processes, two of which come back with other programs
+def test_a_process_with_another_program_is_refused_by_name_and_once(tmp_path):
+    output = run(tmp_path / "disturbed", 3, "rate:2:7", "data:1:15")
+    rate = (
+        "process 2 has another program than process 0, and the run goes on without it. Other: the step, with its loss"
+    )
+    assert output.count(rate) == 1, output
+    data = "process 1 has another program than process 0, and the run goes on without it. Other: the data. It ends with"
+    assert output.count(data) == 1, output
+    assert output.count("failed: status 78, for another program; it is not started again, and the others go on") == 2
+    assert output.count("is started again as pid") == 2
+    assert steps(output) == [*range(1, 37)]
+    assert {*results(output)} == {*results(run(tmp_path / "undisturbed", 1))}

@@ -9,8 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import hashlib
-import json
 import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -26,6 +24,7 @@ from .._step.state import TrainState, place_state
 from .._step.train_step import TrainStep
 from .certificate import Certificate
 from .elastic_group import Group, OrdersUsedUp, Terms
+from .elastic_program import Program, describe, digest
 from .elastic_send import plan_send, to_host
 from .loop import SHUFFLE, Loop
 from .readings import Steps
@@ -33,6 +32,7 @@ from .run import Run, RunHistory
 from .watchdog import Watchdog
 
 _MORE_FOR_COMPILATION = 10  # times as long as another step may take the first one over new devices
+_PROVEN = 3  # steps after which a process that came back counts as one that works
 _SHARE_EVERY = 16  # steps after which process 0 says whether it was interrupted, as `interrupt.Signals` asks then
 
 
@@ -41,10 +41,12 @@ class Elastic:
 
     Args:
         run: the inputs of `fit`.
+        seed: the random key of the state that `fit` was given.
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, seed: jax.Array):
         _check(run)
+        self._seed = seed
         self.run, self.group, self.watchdog = run, Group(), Watchdog()
         self._step: TrainStep = run.step
         self._state: Any = None  # on the devices of the group
@@ -52,6 +54,7 @@ class Elastic:
         self._is_new = True  # whether the next step is the first one over these devices
         self._batches: Iterator[Any] | None = None
         self._batch: Any = None  # of the step under way, whole in this process, in host memory
+        self._made = 0  # steps of this process
 
     @property
     def leads(self) -> bool:
@@ -62,10 +65,9 @@ class Elastic:
         """The state and the history of process 0, in every process."""
         check_state(state)
         self._host = to_host(state)
-        self._compile(state)
+        self.group.check_program(self._compile(state))
         offer = {"first": past.first, "at": int(state.step), "history": past.history, "under_way": past.under_way}
-        offer |= {"stopped": past.stopped, "run": _digest(state, self.run)}
-        found = self._agree(lambda: offer, state)
+        found = self._agree(lambda: self._offer_batch({**offer, "stopped": past.stopped}))
         state = self.local(self._host)
         if self.group.is_first:
             return state, past
@@ -75,13 +77,16 @@ class Elastic:
         """Make the steps of a loop, each until it has succeeded. The loop counts one before it asks for the next."""
         while True:
             if self.group.terms is None:
-                self._agree(lambda: self._offer(loop), loop.state)
+                self._agree(lambda: self._offer(loop))
             self._load(loop.at)
             made = self.group.run(loop.at, lambda: self._make(loop.at))
             self._say_change(loop.at)
             if made is None:
                 continue
             self._batch = None
+            self._made += 1
+            if self._made == _PROVEN:
+                distributed._report_working()
             self._state, metrics = made
             if self.leads:
                 self._host = to_host(self._state)
@@ -122,16 +127,22 @@ class Elastic:
         if self._batch is not None:
             return
         with self.watchdog.watch(f"loads the batch of step {at + 1}"):
-            if self._batches is None:
-                rng = jax.random.fold_in(self._host.rng, SHUFFLE)
-                self._batches = iter(self.run.source.batches(self.run.batch_size, rng=rng, epochs=None, start=at))
+            self._batches = self._batches or self._batches_from(at, self._host.rng)
             self._batch = to_host(next(self._batches))
 
-    def _compile(self, state: TrainState) -> None:
-        """Compile what each device runs by itself: later the others would wait for the compiler in a collective."""
-        options: dict[str, Any] = {"rng": state.rng, "epochs": None, "start": int(state.step)}
-        batch = to_host(next(iter(self.run.source.batches(self.run.batch_size, **options))))
-        self.run.step.on(jax.local_devices()).compile_own(self.local(state), batch)
+    def _batches_from(self, at: int, rng: jax.Array) -> Iterator[Any]:
+        order = jax.random.fold_in(rng, SHUFFLE)
+        return iter(self.run.source.batches(self.run.batch_size, rng=order, epochs=None, start=at))
+
+    def _compile(self, state: TrainState) -> Program:
+        """Compile what each device runs by itself: later the others would wait for the compiler in a collective.
+
+        Returns:
+            What is computed, in short.
+        """
+        batch = to_host(next(self._batches_from(0, self._seed)))
+        texts = self.run.step.on(jax.local_devices()).compile_own(self.local(state), batch)
+        return describe(self.run, self._seed, state, texts, batch)
 
     def _make(self, at: int) -> tuple[TrainState, Any]:
         times = _MORE_FOR_COMPILATION if self._is_new else 1
@@ -140,15 +151,10 @@ class Elastic:
         self._is_new = False
         return made
 
-    def _agree(self, offer: Callable[[], dict[str, Any]], like: TrainState) -> dict[str, Any]:
+    def _agree(self, offer: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Agree with all that live, and take the state of process 0. Return its offer."""
 
         def prepare(terms: Terms) -> Callable[[], Any]:
-            if terms.offer["run"] != _digest(like, self.run):
-                raise ValueError(
-                    f"fit: process {jax.process_index()} has other params, another optimizer, data of another size or "
-                    "another batch_size than process 0; run the same program in all processes"
-                )
             return plan_send(self._host, terms.devices)
 
         def take(terms: Terms, send: Callable[[], Any]) -> dict[str, Any]:
@@ -157,6 +163,8 @@ class Elastic:
             self._step = self.run.step.on(terms.devices)
             self._is_new = True
             self._load(terms.offer["at"])
+            if digest(self._batch) != terms.offer["batch"]:
+                self.group.refuse("the data: the batch under way")
             return terms.offer
 
         try:
@@ -170,7 +178,12 @@ class Elastic:
         saved = loop.to_save()
         under_way = {name: saved[name] for name in ("sums", "counted", "seconds") if name in saved}
         found = {"first": loop.first, "at": loop.at, "history": saved["history"], "under_way": under_way}
-        return {**found, "stopped": False, "run": _digest(loop.state, self.run)}
+        return self._offer_batch({**found, "stopped": False})
+
+    def _offer_batch(self, offer: dict[str, Any]) -> dict[str, Any]:
+        """The offer with what the batch under way is."""
+        self._load(offer["at"])
+        return {**offer, "batch": digest(self._batch)}
 
     def _say_change(self, at: int) -> None:
         """Say in process 0 who was lost in a step, and who joins after it."""
@@ -180,11 +193,11 @@ class Elastic:
             say(f"process {_names(self.group.joined)} joins after step {at + 1}")
 
 
-def plan_elastic(run: Run) -> Run:
-    """The run as this process makes it."""
+def plan_elastic(run: Run, state: TrainState) -> Run:
+    """The run as this process makes it, from the state that `fit` was given."""
     if not distributed.is_elastic():
         return run
-    run = dataclasses.replace(run, elastic=Elastic(run))
+    run = dataclasses.replace(run, elastic=Elastic(run, state.rng))
     if jax.process_index() == 0:
         return run
     nothing = {"test_data": None, "apply_fn": None, "eval_data": None, "eval_fn": None}
@@ -219,14 +232,6 @@ def check_state(state: TrainState) -> None:
 
 def _names(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _digest(state: TrainState, run: Run) -> str:
-    """What must be the same in all processes, in short."""
-    paths = jax.tree_util.tree_leaves_with_path(state)
-    leaves = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape}" for path, x in paths]
-    sizes = [run.batch_size, run.examples, run.num_steps, run.eval_every]
-    return hashlib.sha256(json.dumps([leaves, sizes]).encode()).hexdigest()[:16]
 
 
 def _restart(error: Exception) -> None:

@@ -12,15 +12,17 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 from jax.experimental import multihost_utils
 
 from ... import distributed
 from ..._core.arrays import Device
-from .elastic_members import JOIN, Members, joining
+from .elastic_members import Members, joining
+from .elastic_program import Program
 
 Result = TypeVar("Result")
 Prepared = TypeVar("Prepared")
@@ -71,6 +73,14 @@ class Group:
     @property
     def is_first(self) -> bool:
         return jax.process_index() == 0
+
+    def check_program(self, own: Program) -> None:
+        """Compare what this process would compute with what process 0 does. Where it differs, the process ends here."""
+        self._members.check_program(own)
+
+    def refuse(self, why: str) -> NoReturn:
+        """End this process, which does not compute what process 0 does."""
+        self._members.refuse(why)
 
     def agree(
         self,
@@ -131,7 +141,7 @@ class Group:
             found = answer()
             self._client.key_value_set(name, json.dumps(found), allow_overwrite=True)
             return found
-        return json.loads(self._read(name))
+        return self._read(name, lambda found: {"stop", "signal", "record"} == found.keys())
 
     def has_failed(self) -> bool:
         """Whether another process of the block under way has failed."""
@@ -207,7 +217,7 @@ class Group:
             terms: Any = {"number": self._number + 1, "order": self._next_order(), "offer": offer()}
             self._client.key_value_set(name, json.dumps(terms), allow_overwrite=True)
         else:
-            terms = json.loads(self._read(name))
+            terms = self._read(name, _is_terms)
         if terms["order"] is None:
             raise OrdersUsedUp(_used_up(len(self._members.devices)))
         known = {d.id: d for d in jax.devices()}
@@ -222,11 +232,14 @@ class Group:
         order = next(orders, None)
         return None if order is None else list(order)
 
-    def _read(self, name: str) -> str:
-        """The text that process 0 sets."""
+    def _read(self, name: str, is_valid: Callable[[Any], bool]) -> Any:
+        """What process 0 sets, as JSON. What is not valid is not its own, and it is waited for."""
         while True:
             try:
-                return self._client.blocking_key_value_get(name, _WAIT)
+                found = distributed._parse(self._client.blocking_key_value_get(name, _WAIT), is_valid)
+                if found is not None:
+                    return found
+                time.sleep(_WAIT / 1000)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
@@ -237,8 +250,15 @@ class OrdersUsedUp(RuntimeError):
 
 
 def _failures(entries: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The errors among the entries of a block."""
-    return [(key, text) for key, text in entries if not key.endswith(f"/{JOIN}")]
+    """The errors among the entries of a block, by the process that had them."""
+    ranks = set(map(str, range(jax.process_count())))
+    return [(key, text) for key, text in entries if key.rpartition("/")[2] in ranks]
+
+
+def _is_terms(found: Any) -> bool:
+    order, offer = found["order"], found["offer"]
+    known = {d.id for d in jax.devices()}
+    return type(found["number"]) is int and (order is None or {*order} <= known) and type(offer["at"]) is int
 
 
 def _given_up(tries: int, failed: list[tuple[str, str]]) -> str:

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.experimental import multihost_utils
@@ -20,8 +20,10 @@ from jax.experimental import multihost_utils
 from ... import distributed
 from ..._core.arrays import Device
 from ..._core.text import say_news
+from .elastic_program import Program, differences
 
-_READY = f"{distributed._KEYS}/ready/"
+_READY, _REFUSED = f"{distributed._KEYS}/ready/", f"{distributed._KEYS}/refused/"
+_PROGRAM = f"{distributed._KEYS}/program"
 _POLL = 0.05  # seconds between two looks at a key
 _START = 60.0  # seconds that process 0 waits for the others at the start, or JAXPAR_INITIALIZATION_TIMEOUT
 JOIN = "join"  # the key in a block by which process 0 takes others in
@@ -62,6 +64,20 @@ class Members:
                 _leave()
             time.sleep(_POLL)
 
+    def check_program(self, own: Program) -> None:
+        """Compare what this process would compute with what process 0 does. Where it differs, the process ends here."""
+        if self._rank == 0:
+            return self._client.key_value_set(_PROGRAM, json.dumps(own), allow_overwrite=True)
+        while (found := distributed._parse(distributed._get(self._client, _PROGRAM), _is_program)) is None:
+            time.sleep(_POLL)
+        if why := differences(own, found):
+            self.refuse(why)
+
+    def refuse(self, why: str) -> NoReturn:
+        """End this process, which does not compute what process 0 does."""
+        self._client.key_value_set(f"{_REFUSED}{self._rank}", "1", allow_overwrite=True)
+        distributed._refuse(self._rank, why)
+
     def become(self, starts: dict[int, int]) -> None:
         """Compute with these processes from now on. All members must make this call at the same place."""
         self.starts, self._live = dict(starts), type(multihost_utils.live_devices)()
@@ -98,11 +114,15 @@ class Members:
     def _ready(self) -> dict[int, int]:
         """The processes that have said that they are ready."""
         found: list[tuple[str, str]] = self._client.key_value_dir_get(_READY)
-        return {int(key.rpartition("/")[2]): int(start) for key, start in found}
+        pairs = [distributed._parse(f"[{key.rpartition('/')[2]}, {start}]", _is_pair) for key, start in found]
+        return dict(pair for pair in pairs if pair and pair[0] < jax.process_count())
+
+    def _refused(self) -> int:
+        return len(self._client.key_value_dir_get(_REFUSED))
 
     def _wait_for_all(self) -> dict[int, int]:
         end = time.monotonic() + float(os.environ.get("JAXPAR_INITIALIZATION_TIMEOUT") or _START)
-        while len(ready := self._ready()) < jax.process_count() and time.monotonic() < end:
+        while len(ready := self._ready()) < jax.process_count() - self._refused() and time.monotonic() < end:
             time.sleep(_POLL)
         return ready
 
@@ -110,7 +130,15 @@ class Members:
 def joining(entries: list[tuple[str, str]]) -> dict[int, int]:
     """The processes that were taken in by the entries of a block."""
     texts = [text for key, text in entries if key.endswith(f"/{JOIN}")]
-    return dict(json.loads(texts[0])) if texts else {}
+    return dict(distributed._parse(texts[0] if texts else None, lambda found: all(map(_is_pair, found))) or ())
+
+
+def _is_pair(found: Any) -> bool:
+    return distributed._whole_numbers(found) and len(found) == 2
+
+
+def _is_program(found: Any) -> bool:
+    return isinstance(found, dict) and all(isinstance(text, str) for text in found.values())  # pyright: ignore
 
 
 def _leave() -> None:

@@ -167,7 +167,7 @@ def fit(
     options |= {"steps_per_execution": steps_per_execution, "evaluated": evaluated}
     called = collect_callbacks(metrics_file, callbacks, on_step)
     run = plan_run(state, step, train_data, called, **options)
-    run = plan_elastic(run)
+    run = plan_elastic(run, state)
     if run.elastic is not None and not run.elastic.leads:
         checkpoint_dir = None
     checkpoints = RunCheckpoints(checkpoint_dir, keep, run)

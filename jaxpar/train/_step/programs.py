@@ -91,8 +91,9 @@ class Program:
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=along), batch)
         return list(self._traced.eval_shape(self._parts(state), state.rng, batch)[1])
 
-    def compile_own(self, state: TrainState, batch: Batch) -> None:
+    def compile_own(self, state: TrainState, batch: Batch) -> list[str]:
         """Compile what each device runs by itself: nothing, as this is one program over all of them."""
+        return []
 
     def _state_of(self, parts: Parts, rng: jax.Array) -> TrainState:
         """The state with these parts. Every step calls it, and `dataclasses.replace` takes as long as a small step."""

@@ -157,10 +157,10 @@ class TrainStep:
             program, state = self._prepare(without_types(state), user)
             return program.check(state, shapes)
 
-    def compile_own(self, state: TrainState, batch: Batch) -> None:
-        """Compile what the devices of this process run by themselves. The state stays valid."""
+    def compile_own(self, state: TrainState, batch: Batch) -> list[str]:
+        """Compile what the devices of this process run by themselves, and return its text. The state stays valid."""
         program, state = self._prepare(state, None)
-        program.compile_own(state, batch)
+        return program.compile_own(state, batch)
 
     def slow_in_a_loop(self, state: TrainState, batches: Batch) -> bool:
         """Whether `many` is slow on CPUs: whether the step has a convolution, of XLA's or as products in a loop."""

@@ -67,16 +67,24 @@ class VirtualProgram(Program):
         state = dataclasses.replace(state_of(parts, rng, *fit), rng=state.rng)
         return dataclasses.replace(state, store=dataclasses.replace(state.store, devices=self.devices)), metrics
 
-    def compile_own(self, state: TrainState, batch: Batch) -> None:
-        """Compile what each device of this process runs by itself, by one run of it. Nothing is exchanged."""
+    def compile_own(self, state: TrainState, batch: Batch) -> list[str]:
+        """Compile what each device of this process runs by itself, by one run of it. Nothing is exchanged.
+
+        Returns:
+            The texts of these programs before compilation.
+        """
         leaves, rng, programs, _ = self._prepare(state)
         rows = jax.tree.leaves(batch)[0].shape[0] // self._deal.terms
         shard = jax.tree.map(lambda x: np.asarray(x[:rows]), batch)
+        texts: list[str] = []
         for device in self._ranks:
             own = jax.device_put(jax.tree.map(np.array, (leaves, rng, shard, np.int32(0))), device)
             node, others = programs.term(*own)
             total = [x[0] for x in programs.add(node, node)]
-            jax.block_until_ready(programs.update(own[0], own[1], total, others))
+            update = own[0], own[1], total, others
+            texts = texts or [programs.term.lower(*own).as_text(), programs.update.lower(*update).as_text()]
+            jax.block_until_ready(programs.update(*update))
+        return texts
 
     def lower(self, state: TrainState, batch: Batch, *part: int) -> jax.stages.Lowered:
         """The program of the gradient of a shard before compilation."""
