@@ -27,6 +27,7 @@ from .._devices.user_mesh import on_own_mesh
 from ._leaves import slots_of
 
 _BITS = 128  # of the hash
+_SAID = ("name", "shape", "dtype", "impl")  # what the hash takes of what a checkpoint says of an array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ class StateHash:
         sums = np.zeros((len(self.records), 2), np.uint32)
         for numbers, found in self.groups:
             sums[numbers] = np.asarray(to_host(found))
-        about = [{name: r[name] for name in r if name != "words"} for r in self.records]
+        about = [{name: r[name] for name in _SAID if name in r} for r in self.records]
         found = hashlib.sha256(json.dumps([about, sums.tolist()], sort_keys=True).encode())
         return found.hexdigest()[: _BITS // 4]
 
