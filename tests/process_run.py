@@ -36,6 +36,13 @@ def linear(params, images):
 LENET, LINEAR = train.classification_loss(models.lenet.apply), train.classification_loss(linear)
 
 
+def counted(params, batch, rng):
+    """A mean over what counts: not over all examples, and not as many in each share."""
+    each = train.cross_entropy(linear(params, batch["image"]), batch["label"])
+    weight = batch["label"]
+    return ((each * weight).sum(), weight.sum()), {"nats": ((each * weight).sum(), weight.sum())}
+
+
 def images(side, count, seed=0):
     pixels = np.random.default_rng(seed).integers(0, 256, (count, side, side, 1)).astype(np.uint8)
     return data.Dataset(pixels, pixels.reshape(count, -1).sum(1) % 10)
@@ -166,6 +173,21 @@ def check_mapped(kind):
     assert repr(spread)
 
 
+def check_large_scatter():
+    """A reduce-scatter of 6 MiB a device, of a length that no number of devices divides, as in jax issue 40830."""
+    size = 3 * jax.device_count() * (1 << 19) + 3
+    value = np.float32(np.arange(size) % 1021)  # whole numbers, so that the sum is exact
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    store = kv.place(kv.init(kv.create("sharded"), 0, jnp.zeros(size)), jax.devices())
+    specs = kv.partition_specs(store, "i")
+
+    def body(store):
+        return kv.push(store, 0, value * (1 + jax.lax.axis_index("i")), axis_name="i")
+
+    pushed = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))(store)
+    np.testing.assert_array_equal(kv.pull(pushed, 0), value * sum(range(1, jax.device_count() + 1)))
+
+
 def gathered(array):
     from jax.experimental import multihost_utils
 
@@ -182,6 +204,7 @@ def store(folder):
             check_compressed(kind)
             check_wrong_pushes(kind, check_init(kind))
     assert np.array_equal(results["dist_sync"], results["dist_device_sync"])
+    check_large_scatter()
 
 
 # Training.
@@ -235,6 +258,12 @@ def training(folder):
             test = images(side, 13, seed=1)
             classes = train.predict(state, apply_fn, test, batch_size=8).argmax(1)
             assert (classes == test.labels).mean() == pytest.approx(scores[3]), name
+    for kind in ("device", "sharded"):
+        step = train.make_train_step(counted)
+        options = {"epochs": 2, "batch_size": 8, "progress": False}
+        state, history = train.fit(new_state(kind), step, images(8, 24), **options)
+        assert history[-1]["loss"] == pytest.approx(history[-1]["nats"], rel=1e-6)
+        found |= numbers(f"counted {kind}", state) | {f"counted {kind}": np.float32(history[-1]["loss"])}
     check_batches()
     if kv.num_workers() > 1:
         check_refused()

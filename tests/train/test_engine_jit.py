@@ -381,3 +381,20 @@ def test_refusals_of_verbs():
     for place in (lambda: kv.place(table, mesh="data"), lambda: kv.from_params(w, mesh="data")):
         with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh, got"):
             place()
+
+
+@pytest.mark.parametrize("spec", [P("model", None), P(None, "model"), P(("data", "model"), None)], ids=str)
+def test_the_gradient_of_a_table_that_is_split(spec):
+    """Rows that several shares look up, with repeats: the scatter of openxla/xla issue 42481."""
+
+    def loss(params, batch, rng):
+        return ((params["table"][batch["ids"]] @ params["out"]) ** 2).mean(), {}
+
+    draw = np.random.default_rng(0)
+    start = {"table": np.float32(draw.normal(size=(32, 8))), "out": np.float32(draw.normal(size=(8, 4)))}
+    batch = {"ids": draw.integers(0, 5, (16, 6))}
+    mesh, states = mesh_of(2, 4), []
+    for options in ({"mesh": mesh, "sharding": {"table": spec, "out": P()}}, {"devices": jax.devices()[:1]}):
+        state = train.create_state(kv.from_params(start, optimizer=optax.sgd(0.5), **options), 0)
+        states.append(train.make_train_step(loss)(state, batch)[0].params)
+    close(*states)
