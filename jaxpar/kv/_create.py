@@ -127,7 +127,7 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
         store: any store.
         key: an int, or a list of ints.
         value: an array of any shape and numeric dtype, or a list of one. For a list of keys, a list of them. Arrays are
-            copied, so the caller may change or donate them.
+            copied, so the caller may change or donate them. A `RowSparse` becomes the whole table.
 
     Returns:
         A new store. If one key of a list is wrong, none is added.

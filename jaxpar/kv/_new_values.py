@@ -14,6 +14,7 @@ from .._devices import processes
 from .._devices.copies import own_copies
 from .._devices.placement import put, spans_processes
 from .._devices.user_mesh import without_types
+from ..sparse import RowSparse, to_dense
 from ..updaters import Updater
 from ._store import KVStore, copies_for, home, layout_of
 
@@ -24,8 +25,9 @@ def signature(arrays: Mapping[int, Any]) -> str:
 
 
 def own_arrays(given: Mapping[int, Any]) -> dict[int, jax.Array]:
-    """The given values as arrays in memory of their own. A list of one is that one, as in a push."""
+    """The given values as arrays in memory of their own: a list of one as that one, as in a push, rows as a table."""
     given = {k: v[0] if isinstance(v, (list, tuple)) and len(v) == 1 else v for k, v in given.items()}
+    given = {k: to_dense(v) if isinstance(v, RowSparse) else v for k, v in given.items()}
     arrays = {k: checks.array(v, f"kv.init: value of key {k}") for k, v in given.items()}
     return arrays | own_copies({k: v for k, v in arrays.items() if v is given[k]})
 

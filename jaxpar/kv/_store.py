@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import updaters
-from .._core.arrays import Device, without_keys
+from .._core.arrays import Device, is_prng_key, without_keys
 from .._core.text import Table
 from .._devices.buckets import BucketLimits, Shape
 from .._devices.mesh import copies_on
@@ -220,8 +220,16 @@ def specs_of(store: KVStore) -> dict[int, jax.ShapeDtypeStruct]:
 def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
     """`ValueError` if values are split and the updater is not elementwise for one of these whole values.
 
+    `TypeError` for random keys, which have no shares.
+
     A plain function is checked when it is traced: to trace it here would run its Python once more.
     """
+    for k, value in values.items() if layout_of(store).is_split else ():
+        if is_prng_key(value):
+            raise TypeError(
+                f"{where}: key {k} ({dict(store.paths).get(k, str(k))!r}): a store of kind 'sharded' cuts values into "
+                "flat shares, and random keys have none; leave them out of the params, or use kind='device'"
+            )
     if layout_of(store).is_split and isinstance(store.updater, Updater):
         specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in values.items()}
         updaters._check_elementwise(store.updater, specs, shards(store), dict(store.paths), where)

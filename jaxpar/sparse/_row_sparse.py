@@ -145,15 +145,20 @@ def check_table(shape: Iterable[Any], what: str) -> tuple[int, ...]:
 
 
 def as_ids(ids: Any, what: str) -> np.ndarray | jax.Array:
-    """`ids` as an array of NumPy or JAX. An empty list is an array of integers.
+    """`ids` as an array of integers of NumPy or JAX. Those of MXNet are whole floating numbers.
 
     Raises:
-        TypeError: they are no integers.
+        TypeError: they are no integers, or floating and traced.
     """
     check_plain(ids, what)
     ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if ids.size == 0 and not isinstance(ids, jax.Array):
         ids = ids.astype(np.int32)
+    if jnp.issubdtype(ids.dtype, jnp.floating) and is_known(ids):
+        host = np.asarray(ids, np.float64)
+        if not (wrong := host[~(host == np.rint(host)) | (abs(host) >= 2.0**62)]).size:
+            return host.astype(np.int64)
+        raise TypeError(f"{what} must be integers, got {wrong[0]}")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{what} must be integers, got dtype {ids.dtype}")
     return ids

@@ -73,7 +73,7 @@ def check_elementwise_tree(optimizer: TreeOptimizer, params: Any, shards: int, w
         return jax.tree.map(lambda x: Spec((*rows, chunk_size(x.size, shards)), x.dtype), params)
 
     updater = Updater(lambda key, value: optimizer.init(value), _swapped(optimizer))
-    reason = fault(updater, [0], params, cut(()), cut((shards,)))
+    reason = fault(updater, [0], params, cut(()), cut((shards,)), judges_all=True)
     if reason is not None:
         raise ValueError(f"{where}: {reason}; {_ADVICE}")
 
@@ -113,11 +113,13 @@ def _batches(keys: list[int]) -> Iterator[list[int]]:
     return (keys[i : i + _TOGETHER] for i in range(0, len(keys), _TOGETHER))
 
 
-def fault(updater: Updater, keys: Sequence[int], value: Any, share: Any, rows: Any = None) -> str | None:
+def fault(
+    updater: Updater, keys: Sequence[int], value: Any, share: Any, rows: Any = None, *, judges_all: bool = False
+) -> str | None:
     """Why an updater is not the same for a value and for a share of it, in words. None: it is.
 
     A value may be a pytree of specs, for an optimizer of all params. The keys have values of one shape. An updater that
-    raises on both forms of one key is not judged. It raises on every push.
+    raises on both forms of one key is not judged, unless `judges_all`. It raises on every push.
 
     Example:
         >>> import optax, jax.numpy as jnp
@@ -129,7 +131,7 @@ def fault(updater: Updater, keys: Sequence[int], value: Any, share: Any, rows: A
     """
     whole, part = _trace(updater, keys, value), _trace(updater, keys, share)
     if isinstance(whole, Exception) and isinstance(part, Exception) and len(keys) == 1:
-        return None
+        return f"the updater fails ({_first_line(whole)})" if judges_all else None
     laid_out = None if rows is None else _trace(updater, keys, rows, with_update=False)
     try:
         return _difference(whole, part) or (laid_out and _difference(whole, laid_out))
@@ -173,8 +175,7 @@ def _difference(whole: _Traces | Exception, part: _Traces | Exception) -> str | 
     """How the two differ, in words. `NotElementwise` if one of them breaks the rule."""
     for form, name in ((whole, "the whole value"), (part, "a share of it")):
         if isinstance(form, Exception):
-            first = str(form).strip().partition("\n")[0][:200]
-            return f"the updater fails on {name} only ({type(form).__name__}: {first})"
+            return f"the updater fails on {name} only ({_first_line(form)})"
     assert isinstance(whole, _Traces)
     assert isinstance(part, _Traces)
     specs = jax.tree.leaves(whole.value)
@@ -189,6 +190,10 @@ def _difference(whole: _Traces | Exception, part: _Traces | Exception) -> str | 
         extents = [*values, *state, *values]
         reason = _other_program(read(whole.update, extents), read(part.update, extents))
     return None if reason is None else f"the updater is not the same program for {both}: {reason}"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
 def _other_state(whole: _Traces, part: _Traces) -> str | None:

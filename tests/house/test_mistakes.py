@@ -362,7 +362,7 @@ MISTAKES = {
         "no argument 'type'",
         "known are store, spec",
     ),
-    "rows by floats": (lambda: kv.row_sparse_pull(ROWS, 0, jnp.ones(2)), TypeError, "row ids must be integers"),
+    "rows by floats": (lambda: kv.row_sparse_pull(ROWS, 0, jnp.full(2, 0.5)), TypeError, "row ids must be integers"),
     "a row too many": (lambda: kv.row_sparse_pull(ROWS, 0, np.array([9])), ValueError, "row 9", "rows are 0 to 3"),
     # updaters
     "a misspelt rate": (lambda: updaters.mxnet_sgd(lerning_rate=0.1), TypeError, "write learning_rate=0.1"),

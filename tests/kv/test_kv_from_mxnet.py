@@ -1,5 +1,7 @@
 """What code written for MXNet still says: taken where it means the same, else answered with the line to write."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -155,3 +157,27 @@ def test_rows_are_not_sent_uncompressed_in_silence(shape):
         jax.jit(lambda s: kv.push(s, 3, rows))(store)
     assert_unchanged(store, before)
     kv.push(kv.set_gradient_compression(store, {"type": "none"}), 3, rows)
+
+
+@pytest.mark.parametrize("kind", ["local", "device", "sharded", "dist_sync", "dist_async"])
+def test_a_store_begins_with_a_row_sparse_value(kind):
+    rows = RowSparse(np.array([2, 0]), np.array([[1.0, 2.0], [3.0, 4.0]], np.float32), (4, 2))
+    store = kv.init(kv.create(kind), [0, 1], [rows, [rows]])
+    for key in (0, 1):
+        np.testing.assert_array_equal(kv.pull(store, key), [[3, 4], [0, 0], [1, 2], [0, 0]])
+
+
+def test_multipliers_change_in_the_middle_and_momentum_stays():
+    """`opt.set_lr_mult({0: 0.5})` of MXNet: its SGD has the rate inside the momentum."""
+
+    def sgd(**factors):
+        return updaters.mxnet_sgd(0.1, momentum=0.9, **factors)
+
+    store = kv.set_updater(kv.init(kv.create("device"), 0, jnp.zeros(1)), sgd())
+    store = kv.push(kv.push(store, 0, jnp.ones(1)), 0, jnp.ones(1))
+    store = kv.push(dataclasses.replace(store, updater=sgd(lr_mult={0: 0.5})), 0, jnp.ones(1))
+    value, momentum = 0.0, 0.0
+    for factor in (1, 1, 0.5):
+        momentum = 0.9 * momentum - 0.1 * factor
+        value += momentum
+    np.testing.assert_allclose(kv.pull(store, 0), [value], rtol=1e-6)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, PartitionSpec as P
 
-from jaxpar import sparse, updaters
+from jaxpar import kv, sparse, updaters
 from jaxpar.models import matrix_factorization
 from jaxpar.sparse import RowSparse
 from jaxpar.updaters import _mxnet
@@ -74,7 +74,7 @@ def test_takes_any_integers_and_owns_what_it_holds():
 @pytest.mark.parametrize(
     ("indices", "values", "shape", "error", "message"),
     [
-        ([0.0], (1, 2), (6, 2), TypeError, "indices must be integers, got dtype float64"),
+        ([0.5], (1, 2), (6, 2), TypeError, "indices must be integers, got 0.5"),
         ([True], (1, 2), (6, 2), TypeError, "indices must be integers, got dtype bool"),
         ([[0]], (1, 2), (6, 2), ValueError, r"indices must have one axis, got shape \(1, 1\)"),
         (
@@ -208,7 +208,10 @@ def test_from_dense():
         ([0, 6], ValueError, "take: row 6 is not in the table, whose rows are 0 to 5"),
         ([-1], ValueError, "take: row -1 is not in the table, whose rows are 0 to 5"),
         ([2**40], ValueError, f"take: row {2**40} is not in the table"),
-        ([0.5], TypeError, "take: row ids must be integers, got dtype float64"),
+        ([0.5], TypeError, "take: row ids must be integers, got 0.5"),
+        ([1.0, np.nan], TypeError, "take: row ids must be integers, got nan"),
+        ([2.0**40], ValueError, f"take: row {2**40} is not in the table"),
+        ([2.0**70], TypeError, "take: row ids must be integers, got 1.18"),
     ],
 )
 def test_ids_that_mxnet_skipped_or_aborted_at_are_named(ids, error, message):
@@ -216,6 +219,17 @@ def test_ids_that_mxnet_skipped_or_aborted_at_are_named(ids, error, message):
         sparse.take(TABLE, ids)
     with pytest.raises(ValueError, match="take: a table must have a first axis"):
         sparse.take(jnp.ones(()), [0])
+
+
+@pytest.mark.parametrize("ids", [[3.0, 0.0, 3.0], np.float32([3, 0, 3]), jnp.float16([3, 0, 3])])
+def test_whole_floating_ids_are_ids_as_in_mxnet(ids):
+    assert sparse.take(TABLE, ids).indices.tolist() == [0, 3]
+    rows = sparse.RowSparse(ids, np.ones((3, 2)), (6, 2))
+    assert (rows.indices.tolist(), rows.indices.dtype) == ([3, 0, 3], np.int32)
+    store = kv.init(kv.create("device"), 0, TABLE)
+    assert kv.row_sparse_pull(store, 0, ids).indices.tolist() == [0, 3]
+    with pytest.raises(TypeError, match="take: row ids must be integers, got dtype float"):
+        jax.jit(sparse.take)(TABLE, jnp.asarray(ids))
 
 
 def test_ids_out_of_range_are_padding_under_jit():

@@ -16,9 +16,9 @@ from ..._core.arrays import Device
 from ..._devices import buckets, collectives
 from ...kv import _aggregate, _staleness, _update
 from . import batch as _batch, means, nonfinite
-from .gradient import Gradient, StepResult, divide
+from .gradient import Gradient, StepResult, divide, floating_keys
 from .loss_scale import DynamicLossScale
-from .state import TrainState, carries
+from .state import TrainState, carries, with_gradients
 
 Arrays = dict[int, jax.Array]
 
@@ -88,7 +88,7 @@ class DeviceStep:
         """The parts that this step keeps and the state has not, as before the first step."""
         missing: dict[str, Any] = {}
         if self.grad_transform is not None and not carries(state.transform):
-            params = kv.to_params(state.store)
+            params = with_gradients(kv.to_params(state.store))
             if jax.tree.leaves(jax.eval_shape(self.grad_transform.init, params)):
                 missing["transform"] = self.grad_transform.init(params)
         if self.guard is not None and not carries(state.nonfinite):
@@ -190,14 +190,13 @@ class DeviceStep:
             return summed, state.transform
         keys, store = list(summed), state.store
         whole = _aggregate.gather(store, summed, self.axis_name)
+        trained, params = floating_keys(jax.tree.leaves(params)), with_gradients(params)
         leaves, structure = jax.tree.flatten(params)
-        grads = [jnp.zeros_like(leaf) for leaf in leaves]
-        for k, g in whole.items():
-            grads[k] = g
+        grads = [whole[k] if k in whole else jnp.zeros_like(leaf) for k, leaf in zip(trained, leaves, strict=True)]
         updates, transform = self.grad_transform.update(
             structure.unflatten(grads), self._transform_state(state, params), params
         )
-        new = jax.tree.leaves(updates)
+        new = dict(zip(trained, jax.tree.leaves(updates), strict=True))
         own = _aggregate.own_parts(store, {k: new[k] for k in keys}, self.axis_name)
         return own, transform if jax.tree.leaves(transform) else ()
 

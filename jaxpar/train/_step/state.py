@@ -149,12 +149,19 @@ def create_state(
     rng = checks.random_key(rng, "train.create_state")
     transform: Any = ()
     if grad_transform is not None:
-        transform = checks.transform(grad_transform, "train.create_state: grad_transform").init(kv.to_params(store))
+        tx = checks.transform(grad_transform, "train.create_state: grad_transform")
+        transform = tx.init(with_gradients(kv.to_params(store)))
+        transform = transform if jax.tree.leaves(transform) else ()  # as a step returns it
     model_state = () if model_state is None else model_state
     for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
         check_plain(leaf, f"train.create_state: model_state{jax.tree_util.keystr(path)}")
     state = TrainState(store, jnp.zeros((), jnp.int32), rng, transform, model_state)
     return place_state(state, tuple(devices))
+
+
+def with_gradients(params: Any) -> Any:
+    """The params that have gradients, the floating ones, with None in place of the others."""
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, params)
 
 
 def _rest(state: TrainState) -> dict[str, Any]:
