@@ -1,4 +1,4 @@
-"""The command line: `jaxpar train`, `jaxpar plot`, `jaxpar launch`. `python -m jaxpar` is the same."""
+"""The command line: `jaxpar train`, `plot`, `verify`, `launch`. `python -m jaxpar` is the same."""
 
 from __future__ import annotations
 
@@ -56,14 +56,19 @@ def _arguments(words: list[str]) -> argparse.Namespace:
 
 def _add_commands(commands: Any, asked: str = "") -> None:
     """Add the command that is asked for, whose imports take a while, or else all of them."""
-    if asked != "plot":
+    every = asked not in ("train", "plot", "verify")
+    if every or asked == "train":
         from ._cli import train
 
         train.add_parser(commands)
-    if asked != "train":
+    if every or asked == "plot":
         from ._cli import plot
 
         plot.add_parser(commands)
+    if every or asked == "verify":
+        from ._cli import verify
+
+        verify.add_parser(commands)
 
 
 def _wait_for_loss_report() -> None:

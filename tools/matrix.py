@@ -3,9 +3,10 @@
     python tools/matrix.py                          # every Python there is, newest packages; the oldest on the first
     python tools/matrix.py --only 3.13-newest -- -k "not notebooks"    # one of them, a part of the tests
     python tools/matrix.py --only 3.11-oldest --no-tests                # only the wheel, the sdist and `train`
+    python tools/matrix.py --pythons                # only say which supported Pythons there are, the oldest first
 
-Needs uv (pip install uv), nothing else; what comes after -- goes to pytest. The wheel and the sdist are built once.
-In each environment: install the wheel, train an epoch; install the sdist in its place, train again; then run the
+Needs uv (pip install uv), but for --pythons; what comes after -- goes to pytest. The wheel and the sdist are built
+once. In each environment: install the wheel, train an epoch; install the sdist in its place, train again; then run the
 tests of the sdist on the wheel. `oldest` takes the lowest version that pyproject.toml allows of each dependency, and
 of each package that the tests need; of what those need in turn, the newest. The log lists what was installed.
 """
@@ -38,7 +39,7 @@ def interpreters():
                 yield version, path
                 break
         else:
-            print(f"no Python {version} here", flush=True)
+            print(f"no Python {version} here", file=sys.stderr, flush=True)
 
 
 def uv():
@@ -113,9 +114,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="such as 3.12-newest; can be given several times")
     parser.add_argument("--no-tests", action="store_true", help="stop after training")
+    parser.add_argument("--pythons", action="store_true", help="print the paths of the supported Pythons")
     parser.add_argument("pytest_args", nargs="*", help="after --; default: -n 2 --dist worksteal")
     args = parser.parse_args()
     found = list(interpreters())
+    if args.pythons:
+        print(*(path for _, path in found), sep="\n")
+        return
     cells = [(f"{version}-newest", path) for version, path in found]
     cells += [(f"{version}-oldest", path) for version, path in found[:1]]
     cells = [(name, path) for name, path in cells if not args.only or name in args.only]

@@ -1,1 +1,1 @@
-"""The command line: `train` and `plot`."""
+"""The command line: `train`, `plot` and `verify`."""

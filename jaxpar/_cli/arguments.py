@@ -28,15 +28,18 @@ class ArgumentError(ValueError):
     """An argument does not name a function or an array."""
 
 
-def find_function(text: str) -> Callable[..., Any]:
+def find_function(text: str, others: str = "") -> Callable[..., Any]:
     """The function of "module:function". The current folder is searched too.
+
+    Args:
+        others: what may be given in its place, for the message.
 
     Raises:
         ArgumentError: there is none.
     """
     module_name, colon, name = text.partition(":")
     if not colon or not module_name or not name:
-        raise ArgumentError(f"expected MODULE:FUNCTION, lenet or matrix_factorization, got {text!r}")
+        raise ArgumentError(f"expected MODULE:FUNCTION{others}, got {text!r}")
     if module_name.endswith(".py"):
         path = module_name.removesuffix(".py").strip("./").replace("/", ".")
         raise ArgumentError(f"expected the name of a module, got the file {module_name}; write {path}:{name}")

@@ -114,7 +114,7 @@ def _request(args: argparse.Namespace) -> Request:
         fn, arrays = _model(args.function, shapes)
         check_takes(args.function, fn, arrays)
         return Request(fn, arrays, 0, args.function)
-    fn, argnums = find_function(args.function), None
+    fn, argnums = find_function(args.function, f", {' or '.join(_MODELS)}"), None
     if args.params is not None and ":" in args.params:
         shapes, argnums = [make_params(args.params, shapes), *shapes], 0
     elif args.params is not None:

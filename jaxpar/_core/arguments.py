@@ -137,7 +137,7 @@ def takes(fn: Callable[..., Any], count: int) -> bool:
     return _bind(fn, [str(i) for i in range(count)]) is not None
 
 
-def check_takes(fn: Any, names: Sequence[str], what: str, hint: str = "") -> None:
+def check_takes(fn: Any, names: Sequence[str], what: str, hint: str = "", also: Sequence[str] = ()) -> None:
     """`TypeError` unless this is a function that can be called with arguments of these names, in their order.
 
     A function that Python cannot inspect is taken.
@@ -145,6 +145,7 @@ def check_takes(fn: Any, names: Sequence[str], what: str, hint: str = "") -> Non
     Args:
         what: whose argument it is and which, such as "fit: eval_fn".
         hint: further words, with what separates them from the message.
+        also: names of arguments that follow by keyword where the function has them.
 
     Example:
         >>> check_takes(lambda b, a: a, ("a", "b"), "it")
@@ -154,21 +155,39 @@ def check_takes(fn: Any, names: Sequence[str], what: str, hint: str = "") -> Non
     words = f"{what} must be a function of ({', '.join(names)})"
     if not callable(fn):
         raise TypeError(f"{words}, got {type(fn).__name__}{hint}")
-    bound = _bind(fn, names)
+    also = [name for name in also if has_parameter(fn, name)]
+    bound = _bind(fn, names, also)
     if bound is None:
-        raise TypeError(f"{words}, got {_shown(fn)}{hint}")
+        after = f", and then {', '.join(also)}" if also else ""
+        raise TypeError(f"{words}{after}, got {_shown(fn)}{hint}")
     if any(isinstance(name, str) and own != name and own in names for own, name in bound.items()):
         raise TypeError(f"{words}, and {_shown(fn)} names them in another order; reorder them")
 
 
-def _bind(fn: Callable[..., Any], values: Sequence[str]) -> Mapping[str, Any] | None:
+def has_parameter(fn: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of this name that a keyword can give, and that `partial` has not given.
+
+    Example:
+        >>> has_parameter(lambda a, step: a, "step"), has_parameter(lambda a, **rest: a, "step")
+        (True, False)
+    """
+    try:
+        own, inner = (inspect.signature(fn, follow_wrapped=wrapped) for wrapped in (False, True))
+    except (TypeError, ValueError):  # a builtin
+        return False
+    given = fn.keywords if isinstance(fn, functools.partial) else ()
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in own.parameters.values())
+    return name in inner.parameters and name not in given and (takes_any or name in own.parameters)
+
+
+def _bind(fn: Callable[..., Any], values: Sequence[str], by_keyword: Sequence[str] = ()) -> Mapping[str, Any] | None:
     """The values by the names of the arguments that get them. None: the function does not take so many."""
     try:
         signature = inspect.signature(fn, follow_wrapped=False)  # a wrapper may take other arguments
     except (TypeError, ValueError):  # a builtin
         return {}
     try:
-        return signature.bind(*values).arguments
+        return signature.bind(*values, **dict.fromkeys(by_keyword)).arguments
     except TypeError:
         return None
 

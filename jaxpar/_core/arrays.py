@@ -67,6 +67,26 @@ def check_not_gone(value: jax.Array, where: str) -> jax.Array:
     )
 
 
+def check_plain(value: Any, where: str) -> None:
+    """`TypeError` for an array of NumPy that says more than its numbers: a mask, a unit. The rest would be lost.
+
+    Example:
+        >>> try:
+        ...     check_plain(np.ma.masked_equal([1, 999], 999), "here")
+        ... except TypeError as error:
+        ...     str(error).partition(",")[0]
+        'here: expected plain numbers'
+    """
+    kind = type(value)
+    if kind is np.ndarray or not isinstance(value, np.ndarray):
+        return
+    named = f"{where}: expected plain numbers, got a {kind.__name__}, whose"
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{named} hidden numbers would count; fill them by .filled(0), or leave these rows out")
+    if any(getattr(kind, name) is not getattr(np.ndarray, name) for name in ("__array_ufunc__", "__array_function__")):
+        raise TypeError(f"{named} meaning beyond the numbers, such as a unit, would be lost; give np.asarray(array)")
+
+
 def is_tracing() -> bool:
     """Whether this runs inside a function that is traced: under `jit`, `vmap`, `grad`, ...
 

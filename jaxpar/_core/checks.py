@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .arguments import describe as describe, did_you_mean, shorten as shorten
-from .arrays import Device, check_not_gone
+from .arrays import Device, check_not_gone, check_plain
 from .model_checks import (
     arrays_of_numbers as arrays_of_numbers,
     function as function,
@@ -96,17 +96,18 @@ def array(value: Any, where: str) -> jax.Array:
     """`value` as a jax array with memory of its own.
 
     Raises:
-        TypeError: it is no array of numbers.
+        TypeError: it is no array of plain numbers.
         RuntimeError, TypeError: it has no values, see `arrays.check_not_gone`.
     """
     if isinstance(value, jax.Array):
         return check_not_gone(value, where)
     if isinstance(value, (list, tuple, str, bytes, dict)) or value is None:
         raise TypeError(f"{where}: expected an array, got {describe(value)}")
+    check_plain(value, where)
     try:
         return jnp.array(value)  # a copy: NumPy's memory may change later
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{where}: expected an array, got {describe(value)}") from error
+    except (TypeError, ValueError, RuntimeError) as error:  # the last of PyTorch, for a tensor that needs a gradient
+        raise TypeError(f"{where}: expected an array, got {describe(value)} ({error})") from error
 
 
 def same_shape(value: Any, shape: tuple[int, ...], where: str) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .arguments import describe
+from .arrays import check_plain
 
 
 def labels(given: Any, where: str) -> None:
@@ -68,6 +69,7 @@ def arrays_of_numbers(tree: Any, where: str) -> None:
     """`TypeError` for a leaf of a pytree that is no array of numbers, such as a list's number or an array of words."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         dtype = getattr(leaf, "dtype", None)
+        check_plain(leaf, f"{where}{jax.tree_util.keystr(path)}")
         if isinstance(leaf, jax.Array) or (dtype is not None and _is_numeric(dtype)):
             continue
         name = jax.tree_util.keystr(path)

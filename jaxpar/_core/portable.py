@@ -30,6 +30,7 @@ class Slot:
         shape: of the array as it is saved.
         rows: whether the leaf has this array flat, padded and cut into one row for each device.
         part: one of `PARTS` for what belongs to the devices that pushed, else None.
+        rule: what identifies the computation of its next value, if that is known.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Slot:
     shape: tuple[int, ...]
     rows: bool = False
     part: str | None = None
+    rule: str | None = None
 
     @property
     def dtype(self) -> str:
@@ -47,6 +49,7 @@ class Slot:
         """What a checkpoint says about the array, as JSON."""
         about = {"name": self.name, "words": self.words, "shape": list(self.shape), "dtype": self.dtype}
         about |= {self.part: True} if self.part else {}
+        about |= {"rule": self.rule} if self.rule else {}
         return about | ({"impl": str(jax.random.key_impl(self.leaf))} if is_prng_key(self.leaf) else {})
 
 

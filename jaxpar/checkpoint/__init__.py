@@ -1,10 +1,9 @@
 """Save and restore a training state, through orbax and without pickle.
 
 `_save` saves one checkpoint, restores it and finds the newest good one. `_manager` keeps the checkpoints of a run.
-`_leaves` turns a state into named arrays and back. `_files` writes and reads a directory. `_manifest` checks what a
-checkpoint says about itself, `_regular_file` reads within bounds, and `_owner` knows whose unfinished files may go.
-`_adopt` takes a checkpoint from one directory
-to another. `_mxnet` reads files of MXNet.
+`_leaves` turns a state into named arrays and back, `_hash` gives a hash of them. `_files` writes and reads a directory.
+`_manifest` checks what a checkpoint says about itself, `_regular_file` reads within bounds, and `_owner` knows whose
+unfinished files may go. `_adopt` takes a checkpoint from one directory to another. `_mxnet` reads files of MXNet.
 
 >>> import tempfile
 >>> import jax.numpy as jnp
@@ -18,7 +17,15 @@ to another. `_mxnet` reads files of MXNet.
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
 from ._adopt import adopt as _adopt, whole_copy as _whole_copy
+from ._hash import StateHash as _StateHash, hash_of as _hash_of
 from ._manager import Manager as Manager
 from ._manifest import CheckpointError as CheckpointError
 from ._mxnet import load_mxnet as load_mxnet
-from ._save import Found as Found, best as best, latest as latest, restore as restore, save as save
+from ._save import (
+    Found as Found,
+    best as best,
+    latest as latest,
+    newest_good as _newest_good,
+    restore as restore,
+    save as save,
+)

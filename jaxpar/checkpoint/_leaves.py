@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from .._core import checks
-from .._core.arrays import is_prng_key, without_keys
+from .._core.arrays import check_plain, is_prng_key, without_keys
 from .._core.portable import (
     PARTS,
     Saved,
@@ -37,7 +37,7 @@ def to_leaves(tree: Any, keep: bool = True) -> tuple[list[dict[str, Any]], list[
 
     Without `keep` there are no arrays: a process that writes nothing only gives the others its part of them.
     """
-    found = _slots(tree)
+    found = slots_of(tree)
     plain, _ = without_keys([slot.leaf for slot in found])
     held = list(map(to_host, plain))
     arrays = [_copy(slot, leaf) for slot, leaf in zip(found, held, strict=True)] if keep else []
@@ -56,7 +56,7 @@ def from_leaves(records: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray],
     remarks: list[str] = []
     saved = {record["name"]: (record, array) for record, array in zip(records, arrays, strict=True)}
     bare = jax.tree.map(_bare, like, is_leaf=is_registered)
-    wanted = _slots(bare)
+    wanted = slots_of(bare)
     saved = adapt(like, saved, remarks)
     nodes, treedef = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_registered)
     for path, node in nodes:
@@ -77,7 +77,7 @@ def _bare(node: Any) -> Any:
     return node if format is None else format.bare(node)
 
 
-def _slots(tree: Any) -> list[Slot]:
+def slots_of(tree: Any) -> list[Slot]:
     """In the order of the leaves of the tree."""
     nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_registered)[0]
     formats, names = [format_of(node) for _, node in nodes], [path_name(path) for path, _ in nodes]
@@ -96,6 +96,7 @@ def _slot(name: str, leaf: Any) -> Slot:
     numeric = hasattr(leaf, "dtype") and (is_prng_key(leaf) or np.dtype(leaf.dtype).kind not in "OSUMm")
     if not numeric and not isinstance(leaf, _SCALARS):
         raise TypeError(f"checkpoint: leaf {name!r} must be an array of numbers, got {checks.describe(leaf)}")
+    check_plain(leaf, f"checkpoint: leaf {name!r}")
     return Slot(name, f"leaf {name!r}", leaf, tuple(np.shape(leaf)))
 
 

@@ -185,8 +185,8 @@ def _check_leaf(record: dict[str, Any]) -> None:
     _of(str, record, "dtype")
     if not all(_is_int(n, 0) for n in _of(list, record, "shape")):
         raise ValueError(f"the shape must be ints of 0 or more, got {_quote(record['shape'])}")
-    if "impl" in record:
-        _of(str, record, "impl")
+    for name in {"impl", "rule"} & record.keys():
+        _of(str, record, name)
     layout(record)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from .._core import checks
-from .._core.arrays import Device
+from .._core.arrays import Device, check_plain
 from .._devices import processes
 from .._devices.emulated import wait_before_collectives
 from .._devices.mesh import split_over
@@ -32,6 +32,7 @@ def as_dict(element: Any, names: tuple[str, ...]) -> Any:
 
 
 def _as_array(path: Any, leaf: Any) -> Any:
+    check_plain(leaf, f"data.from_iterable: {path_name(path)}")
     if isinstance(leaf, (np.ndarray, jax.Array)):
         array = leaf
     else:

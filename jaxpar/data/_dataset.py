@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._core.arrays import check_plain
 from ._batches import Batch, batches
 from ._parts import rows_of_parts
 
@@ -42,6 +43,8 @@ class Dataset:
     part: str = ""
 
     def __post_init__(self) -> None:
+        check_plain(self.images, "Dataset: images")
+        check_plain(self.labels, "Dataset: labels")
         images, labels = np.asarray(self.images), np.asarray(self.labels)
         if images.ndim == 0 or labels.ndim == 0 or len(images) != len(labels):
             raise ValueError(f"a data set needs one label per image: images {images.shape}, labels {labels.shape}")

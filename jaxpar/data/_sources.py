@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from .._core.arrays import check_plain
 from .._devices.mesh import STORE_AXIS
 from . import _batches
 from ._batches import epochs_from, whole_batches
-from ._convert import batch_struct, placed_batch, share_sharding
+from ._convert import batch_struct, path_name, placed_batch, share_sharding
 from ._dataset import Dataset
 from ._iterable import from_iterable
 from ._parts import rows_of_parts
@@ -270,6 +271,8 @@ def from_arrays(arrays: Any, *, dtype: Any = jnp.float32) -> ArraySource:
         >>> [batch["next"].tolist() for batch in source.batches(3)]
         [[0, 1, 2], [3, 4, 5]]
     """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
+        check_plain(leaf, f"data.from_arrays: {path_name(path)}")
     arrays = jax.tree.map(np.asarray, arrays)
     shapes = [x.shape for x in jax.tree.leaves(arrays)]
     if not shapes or () in shapes or len({shape[0] for shape in shapes}) > 1:

@@ -8,12 +8,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import updaters
 from .._core import checks
 from .._core.portable import (
     NodeFormat,
@@ -26,9 +28,9 @@ from .._core.portable import (
 )
 from .._devices.mesh import copies_on, split_over
 from .._devices.placement import put
-from ..updaters import _TreeOptimizer as TreeOptimizer
+from ..updaters import _TreeOptimizer as TreeOptimizer, _UnknownOwners as UnknownOwners
 from . import _aggregate, _staleness, _tree
-from ._store import KVStore, layout_of, names, shapes_of
+from ._store import KVStore, layout_of, names, shapes_of, specs_of
 
 _RESIDUALS, _PENDING, _OPTIMIZER = "residuals", "pending", "optimizer_state"
 
@@ -37,7 +39,7 @@ def slots(store: KVStore, prefix: str) -> list[Slot]:
     """A slot for each leaf of the store."""
     paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(store)[0], strict=True) if store.values else ((), ())
     shapes, called, split = shapes_of(store), names(store), layout_of(store).is_split
-    whole = iter(_tree.state_shapes(store))
+    whole, rules = iter(_tree.state_shapes(store)), rule_of_each(store)
     inner = list(map(path_name, paths))
     full = [join_names(prefix, name) for name in inner]
     found: list[Slot] = []
@@ -52,8 +54,18 @@ def slots(store: KVStore, prefix: str) -> list[Slot]:
         rows = split and not part and leaf.shape == store.values[k].shape
         key = f"key {k} ({called[k]!r})" if called.get(k, str(k)) != str(k) else f"key {k}"
         words = f"{key}: {'value' if field == 'values' else name}"
-        found.append(Slot(full_name, words, leaf, tuple(shapes[k] if rows else leaf.shape), rows, part))
+        rule = rules.get(k) if field == "values" else None
+        found.append(Slot(full_name, words, leaf, tuple(shapes[k] if rows else leaf.shape), rows, part, rule))
     return found
+
+
+def rule_of_each(store: KVStore) -> dict[int, str | None]:
+    """What identifies the computation by which a push updates each key. None where that is not known."""
+    specs = specs_of(store)
+    if not isinstance(store.updater, TreeOptimizer):
+        return updaters._rule_of_each(store.updater, None, tuple(specs), tuple(specs.values()))
+    keys, structure = _tree.trained_keys(store), jax.tree.structure(_tree.tree_of(store, specs))
+    return updaters._rule_of_each(store.updater, structure, tuple(keys), tuple(specs[k] for k in keys))
 
 
 def bare(store: KVStore) -> KVStore:
@@ -62,10 +74,29 @@ def bare(store: KVStore) -> KVStore:
 
 
 def complete(store: KVStore, like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> KVStore:
-    """The store with residuals and pending pushes, for the devices of `like`."""
+    """The store with residuals and pending pushes, for the devices of `like`.
+
+    Raises:
+        ValueError: another optimizer, or what belongs to devices does not fit.
+    """
+    _check_rules(like, by_key(saved, join_names(prefix, "values"), like))
     residuals = _residuals(store, like, by_key(saved, join_names(prefix, _RESIDUALS), like), remarks)
     pending = _pending(store, like, by_key(saved, join_names(prefix, _PENDING), like))
     return dataclasses.replace(store, residuals=residuals, pending=pending)
+
+
+def _check_rules(like: KVStore, saved: dict[int, Saved]) -> None:
+    """`ValueError` where a value was updated by another rule than the store of `like` has."""
+    for k, rule in rule_of_each(like).items():
+        record, _ = saved[k][""]
+        if updaters._is_other_rule(rule, record.get("rule")):
+            raise ValueError(
+                f"{record['words']}: the optimizer that saved it updates it by another rule than that of `like` "
+                "(another rate, decay or schedule is no other rule); give a state with the optimizer that saved it. To "
+                "change the optimizer and keep its state, restore that, then put it into the new store: "
+                "dataclasses.replace(new, values=found.values, updater_state=found.updater_state, "
+                "optimizer_state=found.optimizer_state)"
+            )
 
 
 def by_key(saved: Saved, prefix: str, store: KVStore) -> dict[int, Saved]:
@@ -174,31 +205,42 @@ def adapt(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved
     Where it does not fit, it stays as it is, and the comparison with `like` says what is missing.
     """
     before = join_names(prefix, "updater_state") + "/"
-    old = {name.removeprefix(before): name for name in saved if name.startswith(before)}
+    old = {name.removeprefix(before): entry for name, entry in saved.items() if name.startswith(before)}
     wanted = [slot for slot in slots(like, prefix) if slot.name.startswith(join_names(prefix, _OPTIMIZER) + "/")]
     if not isinstance(like.updater, TreeOptimizer) or not old or not wanted:
         return saved
+    made_of, trained = _names_of_keys(like), set(map(str, _tree.trained_keys(like)))
+    if {name for names in made_of for name in names} != {name for name in old if name.partition("/")[0] in trained}:
+        return saved
     found: Saved = {}
-    for slot in wanted:
-        entry = _state_of_a_key(like, slot.name.removeprefix(join_names(prefix, _OPTIMIZER) + "/"), old, saved)
-        if entry is None:
+    for slot, of_each in zip(wanted, made_of, strict=True):
+        record, array = old[of_each[0]]
+        if not all(np.array_equal(old[name][1], array) for name in of_each):
             return saved
-        found[slot.name] = {**entry[0], "name": slot.name, "words": slot.words}, entry[1]
+        found[slot.name] = {**record, "name": slot.name, "words": slot.words}, array
     remarks.append("the optimizer's state was saved for each key, and was joined into one for all params")
-    return {name: entry for name, entry in saved.items() if not name.startswith(before)} | found
+    rest = {name: entry for name, entry in saved.items() if not name.startswith(before)}
+    for record, _ in rest.values():
+        record.pop("rule", None)  # it was that of a single key
+    return rest | found
 
 
-def _state_of_a_key(like: KVStore, name: str, old: dict[str, str], saved: Saved) -> Any:
-    """What was saved for a leaf `0/mu/dense/bias` of the optimizer's state. A scalar must be equal for all keys."""
-    called = {k: param for k, param in names(like).items() if k in set(_tree.trained_keys(like))}
-    k = _tree.param_of(_tree.trained_names(like), name)
-    if k is not None:
-        part = name.removesuffix(called[k]).rstrip("/")
-        full = old.get(f"{k}/{part}" if part else str(k))
-        return None if full is None else saved[full]
-    entries = [saved[old[f"{k}/{name}"]] for k in called if f"{k}/{name}" in old]
-    same = len(entries) == len(called) and all(np.array_equal(e[1], entries[0][1]) for e in entries)
-    return entries[0] if same else None
+def _names_of_keys(store: KVStore) -> list[list[str]]:
+    """For each leaf of the optimizer's state the names `key/leaf` of what it is, where each key has a state of its own.
+
+    What belongs to no single param is in the state of each key. The list is empty where that cannot be said.
+    """
+    specs, single = specs_of(store), dict[int, tuple[Iterator[str], Iterator[str]]]()
+    try:
+        owners = _tree.owners(store)
+        for k in _tree.trained_keys(store):
+            leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(store.updater.init, specs[k]))
+            called = [join_names(str(k), path_name(path)) for path, _ in leaves]
+            both = list(zip(called, store.updater.owners(specs[k]), strict=True))
+            single[k] = iter([n for n, i in both if i is not None]), iter([n for n, i in both if i is None])
+        return [[next(s) for _, s in single.values()] if k is None else [next(single[k][0])] for k in owners]
+    except (UnknownOwners, StopIteration):
+        return []
 
 
 register_node(KVStore, NodeFormat(slots, bare, complete, adapt))

@@ -13,11 +13,10 @@ from jax.sharding import Sharding
 from .. import updaters
 from .._core import checks
 from .._core.arrays import is_traced
-from .._core.portable import path_name
 from .._devices.placement import put
 from .._devices.user_mesh import split_like
 from ..updaters import _TreeOptimizer as TreeOptimizer
-from ._store import Arrays, Changes, KVStore, copies_for, has_types, kind_of, layout_of, names, shapes_of, specs_of
+from ._store import Arrays, Changes, KVStore, copies_for, has_types, kind_of, layout_of, names, specs_of
 
 _PER_KEY = "updater=jp.updaters.from_optax(tx), which keeps one state a key"
 
@@ -99,37 +98,36 @@ def _placed(store: KVStore, state: Any) -> Any:
 def state_homes(store: KVStore) -> list[Sharding | None]:
     """The sharding of each leaf of the optimizer's state. None: it stays where it is.
 
-    What belongs to a param, by its path and shape, has the sharding of the param. Each device has a copy of the rest.
+    What belongs to a param and has its shape has the sharding of the param. Each device has a copy of the rest.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(store.optimizer_state)
-    if store.devices is None:
+    leaves = jax.tree.leaves(store.optimizer_state)
+    if store.devices is None or not leaves:
         return [None] * len(leaves)
     if not layout_of(store).is_split and not store.shardings:
         return [kind_of(store).home(store.devices)] * len(leaves)
     copies = copies_for(store)
     if not store.shardings:
         rows = layout_of(store).sharding(store.devices)
-        return [rows if is_rows(store, leaf) else copies for _, leaf in leaves]
+        return [rows if is_rows(store, leaf) else copies for leaf in leaves]
     specs, places = specs_of(store), dict(store.shardings)
-    called = trained_names(store)
-    found = [param_of(called, path_name(path)) for path, _ in leaves]
+    try:
+        found = owners(store)
+    except updaters._UnknownOwners:
+        return [copies] * len(leaves)
     return [
         places[k] if k is not None and specs[k].shape == leaf.shape else copies
-        for k, (_, leaf) in zip(found, leaves, strict=True)
+        for k, leaf in zip(found, leaves, strict=True)
     ]
 
 
-def trained_names(store: KVStore) -> dict[str, int]:
-    """{name: key} of the floating params."""
-    called = names(store)
-    return {called[k]: k for k in trained_keys(store)}
+def owners(store: KVStore) -> list[int | None]:
+    """The key to which each leaf of the optimizer's state belongs. None: to no single one.
 
-
-def param_of(called: Mapping[str, int], path: str) -> int | None:
-    """The key of the param whose name is the longest that ends the path of a leaf of the optimizer's state, or None."""
-    parts = path.split("/")
-    ends = ("/".join(parts[i:]) for i in range(len(parts)))
-    return next((called[end] for end in ends if end in called), None)
+    Raises:
+        UnknownOwners: nobody can tell.
+    """
+    keys = trained_keys(store)
+    return [None if i is None else keys[i] for i in store.updater.owners(tree_of(store, specs_of(store)))]
 
 
 def is_rows(store: KVStore, leaf: Any) -> bool:
@@ -216,15 +214,19 @@ def update(store: KVStore, summed: Arrays, value: jax.Array | None) -> Changes:
 
 
 def _keep(store: KVStore, keys: Iterable[int], state: Any) -> Any:
-    """The new state, with the old one for what belongs to these params by path and shape."""
-    keys, shapes, called = set(keys), shapes_of(store), trained_names(store)
-    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
-    kept: list[Any] = []
-    for (path, new), old in zip(leaves, jax.tree.leaves(store.optimizer_state), strict=True):
-        k = param_of(called, path_name(path))
-        belongs = k in keys and new.shape in (shapes[k], store.values[k].shape)
-        kept.append(old if belongs else new)
-    return structure.unflatten(kept)
+    """The new state, with the old one for what belongs to these params."""
+    keys = set(keys)
+    leaves, structure = jax.tree.flatten(state)
+    try:
+        found = owners(store)
+    except updaters._UnknownOwners as error:
+        raise ValueError(
+            f'train step: unused="skip" leaves {", ".join(repr(names(store)[k]) for k in sorted(keys)[:8])} and their '
+            f"state as they are, and nobody can tell which part of this optimizer's state that is: {error}; leave "
+            f"these params out of the pytree that is trained, or give {_PER_KEY}"
+        ) from error
+    held = jax.tree.leaves(store.optimizer_state)
+    return structure.unflatten(old if k in keys else new for k, new, old in zip(found, leaves, held, strict=True))
 
 
 def _check_state(new: Any, old: Any) -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from .._core.arrays import check_plain
 from .._devices.user_mesh import is_split, unsplit
 from ._row_sparse import (
     RowSparse,
@@ -93,6 +94,7 @@ def from_dense(array: jax.Array, row_ids: Any = None) -> RowSparse:
     """
     if row_ids is not None:
         return take(array, row_ids)
+    check_plain(array, "sparse.from_dense: array")
     array = jnp.asarray(array)
     if not is_known(array):
         raise ValueError("from_dense: which rows are not zero is unknown under jit; give row_ids")
@@ -118,6 +120,7 @@ def take(array: jax.Array, row_ids: Any, *, size: int | None = None) -> RowSpars
         >>> rows.indices.tolist(), rows.values.tolist()
         ([0, 1, 3], [[0.0, 1.0], [2.0, 3.0], [6.0, 7.0]])
     """
+    check_plain(array, "sparse.take: array")
     array = jnp.asarray(array)
     count = check_table(array.shape, "take")[0]
     ids = as_ids(row_ids, "take: row ids").reshape(-1)

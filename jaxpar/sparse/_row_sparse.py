@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .._core.arrays import check_plain
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowSparse:
@@ -119,6 +121,7 @@ def with_values(rows: RowSparse, values: Any) -> RowSparse:
 
 def _own(array: Any) -> jax.Array:
     """A jax array. NumPy arrays are copied, since their memory may change later."""
+    check_plain(array, "RowSparse")
     return array if isinstance(array, jax.Array) else jnp.array(array)
 
 
@@ -147,6 +150,7 @@ def as_ids(ids: Any, what: str) -> np.ndarray | jax.Array:
     Raises:
         TypeError: they are no integers.
     """
+    check_plain(ids, what)
     ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if ids.size == 0 and not isinstance(ids, jax.Array):
         ids = ids.astype(np.int32)

@@ -17,8 +17,11 @@ A call of `fit` goes one way:
     loop        start steps, read their metrics
     epoch       sums of the metrics, and the record of an epoch
     interrupt   Ctrl-C and SIGTERM, obeyed between two steps
+    certificate hashes of the state; verify computes them again
 """
 
+# pyright: reportUnusedImport=false
+# Names for other rooms have an underscore, so that Tab shows the API only.
 from ._callbacks.early_stopping import EarlyStopping as EarlyStopping, KeepBest as KeepBest
 from ._callbacks.history import History as History, plot_history as plot_history, to_pandas as to_pandas
 from ._callbacks.learning_rate import LearningRate as LearningRate
@@ -53,6 +56,7 @@ from ._fit.own_loop import (
     interruptible as interruptible,
     progress as progress,
 )
+from ._fit.verify import NotComparableError as _NotComparableError, verify as _verify  # noqa: F401
 from ._step.loss import classification_loss as classification_loss
 from ._step.loss_scale import DynamicLossScale as DynamicLossScale
 from ._step.make import make_train_step as make_train_step

@@ -13,6 +13,7 @@ object is one compiled program.
     _tree          an optax transform that sees all params at once
     _evaluated     averages of params in an optimizer's state, for evaluation
     _shares        refuses an updater that is not elementwise, where values are split over devices
+    _rule          what an update computes, as a digest for checkpoints
     _elementwise   whether a program is elementwise, read from its jaxpr
 """
 
@@ -41,9 +42,10 @@ from ._mxnet import (
     mxnet_wd_mult as mxnet_wd_mult,
 )
 from ._optax import couples_keys as _couples_keys, from_optax as from_optax
+from ._rule import is_other_rule as _is_other_rule, rule_of_each as _rule_of_each
 from ._shares import (
     check_elementwise as _check_elementwise,
     check_elementwise_forms as _check_elementwise_forms,
     check_elementwise_tree as _check_elementwise_tree,
 )
-from ._tree import TreeOptimizer as _TreeOptimizer
+from ._tree import TreeOptimizer as _TreeOptimizer, UnknownOwners as _UnknownOwners

@@ -36,7 +36,7 @@ _NAMES = (
 )
 ELEMENTWISE = frozenset(_NAMES.split())
 _CALL_NAMES = "jit pjit closed_call core_call custom_jvp_call custom_vjp_call remat remat2 checkpoint"
-_CALLS = frozenset(_CALL_NAMES.split())
+CALLS = frozenset(_CALL_NAMES.split())
 _INNER = ("jaxpr", "call_jaxpr")
 _SILENT = ("debug_callback", "debug_print")  # they return nothing
 _MOST_COMPARED = 1 << 20  # elements. Larger constants are equal if they are the same array
@@ -122,7 +122,7 @@ class _Reader:
 
     def _equation(self, eqn: Any, given: list[_Result]) -> list[_Result]:
         name = eqn.primitive.name
-        if name in _CALLS:
+        if name in CALLS:
             inner = next(eqn.params[p] for p in _INNER if p in eqn.params)
             return self.read(*((inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())), given)
         if name in _SILENT:

@@ -17,6 +17,18 @@ if TYPE_CHECKING:
 Tree = Any  # a pytree of params, with None in place of leaves that have no gradient
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Stands in a pytree for a param. It has no leaves, so functions that map over the params copy it."""
+
+    key: int
+
+
+class UnknownOwners(Exception):
+    """Why nobody can tell which leaf of an optimizer's state belongs to which param."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TreeOptimizer:
     """An optax transform that sees all params at once. `kv.from_params(params, optimizer=tx)` makes it.
@@ -63,6 +75,44 @@ class TreeOptimizer:
             return both.fast, Lookahead(inner, both.slow)  # pyright: ignore[reportAttributeAccessIssue]
         updates, state = self._updates(grads, state, params, value)
         return optax.apply_updates(params, updates), state
+
+    def owners(self, params: Tree) -> list[int | None]:
+        """For each leaf of the state the position of the param that it belongs to. None: to no single one.
+
+        The state is a part of pytrees with the structure of the params, and the rest. `init` is evaluated on params
+        that have no leaves. What then stands in its place in the state belongs to the param. Nothing is computed.
+
+        Args:
+            params: shapes and dtypes.
+
+        Raises:
+            UnknownOwners: `init` needs the params themselves, or puts several of them into one array.
+
+        Example:
+            >>> import jax.numpy as jnp, optax
+            >>> TreeOptimizer(optax.adam(0.1)).owners({"mu": jnp.ones(2), "nu": jnp.ones(3)})  # count, mu, nu
+            [None, 0, 1, 0, 1]
+        """
+        structure = jax.tree.structure(params)
+        found: list[int | None] = []
+
+        def note(place: Any, part: Any) -> None:
+            found.extend([place.key if isinstance(place, _Place) else None] * len(jax.tree.leaves(part)))
+            if not isinstance(place, _Place) and place.shape != part.shape:
+                raise UnknownOwners(f"its state has an array for several params together, of shape {part.shape}")
+
+        state = jax.eval_shape(self.init, params)
+        try:
+            places = jax.eval_shape(self.init, structure.unflatten(map(_Place, range(structure.num_leaves))))
+            jax.tree.map(note, places, state, is_leaf=lambda x: isinstance(x, _Place))
+        except UnknownOwners:
+            raise
+        except Exception as error:  # any error is the optimizer's own
+            first = str(error).strip().partition("\n")[0][:200]
+            raise UnknownOwners(
+                f"its init does not map over the params (jax.tree.map): {type(error).__name__}: {first}"
+            ) from error
+        return found
 
     def evaluated(self, state: Any, params: Tree) -> Tree:
         """The params to evaluate, where these are others than those that are trained."""

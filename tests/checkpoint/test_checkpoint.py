@@ -17,7 +17,8 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jaxpar import checkpoint, data, kv, train
+from jaxpar import checkpoint, data, kv, train, updaters
+from jaxpar._core import portable
 from jaxpar.checkpoint import _files, _manifest
 
 PARAMS = {"dense": {"bias": np.zeros(3, np.float32), "weight": np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3)}}
@@ -240,6 +241,117 @@ def test_another_model_or_optimizer(tmp_path, like, message):
     checkpoint.save(tmp_path / "a", make("sharded"))
     with pytest.raises(checkpoint.CheckpointError, match=message):
         checkpoint.restore(tmp_path / "a", like())
+
+
+def swapped(*parts):
+    return optax.chain(*parts), optax.chain(*reversed(parts))
+
+
+OTHER_RULES = {
+    "adam and lamb": (optax.adam(0.1), optax.lamb(0.1)),
+    "adamw and nadamw": (optax.adamw(0.1), optax.nadamw(0.1)),
+    "adam and adamw": (optax.adam(0.1), optax.adamw(0.1)),
+    "momentum and Nesterov's": (optax.sgd(0.1, momentum=0.9), optax.sgd(0.1, momentum=0.9, nesterov=True)),
+    "no state": (optax.sgd(0.1), optax.sign_sgd(0.1)),
+    "another order": swapped(optax.clip(1.0), optax.scale(-0.1)),
+    "another order around a norm": swapped(optax.clip_by_global_norm(1.0), optax.scale_by_sign()),
+    "another mask": (optax.adamw(0.1), optax.adamw(0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p))),
+    "in a loop": tuple(optax.MultiSteps(tx, 2) for tx in (optax.adam(0.1), optax.nadam(0.1))),
+    "MXNet": (updaters.mxnet_sgd(0.1, momentum=0.9), updaters.mxnet_nag(0.1, momentum=0.9)),
+    "one state a key": (updaters.from_optax(optax.adam(0.1)), updaters.from_optax(optax.nadam(0.1))),
+}
+cosine, linear = optax.cosine_decay_schedule(0.1, 10), optax.linear_schedule(0.1, 0.0, 7)
+SAME_RULES = {
+    "rate": (optax.adamw(0.1), optax.adamw(jnp.float32(0.2), weight_decay=0.3)),
+    "decays": (optax.adam(0.1), optax.adam(0.1, b1=0.0, b2=0.5, eps=0.0, eps_root=1.0)),
+    "schedule": (optax.sgd(cosine, momentum=0.9), optax.sgd(linear, momentum=0.0)),
+    "schedule that is constant": (optax.adam(cosine), optax.adam(lambda count: 0.1)),
+    "schedule in a loop": (optax.MultiSteps(optax.adam(cosine), 2), optax.MultiSteps(optax.adam(linear), 3)),
+    "injected": tuple(optax.inject_hyperparams(optax.adam)(rate) for rate in (0.1, 0.2)),
+    "clipping": tuple(optax.chain(optax.clip_by_global_norm(c), optax.adam(0.1)) for c in (1.0, 2.0)),
+    "muon": (optax.contrib.muon(0.1), optax.contrib.muon(0.2, ns_steps=3)),
+    "plateau": tuple(
+        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=n, factor=1 / n)) for n in (2, 3)
+    ),
+    "MXNet": (updaters.mxnet_adam(0.1, wd=0.1), updaters.mxnet_adam(0.2, wd=0.2, beta1=0.5)),
+}
+
+
+def held_by(tx, kind="device"):
+    given = {"updater" if isinstance(tx, updaters.Updater) else "optimizer": tx}
+    return kv.from_params(PARAMS, kind=kind, devices=jax.devices()[:2], **given)
+
+
+@pytest.mark.parametrize("pair", OTHER_RULES.values(), ids=OTHER_RULES)
+def test_an_optimizer_with_the_same_state_and_another_rule(tmp_path, pair):
+    first, second = map(held_by, pair)
+    checkpoint.save(tmp_path / "a", first)
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"key [01] \('dense/.*'\): value: the optimizer that saved it"
+    ):
+        checkpoint.restore(tmp_path / "a", second)
+    same(checkpoint.restore(tmp_path / "a", held_by(pair[0])), first)
+
+
+@pytest.mark.parametrize("pair", SAME_RULES.values(), ids=SAME_RULES)
+def test_other_hyperparameters_are_no_other_optimizer(tmp_path, pair):
+    first, second = map(held_by, pair)
+    checkpoint.save(tmp_path / "a", first)
+    same(checkpoint.restore(tmp_path / "a", second).values, first.values)
+
+
+def test_rules_are_those_of_whole_values_in_every_kind(tmp_path):
+    checkpoint.save(tmp_path / "a", held_by(ADAM, "sharded"))
+    for kind in ("local", "device", "dist_sync"):
+        checkpoint.restore(tmp_path / "a", held_by(ADAM, kind))
+        with pytest.raises(checkpoint.CheckpointError, match="another rule"):
+            checkpoint.restore(tmp_path / "a", held_by(optax.nadam(0.05), kind))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda rule: None, lambda rule: rule.replace("jax 0", "jax 9")], ids=["none", "jax"]
+)
+def test_rules_of_older_checkpoints_and_other_versions_are_not_compared(tmp_path, monkeypatch, change):
+    record = portable.Slot.record
+
+    def changed(slot):
+        about = record(slot)
+        rule = change(about.pop("rule", ""))
+        return about | ({"rule": rule} if rule else {})
+
+    monkeypatch.setattr(portable.Slot, "record", changed)
+    checkpoint.save(tmp_path / "a", held_by(ADAM))
+    monkeypatch.undo()
+    checkpoint.restore(tmp_path / "a", held_by(optax.nadam(0.05)))
+
+
+@pytest.mark.slow
+def test_rules_are_equal_in_every_process(tmp_path):
+    program = (
+        "import jax.numpy as jnp, optax, sys; from jaxpar import checkpoint, kv; "
+        "checkpoint.save(sys.argv[1], kv.from_params({'w': jnp.ones((4, 4))}, optimizer=optax.contrib.muon(0.1)))"
+    )
+    rules = set()
+    for seed in "12":
+        path = tmp_path / seed
+        subprocess.run([sys.executable, "-c", program, path], check=True, env={**os.environ, "PYTHONHASHSEED": seed})
+        rules |= {record["rule"] for record in _manifest.load(path)["leaves"] if "rule" in record}
+    assert len(rules) == 1
+
+
+@pytest.mark.parametrize("tx", [ADAM, optax.novograd(0.1), optax.chain(optax.trace(0.9), ADAM)])
+def test_a_state_for_each_key_becomes_one_for_all_params(tmp_path, tx, capsys):
+    params = {"b": jnp.ones(2), "mu": {"b": jnp.ones(2), "trace": (jnp.ones(2), jnp.ones(2))}, "n": jnp.int32(1)}
+    keys, grads = list(range(4)), [jnp.full(2, 1.0 + i) for i in range(4)]
+    each = kv.push(kv.from_params(params, updater=updaters.from_optax(tx)), keys, grads)
+    whole = kv.push(kv.from_params(params, optimizer=tx), keys, grads)
+    checkpoint.save(tmp_path / "a", each)
+    same(
+        checkpoint.restore(tmp_path / "a", kv.from_params(params, optimizer=tx)).optimizer_state, whole.optimizer_state
+    )
+    assert "was joined into one for all params" in capsys.readouterr().err
+    with pytest.raises(checkpoint.CheckpointError, match=r"optimizer_state/0/0/.*expected .* found nothing"):
+        checkpoint.restore(tmp_path / "a", kv.from_params(params, optimizer=optax.chain(tx, optax.ema(0.9))))
 
 
 # Damaged, foreign, missing.
@@ -478,7 +590,7 @@ import json, os, random, shutil, signal, sys, time
 
 kills, epochs, directory, seed = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 import jax, jax.numpy as jnp, numpy as np, optax, orbax.checkpoint
-from jaxpar import checkpoint, data, kv, train
+from jaxpar import checkpoint, data, kv, train, updaters
 
 jax.config.update("jax_compilation_cache_dir", os.path.join(directory, "programs"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

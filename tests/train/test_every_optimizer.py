@@ -115,6 +115,8 @@ def made(name):
         return PUBLIC[name]()
 
 
+if not hasattr(contrib, "galore"):  # optax 0.2.5
+    del GIVEN["galore"], GIVEN["scale_by_galore"]
 NAMES = sorted({*PUBLIC, *GIVEN})
 
 

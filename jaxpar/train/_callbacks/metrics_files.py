@@ -37,14 +37,14 @@ class Sink:
 
 
 @contextlib.contextmanager
-def explain_errors(path: Path) -> Generator[None]:
+def explain_errors(path: Path, what: str = "metrics") -> Generator[None]:
     """A block whose `OSError` says what cannot be written, where, and what to do."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
         raise OSError(
-            f"metrics cannot be written to {path} ({reason}); choose another place, or make room there"
+            f"{what} cannot be written to {path} ({reason}); choose another place, or make room there"
         ) from error
 
 

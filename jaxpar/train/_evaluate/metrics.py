@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,33 +10,7 @@ import numpy as np
 from jax import lax
 
 from ..._core import checks
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Mean:
-    """A metric that is `finish(sum of totals / sum of weights)` over all examples.
-
-    Attributes:
-        total: one row for each example, `(n, ...)`. Or a scalar, the sum over the batch.
-        weight: the same, of what counts: tokens, examples of a class.
-        finish: the last function of the mean, such as `numpy.exp`. None: the mean itself.
-        columns: whether each column of `(n, k)` has a mean of its own. Otherwise all are summed.
-
-    Example:
-        >>> from jaxpar import train
-        >>> def eval_fn(params, batch):
-        ...     error = (params * batch["x"] - batch["y"]) ** 2
-        ...     return {"rmse": train.Mean(error, jnp.ones_like(error), finish=np.sqrt)}
-        >>> line = {"x": np.arange(3.0), "y": np.arange(3.0) + 2}
-        >>> train.evaluate(1.0, source=line, eval_fn=eval_fn)
-        {'rmse': 2.0}
-    """
-
-    total: Any
-    weight: Any
-    finish: Callable[[Any], Any] | None = dataclasses.field(default=None, metadata={"static": True})
-    columns: bool = dataclasses.field(default=False, metadata={"static": True})
+from .._step.means import Mean
 
 
 def accuracy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None) -> jax.Array | Mean:

@@ -22,6 +22,7 @@ from .._callbacks.callbacks import Callbacks
 from .._callbacks.history import Record
 from .._step.state import TrainState, place_state
 from .._step.train_step import TrainStep
+from .certificate import Certificate
 from .elastic_group import Group, OrdersUsedUp, Terms
 from .elastic_program import Program, describe, digest
 from .elastic_send import plan_send, to_host
@@ -201,7 +202,8 @@ def plan_elastic(run: Run, state: TrainState) -> Run:
         return run
     nothing = {"test_data": None, "apply_fn": None, "eval_data": None, "eval_fn": None}
     quiet = dataclasses.replace(run.evaluation, **nothing)
-    return dataclasses.replace(run, callbacks=Callbacks(), evaluation=quiet, progress=False, profile=None)
+    alone = {"callbacks": Callbacks(), "certificate": Certificate(None, 1)}
+    return dataclasses.replace(run, **alone, evaluation=quiet, progress=False, profile=None)
 
 
 def _check(run: Run) -> None:

@@ -46,6 +46,8 @@ def fit(
     resume: bool | Literal["auto"] = "auto",
     checkpoint_every: int | None = None,
     keep: int = 3,
+    certificate: str | os.PathLike[str] | None = None,
+    certificate_every: int = 100,
     metrics_file: str | os.PathLike[str] | None = None,
     callbacks: Callback | WithMemory | Sequence[Callback | WithMemory] = (),
     on_step: OnStep | None = None,
@@ -90,6 +92,10 @@ def fit(
             that was interrupted at it. False ignores it. True requires one.
         checkpoint_every: also save a checkpoint each time after this many steps.
         keep: how many of the latest checkpoints stay.
+        certificate: a file for hashes of the state, as JSON lines: a header, then one line each time after
+            `certificate_every` steps. `jaxpar verify` computes them again. A resumed run goes on with the file, and
+            drops the lines of steps that it makes again. See docs/same_bits.md.
+        certificate_every: after how many steps.
         metrics_file: a file for the history as JSON lines, as by `to_jsonl`. It holds this run only.
         callbacks: one or several, each called after an epoch and its evaluation. A function
             `callback(state, record)`, or an object with `init(state) -> memory` and
@@ -133,7 +139,7 @@ def fit(
         FileNotFoundError: `resume=True` and no checkpoint.
         NonFiniteError: a `FloatingPointError`: a step with `nonfinite="stop"` met a NaN or infinite loss or gradient.
             It names the step and the keys. Its `state`, which is saved too, is the one before that step.
-        OSError: a checkpoint or metrics that cannot be written. The earlier ones stay.
+        OSError: a checkpoint, a certificate or metrics that cannot be written. The earlier ones stay.
         KeyboardInterrupt: after Ctrl-C, see `on_interrupt`. SystemExit(143): after SIGTERM.
         An exception from the run itself, KeyboardInterrupt and SystemExit too, has `state` and `history` up to the last
         step as attributes, unless that step took the state with it.
@@ -155,6 +161,7 @@ def fit(
         **{"epochs": epochs, "batch_size": batch_size, "progress": progress, "profile": profile},
         **{"on_interrupt": on_interrupt, "max_steps": max_steps, "eval_every": eval_every},
         **{"checkpoint_dir": checkpoint_dir, "checkpoint_every": checkpoint_every, "keep": keep},
+        **{"certificate": certificate, "certificate_every": certificate_every},
     }
     evaluated = {"test_data": test_data, "apply_fn": apply_fn, "eval_data": eval_data, "eval_fn": eval_fn}
     options |= {"steps_per_execution": steps_per_execution, "evaluated": evaluated}
@@ -178,6 +185,7 @@ def _fit(loop: Loop, checkpoints: RunCheckpoints, saves: bool) -> tuple[TrainSta
     if saves:
         called.to_json(loop.memories)  # what cannot be saved is refused now
         checkpoints.claim()
+    loop.run.certificate.begin(loop.run.step, loop.state, loop.at)
     called.start(loop.history)  # after all that may refuse this call, so that the file of another run stays as it is
     number = _train(loop, checkpoints)
     return _finish(loop, checkpoints, number)

@@ -96,6 +96,7 @@ class Loop:
                     self._progress.say("")
                 self.at += made.number
                 self._readings.add(made)
+                self.run.certificate.take(self.at, self.state)
                 mark = self._due()
                 with self.watch("calls on_step"):
                     self._count(0 if mark is not None or self.run.elastic is not None else BEHIND)
@@ -179,6 +180,7 @@ class Loop:
         """Go back to the state before a step that is not finite. No later step counts."""
         self.state, self.at = state, step
         self._readings.clear()
+        self.run.certificate.go_back(step)
 
     def _calls(self) -> Iterator[tuple[TrainState, Steps]]:
         """Call the step, or a program of several steps. `at` has changed when the next is asked for."""
@@ -234,8 +236,9 @@ class Loop:
         """How many steps the next program makes, if there are as many batches."""
         if self._trace.is_on:
             return 1
-        per_program, periods = self.run.per_program, (self.run.checkpoint_every, self.run.eval_every)
-        most = max(1, int(_AT_ONCE / self._pace)) if per_program == "auto" else per_program
+        run = self.run
+        periods = (run.checkpoint_every, run.eval_every, run.certificate.every)
+        most = max(1, int(_AT_ONCE / self._pace)) if run.per_program == "auto" else run.per_program
         return min(most, self.last - self.at, *(every - self.at % every for every in periods if every))
 
     def _start_epoch(self) -> None:
@@ -256,6 +259,7 @@ class Loop:
                 self.run.check_monitors(rows[0])
             for i, metrics in enumerate(rows, 1):
                 self._count_step(number + i, metrics)
+        self.run.certificate.write(self.at - self._readings.number)
 
     def _count_step(self, number: int, metrics: dict[str, float]) -> None:
         run, skipped = self.run, self.run.skips and metrics["skipped"] > 0

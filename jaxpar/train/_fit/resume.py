@@ -42,7 +42,7 @@ class RunCheckpoints:
         found = None
         if self._manager is not None and resume:
             self._run.callbacks.before_resume(self._manager.directory)
-            found = self._manager._restore(_like(state, self._run.step), _check_info)
+            found = self._manager._restore(like_saved(state, self._run.step), _check_info)
         if found is None and resume is True:
             raise FileNotFoundError(f"fit: resume=True, but {self.directory} holds no checkpoint")
         donated = is_donated(state)
@@ -99,7 +99,7 @@ class RunCheckpoints:
             self._manager.close()
 
 
-def _like(state: TrainState, step: Any) -> TrainState:
+def like_saved(state: TrainState, step: Any) -> TrainState:
     """A state with all parts that the step's checkpoints have. A step of the user's own has those of `state`."""
     state = zeros_if_donated(state)
     return step.complete(state) if hasattr(step, "complete") else state

@@ -20,6 +20,7 @@ from .._evaluate.evaluation import Evaluation, plan_evaluation
 from .._evaluate.labels import check_training_classes
 from .._step.state import TrainState, check_is_state
 from .._step.train_step import TrainStep
+from .certificate import Certificate
 from .epoch import RECORD_NAMES
 from .profile import Profile
 
@@ -32,6 +33,7 @@ class Run:
         step, epochs, batch_size, progress, profile, on_interrupt, max_steps: as given to `fit`.
         source: the training data.
         evaluation: where scores come from.
+        certificate: where hashes of the state go.
         examples: of an epoch.
         steps: of an epoch.
         per_program: how many steps one compiled program makes. "auto": as many as take a fifth of a second.
@@ -55,6 +57,7 @@ class Run:
     profile: Profile | None
     on_interrupt: str
     evaluation: Evaluation
+    certificate: Certificate
     elastic: Any = None
 
     @property
@@ -148,6 +151,8 @@ def plan_run(
     checkpoint_every: int | None,
     keep: int,
     steps_per_execution: Any,
+    certificate: Any,
+    certificate_every: Any,
     **others: Any,
 ) -> Run:
     """The run of a call of `fit`. The errors are those of `fit`.
@@ -162,6 +167,7 @@ def plan_run(
     batch_size = checks.whole_number(batch_size, "fit", "batch_size")
     checks.whole_number(keep, "fit", "keep")
     checkpoint_every = _whole_or_none(checkpoint_every, "checkpoint_every")
+    certified = Certificate(certificate, certificate_every)
     max_steps, eval_every = _whole_or_none(max_steps, "max_steps"), _whole_or_none(eval_every, "eval_every")
     evaluation = plan_evaluation(**evaluated, batch_size=batch_size)
     epochs = _whole_or_none(epochs, "epochs")
@@ -177,7 +183,7 @@ def plan_run(
     per_program = _steps_per_program(steps_per_execution, step, source, state)
     checkpoint_every = None if checkpoint_dir is None else checkpoint_every
     counts = (epochs, batch_size, examples, steps, per_program, checkpoint_every, eval_every, max_steps)
-    run = Run(step, source, callbacks, *counts, progress, **others, evaluation=evaluation)
+    run = Run(step, source, callbacks, *counts, progress, **others, evaluation=evaluation, certificate=certified)
     callbacks.check(checkpoint_dir, evaluation.measures)
     return run
 

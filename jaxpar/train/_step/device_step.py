@@ -15,8 +15,8 @@ from ... import kv
 from ..._core.arrays import Device
 from ..._devices import buckets, collectives
 from ...kv import _aggregate, _staleness, _update
-from . import batch as _batch, nonfinite
-from .gradient import Gradient, StepResult, wide
+from . import batch as _batch, means, nonfinite
+from .gradient import Gradient, StepResult, divide
 from .loss_scale import DynamicLossScale
 from .state import TrainState, carries
 
@@ -47,9 +47,9 @@ class DeviceStep:
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         params = kv.to_params(state.store, axis_name=self.axis_name)
-        own = self.gradient(params, batch, self._rng(state), state.model_state, self._scale(state))
-        count = lax.axis_size(self.axis_name)
-        pushed = {k: g / count for k, g in own.grads.items()}
+        own = self.gradient(params, batch, self._rng(state), state.model_state, state.step, self._scale(state))
+        divisor = self._divisor(state, own)
+        pushed = {k: divide(g, divisor) for k, g in own.grads.items()}
         due, pending, ready = self._without_unused(state, own, pushed), {}, None
         if state.store.staleness:
             due, pending, ready = _staleness.rotate_queue(state.store, due, one=True)
@@ -149,6 +149,19 @@ class DeviceStep:
     def _scale(self, state: TrainState) -> Any:
         return state.loss_scale["scale"] if isinstance(self.scaling, DynamicLossScale) else self.scaling
 
+    def _divisor(self, state: TrainState, own: StepResult) -> Any:
+        """What the sum of the gradients over the devices is divided by: their number, or the weight of all shares."""
+        if own.weight is None:
+            return lax.axis_size(self.axis_name)
+        return self._add(state, [own.weight])[0]
+
+    def _add(self, state: TrainState, leaves: list[jax.Array]) -> list[jax.Array]:
+        """The sums over the devices, by one collective for each dtype."""
+        if lax.axis_size(self.axis_name) == 1:
+            return leaves
+        add = collectives.sum_apart if state.store.staleness else lax.psum
+        return collectives.map_buckets(lambda x: add(x, self.axis_name), leaves, buckets.BucketLimits())
+
     def _mean_over_devices(
         self, state: TrainState, own: StepResult, pushed: Arrays, summed: Arrays
     ) -> tuple[dict[str, Any], Any, Any]:
@@ -161,12 +174,15 @@ class DeviceStep:
         if self.guard is not None:
             found = nonfinite.nonfinite_flags(own.metrics["loss"], pushed, summed if state.store.compressor else {})
         leaves, structure = jax.tree.flatten(own.model_state)
-        floating = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
-        add = collectives.sum_apart if state.store.staleness else lax.psum
-        metrics, averaged, found = means((own.metrics, floating, found), self.axis_name, add)
-        mean = iter(averaged)
-        leaves = [next(mean).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves]
-        return metrics, structure.unflatten(leaves), found
+        count = lax.axis_size(self.axis_name)
+        floating = [means.state_terms(x, count) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+        terms, whole = jax.tree.flatten((means.widen(own.metrics), floating, found))
+        metrics, sums, found = whole.unflatten(self._add(state, terms))
+        rest = iter(sums)
+        leaves = [
+            means.state_mean(next(rest), count, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves
+        ]
+        return means.finish(metrics, count), structure.unflatten(leaves), found
 
     def _transform(self, state: TrainState, params: Any, summed: Arrays) -> tuple[Arrays, Any]:
         """The summed gradients through `grad_transform`. Those of a sharded store are gathered for it."""
@@ -195,13 +211,3 @@ class DeviceStep:
                 "train.create_state(store, rng, grad_transform=...)"
             )
         return self.grad_transform.init(params)
-
-
-def means(tree: Any, axis_name: str, add: Any = lax.psum) -> Any:
-    """The mean over the devices of every leaf, in float32 or wider."""
-    leaves, structure = jax.tree.flatten(tree)
-    floats = [jnp.asarray(x).astype(wide(x)) for x in leaves]
-    if lax.axis_size(axis_name) == 1:
-        return structure.unflatten(floats)
-    sums = collectives.map_buckets(lambda x: add(x, axis_name), floats, buckets.BucketLimits())
-    return structure.unflatten([s / lax.axis_size(axis_name) for s in sums])

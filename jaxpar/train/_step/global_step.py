@@ -2,14 +2,15 @@
 
 `loss_fn` sees what it sees under the other engines: one share of the batch, with an `rng` and a model state of its own.
 The shares are mapped by `vmap`, each on its part of the mesh. So batch norm, dropout and collectives over the axis mean
-the same everywhere. The gradient is that of the mean over the shares.
+the same everywhere. The gradient is that of the sum over the shares,
+divided afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import math
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -21,15 +22,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from ... import kv
 from ..._core.arrays import Device
 from ...kv import _aggregate, _store, _update
-from . import nonfinite
+from . import means, nonfinite
 from .device_step import DeviceStep
-from .gradient import Gradient, call_loss, wide
+from .gradient import Gradient, call_loss, divide
 from .state import TrainState, leaf_shardings
 
 
 @dataclasses.dataclass(frozen=True)
 class GlobalGradient(Gradient):
-    """The gradient of the mean over all shares.
+    """The gradient of the sum of the losses of all shares.
+
+    It is the sum, so that a share has the cotangents that it has under the other engines: a rule of the backward pass
+    that is not linear, such as one that clips, gives the same numbers. The step divides afterwards. The metrics are
+    sums over the shares too.
 
     Batch, `rng` and model state have a first axis for each name in `axes`, of the lengths of the mesh.
 
@@ -39,15 +44,14 @@ class GlobalGradient(Gradient):
 
     axes: tuple[str, ...] = ()
 
-    def _call(self, params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, dict[str, Any], Any]:
+    def _call(self, params: Any, batch: Any, rng: Any, model_state: Any, step: Any) -> tuple[dict[str, Any], Any]:
         def of_share(batch: Any, rng: Any, model_state: Any) -> Any:
-            return call_loss(self.loss_fn, params, batch, rng, model_state)
+            return call_loss(self.loss_fn, params, batch, rng, model_state, step)
 
         with _explain_constraints(self.axes):
-            values, aux, new = _over_shares(of_share, self.axes)(batch, rng, model_state)
+            metrics, new = _over_shares(of_share, self.axes)(batch, rng, model_state)
         first = tuple(range(len(self.axes)))
-        aux = jax.tree.map(lambda x: x.astype(wide(x)).mean(first), aux)
-        return values.astype(wide(values)).mean().astype(values.dtype), aux, new
+        return jax.tree.map(lambda x: x.sum(first), means.widen(metrics)), new
 
     def _microbatches(self, batch: Any) -> Any:
         at, count = len(self.axes), self.accumulate
@@ -80,10 +84,11 @@ class GlobalStep(DeviceStep):
         gradient = GlobalGradient(**options, axes=self.axes)
         params = kv.to_params(state.store)
         shares = self._shares(state, batch, mesh)
-        own = gradient(params, *shares, self._scale(state))
-        places = dict(state.store.shardings)
-        grads = {k: lax.with_sharding_constraint(g, places[k]) for k, g in own.grads.items()}
-        metrics = {name: jnp.asarray(x).astype(wide(x)) for name, x in own.metrics.items()}
+        own = gradient(params, *shares, state.step, self._scale(state))
+        places, count = dict(state.store.shardings), math.prod(mesh.shape[name] for name in self.axes)
+        divisor = count if own.weight is None else own.weight
+        grads = {k: lax.with_sharding_constraint(divide(g, divisor), places[k]) for k, g in own.grads.items()}
+        metrics = means.finish(own.metrics, count)
         due = self._without_unused(state, own, grads)
         store, transform = self._apply(state, params, due, {}, None, metrics["loss"])
         new = dataclasses.replace(
@@ -91,7 +96,7 @@ class GlobalStep(DeviceStep):
             store=store,
             step=state.step + 1,
             transform=transform,
-            model_state=_mean_over_shares(own.model_state, len(self.axes)),
+            model_state=_mean_over_shares(own.model_state, len(self.axes), count),
         )
         if self.guard is None:
             return new, metrics
@@ -100,7 +105,7 @@ class GlobalStep(DeviceStep):
     def _shares(self, state: TrainState, batch: Any, mesh: Mesh) -> tuple[Any, Any, Any]:
         """Batch, `rng` and model state with a first axis for each of `axes`."""
         sizes = tuple(mesh.shape[name] for name in self.axes)
-        count = functools.reduce(lambda a, b: a * b, sizes, 1)
+        count = math.prod(sizes)
         along = NamedSharding(mesh, P(*self.axes))
 
         def split(x: jax.Array) -> jax.Array:
@@ -152,12 +157,13 @@ def _explain_constraints(axes: tuple[str, ...]) -> Generator[None]:
         ) from error
 
 
-def _mean_over_shares(tree: Any, axes: int) -> Any:
+def _mean_over_shares(tree: Any, axes: int, count: int) -> Any:
     """Floating leaves as means over the shares. Others are those of the first share."""
 
     def leaf(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x[(0,) * axes]
-        return x.astype(wide(x)).mean(tuple(range(axes))).astype(x.dtype)
+        sums = tuple(term.sum(tuple(range(axes))) for term in means.state_terms(x, count))
+        return means.state_mean(sums, count, x.dtype)
 
     return jax.tree.map(leaf, tree)

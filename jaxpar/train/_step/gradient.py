@@ -10,16 +10,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from ..._core import checks
-from ..._core.arguments import check_takes
+from ..._core.arguments import check_takes, has_parameter
 from ..._devices.formulas import fast_on_cpus
+from . import means
+from .means import Mean, wide
 from .state import carries
 
 Grads = dict[int, jax.Array]
+Loss = jax.Array | tuple[Any, Any] | Mean  # the mean over the examples, or (sum, weight)
 LossFn = (  # with a model state, or without
-    Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, Any]]]
-    | Callable[[Any, Any, jax.Array, Any], tuple[jax.Array, dict[str, Any], Any]]
+    Callable[[Any, Any, jax.Array], tuple[Loss, dict[str, Any]]]
+    | Callable[[Any, Any, jax.Array, Any], tuple[Loss, dict[str, Any], Any]]
 )
 
 
@@ -27,8 +31,9 @@ class StepResult(NamedTuple):
     """What one device computed for its share.
 
     Attributes:
-        grads: the gradient of the mean loss for the key of each floating parameter, in its dtype.
-        metrics: `loss`, and `aux` of `loss_fn`.
+        grads: the gradient of the share's loss for the key of each floating parameter, in its dtype. Of a loss
+            `(sum, weight)` it is the gradient of the sum.
+        metrics: `loss`, and `aux` of `loss_fn`. What came as `(sum, weight)` is a `Mean` of two scalars.
         model_state: the new one, or ().
         unread: the keys of parameters that the loss does not depend on. Their gradients are zeros.
     """
@@ -37,6 +42,12 @@ class StepResult(NamedTuple):
     metrics: dict[str, Any]
     model_state: Any
     unread: frozenset[int] = frozenset()
+
+    @property
+    def weight(self) -> Any:
+        """Of the loss. None: the loss is a mean, and all shares count alike."""
+        loss = self.metrics["loss"]
+        return loss.weight if isinstance(loss, Mean) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,18 +59,23 @@ class Gradient:
     compute_dtype: Any = None
     remat: Any = False
 
-    def __call__(self, params: Any, batch: Any, rng: jax.Array, model_state: Any, scale: Any = None) -> StepResult:
-        """The gradient over the whole share. The loss is multiplied by `scale`, and the gradient divided by it."""
+    def __call__(self, params: Any, batch: Any, rng: Any, model_state: Any, step: Any, scale: Any) -> StepResult:
+        """The gradient over the whole share.
+
+        Args:
+            step: the number of the step.
+            scale: what the loss is multiplied by, and the gradient divided. None: nothing.
+        """
         read: set[int] = set()  # filled while the loss is traced
         of = self._of_one if self.accumulate == 1 else self._of_many
-        found = of(params, batch, rng, model_state, scale, read)
+        found = of(params, batch, rng, model_state, step, scale, read)
         found = found._replace(unread=frozenset(found.grads.keys() - read))
         if scale is None:
             return found
-        return found._replace(grads={k: _divide(g, scale) for k, g in found.grads.items()})
+        return found._replace(grads={k: divide(g, scale) for k, g in found.grads.items()})
 
     def _of_one(
-        self, params: Any, batch: Any, rng: jax.Array, model_state: Any, scale: Any, read: set[int]
+        self, params: Any, batch: Any, rng: jax.Array, model_state: Any, step: Any, scale: Any, read: set[int]
     ) -> StepResult:
         leaves, structure = jax.tree.flatten(params)
         keys = floating_keys(leaves)
@@ -69,10 +85,10 @@ class Gradient:
             marked = {k: _note_gradient(x, k, read) for k, x in zip(keys, trained, strict=True)}
             merged = {**dict(enumerate(leaves)), **marked}
             whole = self._cast(structure.unflatten(list(merged.values())))
-            value, aux, new = self._call(whole, batch, rng, model_state)
-            if self.compute_dtype is not None or scale is not None:
-                value = value.astype(jnp.result_type(value, jnp.float32))
-            return value if scale is None else value * scale, ({"loss": value, **_without_loss(aux)}, new)
+            metrics, new = self._call(whole, batch, rng, model_state, step)
+            value = metrics["loss"]
+            value = value.total if isinstance(value, Mean) else value.astype(wide(value))
+            return value if scale is None else value * scale, (metrics, new)
 
         if self.remat is not False:
             loss = jax.checkpoint(loss, policy=None if self.remat is True else self.remat)
@@ -81,28 +97,30 @@ class Gradient:
         return StepResult(dict(zip(keys, grads, strict=True)), metrics, new)
 
     def _of_many(
-        self, params: Any, batch: Any, rng: jax.Array, model_state: Any, scale: Any, read: set[int]
+        self, params: Any, batch: Any, rng: jax.Array, model_state: Any, step: Any, scale: Any, read: set[int]
     ) -> StepResult:
-        """The mean over microbatches. They run one after the other, so memory holds the activations of one."""
+        """The mean over microbatches, or the sum of sums. They run one after the other, so memory holds the
+        activations of one."""
         count, parts = self.accumulate, self._microbatches(batch)
         leaves = jax.tree.leaves(params)
 
         def add(carry: tuple[Grads, Any], part: tuple[jax.Array, Any]) -> tuple[tuple[Grads, Any], Any]:
             sums, model_state = carry
             i, batch = part
-            found = self._of_one(params, batch, self._fold_in(rng, i), model_state, scale, read)
+            found = self._of_one(params, batch, self._fold_in(rng, i), model_state, step, scale, read)
             sums = {k: total + found.grads[k].astype(total.dtype) for k, total in sums.items()}
             return (sums, found.model_state), found.metrics
 
         start = {k: jnp.zeros(leaves[k].shape, wide(leaves[k])) for k in floating_keys(leaves)}
         loop = fast_on_cpus(partial(lax.scan, add))  # its convolutions are told that they are in a loop
         (sums, model_state), metrics = loop((start, model_state), (jnp.arange(count), parts))
-        grads = {k: (total / count).astype(leaves[k].dtype) for k, total in sums.items()}
-        return StepResult(grads, jax.tree.map(lambda x: x.astype(wide(x)).mean(0), metrics), model_state)
+        parts = 1 if isinstance(metrics["loss"], Mean) else count
+        grads = {k: (total / parts).astype(leaves[k].dtype) for k, total in sums.items()}
+        return StepResult(grads, means.over_microbatches(metrics, count), model_state)
 
-    def _call(self, params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, dict[str, Any], Any]:
-        """(loss, aux, new model state)."""
-        return call_loss(self.loss_fn, params, batch, rng, model_state)
+    def _call(self, params: Any, batch: Any, rng: Any, model_state: Any, step: Any) -> tuple[dict[str, Any], Any]:
+        """(metrics, new model state). The loss among the metrics is what is differentiated."""
+        return call_loss(self.loss_fn, params, batch, rng, model_state, step)
 
     def _microbatches(self, batch: Any) -> Any:
         """The batch with a new first axis, that of the microbatches."""
@@ -141,28 +159,32 @@ def floating_keys(leaves: list[jax.Array]) -> list[int]:
     return [k for k, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
 
-def wide(x: Any) -> Any:
-    """The dtype for sums of such values: float32 or wider."""
-    return jnp.result_type(x, jnp.float32)
+def divide(grad: jax.Array, divisor: Any) -> jax.Array:
+    """The gradient divided in float32 or wider, in its own dtype."""
+    return (grad.astype(wide(grad)) / divisor).astype(grad.dtype)
 
 
-def _divide(grad: jax.Array, scale: Any) -> jax.Array:
-    return (grad.astype(wide(grad)) / scale).astype(grad.dtype)
+def check_loss_takes(loss_fn: Any, has_state: bool, where: str, hint: str = "") -> None:
+    """`TypeError` unless it takes the arguments of a loss. One that is named `step` may come after them."""
+    names = ("params", "batch", "rng", "model_state") if has_state else ("params", "batch", "rng")
+    check_takes(loss_fn, names, f"{where}: loss_fn", hint, also=("step",))
 
 
 def call_loss(
-    loss_fn: Any, params: Any, batch: Any, rng: Any, model_state: Any
-) -> tuple[jax.Array, dict[str, Any], Any]:
-    """Call a loss function and check what it returns."""
+    loss_fn: Any, params: Any, batch: Any, rng: Any, model_state: Any, step: Any
+) -> tuple[dict[str, Any], Any]:
+    """Call a loss function and check what it returns: (metrics, new model state)."""
+    named = {"step": step} if has_parameter(loss_fn, "step") else {}
     if not carries(model_state):
         hint = "; give the state one, train.create_state(store, rng, model_state=...)"
-        check_takes(loss_fn, ("params", "batch", "rng"), "train step: loss_fn", hint)
-        return *_check_loss_result(loss_fn(params, batch, rng), ("loss", "aux")), ()
-    loss, aux, new = _check_loss_result(loss_fn(params, batch, rng, model_state), ("loss", "aux", "new_model_state"))
-    return loss, aux, _same_structure(new, model_state)
+        check_loss_takes(loss_fn, False, "train step", hint)
+        return _metrics(loss_fn(params, batch, rng, **named), ("loss", "aux")), ()
+    result = loss_fn(params, batch, rng, model_state, **named)
+    return _metrics(result, ("loss", "aux", "new_model_state")), _same_structure(result[2], model_state)
 
 
-def _check_loss_result(result: Any, names: tuple[str, ...]) -> Any:
+def _metrics(result: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """The loss and aux that a loss function returned."""
     if not (isinstance(result, tuple) and len(result) == len(names) and isinstance(result[1], dict)):
         given = "(params, batch, rng)" if len(names) == 2 else "(params, batch, rng, model_state)"
         hint = "; a state made with create_state(model_state=...) is needed to return a third value"
@@ -171,29 +193,64 @@ def _check_loss_result(result: Any, names: tuple[str, ...]) -> Any:
             f"{_describe(result)}{hint if isinstance(result, tuple) and len(result) == 3 > len(names) else ''}"
         )
     loss, aux = result[:2]
-    _check_loss(loss)
-    for path, value in jax.tree_util.tree_leaves_with_path(aux):
-        if not _is_number(value):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise TypeError(f"train step: {name!r} in aux of loss_fn must be an array, got {checks.describe(value)}")
     if aux.get("loss", loss) is not loss:
         raise ValueError("train step: aux of loss_fn has another 'loss', which the step reports itself; rename it")
-    return result
+    return {"loss": _loss(loss), **{name: _aux(value, name) for name, value in aux.items() if name != "loss"}}
 
 
-def _check_loss(loss: Any) -> None:
-    wanted = "train step: the loss must be a scalar, the mean over the examples"
-    if not _is_number(loss):
+def _aux(value: Any, name: str) -> Any:
+    """A value of aux, with a `Mean` for each pair in it."""
+
+    def leaf(path: Any, value: Any) -> Any:
+        where = "/".join(filter(None, (name, jax.tree_util.keystr(path, simple=True, separator="/"))))
+        where = f"train step: {where!r} in aux of loss_fn"
+        if means.is_pair(value):
+            return means.share_of(value, where)
+        if not means.is_number(value):
+            raise TypeError(f"{where} must be an array, got {checks.describe(value)}")
+        return value
+
+    return jax.tree_util.tree_map_with_path(leaf, value, is_leaf=means.is_pair)
+
+
+def _loss(loss: Any) -> jax.Array | Mean:
+    """The loss, or what the share adds to it."""
+    wanted = "train step: the loss must be a scalar, the mean over the examples, or a pair (sum, weight)"
+    parts: Any = (loss.total, loss.weight) if isinstance(loss, Mean) else loss
+    if means.is_pair(loss) and all(map(means.is_number, parts)):
+        _check_floating(parts[0], wanted)
+        share = means.share_of(loss, "train step: the loss")
+        return Mean(share.total, _constant(share.weight))
+    if not means.is_number(loss):
         hint = "; the step differentiates loss_fn itself, so leave out jax.grad" if isinstance(loss, tuple) else ""
         raise TypeError(f"{wanted}; got {_describe(loss)}{hint}")
-    if jnp.shape(loss) != ():
-        raise TypeError(f"{wanted}; got shape {jnp.shape(loss)}")
+    if jnp.shape(parts) != ():
+        raise TypeError(f"{wanted}; got shape {jnp.shape(parts)}")
+    _check_floating(parts, wanted)
+    return jnp.asarray(parts)
+
+
+def _check_floating(loss: Any, wanted: str) -> None:
     if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise TypeError(f"{wanted}, of a floating dtype; got {jnp.result_type(loss)}, which has no gradient")
 
 
-def _is_number(value: Any) -> bool:
-    return hasattr(value, "dtype") or isinstance(value, (bool, int, float, complex))
+@jax.custom_jvp
+def _constant(weight: jax.Array) -> jax.Array:
+    """The weight of a loss. The gradient of the step is that of the sum, divided by the weight, so it has none."""
+    return weight
+
+
+def _refuse_gradient(primals: Any, tangents: Any) -> Any:
+    if isinstance(tangents[0], SymbolicZero):
+        return primals[0], tangents[0]
+    raise ValueError(
+        "train step: the weight of the loss (sum, weight) depends on the params, and the step takes it as a constant; "
+        "wrap it in jax.lax.stop_gradient, or return the mean as a scalar"
+    )
+
+
+_constant.defjvp(_refuse_gradient, symbolic_zeros=True)
 
 
 def _describe(result: Any) -> str:
@@ -201,10 +258,6 @@ def _describe(result: Any) -> str:
     if isinstance(result, dict):
         return f"a dict of {', '.join(map(repr, result))}; leave out jax.grad, the step differentiates loss_fn itself"
     return checks.describe(result)
-
-
-def _without_loss(aux: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in aux.items() if name != "loss"}
 
 
 def _same_structure(new: Any, old: Any) -> Any:

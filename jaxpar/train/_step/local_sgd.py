@@ -26,7 +26,7 @@ from ..._core.arrays import Device
 from ..._devices.mesh import split_over
 from ...kv import KVStore, _aggregate, _update
 from .device_step import Arrays, DeviceStep
-from .gradient import floating_keys
+from .gradient import divide, floating_keys
 from .state import TrainState, carries, everywhere
 
 
@@ -45,13 +45,17 @@ class LocalSGD(DeviceStep):
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         mine = own_state(state)
         params = kv.to_params(mine.store)
-        found = self.gradient(params, batch, self._rng(state), state.model_state, self._scale(state))
-        updates, transform = self._transform(mine, params, found.grads)
+        found = self.gradient(params, batch, self._rng(state), state.model_state, state.step, self._scale(state))
+        grads, loss = found.grads, found.metrics["loss"]
+        if found.weight is not None:  # by the mean weight, so that the mean over the devices is over what counts
+            share = self._divisor(state, found) / lax.axis_size(self.axis_name)
+            grads, loss = {k: divide(g, share) for k, g in grads.items()}, loss.total / share
+        updates, transform = self._transform(mine, params, grads)
         transform = transform if jax.tree.leaves(transform) else state.local["transform"]
         updates = self._without_unused(state, found, updates)
-        changes = _update.update(mine.store, updates, found.metrics["loss"])
+        changes = _update.update(mine.store, updates, loss)
         optimizer_state = changes.optimizer_state
-        metrics, model_state, bad = self._mean_over_devices(state, found, found.grads, {})
+        metrics, model_state, bad = self._mean_over_devices(state, found, grads, {})
         new = dataclasses.replace(
             state,
             step=state.step + 1,

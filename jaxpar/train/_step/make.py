@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ..._core import checks
-from ..._core.arguments import answers, check_takes
+from ..._core.arguments import answers
 from ..._core.arrays import Device
 from .device_step import DeviceStep
 from .global_step import GlobalStep
-from .gradient import Gradient, LossFn
+from .gradient import Gradient, LossFn, check_loss_takes
 from .local_sgd import LocalSGD, check_local_steps
 from .loss_scale import DynamicLossScale, check_loss_scale
 from .nonfinite import ACTIONS, Guard
@@ -67,8 +67,11 @@ def make_train_step(
             is one device's share, and a dict of further values to report. `rng` differs from step to step and
             from device to device. If the state has a `model_state`, it is
             `loss_fn(params, batch, rng, model_state) -> (loss, aux, new_model_state)`. The new state has the means
-            over the devices of floating leaves. Other leaves must be the same on all devices.
-        engine: how the step of one device becomes that of all. All give the same numbers, see "Engines" below. "auto"
+            over the devices of floating leaves. Other leaves must be the same on all devices. For a mean over what
+            counts, such as tokens under a mask, the loss is a pair `(sum, weight)`. Then it is the sum of all sums
+            divided by the sum of all weights, and the gradient is of that. Values of `aux` may be such pairs. A
+            parameter named `step` gets the number of the step, int32, by keyword.
+        engine: how the step of one device becomes that of all. All compute the same, see "Engines" below. "auto"
             takes `jit` if `mesh` is given or the values of the store are split over a mesh, else `shard_map` over
             several processes, else `pmap`.
         devices: of the step. None: those of the state.
@@ -124,8 +127,10 @@ def make_train_step(
         hands the whole step to the compiler, which spreads it by the shardings of the params. It is for params that
         do not fit one device, and for optimizers that need whole values of a store of kind `sharded`. A mesh that
         `jax.set_mesh` has set changes no engine. With each of them `loss_fn` sees one share of the batch, an `rng` of
-        its own and its own model state, so batch norm and dropout mean the same. Engine `jit` refuses what needs the
-        gradient of one device: kind `local`, compression, a staleness, `local_steps`.
+        its own and its own model state, so batch norm and dropout mean the same. Two things differ under `jit`: a
+        `custom_vjp` on a param sees the gradient of all shares, not of one, and keys of `rbg` draw other numbers.
+        Engine `jit` refuses what needs the gradient of one device: kind `local`, compression, a staleness,
+        `local_steps`.
 
     Virtual shards:
         The gradient of a shard and the update are programs of one device each, compiled once for each device of a
@@ -209,12 +214,11 @@ def _check_virtual_shards(virtual_shards: Any, engine: str, mesh: Any, local_ste
 
 def _check_loss_fn(loss_fn: Any) -> None:
     """`TypeError` unless it takes the arguments of a loss, with a model state or without."""
-    what, plain = "make_train_step: loss_fn", ("params", "batch", "rng")
     try:
-        check_takes(loss_fn, plain, what, "; rng is for dropout, and may be left unused")
+        check_loss_takes(loss_fn, False, "make_train_step", "; rng is for dropout, and may be left unused")
     except TypeError:
         try:
-            return check_takes(loss_fn, (*plain, "model_state"), what)
+            return check_loss_takes(loss_fn, True, "make_train_step")
         except TypeError:
             pass
         raise

@@ -105,9 +105,9 @@ class Guard:
         }
 
 
-def nonfinite_flags(loss: jax.Array, pushed: dict[int, jax.Array], summed: dict[int, jax.Array]) -> jax.Array:
+def nonfinite_flags(loss: Any, pushed: dict[int, jax.Array], summed: dict[int, jax.Array]) -> jax.Array:
     """float32 (1 + keys,): 1 where this device's loss, pushed gradient or (where given) its sum is not finite."""
-    bad = [~jnp.isfinite(loss).all()]
+    bad = [~jnp.isfinite(jnp.stack(jax.tree.leaves(loss))).all()]  # a Mean has two numbers
     for k, g in pushed.items():
         finite = jnp.isfinite(g).all()
         bad.append(~(finite & jnp.isfinite(summed[k]).all() if k in summed else finite))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from ... import distributed, kv
 from ..._core import checks, portable
 from ..._core.arguments import answers
-from ..._core.arrays import Device, is_traced, nbytes
+from ..._core.arrays import Device, check_plain, is_traced, nbytes
 from ..._core.text import plural
 from ..._devices import processes
 from ..._devices.donation import check_not_donated, is_donated
@@ -114,7 +114,8 @@ def create_state(
 
     Args:
         store: made by `kv.from_params`. It stays valid, as the state holds copies.
-        rng: a random key, or an int to make one of.
+        rng: a random key, or an int to make one of. Under engine `jit` a key of `rbg` or `unsafe_rbg` draws other
+            numbers than under the other engines.
         devices: None takes the store's, or else all of them.
         grad_transform: the one given to `make_train_step`. If it is not given here, the first call of the step makes
             its state.
@@ -150,6 +151,8 @@ def create_state(
     if grad_transform is not None:
         transform = checks.transform(grad_transform, "train.create_state: grad_transform").init(kv.to_params(store))
     model_state = () if model_state is None else model_state
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
+        check_plain(leaf, f"train.create_state: model_state{jax.tree_util.keystr(path)}")
     state = TrainState(store, jnp.zeros((), jnp.int32), rng, transform, model_state)
     return place_state(state, tuple(devices))
 

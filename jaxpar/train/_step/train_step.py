@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ... import kv
 from ..._core import checks
-from ..._core.arguments import check_takes
 from ..._core.arrays import Device
 from ..._core.recent import Recent
 from ..._devices import formulas, processes
@@ -24,7 +23,7 @@ from ...kv import _store
 from .device_step import DeviceStep
 from .engines import ENGINES, Batch, Engine
 from .global_step import GlobalStep
-from .gradient import LossFn
+from .gradient import LossFn, check_loss_takes
 from .pmap_program import make_program
 from .programs import Program, make_finish
 from .state import (
@@ -149,9 +148,9 @@ class TrainStep:
         Returns:
             The names of the metrics. Empty where they are not known before the first call.
         """
-        names = ("params", "batch", "rng", *(("model_state",) if carries(state.model_state) else ()))
-        hint = ", since the state has a model_state" if len(names) > 3 else ""
-        check_takes(self._one.gradient.loss_fn, names, "train step: loss_fn", hint)
+        has_state = carries(state.model_state)
+        hint = ", since the state has a model_state" if has_state else ""
+        check_loss_takes(self._one.gradient.loss_fn, has_state, "train step", hint)
         if shapes is None:
             return []
         with _outside_mesh() as user:

@@ -21,9 +21,10 @@ from ..._core.recent import Recent
 from ..._devices import buckets
 from ..._devices.fixed_tree import Deal
 from ...kv import _aggregate
-from . import batch as _batch, nonfinite
+from . import batch as _batch, means, nonfinite
 from .device_step import Arrays, DeviceStep
-from .gradient import StepResult, wide
+from .gradient import StepResult
+from .means import wide
 from .state import TrainState
 
 _ONE_A_DTYPE = buckets.BucketLimits(float("inf"), float("inf"))  # pyright: ignore[reportArgumentType]
@@ -35,15 +36,15 @@ class Terms(NamedTuple):
     """What is added up over the shards.
 
     Attributes:
-        grads: the gradient of the shard divided by V, for each key, in float32 or wider.
+        grads: the gradient of the shard for each key, in float32 or wider. That of a mean is divided by V.
         metrics: `loss` and `aux`, in float32 or wider.
-        floating: the floating leaves of the model state, in float32 or wider.
+        floating: the terms of the floating leaves of the model state.
         found: the flags of what is not finite, or None.
     """
 
     grads: Arrays
     metrics: dict[str, Any]
-    floating: list[jax.Array]
+    floating: list[tuple[jax.Array, ...]]
     found: jax.Array | None
 
 
@@ -88,12 +89,14 @@ class VirtualStep(DeviceStep):
     def terms(self, state: TrainState, batch: Any, number: jax.Array) -> tuple[Terms, list[jax.Array], frozenset[int]]:
         """What shard `number` adds, the other leaves of its model state, and the unread keys."""
         rng = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), number)
-        found = self._gradient(kv.to_params(state.store), batch, rng, state.model_state, self._scale(state))
-        grads = {k: g.astype(wide(g)) / self.shards for k, g in found.grads.items()}
-        metrics = jax.tree.map(lambda x: jnp.asarray(x).astype(wide(x)), found.metrics)
+        params = kv.to_params(state.store)
+        found = self._gradient(params, batch, rng, state.model_state, state.step, self._scale(state))
+        divisor = self.shards if found.weight is None else 1
+        grads = {k: g.astype(wide(g)) / divisor for k, g in found.grads.items()}
+        metrics = means.widen(found.metrics)
         flags = None if self.guard is None else nonfinite.nonfinite_flags(metrics["loss"], found.grads, {})
         plain = jax.tree.leaves(without_keys(found.model_state)[0])
-        floating = [x.astype(wide(x)) for x in plain if _is_floating(x)]
+        floating = [means.state_terms(x, self.shards) for x in plain if _is_floating(x)]
         others = [x for x in plain if not _is_floating(x)]
         return Terms(grads, metrics, floating, flags), others, found.unread
 
@@ -118,23 +121,30 @@ class VirtualStep(DeviceStep):
             others: the leaves of the model state of shard 0 that are not added.
             unread: the keys of parameters that the loss does not depend on.
         """
-        metrics = jax.tree.map(lambda x: x / self.shards, totals.metrics)
-        summed = self._without_unused(state, StepResult(totals.grads, metrics, (), unread), totals.grads)
+        own = StepResult(totals.grads, totals.metrics, (), unread)
+        metrics = means.finish(totals.metrics, self.shards)
+        found = totals.found
+        summed = totals.grads
+        if own.weight is not None:
+            summed = {k: g / own.weight for k, g in summed.items()}
+            if found is not None:  # a weight of 0 is seen here only
+                found = found + nonfinite.nonfinite_flags(metrics["loss"], summed, {})
+        summed = self._without_unused(state, own, summed)
         summed = {k: g.astype(state.store.values[k].dtype) for k, g in summed.items()}
         store, transform = self._apply(state, kv.to_params(state.store), summed, {}, None, metrics["loss"])
         model_state = self._model_state(state.model_state, totals.floating, others)
         parts = {"store": store, "step": state.step + 1, "transform": transform, "model_state": model_state}
         new = dataclasses.replace(state, **parts)
-        if self.guard is None or totals.found is None:
+        if self.guard is None or found is None:
             return new, metrics
-        return self.guard(state, new, metrics, totals.found)
+        return self.guard(state, new, metrics, found)
 
-    def _model_state(self, old: Any, floating: list[jax.Array], others: list[jax.Array]) -> Any:
+    def _model_state(self, old: Any, floating: list[Any], others: list[jax.Array]) -> Any:
         """The means of the floating leaves, and the others as they are."""
         plain, restore = without_keys(old)
         leaves, structure = jax.tree.flatten(plain)
         sums, rest = iter(floating), iter(others)
-        new = [(next(sums) / self.shards).astype(x.dtype) if _is_floating(x) else next(rest) for x in leaves]
+        new = [means.state_mean(next(sums), self.shards, x.dtype) if _is_floating(x) else next(rest) for x in leaves]
         return restore(structure.unflatten(new))
 
 

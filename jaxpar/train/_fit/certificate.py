@@ -1,0 +1,158 @@
+"""The certificate of a run: a file of JSON lines with a hash of the state after every so many steps.
+
+{"certificate": 1, "jax": "0.12.0", "jaxpar": "0.1.0", "processor": "x86_64 ...", "platform": "cpu", ...}
+{"step": 100, "state": "85ffc70354b8bc7642208128a38005f1"}
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ... import checkpoint
+from ..._core import checks, files
+from ..._devices import processes
+from .._callbacks.metrics_files import explain_errors
+from .._step.state import TrainState
+
+_NUMBER = 1  # of the format
+_FOR_DEVICES = ("devices", "processes", "engine", "kind")  # with virtual shards they do not change bits
+_VECTORS = ("avx512f", "avx2", "avx", "sve", "asimd")
+
+
+class Certificate:
+    """The certificate that `fit` writes. Without a path it is none, and nothing happens.
+
+    Args:
+        path, every: `certificate` and `certificate_every` of `fit`. The errors are those of `fit`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, every: int):
+        every = checks.whole_number(every, "fit", "certificate_every")
+        self.path: Path | None = None if path is None else files.as_path(path, "fit: certificate")
+        self.every: int | None = None if path is None else every
+        self._unwritten: collections.deque[tuple[int, checkpoint._StateHash]] = collections.deque()
+
+    def begin(self, step: Any, state: TrainState, at: int) -> None:
+        """Make the file, or go on with it: the lines of steps after `at` go, since the run makes these again.
+
+        Raises:
+            ValueError: the file is of a run whose bits need not be those of this one, or it is no certificate.
+            OSError: it cannot be written.
+        """
+        if self.path is None:
+            return
+        with processes.raise_together():
+            if jax.process_index() == 0:
+                self._begin(self.path, header_of(step, state), at)
+
+    def _begin(self, path: Path, header: dict[str, Any], at: int) -> None:
+        lines: dict[int, str] = {}
+        with explain_errors(path, "the certificate"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir() or (path.exists() and not path.is_file()):
+                raise OSError(f"it is no file, {'but a directory' if path.is_dir() else 'but a device or a pipe'}")
+            content = path.read_bytes() if path.exists() else b""
+        if content:
+            before, lines = parse(content[: content.rfind(b"\n") + 1], path)  # a crash may have cut the last line
+            if why := difference(before, header):
+                raise ValueError(f"fit: certificate {path} is of another run ({why}); give another file, or remove it")
+            header = before
+        kept = {step: state for step, state in lines.items() if step <= at}
+        text = "".join(json.dumps(line) + "\n" for line in [header, *map(_line, kept.items())]).encode()
+        with explain_errors(path, "the certificate"):
+            if text == content:
+                files.append(path, b"")  # only to see that it can be written
+            else:
+                files.replace(path, text)
+
+    def take(self, at: int, state: TrainState) -> None:
+        """Begin to compute the hash of a state, if a line is due after this step. In several processes all call it."""
+        if self.every is not None and at % self.every == 0:
+            self._unwritten.append((at, checkpoint._hash_of(state)))
+
+    def write(self, until: int) -> None:
+        """Write the lines up to a step. It waits for their hashes."""
+        while self._unwritten and self._unwritten[0][0] <= until:
+            at, state = self._unwritten.popleft()
+            line = (json.dumps(_line((at, str(state)))) + "\n").encode()
+            if self.path is not None and jax.process_index() == 0:
+                with explain_errors(self.path, "the certificate"):
+                    files.append(self.path, line)
+
+    def go_back(self, at: int) -> None:
+        """Forget the hashes of later steps, which do not count, and write the others."""
+        self.write(at)
+        self._unwritten.clear()
+
+
+def _line(item: tuple[int, str]) -> dict[str, Any]:
+    return {"step": item[0], "state": item[1]}
+
+
+def header_of(step: Any, state: TrainState) -> dict[str, Any]:
+    """What decides about the bits of a run, as far as it is known."""
+    devices = state.store.devices or tuple(jax.devices())
+    return {
+        **{"certificate": _NUMBER, "jax": jax.__version__, "jaxpar": sys.modules["jaxpar"].__version__},
+        **{"processor": _processor(devices[0]), "platform": devices[0].platform, "devices": len(devices)},
+        **{"processes": len({d.process_index for d in devices})},
+        **{"virtual_shards": getattr(step, "virtual_shards", None), "engine": getattr(step, "engine", "own")},
+        **{"kind": state.store.kind},
+    }
+
+
+def difference(header: dict[str, Any], other: dict[str, Any]) -> str:
+    """Why the bits of two runs need not be the same, in words. "" where they must be."""
+    free = () if header.get("virtual_shards") is None else _FOR_DEVICES
+    wrong = [name for name in other if name not in free and header.get(name) != other[name]]
+    return "; ".join(f"{name.replace('_', ' ')}: {header.get(name)} there, {other[name]} here" for name in wrong)
+
+
+def parse(content: bytes, path: Path) -> tuple[dict[str, Any], dict[int, str]]:
+    """The header of a certificate, and the hash of each of its steps. `ValueError` for what is none."""
+    found: list[dict[str, Any]] = []
+    text = content.decode("utf-8", "replace")
+    if text and not text.endswith("\n"):
+        raise ValueError(f"{path} is cut in line {text.count(chr(10)) + 1}")
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            found.append(json.loads(line))
+            last = found[-2].get("step", 0) if number > 2 else 0
+            good = found[-1]["certificate"] == _NUMBER if number == 1 else _is_line(found[-1], last)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            good = False
+        if not good:
+            what = "has no header of a certificate" if number == 1 else f"has no line of a later step in line {number}"
+            raise ValueError(f"{path} {what}; give the file that fit(certificate=...) wrote")
+    if not found:
+        raise ValueError(f"{path} is empty; give the file that fit(certificate=...) wrote")
+    return found[0], {line["step"]: line["state"] for line in found[1:]}
+
+
+def _is_line(line: dict[str, Any], last: int) -> bool:
+    return type(line["step"]) is int and line["step"] > last and isinstance(line["state"], str)
+
+
+def _processor(device: Any) -> str:
+    """The make of the processor that computes."""
+    if device.platform != "cpu":
+        return device.device_kind
+    about: dict[str, str] = {}
+    try:
+        with open("/proc/cpuinfo") as lines:
+            pairs = [line.partition(":") for line in lines if ":" in line]
+            about = {name.strip(): value.strip() for name, _, value in pairs}
+    except OSError:
+        pass
+    known = set(about.get("flags", about.get("Features", "")).split())
+    vectors = next((name for name in _VECTORS if name in known), "")
+    model = about.get("model name") or platform.processor()
+    return " ".join(filter(None, (platform.machine(), model, vectors)))

@@ -1,0 +1,430 @@
+"""The certificate of a run: the same for the same bits, cut and continued as the run is, and verified."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from interrupted_run import run as interrupted, start as begin
+from step_model import ENGINES, adam, line, squares, start, step_of
+
+import jaxpar.__main__
+from jaxpar import checkpoint, data, train
+from jaxpar.checkpoint import _hash
+from jaxpar.train._fit import certificate
+
+EVERY = 5
+HEADER = {"certificate", "jax", "jaxpar", "processor", "platform", "devices", "processes", "virtual_shards"} | {
+    "engine",
+    "kind",
+}
+DATA = line(64)
+
+
+def arguments(count=2, kind="device", loss=squares, tx=None, **options):
+    step_options = {name: options.pop(name) for name in ("engine", "virtual_shards", "nonfinite") if name in options}
+    step = step_of(loss, **step_options)
+    given = {"state": start(count, kind, adam() if tx is None else tx), "step": step, "train_data": DATA}
+    return {**given, "batch_size": 16, "epochs": 6, "progress": False, "certificate_every": EVERY, **options}
+
+
+def run(path, *where, **options):
+    """The lines of the certificate of a run, without the header."""
+    train.fit(**arguments(*where, certificate=path, **options))
+    return lines(path)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()][1:]
+
+
+def header(path):
+    return json.loads(path.read_text().partition("\n")[0])
+
+
+# What a line says
+
+
+def test_lines_are_hashes_of_the_states(tmp_path):
+    states = {}
+    found = run(tmp_path / "new" / "run.jsonl", callbacks=lambda state, record: states.update({record["step"]: state}))
+    assert header(tmp_path / "new" / "run.jsonl").keys() == HEADER
+    assert [entry["step"] for entry in found] == [5, 10, 15, 20]
+    state = arguments()["state"]
+    state, _ = train.fit(**{**arguments(), "state": state, "epochs": None, "max_steps": 10})
+    assert found[1]["state"] == str(checkpoint._hash_of(state))
+    assert len({entry["state"] for entry in found}) == 4
+
+
+def exact(params, batch, rng):
+    """Its gradients are means of whole numbers."""
+    return (batch["x"] @ params["w"] + params["b"]).mean(), {}
+
+
+WHOLE = {"x": np.random.default_rng(0).integers(-4, 5, (64, 3)).astype(np.float32)}
+HALVES = optax.sgd(0.125, momentum=0.5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["device", "local", "sharded", "dist_sync"])
+def test_engines_and_kinds_of_equal_bits(tmp_path, engine, kind):
+    """Nothing is rounded in eight steps, so the order of sums changes no bit."""
+    options = {"loss": exact, "tx": HALVES, "train_data": WHOLE, "certificate_every": 4, "max_steps": 8}
+    found = run(tmp_path / "a", 4, kind, engine=engine, **options)
+    assert found == run(tmp_path / "b", 1, **options)
+    assert found != run(tmp_path / "c", 1, **{**options, "tx": optax.sgd(0.125)})
+
+
+@pytest.mark.slow  # three programs of virtual shards
+def test_virtual_shards_are_certified_alike(tmp_path):
+    found = [
+        run(tmp_path / f"{engine}{count}{kind}", count, kind, engine=engine, virtual_shards=4)
+        for engine, count, kind in (("shard_map", 1, "device"), ("shard_map", 3, "local"), ("pmap", 4, "device"))
+    ]
+    assert found[0] == found[1] == found[2]
+
+
+def images(params, batch, rng):
+    return squares(params, {"x": batch["image"], "y": batch["label"]}, rng)
+
+
+@pytest.mark.parametrize("per_program", [1, 4, "auto"])
+def test_programs_of_several_steps_are_cut(tmp_path, per_program):
+    options = {"loss": images, "train_data": data.Dataset(DATA["x"], np.arange(64)), "steps_per_execution": per_program}
+    found = run(tmp_path / "a", **options)
+    assert [entry["step"] for entry in found] == [5, 10, 15, 20]
+    assert run(tmp_path / "b", **options, max_steps=13)[:2] == found[:2]
+
+
+def test_steps_that_do_not_count_have_no_line(tmp_path):
+    """That a step is not finite is found several steps later."""
+    broken = {**DATA, "y": np.where(np.arange(64) == 40, np.nan, DATA["y"])}
+    batches = [{name: x[i : i + 16] for name, x in broken.items()} for i in range(0, 64, 16)]
+    with pytest.raises(train.NonFiniteError) as raised:
+        run(tmp_path / "a", train_data=batches, nonfinite="stop", certificate_every=1)
+    assert raised.value.step == 2
+    assert [entry["step"] for entry in lines(tmp_path / "a")] == [1, 2]
+    assert lines(tmp_path / "a")[-1]["state"] == str(checkpoint._hash_of(raised.value.state))
+
+
+def test_one_program_is_compiled_beside_the_step(tmp_path, caplog):
+    """The step is the program that it is without a certificate."""
+    train.fit(**arguments())
+    _hash._sums.clear_cache()
+    with jax.log_compiles():
+        run(tmp_path / "a")
+    assert re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text) == ["_sums"]
+
+
+# Files
+
+
+def test_a_resumed_run_goes_on_with_the_file(tmp_path):
+    expected = run(tmp_path / "a")
+    ended = {"certificate": tmp_path / "b", "checkpoint_dir": tmp_path / "points", "checkpoint_every": 3}
+    train.fit(**arguments(**ended, max_steps=12))
+    assert len(lines(tmp_path / "b")) == 2
+    with open(tmp_path / "b", "a") as file:  # of steps that were lost with a crash, the last line half written
+        file.write('{"step": 15, "state": "lost"}\n{"step": 20, "sta')
+    train.fit(**arguments(**ended))
+    assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+    for path in (tmp_path / "points").glob("step_*"):
+        if int(path.name[5:]) > 9:
+            os.rename(path, tmp_path / path.name)
+    train.fit(**arguments(**ended))  # again, from step 9
+    assert lines(tmp_path / "b") == expected
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"count": 4}, "devices: 2 there, 4 here"),
+        ({"kind": "sharded"}, "kind: device there, sharded here"),
+        ({"engine": "jit"}, "engine: auto there, jit here"),
+        ({"virtual_shards": 4}, "virtual shards: None there, 4 here"),
+    ],
+)
+def test_the_file_of_another_run_is_refused(tmp_path, other, words):
+    expected = run(tmp_path / "a", epochs=2)
+    before = (tmp_path / "a").read_bytes()
+    with pytest.raises(ValueError, match=f"{words}.*give another file, or remove it"):
+        run(tmp_path / "a", **other)
+    assert (tmp_path / "a").read_bytes() == before
+    assert run(tmp_path / "a", epochs=2) == expected  # the same run from its beginning
+
+
+def test_a_run_with_virtual_shards_goes_on_anywhere(tmp_path):
+    expected = run(tmp_path / "a", 1, virtual_shards=4)
+    options = {"virtual_shards": 4, "checkpoint_dir": tmp_path / "points"}
+    run(tmp_path / "b", 3, **options, epochs=2)
+    assert run(tmp_path / "b", 4, "local", **options) == expected
+    assert header(tmp_path / "b")["devices"] == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"epoch": 1}\n', "has no header of a certificate"),
+        (b"\xff\xfe\n", "has no header"),
+        (b'{"certificate": 2}\n', "has no header"),
+        (b"[]\n", "has no header"),
+        (b"HEADER" + b'{"step": 5}\n', "in line 2"),
+        (b"HEADER" + b'{"step": "5", "state": "x"}\n', "in line 2"),
+        (b"HEADER" + b'{"step": 5, "state": "x"}\n{"step": 5, "state": "x"}\n', "in line 3"),
+        (b"HEADER" + b"[" * 100_000 + b"\n", "in line 2"),
+    ],
+)
+def test_what_is_no_certificate_is_refused(tmp_path, content, words):
+    run(tmp_path / "a", epochs=1, max_steps=1)
+    content = content.replace(b"HEADER", (tmp_path / "a").read_bytes())
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        run(tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"certificate_every": 0}, ValueError, "certificate_every must be an int of 1 or more, got 0"),
+        ({"certificate_every": True}, TypeError, "certificate_every must be an int of 1 or more, got True"),
+        ({"certificate_every": 2.5}, TypeError, "certificate_every must be an int"),
+        ({"certificate": 3}, TypeError, "fit: certificate must be a path"),
+        ({"certificate": "."}, OSError, "certificate cannot be written to .* but a directory"),
+        ({"certificate": "file/below"}, OSError, "certificate cannot be written to file/below"),
+        ({"certificate": "pipe"}, OSError, "but a device or a pipe"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_work(tmp_path, monkeypatch, options, error, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    given = arguments(**{"certificate": "a", **options})
+    with pytest.raises(error, match=words):
+        train.fit(**given)
+    assert not given["state"].step.is_deleted()
+    assert sorted(os.listdir(tmp_path)) == ["file", "pipe"]
+
+
+def test_a_full_disk_ends_the_run_in_words(tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(certificate.files, "append", full)
+    with pytest.raises(OSError, match=r"the certificate cannot be written to .* \(No space left on device\)") as raised:
+        run(tmp_path / "a")
+    assert int(raised.value.state.step) > 0
+
+
+# Kills
+
+
+@pytest.mark.slow
+def test_killed_runs_end_with_the_certificate_of_an_undisturbed_one(tmp_path):
+    interrupted(begin(), epochs=4, certificate=tmp_path / "undisturbed.jsonl", certificate_every=3)
+    points, file = tmp_path / "points", tmp_path / "killed.jsonl"
+    options = {"certificate": file, "certificate_every": 3, "checkpoint_dir": points, "checkpoint_every": 7}
+    program = (
+        "import os, signal, sys; import interrupted_run as program; from pathlib import Path\n"
+        "at, options = int(sys.argv[1]), eval(sys.argv[2])\n"
+        "def on_step(step, metrics):\n    step != at or os.kill(os.getpid(), signal.SIGKILL)\n"
+        "program.run(program.start(), epochs=4, on_step=on_step, **options)\n"
+    )
+    given = {
+        name: str(value) if name in ("certificate", "checkpoint_dir") else value for name, value in options.items()
+    }
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    for at in (4, 17, 33, 61):
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(at), repr(given)],
+            env=env,
+            capture_output=True,
+            check=False,
+            timeout=100,
+        )
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert (tmp_path / "undisturbed.jsonl").read_bytes().startswith(file.read_bytes().rpartition(b"\n")[0])
+    interrupted(begin(), epochs=4, **options)
+    assert file.read_bytes() == (tmp_path / "undisturbed.jsonl").read_bytes()
+
+
+# Verification
+
+
+MODULE = """
+import sys
+sys.path.insert(0, {tests!r})
+import jax, optax
+from test_certificate import arguments
+
+OPTIONS = dict(checkpoint_dir="points", checkpoint_every=4, keep=20, certificate="run.jsonl", metrics_file="metrics")
+
+def same():
+    return arguments(**OPTIONS, eval_data=1, callbacks=print)
+
+def other_rate():
+    return arguments(**OPTIONS, tx=optax.adam(0.06))
+
+def other_seed():
+    import dataclasses
+    given = arguments(**OPTIONS)
+    return {{**given, "state": dataclasses.replace(given["state"], rng=jax.random.key(8))}}
+
+def four():
+    return arguments(4, **OPTIONS)
+
+def late():
+    from jaxpar import train
+    state, _ = train.fit(**arguments(epochs=2))
+    return {{**arguments(), "state": state}}
+
+def virtual():
+    return arguments(3, virtual_shards=4)
+
+def nothing():
+    return None
+
+def half():
+    return {{"state": 3, "step": 4}}
+
+def unknown():
+    return {{**same(), "epoks": 3}}
+
+def fails():
+    return 1 / 0
+"""
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory):
+    """The folder of a run with a certificate and checkpoints."""
+    folder = tmp_path_factory.mktemp("certified")
+    (folder / "runs.py").write_text(MODULE.format(tests=os.path.dirname(__file__)))
+    places = {"checkpoint_dir": folder / "points", "certificate": folder / "run.jsonl"}
+    train.fit(**arguments(**places, checkpoint_every=4, keep=20))
+    return folder
+
+
+@pytest.fixture
+def folder(certified, tmp_path, monkeypatch):
+    """A copy of it, as the current folder."""
+    shutil.copytree(certified, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "runs", raising=False)
+    return tmp_path
+
+
+def verify(capsys, *words):
+    """The exit status and all that is printed."""
+    try:
+        status = jaxpar.__main__.main(["verify", *words])
+    except SystemExit as end:
+        status = end.code
+    printed = capsys.readouterr()
+    return status, printed.out + printed.err
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "__pycache__" not in str(path)}
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("runs:same", 0, "4 certified steps, 5 to 20, are the same; started at what the function returns"),
+        ("runs:same --from 10", 0, r"3 certified steps, 10 to 20.*started at points.step_00000008"),
+        ("runs:same --from 12 --to 16", 0, r"1 certified steps, 15 to 15.*started at points.step_00000012"),
+        ("runs:same --to 5", 0, "1 certified steps, 5 to 5"),
+        ("runs:same --devices 8", 0, "are the same"),
+        ("runs:other_rate", 1, "step 5 differs from run.jsonl; started at what the function returns"),
+        ("runs:other_rate --from 12", 1, r"step 15 differs from run.jsonl; started at points.step_00000012"),
+        ("runs:other_seed", 1, "step 5 differs"),
+        ("runs:four", 2, "are of another run .devices: 2 there, 4 here"),
+        ("runs:virtual", 2, "devices: 2 there, 3 here; virtual shards: None there, 4 here"),
+        ("runs:same --devices 3", 2, "RuntimeError: use_cpu_devices.3.: JAX runs already"),
+        ("runs:same --from 21", 2, "has no step from 21; its steps are 5 to 20"),
+        ("runs:same --from 6 --to 9", 2, "has no step from 6 to 9"),
+        ("runs:late --from 5", 2, "the state is at step 8, the first certified step to compare is 5"),
+        ("runs:late --from 9", 0, "3 certified steps, 10 to 20"),
+        ("runs:nothing", 2, "TypeError: expected the arguments of fit in a dict, got None"),
+        ("runs:half", 2, "the arguments of fit have no train_data and no batch_size"),
+        ("runs:unknown", 2, "fit: unknown argument epoks=; did you mean epochs"),
+        ("runs:fails", 2, "ZeroDivisionError"),
+        ("runs:absent", 2, "module runs has no absent"),
+        ("absent:same", 2, "cannot import absent"),
+        ("runs:same --from 0", 2, "must be an int of 1 or more"),
+    ],
+)
+def test_verify(folder, capsys, words, status, said):
+    before = contents(folder)
+    found = verify(capsys, "run.jsonl", *words.split())
+    assert found[0] == status, found
+    assert re.search(said, found[1]), found
+    assert contents(folder) == before
+
+
+def change(folder, edit):
+    path = folder / "run.jsonl"
+    path.write_text(edit(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("edit", "status", "said"),
+    [
+        (lambda text: text[:-9], 2, "run.jsonl is cut in line 5"),
+        (lambda text: "", 2, "run.jsonl is empty"),
+        (lambda text: text.partition("\n")[2], 2, "has no header of a certificate"),
+        (lambda text: text.partition("\n")[0] + "\n", 2, "has no step from 0; it has none"),
+        (lambda text: text.replace(jax.__version__, "0.9"), 2, "jax: 0.9 there"),
+        (lambda text: re.sub('"processor": "[^"]*"', '"processor": "Z80"', text), 2, "processor: Z80 there"),
+        (lambda text: re.sub('"processes": 1', '"processes": 2', text), 2, "processes: 2 there, 1 here"),
+        (lambda text: re.sub('("step": 15, "state": ")(.)', r"\1x", text), 1, "step 15 differs"),
+    ],
+)
+def test_verify_of_changed_certificates(folder, capsys, edit, status, said):
+    change(folder, edit)
+    found = verify(capsys, "run.jsonl", "runs:same")
+    assert found[0] == status, found
+    assert said in found[1]
+
+
+def test_verify_without_a_file(folder, capsys):
+    os.remove("run.jsonl")
+    assert verify(capsys, "run.jsonl", "runs:same") == (
+        2,
+        "jaxpar verify: run.jsonl cannot be read (No such file or directory)\n",
+    )
+
+
+def test_verify_on_other_devices_with_virtual_shards(folder, capsys):
+    run(folder / "virtual.jsonl", 1, virtual_shards=4)
+    assert verify(capsys, "virtual.jsonl", "runs:virtual")[0] == 0
+
+
+def test_a_damaged_checkpoint_is_passed_over(folder, capsys):
+    (folder / "points" / "step_00000012" / "jaxpar.json").write_text("{")
+    status, said = verify(capsys, "run.jsonl", "runs:same", "--from", "14")
+    assert status == 0
+    assert "started at points/step_00000008" in said
+
+
+def test_a_checkpoint_of_other_bits_is_found(folder, capsys):
+    """Step 12 is saved with one bit changed."""
+    state = checkpoint.restore("points/step_00000012", start(2, "device", adam()))
+    values = {k: v + jnp.where(v == v, 2e-7, 0) for k, v in state.store.values.items()}
+    shutil.rmtree("points/step_00000012")
+    checkpoint.save(
+        "points/step_00000012", dataclasses.replace(state, store=dataclasses.replace(state.store, values=values))
+    )
+    assert verify(capsys, "run.jsonl", "runs:same", "--from", "13")[0] == 1
+    assert verify(capsys, "run.jsonl", "runs:same", "--from", "11")[0] == 0

@@ -1,0 +1,527 @@
+"""The definition of a step, in a few plain lines, and every engine, kind and option held against it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from step_model import EVERYWHERE, IN_TURN
+
+from jaxpar import data, kv, train
+
+ADAM = optax.adamw(0.05)
+
+
+# The definition.
+
+
+def definition(loss_fn, params, batch, *, shares, rng, step, accumulate=1, scale=1.0, dtype=None, model_state=None):
+    """(grads, metrics, model_state) of one step. It is written to be read, and runs on one device.
+
+    The batch is cut in equal shares, and each has its own loss, random key and model state. If the loss is a pair
+    (sum, weight), the gradients of the sums are added up and divided by the sum of the weights. Else the gradients of
+    the losses are averaged over the shares.
+    """
+
+    terms, states = [], []
+    for i, share in enumerate(cut(batch, shares)):
+        key, state, of_share = jax.random.fold_in(jax.random.fold_in(rng, step), i), model_state, []
+        for j, part in enumerate(cut(share, accumulate)):
+            part_key = key if accumulate == 1 else jax.random.fold_in(key, j)
+            grads, (values, state) = gradient(loss_fn, scale, dtype)(params, part, part_key, state)
+            of_share.append((jax.tree.map(lambda g: g / scale, grads), values))
+        terms.append(of_share)
+        states.append(state)
+
+    values = [values for of_share in terms for _, values in of_share]
+    grads = jax.tree.map(lambda *x: sum(x), *(grads for of_share in terms for grads, _ in of_share))
+    loss = values[0]["loss"]
+    whole = sum(float(v["loss"][1]) for v in values) if isinstance(loss, tuple) else shares * accumulate
+    grads = jax.tree.map(lambda g: g / whole, grads)
+    metrics = {name: mean([v[name] for v in values]) for name in values[0]}
+    return grads, metrics, None if model_state is None else jax.tree.map(lambda *x: sum(x) / shares, *states)
+
+
+@functools.cache
+def gradient(loss_fn, scale, dtype):
+    """The gradient of the loss of one part of a batch, or of its sum."""
+
+    def of_part(params, part, rng, state):
+        if dtype is not None:
+            params, part = jax.tree.map(lambda x: x.astype(dtype) if x.dtype == np.float32 else x, (params, part))
+        result = loss_fn(params, part, rng) if state is None else loss_fn(params, part, rng, state)
+        loss, aux, state = *result, *([None] if len(result) == 2 else [])
+        value = loss[0] if isinstance(loss, tuple) else loss
+        return jnp.float32(value) * scale, ({"loss": loss, **aux}, state)
+
+    return jax.jit(jax.grad(of_part, has_aux=True))
+
+
+def mean(values):
+    """Over what counts, if these are pairs (sum, weight)."""
+    if isinstance(values[0], tuple):
+        return sum(float(s) for s, _ in values) / sum(float(w) for _, w in values)
+    return sum(float(v) for v in values) / len(values)
+
+
+def cut(batch, count):
+    parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+    return [jax.tree.map(lambda x, i=i: x[i], parts) for i in range(count)]
+
+
+# Losses.
+
+
+@jax.custom_vjp
+def clipped(x):
+    """The same value. The backward pass clips each cotangent, so it is not linear."""
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
+
+
+@jax.custom_vjp
+def signed(x):
+    return x
+
+
+signed.defvjp(lambda x: (x, None), lambda _, g: (jnp.sign(g) * 0.1,))
+
+
+@jax.custom_vjp
+def rounded(x):
+    """A straight-through estimate forward, and cotangents in steps of 1/64."""
+    return jnp.round(x * 8) / 8
+
+
+rounded.defvjp(lambda x: (rounded(x), None), lambda _, g: (jnp.round(g * 64) / 64,))
+
+
+@jax.custom_vjp
+def reversed_(x):
+    """Gradient reversal of each example, normalized to length 1."""
+    return x
+
+
+def _reverse(_, g):
+    return (-g / (jnp.linalg.norm(g, axis=-1, keepdims=True) + 1e-6),)
+
+
+reversed_.defvjp(lambda x: (x, None), _reverse)
+
+
+def network(params, batch, rule):
+    hidden = rule(jnp.tanh(batch["x"] @ params["w"]))
+    return (hidden @ params["v"]).astype(jnp.float32)[:, 0] - batch["y"].astype(jnp.float32)
+
+
+def by_rule(rule):
+    def loss(params, batch, rng):
+        error = network(params, batch, rule)
+        return (error**2).mean(), {"error": jnp.abs(error).mean()}
+
+    return loss
+
+
+def counted(params, batch, rng):
+    """A mean over what counts. Shares count differently, and one of them nothing."""
+    error = network(params, batch, clipped)
+    weight = batch["counts"]
+    aux = {"error": ((jnp.abs(error) * weight).sum(), weight.sum()), "largest": jnp.abs(error).max()}
+    return ((error**2 * weight).sum(), weight.sum()), aux
+
+
+def dropped(params, batch, rng):
+    x = batch["x"] * jax.random.bernoulli(rng, 0.8, batch["x"].shape)
+    error = network(params, {**batch, "x": x}, lambda x: x)
+    return (error**2).mean(), {}
+
+
+def with_state(params, batch, rng, seen):
+    """Running statistics, and what no step changes."""
+    loss, aux = by_rule(lambda x: x)(params, batch, rng)
+    return loss, aux, {"mean": 0.9 * seen["mean"] + 0.1 * batch["x"].mean(0), "fixed": seen["fixed"]}
+
+
+RULES = {f.__name__: by_rule(f) for f in (clipped, signed, rounded, reversed_)}
+LOSSES = {**RULES, "counted": counted, "dropped": dropped}
+
+
+def mostly_slow(all_of_them, *quick):
+    """The parameters of a test, all in the second row but these."""
+    return [x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in all_of_them]
+
+
+def init():
+    w, v = jax.random.split(jax.random.key(1))
+    return {"w": jax.random.normal(w, (6, 5)), "v": jax.random.normal(v, (5, 1))}
+
+
+@functools.cache
+def batches(count=3, size=24):
+    draw = np.random.default_rng(3)
+    found = []
+    for _ in range(count):
+        counts = draw.integers(0, 4, size)
+        counts[:6] = 0  # the first of four shares
+        x, y = draw.normal(size=(size, 6)), draw.normal(size=size)
+        found.append({"x": np.float32(x), "y": np.float32(y), "counts": np.int32(counts)})
+    return found
+
+
+@functools.cache
+def expected_of(loss_fn, tx, **options):
+    """`expected`, once for all tests of a process that ask for it."""
+    return expected(loss_fn, tx, **options)
+
+
+def expected(loss_fn, tx, *, shares=4, rng=None, model_state=None, **options):
+    """Params, metrics of the last step and model state after the batches, by the definition."""
+    params, rng = init(), jax.random.key(7) if rng is None else rng
+    state = tx.init(params)
+    for i, batch in enumerate(batches()):
+        grads, metrics, model_state = definition(
+            loss_fn, params, batch, shares=shares, rng=rng, step=i, model_state=model_state, **options
+        )
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, metrics, model_state
+
+
+SGD = optax.sgd(0.05)
+
+
+def found(loss_fn, tx, *, devices=4, kind="device", rng=7, model_state=None, **options):
+    store = kv.from_params(init(), kind=kind, optimizer=tx)
+    more = {} if model_state is None else {"model_state": model_state}
+    state = train.create_state(store, rng, devices=jax.devices()[:devices], **more)
+    step = train.make_train_step(loss_fn, **options)
+    for batch in batches():
+        state, metrics = step(state, batch)
+    return state.params, metrics, None if model_state is None else state.model_state
+
+
+def agree(got, wanted, rtol=3e-5):
+    for part, other in zip(got, wanted, strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol), part, other)
+
+
+@pytest.mark.parametrize(("engine", "kind"), EVERYWHERE)
+@pytest.mark.parametrize("name", mostly_slow(LOSSES, "clipped", "counted"))
+def test_every_engine_and_kind_computes_the_definition(name, engine, kind):
+    """Also where a rule of the backward pass is not linear: each share has the cotangents of its own loss."""
+    if engine == "jit" and kind == "local":
+        pytest.skip("engine jit refuses kind local")
+    agree(found(LOSSES[name], ADAM, engine=engine, kind=kind), expected_of(LOSSES[name], ADAM))
+
+
+@pytest.mark.parametrize("shards", mostly_slow([2, 4, 6], 6))
+@pytest.mark.parametrize("name", mostly_slow(LOSSES, "counted"))
+def test_virtual_shards_compute_the_definition(name, shards):
+    """The shares are the virtual shards, whatever the number of devices."""
+    agree(found(LOSSES[name], ADAM, virtual_shards=shards), expected_of(LOSSES[name], ADAM, shares=shards))
+
+
+OPTIONS = {
+    "accumulate": ({"accumulate": 3}, {"accumulate": 3}, 3e-5),
+    "loss_scale": ({"loss_scale": 64.0}, {"scale": 64.0}, 3e-5),
+    "bfloat16": ({"compute_dtype": jnp.bfloat16}, {"dtype": jnp.bfloat16}, 5e-2),
+    "remat": ({"remat": True}, {}, 3e-5),
+    "all": ({"accumulate": 2, "loss_scale": 8.0, "remat": True}, {"accumulate": 2, "scale": 8.0}, 3e-5),
+}
+
+
+@pytest.mark.parametrize("where", [*IN_TURN, ("jit", "device"), ("pmap", "virtual")], ids=lambda w: "-".join(w))
+@pytest.mark.parametrize("name", mostly_slow(["clipped", "counted", "dropped"], "counted"))
+@pytest.mark.parametrize("option", mostly_slow(OPTIONS, "all"))
+def test_every_option_computes_the_definition(option, name, where):
+    given, defined, rtol = OPTIONS[option]
+    engine, kind = where
+    more = {"virtual_shards": 4} if kind == "virtual" else {}
+    tx = SGD  # Adam turns the rounding of bfloat16 into whole steps
+    got = found(LOSSES[name], tx, engine=engine, kind="device" if more else kind, **given, **more)
+    if option in ("loss_scale", "all") and name == "clipped":  # the scaled cotangents are clipped, in both
+        rtol *= 2
+    agree(got, expected_of(LOSSES[name], tx, **defined), rtol)
+
+
+@pytest.mark.parametrize("where", [*IN_TURN, ("jit", "device")], ids=lambda w: "-".join(w))
+@pytest.mark.parametrize("devices", mostly_slow([1, 2, 3, 6, 8], 3))
+def test_a_mean_over_what_counts_is_the_same_on_any_number_of_devices(where, devices):
+    """Without a rule that clips, the definition is the same for any number of shares: the mean over all examples."""
+
+    def plain(params, batch, rng):
+        error = network(params, batch, lambda x: x)
+        return ((error**2 * batch["counts"]).sum(), batch["counts"].sum()), {}
+
+    engine, kind = where
+    agree(found(plain, ADAM, engine=engine, kind=kind, devices=devices), expected(plain, ADAM, shares=1))
+
+
+def test_a_mean_over_what_counts_under_local_steps():
+    """A round of one step of SGD, averaged, is the step of all devices."""
+    tx = optax.sgd(0.05)
+    agree(found(counted, tx, local_steps=1), expected(counted, tx))
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_a_mean_over_what_counts_in_other_kinds(kind):
+    tx = optax.sgd(0.05)
+    store = kv.from_params(init(), kind=kind, optimizer=tx)
+    state = train.create_state(store, 7, devices=jax.devices()[:4])
+    step = train.make_train_step(counted)
+    state, metrics = step(state, batches()[0])
+    state = step.finish(state)
+    grads, wanted, _ = definition(counted, init(), batches()[0], shares=4, rng=jax.random.key(7), step=0)
+    agree((state.params, metrics), (jax.tree.map(lambda p, g: p - 0.05 * g, init(), grads), wanted))
+
+
+@pytest.mark.parametrize("where", mostly_slow(["pmap", "shard_map", "jit", "virtual"], "jit"))
+@pytest.mark.parametrize("partitionable", mostly_slow([False, True], False))
+def test_random_numbers_of_a_share(where, partitionable):
+    """The same by every engine with threefry, whose numbers do not depend on how they are computed."""
+    with jax.threefry_partitionable(partitionable):
+        options = {"virtual_shards": 4} if where == "virtual" else {"engine": where}
+        agree(found(dropped, ADAM, **options), expected(dropped, ADAM))
+
+
+@pytest.mark.parametrize("impl", mostly_slow(["rbg", "unsafe_rbg"], "rbg"))
+@pytest.mark.parametrize("where", mostly_slow(["pmap", "shard_map", "virtual"], "shard_map"))
+def test_random_numbers_of_a_hardware_generator(where, impl):
+    """The docs say that engine jit draws others: JAX's generator does, where keys are mapped."""
+    options = {"virtual_shards": 4} if where == "virtual" else {"engine": where}
+    key = jax.random.key(7, impl=impl)
+    agree(found(dropped, ADAM, rng=jax.random.clone(key), **options), expected(dropped, ADAM, rng=key))
+
+
+def state_before():
+    return {"mean": jnp.zeros(6), "fixed": jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.float32)}
+
+
+@pytest.mark.parametrize("where", mostly_slow(["pmap", "shard_map", "jit", "virtual", "accumulate", "remat"], "jit"))
+@pytest.mark.parametrize("devices", mostly_slow([1, 3, 4, 6, 8], 3, 8))
+def test_what_the_loss_leaves_alone_in_a_model_state_keeps_its_bits(where, devices):
+    """A sum of equal float32 is rounded, and XLA divides by multiplying. The mean is exact all the same."""
+    options = {
+        "virtual": {"virtual_shards": devices},
+        "accumulate": {"accumulate": 1 if devices == 8 else 2},
+        "remat": {"remat": True, "engine": "jit"},
+    }.get(where, {"engine": where})
+    got = found(with_state, ADAM, devices=devices, model_state=state_before(), **options)
+    np.testing.assert_array_equal(got[2]["fixed"], state_before()["fixed"])
+    shares = {k: v for k, v in options.items() if k == "accumulate"}
+    agree(got, expected(with_state, ADAM, shares=devices, model_state=state_before(), **shares))
+
+
+@pytest.mark.parametrize("devices", [5, 7])
+@pytest.mark.parametrize("engine", mostly_slow(["pmap", "shard_map", "jit"], "shard_map"))
+def test_unchanged_values_of_any_size_on_odd_numbers_of_devices(engine, devices):
+    finite = np.float32([0.1, 1e-30, 3.0000002, 0.0, 16777217.0, 1 / 3, -4e37])
+    others = np.float32([np.inf, -np.inf, np.nan])
+
+    def loss(params, batch, rng, state):
+        return (params["w"] * batch).mean(), {}, state
+
+    store = kv.from_params({"w": jnp.ones(())}, optimizer=optax.sgd(0.1))
+    held = {"a": jnp.asarray(finite), "b": jnp.asarray(others)}
+    state = train.create_state(store, 0, devices=jax.devices()[:devices], model_state=held)
+    state, _ = train.make_train_step(loss, engine=engine)(state, np.ones(devices, np.float32))
+    np.testing.assert_array_equal(state.model_state["a"], finite)
+    np.testing.assert_array_equal(state.model_state["b"], others)
+
+
+# The number of the step.
+
+
+def annealed(params, batch, rng, *, step):
+    error = network(params, batch, lambda x: x)
+    return (error**2).mean() * jnp.minimum(step, 2), {"step": step}
+
+
+def annealed_with_state(params, batch, rng, state, step):
+    return *annealed(params, batch, rng, step=step), {"steps": state["steps"] + step}
+
+
+@pytest.mark.parametrize("options", [
+    {"engine": "pmap"},
+    {"engine": "shard_map", "accumulate": 2},
+    {"engine": "jit", "remat": True},
+    {"virtual_shards": 4},
+    {"local_steps": 2},
+], ids=str)  # fmt: skip
+def test_a_loss_with_a_parameter_step_gets_the_number_of_the_step(options):
+    _, metrics, _ = found(annealed, ADAM, **options)
+    assert float(metrics["step"]) == 2
+    start = {"steps": jnp.zeros((), jnp.int32)}
+    _, metrics, state = found(annealed_with_state, ADAM, model_state=start, **options)
+    assert float(metrics["step"]) == 2
+    assert int(state["steps"]) == (0 + 1 + 2) * options.get("accumulate", 1)
+
+
+def test_a_step_that_a_partial_has_given_stays():
+    got = found(functools.partial(annealed, step=1), ADAM)
+    assert float(got[1]["step"]) == 1
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=lambda f: f.__name__)
+def test_a_wrapped_loss_gets_the_number_of_the_step(wrap):
+    assert float(found(wrap(annealed), ADAM)[1]["step"]) == 2
+
+
+def test_a_step_in_the_place_of_rng_is_an_error():
+    with pytest.raises(TypeError, match=r"loss_fn must be a function of \(params, batch, rng\), and then step, got"):
+        train.make_train_step(lambda params, batch, step: None)
+
+
+# What a loss may return.
+
+
+def one_step(loss_fn, **options):
+    store = kv.from_params(init(), optimizer=optax.sgd(0.1))
+    return train.make_train_step(loss_fn, **options)(train.create_state(store, 0), batches()[0])
+
+
+@pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
+def test_pairs_may_have_rows_and_stand_anywhere_in_aux(engine):
+    def loss(params, batch, rng):
+        error, counts = network(params, batch, lambda x: x), batch["counts"]
+        aux = {"nested": {"list": [error.mean(), (error * counts, counts)]}, "whole": counts.sum(), "flag": True}
+        return train.Mean(error**2 * counts, counts), aux
+
+    _, metrics = one_step(loss, engine=engine)
+    error, counts = network(init(), batches()[0], lambda x: x), batches()[0]["counts"]
+    np.testing.assert_allclose(metrics["loss"], (error**2 * counts).sum() / counts.sum(), rtol=1e-5)
+    mean, weighted = metrics["nested"]["list"]
+    np.testing.assert_allclose(mean, error.mean(), rtol=1e-5)
+    np.testing.assert_allclose(weighted, (error * counts).sum() / counts.sum(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["whole"], counts.sum() / 8, rtol=1e-6)
+    assert float(metrics["flag"]) == 1
+
+
+def test_metrics_with_a_mask_are_pairs():
+    """What `jp.train` computes under a mask can be the loss, and a value of aux."""
+
+    def loss(params, batch, rng):
+        logits, labels = batch["x"] @ params["w"], batch["counts"]
+        mask = labels > 0
+        return train.cross_entropy(logits, labels, mask), {"accuracy": train.accuracy(logits, labels, mask)}
+
+    _, metrics = one_step(loss, unused="skip")
+    logits, labels = jnp.asarray(batches()[0]["x"]) @ init()["w"], batches()[0]["counts"]
+    mask = labels > 0
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+    np.testing.assert_allclose(metrics["loss"], losses[mask].mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["accuracy"], (logits.argmax(1) == labels)[mask].mean(), rtol=1e-6)
+
+
+def weighs(weight):
+    def loss(params, batch, rng):
+        error = network(params, batch, lambda x: x)
+        return ((error**2).sum(), weight(params, batch)), {}
+
+    return loss
+
+
+WAYS = [{}, {"engine": "jit"}, {"accumulate": 3}, {"remat": True}, {"virtual_shards": 4}]
+
+
+@pytest.mark.parametrize("options", mostly_slow(WAYS, *WAYS[:2]), ids=str)
+def test_a_weight_that_depends_on_the_params_is_an_error(options):
+    with pytest.raises(ValueError, match=r"weight of the loss .* depends on the params"):
+        one_step(weighs(lambda params, batch: jnp.abs(batch["x"] @ params["w"]).sum()), **options)
+    # what has no gradient is a constant
+    one_step(weighs(lambda params, batch: (batch["x"] @ params["w"] > 0).sum()), **options)
+    one_step(weighs(lambda params, batch: jax.lax.stop_gradient(batch["x"] @ params["w"]).sum()), **options)
+    one_step(weighs(lambda params, batch: 24), **options)
+
+
+@pytest.mark.parametrize("options", mostly_slow(WAYS, {}, {"virtual_shards": 4}), ids=str)
+def test_a_batch_in_which_nothing_counts_is_not_finite(options):
+    """0/0, as everywhere. A step that looks leaves the params alone."""
+    state, metrics = one_step(weighs(lambda params, batch: batch["counts"].sum() * 0), nonfinite="skip", **options)
+    assert float(metrics["skipped"]) == 1
+    jax.tree.map(np.testing.assert_array_equal, state.params, init())
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ((jnp.ones(3), jnp.ones(2)), r"the loss: the sum has shape \(3,\) and the weight \(2,\)"),
+        ((jnp.ones((), jnp.int32), 1), "of a floating dtype; got int32"),
+        ((jnp.ones(()), {"w": 1}), "leave out jax.grad"),
+        ((jnp.ones(()), "1"), "must be a scalar, the mean over the examples, or a pair"),
+        (train.Mean(jnp.ones(()), 1.0, np.exp), "finish= or columns= is for eval_fn"),
+        ([jnp.ones(()), 1.0], "must be a scalar, the mean over the examples, or a pair"),
+    ],
+)
+def test_what_is_no_pair_is_refused(loss, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        one_step(lambda params, batch, rng: (loss, {}))
+    if isinstance(loss, tuple) and not isinstance(loss[1], dict) and loss[0].dtype != np.int32:
+        name = "train step: 'part' in aux of loss_fn"
+        with pytest.raises((TypeError, ValueError), match=name):
+            one_step(lambda params, batch, rng: (jnp.float32(0) * params["w"].sum(), {"part": loss}))
+
+
+def test_fit_records_a_mean_over_what_counts():
+    source = data.from_arrays({k: np.concatenate([b[k] for b in batches()]) for k in batches()[0]})
+    records, loss = [], weighs(lambda params, batch: len(batch["x"]))
+    for devices in (1, 4):
+        store = kv.from_params(init(), optimizer=optax.sgd(0.05))
+        state = train.create_state(store, 0, devices=jax.devices()[:devices])
+        options = {"epochs": 2, "batch_size": 24, "progress": False}
+        records.append(train.fit(state, train.make_train_step(loss), source, **options)[1])
+    assert [r["loss"] for r in records[0]] == pytest.approx([r["loss"] for r in records[1]], rel=1e-5)
+
+
+def test_many_steps_with_pairs_and_step():
+    step = train.make_train_step(lambda p, b, rng, step: (counted(p, b, rng)[0], {"step": step}))
+    store = kv.from_params(init(), optimizer=ADAM)
+    state = train.create_state(store, 7, devices=jax.devices()[:4])
+    stacked = jax.tree.map(lambda *x: np.stack(x), *batches())
+    state, metrics = step.many(state, stacked)
+    wanted = expected(lambda p, b, r: (counted(p, b, r)[0], {}), ADAM)
+    agree((state.params,), wanted[:1])
+    assert metrics["step"].tolist() == [0, 1, 2]
+
+
+# Strict promotion of dtypes.
+
+
+@pytest.mark.parametrize("options", [
+    {"engine": "pmap"}, {"engine": "jit"}, {"virtual_shards": 4}, {"accumulate": 3}, {"compute_dtype": jnp.bfloat16},
+    {"loss_scale": "dynamic"}, {"nonfinite": "stop"}, {"local_steps": 2},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("dtype", mostly_slow(["float32", "bfloat16"], "bfloat16"))
+def test_strict_promotion_of_dtypes(options, dtype):
+    def loss(params, batch, rng):
+        error = batch["x"].astype(params["w"].dtype) @ params["w"]
+        return (error**2).mean(), {"count": jnp.int32(3), "flag": jnp.bool_(True), "half": error.mean()}
+
+    with jax.numpy_dtype_promotion("strict"):
+        params = jax.tree.map(lambda x: x.astype(dtype), init())
+        step = train.make_train_step(loss, unused="skip", **options)
+        state, metrics = step(train.create_state(kv.from_params(params, optimizer=optax.sgd(0.1)), 0), batches()[0])
+        assert [metrics[k].dtype for k in ("loss", "count", "flag", "half")] == [np.float32] * 4
+        assert state.params["w"].dtype == dtype
+
+
+def test_the_weights_are_one_small_sum_more():
+    """Two numbers: nothing else is sent for a mean over what counts."""
+    store = kv.from_params(init(), optimizer=ADAM)
+    state = train.create_state(store, 7, devices=jax.devices()[:4])
+    plain, weighted = (
+        train.make_train_step(loss).lower(state, batches()[0]).as_text().count("all_reduce")
+        for loss in (by_rule(clipped), counted)
+    )
+    assert weighted == plain + 1
+
+
+def test_the_attributes_of_the_definition_are_those_of_the_step():
+    """A new option of the gradient belongs into `definition`, or into this list of what changes no number."""
+    fields = {f.name for f in dataclasses.fields(type(train.make_train_step(counted)._one.gradient))}
+    assert fields == {"loss_fn", "accumulate", "compute_dtype", "remat"}
