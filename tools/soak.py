@@ -68,7 +68,9 @@ def start(number: int, engine: str) -> Any:
 def new_fit(number: int, source: Any = SET, **options: Any) -> Any:
     step_options = {name: options.pop(name) for name in ("nonfinite",) if name in options}
     step = train.make_train_step(new_loss(number), engine=ENGINES[number // 3 % 3], **step_options)
-    return train.fit(start(number, step.engine), step, source, batch_size=16, progress=False, **{"epochs": 2, **options})
+    return train.fit(
+        start(number, step.engine), step, source, batch_size=16, progress=False, **{"epochs": 2, **options}
+    )
 
 
 def fit(number: int) -> None:

@@ -11,12 +11,25 @@ from .client import HeartbeatClient
 from .server import INTERRUPT_GRACE, INTERRUPTED
 
 
+class _Exit(SystemExit):
+    """What `sys.exit` raises. Its status counts where Python drops it when no code runs any more: nobody caught it."""
+
+    def __init__(self, client: HeartbeatClient, status: Any):
+        super().__init__(status)
+        self.client, self.code = client, status
+
+    def __del__(self) -> None:
+        if sys._getframe().f_back is None:
+            code = self.code
+            self.client.status = code if isinstance(code, int) else int(code is not None)
+
+
 def watch_exit(client: HeartbeatClient) -> None:
     """Report an uncaught exception, `sys.exit` with a status, or an end without a failure.
 
     A process that failed ends without jax's shutdown, which would wait minutes for the others.
     """
-    show, leave, process = sys.excepthook, sys.exit, os.getpid()
+    show, process = sys.excepthook, os.getpid()
 
     def on_exception(kind: type[BaseException], value: BaseException, trace: Any) -> None:
         if os.getpid() != process:  # a fork has the hook, but is no process of the run
@@ -28,8 +41,9 @@ def watch_exit(client: HeartbeatClient) -> None:
         client.report_failure(130 if interrupt else 1, " ".join(f"{kind.__name__}: {value}".split())[:300])
 
     def on_exit(status: Any = None, /) -> None:
-        client.status = status if isinstance(status, int) else int(status is not None)
-        leave(status)
+        if os.getpid() != process:
+            raise SystemExit(status)
+        raise _Exit(client, status)  # in no variable, whose frame would keep it
 
     def at_exit() -> None:
         if os.getpid() != process:

@@ -63,5 +63,7 @@ class Pulse:
         """End the process beside this one."""
         if self._link is not None:
             link, self._link = self._link, None
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)  # a fork, such as a worker that loads data, has a copy of it
             link.close()
             self._process.wait()

@@ -69,7 +69,7 @@ class Manager:
         weakref.finalize(self, self._claim.release)
         self._writer: concurrent.futures.ThreadPoolExecutor | None = None
         self._writing: concurrent.futures.Future[None] | None = None
-        self._writes = jax.process_index() == 0
+        self._writes, self._pid = jax.process_index() == 0, os.getpid()
         self._waited = True  # the same in every process
         with processes.raise_together():
             if self._writes:
@@ -189,6 +189,11 @@ class Manager:
 
     def wait(self) -> None:
         """Wait until what was saved is on disk. `OSError` where it could not be written."""
+        if os.getpid() != self._pid:  # the thread that writes is not in a fork
+            raise RuntimeError(
+                f"checkpoint.Manager: process {os.getpid()} is a fork of the one that made this Manager, {self._pid}, "
+                "which writes; save there, or make a Manager in the fork"
+            )
         if not self._waited:
             self._waited = True
             with processes.raise_together():
@@ -204,6 +209,8 @@ class Manager:
 
         While an exception is raised, perhaps in this process only, the other processes are not asked.
         """
+        if os.getpid() != self._pid:
+            return
         try:
             if sys.exception() is None:
                 self.wait()

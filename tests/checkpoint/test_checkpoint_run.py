@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 
@@ -298,3 +299,27 @@ def test_a_claim_is_refused_where_nothing_can_be_written(tmp_path):
     os.mkfifo(tmp_path / ".writer")
     with pytest.raises(OSError, match=r"\.writer cannot be read"):
         _claim.Claim(tmp_path).hold()
+
+
+def test_a_fork_cannot_save_with_the_manager_of_its_parent(tmp_path):
+    program = f"""
+import os, warnings
+import jax.numpy as jnp
+from jaxpar import checkpoint
+warnings.simplefilter("ignore")
+manager = checkpoint.Manager({str(tmp_path)!r})
+manager.save({{"w": jnp.ones(2)}})
+if os.fork() == 0:
+    try:
+        manager.save({{"w": jnp.ones(2)}})
+    except RuntimeError as error:
+        print(error, flush=True)
+    manager.close()
+    os._exit(0)
+os.wait()
+manager.save({{"w": jnp.ones(2)}})
+manager.close()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "is a fork of the one that made this Manager" in done.stdout

@@ -3,6 +3,9 @@
 import pytest
 from launched import HEAD, MEMBER, launch, write
 
+from jaxpar._launch import deaths
+from jaxpar._launch.deaths import Deaths
+
 
 @pytest.fixture
 def program(tmp_path):
@@ -66,3 +69,76 @@ def test_a_process_that_always_fails_ends_the_run(program):
     )
     assert done.returncode == 3
     assert done.stderr.count("is started again as pid") == 2
+
+
+def test_only_deaths_in_a_row_are_endless(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(deaths.time, "monotonic", lambda: now[0])
+    dying = Deaths()
+    assert [dying.add(1, 3), dying.add(1, 137), dying.add(1, 3), dying.add(2, 3)] == [""] * 4
+    dying.end_row(1)
+    assert [dying.add(1, 3), dying.add(1, 3)] == ["", ""]
+    assert dying.add(1, 3) == ", 3 times in a row"
+    assert [dying.add(3, 137) for _ in range(9)] == [""] * 9
+    assert dying.add(3, 75) == ", 10 times in a row"
+    dying = Deaths()
+    for _ in range(49):
+        now[0] += 10.0
+        assert dying.add(1, 137) == ""
+        dying.end_row(1)
+    now[0] += 10.0
+    assert dying.add(1, 137) == ", 50 times within 8 minutes"
+    now[0] += 590.0
+    assert dying.add(1, 137) == ""
+
+
+@pytest.mark.slow  # each start comes a second after the end before
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [("sys.exit(3)", "status 3, 3 times"), ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL, 10 times")],
+)
+def test_endless_dying_ends_with_one_line(program, end, words):
+    done = launch("-n", "2", "--elastic", *program(f"{end} if rank else time.sleep(50)"))
+    assert done.returncode == (3 if "3 times" in words else 137)
+    assert done.stderr.count(f"failed: {words} in a row; ending the others\n") == 1
+
+
+@pytest.mark.slow  # five starts
+def test_a_process_that_works_in_between_is_started_again(program):
+    source = """
+    marks = len(list(here.glob("was*")))
+    if rank and marks < 4:
+        (here / f"was{marks}").touch()
+        client.report_working()
+        sys.exit(3)
+    if rank:
+        (here / "done").touch()
+    while not (here / "done").exists():
+        time.sleep(0.02)
+    """
+    done = launch("-n", "2", "--elastic", *program(source))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("failed: status 3; the others go on") == 4
+
+
+def test_a_process_with_another_program_is_not_started_again(program):
+    done = launch("-n", "3", "--elastic", *program("os._exit(78) if rank == 1 else time.sleep(2.5)"))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("failed: status 78, for another program; it is not started again") == 1
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow  # 6 seconds
+@pytest.mark.parametrize("options", [(), ("--elastic",)])
+def test_a_launcher_that_is_stopped_is_no_loss(program, options):
+    source = """
+    if rank == 0:
+        awake = f"import os, time; time.sleep(6); os.kill({os.getppid()}, {signal.SIGCONT.value})"
+        subprocess.Popen([sys.executable, "-c", awake])
+        os.kill(os.getppid(), signal.SIGSTOP)
+    time.sleep(7)
+    print("done")
+    """
+    done = launch("-n", "2", "--heartbeat-timeout", "2", *options, *program(source))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == ["[0] done", "[1] done"]

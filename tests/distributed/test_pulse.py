@@ -114,3 +114,19 @@ def test_where_it_cannot_be_started_there_is_none(pair, monkeypatch):
     pulse.beat()
     pulse.close()
     assert not is_readable(far.sock, 0.2)
+
+
+def test_a_fork_that_goes_on_does_not_keep_it():
+    program = """
+    import os, time
+    from jaxpar._heartbeat.pulse import Pulse
+    pulse = Pulse()
+    if (child := os.fork()) == 0:  # as a worker that loads data
+        time.sleep(60)
+        os._exit(0)
+    began = time.monotonic()
+    pulse.close()
+    assert time.monotonic() - began < 30
+    os.kill(child, 9)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=50)

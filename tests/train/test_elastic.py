@@ -17,11 +17,11 @@ from launched import command, environment
 
 from jaxpar import checkpoint, distributed, kv, train
 from jaxpar._devices import processes
+from jaxpar._devices.send import plan_send, to_host
 from jaxpar.distributed import _members
 from jaxpar.distributed._members import Members, write_members
 from jaxpar.train._fit import elastic_members
 from jaxpar.train._fit.elastic_group import Group, OrdersUsedUp
-from jaxpar.train._fit.elastic_send import plan_send, to_host
 from jaxpar.train._fit.loop import Loop
 from jaxpar.train._fit.watchdog import Watchdog
 

@@ -418,3 +418,15 @@ def reply_to(kernel, message):
         reply = kernel.get_shell_msg(timeout=60)
         if reply["parent_header"]["msg_id"] == message:
             return reply["content"]
+
+
+@pytest.mark.usefixtures("handlers")
+def test_no_timer_is_left_after_both_signals():
+    before = set(threading.enumerate())
+    with interrupt.Signals() as signals:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        signals.asked = signal.SIGTERM
+    for timer in set(threading.enumerate()) - before:
+        timer.join(interrupt._CONFIRM_AFTER / 2)  # one that was cancelled ends at once
+        assert not timer.is_alive()

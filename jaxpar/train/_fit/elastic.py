@@ -18,6 +18,7 @@ import jax
 from ... import data, distributed
 from ..._core.text import say
 from ..._devices import processes
+from ..._devices.send import plan_send, to_host
 from .._callbacks.callbacks import Callbacks
 from .._callbacks.history import Record
 from .._step.state import TrainState, place_state
@@ -25,7 +26,6 @@ from .._step.train_step import TrainStep
 from .certificate import Certificate
 from .elastic_group import Group, OrdersUsedUp, Terms
 from .elastic_program import Program, describe, digest
-from .elastic_send import plan_send, to_host
 from .loop import SHUFFLE, Loop
 from .readings import Steps
 from .run import Run, RunHistory

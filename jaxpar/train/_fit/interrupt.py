@@ -72,6 +72,8 @@ class Signals:
     def _record(self, number: int, frame: Any) -> None:
         self._recorded = number
         self._restore_handler(number)
+        if self._timer is not None:  # of the other signal
+            self._timer.cancel()
         # The handler may have stopped the main thread inside a print, so another thread writes.
         self._timer = threading.Timer(_CONFIRM_AFTER, _confirm)
         self._timer.daemon = True

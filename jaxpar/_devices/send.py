@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core.arrays import Device, without_keys
-from ..._devices.mesh import copies_on, split_over
+from .._core.arrays import Device, without_keys
+from .mesh import copies_on, split_over
 
 _WORD = 4  # bytes; the length of what is sent is a multiple
 
