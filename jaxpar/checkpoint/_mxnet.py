@@ -14,6 +14,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from .._core.calls import answers
 from . import _regular_file
 from ._manifest import CheckpointError
 
@@ -23,6 +24,7 @@ _BFLOAT16 = 12
 _MOST_AXES = 32
 
 
+@answers("checkpoint.load_mxnet")
 def load_mxnet(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """The arrays of a `.params` file of MXNet, by name.
 

@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._core.calls import answers_class
 from ._batches import Batch, batches
 from ._parts import rows_of_parts
 
 
+@answers_class("data.Dataset")
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
     """Images and labels in host memory, and where they came from.

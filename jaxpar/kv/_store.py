@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -68,7 +68,6 @@ class KVStore:
     staleness: int = 0
     optimizer_state: Any = ()
     shardings: tuple[tuple[int, NamedSharding], ...] = ()
-    _is_store: ClassVar[bool] = True
 
     def __eq__(self, other: object) -> bool:
         """Whether both have the same options, keys, values and states, to the last bit."""

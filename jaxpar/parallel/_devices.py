@@ -12,10 +12,12 @@ from jax.sharding import SingleDeviceSharding
 
 from .._core import checks, memory
 from .._core.arrays import Device
+from .._core.calls import answers
 from .._devices.mesh import copies_on, put_copy
 from .._devices.user_mesh import in_user_mesh
 
 
+@answers("use_cpu_devices")
 def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
     """Run JAX on `n` emulated CPU devices. Call it before the first use of JAX.
 
@@ -58,6 +60,7 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
         warnings.warn("use_cpu_devices: keep_memory needs the GNU C library; nothing is kept", RuntimeWarning, 2)
 
 
+@answers("split_and_load")
 @in_user_mesh
 def split_and_load(data: Any, devices: Sequence[Device], *, even_split: bool = True) -> list[Any]:
     """Split a batch along its first axis, and put one part on each device.
@@ -94,6 +97,7 @@ def split_and_load(data: Any, devices: Sequence[Device], *, even_split: bool = T
     return [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
 
 
+@answers("copy_to")
 @in_user_mesh
 def copy_to(params: Any, device: Device) -> Any:
     """A copy of a pytree of arrays on one device of this process.
@@ -120,6 +124,7 @@ def copy_to(params: Any, device: Device) -> Any:
     return put_copy(params, SingleDeviceSharding(device))
 
 
+@answers("replicate")
 @in_user_mesh
 def replicate(tree: Any, devices: Sequence[Device]) -> Any:
     """A pytree of arrays with a whole copy on each device.

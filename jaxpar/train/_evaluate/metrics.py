@@ -12,8 +12,10 @@ import numpy as np
 from jax import lax
 
 from ..._core import checks
+from ..._core.calls import answers, answers_class
 
 
+@answers_class("train.Mean")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mean:
@@ -41,6 +43,7 @@ class Mean:
     columns: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
+@answers("accuracy")
 def accuracy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None) -> jax.Array | Mean:
     """Whether the largest logit is that of the label, for each example.
 
@@ -64,6 +67,7 @@ def accuracy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None
     return _mean(logits.argmax(axis=-1) == labels, mask, "accuracy")
 
 
+@answers("top_k")
 def top_k(logits: jax.Array, labels: jax.Array, k: int, mask: jax.Array | None = None) -> jax.Array | Mean:
     """Whether the logit of the label is among the k largest, for each example.
 
@@ -89,6 +93,7 @@ def top_k(logits: jax.Array, labels: jax.Array, k: int, mask: jax.Array | None =
     return _mean((best == labels[..., None]).any(axis=-1), mask, "top_k")
 
 
+@answers("cross_entropy")
 def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None) -> jax.Array | Mean:
     """The cross-entropy of the softmax of logits in nats, for each example.
 
@@ -108,6 +113,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None =
     return _mean(_nats(logits, labels, "cross_entropy"), mask, "cross_entropy")
 
 
+@answers("perplexity")
 def perplexity(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None) -> Mean:
     """The exponential of the mean cross-entropy over all labels.
 
@@ -134,6 +140,7 @@ def perplexity(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = No
     return Mean(_weighted(nats, weight), weight, np.exp)
 
 
+@answers("mean_squared_error")
 def mean_squared_error(predictions: jax.Array, targets: jax.Array, mask: jax.Array | None = None) -> jax.Array | Mean:
     """The squared error of predictions, for each example.
 
@@ -160,6 +167,7 @@ def mean_squared_error(predictions: jax.Array, targets: jax.Array, mask: jax.Arr
     return _mean(error**2, mask, "mean_squared_error")
 
 
+@answers("per_class_accuracy")
 def per_class_accuracy(logits: jax.Array, labels: jax.Array) -> Mean:
     """The fraction of the examples of each class that are classified correctly: its recall.
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ... import data
+from ..._core.calls import answers
 from .._callbacks.figures import new_figure, readable, save_figure
 from .predictions import Mistakes
 
@@ -16,6 +17,7 @@ _NUMBERED = 25  # classes up to which the cells hold their counts
 _COLUMNS = 5
 
 
+@answers("plot_confusion_matrix")
 @readable
 def plot_confusion_matrix(
     matrix: np.ndarray,
@@ -65,6 +67,7 @@ def plot_confusion_matrix(
     return save_figure(figure, path)
 
 
+@answers("plot_mistakes")
 @readable
 def plot_mistakes(
     mistakes: Mistakes,

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ..._core import checks
-from ..._core.arguments import answers, check_takes
+from ..._core.arguments import check_takes
 from ..._core.arrays import Device
+from ..._core.calls import answers
 from .device_step import DeviceStep
 from .global_step import GlobalStep
 from .gradient import Gradient, LossFn
