@@ -21,6 +21,7 @@ from ._manifest import CheckpointError
 _LIST, _ARRAY, _ARRAY_NUMPY = 0x112, 0xF993FAC9, 0xF993FACA  # before a list, an array, an array of `mx.np`
 _DTYPES = ("float32", "float64", "float16", "uint8", "int32", "int8", "int64", "bool")
 _BFLOAT16 = 12
+_MOST_ELEMENTS = 2**59  # of which NumPy can count the bytes, also where an axis of length 0 leaves none
 _MOST_AXES = 32
 
 
@@ -85,7 +86,7 @@ class _Reader:
         if not 0 <= axes <= _MOST_AXES:
             raise CheckpointError(f"{self._path} is damaged: array {number} has {axes} axes")
         shape = self.numbers("q" * axes)
-        if min(shape, default=0) < 0:
+        if min(shape, default=0) < 0 or math.prod(max(n, 1) for n in shape) >= _MOST_ELEMENTS:
             raise CheckpointError(f"{self._path} is damaged: array {number} has the shape {shape}")
         _, _, flag = self.numbers("iii")  # a device and its number come first
         dtype = self._dtype(number, flag)

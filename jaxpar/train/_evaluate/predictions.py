@@ -137,7 +137,7 @@ def mistakes(
 
     Args:
         state_or_params, apply_fn, dataset, batch_size: as in `evaluate`.
-        most: how many to keep. None: all.
+        most: how many to keep, 0 or more. None: all.
 
     Returns:
         `Mistakes(indices, predicted, labels, probabilities)`. The probability is the softmax of the logits at the
@@ -153,6 +153,8 @@ def mistakes(
         >>> wrong, wrong.indices.tolist(), wrong.predicted.tolist(), wrong.labels.tolist()
         (Mistakes(1 of 4 examples), [3], [2], [1])
     """
+    if most is not None:
+        checks.whole_number(most, "mistakes", "most", least=0)
     logits = _logits("mistakes", state_or_params, apply_fn, dataset, batch_size)
     predicted = logits.argmax(axis=1).astype(np.int32)
     probabilities = 1 / np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1)
