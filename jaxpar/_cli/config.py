@@ -21,7 +21,7 @@ def words(path: Path, parser: argparse.ArgumentParser) -> list[str]:
             options = tomllib.load(file)
     except OSError as error:
         parser.error(f"--config {path} cannot be read: {error.strerror}")
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of an int of 5,000 digits too
         parser.error(f"--config {path} is no TOML: {error}")
     return [_word(path, parser, name, value) for name, value in options.items()]
 
@@ -40,6 +40,8 @@ def _word(path: Path, parser: argparse.ArgumentParser, name: str, value: Any) ->
         return yes if value == (f"--{option}" == yes) else no  # `no-remat = true` is `remat = false`
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         parser.error(f"{path}: {name} must be a string or a number, got {value!r}")
+    if isinstance(value, int) and value.bit_length() > 64:  # hexadecimal digits may be many
+        parser.error(f"{path}: {name} must be a number of 64 bits")
     try:
         parser._check_value(action, parser._get_value(action, str(value)))  # here the file can be named
     except argparse.ArgumentError as error:

@@ -1,4 +1,4 @@
-"""Checks of calls: arguments that a function does not have, functions that take others. Words of messages.
+"""Words of messages, and checks of functions that are given.
 
 No JAX here.
 """
@@ -9,12 +9,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-R = TypeVar("R")
-_MOST_SHOWN = 8  # options in a message
-_NONE: Mapping[str, str] = {}
+from typing import Any
 
 
 def did_you_mean(word: Any, known: Iterable[str]) -> str:
@@ -34,97 +29,17 @@ def describe(value: Any) -> str:
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     if isinstance(value, (list, tuple)):
         return f"a {type(value).__name__} of {len(value)}"
-    text = repr(value)
-    return text if len(text) < 40 else f"a {type(value).__name__}"
+    try:
+        text = repr(value)
+    except Exception:  # as of an int of 5,000 digits
+        text = ""
+    return text if 0 < len(text) < 40 else f"a {type(value).__name__}"
 
 
 def shorten(items: Sequence[Any], most: int = 8) -> str:
     """The items as a list, cut after `most`."""
     shown = ", ".join(map(str, items[:most]))
     return f"[{shown}, ... {len(items)} in all]" if len(items) > most else f"[{shown}]"
-
-
-def answers(
-    where: str, hints: Mapping[str, str] = _NONE, many: str = "", first: Callable[[Any], None] | None = None
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator for functions whose calls with other arguments than they have are answered in words.
-
-    Args:
-        where: the name of the function, for messages.
-        hints: what to do instead, by the name of an argument that it does not have.
-        many: the end of the message where too many arguments come without a name.
-        first: a check of the first argument.
-
-    Example:
-        >>> @answers("area", {"x": "call it width"})
-        ... def area(width, *, height=1):
-        ...     return width * height
-        >>> area(2, heigth=3)
-        Traceback (most recent call last):
-        TypeError: area: there is no argument 'heigth'; did you mean height?
-        >>> area()
-        Traceback (most recent call last):
-        TypeError: area: width is missing; write area(width)
-    """
-
-    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
-        call = _Call(where, fn, hints, many)
-
-        @functools.wraps(fn)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not call.is_complete(len(args), kwargs):
-                call.refuse(len(args), kwargs)
-            if first is not None and args:
-                first(args[0])
-            return fn(*args, **kwargs)
-
-        return checked
-
-    return decorate
-
-
-class _Call:
-    """What a call of a function may have."""
-
-    def __init__(self, where: str, fn: Callable[..., Any], hints: Mapping[str, str], many: str):
-        parameters = inspect.signature(fn).parameters
-        given = [name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD]
-        self.where, self.hints, self.many = where, hints, many
-        self.first = [name for name in given if parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-        self.rest = [name for name in given if name not in self.first]
-        self.most = len(self.first)
-        self.names = frozenset(given)
-        self.takes_any = len(given) < len(parameters)
-        self._needed = [name for name in given if parameters[name].default is inspect.Parameter.empty]
-        self._needed_first = len([name for name in self._needed if name in self.first])
-
-    def is_complete(self, count: int, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call with so many arguments without a name, and these, has all that it needs and no others."""
-        if count > self.most or not (self.takes_any or self.names.issuperset(kwargs)):
-            return False
-        if count >= self._needed_first and len(self._needed) == self._needed_first:
-            return True
-        return not self._missing(count, kwargs)
-
-    def _missing(self, count: int, kwargs: Mapping[str, Any]) -> list[str]:
-        return [name for name in self._needed if name not in kwargs and name not in self.first[:count]]
-
-    def refuse(self, count: int, kwargs: Mapping[str, Any]) -> None:
-        """Raise the `TypeError` for a call."""
-        shown = ", ".join([*self.first, *(f"{name}=..." for name in self.rest[:_MOST_SHOWN])])
-        if count > self.most:
-            raise TypeError(
-                f"{self.where}: got {count} arguments without a name, expected at most {self.most}; write "
-                f"{self.where}({shown}){self.many}"
-            )
-        wrong = next((name for name in kwargs if name not in self.names), "")
-        if not wrong or self.takes_any:
-            missing = " and ".join(self._missing(count, kwargs))
-            needed = ", ".join(name if name in self.first else f"{name}=..." for name in self._needed)
-            raise TypeError(f"{self.where}: {missing} is missing; write {self.where}({needed})")
-        known = [*self.first, *self.rest]
-        hint = f"; {self.hints[wrong]}" if wrong in self.hints else did_you_mean(wrong, known)
-        raise TypeError(f"{self.where}: there is no argument {wrong!r}{hint or '; known are ' + ', '.join(known)}")
 
 
 def takes(fn: Callable[..., Any], count: int) -> bool:

@@ -23,6 +23,7 @@ from .model_checks import (
 )
 
 Engine = Literal["pmap", "shard_map"]
+_INT64 = 2**63 - 1
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 
 
@@ -106,7 +107,8 @@ def array(value: Any, where: str) -> jax.Array:
     check_plain(value, where)
     try:
         return jnp.array(value)  # a copy: NumPy's memory may change later
-    except (TypeError, ValueError, RuntimeError) as error:  # the last of PyTorch, for a tensor that needs a gradient
+    # RuntimeError: of PyTorch, for a tensor that needs a gradient
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise TypeError(f"{where}: expected an array, got {describe(value)} ({error})") from error
 
 
@@ -154,8 +156,9 @@ def devices(given: Any, where: str) -> tuple[Any, ...]:
 def device_list(given: Any, where: str) -> tuple[Any, ...]:
     """The devices as a tuple, which may have one twice. `TypeError` for anything else than devices."""
     given = given.ravel() if isinstance(given, np.ndarray) else given  # the devices of a mesh
-    items = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-    if isinstance(given, Iterable) and all(hasattr(item, "process_index") for item in items):
+    many = isinstance(given, Iterable) and not isinstance(given, (str, jax.Array))
+    items = list(given) if many else [given]
+    if many and all(hasattr(item, "process_index") for item in items):
         return tuple(items)
     hint = f"; for the first {given} of them write jax.devices()[:{given}]" if _is_int(given) else ""
     hint = "; write [device] for one" if hasattr(given, "process_index") else hint
@@ -214,17 +217,18 @@ def even_share(n: int, parts: int, where: str, advice: str = "") -> int:
 # Options.
 
 
-def whole_number(value: Any, where: str, name: str, least: int = 1) -> int:
-    """`value` as an int of at least `least`. A NumPy int is a number, a bool is none.
+def whole_number(value: Any, where: str, name: str, least: int = 1, most: int = _INT64) -> int:
+    """`value` as an int from `least` to `most`. A NumPy int is a number, a bool is none.
 
     Raises:
         TypeError: it is no int.
-        ValueError: it is less than `least`.
+        ValueError: it is less than `least` or more than `most`.
     """
-    message = f"{where}: {name} must be an int of {least} or more, got {_quote(value)}"
+    limits = f"of {least} or more" if most == _INT64 else f"from {least} to {most:,}"
+    message = f"{where}: {name} must be an int {limits}, got {_quote(value)}"
     if not _is_int(value):
         raise TypeError(message)
-    if value < least:
+    if not least <= value <= most:
         raise ValueError(message)
     return operator.index(value)
 
@@ -251,6 +255,15 @@ def number(value: Any, where: str, name: str, expected: str, allowed: Callable[[
     return result
 
 
+def text(value: Any, where: str, name: str) -> str:
+    """`value`, a string of Unicode. `TypeError` for anything else, `ValueError` for half a character."""
+    if not isinstance(value, str):
+        raise TypeError(f"{where}: {name} must be a string, got {_quote(value)}")
+    if not value.isprintable():
+        raise ValueError(f"{where}: {name} must be a string of characters that can be printed, got {value!r}")
+    return value
+
+
 def choice(value: Any, where: str, name: str, known: Iterable[str]) -> str:
     """`value`, which must be one of the known words.
 
@@ -260,8 +273,9 @@ def choice(value: Any, where: str, name: str, known: Iterable[str]) -> str:
     words = list(known)
     if isinstance(value, str) and value in words:
         return value
+    came = _quote(value)
     raise ValueError(
-        f"{where}: unknown {name} {value!r}; known are {', '.join(words)}{did_you_mean(repr(value), map(repr, words))}"
+        f"{where}: unknown {name} {came}; known are {', '.join(words)}{did_you_mean(came, map(repr, words))}"
     )
 
 

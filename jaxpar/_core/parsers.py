@@ -19,13 +19,14 @@ def number(kind: type, least: float = 0, above: bool = False) -> Callable[[str],
     """
     size = f"above {least}" if above else f"of {least} or more"
     expected = f"{'an int' if kind is int else 'a number'} {size}"
+    most = 2**63 if kind is int else math.inf
 
     def parse(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not (value > least or (value == least and not above)) or math.isinf(value):
+        if not (value > least or (value == least and not above)) or value >= most:
             raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
         return value
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._core import checks
+from .._core.calls import answers
 from .partition_specs import axes_of, check_spec, describe_mesh, sizes_of
 
 Shape = tuple[int, ...]
@@ -135,6 +136,7 @@ class NameRules:
         return f"sharding_rules({', '.join(words)})"
 
 
+@answers("parallel.fsdp")
 def fsdp(axis: str | Iterable[str] = "data", *, min_size: int = _MIN_SIZE, stacked_dims: int = 0) -> FullyShardedRule:
     """Make a rule that splits each large parameter over one mesh axis.
 
@@ -178,6 +180,7 @@ def fsdp(axis: str | Iterable[str] = "data", *, min_size: int = _MIN_SIZE, stack
     )
 
 
+@answers("parallel.sharding_rules")
 def sharding_rules(
     patterns: Mapping[str, PartitionSpec | ShardingRule],
     *,

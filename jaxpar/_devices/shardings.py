@@ -11,11 +11,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._core import checks
 from .._core.arrays import is_traced
+from .._core.calls import answers
 from .flax_metadata import specs_in
 from .partition_specs import check_spec, describe_mesh, sizes_of
 from .sharding_rules import AnyMesh, check_rule_paths
 
 
+@answers("parallel.shardings_of")
 def shardings_of(params: Any, sharding: Any, mesh: AnyMesh, *, where: str = "parallel.shardings_of") -> Any:
     """The `NamedSharding` of each parameter on a mesh.
 

@@ -63,7 +63,8 @@ def plan_of(avals: tuple[tuple[Shape, Any], ...], limits: BucketLimits) -> Plan 
     Programs over several devices add shorter floating numbers up in a wider dtype.
     """
     for shape, dtype in avals:
-        is_integer = dtype.kind in "iu" and dtype.itemsize < 8  # jax may make wider ones narrow
+        has_kind = isinstance(dtype, np.dtype)  # that of random keys has none
+        is_integer = has_kind and dtype.kind in "iu" and dtype.itemsize < 8  # jax may make wider ones narrow
         usual = dtype == np.float32 or is_integer
         if not usual or math.prod(shape) * dtype.itemsize >= limits.alone_bytes:
             return None

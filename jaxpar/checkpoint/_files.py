@@ -17,7 +17,8 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +188,8 @@ def _write_arrays(path: Path, arrays: list[np.ndarray]) -> None:
 
     named = {str(i): a for i, a in enumerate(arrays) if _has_elements(a.shape)}
     if named:
-        with _orbax(ocp) as orbax:
-            orbax.save(path.absolute(), args=ocp.args.PyTreeSave(named))
+        with _orbax(ocp) as orbax, _unicode(path) as path:
+            orbax.save(path, args=ocp.args.PyTreeSave(named))
 
 
 def _read_arrays(path: Path, layouts: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[np.ndarray]:
@@ -198,11 +199,28 @@ def _read_arrays(path: Path, layouts: Sequence[tuple[tuple[int, ...], np.dtype[A
     found = {}
     if names:
         each = {n: ocp.RestoreArgs(restore_type=np.ndarray) for n in names}
-        with _orbax(ocp) as orbax:
-            _check_layouts(layouts, orbax.metadata(path.absolute()).item_metadata)
+        with _orbax(ocp) as orbax, _unicode(path) as path:
+            _check_layouts(layouts, orbax.metadata(path).item_metadata)
             args = ocp.args.PyTreeRestore(item=dict.fromkeys(names, 0), restore_args=each)
-            found = orbax.restore(path.absolute(), args=args)
+            found = orbax.restore(path, args=args)
     return [found[str(i)] if _has_elements(layouts[i][0]) else np.zeros(*layouts[i]) for i in range(len(layouts))]
+
+
+def _is_unicode(path: Path) -> bool:
+    return str(path) == str(path).encode(errors="ignore").decode()
+
+
+@contextlib.contextmanager
+def _unicode(path: Path) -> Generator[Path]:
+    """A name of a path that orbax takes: one in UTF-8, as names of directories need not be."""
+    path = path.absolute()
+    if _is_unicode(path):
+        yield path
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            link = Path(folder, "link")
+            link.symlink_to(path.parent, target_is_directory=True)
+            yield link / path.name
 
 
 def _check_layouts(layouts: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], stored: Any) -> None:

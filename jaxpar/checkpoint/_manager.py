@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._core import checks
+from .._core.calls import answers
 from .._core.files import as_path
 from .._devices import processes
 from . import _files, _leaves, _manifest, _records, _save
@@ -57,12 +59,11 @@ class Manager:
         ([1.0, 1.0], {'seen': 1})
     """
 
+    @answers("checkpoint.Manager")
     def __init__(self, directory: PathLike, *, keep: int = 3, on_latest: Callable[[Path], None] | None = None):
-        if keep < 1:
-            raise ValueError(f"checkpoint.Manager: keep must be 1 or more, got {keep!r}")
         self.directory: Path = as_path(directory, "checkpoint.Manager: directory")
         self._on_latest = on_latest
-        self.keep: int = keep
+        self.keep: int = checks.whole_number(keep, "checkpoint.Manager", "keep")
         self._bad: set[Path] = set()
         self._known: _save.Known = {}
         self._claim, self._records = Claim(self.directory), _records.RecordWriter(self.directory)

@@ -14,15 +14,18 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from .._core.calls import answers
 from . import _regular_file
 from ._manifest import CheckpointError
 
 _LIST, _ARRAY, _ARRAY_NUMPY = 0x112, 0xF993FAC9, 0xF993FACA  # before a list, an array, an array of `mx.np`
 _DTYPES = ("float32", "float64", "float16", "uint8", "int32", "int8", "int64", "bool")
 _BFLOAT16 = 12
+_MOST_ELEMENTS = 2**59  # of which NumPy can count the bytes, also where an axis of length 0 leaves none
 _MOST_AXES = 32
 
 
+@answers("checkpoint.load_mxnet")
 def load_mxnet(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """The arrays of a `.params` file of MXNet, by name.
 
@@ -83,7 +86,7 @@ class _Reader:
         if not 0 <= axes <= _MOST_AXES:
             raise CheckpointError(f"{self._path} is damaged: array {number} has {axes} axes")
         shape = self.numbers("q" * axes)
-        if min(shape, default=0) < 0:
+        if min(shape, default=0) < 0 or math.prod(max(n, 1) for n in shape) >= _MOST_ELEMENTS:
             raise CheckpointError(f"{self._path} is damaged: array {number} has the shape {shape}")
         _, _, flag = self.numbers("iii")  # a device and its number come first
         dtype = self._dtype(number, flag)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from .._core import text
-from .._core.arguments import answers
+from .._core.calls import answers
 from .._core.files import as_path
 from .._devices import processes
 from .._devices.user_mesh import outside_mesh
@@ -118,6 +118,7 @@ def read(path: PathLike | None) -> Found:
     return Found(path, *_files.read(path))
 
 
+@answers("checkpoint.latest")
 def latest(directory: PathLike) -> Path | None:
     """The newest checkpoint of a directory that `restore` can read.
 
@@ -148,6 +149,7 @@ def latest(directory: PathLike) -> Path | None:
     return None if found is None else found.path
 
 
+@answers("checkpoint.best")
 def best(directory: PathLike) -> Path | None:
     """The checkpoint of a directory that was saved as the best one, see `train.KeepBest`.
 
@@ -218,9 +220,8 @@ def pass_over(path: Path, bad: set[Path], why: str) -> None:
 def about(state: Any, directory: Path, known: Known | None = None) -> dict[str, Any]:
     """Which step the state is at, if it says so, and a number that grows from one checkpoint to the next."""
     step = getattr(state, "step", None)
-    steps = {} if step is None or np.ndim(step) else {"step": int(step)}
     before = [body["order"] for _, body in newest_first(directory, set(), report=False, known=known)]
-    return {**steps, "order": 1 + max(before, default=0)}
+    return {**({} if step is None or np.ndim(step) else {"step": int(step)}), "order": 1 + max(before, default=0)}
 
 
 def newest_first(

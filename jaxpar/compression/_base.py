@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._core.calls import answers
 from .._devices import collectives
 from ._grid import Grid
 
@@ -97,6 +98,7 @@ class LinearCompressor(Protocol):
     def pays(self, shape: Shape, dtype: Any) -> bool: ...
 
 
+@answers("compression.decode_sum")
 def decode_sum(compressor: Compressor, payloads: Payload, shape: Shape, dtype: Any) -> jax.Array:
     """The sum of several decoded payloads, in the order of the devices.
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from .._core.calls import answers
 from .._core.checks import choice, describe
 from ._base import Compressor, LinearCompressor
 from ._int3 import Int3
@@ -24,6 +25,7 @@ _TYPES = {
 TYPES = ("none", *_TYPES)
 
 
+@answers("compression.make")
 def make(spec: Mapping[str, Any]) -> Compressor | LinearCompressor | None:
     """The compressor of a specification.
 

@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core import checks
-from .._core.arguments import answers
 from .._core.arrays import Device
+from .._core.calls import answers
 from .._devices import processes
 from .._devices.emulated import wait_before_collectives
 from .._devices.mesh import STORE_AXIS
@@ -31,12 +31,15 @@ _Slices = Iterable[tuple[int, int, int]]  # as `_slices` gives them
 _PREFETCH = 2  # batches on their way to the devices while one is in use
 
 
+@answers("data.num_batches")
 def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> int:
     """The number of batches in one epoch over `size` examples.
 
     >>> num_batches(60000, 256), num_batches(60000, 256, drop_remainder=False)
     (234, 235)
     """
+    size = checks.whole_number(size, "data.num_batches", "size", least=0)
+    batch_size = checks.whole_number(batch_size, "data.num_batches", "batch_size")
     return size // batch_size if drop_remainder else -(-size // batch_size)
 
 
@@ -263,6 +266,9 @@ def groups(
     where = "data.batch_groups"
     split = with_virtual_shards(split_of(devices, STORE_AXIS, sharding, where), virtual_shards, where)
     assert split is not None
+    checks.whole_number(start, where, "start", least=0)
+    if most is not None:
+        checks.whole_number(most, where, "most")
     _check(len(dataset), batch_size, True, split.parts, virtual_shards)
     if not has_room(dataset, split.mesh):
         return None

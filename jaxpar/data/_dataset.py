@@ -10,10 +10,12 @@ import jax
 import numpy as np
 
 from .._core.arrays import check_plain
+from .._core.calls import answers_class
 from ._batches import Batch, batches
 from ._parts import rows_of_parts
 
 
+@answers_class("data.Dataset")
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
     """Images and labels in host memory, and where they came from.

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from .._core import checks
 from .._core.arguments import takes
+from .._core.calls import answers
 from .._devices import processes
 from .._devices.mesh import STORE_AXIS
 from ._batches import epochs_from, whole_batches
@@ -158,6 +159,7 @@ class IterableSource:
             yield stack(some)
 
 
+@answers("data.from_iterable")
 def from_iterable(
     source: Any,
     *,
@@ -222,6 +224,7 @@ def from_iterable(
     return IterableSource(source, steps_per_epoch, batched, tuple(names), dtype)
 
 
+@answers("data.collect")
 def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
     """Read what another library iterates over into one `Dataset`, such as test data.
 

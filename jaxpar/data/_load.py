@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .._core.arguments import answers
+from .._core.calls import answers
 from .._core.checks import choice
 from .._core.files import as_path
 from .._core.text import say_news

@@ -49,7 +49,7 @@ def _count_of(fraction: Any, size: int, where: str) -> int:
     if _is_int(fraction):
         count = int(fraction)
     else:
-        count = round(size * checks.number(fraction, where, "fraction", "a number", math.isfinite))
+        count = round(size * checks.number(fraction, where, "fraction", "a number", lambda x: math.isfinite(size * x)))
     if not 0 < count < size:
         raise ValueError(
             f"{where}: {fraction} of {size} examples leaves one of the two empty; give a fraction between 0 and "

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec, Sharding
 
 from .._core import checks
+from .._core.calls import answers
 from .._devices import processes
 from .._devices.emulated import wait_before_collectives
 from .._devices.placement import put, spans_processes
@@ -22,6 +23,7 @@ _WHERE = "data.prefetch"
 _END: Any = object()
 
 
+@answers("data.prefetch")
 def prefetch(iterator: Iterable[Any], sharding: Any = None, size: int = 2) -> Iterator[Any]:
     """Iterate over batches that are sent to the devices ahead of their use.
 
@@ -77,24 +79,28 @@ def _prefetch(elements: Iterator[Any], sharding: Any, size: int) -> Iterator[Any
 
 def _to_devices(batch: Any, sharding: Any) -> Any:
     """The batch on the devices. The transfer is only started."""
+    batch = jax.tree.map(_on_host, batch)
+    checks.arrays_of_numbers(batch, f"{_WHERE}: batch")
     with outside_mesh():
         if sharding is None:
-            return jax.tree.map(lambda leaf: jax.device_put(_on_host(leaf)), batch)
-        shardings = jax.tree.broadcast(sharding, batch)
+            return jax.device_put(batch)
+        try:
+            shardings = jax.tree.broadcast(sharding, batch)
+        except ValueError as error:
+            raise ValueError(f"{_WHERE}: sharding must have one for each array of a batch: {error}") from error
         return jax.tree_util.tree_map_with_path(_put, batch, shardings)
 
 
 def _put(path: Any, leaf: Any, sharding: Any) -> jax.Array:
-    array = _on_host(leaf)
     try:
-        if processes.count() == 1 or spans_processes(array):
-            return put(array, sharding)
-        return jax.make_array_from_process_local_data(sharding, np.asarray(array))
+        if processes.count() == 1 or spans_processes(leaf):
+            return put(leaf, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
     except ValueError as error:
         spec, mesh = sharding.spec, dict(sharding.mesh.shape)
         own = ", of which each process gives the part of its own devices" if processes.count() > 1 else ""
         raise ValueError(
-            f"{_WHERE}: {path_name(path)} {checks.describe(array)} cannot be laid out as {spec} over a mesh of {mesh}"
+            f"{_WHERE}: {path_name(path)} {checks.describe(leaf)} cannot be laid out as {spec} over a mesh of {mesh}"
             f"{own}; use batches that its axes divide, or give a pytree of shardings, one for each array"
         ) from error
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
+from .._core import checks
 from .._core.arrays import is_prng_key
 from .._devices.user_mesh import on_own_mesh
 from ._device_copies import place
@@ -44,6 +45,7 @@ def _key_words(rng: Any) -> tuple[str | None, np.ndarray]:
     """The key's implementation and its words in host memory, from where they go to any device."""
     if not isinstance(rng, jax.Array | np.ndarray):
         raise TypeError(f"rng must be a random key, such as jax.random.key(0); got {type(rng).__name__}")
+    checks.random_key(rng, "data.batches")
     if is_prng_key(rng):
         return str(jax.random.key_impl(rng)), np.asarray(jax.random.key_data(rng))
     return None, np.asarray(rng)

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from .._core.arrays import check_plain
+from .._core.calls import answers
 from .._devices.mesh import STORE_AXIS
 from . import _batches
 from ._batches import epochs_from, whole_batches
@@ -76,6 +77,7 @@ def virtual_options(source: Source, virtual_shards: int | None, devices: Sequenc
     )
 
 
+@answers("data.as_source")
 def as_source(given: Any) -> Source:
     """`given` as training data.
 
@@ -93,6 +95,7 @@ def as_source(given: Any) -> Source:
     return given if isinstance(given, Source) else from_iterable(given)
 
 
+@answers("data.split")
 def split(given: Any, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True) -> Any:
     """Two parts of the data that share no example, such as for training and validation.
 
@@ -166,6 +169,7 @@ class DatasetSource:
         return batch_struct(arrays, batch_size, jnp.float32)
 
 
+@answers("data.batch_groups")
 def batch_groups(
     source: Source,
     batch_size: int,
@@ -253,6 +257,7 @@ class ArraySource:
         return placed_batch(batch, sharding, self.dtype, whole=True)
 
 
+@answers("data.from_arrays")
 def from_arrays(arrays: Any, *, dtype: Any = jnp.float32) -> ArraySource:
     """Training data out of arrays with names of your own.
 

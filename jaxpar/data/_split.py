@@ -104,6 +104,7 @@ def split_of(devices: Sequence[Device] | None, axis_name: str, sharding: Any, wh
     """
     if sharding is None:
         chosen = None if devices is None else checks.devices(devices, where)
+        checks.text(axis_name, where, "axis_name")
         return None if chosen is None else Split(Mesh(np.array(chosen), (axis_name,)), (axis_name,))
     if devices is not None:
         raise ValueError(f"{where}: give devices or a sharding, not both; a sharding has the devices of its mesh")

@@ -8,12 +8,14 @@ from typing import Any
 
 import jax
 
+from .._core.calls import answers
 from .._heartbeat.elastic_server import ELASTIC_TIMEOUT
 from .._heartbeat.messages import MOST_SECONDS
 from .._heartbeat.server import HEARTBEAT_TIMEOUT
 from . import _attach, _elastic, _environment, _process, _start
 
 
+@answers("distributed.initialize")
 def initialize(
     coordinator: str | None = None,
     num_processes: int | None = None,

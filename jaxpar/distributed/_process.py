@@ -10,6 +10,7 @@ from collections.abc import Generator
 import jax
 from jax.experimental import multihost_utils
 
+from .._core.calls import answers
 from .._heartbeat.client import HeartbeatClient
 from .._heartbeat.exit import watch_exit
 
@@ -81,6 +82,7 @@ def is_jax_used() -> bool:
     return False
 
 
+@answers("distributed.set_resume_hint")
 def set_resume_hint(path: str | os.PathLike[str] | None) -> None:
     """Set the checkpoint that a process names when it ends because another was lost.
 

@@ -9,10 +9,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .._core import checks
+from .._core.calls import answers
+
 Shape = tuple[int, ...]
 
 SPLIT = 1_000_000
 """Values of this many elements or more are cut over all servers. MXNet's MXNET_KVSTORE_BIGARRAY_BOUND has the same."""
+
+_MOST_SERVERS = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Piece:
     stop: int
 
 
+@answers("free_running.placement")
 def placement(shapes: Sequence[Shape], servers: int, split: int = SPLIT) -> tuple[tuple[Piece, ...], ...]:
     """The pieces that each server holds, by MXNet's rule.
 
@@ -45,6 +51,8 @@ def placement(shapes: Sequence[Shape], servers: int, split: int = SPLIT) -> tupl
         >>> placement([(3,), (2, 2)], servers=2, split=4)
         ((Piece(key=0, start=0, stop=3), Piece(key=1, start=0, stop=2)), (Piece(key=1, start=2, stop=4),))
     """
+    checks.whole_number(servers, "free_running.placement", "servers", most=_MOST_SERVERS)
+    checks.whole_number(split, "free_running.placement", "split")
     held: list[list[Piece]] = [[] for _ in range(servers)]
     for key, shape in enumerate(shapes):
         size = math.prod(shape)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from .. import kv, updaters
+from .._core.calls import answers
 from .._core.checks import whole_number
 from ..updaters import UpdateFn, Updater, stateless
 from ._placement import SPLIT, Piece, Shape, cut, placement
@@ -88,6 +89,7 @@ class Servers:
     timeout: float
 
 
+@answers("free_running.start")
 def start(
     params: Any,
     *,
@@ -163,6 +165,7 @@ def wait_for_answers(servers: Servers, answers: Sequence[Any]) -> list[Any]:
     return get_answers(answers, servers.timeout, contents)
 
 
+@answers("free_running.status")
 def status(servers: Servers) -> list[dict[str, Any]]:
     """The counts of each server: `pushes` of each worker, and `staleness`.
 
@@ -175,6 +178,7 @@ def status(servers: Servers) -> list[dict[str, Any]]:
     return wait_for_answers(servers, [handle.status.remote() for handle in servers.handles])
 
 
+@answers("free_running.stop")
 def stop(servers: Servers) -> None:
     """End the servers. What they hold is lost, and Ray itself runs on."""
     ray = get_ray()

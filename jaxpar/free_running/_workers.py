@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._core.calls import answers
 from ._placement import cut
 from ._ray import START_TIMEOUT, get_ray
 from ._servers import Servers, wait_for_answers
@@ -136,6 +137,7 @@ class Outcome:
     lost: dict[int, str]
 
 
+@answers("free_running.run")
 def run(fn: Callable[[Worker], Any], servers: Servers, *, workers: int, **options: Any) -> Running:
     """Start `fn(worker)` in processes of their own, and return at once.
 
@@ -153,6 +155,7 @@ def run(fn: Callable[[Worker], Any], servers: Servers, *, workers: int, **option
     return Running(handles, tuple(h.run.remote(fn, sent, i) for i, h in enumerate(handles)), pids)
 
 
+@answers("free_running.finish")
 def finish(running: Running) -> Outcome:
     """Wait for the workers and end their processes. Lost ones do not stop the others.
 

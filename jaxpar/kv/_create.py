@@ -115,8 +115,8 @@ def _check_staleness(kind: Kind, staleness: int | None) -> int:
     return staleness
 
 
-@in_user_mesh
 @answers
+@in_user_mesh
 def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     """Add keys with their first values. The updater's state of each key is made here too.
 
@@ -170,8 +170,8 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     return dataclasses.replace(with_changes(store, Changes(values, states)), shapes=store.shapes + shapes)
 
 
-@in_user_mesh
 @answers
+@in_user_mesh
 def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
     """Replace the updater. Its state for each key starts from scratch.
 
@@ -209,8 +209,8 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
     return dataclasses.replace(store, updater_state=state)
 
 
-@in_user_mesh
 @answers
+@in_user_mesh
 def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) -> KVStore:
     """Make an optax transform the updater. What is pushed is then the gradient of the stored value.
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from .._core import arguments
+from .._core import calls
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,18 +64,6 @@ def line_for(method: str) -> str | None:
 
 
 def answers(fn: Callable[P, R]) -> Callable[P, R]:
-    """A function of `jp.kv` that says what to write where it is called with arguments that it does not have."""
+    """A function of `jp.kv` that says what to write where it is called with wrong arguments."""
     many = "; the values are returned, there is no out=" if fn.__name__ in _RETURN_VALUES else ""
-    takes_store = next(iter(inspect.signature(fn).parameters), "") == "store"
-    first = functools.partial(_check_store, f"kv.{fn.__name__}") if takes_store else None
-    return arguments.answers(f"kv.{fn.__name__}", _ARGUMENTS, many, first)(fn)
-
-
-def _check_store(where: str, given: Any) -> None:
-    """`TypeError` for what is no store."""
-    if getattr(type(given), "_is_store", False):
-        return
-    hint = "; that of a training state is state.store" if hasattr(given, "store") else ""
-    raise TypeError(
-        f"{where}: the first argument must be a store, as of kv.create(); got a {type(given).__name__}{hint}"
-    )
+    return calls.answers(f"kv.{fn.__name__}", _ARGUMENTS, many)(fn)

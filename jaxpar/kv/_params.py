@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import optax
 
 
-@in_user_mesh
 @answers
+@in_user_mesh
 def from_params(
     params: Any,
     *,
@@ -171,8 +171,8 @@ def _leaf(leaf: Any, path: str) -> jax.Array:
         raise TypeError(f"{error}{hint} Equinox, nnx.split(model, nnx.Param) in Flax NNX") from None
 
 
-@in_user_mesh
 @answers
+@in_user_mesh
 def to_params(store: KVStore, *, axis_name: str | None = None, copy: bool = True) -> Any:
     """The pytree that `from_params` was given, with the present values.
 
@@ -202,8 +202,8 @@ def to_params(store: KVStore, *, axis_name: str | None = None, copy: bool = True
     return store.treedef.unflatten(own_values(store, values) if copy else values)
 
 
-@in_user_mesh
 @answers
+@in_user_mesh
 def eval_params(store: KVStore, *, copy: bool = True) -> Any:
     """The params to evaluate, as the pytree that `from_params` was given.
 

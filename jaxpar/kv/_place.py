@@ -20,10 +20,12 @@ from .._devices.shardings import shardings_of
 from .._devices.user_mesh import in_user_mesh
 from . import _aggregate, _staleness, _tree
 from ._create import create
+from ._mxnet import answers
 from ._new_values import signature
 from ._store import KVStore, check_shares, copies_for, kind_of, layout_of, mesh_of_values, names, shapes_of, specs_of
 
 
+@answers
 @in_user_mesh
 def place(
     store: KVStore,
@@ -186,6 +188,7 @@ def check_mesh_options(store: KVStore) -> None:
         raise ValueError(f"a store whose values are split over a mesh: {fault}")
 
 
+@answers
 def partition_specs(store: KVStore, axis_name: str) -> KVStore:
     """How a store is spread over a mesh axis, for `shard_map`'s in_specs and out_specs.
 

@@ -51,8 +51,8 @@ def pull(
 ) -> list[list[jax.Array]]: ...
 
 
-@in_user_mesh
 @answers
+@in_user_mesh
 def pull(
     store: KVStore,
     key: Key | Keys,
@@ -263,8 +263,8 @@ def broadcast(
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
 
 
-@in_user_mesh
 @answers
+@in_user_mesh
 def broadcast(
     store: KVStore, key: int | Sequence[int], value: Any, *, devices: Sequence[Device] | None = None
 ) -> tuple[KVStore, Any]:

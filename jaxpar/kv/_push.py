@@ -24,8 +24,8 @@ from ._pull import read
 from ._store import Changes, KVStore, Lists, kind_of, shape_of, shapes_of, with_changes
 
 
-@in_user_mesh
 @answers
+@in_user_mesh
 def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None = None) -> KVStore:
     """Sum what is pushed to each key, apply the updater, and return the next store.
 
@@ -76,8 +76,8 @@ def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None =
     return _pushed_store(store, key, value, axis_name)
 
 
-@in_user_mesh
 @answers
+@in_user_mesh
 def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     """Apply all pending pushes, the oldest first: for the end of training.
 
@@ -205,8 +205,8 @@ def pushpull(
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
 
 
-@in_user_mesh
 @answers
+@in_user_mesh
 def pushpull(
     store: KVStore,
     key: Key | Keys,

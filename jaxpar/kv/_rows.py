@@ -114,8 +114,8 @@ def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: None = 
 def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: Sequence[Device]) -> list[list[RowSparse]]: ...
 
 
-@in_user_mesh
 @answers
+@in_user_mesh
 def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: Sequence[Device] | None = None) -> Any:
     """Some rows of a stored value.
 

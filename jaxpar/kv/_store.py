@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -68,7 +69,9 @@ class KVStore:
     staleness: int = 0
     optimizer_state: Any = ()
     shardings: tuple[tuple[int, NamedSharding], ...] = ()
-    _is_store: ClassVar[bool] = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVStore:
+        return jax.tree.map(lambda leaf: copy.deepcopy(leaf, memo), self)  # devices cannot be copied
 
     def __eq__(self, other: object) -> bool:
         """Whether both have the same options, keys, values and states, to the last bit."""

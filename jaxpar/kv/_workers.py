@@ -6,6 +6,7 @@ import jax
 
 from .. import distributed
 from .._devices import processes
+from ._mxnet import answers
 
 
 def rank() -> int:
@@ -39,6 +40,7 @@ def num_workers() -> int:
     return jax.process_count()
 
 
+@answers
 def barrier(name: str = "barrier") -> None:
     """Wait until every process has called this. With one process it returns at once.
 

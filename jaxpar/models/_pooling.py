@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._core.calls import answers
 from .._devices.formulas import MOST_PLACES, Windows, views
 
 Padding = str | Sequence[tuple[int, int]]
 
 
+@answers("max_pool")
 def max_pool(
     inputs: jax.Array, window_shape: Sequence[int], strides: Sequence[int] | None = None, padding: Padding = "VALID"
 ) -> jax.Array:
@@ -52,6 +54,7 @@ def max_pool(
     return functools.reduce(_larger, _views("max_pool", inputs, window_shape, strides, padding, least))
 
 
+@answers("avg_pool")
 def avg_pool(
     inputs: jax.Array,
     window_shape: Sequence[int],

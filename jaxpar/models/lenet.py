@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from .._core import checks
-from .._core.arguments import answers
+from .._core.calls import answers
 from . import _cpu_convolution
 
 _WEIGHT_STDDEV = 0.01
@@ -57,6 +57,7 @@ def _draw(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
     return params
 
 
+@answers("lenet.apply")
 def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Array:
     """The logits of a batch of images.
 
@@ -88,6 +89,7 @@ def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Arr
     return _by_platform(params, images)
 
 
+@answers("lenet.from_mxnet")
 def from_mxnet(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, jax.Array]]:
     """The parameters of a LeNet that MXNet trained.
 

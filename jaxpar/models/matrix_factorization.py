@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core import checks
-from .._core.arguments import answers
+from .._core.calls import answers
 
 _WHERE = "matrix_factorization"
 
@@ -36,6 +36,7 @@ def init(rng: jax.Array, users: int, items: int, k: int) -> dict[str, jax.Array]
     }
 
 
+@answers("matrix_factorization.apply")
 def apply(params: dict[str, jax.Array], user_ids: jax.Array, item_ids: jax.Array) -> jax.Array:
     """The score of each pair of a user and an item.
 
@@ -54,6 +55,8 @@ def apply(params: dict[str, jax.Array], user_ids: jax.Array, item_ids: jax.Array
     for name, ids in {"user_ids": user_ids, "item_ids": item_ids}.items():
         if not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
             raise TypeError(f"{_WHERE}.apply: {name} must be integers, got {checks.describe(ids)}")
+    if not isinstance(params, dict) or not {"user", "item"} <= params.keys():
+        raise TypeError(f"{_WHERE}.apply: params must be those of {_WHERE}.init, got {checks.describe(params)}")
     return (params["user"][user_ids] * params["item"][item_ids]).sum(axis=-1)
 
 

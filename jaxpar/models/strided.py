@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from .._core import checks
-from .._core.arguments import answers
+from .._core.calls import answers
 
 _MEAN, _STDDEV = 0.25, 0.25  # about those of the pixels of MNIST and Fashion-MNIST
 _SIDE = 4  # of a window of the first convolution
@@ -76,6 +76,7 @@ def _cosines() -> np.ndarray:
     return np.concatenate([weight, -weight], axis=-1).astype(np.float32)
 
 
+@answers("strided.apply")
 def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Array:
     """The logits of a batch of images.
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec as P
 
 from .._core import checks
+from .._core.calls import answers
 
 Params = dict[str, Any]
 Axes = str | tuple[str, ...]
@@ -60,6 +61,7 @@ class Config:
     positions: int = 1024
 
 
+@answers("transformer.init")
 def init(rng: jax.Array, config: Config = Config()) -> Params:
     """The parameters, float32. Kernels and embeddings are drawn from N(0, 0.02²), biases are 0.
 
@@ -99,6 +101,7 @@ def init(rng: jax.Array, config: Config = Config()) -> Params:
     return {"embedding": embedding, "layers": {"attention": attention, "mlp": mlp}, "norm": _norm_params(D)}
 
 
+@answers("transformer.apply")
 def apply(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_axis: str = "model") -> jax.Array:
     """The logits of the token after each position.
 
@@ -119,6 +122,8 @@ def apply(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_a
         >>> jax.eval_shape(apply, params, jnp.zeros((2, 10), int))
         ShapeDtypeStruct(shape=(2, 10, 50304), dtype=float32)
     """
+    if not isinstance(params, dict) or not {"embedding", "layers", "norm"} <= params.keys():
+        raise TypeError(f"transformer.apply: params must be those of transformer.init, got {checks.describe(params)}")
     positions = params["embedding"]["positions"]
     if tokens.ndim != 2 or tokens.shape[1] > len(positions):
         raise ValueError(
@@ -141,6 +146,7 @@ def apply(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_a
     return _constrain(logits_BxTxV, data_axes, None, model_axis)
 
 
+@answers("transformer.loss")
 def loss(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_axis: str = "model") -> jax.Array:
     """The mean cross-entropy of each token, given those before it.
 

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 
 from .. import kv
 from .._core import checks
+from .._core.calls import answers
 from .._devices.user_mesh import in_user_mesh
 
 
+@answers("allreduce")
 @in_user_mesh
 def allreduce(values: Sequence[Any]) -> list[jax.Array]:
     """The sum of the values, on the device of each of them.

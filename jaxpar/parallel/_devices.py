@@ -12,10 +12,14 @@ from jax.sharding import SingleDeviceSharding
 
 from .._core import checks, memory
 from .._core.arrays import Device
+from .._core.calls import answers
 from .._devices.mesh import copies_on, put_copy
 from .._devices.user_mesh import in_user_mesh
 
+_MOST = 4096  # emulated devices, which take 1.4 GB and half a minute to start
 
+
+@answers("use_cpu_devices")
 def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
     """Run JAX on `n` emulated CPU devices. Call it before the first use of JAX.
 
@@ -23,7 +27,7 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
     call out to train on GPUs.
 
     Args:
-        n: how many, at least 1. They share the cores of the machine.
+        n: how many, 1 to 4,096. They share the cores of the machine.
         keep_memory: whether the whole process keeps the memory that it frees, for the next step. A step whose
             intermediate values take more than 32 MB is 1.1 to 1.4 times as fast, and the process takes up to three
             times as much memory. It needs the GNU C library, as most Linux systems have it. A call after the first
@@ -31,7 +35,7 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
 
     Raises:
         TypeError: `n` is no int.
-        ValueError: `n` is less than 1.
+        ValueError: `n` is less than 1 or more than 4,096.
         RuntimeError: JAX runs already, with other devices.
 
     Warns:
@@ -42,7 +46,7 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
         >>> len(jax.devices())
         8
     """
-    n = checks.whole_number(n, "use_cpu_devices", "n")
+    n = checks.whole_number(n, "use_cpu_devices", "n", most=_MOST)
     try:
         jax.config.update("jax_num_cpu_devices", n)
         jax.config.update("jax_platforms", "cpu")
@@ -58,6 +62,7 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
         warnings.warn("use_cpu_devices: keep_memory needs the GNU C library; nothing is kept", RuntimeWarning, 2)
 
 
+@answers("split_and_load")
 @in_user_mesh
 def split_and_load(data: Any, devices: Sequence[Device], *, even_split: bool = True) -> list[Any]:
     """Split a batch along its first axis, and put one part on each device.
@@ -94,6 +99,7 @@ def split_and_load(data: Any, devices: Sequence[Device], *, even_split: bool = T
     return [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
 
 
+@answers("copy_to")
 @in_user_mesh
 def copy_to(params: Any, device: Device) -> Any:
     """A copy of a pytree of arrays on one device of this process.
@@ -120,6 +126,7 @@ def copy_to(params: Any, device: Device) -> Any:
     return put_copy(params, SingleDeviceSharding(device))
 
 
+@answers("replicate")
 @in_user_mesh
 def replicate(tree: Any, devices: Sequence[Device]) -> Any:
     """A pytree of arrays with a whole copy on each device.

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
-from .._core.arguments import answers, describe
+from .._core.arguments import describe
 from .._core.arrays import Device
+from .._core.calls import answers
 from .._core.checks import Engine, check_devices, check_engine
 from .._core.recent import Recent
 from .._devices.emulated import wait_before_collectives

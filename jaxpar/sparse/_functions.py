@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._core.arrays import check_plain
+from .._core.calls import answers
 from .._devices.user_mesh import is_split, unsplit
 from ._row_sparse import (
     RowSparse,
@@ -22,12 +23,14 @@ from ._row_sparse import (
     distinct_rows,
     is_known,
     make_unchecked,
+    pad_indices,
     padding_last,
     unique_indices,
     with_values,
 )
 
 
+@answers("coalesce")
 def coalesce(rows: RowSparse, *, size: int | None = None) -> RowSparse:
     """The same table with sorted, unique indices. Values of one index are summed.
 
@@ -67,6 +70,7 @@ def _coalesce(rows: RowSparse, size: int) -> RowSparse:
     return make_unchecked(rows.shape, (jnp.full(size, count, jnp.int32).at[place].set(ordered, mode="drop"), values))
 
 
+@answers("to_dense")
 def to_dense(rows: RowSparse) -> jax.Array:
     """The whole table, of shape `rows.shape`. Rows of one index are summed, absent rows are zeros.
 
@@ -78,6 +82,7 @@ def to_dense(rows: RowSparse) -> jax.Array:
     return jnp.zeros(rows.shape, rows.dtype).at[indices].add(rows.values, mode="drop")
 
 
+@answers("from_dense")
 def from_dense(array: jax.Array, row_ids: Any = None) -> RowSparse:
     """Rows of a table: the given ones, or all that are not zero.
 
@@ -96,11 +101,13 @@ def from_dense(array: jax.Array, row_ids: Any = None) -> RowSparse:
         return take(array, row_ids)
     check_plain(array, "sparse.from_dense: array")
     array = jnp.asarray(array)
+    check_table(array.shape, "from_dense")
     if not is_known(array):
         raise ValueError("from_dense: which rows are not zero is unknown under jit; give row_ids")
-    return take(array, np.flatnonzero(np.asarray((array != 0).reshape(array.shape[0], -1).any(-1))))
+    return take(array, np.flatnonzero(np.asarray((array != 0).any(tuple(range(1, array.ndim))))))
 
 
+@answers("take")
 def take(array: jax.Array, row_ids: Any, *, size: int | None = None) -> RowSparse:
     """Rows of a table, sorted and unique.
 
@@ -126,7 +133,7 @@ def take(array: jax.Array, row_ids: Any, *, size: int | None = None) -> RowSpars
     ids = as_ids(row_ids, "take: row ids").reshape(-1)
     check_range(ids, count, "take: row", last=count - 1)
     if is_known(ids):
-        unique = _pad_indices(np.unique(np.asarray(ids)), size, count)
+        unique = pad_indices(np.unique(np.asarray(ids)), size, count)
     else:
         ids = padding_last(jnp.asarray(ids, jnp.int32), count)
         unique = jnp.unique(ids, size=ids.size if size is None else size, fill_value=count)
@@ -134,6 +141,7 @@ def take(array: jax.Array, row_ids: Any, *, size: int | None = None) -> RowSpars
     return make_unchecked(array.shape, (unique, _gather(array, unique)))
 
 
+@answers("add")
 def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
     """The sum of row-sparse values of one table, coalesced.
 
@@ -158,6 +166,7 @@ def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
     return coalesce(make_unchecked(shapes[0], (indices, values)), size=size)
 
 
+@answers("sparse.allreduce")
 def allreduce(rows: RowSparse, axis_name: Any, *, size: int | None = None) -> RowSparse:
     """The sum over the devices of `pmap` or `shard_map`, equal on each.
 
@@ -181,6 +190,7 @@ def allreduce(rows: RowSparse, axis_name: Any, *, size: int | None = None) -> Ro
     return _coalesce(make_unchecked(rows.shape, (indices, values)), indices.shape[0] if size is None else size)
 
 
+@answers("lazy_update")
 def lazy_update(
     update: Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, Any]],
     rows: RowSparse,
@@ -240,6 +250,7 @@ def lazy_update(
     return scatter(stored, new_rows), jax.tree.map(scatter, state, new_state)
 
 
+@answers("sparse.value_and_grad")
 def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` by a first argument whose leaves may be `RowSparse`.
 
@@ -288,12 +299,3 @@ def _scatter(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
     """The table with other rows, split over a user's mesh as it was. The indices are all different."""
     split = jax.typeof(table).sharding.spec if is_split(table) else None
     return table.at[indices].set(rows, mode="drop", unique_indices=True, out_sharding=split)
-
-
-def _pad_indices(unique: np.ndarray, size: int | None, count: int) -> np.ndarray:
-    """The indices, padded to `size` of them."""
-    if size is None:
-        return unique
-    if unique.size > size:
-        raise ValueError(f"take: size {size} is too small for {unique.size} different rows")
-    return np.concatenate([unique, np.full(size - unique.size, count, unique.dtype)])

@@ -13,8 +13,10 @@ import numpy as np
 from jax.core import Tracer
 
 from .._core.arrays import check_plain
+from .._core.calls import answers_class
 
 
+@answers_class("sparse.RowSparse")
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowSparse:
     """Some rows of a table. The other rows are zero.
@@ -205,3 +207,12 @@ def unique_indices(rows: RowSparse) -> jax.Array:
     """Indices that are all different: each row of padding gets one of its own beyond the table."""
     count, m = rows.shape[0], rows.indices.shape[0]
     return jnp.where(rows.indices < count, rows.indices, count + np.arange(m, dtype=np.int32))
+
+
+def pad_indices(unique: np.ndarray, size: int | None, count: int) -> np.ndarray:
+    """The indices, padded to `size` of them."""
+    if size is None:
+        return unique
+    if unique.size > size:
+        raise ValueError(f"take: size {size} is too small for {unique.size} different rows")
+    return np.concatenate([unique, np.full(size - unique.size, count, unique.dtype)])

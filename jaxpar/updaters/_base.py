@@ -11,6 +11,7 @@ import jax
 
 from .._core import checks
 from .._core.arguments import check_takes
+from .._core.calls import answers
 
 State = Any
 UpdateFn = Callable[[int, jax.Array, jax.Array], jax.Array]  # (key, pushed, stored) -> new_stored
@@ -69,6 +70,7 @@ class _Stateless:
         return self.fn(key, pushed, stored), state
 
 
+@answers("updaters.stateless")
 def stateless(fn: UpdateFn) -> Updater:
     """An updater without state, out of a pure function.
 

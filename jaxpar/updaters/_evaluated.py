@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._core.arguments import answers
+from .._core.calls import answers
 
 if TYPE_CHECKING:
     import optax

@@ -8,9 +8,12 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from .._core.calls import answers
+
 Tree = TypeVar("Tree")
 
 
+@answers("set_learning_rate")
 def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
     """The same state with another rate. Nothing recompiles.
 
@@ -54,6 +57,7 @@ def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
     return state
 
 
+@answers("updaters.learning_rates")
 def learning_rates(state: Any) -> dict[str, float]:
     """The rates that optimizers keep in a state, by their paths. Waits for the state.
 

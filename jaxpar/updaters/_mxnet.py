@@ -38,6 +38,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar, Unpack
 
 from .._core import checks
+from .._core.calls import answers
 from ._base import Updater
 from ._mxnet_options import AdaGradOptions, Options, Rate, RMSPropOptions, common_of, renamed
 from ._mxnet_rules import Rows, adagrad, adam, centered_rmsprop, make, nag, rmsprop, sgd
@@ -45,6 +46,7 @@ from ._mxnet_rules import Rows, adagrad, adam, centered_rmsprop, make, nag, rmsp
 Tree = TypeVar("Tree")
 
 
+@answers("updaters.mxnet_sgd")
 def mxnet_sgd(
     learning_rate: Rate | None = 0.01,
     momentum: float = 0.0,
@@ -89,6 +91,7 @@ def mxnet_sgd(
     return make(shared, sgd, slots, {"momentum": momentum}, Rows(bool(lazy_update), with_master=False))
 
 
+@answers("updaters.mxnet_nag")
 def mxnet_nag(
     learning_rate: Rate | None = 0.01, momentum: float = 0.0, wd: float = 0.0, **common: Unpack[Options]
 ) -> Updater:
@@ -108,6 +111,7 @@ def mxnet_nag(
     return make(shared, nag, slots, {"momentum": momentum}, Rows(are_lazy=not momentum, with_master=False))
 
 
+@answers("mxnet_adam")
 def mxnet_adam(
     learning_rate: Rate | None = 0.001,
     beta1: float = 0.9,
@@ -134,6 +138,7 @@ def mxnet_adam(
     return make(shared, adam, ("mean", "variance"), options, rows, counted=True)
 
 
+@answers("updaters.mxnet_rmsprop")
 def mxnet_rmsprop(
     learning_rate: Rate | None = 0.001,
     gamma1: float = 0.9,
@@ -172,6 +177,7 @@ def mxnet_rmsprop(
     return make(shared, rmsprop, ("square",), options, rows)
 
 
+@answers("mxnet_adagrad")
 def mxnet_adagrad(
     learning_rate: Rate | None = 0.01, epsilon: float = 1e-7, wd: float = 0.0, **common: Unpack[AdaGradOptions]
 ) -> Updater:
@@ -200,6 +206,7 @@ def mxnet_adagrad(
     return make(shared, adagrad, ("history",), {"epsilon": epsilon}, rows)
 
 
+@answers("multipliers")
 def multipliers(names: Mapping[int, str], patterns: Mapping[str, float]) -> dict[int, float]:
     """Factors by key out of factors by name, for `lr_mult` and `wd_mult`.
 
@@ -227,6 +234,7 @@ def multipliers(names: Mapping[int, str], patterns: Mapping[str, float]) -> dict
     return dict(sorted(factors.items()))
 
 
+@answers("updaters.mxnet_wd_mult")
 def mxnet_wd_mult(names: Mapping[int, str], kinds: tuple[str, ...] = ("weight", "gamma")) -> dict[int, float]:
     """MXNet's own rule: no weight decay for biases and the like.
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core import checks
+from .._core.calls import answers
 from .._core.recent import Recent
 from ._base import State, Updater
 
@@ -37,6 +38,7 @@ class _OptaxUpdate:
         return (stored + updates).astype(stored.dtype), state  # pyright: ignore[reportOperatorIssue]
 
 
+@answers("updaters.from_optax")
 def from_optax(tx: optax.GradientTransformation) -> Updater:
     """An updater for which what is pushed is the gradient of the stored value.
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from .._core.calls import answers
 from ._draw.style import Options
 from ._fold.known import Call
 from ._fold.patterns import Rule
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ._draw.picture import Plot
 
 
+@answers("viz.plot_network")
 def plot_network(
     fn: Callable[..., Any],
     *args: Any,

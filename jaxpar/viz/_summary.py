@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 from .._core import checks
+from .._core.calls import answers
 from .._core.text import in_notebook
 from ._draw.sheet import to_html
 from ._draw.table import to_text
@@ -20,6 +21,7 @@ from ._trace import trace
 _PLAIN = str.maketrans({"├": "|", "└": "`", "─": "-", "│": "|", "×": "x", "…": "~"})
 
 
+@answers("print_summary")
 def print_summary(
     fn: Callable[..., Any],
     *args: Any,

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from .._core.arguments import did_you_mean
+from .._core.calls import answers
 from ._fold.backward import attach_residuals, attach_views, fold_backward
 from ._fold.calls import fold_calls
 from ._fold.cells import Cells
@@ -41,6 +42,7 @@ _OPTIONS = (
 )
 
 
+@answers("viz.trace")
 def trace(
     fn: Callable[..., Any],
     *args: Any,

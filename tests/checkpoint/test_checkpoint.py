@@ -731,3 +731,15 @@ def test_a_long_history_is_not_read_again_at_each_save(tmp_path, monkeypatch):
     another.close()
     manager.close()
     assert {p.name for p in tmp_path.iterdir()} == {f"save_{n:08d}" for n in (5, 6, 7)}  # a damaged one does not count
+
+
+def test_names_that_are_not_unicode(tmp_path):
+    directory = tmp_path / os.fsdecode(b"d\xff")
+    saved = directory / os.fsdecode(b"a\xfe")
+    checkpoint.save(saved, {"w": jnp.arange(3.0)})
+    assert checkpoint.latest(directory) == saved
+    assert checkpoint.restore(saved, {"w": jnp.zeros(3)})["w"].tolist() == [0, 1, 2]
+    manager = checkpoint.Manager(directory)
+    manager.save({"w": jnp.ones(3)}, best=True)
+    manager.close()
+    assert checkpoint.best(directory) == checkpoint.latest(directory) == directory / "save_00000002"

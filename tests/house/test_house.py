@@ -152,6 +152,7 @@ HARMLESS = {
     "viz._summary": {"print", "sys"},  # print_summary prints
     "viz._read.source": {"os", "sys"},  # where Python's own files are
     "_devices.pmap_cache": {"sys"},  # sys.modules
+    "_core.calls": {"sys"},  # the names of Python's own modules
     "viz._program.fresh": {"threading"},  # an option of jax is set while one program is compiled
 }
 

@@ -9,6 +9,7 @@ import jax
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
+from ..._core.calls import answers
 from .convolution import conv_in_loop_p, conv_p
 from .pooling import max_p, scatter_p, sum_p
 from .product import product_p
@@ -31,6 +32,7 @@ _WITH_PROGRAMS = frozenset(
 )
 
 
+@answers("models.fast_on_cpus")
 def fast_on_cpus(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, with formulas that are faster on CPUs.
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..._core.arguments import describe
+from ..._core.calls import answers
 from ..._core.text import Table, plural
 from .figures import new_figure, readable, save_figure
 
@@ -73,6 +74,7 @@ def _text(name: str, value: Any) -> str:
     return f"{value:,.0f}" if name == "images_per_second" else number_text(value)
 
 
+@answers("to_pandas")
 def to_pandas(history: Sequence[Record]) -> Any:
     """A history as a `pandas.DataFrame` with a row for each epoch.
 
@@ -99,6 +101,7 @@ def _check_records(history: Any, where: str) -> None:
         raise TypeError(f"{where}: expected the history, the second of what train.fit returns; got {describe(history)}")
 
 
+@answers("plot_history")
 @readable
 def plot_history(history: Sequence[Record], path: str | os.PathLike[str] | None = None) -> Any:
     """Draw the loss and all other metrics, one picture each. Training and evaluation are in one.

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from ..._core import files
+from ..._core.calls import answers
 from ..._core.files import as_path
 from .history import Record
 
@@ -48,6 +49,7 @@ def explain_errors(path: Path, what: str = "metrics") -> Generator[None]:
         ) from error
 
 
+@answers("to_jsonl")
 def to_jsonl(path: PathLike) -> JsonLines:
     """A callback of `fit` that writes a line of JSON for each epoch.
 

@@ -11,10 +11,12 @@ from typing import Any
 import jax
 
 from ..._core import files
+from ..._core.calls import answers
 from .history import Record
 from .metrics_files import PathLike, Sink, explain_errors
 
 
+@answers("to_tensorboard")
 def to_tensorboard(directory: PathLike) -> TensorBoard:
     """A callback of `fit` that writes event files for TensorBoard.
 

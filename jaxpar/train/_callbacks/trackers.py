@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from ..._core import checks
+from ..._core.calls import answers
 from ..._core.text import say_news
 from .history import History, Record
 from .metrics_files import PathLike, Sink
@@ -17,6 +18,7 @@ from .monitor import metric_names
 from .tensorboard import tag
 
 
+@answers("train.to_wandb")
 def to_wandb(project: str | None = None, **options: Any) -> WeightsAndBiases:
     """A callback of `fit` that writes the records to Weights & Biases.
 
@@ -41,6 +43,7 @@ def to_wandb(project: str | None = None, **options: Any) -> WeightsAndBiases:
     return WeightsAndBiases(project, options)
 
 
+@answers("to_mlflow")
 def to_mlflow(
     experiment: str | None = None,
     *,

@@ -8,7 +8,7 @@ from typing import Any, overload
 import jax
 
 from ... import data
-from ..._core.arguments import answers
+from ..._core.calls import answers
 from .classification import check_classified, classification
 from .every_example import has_model_state, model_of
 from .labels import check_classes

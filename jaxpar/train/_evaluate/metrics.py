@@ -10,9 +10,11 @@ import numpy as np
 from jax import lax
 
 from ..._core import checks
+from ..._core.calls import answers
 from .._step.means import Mean
 
 
+@answers("accuracy")
 def accuracy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None) -> jax.Array | Mean:
     """Whether the largest logit is that of the label, for each example.
 
@@ -36,6 +38,7 @@ def accuracy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None
     return _mean(logits.argmax(axis=-1) == labels, mask, "accuracy")
 
 
+@answers("top_k")
 def top_k(logits: jax.Array, labels: jax.Array, k: int, mask: jax.Array | None = None) -> jax.Array | Mean:
     """Whether the logit of the label is among the k largest, for each example.
 
@@ -61,6 +64,7 @@ def top_k(logits: jax.Array, labels: jax.Array, k: int, mask: jax.Array | None =
     return _mean((best == labels[..., None]).any(axis=-1), mask, "top_k")
 
 
+@answers("cross_entropy")
 def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None) -> jax.Array | Mean:
     """The cross-entropy of the softmax of logits in nats, for each example.
 
@@ -80,6 +84,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None =
     return _mean(_nats(logits, labels, "cross_entropy"), mask, "cross_entropy")
 
 
+@answers("perplexity")
 def perplexity(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None) -> Mean:
     """The exponential of the mean cross-entropy over all labels.
 
@@ -106,6 +111,7 @@ def perplexity(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = No
     return Mean(_weighted(nats, weight), weight, np.exp)
 
 
+@answers("mean_squared_error")
 def mean_squared_error(predictions: jax.Array, targets: jax.Array, mask: jax.Array | None = None) -> jax.Array | Mean:
     """The squared error of predictions, for each example.
 
@@ -132,6 +138,7 @@ def mean_squared_error(predictions: jax.Array, targets: jax.Array, mask: jax.Arr
     return _mean(error**2, mask, "mean_squared_error")
 
 
+@answers("per_class_accuracy")
 def per_class_accuracy(logits: jax.Array, labels: jax.Array) -> Mean:
     """The fraction of the examples of each class that are classified correctly: its recall.
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from ... import data
+from ..._core import checks
+from ..._core.calls import answers
 from .._callbacks.figures import new_figure, readable, save_figure
 from .predictions import Mistakes
 
@@ -16,6 +18,7 @@ _NUMBERED = 25  # classes up to which the cells hold their counts
 _COLUMNS = 5
 
 
+@answers("plot_confusion_matrix")
 @readable
 def plot_confusion_matrix(
     matrix: np.ndarray,
@@ -65,6 +68,7 @@ def plot_confusion_matrix(
     return save_figure(figure, path)
 
 
+@answers("plot_mistakes")
 @readable
 def plot_mistakes(
     mistakes: Mistakes,
@@ -89,8 +93,9 @@ def plot_mistakes(
         ModuleNotFoundError: matplotlib is not installed.
         ValueError: no mistakes, or images of another shape.
     """
-    if not len(mistakes) or most < 1:
-        raise ValueError(f"plot_mistakes: nothing to show: {len(mistakes)} mistakes, most={most}")
+    checks.whole_number(most, "plot_mistakes", "most")
+    if not len(mistakes):
+        raise ValueError("plot_mistakes: there is nothing to show, no mistakes")
     images = dataset.images[mistakes.indices[:most]]
     if images.ndim not in (3, 4) or (images.ndim == 4 and images.shape[3] not in (1, 3, 4)):
         raise ValueError(f"plot_mistakes: expected images of shape (n, height, width[, 1, 3 or 4]), got {images.shape}")

@@ -14,6 +14,7 @@ from jax import lax
 
 from ... import data
 from ..._core import checks
+from ..._core.calls import answers
 from ..._core.recent import Recent
 from ..._core.text import Table
 from ..._devices import processes
@@ -27,6 +28,7 @@ ApplyFn = Callable[..., Any]
 _MOST = 10  # rows of the table
 
 
+@answers("predict")
 def predict(state_or_params: Any, apply_fn: ApplyFn, source: Any, *, batch_size: int) -> Any:
     """The outputs of a model for every example, in order.
 
@@ -91,6 +93,7 @@ class Mistakes:
         return Table(repr(self), ("index", "predicted", "label", "probability"), rows, _MOST, "right")._repr_html_()
 
 
+@answers("confusion_matrix")
 @on_own_mesh
 def confusion_matrix(
     state_or_params: Any, apply_fn: ApplyFn, dataset: data.Dataset, *, batch_size: int = 256
@@ -120,6 +123,7 @@ def confusion_matrix(
     return matrix
 
 
+@answers("mistakes")
 @on_own_mesh
 def mistakes(
     state_or_params: Any,
@@ -133,7 +137,7 @@ def mistakes(
 
     Args:
         state_or_params, apply_fn, dataset, batch_size: as in `evaluate`.
-        most: how many to keep. None: all.
+        most: how many to keep, 0 or more. None: all.
 
     Returns:
         `Mistakes(indices, predicted, labels, probabilities)`. The probability is the softmax of the logits at the
@@ -149,6 +153,8 @@ def mistakes(
         >>> wrong, wrong.indices.tolist(), wrong.predicted.tolist(), wrong.labels.tolist()
         (Mistakes(1 of 4 examples), [3], [2], [1])
     """
+    if most is not None:
+        checks.whole_number(most, "mistakes", "most", least=0)
     logits = _logits("mistakes", state_or_params, apply_fn, dataset, batch_size)
     predicted = logits.argmax(axis=1).astype(np.int32)
     probabilities = 1 / np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1)

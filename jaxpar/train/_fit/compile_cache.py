@@ -10,7 +10,10 @@ from pathlib import Path
 
 import jax
 
+from ..._core.calls import answers
 
+
+@answers("use_compilation_cache")
 def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Path | None:
     """Keep what XLA compiles in a directory, by jax's own persistent compilation cache.
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Never
 import jax
 
 from ... import data
-from ..._core.arguments import answers
+from ..._core.calls import answers
 from ..._devices import processes
 from ..._devices.donation import is_donated
 from .._callbacks.callbacks import Callback, OnStep, WithMemory

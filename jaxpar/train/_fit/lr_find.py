@@ -14,6 +14,7 @@ import numpy as np
 
 from ... import data, updaters
 from ..._core import checks
+from ..._core.calls import answers
 from ..._core.text import Table
 from ..._devices.donation import is_donated
 from ..._devices.user_mesh import outside_mesh
@@ -80,6 +81,7 @@ class RateTest:
         return Table(f"learning rates: {found}", ("rate", "smoothed loss"), rows, 20, "right", first=10)._repr_html_()
 
 
+@answers("train.lr_find")
 def lr_find(
     state: TrainState,
     step: Any,

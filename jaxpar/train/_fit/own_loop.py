@@ -7,12 +7,14 @@ from typing import Any
 import jax
 
 from ..._core import checks
+from ..._core.calls import answers
 from . import interrupt
 from .epoch import Epoch
 from .progress import Bar, compiling
 from .readings import BEHIND, Readings, Steps
 
 
+@answers("train.progress")
 def progress(total: int | None = None, *, title: str = "", done: int = 0, show: bool = True) -> StepProgress:
     """A bar with the metrics of the steps, as that of `fit`, for a loop of one's own.
 
@@ -93,6 +95,7 @@ class StepProgress:
                     self._bar.step(row)
 
 
+@answers("train.interruptible")
 def interruptible(on_interrupt: str = "auto") -> Interruptible:
     """A block that Ctrl-C, a notebook's interrupt and SIGTERM do not cut short, for a loop of one's own.
 

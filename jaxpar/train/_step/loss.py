@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._core import checks
+from ..._core.calls import answers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,7 @@ class ClassificationLoss:
         return losses.softmax_cross_entropy(logits, losses.smooth_labels(targets, self.label_smoothing))
 
 
+@answers("classification_loss")
 def classification_loss(
     apply_fn: Callable[[Any, jax.Array], jax.Array],
     label_smoothing: float = 0.0,

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from ..._core import checks
+from ..._core.calls import answers_class
 
 
+@answers_class("train.DynamicLossScale")
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
     """A loss scale that grows until gradients overflow and falls when they do.
@@ -44,11 +46,13 @@ class DynamicLossScale:
     most: float = 2.0**24
 
     def __post_init__(self) -> None:
-        if not (0 < self.least <= self.initial <= self.most < math.inf and self.factor > 1 and self.period >= 1):
-            raise ValueError(
-                "train.DynamicLossScale: expected 0 < least <= initial <= most < inf, factor > 1 and period >= 1, "
-                f"got {self}"
-            )
+        where = "train.DynamicLossScale"
+        checks.whole_number(self.period, where, "period")
+        checks.number(self.factor, where, "factor", "a number above 1", lambda n: 1 < n < math.inf)
+        for name in ("initial", "least", "most"):
+            checks.number(getattr(self, name), where, name, "a number above 0", lambda n: 0 < n < math.inf)
+        if not self.least <= self.initial <= self.most:
+            raise ValueError(f"{where}: expected least <= initial <= most, got {self}")
 
     def start(self) -> dict[str, jax.Array]:
         """The part `loss_scale` of a state before the first step: float32 `scale` and int32 `good_steps`."""

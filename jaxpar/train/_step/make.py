@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ..._core import checks
-from ..._core.arguments import answers
 from ..._core.arrays import Device
+from ..._core.calls import answers
 from .device_step import DeviceStep
 from .global_step import GlobalStep
 from .gradient import Gradient, LossFn, check_loss_takes

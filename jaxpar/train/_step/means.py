@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._core import checks
+from ..._core.calls import answers_class
 
 
+@answers_class("train.Mean")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mean:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._core.calls import answers
 from ..._devices.user_mesh import on_own_mesh
 from ...kv import KVStore
 from .loss_scale import DynamicLossScale
@@ -114,6 +115,7 @@ def nonfinite_flags(loss: Any, pushed: dict[int, jax.Array], summed: dict[int, j
     return jnp.stack(bad).astype(jnp.float32)
 
 
+@answers("check_finite")
 def check_finite(metrics: dict[str, Any], state: TrainState) -> None:
     """Raise an error if a step found numbers that are not finite. Waits for the step.
 
@@ -141,6 +143,8 @@ def check_finite(metrics: dict[str, Any], state: TrainState) -> None:
         ...     print(error.step, error.names, float(error.state.params["w"]))
         0 ('loss', 'w') 1.0
     """
+    if "loss" not in metrics:
+        raise ValueError(f"check_finite: expected the metrics of a step, which have 'loss', got {list(metrics)}")
     if not carries(state.nonfinite):
         if not np.isfinite(float(metrics["loss"])):
             raise NonFiniteError(int(state.step) - 1, ("loss",), state, "its update was made")

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from ... import kv
 from ..._core.arguments import did_you_mean
+from ..._core.calls import answers
 from .make import make_train_step
 from .state import TrainState, create_state
 from .train_step import TrainStep
@@ -19,6 +20,7 @@ _NAMES = [
 ]
 
 
+@answers("train.start")
 def start(
     params: Any,
     optimizer: Any,

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ... import distributed, kv
 from ..._core import checks, portable
-from ..._core.arguments import answers
 from ..._core.arrays import Device, check_plain, is_traced, nbytes
+from ..._core.calls import answers
 from ..._core.text import plural
 from ..._devices import processes
 from ..._devices.donation import check_not_donated, is_donated
@@ -100,8 +100,8 @@ class TrainState:
                 yield name, f"{plural(len(leaves), 'array')}, {size:,} bytes"
 
 
-@on_own_mesh
 @answers("train.create_state", {"optimizer": "it belongs to the store, kv.from_params(params, optimizer=...)"})
+@on_own_mesh
 def create_state(
     store: kv.KVStore,
     rng: jax.Array | int,

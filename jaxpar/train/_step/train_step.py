@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from ... import kv
 from ..._core import checks
 from ..._core.arrays import Device
+from ..._core.calls import answers
 from ..._core.recent import Recent
 from ..._devices import formulas, processes
 from ..._devices.emulated import wait_before_collectives
@@ -66,10 +67,11 @@ class TrainStep:
         self._finishers = Recent(lambda treedef: make_finish(*self._engine_for(treedef), treedef))
         self._last: Any = (_no_state, None)  # a reference to the last state returned, and its program
 
+    @answers("train step")
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step. `state` is donated: use the one returned."""
         last, program = self._last
-        if last() is not state or not jax.sharding.get_abstract_mesh().empty:
+        if last() is not state or state is None or not jax.sharding.get_abstract_mesh().empty:
             return self._run(state, batch)
         try:  # as in every step of a loop but the first
             new, metrics = program(state, batch)
@@ -79,6 +81,7 @@ class TrainStep:
         self._last = weakref.ref(new), program
         return new, metrics
 
+    @answers("train step, many")
     def many(
         self, state: TrainState, batches: Batch, first: int = 0, end: int | None = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -109,8 +112,7 @@ class TrainStep:
             >>> metrics["loss"].tolist(), float(state.params["w"])
             ([1.0, 0.25, 0.0625], 0.875)
         """
-        number = checks.batch_length(batches, "train step, many")
-        first, end, _ = slice(first, end).indices(number)
+        first, end, _ = slice(first, end).indices(checks.batch_length(batches, "train step, many"))
         return self._run(state, batches, first, end)
 
     def _run(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -131,6 +133,7 @@ class TrainStep:
             self._last = weakref.ref(new), program
             return new, metrics if user is None else with_types(metrics, user)
 
+    @answers("train step, lower")
     def lower(self, state: TrainState, batch: Batch, *, many: bool = False) -> jax.stages.Lowered:
         """The step before compilation, for its text, costs or memory. With `many`, what `step.many` runs.
         With `virtual_shards` it is the gradient of one shard only."""
@@ -198,6 +201,7 @@ class TrainStep:
         """Whether the step may skip an update. `metrics` then has `skipped`."""
         return self._one.guard is not None
 
+    @answers("train step, complete")
     def complete(self, state: TrainState) -> TrainState:
         """The state on the step's devices, with all parts that the step keeps in it. Parts that it has stay.
 
@@ -219,6 +223,7 @@ class TrainStep:
         state = dataclasses.replace(state, **everywhere(missing, state.store)) if missing else state
         return one.with_initial_parts(state, devices)
 
+    @answers("train step, finish")
     def finish(self, state: TrainState) -> TrainState:
         """The state with nothing pending, for the end of training. The given state stays valid.
 

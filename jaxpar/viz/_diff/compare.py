@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core.arguments import describe
+from ..._core.calls import answers
 from .._draw.style import Options
 from .._fold.known import Call
 from .._fold.patterns import Rule
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 Network = Graph | tuple[Callable[..., Any], Sequence[Any]] | tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 
 
+@answers("diff")
 def diff(
     before: Network,
     after: Network,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..._core.calls import answers
 from ..._core.checks import choice, describe, number
 from .._draw.style import THEMES
 from .._fold.known import Call
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _HEATS = ("flop/byte", "memory")
 
 
+@answers("plot_step")
 def plot_step(
     step: Callable[..., Any],
     *args: Any,

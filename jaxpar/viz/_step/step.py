@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from ..._core.arguments import did_you_mean
+from ..._core.calls import answers
 from .. import _trace
 from .._fold.known import Call
 from .._fold.patterns import Rule
@@ -30,6 +31,7 @@ from .profile import Profile, check_profile, seconds_of
 from .shards import arguments_of, device_count, mesh_of
 
 
+@answers("trace_step")
 def trace_step(
     step: Callable[..., Any],
     *args: Any,
