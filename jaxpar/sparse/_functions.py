@@ -101,7 +101,6 @@ def from_dense(array: jax.Array, row_ids: Any = None) -> RowSparse:
         return take(array, row_ids)
     check_plain(array, "sparse.from_dense: array")
     array = jnp.asarray(array)
-    check_table(array.shape, "from_dense")
     if not is_known(array):
         raise ValueError("from_dense: which rows are not zero is unknown under jit; give row_ids")
     return take(array, np.flatnonzero(np.asarray((array != 0).any(tuple(range(1, array.ndim))))))
