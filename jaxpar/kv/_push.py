@@ -17,7 +17,7 @@ from .._devices.processes import refuse_elastic
 from .._devices.user_mesh import in_user_mesh
 from ..sparse import RowSparse
 from ..updaters import _TreeOptimizer as TreeOptimizer
-from . import _aggregate, _rows, _staleness, _tree
+from . import _aggregate, _rows, _staleness, _tree, _update
 from ._eager import processes, programs
 from ._mxnet import answers
 from ._pull import read
@@ -112,6 +112,7 @@ def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | 
         processes.agree(store, pushed)
     elif axis_name is None and jax.process_count() > 1:
         _check_within_process(store, pushed)
+    given, store = store, _update.counted(store, pushed)
     rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], RowSparse)}
     dense = {k: vs for k, vs in pushed.items() if k not in rows}
     parts: list[Changes] = []
@@ -121,7 +122,7 @@ def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | 
         parts.append(_staleness.push(store, dense, axis_name, functools.partial(_push_dense, axis_name=axis_name)))
     elif dense:
         parts.append(_push_dense(store, dense, axis_name))
-    return functools.reduce(with_changes, parts, store)
+    return functools.reduce(with_changes, map(_update.uncounted, parts), given)
 
 
 def _push_rows(store: KVStore, rows: dict[int, list[RowSparse]], axis_name: str | None) -> Changes:
