@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 from .._core import checks
 from .._core.arrays import Device, is_traced
 from .._core.keys import Key, Keys, find_keys
-from .._devices import buckets, emulated, small_values
+from .._devices import buckets, emulated
 from .._devices.copies import donatable
 from .._devices.mesh import STORE_AXIS, copies_on, mesh_of
 from .._devices.placement import spans_processes, to_host
@@ -163,8 +163,6 @@ def copies(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool) 
         return [[v] * len(devices) for v in values]
     wanted = set(devices)
     checks.check_own(wanted, "kv.pull")
-    if own and (quick := small_values.copies(values, devices, buckets.BucketLimits())) is not None:
-        return quick
     whole = {i for i, v in enumerate(values) if own and v.is_fully_replicated and v.sharding.device_set == wanted}
     new = dict(zip(whole, donatable([values[i] for i in whole]), strict=True))
     held: list[Any] = [_find_copies(new.get(i, v), wanted) for i, v in enumerate(values)]

@@ -17,8 +17,8 @@ from .._devices.processes import refuse_elastic
 from .._devices.user_mesh import in_user_mesh
 from ..sparse import RowSparse
 from ..updaters import _TreeOptimizer as TreeOptimizer
-from . import _aggregate, _rows, _staleness, _tree
-from ._eager import processes, programs, small
+from . import _aggregate, _rows, _staleness, _tree, _update
+from ._eager import processes, programs
 from ._mxnet import answers
 from ._pull import read
 from ._store import Changes, KVStore, Lists, kind_of, shape_of, shapes_of, with_changes
@@ -103,14 +103,8 @@ def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     return _staleness.flush(store, axis_name, functools.partial(_push_dense, axis_name=axis_name))
 
 
-def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | None, tried: bool = False) -> KVStore:
-    """What `push` returns.
-
-    Args:
-        tried: whether it is known that this is no push for `small`.
-    """
-    if axis_name is None and not tried and (quick := small.push(store, key, value)) is not None:
-        return quick
+def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | None) -> KVStore:
+    """What `push` returns."""
     if axis_name is not None and not isinstance(axis_name, (str, tuple)):
         raise TypeError(f"kv.push: axis_name must be the name of a mapped axis, got {checks.describe(axis_name)}")
     pushed = _request(store, key, value)
@@ -118,6 +112,7 @@ def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | 
         processes.agree(store, pushed)
     elif axis_name is None and jax.process_count() > 1:
         _check_within_process(store, pushed)
+    given, store = store, _update.counted(store, pushed)
     rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], RowSparse)}
     dense = {k: vs for k, vs in pushed.items() if k not in rows}
     parts: list[Changes] = []
@@ -127,7 +122,7 @@ def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | 
         parts.append(_staleness.push(store, dense, axis_name, functools.partial(_push_dense, axis_name=axis_name)))
     elif dense:
         parts.append(_push_dense(store, dense, axis_name))
-    return functools.reduce(with_changes, parts, store)
+    return functools.reduce(with_changes, map(_update.uncounted, parts), given)
 
 
 def _push_rows(store: KVStore, rows: dict[int, list[RowSparse]], axis_name: str | None) -> Changes:
@@ -235,10 +230,7 @@ def pushpull(
         >>> total.tolist()
         [2.0, 2.0]
     """
-    tried = axis_name is None and devices is not None
-    if tried and (quick := small.pushpull(store, key, value, devices)) is not None:
-        return quick
-    store = _pushed_store(store, key, value, axis_name, tried=tried)
+    store = _pushed_store(store, key, value, axis_name)
     return store, read(store, key, devices, axis_name)
 
 

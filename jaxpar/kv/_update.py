@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .._core import checks
+from .._core.arrays import is_traced
 from .._devices import collectives
 from .._devices.buckets import Shape
 from .._devices.user_mesh import split_like
@@ -18,6 +21,7 @@ from . import _tree
 from ._new_values import lay_out
 from ._store import Arrays, Changes, KVStore, check_shares, has_types, layout_of, shapes_of, shards
 
+_NUMBER = "num_update"  # its name in MXNet
 Pair = tuple[jax.Array, Any]  # a new value and a new state
 
 
@@ -25,6 +29,8 @@ def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Cha
     """The changes of the keys in `summed`, in ascending order. A `TreeOptimizer` gets the loss, if it is known."""
     if isinstance(store.updater, TreeOptimizer):
         return _tree.update(store, summed, loss)
+    if (known := counted(store, summed)) is not store:
+        return uncounted(update(known, summed, loss))
     keys = sorted(summed)
     pushed = {k: summed[k].astype(store.values[k].dtype).reshape(store.values[k].shape) for k in keys}
     if has_types(store.values[k] for k in keys):
@@ -38,6 +44,36 @@ def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Cha
     else:
         pairs = {k: update_one(store.updater, k, pushed[k], store.updater_state[k], store.values[k]) for k in keys}
     return Changes({k: new for k, (new, _) in pairs.items()}, {k: state for k, (_, state) in pairs.items()})
+
+
+def counted(store: KVStore, keys: Iterable[int]) -> KVStore:
+    """The store whose states hold the count that a schedule of MXNet's is asked with: the largest of any key.
+
+    A push of several keys counts them in ascending order. The number is there while a push runs, see `uncounted`.
+    """
+    keys = sorted(keys)
+    asks = getattr(getattr(store.updater, "update", None), "asks_all_counts", False)
+    if not asks or not keys or _NUMBER in store.updater_state[keys[0]]:
+        return store
+    counts: dict[int, Any] = {k: state["count"] for k, state in store.updater_state.items()}
+    larger: Any = jnp.maximum
+    if not is_traced(counts):
+        counts, larger = {k: int(count) for k, count in counts.items()}, max
+    largest, states = functools.reduce(larger, counts.values()), dict[int, Any]()
+    for k in keys:
+        largest = larger(largest, counts[k] + 1)
+        states[k] = {**store.updater_state[k], _NUMBER: jnp.asarray(largest - 1, jnp.int32)}
+    return dataclasses.replace(store, updater_state=store.updater_state | states)
+
+
+def uncounted(changes: Changes) -> Changes:
+    """The changes without what `counted` added."""
+
+    def without(state: Any) -> Any:
+        counted = isinstance(state, dict) and _NUMBER in state
+        return {name: leaf for name, leaf in state.items() if name != _NUMBER} if counted else state
+
+    return changes._replace(updater_state={k: without(state) for k, state in changes.updater_state.items()})
 
 
 def update_one(updater: Any, key: int, pushed: jax.Array, state: Any, stored: jax.Array) -> Pair:

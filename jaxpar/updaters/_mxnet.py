@@ -13,8 +13,9 @@ value. Arithmetic is in the stored dtype, or in float32 if that is narrower.
 | rmsprop, centered | m the running mean of h too; d = γ₂·d - rate·h/√(n - m² + ε); w = w + d |
 | adagrad | h = clip(g); n = n + h²; w = w - rate·(h/√(n + ε) + wd·w) |
 
-`learning_rate` is a number, or a schedule `count -> rate` of the key's earlier pushes, as in optax. With
-`rate_in_state` the state of each key holds the rate, and `set_learning_rate` changes it without a new compilation.
+`learning_rate` is a number, or a schedule `count -> rate` of the earlier pushes. In a store `count` is the largest of
+any key, as in MXNet, so a key that is pushed now and then has the rate of the others. With `rate_in_state` the state of
+each key holds the rate, and `set_learning_rate` changes it without a new compilation.
 `lr_mult` and `wd_mult` are factors by key, see `multipliers`. Equal arguments give equal updaters, which are one
 compiled program.
 

@@ -68,7 +68,7 @@ class Common:
         if self.rate_in_state:
             rate = state["learning_rate"]
         elif callable(self.learning_rate):
-            rate = self.learning_rate(state["count"])
+            rate = self.learning_rate(state.get("num_update", state["count"]))  # in a store that of all keys
         else:
             rate = self.learning_rate
         return rate * self.factors[0].get(key, 1.0)
@@ -145,7 +145,7 @@ def _factors(where: str, name: str, factors: Mapping[int, float] | None) -> tupl
 
 # MXNet's arguments that have no counterpart, and what is written instead. Nothing given for them is no error.
 _ABSENT = {
-    "lr_scheduler": "write learning_rate=lambda count: ..., a schedule of the key's earlier pushes. MXNet's scheduler "
+    "lr_scheduler": "write learning_rate=lambda count: ..., a schedule of the earlier pushes. MXNet's scheduler "
     "gets the number of this push, so lr_scheduler=f is learning_rate=lambda count: f(count + 1)",
     "param_idx2name": "write wd_mult=updaters.mxnet_wd_mult(names), with kv.names(store) or this dict as names",
     "sym": "write lr_mult= and wd_mult= by key; updaters.multipliers(names, patterns) makes them",

@@ -71,6 +71,11 @@ class _Update:
     def uses_key(self) -> bool:
         return bool(self.common.lr_mult or self.common.wd_mult)
 
+    @property
+    def asks_all_counts(self) -> bool:
+        """Whether the rate follows the largest count of any key of the store."""
+        return callable(self.common.learning_rate)
+
     def program_of(self, key: int) -> tuple[float, ...]:
         """All that the update takes from the key."""
         return tuple(factors.get(key, 1.0) for factors in self.common.factors)

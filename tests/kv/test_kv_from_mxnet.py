@@ -9,7 +9,7 @@ import optax
 import pytest
 from kv_model import assert_unchanged, snapshot
 
-from jaxpar import kv, updaters
+from jaxpar import kv, train, updaters
 from jaxpar.sparse import RowSparse
 
 ONES = jnp.ones((2, 3))
@@ -181,3 +181,43 @@ def test_multipliers_change_in_the_middle_and_momentum_stays():
         momentum = 0.9 * momentum - 0.1 * factor
         value += momentum
     np.testing.assert_allclose(kv.pull(store, 0), [value], rtol=1e-6)
+
+
+PUSHES = [[0], [0, 1], [1], [0], [2, 0], [1, 0, 2], [2], [2, 1]]  # the keys of each push
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [("local", False), ("device", False), ("sharded", False), ("dist_sync", False), ("local", True), ("device", True)],
+)
+def test_a_schedule_follows_the_largest_count_of_any_key(kind, rows):
+    """As `Optimizer._update_count` and `_get_lr` of MXNet 1.9.1 do, in plain Python here."""
+    store = kv.init(kv.create(kind, devices=jax.devices()[:2]), [0, 1, 2], [jnp.zeros((4, 1))] * 3)
+    store = kv.set_updater(store, updaters.mxnet_sgd(lambda count: 1 / (count + 1), begin_num_update=2))
+    value = jnp.ones((4, 1)) if not rows else RowSparse(np.arange(4), np.ones((4, 1), np.float32), (4, 1))
+    counts, num_update, expected = dict.fromkeys(range(3), 2), 2, dict.fromkeys(range(3), 0.0)
+    for keys in PUSHES:
+        store = kv.push(store, keys, [value] * len(keys))
+        for key in sorted(keys):
+            counts[key] += 1
+            num_update = max(counts[key], num_update)
+            expected[key] -= 1 / num_update
+        assert [int(store.updater_state[k]["count"]) for k in range(3)] == list(counts.values())
+    assert all(state.keys() == {"count"} for state in store.updater_state.values())
+    for key, wanted in expected.items():
+        np.testing.assert_allclose(kv.pull(store, key), np.full((4, 1), wanted), rtol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
+def test_a_schedule_follows_the_largest_count_in_a_step(engine):
+    """ "b" is not read and keeps its count, after pushes at the prompt that counted further than those of "w"."""
+    tx = updaters.mxnet_sgd(lambda count: 1.0 + count)
+    store = kv.from_params({"b": jnp.zeros(()), "w": jnp.zeros(())}, updater=tx, devices=jax.devices()[:2])
+    for _ in range(3):
+        store = kv.push(store, "b", jnp.ones(()))
+    step = train.make_train_step(lambda p, batch, rng: (p["w"] * batch.mean(), {}), engine=engine, unused="skip")
+    state = train.create_state(store, 0)
+    for _ in range(4):
+        state, _ = step(state, np.ones(4, np.float32))
+    assert float(state.params["w"]) == -(3 + 3 + 3 + 4)
+    assert [int(s["count"]) for s in state.store.updater_state.values()] == [3, 4]
