@@ -7,13 +7,14 @@ and arguments count alike by position and by name.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
@@ -76,7 +77,10 @@ def answers(where: str, hints: Mapping[str, str] = _NONE, many: str = "") -> Cal
             if not call.is_complete(len(args), kwargs):
                 call.refuse(len(args), kwargs)
             try:
-                return fn(*args, **kwargs)
+                if not is_guarded():
+                    return fn(*args, **kwargs)
+                with own_transfers():
+                    return fn(*args, **kwargs)
             except Exception as error:
                 _explain(where, fn, args, kwargs, error)
                 raise
@@ -84,6 +88,29 @@ def answers(where: str, hints: Mapping[str, str] = _NONE, many: str = "") -> Cal
         return checked
 
     return decorate
+
+
+def is_guarded() -> bool:
+    """Whether the user has set `jax.transfer_guard`."""
+    config: Any = jax.config
+    return bool(
+        config.jax_transfer_guard_host_to_device
+        or config.jax_transfer_guard_device_to_host
+        or config.jax_transfer_guard_device_to_device
+    )
+
+
+@contextlib.contextmanager
+def own_transfers() -> Generator[None]:
+    """A block whose transfers are explicit for `jax.transfer_guard`: what a call is given goes to its devices.
+
+    A guard that disallows explicit transfers too stays.
+    """
+    with contextlib.ExitStack() as stack:
+        for way in ("host_to_device", "device_to_host", "device_to_device"):
+            if getattr(jax.config, f"jax_transfer_guard_{way}") in ("disallow", "log"):
+                stack.enter_context(getattr(jax, f"transfer_guard_{way}")("allow"))
+        yield
 
 
 def answers_class(where: str) -> Callable[[C], C]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,16 @@ def as_path(given: Any, where: str) -> Path:
         raise TypeError(f"{where} must be a path, a string or a pathlib.Path, got {shown}") from None
 
 
+def create(path: Path, content: bytes) -> None:
+    """A new file, whole or not at all. `FileExistsError` where something has that name."""
+    with open(path, "xb", buffering=0) as file:
+        try:
+            _write_all(file, content)
+        except OSError:  # the disk is full
+            path.unlink(missing_ok=True)
+            raise
+
+
 def append(path: Path, content: bytes) -> None:
     """Append bytes to a file, all of them or none.
 
@@ -25,14 +36,19 @@ def append(path: Path, content: bytes) -> None:
         OSError: the file cannot be written. Its content is as before.
     """
     with open(path, "ab", buffering=0) as file:
-        size, rest = file.tell(), memoryview(content)
+        size = file.tell()
         try:
-            while rest:
-                rest = rest[file.write(rest) :]
+            _write_all(file, content)
         except OSError:
             with contextlib.suppress(OSError):
                 file.truncate(size)
             raise
+
+
+def _write_all(file: io.FileIO, content: bytes) -> None:
+    rest = memoryview(content)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def replace(path: Path, write: bytes | Callable[[Any], None]) -> None:

@@ -22,6 +22,7 @@ import jax
 import jax.core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from .._core.calls import answers
 from .mesh import copies_on, split_over
 
 Args = ParamSpec("Args")
@@ -69,7 +70,7 @@ def in_user_mesh(fn: Callable[Args, Result]) -> Callable[Args, Result]:
 
 def each_in_user_mesh(items: Iterator[Item]) -> Iterator[Item]:
     """The items of an iterator, each made as `in_user_mesh` calls a function."""
-    advance = in_user_mesh(lambda: next(items, _END))
+    advance = answers("the next batch")(in_user_mesh(lambda: next(items, _END)))
     while (item := advance()) is not _END:
         yield item
 

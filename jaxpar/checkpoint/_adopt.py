@@ -9,7 +9,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from .._core.files import flush_to_disk
+from .._core.files import create, flush_to_disk
 from . import _files, _manifest
 from ._manifest import CheckpointError
 
@@ -62,7 +62,12 @@ def _bring_records(brought: Path, path: Path) -> None:
     """Move the records of the run to their place. Those that are there already stay."""
     if brought.is_file():
         with contextlib.suppress(FileExistsError):
-            os.link(brought, path)
+            try:
+                os.link(brought, path)
+            except FileExistsError:
+                raise
+            except OSError:  # there are no hard links
+                create(path, brought.read_bytes())
         brought.unlink()
 
 

@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from .._core import text
+from .._core.files import create
 from . import _manifest, _owner, _regular_file
 
 _NAME = ".writer"
 _TOUCH_EVERY = 5.0  # seconds
 _STALE = 20.0  # seconds after which a claim that nobody touched belongs to nobody
 _LOOK_EVERY = 0.5
+_AGAIN = 0.02
 _LONGEST = 4096  # bytes of the file
 
 
@@ -65,7 +67,8 @@ class Claim:
         """
         while not self._is_mine() and not self._create():
             if (other := self._other()) is None:
-                continue  # it was given up meanwhile
+                time.sleep(_AGAIN)  # it was given up meanwhile, which a network's file system shows late
+                continue
             if other.owner == _owner.tag():
                 return  # another manager of this process has it
             if self._is_held:
@@ -90,12 +93,7 @@ class Claim:
         """Make the file. It is False where there is one."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            with open(self._path, "xb", buffering=0) as file:
-                try:
-                    file.write(self._content)
-                except OSError:  # the disk is full
-                    self._path.unlink(missing_ok=True)
-                    raise
+            create(self._path, self._content)
         except FileExistsError:
             return False
         except OSError as error:
@@ -115,6 +113,8 @@ class Claim:
             with _regular_file.opened(self._path) as file:  # to open it asks the server of a network's file system
                 content, changed = file.read(_LONGEST), os.fstat(file.fileno()).st_mtime
         except FileNotFoundError:
+            if self._path.is_symlink():
+                raise _taken(f"{self._path} is a link to a file that does not exist; remove it") from None
             return None
         except OSError as error:
             raise _taken(f"{self._path} cannot be read ({error.strerror})") from None
@@ -148,8 +148,8 @@ class Claim:
         with contextlib.suppress(FileNotFoundError):
             os.rename(self._path, gone)
             with contextlib.suppress(OSError):
-                if _regular_file.read(gone, _LONGEST) != other.content:
-                    os.link(gone, self._path)
+                if (content := _regular_file.read(gone, _LONGEST)) != other.content:
+                    create(self._path, content)
             os.unlink(gone)
 
     def _now(self) -> float:
@@ -166,18 +166,17 @@ class Claim:
             self._ended = threading.Event()
             threading.Thread(target=_touch, args=(self, self._ended), name="jaxpar-claim", daemon=True).start()
 
-    def touch(self) -> bool:
-        """Show other machines that this process runs. It is False where the claim is lost."""
-        if not self._is_mine():
-            return False
-        with contextlib.suppress(OSError):
-            os.utime(self._path)
-        return True
+    def touch(self) -> None:
+        """Show other machines that this process runs, unless the claim is lost or cannot be read now."""
+        if self._is_mine():
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
 
 
 def _touch(claim: Claim, ended: threading.Event) -> None:
-    while not ended.wait(_TOUCH_EVERY) and claim.touch():
-        pass
+    """A read that fails once says nothing of the next one, and a claim that was lost may be made again."""
+    while not ended.wait(_TOUCH_EVERY):
+        claim.touch()
 
 
 def _taken(why: str) -> OSError:

@@ -60,6 +60,10 @@ class Config:
     vocabulary: int = 50304
     positions: int = 1024
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            checks.whole_number(getattr(self, field.name), "transformer.Config", field.name)
+
 
 @answers("transformer.init")
 def init(rng: jax.Array, config: Config = Config()) -> Params:

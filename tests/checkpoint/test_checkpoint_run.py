@@ -1,5 +1,6 @@
 """The directory of a run: one process claims it, and the records of its epochs are appended to a file."""
 
+import errno
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxpar import checkpoint, data, kv, train
-from jaxpar.checkpoint import _claim, _owner, _records
+from jaxpar.checkpoint import _adopt, _claim, _owner, _records, _regular_file, _whole_copy
 
 LIKE = {"w": jnp.zeros(3)}
 STEP = train.make_train_step(lambda params, batch, rng: (((batch["image"] @ params["w"]) - 1.0).var(), {}))
@@ -323,3 +324,54 @@ manager.close()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "is a fork of the one that made this Manager" in done.stdout
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOENT])
+def test_a_claim_is_touched_again_after_a_read_that_failed(tmp_path, monkeypatch, number):
+    failed, read = threading.Event(), _regular_file.read
+    fails = [True]
+
+    def fail(path, most):
+        if fails[0] and threading.current_thread().name == "jaxpar-claim":
+            failed.set()
+            raise OSError(number, os.strerror(number), str(path))
+        return read(path, most)
+
+    monkeypatch.setattr(_regular_file, "read", fail)
+    monkeypatch.setattr(_claim, "_TOUCH_EVERY", 0.01)
+    claim = _claim.Claim(tmp_path)
+    claim.hold()
+    assert failed.wait(20)
+    os.utime(tmp_path / ".writer", (1, 1))
+    fails[0] = False
+    end = time.monotonic() + 20
+    while (tmp_path / ".writer").stat().st_mtime == 1 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert (tmp_path / ".writer").stat().st_mtime > 1
+    claim.release()
+
+
+def test_a_link_to_nothing_in_place_of_a_claim(tmp_path):
+    (tmp_path / ".writer").symlink_to(tmp_path / "nothing")
+    with pytest.raises(OSError, match=r"\.writer is a link to a file that does not exist; remove it"):
+        _claim.Claim(tmp_path).hold()
+    (tmp_path / ".writer").unlink()
+    (tmp_path / ".writer").symlink_to(".writer")
+    with pytest.raises(OSError, match=r"\.writer cannot be read"):
+        _claim.Claim(tmp_path).hold()
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.ESTALE, errno.EMLINK])
+def test_a_file_system_without_hard_links(tmp_path, monkeypatch, sleeper, number):
+    def link(*paths):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", link)
+    run(tmp_path / "old", epochs=2)
+    with _whole_copy(checkpoint.latest(tmp_path / "old")) as copy:
+        for _ in range(2):  # the second one finds all of it there
+            _adopt(copy, tmp_path / "new")
+        assert not (tmp_path / "new" / checkpoint.latest(tmp_path / "new").name / "records.jsonl").exists()
+    assert (tmp_path / "new/records.jsonl").read_bytes() == (tmp_path / "old/records.jsonl").read_bytes()
+    run(tmp_path / "new", epochs=3)
+    test_of_two_that_take_a_claim_over_one_has_it(tmp_path / "claim", monkeypatch, sleeper)

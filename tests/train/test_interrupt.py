@@ -150,18 +150,29 @@ def test_others_keep_their_handlers():
 
 
 @pytest.mark.usefixtures("handlers")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_after_the_last_step_is_not_lost(number, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("number", "at_prompt"), [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGINT, True)]
+)
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_signal_after_the_last_step_is_not_lost(number, at_prompt, saves, monkeypatch, tmp_path, capsys):
     def close(self):
         signal.raise_signal(number)  # while the last checkpoint is being written
         closed(self)
 
     closed = RunCheckpoints.close
     monkeypatch.setattr(RunCheckpoints, "close", close)
+    options = {"epochs": 1, "checkpoint_dir": tmp_path if saves else None}
+    words = "after the last step, 20; the run is complete"
+    words += f", saved in {tmp_path}/step_00000020" if saves else ""
+    if at_prompt:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+        state, history = run(start(), **options)
+        assert (int(state.step), len(history)) == (20, 1)
+        assert f"fit: interrupted {words}\n" in capsys.readouterr().err
+        return
     with pytest.raises((SystemExit, KeyboardInterrupt)) as raised:
-        run(start(), epochs=1, checkpoint_dir=tmp_path)
-    said = capsys.readouterr().err + str(raised.value)
-    assert f"after step 20, in epoch 1 of 1; saved in {tmp_path}/step_00000020" in said
+        run(start(), **options)
+    assert words in capsys.readouterr().err + str(raised.value)
     assert getattr(raised.value, "code", 143) == 143
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,13 @@ class LearningRate:
 
     def __post_init__(self) -> None:
         if self.schedule is not None and not callable(self.schedule):
-            checks.number(self.schedule, "train.LearningRate", "schedule", "a function or a number", lambda x: True)
+            checks.number(
+                self.schedule,
+                "train.LearningRate",
+                "schedule",
+                "a function or a number of 0 or more",
+                lambda x: 0 <= x < math.inf,
+            )
 
     def __call__(self, state: TrainState, record: Record) -> None:
         """`fit` has put the rate in the record already."""

@@ -187,12 +187,12 @@ def _fit(loop: Loop, checkpoints: RunCheckpoints, saves: bool) -> tuple[TrainSta
         checkpoints.claim()
     loop.run.certificate.begin(loop.run.step, loop.state, loop.at)
     called.start(loop.history)  # after all that may refuse this call, so that the file of another run stays as it is
-    number = _train(loop, checkpoints)
-    return _finish(loop, checkpoints, number)
+    number, was_over = _train(loop, checkpoints)
+    return _finish(loop, checkpoints, number, was_over)
 
 
-def _train(loop: Loop, checkpoints: RunCheckpoints) -> int | None:
-    """Make the steps. Return the number of the signal that ended the run, or None."""
+def _train(loop: Loop, checkpoints: RunCheckpoints) -> tuple[int | None, bool]:
+    """Make the steps. Return the number of the signal that ended the run, or None, and whether it was over by then."""
     try:
         with (
             interrupt.Signals(jax.process_count() > 1) as signals,
@@ -205,10 +205,11 @@ def _train(loop: Loop, checkpoints: RunCheckpoints) -> int | None:
                 if _should_stop(loop, checkpoints, signals, record):
                     break
             loop.end_interrupted()
+            was_over = signals.asked is None
     except BaseException as error:
         _attach_state(error, loop)
         raise
-    return signals.asked
+    return signals.asked, was_over
 
 
 def _should_stop(loop: Loop, checkpoints: RunCheckpoints, signals: interrupt.Signals, record: Record | None) -> bool:
@@ -244,13 +245,16 @@ def _evaluate(loop: Loop, checkpoints: RunCheckpoints, record: Record) -> None:
         raise
 
 
-def _finish(loop: Loop, checkpoints: RunCheckpoints, number: int | None) -> tuple[TrainState, History]:
+def _finish(loop: Loop, checkpoints: RunCheckpoints, number: int | None, was_over: bool) -> tuple[TrainState, History]:
     """The result of `fit`, or its exception after a signal."""
     if loop.run.elastic is not None:
         loop.state = loop.run.elastic.local(loop.state)
     if number is None:
         return loop.state, loop.history
-    where = interrupt.where(loop.at, loop.number, loop.run.epochs, checkpoints.path(loop.at))
+    saved = checkpoints.path(loop.at)
+    where = interrupt.where(loop.at, loop.number, loop.run.epochs, saved)
+    if was_over:  # the signal came while the last checkpoint was written; the same call on this state trains on
+        where = f"after the last step, {loop.at}; the run is complete" + (f", saved in {saved}" if saved else "")
     return interrupt.finish_interrupted(number, loop.state, loop.history, where, loop.run.on_interrupt)
 
 
