@@ -4,8 +4,8 @@
     python tools/soak.py --minutes 5 --only fit
     python tools/soak.py --only plain          the same compilations by plain JAX, without jaxpar
 
-One process does in turn what a notebook of a long day does. Nothing that it makes is kept. A table shows what the process
-holds. The exit status is 0 where the second half of the time added nothing.
+One process does in turn what a notebook of a long day does. Nothing that it makes is kept. A table shows what the
+process holds. The exit status is 0 where the second half of the time added nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def start(number: int, engine: str) -> Any:
 def new_fit(number: int, source: Any = SET, **options: Any) -> Any:
     step_options = {name: options.pop(name) for name in ("nonfinite",) if name in options}
     step = train.make_train_step(new_loss(number), engine=ENGINES[number // 3 % 3], **step_options)
-    return train.fit(start(number, step.engine), step, source, batch_size=16, progress=False, **{"epochs": 2, **options})
+    return train.fit(
+        start(number, step.engine), step, source, batch_size=16, progress=False, **{"epochs": 2, **options}
+    )
 
 
 def fit(number: int) -> None:
