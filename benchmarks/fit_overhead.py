@@ -15,7 +15,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import contextlib
 import statistics
+import tempfile
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -56,11 +58,11 @@ def main() -> None:
         jax.block_until_ready((state, metrics))
         return time.perf_counter() - start
 
-    def fitted(progress: bool) -> float:
+    def fitted(progress: bool = False, **certified: Any) -> float:
         state = fresh()
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere), contextlib.redirect_stdout(nowhere):
             start = time.perf_counter()
-            state, _ = train.fit(state, step, dataset, epochs=1, batch_size=size, progress=progress)
+            state, _ = train.fit(state, step, dataset, epochs=1, batch_size=size, progress=progress, **certified)
             jax.block_until_ready(state)
             return time.perf_counter() - start
 
@@ -68,15 +70,17 @@ def main() -> None:
         "bare step": lambda: looped(lambda: ready),
         "on one batch": lambda: looped(lambda: ready[:1] * steps),
         "with batches": lambda: looped(shuffled),
-        "fit": lambda: fitted(False),
+        "fit": fitted,
         "fit, progress": lambda: fitted(True),
+        "fit, certificate": lambda: fitted(certificate=f"{folder}/run.jsonl", certificate_every=100),
     }
     times = {name: [] for name in ways}
-    for way in ways.values():
-        way()
-    for _ in range(options.rounds):
-        for name, way in ways.items():
-            times[name].append(way())
+    with tempfile.TemporaryDirectory() as folder:
+        for way in ways.values():
+            way()
+        for _ in range(options.rounds):
+            for name, way in ways.items():
+                times[name].append(way())
     over = {n: statistics.median(t / b for t, b in zip(v, times["bare step"], strict=True)) for n, v in times.items()}
     ms = {name: 1e3 * statistics.median(values) / steps for name, values in times.items()}
     show(

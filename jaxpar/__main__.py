@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 where it worked. 1 where it failed, with one line on standard error. Bad arguments end with status 2. `launch`
-        has statuses of its own.
+        and `verify` have statuses of their own.
     """
     args = _arguments(sys.argv[1:] if argv is None else list(argv))
     try:

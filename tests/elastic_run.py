@@ -125,6 +125,8 @@ state, history = train.fit(
     eval_every=4,
     checkpoint_dir=Path(folder, "run"),
     checkpoint_every=2,
+    certificate=Path(folder, "run.jsonl"),
+    certificate_every=1,
 )
 leaves = jax.tree.leaves((kv.to_params(state.store), state.store.optimizer_state, state.store.updater_state))
 bits = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()[:16]

@@ -30,11 +30,21 @@ def main(address, processes, process, folder):
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01))
     step = train.make_train_step(loss_fn, virtual_shards=8)
     state = train.create_state(kv.from_params(params, kind="dist_sync", optimizer=tx), 7)
-    state, history = train.fit(state, step, given, epochs=2, batch_size=64, progress=False)
+    certified = {"certificate": Path(folder) / "run.jsonl", "certificate_every": 1}
+    state, history = train.fit(state, step, given, epochs=2, batch_size=64, progress=False, **certified)
     leaves = jax.tree.leaves((state.store.values, state.store.optimizer_state, state.step))
     found = {str(i): np.asarray(x.addressable_data(0)) for i, x in enumerate(leaves)}
     found["loss"] = np.array([record["loss"] for record in history])
     np.savez(Path(folder) / f"process{process}.npz", **found)
+    split(params, tx, given, Path(folder))
+
+
+def split(params, tx, given, folder):
+    """A state of which each device has a part, certified and saved."""
+    state = train.create_state(kv.from_params(params, kind="sharded", optimizer=tx), 7)
+    step = train.make_train_step(loss_fn)
+    certified = {"certificate": folder / "split.jsonl", "certificate_every": 2, "checkpoint_dir": folder / "split"}
+    train.fit(state, step, given, epochs=2, batch_size=48, progress=False, **certified)
 
 
 main(*sys.argv[1:])

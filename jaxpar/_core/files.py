@@ -76,9 +76,11 @@ def replace(path: Path, write: bytes | Callable[[Any], None]) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until the disk has a file, or the entries of a folder."""
+    """Wait until the disk has a file, or the entries of a folder. An `OSError` names it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(handle)

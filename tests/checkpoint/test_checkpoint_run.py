@@ -85,6 +85,15 @@ def test_a_line_that_was_cut_short_costs_no_other(tmp_path):
     assert str(_records.read(tmp_path, second)) == str(records(3))
 
 
+def test_a_disk_that_fails_is_named(tmp_path, monkeypatch):
+    def fails(handle):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match=r"Input/output error: '.*records.jsonl'"):
+        run(tmp_path)
+
+
 @settings(deadline=None, max_examples=200)
 @given(at=st.integers(0, 600), bit=st.integers(0, 7), cut=st.booleans())
 def test_damaged_records_are_refused_or_whole(tmp_path_factory, at, bit, cut):

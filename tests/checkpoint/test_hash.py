@@ -1,6 +1,8 @@
 """The hash of a state: each bit, name, shape and dtype counts, and nothing of devices and layouts."""
 
 import dataclasses
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from step_model import adam, line, start, step_of
 
 from jaxpar import checkpoint, kv, train
+from jaxpar.checkpoint import _hash
 
 
 def hash_of(tree):
@@ -139,6 +142,16 @@ def test_a_few_words_come_to_the_host():
     arrays = [sums for _, sums in found.groups]
     assert sum(x.nbytes for x in arrays) == 8 * len(found.records)
     assert len(arrays) <= 2  # programs
+
+
+@pytest.mark.parametrize("spec", [P("a"), P(None, "b"), P("a", "b"), P(("a", "b"))], ids=str)
+def test_devices_exchange_sums_only(spec):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    split = jax.device_put(jnp.zeros((64, 64)), NamedSharding(mesh, spec))
+    program = _hash._sums.lower([split], (None,)).compile().as_text()
+    shapes = re.findall(r"= \(?(\w+\[[\d,]*\])\S* (?:all-|collective-|reduce-scatter)", program)
+    assert shapes
+    assert {math.prod(map(int, shape[4:-1].split(","))) for shape in shapes} <= {2, 4}
 
 
 def test_state_of_all_parts():

@@ -1,6 +1,7 @@
 """`make_train_step(virtual_shards=V)`: the same bits on any number of devices, or an error in words."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from kv_model import collectives_in
 from several_processes import Run
 
-from jaxpar import data, kv, models, train, updaters
+from jaxpar import checkpoint, data, kv, models, train, updaters
 from jaxpar._devices import fixed_tree
 from jaxpar._devices.mesh import mesh_of, split_over
 from jaxpar.models import transformer
@@ -406,14 +407,29 @@ def test_a_source_that_cannot_pad_is_refused():
 # Processes.
 
 
+def check_split(folder, devices):
+    """A state that processes had parts of has the hash that it has in one process, where its checkpoint is restored."""
+    header, *lines = map(json.loads, (folder / "split.jsonl").read_text().splitlines())
+    assert (header["devices"], header["kind"]) == (devices, "sharded")
+    assert [entry["step"] for entry in lines] == [2, 4, 6, 8]
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01))
+    like = train.create_state(kv.from_params({"a": jnp.zeros((300, 80)), "b": jnp.zeros((80, 5))}, optimizer=tx), 0)
+    for entry, path in zip(lines[1::2], sorted((folder / "split").glob("step_*")), strict=True):
+        assert str(checkpoint._hash_of(checkpoint.restore(path, like))) == entry["state"]
+
+
 @pytest.mark.slow
 def test_in_any_number_of_processes(tmp_path):
     """One process with four devices, two with one each, three with one each: the same bits."""
-    found = []
+    found, certificates = [], set()
     for processes, devices in ((1, 4), (2, 1), (3, 1)):
         with Run("virtual_run.py", tmp_path / f"{processes}x{devices}", processes, devices) as run:
             run.wait()
             found += [run.saved(f"process{i}.npz") for i in range(processes)]
+            certificates.add((run.folder / "run.jsonl").read_text().partition("\n")[2])
+            check_split(run.folder, devices * processes)
+    assert len(certificates) == 1
+    assert certificates.pop().count("state") == 6
     for other in found[1:]:
         assert other.keys() == found[0].keys()
         for name, value in found[0].items():
