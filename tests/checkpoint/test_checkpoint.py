@@ -290,7 +290,11 @@ def test_an_optimizer_with_the_same_state_and_another_rule(tmp_path, pair):
         checkpoint.CheckpointError, match=r"key [01] \('dense/.*'\): value: the optimizer that saved it"
     ):
         checkpoint.restore(tmp_path / "a", second)
-    same(checkpoint.restore(tmp_path / "a", held_by(pair[0])), first)
+    found = checkpoint.restore(tmp_path / "a", held_by(pair[0]))
+    same(found, first)
+    moved = jax.tree.unflatten(jax.tree.structure(second), jax.tree.leaves(found))  # as the message says
+    assert moved.updater == second.updater
+    kv.push(moved, [0, 1], jax.tree.leaves(PARAMS))
 
 
 @pytest.mark.parametrize("pair", SAME_RULES.values(), ids=SAME_RULES)
