@@ -286,9 +286,7 @@ def held_by(tx, kind="device"):
 def test_an_optimizer_with_the_same_state_and_another_rule(tmp_path, pair):
     first, second = map(held_by, pair)
     checkpoint.save(tmp_path / "a", first)
-    with pytest.raises(
-        checkpoint.CheckpointError, match=r"key [01] \('dense/.*'\): value: the optimizer that saved it"
-    ):
+    with pytest.raises(checkpoint.CheckpointError, match=r"key [01] \('dense/.*'\).* another rule .*restored\)\)"):
         checkpoint.restore(tmp_path / "a", second)
     found = checkpoint.restore(tmp_path / "a", held_by(pair[0]))
     same(found, first)
