@@ -91,11 +91,9 @@ def _check_rules(like: KVStore, saved: dict[int, Saved]) -> None:
         record, _ = saved[k][""]
         if updaters._is_other_rule(rule, record.get("rule")):
             raise ValueError(
-                f"{record['words']}: the optimizer that saved it updates it by another rule than that of `like` "
-                "(another rate, decay or schedule is no other rule); give a state with the optimizer that saved it. To "
-                "change the optimizer and keep its state, restore that, then put it into the new store: "
-                "dataclasses.replace(new, values=found.values, updater_state=found.updater_state, "
-                "optimizer_state=found.optimizer_state)"
+                f"{record['words']}: the optimizer that saved it updates it by another rule than that of `like`; give "
+                "a state with that optimizer. To go on with another one and keep its state, put what you restored into "
+                "the new state: jax.tree.unflatten(jax.tree.structure(new), jax.tree.leaves(restored))"
             )
 
 
