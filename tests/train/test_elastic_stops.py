@@ -58,13 +58,15 @@ class Run:
             os.kill(pid, number)
 
     def end(self):
-        (self.folder / "over").touch()
+        """The steps and the bits of its processes at the end."""
         try:
             status = self.launcher.wait(60)
         except subprocess.TimeoutExpired:
             self.launcher.terminate()
             raise AssertionError(self.output) from None
-        self._reading.join()
+        finally:
+            self._reading.join()
+            self.launcher.stdout.close()
         assert status == 0, self.output
         return set(self.found(r"BITS (\d+) (\w+)"))
 
@@ -110,6 +112,7 @@ def attack(run, events):
         lost += losses
         run.wait(r"is started again as pid", lost)
         run.wait(r"PID \d+ \d+", PROCESSES + lost)
+    (run.folder / "over").touch()
     return run.end()
 
 
