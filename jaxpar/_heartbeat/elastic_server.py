@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +32,9 @@ class ElasticServer(HeartbeatServer):
         **options: Any,
     ):
         self._on_leave, self._on_work = on_leave, on_work
-        self._unreleased: set[int] = set()
+        self._unreleased = collections.Counter[int]()  # what process 0 was told and has not done
+        if "on_close" in options:  # a launcher says by the exit status why a process ended, and it may be 0
+            options["on_close"] = lambda rank: self.forget(rank) if rank else None
         super().__init__(*args, **options)
 
     def report(self, rank: int, why: str) -> None:
@@ -48,7 +51,7 @@ class ElasticServer(HeartbeatServer):
         if rank in self.peers:
             self._drop(self.peers[rank])
         if 0 in self.peers:
-            self._unreleased.add(rank)
+            self._unreleased[rank] += 1
             self.peers[0].connection.send(left=rank)
         if self._interrupt is not None and self._interrupt[1] == rank:
             self._interrupt = None
@@ -56,7 +59,7 @@ class ElasticServer(HeartbeatServer):
     def _welcome(self, peer: Peer, message: Message) -> None:
         is_late = not self._is_joining
         super()._welcome(peer, message)
-        if is_late and peer.rank >= 0 and peer.rank not in self._unreleased:
+        if is_late and peer.rank >= 0 and self._unreleased[peer.rank] <= 0:
             self._send_go(peer)
 
     def _handle(self, peer: Peer, message: Message) -> None:
@@ -64,8 +67,9 @@ class ElasticServer(HeartbeatServer):
         if "working" in message and peer.rank >= 0:
             self._on_work(peer.rank)
         if "released" in message and peer.rank == 0:
-            self._unreleased.discard(rank := message["released"])
-            if rank in self.peers:
+            rank = message["released"]
+            self._unreleased[rank] -= 1
+            if rank in self.peers and not self._unreleased[rank]:
                 self._send_go(self.peers[rank])
 
     def _send_go(self, peer: Peer) -> None:

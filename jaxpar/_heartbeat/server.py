@@ -253,7 +253,7 @@ class HeartbeatServer:
         self._first_join = self._clock.now if self._first_join is None else self._first_join
         if self.lost is not None:
             peer.connection.send(lost=self.lost.rank, host=self.lost.host, why=self.lost.why)
-        elif len(self.peers) == self.size:
+        elif self._is_joining and len(self.peers) == self.size:
             self._is_joining = False
             self._send_all(go=1, host=socket.gethostname())
 

@@ -65,7 +65,7 @@ def initialize(
 
     Raises:
         TypeError: `num_processes` or `process_id` is no int.
-        ValueError: settings that are incomplete, out of range, or contradict each other.
+        ValueError: settings that are incomplete, out of range, or contradict each other, `elastic` without `monitor`.
         RuntimeError: JAX was used before. It is too old for `elastic`. The port is taken. Process 0 does not answer.
             The others did not join in time, or with other numbers. An earlier call failed half-way.
     """

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import selectors
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ from jaxpar import distributed
 from jaxpar._heartbeat import client as client_module
 from jaxpar._heartbeat.client import LOST, HeartbeatClient
 from jaxpar._heartbeat.connection import JsonConnection
+from jaxpar._heartbeat.elastic_server import ElasticServer
 from jaxpar._heartbeat.messages import FROM_SERVER
 from jaxpar._heartbeat.server_thread import ServerThread
 
@@ -587,3 +589,41 @@ def test_a_thread_that_fails_says_so_and_what_follows(capfd, monkeypatch):
     assert f"the thread jaxpar-heartbeat-server failed: {why}; the run ends" in capfd.readouterr().err
     with pytest.raises(OSError, match="Bad file descriptor"):  # closed, so that the processes notice
         listener.getsockname()
+
+
+def test_another_process_comes_in_the_place_of_a_lost_one_once_process_0_has_let_it_go():
+    left, listener = [], socket.create_server(("127.0.0.1", 0))
+    selector = selectors.DefaultSelector()
+    quiet = {"on_leave": lambda *lost: left.append(lost), "on_close": lambda rank: None}
+    elastic = ElasticServer(selector, listener, job=JOB, size=2, heartbeat_timeout=5, join_timeout=10, **quiet)
+
+    def connect(rank):
+        client = Client(listener.getsockname())
+        client.send({"hello": 1, "job": JOB, "rank": rank, "size": 2, "host": "h", "timeout": 1})
+        return client
+
+    def said(client):
+        for _ in range(5):
+            for key, _ in selector.select(0.05):
+                key.data()
+        return [next(iter(message)) for message in JsonConnection(client.sock, FROM_SERVER).receive()]
+
+    first, second = connect(0), connect(1)
+    assert "go" in said(first)
+    assert "go" in said(second)
+    second.sock.close()
+    assert said(first) == ["left"]
+    elastic.forget(1)  # its exit status says so too
+    again = connect(1)
+    assert said(first) == ["left"]
+    assert said(again) == ["welcome"]
+    first.send({"released": 1})
+    assert said(again) == []
+    again.send({"released": 1})  # only process 0 lets go
+    first.send({"released": 1})
+    assert said(again) == ["go"]
+    elastic.close()
+    selector.close()
+    for client in (first, again):
+        client.sock.close()
+    assert left == []

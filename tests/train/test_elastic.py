@@ -20,7 +20,7 @@ from jaxpar._devices import processes
 from jaxpar._devices.send import plan_send, to_host
 from jaxpar.distributed import _members
 from jaxpar.distributed._members import Members, write_members
-from jaxpar.train._fit import elastic_members
+from jaxpar.train._fit import elastic_group, elastic_members
 from jaxpar.train._fit.elastic_group import Group, OrdersUsedUp
 from jaxpar.train._fit.loop import Loop
 from jaxpar.train._fit.watchdog import Watchdog
@@ -116,7 +116,8 @@ def test_a_process_that_comes_back_keeps_nobody_waiting(monkeypatch):
     assert service.barriers[3:] == [[2]]
 
 
-def test_a_lost_process_is_not_taken_in_again():
+def test_a_lost_process_is_not_taken_in_again(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
     service = Service(own=1)
     members = elastic_members.Members(service)
     for rank in range(3):
@@ -128,6 +129,55 @@ def test_a_lost_process_is_not_taken_in_again():
     service.key_value_set("jaxpar/elastic/ready/2", str(2**64 - 1))  # another one in its place
     members.invite("block/")
     assert elastic_members.joining(service.key_value_dir_get("block/")) == {2: 2**64 - 1}
+
+
+GARBAGE = [
+    "x",
+    "",
+    "[",
+    "null",
+    "-1",
+    "1.5",
+    "true",
+    '{"a": 1}',
+    "[[0]]",
+    "[0, [[1]]]",
+    '[0, [["a", 1]]]',
+    "9" * 5000,
+    "[" * 9999,
+]
+
+
+@pytest.mark.parametrize("text", GARBAGE)
+def test_what_a_stranger_writes_is_dropped(monkeypatch, text):
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    service = Service(own=1)
+    members = elastic_members.Members(service)
+    service.keys |= {"jaxpar/elastic/ready/1": text, "jaxpar/elastic/ready/x": "1", "jaxpar/elastic/ready/7": "1"}
+    service.keys |= {"jaxpar/elastic/ready/2": "5", "jaxpar/elastic/group": text, "block/join": text, "block/x": text}
+    assert members._ready() == {2: 5}
+    assert _members.read_members(service) == Members()
+    entries = service.key_value_dir_get("block/")
+    assert elastic_members.joining(entries) == {}
+    assert elastic_group._failures(entries) == []
+    group = Group()
+    texts = iter([text, '{"number": 1, "order": [0], "offer": {"at": 3}}'])
+    group._client = types.SimpleNamespace(blocking_key_value_get=lambda name, wait: next(texts))
+    monkeypatch.setattr(elastic_group, "_WAIT", 1)
+    assert group._read("terms", elastic_group._is_terms)["offer"] == {"at": 3}
+
+
+def test_a_process_that_was_left_behind_ends(monkeypatch):
+    ends = []
+    monkeypatch.setattr(_members.os, "_exit", ends.append)
+    service = Service(own=1)
+    monkeypatch.setattr(service, "get_live_nodes", lambda ranks: {})
+    _members.own_start(service, 0)
+    assert ends == [distributed.LOST]
+    members = elastic_members.Members(service)
+    members.starts, members._live = {0: 1, 1: 1}, types.SimpleNamespace(devices={})
+    members.leave_out_lost()
+    assert ends == [distributed.LOST] * 2
 
 
 @pytest.mark.parametrize(

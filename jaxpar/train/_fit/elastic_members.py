@@ -40,6 +40,7 @@ class Members:
         self.starts: dict[int, int] = {}
         self._client, self._number = client, 0
         self._live: Any = multihost_utils.live_devices
+        self._program: Program = {}  # what this process computes
         self._rank, self._were = jax.process_index(), set[int]()  # the starts that were members
 
     @property
@@ -66,9 +67,12 @@ class Members:
 
     def check_program(self, own: Program) -> None:
         """Compare what this process would compute with what process 0 does. Where it differs, the process ends here."""
+        self._program = own
         if self._rank == 0:
-            return self._client.key_value_set(_PROGRAM, json.dumps(own), allow_overwrite=True)
+            return self._publish_program()
         while (found := distributed._parse(distributed._get(self._client, _PROGRAM), _is_program)) is None:
+            if distributed._is_over(self._client):
+                _leave()
             time.sleep(_POLL)
         if why := differences(own, found):
             self.refuse(why)
@@ -88,6 +92,10 @@ class Members:
     def publish(self) -> None:
         """Say who the members are, before their next block. Only process 0 does."""
         distributed._write_members(self._client, distributed._Members(self._number, self.starts))
+        self._publish_program()
+
+    def _publish_program(self) -> None:
+        self._client.key_value_set(_PROGRAM, json.dumps(self._program), allow_overwrite=True)
 
     def together(self) -> contextlib.AbstractContextManager[object]:
         """A block that succeeds in all members or in none. It ends with a barrier, and begins without one.
