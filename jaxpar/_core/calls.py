@@ -175,9 +175,9 @@ def _explain(where: str, fn: Callable[..., Any], args: Any, kwargs: Mapping[str,
 
     Raises:
         RuntimeError: an array in an argument was deleted.
-        TypeError: an argument is not what the signature says. Or it says nothing, and the argument holds something else
-            than arrays and numbers.
-        Others: as `error`, if it is a common one. The message has all arguments before its words.
+        TypeError: an argument is not what the signature says.
+        Others: as `error`, with all arguments before its words. A `TypeError` for an error that is not common, where an
+            argument of which the signature says nothing holds something else than arrays and numbers.
     """
     if not _is_from_below(error):
         return
@@ -188,12 +188,11 @@ def _explain(where: str, fn: Callable[..., Any], args: Any, kwargs: Mapping[str,
         if not _fits(value, hint):
             within = f"; give its .{name}" if _fits(getattr(value, name, None), hint) else ""
             raise TypeError(f"{where}: {name} must be {_words(hint)}, got {describe(value)}{within}") from error
-    for name, value, hint in given:
-        if _is_free(hint) and not all(map(_is_value, jax.tree.leaves(value))):
-            raise TypeError(f"{where}: {name} cannot be {describe(value)}: {said}") from error
-    if type(error) in _COMMON:
+    odd = any(_is_free(hint) and not all(map(_is_value, jax.tree.leaves(value))) for _, value, hint in given)
+    if odd or type(error) in _COMMON:
         call = ", ".join(f"{name}={describe(value)}" for name, value, _ in given)
-        raise type(error)(f"{where}({call}): {said}") from error
+        kind = type(error) if type(error) in _COMMON else TypeError
+        raise kind(f"{where}({call}): {said}") from error
 
 
 def _is_from_below(error: Exception) -> bool:
