@@ -121,7 +121,7 @@ def test_a_stopping_without_a_monitor_takes_what_there_is():
         (
             lambda: train.LearningRate("fast"),
             TypeError,
-            "schedule must be a function or a number of 0 or more, got 'fast'",
+            "a function or a number of 0 or more, got 'fast'",
         ),
         (lambda: train.to_wandb(3), TypeError, "train.to_wandb: project must be a name, got 3"),
     ],
