@@ -12,17 +12,15 @@ import dis
 import functools
 import inspect
 import sys
-import types
-import typing
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .arguments import describe, did_you_mean, takes
+from .arguments import describe, did_you_mean
 from .arrays import check_not_gone
+from .hints import INTS, fits, is_free, is_of_numbers, words
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,17 +34,6 @@ _BELOW = (
     | {"graphviz", "matplotlib", "pandas", "PIL", "tqdm"}
 )
 _COMMON = (TypeError, ValueError, IndexError, OverflowError, RuntimeError, NameError)
-_INTS = range(-(2**63), 2**63)
-_WORDS: dict[Any, str] = {
-    bool: "True or False",
-    int: "an int of 64 bits",
-    float: "a number",
-    str: "a string",
-    type(None): "None",
-    jax.Array: "an array of numbers",
-    np.ndarray: "an array of numbers",
-    jax.Device: "a device",
-}
 
 
 def answers(where: str, hints: Mapping[str, str] = _NONE, many: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -175,9 +162,9 @@ def _explain(where: str, fn: Callable[..., Any], args: Any, kwargs: Mapping[str,
 
     Raises:
         RuntimeError: an array in an argument was deleted.
-        TypeError: an argument is not what the signature says. Or it says nothing, and the argument holds something else
-            than arrays and numbers.
-        Others: as `error`, if it is a common one. The message has all arguments before its words.
+        TypeError: an argument is not what the signature says.
+        Others: as `error`, with all arguments before its words. A `TypeError` for an error that is not common, where an
+            argument of which the signature says nothing holds something else than arrays and numbers.
     """
     if not _is_from_below(error):
         return
@@ -185,15 +172,14 @@ def _explain(where: str, fn: Callable[..., Any], args: Any, kwargs: Mapping[str,
     given = list(_given(fn, args, kwargs))
     for name, value, hint in given:
         _check_pytree(value, f"{where}: {name}")
-        if not _fits(value, hint):
-            within = f"; give its .{name}" if _fits(getattr(value, name, None), hint) else ""
-            raise TypeError(f"{where}: {name} must be {_words(hint)}, got {describe(value)}{within}") from error
-    for name, value, hint in given:
-        if _is_free(hint) and not all(map(_is_value, jax.tree.leaves(value))):
-            raise TypeError(f"{where}: {name} cannot be {describe(value)}: {said}") from error
-    if type(error) in _COMMON:
+        if not fits(value, hint):
+            within = f"; give its .{name}" if fits(getattr(value, name, None), hint) else ""
+            raise TypeError(f"{where}: {name} must be {words(hint)}, got {describe(value)}{within}") from error
+    odd = any(is_free(hint) and not all(map(_is_value, jax.tree.leaves(value))) for _, value, hint in given)
+    if odd or type(error) in _COMMON:
         call = ", ".join(f"{name}={describe(value)}" for name, value, _ in given)
-        raise type(error)(f"{where}({call}): {said}") from error
+        kind = type(error) if type(error) in _COMMON else TypeError
+        raise kind(f"{where}({call}): {said}") from error
 
 
 def _is_from_below(error: Exception) -> bool:
@@ -246,76 +232,7 @@ def _check_pytree(value: Any, where: str) -> None:
 def _is_value(leaf: Any) -> bool:
     """Whether an argument of any type may well hold this."""
     if hasattr(leaf, "dtype"):
-        return _is_of_numbers(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return is_of_numbers(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     if isinstance(leaf, int):
-        return leaf in _INTS
+        return leaf in INTS
     return isinstance(leaf, (float, complex)) or type(leaf).__module__.startswith("jax")
-
-
-def _is_of_numbers(value: Any) -> bool:
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_))
-
-
-# Types of the signature, and values.
-
-
-def _is_free(hint: Any) -> bool:
-    return hint is Any or hint is inspect.Parameter.empty or isinstance(hint, TypeVar)
-
-
-def _options(hint: Any) -> Sequence[Any]:
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return [part for option in typing.get_args(hint) for part in _options(option)] if is_union else [hint]
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type, where this can be seen without using the value up."""
-    options = _options(hint)
-    return any(map(_is_free, options)) or any(_fits_one(value, option) for option in options)
-
-
-def _fits_one(value: Any, hint: Any) -> bool:
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return any(type(value) is type(part) and value == part for part in parts)
-    if origin is Callable:
-        return callable(value) and (not isinstance(parts[0], list) or takes(value, len(parts[0])))
-    if origin is not None:
-        return not isinstance(origin, type) or (isinstance(value, origin) and _items_fit(value, parts))
-    if hint in (jax.Array, np.ndarray):
-        return _is_of_numbers(value)
-    if hint in (int, float):
-        kinds = (int, np.integer) if hint is int else (int, float, np.integer, np.floating)
-        is_number = isinstance(value, kinds) and not isinstance(value, (bool, np.bool_))
-        return is_number and (not isinstance(value, int) or value in _INTS)
-    if getattr(hint, "_is_protocol", False):
-        return not isinstance(value, type) and all(hasattr(value, n) for n in vars(hint) if not n.startswith("_"))
-    return value is None if hint is None else not isinstance(hint, type) or isinstance(value, hint)
-
-
-def _items_fit(value: Any, parts: Sequence[Any]) -> bool:
-    """Whether the items of a collection fit. An iterator is not read."""
-    if isinstance(value, Mapping):
-        of_key, of_value = parts if len(parts) == 2 else (Any, Any)
-        return all(_fits(k, of_key) and _fits(v, of_value) for k, v in value.items())
-    if isinstance(value, tuple) and len(parts) > 1 and Ellipsis not in parts:
-        return len(value) == len(parts) and all(map(_fits, value, parts))
-    is_read = isinstance(value, (list, tuple, set, frozenset)) and len(parts) > 0
-    return not isinstance(value, (str, bytes)) and (not is_read or all(_fits(item, parts[0]) for item in value))
-
-
-def _words(hint: Any) -> str:
-    """What a type is called in a message."""
-    if len(options := _options(hint)) > 1:
-        return " or ".join(dict.fromkeys(map(_words, options)))
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return " or ".join(map(repr, parts))
-    if origin is Callable:
-        return f"a function of {len(parts[0])} arguments" if isinstance(parts[0], list) else "a function"
-    if isinstance(origin, type) and parts:
-        item = parts[-1] if issubclass(origin, Mapping) else parts[0]
-        name = "a dict" if issubclass(origin, Mapping) else "a list"
-        return name if _is_free(item) else f"{name}, each of it {_words(item)}"
-    return _WORDS.get(hint) or f"a {getattr(hint, '__name__', hint)}"

@@ -8,11 +8,9 @@ from typing import Any
 import jax
 from jax import lax
 
-from .._core.calls import answers
 from .._devices import formulas
 
 
-@answers("models.conv_general_dilated")
 def conv_general_dilated(
     lhs: jax.Array,
     rhs: jax.Array,

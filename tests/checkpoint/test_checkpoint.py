@@ -523,7 +523,7 @@ def test_no_directory_to_write_to(tmp_path):
     with pytest.raises(NotADirectoryError, match="file is no directory"):
         checkpoint.save(tmp_path / "file" / "below", jnp.ones(1))
     assert (tmp_path / "file").read_text() == "mine"
-    with pytest.raises(ValueError, match="keep must be 1 or more, got 0"):
+    with pytest.raises(ValueError, match="keep must be an int of 1 or more, got 0"):
         checkpoint.Manager(tmp_path, keep=0)
 
 

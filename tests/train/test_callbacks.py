@@ -118,7 +118,11 @@ def test_a_stopping_without_a_monitor_takes_what_there_is():
         ),
         (lambda: train.EarlyStopping(min_delta=NAN), ValueError, "min_delta must be a finite number"),
         (lambda: train.KeepBest("reply"), ValueError, "train.KeepBest: the name 'reply' does not say"),
-        (lambda: train.LearningRate("fast"), TypeError, "schedule must be a function or a number, got 'fast'"),
+        (
+            lambda: train.LearningRate("fast"),
+            TypeError,
+            "a function or a number of 0 or more, got 'fast'",
+        ),
         (lambda: train.to_wandb(3), TypeError, "train.to_wandb: project must be a name, got 3"),
     ],
 )

@@ -95,7 +95,7 @@ def plot_mistakes(
     """
     checks.whole_number(most, "plot_mistakes", "most")
     if not len(mistakes):
-        raise ValueError("plot_mistakes: there is nothing to show, no mistakes")
+        raise ValueError("plot_mistakes: nothing to show: 0 mistakes")
     images = dataset.images[mistakes.indices[:most]]
     if images.ndim not in (3, 4) or (images.ndim == 4 and images.shape[3] not in (1, 3, 4)):
         raise ValueError(f"plot_mistakes: expected images of shape (n, height, width[, 1, 3 or 4]), got {images.shape}")
