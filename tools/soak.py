@@ -5,8 +5,8 @@
     python tools/soak.py --only plain          the same compilations by plain JAX, without jaxpar
 
 One process does in turn what a notebook of a long day does. Nothing that it makes is kept. A table shows what the
-process holds. The exit status is 0 where the second half of the time added nothing, but for the 40 to 50 KB that jax keeps of
-each compilation, as `--only plain` shows.
+process holds. The exit status is 0 where the second half of the time added nothing, but for the 40 to 50 KB that jax
+keeps of each compilation, as `--only plain` shows.
 """
 
 from __future__ import annotations
