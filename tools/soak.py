@@ -239,7 +239,9 @@ def judge(rows: list[tuple[int, dict[str, float]]]) -> int:
     may = {"trimmed": FLAT + FOR_EACH * compiled}
     grew = False
     for name in ("trimmed", "arrays", "programs", "files", "threads", "tasks", "temporary"):
-        more = min(held[name] for held in last) - min(held[name] for held in first)
+        before = [held[name] for held in first]
+        least = min(before) if name == "trimmed" else max(before)  # a thread of a pool comes and goes
+        more = min(held[name] for held in last) - least
         if more > may.get(name, 0):
             grew = True
         if more > 0:
