@@ -215,6 +215,14 @@ def test_wrong_arguments_are_refused_before_work(tmp_path, monkeypatch, options,
     assert sorted(os.listdir(tmp_path)) == ["file", "pipe"]
 
 
+@pytest.mark.parametrize("other", ["null", '{"jax": "0.9"}'])
+def test_processes_that_differ_are_refused(tmp_path, monkeypatch, other):
+    monkeypatch.setattr(certificate.processes, "exchange", lambda text: [text, other])
+    with pytest.raises(ValueError, match=f"processes that differ have no common bits.*process 1: {other}"):
+        run(tmp_path / "a")
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_full_disk_ends_the_run_in_words(tmp_path, monkeypatch):
     def full(path, content):
         raise OSError(28, "No space left on device")

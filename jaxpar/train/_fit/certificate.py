@@ -47,11 +47,13 @@ class Certificate:
             ValueError: the file is of a run whose bits need not be those of this one, or it is no certificate.
             OSError: it cannot be written.
         """
-        if self.path is None:
+        header = None if self.path is None else header_of(step, state)
+        processes.agree("fit: certificate: processes that differ have no common bits", json.dumps(header))
+        if self.path is None or header is None:
             return
         with processes.raise_together():
             if jax.process_index() == 0:
-                self._begin(self.path, header_of(step, state), at)
+                self._begin(self.path, header, at)
 
     def _begin(self, path: Path, header: dict[str, Any], at: int) -> None:
         lines: dict[int, str] = {}
