@@ -6,7 +6,7 @@
 
 One process does in turn what a notebook of a long day does. Nothing that it makes is kept. A table shows what the
 process holds. The exit status is 0 where the second half of the time added nothing, but for the 40 to 50 KB that jax
-keeps of each compilation, as `--only plain` shows.
+keeps of each compilation, as `--only plain` shows. Caches fill for some minutes, so give it ten or more.
 """
 
 from __future__ import annotations
