@@ -179,6 +179,7 @@ class TrainStep:
             return None
         return NamedSharding(auto_mesh(mesh), P(axes[0] if len(axes) == 1 else axes))
 
+    @answers("train step, on")
     def on(self, devices: Sequence[Device]) -> TrainStep:
         """The same step over other devices. It takes a state from any others, and compiles for these.
 
@@ -282,8 +283,7 @@ class TrainStep:
         if last() is state:
             return program, state
         state = without_types(state)
-        treedef = jax.tree.structure(state)
-        program = self._programs.find((treedef,))
+        program = self._programs.find((jax.tree.structure(state),))
         if program is None:
             state = self._complete(state, user)
             program = self._programs(jax.tree.structure(state))
