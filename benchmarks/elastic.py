@@ -1,10 +1,11 @@
-"""LeNet in an elastic run: a random process except the first is killed every few seconds, and joins again.
+"""LeNet in an elastic run: processes are killed every few seconds and join again, and others are stopped.
 
 Four processes with two emulated devices each, under `python -m jaxpar launch --elastic`. The time begins with the first
 step, and the run ends with the first epoch after the time and the returns. Then one process with one device makes as
-many steps, undisturbed, and the bits of all parameters and of the optimizer are compared. A process is killed where at
-least two that compute are left. Each tenth kill may hit one that still starts. `seconds` are from a kill to the end of
-the next step of process 0, apart where others were still starting, and where the victim was.
+many steps, undisturbed, and the certificates are compared: hashes of the state after every 10 steps. A process is
+killed where at least two that compute are left. Each tenth kill may hit one that still starts. Each third event is a
+stop (SIGSTOP) of up to 3 seconds of any process, the first and the launcher too. `seconds` are from a kill to the end
+of the next step of process 0, apart where others were still starting, and where the victim was.
 
     python benchmarks/elastic.py --seconds 300 --every 5
 """
@@ -12,7 +13,6 @@ the next step of process 0, apart where others were still starting, and where th
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import queue
@@ -34,7 +34,7 @@ PAUSE = 0.2  # seconds after each step, so that on two cores the processes that 
 GOAL = 7.0  # seconds from a kill to the next step, on an idle machine
 
 
-def worker(over: str, max_steps: int) -> None:
+def worker(over: str, max_steps: int, certificate: str) -> None:
     """A process of the run, or the undisturbed one."""
     import jax
     import numpy as np
@@ -66,12 +66,12 @@ def worker(over: str, max_steps: int) -> None:
         max_steps=max_steps or None,
         batch_size=BATCH,
         progress=False,
+        certificate=certificate,
+        certificate_every=10,
         callbacks=lambda state, record: not max_steps and os.path.exists(over),
         on_step=on_step,
     )
-    leaves = jax.tree.leaves((kv.to_params(state.store), state.store.optimizer_state, state.store.updater_state))
-    bits = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()[:16]
-    print(f"BITS {rank} {int(state.step)} {bits} {history[-1]['loss']!r}", flush=True)
+    print(f"END {rank} {int(state.step)} {history[-1]['loss']!r}", flush=True)
 
 
 class Lines:
@@ -100,7 +100,7 @@ class Watch:
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}  # of the processes that have called `initialize` and were not killed
         self.inside: set[int] = set()  # those that compute, as process 0 says
-        self.bits: dict[int, tuple[int, str]] = {}
+        self.ends: dict[int, tuple[int, str]] = {}  # steps and loss
         self.first_step = self.last_step = 0.0
         self.joined, self.restarts, self.again = 0, 0, 0
         self.text: list[str] = []
@@ -114,8 +114,8 @@ class Watch:
                 self.last_step = float(found[2])
                 if not self.first_step:  # process 0 has waited for all
                     self.first_step, self.inside = self.last_step, set(self.pids)
-            elif found := re.search(r"BITS (\d+) (\d+) (\w+)", line):
-                self.bits[int(found[1])] = int(found[2]), found[3]
+            elif found := re.search(r"END (\d+) (\d+) ([\d.e-]+)", line):
+                self.ends[int(found[1])] = int(found[2]), found[3]
             elif found := re.search(r"process ([\d, ]+) joins? ", line):
                 ranks = set(map(int, found[1].split(", ")))
                 self.inside |= ranks
@@ -125,11 +125,15 @@ class Watch:
 
 
 class Killer:
-    """Kills a random process except the first every few seconds, where two that compute are left."""
+    """Kills a random process except the first every few seconds, where two that compute are left, or stops one.
 
-    def __init__(self, every: float):
-        self.every, self._choice, self._next = every, random.Random(0), 0.0
-        self.kills, self._under_way = 0, ""
+    Args:
+        launcher: its process number.
+    """
+
+    def __init__(self, every: float, launcher: int):
+        self.every, self._choice, self._next, self._launcher = every, random.Random(0), 0.0, launcher
+        self.kills, self.stops, self._under_way, self._stopped = 0, 0, "", (0, 0.0)
         self._at, self._back = 0.0, dict[int, float]()
         self.rejoins: list[float] = []
         self.waits: dict[str, list[float]] = {"others in": [], "others starting": [], "victim starting": []}
@@ -141,7 +145,15 @@ class Killer:
             self._under_way = ""
         for rank in [rank for rank in self._back if rank in watch.inside]:
             self.rejoins.append(round(time.time() - self._back.pop(rank), 1))
+        if self._stopped[0] and time.time() > self._stopped[1]:
+            self._signal(self._stopped[0], signal.SIGCONT)
+            self._stopped = 0, 0.0
+        if self._stopped[0]:
+            return
         if self._under_way or not watch.first_step or time.time() < max(self._next, watch.first_step + self.every):
+            return
+        if (self.kills + self.stops) % 3 == 2:
+            self._stop(watch)
             return
         victims = [rank for rank in watch.pids if rank in watch.inside - {0} and len(watch.inside) > 2]
         if self.kills % 10 == 9:
@@ -149,14 +161,31 @@ class Killer:
         if victims:
             self._kill(self._choice.choice(victims), watch, processes)
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a process is stopped and has to go on first."""
+        return bool(self._stopped[0])
+
+    def _stop(self, watch: Watch) -> None:
+        """Stop any process for a while."""
+        pid = self._choice.choice([*watch.pids.values(), self._launcher])
+        if self._signal(pid, signal.SIGSTOP):
+            self._stopped = pid, time.time() + self._choice.uniform(0.5, 3.0)
+            self.stops, self._next = self.stops + 1, time.time() + self.every
+
+    def _signal(self, pid: int, number: int) -> bool:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:  # it has ended, and another has not yet started
+            return False
+        return True
+
     def _kill(self, victim: int, watch: Watch, processes: int) -> None:
         others = len(watch.inside | {victim}) == processes
         computed = victim in watch.inside
         self._under_way = ("others in" if others else "others starting") if computed else "victim starting"
-        try:
-            os.kill(watch.pids.pop(victim), signal.SIGKILL)
-        except ProcessLookupError:
-            self._under_way = ""  # it has ended, and another has not yet started
+        if not self._signal(watch.pids.pop(victim), signal.SIGKILL):
+            self._under_way = ""
             return
         watch.inside.discard(victim)
         self._at, self.kills = time.time(), self.kills + 1
@@ -167,14 +196,18 @@ def disturbed(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """The run with kills."""
     processes, over = args.processes, os.path.join(folder, "over")
     launch = [sys.executable, "-m", "jaxpar", "launch", "-n", str(processes), "--devices", str(args.devices)]
-    command = [*launch, "--elastic", "--", "python", os.path.abspath(__file__), "--worker", over]
+    certificate = os.path.join(folder, "disturbed.jsonl")
+    worker = [os.path.abspath(__file__), "--worker", over, "--certificate", certificate]
+    command = [*launch, "--elastic", "--", "python", *worker]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines, watch, killer = Lines(run.stdout, args.log), Watch(), Killer(args.every)
+    lines, watch, killer = Lines(run.stdout, args.log), Watch(), Killer(args.every, run.pid)
     lines.thread.start()
     while run.poll() is None:
         watch.read(lines.get())
         seconds = time.time() - watch.first_step if watch.first_step else 0.0
-        if seconds < args.seconds or (watch.joined < args.joins and seconds < args.most_seconds):
+        events = killer.kills + killer.stops + watch.joined
+        is_on = seconds < args.seconds or (events < args.events and seconds < args.most_seconds)
+        if is_on or killer.is_stopping:
             killer.look(watch, processes)
         else:
             open(over, "w").close()
@@ -183,30 +216,43 @@ def disturbed(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     watch.read(lines.get())
     return {
         **{"status": run.returncode, "minutes": round(seconds / 60, 1), "kills": killer.kills},
+        **{"stops": killer.stops},
         **{"joined_again": watch.joined, "restarts": watch.restarts, "made_again": watch.again},
-        **{"seconds": killer.waits, "seconds_to_join": killer.rejoins, "bits": watch.bits},
+        **{"seconds": killer.waits, "seconds_to_join": killer.rejoins, "ends": watch.ends},
+        "states": states_of(certificate),
         "text": "".join(watch.text[-60:]),
     }
 
 
-def undisturbed(steps: int) -> tuple[int, str]:
-    """(steps, bits) of one process with one device."""
+def states_of(certificate: str) -> dict[int, str]:
+    """The hash of each certified step."""
+    if not os.path.exists(certificate):
+        return {}
+    with open(certificate) as file:
+        return {line["step"]: line["state"] for line in map(json.loads, file) if "step" in line}
+
+
+def undisturbed(steps: int, folder: str) -> dict[int, str]:
+    """The hashes of one process with one device."""
+    certificate = os.path.join(folder, "undisturbed.jsonl")
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     command = [sys.executable, os.path.abspath(__file__), "--worker", "", "--max-steps", str(steps)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    watch = Watch()
-    watch.read(done.stdout.splitlines())
-    if 0 not in watch.bits:
+    done = subprocess.run(
+        [*command, "--certificate", certificate], env=env, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
         raise SystemExit(done.stderr)
-    return watch.bits[0]
+    return states_of(certificate)
 
 
 def main() -> int:
     """Run both, compare, and say what was seen."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0)
-    parser.add_argument("--every", type=float, default=5.0, help="seconds from one kill to the next, at least")
-    parser.add_argument("--joins", type=int, default=0, help="the run goes on until so many have joined again")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds from one event to the next, at least")
+    parser.add_argument(
+        "--events", type=int, default=0, help="the run goes on until there were so many kills, stops, joins"
+    )
     parser.add_argument("--most-seconds", type=float, default=1500.0, help="but no longer than this")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--devices", type=int, default=2, help="of each process")
@@ -214,30 +260,41 @@ def main() -> int:
     parser.add_argument("--log", help="a file for what the processes print, with times")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--certificate", help=argparse.SUPPRESS)
     parser.add_argument("--max-steps", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker is not None:
-        worker(args.worker, args.max_steps)
+        worker(args.worker, args.max_steps, args.certificate)
         return 0
     if args.quick:
         args.seconds, args.processes = 20.0, 3
     with tempfile.TemporaryDirectory() as folder:
         found = disturbed(args, folder)
-    text = found.pop("text")
-    if found["status"] or not found["bits"]:
-        print(text)
-        return 1
-    steps = next(iter(found["bits"].values()))[0]
-    same = {bits for _, bits in found["bits"].values()} | {undisturbed(steps)[1]}
+        text, states = found.pop("text"), found.pop("states")
+        if found["status"] or not found["ends"]:
+            print(text)
+            return 1
+        steps = next(iter(found["ends"].values()))[0]
+        expected = undisturbed(steps, folder)
+    differ = [step for step in expected if expected[step] != states.get(step)]
+    is_equal = not differ and len(states) == len(expected) > 0 and len(set(found["ends"].values())) == 1
     waits = sorted(found["seconds"]["others in"] + found["seconds"]["others starting"]) or [float("nan")]
-    report = {**found, "steps": steps, "equal": len(same) == 1, "median": statistics.median(waits), "worst": waits[-1]}
+    report = {
+        **found,
+        "steps": steps,
+        "certified": len(states),
+        "equal": is_equal,
+        "median": statistics.median(waits),
+        "worst": waits[-1],
+    }
     report["above_goal"] = sum(wait > GOAL for wait in waits)
     print(
-        f"{steps} steps, {found['minutes']} minutes, {found['kills']} kills, {found['joined_again']} joined again, "
+        f"{steps} steps, {found['minutes']} minutes, {found['kills']} kills, {found['stops']} stops, "
+        f"{found['joined_again']} joined again, "
         f"{found['restarts']} restarts; "
         f"from a kill to the next step {report['median']:.1f} s, at worst {report['worst']:.1f} s, "
         f"{report['above_goal']} of {len(waits)} above {GOAL:g} s; "
-        f"bits {'equal' if report['equal'] else 'DIFFER'}: {' '.join(sorted(same))}"
+        f"{len(states)} certified states {'equal' if is_equal else f'DIFFER, first at step {differ[:1]}'}"
     )
     report["environment"] = {name: word for name, word in environment().items() if name not in ("torch", "mxnet")}
     if args.output:
