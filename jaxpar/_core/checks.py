@@ -107,8 +107,14 @@ def array(value: Any, where: str) -> jax.Array:
     check_plain(value, where)
     try:
         return jnp.array(value)  # a copy: NumPy's memory may change later
-    # RuntimeError: of PyTorch, for a tensor that needs a gradient
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+    except jax.errors.JaxRuntimeError:  # a copy that the user's jax.transfer_guard disallows
+        raise
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ) as error:  # the last: a tensor of PyTorch with a gradient
         raise TypeError(f"{where}: expected an array, got {describe(value)} ({error})") from error
 
 

@@ -52,7 +52,7 @@ def placement(shapes: Sequence[Shape], servers: int, split: int = SPLIT) -> tupl
         ((Piece(key=0, start=0, stop=3), Piece(key=1, start=0, stop=2)), (Piece(key=1, start=2, stop=4),))
     """
     checks.whole_number(servers, "free_running.placement", "servers", most=_MOST_SERVERS)
-    checks.whole_number(split, "free_running.placement", "split")
+    checks.whole_number(split, "free_running.placement", "split", least=0)
     held: list[list[Piece]] = [[] for _ in range(servers)]
     for key, shape in enumerate(shapes):
         size = math.prod(shape)

@@ -73,7 +73,7 @@ def test_no_cut_or_changed_file_is_read(saved):
                 saved("dtypes", change=lambda b, n=number: b[:axes] + struct.pack("<i", n) + b[axes + 4 :])
             )
     huge = struct.pack("<q", 1 << 61)
-    with pytest.raises(checkpoint.CheckpointError, match="ends at byte"):
+    with pytest.raises(checkpoint.CheckpointError, match="array 0 has the shape"):
         checkpoint.load_mxnet(saved("dtypes", change=lambda b: b[: axes + 4] + huge + b[axes + 12 :]))
 
 

@@ -532,7 +532,7 @@ KNOWN = "known are none, 1bit, 2bit, bf16, int3, int8, powersgd, topk"
     [
         ({"type": "3bit"}, ValueError, f"compression: unknown type '3bit'; {KNOWN}; did you mean '2bit'?"),
         ({"threshold": 0.5}, ValueError, f"compression: the specification has no 'type'; {KNOWN}"),
-        ({"type": ["2bit"]}, ValueError, f"unknown type ['2bit']; {KNOWN}"),
+        ({"type": ["2bit"]}, ValueError, f"unknown type a list of 1; {KNOWN}"),
         (
             {"type": "2bit", "treshold": 1},
             ValueError,

@@ -151,7 +151,7 @@ def test_spmd_says_what_is_wrong(engine):
     [(0, ValueError), (np.int64(-1), ValueError), (2.0, TypeError), (True, TypeError), ("4", TypeError)],
 )
 def test_a_number_of_devices_is_a_positive_int(n, error):
-    with pytest.raises(error, match=re.escape(f"use_cpu_devices: n must be an int of 1 or more, got {n!r}")):
+    with pytest.raises(error, match=re.escape(f"use_cpu_devices: n must be an int from 1 to 4,096, got {n!r}")):
         parallel.use_cpu_devices(n)
 
 

@@ -172,7 +172,17 @@ def test_what_is_no_scale(loss_scale):
         train.make_train_step(squares, loss_scale=loss_scale)
 
 
-@pytest.mark.parametrize("options", [{"initial": 0}, {"factor": 1.0}, {"period": 0}, {"least": 2.0**20}, {"most": 8}])
-def test_what_is_no_dynamic_scale(options):
-    with pytest.raises(ValueError, match=r"DynamicLossScale: expected 0 < least <= initial <= most"):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"initial": 0}, "initial must be a number above 0, got 0"),
+        ({"factor": 1.0}, "factor must be a number above 1, got 1.0"),
+        ({"factor": np.inf}, "factor must be a number above 1, got inf"),
+        ({"period": 0}, "period must be an int of 1 or more, got 0"),
+        ({"least": 2.0**20}, "expected least <= initial <= most, got"),
+        ({"most": 8}, "expected least <= initial <= most, got"),
+    ],
+)
+def test_what_is_no_dynamic_scale(options, words):
+    with pytest.raises(ValueError, match=f"DynamicLossScale: {words}"):
         train.DynamicLossScale(**options)
