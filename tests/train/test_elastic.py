@@ -393,9 +393,10 @@ def test_without_process_0_all_start_again_from_the_checkpoint(tmp_path, undistu
     assert checkpoint.latest(tmp_path / "disturbed" / "run") is not None
 
 
-@pytest.mark.slow  # half a minute: three processes, two of which come back with other programs
+@pytest.mark.slow  # a minute: three processes, two of which come back with other programs
 def test_a_process_with_another_program_is_refused_by_name_and_once(tmp_path):
-    output = run(tmp_path / "disturbed", 3, "rate:2:7", "data:1:15")
+    # Slow, so that both come back before the end, on a busy machine too.
+    output = run(tmp_path / "disturbed", 3, "rate:2:7", "data:1:15", "slow:1.2:6")
     rate = (
         "process 2 has another program than process 0, and the run goes on without it. Other: the step, with its loss"
     )
