@@ -29,7 +29,7 @@ setup: $(READY)  ## make the virtual environment in .venv (done by the other tar
 debian:  # the Debian packages the README names, where they are missing
 	@tools/debian_packages.sh
 
-train: $(READY) debian  ## train LeNet on the real Fashion-MNIST over 4 devices; TRAIN_ARGS='--epochs 10' to change it
+train: $(READY) debian  ## train LeNet on the real Fashion-MNIST over 4 devices by pmap; TRAIN_ARGS='--epochs 10' to change it
 	$(BIN)/python -m jaxpar train --devices 4 --epochs 5 --output-dir runs/$$(date +%Y%m%d-%H%M%S) $(TRAIN_ARGS)
 
 test: $(READY) debian  ## run the tests, notebook 01 too; PYTEST_ARGS='-k kv' to choose

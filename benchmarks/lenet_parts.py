@@ -30,7 +30,8 @@ from _harness import arguments, environment, medians, one_core, save, show, take
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxpar import data, kv
-from jaxpar.models import _cpu_convolution, lenet
+from jaxpar._cpu import lenet_layers
+from jaxpar.models import lenet
 
 DEVICES = 4
 MFLOP = {"conv1": 24 * 24 * 20 * 9 * 2e-6, "conv2": 8 * 8 * 50 * 500 * 2e-6, "dense1": 0.2048, "dense2": 0.00256}
@@ -60,8 +61,8 @@ def jaxpar_layers(images):
         return jax.nn.relu(lenet._dense_batch_last(layer, x_DxB))
 
     return jax.jit(batch_last)(images), {
-        "conv1": lambda layer, x: _cpu_convolution.direct(x, **layer),
-        "conv2": lambda layer, x: _cpu_convolution.winograd(x, **layer),
+        "conv1": lambda layer, x: lenet_layers.direct(x, **layer),
+        "conv2": lambda layer, x: lenet_layers.winograd(x, **layer),
         "dense1": dense1,
         "dense2": lambda layer, x: lenet._dense_batch_last(layer, x).T,
     }

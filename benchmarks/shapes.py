@@ -37,7 +37,7 @@ from jaxpar import kv, train
 from jaxpar._devices.emulated import can_hang
 from jaxpar.models import lenet
 
-ENGINES = ("pmap", "shard_map")  # the first is the default
+ENGINES = ("pmap", "shard_map")
 TOGETHER = 8
 NOISE = 0.97  # two runs of one and the same program differ by as much
 OPTIMIZERS = {"SGD": optax.sgd(0.1), "momentum": optax.sgd(0.1, momentum=0.9), "Adam": optax.adam(1e-3)}

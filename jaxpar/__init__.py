@@ -10,6 +10,7 @@ The table of contents. Each name is a module, loaded when it is first used:
 - `jp.viz`: a picture and a table of any JAX function.
 - `jp.checkpoint`, `jp.distributed`: saving a state, several processes.
 - `jp.free_running`: servers that nobody waits for, on Ray.
+- `jp.mxnet`: for those who come from MXNet: its optimizers to the bit, its files, its names.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         free_running as free_running,
         kv as kv,
         models as models,
+        mxnet as mxnet,
         parallel as parallel,
         sparse as sparse,
         train as train,
@@ -45,6 +47,7 @@ _MODULES = (
     "free_running",
     "kv",
     "models",
+    "mxnet",
     "parallel",
     "sparse",
     "train",

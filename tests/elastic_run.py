@@ -79,7 +79,7 @@ for process, step_number in late:
 
 def ready():
     """The start of each process that has last said that it is ready."""
-    return {key[-1]: start for key, start in distributed._jax_client().key_value_dir_get("jaxpar/elastic/ready/")}
+    return distributed._Board().entries("ready")
 
 
 first, waited = {}, set()

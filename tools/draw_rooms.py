@@ -21,6 +21,7 @@ SOURCE = ROOT / "jaxpar"
 LAYERS = [
     {"_cli": "python -m jaxpar"},
     {"train._fit": "the loop: progress,\ncheckpoints, interrupts"},
+    {"train._elastic": "steps while processes\ncome and go"},
     {"train._evaluate": "once over every example"},
     {"train._callbacks": "after steps and epochs"},
     {
@@ -28,7 +29,8 @@ LAYERS = [
         "parallel": "split_and_load,\nallreduce, spmd",
         "free_running": "parameter servers\non Ray",
     },
-    {"kv": "the store: init, push, pull"},
+    {"kv": "the verbs: init, push, pull"},
+    {"_store": "the store as a value,\nand what a push computes"},
     {
         "updaters": "what a push does\nto a value",
         "compression": "what a push\nsends",
@@ -40,7 +42,12 @@ LAYERS = [
         "viz": "any function\nas a picture",
         "_launch": "processes on\none machine",
     },
-    {"_devices": "arrays on devices and between them", "_heartbeat": "how a lost process is noticed"},
+    {"mxnet": "MXNet's numbers,\nfiles and names"},
+    {
+        "_cpu": "what CPUs compute\nfaster than XLA",
+        "_devices": "arrays on devices and between them",
+        "_heartbeat": "how a lost process is noticed",
+    },
     {"_core": "checks, text, files: used everywhere"},
 ]
 ROOMS = {room: words for layer in LAYERS for room, words in layer.items()}

@@ -1,4 +1,4 @@
-"""Records what MXNet 1.9.1's optimizers do, option by option, for tests/updaters/test_mxnet_reference.py.
+"""Records what MXNet 1.9.1's optimizers do, option by option, for tests/mxnet/test_mxnet_reference.py.
 
 It runs in an environment of its own, since MXNet's last release needs Python 3.8 and an old NumPy:
 

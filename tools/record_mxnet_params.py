@@ -1,4 +1,4 @@
-"""Saves LeNets by MXNet 1.9.1 with what they give, for tests/checkpoint/test_mxnet_params.py.
+"""Saves LeNets by MXNet 1.9.1 with what they give, for tests/mxnet/test_mxnet_params.py.
 
 It runs in an environment of its own, since MXNet's last release needs Python 3.8 and an old NumPy:
 

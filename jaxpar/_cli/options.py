@@ -91,7 +91,9 @@ def _add_store(group: Any) -> None:
     late = "of --kvstore dist_async: how many steps later a gradient is applied (default: 1)"
     engines = ("auto", "pmap", "shard_map", "jit")
     add("--devices", type=POSITIVE, metavar="N", help=count)
-    add("--engine", choices=engines, default="auto", help="how the step of one device becomes that of all")
+    own = ", ".join(f"{recipe.engine} in recipe {name}" for name, recipe in RECIPES.items())
+    step = f"how the step of one device becomes that of all (default: {own}, auto for --kvstore sharded)"
+    add("--engine", choices=engines, help=step)
     add("--kvstore", choices=kv._KIND_NAMES, default="device", metavar="KIND", help=kinds)
     add("--staleness", type=number(int, 0), metavar="N", help=late)
     add("--compression", choices=compression.TYPES, default="none", help="of the gradients that devices send")

@@ -42,6 +42,7 @@ class Recipe:
         batch_size: examples in a batch, over all devices.
         schedule: of the learning rate.
         label_smoothing: of the loss, see `train.classification_loss`.
+        engine: of the step, see `train.make_train_step`.
     """
 
     about: str
@@ -54,6 +55,7 @@ class Recipe:
     batch_size: int = 256
     schedule: str = "constant"
     label_smoothing: float = 0.0
+    engine: str = "auto"
 
 
 _FAST = "a small network of strided convolutions and Muon, for 90 %% of Fashion-MNIST in seconds"
@@ -69,8 +71,8 @@ RECIPES = {
     "fast": Recipe(
         _FAST, "strided network", models.strided.init, models.strided.apply, "muon", (0.1, 0.9), 1, 128, "linear", 0.1
     ),
-    "lenet": Recipe(_LENET, "LeNet", scaled_for_relu, _apply_lenet, "adam", (0.1, 0.9)),
-    "article": Recipe(_ARTICLE, "LeNet", models.lenet.init, _apply_lenet, "sgd", (0.2, 0.0)),
+    "lenet": Recipe(_LENET, "LeNet", scaled_for_relu, _apply_lenet, "adam", (0.1, 0.9), engine="pmap"),
+    "article": Recipe(_ARTICLE, "LeNet", models.lenet.init, _apply_lenet, "sgd", (0.2, 0.0), engine="pmap"),
 }
 RATES = {"adam": 2e-3, "adamw": 2e-3, "lamb": 1e-2, "lion": 3e-4, "muon": 4e-2}
 OPTIMIZERS = ("sgd", *RATES)
@@ -86,6 +88,8 @@ def fill(args: argparse.Namespace) -> None:
     for name in ("epochs", "batch_size", "schedule", "optimizer"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(recipe, name))
+    if args.engine is None:  # in kind sharded it depends on the optimizer
+        args.engine = "auto" if args.kvstore == "sharded" else recipe.engine
 
 
 def optimizer_name(args: argparse.Namespace) -> str:

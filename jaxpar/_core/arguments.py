@@ -8,8 +8,19 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+
+def is_int(value: Any) -> bool:
+    """Whether this is an int of Python or of NumPy. A bool is none.
+
+    Example:
+        >>> is_int(3), is_int(True), is_int(3.0)
+        (True, False, False)
+    """
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def did_you_mean(word: Any, known: Iterable[str]) -> str:

@@ -11,16 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arguments import describe as describe, did_you_mean, shorten as shorten
+from .arguments import describe as describe, did_you_mean, is_int as is_int, shorten as shorten
 from .arrays import Device, check_not_gone, check_plain
-from .model_checks import (
-    arrays_of_numbers as arrays_of_numbers,
-    function as function,
-    hashable as hashable,
-    labels as labels,
-    random_key as random_key,
-    transform as transform,
-)
 
 Engine = Literal["pmap", "shard_map"]
 _INT64 = 2**63 - 1
@@ -43,7 +35,7 @@ def as_key(key: Any) -> int:
     Raises:
         TypeError: it is no int.
     """
-    if not _is_int(key):
+    if not is_int(key):
         hint = "; give a list of ints for several keys" if isinstance(key, tuple) else ""
         hint = "; the keys of kv.from_params have names, kv.names(store)" if isinstance(key, str) else hint
         raise TypeError(f"a key of the store must be an int, got {key!r} of type {type(key).__name__}{hint}")
@@ -166,7 +158,7 @@ def device_list(given: Any, where: str) -> tuple[Any, ...]:
     items = list(given) if many else [given]
     if many and all(hasattr(item, "process_index") for item in items):
         return tuple(items)
-    hint = f"; for the first {given} of them write jax.devices()[:{given}]" if _is_int(given) else ""
+    hint = f"; for the first {given} of them write jax.devices()[:{given}]" if is_int(given) else ""
     hint = "; write [device] for one" if hasattr(given, "process_index") else hint
     raise TypeError(f"{where}: devices must be a list of devices such as jax.devices(), got {given!r}{hint}")
 
@@ -232,7 +224,7 @@ def whole_number(value: Any, where: str, name: str, least: int = 1, most: int = 
     """
     limits = f"of {least} or more" if most == _INT64 else f"from {least} to {most:,}"
     message = f"{where}: {name} must be an int {limits}, got {_quote(value)}"
-    if not _is_int(value):
+    if not is_int(value):
         raise TypeError(message)
     if not least <= value <= most:
         raise ValueError(message)
@@ -285,12 +277,79 @@ def choice(value: Any, where: str, name: str, known: Iterable[str]) -> str:
     )
 
 
+# What belongs to a model.
+
+
+def labels(given: Any, where: str) -> None:
+    """`TypeError` unless the array holds one integer per example. Only shape and dtype are checked."""
+    if given.ndim == 1 and jnp.issubdtype(given.dtype, jnp.integer):
+        return
+    hint = "make floating class numbers integers by labels.astype(int)"
+    if given.ndim > 1:
+        hint = "drop an axis of length 1 by labels[:, 0], turn one-hot labels into integers by labels.argmax(-1)"
+    raise TypeError(
+        f"{where}: labels must be integers of shape (n,), one for each example, got {describe(given)}; {hint}"
+    )
+
+
+def hashable(value: Any, where: str) -> Any:
+    """`value`, for which a compiled program is kept; `TypeError` where it can change and so has no hash."""
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"{where}: expected a function, which is compiled once, got {describe(value)}, which has no hash and may "
+            "change; give a function that calls it"
+        ) from None
+    return value
+
+
+def function(value: Any, where: str) -> Any:
+    """`value`, a function for which a compiled program is kept. Errors as of `hashable`."""
+    if not callable(value):
+        raise TypeError(f"{where}: expected a function, got {describe(value)}; look at the order of the arguments")
+    return hashable(value, where)
+
+
+def random_key(rng: Any, where: str) -> jax.Array:
+    """`rng` as a random key. An int makes one. `TypeError` for anything else."""
+    if is_int(rng):
+        return jax.random.key(rng)
+    key: Any = rng
+    is_key = isinstance(rng, (jax.Array, np.ndarray)) and (
+        jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) or rng.dtype == np.uint32
+    )
+    if not is_key:
+        raise TypeError(f"{where}: rng must be a random key, such as jax.random.key(0), got {describe(rng)}")
+    return key
+
+
+def transform(tx: Any, where: str) -> Any:
+    """`tx`, an optax transform. `TypeError` for anything else, such as the function that makes one."""
+    if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
+        return tx
+    name = getattr(tx, "__name__", None) if callable(tx) else None
+    hint = f"; call it first, {name}(0.1)" if name else ", say optax.sgd(0.1)"
+    raise TypeError(f"{where}: expected an optax.GradientTransformation{hint}; got {describe(tx)}")
+
+
+def arrays_of_numbers(tree: Any, where: str) -> None:
+    """`TypeError` for a leaf of a pytree that is no array of numbers, such as a list's number or an array of words."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = getattr(leaf, "dtype", None)
+        check_plain(leaf, f"{where}{jax.tree_util.keystr(path)}")
+        if isinstance(leaf, jax.Array) or (dtype is not None and _is_numeric(dtype)):
+            continue
+        name = jax.tree_util.keystr(path)
+        raise TypeError(f"{where}{name} must be an array of numbers, got {describe(leaf)}")
+
+
+def _is_numeric(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_))
+
+
 # Words of messages.
 
 
 def _quote(value: Any) -> str:
     return repr(value) if isinstance(value, np.generic) else describe(value)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))

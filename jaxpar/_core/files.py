@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 
+class CheckpointError(ValueError):
+    """A checkpoint that is damaged, of another program, or not of the state that was asked for."""
+
+
 def as_path(given: Any, where: str) -> Path:
     """A path. `TypeError` for what is none."""
     try:

@@ -16,12 +16,12 @@ import numpy as np
 from .arrays import is_prng_key
 
 Saved = dict[str, tuple[dict[str, Any], np.ndarray]]  # (record, array) by name
-PARTS = ("residual", "pending")  # what belongs to the devices that pushed, see `Slot.part`
+PARTS = ("residual", "pending")  # what belongs to the devices that pushed, see `SavedArray.part`
 
 
 @dataclasses.dataclass(frozen=True)
-class Slot:
-    """A place in a state for one array.
+class SavedArray:
+    """One array of a state, as a checkpoint has it.
 
     Attributes:
         name: its path in the state.
@@ -58,14 +58,14 @@ class NodeFormat:
     """How the nodes of a type are saved and restored.
 
     Attributes:
-        slots: `slots(node, prefix)` gives a slot for each leaf, in the order of the leaves.
+        slots: `slots(node, prefix)` gives one `SavedArray` for each leaf, in the order of the leaves.
         bare: `bare(node)` is the node without what `complete` restores.
         complete: `complete(filled, like, saved, prefix, remarks)` is the bare node with the rest of what was saved,
             for the devices of `like`. It adds a remark for the user where something could not be taken up.
         adapt: `adapt(like, saved, prefix, remarks) -> saved` brings what an older version saved to the names of today.
     """
 
-    slots: Callable[[Any, str], Iterable[Slot]]
+    slots: Callable[[Any, str], Iterable[SavedArray]]
     bare: Callable[[Any], Any]
     complete: Callable[[Any, Any, Saved, str, list[str]], Any]
     adapt: Callable[[Any, Saved, str, list[str]], Saved] = lambda like, saved, prefix, remarks: saved

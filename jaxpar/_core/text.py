@@ -81,7 +81,7 @@ def say(message: str, who: str = "jaxpar") -> None:
 
 
 def say_news(message: str) -> None:
-    """Write one line to standard output, with a name before it. It is for what goes well."""
+    """Write one line to standard output, with a name before it. For success messages."""
     print(f"jaxpar: {message}", flush=True)
 
 
@@ -150,6 +150,19 @@ def printable(text: str) -> str:
         'a\\\\x1b[31m'
     """
     return "".join(repr(c)[1:-1] if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
+
+
+def for_terminal(text: str, most: int = 1 << 16) -> str:
+    r"""The text as a terminal may show it: what cannot be printed is escaped, and what is longer than `most` is cut.
+
+    Stricter than `printable`, for what other processes and files say: a mark that turns the direction is escaped too.
+
+    Example:
+        >>> print(for_terminal("runs/\x1b[2J"))
+        runs/\x1b[2J
+    """
+    text = text if len(text) < most else text[:most] + "..."
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def columns(text: str) -> int:

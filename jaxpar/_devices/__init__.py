@@ -7,7 +7,6 @@ emulated     emulated CPU devices: one memory, and a hang of older XLA
 buckets      small values travel as one array
 collectives  sums over the devices of a mapped axis, in buckets
 processes    values, decisions and errors that all processes share
-formulas     convolutions, products and pooling as CPUs compute them fastest
 
 How parameters are split over a mesh:
 

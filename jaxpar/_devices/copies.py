@@ -15,9 +15,6 @@ from .._core.arrays import is_traced
 from . import emulated
 from .placement import spans_processes
 
-# Bytes. From here on, a copy costs more than a second array of the same memory.
-_LARGE = 1 << 20
-
 # XLA compiles a kernel for each array, so a program that copies thousands of them would take long.
 _MOST = 256
 
@@ -55,7 +52,7 @@ def donatable(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     for i, array in enumerate(arrays):
         if several and spans_processes(array):
             copies[i] = _of_shards(array)
-        elif array.nbytes >= _LARGE and _can_share(array):
+        elif array.nbytes >= emulated.LARGE and _can_share(array):
             copies[i] = _shared(array)
         else:
             small.setdefault(array.sharding, []).append(i)

@@ -30,6 +30,9 @@ from . import buckets
 
 Result = TypeVar("Result")
 
+# Bytes. From here on, a copy on one emulated device costs more than a second array of the same memory.
+LARGE = 1 << 20
+
 _CAN_HANG = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)
 
 

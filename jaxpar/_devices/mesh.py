@@ -68,6 +68,21 @@ def put_copy(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     return put(jax.tree.map(jnp.copy, tree), sharding)
 
 
+def assemble(shards: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
+    """One array out of this process's, one on each of its devices: along the first axis, or all alike. Copies nothing.
+
+    Example:
+        >>> devices = jax.devices()[:2]
+        >>> shards = [jax.device_put(jnp.ones(3), device) for device in devices]
+        >>> assemble(shards, split_over(devices)).shape, assemble(shards, copies_on(devices)).shape
+        ((6,), (3,))
+    """
+    shape = shards[0].shape
+    if not sharding.is_fully_replicated:
+        shape = (sharding.num_devices * shape[0], *shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(shards))
+
+
 @functools.lru_cache(maxsize=256)
 def _sharding(devices: tuple[Device, ...], spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(mesh_of(devices), spec)

@@ -1,11 +1,12 @@
 """Values, decisions and errors that all processes of a run share. Every process must make the same calls.
 
 A collective that one process skips leaves the others waiting forever. So a decision on which the next calls depend is
-made by one process for all (`ask_first`), and an error in one is raised in all (`raise_together`). With one process
+made by one process for all (`ask_first`), and an exception in any process is raised in every process
+(`raise_together`). With one process
 nothing is sent.
 
-All of it is made of two collectives over the leaders, the first devices of the processes: a gather of bytes
-(`exchange`, `gather_rows`), and a sum in which only the first process has values (`from_first`).
+All of it is made of two collectives, over the leaders, the first devices of the processes, or over others: a gather of
+bytes (`exchange`, `gather_rows`), and a sum of bytes to which only process 0 adds any (`from_first`, `plan_send`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .user_mesh import on_own_mesh
 
 # Bytes of a text that the first gather sends. A second one sends the rest of longer texts.
 _FIRST_BYTES = 1020
+_WORD = 4  # bytes of what is summed when process 0 sends
 
 
 class _Elastic:
@@ -70,14 +72,18 @@ def devices() -> tuple[Device, ...]:
     return tuple(jax.local_devices() if _Elastic.is_on else jax.devices())
 
 
-@contextlib.contextmanager
-def elastic_fit() -> Generator[None]:
-    """A block in which `fit` makes steps over the processes of an elastic run. `RuntimeError` for a second one."""
+def check_first_fit() -> None:
+    """`RuntimeError` for a second call of `fit` in an elastic run."""
     if _Elastic.has_fitted:
         raise RuntimeError(
             "fit: an elastic run has one call of fit, since a process that comes back begins at the first; give that "
             "call all epochs"
         )
+
+
+@contextlib.contextmanager
+def elastic_fit() -> Generator[None]:
+    """A block in which `fit` makes steps over the processes of an elastic run."""
     _Elastic.is_fitting = _Elastic.has_fitted = True
     try:
         yield
@@ -128,15 +134,39 @@ def from_first(tree: Any) -> Any:
     """
     if count() == 1:
         return tree
-    mine = jax.process_index() == 0
+    leaves, structure = jax.tree.flatten(tree)
+    local = [i for i, leaf in enumerate(leaves) if not spans_processes(leaf)]
+    if local:
+        found = run_by_itself(plan_send([leaves[i] for i in local], leaders()))
+        for i, leaf in zip(local, found, strict=True):
+            leaves[i] = leaf
+    return structure.unflatten(leaves)
+
+
+def plan_send(tree: Any, devices: Sequence[Device]) -> Callable[[], Any]:
+    """Compile what sends the arrays of process 0. The function that is returned sends them, and takes no time before.
+
+    Every process must call both, with arrays of the same shapes and dtypes. The function returns the arrays that
+    process 0 has, in host memory in every process of the devices.
+    """
     plain, restore = without_keys(tree)
     leaves, structure = jax.tree.flatten(plain)
-    local = [i for i, leaf in enumerate(leaves) if not spans_processes(leaf)]
-    hosts = [np.asarray(leaves[i]) for i in local]
-    sums = run_by_itself(_sum_program(), [_row_of_leaders(x if mine else np.zeros_like(x)) for x in hosts])
-    for i, x in zip(local, sums, strict=True):
-        leaves[i] = np.asarray(x.addressable_data(0))
-    return restore(structure.unflatten(leaves))
+    hosts = [np.asarray(leaf) for leaf in leaves]
+    raw = b"".join(host.tobytes() for host in hosts)
+    words = np.frombuffer(raw.ljust(-(-len(raw) // _WORD) * _WORD, b"\0"), np.uint32)
+    giver = next((d for d in devices if d.process_index == 0), devices[0])
+    rows = _rows({d: words if d == giver else np.zeros_like(words) for d in devices if _is_here(d)}, devices)
+    # A sum of the numbers themselves would lose the sign of -0.0.
+    total = jax.jit(lambda x: x.sum(0, dtype=x.dtype), out_shardings=copies_on(devices)).lower(rows).compile()
+
+    def send() -> Any:
+        sent, at, found = np.asarray(total(rows).addressable_data(0)).tobytes(), 0, list[np.ndarray]()
+        for host in hosts:
+            found.append(np.frombuffer(sent, host.dtype, host.size, at).reshape(host.shape))
+            at += host.nbytes
+        return restore(structure.unflatten(found))
+
+    return send
 
 
 @on_own_mesh
@@ -263,24 +293,24 @@ def _shorten(text: str) -> str:
     return text if len(text) < 300 else text[:300] + "..."
 
 
-def _row_of_leaders(mine: np.ndarray) -> jax.Array:
-    """This process's array as its row of an array over the leaders."""
-    row = jax.device_put(mine[None], leaders()[jax.process_index()])
-    shape = (len(leaders()), *mine.shape)
-    return jax.make_array_from_single_device_arrays(shape, split_over(leaders()), [row])
+def _is_here(device: Device) -> bool:
+    return device.process_index == jax.process_index()
+
+
+def _rows(own: dict[Device, np.ndarray], devices: Sequence[Device]) -> jax.Array:
+    """An array with a row on each of the devices, of which this process gives its own."""
+    rows = [jax.device_put(row[None], device) for device, row in own.items()]
+    shape = (len(devices), *next(iter(own.values())).shape)
+    return jax.make_array_from_single_device_arrays(shape, split_over(devices), rows)
 
 
 def _gather(mine: bytes) -> np.ndarray:
     """(processes, bytes): what each process gives, all of one length."""
-    rows = run_by_itself(_gather_program(), _row_of_leaders(np.frombuffer(mine, np.uint8)))
+    row = {leaders()[jax.process_index()]: np.frombuffer(mine, np.uint8)}
+    rows = run_by_itself(_gather_program(), _rows(row, leaders()))
     return np.asarray(rows.addressable_data(0))
 
 
 @functools.cache
 def _gather_program() -> Callable[..., Any]:
     return jax.jit(lambda x: x, out_shardings=copies_on(leaders()))
-
-
-@functools.cache
-def _sum_program() -> Callable[..., Any]:
-    return jax.jit(lambda xs: [x.sum(0, dtype=x.dtype) for x in xs], out_shardings=copies_on(leaders()))

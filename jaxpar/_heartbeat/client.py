@@ -11,9 +11,9 @@ import os
 import socket
 import time
 
-from .._core.text import say_before_exit
+from .._core.text import for_terminal, say_before_exit
 from .connection import INTERVAL, AwakeClock, JsonConnection
-from .messages import FROM_SERVER, LOST, Message, printable
+from .messages import FROM_SERVER, LONGEST, LOST, Message
 from .pulse import Pulse
 from .releases import Releases
 from .secret import FILE_VARIABLE, VARIABLE, Secret, challenge, is_equal
@@ -148,7 +148,7 @@ class HeartbeatClient:
 
     def send_resume_hint(self, hint: str | None) -> None:
         """Send all processes what to resume from."""
-        self.hint = None if hint is None else printable(hint)
+        self.hint = None if hint is None else for_terminal(hint)[:LONGEST]
         if self._connection is not None:
             self._connection.send(hint=self.hint)
 

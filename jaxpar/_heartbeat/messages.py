@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .._core.text import for_terminal
+
 Message = dict[str, Any]
 Types = Mapping[str, tuple[str, ...]]  # the field that names the type, and the other fields
 
@@ -115,22 +117,13 @@ def parse(line: bytes, types: Types) -> Message:
 
 def encode(message: Message) -> bytes:
     """A message as a line. Its texts are escaped and cut to the longest valid length."""
-    fields = {n: printable(v, _FIELDS[n].longest) if isinstance(v, str) else v for n, v in message.items()}
+    fields = {n: for_terminal(v)[: _FIELDS[n].longest] if isinstance(v, str) else v for n, v in message.items()}
     return json.dumps(fields).encode() + b"\n"
-
-
-def printable(text: str, longest: int = LONGEST) -> str:
-    r"""A text whose control characters are escaped.
-
-    >>> printable("runs/\x1b[2J")
-    'runs/\\x1b[2J'
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)[:longest]
 
 
 def job_name(job: str) -> str:
     """The name of a job as messages carry it."""
-    return printable(job, _FIELDS["job"].longest)
+    return for_terminal(job)[: _FIELDS["job"].longest]
 
 
 def _short(value: Any) -> str:

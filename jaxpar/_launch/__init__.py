@@ -4,5 +4,4 @@ command     the arguments
 launcher    starts the processes, ends them after a failure, starts them again
 deaths      how often a process of an elastic run may die
 child       one process and its output
-signals     the signals that reach the launcher
 """

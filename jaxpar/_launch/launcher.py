@@ -15,14 +15,15 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
+from .._core.signals import Signals
 from .._heartbeat import secret
 from .._heartbeat.elastic_server import ElasticServer
 from .._heartbeat.messages import REFUSED
 from .._heartbeat.server import HEARTBEAT_TIMEOUT, INTERRUPT_GRACE, INTERRUPTED, HeartbeatServer
 from .child import Child, Output, describe_status
 from .deaths import Deaths
-from .signals import Signals
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)  # the last one where the output is closed
 _EXIT_TIME = 3.0  # seconds in which a process ends by itself after a loss report
 _START_AGAIN = 1.0  # seconds from the loss of a process to its next start
 _POLL_INTERVAL = 0.25  # seconds between two checks of the processes without a signal
@@ -67,19 +68,25 @@ def launch(plan: Plan) -> int:
     output = Output()
     output.start()
     slots, restart = list(range(plan.processes)), 0
-    with Signals() as signals:
+    with Signals((*_ENDING[:3], signal.SIGTSTP, signal.SIGCHLD), wakes=True) as signals:
         while True:
             run = _Run(plan, slots, restart, signals, output)
             status = run.wait()
-            if status == 0 or signals.ending or restart == plan.max_restarts:
+            if status == 0 or _endings(signals) or restart == plan.max_restarts:
                 break
             restart += 1
             slots = _slots_left(plan, slots, run)
             resume = f", from {run.server.hint}" if run.server.hint else ""
             number = f"{len(slots)} process{'es' if len(slots) > 1 else ''}"
             output.say(f"restart {restart} of {plan.max_restarts} with {number}{resume}")
-    output.finish(5.0 if signals.ending else None)
-    return 128 + signals.ending if signals.ending else status
+    endings = _endings(signals)
+    output.finish(5.0 if endings else None)
+    return 128 + endings[0] if endings else status
+
+
+def _endings(signals: Signals) -> list[int]:
+    """The signals so far that end the run."""
+    return [number for number in signals.received if number in _ENDING]
 
 
 def _slots_left(plan: Plan, slots: list[int], run: _Run) -> list[int]:
@@ -218,19 +225,21 @@ class _Run:
 
     def _handle_signals(self) -> None:
         """Pass signals on to the processes. A second Ctrl-C kills them."""
-        if self.signals.is_stopped:
-            self.signals.is_stopped = False
+        if signal.SIGTSTP in self.signals.received:
+            while signal.SIGTSTP in self.signals.received:
+                self.signals.received.remove(signal.SIGTSTP)
             self._send_signal(signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
             self._send_signal(signal.SIGCONT)
-        if (self.signals.ending or self.output.is_broken) and not self._is_interrupted:
-            self.signals.ending = self.signals.ending or signal.SIGPIPE
-            number = signal.SIGINT if self.signals.ending == signal.SIGINT else signal.SIGTERM
-            self._is_interrupted, self._signals_handled = True, self.signals.count
-            self._send_signal(number)
+        if self.output.is_broken and not _endings(self.signals):
+            self.signals.received.append(signal.SIGPIPE)
+        endings = _endings(self.signals)
+        if endings and not self._is_interrupted:
+            self._is_interrupted, self._signals_handled = True, len(endings)
+            self._send_signal(signal.SIGINT if endings[0] == signal.SIGINT else signal.SIGTERM)
             self._deadlines = [(time.monotonic() + self.plan.grace, signal.SIGKILL)]
-        elif self.signals.count > self._signals_handled:
-            self._signals_handled = self.signals.count
+        elif len(endings) > self._signals_handled:
+            self._signals_handled = len(endings)
             self._send_signal(signal.SIGKILL)
 
     def _end_others(self, failed: Child, why: str, from_server: bool = False) -> None:

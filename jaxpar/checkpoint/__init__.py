@@ -2,8 +2,8 @@
 
 `_save` saves one checkpoint, restores it and finds the newest good one. `_manager` keeps the checkpoints of a run.
 `_leaves` turns a state into named arrays and back, `_hash` gives a hash of them. `_files` writes and reads a directory.
-`_manifest` checks what a checkpoint says about itself, `_regular_file` reads within bounds, and `_owner` knows whose
-unfinished files may go. `_adopt` takes a checkpoint from one directory to another. `_mxnet` reads files of MXNet.
+`_manifest` checks what a checkpoint says about itself, and `_owner` knows whose unfinished files may go. `_adopt` takes
+a checkpoint from one directory to another. `load_mxnet`, for files of MXNet, is `jp.mxnet.load_params`.
 
 >>> import tempfile
 >>> import jax.numpy as jnp
@@ -16,11 +16,11 @@ unfinished files may go. `_adopt` takes a checkpoint from one directory to anoth
 
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
+from ..mxnet import load_mxnet as load_mxnet
 from ._adopt import adopt as _adopt, whole_copy as _whole_copy
 from ._hash import StateHash as _StateHash, hash_of as _hash_of
 from ._manager import Manager as Manager
 from ._manifest import CheckpointError as CheckpointError
-from ._mxnet import load_mxnet as load_mxnet
 from ._save import (
     Found as Found,
     best as best,

@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .._core import text
+from .._core import regular_file, text
 from .._core.files import create
-from . import _manifest, _owner, _regular_file
+from . import _owner
 
 _NAME = ".writer"
 _TOUCH_EVERY = 5.0  # seconds
@@ -103,14 +103,14 @@ class Claim:
 
     def _is_mine(self) -> bool:
         try:
-            return _regular_file.read(self._path, _LONGEST) == self._content
+            return regular_file.read(self._path, _LONGEST) == self._content
         except OSError:
             return False
 
     def _other(self) -> _Other | None:
         """Whose file is there. It is None where there is none."""
         try:
-            with _regular_file.opened(self._path) as file:  # to open it asks the server of a network's file system
+            with regular_file.opened(self._path) as file:  # to open it asks the server of a network's file system
                 content, changed = file.read(_LONGEST), os.fstat(file.fileno()).st_mtime
         except FileNotFoundError:
             if self._path.is_symlink():
@@ -123,7 +123,7 @@ class Claim:
             owner, words = str(said["owner"]), f"process {int(said['pid'])} on {str(said['host'])[:100]}"
         except (ValueError, KeyError, TypeError, RecursionError):
             owner, words = "", "another process"  # it may not have written all of it yet
-        return _Other(owner, _manifest.printable(words), content, changed)
+        return _Other(owner, text.for_terminal(words), content, changed)
 
     def _is_free(self, other: _Other) -> bool:
         """Whether a claim has no owner any more. For one of another machine this may take 20 seconds."""
@@ -148,7 +148,7 @@ class Claim:
         with contextlib.suppress(FileNotFoundError):
             os.rename(self._path, gone)
             with contextlib.suppress(OSError):
-                if (content := _regular_file.read(gone, _LONGEST)) != other.content:
+                if (content := regular_file.read(gone, _LONGEST)) != other.content:
                     create(self._path, content)
             os.unlink(gone)
 

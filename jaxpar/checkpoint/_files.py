@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from .._core import regular_file
 from .._core.files import flush_to_disk
-from . import _manifest, _owner, _regular_file
+from . import _manifest, _owner
 from ._manifest import CheckpointError
 
 _ARRAYS = "arrays"
@@ -75,7 +76,7 @@ def verify(path: Path, body: dict[str, Any]) -> None:
     """
     for name, (size, digest) in body["files"].items():
         try:
-            found = _regular_file.fingerprint(path / name, size)
+            found = regular_file.fingerprint(path / name, size)
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(f"{path} is damaged: {name} is missing") from None
         except OSError as error:
@@ -255,7 +256,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _print_of(file: Path) -> list[Any]:
-    return list(_regular_file.fingerprint(file, file.stat().st_size))
+    return list(regular_file.fingerprint(file, file.stat().st_size))
 
 
 def _reason(error: BaseException) -> str:

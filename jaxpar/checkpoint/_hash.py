@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.arrays import is_prng_key
-from .._core.portable import Slot
+from .._core.portable import SavedArray
 from .._devices.emulated import wait_before_collectives
 from .._devices.placement import to_host
 from .._devices.user_mesh import on_own_mesh
@@ -77,7 +77,7 @@ def _whole(leaf: Any) -> Any:
     return found if found.itemsize < 8 else np.ascontiguousarray(found).reshape(-1).view(np.uint32)
 
 
-def _size(slot: Slot) -> int | None:
+def _size(slot: SavedArray) -> int | None:
     """How many elements of a flat, padded leaf count. None: all."""
     return math.prod(slot.shape) if slot.rows else None
 

@@ -18,7 +18,7 @@ from .._core.arrays import check_plain, is_prng_key, without_keys
 from .._core.portable import (
     PARTS,
     Saved,
-    Slot,
+    SavedArray,
     adapt,
     describe_record,
     format_of,
@@ -77,11 +77,11 @@ def _bare(node: Any) -> Any:
     return node if format is None else format.bare(node)
 
 
-def slots_of(tree: Any) -> list[Slot]:
+def slots_of(tree: Any) -> list[SavedArray]:
     """In the order of the leaves of the tree."""
     nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_registered)[0]
     formats, names = [format_of(node) for _, node in nodes], [path_name(path) for path, _ in nodes]
-    found: list[Slot] = []
+    found: list[SavedArray] = []
     for (_, node), format, name in zip(nodes, formats, names, strict=True):
         found += [_slot(name, node)] if format is None else format.slots(node, name)
     seen: set[str] = set()
@@ -92,21 +92,21 @@ def slots_of(tree: Any) -> list[Slot]:
     return found
 
 
-def _slot(name: str, leaf: Any) -> Slot:
+def _slot(name: str, leaf: Any) -> SavedArray:
     numeric = hasattr(leaf, "dtype") and (is_prng_key(leaf) or np.dtype(leaf.dtype).kind not in "OSUMm")
     if not numeric and not isinstance(leaf, _SCALARS):
         raise TypeError(f"checkpoint: leaf {name!r} must be an array of numbers, got {checks.describe(leaf)}")
     check_plain(leaf, f"checkpoint: leaf {name!r}")
-    return Slot(name, f"leaf {name!r}", leaf, tuple(np.shape(leaf)))
+    return SavedArray(name, f"leaf {name!r}", leaf, tuple(np.shape(leaf)))
 
 
-def _copy(slot: Slot, leaf: Any) -> np.ndarray:
+def _copy(slot: SavedArray, leaf: Any) -> np.ndarray:
     """The whole value in memory of its own. `np.asarray` would share that of an array on a CPU device."""
     array = np.array(leaf, copy=True)
     return array.reshape(-1)[: math.prod(slot.shape)].reshape(slot.shape) if slot.rows else array
 
 
-def _restore(slots: Sequence[Slot], saved: Saved) -> list[Any]:
+def _restore(slots: Sequence[SavedArray], saved: Saved) -> list[Any]:
     """The saved arrays with the layouts and on the devices of the slots' leaves."""
     found = [saved[slot.name] for slot in slots]
     arrays = [_lay_out(slot, array) for slot, (_, array) in zip(slots, found, strict=True)]
@@ -122,7 +122,7 @@ def _restore(slots: Sequence[Slot], saved: Saved) -> list[Any]:
     ]
 
 
-def _lay_out(slot: Slot, array: np.ndarray) -> Any:
+def _lay_out(slot: SavedArray, array: np.ndarray) -> Any:
     """A saved array as the slot's leaf has it: a Python number, or rows for the devices."""
     if isinstance(slot.leaf, _SCALARS):
         return type(slot.leaf)(array.item())
@@ -133,7 +133,7 @@ def _lay_out(slot: Slot, array: np.ndarray) -> Any:
     return flat.reshape(slot.leaf.shape)
 
 
-def _compare(wanted: list[Slot], records: list[dict[str, Any]]) -> None:
+def _compare(wanted: list[SavedArray], records: list[dict[str, Any]]) -> None:
     """`ValueError` where what was saved is not what is wanted."""
     saved, expected = {r["name"]: r for r in records}, {s.name: s for s in wanted}
     for name, slot in expected.items():
@@ -154,5 +154,5 @@ def _hint(wanted: Sequence[Any], saved: dict[str, Any]) -> str:
     return f"`like` has {len(wanted)} leaves, the checkpoint {len(saved)}; give a state made as the saved one was"
 
 
-def _describe(slot: Slot) -> str:
+def _describe(slot: SavedArray) -> str:
     return f"{slot.dtype}[{','.join(map(str, slot.shape))}]"

@@ -20,21 +20,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import _regular_file
+from .._core import regular_file
+from .._core.files import CheckpointError as CheckpointError
+from .._core.text import for_terminal
 
 FORMAT = 1
 NAME = "jaxpar.json"
 MOST_BYTES = 64 << 20
+MOST_SHOWN = 500  # characters of what a file says
 _LINES = 1 << 18  # bytes up to which it is written in lines, for people. Longer ones take seconds so.
 _MOST_DEPTH = 100  # of lists and objects in each other; Python's reader of JSON has a limit too
 _MOST_INT = 1 << 62
 _MOST_AXES = 64
 _DTYPE = re.compile(r"[<>]?[a-z][a-z0-9_]{0,40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is damaged, of another program, or not of the state that was asked for."""
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -44,7 +43,7 @@ def load(path: Path) -> dict[str, Any]:
         CheckpointError: it is no checkpoint of jaxpar, or the manifest is damaged or cannot be read.
     """
     try:
-        raw = _regular_file.read(path / NAME, MOST_BYTES)
+        raw = regular_file.read(path / NAME, MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         other = " (an orbax checkpoint of another program)" if (path / "_CHECKPOINT_METADATA").exists() else ""
         raise CheckpointError(f"{path} is no checkpoint of jaxpar{other}: it has no {NAME}") from None
@@ -54,7 +53,7 @@ def load(path: Path) -> dict[str, Any]:
         outer = json.loads(raw)
         body, good = outer["content"], outer["sha256"] == digest(outer["content"])
     except (ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:
-        reason = printable(f"{type(error).__name__}: {error}")
+        reason = for_terminal(f"{type(error).__name__}: {error}", MOST_SHOWN)
         raise CheckpointError(f"{path} is damaged: {NAME} cannot be read ({reason})") from None
     if not good:
         raise CheckpointError(f"{path} is damaged: {NAME} does not have the checksum it was saved with")
@@ -149,12 +148,6 @@ def layout(record: dict[str, Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     if math.prod(n for n in shape if n) * stored.itemsize > _MOST_INT or len(shape) > _MOST_AXES:
         raise ValueError(f"the shape {_quote(record['shape'])} is larger than any array")
     return shape, stored
-
-
-def printable(text: str) -> str:
-    """A text that a terminal shows as it is. Control characters are escaped, and a long text is cut."""
-    text = text if len(text) < 500 else text[:500] + "..."
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _check_file(name: str, entry: Any) -> None:

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .._core import regular_file
 from .._core.files import append, flush_to_disk
-from . import _manifest, _regular_file
+from . import _manifest
 from ._manifest import CheckpointError
 
 Place = dict[str, Any]  # {"number": of records, "at": byte at which the last one begins, "sha256": of its line}
@@ -87,14 +88,14 @@ class RecordWriter:
         """How many bytes the file has. `OSError` where it is no regular file."""
         if not os.path.lexists(self._path):
             return 0
-        with _regular_file.opened(self._path) as file:
+        with regular_file.opened(self._path) as file:
             return os.fstat(file.fileno()).st_size
 
     def _ends_with_line(self, size: int) -> bool:
         """Whether the last line is whole. A process that was killed may have left a part of one."""
         if not size:
             return True
-        with _regular_file.opened(self._path) as file:
+        with regular_file.opened(self._path) as file:
             file.seek(size - 1)
             return file.read(1) == b"\n"
 
@@ -107,7 +108,7 @@ def read(directory: Path, place: Place) -> list[dict[str, Any]]:
     """
     path, found = directory / _NAME, []
     try:
-        with _regular_file.opened(path) as file:
+        with regular_file.opened(path) as file:
             before: Place | None = place
             while before is not None and len(found) < place["number"]:
                 entry = _entry(file, before)

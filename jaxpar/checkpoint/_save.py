@@ -289,7 +289,9 @@ def fill(found: Found, like: Any) -> Any:
         with outside_mesh():  # the arrays get the shardings of `like`
             state, remarks = _leaves.from_leaves(found.body["leaves"], found.arrays, like)
     except ValueError as error:
-        raise CheckpointError(f"{found.path} does not fit `like`: {_manifest.printable(str(error))}") from None
+        raise CheckpointError(
+            f"{found.path} does not fit `like`: {text.for_terminal(str(error), _manifest.MOST_SHOWN)}"
+        ) from None
     for remark in remarks if jax.process_index() == 0 else ():
         say(f"{found.path}: {remark}")
     return state
@@ -297,4 +299,4 @@ def fill(found: Found, like: Any) -> Any:
 
 def say(message: str) -> None:
     """Write a line to standard error."""
-    text.say(_manifest.printable(message), "jaxpar: checkpoint")
+    text.say(text.for_terminal(message, _manifest.MOST_SHOWN), "jaxpar: checkpoint")

@@ -20,11 +20,12 @@ from .._core.arguments import takes
 from .._core.calls import answers
 from .._devices import processes
 from .._devices.mesh import STORE_AXIS
+from .._devices.padded import pad_rows
 from ._batches import epochs_from, whole_batches
 from ._convert import as_dict, batch_struct, concatenate, path_name, placed_batch, share_sharding, stack
 from ._dataset import Dataset
 from ._parts import Some, rows_of_parts
-from ._split import check_virtual_shards, rows_to_add, split_of, with_rows, with_virtual_shards
+from ._split import check_virtual_shards, rows_to_add, split_of, with_virtual_shards
 
 _WHERE = "data.from_iterable"
 
@@ -90,7 +91,7 @@ class IterableSource:
                 found += 1
                 if once is not None or found > skipped:
                     _check_lengths(batch, share, found - 1)
-                    batch = self.place(with_rows(batch, padding), sharding)
+                    batch = self.place(pad_rows(batch, padding), sharding)
                     yield batch if split is None else split.as_batch(batch)
             if found < steps:
                 raise ValueError(_too_few(self.source, epoch, found, steps))

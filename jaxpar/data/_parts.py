@@ -46,7 +46,7 @@ class Some:
 
 def _count_of(fraction: Any, size: int, where: str) -> int:
     """How many examples of `size` a fraction, or their number, is."""
-    if _is_int(fraction):
+    if checks.is_int(fraction):
         count = int(fraction)
     else:
         count = round(size * checks.number(fraction, where, "fraction", "a number", lambda x: math.isfinite(size * x)))
@@ -60,13 +60,9 @@ def _count_of(fraction: Any, size: int, where: str) -> int:
 
 def _order(rng: Any, size: int, where: str) -> np.ndarray:
     """An order of the examples that depends only on `rng`."""
-    if rng is None or _is_int(rng):
+    if rng is None or checks.is_int(rng):
         with outside_mesh():
             rng = jax.random.key(int(rng or 0))
     if not isinstance(rng, jax.Array):
         raise TypeError(f"{where}: rng must be a random key or an int, got {checks.describe(rng)}")
     return host_order(rng, 0, size)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._core import checks
 from .._core.arrays import Device
-from .._devices.fixed_tree import Deal
-from .._devices.padded import PaddedBatch
+from .._devices.padded import PaddedBatch, padded_rows
 from .._devices.user_mesh import has_types, with_sharding
 
 
@@ -61,15 +59,6 @@ class Split:
     def as_batch(self, arrays: Any) -> Any:
         """The arrays of a batch, marked where they are padded."""
         return arrays if self.virtual_shards is None else PaddedBatch(arrays, self.virtual_shards)
-
-
-def padded_rows(count: int, virtual_shards: int, parts: int) -> int:
-    """The rows of a batch of `count` examples in which each part has room for as many shards.
-
-    >>> padded_rows(64, 8, 3), padded_rows(64, 8, 4)
-    (72, 64)
-    """
-    return Deal(virtual_shards, parts).slots * parts * (count // virtual_shards)
 
 
 def with_virtual_shards(split: Split | None, virtual_shards: Any, where: str) -> Split | None:
@@ -154,15 +143,3 @@ def rows_to_add(split: Split | None, batch_size: int, where: str) -> int:
             f"data.Dataset or data.from_arrays, or a number of devices that divides {split.virtual_shards}"
         )
     return rows
-
-
-def with_rows(batch: Any, rows: int) -> Any:
-    """The batch with so many rows at its end that belong to no example."""
-    if not rows:
-        return batch
-
-    def pad(x: Any) -> Any:
-        widths = [(0, rows), *[(0, 0)] * (np.ndim(x) - 1)]
-        return (jnp if isinstance(x, jax.Array) else np).pad(x, widths)
-
-    return jax.tree.map(pad, batch)

@@ -1,21 +1,37 @@
-"""What an elastic run sets before jax starts, and jax's own record of which processes live."""
+"""What an elastic run sets before jax starts, and which processes compute together then, as process 0 writes it.
+
+A barrier among these members waits for each of them that is connected to jax's coordination service. A process that
+comes back is connected in the place of the one that was lost. Until the others have noticed that loss, they would wait
+for the new one. So it takes part in that one barrier, and is no member after it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-from typing import Any
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import jax
 from jax.experimental import multihost_utils
 
+from .._core.text import say_before_exit
 from .._devices import processes
-from .._heartbeat.messages import MOST_SECONDS
+from .._heartbeat.messages import LOST, MOST_SECONDS
 from ._environment import RAY_TRAIN, Cluster
 
 VARIABLE = "JAXPAR_ELASTIC"  # the launcher sets it with --elastic
 NEVER = round(MOST_SECONDS)  # the time limit of jax's own heartbeats where ours watch
 _FLAG = "--xla_cpu_collective_timeout_seconds"
 _WHERE = "distributed.initialize: elastic=True"
+_KEYS = "jaxpar/elastic"  # the beginning of the names in jax's key-value store
+_WAIT = 1000  # milliseconds of one look for a value that is waited for
+_POLL = 0.1  # seconds between two looks at a key
+_NOTICED = 1.0  # seconds in which process 0 writes that it has noticed a loss
+_MOST_WAIT = 10.0  # seconds that a barrier may take which others have left
 
 
 def check_elastic(cluster: Cluster | str, monitor: bool) -> None:
@@ -78,3 +94,117 @@ def is_elastic() -> bool:
         False
     """
     return processes.is_elastic()
+
+
+class Board:
+    """What the processes of an elastic run write for each other, as JSON in jax's key-value store.
+
+    Anybody can write there, so a value that is not valid counts as none.
+
+    Args:
+        client: the connection of this process to jax's coordination service. None: jax's own.
+    """
+
+    def __init__(self, client: Any = None):
+        self.client: Any = client or multihost_utils.distributed.global_state.client  # pyright: ignore[reportPrivateImportUsage]
+
+    def set(self, name: str, value: Any) -> None:
+        """Write a value."""
+        self.client.key_value_set(f"{_KEYS}/{name}", json.dumps(value), allow_overwrite=True)
+
+    def get(self, name: str, is_valid: Callable[[Any], bool] = bool) -> Any:
+        """A value, or None."""
+        try:
+            return _parse(self.client.key_value_try_get(f"{_KEYS}/{name}"), is_valid)
+        except jax.errors.JaxRuntimeError:  # NOT_FOUND
+            return None
+
+    def wait(self, name: str, is_valid: Callable[[Any], bool]) -> Any:
+        """A value that process 0 writes sooner or later."""
+        while True:
+            try:
+                text = self.client.blocking_key_value_get(f"{_KEYS}/{name}", _WAIT)
+                if (found := _parse(text, is_valid)) is not None:
+                    return found
+                time.sleep(_WAIT / 1000)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+
+    def entries(self, folder: str, is_valid: Callable[[Any], bool] = lambda found: True) -> dict[str, Any]:
+        """The values in a folder, by the last part of their names."""
+        texts: list[tuple[str, str]] = self.client.key_value_dir_get(f"{_KEYS}/{folder}/")
+        found = {key.rpartition("/")[2]: _parse(text, is_valid) for key, text in texts}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def is_over(self) -> bool:
+        """Whether process 0 has written that the run is over."""
+        return self.get("over") is not None
+
+
+def _parse(text: str, is_valid: Callable[[Any], bool]) -> Any:
+    try:
+        found = json.loads(text)
+        return found if is_valid(found) else None
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return None
+
+
+def is_start(found: Any) -> bool:
+    """Whether this can be the number that jax gives to the start of a process."""
+    return type(found) is int and 0 <= found < 1 << 64
+
+
+def is_starts(found: Any) -> bool:
+    """Whether these are the indices of processes, each with the number of its start."""
+    pairs: list[Any] = found if isinstance(found, list) else [None]
+    return all(isinstance(pair, list) and len(pair) == 2 and all(map(is_start, pair)) for pair in pairs)  # pyright: ignore
+
+
+def read_members(board: Board) -> tuple[int, dict[int, int]]:
+    """How often the members have changed, and the start of each of them by its index, as process 0 wrote it last."""
+    number, starts = board.get("members", lambda found: is_start(found[0]) and is_starts(found[1])) or (0, [])
+    return number, dict(starts)
+
+
+def own_start(board: Board, rank: int) -> int:
+    """The number that jax gave to the start of this process. Where the others have left it behind, it ends."""
+    if (start := board.client.get_live_nodes([rank]).get(rank)) is None:
+        end_left_behind()
+    return start
+
+
+def end_left_behind() -> NoReturn:
+    """End this process, without which the others have gone on."""
+    say_before_exit(f"jaxpar: the others have gone on without this process. It ends with status {LOST}")
+    os._exit(LOST)
+
+
+def release_others(board: Board, rank: int) -> tuple[int, dict[int, int]]:
+    """Return the members, after they have noticed the loss of the process that this one, of this rank, replaces."""
+    own, released = own_start(board, rank), -1
+    while True:
+        number, starts = read_members(board)
+        if starts.get(rank, own) == own or board.is_over():
+            return number, starts
+        time.sleep(_NOTICED)
+        if number != released and read_members(board)[0] == number:
+            _take_part(board, number, starts)
+            released = number
+
+
+def _take_part(board: Board, number: int, starts: dict[int, int]) -> None:
+    """Take part in the next barrier of these members. Where they have left it, this process ends."""
+
+    def wait() -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is lost, which the heartbeats report
+            board.client.get_live_nodes(sorted(starts))
+
+    barrier, left = threading.Thread(target=wait, daemon=True), None
+    barrier.start()
+    while barrier.is_alive():
+        barrier.join(_POLL)
+        if left is None and (read_members(board)[0] != number or board.is_over()):
+            left = time.monotonic()
+        if left is not None and time.monotonic() - left > _MOST_WAIT and barrier.is_alive():
+            end_left_behind()

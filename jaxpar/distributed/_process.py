@@ -1,4 +1,4 @@
-"""What this process knows of the run it is part of."""
+"""This process's place in the run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Process:
 this = Process()
 
 
-def become(processes: int, client: HeartbeatClient | None) -> None:
+def set_process(processes: int, client: HeartbeatClient | None) -> None:
     """Make this process one of several. From now on it reports how it ends."""
     this.client, this.processes = client, processes
     if client is not None:

@@ -16,7 +16,7 @@ from .._heartbeat.client import HeartbeatClient
 from .._heartbeat.proxy import ServiceProxy
 from .._heartbeat.pulse import Pulse
 from .._heartbeat.secret import Secret
-from . import _attach, _environment, _members, _process, _ray, _rendezvous
+from . import _attach, _elastic, _environment, _process, _ray, _rendezvous
 from ._environment import Cluster
 
 
@@ -38,13 +38,13 @@ def start(
         client = None
         if watch and (several or cluster.server):
             client = _rendezvous.join(cluster, heartbeat_timeout, join_timeout, processes.is_elastic())
-    _process.become(cluster.num_processes, client)
+    _process.set_process(cluster.num_processes, client)
     if several or not cluster.server:
         if options["local_device_ids"] is None:
             options = {**options, "local_device_ids": cluster.local_devices}
         _start_jax(cluster, client is not None, options)
     if processes.is_elastic():
-        _members.release_others(_members.jax_client(), cluster.process_id)
+        _elastic.release_others(_elastic.Board(), cluster.process_id)
 
 
 def _start_jax(cluster: Cluster, is_watched: bool, options: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ def start_by_ray(options: dict[str, Any]) -> None:
         options: as for `start`.
     """
     address, size, rank = _ray.meet(_ray.worker())
-    _process.become(size, None)
+    _process.set_process(size, None)
     _start_jax(Cluster(address, size, rank, _environment.RAY_TRAIN), False, options)
     _attach.say_once(size, rank, "jax runs")
 
@@ -101,7 +101,7 @@ def start_by_jax(name: str, options: dict[str, Any], heartbeat_timeout: float, w
         ) from error
     rank, size = jax.process_index(), jax.process_count()
     client = _join_through_jax(rank, size, heartbeat_timeout) if watch and size > 1 else None
-    _process.become(size, client)
+    _process.set_process(size, client)
 
 
 def _join_through_jax(rank: int, size: int, heartbeat_timeout: float) -> HeartbeatClient:

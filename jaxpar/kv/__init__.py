@@ -12,16 +12,18 @@ it takes this device's share and sums over that axis.
 
 A push goes one way:
 
-    _push        check the request, choose how to sum
-    _aggregate   sum over the devices: buckets, compression (`_compressed`), collective
-    _update      hand each sum to the updater
-    _store       the next store, with these changes
+    kv._push           check the request, choose how to sum
+    _store.aggregate   sum over the devices: buckets, compression, collective
+    _store.update      hand each sum to the updater
+    _store.store       the next store, with these changes
 
-`_eager` runs the same as compiled programs at the prompt, and sums over processes there.
-`_tree` hands all sums at once to an optimizer that sees the whole pytree. `_staleness` delays a push, and `_rows`
-pushes some rows of a table. What differs between the kinds of store is in `_kinds`.
+`_eager` runs the same as compiled programs at the prompt. `_processes` sums over processes there.
+`_store.tree_optimizer` hands all sums at once to an optimizer that sees the whole pytree. `_store.queue` delays a push,
+and `_rows` pushes some rows of a table. What differs between the kinds of store is in `_store.kinds`.
 """
 
+from .._store.kinds import _KIND_NAMES as _KIND_NAMES, KINDS as KINDS
+from .._store.store import KVStore as KVStore, names as names
 from . import _portable as _portable  # registers how a store is saved
 from ._create import (
     create as create,
@@ -30,11 +32,9 @@ from ._create import (
     set_optimizer as set_optimizer,
     set_updater as set_updater,
 )
-from ._kinds import _KIND_NAMES as _KIND_NAMES, KINDS as KINDS
 from ._params import eval_params as eval_params, from_params as from_params, to_params as to_params
 from ._place import partition_specs as partition_specs, place as place
+from ._processes import barrier as barrier, num_workers as num_workers, rank as rank
 from ._pull import broadcast as broadcast, pull as pull
 from ._push import flush as flush, push as push, pushpull as pushpull
 from ._rows import row_sparse_pull as row_sparse_pull
-from ._store import KVStore as KVStore, names as names
-from ._workers import barrier as barrier, num_workers as num_workers, rank as rank

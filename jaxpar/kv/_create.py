@@ -8,14 +8,23 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from .. import compression, distributed
 from .._core import checks
-from .._core.arrays import Device
+from .._core.arrays import Device, is_traced
 from .._core.keys import check_stored
 from .._devices import processes
 from .._devices.buckets import BucketLimits
+from .._devices.copies import own_copies
+from .._devices.placement import put, spans_processes
 from .._devices.user_mesh import in_user_mesh
+from .._store import tree_optimizer
+from .._store.kinds import Kind, kind_named
+from .._store.layouts import Rows
+from .._store.placing import lay_out, start_state
+from .._store.store import Changes, KVStore, is_on_mesh, is_split, kind_of, shards, specs_of, with_changes
+from ..sparse import RowSparse, to_dense
 from ..updaters import (
     UpdateFn,
     Updater,
@@ -24,11 +33,7 @@ from ..updaters import (
     _TreeOptimizer as TreeOptimizer,
     from_optax,
 )
-from . import _tree
-from ._kinds import Kind, kind_named
 from ._mxnet import answers
-from ._new_values import lay_out, own_arrays, start_state, values_of_first
-from ._store import Changes, KVStore, check_shares, kind_of, layout_of, specs_of, with_changes
 
 if TYPE_CHECKING:
     import optax
@@ -97,7 +102,7 @@ def create(
     limits = BucketLimits(bucket_bytes, alone_bytes)
     if found.over_processes:
         distributed.join(f"kv.create: kind {kind!r}")
-    elif found.layout.is_split and devices is None:
+    elif found.in_rows and devices is None:
         harm = "each would cut the values over its own devices"
         distributed.check_joined(f"kv.create: kind {kind!r}", harm, launched=True)
         devices = tuple(jax.devices())
@@ -152,7 +157,7 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
             f"kv.init: keys {checks.shorten(keys)}: the optimizer of this store sees the whole pytree that "
             "kv.from_params was given, which has no such keys; make a store of all params"
         )
-    if store.shardings and (others := [k for k in keys if k not in dict(store.shardings)]):
+    if is_on_mesh(store) and (others := [k for k in keys if k not in dict(store.layouts)]):
         raise ValueError(
             f"kv.init: keys {checks.shorten(others)}: values of this store are split over a mesh as kv.from_params was "
             "asked to, which gave no sharding for these keys; make a store of all params, or a second store"
@@ -160,14 +165,39 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     twice = [k for k, count in Counter([*store.values, *keys]).items() if count > 1]
     if twice:
         raise ValueError(f"kv.init: key {twice[0]} is initialised already; push changes its value")
-    arrays = own_arrays(dict(zip(keys, given, strict=True)))
-    check_shares(store, arrays, "kv.init")
+    arrays = _own_arrays(dict(zip(keys, given, strict=True)))
+    tree_optimizer.check_shares(store, arrays, "kv.init")
     if kind_of(store).over_processes or processes.to_share(arrays, store.devices or ()):
-        arrays = values_of_first(arrays)
+        arrays = _values_of_first(arrays)
+    if is_split(store):
+        rows = {k: Rows(tuple(v.shape), shards(store)) for k, v in arrays.items()}
+        store = dataclasses.replace(store, layouts=(*store.layouts, *rows.items()))
     values = {k: lay_out(store, k, v) for k, v in arrays.items()}
-    shapes = tuple((k, tuple(v.shape)) for k, v in arrays.items()) if layout_of(store).is_split else ()
     states = {k: start_state(store, k, v) for k, v in values.items()}
-    return dataclasses.replace(with_changes(store, Changes(values, states)), shapes=store.shapes + shapes)
+    return with_changes(store, Changes(values, states))
+
+
+def signature(arrays: Mapping[int, Any]) -> str:
+    """Keys, shapes and dtypes as text, for processes to compare."""
+    return ", ".join(f"key {k} {checks.describe(v)}" for k, v in arrays.items()) or "no key"
+
+
+def _own_arrays(given: Mapping[int, Any]) -> dict[int, jax.Array]:
+    """The given values as arrays in memory of their own: a list of one as that one, as in a push, rows as a table."""
+    given = {k: v[0] if isinstance(v, (list, tuple)) and len(v) == 1 else v for k, v in given.items()}
+    given = {k: to_dense(v) if isinstance(v, RowSparse) else v for k, v in given.items()}
+    arrays = {k: checks.array(v, f"kv.init: value of key {k}") for k, v in given.items()}
+    return arrays | own_copies({k: v for k, v in arrays.items() if v is given[k]})
+
+
+def _values_of_first(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
+    """The values that process 0 gives, if there are several processes."""
+    if processes.count() == 1 or is_traced(arrays):
+        return arrays
+    processes.agree("kv.init: every process must give the same keys, in the same shapes", signature(arrays))
+    local = {k: v for k, v in arrays.items() if not spans_processes(v)}
+    first = processes.from_first(local)
+    return arrays | {k: put(v, local[k].sharding) if local[k].committed else jnp.asarray(v) for k, v in first.items()}
 
 
 @answers
@@ -204,7 +234,7 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
     check_updater(updater, "kv.set_updater")
     check_stored(store.values, store.values, "kv.set_updater")
     store = dataclasses.replace(store, updater=updater, optimizer_state=())
-    check_shares(store, specs_of(store), "kv.set_updater")
+    tree_optimizer.check_shares(store, specs_of(store), "kv.set_updater")
     state = {k: start_state(store, k, v) for k, v in store.values.items()}
     return dataclasses.replace(store, updater_state=state)
 
@@ -243,7 +273,7 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) ->
     check_stored(store.values, store.values, "kv.set_optimizer")
     checks.transform(tx, "kv.set_optimizer")
     if store.treedef is not None:
-        return _tree.with_optimizer(store, tx, "kv.set_optimizer")
+        return tree_optimizer.with_optimizer(store, tx, "kv.set_optimizer")
     if couples_keys(tx):
         raise ValueError(
             "kv.set_optimizer: this transform computes the update of one key from the gradients of others (as "
@@ -279,7 +309,7 @@ def set_gradient_compression(store: KVStore, spec: Mapping[str, Any]) -> KVStore
         [0.0, 0.5, -0.5]
     """
     compressor = compression.make(spec)
-    if store.shardings and compressor is not None:
+    if is_on_mesh(store) and compressor is not None:
         raise ValueError(
             "kv.set_gradient_compression: values of this store are split over a mesh, and the compiler sums their "
             "gradients, so no device has one to compress; make the store without sharding= and mesh=, and with an "

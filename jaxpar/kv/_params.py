@@ -15,17 +15,16 @@ from .._core import checks
 from .._core.arrays import Device, is_traced
 from .._core.keys import check_names, check_stored
 from .._devices import processes
-from .._devices.mesh import auto_mesh, check_mesh, mesh_of
+from .._devices.mesh import check_mesh, mesh_of
 from .._devices.sharding_rules import fsdp
-from .._devices.shardings import shardings_of
 from .._devices.user_mesh import in_user_mesh
+from .._store import tree_optimizer
+from .._store.store import KVStore, kind_of
 from ..updaters import UpdateFn, Updater, _has_average as has_average, _TreeOptimizer as TreeOptimizer
-from . import _tree
 from ._create import create, init, set_optimizer, set_updater
 from ._mxnet import answers
-from ._place import check_mesh_options
+from ._place import split_layouts
 from ._pull import own_values, pull_whole
-from ._store import KVStore, kind_of
 
 if TYPE_CHECKING:
     import optax
@@ -95,7 +94,10 @@ def from_params(
     _check_untied(paths, [leaf for _, leaf in leaves])
     chosen = mesh if mesh is not None else _mesh_for(store, params, sharding, optimizer)
     if chosen is not None:
-        store = _on_mesh(store, params, chosen, sharding)
+        if sharding is None and kind_of(store).in_rows and not _split_shardings(params):
+            sharding = fsdp(chosen.axis_names[0])
+        layouts = split_layouts(store, range(len(values)), params, chosen, sharding, "kv.from_params")
+        store = dataclasses.replace(store, devices=tuple(chosen.devices.flat), layouts=layouts)
     store = init(store, list(range(len(values))), values)
     store = dataclasses.replace(store, treedef=treedef)
     if optimizer is not None:
@@ -124,23 +126,13 @@ def _mesh_for(store: KVStore, params: Any, sharding: Any, optimizer: Any) -> Mes
         return mesh
     if sharding is not None:
         return mesh_of(store.devices or processes.devices())
-    if not kind_of(store).layout.is_split or optimizer is None or isinstance(optimizer, Updater):
+    if not kind_of(store).in_rows or optimizer is None or isinstance(optimizer, Updater):
         return None
     assert store.devices is not None
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     trained = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, specs)
-    whole = _tree.needs_whole(optimizer, trained, len(store.devices))
+    whole = tree_optimizer.needs_whole(optimizer, trained, len(store.devices))
     return mesh_of(store.devices) if whole else None
-
-
-def _on_mesh(store: KVStore, params: Any, mesh: Mesh, sharding: Any) -> KVStore:
-    """The store without keys, with the shardings of all that it will have."""
-    check_mesh_options(store)
-    mesh = auto_mesh(mesh)
-    if sharding is None and kind_of(store).layout.is_split and not _split_shardings(params):
-        sharding = fsdp(mesh.axis_names[0])
-    found = jax.tree.leaves(shardings_of(params, sharding, mesh, where="kv.from_params"))
-    return dataclasses.replace(store, devices=tuple(mesh.devices.flat), shardings=tuple(enumerate(found)))
 
 
 def _split_shardings(params: Any) -> list[NamedSharding]:
@@ -229,7 +221,7 @@ def eval_params(store: KVStore, *, copy: bool = True) -> Any:
     if not isinstance(store.updater, TreeOptimizer) or not has_average(store.optimizer_state):
         return params
     leaves = jax.tree.leaves(params)
-    trained = _tree.tree_of(store, dict(enumerate(leaves)))
-    found = _tree.by_key(store, store.updater.evaluated(_tree.whole_state(store), trained))
+    trained = tree_optimizer.tree_of(store, dict(enumerate(leaves)))
+    found = tree_optimizer.by_key(store, store.updater.evaluated(tree_optimizer.whole_state(store), trained))
     assert store.treedef is not None
     return store.treedef.unflatten([found.get(k, leaf) for k, leaf in enumerate(leaves)])

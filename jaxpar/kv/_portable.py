@@ -20,7 +20,7 @@ from .._core import checks
 from .._core.portable import (
     NodeFormat,
     Saved,
-    Slot,
+    SavedArray,
     describe_record,
     join_names,
     path_name,
@@ -28,34 +28,34 @@ from .._core.portable import (
 )
 from .._devices.mesh import copies_on, split_over
 from .._devices.placement import put
+from .._store import aggregate, queue, tree_optimizer
+from .._store.layouts import WHOLE, Rows
+from .._store.store import KVStore, layouts_of, names, shapes_of, specs_of
 from ..updaters import _TreeOptimizer as TreeOptimizer, _UnknownOwners as UnknownOwners
-from . import _aggregate, _staleness, _tree
-from ._store import KVStore, layout_of, names, shapes_of, specs_of
 
 _RESIDUALS, _PENDING, _OPTIMIZER = "residuals", "pending", "optimizer_state"
+_PARTS = {_RESIDUALS: "residual", _PENDING: "pending"}
 
 
-def slots(store: KVStore, prefix: str) -> list[Slot]:
-    """A slot for each leaf of the store."""
+def slots(store: KVStore, prefix: str) -> list[SavedArray]:
+    """What is saved of each leaf of the store."""
     paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(store)[0], strict=True) if store.values else ((), ())
-    shapes, called, split = shapes_of(store), names(store), layout_of(store).is_split
-    whole, rules = iter(_tree.state_shapes(store)), rule_of_each(store)
-    inner = list(map(path_name, paths))
-    full = [join_names(prefix, name) for name in inner]
-    found: list[Slot] = []
-    for path, leaf, name, full_name in zip(paths, leaves, inner, full, strict=True):
-        field = path[0].name
+    layouts, called, rules = layouts_of(store), names(store), rule_of_each(store)
+    of_state = iter(tree_optimizer.state_layouts(store))
+    found: list[SavedArray] = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        field, name = path[0].name, path_name(path)
+        words, part, rule = name, _PARTS.get(field), None
         if field == _OPTIMIZER:
-            shape = next(whole)
-            found.append(Slot(full_name, name, leaf, tuple(leaf.shape) if shape is None else shape, shape is not None))
-            continue
-        k = path[1].key
-        part = {_RESIDUALS: "residual", _PENDING: "pending"}.get(field)
-        rows = split and not part and leaf.shape == store.values[k].shape
-        key = f"key {k} ({called[k]!r})" if called.get(k, str(k)) != str(k) else f"key {k}"
-        words = f"{key}: {'value' if field == 'values' else name}"
-        rule = rules.get(k) if field == "values" else None
-        found.append(Slot(full_name, words, leaf, tuple(shapes[k] if rows else leaf.shape), rows, part, rule))
+            layout = next(of_state)
+        else:
+            k = path[1].key
+            key = f"key {k} ({called[k]!r})" if called.get(k, str(k)) != str(k) else f"key {k}"
+            words = f"{key}: {'value' if field == 'values' else name}"
+            rule = rules.get(k) if field == "values" else None
+            layout = layouts[k] if not part and leaf.shape == store.values[k].shape else WHOLE
+        shape, in_rows = tuple(layout.shape_of(leaf)), isinstance(layout, Rows)
+        found.append(SavedArray(join_names(prefix, name), words, leaf, shape, in_rows, part, rule))
     return found
 
 
@@ -64,7 +64,7 @@ def rule_of_each(store: KVStore) -> dict[int, str | None]:
     specs = specs_of(store)
     if not isinstance(store.updater, TreeOptimizer):
         return updaters._rule_of_each(store.updater, None, tuple(specs), tuple(specs.values()))
-    keys, structure = _tree.trained_keys(store), jax.tree.structure(_tree.tree_of(store, specs))
+    keys, structure = tree_optimizer.trained_keys(store), jax.tree.structure(tree_optimizer.tree_of(store, specs))
     return updaters._rule_of_each(store.updater, structure, tuple(keys), tuple(specs[k] for k in keys))
 
 
@@ -137,7 +137,7 @@ def _residual(store: KVStore, like: KVStore, k: int, own: Saved) -> tuple[Any, b
     held = jax.tree.leaves(like.residuals.get(k))
     first = held[0].shape[0] if held else None
     count = first or (len(store.devices) if store.devices else next(iter(own.values()))[0]["shape"][0])
-    fresh = _aggregate.start_residuals(store, k, count)
+    fresh = aggregate.start_residuals(store, k, count)
     expected = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(fresh)[0]}
     fits = {name: (tuple(r["shape"]), r["dtype"]) for name, (r, _) in own.items()} == {
         name: (leaf.shape, str(leaf.dtype)) for name, leaf in expected.items()
@@ -156,23 +156,23 @@ def _check_rows(saved: Saved) -> None:
             raise ValueError(f"{record['words']}: expected a row for each device, found the shape {list(array.shape)}")
 
 
-def _pending(store: KVStore, like: KVStore, saved: dict[int, Saved]) -> dict[int, _staleness.PendingPushes]:
+def _pending(store: KVStore, like: KVStore, saved: dict[int, Saved]) -> dict[int, queue.PendingPushes]:
     """The pending pushes of each key, for the devices of `like`. None where none were saved."""
     pending = {}
     for k in sorted({*like.pending, *saved}):
         held = like.pending.get(k)
         count = held.values[0].shape[0] if held else len(store.devices) if store.devices else None
-        found = _restore_pending(store, k, saved[k], count) if k in saved else _staleness.start(store, k, count or 1)
+        found = _restore_pending(store, k, saved[k], count) if k in saved else queue.start(store, k, count or 1)
         along, everywhere = None, None
         if store.devices:
             along, everywhere = split_over(store.devices), copies_on(store.devices)
         if held:
             along, everywhere = held.values[0].sharding, held.count.sharding
-        pending[k] = _staleness.PendingPushes(put(found.values, along), put(found.count, everywhere))
+        pending[k] = queue.PendingPushes(put(found.values, along), put(found.count, everywhere))
     return pending
 
 
-def _restore_pending(store: KVStore, k: int, found: Saved, count: int | None) -> _staleness.PendingPushes:
+def _restore_pending(store: KVStore, k: int, found: Saved, count: int | None) -> queue.PendingPushes:
     """The pending pushes of a key, regrouped for `count` devices. None for as many as before.
 
     Raises:
@@ -193,8 +193,8 @@ def _restore_pending(store: KVStore, k: int, found: Saved, count: int | None) ->
     expected = (rows, *shapes_of(store)[k]), store.values[k].dtype
     if not rows or any((a.shape, a.dtype) != expected for a in arrays) or (pushes.shape, pushes.dtype) != ((), "int32"):
         raise ValueError(f"{words}: pending values must have the key's shape and dtype, with a row for each device")
-    held = _staleness.PendingPushes(tuple(map(jnp.asarray, arrays)), jnp.asarray(pushes))
-    return held if count is None else _staleness.regroup(held, count)
+    held = queue.PendingPushes(tuple(map(jnp.asarray, arrays)), jnp.asarray(pushes))
+    return held if count is None else queue.regroup(held, count)
 
 
 def adapt(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved:
@@ -207,7 +207,7 @@ def adapt(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved
     wanted = [slot for slot in slots(like, prefix) if slot.name.startswith(join_names(prefix, _OPTIMIZER) + "/")]
     if not isinstance(like.updater, TreeOptimizer) or not old or not wanted:
         return saved
-    made_of, trained = _names_of_keys(like), set(map(str, _tree.trained_keys(like)))
+    made_of, trained = _names_of_keys(like), set(map(str, tree_optimizer.trained_keys(like)))
     if {name for names in made_of for name in names} != {name for name in old if name.partition("/")[0] in trained}:
         return saved
     found: Saved = {}
@@ -230,8 +230,8 @@ def _names_of_keys(store: KVStore) -> list[list[str]]:
     """
     specs, single = specs_of(store), dict[int, tuple[Iterator[str], Iterator[str]]]()
     try:
-        owners = _tree.owners(store)
-        for k in _tree.trained_keys(store):
+        owners = tree_optimizer.owners(store)
+        for k in tree_optimizer.trained_keys(store):
             leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(store.updater.init, specs[k]))
             called = [join_names(str(k), path_name(path)) for path, _ in leaves]
             both = list(zip(called, store.updater.owners(specs[k]), strict=True))

@@ -13,16 +13,15 @@ from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 from .._core import checks
 from .._core.arrays import Device, is_traced
 from .._core.keys import Key, Keys, find_keys
-from .._devices import buckets, emulated
+from .._devices import buckets, collectives, emulated
 from .._devices.copies import donatable
 from .._devices.mesh import STORE_AXIS, copies_on, mesh_of
 from .._devices.placement import spans_processes, to_host
 from .._devices.user_mesh import in_user_mesh
-from ._aggregate import axis_size
+from .._store.aggregate import axis_size
+from .._store.store import KVStore, is_split, rows_of
 from ._create import init
-from ._kinds import Layout
 from ._mxnet import answers
-from ._store import KVStore, kind_of, layout_of, shapes_of
 
 _MOST_VALUES = 256  # XLA compiles a kernel for each, so a program that packs thousands would take minutes
 
@@ -103,7 +102,7 @@ def read(
     keys, many = find_keys(key, store.values, store.paths, "kv.pull")
     values = pull_whole(store, keys, axis_name)
     if devices is not None:
-        pulled = copies(values, checks.device_list(devices, "kv.pull"), copy and not kind_of(store).layout.is_split)
+        pulled = copies(values, checks.device_list(devices, "kv.pull"), copy and not is_split(store))
     else:
         pulled = own_values(store, values) if copy else values
     return pulled if many else pulled[0]
@@ -111,19 +110,19 @@ def read(
 
 def own_values(store: KVStore, values: list[jax.Array]) -> list[jax.Array]:
     """What `pull_whole` gave, in arrays that do not belong to the store. Outside of traced functions only."""
-    return values if kind_of(store).layout.is_split or is_traced(values) else donatable(values)
+    return values if is_split(store) or is_traced(values) else donatable(values)
 
 
 def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> list[jax.Array]:
     """The values of these keys in the shapes that the user sees."""
-    layout, stored = layout_of(store), [store.values[k] for k in keys]
-    if not layout.is_split:
+    stored = [store.values[k] for k in keys]
+    if not is_split(store):
         return stored
-    shapes = shapes_of(store)
-    wanted = tuple(shapes[k] for k in keys)
+    rows = rows_of(store)
+    wanted = tuple(rows[k].shape for k in keys)
     if axis_name is not None:
         axis_size(axis_name, "kv.pull")
-        return layout.gather([r.reshape(-1) for r in stored], wanted, axis_name, store.limits)
+        return collectives.all_gather([r.reshape(-1) for r in stored], wanted, axis_name, store.limits)
     assert store.devices is not None
     for k, r in zip(keys, stored, strict=True):
         if r.shape[0] != len(store.devices) or r.ndim != 2:
@@ -132,18 +131,18 @@ def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> li
                 "gather the others"
             )
     if is_traced(stored):
-        return [layout.whole(r, shape) for r, shape in zip(stored, wanted, strict=True)]
+        return [rows[k].whole(r) for k, r in zip(keys, stored, strict=True)]
     emulated.wait_before_collectives(stored, store.devices)
-    return _gather_program(layout, store.devices, store.limits)(stored, wanted)
+    return _gather_program(store.devices, store.limits)(stored, wanted)
 
 
 @functools.lru_cache(maxsize=64)
-def _gather_program(layout: Layout, devices: tuple[Device, ...], limits: Any) -> Any:
+def _gather_program(devices: tuple[Device, ...], limits: Any) -> Any:
     def run(stored: list[jax.Array], shapes: Any) -> list[jax.Array]:
         return jax.shard_map(
-            lambda parts: layout.gather([p.reshape(-1) for p in parts], shapes, STORE_AXIS, limits),
+            lambda parts: collectives.all_gather([p.reshape(-1) for p in parts], shapes, STORE_AXIS, limits),
             mesh=mesh_of(devices),
-            in_specs=layout.spec(STORE_AXIS),
+            in_specs=P(STORE_AXIS),
             out_specs=P(),
             check_vma=False,
         )(stored)
@@ -155,7 +154,7 @@ def copies(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool) 
     """For each value a list with a copy on each device.
 
     Args:
-        own: whether arrays that are there already are not given away, but copied.
+        own: whether arrays that are there already are copied, not given away.
     """
     if not devices:
         return [[] for _ in values]
@@ -163,26 +162,18 @@ def copies(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool) 
         return [[v] * len(devices) for v in values]
     wanted = set(devices)
     checks.check_own(wanted, "kv.pull")
-    whole = {i for i, v in enumerate(values) if own and v.is_fully_replicated and v.sharding.device_set == wanted}
-    new = dict(zip(whole, donatable([values[i] for i in whole]), strict=True))
-    held: list[Any] = [_find_copies(new.get(i, v), wanted) for i, v in enumerate(values)]
-    absent = [i for i, there in enumerate(held) if there is None]
+    if own:
+        # What is there already is the store's, so the caller gets a copy of it.
+        there = [i for i, v in enumerate(values) if v.is_fully_replicated and wanted & v.sharding.device_set]
+        new = dict(zip(there, donatable([values[i] for i in there]), strict=True))
+        values = [new.get(i, v) for i, v in enumerate(values)]
+    held: list[Any] = [_find_copies(v, wanted) for v in values]
+    absent = [i for i, copies_of_value in enumerate(held) if copies_of_value is None]
     for start in range(0, len(absent), _MOST_VALUES):
         some = absent[start : start + _MOST_VALUES]
         for i, sent in zip(some, _send([_in_process(values[i]) for i in some], wanted), strict=True):
             held[i] = sent
-    if own:
-        held = _own(values, held, wanted, whole)
-    return [[there[d] for d in devices] for there in held]
-
-
-def _own(values: Sequence[jax.Array], held: list[Any], devices: set[Device], new: set[int]) -> list[Any]:
-    """The copies, with new arrays in place of those on the devices of the value itself, if they are not new."""
-    shared = [(i, d) for i, v in enumerate(values) if i not in new for d in devices & v.sharding.device_set]
-    held = list(map(dict, held))
-    for (i, d), array in zip(shared, donatable([held[i][d] for i, d in shared]), strict=True):
-        held[i][d] = array
-    return held
+    return [[copies_of_value[d] for d in devices] for copies_of_value in held]
 
 
 def _find_copies(value: jax.Array, wanted: set[Device]) -> dict[Device, jax.Array] | None:

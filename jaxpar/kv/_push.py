@@ -15,13 +15,14 @@ from .._core.keys import Key, Keys, find_keys
 from .._devices.placement import spans_processes
 from .._devices.processes import refuse_elastic
 from .._devices.user_mesh import in_user_mesh
+from .._store import aggregate, queue, tree_optimizer
+from .._store.store import Changes, KVStore, Lists, kind_of, shapes_of, with_changes
+from .._store.update import counted, uncounted
 from ..sparse import RowSparse
 from ..updaters import _TreeOptimizer as TreeOptimizer
-from . import _aggregate, _rows, _staleness, _tree, _update
-from ._eager import processes, programs
+from . import _eager, _processes, _rows
 from ._mxnet import answers
 from ._pull import read
-from ._store import Changes, KVStore, Lists, kind_of, shape_of, shapes_of, with_changes
 
 
 @answers
@@ -100,7 +101,7 @@ def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     """
     if not store.pending:
         return store
-    return _staleness.flush(store, axis_name, functools.partial(_push_dense, axis_name=axis_name))
+    return queue.flush(store, axis_name, functools.partial(_push_dense, axis_name=axis_name))
 
 
 def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | None) -> KVStore:
@@ -108,37 +109,33 @@ def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | 
     if axis_name is not None and not isinstance(axis_name, (str, tuple)):
         raise TypeError(f"kv.push: axis_name must be the name of a mapped axis, got {checks.describe(axis_name)}")
     pushed = _request(store, key, value)
-    if _is_across_processes(store, pushed, axis_name):
-        processes.agree(store, pushed)
+    across = _is_across_processes(store, pushed, axis_name)
+    if across:
+        _processes.agree(store, pushed)
     elif axis_name is None and jax.process_count() > 1:
         _check_within_process(store, pushed)
-    given, store = store, _update.counted(store, pushed)
     rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], RowSparse)}
     dense = {k: vs for k, vs in pushed.items() if k not in rows}
+    known = counted(store, pushed)
     parts: list[Changes] = []
     if rows:
-        parts.append(_push_rows(store, rows, axis_name))
-    if dense and store.staleness:
-        parts.append(_staleness.push(store, dense, axis_name, functools.partial(_push_dense, axis_name=axis_name)))
-    elif dense:
-        parts.append(_push_dense(store, dense, axis_name))
-    return functools.reduce(with_changes, map(_update.uncounted, parts), given)
-
-
-def _push_rows(store: KVStore, rows: dict[int, list[RowSparse]], axis_name: str | None) -> Changes:
-    if _is_across_processes(store, rows, axis_name):
-        rows = processes.rows(store, rows)
-    return _rows.push(store, rows, axis_name)
+        parts.append(_rows.push(known, _processes.rows(known, rows) if across else rows, axis_name))
+    if dense:
+        send = functools.partial(_push_dense, axis_name=axis_name)
+        parts.append(queue.push(known, dense, axis_name, send) if store.staleness else send(known, dense))
+    if known is not store:
+        parts = [uncounted(changes) for changes in parts]
+    return functools.reduce(with_changes, parts, store)
 
 
 def _push_dense(store: KVStore, pushed: Lists, axis_name: str | None) -> Changes:
     if _is_across_processes(store, pushed, axis_name):
-        return processes.push(store, pushed)
+        return _processes.push(store, pushed)
     if axis_name is None and not _is_traced(store, pushed):
-        return programs.push(store, pushed)
+        return _eager.push(store, pushed)
     if axis_name is None:
         _warn_without_axis(store)
-    return _aggregate.push(store, pushed, axis_name)
+    return aggregate.push(store, pushed, axis_name)
 
 
 def _warn_without_axis(store: KVStore) -> None:
@@ -239,7 +236,7 @@ def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]
     keys, many = find_keys(key, store.values, store.paths, "kv.push")
     given = checks.as_values(keys, value, many, "kv.push")
     gone = any_gone(given)
-    shapes = shapes_of(store) if len(keys) > 1 else {k: shape_of(store, k) for k in keys}
+    shapes = shapes_of(store)
     pushed: dict[int, list[Any]] = {}
     for k, values in zip(keys, given, strict=True):
         values = values if isinstance(values, (list, tuple)) else [values]
@@ -249,7 +246,9 @@ def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]
             raise TypeError(f"kv.push: key {k}: RowSparse and dense values cannot be pushed together")
     pushed = {k: pushed[k] for k in sorted(pushed) if pushed[k]}
     if isinstance(store.updater, TreeOptimizer):
-        _tree.check_pushed(store, pushed, [k for k, values in pushed.items() if isinstance(values[0], RowSparse)])
+        tree_optimizer.check_pushed(
+            store, pushed, [k for k, values in pushed.items() if isinstance(values[0], RowSparse)]
+        )
     return pushed
 
 

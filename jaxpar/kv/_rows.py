@@ -16,12 +16,13 @@ from .._core.recent import Recent
 from .._core.text import plural
 from .._devices.placement import to_host
 from .._devices.user_mesh import in_user_mesh, split_like
+from .._store import aggregate
+from .._store.store import Changes, KVStore, is_on_mesh, is_split
+from .._store.update import update_one
 from ..sparse import RowSparse, take
 from ..updaters import Updater, assign
-from . import _aggregate, _update
 from ._mxnet import answers
 from ._pull import pull_whole
-from ._store import Changes, KVStore, layout_of
 
 
 def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | None) -> Changes:
@@ -34,26 +35,19 @@ def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | No
     Raises:
         ValueError: values are split, pushes are compressed or delayed, or the optimizer takes no rows of this key.
     """
-    if store.shardings:
-        raise ValueError(
-            f"kv.push: keys {sorted(pushed)}: values of this store are split over a mesh and take no RowSparse; make "
-            "the store of this table without mesh= and sharding="
-        )
-    if layout_of(store).is_split:
-        raise ValueError(
-            f"kv.push: keys {sorted(pushed)}: a store of kind {store.kind!r} cuts values across their rows and takes "
-            "no RowSparse; use kind 'device' or 'local' for this table"
-        )
-    if store.compressor is not None:
-        raise ValueError(
-            f"kv.push: keys {sorted(pushed)}: gradient compression does not take a RowSparse, as in MXNet; keep this "
-            "table in a store of its own without compression, or push dense values"
-        )
-    if store.staleness:
-        raise ValueError(
-            f"kv.push: keys {sorted(pushed)}: a RowSparse names other rows with each push, so a store "
-            f"of staleness {store.staleness} cannot delay it; push dense values, or use kind 'dist_sync' for this table"
-        )
+    refused = {
+        "values of this store are split over a mesh and take no RowSparse; make the store of this table without mesh= "
+        "and sharding=": is_on_mesh(store),
+        f"a store of kind {store.kind!r} cuts values across their rows and takes no RowSparse; use kind 'device' or "
+        "'local' for this table": is_split(store),
+        "gradient compression does not take a RowSparse, as in MXNet; keep this table in a store of its own without "
+        "compression, or push dense values": store.compressor is not None,
+        f"a RowSparse names other rows with each push, so a store of staleness {store.staleness} cannot delay it; push "
+        "dense values, or use kind 'dist_sync' for this table": store.staleness,
+    }
+    for reason, holds in refused.items():
+        if holds:
+            raise ValueError(f"kv.push: keys {sorted(pushed)}: {reason}")
     for key in pushed:
         try:
             updaters._check_rows(store.updater, key)
@@ -64,7 +58,7 @@ def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | No
     for key, rows in pushed.items():
         stored, state = store.values[key], store.updater_state[key]
         if axis_name is not None:
-            _aggregate.axis_size(axis_name, "kv.push")
+            aggregate.axis_size(axis_name, "kv.push")
         concrete = not is_traced((rows, stored, state))
         if concrete:
             rows = [jax.device_put(r, stored.sharding) for r in rows]
@@ -85,7 +79,7 @@ def _add_and_update(
         return split_like(sparse.to_dense(total), stored), state
 
     def update(pushed: jax.Array, state: Any, stored: jax.Array) -> tuple[jax.Array, Any]:
-        return _update.update_one(updater, key, pushed, state, stored)
+        return update_one(updater, key, pushed, state, stored)
 
     if not updaters._is_lazy(updater, state):
         return update(sparse.to_dense(total), state, stored)

@@ -15,7 +15,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from .._core import checks
 from .._core.calls import answers
-from . import _cpu_convolution
+from .._cpu import lenet_layers
 
 _WEIGHT_STDDEV = 0.01
 _LEAST_BATCH = 8  # fewer do not fill the vectors of a CPU
@@ -61,7 +61,7 @@ def _draw(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
 def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Array:
     """The logits of a batch of images.
 
-    On a CPU, float32 and a batch of 8 or more are computed by faster formulas (`_cpu_convolution`). The logits differ
+    On a CPU, float32 and a batch of 8 or more are computed by faster formulas. The logits differ
     only by rounding.
 
     Args:
@@ -156,8 +156,8 @@ def _on_cpu(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.A
     x_WxHxB = images[:, :26, :26, 0].transpose(2, 1, 0)
     # Without the constraint XLA keeps the batch first and only calls it last.
     x_WxHxB = with_layout_constraint(x_WxHxB, Layout(major_to_minor=(0, 1, 2)))
-    x_WxCxHxB = _cpu_convolution.direct(x_WxHxB, **params["conv1"])
-    x_WxCxHxB = _cpu_convolution.winograd(x_WxCxHxB, **params["conv2"])
+    x_WxCxHxB = lenet_layers.direct(x_WxHxB, **params["conv1"])
+    x_WxCxHxB = lenet_layers.winograd(x_WxCxHxB, **params["conv2"])
     x_DxB = x_WxCxHxB.transpose(2, 0, 1, 3).reshape(-1, images.shape[0])
     x_DxB = jax.nn.relu(_dense_batch_last(params["dense1"], x_DxB))
     return _dense_batch_last(params["dense2"], x_DxB).T

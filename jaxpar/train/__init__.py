@@ -6,16 +6,18 @@
     state, history = train.fit(state, step, data, epochs=5, batch_size=256)  # all of them
 
 `_step` is pure: a step takes a state and returns the next one. `_fit` is the loop with its input and output. It calls
-`_evaluate`, which goes once over every example, and `_callbacks`, which shows and keeps what was measured.
-Each of them imports only those before it: `_step`, `_callbacks`, `_evaluate`, `_fit`.
+`_evaluate`, which goes once over every example, and `_callbacks`, which shows and keeps what was measured. `_elastic`
+makes its steps where processes may be lost and may join.
+Each of them imports only those before it: `_step`, `_callbacks`, `_evaluate`, `_elastic`, `_fit`.
 
 A call of `fit` goes one way:
 
     fit         check, resume, loop, finish
-    run         the inputs, checked: they stay the same
+    run         the arguments, checked: they stay the same
+    role        whether this process trains, or follows one that does (`_elastic`)
     resume      the checkpoint to go on from, and when to save
-    loop        start steps, read their metrics
-    epoch       sums of the metrics, and the record of an epoch
+    loop        start steps, evaluate, call the callbacks
+    epoch       the metrics, read late, and their sums
     interrupt   Ctrl-C and SIGTERM, obeyed between two steps
     certificate hashes of the state; verify computes them again
 """
@@ -26,10 +28,13 @@ from ._callbacks.early_stopping import EarlyStopping as EarlyStopping, KeepBest 
 from ._callbacks.history import History as History, plot_history as plot_history, to_pandas as to_pandas
 from ._callbacks.learning_rate import LearningRate as LearningRate
 from ._callbacks.live_plot import LivePlot as LivePlot
-from ._callbacks.metrics_files import to_jsonl as to_jsonl
+from ._callbacks.loggers import (
+    to_jsonl as to_jsonl,
+    to_mlflow as to_mlflow,
+    to_tensorboard as to_tensorboard,
+    to_wandb as to_wandb,
+)
 from ._callbacks.ray_train import to_ray as to_ray
-from ._callbacks.tensorboard import to_tensorboard as to_tensorboard
-from ._callbacks.trackers import to_mlflow as to_mlflow, to_wandb as to_wandb
 from ._evaluate.evaluate import evaluate as evaluate
 from ._evaluate.metrics import (
     Mean as Mean,
@@ -49,18 +54,16 @@ from ._evaluate.predictions import (
 )
 from ._fit.compile_cache import use_compilation_cache as use_compilation_cache
 from ._fit.fit import fit as fit
+from ._fit.interrupt import Interruptible as Interruptible, interruptible as interruptible
 from ._fit.lr_find import RateTest as RateTest, lr_find as lr_find
-from ._fit.own_loop import (
-    Interruptible as Interruptible,
-    StepProgress as StepProgress,
-    interruptible as interruptible,
-    progress as progress,
-)
+from ._fit.progress import StepProgress as StepProgress, progress as progress
 from ._fit.verify import NotComparableError as _NotComparableError, verify as _verify  # noqa: F401
 from ._step.loss import classification_loss as classification_loss
-from ._step.loss_scale import DynamicLossScale as DynamicLossScale
-from ._step.make import make_train_step as make_train_step
-from ._step.nonfinite import NonFiniteError as NonFiniteError, check_finite as check_finite
-from ._step.start import start as start
+from ._step.make import make_train_step as make_train_step, start as start
+from ._step.nonfinite import (
+    DynamicLossScale as DynamicLossScale,
+    NonFiniteError as NonFiniteError,
+    check_finite as check_finite,
+)
 from ._step.state import TrainState as TrainState, create_state as create_state
 from ._step.train_step import TrainStep as TrainStep

@@ -1,46 +1,22 @@
-"""What a push does to a stored value."""
+"""What makes an updater: `assign` and `accumulate`, plain functions, optax transforms. And what a store asks of one."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from .._core import checks
 from .._core.arguments import check_takes
 from .._core.calls import answers
+from .._core.recent import Recent
+from .._core.updater import State, UpdateFn, Updater
 
-State = Any
-UpdateFn = Callable[[int, jax.Array, jax.Array], jax.Array]  # (key, pushed, stored) -> new_stored
-
-
-class Updater(NamedTuple):
-    """A pair of pure functions that says what a push does.
-
-    Attributes:
-        init: `init(key, value) -> state`, any pytree of arrays. Called when the key is initialised.
-        update: `update(key, pushed, state, stored) -> (new_stored, new_state)`. `pushed` and `stored` have the shape
-            and dtype of the stored value, and `new_stored` must have them too. In a store of kind `sharded` both are
-            one device's flat share of the value, so both functions must be elementwise there. `kv.set_updater` checks
-            that.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jaxpar import kv, updaters
-        >>> halve = updaters.Updater(
-        ...     init=lambda key, value: (),
-        ...     update=lambda key, pushed, state, stored: (stored + pushed / 2, state),
-        ... )
-        >>> store = kv.set_updater(kv.init(kv.create(), 3, jnp.ones(2)), halve)
-        >>> kv.pull(kv.push(store, 3, jnp.full(2, 4.0)), 3).tolist()
-        [3.0, 3.0]
-    """
-
-    init: Callable[[int, jax.Array], State]
-    update: Callable[[int, jax.Array, State, jax.Array], tuple[jax.Array, State]]
+if TYPE_CHECKING:
+    import optax
 
 
 def _no_state(key: int, value: jax.Array) -> State:
@@ -94,6 +70,78 @@ def stateless(fn: UpdateFn) -> Updater:
         raise TypeError(f"updaters.stateless: expected a function, got {checks.describe(fn)}{hint}")
     _check_takes(fn, _PLAIN, "updaters.stateless: the function")
     return Updater(_no_state, _Stateless(fn))
+
+
+@dataclasses.dataclass(frozen=True)
+class _OptaxInit:
+    tx: optax.GradientTransformation
+    uses_key = False
+
+    def __call__(self, key: int, value: jax.Array) -> State:
+        del key
+        return self.tx.init(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OptaxUpdate:
+    tx: optax.GradientTransformation
+    uses_key = False
+
+    def __call__(self, key: int, pushed: jax.Array, state: State, stored: jax.Array) -> tuple[jax.Array, State]:
+        del key
+        updates, state = self.tx.update(pushed, state, stored)
+        return (stored + updates).astype(stored.dtype), state  # pyright: ignore[reportOperatorIssue]
+
+
+@answers("updaters.from_optax")
+def from_optax(tx: optax.GradientTransformation) -> Updater:
+    """An updater for which what is pushed is the gradient of the stored value.
+
+    Each key has its own optax state. A transform that couples keys (`optax.clip_by_global_norm`) sees one key at a
+    time here. `kv.set_optimizer` refuses it. Give it to the training step as `grad_transform`.
+
+    Args:
+        tx: the transform. The same object makes an equal updater, another `optax.sgd(0.1)` does not.
+
+    Returns:
+        An `Updater`. The state of a key is that of `tx` for its value.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> updater = from_optax(optax.sgd(0.5))
+        >>> value = jnp.array([1.0, 2.0])
+        >>> updater.update(0, jnp.ones(2), updater.init(0, value), value)[0].tolist()
+        [0.5, 1.5]
+    """
+    checks.transform(tx, "updaters.from_optax")
+    return Updater(_OptaxInit(tx), _OptaxUpdate(tx))
+
+
+def couples_keys(tx: optax.GradientTransformation) -> bool:
+    """Whether the update of one value depends on the gradient of another, as with clipping by a global norm.
+
+    `tx` is run on two vectors. The gradient of the second is ordinary, huge or NaN, and the update of the first must
+    not change by a bit. A transform that cannot take two plain vectors is not judged (False).
+    """
+    return _couples_keys(tx)
+
+
+def _is_coupling(tx: optax.GradientTransformation) -> bool:
+    others = jnp.stack([jnp.ones(4), jnp.full(4, 1e30), jnp.full(4, jnp.nan)])
+
+    def first_update(other: jax.Array) -> jax.Array:
+        ones = jnp.ones(4)
+        return tx.update((ones, other), tx.init((ones, ones)), (ones, ones))[0][0]  # pyright: ignore
+
+    try:
+        with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
+            first = jax.jit(jax.vmap(first_update))(others)
+            return not bool((first == first[:1]).all())
+    except Exception:  # an error here is about these two vectors, not about the user's values
+        return False
+
+
+_couples_keys = Recent(_is_coupling)  # the program is released, the answer stays for the same `tx`
 
 
 _PLAIN = ("key", "pushed", "stored")

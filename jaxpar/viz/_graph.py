@@ -6,12 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ._sizes import Sizes
 
+_Part = TypeVar("_Part")
 BACKWARD = " (backward)"
-_COPIES = re.compile(r"([._ ]?\d+(–\d+)?)?( ×\d+)?( \(\d+\))?$")
-_BARE = re.compile(r"×\d+( \(\d+\))?")
+_COPIES = re.compile(r"(((?<=\w)[._ ]|(?<=[^\W\d]))\d+([–-]\d+)?)?( ×\d+)?( \(\d+\))?$")
 _LONGEST = 3  # kinds that are all named
 _REGIONS = ("scan ×", "while", "cond", "branch ", "pmap ", "shard_map ", "remat", "custom_")
 
@@ -177,18 +178,28 @@ def common_prefix(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def main_prefix(paths: Iterable[tuple[tuple[_Part, ...], int]]) -> tuple[_Part, ...]:
+    """What the paths begin with that have more than half of the weight.
+
+    >>> main_prefix([(("net", "attn"), 90), (("net", "attn", "mask"), 5), (("net",), 5)]), main_prefix([((), 1)])
+    (('net', 'attn'), ())
+    """
+    paths = list(paths)
+    total, found = sum(weight for _, weight in paths), list[_Part]()
+    while True:
+        weights = Counter[_Part]()
+        for path, weight in paths:
+            if len(path) > len(found):
+                weights[path[len(found)]] += weight
+        if not weights or 2 * max(weights.values()) <= total:
+            return tuple(found)
+        found.append(max(weights, key=weights.__getitem__))
+        paths = [(path, weight) for path, weight in paths if path[: len(found)] == tuple(found)]
+
+
 def is_region(scope: str) -> bool:
     """Whether a scope is a loop, branch, custom gradient or device map."""
     return scope.startswith(_REGIONS)
-
-
-def is_bare(scope: str) -> bool:
-    """Whether a repeated scope has no name beside its count.
-
-    >>> is_bare("×12"), is_bare("×12 (2)"), is_bare("layers ×12")
-    (True, True, False)
-    """
-    return _BARE.fullmatch(scope) is not None
 
 
 def name_kinds(layers: Iterable[tuple[str, int]]) -> str:
@@ -212,9 +223,11 @@ def _counted(kind: str, number: int) -> str:
 
 
 def scope_stem(scope: str) -> str:
-    """A scope without its number and copies.
+    """A scope without its number and copies. A number that counts what is in it stays.
 
     >>> scope_stem("layers ×32"), scope_stem("layers.7"), scope_stem("block_1–5 ×5"), scope_stem("enc (2)")
     ('layers', 'layers', 'block', 'enc')
+    >>> scope_stem("3 Convolution + 7 ×2")
+    '3 Convolution + 7'
     """
     return _COPIES.sub("", scope)

@@ -47,15 +47,6 @@ def shared_name(paths: Sequence[tuple[str, ...]]) -> str:
     return "/".join([*shared[-1:], own])
 
 
-def name_of_copies(paths: Sequence[tuple[str, ...]]) -> str:
-    """What the parameters of all copies of a block share, without the numbers of the copies.
-
-    >>> name_of_copies([("blocks", "0", "attn"), ("blocks", "1", "attn")])
-    'blocks'
-    """
-    return re.sub(r" \d+(-\d+)?$", "", shared_name(paths))
-
-
 def _common_start(keys: list[str]) -> str:
     """What all of these begin with, up to the end of a word or the beginning of a number.
 

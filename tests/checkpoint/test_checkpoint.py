@@ -314,14 +314,14 @@ def test_rules_are_those_of_whole_values_in_every_kind(tmp_path):
     "change", [lambda rule: None, lambda rule: rule.replace("jax 0", "jax 9")], ids=["none", "jax"]
 )
 def test_rules_of_older_checkpoints_and_other_versions_are_not_compared(tmp_path, monkeypatch, change):
-    record = portable.Slot.record
+    record = portable.SavedArray.record
 
     def changed(slot):
         about = record(slot)
         rule = change(about.pop("rule", ""))
         return about | ({"rule": rule} if rule else {})
 
-    monkeypatch.setattr(portable.Slot, "record", changed)
+    monkeypatch.setattr(portable.SavedArray, "record", changed)
     checkpoint.save(tmp_path / "a", held_by(ADAM))
     monkeypatch.undo()
     checkpoint.restore(tmp_path / "a", held_by(optax.nadam(0.05)))

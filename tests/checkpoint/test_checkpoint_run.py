@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxpar import checkpoint, data, kv, train
-from jaxpar.checkpoint import _adopt, _claim, _owner, _records, _regular_file, _whole_copy
+from jaxpar._core import regular_file
+from jaxpar.checkpoint import _adopt, _claim, _owner, _records, _whole_copy
 
 LIKE = {"w": jnp.zeros(3)}
 STEP = train.make_train_step(lambda params, batch, rng: (((batch["image"] @ params["w"]) - 1.0).var(), {}))
@@ -337,7 +338,7 @@ manager.close()
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOENT])
 def test_a_claim_is_touched_again_after_a_read_that_failed(tmp_path, monkeypatch, number):
-    failed, read = threading.Event(), _regular_file.read
+    failed, read = threading.Event(), regular_file.read
     fails = [True]
 
     def fail(path, most):
@@ -346,7 +347,7 @@ def test_a_claim_is_touched_again_after_a_read_that_failed(tmp_path, monkeypatch
             raise OSError(number, os.strerror(number), str(path))
         return read(path, most)
 
-    monkeypatch.setattr(_regular_file, "read", fail)
+    monkeypatch.setattr(regular_file, "read", fail)
     monkeypatch.setattr(_claim, "_TOUCH_EVERY", 0.01)
     claim = _claim.Claim(tmp_path)
     claim.hold()

@@ -112,6 +112,7 @@ def test_what_is_refused(capsys, words, message):
 # What each option becomes, where it is looked for, and the options it needs.
 REACHED = {
     "--engine=shard_map": ("step", "engine", "shard_map"),
+    "--recipe=lenet": ("step", "engine", "pmap"),
     "--accumulate=2": ("step", "accumulate", 2),
     "--precision=bfloat16": ("step", "compute_dtype", "bfloat16"),
     "--precision=float16": ("step", "loss_scale", "dynamic"),
@@ -273,6 +274,6 @@ def test_what_is_printed(few, capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert err == ""
     first, epoch, last = out.splitlines()
-    assert "engine auto, kvstore device, compression none, batch 16, recipe lenet, adam, learning rate 0.002" in first
+    assert "engine pmap, kvstore device, compression none, batch 16, recipe lenet, adam, learning rate 0.002" in first
     assert epoch.startswith("epoch 1/1  loss ")
     assert last.startswith("trained 1 epochs, 1 steps: test accuracy ")

@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
 from jaxpar import checkpoint, compression, kv, updaters
 from jaxpar._devices import buckets, collectives
+from jaxpar._store import compressed
 from jaxpar.compression import _Grid as Grid
-from jaxpar.kv import _compressed, _owners
 
 # ---- sums as integers
 
@@ -99,7 +99,7 @@ def summed(spec, values, limits=LIMITS, dtype="float32"):
     mesh = Mesh(np.array(jax.devices()[:count]), ("d",))
 
     def body(values):
-        sums, new = _compressed.allreduce(compressor, [v[0] for v in values], states, "d", limits)
+        sums, new = compressed.allreduce(compressor, [v[0] for v in values], states, "d", limits)
         return [s[None] for s in sums], jax.tree.map(lambda x: x[None], new)
 
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False))
@@ -159,7 +159,7 @@ def test_every_way_gives_the_same_bits(monkeypatch):
     spec, values = {"type": "2bit", "threshold": 0.5}, normal((333,))
     found = {}
     for way in ("gather", "owners", "lanes", "dense"):
-        monkeypatch.setattr(_owners, "way_of_words", lambda *args, way=way: way)
+        monkeypatch.setattr(compressed, "way_of_words", lambda *args, way=way: way)
         found[way] = np.asarray(summed(spec, values)[0][0][0])
     for sums in found.values():
         np.testing.assert_array_equal(sums, expected(spec, values)[0])
@@ -183,8 +183,8 @@ def test_2bit_never_sends_more_than_plain(count, threshold):
     """Of an exact grid nothing is padded. Of another one an owner has at least one element."""
     for words in (1, 2, 7, 100, 1000, 10**6):
         grid = Grid(threshold, count)
-        way = _owners.way_of_words(words, 4, 16, grid, count)
-        sent, plain = _owners.bytes_of_words(words, 4, 16, grid, count)[way], 2 * 4 * 16 * words
+        way = compressed.way_of_words(words, 4, 16, grid, count)
+        sent, plain = compressed.bytes_of_words(words, 4, 16, grid, count)[way], 2 * 4 * 16 * words
         assert sent <= plain + (0 if grid.is_exact else 2 * 4 * count), (words, way)
 
 

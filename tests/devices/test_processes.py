@@ -5,6 +5,7 @@ Each topology, processes × devices, is one run of process_run.py, which asserts
 
 import functools
 import shutil
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,9 @@ import numpy as np
 import pytest
 import several_processes
 
-from jaxpar import compression, kv
-from jaxpar._devices import buckets, processes as _processes
-from jaxpar.kv._eager import processes as eager_processes
+from jaxpar import kv
+from jaxpar._devices import processes as _processes
+from jaxpar.kv import _eager
 
 Run = functools.partial(several_processes.Run, "process_run.py")
 
@@ -102,25 +103,22 @@ def test_the_first_process_speaks_and_writes_for_all(runs):
 # What crosses between processes; the program is the same over the devices of one.
 
 
-def program_text(shapes, compressor=None):
-    devices, limits = tuple(jax.devices()[:4]), buckets.BucketLimits()
-    dtypes = (jnp.dtype("float32"),) * len(shapes)
-    groups = buckets.plan(tuple(zip(shapes, dtypes, strict=True)), limits)
-    if compressor is not None:
-        groups = tuple((i,) for i in range(len(shapes)))
-    run = eager_processes._program(devices, compressor, limits, tuple(range(len(shapes))), shapes, dtypes, groups)
-    sizes = [sum(int(np.prod(shapes[i])) for i in g) for g in groups]
-    packed = [jax.ShapeDtypeStruct((4 * size,), jnp.float32) for size in sizes]
-    residuals = {}
-    if compressor is not None:
-        store = kv.init(kv.create("device"), list(range(len(shapes))), [jnp.zeros(s) for s in shapes])
-        store = kv.place(kv.set_gradient_compression(store, {"type": kind_of(compressor)}), devices)
-        residuals = store.residuals
-    return run.lower(packed, residuals).as_text()
+def program_text(shapes, spec=None):
+    """Of the sum of values of these shapes over four devices."""
+    devices, keys = tuple(jax.devices()[:4]), list(range(len(shapes)))
+    store = kv.init(kv.create("dist_sync"), keys, [jnp.zeros(s) for s in shapes])
+    if spec is not None:
+        store = kv.set_gradient_compression(store, spec)
+    texts = []
 
+    def program(*key):
+        run = _eager._make_program(*key)
+        return lambda *args: texts.append(run.lower(*args).as_text()) or run(*args)
 
-def kind_of(compressor):
-    return "2bit" if isinstance(compressor, compression.TwoBit) else "int3"
+    with unittest.mock.patch.object(_eager, "_programs", program):
+        _eager.push(store, {k: [jax.device_put(jnp.ones(shapes[k]), d) for d in devices] for k in keys})
+    (text,) = texts
+    return text
 
 
 def test_small_keys_cross_in_one_bucket_and_large_ones_alone():
@@ -131,7 +129,7 @@ def test_small_keys_cross_in_one_bucket_and_large_ones_alone():
 @pytest.mark.parametrize("kind", ["2bit", "int3"])
 def test_what_crosses_is_compressed(kind):
     """Of signs a scale crosses too, one for each key, to the owners and back."""
-    text = program_text(((64, 64),), compression.make({"type": kind}))
+    text = program_text(((64, 64),), {"type": kind})
     assert text.count("all_reduce") == (2 if kind == "int3" else 0)
     crossing = [line for line in text.splitlines() if "all_gather" in line or "all_to_all" in line]
     assert len(crossing) == 2

@@ -81,14 +81,14 @@ def test_no_batch_at_all(params):
     assert lenet.apply(params, images(0)).shape == (0, 10)
 
 
-@pytest.mark.slow  # test_conv.py has its layers
+@pytest.mark.slow  # tests/cpu/test_lenet_layers.py has its layers
 def test_vmap_over_models(params):
     several = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
     wanted = jnp.stack([as_written(jax.tree.map(lambda x, i=i: x[i], several), images()) for i in range(2)])
     close(jax.vmap(lenet.apply, (0, None))(several, images()), wanted)
 
 
-@pytest.mark.slow  # test_conv.py has its layers
+@pytest.mark.slow  # tests/cpu/test_lenet_layers.py has its layers
 def test_hessian_times_a_vector(params):
     direction = jax.tree.map(jnp.cos, params)
 

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from jaxpar import kv, sparse, updaters
 from jaxpar.models import matrix_factorization
+from jaxpar.mxnet import _optimizers as _mxnet
 from jaxpar.sparse import RowSparse
-from jaxpar.updaters import _mxnet
 
 TABLE = np.arange(12.0, dtype=np.float32).reshape(6, 2)
 

@@ -13,7 +13,7 @@ import tqdm.auto
 
 from jaxpar import checkpoint, data, kv, train, updaters
 from jaxpar.train._callbacks import memory
-from jaxpar.train._callbacks.monitor import default_monitor
+from jaxpar.train._callbacks.early_stopping import default_monitor
 
 IMAGES = np.random.default_rng(0).random((48, 4), np.float32)
 TRAIN = data.Dataset(IMAGES, IMAGES[:, :3].argmax(1))  # three steps of 16

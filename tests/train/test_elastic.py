@@ -1,6 +1,5 @@
 """Training that goes on when processes are lost, and takes them back. The end has the bits of a run without a loss."""
 
-import contextlib
 import os
 import re
 import subprocess
@@ -17,13 +16,11 @@ from launched import command, environment
 
 from jaxpar import checkpoint, distributed, kv, train
 from jaxpar._devices import processes
-from jaxpar._devices.send import plan_send, to_host
-from jaxpar.distributed import _members
-from jaxpar.distributed._members import Members, write_members
-from jaxpar.train._fit import elastic_group, elastic_members
-from jaxpar.train._fit.elastic_group import Group, OrdersUsedUp
-from jaxpar.train._fit.loop import Loop
-from jaxpar.train._fit.watchdog import Watchdog
+from jaxpar.distributed import _elastic
+from jaxpar.distributed._elastic import Board
+from jaxpar.train._elastic.group import Group, OrdersUsedUp, _by_rank, _is_terms
+from jaxpar.train._elastic.member import Member, check_can_go_on
+from jaxpar.train._elastic.watchdog import Watchdog
 
 PROGRAM = Path(__file__).parents[1] / "elastic_run.py"
 
@@ -49,7 +46,7 @@ def test_what_is_sent_arrives_to_the_last_bit():
         "n": jnp.int8(-7),
         "h": jnp.ones(3, "bfloat16"),
     }
-    got = plan_send(to_host(tree), jax.devices()[:3])()
+    got = processes.plan_send(tree, jax.devices()[:3])()
     assert [x.tobytes() for x in map(np.asarray, (got["a"], got["n"], got["h"]))] == [
         np.asarray(tree[name]).tobytes() for name in ("a", "n", "h")
     ]
@@ -61,20 +58,20 @@ def test_a_group_never_has_an_order_twice(monkeypatch):
     devices = [types.SimpleNamespace(id=i, process_index=i) for i in range(3)]
     monkeypatch.setattr(jax, "devices", lambda: devices)
     group = Group()
-    group._members.starts = {0: 1, 1: 1, 2: 1}
+    group.starts = {0: 1, 1: 1, 2: 1}
     orders = [group._next_order() for _ in range(7)]
     assert orders[-1] is None
     assert sorted(map(tuple, orders[:6])) == sorted({tuple(order) for order in orders[:6]})
-    group._members.starts = {0: 1, 2: 1}
+    group.starts = {0: 1, 2: 1}
     assert group._next_order() == [0, 2]
-    group._members.starts = {0: 1}  # no Gloo
+    group.starts = {0: 1}  # no Gloo
     assert group._next_order() == group._next_order() == [0]
 
 
 def test_orders_that_are_used_up_are_an_error_in_words(monkeypatch):
     group = Group()
     monkeypatch.setattr(group, "_next_order", lambda: None)
-    group._client = types.SimpleNamespace(key_value_set=lambda *a, **k: None)
+    monkeypatch.setattr(group._board, "set", lambda name, value: None)
     with pytest.raises(OrdersUsedUp, match=r"each order of 0 devices once.*--devices 2"):
         group._settle(dict)
 
@@ -87,6 +84,9 @@ class Service:
 
     def key_value_set(self, key, text, allow_overwrite=False):
         self.keys[key] = text
+
+    def key_value_delete(self, key):
+        assert key.startswith("cpu:gloo/")
 
     def key_value_try_get(self, key):
         if key not in self.keys:
@@ -104,31 +104,33 @@ class Service:
 
 
 def test_a_process_that_comes_back_keeps_nobody_waiting(monkeypatch):
-    monkeypatch.setattr(_members, "_NOTICED", 0.01)
+    monkeypatch.setattr(_elastic, "_NOTICED", 0.01)
     service = Service(own=7)
-    _members.release_others(service, 2)  # there are no members yet
+    board = Board(service)
+    _elastic.release_others(board, 2)  # there are no members yet
     assert service.barriers == [[2]]
-    write_members(service, Members(4, {0: 1, 1: 1, 2: 1}))  # 1 is the start of the process that was lost
-    service.in_barrier = lambda: write_members(service, Members(5, {0: 1, 1: 1}))
-    assert _members.release_others(service, 2).starts == {0: 1, 1: 1}
+    board.set("members", [4, [[0, 1], [1, 1], [2, 1]]])  # 1 is the start of the process that was lost
+    service.in_barrier = lambda: board.set("members", [5, [[0, 1], [1, 1]]])
+    assert _elastic.release_others(board, 2) == (5, {0: 1, 1: 1})
     assert service.barriers == [[2], [2], [0, 1, 2]]  # it took part in one barrier of theirs
-    _members.release_others(service, 2)
+    _elastic.release_others(board, 2)
     assert service.barriers[3:] == [[2]]
 
 
 def test_a_lost_process_is_not_taken_in_again(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    service = Service(own=1)
-    members = elastic_members.Members(service)
+    board = Board(Service(own=1))
+    group = Group(board.client)
+    group._block = "block"
     for rank in range(3):
-        service.key_value_set(f"jaxpar/elastic/ready/{rank}", "1")
-    members.become({0: 1, 1: 1, 2: 1})
-    members.become({0: 1, 1: 1})
-    members.invite("block/")
-    assert elastic_members.joining(service.key_value_dir_get("block/")) == {}
-    service.key_value_set("jaxpar/elastic/ready/2", str(2**64 - 1))  # another one in its place
-    members.invite("block/")
-    assert elastic_members.joining(service.key_value_dir_get("block/")) == {2: 2**64 - 1}
+        board.set(f"ready/{rank}", 1)
+    group.set_members({0: 1, 1: 1, 2: 1})
+    group.set_members({0: 1, 1: 1})
+    group._invite()
+    assert board.entries("block") == {}
+    board.set("ready/2", 2**64 - 1)  # another one in its place
+    group._invite()
+    assert board.entries("block") == {"join": [[2, 2**64 - 1]]}
 
 
 GARBAGE = [
@@ -152,31 +154,38 @@ GARBAGE = [
 def test_what_a_stranger_writes_is_dropped(monkeypatch, text):
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     service = Service(own=1)
-    members = elastic_members.Members(service)
-    service.keys |= {"jaxpar/elastic/ready/1": text, "jaxpar/elastic/ready/x": "1", "jaxpar/elastic/ready/7": "1"}
-    service.keys |= {"jaxpar/elastic/ready/2": "5", "jaxpar/elastic/group": text, "block/join": text, "block/x": text}
-    assert members._ready() == {2: 5}
-    assert _members.read_members(service) == Members()
-    entries = service.key_value_dir_get("block/")
-    assert elastic_members.joining(entries) == {}
-    assert elastic_group._failures(entries) == []
-    group = Group()
-    texts = iter([text, '{"number": 1, "order": [0], "offer": {"at": 3}}'])
-    group._client = types.SimpleNamespace(blocking_key_value_get=lambda name, wait: next(texts))
-    monkeypatch.setattr(elastic_group, "_WAIT", 1)
-    assert group._read("terms", elastic_group._is_terms)["offer"] == {"at": 3}
+    board = Board(service)
+    keys = {
+        "ready/1": text,
+        "ready/x": "1",
+        "ready/7": "1",
+        "ready/2": "5",
+        "members": text,
+        "b/join": text,
+        "b/x": text,
+    }
+    service.keys |= {f"jaxpar/elastic/{name}": value for name, value in keys.items()}
+    assert Group(service)._ready() == {2: 5}
+    assert _elastic.read_members(board) == (0, {})
+    entries = board.entries("b")
+    assert not _elastic.is_starts(entries.get("join"))
+    assert _by_rank(entries) == {}
+    texts = iter([text, '{"order": [0], "offer": {"at": 3, "first": 0, "last": 9, "is_turn": false}}'])
+    service.blocking_key_value_get = lambda name, wait: next(texts)
+    monkeypatch.setattr(_elastic, "_WAIT", 1)
+    assert board.wait("terms", _is_terms)["offer"]["at"] == 3
 
 
 def test_a_process_that_was_left_behind_ends(monkeypatch):
     ends = []
-    monkeypatch.setattr(_members.os, "_exit", ends.append)
+    monkeypatch.setattr(_elastic.os, "_exit", ends.append)
     service = Service(own=1)
     monkeypatch.setattr(service, "get_live_nodes", lambda ranks: {})
-    _members.own_start(service, 0)
+    _elastic.own_start(Board(service), 0)
     assert ends == [distributed.LOST]
-    members = elastic_members.Members(service)
+    members = Group(service)
     members.starts, members._live = {0: 1, 1: 1}, types.SimpleNamespace(devices={})
-    members.leave_out_lost()
+    members._leave_out_lost()
     assert ends == [distributed.LOST] * 2
 
 
@@ -195,11 +204,10 @@ def test_what_cannot_go_on_is_refused(elastic, step, source, words):
 
 
 def test_kinds_whose_shares_are_lost_are_refused(elastic, monkeypatch):
-    from jaxpar.train._fit.elastic import check_state
-
+    run = types.SimpleNamespace(step=train.make_train_step(loss_fn, virtual_shards=4), source=None)
     with pytest.raises(ValueError, match=r"kind 'sharded' with it.*resume from a checkpoint"):
-        check_state(new_state(kind="sharded", devices=jax.devices()[:2]))
-    check_state(new_state())
+        check_can_go_on(run, new_state(kind="sharded", devices=jax.devices()[:2]))
+    check_can_go_on(run, new_state())
 
 
 def test_calls_that_need_all_processes_are_refused(elastic, monkeypatch):
@@ -211,8 +219,9 @@ def test_calls_that_need_all_processes_are_refused(elastic, monkeypatch):
 
 def test_a_second_fit_is_refused(elastic, monkeypatch):
     monkeypatch.setattr(processes._Elastic, "has_fitted", True)
-    with pytest.raises(RuntimeError, match="one call of fit"), processes.elastic_fit():
-        pass
+    step = train.make_train_step(loss_fn, virtual_shards=4)
+    with pytest.raises(RuntimeError, match="one call of fit"):
+        train.fit(new_state(), step, {"x": np.ones(8, "float32")}, epochs=1, batch_size=8, progress=False)
 
 
 def test_elastic_needs_the_launcher_that_goes_on(monkeypatch):
@@ -229,7 +238,7 @@ def test_elastic_needs_the_launcher_that_goes_on(monkeypatch):
 
 def test_a_stuck_process_names_its_step_and_ends():
     source = """
-from jaxpar.train._fit.watchdog import Watchdog
+from jaxpar.train._elastic.watchdog import Watchdog
 watchdog = Watchdog()
 watchdog.start()
 with watchdog.watch("computes step 1", lambda: False):
@@ -251,7 +260,7 @@ with watchdog.watch("loads the batch of step 8"):
 def test_a_stop_is_no_time_in_which_a_process_is_stuck():
     source = """
 import os, signal, subprocess, sys, time
-from jaxpar.train._fit.watchdog import Watchdog
+from jaxpar.train._elastic.watchdog import Watchdog
 watchdog = Watchdog()
 watchdog.start()
 with watchdog.watch("computes step 1"):
@@ -294,26 +303,31 @@ def test_each_batch_of_an_evaluation_is_progress(monkeypatch):
     assert len(done) > 5
 
 
-def test_what_fit_does_between_steps_is_watched(monkeypatch, tmp_path):
-    watched = []
+def test_what_process_0_does_between_steps_is_watched(monkeypatch):
+    member = Member.__new__(Member)
+    member._watchdog = Watchdog()
+    monkeypatch.setattr(member, "_steps", lambda: iter([("the state", {"loss": 1.0})]), raising=False)
+    monkeypatch.setattr(member, "_is_turn", lambda: False)
+    member._at, member._is_turn_first = 4, False
+    assert next(member._lead()) == ("the state", {"loss": 1.0}, None)
+    steps = member._lead()
+    next(steps)
+    work = member._watchdog._work
+    assert (work.what, work.ends) == ("is between two steps, after step 4,", False)
+    assert next(steps, None) is None
+    assert member._watchdog._work is None
 
-    def watch(loop, what):
-        watched.append((what, loop.at))
-        return contextlib.nullcontext()
 
-    monkeypatch.setattr(Loop, "watch", watch)
-    train.fit(
-        new_state(),
-        train.make_train_step(loss_fn),
-        {"x": np.ones(8, "float32")},
-        epochs=1,
-        batch_size=8,
-        progress=False,
-        callbacks=lambda state, record: None,
-        checkpoint_dir=tmp_path,
-    )
-    what = "calls on_step", "evaluates", "calls the callbacks", "saves a checkpoint", "calls on_saved of the callbacks"
-    assert watched == [(each, 1) for each in what]
+def test_a_plain_fit_does_not_load_the_room_of_elastic_runs():
+    source = """
+import sys, jax.numpy as jnp, numpy as np, optax
+from jaxpar import kv, train
+state, step = train.start({"w": jnp.ones(2)}, optax.sgd(0.1), lambda p, b, rng: ((b["x"] @ p["w"]).mean(), {}))
+train.fit(state, step, {"x": np.ones((8, 2), "float32")}, epochs=1, batch_size=8, progress=False)
+print([name for name in sys.modules if name.startswith("jaxpar.train._elastic")])
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "[]\n", done.stderr
 
 
 def run(folder, processes, *failures, options=()):
@@ -407,3 +421,45 @@ def test_a_process_with_another_program_is_refused_by_name_and_once(tmp_path):
     assert output.count("is started again as pid") == 2
     assert steps(output) == [*range(1, 37)]
     assert {*results(output)} == {*results(run(tmp_path / "undisturbed", 1))}
+
+
+RESUMED = """
+import sys
+import jax, jax.numpy as jnp, numpy as np, optax
+from jaxpar import distributed, kv, train
+
+class Source:
+    def __len__(self):
+        return 1
+    def __iter__(self):
+        if sys.argv[2] == "fail":
+            raise RuntimeError("mine")
+        yield arrays
+
+distributed.initialize(elastic=True)
+arrays = {"x": np.ones((48, 4), "float32")}
+state = train.create_state(kv.from_params({"w": jnp.ones(4)}, optimizer=optax.sgd(0.1)), 0)
+step = train.make_train_step(lambda p, batch, rng: ((batch["x"] @ p["w"]).mean(), {}), virtual_shards=8)
+state, history = train.fit(
+    state, step, arrays, epochs=2, batch_size=16, progress=False, checkpoint_dir=sys.argv[1],
+    eval_data=Source(), eval_fn=lambda p, batch: {"m": batch["x"] @ p["w"]}, callbacks=lambda *_: True,
+)
+print("END", int(state.step), [sorted(record) for record in history], flush=True)
+"""
+
+
+@pytest.mark.slow  # 20 seconds
+def test_a_resumed_run_that_makes_no_step_is_over_for_all(tmp_path):
+    def launch(what):
+        run = [*command("-n", "2", "--elastic"), "--", sys.executable, "-c", RESUMED, str(tmp_path / "run"), what]
+        env = environment(XLA_FLAGS="", PYTHONPATH=os.pathsep.join(sys.path))
+        return subprocess.run(run, env=env, capture_output=True, text=True, timeout=100)
+
+    assert "RuntimeError: mine" in launch("fail").stderr  # the evaluation after the first epoch, in process 0
+    for _ in range(2):  # it is made again, and a callback ends the run at once; then the run is over
+        done = launch("go")
+        assert done.returncode == 0, done.stderr
+        ends = re.findall(r"END 3 (.*)", done.stdout)
+        assert len(ends) == 2, done.stdout
+        assert len(set(ends)) == 1
+        assert "eval_m" in ends[0]

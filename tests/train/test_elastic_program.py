@@ -1,6 +1,7 @@
 """What a process of an elastic run would compute is compared with what process 0 computes."""
 
 import functools
+import inspect
 import json
 import subprocess
 import sys
@@ -13,9 +14,8 @@ import pytest
 from launched import environment
 
 from jaxpar import data, kv, train
-from jaxpar.train._callbacks.callbacks import Callbacks
-from jaxpar.train._fit.elastic import Elastic
-from jaxpar.train._fit.elastic_program import differences, digest
+from jaxpar.train._elastic.member import Member
+from jaxpar.train._elastic.program import differences, digest
 from jaxpar.train._fit.run import plan_run
 
 STEP = "the step, with its loss, optimizer and learning rate"
@@ -38,21 +38,10 @@ def program(
     where = jax.devices()[device : device + 1]
     state = train.create_state(kv.from_params({"w": jnp.ones(wide)}, optimizer=optimizer(rate), devices=where), seed)
     step = train.make_train_step(loss_fn, virtual_shards=shards, devices=where, **dict(options))
-    evaluated = dict.fromkeys(("test_data", "apply_fn", "eval_data", "eval_fn"))
-    chosen = {"epochs": 2, "batch_size": 16, "progress": False, "profile": None, "on_interrupt": "auto"}
-    chosen |= {"max_steps": None, "eval_every": None, "checkpoint_dir": None, "checkpoint_every": None, "keep": 3}
-    chosen |= {"certificate": None, "certificate_every": 100}
-    run = plan_run(
-        state,
-        step,
-        data.from_arrays(examples),
-        Callbacks(),
-        **{**chosen, **sizes},
-        steps_per_execution="auto",
-        evaluated=evaluated,
-    )
-    elastic = Elastic(run, state.rng)
-    return elastic._compile(run.check(state))
+    defaults = {name: p.default for name, p in inspect.signature(train.fit).parameters.items() if name != "unknown"}
+    chosen = {**defaults, "epochs": 2, "batch_size": 16, "progress": False, **sizes}
+    run = plan_run(**{**chosen, "state": state, "step": step, "train_data": data.from_arrays(examples)})
+    return Member(run, state)._compile(run.check(state))
 
 
 first = functools.cache(program)

@@ -57,17 +57,17 @@ class Run:
         for pid in pids:
             os.kill(pid, number)
 
-    def end(self):
-        """The steps and the bits of its processes at the end."""
+    def end(self, expected=0):
+        """The steps and the bits of its processes at the end, which has the expected status."""
         try:
-            status = self.launcher.wait(60)
+            status = self.launcher.wait(180)
         except subprocess.TimeoutExpired:
             self.launcher.terminate()
             raise AssertionError(self.output) from None
         finally:
             self._reading.join()
             self.launcher.stdout.close()
-        assert status == 0, self.output
+        assert status == expected, self.output
         return set(self.found(r"BITS (\d+) (\w+)"))
 
     def steps(self):
@@ -127,6 +127,18 @@ def test_kills_stops_and_joins_change_no_bit(tmp_path):
     assert run.steps() == [*range(1, run.steps()[-1] + 1)]  # each counted once
     assert "Traceback" not in run.output
     assert found == undisturbed(tmp_path / "undisturbed", run.steps()[-1])
+
+
+@pytest.mark.slow  # 15 seconds
+@pytest.mark.parametrize("who", ["the launcher", "process 0"])
+def test_all_stop_after_the_same_step(tmp_path, who):
+    run = Run(tmp_path / "run", "slow:0.05:10000", processes=2)
+    run.wait("STEP 20")
+    run.send(signal.SIGTERM, run.launcher.pid if who == "the launcher" else run.pid(0))
+    assert run.end(143) == set(), run.output
+    said = run.found(r"\[(\d)\] jaxpar: fit: SIGTERM: stopped after step (\d+), in epoch \d+ of 10000; (\w+)")
+    assert {(rank, saved) for rank, _, saved in said} == {("0", "saved"), ("1", "nothing")}, run.output
+    assert len({step for _, step, _ in said}) == 1, run.output
 
 
 @pytest.mark.slow  # more than two minutes

@@ -210,10 +210,10 @@ def test_what_auto_takes():
     plain = kv.from_params(params(), optimizer=ADAM)
     rows = kv.from_params(params(), optimizer=optax.adam(0.1), kind="sharded")
     whole = kv.from_params(params(), optimizer=ADAM, kind="sharded")
-    assert taken(plain) == taken(rows) == "pmap"
+    assert taken(plain) == taken(rows) == "shard_map"
     assert taken(whole) == taken(plain, mesh=mesh_of(2)) == "jit"
     with jax.set_mesh(mesh_of(2, 4)):
-        assert taken(plain) == "pmap"
+        assert taken(plain) == "shard_map"
 
 
 def test_checkpoints_go_to_another_mesh_and_engine(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from kv_model import compilations
 
 from jaxpar import data, kv, train
-from jaxpar.train._callbacks.line import line
+from jaxpar.train._callbacks.history import line
 from jaxpar.train._fit.progress import Progress
 
 
@@ -120,8 +120,8 @@ def test_a_bar_in_a_terminal(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "epoch 1/1" in out
     assert "images/s" in out
-    bar = Progress(True, 1, 4)
-    bar.start(1, 2)  # an epoch that is resumed
+    bar = Progress(True)
+    bar.start(4, "epoch 1", 2)  # an epoch that is resumed
     bar.step({"loss": 1.0}, 10.0)
     bar.close()
     assert "2/4" in capsys.readouterr().out

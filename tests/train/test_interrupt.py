@@ -434,7 +434,7 @@ def reply_to(kernel, message):
 @pytest.mark.usefixtures("handlers")
 def test_no_timer_is_left_after_both_signals():
     before = set(threading.enumerate())
-    with interrupt.Signals() as signals:
+    with interrupt.Interrupts() as signals:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
         signals.asked = signal.SIGTERM

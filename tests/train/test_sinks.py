@@ -111,6 +111,21 @@ def test_a_run_that_goes_on_has_each_epoch_once(tmp_path):
     assert steps() == [3, 6]
 
 
+def test_the_same_object_after_a_crash_has_each_step_once(tmp_path):
+    """As in a notebook, where the callback outlives the run that failed."""
+    rows, board = train.to_jsonl(tmp_path / "m.jsonl"), train.to_tensorboard(tmp_path / "board")
+
+    def crash(state, record):
+        if record["epoch"] == 2:
+            raise RuntimeError("crash")
+
+    with pytest.raises(RuntimeError, match="crash"):
+        run(callbacks=[rows, board, crash])
+    _, history = run(callbacks=[rows, board])
+    assert lines(tmp_path / "m.jsonl") == history
+    assert [step for step, _ in scalars(tmp_path / "board")["train/loss"]] == [3, 6]
+
+
 def test_a_file_of_something_else_is_left_alone(tmp_path):
     path = tmp_path / "thesis.txt"
     path.write_text("all my work\nand more\n")

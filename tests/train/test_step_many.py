@@ -12,8 +12,6 @@ from step_model import ENGINES, IN_TURN, line, squares, step_of
 
 from jaxpar import data, kv, train
 from jaxpar.data import _batches
-from jaxpar.train._step import engines
-from jaxpar.train._step.pmap_program import PmapProgram
 
 TX = optax.adam(0.1)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.ema(0.9))
@@ -191,10 +189,6 @@ def test_mistakes():
         step.many(state, {"x": np.ones((2, 7, 3)), "y": np.ones((2, 7))})
     with pytest.raises(TypeError, match="train step: expected a state"):
         step.many({}, stacked())
-    leaves, treedef = jax.tree.flatten(state)
-    program = PmapProgram(step._one, engines.ENGINES["pmap"], treedef)
-    with pytest.raises(ValueError, match="a pmap over several processes is no part of a larger program"):
-        program(state, leaves, stacked(), 0, 5)
     assert int(step.many(state, stacked())[0].step) == 5
 
 

@@ -176,14 +176,14 @@ def test_mlflow_gets_what_its_run_does_not_have(monkeypatch, capsys, before):
 
 def test_a_tracker_writes_what_a_record_has(monkeypatch):
     """The names, without either package."""
-    from jaxpar.train._callbacks.trackers import Tracker
+    from jaxpar.train._callbacks.loggers import Logger
 
-    class Kept(Tracker):
+    class Kept(Logger):
         def __init__(self):
             self.rows = []
 
-        def _log(self, step, values):
-            self.rows.append((step, values))
+        def _write(self, step, row):
+            self.rows.append((step, row))
 
     board = Kept()
     board(

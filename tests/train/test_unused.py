@@ -11,6 +11,7 @@ from test_every_optimizer import NAMES, by_axes, made
 
 from jaxpar import kv, train
 from jaxpar._core.arrays import is_prng_key
+from jaxpar._store.tree_optimizer import whole_state
 
 FIELDS = ("0", "acc_grads", "count", "ema", "inner_state", "mu", "nu", "trace", "v_row")
 BY_STRUCTURE = {"adamw, mask by name", "freeze", "masked", "multi_transform", "partition", "selective_transform"}
@@ -60,7 +61,7 @@ def trained(tx, fields, engine="pmap", kind="device", **options):
 
 def arrays(state):
     """The params and the optimizer's state, copied to the host."""
-    tree = state.params, kv._tree.whole_state(state.store)
+    tree = state.params, whole_state(state.store)
     return jax.tree.map(np.array, jax.tree.map(lambda x: jax.random.key_data(x) if is_prng_key(x) else x, tree))
 
 

@@ -15,7 +15,7 @@ from jaxpar import checkpoint, data, kv, models, train, updaters
 from jaxpar._devices import fixed_tree
 from jaxpar._devices.mesh import mesh_of, split_over
 from jaxpar.models import transformer
-from jaxpar.train._step import virtual_program
+from jaxpar.train._step import virtual
 
 V = 8
 ADAM = optax.adam(0.01)
@@ -213,7 +213,7 @@ def test_the_tree(count, devices):
             nodes.append(node)
             most = max(most, len(nodes))
         own.append(np.array([*nodes, *[np.full(5, np.nan, np.float32)] * (deal.kept - len(nodes))]))
-    run = virtual_program._exchange(deal, mesh_of(jax.devices()[:devices]))
+    run = virtual.exchange(deal, mesh_of(jax.devices()[:devices]))
     rows = [[np.stack([each[k] for each in own])] for k in range(deal.kept)]
     (total,), _ = run(jax.device_put(rows, split_over(jax.devices()[:devices])), [])
     np.testing.assert_array_equal(total, by_hand(terms, 0, (count - 1).bit_length()), strict=True)
@@ -233,10 +233,11 @@ def test_the_tree(count, devices):
 )
 def test_what_is_exchanged(devices, size, want):
     """Two exchanges of the size of the params at most, and for small params one gather."""
-    step = train.make_train_step(dropped, virtual_shards=V)
-    state = step.complete(start(devices))
-    program, _ = step._prepare(state, None)
-    found = collectives_in(program.lower_exchange(size).compile().as_text())
+    devices = jax.devices()[:devices]
+    deal = fixed_tree.Deal(V, len(devices))
+    node = jax.ShapeDtypeStruct((len(devices), size), np.float32, sharding=split_over(devices))
+    program = virtual.exchange(deal, mesh_of(devices))
+    found = collectives_in(program.lower([[node]] * deal.kept, []).compile().as_text())
     assert sorted(found) == sorted(want)
 
 

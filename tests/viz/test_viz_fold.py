@@ -144,7 +144,12 @@ def _window(x, reduce, start):
         (lambda x: jnp.maximum(x, 1), [("maximum", "")]),
         (lambda x: jnp.maximum(x.astype(jnp.int32), 0), [("maximum", "")]),
         (lambda x: x.sum() / 2.0, [("sum", "")]),
-        (lambda x: 12 / x.sum(), [("sum", "")]),
+        (lambda x: 12 / x.sum(), [("sum", ""), ("div", "")]),
+        (lambda x: 1 / (2 + jnp.exp(-x)), [("exp", ""), ("div", "")]),
+        (lambda x: x * jax.nn.sigmoid(x[::-1]), [("rev", ""), ("Activation", "sigmoid"), ("mul", "")]),
+        (lambda x: jnp.maximum(x, 2 * x), [("maximum", "")]),
+        (lambda x: x - jnp.tanh(x), [("Activation", "tanh"), ("sub", "")]),
+        (lambda x: jnp.concatenate([x[::2], x[1:2:2]]), [("slice", ""), ("slice", ""), ("Concat", "")]),
         (lambda x: x.sum() / 12, [("mean", "")]),
         (lambda x: ((x - x.mean()) ** 2).mean(), [("Elementwise", "mean, sub, square")]),
         (lambda x: ((x[:, None] - 2 * x[None]) ** 2).sum(-1), [("Elementwise", "sub, square, sum")]),
@@ -658,3 +663,133 @@ def test_a_rule_of_differentiation_without_a_name():
     pairs = [line.split(" -> ") for line in plot.source.splitlines() if 'dir="none"' in line]
     assert pairs
     assert not [pair for pair in pairs if pair[0].strip() == pair[1].split(" [")[0].strip()]
+
+
+def _frozen_steps():
+    """A running mean, a momentum by hand and a soft update, where some parameters are frozen or not used."""
+    import haiku as hk
+    import optax
+
+    def net(x):
+        x = jax.lax.stop_gradient(hk.Linear(8, name="stem")(x))
+        for number in range(3):
+            x = jnp.tanh(hk.Linear(8, name=f"mix{number}")(x))
+        return hk.get_parameter("unused", (3,), init=jnp.zeros) * 0 + x.sum()
+
+    model = hk.without_apply_rng(hk.transform(net))
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
+    tx = optax.adamw(1e-3)
+
+    def mean(params, average, opt_state, x):
+        grads = jax.grad(lambda params: model.apply(params, x).sum())(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return params, opt_state, jax.tree.map(lambda a, w: 0.9 * a + 0.1 * w, average, params)
+
+    def trained(params, average, opt_state, x):  # one module of five
+        def loss(head):
+            return model.apply(params | {"mix2": head}, x).sum()
+
+        head = jax.tree.map(lambda w, g: w - 0.1 * g, params["mix2"], jax.grad(loss)(params["mix2"]))
+        new = params | {"mix2": head}
+        return new, opt_state, jax.tree.map(lambda a, w: a + 0.1 * (w - a), average, new)
+
+    return [(fn, params, params, jax.eval_shape(tx.init, params), X) for fn in (mean, trained)]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_parameter_without_a_gradient_does_not_unfold_a_tree(number):
+    fn, *args = _frozen_steps()[number]
+    leaves = len(jax.tree.leaves(args[0]))
+    graph = viz.trace(fn, *args)
+    averages = [node for node in graph.layers if any(name.startswith("output[2]") for name in node.outputs)]
+    assert [len(node.outputs) for node in averages] == [leaves]
+
+
+ACTIVATIONS = {
+    "gelu": [
+        lambda x: x / 2 * (1 + jnp.tanh(0.7978845608 * x * (1 + 0.044715 * x * x))),
+        lambda x: jax.lax.erfc(-x * 2**-0.5) * x / 2,
+        lambda x: x * jax.scipy.stats.norm.cdf(x),
+    ],
+    "hard_swish": [
+        lambda x: x * jnp.minimum(jnp.maximum(x + 3, 0), 6) * (1 / 6),
+        lambda x: x * jnp.clip(x / 6 + 0.5, 0, 1),
+    ],
+    "leaky_relu": [
+        lambda x: jnp.maximum(x, 0.2 * x),
+        lambda x: jnp.where(x < 0, 0.1 * x, x),
+        lambda x: jax.nn.relu(x) - 0.01 * jax.nn.relu(-x),
+    ],
+    "mish": [lambda x: jnp.tanh(jnp.log(1 + jnp.exp(x))) * x, lambda x: x * jnp.tanh(jax.nn.softplus(x))],
+    "softplus": [
+        lambda x: jnp.log(1 + jnp.exp(x)),
+        lambda x: jnp.maximum(x, 0) + jnp.log1p(jnp.exp(-jnp.abs(x))),
+    ],
+    "squared_relu": [lambda x: jnp.maximum(0, x) ** 2, lambda x: jax.nn.relu(x) * jax.nn.relu(x)],
+    "sigmoid": [lambda x: jnp.exp(x) / (jnp.exp(x) + 1), lambda x: (1 + jnp.tanh(x / 2)) / 2],
+    "silu": [lambda x: x / (1 + jnp.exp(-x)), lambda x: jax.nn.sigmoid(x) * x],
+    "swish": [lambda x: x * jax.nn.sigmoid(1.702 * x), lambda x: x / (1 + jnp.exp(-1.5 * x))],
+}
+
+
+@pytest.mark.parametrize(("name", "fn"), [(name, fn) for name, spelled in ACTIVATIONS.items() for fn in spelled])
+def test_an_activation_is_one_node_however_written(name, fn):
+    for x in (X, Spec((3, 4), jnp.bfloat16)) if name != "gelu" else (X,):
+        assert labels(lambda x: jnp.sin(fn(x)), x) == [("Activation", name), ("sin", "")]
+    layers = {"a": Spec((4, 4), f32), "b": Spec((4, 4), f32)}
+    gradient = ops(jax.grad(lambda p, x: (fn(x @ p["a"]) @ p["b"]).sum()), layers, X)
+    assert [op for op in gradient if "Activation" in op] == ["Activation", "Activation (backward)"]
+    assert len(gradient) == 7
+
+
+VECTOR = Spec((64,), f32)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "label"),
+    [
+        (lambda r: (r - r.mean()) * jax.lax.rsqrt(r.var() + 1e-8), (VECTOR,), ("Normalization", "")),
+        (lambda r: r / jnp.sqrt((r * r).mean() + 1e-6), (VECTOR,), ("Normalization", "")),
+        (lambda r: r / jnp.linalg.norm(r), (VECTOR,), ("Normalization", "unit length")),
+        (lambda p, r: (r - r.mean()) / r.std() * p["g"], ({"g": VECTOR}, VECTOR), ("LayerNorm", "")),
+        (lambda p, r: r / jnp.sqrt((r * r).mean() + 1e-6) * p["g"], ({"g": VECTOR}, VECTOR), ("RMSNorm", "")),
+    ],
+)
+def test_a_vector_that_is_standardized_is_no_layer_with_parameters(fn, args, label):
+    assert labels(fn, *args) == [label]
+
+
+def _pools():
+    import equinox as eqx
+    import flax.linen as nn
+    import haiku as hk
+
+    images = Spec((2, 9, 9, 4), f32)
+    return [
+        (lambda x: nn.avg_pool(x, (3, 3), (1, 1), "SAME", count_include_pad=False), images, "avg, 3x3/1x1"),
+        (lambda x: hk.avg_pool(x, (1, 5, 5, 1), (1, 2, 2, 1), "SAME"), images, "avg, 5x5/2x2"),
+        (eqx.nn.AvgPool2d(2, 1, padding=1), Spec((4, 8, 8), f32), "avg, 2x2/1x1"),
+    ]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_an_average_at_the_border_is_one_node(number):
+    fn, x, detail = _pools()[number]
+    assert ("Pooling", detail) in labels(lambda x: jnp.tanh(fn(x)), x)
+    assert "div" not in ops(fn, x)
+
+
+def test_windows_that_become_channels_are_one_node():
+    """Patches that a Swin transformer merges, and samples of a sound."""
+
+    def merge(params, x):
+        corners = [x[:, row::2, column::2] for column in range(2) for row in range(2)]
+        return jnp.concatenate(corners, -1) @ params["w"]
+
+    patches = labels(merge, {"w": Spec((16, 8), f32)}, Spec((2, 8, 8, 4), f32))
+    assert patches == [("SpaceToDepth", "2x2"), ("FullyConnected", "8")]
+    assert labels(lambda x: jnp.concatenate([x[:, n::3] for n in range(3)], -1), Spec((2, 9, 4), f32)) == [
+        ("SpaceToDepth", "3")
+    ]
+    assert "SpaceToDepth" not in ops(lambda x: jnp.concatenate([x[:, ::2], x[:, 1::2]], 1), Spec((2, 8, 4), f32))

@@ -217,7 +217,7 @@ def test_a_loop_carries_what_it_computes_back_to_what_reads_it():
         ("lstm0", "lstm0", (2, 4)),
     ]
     plot = viz.plot_network(lstm, *LSTM)
-    assert plot.source.count('label=" carry, 2 arrays "') == plot.source.count("carry") == 1
+    assert plot.source.count('label=" carry, 2 arrays "') == plot.source.count(" carry") == 1
     assert "carry, 2 arrays" in plot.html()
     assert any(lines == ["scan ×7"] for lines in texts(plot).values())
     closed = viz.trace(lambda p, x: jnp.tanh(lstm(p, x)), *LSTM, depth=0)
@@ -238,7 +238,47 @@ def test_loops_of_every_kind_carry():
     assert carries(swap) == [("MatMul", "MatMul")]
     assert carries(viz.trace(lambda x: jax.lax.scan(lambda c, y: (c, c @ y), x, jnp.ones((3, 4, 4)))[1], x)) == []
     blocks = m.traced("scan")
-    assert [(blocks[e.target].op, e.shape) for e in blocks.edges if e.carry] == [("LayerNorm", (2, 32, 64))]
+    shape = (2, 32, 64)
+    assert [(blocks[e.target].op, e.shape) for e in blocks.edges if e.carry] == [("LayerNorm", shape), ("add", shape)]
+
+
+def _memories():
+    """Four layers read the state of the pass before, and one reads what comes in."""
+    eqx, key = pytest.importorskip("equinox"), jax.random.key(0)
+    state = {name: eqx.nn.Linear(4, 4, use_bias=False, key=key) for name in ("keys", "queries", "values", "rest")}
+
+    def cell(layers, carry, x):
+        hidden, memory = carry
+        keys, queries, values, rest = (layers[name](hidden) for name in ("keys", "queries", "values", "rest"))
+        memory = memory + jnp.sin(keys) * jnp.cos(values)
+        return (jnp.tanh(memory * queries + rest + layers["new"](x)), memory), hidden
+
+    def twice(layers, xs):
+        zeros = jnp.zeros(4)
+        for _ in range(2):
+            _, xs = jax.lax.scan(lambda carry, x: cell(layers, carry, x), (zeros, zeros), xs)
+        return xs
+
+    return twice, state | {"new": eqx.nn.Linear(4, 4, use_bias=False, key=key)}, m.Spec((7, 4), m.f32)
+
+
+def test_all_layers_of_a_loop_that_read_the_last_pass_have_an_arrow():
+    fn, *args = _memories()
+    graph = check(viz.trace(fn, *args, repeats=False))
+    into = {node.name: {edge.source for edge in graph.edges if edge.target == node.name} for node in graph.layers}
+    assert all(into.values())
+    back = [
+        (graph[edge.source].scope, edge.target) for edge in graph.edges if edge.carry and edge.source != edge.target
+    ]
+    assert [target for _, target in back] == ["keys", "queries", "values", "rest"] + [
+        f"{name} 2" for name in ("keys", "queries", "values", "rest")
+    ]
+    assert all(scope[:1] == graph[target].scope[:1] for scope, target in back)  # none into the other loop
+    source = viz.plot_network(fn, *args, repeats=False).source
+    assert source.count('label=" carry "') == 4  # once for each hidden state and each memory
+    assert source.count('sametail="carry"') == len(back)
+    backward = check(viz.trace(jax.grad(lambda layers, xs: fn(layers, xs).sum()), *args))
+    assert all(a.endswith("(backward)") == b.endswith("(backward)") for a, b in carries(backward))
 
 
 def test_branches_beside_each_other_stay_apart():

@@ -17,10 +17,9 @@ from ..._core.text import say
 from ..._devices import processes
 from .._step.state import TrainState
 from . import memory
-from .early_stopping import EarlyStopping, KeepBest
+from .early_stopping import EarlyStopping, KeepBest, raise_unknown
 from .history import History, Record
 from .live_plot import LivePlot
-from .monitor import raise_unknown
 
 Callback = Callable[[TrainState, Record], Any]
 OnStep = Callable[[int, dict[str, float]], Any]
@@ -89,25 +88,19 @@ class Callbacks:
     def start(self, history: History) -> None:
         """Begin the run with the epochs before this call of `fit`."""
         with processes.raise_together():
-            for callback in self.each:
-                if hasattr(callback, "on_start"):
-                    callback.on_start(history)  # pyright: ignore[reportAttributeAccessIssue]
+            self._call("on_start", history)
 
     def before_resume(self, directory: Path) -> None:
         """Give each callback that has `before_resume(directory)` the call, before checkpoints are looked for."""
         with processes.raise_together():
-            for callback in self.each:
-                if hasattr(callback, "before_resume"):
-                    callback.before_resume(directory)  # pyright: ignore[reportAttributeAccessIssue]
+            self._call("before_resume", directory)
 
     def saved(self, record: Record, written: Callable[[], Path | None]) -> None:
         """Give each callback that has `on_saved(record, written)` the call, after the checkpoint of a record.
 
         All processes wait in `written`, and perhaps in the callback. So an error in one is not raised in the others.
         """
-        for callback in self.each:
-            if hasattr(callback, "on_saved"):
-                callback.on_saved(record, written)  # pyright: ignore[reportAttributeAccessIssue]
+        self._call("on_saved", record, written)
 
     def step(self, memories: Memories, number: int, metrics: dict[str, float]) -> Memories:
         """Call all that want each step. The memories after it."""
@@ -121,9 +114,8 @@ class Callbacks:
     def measure(self, state: TrainState) -> dict[str, float]:
         """What callbacks such as `LearningRate` add to the record of a state."""
         found: dict[str, float] = {}
-        for callback in self.each:
-            if hasattr(callback, "measure"):
-                found |= callback.measure(state)  # pyright: ignore[reportAttributeAccessIssue]
+        for measured in self._call("measure", state):
+            found |= measured
         return found
 
     def run(self, memories: Memories, state: TrainState, record: Record) -> tuple[Memories, bool]:
@@ -195,10 +187,12 @@ class Callbacks:
         try:
             yield
         finally:
-            for callback in self.each:
-                on_end = getattr(callback, "on_end", None)
-                if on_end is not None:
-                    on_end(history)
+            self._call("on_end", history)
+
+    def _call(self, hook: str, *args: Any) -> list[Any]:
+        """Call this method of each callback that has it. What they return."""
+        hooks = [getattr(callback, hook, None) for callback in self.each]
+        return [call(*args) for call in hooks if call is not None]
 
 
 def has_memory(callback: Any) -> TypeGuard[WithMemory]:

@@ -14,7 +14,7 @@ from .._step.state import TrainState
 from .callbacks import Callbacks, has_memory, name_of
 from .history import History, Record
 from .live_plot import LivePlot
-from .metrics_files import JsonLines, to_jsonl
+from .loggers import JsonLines, to_jsonl
 
 
 def collect_callbacks(metrics_file: str | os.PathLike[str] | None, callbacks: Any, on_step: Any) -> Callbacks:

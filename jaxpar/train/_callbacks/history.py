@@ -50,6 +50,25 @@ def number_text(value: Any) -> str:
     return f"{value:.4f}" if not value or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value) else f"{value:.3e}"
 
 
+def line(record: Record, epochs: int | None = None, unit: str = "images") -> str:
+    """One line about an epoch: its metrics, except columns such as `eval_recall/0`, and its speed.
+
+    Args:
+        epochs: how many the run has.
+        unit: what the data consists of.
+
+    >>> line({"epoch": 1, "loss": 2.3, "accuracy": 0.1, "test_accuracy": None, "seconds": 2.0,
+    ...       "images_per_second": 30000.0}, 5)
+    'epoch 1/5  loss 2.3000  accuracy 0.1000  2.0 s  30,000 images/s'
+    """
+    words = [f"epoch {record['epoch']}" + (f"/{epochs}" if epochs else "")]
+    for name, value in record.items():
+        if name not in NO_METRICS and "/" not in name and value is not None and not isinstance(value, bool):
+            words.append(f"{name.replace('_', ' ')} {number_text(value)}")
+    words += [f"{record['seconds']:.1f} s", f"{record['images_per_second']:,.0f} {unit}/s"]
+    return "  ".join(words)
+
+
 def metric_groups(records: Sequence[Record]) -> dict[str, dict[str, str]]:
     """The metrics that some record has, to be drawn together: a label and a name in the records for each curve.
 

@@ -9,8 +9,7 @@ import jax
 
 from ..._core.text import in_notebook
 from .figures import new_figure, png, readable
-from .history import History, Record, metric_groups
-from .line import line
+from .history import History, Record, line, metric_groups
 
 _EVERY = 1.0  # seconds between two pictures, at least
 _SHARE = 0.05  # of the time that drawing may take

@@ -19,8 +19,9 @@ import jax
 from ... import checkpoint
 from ..._core import checks, files
 from ..._devices import processes
-from .._callbacks.metrics_files import explain_errors
+from .._callbacks.loggers import explain_errors
 from .._step.state import TrainState
+from .compile_cache import cpu_info
 
 _NUMBER = 1  # of the format
 _FOR_DEVICES = ("devices", "processes", "engine", "kind")  # with virtual shards they do not change bits
@@ -147,13 +148,7 @@ def _processor(device: Any) -> str:
     """The make of the processor that computes."""
     if device.platform != "cpu":
         return device.device_kind
-    about: dict[str, str] = {}
-    try:
-        with open("/proc/cpuinfo") as lines:
-            pairs = [line.partition(":") for line in lines if ":" in line]
-            about = {name.strip(): value.strip() for name, _, value in pairs}
-    except OSError:
-        pass
+    about = cpu_info()
     known = set(about.get("flags", about.get("Features", "")).split())
     vectors = next((name for name in _VECTORS if name in known), "")
     model = about.get("model name") or platform.processor()

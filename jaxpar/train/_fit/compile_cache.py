@@ -45,13 +45,10 @@ def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Pa
     there = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if there:
         return Path(there)
-    if directory is not None:
-        chosen = Path(directory)
-        chosen.mkdir(parents=True, exist_ok=True)
-    else:
-        chosen = _own_directory()
-        if chosen is None:
-            return None
+    chosen = _own_directory() if directory is None else Path(directory)
+    if chosen is None:
+        return None
+    chosen.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(chosen))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     return chosen
@@ -60,10 +57,10 @@ def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Pa
 def _own_directory() -> Path | None:
     """The default directory, if nobody else can write programs into it."""
     try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        chosen = Path(base, "jaxpar", _processor())
-        for part in (Path(base, "jaxpar"), chosen):
-            part.mkdir(mode=0o700, parents=True, exist_ok=True)
+        parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jaxpar")
+        chosen = parent / _processor()
+        for folder in (parent, chosen):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return chosen if _is_safe(chosen) and os.access(chosen, os.W_OK) else None
     except (OSError, RuntimeError):  # no home, or a read-only one
         return None
@@ -76,15 +73,13 @@ def _is_safe(place: Path) -> bool:
     about = place.stat()
     if about.st_uid != os.getuid() or about.st_mode & 0o022:
         return False
-    parents = {*place.absolute().parents, *place.resolve().parents}
-    return all(map(_keeps_its_entries, parents))
-
-
-def _keeps_its_entries(folder: Path) -> bool:
-    """Whether nobody but the user and root can replace what the user has in a folder."""
-    about = folder.stat()
-    others = about.st_mode & (stat.S_IWOTH if _is_own_group(about.st_gid) else stat.S_IWOTH | stat.S_IWGRP)
-    return about.st_uid in (0, os.getuid()) and (not others or bool(about.st_mode & stat.S_ISVTX))
+    for parent in {*place.absolute().parents, *place.resolve().parents}:
+        about = parent.stat()
+        others = stat.S_IWOTH if _is_own_group(about.st_gid) else stat.S_IWOTH | stat.S_IWGRP
+        # In a sticky folder nobody can rename what is another's.
+        if about.st_uid not in (0, os.getuid()) or (about.st_mode & others and not about.st_mode & stat.S_ISVTX):
+            return False
+    return True
 
 
 def _is_own_group(number: int) -> bool:
@@ -101,10 +96,20 @@ def _is_own_group(number: int) -> bool:
 
 def _processor() -> str:
     """A name for this kind of processor, of its model and its features."""
-    words = [platform.machine(), platform.processor()]
+    about = cpu_info()
+    words = [
+        platform.machine(),
+        platform.processor(),
+        *(about.get(name, "") for name in ("model name", "flags", "Features")),
+    ]
+    return f"{platform.machine()}-{hashlib.sha256(' '.join(words).encode()).hexdigest()[:12]}"
+
+
+def cpu_info() -> dict[str, str]:
+    """What Linux says about its last processor. Empty on other systems."""
     try:
         with open("/proc/cpuinfo") as lines:
-            words += {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+            pairs = [line.partition(":") for line in lines if ":" in line]
+            return {name.strip(): value.strip() for name, _, value in pairs}
     except OSError:
-        pass
-    return f"{platform.machine()}-{hashlib.sha256(' '.join(sorted(words)).encode()).hexdigest()[:12]}"
+        return {}

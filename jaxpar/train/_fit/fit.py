@@ -14,17 +14,16 @@ from ..._core.calls import answers
 from ..._devices import processes
 from ..._devices.donation import is_donated
 from .._callbacks.callbacks import Callback, OnStep, WithMemory
-from .._callbacks.collect import collect_callbacks
 from .._callbacks.history import History, Record
 from .._step.nonfinite import NonFiniteError
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
 from . import interrupt
-from .elastic import plan_elastic
 from .loop import Loop
 from .profile import Profile
 from .resume import RunCheckpoints
-from .run import plan_run, refuse_unknown
+from .role import take_role
+from .run import Run, plan_run, refuse_unknown
 
 
 @answers("fit")
@@ -156,82 +155,60 @@ def fit(
         >>> [round(record["loss"], 2) for record in history]
         [1.0, 0.36]
     """
-    refuse_unknown(unknown, fit)
-    options: dict[str, Any] = {
-        **{"epochs": epochs, "batch_size": batch_size, "progress": progress, "profile": profile},
-        **{"on_interrupt": on_interrupt, "max_steps": max_steps, "eval_every": eval_every},
-        **{"checkpoint_dir": checkpoint_dir, "checkpoint_every": checkpoint_every, "keep": keep},
-        **{"certificate": certificate, "certificate_every": certificate_every},
-    }
-    evaluated = {"test_data": test_data, "apply_fn": apply_fn, "eval_data": eval_data, "eval_fn": eval_fn}
-    options |= {"steps_per_execution": steps_per_execution, "evaluated": evaluated}
-    called = collect_callbacks(metrics_file, callbacks, on_step)
-    run = plan_run(state, step, train_data, called, **options)
-    run = plan_elastic(run, state)
-    if run.elastic is not None and not run.elastic.leads:
-        checkpoint_dir = None
-    checkpoints = RunCheckpoints(checkpoint_dir, keep, run)
-    state, past = checkpoints.resume(state, resume)
-    with contextlib.nullcontext() if run.elastic is None else run.elastic.ended():
-        state = run.check(state)
-        if run.elastic is not None:
-            state, past = run.elastic.join(state, past)
-        return _fit(Loop(run, state, past), checkpoints, checkpoint_dir is not None)
+    arguments = dict(locals())
+    refuse_unknown(arguments.pop("unknown"), fit)
+    return take_role(plan_run(**arguments), state, _fit)
 
 
-def _fit(loop: Loop, checkpoints: RunCheckpoints, saves: bool) -> tuple[TrainState, History]:
-    """The steps of a loop, and the result of `fit`."""
-    called = loop.run.callbacks
-    if saves:
-        called.to_json(loop.memories)  # what cannot be saved is refused now
+def _fit(run: Run, state: TrainState) -> tuple[TrainState, History]:
+    """Resume, make the steps, and return what `fit` returns."""
+    checkpoints = RunCheckpoints(run)
+    state, past = checkpoints.resume(state)
+    loop = Loop(run, run.check(state), past)
+    if checkpoints.directory is not None:
+        run.callbacks.to_json(loop.memories)  # what cannot be saved is refused now
         checkpoints.claim()
-    loop.run.certificate.begin(loop.run.step, loop.state, loop.at)
-    called.start(loop.history)  # after all that may refuse this call, so that the file of another run stays as it is
-    number, was_over = _train(loop, checkpoints)
-    return _finish(loop, checkpoints, number, was_over)
+    run.certificate.begin(run.step, loop.state, loop.at)
+    run.callbacks.start(loop.history)  # after all that may refuse this call, so that the file of another run stays
+    was_over = _train(loop, checkpoints)
+    return _finish(loop, checkpoints, was_over)
 
 
-def _train(loop: Loop, checkpoints: RunCheckpoints) -> tuple[int | None, bool]:
-    """Make the steps. Return the number of the signal that ended the run, or None, and whether it was over by then."""
+def _train(loop: Loop, checkpoints: RunCheckpoints) -> bool:
+    """Make the steps. Return whether the run was over before `loop.signal` came."""
     try:
         with (
-            interrupt.Signals(jax.process_count() > 1) as signals,
+            interrupt.Interrupts(jax.process_count() > 1) as signals,
             contextlib.closing(checkpoints),
             _save_if_not_finite(loop, checkpoints),
             loop.run.callbacks.end_after(loop.history),
-            contextlib.closing(loop.steps()) as steps,
+            loop.steps() as records,
         ):
-            for record in steps:
+            for record in records:
                 if _should_stop(loop, checkpoints, signals, record):
                     break
             loop.end_interrupted()
-            was_over = signals.asked is None
+            loop.signal = signals.asked
+        was_over = loop.signal is None
+        loop.signal = signals.asked  # one may have come while the last checkpoint was written
+        return was_over
     except BaseException as error:
         _attach_state(error, loop)
         raise
-    return signals.asked, was_over
 
 
-def _should_stop(loop: Loop, checkpoints: RunCheckpoints, signals: interrupt.Signals, record: Record | None) -> bool:
+def _should_stop(loop: Loop, checkpoints: RunCheckpoints, signals: interrupt.Interrupts, record: Record | None) -> bool:
     """Evaluate and call the callbacks where there is a record, save if it is due. Return whether the run is to stop."""
     stopped = False
     if record is not None:
-        with loop.watch("evaluates"):
-            _evaluate(loop, checkpoints, record)
+        _evaluate(loop, checkpoints, record)
     try:
-        with loop.watch("calls the callbacks"):
-            stopped = record is not None and loop.call_back(record)
+        stopped = record is not None and loop.run_callbacks(record)
     finally:  # a callback that fails costs no steps
         interrupted = signals.should_stop(loop.state, loop.at, record is not None)
-        with loop.watch("saves a checkpoint"):
-            checkpoints.save(loop, stopped=stopped, interrupted=interrupted)
+        checkpoints.save(loop, stopped=stopped, interrupted=interrupted)
     if record is not None:
-        with loop.watch("calls on_saved of the callbacks"):
-            loop.run.callbacks.saved(record, lambda: checkpoints.written(loop.at))
-    if loop.run.elastic is not None:
-        stop = stopped or interrupted
-        stop, signals.asked = loop.run.elastic.decide(loop, record, stop, signals.asked)
-        return stop
+        loop.run.callbacks.saved(record, lambda: checkpoints.written(loop.at))
     return stopped or interrupted
 
 
@@ -245,17 +222,16 @@ def _evaluate(loop: Loop, checkpoints: RunCheckpoints, record: Record) -> None:
         raise
 
 
-def _finish(loop: Loop, checkpoints: RunCheckpoints, number: int | None, was_over: bool) -> tuple[TrainState, History]:
+def _finish(loop: Loop, checkpoints: RunCheckpoints, was_over: bool) -> tuple[TrainState, History]:
     """The result of `fit`, or its exception after a signal."""
-    if loop.run.elastic is not None:
-        loop.state = loop.run.elastic.local(loop.state)
-    if number is None:
+    if loop.signal is None:
         return loop.state, loop.history
     saved = checkpoints.path(loop.at)
     where = interrupt.where(loop.at, loop.number, loop.run.epochs, saved)
     if was_over:  # the signal came while the last checkpoint was written; the same call on this state trains on
         where = f"after the last step, {loop.at}; the run is complete" + (f", saved in {saved}" if saved else "")
-    return interrupt.finish_interrupted(number, loop.state, loop.history, where, loop.run.on_interrupt)
+    on_interrupt = loop.run.options.on_interrupt
+    return interrupt.finish_interrupted(loop.signal, loop.state, loop.history, where, on_interrupt)
 
 
 @contextlib.contextmanager

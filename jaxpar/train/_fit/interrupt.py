@@ -11,14 +11,18 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from ..._core import checks
+from ..._core.calls import answers
+from ..._core.signals import Signals
 from ..._core.text import say
 from ..._devices import processes
 
 _CONFIRM_AFTER = 2.0  # seconds after which an interrupt that waits for its step is confirmed
 _EXCHANGE_EVERY = 16  # steps after which several processes exchange their signals
+_USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
-class Signals:
+class Interrupts:
     """A block in which the first SIGINT and the first SIGTERM are recorded. A second one acts at once.
 
     Signals can be recorded in the main thread only, and only if nobody else handles them: SIGINT has Python's own
@@ -33,24 +37,21 @@ class Signals:
 
     def __init__(self, several_processes: bool = False):
         self.asked: int | None = None
-        self._recorded: int | None = None
         self._several = several_processes
         self._service = (  # then SIGTERM is jax's
             several_processes and jax.config.jax_enable_preemption_service  # pyright: ignore[reportAttributeAccessIssue]
         )
-        self._before: dict[int, Any] = {}
+        self._signals = Signals()
         self._timer: threading.Timer | None = None
 
-    def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():
-            for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
-                if signal.getsignal(number) is usual:
-                    self._before[number] = signal.signal(number, self._record)
+    def __enter__(self) -> Interrupts:
+        is_main = threading.current_thread() is threading.main_thread()
+        free = [number for number, usual in _USUAL.items() if is_main and signal.getsignal(number) is usual]
+        self._signals = Signals(free, on_signal=self._confirm_later, once=True).__enter__()
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
-        for number in list(self._before):
-            self._restore_handler(number)
+        self._signals.__exit__()
         if self._timer is not None:
             self._timer.cancel()
         if kind is None and self._recorded is not None and self.asked is None:  # it came after the last step
@@ -69,19 +70,18 @@ class Signals:
             self.asked = max(map(int, processes.exchange(str(int(self._recorded or 0))))) or None
         return self.asked is not None
 
-    def _record(self, number: int, frame: Any) -> None:
-        self._recorded = number
-        self._restore_handler(number)
+    @property
+    def _recorded(self) -> int | None:
+        return self._signals.received[-1] if self._signals.received else None
+
+    def _confirm_later(self, number: int) -> None:
         if self._timer is not None:  # of the other signal
             self._timer.cancel()
         # The handler may have stopped the main thread inside a print, so another thread writes.
-        self._timer = threading.Timer(_CONFIRM_AFTER, _confirm)
+        words = "the interrupt was noted; it stops after the step that is under way. Once more stops it at once"
+        self._timer = threading.Timer(_CONFIRM_AFTER, say, (words,))
         self._timer.daemon = True
         self._timer.start()
-
-    def _restore_handler(self, number: int) -> None:
-        if number in self._before:
-            signal.signal(number, self._before.pop(number))
 
 
 def finish_interrupted(
@@ -125,5 +125,66 @@ def _is_at_prompt() -> bool:
     return "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None
 
 
-def _confirm() -> None:
-    say("the interrupt was noted; it stops after the step that is under way. Once more stops it at once")
+@answers("train.interruptible")
+def interruptible(on_interrupt: str = "auto") -> Interruptible:
+    """A block that Ctrl-C, a notebook's interrupt and SIGTERM do not cut short, for a loop of one's own.
+
+    They are recorded, and `should_stop` says so after a step. At the end of the block, when what is needed was saved,
+    the interrupt takes effect as in `fit`. A second signal acts at once.
+
+    Args:
+        on_interrupt: as in `fit`. "raise": a KeyboardInterrupt at the end of the block. "return": none, and `asked` is
+            True. "auto": return in a notebook or at a prompt, raise in a script. SIGTERM is SystemExit(143) with each.
+
+    Returns:
+        A context manager with `should_stop(state)`.
+
+    Raises:
+        ValueError: an unknown `on_interrupt`.
+
+    Example:
+        >>> from jaxpar import train
+        >>> made = 0
+        >>> with train.interruptible() as interrupt:
+        ...     for batch in range(3):
+        ...         made += 1
+        ...         if interrupt.should_stop(made):
+        ...             break
+        ...     # save the state here
+        >>> made, interrupt.asked
+        (3, False)
+    """
+    checks.choice(on_interrupt, "train.interruptible", "on_interrupt", ("auto", "return", "raise"))
+    return Interruptible(on_interrupt)
+
+
+class Interruptible:
+    """What `interruptible` returns."""
+
+    def __init__(self, on_interrupt: str):
+        self._on_interrupt, self._steps, self._state = on_interrupt, 0, None
+        self._signals = Interrupts(jax.process_count() > 1)
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal came and `should_stop` has said so."""
+        return self._signals.asked is not None
+
+    def should_stop(self, state: Any) -> bool:
+        """Whether to stop. Call it after each step, with the new state, in every process.
+
+        Several processes exchange their signals every sixteen calls, and all stop after the same step.
+        """
+        self._steps, self._state = self._steps + 1, state
+        return self._signals.should_stop(state, self._steps, False)
+
+    def __enter__(self) -> Interruptible:
+        self._signals.__enter__()
+        return self
+
+    def __exit__(self, kind: Any, *error: object) -> None:
+        self._signals.__exit__(kind, *error)
+        if kind is None and self._signals.asked is not None:
+            step = getattr(self._state, "step", self._steps)
+            where = f"after step {int(step)}"
+            finish_interrupted(self._signals.asked, self._state, None, where, self._on_interrupt, "train")

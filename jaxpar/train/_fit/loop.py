@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
 import itertools
 import math
 import time
@@ -14,20 +16,17 @@ import jax
 
 from ... import data
 from ..._core.arrays import Device
-from ..._devices.user_mesh import outside_mesh
-from .._callbacks.history import History, Record
+from .._callbacks.history import History, Record, line
 from .._step.nonfinite import check_finite
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
 from .epoch import Epoch, epoch_of
 from .profile import Trace
-from .progress import Progress, compiling
-from .readings import BEHIND, Readings, Steps
-from .run import Run, RunHistory
+from .progress import Progress
+from .run import Made, Run, RunHistory, shuffle_key
 
 _AT_ONCE = 0.2  # seconds that the steps of one program take. Ctrl-C waits for them.
 _MEASURE_EVERY = 1.0  # seconds after which the bar shows another learning rate
-SHUFFLE = 0x5FFE1E  # folded into the key of the run, for the order of the examples
 
 
 class Loop:
@@ -43,6 +42,7 @@ class Loop:
         last: the value of `at` at the end.
         epoch: the sums of the epoch under way.
         memories: of the callbacks.
+        signal: the one that ended the run, or None.
     """
 
     def __init__(self, run: Run, state: TrainState, past: RunHistory):
@@ -51,10 +51,10 @@ class Loop:
         self.at = self.began = int(state.step)
         self.last = self.began if past.stopped else max(self.began, past.first + run.num_steps)
         self.memories = self._before = run.callbacks.init(state, past.memories, past.resumed)
-        self._progress = Progress(run.progress, run.epochs, run.steps, run.unit)
-        self._trace = Trace(run.profile, self.last - self.began)
+        self.signal: int | None = None
+        self._progress = Progress(run.options.progress, run.unit)
+        self._trace = Trace(run.options.profile, self.began, self.last)
         self._pace, self._read = float("inf"), 0.0  # seconds of a step, and when the last one was read
-        self._readings = Readings()
         self._wants_steps, self._checked = run.callbacks.wants_steps, False
         self._warned = False  # that a loss was not finite
         self._measured = run.callbacks.measure(state)  # what the bar shows of it
@@ -79,39 +79,49 @@ class Loop:
         """Whether `max_steps` ends the run within an epoch."""
         return self.at == self.last and not self.between_epochs
 
-    def steps(self) -> Generator[Record | None]:
-        """Make the steps. Give None after one or several, and a record where an epoch is over or one is evaluated."""
-        calls = self._calls()
+    @property
+    def must_evaluate(self) -> bool:
+        """Whether an epoch was over and has no record, since the evaluation after it failed in an earlier call."""
+        return self.between_epochs and self.epoch.counted > 0
+
+    @contextlib.contextmanager
+    def steps(self) -> Generator[Iterator[Record | None]]:
+        """A block with the steps. There is a None after one or several, and a record where one is due."""
+        own = contextlib.nullcontext(self._calls())
+        with (
+            own if self.run.make_steps is None else self.run.make_steps(self) as calls,
+            contextlib.closing(self._records(calls)) as records,
+        ):
+            yield records
+
+    def _records(self, calls: Iterator[Made]) -> Generator[Record | None]:
         try:
-            if self.between_epochs and self.epoch.counted:  # the evaluation after it failed in an earlier call
+            if self.must_evaluate:
                 self.epoch.start()
                 self.epoch.pause()
                 yield self._record()
                 self.epoch = Epoch()
             self._start_epoch()
-            self._progress.say(compiling())
+            self._progress.say_compiling()
             while self.at < self.last:
-                self.state, made = next(calls)
+                self.state, metrics, part = next(calls)
                 if self.at == self.began:
                     self._progress.say("")
-                self.at += made.number
-                self._readings.add(made)
+                self.at += 1 if part is None else len(part)
+                self.epoch.add(metrics, part)
                 self.run.certificate.take(self.at, self.state)
                 mark = self._due()
-                with self.watch("calls on_step"):
-                    self._count(0 if mark is not None or self.run.elastic is not None else BEHIND)
+                self._count(self.run.behind if mark is None else 0)
                 if mark is None:
                     yield None
                     continue
                 self.epoch.pause()
-                if self.run.elastic is not None:
-                    self.state = self.run.elastic.local(self.state)
                 yield {**self._record(), **mark}
                 if self.between_epochs:
                     self.epoch = Epoch()
                     self._start_epoch()
                 else:
-                    self.epoch.go_on()
+                    self.epoch.resume()
                     self._read = time.perf_counter()
         finally:
             self._trace.close(self.state)
@@ -119,28 +129,24 @@ class Loop:
 
     def _due(self) -> dict[str, bool] | None:
         """The mark of the record that is due after this step. None: none is due."""
-        every = self.run.eval_every
+        every = self.run.options.eval_every
         if self.between_epochs:
             return {}
         if every and self.at % every == 0:
             return {"under_way": True}
         return {"interrupted": True} if self.is_cut else None
 
-    def watch(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """A block that is watched in an elastic run, see `Elastic.watch`."""
-        elastic = self.run.elastic
-        return contextlib.nullcontext() if elastic is None else elastic.watch(what, self.at)
-
     def evaluate(self, record: Record) -> None:
         """Evaluate the state, show the record and keep it."""
         record |= {**self.run.evaluation.scores(self.state), **self.run.callbacks.measure(self.state)}
         if self.between_epochs:
-            self._progress.end(record)
-        else:
-            self._progress.show(record)
+            self._progress.close()
+        if self._progress.is_shown:
+            step = "" if self.between_epochs else f"step {record['step']}  "
+            self._progress.print(step + line(record, self.run.epochs, self.run.unit))
         self.history.append(record)
 
-    def call_back(self, record: Record) -> bool:
+    def run_callbacks(self, record: Record) -> bool:
         """Give the record to the callbacks. Return whether one asked to stop."""
         self._before = self.memories
         self.memories, stopped = self.run.callbacks.run(self.memories, self.state, record)
@@ -179,24 +185,19 @@ class Loop:
     def go_back(self, state: TrainState, step: int) -> None:
         """Go back to the state before a step that is not finite. No later step counts."""
         self.state, self.at = state, step
-        self._readings.clear()
+        self.epoch = dataclasses.replace(self.epoch, unread=collections.deque(), num_unread=0)
         self.run.certificate.go_back(step)
 
-    def _calls(self) -> Iterator[tuple[TrainState, Steps]]:
+    def _calls(self) -> Iterator[Made]:
         """Call the step, or a program of several steps. `at` has changed when the next is asked for."""
         run, state = self.run, self.state
-        if run.elastic is not None:
-            yield from run.elastic.calls(self)
-            return
-        with outside_mesh():
-            rng, devices = jax.random.fold_in(state.rng, SHUFFLE), state.store.devices
-        where = self._where(devices)
-        groups = self._groups(rng, where) if devices else None
+        where = self._where(state.store.devices)
+        groups = self._groups(state.rng, where) if state.store.devices else None
         if groups is None:
-            for batch in run.source.batches(run.batch_size, rng=rng, epochs=None, start=self.at, **where):
+            for batch in run.batches(state.rng, self.at, **where):
                 with self._trace.step(self.at, state):
                     state, metrics = run.step(state, batch)
-                yield state, Steps(metrics)
+                yield state, metrics, None
             return
         for batches, number in groups:
             done = 0
@@ -204,7 +205,7 @@ class Loop:
                 end = min(number, done + self._next_number())
                 with self._trace.step(self.at, state):
                     state, metrics = run.step.many(state, batches, done, end)
-                yield state, Steps(metrics, done, end)
+                yield state, metrics, range(done, end)
                 done = end
 
     def _where(self, devices: Sequence[Device] | None) -> dict[str, Any]:
@@ -221,7 +222,8 @@ class Loop:
         if run.per_program == 1:
             return None
         most = None if run.per_program == "auto" else run.per_program
-        groups = data.batch_groups(run.source, run.batch_size, most, rng=rng, start=self.at, **where)
+        key = shuffle_key(rng)
+        groups = data.batch_groups(run.source, run.options.batch_size, most, rng=key, start=self.at, **where)
         if most is not None and groups is None:
             raise ValueError(
                 f"fit: steps_per_execution is {most}, but the devices have no room for the data set; "
@@ -237,29 +239,29 @@ class Loop:
         if self._trace.is_on:
             return 1
         run = self.run
-        periods = (run.checkpoint_every, run.eval_every, run.certificate.every)
+        periods = (run.options.checkpoint_every, run.options.eval_every, run.certificate.every)
         most = max(1, int(_AT_ONCE / self._pace)) if run.per_program == "auto" else run.per_program
         return min(most, self.last - self.at, *(every - self.at % every for every in periods if every))
 
     def _start_epoch(self) -> None:
         if self.at < self.last:
             epoch, done = divmod(self.at - self.first, self.run.steps)
-            self._progress.start(epoch + 1, done)
+            self._progress.start(self.run.steps, f"epoch {epoch + 1}/{self.run.epochs}", done)
         self.epoch.start()
         self._read = self.epoch.started
 
     def _count(self, behind: int) -> None:
         """Read the metrics of all steps except the last few. Waits for these steps."""
-        for rows in self._readings.read(behind):
+        for rows in self.epoch.read(behind):
             now = time.perf_counter()
             self._pace, self._read = (now - self._read) / len(rows), now
-            number = self.at - self._readings.number - len(rows)
+            number = self.at - self.epoch.num_unread - len(rows)
             if not self._checked:
                 self._checked = True
                 self.run.check_monitors(rows[0])
             for i, metrics in enumerate(rows, 1):
                 self._count_step(number + i, metrics)
-        self.run.certificate.write(self.at - self._readings.number)
+        self.run.certificate.write(self.at - self.epoch.num_unread)
 
     def _count_step(self, number: int, metrics: dict[str, float]) -> None:
         run, skipped = self.run, self.run.skips and metrics["skipped"] > 0
@@ -268,9 +270,9 @@ class Loop:
         if not (skipped or self._warned or math.isfinite(metrics.get("loss", 0.0))):
             self._warned = True
             warnings.warn(_not_finite(number, metrics["loss"]), stacklevel=2)
-        self.epoch.add({"skipped": 1} if skipped else metrics)
+        self.epoch.count({"skipped": 1} if skipped else metrics)
         shown = {**metrics, **self._measure_again()} if self._measured else metrics
-        self._progress.step(shown, self.epoch.counted * run.batch_size / self.epoch.elapsed())
+        self._progress.step(shown, self.epoch.counted * run.options.batch_size / self.epoch.elapsed())
         if self._wants_steps:
             self.memories = run.callbacks.step(self.memories, number, metrics)
 
@@ -281,7 +283,7 @@ class Loop:
         return self._measured
 
     def _record(self) -> Record:
-        return self.epoch.record(self.number, self.at, self.run.batch_size, self.run.skips)
+        return self.epoch.record(self.number, self.at, self.run.options.batch_size, self.run.skips)
 
 
 def _not_finite(number: int, loss: float) -> str:

@@ -20,7 +20,7 @@ from ..._devices.donation import is_donated
 from ..._devices.user_mesh import outside_mesh
 from .._callbacks.figures import new_figure, png, readable, save_figure
 from .._step.state import TrainState
-from .readings import BEHIND, Readings, Steps
+from .epoch import BEHIND, Epoch
 
 _WHERE = "train.lr_find"
 _SMOOTH = 0.9  # of the average of the losses
@@ -148,16 +148,16 @@ def lr_find(
 
 def _losses(state: TrainState, step: Any, batches: Any, rates: Sequence[float]) -> list[float]:
     """The loss at each rate, up to one that is too large. The steps run ahead of the host."""
-    readings, losses = Readings(), list[float]()
+    epoch, losses = Epoch(), list[float]()
     for rate, batch in zip(rates, batches, strict=False):
         with outside_mesh():
             state = updaters.set_learning_rate(state, rate)
         state, metrics = step(state, batch)
-        readings.add(Steps({"loss": metrics["loss"]}))
-        losses += [row["loss"] for rows in readings.read(BEHIND) for row in rows]
+        epoch.add({"loss": metrics["loss"]})
+        losses += [row["loss"] for rows in epoch.read(BEHIND) for row in rows]
         if _has_diverged(losses):
             break
-    losses += [row["loss"] for rows in readings.read(0) for row in rows]
+    losses += [row["loss"] for rows in epoch.read(0) for row in rows]
     end = next((i for i in range(1, len(losses) + 1) if _has_diverged(losses[:i])), len(losses))
     return losses[:end]
 

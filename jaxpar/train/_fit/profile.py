@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -24,15 +23,26 @@ class Trace:
     Args:
         profile: a directory, or (directory, first step, number of steps) with steps counted from 0 at the start of this
             call of `fit`. None: no trace.
-        steps: how many steps the run has.
+        began, last: how many steps were made at this start, and will be at the end.
 
     Raises:
         ValueError: it asks for steps that the run does not have.
     """
 
-    def __init__(self, profile: Profile | None, steps: int):
-        self._directory, self._first, self._num = _read(profile, steps)
-        self._made = 0
+    def __init__(self, profile: Profile | None, began: int, last: int):
+        self._directory, first, num, steps = None, 0, 0, last - began
+        if isinstance(profile, tuple):
+            directory, first, num = profile
+            self._directory = os.fspath(directory)
+            if first < 0 or num < 1 or first + num > steps:
+                raise ValueError(
+                    f"fit: profile asks for {num} steps from step {first} of this call on, which has {steps} steps; "
+                    "(directory, first_step, num_steps) counts from 0"
+                )
+        elif profile is not None:  # in the steady state: compiled, and the device is fed ahead
+            self._directory = os.fspath(as_path(profile, "fit: profile"))
+            first, num = min(_FIRST, max(0, steps - _NUM)), _NUM
+        self._traced = range(began + first, began + first + num)
         self._on = False
 
     @property
@@ -40,21 +50,17 @@ class Trace:
         """Whether there is a trace at all."""
         return self._directory is not None
 
-    def step(self, at: int, state: Any) -> contextlib.AbstractContextManager[None]:
-        """A block for one step. `state` is the one before it."""
-        return _NOTHING if self._directory is None else self._step(self._directory, at, state)
-
-    @contextlib.contextmanager
-    def _step(self, directory: str, at: int, state: Any) -> Generator[None]:
-        if self._made == self._first:
+    def step(self, at: int, state: Any) -> contextlib.AbstractContextManager[Any]:
+        """A block for the step after `at` others. `state` is the one before it."""
+        if self._directory is None:
+            return _NOTHING
+        if at == self._traced.start:
             jax.block_until_ready(state)  # earlier steps are not in the trace
-            jax.profiler.start_trace(directory)
+            jax.profiler.start_trace(self._directory)
             self._on = True
-        if self._made == self._first + self._num:
+        if at == self._traced.stop:
             self.close(state)
-        with jax.profiler.StepTraceAnnotation("train", step_num=at) if self._on else contextlib.nullcontext():
-            yield
-        self._made += 1
+        return jax.profiler.StepTraceAnnotation("train", step_num=at) if self._on else _NOTHING
 
     def close(self, state: Any) -> None:
         """End a trace under way, when the state is computed."""
@@ -65,17 +71,3 @@ class Trace:
                     jax.block_until_ready(state)
             finally:
                 jax.profiler.stop_trace()
-
-
-def _read(profile: Profile | None, steps: int) -> tuple[str | None, int, int]:
-    if profile is None:
-        return None, 0, 0
-    if not isinstance(profile, tuple):  # in the steady state: compiled, and the device is fed ahead
-        return os.fspath(as_path(profile, "fit: profile")), min(_FIRST, max(0, steps - _NUM)), _NUM
-    directory, first, num = profile
-    if first < 0 or num < 1 or first + num > steps:
-        raise ValueError(
-            f"fit: profile asks for {num} steps from step {first} of this call on, which has {steps} steps; "
-            "(directory, first_step, num_steps) counts from 0"
-        )
-    return os.fspath(directory), first, num

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +20,22 @@ _SIZES = ("batch_size", "examples")
 
 
 class RunCheckpoints:
-    """The checkpoints of a run in a directory. None where `directory` is None.
+    """The checkpoints of a run. There are none without a directory.
 
     Args:
-        directory, keep: as given to `fit`.
         run: a checkpoint of a run with other batches is refused.
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | None, keep: int, run: Run):
-        self.directory, self._run = directory, run
+    def __init__(self, run: Run):
+        self._run, self.directory = run, run.options.checkpoint_dir
         self._manager = None
         self._latest: Path | None = None
-        if directory is not None:
-            self._manager = Manager(directory, keep=keep, on_latest=self._note)
+        if self.directory is not None:
+            self._manager = Manager(self.directory, keep=run.options.keep, on_latest=self._note)
 
-    def resume(self, state: TrainState, resume: str | bool) -> tuple[TrainState, RunHistory]:
+    def resume(self, state: TrainState) -> tuple[TrainState, RunHistory]:
         """The state to go on from, and the run that it is in."""
-        if resume not in ("auto", True, False):
-            raise ValueError(f"fit: resume must be 'auto', True or False, got {resume!r}")
-        found = None
+        found, resume = None, self._run.options.resume
         if self._manager is not None and resume:
             self._run.callbacks.before_resume(self._manager.directory)
             found = self._manager._restore(like_saved(state, self._run.step), _check_info)
@@ -67,13 +63,13 @@ class RunCheckpoints:
         """Save the state of the loop if it is due."""
         if self._manager is None:
             return
-        every, interrupted = self._run.checkpoint_every, interrupted or loop.is_cut
+        every, interrupted = self._run.options.checkpoint_every, interrupted or loop.is_cut
         best = self._run.callbacks.is_best(loop.memories, loop.at)
         if loop.between_epochs or stopped or interrupted or best or (every and loop.at % every == 0):
-            sizes = {name: getattr(self._run, name) for name in _SIZES}
             about = loop.to_save()
             records = about.pop("history")  # most are in a file of their own, which a save does not write again
-            about |= {**sizes, "stopped": stopped, "interrupted": interrupted}
+            about |= dict(zip(_SIZES, _sizes(self._run), strict=True))
+            about |= {"stopped": stopped, "interrupted": interrupted}
             self._manager._save(loop.state, about, best=best, records=records)
 
     def written(self, step: int) -> Path | None:
@@ -148,9 +144,13 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
+def _sizes(run: Run) -> tuple[int, int]:
+    return run.options.batch_size, run.examples
+
+
 def _run_history(info: dict[str, Any], run: Run) -> RunHistory:
     """The run of a checkpoint. `ValueError` if it had other batches."""
-    saved, now = tuple(info[name] for name in _SIZES), (run.batch_size, run.examples)
+    saved, now = tuple(info[name] for name in _SIZES), _sizes(run)
     if saved != now:
         raise ValueError(
             f"fit: the checkpoint is of a run with batches of {saved[0]} out of {saved[1]} examples, this one has "

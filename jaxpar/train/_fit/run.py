@@ -1,11 +1,13 @@
-"""What stays the same while `fit` trains, checked before any work."""
+"""What stays the same while `fit` trains: its arguments, checked before any work."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -13,57 +15,86 @@ import jax
 from ... import data, distributed
 from ..._core import checks
 from ..._core.arguments import check_takes, did_you_mean
+from ..._devices.user_mesh import outside_mesh
 from ...updaters import assign
-from .._callbacks.callbacks import Callbacks
+from .._callbacks.callbacks import Callbacks, OnStep
+from .._callbacks.collect import collect_callbacks
 from .._callbacks.history import Record
 from .._evaluate.evaluation import Evaluation, plan_evaluation
 from .._evaluate.labels import check_training_classes
-from .._step.state import TrainState, check_is_state
+from .._step.state import IN_STORE, TrainState, check_is_state
 from .._step.train_step import TrainStep
 from .certificate import Certificate
-from .epoch import RECORD_NAMES
+from .epoch import BEHIND, RECORD_NAMES, Metrics
 from .profile import Profile
+
+Made = tuple[TrainState, Metrics, range | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The arguments of `fit` beside the state, the step and the data; see there."""
+
+    test_data: Any
+    apply_fn: Any
+    eval_data: Any
+    eval_fn: Any
+    epochs: int | None
+    batch_size: int
+    max_steps: int | None
+    eval_every: int | None
+    progress: bool
+    checkpoint_dir: str | os.PathLike[str] | None
+    resume: bool | Literal["auto"]
+    checkpoint_every: int | None
+    keep: int
+    certificate: str | os.PathLike[str] | None
+    certificate_every: int
+    metrics_file: str | os.PathLike[str] | None
+    callbacks: Any
+    on_step: OnStep | None
+    profile: Profile | None
+    steps_per_execution: int | Literal["auto"]
+    on_interrupt: Literal["auto", "return", "raise"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The inputs of a call of `fit`.
+    """A call of `fit`, checked.
 
     Attributes:
-        step, epochs, batch_size, progress, profile, on_interrupt, max_steps: as given to `fit`.
+        options: as given, with an `int` for each whole number.
+        step: as given.
         source: the training data.
+        callbacks: the metrics file and what was given.
         evaluation: where scores come from.
         certificate: where hashes of the state go.
+        epochs: how many the run goes into.
         examples: of an epoch.
         steps: of an epoch.
         per_program: how many steps one compiled program makes. "auto": as many as take a fifth of a second.
-        checkpoint_every: save after each step whose number this divides. None: after epochs only.
-        eval_every: evaluate after each step whose number this divides. None: after epochs only.
-        elastic: makes the steps where processes may be lost and may join. None: they may not.
+        make_steps: opens a block with the steps of a `Loop`: a pair of the new state and its metrics for each, and the
+            rows where these are of several steps. None: the loop calls the step by itself.
+        behind: how many steps later their metrics are read.
     """
 
+    options: Options
     step: TrainStep
     source: data.Source
     callbacks: Callbacks
+    evaluation: Evaluation
+    certificate: Certificate
     epochs: int
-    batch_size: int
     examples: int
     steps: int
     per_program: int | Literal["auto"]
-    checkpoint_every: int | None
-    eval_every: int | None
-    max_steps: int | None
-    progress: bool
-    profile: Profile | None
-    on_interrupt: str
-    evaluation: Evaluation
-    certificate: Certificate
-    elastic: Any = None
+    make_steps: Callable[[Any], contextlib.AbstractContextManager[Iterator[Made]]] | None = None
+    behind: int = BEHIND
 
     @property
     def num_steps(self) -> int:
         """How many steps the whole run has."""
-        return min(self.epochs * self.steps, self.max_steps or sys.maxsize)
+        return min(self.epochs * self.steps, self.options.max_steps or sys.maxsize)
 
     @property
     def skips(self) -> bool:
@@ -75,14 +106,20 @@ class Run:
         """Whether a step that is not finite ends the run."""
         return getattr(self.step, "nonfinite", "ignore") == "stop"
 
-    def scores(self, state: TrainState) -> dict[str, float]:
-        """The scores of the evaluation, as a record names them."""
-        return self.evaluation.scores(state)
-
     @property
     def unit(self) -> str:
         """What the data consists of, for people."""
         return "images" if isinstance(self.source, data.DatasetSource) else "examples"
+
+    def batches(self, rng: jax.Array, start: int, **where: Any) -> Iterator[data.Batch]:
+        """The batches after the first `start` steps, without an end.
+
+        Args:
+            rng: of the state.
+            where: the devices that they go to. Without it they are in host memory.
+        """
+        batch_size = self.options.batch_size
+        return iter(self.source.batches(batch_size, rng=shuffle_key(rng), epochs=None, start=start, **where))
 
     def check(self, state: TrainState) -> TrainState:
         """The state on the step's devices, checked with all that the run calls, as far as shapes are known."""
@@ -90,7 +127,7 @@ class Run:
         if isinstance(self.step, TrainStep):
             state = self.step.complete(state)
             data._virtual_options(self.source, self.step.virtual_shards, state.store.devices)
-            shapes = getattr(self.source, "batch_shapes", lambda batch_size: None)(self.batch_size)
+            shapes = getattr(self.source, "batch_shapes", lambda batch_size: None)(self.options.batch_size)
             metrics = self.step.check(state, shapes)
         scores = self.evaluation.check(state)
         own = ("eval_",) if self.evaluation.eval_fn is not None else ()
@@ -135,69 +172,58 @@ class RunHistory:
     resumed: bool = False
 
 
-def plan_run(
-    state: TrainState,
-    step: TrainStep,
-    train_data: Any,
-    callbacks: Callbacks,
-    *,
-    epochs: int | None,
-    batch_size: int,
-    max_steps: int | None,
-    eval_every: int | None,
-    progress: Any,
-    evaluated: dict[str, Any],
-    checkpoint_dir: Any,
-    checkpoint_every: int | None,
-    keep: int,
-    steps_per_execution: Any,
-    certificate: Any,
-    certificate_every: Any,
-    **others: Any,
-) -> Run:
-    """The run of a call of `fit`. The errors are those of `fit`.
-
-    Args:
-        evaluated: `test_data`, `apply_fn`, `eval_data` and `eval_fn`.
-        others: `profile` and `on_interrupt`.
-    """
+def plan_run(state: TrainState, step: TrainStep, train_data: Any, **given: Any) -> Run:
+    """The run of a call of `fit`, from its arguments. The errors are those of `fit`."""
+    options = Options(**given)
+    callbacks = collect_callbacks(options.metrics_file, options.callbacks, options.on_step)
     distributed.check_joined("fit", "each would train a model of its own", launched=True)
-    _check_updater(state)
-    _check_step(step)
-    batch_size = checks.whole_number(batch_size, "fit", "batch_size")
-    checks.whole_number(keep, "fit", "keep")
-    checkpoint_every = _whole_or_none(checkpoint_every, "checkpoint_every")
-    certified = Certificate(certificate, certificate_every)
-    max_steps, eval_every = _whole_or_none(max_steps, "max_steps"), _whole_or_none(eval_every, "eval_every")
-    evaluation = plan_evaluation(**evaluated, batch_size=batch_size)
-    epochs = _whole_or_none(epochs, "epochs")
-    checks.choice(others["on_interrupt"], "fit", "on_interrupt", ("auto", "return", "raise"))
-    _check_progress(progress)
+    _check_inputs(state, step)
+    options = _check_options(options)
+    certificate = Certificate(options.certificate, options.certificate_every)
+    evaluated = {name: given[name] for name in ("test_data", "apply_fn", "eval_data", "eval_fn")}
+    evaluation = plan_evaluation(**evaluated, batch_size=options.batch_size)
     source = data.as_source(train_data)
-    examples = source.examples(batch_size)
-    steps = examples // batch_size
+    examples = source.examples(options.batch_size)
+    steps = examples // options.batch_size
     if not steps:
-        raise ValueError(f"fit: {examples} examples make no whole batch of {batch_size}; use a smaller batch_size")
-    epochs = _epochs(epochs, max_steps, steps)
+        raise ValueError(
+            f"fit: {examples} examples make no whole batch of {options.batch_size}; use a smaller batch_size"
+        )
+    epochs = sys.maxsize if options.epochs is None else options.epochs
+    if options.max_steps is not None:
+        epochs = min(epochs, -(-options.max_steps // steps))
     check_training_classes(step, state, source)
-    per_program = _steps_per_program(steps_per_execution, step, source, state)
-    checkpoint_every = None if checkpoint_dir is None else checkpoint_every
-    counts = (epochs, batch_size, examples, steps, per_program, checkpoint_every, eval_every, max_steps)
-    run = Run(step, source, callbacks, *counts, progress, **others, evaluation=evaluation, certificate=certified)
-    callbacks.check(checkpoint_dir, evaluation.measures)
-    return run
+    per_program = _steps_per_program(options.steps_per_execution, step, source, state)
+    callbacks.check(options.checkpoint_dir, evaluation.measures)
+    return Run(options, step, source, callbacks, evaluation, certificate, epochs, examples, steps, per_program)
 
 
-def _whole_or_none(value: Any, name: str) -> int | None:
-    return None if value is None else checks.whole_number(value, "fit", name)
+def shuffle_key(rng: jax.Array) -> jax.Array:
+    """The key for the order of the examples, from that of the state."""
+    with outside_mesh():
+        return jax.random.fold_in(rng, 0x5FFE1E)
 
 
-def _epochs(epochs: int | None, max_steps: int | None, steps: int) -> int:
-    """How many epochs the run goes into."""
-    if epochs is None and max_steps is None:
+def _check_options(options: Options) -> Options:
+    """The options with an `int` for each whole number."""
+    numbers: dict[str, int | None] = {}
+    for name in ("batch_size", "keep"):
+        numbers[name] = checks.whole_number(getattr(options, name), "fit", name)
+    for name in ("epochs", "max_steps", "eval_every", "checkpoint_every"):
+        value = getattr(options, name)
+        numbers[name] = None if value is None else checks.whole_number(value, "fit", name)
+    if options.epochs is None and options.max_steps is None:
         raise ValueError("fit: epochs= or max_steps= says when the training ends; give one of them, or both")
-    most = sys.maxsize if epochs is None else epochs
-    return most if max_steps is None else min(most, -(-max_steps // steps))
+    if options.checkpoint_dir is None:
+        numbers["checkpoint_every"] = None
+    checks.choice(options.on_interrupt, "fit", "on_interrupt", ("auto", "return", "raise"))
+    if options.progress == "plot":
+        raise ValueError("fit: progress='plot' is now a callback: fit(..., callbacks=train.LivePlot(), progress=False)")
+    if options.progress not in (True, False):
+        raise ValueError(f"fit: progress must be True or False, got {options.progress!r}")
+    if options.resume not in ("auto", True, False):
+        raise ValueError(f"fit: resume must be 'auto', True or False, got {options.resume!r}")
+    return dataclasses.replace(options, **numbers)
 
 
 def refuse_unknown(unknown: dict[str, Any], function: Callable[..., Any]) -> None:
@@ -210,12 +236,11 @@ def refuse_unknown(unknown: dict[str, Any], function: Callable[..., Any]) -> Non
 
 _VALIDATION = "evaluation data are test_data= with apply_fn=, or eval_data= with eval_fn="
 _CALLBACK = "it is a callback, callbacks=train.EarlyStopping(patience=3)"
-_STORE = "it belongs to the store, kv.from_params(params, optimizer=optax.sgd(0.1))"
 _HINTS = {
     "callback": "callbacks= takes a function or a sequence of functions",
     **dict.fromkeys(("early_stopping", "patience"), _CALLBACK),
     **dict.fromkeys(("validation_data", "val_data", "validation_split", "valid_data"), _VALIDATION),
-    **dict.fromkeys(("optimizer", "learning_rate", "lr", "tx"), _STORE),
+    **dict.fromkeys(("optimizer", "learning_rate", "lr", "tx"), IN_STORE),
     **dict.fromkeys(("loss", "loss_fn", "grad_transform"), "it belongs to the step, train.make_train_step(loss_fn)"),
     "shuffle": "examples are shuffled by state.rng; data.from_iterable keeps an order of its own",
     "verbose": "call it progress, True or False",
@@ -225,26 +250,16 @@ _HINTS = {
 }
 
 
-def _check_step(step: Any) -> None:
-    if callable(step):
-        return check_takes(step, ("state", "batch"), "fit: the step", "; make one by train.make_train_step(loss_fn)")
-    raise TypeError(f"fit: expected a step, train.make_train_step(loss_fn); got {checks.describe(step)}")
-
-
-def _check_updater(state: Any) -> None:
+def _check_inputs(state: Any, step: Any) -> None:
     check_is_state(state, "fit")
     if state.store.updater is assign:
         raise ValueError(
             "fit: the store has no optimizer, so every step would replace the parameters by their gradients; "
             "make it by kv.from_params(params, optimizer=optax.sgd(0.1))"
         )
-
-
-def _check_progress(progress: Any) -> None:
-    if progress == "plot":
-        raise ValueError("fit: progress='plot' is now a callback: fit(..., callbacks=train.LivePlot(), progress=False)")
-    if progress not in (True, False):
-        raise ValueError(f"fit: progress must be True or False, got {progress!r}")
+    if not callable(step):
+        raise TypeError(f"fit: expected a step, train.make_train_step(loss_fn); got {checks.describe(step)}")
+    check_takes(step, ("state", "batch"), "fit: the step", "; make one by train.make_train_step(loss_fn)")
 
 
 def _steps_per_program(asked: Any, step: Any, source: data.Source, state: TrainState) -> int | Literal["auto"]:

@@ -9,15 +9,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from ... import kv
+from ..._core import checks
 from ..._core.arrays import Device
 from ..._devices import buckets, collectives
-from ...kv import _aggregate, _staleness, _update
-from . import batch as _batch, means, nonfinite
+from ..._devices.mesh import STORE_AXIS, mesh_of
+from ..._store import aggregate, queue
+from ..._store.store import is_split, with_changes
+from ..._store.update import update
+from . import means, nonfinite
 from .gradient import Gradient, StepResult, divide, floating_keys
-from .loss_scale import DynamicLossScale
 from .state import TrainState, carries, with_gradients
 
 Arrays = dict[int, jax.Array]
@@ -25,7 +28,7 @@ Arrays = dict[int, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class DeviceStep:
-    """The step inside the mapped axis: `one(state, batch) -> (state, metrics)`.
+    """The step inside the mapped axis: `step(state, batch) -> (state, metrics)`.
 
     Attributes:
         gradient: computes the gradient of this device's share.
@@ -40,7 +43,7 @@ class DeviceStep:
     gradient: Gradient
     axis_name: str
     grad_transform: Any = None
-    scaling: float | DynamicLossScale | None = None
+    scaling: float | nonfinite.DynamicLossScale | None = None
     guard: nonfinite.Guard | None = None
     unused: str = "warn"
     named: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
@@ -52,7 +55,7 @@ class DeviceStep:
         pushed = {k: divide(g, divisor) for k, g in own.grads.items()}
         due, pending, ready = self._without_unused(state, own, pushed), {}, None
         if state.store.staleness:
-            due, pending, ready = _staleness.rotate_queue(state.store, due, one=True)
+            due, pending, ready = queue.rotate_queue(state.store, due, one=True)
         summed, residuals = self._sum(state.store, due)
         metrics, model_state, found = self._mean_over_devices(state, own, pushed, summed)
         store, transform = self._apply(state, params, summed, residuals, ready, metrics["loss"])
@@ -65,14 +68,35 @@ class DeviceStep:
         )
         return (new, metrics) if self.guard is None else self.guard(state, new, metrics, found)
 
+    def spread(self, store: kv.KVStore) -> tuple[Mesh, tuple[str, ...]]:
+        """The mesh of a store, and over which of its axes a batch is split."""
+        return mesh_of(store.devices or ()), (STORE_AXIS,)
+
     def lay_out(self, batch: Any, devices: int, along: NamedSharding, axis: int = 0) -> Any:
         """The arrays of a batch in the rows that the devices take of it. `along` is their sharding."""
         del devices, along, axis
         return batch
 
     def check_batch(self, batch: Any, devices: int, axis: int = 0) -> None:
-        """`ValueError` where a batch that is laid out cannot be divided. `TypeError` for no arrays of numbers."""
-        _batch.check_batch(batch, devices, self.gradient.accumulate, axis)
+        """`ValueError` where a batch cannot be divided by the devices, or a share by the microbatches.
+
+        `TypeError` for a leaf that is no array of numbers.
+        """
+        checks.arrays_of_numbers(batch, "train step: batch")
+        n, parts = checks.batch_length(batch, "train step", axis), self.gradient.accumulate
+        if parts == 1:
+            checks.even_share(n, devices, "train step", ", or pad it")
+        if n % (devices * parts) == 0:
+            return
+        size = n // (devices * parts) * devices * parts or devices * parts
+        if n % devices:
+            raise ValueError(
+                f"train step: a batch of {n} cannot be divided by {devices} devices; use a batch of {size}, or pad it"
+            )
+        raise ValueError(
+            f"train step: a batch of {n} gives each of {devices} devices {n // devices} examples, which cannot be cut "
+            f"in accumulate={parts} microbatches; use a batch of {size}"
+        )
 
     def with_initial_parts(self, state: TrainState, devices: tuple[Device, ...]) -> TrainState:
         """The state, which is on the devices, with the parts that only this kind of step has."""
@@ -93,7 +117,7 @@ class DeviceStep:
                 missing["transform"] = self.grad_transform.init(params)
         if self.guard is not None and not carries(state.nonfinite):
             missing["nonfinite"] = self.guard.start(state.store)
-        if isinstance(self.scaling, DynamicLossScale) and not carries(state.loss_scale):
+        if isinstance(self.scaling, nonfinite.DynamicLossScale) and not carries(state.loss_scale):
             missing["loss_scale"] = self.scaling.start()
         return missing
 
@@ -101,7 +125,7 @@ class DeviceStep:
         """The state after all pending pushes of its store were applied, the oldest first."""
         for i in range(state.store.staleness):
             params = kv.to_params(state.store)
-            lists, ready = _staleness.pending_at(state.store, i, self.axis_name)
+            lists, ready = queue.pending_at(state.store, i, self.axis_name)
             due = {k: value for k, (value,) in lists.items()}
             store, transform = self._apply(state, params, *self._sum(state.store, due), ready, None)
             state = dataclasses.replace(state, store=store, transform=transform)
@@ -113,19 +137,19 @@ class DeviceStep:
     ) -> tuple[kv.KVStore, Any]:
         """The store and the transform's state after the update by these sums, unchanged where not `ready`."""
         updates, transform = self._transform(state, params, summed)
-        changes = _update.update(state.store, updates, loss)._replace(residuals=residuals)
+        changes = update(state.store, updates, loss)._replace(residuals=residuals)
         if ready is not None:
-            changes = _staleness.where_ready(state.store, changes, ready, {}, self.axis_name)
+            changes = queue.where_ready(state.store, changes, ready, {}, self.axis_name)
             if jax.tree.leaves(transform):
-                transform = _staleness.select(jnp.stack(list(ready.values())).any(), transform, state.transform)
-        return _aggregate.with_changes(state.store, changes), transform
+                transform = queue.select(jnp.stack(list(ready.values())).any(), transform, state.transform)
+        return with_changes(state.store, changes), transform
 
     def _sum(self, store: kv.KVStore, due: Arrays) -> tuple[Arrays, dict[int, Any]]:
         """The sums and the residuals. One device needs no collective, and XLA would keep it with its copies."""
-        alone = lax.axis_size(self.axis_name) == 1 and not _aggregate.is_split(store)
-        if alone and not _aggregate.compressed_keys(store, due):
+        alone = lax.axis_size(self.axis_name) == 1 and not is_split(store)
+        if alone and not aggregate.compressed_keys(store, due):
             return due, {}
-        return _aggregate.reduce(store, due, self.axis_name)
+        return aggregate.reduce(store, due, self.axis_name)
 
     def _without_unused(self, state: TrainState, own: StepResult, values: Arrays) -> Arrays:
         """The values of the parameters that are updated. A warning names those that the loss does not depend on."""
@@ -147,7 +171,7 @@ class DeviceStep:
         return jax.random.fold_in(jax.random.fold_in(state.rng, state.step), lax.axis_index(self.axis_name))
 
     def _scale(self, state: TrainState) -> Any:
-        return state.loss_scale["scale"] if isinstance(self.scaling, DynamicLossScale) else self.scaling
+        return state.loss_scale["scale"] if isinstance(self.scaling, nonfinite.DynamicLossScale) else self.scaling
 
     def _divisor(self, state: TrainState, own: StepResult) -> Any:
         """What the sum of the gradients over the devices is divided by: their number, or the weight of all shares."""
@@ -189,7 +213,7 @@ class DeviceStep:
         if self.grad_transform is None:
             return summed, state.transform
         keys, store = list(summed), state.store
-        whole = _aggregate.gather(store, summed, self.axis_name)
+        whole = aggregate.gather(store, summed, self.axis_name)
         trained, params = floating_keys(jax.tree.leaves(params)), with_gradients(params)
         leaves, structure = jax.tree.flatten(params)
         grads = [whole[k] if k in whole else jnp.zeros_like(leaf) for k, leaf in zip(trained, leaves, strict=True)]
@@ -197,7 +221,7 @@ class DeviceStep:
             structure.unflatten(grads), self._transform_state(state, params), params
         )
         new = dict(zip(trained, jax.tree.leaves(updates), strict=True))
-        own = _aggregate.own_parts(store, {k: new[k] for k in keys}, self.axis_name)
+        own = aggregate.own_parts(store, {k: new[k] for k in keys}, self.axis_name)
         return own, transform if jax.tree.leaves(transform) else ()
 
     def _transform_state(self, state: TrainState, params: Any) -> Any:

@@ -2,8 +2,7 @@
 
 `loss_fn` sees what it sees under the other engines: one share of the batch, with an `rng` and a model state of its own.
 The shares are mapped by `vmap`, each on its part of the mesh. So batch norm, dropout and collectives over the axis mean
-the same everywhere. The gradient is that of the sum over the shares,
-divided afterwards.
+the same everywhere. The gradient is that of the sum over the shares, divided afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ... import kv
 from ..._core.arrays import Device
-from ...kv import _aggregate, _store, _update
+from ..._store.store import mesh_of_values, with_changes
+from ..._store.update import update
 from . import means, nonfinite
 from .device_step import DeviceStep
 from .gradient import Gradient, call_loss, divide
@@ -67,7 +67,7 @@ class GlobalGradient(Gradient):
 
 @dataclasses.dataclass(frozen=True)
 class GlobalStep(DeviceStep):
-    """The step of all devices: `one(state, batch) -> (state, metrics)`, of whole arrays.
+    """The step of all devices: `step(state, batch) -> (state, metrics)`, of whole arrays.
 
     Attributes:
         axes: the axes of the mesh that the batch is split over.
@@ -76,7 +76,7 @@ class GlobalStep(DeviceStep):
     axes: tuple[str, ...] = ()
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        mesh = _store.mesh_of_values(state.store)
+        mesh = mesh_of_values(state.store)
         leaves, structure = jax.tree.flatten(state)
         leaves = [lax.with_sharding_constraint(x, s) for x, s in zip(leaves, leaf_shardings(state), strict=True)]
         state = structure.unflatten(leaves)  # all over the same mesh, also what a user's mesh laid out alike
@@ -102,6 +102,10 @@ class GlobalStep(DeviceStep):
             return new, metrics
         return self.guard(state, new, metrics, nonfinite.nonfinite_flags(metrics["loss"], grads, {}))
 
+    def spread(self, store: kv.KVStore) -> tuple[Mesh, tuple[str, ...]]:
+        """The mesh of the values, and over which of its axes a batch is split."""
+        return mesh_of_values(store), self.axes
+
     def _shares(self, state: TrainState, batch: Any, mesh: Mesh) -> tuple[Any, Any, Any]:
         """Batch, `rng` and model state with a first axis for each of `axes`."""
         sizes = tuple(mesh.shape[name] for name in self.axes)
@@ -120,11 +124,11 @@ class GlobalStep(DeviceStep):
         self, state: TrainState, params: Any, summed: Any, residuals: Any, ready: Any, loss: Any
     ) -> tuple[kv.KVStore, Any]:
         updates, transform = self._transform(state, params, summed)
-        return _aggregate.with_changes(state.store, _update.update(state.store, updates, loss)), transform
+        return with_changes(state.store, update(state.store, updates, loss)), transform
 
     def with_initial_parts(self, state: TrainState, devices: tuple[Device, ...]) -> TrainState:
         """The state as it is, on the mesh."""
-        mesh = _store.mesh_of_values(state.store)
+        mesh = mesh_of_values(state.store)
         for name in self.axes:
             if name not in mesh.axis_names:
                 raise ValueError(

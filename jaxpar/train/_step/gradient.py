@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from ..._core import checks
 from ..._core.arguments import check_takes, has_parameter
-from ..._devices.formulas import fast_on_cpus
 from . import means
 from .means import Mean, wide
 from .state import carries
@@ -25,6 +23,8 @@ LossFn = (  # with a model state, or without
     Callable[[Any, Any, jax.Array], tuple[Loss, dict[str, Any]]]
     | Callable[[Any, Any, jax.Array, Any], tuple[Loss, dict[str, Any], Any]]
 )
+
+LOSS_ARGUMENTS = ("params", "batch", "rng", "model_state")
 
 
 class StepResult(NamedTuple):
@@ -82,7 +82,7 @@ class Gradient:
         batch = self._cast(batch)
 
         def loss(trained: list[jax.Array]) -> tuple[jax.Array, Any]:
-            marked = {k: _note_gradient(x, k, read) for k, x in zip(keys, trained, strict=True)}
+            marked = {k: record_gradient_use(x, k, read) for k, x in zip(keys, trained, strict=True)}
             merged = {**dict(enumerate(leaves)), **marked}
             whole = self._cast(structure.unflatten(list(merged.values())))
             metrics, new = self._call(whole, batch, rng, model_state, step)
@@ -92,8 +92,7 @@ class Gradient:
 
         if self.remat is not False:
             loss = jax.checkpoint(loss, policy=None if self.remat is True else self.remat)
-        found = fast_on_cpus(jax.value_and_grad(loss, has_aux=True))([leaves[k] for k in keys])
-        (_, (metrics, new)), grads = found
+        (_, (metrics, new)), grads = jax.value_and_grad(loss, has_aux=True)([leaves[k] for k in keys])
         return StepResult(dict(zip(keys, grads, strict=True)), metrics, new)
 
     def _of_many(
@@ -112,8 +111,7 @@ class Gradient:
             return (sums, found.model_state), found.metrics
 
         start = {k: jnp.zeros(leaves[k].shape, wide(leaves[k])) for k in floating_keys(leaves)}
-        loop = fast_on_cpus(partial(lax.scan, add))  # its convolutions are told that they are in a loop
-        (sums, model_state), metrics = loop((start, model_state), (jnp.arange(count), parts))
+        (sums, model_state), metrics = lax.scan(add, (start, model_state), (jnp.arange(count), parts))
         parts = 1 if isinstance(metrics["loss"], Mean) else count
         grads = {k: (total / parts).astype(leaves[k].dtype) for k, total in sums.items()}
         return StepResult(grads, means.over_microbatches(metrics, count), model_state)
@@ -139,7 +137,7 @@ class Gradient:
         )
 
 
-def _note_gradient(leaf: jax.Array, key: int, read: set[int]) -> jax.Array:
+def record_gradient_use(leaf: jax.Array, key: int, read: set[int]) -> jax.Array:
     """The leaf itself. Its key is added to `read` when a gradient for it is traced."""
 
     @jax.custom_vjp
@@ -164,20 +162,22 @@ def divide(grad: jax.Array, divisor: Any) -> jax.Array:
     return (grad.astype(wide(grad)) / divisor).astype(grad.dtype)
 
 
-def check_loss_takes(loss_fn: Any, has_state: bool, where: str, hint: str = "") -> None:
-    """`TypeError` unless it takes the arguments of a loss. One that is named `step` may come after them."""
-    names = ("params", "batch", "rng", "model_state") if has_state else ("params", "batch", "rng")
-    check_takes(loss_fn, names, f"{where}: loss_fn", hint, also=("step",))
+def check_loss_takes(loss_fn: Any, has_state: bool) -> None:
+    """`TypeError` unless it takes what a step gives it. An argument that is named `step` may come after that."""
+    hint = "; give the state one, train.create_state(store, rng, model_state=...)"
+    if has_state:
+        hint = ", since the state has a model_state"
+    check_takes(loss_fn, LOSS_ARGUMENTS[: 3 + has_state], "train step: loss_fn", hint, also=("step",))
 
 
 def call_loss(
     loss_fn: Any, params: Any, batch: Any, rng: Any, model_state: Any, step: Any
 ) -> tuple[dict[str, Any], Any]:
     """Call a loss function and check what it returns: (metrics, new model state)."""
+    has_state = carries(model_state)
+    check_loss_takes(loss_fn, has_state)
     named = {"step": step} if has_parameter(loss_fn, "step") else {}
-    if not carries(model_state):
-        hint = "; give the state one, train.create_state(store, rng, model_state=...)"
-        check_loss_takes(loss_fn, False, "train step", hint)
+    if not has_state:
         return _metrics(loss_fn(params, batch, rng, **named), ("loss", "aux")), ()
     result = loss_fn(params, batch, rng, model_state, **named)
     return _metrics(result, ("loss", "aux", "new_model_state")), _same_structure(result[2], model_state)

@@ -24,7 +24,10 @@ from ... import kv
 from ..._core import checks
 from ..._core.arrays import Device
 from ..._devices.mesh import split_over
-from ...kv import KVStore, _aggregate, _update
+from ..._store import aggregate
+from ..._store.store import is_split
+from ..._store.update import update
+from ...kv import KVStore
 from .device_step import Arrays, DeviceStep
 from .gradient import divide, floating_keys
 from .state import TrainState, carries, everywhere
@@ -53,7 +56,7 @@ class LocalSGD(DeviceStep):
         updates, transform = self._transform(mine, params, grads)
         transform = transform if jax.tree.leaves(transform) else state.local["transform"]
         updates = self._without_unused(state, found, updates)
-        changes = _update.update(mine.store, updates, loss)
+        changes = update(mine.store, updates, loss)
         optimizer_state = changes.optimizer_state
         metrics, model_state, bad = self._mean_over_devices(state, found, grads, {})
         new = dataclasses.replace(
@@ -92,8 +95,7 @@ class LocalSGD(DeviceStep):
         def keep(state: TrainState) -> tuple[Any, ...]:
             store = state.store
             held = {
-                k: _aggregate.held_residual(store, k, self.axis_name)
-                for k in _aggregate.compressed_keys(store, trained)
+                k: aggregate.held_residual(store, k, self.axis_name) for k in aggregate.compressed_keys(store, trained)
             }
             return {k: store.values[k] for k in trained}, held, state.outer, state.local
 
@@ -111,7 +113,7 @@ class LocalSGD(DeviceStep):
         store, count = state.store, lax.axis_size(self.axis_name)
         own = own_state(state).store.values
         gaps = {k: (store.values[k] - own[k]) / count for k in state.local["values"]}
-        gradient, residuals = _aggregate.reduce(store, gaps, self.axis_name)
+        gradient, residuals = aggregate.reduce(store, gaps, self.axis_name)
         if self.outer is None:
             return {k: store.values[k] - g for k, g in gradient.items()}, residuals, ()
         updates, outer = self.outer.update(_tree(store, gradient), state.outer["state"], _tree(store, store.values))
@@ -162,7 +164,7 @@ def check_local_steps(local_steps: Any, outer_optimizer: Any) -> None:
 
 
 def _check_store(store: KVStore) -> None:
-    if _aggregate.is_split(store):
+    if is_split(store):
         raise ValueError(
             f"train step: with local_steps each device keeps all parameters, and a store of kind {store.kind!r} gives "
             "it a part of them; use kind 'device' or 'dist_sync'"

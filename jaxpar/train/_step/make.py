@@ -1,24 +1,28 @@
-"""`make_train_step`: a training step for a loss function, and the checks of its options."""
+"""`make_train_step`: a training step for a loss function. `start`: a step and its state in one call, for beginners."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from ... import kv
 from ..._core import checks
+from ..._core.arguments import check_takes, did_you_mean
 from ..._core.arrays import Device
 from ..._core.calls import answers
 from .device_step import DeviceStep
 from .global_step import GlobalStep
-from .gradient import Gradient, LossFn, check_loss_takes
+from .gradient import LOSS_ARGUMENTS, Gradient, LossFn
 from .local_sgd import LocalSGD, check_local_steps
-from .loss_scale import DynamicLossScale, check_loss_scale
-from .nonfinite import ACTIONS, Guard
+from .nonfinite import ACTIONS, DynamicLossScale, Guard, check_loss_scale
+from .state import IN_STORE, TrainState, create_state
 from .train_step import TrainStep
-from .virtual_step import AXIS, VirtualStep
+from .virtual import AXIS, VirtualStep
 
 if TYPE_CHECKING:
     import optax
@@ -26,9 +30,8 @@ if TYPE_CHECKING:
 
 Engine = Literal["auto", "pmap", "shard_map", "jit"]
 
-_IN_STORE = "it belongs to the store, kv.from_params(params, optimizer=optax.sgd(0.1))"
 _HINTS = {
-    **dict.fromkeys(("optimizer", "tx", "learning_rate", "lr"), _IN_STORE),
+    **dict.fromkeys(("optimizer", "tx", "learning_rate", "lr"), IN_STORE),
     **dict.fromkeys(("kind", "kvstore", "compression", "staleness"), "it belongs to the store, see jp.kv"),
     **dict.fromkeys(("dtype", "precision"), "call it compute_dtype"),
     **dict.fromkeys(("clip_norm", "max_grad_norm"), "give grad_transform=optax.clip_by_global_norm(1.0)"),
@@ -72,8 +75,7 @@ def make_train_step(
             divided by the sum of all weights, and the gradient is of that. Values of `aux` may be such pairs. A
             parameter named `step` gets the number of the step, int32, by keyword.
         engine: how the step of one device becomes that of all. All compute the same, see "Engines" below. "auto"
-            takes `jit` if `mesh` is given or the values of the store are split over a mesh, else `shard_map` over
-            several processes, else `pmap`.
+            takes `jit` if `mesh` is given or the values of the store are split over a mesh, else `shard_map`.
         devices: of the step. None: those of the state.
         mesh: for engine `jit`, in place of `devices`. None: that of the store, or else the one that `jax.set_mesh` has
             set, or else one axis over the devices.
@@ -123,14 +125,15 @@ def make_train_step(
         `skipped` (0.0 or 1.0) if the step can skip, and `loss_scale` if it scales dynamically.
 
     Engines:
-        `pmap` and `shard_map` run one program on each device and sum the gradients as the kind of the store says. `jit`
-        hands the whole step to the compiler, which spreads it by the shardings of the params. It is for params that
-        do not fit one device, and for optimizers that need whole values of a store of kind `sharded`. A mesh that
-        `jax.set_mesh` has set changes no engine. With each of them `loss_fn` sees one share of the batch, an `rng` of
-        its own and its own model state, so batch norm and dropout mean the same. Two things differ under `jit`: a
-        `custom_vjp` on a param sees the gradient of all shares, not of one, and keys of `rbg` draw other numbers.
-        Engine `jit` refuses what needs the gradient of one device: kind `local`, compression, a staleness,
-        `local_steps`.
+        `pmap` and `shard_map` run one program on each device and sum the gradients as the kind of the store says. Over
+        several processes `pmap` runs that program by `shard_map`, as `jax.pmap` inside of a program knows the devices
+        of its own process only. `jit` hands the whole step to the compiler, which spreads it by the shardings of the
+        params. It is for params that do not fit one device, and for optimizers that need whole values of a store of
+        kind `sharded`. A mesh that `jax.set_mesh` has set changes no engine. With each of them `loss_fn` sees one share
+        of the batch, an `rng` of its own and its own model state, so batch norm and dropout mean the same. Two things
+        differ under `jit`: a `custom_vjp` on a param sees the gradient of all shares, not of one, and keys of `rbg`
+        draw other numbers. Engine `jit` refuses what needs the gradient of one device: kind `local`, compression, a
+        staleness, `local_steps`.
 
     Virtual shards:
         The gradient of a shard and the update are programs of one device each, compiled once for each device of a
@@ -179,18 +182,19 @@ def make_train_step(
     checks.choice(unused, "make_train_step", "unused", ("warn", "skip"))
     shared = grad_transform, scaling, guard, unused, set[str]()
     virtual_shards = _check_virtual_shards(virtual_shards, engine, mesh, local_steps)
-    one: DeviceStep = DeviceStep(gradient, axes[0], *shared)
+    device_step, global_step = DeviceStep(gradient, axes[0], *shared), None
     if virtual_shards is not None:
-        one = VirtualStep(gradient, AXIS, *shared, virtual_shards)
+        device_step = VirtualStep(gradient, AXIS, *shared, virtual_shards)
     elif local_steps is not None:
-        one = LocalSGD(gradient, axes[0], *shared, int(local_steps), outer_optimizer)
-    whole = GlobalStep(gradient, axes[0], *shared, axes=axes) if type(one) is DeviceStep else None
-    if engine == "jit" and whole is None:
+        device_step = LocalSGD(gradient, axes[0], *shared, int(local_steps), outer_optimizer)
+    else:
+        global_step = GlobalStep(gradient, axes[0], *shared, axes=axes)
+    if engine == "jit" and global_step is None:
         raise ValueError(
             "make_train_step: local_steps are updates of each device by itself, and engine 'jit' sees no single "
             "device; use engine 'pmap' or 'shard_map'"
         )
-    return TrainStep(one, engine, axes[0], chosen, nonfinite, mesh, whole, virtual_shards)
+    return TrainStep(device_step, global_step, engine, axes[0], chosen, nonfinite, virtual_shards, mesh)
 
 
 def _check_virtual_shards(virtual_shards: Any, engine: str, mesh: Any, local_steps: Any) -> int | None:
@@ -214,13 +218,12 @@ def _check_virtual_shards(virtual_shards: Any, engine: str, mesh: Any, local_ste
 
 def _check_loss_fn(loss_fn: Any) -> None:
     """`TypeError` unless it takes the arguments of a loss, with a model state or without."""
+    what, hint = "make_train_step: loss_fn", "; rng is for dropout, and may be left unused"
     try:
-        check_loss_takes(loss_fn, False, "make_train_step", "; rng is for dropout, and may be left unused")
+        check_takes(loss_fn, LOSS_ARGUMENTS[:3], what, hint, also=("step",))
     except TypeError:
-        try:
-            return check_loss_takes(loss_fn, True, "make_train_step")
-        except TypeError:
-            pass
+        with contextlib.suppress(TypeError):
+            return check_takes(loss_fn, LOSS_ARGUMENTS, what, also=("step",))
         raise
 
 
@@ -264,3 +267,77 @@ def _is_floating(dtype: Any) -> bool:
         return bool(jnp.issubdtype(dtype, jnp.floating))
     except TypeError:  # no dtype
         return False
+
+
+_TAKERS = (kv.from_params, create_state, make_train_step)
+_NAMES = [
+    {name for name, p in inspect.signature(taker).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    - {"optimizer", "updater"}
+    for taker in _TAKERS
+]
+
+
+@answers("train.start")
+def start(
+    params: Any,
+    optimizer: Any,
+    loss_fn: Any,
+    *,
+    rng: Any = 0,
+    compression: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[TrainState, TrainStep]:
+    """The state before the first step, and the step: all that `fit` takes.
+
+    It is `kv.from_params`, `train.create_state` and `train.make_train_step`, one after the other.
+
+    Args:
+        params: any pytree of arrays. It is copied.
+        optimizer: an optax transform, or an optimizer of `jp.updaters`.
+        loss_fn: as in `make_train_step`.
+        rng: a random key, or an int to make one of.
+        compression: as in `kv.set_gradient_compression`.
+        options: those of the three functions, such as `devices=jax.devices()[:2]`, `kind="sharded"`,
+            `sharding=jp.parallel.fsdp("data")`, `model_state=...`, `accumulate=4`, `compute_dtype=jnp.bfloat16`. An
+            option that several of them have goes to each.
+
+    Returns:
+        (state, step), for `train.fit(state, step, data, ...)` or `state, metrics = step(state, batch)`.
+
+    Raises:
+        TypeError: an option that none of them has. The message names the nearest one. What they raise themselves.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from jaxpar import train
+        >>> def loss_fn(params, batch, rng):
+        ...     return ((batch["x"] * params["w"] - batch["y"]) ** 2).mean(), {}
+        >>> state, step = train.start({"w": jnp.zeros(())}, optax.sgd(0.25), loss_fn)
+        >>> state, metrics = step(state, {"x": jnp.ones(8), "y": jnp.ones(8)})
+        >>> float(metrics["loss"]), float(state.params["w"])
+        (1.0, 0.5)
+    """
+    _check_known(options)
+    of_store, of_state, of_step = ({k: v for k, v in options.items() if k in names} for names in _NAMES)
+    if not callable(loss_fn) and callable(params):
+        raise TypeError(
+            "train.start: the order is train.start(params, optimizer, loss_fn); this loss_fn is no function"
+        )
+    step = make_train_step(cast(Any, loss_fn), **_without_mesh(of_step))
+    store = kv.from_params(params, optimizer=optimizer, **of_store)
+    if compression is not None:
+        store = kv.set_gradient_compression(store, compression)
+    return create_state(store, rng, **of_state), step
+
+
+def _without_mesh(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of the step. A mesh of the store is that of engine `jit`, which needs no other word."""
+    return {k: v for k, v in options.items() if k != "mesh" or options.get("engine", "auto") in ("auto", "jit")}
+
+
+def _check_known(options: dict[str, Any]) -> None:
+    known = sorted(set().union(*_NAMES) | {"compression", "rng"})
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
+            raise TypeError(f"train.start: unknown option {name}={hint}")

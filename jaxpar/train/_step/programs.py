@@ -1,214 +1,238 @@
-"""The compiled programs of a training step: one step, several in a loop, and the end of training."""
+"""The compiled programs of a training step: one step, several in a loop, and the end of training.
+
+An engine is a function `run(step, state, batch) -> (state, metrics)` of whole arrays, traced inside of a program. Of
+the step of one device it makes that of all of them.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from ... import kv
-from ..._devices.emulated import can_hang, wait_before_collectives
-from ..._devices.formulas import fast_on_cpus
+from ..._core.arrays import Device
+from ..._cpu import for_platform
+from ..._devices.emulated import wait_before_collectives
 from ..._devices.mesh import are_on, put_copy
 from ..._devices.placement import put
+from ..._devices.pmap_cache import forget
 from ..._devices.user_mesh import without_types
-from ...kv import _store
+from ..._store.store import KVStore, copies_for, mesh_of_values
 from .device_step import DeviceStep
-from .engines import Batch, Devices, Engine
-from .state import TrainState, leaf_shardings
+from .state import TrainState, leaf_shardings, partition_specs
 
+Batch = Any
 Metrics = dict[str, jax.Array]
-Parts = tuple[Any, ...]  # the values of the fields of a store and of a state that have arrays, see `Program`
-_new, _set = object.__new__, object.__setattr__
+Engine = Callable[[DeviceStep, TrainState, Batch], tuple[TrainState, Metrics]]
+
+
+def run_by_shard_map(step: DeviceStep, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    axis = P(step.axis_name)
+    specs = partition_specs(state, step.axis_name)
+    return _shard_map(step, step, state, in_specs=(specs, axis), out_specs=(specs, P()))(state, batch)
+
+
+def run_by_pmap(step: DeviceStep, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    devices = _devices_of(state)
+    # Inside of a program, pmap knows the devices of its own process only. By shard_map it is the same program.
+    if len({d.process_index for d in devices}) > 1:
+        return run_by_shard_map(step, state, batch)
+    leaves, treedef = jax.tree.flatten(state)
+    axes = [None if spec == P() else 0 for spec in jax.tree.leaves(partition_specs(state, step.axis_name))]
+
+    def body(leaves: list[jax.Array], batch: Batch) -> Any:
+        new, metrics = step(treedef.unflatten(leaves), batch)
+        return jax.tree.leaves(new), metrics
+
+    run = jax.pmap(body, step.axis_name, in_axes=(axes, 0), out_axes=(axes, None), devices=devices)
+    shares = jax.tree.map(lambda x: x.reshape(len(devices), x.shape[0] // len(devices), *x.shape[1:]), batch)
+    try:
+        new, metrics = run(leaves, shares)
+    finally:
+        forget(body)  # it is a part of the program around it now
+    return treedef.unflatten(new), metrics
+
+
+def run_by_jit(step: DeviceStep, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    mesh = mesh_of_values(state.store)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # for bare PartitionSpecs in a loss
+        return step(state, batch)
+
+
+ENGINES: dict[str, Engine] = {"pmap": run_by_pmap, "shard_map": run_by_shard_map, "jit": run_by_jit}
+
+
+class BatchPlacement:
+    """Checks the batches of a step and puts them on its devices.
+
+    Attributes:
+        shares: in how many parts a batch is split.
+        along: the sharding of a batch, and that of several batches, whose number is the first axis.
+    """
+
+    def __init__(self, step: DeviceStep, store: KVStore):
+        mesh, axes = step.spread(store)
+        first = axes[0] if len(axes) == 1 else axes
+        self.shares: int = math.prod(mesh.shape[name] for name in axes)
+        self.along: tuple[NamedSharding, ...] = NamedSharding(mesh, P(first)), NamedSharding(mesh, P(None, first))
+        self._step, self._devices = step, tuple(mesh.devices.flat)
+        self._last: list[Any] = []  # how the leaves of the last batch were placed, if they could stay where they were
+
+    def __call__(self, batch: Batch, axis: int = 0) -> Batch:
+        """The batch on the devices. `axis` is that of the examples.
+
+        Nothing is checked where its arrays are placed as those of the last batch, since this is asked at every step.
+        A program checks the shapes when it is traced for them.
+        """
+        batch = self._step.lay_out(batch, self.shares, self.along[axis], axis)
+        placed = _placement_of(batch)
+        if placed == self._last:
+            return batch
+        self._step.check_batch(batch, self.shares, axis)
+        plain = without_types(batch)
+        if not are_on(plain, self._devices):
+            return put(plain, self.along[axis])
+        if plain is batch:
+            self._last = placed
+        return plain
+
+    def check(self, shapes: Batch) -> Batch:
+        """The shapes of a batch on the devices. `ValueError` where a batch of these shapes cannot be divided."""
+        batch = self._step.lay_out(shapes, self.shares, self.along[0])
+        self._step.check_batch(batch, self.shares)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.along[0]), batch)
+
+
+def _placement_of(batch: Batch) -> list[Any]:
+    """The sharding of each leaf, or type and dtype of one that has none."""
+    leaves = jax.tree.leaves(batch)
+    return [getattr(leaf, "sharding", None) or (type(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
 
 
 class Program:
     """One step, or several, for states of one structure. The memory of the state is donated, except its `rng`.
 
-    The `rng` is the same before and after: a compiled program takes as long to return a random key as five arrays.
+    A program takes the leaves of a state, and the `rng` by itself. JAX keeps the structures of arguments forever, and
+    that of a state refers to its optimizer. The `rng` never changes, and a program takes as long to return a random key
+    as five arrays.
 
     Args:
-        one: the step of one device.
-        engine: runs it on all devices.
+        step: of one device, or of all for engine `jit`.
+        run: the engine.
         treedef: the structure of the states.
 
     Attributes:
         devices: those of the states.
     """
 
-    def __init__(self, one: DeviceStep, engine: Engine, treedef: Any):
+    def __init__(self, step: DeviceStep, run: Engine, treedef: Any):
         state = treedef.unflatten(range(treedef.num_leaves))
-        self.devices: Devices = state.store.devices
-        self._one, self._treedef, self._rng = one, treedef, state.rng
-        mesh, axes = engine.spread(one, state.store)
-        self._can_hang = can_hang(self.devices)
-        self._shares = math.prod(mesh.shape[name] for name in axes)
-        self._along = functools.cache(
-            lambda axis: NamedSharding(mesh, P(*[None] * axis, axes[0] if len(axes) == 1 else axes))
-        )
-        of_store, of_state = _fields_with_arrays(state)
-        self._of_store, self._of_state = list(enumerate(of_store)), list(enumerate(of_state, len(of_store)))
-        self._store = vars(state.store) | dict.fromkeys(of_store)  # the fields without arrays
-        self._state = vars(state) | dict.fromkeys(("store", "rng", *of_state))
-        self._parts = operator.attrgetter(*(f"store.{name}" for name in of_store), *of_state)
-        self._shardings: list[Any] = []  # of the last batch that was checked, or the type of what has none
-        self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, _store.copies_for(state.store)))
-        step = _step_of_parts(one, engine, self._shares, treedef, self._rng)
-        self._traced = jax.jit(step, inline=True)  # so it is traced once, for `check` and for both programs
-        self._step = jax.jit(_one_step(self._traced), donate_argnums=0)
-        self._steps = jax.jit(_loop_over_batches(self._traced), donate_argnums=0)
+        self.devices = _devices_of(state)
+        self._treedef, self._rng_at = treedef, state.rng
+        self._placement = BatchPlacement(step, state.store)
+        self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, copies_for(state.store)))
+        traced = _step_of_leaves(step, run, self._placement.shares, treedef, state.rng)
+        self._traced = jax.jit(traced, inline=True)  # so it is traced once, for `check` and for both programs
+        platform = self.devices[0].platform
+        self._step = jax.jit(for_platform(self._traced, platform), donate_argnums=0)
+        self._steps = jax.jit(for_platform(_loop_over_batches(self._traced), platform), donate_argnums=0)
+        self._finish = jax.jit(_finish_of_leaves(step, treedef))
 
-    def __call__(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
-        """One step, or those of `batch[first:end]`, `part` being these two numbers. The state has its structure."""
-        if _shardings_of(batch) != self._shardings:  # else as the last batch that was checked
-            batch = self._place_batch(batch, 1 if part else 0)
-        parts = self._parts(state)
-        if self._can_hang:
-            wait_before_collectives((parts, batch), self.devices)
+    def __call__(self, leaves: list[jax.Array], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
+        """One step, or those of `batch[first:end]`, `part` being these two numbers."""
+        batch = self._placement(batch, axis=1 if part else 0)
+        wait_before_collectives((leaves, batch), self.devices)
+        rng = leaves.pop(self._rng_at)
         if part:
-            new, metrics = self._steps(parts, state.rng, batch, *map(self._number, part))
+            new, metrics = self._steps(leaves, rng, batch, *map(self._number, part))
         else:
-            new, metrics = self._step(parts, state.rng, batch)
-        return self._state_of(new, state.rng), metrics
+            new, metrics = self._step(leaves, rng, batch)
+        new.insert(self._rng_at, rng)
+        return self._treedef.unflatten(new), metrics
 
-    def lower(self, state: TrainState, batch: Batch, *part: int) -> jax.stages.Lowered:
-        batch = self._place_batch(batch, 1 if part else 0)
+    def lower(self, leaves: list[jax.Array], batch: Batch, *part: int) -> jax.stages.Lowered:
+        batch = self._placement(batch, axis=1 if part else 0)
         run = self._steps if part else self._step
-        return run.lower(self._parts(state), state.rng, batch, *map(self._number, part))
+        rng = leaves.pop(self._rng_at)
+        return run.lower(leaves, rng, batch, *map(self._number, part))
 
-    def check(self, state: TrainState, shapes: Batch) -> list[str]:
+    def check(self, leaves: list[jax.Array], shapes: Batch) -> list[str]:
         """Raise what a call would raise for a batch of these shapes. Return the names of the metrics."""
-        along = self._along(0)
-        batch = self._one.lay_out(shapes, self._shares, along)
-        self._one.check_batch(batch, self._shares)
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=along), batch)
-        return list(self._traced.eval_shape(self._parts(state), state.rng, batch)[1])
+        rng = leaves.pop(self._rng_at)
+        return list(self._traced.eval_shape(leaves, rng, self._placement.check(shapes))[1])
 
-    def compile_own(self, state: TrainState, batch: Batch) -> list[str]:
+    def finish(self, leaves: list[jax.Array]) -> TrainState:
+        """The state with nothing pending. The old state stays valid."""
+        wait_before_collectives(leaves, self.devices)
+        return self._treedef.unflatten(self._finish(leaves))
+
+    def compile_own(self, leaves: list[jax.Array], batch: Batch) -> list[str]:
         """Compile what each device runs by itself: nothing, as this is one program over all of them."""
+        del leaves, batch
         return []
 
-    def _state_of(self, parts: Parts, rng: jax.Array) -> TrainState:
-        """The state with these parts. Every step calls it, and `dataclasses.replace` takes as long as a small step."""
-        store, state = _new(kv.KVStore), _new(TrainState)
-        fields = self._store.copy()
-        for i, name in self._of_store:
-            fields[name] = parts[i]
-        _set(store, "__dict__", fields)
-        fields = self._state.copy()
-        fields["store"], fields["rng"] = store, rng
-        for i, name in self._of_state:
-            fields[name] = parts[i]
-        _set(state, "__dict__", fields)
-        return state
 
-    def _place_batch(self, batch: Batch, axis: int) -> Batch:
-        """The batch on the program's devices. Where the arrays are as those of the last batch, nothing is checked.
+def _step_of_leaves(step: DeviceStep, run: Engine, shares: int, treedef: Any, rng_at: int) -> Callable[..., Any]:
+    """`train_step(leaves, rng, batch) -> (leaves, metrics)`."""
 
-        Their shapes are checked when a program is traced for them.
-        """
-        batch = self._one.lay_out(batch, self._shares, self._along(axis), axis)
-        shardings = _shardings_of(batch)
-        if shardings == self._shardings:
-            return batch
-        self._one.check_batch(batch, self._shares, axis)
-        plain = without_types(batch)
-        if not are_on(plain, self.devices):
-            return put(plain, self._along(axis))
-        if plain is batch:
-            self._shardings = shardings
-        return plain
-
-
-def make_finish(one: DeviceStep, engine: Engine, treedef: Any) -> Callable[[TrainState], TrainState]:
-    """The compiled `TrainStep.finish` of states of this structure. The old state stays valid."""
-
-    @jax.jit
-    def finish(leaves: list[jax.Array]) -> list[jax.Array]:
-        state = treedef.unflatten(leaves)
-        return jax.tree.leaves(engine.finish(one, state.store.devices, state))
-
-    return lambda state: treedef.unflatten(finish(jax.tree.leaves(state)))
-
-
-def _fields_with_arrays(state: TrainState) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of the fields of the store that have arrays, and of those of the state without its `rng`.
-
-    `values` and `step` are always among them.
-    """
-    of_store, of_state = (
-        {path[0].name: None for path, _ in jax.tree_util.tree_leaves_with_path(node)} for node in (state.store, state)
-    )
-    return tuple({"values": None, **of_store}), tuple(name for name in of_state if name not in ("store", "rng"))
-
-
-def _shardings_of(batch: Batch) -> list[Any]:
-    """The sharding of each leaf, or type and dtype of one that has none."""
-    try:
-        return [array.sharding for array in batch.values()]  # most batches are a dict of arrays, and this is faster
-    except AttributeError:
-        leaves = jax.tree.leaves(batch)
-        return [getattr(leaf, "sharding", None) or (type(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
-
-
-def _step_of_parts(one: DeviceStep, engine: Engine, shares: int, treedef: Any, at: int) -> Callable[..., Any]:
-    """`train_step(parts, rng, batch) -> (parts, metrics)`, the `rng` being leaf number `at` of the state.
-
-    A program gets the parts of a state that have arrays. JAX keeps the structures of arguments forever, and that of
-    the whole state refers to the optimizer. Also most fields have no arrays, so that a call is faster.
-    """
-
-    def train_step(parts: Parts, rng: jax.Array, batch: Batch) -> tuple[Parts, Any]:
-        one.check_batch(batch, shares)
-        leaves, structure = jax.tree.flatten(parts)
-        state = treedef.unflatten([*leaves[:at], rng, *leaves[at:]])
-        new, metrics = engine.step(one, state.store.devices, state, batch)
+    def train_step(leaves: list[jax.Array], rng: jax.Array, batch: Batch) -> tuple[list[jax.Array], Metrics]:
+        step.check_batch(batch, shares)
+        new, metrics = run(step, treedef.unflatten([*leaves[:rng_at], rng, *leaves[rng_at:]]), batch)
         # The new state is placed exactly as the old one, so the next step finds its program.
-        shardings = leaf_shardings(new)
-        leaves = jax.tree.leaves(new)
-        del leaves[at], shardings[at]
-        placed = [lax.with_sharding_constraint(x, s) for x, s in zip(leaves, shardings, strict=True)]
-        return structure.unflatten(placed), metrics
-
-    return train_step
-
-
-def _one_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    def train_step(parts: Parts, rng: jax.Array, batch: Batch) -> Any:
-        return step(parts, rng, batch)
+        leaves, shardings = jax.tree.leaves(new), leaf_shardings(new)
+        del leaves[rng_at], shardings[rng_at]
+        return [lax.with_sharding_constraint(x, s) for x, s in zip(leaves, shardings, strict=True)], metrics
 
     return train_step
 
 
 def _loop_over_batches(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`train_steps(parts, rng, batches, first, end) -> (parts, metrics of each batch)`."""
+    """`train_steps(leaves, rng, batches, first, end) -> (leaves, metrics of each batch)`."""
 
-    def train_steps(parts: Parts, rng: jax.Array, batches: Batch, first: jax.Array, end: jax.Array) -> Any:
+    def train_steps(leaves: list[jax.Array], rng: jax.Array, batches: Batch, first: jax.Array, end: jax.Array) -> Any:
         def batch(i: Any) -> Batch:
             return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), batches)
 
         def body(carry: Any) -> Any:
-            i, parts, rows = carry
-            parts, metrics = step(parts, rng, batch(i))
-            return i + 1, parts, jax.tree.map(lambda x, row: x.at[i].set(row), rows, metrics)
+            i, leaves, rows = carry
+            leaves, metrics = step(leaves, rng, batch(i))
+            return i + 1, leaves, jax.tree.map(lambda x, row: x.at[i].set(row), rows, metrics)
 
-        _, metrics = jax.eval_shape(lambda: step(parts, rng, batch(0)))
+        _, metrics = jax.eval_shape(lambda: step(leaves, rng, batch(0)))
         number = jax.tree.leaves(batches)[0].shape[0]
         rows = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), metrics)
 
-        def loop(carry: Any) -> Any:
-            return lax.while_loop(lambda carry: carry[0] < end, body, carry)
-
-        return fast_on_cpus(loop)((first, parts, rows))[1:]
+        return lax.while_loop(lambda carry: carry[0] < end, body, (first, leaves, rows))[1:]
 
     return train_steps
+
+
+def _finish_of_leaves(step: DeviceStep, treedef: Any) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    def finish(leaves: list[jax.Array]) -> list[jax.Array]:
+        state = treedef.unflatten(leaves)
+        specs = partition_specs(state, step.axis_name)
+        run = _shard_map(step.apply_pending, step, state, in_specs=(specs,), out_specs=specs)
+        return jax.tree.leaves(run(state))
+
+    return finish
+
+
+def _shard_map(fn: Callable[..., Any], step: DeviceStep, state: TrainState, in_specs: Any, out_specs: Any) -> Any:
+    mesh = Mesh(np.array(_devices_of(state)), (step.axis_name,))
+    # With the check on, the gradient of replicated params would be summed already.
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _devices_of(state: TrainState) -> tuple[Device, ...]:
+    assert state.store.devices is not None  # of every complete state
+    return state.store.devices
 
 
 def _number(everywhere: NamedSharding, i: int) -> jax.Array:

@@ -22,10 +22,14 @@ from ..._devices.donation import check_not_donated, is_donated
 from ..._devices.mesh import auto_mesh, put_copy, split_over
 from ..._devices.placement import to_host
 from ..._devices.user_mesh import on_own_mesh
-from ...kv import _place, _store
+from ..._store import placing
+from ..._store.store import copies_for, mesh_of_values, specs_of
 
 if TYPE_CHECKING:
     import optax
+
+IN_STORE = "it belongs to the store, kv.from_params(params, optimizer=optax.sgd(0.1))"
+"""The answer to an optimizer, or its rate, that is given to a step, a state or a run."""
 
 
 @jax.tree_util.register_dataclass
@@ -100,7 +104,7 @@ class TrainState:
                 yield name, f"{plural(len(leaves), 'array')}, {size:,} bytes"
 
 
-@answers("train.create_state", {"optimizer": "it belongs to the store, kv.from_params(params, optimizer=...)"})
+@answers("train.create_state", {"optimizer": IN_STORE})
 @on_own_mesh
 def create_state(
     store: kv.KVStore,
@@ -164,14 +168,9 @@ def with_gradients(params: Any) -> Any:
     return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, params)
 
 
-def _rest(state: TrainState) -> dict[str, Any]:
-    """The parts of a state next to the store of which each device has a copy."""
-    return {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in ("store", "local")}
-
-
 def place_state(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
     """The state copied onto these devices."""
-    rest = _rest(state)
+    rest = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in ("store", "local")}
     if processes.to_share(rest, devices):
         rest = processes.from_first(rest)
     local = put_copy(regroup_local(state.local, len(devices)), split_over(devices))
@@ -185,7 +184,7 @@ def place_on_mesh(state: TrainState, mesh: Mesh | None, other: Mesh) -> TrainSta
     if not store.shardings:
         mesh = mesh or other
         return place_state(dataclasses.replace(state, store=kv.place(store, mesh=mesh)), tuple(mesh.devices.flat))
-    own = _store.mesh_of_values(store)
+    own = mesh_of_values(store)
     if mesh is not None and auto_mesh(mesh) != own:
         raise ValueError(
             f"train step: the state is on a mesh {dict(own.shape)}, and the step was made for "
@@ -213,30 +212,28 @@ def regroup_local(local: Any, count: int) -> Any:
 
 def everywhere(tree: Any, store: kv.KVStore) -> Any:
     """A copy of the arrays on each of the store's devices."""
-    return put_copy(tree, _store.copies_for(store))
+    return put_copy(tree, copies_for(store))
 
 
-def partition_specs(state: TrainState, axis_name: str) -> list[P]:
-    """How each leaf of the state is laid out along the axis of the devices."""
-    store, rest = jax.tree.leaves(kv.partition_specs(state.store, axis_name)), jax.tree.leaves(_rest(state))
-    return store + [P() for _ in rest] + [P(axis_name) for _ in jax.tree.leaves(state.local)]
+def partition_specs(state: TrainState, axis_name: str) -> TrainState:
+    """How each leaf of the state is laid out along the axis of the devices, in a state's structure."""
+    store = kv.partition_specs(state.store, axis_name)
+    local = jax.tree.map(lambda _: P(axis_name), state.local)
+    return dataclasses.replace(jax.tree.map(lambda _: P(), state), store=store, local=local)
 
 
 def leaf_shardings(state: TrainState) -> list[NamedSharding]:
     """The sharding of each leaf of the state, whose store has devices."""
-    devices = state.store.devices
+    devices, copies = state.store.devices, copies_for(state.store)
     assert devices is not None
-    rest, local = jax.tree.leaves(_rest(state)), jax.tree.leaves(state.local)
-    return (
-        jax.tree.leaves(_place.leaf_shardings(state.store))
-        + [_store.copies_for(state.store)] * len(rest)
-        + [split_over(devices)] * len(local)
-    )
+    store = placing.leaf_shardings(state.store)
+    local = jax.tree.map(lambda _: split_over(devices), state.local)
+    return jax.tree.leaves(dataclasses.replace(jax.tree.map(lambda _: copies, state), store=store, local=local))
 
 
 def params_shapes(state: TrainState) -> Any:
     """The shapes and dtypes of `state.params`, of a donated state too."""
-    specs = _store.specs_of(state.store)
+    specs = specs_of(state.store)
     return state.store.treedef.unflatten([specs[key] for key, _ in state.store.paths])
 
 

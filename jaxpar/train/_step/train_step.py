@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,17 +15,15 @@ from ..._core import checks
 from ..._core.arrays import Device
 from ..._core.calls import answers
 from ..._core.recent import Recent
-from ..._devices import formulas, processes
-from ..._devices.emulated import wait_before_collectives
+from ..._cpu import is_slow_in_a_loop
+from ..._devices import processes
 from ..._devices.mesh import auto_mesh, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
-from ...kv import _store
+from ..._store.store import mesh_of_values
 from .device_step import DeviceStep
-from .engines import ENGINES, Batch, Engine
 from .global_step import GlobalStep
 from .gradient import LossFn, check_loss_takes
-from .pmap_program import make_program
-from .programs import Program, make_finish
+from .programs import ENGINES, Batch, Program
 from .state import (
     TrainState,
     carries,
@@ -36,50 +33,36 @@ from .state import (
     place_on_mesh,
     place_state,
 )
+from .virtual import VirtualProgram, VirtualStep
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class TrainStep:
     """A training step, called with a state and a batch. Made by `make_train_step`.
 
     Attributes:
-        engine, axis_name, devices, nonfinite, virtual_shards: as given.
+        engine, axis_name, devices, nonfinite, virtual_shards, mesh: as given.
+        device_step: what one device does.
+        global_step: what all devices do under engine `jit`. None: that engine is refused.
     """
 
-    def __init__(
-        self,
-        one: DeviceStep,
-        engine: str,
-        axis_name: str,
-        devices: tuple[Device, ...] | None,
-        nonfinite: str,
-        mesh: Mesh | None,
-        whole: GlobalStep | None,
-        virtual_shards: int | None,
-    ):
-        self.engine: str = engine
-        self.axis_name: str = axis_name
-        self.devices: tuple[Device, ...] | None = devices
-        self.nonfinite: str = nonfinite
-        self.virtual_shards: int | None = virtual_shards
-        self._one = one
-        self._mesh, self._whole = mesh, whole
-        self._programs = Recent(lambda treedef: make_program(*self._engine_for(treedef), treedef))
-        self._finishers = Recent(lambda treedef: make_finish(*self._engine_for(treedef), treedef))
-        self._last: Any = (_no_state, None)  # a reference to the last state returned, and its program
+    device_step: DeviceStep
+    global_step: GlobalStep | None
+    engine: str
+    axis_name: str
+    devices: tuple[Device, ...] | None
+    nonfinite: str
+    virtual_shards: int | None
+    mesh: Mesh | None
+
+    def __post_init__(self) -> None:
+        self._programs = Recent(self._make_program)
+        self._returned: Callable[[], TrainState | None] = lambda: None  # a weak reference to what a call returned last
 
     @answers("train step")
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step. `state` is donated: use the one returned."""
-        last, program = self._last
-        if last() is not state or state is None or not jax.sharding.get_abstract_mesh().empty:
-            return self._run(state, batch)
-        try:  # as in every step of a loop but the first
-            new, metrics = program(state, batch)
-        except RuntimeError as error:
-            explain_donated(error, state)
-            raise
-        self._last = weakref.ref(new), program
-        return new, metrics
+        return self._run(state, batch)
 
     @answers("train step, many")
     def many(
@@ -99,8 +82,7 @@ class TrainStep:
             `first:end`.
 
         Raises:
-            ValueError: batches that differ in number or that cannot be divided, or a `pmap` over several processes,
-                which cannot be a part of a program.
+            ValueError: batches that differ in number or that cannot be divided.
 
         Example:
             >>> import jax, jax.numpy as jnp, optax
@@ -118,28 +100,28 @@ class TrainStep:
     def _run(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step, or several with the part of the batches that they take."""
         processes.refuse_elastic("train step")
-        with _outside_mesh() as user:
+        with outside_mesh() as user:
             if user is not None:
                 state, batch = without_types((state, batch))
             elif not jax.sharding.get_abstract_mesh().empty:
                 check_traced((state, batch), "train step")
             check_is_state(state, "train step")
             try:
-                program, state = self._prepare(state, user)
-                new, metrics = program(state, batch, *part)
+                program, leaves = self._prepare(state, user)
+                new, metrics = program(leaves, batch, *part)
             except RuntimeError as error:
                 explain_donated(error, state)
                 raise
-            self._last = weakref.ref(new), program
+            self._returned = weakref.ref(new)
             return new, metrics if user is None else with_types(metrics, user)
 
     @answers("train step, lower")
     def lower(self, state: TrainState, batch: Batch, *, many: bool = False) -> jax.stages.Lowered:
         """The step before compilation, for its text, costs or memory. With `many`, what `step.many` runs.
         With `virtual_shards` it is the gradient of one shard only."""
-        with _outside_mesh() as user:
-            program, state = self._prepare(without_types(state), user)
-            return program.lower(state, batch, *([0, 0] if many else []))
+        with outside_mesh() as user:
+            program, leaves = self._prepare(state, user)
+            return program.lower(leaves, batch, *([0, 0] if many else []))
 
     def check(self, state: TrainState, shapes: Batch) -> list[str]:
         """Raise what a call would raise for a batch of these shapes. Nothing is computed.
@@ -151,30 +133,31 @@ class TrainStep:
         Returns:
             The names of the metrics. Empty where they are not known before the first call.
         """
-        has_state = carries(state.model_state)
-        hint = ", since the state has a model_state" if has_state else ""
-        check_loss_takes(self._one.gradient.loss_fn, has_state, "train step", hint)
         if shapes is None:
+            check_loss_takes(self.loss_fn, carries(state.model_state))
             return []
-        with _outside_mesh() as user:
-            program, state = self._prepare(without_types(state), user)
-            return program.check(state, shapes)
+        with outside_mesh() as user:
+            program, leaves = self._prepare(state, user)
+            return program.check(leaves, shapes)
 
     def compile_own(self, state: TrainState, batch: Batch) -> list[str]:
         """Compile what the devices of this process run by themselves, and return its text. The state stays valid."""
-        program, state = self._prepare(state, None)
-        return program.compile_own(state, batch)
+        program, leaves = self._prepare(state, None)
+        return program.compile_own(leaves, batch)
 
     def slow_in_a_loop(self, state: TrainState, batches: Batch) -> bool:
-        """Whether `many` is slow on CPUs: whether the step has a convolution, of XLA's or as products in a loop."""
-        text = self.lower(state, batches, many=True).as_text()
-        return any(name in text for name in ("stablehlo.convolution", formulas.CONVOLUTION_IN_LOOP))
+        """Whether `many` is slow on the step's devices: on CPUs where the step has a convolution."""
+
+        def lower() -> str:
+            return self.lower(state, batches, many=True).as_text()
+
+        return is_slow_in_a_loop(lower, self._devices_for(state)[0].platform)
 
     def batch_sharding(self, state: TrainState) -> NamedSharding | None:
         """The sharding of a batch over a mesh that has further axes. None: all devices of the state split it."""
-        if self._engine_name(state.store) != "jit" or self._whole is None:
+        if self._engine_name(state.store) != "jit" or self.global_step is None:
             return None
-        mesh, axes = _store.mesh_of_values(state.store) if state.store.shardings else self._mesh, self._whole.axes
+        mesh, axes = mesh_of_values(state.store) if state.store.shardings else self.mesh, self.global_step.axes
         if mesh is None or not set(axes) < set(mesh.axis_names):
             return None
         return NamedSharding(auto_mesh(mesh), P(axes[0] if len(axes) == 1 else axes))
@@ -187,20 +170,19 @@ class TrainStep:
             ValueError: the step was made for a mesh, or a device is given twice.
         """
         chosen = checks.check_devices(devices, "train step, on")
-        if self._mesh is not None:
+        if self.mesh is not None:
             raise ValueError("train step, on: this step was made for a mesh; make another by make_train_step(mesh=...)")
-        options = self.nonfinite, None, self._whole, self.virtual_shards
-        return TrainStep(self._one, self.engine, self.axis_name, chosen, *options)
+        return dataclasses.replace(self, devices=chosen)
 
     @property
     def loss_fn(self) -> LossFn:
         """As given to `make_train_step`."""
-        return self._one.gradient.loss_fn
+        return self.device_step.gradient.loss_fn
 
     @property
     def skips(self) -> bool:
         """Whether the step may skip an update. `metrics` then has `skipped`."""
-        return self._one.guard is not None
+        return self.device_step.guard is not None
 
     @answers("train step, complete")
     def complete(self, state: TrainState) -> TrainState:
@@ -209,20 +191,20 @@ class TrainStep:
         The first call of the step does the same. Use it for a state that a checkpoint is restored into:
         `checkpoint.restore(path, step.complete(train.create_state(store, rng)))`.
         """
-        with _outside_mesh() as user:
+        with outside_mesh() as user:
             return self._complete(without_types(state), user)
 
     def _complete(self, state: TrainState, user: Mesh | None) -> TrainState:
-        one, engine = self._engine_of(state.store)
-        if engine.on_mesh:
+        step = self._step_for(state.store)
+        if step is self.global_step:
             free = self.devices is None and state.store.devices is None
-            state = place_on_mesh(state, self._mesh, (user if free else None) or mesh_of(self._devices_for(state)))
+            state = place_on_mesh(state, self.mesh, (user if free else None) or mesh_of(self._devices_for(state)))
         devices = self._devices_for(state)
         if state.store.devices != devices:
             state = place_state(state, devices)
-        missing = one.missing_parts(state)
+        missing = step.missing_parts(state)
         state = dataclasses.replace(state, **everywhere(missing, state.store)) if missing else state
-        return one.with_initial_parts(state, devices)
+        return step.with_initial_parts(state, devices)
 
     @answers("train step, finish")
     def finish(self, state: TrainState) -> TrainState:
@@ -231,33 +213,29 @@ class TrainStep:
         Pending pushes of a store with a staleness are applied, the oldest first. An unfinished round of local steps
         ends, and all devices agree. Any other state is returned as it is. Training can go on from the result.
         """
-        with _outside_mesh() as user:
-            devices = self._devices_for(state)
-            state = self._complete(without_types(state), user)
+        with outside_mesh() as user:
             if not state.store.staleness and not carries(state.local):
-                return state
-            wait_before_collectives(state, devices)
-            return self._finishers(jax.tree.structure(state))(state)
+                return self._complete(without_types(state), user)
+            program, leaves = self._prepare(state, user)
+            assert isinstance(program, Program)  # virtual shards leave nothing pending
+            return program.finish(leaves)
 
     def _engine_name(self, store: kv.KVStore) -> str:
         """The engine for a store, see `make_train_step`."""
-        if self.engine != "auto":
-            if store.shardings and self.engine != "jit":
-                raise ValueError(
-                    f"train step: values of this store are split over a mesh in their own shapes, and engine "
-                    f"{self.engine!r} gives each device whole values or flat shares; use engine 'jit' or 'auto'"
-                )
-            return self.engine
-        if self._mesh is not None or store.shardings:
-            return "jit"
-        devices = self.devices or store.devices or processes.devices()
-        return "shard_map" if len({d.process_index for d in devices}) > 1 else "pmap"
+        if self.engine == "auto":
+            return "jit" if self.mesh is not None or store.shardings else "shard_map"
+        if store.shardings and self.engine != "jit":
+            raise ValueError(
+                f"train step: values of this store are split over a mesh in their own shapes, and engine "
+                f"{self.engine!r} gives each device whole values or flat shares; use engine 'jit' or 'auto'"
+            )
+        return self.engine
 
-    def _engine_of(self, store: kv.KVStore) -> tuple[DeviceStep, Engine]:
-        name = self._engine_name(store)
-        if name != "jit":
-            return self._one, ENGINES[name]
-        if self._whole is None:
+    def _step_for(self, store: kv.KVStore) -> DeviceStep:
+        """What one device does, or what all do under engine `jit`."""
+        if self._engine_name(store) != "jit":
+            return self.device_step
+        if self.global_step is None:
             reason = "local_steps are updates of each device by itself"
             if self.virtual_shards is not None:
                 reason = f"virtual_shards={self.virtual_shards} fixes the order of sums that the compiler chooses here"
@@ -265,35 +243,29 @@ class TrainStep:
                 f"train step: values of this store are split over a mesh, and {reason}; "
                 "use kind 'device' without mesh= and sharding="
             )
-        return self._whole, ENGINES[name]
-
-    def _engine_for(self, treedef: Any) -> tuple[DeviceStep, Engine]:
-        return self._engine_of(treedef.unflatten(range(treedef.num_leaves)).store)
+        return self.global_step
 
     def _devices_for(self, state: TrainState) -> tuple[Device, ...]:
         return self.devices or state.store.devices or processes.devices()
 
-    def _prepare(self, state: TrainState, user: Mesh | None) -> tuple[Program, TrainState]:
-        """The program for a state, and the complete state.
+    def _make_program(self, treedef: Any) -> Program | VirtualProgram:
+        """The program for complete states of this structure."""
+        store = treedef.unflatten(range(treedef.num_leaves)).store
+        step = self._step_for(store)
+        if isinstance(step, VirtualStep):
+            return VirtualProgram(step, treedef)
+        return Program(step, ENGINES[self._engine_name(store)], treedef)
 
-        The state that the last call returned has the structure of that call. Where there is a program for the structure
-        of a state, the state is complete and on the program's devices.
+    def _prepare(self, state: TrainState, user: Mesh | None) -> tuple[Program | VirtualProgram, list[jax.Array]]:
+        """The program for a state, and the leaves of the complete state.
+
+        Where there is a program for the structure of a state, the state is complete and on the program's devices.
         """
-        last, program = self._last
-        if last() is state:
-            return program, state
-        state = without_types(state)
-        program = self._programs.find((jax.tree.structure(state),))
+        if state is not self._returned():  # a step returns no types, and to look takes longer than a small step
+            state = without_types(state)
+        leaves, treedef = jax.tree.flatten(state)
+        program = self._programs.find((treedef,))
         if program is None:
-            state = self._complete(state, user)
-            program = self._programs(jax.tree.structure(state))
-        return program, state
-
-
-def _outside_mesh() -> contextlib.AbstractContextManager[Mesh | None]:
-    """As `outside_mesh`, without a call where no mesh is set."""
-    return contextlib.nullcontext() if jax.sharding.get_abstract_mesh().empty else outside_mesh()
-
-
-def _no_state() -> None:
-    """A reference to a state that is gone."""
+            leaves, treedef = jax.tree.flatten(self._complete(state, user))
+            program = self._programs(treedef)
+        return program, leaves

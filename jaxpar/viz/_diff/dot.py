@@ -8,10 +8,10 @@ from typing import Any
 from ..._core.text import cut_middle, printable
 from .._draw.attributes import Html, attributes, quote
 from .._draw.dot import MANY, head
-from .._draw.labels import block_label, edge_label, scope_label
+from .._draw.labels import edge_label, scope_label
 from .._draw.loops import carry_label, join_carries
 from .._draw.style import THEMES, Options, Theme, ink, text_width
-from .._graph import BACKWARD, Edge, Graph, Node, human
+from .._graph import BACKWARD, Edge, Graph, human
 from .changes import STATUSES, Change, Status
 from .result import Diff
 from .table import arrow, change_texts, delta_text
@@ -27,11 +27,10 @@ _Ends = tuple[str, str, bool]  # the names of two nodes, and whether the edge go
 def to_dot(diff: Diff, options: Options) -> list[str]:
     """The lines between the braces of a digraph. Equal comparisons give equal lines."""
     theme, names, scopes = THEMES[options.theme], _names(diff), _scopes(diff)
-    labels = [_labels([node for node in side if node is not None]) for side in _sides(diff)]
     tree: dict[Any, Any] = {}
     for change in diff.changes:
         inner = tree
-        for name in _scope(change, scopes, labels):
+        for name in _scope(change, scopes):
             inner = inner.setdefault(name, {})
         inner.setdefault(None, []).append(change)
     ids = {id(change): name for name, change in names.items()}
@@ -64,23 +63,7 @@ def _scopes(diff: Diff) -> dict[_Path, _Path]:
     return found
 
 
-def _sides(diff: Diff) -> tuple[list[Node | None], list[Node | None]]:
-    return [change.before for change in diff.changes], [change.after for change in diff.changes]
-
-
-def _labels(nodes: list[Node]) -> dict[_Path, str]:
-    """What each scope of a network is called. A repeated one without a name has what is in it."""
-    inside: dict[_Path, list[Node]] = {}
-    for node in nodes:
-        for length in range(1, len(node.scope) + 1):
-            inside.setdefault(node.scope[:length], []).append(node)
-    return {
-        path: block_label(path[-1], found, [(node.kind, node.flops) for node in found if not node.is_backward])
-        for path, found in inside.items()
-    }
-
-
-def _scope(change: Change, scopes: dict[_Path, _Path], labels: list[dict[_Path, str]]) -> tuple[str, ...]:
+def _scope(change: Change, scopes: dict[_Path, _Path]) -> tuple[str, ...]:
     """The labels of the clusters around a node, "×12 → ×24" where a scope has another name in the second network."""
     back = {new: old for old, new in scopes.items()}
     path = change.node.scope
@@ -89,11 +72,7 @@ def _scope(change: Change, scopes: dict[_Path, _Path], labels: list[dict[_Path, 
         new = [scopes.get(scope, scope) for scope in old]
     else:
         new, old = old, [back.get(scope, scope) for scope in old]
-    before, after = labels
-    return tuple(
-        _both(before.get(a) or scope_label(a[-1]), after.get(b) or scope_label(b[-1]))
-        for a, b in zip(old, new, strict=True)
-    )
+    return tuple(_both(scope_label(a[-1]), scope_label(b[-1])) for a, b in zip(old, new, strict=True))
 
 
 def _both(before: str, after: str) -> str:

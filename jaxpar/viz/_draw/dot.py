@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .._graph import BACKWARD, Edge, Graph, Node, is_region, scope_stem
+from .._graph import BACKWARD, Edge, Graph, Node, is_region
 from . import style
 from .attributes import attributes, quote
-from .labels import block_label, caption, cost, edge_label, join_sign, label, label_lines, tooltip
+from .labels import caption, cost, edge_label, join_sign, label, label_lines, scope_label, tooltip
 from .loops import carry_label, join_carries
 from .style import DIRECTIONS, FONT, SIZE, SMALL, THEMES, Options, Theme, ink, text_width
 
@@ -32,8 +32,11 @@ def to_dot(graph: Graph, options: Options) -> list[str]:
     by_name = {node.name: node for node in nodes}
     edges = [edge for edge in edges if not _is_residual(by_name, edge)]
     joined = {node.name for node in nodes if node.leaves}
+    carried = Counter(edge.source for edge in edges if edge.carry)
     for edge, named in zip(edges, _named(edges, joined), strict=True):
-        if named is not None:
+        if edge.carry:
+            lines.append(_carry(edge, theme, bool(named), carried[edge.source] > _FEW))
+        elif named is not None:
             lines.append(_edge(by_name, edge, theme, named))
         else:  # an argument for most layers, such as statistics: they keep their places
             line = attributes(color=theme.faint, constraint="false", penwidth=0.6)
@@ -52,12 +55,12 @@ def _named(edges: list[Edge], inputs: set[str]) -> list[bool | None]:
 
     None for the edges of an input of many arrays to many layers, except the first.
     """
-    count = Counter((edge.source, edge.shape) for edge in edges)
+    count = Counter((edge.source, edge.shape, edge.carry) for edge in edges)
     readers = Counter(edge.source for edge in edges)
     seen: set[object] = set()
     found: list[bool | None] = []
     for edge in edges:
-        key = (edge.source, edge.shape)
+        key = (edge.source, edge.shape, edge.carry)
         if edge.source in inputs and edge.source in seen and readers[edge.source] > _MANY_READERS:
             found.append(None)
         else:
@@ -120,13 +123,13 @@ def _paths(scope: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def _clusters(graph: Graph, nodes: list[Node]) -> set[tuple[str, ...]]:
-    """Scopes of two nodes or more. A scope around everything, or with one scope in it, is none."""
+    """Scopes of two nodes or more. A scope around everything, or with one scope in it that is no repeat, is none."""
     members: dict[tuple[str, ...], int] = {}
     for node in nodes:
         for path in _paths(node.scope):
             members[path] = members.get(path, 0) + 1
     layers = len(graph.layers)
-    around = {path[:-1] for path, count in members.items() if members.get(path[:-1]) == count}
+    around = {path[:-1] for path, count in members.items() if members.get(path[:-1]) == count and "×" not in path[-1]}
     drawn: set[tuple[str, ...]] = set()
     for path, count in members.items():
         special = is_region(path[-1]) or "×" in path[-1]
@@ -153,27 +156,15 @@ def _write(tree: dict[Any, Any], pen: _Pen, level: int) -> list[str]:
             lines += [_node(node, pen) for node in inner]
             lines += _side_by_side(inner)
             continue
-        region = is_region(scope[-1]) or scope[-1].startswith("×")
+        region = is_region(scope[-1])
         lines.append(f"subgraph {quote(f'cluster_{next(pen.numbers)}')} {{")
-        attrs = {"label": _frame_label(scope, inner), "labelloc": "b", "labeljust": "r", "fontsize": 13, "margin": 10}
+        attrs = {"label": scope_label(scope[-1]), "labelloc": "b", "labeljust": "r", "fontsize": 13, "margin": 10}
         attrs |= {"style": "rounded,filled" + (",dashed" if region else ""), "color": pen.theme.faint}
         attrs |= {"fillcolor": pen.theme.region if region or level % 2 else pen.theme.cluster}
         lines.append("graph " + attributes(**attrs, tooltip="/".join(scope)))
         lines += _write(inner, pen, level + 1)
         lines.append("}")
     return lines
-
-
-def _frame_label(scope: tuple[str, ...], inner: dict[Any, Any]) -> str:
-    """The name of a frame. A repeated block without one has that of what is in it."""
-    items = [(node.kind, node.flops) for node in inner.get(None, ())]
-    frames = [path for path in inner if path is not None]
-    items += [(scope_stem(path[-1]), sum(node.flops for node in _nodes_in(inner[path]))) for path in frames]
-    return block_label(scope[-1], _nodes_in(inner), items)
-
-
-def _nodes_in(tree: dict[Any, Any]) -> list[Node]:
-    return [node for path, inner in tree.items() for node in (inner if path is None else _nodes_in(inner))]
 
 
 def _node(node: Node, pen: _Pen) -> str:
@@ -245,11 +236,15 @@ def _side_by_side(nodes: list[Node]) -> list[str]:
     return [f"{{ rank=same {quote(a.name)} {quote(b.name)} }}" for a, b in pairs if a is not None]
 
 
+def _carry(edge: Edge, theme: Theme, named: bool, is_one_of_many: bool) -> str:
+    """An edge back. Many from one layer begin at one point."""
+    line = {"style": "dashed", "constraint": "false", "color": theme.carry, "fontcolor": theme.carry, "penwidth": 1.2}
+    line |= {"label": f" {carry_label(edge)} "} if named else {}
+    line |= {"sametail": "carry"} if is_one_of_many else {}
+    return f"{quote(edge.source)} -> {quote(edge.target)} {attributes(**line)}"
+
+
 def _edge(by_name: dict[str, Node], edge: Edge, theme: Theme, named: bool) -> str:
-    if edge.carry:
-        line = {"style": "dashed", "constraint": "false", "color": theme.carry, "fontcolor": theme.carry}
-        text = f" {carry_label(edge)} "
-        return f"{quote(edge.source)} -> {quote(edge.target)} " + attributes(**line, label=text, penwidth=1.2)
     source, target = by_name[edge.source], by_name[edge.target]
     text = {"label": f" {edge_label(edge, source)} "} if named else {}
     ends = f"{quote(edge.source)} -> {quote(edge.target)}"

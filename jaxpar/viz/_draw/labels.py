@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
 
 from ..._core.text import printable
-from .._graph import BACKWARD, Edge, Graph, Node, human, is_bare, name_kinds, scope_stem
-from .._shared_names import keys_of, name_of_copies
+from .._graph import BACKWARD, Edge, Graph, Node, human, scope_stem
 from . import style
 from .attributes import Html
 from .style import SIZE, SMALL, Options, text_width
@@ -128,7 +126,7 @@ def times(detail: str) -> str:
     return re.sub(r"(?<=\d)x(?=\d)", "×", detail)
 
 
-def cut(text: str, most: int = _LONGEST) -> str:
+def cut(text: str, most: float = _LONGEST) -> str:
     """A text without its middle, if it is wider than `most` times its size. The tooltip has all of it.
 
     >>> cut("encoder_layer_12_self_attention_query_projection")
@@ -136,7 +134,7 @@ def cut(text: str, most: int = _LONGEST) -> str:
     """
     if text_width(text, 1.0) <= most:
         return text
-    half = most  # letters, too many at first
+    half = int(most)  # letters, too many at first
     start, end = text[: half + 1], text[-half:]
     while text_width(f"{start}…{end}", 1.0) > most:
         start, end = start[:-1], end[1:]
@@ -152,24 +150,6 @@ def scope_label(name: str) -> str:
     """The label of a cluster: its scope, without a number."""
     head, found, number = name.rpartition(" (")
     return cut(head if found and number[:-1].isdigit() else name)
-
-
-def block_label(name: str, nodes: Sequence[Node], items: Iterable[tuple[str, int]]) -> str:
-    """The label of a scope. A repeated one without a name has what its parameters share, or what is in it.
-
-    Args:
-        name: of the scope.
-        nodes: in it, at any depth.
-        items: directly in it, as kinds and FLOPs.
-
-    >>> block_label("layers ×3", [], [("Dense", 9)]), block_label("×3", [], [("Dense", 9), ("Activation", 1)])
-    ('layers ×3', 'Dense, Activation ×3')
-    """
-    name = scope_label(name)
-    if not is_bare(name):
-        return name
-    paths = list(map(keys_of, dict.fromkeys(weight for node in nodes for weight in node.weights)))
-    return cut(f"{name_of_copies(paths) or name_kinds(items)} {name}")
 
 
 def _weight_name(name: str) -> str:

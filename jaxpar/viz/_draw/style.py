@@ -39,7 +39,7 @@ _OPS = {
     "activation": ("Activation",),
     "pooling": ("Pooling",),
     "norm": ("LayerNorm", "BatchNorm", "GroupNorm", "InstanceNorm", "RMSNorm", "Normalization", "Dropout"),
-    "shape": ("Concat", "Flatten"),
+    "shape": ("Concat", "Flatten", "SpaceToDepth"),
     "softmax": ("Softmax", "LogSoftmax", "Attention", "RoPE", "Routing"),
     "recurrent": ("LSTM", "GRU", "AssociativeScan", "SelectiveScan"),
     "loss": ("Loss",),

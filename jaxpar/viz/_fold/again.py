@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from .._read.source import Frame
 from .cells import Cell, Cells
+from .optimizers import OPTIMIZERS
 
 
 def own_stack(cells: Cells, cell: Cell) -> tuple[Frame, ...]:
@@ -76,15 +77,17 @@ def _returns(cells: Cells, run: list[Cell], depth: int) -> list[list[Cell]]:
 def is_of_leaves(cells: Cells, parts: list[list[Cell]]) -> bool:
     """Whether equal steps each handle a leaf of a tree, as an optimizer does, and are no branches of a network.
 
-    Each has arrays of its own: parameters, gradients, arguments, or what such steps made of them. Without gradients
-    nothing may read two of them.
+    Each has arrays of its own: parameters, gradients, arguments, or what such steps made of them. Most come after a
+    gradient: some parameters are frozen, or have none. Where fewer do, nothing may read two of them.
     """
     own = [_arrays(cells, part) for part in parts]
     shared = sum(map(len, own)) > len(set[int]().union(*own))
-    if shared or not all(own) or _reads_another(cells, parts):
+    if shared or _reads_another(cells, parts):
         return False
-    backward = [not arrays.isdisjoint(cells.after_gradient) for arrays in own]
-    return all(backward) or (not any(map(_layer_reads, [cells] * len(own), own)) and not _joins(cells, parts))
+    others = [arrays for arrays in own if arrays.isdisjoint(cells.after_gradient)]
+    if 2 * len(others) < len(own):
+        return True
+    return all(others) and not any(_layer_reads(cells, arrays) for arrays in others) and not _joins(cells, parts)
 
 
 def _reads_another(cells: Cells, parts: list[list[Cell]]) -> bool:
@@ -102,8 +105,9 @@ def _arrays(cells: Cells, part: list[Cell]) -> set[int]:
 
 
 def _layer_reads(cells: Cells, roots: set[int]) -> bool:
-    """Whether one of these values is of a layer."""
-    return any((cell := cells.producer(root)) is not None and cell.major for root in roots)
+    """Whether one of these values is of a layer. An optimizer is none."""
+    made = (cells.producer(root) for root in roots)
+    return any(cell is not None and cell.major and cell.op not in OPTIMIZERS for cell in made)
 
 
 def _joins(cells: Cells, parts: list[list[Cell]]) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .._circles import connected
+from .._graph import main_prefix
 from .._read.raw import Eqn, Raw
 
 _PLAIN_NAMES = {
@@ -123,6 +124,15 @@ class Cells:
     def eqns(self, cell: Cell) -> list[Eqn]:
         """The equations of a cell, in order."""
         return [self.raw.eqns[number] for number in cell.eqns]
+
+    def scope(self, cell: Cell) -> tuple[str, ...]:
+        """The scope that most of its FLOPs are in. A small step from elsewhere does not move a layer."""
+        return main_prefix((eqn.scope, 1 + eqn.flops) for eqn in self.steps(cell))
+
+    def steps(self, cell: Cell) -> list[Eqn]:
+        """The equations of a cell that compute something. All, where none does."""
+        eqns = self.eqns(cell)
+        return [eqn for eqn in eqns if not eqn.view] or eqns
 
     def prims(self, cell: Cell) -> set[str]:
         """The names of the primitives in a cell."""

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from .._graph import main_prefix
 from .._read.source import Frame
 from .cells import Cell, Cells
 
 
 def frames_of(cells: Cells, cell: Cell, known: dict[int, tuple[Frame, ...]]) -> tuple[Frame, ...]:
-    """The calls that all equations of a cell are in, without those of JAX. `known` has them by place, and grows."""
-    eqns = [eqn for eqn in cells.eqns(cell) if not eqn.view] or cells.eqns(cell)
-    shared: tuple[Frame, ...] | None = None
-    for position, stack in {eqn.position: eqn.stack for eqn in eqns}.items():
-        if position not in known:
-            known[position] = plain_stack(stack)
-        shared = known[position] if shared is None else _shared(shared, known[position])
-    return shared or ()
+    """The calls that most of a cell's FLOPs are in, without those of JAX. `known` has them by place, and grows.
+
+    The last one may be at several places of its function.
+    """
+    stacks: list[tuple[tuple[Frame, ...], int]] = []
+    for eqn in cells.steps(cell):
+        if eqn.position not in known:
+            known[eqn.position] = plain_stack(eqn.stack)
+        stacks.append((known[eqn.position], 1 + eqn.flops))
+    keys = {stack: tuple(key for frame in stack for key in (frame.function, frame.call)) for stack, _ in stacks}
+    shared = main_prefix((keys[stack], weight) for stack, weight in stacks)
+    inside = next(stack for stack in keys if keys[stack][: len(shared)] == shared)
+    return inside[: (len(shared) + 1) // 2]
 
 
 def plain_stack(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:

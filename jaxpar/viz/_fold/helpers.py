@@ -61,7 +61,7 @@ def fold_statements(cells: Cells) -> None:
     runs: list[_Run] = []
     for cell in cells:
         eqn = cells.raw.eqns[cell.eqns[0]]
-        if eqn.backward or cell.major or cell.op in COLLECTIVES or cell.op == "cond":
+        if eqn.backward or cell.major or cell.op in COLLECTIVES or cell.op in ("cond", "Activation"):
             runs.append(_Run(None, []))
             continue
         stack = own_stack(cells, cell)

@@ -112,8 +112,8 @@ CALLS: tuple[Call, ...] = (
         None,
         files=("random/core.py", "_src/random.py"),
     ),
-    Call("max_pool", "Pooling", "max", files=("models/_pooling.py",)),
-    Call("avg_pool", "Pooling", "mean", files=("models/_pooling.py",)),
+    Call("max_pool", "Pooling", "max", files=("_cpu/pooling.py",)),
+    Call("avg_pool", "Pooling", "mean", files=("_cpu/pooling.py",)),
     Call("associative_scan", "AssociativeScan", matrices=True, files=("control_flow/loops.py",), tree=True),
 )
 MINOR = frozenset(("Random", "OneHot"))

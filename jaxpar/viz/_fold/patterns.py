@@ -75,11 +75,13 @@ def is_scalar(cells: Cells, value: int) -> bool:
 
 
 def is_scale(cells: Cells, cell: Cell) -> bool:
-    """Whether a cell only scales, shifts by a constant, or changes the sign."""
+    """Whether a cell only scales, shifts by a constant, or changes the sign. The reciprocal of an array is no scale."""
     eqn = single(cells, cell)
     if eqn is None or eqn.prim not in ("mul", "div", "add", "sub", "neg", "copysign"):
         return False
     data = [value for value in eqn.ins if not is_scalar(cells, value)]
+    if eqn.prim == "div" and not is_scalar(cells, eqn.ins[1]):
+        return False
     return len(data) == 1 and cells.raw.weight_of(data[0]) is None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .._patterns import attention, layers, losses, mixing, norms, pooling, recurrent, rotary
+from .._patterns import activations, attention, layers, losses, mixing, norms, pooling, recurrent, rotary
 from .patterns import COLLECTIVES, Rule
 
 RULES: tuple[Rule, ...] = (
@@ -17,8 +17,8 @@ RULES: tuple[Rule, ...] = (
     Rule("windows reduced", frozenset(), pooling.window_pooling),
     Rule("slices added and scaled", frozenset(("add", "maximum")), pooling.slice_pooling),
     Rule("axes split and reduced", frozenset(("sum", "mean", "max")), pooling.reshape_pooling),
+    Rule("activation written out", frozenset(), activations.inline_activation),
     Rule("activation", frozenset(("maximum", "tanh", "logistic")), layers.activation),
-    Rule("x times sigmoid(x)", frozenset(("Activation",)), layers.silu),
     Rule("mean", frozenset(("sum",)), losses.mean),
     Rule("squared error", frozenset(("sub",)), losses.squared_error),
     Rule("cross-entropy", frozenset(("LogSoftmax", "logsumexp")), losses.cross_entropy),
@@ -26,6 +26,7 @@ RULES: tuple[Rule, ...] = (
     Rule("kernel", frozenset(("pallas_call",)), layers.pallas),
     Rule("Fourier transform", frozenset(), layers.transform),
     Rule("flatten", frozenset(("Flatten",)), layers.flatten),
+    Rule("strided slices joined", frozenset(("Concat",)), pooling.space_to_depth),
     Rule("concatenate", frozenset(("Concat", "stack")), layers.concat),
     Rule("collective", COLLECTIVES, layers.collective),
     Rule("bias added late", frozenset(("add",)), layers.late_bias),

@@ -8,7 +8,7 @@ import math
 from .._fold.cells import Cell, Cells, plain_name
 from .._fold.optimizers import OPTIMIZERS, updates
 from .._fold.patterns import SENT
-from .._graph import BACKWARD, common_prefix, human, is_region
+from .._graph import BACKWARD, human, is_region
 from .._read.raw import Eqn, Raw
 from .._read.source import describe
 from .carries import carry_edges
@@ -35,7 +35,8 @@ def build(cells: Cells) -> Net:
         by_cell[cell.id] = draft
     for cell in cells:
         by_cell[cell.id].forward = by_cell.get(cell.forward.id) if cell.forward is not None else None
-    edges = _edges(cells, by_cell)
+    carries, behind_loops = carry_edges(cells, by_cell)
+    edges = _edges(cells, by_cell) | behind_loops
     for name, output in zip(raw.output_names, raw.outputs, strict=True):
         owner = cells.producer(raw.root(output))
         if owner is not None:
@@ -46,7 +47,7 @@ def build(cells: Cells) -> Net:
     else:
         _number_scopes(drafts)
     _scopes_of_gradients(drafts)
-    net = Net(raw, drafts, edges, _optimizer_state(cells), carries=carry_edges(cells, by_cell))
+    net = Net(raw, drafts, edges, _optimizer_state(cells), carries=carries)
     _drop_unused(net)
     set_paths(net)
     return net
@@ -104,7 +105,7 @@ def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
         op=cell.op,
         detail=detail,
         value=output,
-        scope=common_prefix(eqn.scope for eqn in real),
+        scope=cells.scope(cell),
         source=describe(real[0].stack),
         flops=sum(eqn.flops for eqn in eqns),
         bytes=read + cells.raw.values[output].bytes,

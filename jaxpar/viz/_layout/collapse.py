@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 from .._circles import circles
-from .._graph import BACKWARD, is_bare
+from .._graph import BACKWARD
 from .items import items_of
 from .net import Draft, Net, shared_scope
 from .region_names import name_region
@@ -36,18 +36,9 @@ def collapse_scopes(net: Net, depth: int) -> None:
     merged: list[tuple[list[Draft], Draft]] = []
     for (*scope, backward), part in _apart(order, sources, parts):
         if len(part) > 1:
-            op = _closed_name(net, tuple(scope), part) + (BACKWARD if backward else "")
+            op = re.sub(r" \(\d+\)$", "", scope[-1]) + (BACKWARD if backward else "")
             merged.append((part, _sum(part, op, tuple(scope[:-1]), op)))
     net.merge(merged)
-
-
-def _closed_name(net: Net, scope: tuple[str, ...], part: list[Draft]) -> str:
-    """The name of a closed scope. A repeated part without one has that of what is in it: "block, attention ×2"."""
-    count = re.sub(r" \(\d+\)$", "", scope[-1])
-    if not is_bare(count):
-        return count
-    layers = [draft if draft.forward is None else draft.forward for draft in part]
-    return f"{name_region(items_of(net, layers, len(scope)))} {count}"
 
 
 def _depth_of_all(net: Net) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from .._graph import common_prefix, is_bare, name_kinds
-from .._shared_names import keys_of, name_of_copies
+from .._graph import common_prefix, scope_stem
+from .._shared_names import keys_of
 from .net import Draft, Net
 
 
@@ -47,14 +46,7 @@ def _item(net: Net, group: list[Draft], depth: int) -> Item:
     first, shape = group[0], net.raw.values[group[-1].value].shape
     if len(first.scope) > depth:
         name = first.scope[depth]
-        if is_bare(name):  # named by what is in it
-            items = items_of(net, group, depth + 1)
-            weights = dict.fromkeys(weight for draft in group for weight in draft.weights)
-            inside = name_of_copies([keys_of(net.raw.values[weight].name) for weight in weights]) or name_kinds(
-                (item.kind, item.flops) for item in items
-            )
-            return Item(group, first.scope[: depth + 1], f"{inside} {name.split(' (')[0]}", (), shape)
-        return Item(group, first.scope[: depth + 1], re.sub(r"( \(|_)?\d+\)?$", "", name), (name,), shape)
+        return Item(group, first.scope[: depth + 1], scope_stem(name), (name,), shape)
     return Item(group, None, first.op, (first.name,) if first.name else path_of(net, first), shape)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Sequence
 from itertools import zip_longest
 
+from .._graph import name_kinds
+from .items import items_of
 from .net import Draft, Net, shared_scope
-from .region_names import name_copies
+from .region_names import name_copies, names_of_parameters, without_numbers
 
 _Path = tuple[str, ...]
 
@@ -98,25 +98,41 @@ class Merges:
 
     def _name_block(self, copies: list[list[Draft]], shared: _Path, owns: list[_Path]) -> None:
         """Write the count on the block's own scope, or on a new one. `owns` are the scopes of the copies."""
-        count, rest = len(owns), len(shared) + 1
-        if len(owns[0]) > len(shared):
-            label = name_copies([(*own, "")[len(shared)] for own in owns], self._children(shared))
-        else:
-            whole = bool(shared) and not self._inside[shared]
-            label = f"{shared[-1]} ×{count}" if whole else f"×{count}"
-            shared = shared[:-1] if whole else shared
-            rest = len(shared) + 1 if whole else len(shared)
-        unique = self._unique(shared, label, copies[0])
+        rest = len(shared) + (len(owns[0]) > len(shared))
+        unique = self._scope_of_layers(copies, len(shared) + 1)
+        if unique is None:
+            named = [own[len(shared)] for own in owns if len(own) > len(shared)]
+            label = name_copies(named, self._children(shared)) if named else self._label(copies, shared)
+            unique = self._unique(shared, label)
         for first, *others in zip(*copies, strict=True):
             first.scope = (*unique, *_names_of_all(first.scope[rest:], [draft.scope[rest:] for draft in others]))
-        self.net.repeats[unique] = count
+            first.path = _names_of_all(first.path, [draft.path for draft in others])
+        self.net.repeats[unique] = len(copies)
 
-    def _unique(self, shared: _Path, label: str, first: list[Draft]) -> _Path:
-        """A scope that no other layer is in. Gradients are in the scope of their layers."""
+    def _scope_of_layers(self, copies: list[list[Draft]], depth: int) -> _Path | None:
+        """The scope of the block whose gradients these are. None for layers."""
+        layers = [None if d.forward is None else self.kept.get(d.forward.at, d.forward) for d in copies[0]]
+        scopes = {layer.scope[:depth] if layer is not None else () for layer in layers}
+        found = scopes.pop()
+        return found if not scopes and self.net.repeats.get(found) == len(copies) else None
+
+    def _label(self, copies: list[list[Draft]], shared: _Path) -> str:
+        """What the parameters of a block without a scope are called, else what is in it, with the count."""
+        layers = [[draft if draft.forward is None else draft.forward for draft in copy] for copy in copies]
+        names = names_of_parameters([[path for draft in copy for path in self._paths(draft)] for copy in layers])
+        if len(names) == len(copies):
+            return name_copies(names, self._children(shared))
+        kinds = ((item.kind, item.flops) for item in items_of(self.net, layers[0], len(shared)))
+        return f"{without_numbers(names) if names else name_kinds(kinds)} ×{len(copies)}"
+
+    def _paths(self, draft: Draft) -> list[_Path]:
+        """Where the parameters of a layer are, those of its first copy."""
+        found = (self.net.raw.values[weight].path for weight in draft.weights[: draft.own])
+        return [] if draft.tied else [path for path in found if path]
+
+    def _unique(self, shared: _Path, label: str) -> _Path:
+        """A scope that no other layer is in."""
         unique, number = (*shared, label), 1
-        layers = (None if d.forward is None else self.kept.get(d.forward.at, d.forward) for d in first)
-        if all(layer is not None and layer.scope[: len(unique)] == unique for layer in layers):
-            return unique
         while self._inside[unique]:
             number += 1
             unique = (*shared, f"{label} ({number})")
@@ -135,13 +151,7 @@ def _names_of_all(first: _Path, others: list[_Path]) -> _Path:
     """
     if any(len(path) != len(first) for path in others):
         return first
-    return tuple(map(_without_number, zip(first, *others, strict=True)))
-
-
-def _without_number(names: Sequence[str]) -> str:
-    """What the names of copies have in common before a number. Other names stay that of the first one."""
-    same = len({re.sub(r"\d+", "", name) for name in names}) == 1 < len(set(names))
-    return (re.split(r"[._\-\[ ]*\d", names[0])[0] if same else "") or names[0]
+    return tuple(map(without_numbers, zip(first, *others, strict=True)))
 
 
 def _add(kept: Draft, others: list[Draft]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from .._graph import name_kinds
+from .._graph import common_prefix, name_kinds
 from .._shared_names import shared_name
 from .items import Item
+from .scopes import GENERIC
 
-_NUMBERED = re.compile(r"(.*?)([._]?)(\d+)(?:–(\d+) ×\d+)?(?: \(\d+\))?")
+_NUMBER = re.compile(r"([._\- ]?\d+)")
+_CALL = re.compile(r" \(\d+\)$")
 
 
 def name_region(items: Sequence[Item]) -> str:
@@ -21,7 +23,7 @@ def name_region(items: Sequence[Item]) -> str:
     return shared_name([item.path for item in items if item.path]) or name_kinds((i.kind, i.flops) for i in items)
 
 
-def name_copies(names: list[str], beside: Iterable[str]) -> str:
+def name_copies(names: Sequence[str], beside: Iterable[str]) -> str:
     """The name of a block that is drawn once.
 
     Args:
@@ -33,12 +35,50 @@ def name_copies(names: list[str], beside: Iterable[str]) -> str:
     >>> name_copies(["relu", "relu (2)"], [])
     'relu ×2'
     """
-    found = [match for name in names if (match := _NUMBERED.fullmatch(name)) and not match[4]]
-    numbers = {int(match[3]) for match in found}
-    if len(numbers) < len(names) or len({match[1] for match in found}) > 1 or not found[0][1]:
-        return f"{names[0]} ×{len(names)}"
-    stem, dot = found[0][1], found[0][2]
-    others = (match for name in beside if (match := _NUMBERED.fullmatch(name)) and match[1] == stem)
-    if all(set(range(int(match[3]), int(match[4] or match[3]) + 1)) <= numbers for match in others):
-        return f"{stem} ×{len(names)}"
-    return f"{stem}{dot}{min(numbers)}–{max(numbers)} ×{len(names)}"
+    names = [_CALL.sub("", name) for name in names]
+    words, places = _numbers(names)
+    name = without_numbers(names)
+    if len(places) == 1:
+        at = places[0]
+        dot, numbers = words[0][at].rstrip("0123456789"), {int(own[at].lstrip("._- ")) for own in words}
+        before, after = "".join(words[0][:at]) + dot, "".join(words[0][at + 1 :])
+        same = re.compile(rf"{re.escape(before)}(\d+)(?:–(\d+))?{re.escape(after)}(?: ×\d+)?(?: \(\d+\))?")
+        others = (match for other in beside if (match := same.fullmatch(other)))
+        if not all(set(range(int(match[1]), int(match[2] or match[1]) + 1)) <= numbers for match in others):
+            name = f"{before}{min(numbers)}–{max(numbers)}{after}"
+    return f"{name} ×{len(names)}"
+
+
+def without_numbers(names: Sequence[str]) -> str:
+    """The name of all copies: without the numbers that tell them apart. That of the first, where they differ in more.
+
+    >>> without_numbers(["layer_0_norm", "layer_1_norm"]), without_numbers(["conv1", "conv1"])
+    ('layer_norm', 'conv1')
+    >>> without_numbers(["up1", "down2"])
+    'up1'
+    """
+    words, places = _numbers(names)
+    kept = (word for at, word in enumerate(words[0]) if at not in places)
+    return ("".join(kept).lstrip("._- ") if places else "") or names[0]
+
+
+def names_of_parameters(copies: Sequence[Sequence[tuple[str, ...]]]) -> list[str]:
+    """What the parameters of the copies of a block are called. Nothing where they differ in more than numbers.
+
+    >>> names_of_parameters([[("enc", "layer_0", "kernel")], [("enc", "layer_1", "kernel")]])
+    ['layer_0', 'layer_1']
+    >>> names_of_parameters([[("up.0",), ("down.0",)], [("up.1",), ("down.1",)]])
+    []
+    """
+    depth = len(common_prefix(common_prefix(paths) for paths in copies))
+    names = list(dict.fromkeys(path[depth] for paths in copies for path in paths if len(path) > depth))
+    return names if names and _numbers(names)[1] and without_numbers(names) not in GENERIC else []
+
+
+def _numbers(names: Sequence[str]) -> tuple[list[list[str]], list[int]]:
+    """The words and numbers of names, and where they differ. In no place, if they differ in more than numbers."""
+    words = [_NUMBER.split(name) for name in names]
+    if len(set(map(len, words))) > 1:
+        return words, []
+    places = [at for at, own in enumerate(zip(*words, strict=True)) if len(set(own)) > 1]
+    return words, places if all(at % 2 for at in places) else []

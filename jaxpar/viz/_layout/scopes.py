@@ -76,7 +76,9 @@ def _network(cells: Cells) -> list[Cell]:
 
 
 def _first(cells: Cells, cell: Cell) -> int:
-    return next((eqn.id for eqn in cells.eqns(cell) if not eqn.view), cell.eqns[0])
+    """The first equation of a cell in its scope."""
+    scope = cells.scope(cell)
+    return next(eqn.id for eqn in cells.steps(cell) if eqn.scope[: len(scope)] == scope)
 
 
 def _mark_tied(

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._draw.attributes import quote
-from .._draw.labels import block_label, label_lines
+from .._draw.labels import label_lines, scope_label
 from .._draw.render import NEXT, render
 from .._draw.style import SIZE, SMALL, text_width
-from .._graph import Node, human, scope_stem
+from .._graph import Node, human
 from .blocks import Block, Line, Text, Tree
 from .lines import CROWDED
 
@@ -125,19 +125,10 @@ def _texts(tree: Tree, item: int, heat: str | None) -> list[Text]:
     facts = [f"{layers:,} layer{'s' * (layers != 1)}"]
     facts += [f"{params:,} params"] if (params := sum(n.params for n in inside if n.op != "weight")) else []
     return [
-        (block_name(tree, item), SIZE, True),
+        (scope_label(tree.block(item).label), SIZE, True),
         (" · ".join(facts), SMALL, False),
         *_heat(inside, heat),
     ]
-
-
-def block_name(tree: Tree, item: int) -> str:
-    """The name of a block. A repeated part without one has that of what is in it."""
-    inside = tree.block(item).items
-    kinds = (scope_stem(tree.name(i)) if tree.is_block(i) else tree.nodes[i].kind for i in inside)
-    flops = (sum(tree.nodes[node].flops for node in tree.nodes_in(i)) for i in inside)
-    nodes = [tree.nodes[node] for node in tree.nodes_in(item)]
-    return block_label(tree.block(item).label, nodes, zip(kinds, flops, strict=True))
 
 
 def _heat(inside: list[Node], heat: str | None) -> list[Text]:

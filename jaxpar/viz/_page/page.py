@@ -11,11 +11,11 @@ from importlib import resources
 from typing import Any
 
 from .._draw import style
-from .._draw.labels import cost, tooltip
+from .._draw.labels import cost, scope_label, tooltip
 from .._draw.style import SIZE, THEMES, Options, text_width
 from .._graph import Graph, human
 from .blocks import Block, Tree, tree
-from .layout import Layout, Point, block_name, is_oval, layouts, size, texts
+from .layout import Layout, Point, is_oval, layouts, size, texts
 from .lines import draw_lines
 
 _PACKAGE = "jaxpar.viz._page"
@@ -135,7 +135,7 @@ def _node(tree: Tree, item: int, options: Options, most: int) -> list[Any]:
 
 def _block(tree: Tree, item: int, layout: int, options: Options, most: int) -> list[Any]:
     block = tree.block(item)
-    label = block_name(tree, item)
+    label = scope_label(block.label)
     width = round(text_width(label, SIZE, True)) + 40
     words = texts(tree, item, options.heat)
     tip = "\n".join(filter(None, ["/".join(block.path), *(text for text, _, _ in words[1:])]))

@@ -111,7 +111,10 @@ def _before(cells: Cells, cell: Cell) -> Cell | None:
 
 
 def _reads_weights(cells: Cells, cell: Cell) -> bool:
-    return any(eqn.prim == "dot_general" and any(map(cells.raw.weight_of, eqn.ins)) for eqn in cells.eqns(cell))
+    return any(
+        eqn.prim == "dot_general" and any(cells.raw.weight_of(value) is not None for value in eqn.ins)
+        for eqn in cells.eqns(cell)
+    )
 
 
 def _add_feeders(cells: Cells, part: Cell, found: dict[int, Cell]) -> None:

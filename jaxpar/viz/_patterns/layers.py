@@ -105,15 +105,6 @@ def activation(cells: Cells, cell: Cell) -> Fold | None:
     return Fold((cell,), "Activation", {"logistic": "sigmoid"}.get(eqn.prim, eqn.prim))
 
 
-def silu(cells: Cells, cell: Cell) -> Fold | None:
-    """`x * sigmoid(x)`."""
-    user = cells.sole_user(cell)
-    eqn = single(cells, user) if user is not None else None
-    if user is None or eqn is None or eqn.prim != "mul" or cell.detail != "sigmoid":
-        return None
-    return Fold((cell, user), "Activation", "silu") if cells.inputs(cell)[0] in cells.inputs(user) else None
-
-
 def flatten(cells: Cells, cell: Cell) -> Fold | None:
     """A reshape that keeps the first axis."""
     return Fold((cell,), "Flatten", cell.detail)

@@ -250,6 +250,9 @@ def _label(cells: Cells, found: _Norm) -> tuple[str, str]:
     shape, axes = reduced.in_shapes[0], set(reduced.params["axes"])
     rank = len(shape)
     kept = [axis for axis in range(rank) if axis not in axes and shape[axis] != 1]
+    weights = [cells.raw.weight_of(value) for eqn in found.eqns.values() for value in eqn.ins]
+    if len(axes) == rank and all(weight is None for weight in weights):  # a vector of rewards
+        return "Normalization", "" if found.centred or found.averaged else "unit length"
     if not found.centred:
         mean = found.averaged and axes == {rank - 1}
         return ("RMSNorm", "") if mean else ("Normalization", "" if found.averaged else "unit length")

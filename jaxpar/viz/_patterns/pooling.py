@@ -35,11 +35,20 @@ def _division(cells: Cells, cell: Cell, count: int) -> tuple[Cell, ...]:
         return ()
     if is_scale(cells, user):
         return (user,) if divides_by(cells, user, count) else ()
+    if _divides_by_counts(cells, user):
+        return (user,)
     others = [cells.producer(value) for value in cells.inputs(user)]
     counts = [other for other in others if other is not None and other is not cell]
     if len(counts) == 1 and not cells.data(counts[0]) and cells.sole_user(counts[0]) is user:
         return counts[0], user
     return ()
+
+
+def _divides_by_counts(cells: Cells, cell: Cell) -> bool:
+    """Whether a cell divides by the constant number of elements in each window, fewer at the borders."""
+    eqn = single(cells, cell)
+    made = cells.raw.of(eqn.ins[1]).producer if eqn is not None and eqn.prim == "div" else None
+    return made is not None and cells.raw.eqns[made].view and cells.raw.eqns[made].prim == "reduce_window_sum"
 
 
 def slice_pooling(cells: Cells, cell: Cell) -> Fold | None:
@@ -105,6 +114,22 @@ def _strided_axes(slices: list[Eqn]) -> dict[int, tuple[int, int]]:
         elif len(starts) > 1:
             return {}
     return axes if math.prod(size for size, _ in axes.values()) == len(slices) else {}
+
+
+def space_to_depth(cells: Cells, cell: Cell) -> Fold | None:
+    """All strided slices of one array, joined: each window becomes channels."""
+    eqn = single(cells, cell)
+    parts = [cells.producer(value) for value in eqn.ins] if eqn is not None else []
+    slices = [one for part in parts if part is not None and part.op == "slice" and (one := single(cells, part))]
+    inner = [part for part in parts if part is not None and cells.sole_user(part) is cell]
+    if len(slices) < 2 or len(inner) < len(parts) or len({cells.raw.root(one.ins[0]) for one in slices}) > 1:
+        return None
+    axes = _strided_axes(slices)
+    if eqn is None or not axes or eqn.params["dimension"] in axes:
+        return None
+    if any(size != stride for size, stride in axes.values()):
+        return None
+    return Fold((*inner, cell), "SpaceToDepth", by(stride for _, stride in axes.values()))
 
 
 def reshape_pooling(cells: Cells, cell: Cell) -> Fold | None:

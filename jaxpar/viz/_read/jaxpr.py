@@ -212,7 +212,8 @@ class _Reader:
         if region.condition is not None:
             self.add_condition(region.condition, results, context.times)
         self.carried.update(results[number] for number in region.carried)
-        self.raw.carries += [(read[region.carry_at + number], results[number]) for number in region.carried]
+        ends = ((read[region.carry_at + number], results[number]) for number in region.carried)
+        self.raw.carries += [(first, last, context.scope) for first, last in ends]
         for var, value in zip(eqn.outvars, results, strict=True):
             env[var] = self.new_value(var.aval, root=value)
 

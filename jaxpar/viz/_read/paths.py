@@ -76,7 +76,7 @@ def path_of(argument: str, entries: Sequence[Any]) -> tuple[str, ...]:
 
 def is_store(value: object) -> bool:
     """Whether this is a store of `jaxpar.kv`, which knows the paths of the parameters that it holds."""
-    return type(value).__module__.startswith("jaxpar.kv.") and hasattr(value, "paths") and hasattr(value, "values")
+    return type(value).__module__.startswith("jaxpar._store.") and hasattr(value, "paths") and hasattr(value, "values")
 
 
 def in_store(entries: Sequence[Any], stores: Sequence[tuple[int, Any]]) -> Sequence[Any]:

@@ -77,7 +77,7 @@ class Raw:
 
     Attributes:
         uncounted: primitives without a formula in the condition of a loop, which is not drawn.
-        carries: what one pass of a loop reads of the pass before, and the value that it is there.
+        carries: what one pass of a loop reads of the pass before, the value that it is there, and the loop's scope.
     """
 
     eqns: list[Eqn] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Raw:
     output_names: list[str] = field(default_factory=list)
     count: int = 0
     uncounted: set[str] = field(default_factory=set)
-    carries: list[tuple[int, int]] = field(default_factory=list)
+    carries: list[tuple[int, int, tuple[str, ...]]] = field(default_factory=list)
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
     _above: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _own_stacks: dict[int, tuple[Frame, ...]] = field(default_factory=dict)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .._draw import style
+from .._draw.labels import cut, scope_label
 from .._draw.style import FONT, THEMES, Theme, ink
 from .._graph import Node
 from .columns import BIG, LINE, SMALL, Columns, Line, Row, columns_of, size
@@ -59,22 +60,25 @@ class _Drawing:
 
     def _blocks(self) -> list[str]:
         """A frame around the rows of each repeated block and loop."""
-        groups: dict[str, list[Row]] = {}
+        groups: dict[tuple[str, ...], list[Row]] = {}
         for row in self.columns.rows.values():
-            if block := next((part for part in row.layer.scope if "×" in part), ""):
-                groups.setdefault(block, []).append(row)
+            scope = row.layer.scope
+            if depth := next((depth for depth, part in enumerate(scope, 1) if "×" in part), 0):
+                groups.setdefault(scope[:depth], []).append(row)
         left = self.x["forward"] - self.width["forward"] / 2 - 8
         right = self.x["backward"] + self.width["backward"] / 2 + 8
+        column = "band" if "band" in self.x else "forward"
+        beside = self.x[column] + self.width[column] / 2
         found: list[str] = []
-        for name, rows in groups.items():
+        for path, rows in groups.items():
             low, high = rows[0].y - rows[0].height / 2 - 9, rows[-1].y + rows[-1].height / 2 + 9
             look = {"style": "filled,rounded,dashed", "fillcolor": self.theme.region, "color": self.theme.faint}
             middle = ((left + right) / 2, (low + high) / 2)
+            name = "/".join(path)
             found.append(node(f"block {name}", middle, (right - left, high - low), label="", **look))
-            words = label([(name, "big")], self.theme.text)
-            found.append(
-                node(f"name of {name}", (right - 45, high - 10), (80, 16), label=words, shape="plaintext", style="")
-            )
+            lines: list[Line] = [(cut(scope_label(path[-1]), (right - beside) / SMALL), "plain")]
+            wide, look = size(lines)[0], {"label": label(lines, self.theme.text), "shape": "plaintext", "style": ""}
+            found.append(node(f"name of {name}", (right + 6 - wide / 2, high - 10), (wide, 16), **look))
         return found
 
     def _band(self) -> list[str]:

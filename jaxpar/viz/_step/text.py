@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .._draw.labels import shape_text
-from .._graph import human
+from .._draw.labels import cut, own_name, shape_text
+from .._graph import Node, human
 from .graph import Collective, StepArgument, StepEdge, StepGraph, StepLayer, StepPart
-
-_SHORT = 34  # letters of a name
 
 
 def spec_text(spec: tuple[str, ...] | None) -> str:
@@ -54,11 +52,13 @@ def weights_text(layer: StepLayer, arguments: Iterable[StepArgument]) -> list[st
 
 
 def layer_lines(layer: StepLayer, part: StepPart, heat: str | None, *, backward: bool) -> list[tuple[str, bool]]:
-    """The lines of a box, and whether each is bold."""
-    name = layer.name if len(layer.name) <= _SHORT else f"{layer.name[:16]}…{layer.name[-17:]}"
-    kind = f"{layer.op} {layer.detail}".strip()
-    kind = "backward" if backward else kind if len(kind) <= _SHORT else kind[: _SHORT - 1] + "…"
-    lines = [(name, True), (kind, False)] if kind != name else [(name, True)]
+    """The lines of a box, and whether each is bold. A layer is called as in `plot_network`."""
+    name = own_name(Node(layer.name, layer.op, layer.detail, scope=layer.scope))
+    if backward:
+        words = [name or layer.op, "backward"]
+    else:
+        words = [name, f"{layer.op} {layer.detail}".strip()] if name else [layer.op, layer.detail]
+    lines = [(cut(text), number == 0) for number, text in enumerate(words)]
     if heat is not None and heat != "memory":
         lines.append((cost_text(part, heat), False))
     if part.peak is not None:

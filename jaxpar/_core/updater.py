@@ -1,0 +1,37 @@
+"""The type of an updater. `jp.updaters` and `jp.mxnet` make them, `jp.kv` runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+State = Any
+UpdateFn = Callable[[int, jax.Array, jax.Array], jax.Array]  # (key, pushed, stored) -> new_stored
+
+
+class Updater(NamedTuple):
+    """A pair of pure functions that says what a push does.
+
+    Attributes:
+        init: `init(key, value) -> state`, any pytree of arrays. Called when the key is initialised.
+        update: `update(key, pushed, state, stored) -> (new_stored, new_state)`. `pushed` and `stored` have the shape
+            and dtype of the stored value, and `new_stored` must have them too. In a store of kind `sharded` both are
+            one device's flat share of the value, so both functions must be elementwise there. `kv.set_updater` checks
+            that.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxpar import kv, updaters
+        >>> halve = updaters.Updater(
+        ...     init=lambda key, value: (),
+        ...     update=lambda key, pushed, state, stored: (stored + pushed / 2, state),
+        ... )
+        >>> store = kv.set_updater(kv.init(kv.create(), 3, jnp.ones(2)), halve)
+        >>> kv.pull(kv.push(store, 3, jnp.full(2, 4.0)), 3).tolist()
+        [3.0, 3.0]
+    """
+
+    init: Callable[[int, jax.Array], State]
+    update: Callable[[int, jax.Array, State, jax.Array], tuple[jax.Array, State]]

@@ -1,0 +1,238 @@
+"""Which formula computes a convolution on a CPU, and the convolution that models call.
+
+The limits below were measured against XLA's own convolution (benchmarks/NOTES.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from . import primitive, products, winograd
+from .grouped import grouped
+from .pooling import MOST_PLACES
+from .problem import (
+    ConvProblem,
+    Sizes,
+    as_result,
+    channels_last,
+    filter_gradient,
+    has_formulas,
+    reorder,
+    result_sizes,
+    shape_summed_first,
+    summed_axis_first,
+)
+
+# Of the gradient of a filter: at least so many operations for a number that is copied. XLA's own has all threads, and
+# copies have one. With several devices each has about one core, and XLA's own is slower.
+_ALONE, _SHARED = 600, 120
+_MOST_COPIED = 2 << 20  # numbers of one example: more are not in the cache when they are multiplied
+_WINDOW = 64  # places of a window at most: each is a copy
+_FEW, _MANY_EXAMPLES = 32, 128  # products for an output, of examples: XLA's own takes three times as long
+
+# Of a convolution by columns: at most so many places of a result, and then at least so many products of channels and
+# features.
+_TINY, _SMALL, _OF_SMALL = 4, 16, 256 * 256
+_FORWARD_WINDOW = 25  # places of a window at most: larger ones have few results, and XLA's own is a product there
+
+_CHANNELS_LAST = (0, 3, 1, 2)
+
+
+def convolve(lhs: jax.Array, rhs: jax.Array, *, place: primitive.Place, **params: Any) -> jax.Array:
+    """The convolution of lax's primitive, by the formula that is fastest on a CPU.
+
+    Args:
+        lhs, rhs: the operands.
+        place: where it is. A loop over the examples would be in the way of a partitioner.
+        params: of the primitive.
+    """
+    result = _by_formula(lhs, rhs, params, place) if has_formulas(lhs, rhs, params) else None
+    return lax.conv_general_dilated_p.bind(lhs, rhs, **params) if result is None else result
+
+
+def _by_formula(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], place: primitive.Place) -> jax.Array | None:
+    """The convolution, or None where XLA's is as fast or where no formula applies."""
+    if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
+        if place.is_partitioned:
+            return None
+        return grouped(lhs, rhs, params, lambda x, w, of_one: convolve(x, w, place=place, **of_one))
+    problem = filter_gradient(lhs, rhs, params)
+    if problem is not None:
+        return _gradient_of_filter(lhs, rhs, params["dimension_numbers"], problem, place)
+    if place.is_partitioned:
+        return None
+    result = _forward(lhs, rhs, params)
+    if result is None and place.is_in_loop:
+        return _forward_in_loop(lhs, rhs, params)
+    return result
+
+
+def _gradient_of_filter(
+    lhs: jax.Array, rhs: jax.Array, numbers: Any, problem: ConvProblem, place: primitive.Place
+) -> jax.Array | None:
+    operands = (lhs, numbers.lhs_spec), (rhs, numbers.rhs_spec)
+    images, cotangent = operands[::-1] if problem.is_turned else operands
+    (examples, *sizes, channels), (*_, features) = shape_summed_first(*images), shape_summed_first(*cotangent)
+    by_tiles = winograd.is_gradient(problem) and winograd.pays(examples, problem.results, channels, features)
+    by_tiles = by_tiles and not place.is_partitioned
+    if not by_tiles and not _is_faster_by_product((examples, *sizes, channels), features, problem, place):
+        return None
+    x, g = summed_axis_first(*images), summed_axis_first(*cotangent)
+    if by_tiles:
+        result = winograd.gradient(x, g, problem)
+    else:
+        result = products.gradient_of_filter(x, g, problem, in_blocks=not place.is_partitioned)
+    return as_result(result.swapaxes(-1, -2) if problem.is_turned else result, numbers.out_spec)
+
+
+def _is_faster_by_product(images: Sizes, features: int, problem: ConvProblem, place: primitive.Place) -> bool:
+    """Whether the gradient of the filter is, for images of this shape."""
+    places = math.prod(problem.window)
+    if place.is_in_loop or problem.is_turned or places == 1 or len(problem.window) > 2:
+        return True
+    sums = places * images[-1]  # products for an output
+    if sums <= _FEW and images[0] >= _MANY_EXAMPLES:
+        return True
+    if len(problem.window) == 1 or places > _WINDOW:
+        return False
+    copied = products.numbers_copied(images, features, problem)
+    operations = 2 * math.prod(problem.results) * features * sums
+    limit = _SHARED if place.is_shared else _ALONE
+    return copied <= _MOST_COPIED and operations >= limit * copied
+
+
+def _forward(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array | None:
+    """A convolution of strides 1 with many channels or few results, or None where XLA's is as fast."""
+    numbers = params["dimension_numbers"]
+    if numbers.lhs_spec != _CHANNELS_LAST or numbers.out_spec != _CHANNELS_LAST:
+        return None
+    if {*params["window_strides"], *params["rhs_dilation"]} != {1}:
+        return None
+    out, inner, *spatial = numbers.rhs_spec
+    *window, channels, features = (rhs.shape[axis] for axis in (*spatial, inner, out))
+    if not 1 < math.prod(window) <= _FORWARD_WINDOW:
+        return None
+    results, is_dilated = result_sizes(lhs, rhs, params), {*params["lhs_dilation"]} != {1}
+    if window == [3, 3] and not is_dilated and winograd.pays(lhs.shape[0], results, channels, features):
+        in_memory = lax.transpose(rhs, (*spatial, *sorted((inner, out))))  # nothing is moved
+        return winograd.convolution(lhs, in_memory, params["padding"], is_turned=out < inner)
+    places = math.prod(results)
+    is_small = places <= _SMALL and (channels * features >= _OF_SMALL or is_dilated)
+    if is_small or places <= _TINY:
+        return products.by_columns(lhs, lax.transpose(rhs, (*spatial, inner, out)), _edges(params))
+    return None
+
+
+def _forward_in_loop(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array | None:
+    """Any convolution as products. XLA's own is number by number in a loop. None where the window is too large."""
+    numbers = params["dimension_numbers"]
+    out, inner, *spatial = numbers.rhs_spec
+    weight = lax.transpose(rhs, (*spatial, inner, out))
+    window = weight.shape[:-2]
+    if math.prod(window) > MOST_PLACES:
+        return None
+    x = products.pad(channels_last(lhs, numbers.lhs_spec), _edges(params))
+    strides, dilation = tuple(params["window_strides"]), tuple(params["rhs_dilation"])
+    if len(window) == 2 and {*strides, *dilation} == {1} and window[1] > 1:
+        y = products.by_columns(x, weight, [(0, 0, 0)] * 2)
+    else:
+        results = result_sizes(lhs, rhs, params)
+        y = products.by_patches(x, weight, ConvProblem(window, results, strides, dilation, (0,) * len(window)))
+    return reorder(y, (0, y.ndim - 1, *range(1, y.ndim - 1)), numbers.out_spec)
+
+
+def _edges(params: dict[str, Any]) -> products.Edges:
+    return [(low, high, by - 1) for (low, high), by in zip(params["padding"], params["lhs_dilation"], strict=True)]
+
+
+CONVOLUTION_IN_LOOP = "convolution_in_loop"
+"""The name of the function, in a lowered program, that is a convolution in the body of a loop."""
+
+
+def _convolve_in_loop(lhs: jax.Array, rhs: jax.Array, *, place: primitive.Place, **params: Any) -> jax.Array:
+    def convolution(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return convolve(lhs, rhs, place=place._replace(is_in_loop=True), **params)
+
+    convolution.__name__ = CONVOLUTION_IN_LOOP
+    return jax.jit(convolution)(lhs, rhs)
+
+
+conv_p = primitive.make(lax.conv_general_dilated_p, convolve, bilinear=True)
+conv_in_loop_p = primitive.make(lax.conv_general_dilated_p, _convolve_in_loop, bilinear=True)
+"""The same in the body of a loop, for where the lowering cannot see the loop: `scan` lowers its body apart."""
+
+
+def conv_general_dilated(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    **options: Any,
+) -> jax.Array:
+    """`jax.lax.conv_general_dilated`, faster on CPUs.
+
+    The gradient of the filter is a matrix product of shifted views, where XLA computes a convolution with a window as
+    large as the image. Small images are products too, and 3 × 3 windows with many channels take 16 multiplications in
+    place of 36. Depthwise convolutions are sums of shifted images, and groups are taken apart. That is for float32 and
+    sizes that are known, where it is faster. Everything else, and every other platform, is XLA's own. It works wherever
+    that of `jax.lax` does: under `jit`, `vmap`, `scan`, `shard_map`, export, and in derivatives of any order. The step
+    of `train.make_train_step` uses it for any model.
+
+    Inside of a loop XLA has slow code only, and products are faster at any size. The step knows its loops. For loops of
+    one's own give the function that has the loop to `fast_on_cpus`.
+
+    Args:
+        lhs: the images, (N, C, H, W) unless `dimension_numbers` says otherwise. Any number of spatial dimensions.
+        rhs: the filter, (O, C, KH, KW) unless `dimension_numbers` says otherwise. Of the dtype of `lhs`.
+        window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
+            batch_group_count, precision, preferred_element_type, options: as of `jax.lax.conv_general_dilated`.
+
+    Returns:
+        What `jax.lax.conv_general_dilated` gives, to rounding of float32: sums have another order. Where images or
+        gradients are not finite, more entries of a result or a gradient are NaN.
+
+    Raises:
+        TypeError, ValueError: those of `jax.lax.conv_general_dilated`.
+
+    Source: the sums over shifted columns and rows follow Cho and Brand (2017), "MEC: memory-efficient convolution". 16
+    multiplications are those of Winograd (1980), in the form of Lavin and Gray (2016).
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> images, weight = jnp.ones((8, 16, 16, 3)), jnp.ones((3, 3, 3, 4))
+        >>> def total(weight):
+        ...     numbers = ("NHWC", "HWIO", "NHWC")
+        ...     return conv_general_dilated(images, weight, (1, 1), "SAME", dimension_numbers=numbers).sum()
+        >>> jax.grad(total)(weight).shape
+        (3, 3, 3, 4)
+    """
+
+    def convolution(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(
+            lhs,
+            rhs,
+            window_strides,
+            padding,
+            lhs_dilation,
+            rhs_dilation,
+            dimension_numbers,
+            feature_group_count,
+            batch_group_count,
+            precision,
+            preferred_element_type,
+            **options,
+        )
+
+    return primitive.bind_like({lax.conv_general_dilated_p: conv_p}, convolution, lhs, rhs)

@@ -1,0 +1,269 @@
+"""Pooling and its gradients by slices that are compared and added as whole arrays.
+
+XLA on CPUs goes from window to window. That takes 1 to 10 times as long forward, and 10 to 30 times as long for the
+gradient of max pooling, where it searches each window. The first half are formulas for lax's primitives, the second
+half is the pooling that models call.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._core.calls import answers
+from . import primitive
+
+MOST_PLACES = 64
+"""The largest window: each of its places is a slice of its own in the program."""
+_MOST_FORWARD = 25  # places of a window where slices are as fast forward as XLA's loop
+
+
+class Windows(NamedTuple):
+    """Where windows lie over an array, with an entry for each of its axes.
+
+    Attributes:
+        lengths: of a window.
+        strides: the distances of windows.
+        padding: (before, after).
+    """
+
+    lengths: Sequence[int]
+    strides: Sequence[int]
+    padding: Sequence[tuple[int, int]]
+
+
+def views(x: jax.Array, windows: Windows, fill: Any) -> Iterator[jax.Array]:
+    """For each place of a window, in its order, the entry that each window has there.
+
+    Args:
+        x: the array.
+        windows: over it.
+        fill: what stands outside.
+    """
+    padded = lax.pad(x, jnp.asarray(fill, x.dtype), [(low, high, 0) for low, high in windows.padding])
+    for place in product(*map(range, windows.lengths)):
+        view = padded
+        for axis, (at, length, stride) in enumerate(zip(place, windows.lengths, windows.strides, strict=True)):
+            if (length, stride) != (1, 1):
+                view = lax.slice_in_dim(view, at, padded.shape[axis] - (length - 1 - at), stride, axis)
+        yield view
+
+
+def sum_windows(operand: jax.Array, *, place: primitive.Place, **params: Any) -> jax.Array:
+    """lax's `reduce_window_sum`: the sum of each window.
+
+    Args:
+        operand: the array.
+        place: makes no difference. Axes along which windows have a length of 1 are left whole.
+        params: of the primitive.
+    """
+    del place
+    if operand.dtype == jnp.float32 and _is_usual(operand, params) and {*params["window_dilation"]} <= {1}:
+        if _has_few_places(params):
+            return functools.reduce(jnp.add, views(operand, _windows(params), 0))
+        if _spreads(params):
+            return _spread(operand, params["window_dimensions"], params["padding"])
+    return lax.reduce_window_sum_p.bind(operand, **params)
+
+
+def largest_of_windows(operand: jax.Array, *, place: primitive.Place, **params: Any) -> jax.Array:
+    """lax's `reduce_window_max`: the largest entry of each window.
+
+    Args:
+        operand, place, params: as of `sum_windows`.
+    """
+    del place
+    if _is_usual(operand, params) and {*params["window_dilation"]} <= {1} and _has_few_places(params):
+        return functools.reduce(jnp.maximum, views(operand, _windows(params), _least(operand.dtype)))
+    return lax.reduce_window_max_p.bind(operand, **params)
+
+
+def _windows(params: Any) -> Windows:
+    return Windows(params["window_dimensions"], params["window_strides"], params["padding"])
+
+
+def _is_usual(x: jax.Array, params: Any) -> bool:
+    """Whether sizes are known, nothing is cut off before the windows, and there is at least one."""
+    if not all(isinstance(size, int) for size in x.shape) or 0 in x.shape:
+        return False
+    around = zip(x.shape, params["padding"], params["window_dimensions"], strict=True)
+    return all(min(pair) >= 0 and size + sum(pair) >= length for size, pair, length in around)
+
+
+def _has_few_places(params: Any) -> bool:
+    return {*params["base_dilation"]} <= {1} and math.prod(params["window_dimensions"]) <= _MOST_FORWARD
+
+
+def _spreads(params: Any) -> bool:
+    """Whether windows do not overlap in a gradient of their sums, so that each entry fills one window."""
+    lengths, padding = params["window_dimensions"], params["padding"]
+    return (
+        {*params["window_strides"]} <= {1}
+        and tuple(params["base_dilation"]) == tuple(lengths)
+        and all(low == length - 1 and high >= 0 for (low, high), length in zip(padding, lengths, strict=True))
+    )
+
+
+def _spread(x: jax.Array, lengths: Sequence[int], padding: Sequence[tuple[int, int]]) -> jax.Array:
+    """Each entry as often as a window is long, with zeros after them."""
+    sizes = [(size, length) for size, length in zip(x.shape, lengths, strict=True)]
+    kept = tuple(2 * axis for axis in range(x.ndim))
+    filled = lax.broadcast_in_dim(x, [n for pair in sizes for n in pair], kept)
+    edges = [(0, high - (length - 1), 0) for (_, high), length in zip(padding, lengths, strict=True)]
+    return lax.pad(filled.reshape([math.prod(pair) for pair in sizes]), jnp.zeros((), x.dtype), edges)
+
+
+def scatter_to_largest(source: jax.Array, operand: jax.Array, *, place: primitive.Place, **params: Any) -> jax.Array:
+    """lax's `select_and_scatter_add`: each entry of the source goes to the largest entry of its window.
+
+    Args:
+        source, operand: the operands.
+        place: makes no difference. Axes along which windows have a length of 1 are left whole.
+        params: of the primitive.
+    """
+    del place
+    windows = _windows(params)
+    usual = params["select_prim"] is lax.ge_p and _is_usual(operand, params)
+    if not usual or math.prod(windows.lengths) > MOST_PLACES:
+        return lax.select_and_scatter_add_p.bind(source, operand, **params)
+    _, transposed = jax.vjp(partial(_first_of_largest, windows), operand)
+    return transposed(source)[0]
+
+
+def _first_of_largest(windows: Windows, x: jax.Array) -> jax.Array:
+    """The entry of each window that XLA's search finds, outside of the array too, where it pads with the least."""
+    fills = views(x, windows, _least(x.dtype))
+    return functools.reduce(lambda found, view: jnp.where(found >= view, found, view), fills)
+
+
+def _least(dtype: Any) -> Any:
+    if dtype == jnp.bool_:
+        return False
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+
+
+sum_p = primitive.make(lax.reduce_window_sum_p, sum_windows)
+max_p = primitive.make(lax.reduce_window_max_p, largest_of_windows)
+scatter_p = primitive.make(lax.select_and_scatter_add_p, scatter_to_largest)
+
+
+Padding = str | Sequence[tuple[int, int]]
+
+
+@answers("max_pool")
+def max_pool(
+    inputs: jax.Array, window_shape: Sequence[int], strides: Sequence[int] | None = None, padding: Padding = "VALID"
+) -> jax.Array:
+    """The largest entry of each window, with a faster gradient than that of `jax.lax.reduce_window` on CPUs.
+
+    The arguments are those of `flax.linen.max_pool` and `flax.nnx.max_pool`. The results and the gradients are the same
+    to the bit where windows do not overlap: of equal entries the first one has the gradient. Where they overlap the
+    gradient differs by rounding.
+
+    Args:
+        inputs: (..., spatial dimensions, features), floating or integer.
+        window_shape: the lengths of a window, one for each spatial dimension.
+        strides: the distances of windows, likewise. 1 each by default.
+        padding: "VALID", "SAME", or (before, after) for each spatial dimension.
+
+    Returns:
+        (..., windows along each dimension, features), of the dtype of `inputs`.
+
+    Raises:
+        ValueError: lengths do not match, a window is larger than the inputs with their padding, or it has more than 64
+            entries, where `jax.lax.reduce_window` is right.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> max_pool(jnp.arange(16.0).reshape(1, 4, 4, 1), (2, 2), strides=(2, 2)).ravel().tolist()
+        [5.0, 7.0, 13.0, 15.0]
+    """
+    inputs = jnp.asarray(inputs)
+    least = -jnp.inf if jnp.issubdtype(inputs.dtype, jnp.floating) else jnp.iinfo(inputs.dtype).min
+    return functools.reduce(_larger, _views("max_pool", inputs, window_shape, strides, padding, least))
+
+
+@answers("avg_pool")
+def avg_pool(
+    inputs: jax.Array,
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None = None,
+    padding: Padding = "VALID",
+    count_include_pad: bool = True,
+) -> jax.Array:
+    """The mean of each window. The arguments are those of `flax.linen.avg_pool`.
+
+    Args:
+        inputs, window_shape, strides, padding: as of `max_pool`, floating.
+        count_include_pad: whether the zeros of the padding count.
+
+    Returns:
+        (..., windows along each dimension, features), of the dtype of `inputs`.
+
+    Raises:
+        ValueError: as of `max_pool`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> avg_pool(jnp.arange(16.0).reshape(1, 4, 4, 1), (2, 2), strides=(2, 2)).ravel().tolist()
+        [2.5, 4.5, 10.5, 12.5]
+    """
+    inputs = jnp.asarray(inputs)
+
+    def total(x: jax.Array) -> jax.Array:
+        return functools.reduce(jnp.add, _views("avg_pool", x, window_shape, strides, padding, 0))
+
+    if count_include_pad:
+        return total(inputs) / math.prod(window_shape)
+    around = inputs.ndim - 1 - len(window_shape)
+    return total(inputs) / total(jnp.ones((*(1,) * around, *inputs.shape[around:-1], 1), inputs.dtype))
+
+
+def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The first of the largest, and NaN where there is one."""
+    return jnp.where((a >= b) | (a != a), a, b)
+
+
+def _views(
+    name: str,
+    inputs: jax.Array,
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None,
+    padding: Padding,
+    fill: float,
+) -> list[jax.Array]:
+    """For each place of the window the entry that each window has there."""
+    window = tuple(window_shape)
+    steps = (1,) * len(window) if strides is None else tuple(strides)
+    _check(name, inputs.shape, window, steps)
+    first = inputs.ndim - 1 - len(window)
+    spatial = inputs.shape[first:-1]
+    pads = lax.padtype_to_pads(spatial, window, steps, padding) if isinstance(padding, str) else padding
+    if len(pads) != len(window):
+        raise ValueError(f"{name}: padding must have a pair for each of the {len(window)} dimensions, got {padding!r}")
+    windows = Windows((*(1,) * first, *window, 1), (*(1,) * first, *steps, 1), (*((0, 0),) * first, *pads, (0, 0)))
+    for size, length, (low, high) in zip(window, spatial, pads, strict=True):
+        if isinstance(length, int) and size > low + length + high:
+            raise ValueError(f"{name}: a window of {window} is larger than inputs of {inputs.shape} with their padding")
+    return list(views(inputs, windows, fill))
+
+
+def _check(name: str, shape: tuple[int, ...], window: tuple[int, ...], steps: tuple[int, ...]) -> None:
+    if len(shape) < len(window) + 1 or len(steps) != len(window) or not window or min(*window, *steps) < 1:
+        raise ValueError(
+            f"{name}: inputs must be (..., {len(window)} spatial dimensions, features), and window_shape and strides "
+            f"positive and as many, got inputs of {shape}, window_shape {window}, strides {steps}"
+        )
+    if math.prod(window) > MOST_PLACES:
+        raise ValueError(
+            f"{name}: a window of {window} has more than {MOST_PLACES} entries; take jax.lax.reduce_window, or the "
+            f"{'maximum' if name == 'max_pool' else 'mean'} over the axes where it is the whole image"
+        )

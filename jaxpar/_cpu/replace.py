@@ -1,0 +1,88 @@
+"""The hook: a function with the primitives of this room in the place of lax's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from .._core.calls import answers
+from . import primitive
+from .convolution import CONVOLUTION_IN_LOOP, conv_in_loop_p, conv_p
+from .pooling import max_p, scatter_p, sum_p
+from .products import product_p
+
+_INSTEAD = {
+    lax.conv_general_dilated_p: conv_p,
+    lax.dot_general_p: product_p,
+    lax.reduce_window_max_p: max_p,
+    lax.reduce_window_sum_p: sum_p,
+    lax.select_and_scatter_add_p: scatter_p,
+}
+
+_INSTEAD_IN_LOOPS = _INSTEAD | {lax.conv_general_dilated_p: conv_in_loop_p, conv_p: conv_in_loop_p}
+
+
+def for_platform(function: Callable[..., Any], platform: str) -> Callable[..., Any]:
+    """`fast_on_cpus` of a function that a program for CPUs computes. For another platform it is the function itself.
+
+    Example:
+        >>> for_platform(max, "gpu") is max
+        True
+    """
+    return fast_on_cpus(function) if platform == "cpu" else function
+
+
+def is_slow_in_a_loop(lower: Callable[[], str], platform: str) -> bool:
+    """Whether a program with a loop is slow: on CPUs where it has a convolution, of XLA's or as products.
+
+    Args:
+        lower: makes the program's text before compilation. It is called for CPUs only.
+        platform: of the program's devices.
+    """
+    if platform != "cpu":
+        return False
+    text = lower()
+    return "stablehlo.convolution" in text or CONVOLUTION_IN_LOOP in text
+
+
+@answers("models.fast_on_cpus")
+def fast_on_cpus(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, with formulas that are faster on CPUs.
+
+    `function` is traced. Its convolutions, its products over several axes and its pooling are then computed as
+    `conv_general_dilated`, a product of two matrices and slices, also inside of loops, branches, `jit` and
+    `checkpoint`. Other platforms compute what they did. `train.make_train_step` does this by itself. It is for loops of
+    one's own.
+
+    Give the function that computes the gradient and not the loss: XLA loses most by the products and windows that only
+    derivatives have. The function may be called inside `jit`, `vmap`, `pmap`, `shard_map` and derivatives.
+
+    Args:
+        function: of pytrees of arrays. It gives such a pytree.
+
+    Returns:
+        A function of the same arguments, by position, and the same results to rounding.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> def loss(weight, texts):  # 8 texts of 16 tokens
+        ...     return jnp.tanh(texts @ weight).sum()
+        >>> gradient = fast_on_cpus(jax.value_and_grad(loss))
+        >>> value, grads = jax.jit(gradient)(jnp.ones((4, 3)), jnp.ones((8, 16, 4)))
+        >>> grads.shape
+        (4, 3)
+    """
+
+    @functools.wraps(function)  # a compiled program has its name, and the names of its arguments
+    def replaced(*args: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        program = primitive.replace_primitives(closed, _INSTEAD, _INSTEAD_IN_LOOPS)
+        results = jaxpr_as_fun(program)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return replaced

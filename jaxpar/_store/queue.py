@@ -1,0 +1,282 @@
+"""Bounded staleness: a pushed value stays on the device that pushed it, unreduced, and is applied tau pushes later.
+
+So the sum over the devices of what was pushed tau steps ago depends on nothing of this step's forward and backward
+pass. A compiled step may send the one while it computes the other. A push of a key takes the oldest value out of a
+queue, appends the new one, and pushes the oldest as in any other store. The first tau pushes of a key apply nothing:
+value, updater state and residuals stay as they are, bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from .._core.arrays import is_traced
+from .._devices.mesh import are_on, assemble, copies_on, split_over
+from .._devices.placement import spans_processes, to_host
+from . import aggregate
+from .store import Arrays, Changes, KVStore, Lists, shapes_of, with_changes
+
+Send = Callable[[KVStore, Lists], Changes]
+
+
+class PendingPushes(NamedTuple):
+    """The pushes of one key that are not applied yet.
+
+    Attributes:
+        values: tau arrays (devices, *shape) of the stored dtype, the oldest first. At the prompt the first axis has
+            the positions in the pushed list. Places to which nothing was pushed yet hold zeros.
+        count: int32 scalar, how many of them (the last ones) were pushed. At most tau.
+    """
+
+    values: tuple[jax.Array, ...]
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+def start(store: KVStore, key: int, count: int) -> PendingPushes:
+    """An empty queue for each of `count` devices."""
+    row = jax.ShapeDtypeStruct((count, *shapes_of(store)[key]), store.values[key].dtype)
+    return _empty(row, store.staleness)
+
+
+def push(store: KVStore, pushed: Lists, axis_name: str | None, send: Send) -> Changes:
+    """What a push changes: `send`, the push without a delay, gets the values that are due."""
+    held = {k: store.pending[k] for k in pushed if k in store.pending}
+    at_prompt = axis_name is None and not is_traced((pushed, held, store.values))
+    if axis_name is not None:
+        aggregate.axis_size(axis_name, "kv.push")
+        new = aggregate.local_sums(store, pushed)
+    elif at_prompt:
+        new = {k: _stack(store, k, values) for k, values in pushed.items()}
+    else:
+        new = {k: jnp.stack([aggregate.as_stored(store, k, v) for v in values]) for k, values in pushed.items()}
+    due, pending, ready = rotate_queue(store, new, one=axis_name is not None, at_prompt=at_prompt)
+    if at_prompt:
+        return _beside_pending(store, _apply_ready(store, due, ready, send)._replace(pending=pending))
+    lists = {k: [value] if axis_name is not None else list(value) for k, value in due.items()}
+    changes = where_ready(store, send(without_delay(store), lists), ready, lists, axis_name)
+    return changes._replace(pending=pending)
+
+
+def flush(store: KVStore, axis_name: str | None, send: Send) -> KVStore:
+    """The store after all pending pushes, the oldest first."""
+    at_prompt = axis_name is None and not is_traced((store.pending, store.values))
+    store = dataclasses.replace(store, pending=dict(sorted(store.pending.items())))  # as a push has its keys
+    for i in range(store.staleness):
+        if at_prompt:
+            due = {k: held.values[i] for k, held in store.pending.items()}
+            ready = {k: i >= store.staleness - _known(held.count) for k, held in store.pending.items()}
+            changes = _apply_ready(store, due, ready, send)
+        else:
+            lists, ready = pending_at(store, i, axis_name)
+            changes = where_ready(store, send(without_delay(store), lists), ready, lists, axis_name)
+        store = with_changes(store, changes)
+    changes = Changes(pending=jax.tree.map(_zeros_like, store.pending))
+    return with_changes(store, _beside_pending(store, changes) if at_prompt else changes)
+
+
+def _apply_ready(store: KVStore, due: Arrays, ready: Mapping[int, Any], send: Send) -> Changes:
+    """The changes of the keys that are ready, at the prompt: there nothing has to be masked."""
+    lists = {k: _unstack(value) for k, value in due.items() if ready[k]}
+    return send(without_delay(store), lists) if lists else Changes()
+
+
+def without_delay(store: KVStore) -> KVStore:
+    """The store as one that applies at once what is pushed."""
+    return dataclasses.replace(store, staleness=0, pending={})
+
+
+def rotate_queue(
+    store: KVStore, new: Arrays, *, one: bool = False, at_prompt: bool = False
+) -> tuple[Arrays, dict[int, PendingPushes], dict[int, Any]]:
+    """Take the oldest values out of the queues and append new ones.
+
+    Args:
+        store: any store with a staleness.
+        new: with `one` this device's value of each key, else values (n, *shape).
+        one: whether this runs inside a mapped axis. There the first axis of the queues, the devices, has length 1
+            (`shard_map`) or is gone (`pmap`).
+        at_prompt: whether the number of pushes is known.
+
+    Returns:
+        (the oldest values of each key, in the same layout, the new queues, and for each key a bool scalar, whether
+        the oldest value was ever pushed). At the prompt the last are bools of Python.
+
+    Raises:
+        ValueError: a queue is of another number of devices.
+    """
+    due, pending, ready = {}, {}, {}
+    for k, value in new.items():
+        value = value.astype(store.values[k].dtype)
+        stacked = value[None] if one else value
+        held = store.pending.get(k) or _empty(stacked, store.staleness)
+        oldest = held.values[0]
+        if one and oldest.size != value.size:
+            raise ValueError(
+                f"kv.push: key {k}: values {oldest.shape} are pending, and each device pushes {value.shape}; spread "
+                "the store by kv.place and kv.partition_specs, or apply the pending ones by kv.flush first"
+            )
+        due[k] = oldest.reshape(value.shape) if one else oldest
+        joined = value.reshape(oldest.shape) if one else value
+        count, ready[k] = _count_push(held.count, store.staleness, at_prompt)
+        pending[k] = PendingPushes((*held.values[1:], joined), count)
+    return due, pending, ready
+
+
+def _count_push(count: jax.Array, most: int, at_prompt: bool) -> tuple[jax.Array, Any]:
+    """The count after one push more, and whether the queue was full."""
+    if not at_prompt:
+        return jnp.minimum(count + 1, most), count == most
+    if _known(count) == most:
+        return count, True
+    return jax.device_put(np.int32(_known(count) + 1), count.sharding if count.committed else None), False
+
+
+def _known(count: jax.Array) -> int:
+    """The count as a number. It is ready at once, since no program of a push at the prompt computes it."""
+    return int(to_host(count))
+
+
+def where_ready(
+    store: KVStore, changes: Changes, ready: Mapping[int, Any], lists: Lists, axis_name: str | None
+) -> Changes:
+    """The changes of the keys that are ready. The others are as in the store."""
+    values, states, residuals, _, optimizer_state = changes
+
+    def residual(k: int) -> Any:
+        if axis_name is None:
+            return aggregate.residuals_for(store, {k: len(lists[k])})[k]
+        return aggregate.held_residual(store, k, axis_name)
+
+    return Changes(
+        {k: jnp.where(ready[k], v, store.values[k]) for k, v in values.items()},
+        {k: select(ready[k], state, store.updater_state[k]) for k, state in states.items()},
+        {k: select(ready[k], state, residual(k)) for k, state in residuals.items()},
+        optimizer_state=_where_all_ready(optimizer_state, store.optimizer_state, ready),
+    )
+
+
+def _where_all_ready(new: Any, old: Any, ready: Mapping[int, Any]) -> Any:
+    """The state of an optimizer of the whole pytree. All its keys are pushed at once, so they are ready at once."""
+    return new if new is None else select(jnp.stack(list(ready.values())).all(), new, old)
+
+
+def select(condition: jax.Array, new: Any, old: Any) -> Any:
+    """One of two pytrees of the same structure, by a bool scalar."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+def pending_at(store: KVStore, i: int, axis_name: str | None) -> tuple[Lists, Arrays]:
+    """Place i of the queues, and whether it was pushed."""
+    shapes = shapes_of(store)
+    lists = {
+        k: list(w.values[i]) if axis_name is None else [w.values[i].reshape(shapes[k])]
+        for k, w in store.pending.items()
+    }
+    return lists, {k: i >= store.staleness - w.count for k, w in store.pending.items()}
+
+
+def regroup(held: PendingPushes, count: int) -> PendingPushes:
+    """The queue for another number of devices, with the same sums.
+
+    Device i takes the values of the devices i, i + count, i + 2 count, ... If there are more devices than before, the
+    others have zeros.
+    """
+
+    def spread(rows: jax.Array) -> jax.Array:
+        if rows.shape[0] == count:
+            return rows
+        filled = jnp.pad(rows, [(0, -rows.shape[0] % count)] + [(0, 0)] * (rows.ndim - 1))
+        return filled.reshape(-1, count, *rows.shape[1:]).sum(0, dtype=rows.dtype)
+
+    return PendingPushes(tuple(map(spread, held.values)), held.count)
+
+
+# At the prompt. There the rows of what was pushed stay on the devices that pushed them.
+
+
+def _stack(store: KVStore, key: int, values: Sequence[jax.Array]) -> jax.Array:
+    """(n, *shape): each row stays on its device if these are different ones, those of the store if it has some.
+
+    Else all go to the devices of the stored value, or to the first one that pushes if that value is anywhere.
+    """
+    stored = store.values[key]
+    shardings = [v.sharding for v in values]
+    devices = tuple(next(iter(s.device_set)) for s in shardings)
+    single = all(isinstance(s, SingleDeviceSharding) for s in shardings)
+    if len(values) > 1 and single and len(set(devices)) == len(values) and store.devices in (None, devices):
+        return assemble([_stack_rows([v], stored.dtype) for v in values], split_over(devices))
+    home = copies_on(_devices_of(stored)) if stored.committed and not spans_processes(stored) else shardings[0]
+    return _stack_rows([v if v.sharding == home else jax.device_put(v, home) for v in values], stored.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _stack_rows(values: list[jax.Array], dtype: Any) -> jax.Array:
+    return jnp.stack([v.astype(dtype) for v in values])
+
+
+def _unstack(stacked: jax.Array) -> list[jax.Array]:
+    """The inverse: a list of this process's rows, each on its device."""
+    shards = stacked.addressable_shards
+    if len(shards) > 1 and all(s.data.shape[0] == 1 for s in shards) and stacked.shape[0] > 1:
+        return [row for s in sorted(shards, key=lambda s: s.index[0].start) for row in _unstack_rows(s.data)]
+    return _unstack_rows(stacked)
+
+
+@jax.jit
+def _unstack_rows(stacked: jax.Array) -> list[jax.Array]:
+    return list(stacked)
+
+
+def _beside_pending(store: KVStore, changes: Changes) -> Changes:
+    """The changes, with all of a key on the devices of its last push. Else no program takes a store of them."""
+    moved = Changes({}, {}, {}, {})
+    for k, held in changes.pending.items():
+        last = held.values[-1]
+        moved.values[k] = _move_beside(last, changes.values.get(k, store.values[k]))
+        moved.updater_state[k] = _move_beside(last, changes.updater_state.get(k, store.updater_state[k]))
+        moved.pending[k] = _move_beside(last, held)
+        if k in changes.residuals:
+            moved.residuals[k] = _move_beside(last, changes.residuals[k])
+    # An optimizer of the whole pytree has one state, and its keys are pushed together.
+    state = store.optimizer_state if changes.optimizer_state is None else changes.optimizer_state
+    for held in list(changes.pending.values())[-1:]:
+        state = _move_beside(held.values[-1], state)
+    return moved._replace(optimizer_state=state)
+
+
+def _move_beside(pushed: jax.Array, tree: Any) -> Any:
+    """The arrays on the devices of what was pushed. Those that are on no particular device stay so."""
+    devices = _devices_of(pushed)
+
+    def move(leaf: jax.Array) -> jax.Array:
+        if not leaf.committed or spans_processes(leaf) or are_on(leaf, devices):
+            return leaf
+        return jax.device_put(leaf, pushed.sharding if leaf.shape == pushed.shape else copies_on(devices))
+
+    return jax.tree.map(move, tree)
+
+
+def _devices_of(array: jax.Array) -> tuple[Any, ...]:
+    """The devices of an array, in the order in which a program has them."""
+    sharding = array.sharding
+    if isinstance(sharding, NamedSharding):
+        return tuple(np.asarray(sharding.mesh.devices).flat)
+    return tuple(sorted(sharding.device_set, key=lambda d: d.id))
+
+
+def _empty(row: Any, staleness: int) -> PendingPushes:
+    return PendingPushes(tuple(_zeros_like(row) for _ in range(staleness)), jnp.zeros((), jnp.int32))
+
+
+def _zeros_like(array: Any) -> jax.Array:
+    """Zeros where the array is. A tracer and a shape are nowhere."""
+    is_placed = isinstance(array, jax.Array) and not is_traced(array) and array.committed
+    return jnp.zeros(array.shape, array.dtype, device=array.sharding if is_placed else None)

@@ -1,0 +1,264 @@
+"""The store: a frozen pytree of values, updater states, residuals and pending pushes, keyed by ints."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from .._core.arrays import Device, without_keys
+from .._core.calls import answers
+from .._core.text import Table
+from .._devices.buckets import BucketLimits, Shape
+from .._devices.placement import to_host
+from ..compression import Compressor, LinearCompressor
+from ..mxnet import _STORE_ARGUMENTS, _line_for
+from ..updaters import assign
+from . import display
+from .kinds import KINDS, Kind
+from .layouts import WHOLE, Layout, Rows, Split
+
+Arrays = dict[int, jax.Array]
+Lists = dict[int, list[jax.Array]]
+Layouts = tuple[tuple[int, Layout], ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class KVStore:
+    """An immutable key-value store, as a pytree. Every function of `jp.kv` returns a new one.
+
+    Attributes:
+        values: the stored value of each key. In a store of kind `sharded` a value is flat, padded and cut into one
+            row for each device: (devices, chunk).
+        updater_state: what the updater remembers for each key.
+        optimizer_state: of a store made by `kv.from_params(params, optimizer=tx)`, the state of `tx` for the whole
+            pytree, else (). In a store of kind `sharded`, what has a number for each element of a value is laid out
+            as the value.
+        residuals: the state of the compressor for each key that is compressed. The first axis has the devices, or
+            the positions in the pushed list.
+        pending: in a store with a staleness, the pushes of each key that are not applied yet. `values` are as many
+            arrays (devices, *shape) as the staleness, the oldest first. `count`, int32, is how many were pushed.
+        kind: as given to `create`. Static, as are all fields below.
+        updater: what a push does.
+        compressor: of gradients, or None.
+        devices: those of the store. None: they follow the pushes.
+        limits: which values share a bucket.
+        staleness: how many pushes of a key later a push is applied. More than 0 for kind `dist_async` only.
+        paths: (key, path in the pytree given to `kv.from_params`).
+        treedef: the structure of that pytree, or None.
+        layouts: (key, layout) of all values if they are cut into rows or split over a mesh, or () if each is whole.
+    """
+
+    values: dict[int, jax.Array]
+    updater_state: dict[int, Any]
+    residuals: dict[int, Any]
+    kind: str = "local"
+    updater: Any = assign
+    compressor: Compressor | LinearCompressor | None = None
+    devices: tuple[Device, ...] | None = None
+    limits: BucketLimits = dataclasses.field(default_factory=BucketLimits)
+    paths: tuple[tuple[int, str], ...] = ()
+    treedef: Any = None
+    pending: dict[int, Any] = dataclasses.field(default_factory=dict)
+    staleness: int = 0
+    optimizer_state: Any = ()
+    layouts: Layouts = ()
+
+    @property
+    def shapes(self) -> tuple[tuple[int, Shape], ...]:
+        """(key, shape) of the values as the user sees them, for values that are cut into rows only."""
+        return tuple((k, layout.shape) for k, layout in rows_of(self).items())
+
+    @property
+    def shardings(self) -> tuple[tuple[int, NamedSharding], ...]:
+        """(key, sharding) of values that are split over a mesh in their own shapes, or ().
+
+        They are on one mesh, whose devices are those of the store.
+        """
+        return tuple((k, layout.over) for k, layout in self.layouts if isinstance(layout, Split))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVStore:
+        return jax.tree.map(lambda leaf: copy.deepcopy(leaf, memo), self)  # devices cannot be copied
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both have the same options, keys, values and states, to the last bit."""
+        if not isinstance(other, KVStore):
+            return NotImplemented
+        mine, my_tree = jax.tree.flatten(self)
+        theirs, their_tree = jax.tree.flatten(other)
+        return my_tree == their_tree and all(map(_is_same, mine, theirs))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for unknown names only: the methods of MXNet's store are functions here."""
+            line = _line_for(name)
+            hint = f"; a store is a value, and the verbs are functions: write {line}" if line else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+        def __getitem__(self, key: Any) -> Any:
+            raise TypeError(f"a store has no items; write value = kv.pull(store, {key!r})")
+
+        def __setitem__(self, key: Any, value: Any) -> None:
+            raise TypeError(f"a store is a value and never changes; write store = kv.push(store, {key!r}, value)")
+
+        __iter__ = None  # `for` would ask for items
+
+    def __repr__(self) -> str:
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        return self._table()._repr_html_()
+
+    def _table(self) -> Table:
+        arrays = all(hasattr(v, "shape") for v in self.values.values())
+        return display.table(self, names(self), shapes_of(self) if arrays else {})
+
+
+_DATA = ("values", "updater_state", "residuals", "pending", "optimizer_state")
+_STATIC = tuple(f.name for f in dataclasses.fields(KVStore) if f.name not in _DATA)
+jax.tree_util.register_dataclass(KVStore, _DATA, _STATIC)
+
+_NONE: dict[int, Any] = {}  # a pytree, as the fields of a store are
+
+
+class Changes(NamedTuple):
+    """What a push replaces.
+
+    Attributes:
+        values, updater_state, residuals, pending: as the fields of `KVStore`. Keys that are missing stay as they are.
+        optimizer_state: the new one, or None: it stays as it is.
+    """
+
+    values: Arrays = _NONE
+    updater_state: dict[int, Any] = _NONE
+    residuals: dict[int, Any] = _NONE
+    pending: dict[int, Any] = _NONE
+    optimizer_state: Any = None
+
+
+def with_changes(store: KVStore, changes: Changes) -> KVStore:
+    """The store after a push."""
+    new = object.__new__(KVStore)  # `dataclasses.replace` takes ten microseconds, as long as a small program
+    vars(new).update(
+        vars(store),
+        values=store.values | changes.values,
+        updater_state=store.updater_state | changes.updater_state,
+        residuals=store.residuals | changes.residuals,
+        pending=store.pending | changes.pending,
+        optimizer_state=store.optimizer_state if changes.optimizer_state is None else changes.optimizer_state,
+    )
+    return new
+
+
+@answers("kv.names", _STORE_ARGUMENTS)
+def names(store: KVStore) -> dict[int, str]:
+    """The name of each key: its path in the pytree given to `kv.from_params`, or else the key as text.
+
+    Args:
+        store: any store.
+
+    Returns:
+        {key: name}, in the order of the keys.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxpar import kv
+        >>> kv.names(kv.from_params({"dense": {"bias": jnp.zeros(2), "weight": jnp.ones((3, 2))}}))
+        {0: 'dense/bias', 1: 'dense/weight'}
+    """
+    paths = dict(store.paths)
+    return {k: paths.get(k, str(k)) for k in sorted(store.values)}
+
+
+def kind_of(store: KVStore) -> Kind:
+    """The kind of a store as an object."""
+    return KINDS[store.kind]
+
+
+def layouts_of(store: KVStore) -> dict[int, Layout]:
+    """How each value is kept."""
+    return {**dict.fromkeys(store.values, WHOLE), **dict(store.layouts)}
+
+
+def layout_of(store: KVStore, key: int) -> Layout:
+    """How the value of a key is kept."""
+    return dict(store.layouts).get(key, WHOLE)
+
+
+def rows_of(store: KVStore) -> dict[int, Rows]:
+    """The layouts of the values that are cut into rows."""
+    return {k: layout for k, layout in store.layouts if isinstance(layout, Rows)}
+
+
+def is_on_mesh(store: KVStore) -> bool:
+    """Whether values are split over a mesh in their own shapes. Then all of them are."""
+    return bool(store.layouts) and isinstance(store.layouts[0][1], Split)
+
+
+def is_split(store: KVStore) -> bool:
+    """Whether values are cut into rows, so that a program on one device sees a part of each only."""
+    return kind_of(store).in_rows and not is_on_mesh(store)
+
+
+def home(store: KVStore, layout: Layout) -> jax.sharding.Sharding | None:
+    """Where a new array of this layout goes. None: it stays where it is."""
+    if store.devices is None:
+        return None
+    return SingleDeviceSharding(store.devices[0]) if kind_of(store).on_one_device else layout.sharding(store.devices)
+
+
+def mesh_of_values(store: KVStore) -> Mesh:
+    """The mesh over which values are split in their own shapes."""
+    mesh = store.shardings[0][1].mesh
+    assert isinstance(mesh, Mesh)
+    return mesh
+
+
+def everywhere(store: KVStore) -> Layout:
+    """The layout of an array of which each device of the store has a copy."""
+    return Split(NamedSharding(mesh_of_values(store), PartitionSpec())) if is_on_mesh(store) else WHOLE
+
+
+def copies_for(store: KVStore) -> NamedSharding:
+    """The sharding of an array of which each device of the store has a copy."""
+    assert store.devices is not None
+    return everywhere(store).sharding(store.devices)
+
+
+def has_types(values: Iterable[jax.Array]) -> bool:
+    """Whether the Explicit axes of a user's mesh are a part of the types of some values."""
+    return any(kind == AxisType.Explicit for v in values for kind in jax.typeof(v).sharding.mesh.axis_types)
+
+
+def shards(store: KVStore) -> int:
+    """How many rows the values of a `sharded` store have."""
+    assert store.devices is not None
+    return len(store.devices)
+
+
+def shapes_of(store: KVStore) -> dict[int, Shape]:
+    """The shape of each value as the user sees it."""
+    return {k: v.shape for k, v in store.values.items()} | dict(store.shapes)
+
+
+def specs_of(store: KVStore) -> dict[int, jax.ShapeDtypeStruct]:
+    """Shape and dtype of each value as the user sees it."""
+    return {k: jax.ShapeDtypeStruct(shape, store.values[k].dtype) for k, shape in shapes_of(store).items()}
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two leaves are equal. A tree of the store's structure may hold other things than arrays."""
+    if not all(isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in (a, b)):
+        return type(a) is type(b) and bool(a == b)
+    return a.shape == b.shape and a.dtype == b.dtype and _on_host(a).tobytes() == _on_host(b).tobytes()
+
+
+def _on_host(leaf: jax.Array) -> np.ndarray:
+    plain, _ = without_keys(leaf)
+    return np.asarray(to_host(plain))

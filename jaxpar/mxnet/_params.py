@@ -1,0 +1,110 @@
+"""Arrays from the files of MXNet: `.params` of Gluon and of Module, and what `mx.nd.save` writes.
+
+Such a file is a list of arrays and a list of their names, little-endian. It holds no code. The layout is the one that
+MXNet 1.9.1 writes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._core import regular_file
+from .._core.calls import answers
+from .._core.files import CheckpointError
+
+_LIST, _ARRAY, _ARRAY_NUMPY = 0x112, 0xF993FAC9, 0xF993FACA  # before a list, an array, an array of `mx.np`
+_DTYPES = ("float32", "float64", "float16", "uint8", "int32", "int8", "int64", "bool")
+_BFLOAT16 = 12
+_MOST_ELEMENTS = 2**59  # of which NumPy can count the bytes, also where an axis of length 0 leaves none
+_MOST_AXES = 32
+
+
+@answers("checkpoint.load_mxnet")
+def load_params(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """The arrays of a `.params` file of MXNet, by name.
+
+    MXNet itself is not needed, and nothing in the file is run. `models.lenet.from_mxnet` makes the params of LeNet of
+    such arrays. For another network, MXNet keeps the weight of a convolution as (out, in, height, width), and that of
+    a dense layer as (out, in).
+
+    Args:
+        path: a file by `net.save_parameters`, `net.export`, `module.save_params` or `mx.nd.save`.
+
+    Returns:
+        {name: array}, in the order of the file. Names are as MXNet wrote them, such as "0.weight" or "arg:fc1_bias".
+        Arrays that were saved as a list have the names "0", "1", and so on.
+
+    Raises:
+        OSError: the file cannot be read.
+        CheckpointError: it is no such file, it ends too early, or it holds sparse arrays or an unknown dtype.
+
+    Example:
+        >>> from jaxpar import models, mxnet
+        >>> arrays = mxnet.load_params("lenet.params")  # doctest: +SKIP
+        >>> params = models.lenet.from_mxnet(arrays)  # doctest: +SKIP
+    """
+    path = Path(path)
+    file = _Reader(path, regular_file.read(path, os.stat(path).st_size))
+    magic, _ = file.numbers("QQ")
+    if magic != _LIST:
+        raise CheckpointError(f"{path} is no .params file of MXNet: it begins with {magic:#x}, expected {_LIST:#x}")
+    arrays = [file.array(i) for i in range(*file.numbers("Q"))]
+    names = [file.text() for _ in range(*file.numbers("Q"))] or [str(i) for i in range(len(arrays))]
+    if len(names) != len(arrays) or len(set(names)) != len(names):
+        raise CheckpointError(f"{path} is damaged: it has {len(arrays)} arrays and {len(set(names))} different names")
+    return dict(zip(names, arrays, strict=True))
+
+
+load_mxnet = load_params  # its name in `jp.checkpoint`
+
+
+class _Reader:
+    """Reads the content of a file from its beginning to its end."""
+
+    def __init__(self, path: Path, content: bytes):
+        self._path, self._content, self._at = path, content, 0
+
+    def numbers(self, form: str) -> tuple[int, ...]:
+        """Integers, by the letters of `struct`."""
+        return struct.unpack("<" + form, self._take(struct.calcsize("<" + form)))
+
+    def text(self) -> str:
+        return self._take(*self.numbers("Q")).decode("utf-8", "replace")
+
+    def array(self, number: int) -> np.ndarray:
+        magic, storage = self.numbers("Ii")
+        if magic not in (_ARRAY, _ARRAY_NUMPY):
+            raise CheckpointError(f"{self._path}: array {number} was saved by an older MXNet than 1.9, or is damaged")
+        if storage:
+            raise CheckpointError(
+                f"{self._path}: array {number} is sparse; in MXNet, save array.tostype('default') instead"
+            )
+        (axes,) = self.numbers("i")
+        if not 0 <= axes <= _MOST_AXES:
+            raise CheckpointError(f"{self._path} is damaged: array {number} has {axes} axes")
+        shape = self.numbers("q" * axes)
+        if min(shape, default=0) < 0 or math.prod(max(n, 1) for n in shape) >= _MOST_ELEMENTS:
+            raise CheckpointError(f"{self._path} is damaged: array {number} has the shape {shape}")
+        _, _, flag = self.numbers("iii")  # a device and its number come first
+        dtype = self._dtype(number, flag)
+        return np.frombuffer(self._take(math.prod(shape) * dtype.itemsize), dtype).reshape(shape).copy()
+
+    def _dtype(self, number: int, flag: int) -> np.dtype:
+        if flag == _BFLOAT16:
+            return np.dtype(jnp.bfloat16)
+        if not 0 <= flag < len(_DTYPES):
+            raise CheckpointError(f"{self._path}: array {number} has dtype {flag}, which MXNet 1.9 does not know")
+        return np.dtype(_DTYPES[flag])
+
+    def _take(self, size: int) -> bytes:
+        part = self._content[self._at : self._at + size]
+        if len(part) < size:
+            raise CheckpointError(f"{self._path} is damaged: it ends at byte {len(self._content)}, expected more")
+        self._at += size
+        return part

@@ -1,0 +1,414 @@
+"""The records of a run, written elsewhere: JSON lines, TensorBoard, Weights & Biases, MLflow.
+
+`Logger` is what they share. Each of them says how its place is opened, what it has already, and how a row is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ..._core import checks, files
+from ..._core.calls import answers
+from ..._core.files import as_path
+from ..._core.text import say_news
+from .early_stopping import metric_names
+from .history import History, Record
+
+PathLike = str | os.PathLike[str]
+
+
+class Logger:
+    """A callback of `fit` that writes each record. Its `on_step` writes the metrics of each step.
+
+    Process 0 writes. A run that goes on after a crash makes some steps again, and its place may have rows of them. So
+    that none is there twice, `_open` drops the rows from its step on, or `_has` says what is not written again.
+    """
+
+    _place: Path | None = None  # a file or a directory, for errors
+    _is_open = False
+    _has_said = False
+
+    def __call__(self, state: Any, record: Record) -> None:
+        """Write the record of an epoch: `callback(state, record)`."""
+        if jax.process_index() == 0:
+            self._log(record["step"] if "step" in record else int(state.step), self._row(record))
+
+    def on_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of a step as `step/loss` and so on: `fit(..., on_step=logger.on_step)`."""
+        if jax.process_index() == 0:
+            self._log(step, {f"step/{name}": value for name, value in metrics.items()})
+
+    def on_end(self, history: History) -> None:
+        """Close the place. Another run opens it again."""
+        del history
+        if self._is_open:
+            self._is_open = False
+            self._close()
+
+    def _log(self, step: int, row: Mapping[str, Any]) -> None:
+        with contextlib.nullcontext() if self._place is None else explain_errors(self._place):
+            if not self._is_open:
+                self._open(step)
+                self._is_open = True
+            new = {name: value for name, value in row.items() if not self._has(step, name)}
+            if len(new) < len(row) and not self._has_said:
+                self._has_said = True
+                which = f"{self._run_name()} has step {step} already"
+                say_news(f"{which}, which is not written again; another training takes another run")
+            if new:
+                self._write(step, new)
+
+    def _row(self, record: Record) -> dict[str, Any]:
+        """The numbers of a record, by names such as `train/loss`."""
+        return {tag(name): float(record[name]) for name in (*metric_names(record), *_also(record))}
+
+    def _open(self, step: int) -> None:
+        """Open the place for a run whose first row is that of `step`."""
+
+    def _has(self, step: int, name: str) -> bool:
+        """Whether the place has this row of a run before."""
+        return False
+
+    def _write(self, step: int, row: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        """End the run at the place."""
+
+    def _run_name(self) -> str:
+        """The run at the place, for messages."""
+        return type(self).__name__
+
+
+@contextlib.contextmanager
+def explain_errors(path: Path, what: str = "metrics") -> Generator[None]:
+    """A block whose `OSError` says what cannot be written, where, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(
+            f"{what} cannot be written to {path} ({reason}); choose another place, or make room there"
+        ) from error
+
+
+def tag(name: str) -> str:
+    """The name of a value with the data that it is of.
+
+    >>> tag("loss"), tag("test_loss"), tag("eval_loss")
+    ('train/loss', 'test/loss', 'eval/loss')
+    """
+    return f"{name[:4]}/{name[5:]}" if name.startswith(("test_", "eval_")) else f"train/{name}"
+
+
+def _also(record: Record) -> list[str]:
+    """What is no metric and is drawn all the same."""
+    names = [name for name in record if name in ("seconds", "skipped") or name.endswith("_per_second")]
+    return [name for name in names if record[name] is not None and math.isfinite(record[name])]
+
+
+def _import(package: str) -> Any:
+    """The package that a logger writes by. `ModuleNotFoundError` says how it is installed."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        name = package.partition(".")[0]
+        raise ModuleNotFoundError(f"to_{name} writes by the package {name}: pip install 'jaxpar[{name}]'") from error
+
+
+# Files.
+
+
+@answers("to_jsonl")
+def to_jsonl(path: PathLike) -> JsonLines:
+    """A callback of `fit` that writes a line of JSON for each epoch.
+
+    The lines are strict JSON, which has no NaN and no infinity. Such a value is the string "NaN", "Infinity" or
+    "-Infinity", which `float` reads. What was not measured is null.
+
+    Args:
+        path: a file. Folders above it are made. Lines of earlier steps stay, as the step of each says. Lines of later
+            steps go, so a resumed run has each epoch once.
+
+    Raises:
+        OSError: when it is called: the file cannot be written. The earlier lines are as before.
+        ValueError: a path that ends as a table does, .csv. When it is called: the file holds something else.
+
+    Example:
+        >>> import pathlib, tempfile, types
+        >>> path = tempfile.mkdtemp() + "/metrics.jsonl"
+        >>> to_jsonl(path)(types.SimpleNamespace(step=3), {"epoch": 1, "loss": float("nan"), "accuracy": None})
+        >>> print(pathlib.Path(path).read_text(), end="")
+        {"step": 3, "epoch": 1, "loss": "NaN", "accuracy": null}
+    """
+    if as_path(path, "to_jsonl: path").suffix.lower() in (".csv", ".tsv"):
+        raise ValueError(
+            f"to_jsonl: {path} gets JSON lines, so name it .jsonl; train.to_pandas(history).to_csv(path) writes a table"
+        )
+    return JsonLines(path)
+
+
+class JsonLines(Logger):
+    """What `to_jsonl` returns."""
+
+    def __init__(self, path: PathLike):
+        self.path: Path = Path(path)
+        self._place = self.path
+
+    def on_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of a step: `fit(..., on_step=sink.on_step)`. Use another file than for epochs."""
+        if jax.process_index() == 0:
+            self._log(step, metrics)
+
+    def restart(self, history: Sequence[Record]) -> None:
+        """Replace the file by these records."""
+        if jax.process_index() == 0:
+            with explain_errors(self.path):
+                self._replace(history)
+            self._is_open = True
+
+    def _row(self, record: Record) -> dict[str, Any]:
+        return record
+
+    def _open(self, step: int) -> None:
+        self._replace([record for record in self._read() if int(record["step"]) < step])
+
+    def _write(self, step: int, row: dict[str, Any]) -> None:
+        files.append(self.path, _lines([row if "step" in row else {"step": step, **row}]))
+
+    def _read(self) -> list[Record]:
+        """The records in the file, except a last one that a crash cut short."""
+        if not self.path.is_file():
+            return []
+        text = self.path.read_text(encoding="utf-8")
+        try:
+            records = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+            if all(int(r["step"]) >= 0 for r in records):
+                return records
+        except (ValueError, KeyError, TypeError):
+            pass
+        raise ValueError(
+            f"{self.path} holds something else than JSON lines of records with a step; choose another file, such as "
+            "metrics.jsonl"
+        )
+
+    def _replace(self, records: Sequence[Record]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists() and not self.path.is_file() and not self.path.is_dir():  # /dev/stdout, a pipe
+            files.append(self.path, _lines(records))
+        else:
+            files.replace(self.path, _lines(records))
+
+
+def _lines(records: Sequence[Record]) -> bytes:
+    return "".join(json.dumps(_strict(record), allow_nan=False) + "\n" for record in records).encode()
+
+
+def _strict(value: Any) -> Any:
+    """The value with words for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {k: _strict(v) for k, v in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+@answers("to_tensorboard")
+def to_tensorboard(directory: PathLike) -> TensorBoard:
+    """A callback of `fit` that writes event files for TensorBoard.
+
+    Metrics of the training have the tags `train/loss`, `train/accuracy` and so on. Those of an evaluation have
+    `test/loss` or `eval/loss`, and those of steps, by `on_step=board.on_step`, `step/loss`. The axis is the step.
+
+    A run that makes steps again, after a crash, replaces what earlier files in the directory have of them.
+
+    Args:
+        directory: one for each run. Look at it with `tensorboard --logdir` or, in a notebook, `%load_ext tensorboard`
+            and `%tensorboard --logdir DIRECTORY`.
+
+    Raises:
+        ModuleNotFoundError: the package tensorboard is not installed.
+        OSError: when it is called: nothing can be written there.
+
+    Example:
+        >>> import os, tempfile, types
+        >>> directory = tempfile.mkdtemp()
+        >>> to_tensorboard(directory)(types.SimpleNamespace(step=3), {"epoch": 1, "loss": 0.5})
+        >>> [name[:20] for name in os.listdir(directory)]
+        ['events.out.tfevents.']
+    """
+    return TensorBoard(directory)
+
+
+class TensorBoard(Logger):
+    """What `to_tensorboard` returns."""
+
+    def __init__(self, directory: PathLike):
+        # tensorboard's own EventFileWriter writes in a thread, so a full disk is an error much later, and loads
+        # TensorFlow where it is installed. Its messages and its records need neither.
+        self._messages: Any = _import("tensorboard.compat.proto.event_pb2")
+        self._writer: Any = _import("tensorboard.summary.writer.record_writer").RecordWriter
+        self.directory: Path = Path(directory)
+        self._place = self.directory
+        self._file: Path = self.directory
+
+    def _open(self, step: int) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        now = time.time()
+        # TensorBoard reads the files in the order of their names.
+        self._file = self.directory / f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}"
+        # A start at a step makes TensorBoard drop what earlier files have from that step on.
+        start = {"wall_time": now, "step": step, "session_log": {"status": self._messages.SessionLog.START}}
+        files.append(self._file, self._records({"file_version": "brain.Event:2"}, start))
+
+    def _write(self, step: int, row: dict[str, Any]) -> None:
+        summary = {"value": [{"tag": name, "simple_value": value} for name, value in row.items()]}
+        files.append(self._file, self._records({"wall_time": time.time(), "step": step, "summary": summary}))
+
+    def _records(self, *events: dict[str, Any]) -> bytes:
+        """The events as they are in a file."""
+        content = io.BytesIO()
+        for event in events:
+            self._writer(content).write(self._messages.Event(**event).SerializeToString())
+        return content.getvalue()
+
+
+# Trackers.
+
+
+@answers("train.to_wandb")
+def to_wandb(project: str | None = None, **options: Any) -> WeightsAndBiases:
+    """A callback of `fit` that writes the records to Weights & Biases.
+
+    Metrics have the names `train/loss`, `eval/loss` and so on, and those of steps, by `on_step=board.on_step`,
+    `step/loss`. The axis is the step. The run begins with the first record and ends with `fit`.
+
+    Args:
+        project, options: for `wandb.init`, such as `name="first"`, `mode="offline"`, `dir="runs"`. With `id="..."` and
+            `resume="allow"`, a run of `fit` that is resumed goes on in the same run. Steps that it has already, and
+            that are made again after a crash, are not written again. A line says so.
+
+    Raises:
+        ModuleNotFoundError: the package wandb is not installed.
+        TypeError: a project that is no name.
+
+    Example:
+        board = train.to_wandb("numbers", mode="offline")
+        state, history = train.fit(..., callbacks=board, on_step=board.on_step)
+    """
+    if project is not None and not isinstance(project, str):
+        raise TypeError(f"train.to_wandb: project must be a name, got {checks.describe(project)}")
+    return WeightsAndBiases(project, options)
+
+
+class WeightsAndBiases(Logger):
+    """What `to_wandb` returns."""
+
+    def __init__(self, project: str | None, options: dict[str, Any]):
+        self._wandb: Any = _import("wandb")
+        self._options = {"project": project, **options}
+        self.run: Any = None
+
+    def _open(self, step: int) -> None:
+        self.run = self._wandb.init(**self._options)
+
+    def _has(self, step: int, name: str) -> bool:
+        return step < self.run.step  # an earlier one was written before a crash
+
+    def _write(self, step: int, row: dict[str, Any]) -> None:
+        self.run.log(row, step=step)
+
+    def _close(self) -> None:
+        self.run.finish()
+        self.run = None
+
+    def _run_name(self) -> str:
+        return f"to_wandb: run {self.run.id}"
+
+
+@answers("to_mlflow")
+def to_mlflow(
+    experiment: str | None = None,
+    *,
+    tracking_uri: PathLike | None = None,
+    run_name: str | None = None,
+    run_id: str | None = None,
+) -> MLflow:
+    """A callback of `fit` that writes the records to MLflow.
+
+    The names and the axis are those of `to_wandb`. Nothing global of MLflow is set or changed.
+
+    Args:
+        experiment: its name. It is made where it does not exist. None: MLflow's default experiment.
+        tracking_uri: a server, or a database such as `sqlite:///runs.db`, which the whole package mlflow can write.
+            None: what MLflow is set to.
+        run_name: a name for the new run.
+        run_id: go on in this run in place of a new one. `board.run_id` has it after the first record. Steps that the
+            run has already, and that are made again after a crash, are not written again. A line says so.
+
+    Raises:
+        ModuleNotFoundError: MLflow is not installed. The package mlflow-skinny is enough.
+        TypeError: an experiment that is no name.
+
+    Example:
+        board = train.to_mlflow("numbers", tracking_uri="sqlite:///runs.db")
+        state, history = train.fit(..., callbacks=board, on_step=board.on_step)
+    """
+    if experiment is not None and not isinstance(experiment, str):
+        raise TypeError(f"train.to_mlflow: experiment must be a name, got {checks.describe(experiment)}")
+    return MLflow(experiment, tracking_uri, run_name, run_id)
+
+
+class MLflow(Logger):
+    """What `to_mlflow` returns."""
+
+    def __init__(self, experiment: str | None, uri: PathLike | None, run_name: str | None, run_id: str | None):
+        mlflow = _import("mlflow")
+        self._client: Any = mlflow.MlflowClient(tracking_uri=None if uri is None else str(uri))
+        self._metric: Any = mlflow.entities.Metric
+        self._experiment, self._new_name = experiment, run_name
+        self.run_id: str | None = run_id
+        self._last: dict[str, int] | None = None  # step by name, of a run that was there before
+
+    def _open(self, step: int) -> None:
+        if self.run_id is None:
+            self.run_id = self._client.create_run(self._experiment_id(), run_name=self._new_name).info.run_id
+        else:
+            self._client.update_run(self.run_id, status="RUNNING")
+            self._last = {}
+
+    def _has(self, step: int, name: str) -> bool:
+        if self._last is None:
+            return False
+        if name not in self._last:
+            steps = [metric.step for metric in self._client.get_metric_history(self.run_id, name)]
+            self._last[name] = max(steps, default=-1)
+        return step <= self._last[name]
+
+    def _write(self, step: int, row: dict[str, Any]) -> None:
+        now = int(time.time() * 1000)
+        self._client.log_batch(self.run_id, [self._metric(name, value, now, step) for name, value in row.items()])
+
+    def _close(self) -> None:
+        self._client.set_terminated(self.run_id)
+
+    def _run_name(self) -> str:
+        return f"to_mlflow: run {self.run_id}"
+
+    def _experiment_id(self) -> str:
+        if self._experiment is None:
+            return "0"
+        found = self._client.get_experiment_by_name(self._experiment)
+        return self._client.create_experiment(self._experiment) if found is None else found.experiment_id

@@ -1,0 +1,315 @@
+"""The processes of an elastic run: who computes together, what they agreed on, and whether each step succeeded.
+
+Which processes live, and that a block of work succeeded in all of them or in none, is jax's `live_devices`. What they
+agree on beside that is a text in jax's key-value store, which process 0 holds.
+
+A barrier of `live_devices` waits for each process of its devices that is connected. So it is over the devices of the
+members only, and nobody waits for a process that has connected and still starts. A process that is ready says so in the
+key-value store, and process 0 takes it in after a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeVar
+
+import jax
+from jax.experimental import multihost_utils
+
+from ... import distributed
+from ..._core.arrays import Device
+from ..._core.text import say_before_exit, say_news
+from ..._heartbeat.messages import REFUSED
+from .program import Program, differences
+
+Result = TypeVar("Result")
+Prepared = TypeVar("Prepared")
+
+_JOIN = "join"  # the key in a block by which process 0 takes others in
+_POLL = 0.05  # seconds between two looks at a key
+_START = 60.0  # seconds that process 0 waits for the others at the start, or JAXPAR_INITIALIZATION_TIMEOUT
+_MOST_TRIES = 8  # failures in a row, with the same processes, after which a step is given up
+_MOST_ORDERS = 1 << 20  # that are looked through
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """What the processes of a group agreed on.
+
+    Attributes:
+        devices: of all these processes, in an order that no group had before.
+        offer: what process 0 says about the run.
+    """
+
+    devices: tuple[Device, ...]
+    offer: dict[str, Any]
+
+
+class OrdersUsedUp(RuntimeError):
+    """Every order of the devices of a group was used."""
+
+
+class Group:
+    """This process and those that compute with it, its members.
+
+    Attributes:
+        starts: the number that jax gave to the start of each member, by its index.
+        agreement: what they agreed on, or None where they must agree again.
+        lost: the processes that were lost in the last block.
+        joined: the processes that join after the last block.
+    """
+
+    def __init__(self, client: Any = None):
+        self.starts: dict[int, int] = {}
+        self.agreement: Agreement | None = None
+        self.lost: list[int] = []
+        self.joined: list[int] = []
+        self._board = distributed._Board(client)
+        self._rank = jax.process_index()
+        self._live: Any = multihost_utils.live_devices
+        self._were = set[int]()  # the starts that were members
+        # In all members the same: how often they have changed, and how often these ones have tried to agree.
+        self._number = self._tries = 0
+        self._failures = 0  # of blocks in a row, though nobody was lost
+        self._block = ""  # the beginning of the keys of the last block
+        self._program: Program = {}  # what this process computes
+        self._orders: dict[frozenset[int], Iterator[tuple[int, ...]]] = {}
+        if self._board.client is not None:
+            # Gloo may know a group of these devices, of an earlier process in the place of this one.
+            ids = ",".join(str(d.id) for d in jax.local_devices())
+            self._board.client.key_value_delete(f"cpu:gloo/{ids}")
+
+    @property
+    def is_first(self) -> bool:
+        return self._rank == 0
+
+    @property
+    def devices(self) -> list[Device]:
+        """The devices of the members."""
+        return [d for d in jax.devices() if d.process_index in self.starts]
+
+    def check_program(self, own: Program) -> None:
+        """Compare what this process would compute with what process 0 does. Where it differs, the process ends here."""
+        self._program = own
+        if self.is_first:
+            return self._board.set("program", own)
+        while (first := self._board.get("program", _is_program)) is None:
+            self._leave_if_over()
+        if why := differences(own, first):
+            self.refuse(why)
+
+    def refuse(self, why: str) -> NoReturn:
+        """End this process, which would compute something else than process 0. The others go on without it."""
+        self._board.set(f"refused/{self._rank}", 1)
+        say_before_exit(
+            f"jaxpar: process {self._rank} has another program than process 0, and the run goes on without it. Other: "
+            f"{why}. It ends with status {REFUSED}; start it with the script, the data and the versions that the run "
+            "began with"
+        )
+        os._exit(REFUSED)
+
+    def agree(
+        self,
+        offer: Callable[[], dict[str, Any]],
+        prepare: Callable[[Agreement], Prepared],
+        take: Callable[[Agreement, Prepared], None],
+    ) -> None:
+        """Agree with all members, until `prepare` and then `take` have succeeded in all of them.
+
+        Gloo waits half a minute for a process that is lost while it connects. So that all begin to connect at once,
+        what takes time before belongs in `prepare`.
+
+        Args:
+            offer: what process 0 says about the run. Only process 0 calls it.
+            prepare: what each does with the agreement. It may use no collectives.
+            take: what each does with what it has prepared. It may use collectives over the devices of the agreement.
+        """
+
+        def settle() -> tuple[Agreement, Prepared]:
+            agreement = self._settle(offer)
+            return agreement, prepare(agreement)
+
+        if not self.starts:
+            self._join()
+        while self.agreement is None:
+            self._tries += 1
+            if self.is_first:
+                self._board.set("members", [self._number, list(self.starts.items())])
+                self._board.set("program", self._program)
+            settled = self._in_all("agree", settle)
+            if settled is not None and self._in_all("take", lambda settled=settled: take(*settled[0])) is not None:
+                self.agreement, self._failures = settled[0][0], 0
+
+    def run(self, at: int, work: Callable[[], Result]) -> Result | None:
+        """The result of `work` in all processes. None: it failed in one, so it counts in none.
+
+        Args:
+            at: the number of the step.
+            work: must be over when it returns, its collectives too.
+        """
+        before = self.starts
+        made = self._in_all(str(at), work, invites=True)
+        if made is None or self.starts != before:
+            self.agreement = None
+        if made is None:
+            return None
+        self._failures = 0
+        return made[0]
+
+    def tell(self, at: int, word: dict[str, Any]) -> None:
+        """Say a word to the other processes after a step. Only process 0 does."""
+        self._board.set(f"words/{at}", word)
+
+    def hear(self, at: int) -> dict[str, Any]:
+        """The word of process 0 after a step. It is waited for."""
+        return self._board.wait(f"words/{at}", lambda found: {"stop", "signal", "history"} == found.keys())
+
+    def has_failed(self) -> bool:
+        """Whether another process of the block under way has failed."""
+        return bool(_by_rank(self._board.entries(self._block)))
+
+    def end(self) -> None:
+        """Say that the run is over. Only process 0 does."""
+        self._board.set("over", 1)
+
+    def wait_for_others(self) -> None:
+        """Wait until all others have ended too. Process 0 ends last, since the others need its service until then."""
+        for _ in range(2 if self.is_first else 1):
+            with contextlib.suppress(Exception), multihost_utils.live_devices(jax.devices()):
+                pass
+
+    def set_members(self, starts: dict[int, int], number: int | None = None) -> None:
+        """Compute with these processes from now on. All members must make this call at the same place."""
+        self.starts, self._live = dict(starts), type(multihost_utils.live_devices)()
+        self._live.devices = {d: starts[d.process_index] for d in self.devices}  # as after a barrier among them
+        self._number, self._tries = self._number + 1 if number is None else number, 0
+        self._were.update(starts.values())
+
+    def _join(self) -> None:
+        """Say that this process is ready, and wait until it is a member. Where the run is over, the process ends."""
+        own = distributed._own_start(self._board, self._rank)
+        self._board.set(f"ready/{self._rank}", own)
+        if self.is_first:
+            return self.set_members(self._wait_for_all())
+        while True:
+            number, starts = distributed._release_others(self._board, self._rank)
+            if starts.get(self._rank) == own:
+                return self.set_members(starts, number)
+            self._leave_if_over()
+
+    def _wait_for_all(self) -> dict[int, int]:
+        """The processes that are ready at the start, a minute later at most. One that was refused does not come."""
+        end = time.monotonic() + float(os.environ.get("JAXPAR_INITIALIZATION_TIMEOUT") or _START)
+        while True:
+            ready = self._ready()
+            coming = jax.process_count() - len(self._board.entries("refused"))
+            if len(ready) >= coming or time.monotonic() >= end:
+                return ready
+            time.sleep(_POLL)
+
+    def _ready(self) -> dict[int, int]:
+        """The processes that have said that they are ready."""
+        return _by_rank(self._board.entries("ready", distributed._is_start))
+
+    def _leave_if_over(self) -> None:
+        """End this process where the run is over. Else wait until it is time for another look."""
+        if self._board.is_over():
+            say_news(f"process {self._rank} came when the run was over, and ends")
+            sys.stdout.flush()
+            os._exit(0)  # jax's own shutdown needs process 0
+        time.sleep(_POLL)
+
+    def _in_all(self, name: str, work: Callable[[], Result], invites: bool = False) -> tuple[Result] | None:
+        """The result in a tuple, where `work` succeeded in all members. With `invites` others may join after it."""
+        self.lost, self.joined, made, error = [], [], None, None
+        self._block = f"blocks/{self._number}/{self._tries}/{name}"
+        try:
+            with self._live(self.devices):  # it ends with a barrier
+                try:
+                    made = (work(),)
+                except jax.errors.JaxRuntimeError as raised:
+                    error = raised
+                    self._board.set(f"{self._block}/{self._rank}", f"{error}"[:500])
+                if invites and made and self.is_first:
+                    self._invite()
+        except multihost_utils.ProcessFailureError as failure:
+            self.lost = sorted({d.process_index for d in failure.failed_devices})
+            self._leave_out_lost()
+            return None
+        entries = self._board.entries(self._block)
+        failed = _by_rank(entries)
+        if made and not failed:
+            new: Any = entries.get(_JOIN)
+            if distributed._is_starts(new):
+                self.joined = sorted(rank for rank, _ in new)
+                self.set_members({**self.starts, **dict(new)})
+            return made
+        self._failures += 1
+        if self._failures == _MOST_TRIES:
+            reasons = "; ".join(f"process {rank}: {why}" for rank, why in failed.items())
+            raise RuntimeError(
+                f"fit: a step failed {_MOST_TRIES} times though no process was lost: {reasons}; where processes are "
+                "slower than each other by seconds, give distributed.initialize a longer heartbeat_timeout"
+            ) from error
+        return None
+
+    def _invite(self) -> None:
+        """Take those in that are ready, after the block under way. A lost one may still be among them."""
+        ready = self._ready().items()
+        if new := {rank: start for rank, start in ready if rank not in self.starts and start not in self._were}:
+            self._board.set(f"{self._block}/{_JOIN}", list(new.items()))
+
+    def _leave_out_lost(self) -> None:
+        """Compute without the members that the last block has found lost."""
+        live: dict[Device, int] = self._live.devices or {}
+        found = {device.process_index: start for device, start in live.items()}
+        if found.get(self._rank) != self.starts[self._rank]:
+            distributed._end_left_behind()
+        self.set_members({rank: start for rank, start in self.starts.items() if found.get(rank) == start})
+
+    def _settle(self, offer: Callable[[], dict[str, Any]]) -> Agreement:
+        """The agreement of the members. Process 0 makes it, and the others read it."""
+        name = f"terms/{self._number}/{self._tries}"
+        if self.is_first:
+            terms: Any = {"order": self._next_order(), "offer": offer()}
+            self._board.set(name, terms)
+        else:
+            terms = self._board.wait(name, _is_terms)
+        if terms["order"] is None:
+            raise OrdersUsedUp(
+                f"fit: Gloo takes each order of {len(self.devices)} devices once, and all were used by processes that "
+                "left and joined; start the processes with more emulated devices each (jaxpar launch --devices 2)"
+            )
+        known = {d.id: d for d in jax.devices()}
+        return Agreement(tuple(known[i] for i in terms["order"]), terms["offer"])
+
+    def _next_order(self) -> list[int] | None:
+        """The ids of the devices in an order that no group had. None where all were used."""
+        ids = sorted(d.id for d in self.devices)
+        if len(self.starts) == 1:
+            return ids  # without Gloo
+        orders = self._orders.setdefault(frozenset(ids), itertools.islice(itertools.permutations(ids), _MOST_ORDERS))
+        order = next(orders, None)
+        return None if order is None else list(order)
+
+
+def _by_rank(entries: dict[str, Any]) -> dict[int, Any]:
+    """Those of the entries that are named by a process."""
+    return {rank: entries[str(rank)] for rank in range(jax.process_count()) if str(rank) in entries}
+
+
+def _is_program(found: Any) -> bool:
+    return isinstance(found, dict) and all(isinstance(text, str) for text in found.values())  # pyright: ignore
+
+
+def _is_terms(found: Any) -> bool:
+    order, offer = found["order"], found["offer"]
+    known = {d.id for d in jax.devices()}
+    numbers = all(isinstance(offer[name], int) for name in ("at", "first", "last", "is_turn"))
+    return numbers and (order is None or {*order} <= known)

@@ -1,0 +1,274 @@
+"""The steps of an elastic run: the remaining processes repeat a failed step, and new ones join between steps.
+
+Process 0 leads. It alone trains as `fit` always does: it evaluates, calls the callbacks, saves and shows. The others
+follow: they make the same steps until it says that the run is over. Process 0 keeps a copy of the state before each
+step. When processes were lost or have come, all agree on the devices, process 0 sends what it has, and the step is made
+again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from ... import data, distributed
+from ..._core.arrays import without_keys
+from ..._core.text import say
+from ..._devices import placement, processes
+from .._callbacks.history import History
+from .._step.nonfinite import check_finite
+from .._step.state import TrainState, place_state
+from .._step.train_step import TrainStep
+from .group import Agreement, Group, OrdersUsedUp
+from .program import Program, describe, digest
+from .watchdog import Watchdog
+
+_MORE_FOR_COMPILATION = 10  # times as long as another step may take the first one over new devices
+_PROVEN = 3  # steps after which a process that came back counts as one that works
+_TELL_EVERY = 16  # steps after which process 0 says whether it was interrupted: `Interrupts` asks then
+
+Made = tuple[TrainState, dict[str, jax.Array]]
+
+
+class Member:
+    """The steps of this process in an elastic run.
+
+    Args:
+        run: of `fit`, a `train._fit.run.Run`.
+        state: as `fit` was given it.
+
+    Attributes:
+        first: how many steps were made when the run began.
+
+    Raises:
+        ValueError: a step, data or a state that cannot go on after a loss.
+        RuntimeError: a second call of `fit`.
+    """
+
+    def __init__(self, run: Any, state: TrainState):
+        processes.check_first_fit()
+        check_can_go_on(run, state)
+        self._run, self._seed = run, state.rng
+        self._group, self._watchdog = Group(), Watchdog()
+        self._step: TrainStep = run.step
+        self._state: Any = None  # on the devices of the group
+        self._host: Any = None  # the same before the step under way, in host memory
+        self._is_new = True  # whether the next step is the first one over these devices
+        self._batches: Any = None  # an iterator
+        self._batch: Any = None  # of the step under way, whole in this process, in host memory
+        self.first: int = 0
+        self._at = self._last = 0  # steps that were made, and at the end of the run
+        self._made = 0  # steps of this process
+        self._is_turn_first = False  # whether process 0 says before the next step if the run goes on
+        self._history = History()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is process 0."""
+        return self._group.is_first
+
+    @contextlib.contextmanager
+    def lead(self, loop: Any) -> Generator[Iterator[tuple[TrainState, dict[str, jax.Array], None]]]:
+        """A block with the steps of process 0. After it the others know that the run is over.
+
+        Args:
+            loop: of `fit`, a `train._fit.loop.Loop`. It stopped by itself where the block ends without an exception.
+        """
+        self._at, self.first, self._last, self._history = loop.at, loop.first, loop.last, loop.history
+        self._is_turn_first = loop.at == loop.last or loop.must_evaluate
+        with self._under_way(loop.state):
+            yield self._lead()
+            self._group.tell(self._at, {"stop": True, "signal": loop.signal, "history": self._history})
+        if loop.signal is None:
+            self._group.end()
+            atexit.register(self._group.wait_for_others)
+
+    def follow(self, state: TrainState, signals: Any) -> tuple[TrainState, History, int]:
+        """Make the steps of process 0 until it says that the run is over, or a signal came here.
+
+        Args:
+            state: with the shapes of that of process 0.
+            signals: a `train._fit.interrupt.Interrupts`. Its `asked` is the signal that ended the run here.
+
+        Returns:
+            What process 0 has: the state and the history. And the number of the last step.
+        """
+        with self._under_way(state), signals:
+            steps, stop = self._steps(), self._is_turn_first and self._hear()["stop"]
+            while not stop:
+                state, metrics = next(steps)
+                if self._run.stops and float(metrics["skipped"]) > 0:
+                    check_finite(metrics, self._local())
+                is_turn = self._is_turn()
+                stop = signals.should_stop(state, self._at, is_turn)
+                if is_turn:
+                    word = self._hear()
+                    stop, signals.asked = stop or word["stop"], signals.asked or word["signal"]
+            state = self._local()
+        if signals.asked is None:
+            atexit.register(self._group.wait_for_others)
+        return state, self._history, self._at
+
+    @contextlib.contextmanager
+    def _under_way(self, state: TrainState) -> Generator[None]:
+        """A block in which this process is one of the run, with the state of process 0."""
+        self._watchdog.start()
+        try:
+            with processes.elastic_fit():
+                self._host = _to_host(state)
+                self._group.check_program(self._compile(state))
+                self._agree()
+                yield
+        finally:
+            self._watchdog.stop()
+
+    def _lead(self) -> Iterator[tuple[TrainState, dict[str, jax.Array], None]]:
+        """The steps for the loop of process 0. Where it is stuck between two of them, its stack is said."""
+        if self._is_turn_first:
+            self._group.tell(self._at, {"stop": False, "signal": None, "history": []})
+            self._is_turn_first = False
+        for state, metrics in self._steps():
+            is_turn = self._is_turn()
+            if is_turn:
+                state = self._local()
+            with self._watchdog.watch(f"is between two steps, after step {self._at},", ends=False):
+                yield state, metrics, None
+            if is_turn:
+                new = [record for record in self._history[-1:] if record["step"] == self._at]
+                self._group.tell(self._at, {"stop": False, "signal": None, "history": new})
+
+    def _steps(self) -> Iterator[Made]:
+        """Make steps, each until it has succeeded in all processes."""
+        while True:
+            if self._group.agreement is None:
+                self._agree()
+            self._load()
+            made = self._group.run(self._at, self._make)
+            self._say_change()
+            if made is None:
+                continue
+            self._batch = None
+            self._at, self._made = self._at + 1, self._made + 1
+            if self._made == _PROVEN:
+                distributed._report_working()
+            self._state, metrics = made
+            if self.leads:
+                self._host = _to_host(self._state)
+            yield self._state, metrics
+
+    def _is_turn(self) -> bool:
+        """Whether process 0 says after this step if the run goes on: after each record, and now and then."""
+        every = self._run.options.eval_every
+        is_recorded = (self._at - self.first) % self._run.steps == 0 or self._at == self._last
+        return is_recorded or self._at % _TELL_EVERY == 0 or bool(every and self._at % every == 0)
+
+    def _hear(self) -> dict[str, Any]:
+        """What process 0 says after this step: whether the run is over, after which signal, and what is recorded."""
+        word = self._group.hear(self._at)
+        self._history = History([*([] if word["stop"] else self._history), *word["history"]])
+        return word
+
+    def _local(self) -> TrainState:
+        """The state on the devices of this process, for what one process does by itself."""
+        return place_state(_to_host(self._state), tuple(jax.local_devices()))
+
+    def _load(self) -> None:
+        """Read the batch of the next step, where a failed step has not left it."""
+        if self._batch is not None:
+            return
+        with self._watchdog.watch(f"loads the batch of step {self._at + 1}"):
+            self._batches = self._batches or self._run.batches(self._host.rng, self._at)
+            self._batch = _to_host(next(self._batches))
+
+    def _compile(self, state: TrainState) -> Program:
+        """Compile what each device runs by itself: later the others would wait for the compiler in a collective.
+
+        Returns:
+            What is computed, in short.
+        """
+        batch = _to_host(next(self._run.batches(self._seed, 0)))
+        local = place_state(_to_host(state), tuple(jax.local_devices()))
+        texts = self._run.step.on(jax.local_devices()).compile_own(local, batch)
+        return describe(self._run, self._seed, state, texts, batch)
+
+    def _make(self) -> Made:
+        times = _MORE_FOR_COMPILATION if self._is_new else 1
+        with self._watchdog.watch(f"computes step {self._at + 1}", self._group.has_failed, times):
+            made = jax.block_until_ready(self._step(self._state, self._batch))
+        self._is_new = False
+        return made
+
+    def _agree(self) -> None:
+        """Agree with all that live, and take the state of process 0."""
+
+        def prepare(agreement: Agreement) -> Callable[[], Any]:
+            return processes.plan_send(self._host, agreement.devices)
+
+        def take(agreement: Agreement, send: Callable[[], Any]) -> None:
+            self._host = send()
+            self._state = place_state(self._host, agreement.devices)
+            self._step = self._run.step.on(agreement.devices)
+            self._is_new = True
+            offer = agreement.offer
+            self._at, self.first, self._last = (offer[name] for name in ("at", "first", "last"))
+            self._is_turn_first = offer["is_turn"]
+            if not self.leads:
+                self._history = History(offer["history"])
+            self._load()
+            if digest(self._batch) != offer["batch"]:
+                self._group.refuse("the data: the batch under way")
+
+        try:
+            self._group.agree(self._offer, prepare, take)
+        except OrdersUsedUp as error:  # as after a loss without elastic: all start again from a checkpoint
+            say(f"{error}. This process ends with status {distributed.LOST}, so that all start again from a checkpoint")
+            sys.exit(distributed.LOST)
+
+    def _offer(self) -> dict[str, Any]:
+        """What process 0 says of the run under way."""
+        self._load()
+        place = {"at": self._at, "first": self.first, "last": self._last}
+        return {**place, "is_turn": self._is_turn_first, "history": self._history, "batch": digest(self._batch)}
+
+    def _say_change(self) -> None:
+        """Say in process 0 who was lost in a step, and who joins after it."""
+        if self.leads and self._group.lost:
+            say(f"process {_names(self._group.lost)} was lost in step {self._at + 1}; the others make it again")
+        if self.leads and self._group.joined:
+            say(f"process {_names(self._group.joined)} joins after step {self._at + 1}")
+
+
+def check_can_go_on(run: Any, state: TrainState) -> None:
+    """`ValueError` for what cannot go on after a loss."""
+    if getattr(run.step, "virtual_shards", None) is None:
+        raise ValueError(
+            "fit: in an elastic run the number of devices changes, and with it bits and the shares of a batch; make "
+            "the step by train.make_train_step(loss_fn, virtual_shards=8)"
+        )
+    if isinstance(run.source, data.IterableSource):
+        raise ValueError(
+            "fit: in an elastic run a failed step is made again from its number, and an iterable has no batch by "
+            "number; give a data.Dataset or arrays"
+        )
+    if not all(getattr(leaf, "is_fully_replicated", True) for leaf in jax.tree.leaves(state)):
+        raise ValueError(
+            f"fit: a lost process takes its shares of a store of kind {state.store.kind!r} with it, so an elastic run "
+            "takes values that are whole on each device; use kind 'device', or initialize without elastic=True, where "
+            "a loss ends all processes and they resume from a checkpoint"
+        )
+
+
+def _names(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _to_host(tree: Any) -> Any:
+    """A pytree whose arrays are copies in host memory. A step takes the memory that NumPy shares with a CPU device."""
+    plain, restore = without_keys(tree)
+    return restore(jax.tree.map(lambda leaf: np.array(placement.to_host(leaf)), plain))

@@ -1,0 +1,405 @@
+"""A step over virtual shards: the batch is cut in V fixed shards, which know nothing of devices.
+
+There are two programs, each for one device: the gradient of a shard, and the update. XLA makes the same code of them on
+any number of devices. A part of a larger program would not do: XLA fuses it with its surroundings, and simplifies it
+otherwise where there is one device than where there are several. `VirtualStep` is what the programs compute.
+`VirtualProgram` runs them on the devices of a state, and sends the sums between these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from ... import kv
+from ..._core import checks
+from ..._core.arrays import Device, is_traced, without_keys
+from ..._core.recent import Recent
+from ..._cpu import for_platform
+from ..._devices import buckets
+from ..._devices.emulated import wait_before_collectives
+from ..._devices.fixed_tree import Deal, sum_everywhere
+from ..._devices.mesh import STORE_AXIS, copies_on, mesh_of, split_over
+from ..._devices.padded import PaddedBatch, pad_rows, padded_rows
+from ..._devices.placement import put
+from ..._devices.user_mesh import without_types
+from ..._store.store import is_split
+from . import means, nonfinite
+from .device_step import Arrays, DeviceStep
+from .gradient import StepResult
+from .means import wide
+from .programs import Batch, BatchPlacement, Metrics
+from .state import TrainState
+
+AXIS = "devices"
+Buffers = list[jax.Array]
+
+_ONE_A_DTYPE = buckets.BucketLimits(float("inf"), float("inf"))  # pyright: ignore[reportArgumentType]
+_REFUSED = (
+    "train step, many: a step with virtual_shards is several programs, which the host starts for each shard; call it "
+    "for each batch"
+)
+_TRACED = (
+    "train step: a step with virtual_shards is several programs, which the host starts, so it can be no part of jit, "
+    "of a gradient or of a picture; call it outside, or make the step without virtual_shards"
+)
+
+
+class ShardGradients(NamedTuple):
+    """What is added up over the shards.
+
+    Attributes:
+        grads: the gradient of the shard for each key, in float32 or wider. That of a mean is divided by V.
+        metrics: `loss` and `aux`, in float32 or wider.
+        floating: the terms of the floating leaves of the model state.
+        found: the flags of what is not finite, or None.
+    """
+
+    grads: Arrays
+    metrics: dict[str, Any]
+    floating: list[tuple[jax.Array, ...]]
+    found: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class VirtualStep(DeviceStep):
+    """What the programs of a step over virtual shards compute.
+
+    Attributes:
+        shards: V.
+    """
+
+    shards: int = 1
+
+    @functools.cached_property
+    def programs(self) -> Recent:
+        """The programs for states of the last few structures without devices. Steps over other devices share them."""
+        return Recent(lambda treedef, platform: ShardPrograms(self, treedef, platform))
+
+    def lay_out(self, batch: Any, devices: int, along: NamedSharding, axis: int = 0) -> Any:
+        """The arrays of a batch with rows for as many shards on each device, the last of which may be of no example."""
+        if isinstance(batch, PaddedBatch):
+            if batch.virtual_shards != self.shards:
+                raise ValueError(
+                    f"train step: this batch was padded for {batch.virtual_shards} virtual shards, and the step has "
+                    f"{self.shards}; make batches by data.batches(..., virtual_shards={self.shards})"
+                )
+            return batch.arrays
+        if self.shards % devices == 0:
+            return batch
+        n = self._check_shards(batch, self.shards, axis)
+        return pad_rows(without_types(batch), padded_rows(n, self.shards, devices) - n, axis, along)
+
+    def check_batch(self, batch: Any, devices: int, axis: int = 0) -> None:
+        """`ValueError` where a batch that is laid out cannot be cut in shards. `TypeError` as of any batch."""
+        self._check_shards(batch, Deal(self.shards, devices).slots * devices, axis)
+
+    def _check_shards(self, batch: Any, shards: int, axis: int) -> int:
+        """The length of a batch. `ValueError` where it cannot be cut in shards, or a shard in microbatches."""
+        checks.arrays_of_numbers(batch, "train step: batch")
+        n, parts = checks.batch_length(batch, "train step", axis), self.gradient.accumulate
+        if n % (shards * parts) == 0:
+            return n
+        size = n // (shards * parts) * shards * parts or shards * parts
+        each = f"each in accumulate={parts} microbatches" if parts > 1 else "which have as many examples each"
+        raise ValueError(
+            f"train step: a batch of {n} cannot be cut in {shards} virtual shards, {each}; use a batch of {size}"
+        )
+
+    def with_initial_parts(self, state: TrainState, devices: tuple[Device, ...]) -> TrainState:
+        """The state as it is. `ValueError` for a store that rounds by the number of devices."""
+        store = state.store
+        reasons = {
+            "a compressor keeps a residual for each device; make the store without one": store.compressor is not None,
+            f"pending pushes of a store of staleness {store.staleness} belong to its devices; use kind 'dist_sync', or "
+            "staleness=0": bool(store.staleness),
+            f"in kind {store.kind!r} each device updates a share of a value, and the compiler rounds shares of other "
+            "lengths otherwise; use kind 'device'": is_split(store),
+        }
+        if reason := next((reason for reason, holds in reasons.items() if holds), None):
+            what = f"train step: virtual_shards={self.shards} gives the same bits on any number of devices"
+            raise ValueError(f"{what}, and {reason}")
+        return super().with_initial_parts(state, devices)
+
+    def terms(
+        self, state: TrainState, batch: Any, number: jax.Array
+    ) -> tuple[ShardGradients, list[jax.Array], frozenset[int]]:
+        """What shard `number` adds, the other leaves of its model state, and the unread keys."""
+        rng = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), number)
+        params = kv.to_params(state.store)
+        found = self._gradient(params, batch, rng, state.model_state, state.step, self._scale(state))
+        divisor = self.shards if found.weight is None else 1
+        grads = {k: g.astype(wide(g)) / divisor for k, g in found.grads.items()}
+        metrics = means.widen(found.metrics)
+        flags = None if self.guard is None else nonfinite.nonfinite_flags(metrics["loss"], found.grads, {})
+        plain = jax.tree.leaves(without_keys(found.model_state)[0])
+        floating = [means.state_terms(x, self.shards) for x in plain if _is_floating(x)]
+        others = [x for x in plain if not _is_floating(x)]
+        return ShardGradients(grads, metrics, floating, flags), others, found.unread
+
+    def _gradient(self, *args: Any) -> StepResult:
+        try:
+            return self.gradient(*args)
+        except NameError as error:
+            if "axis name" not in str(error):
+                raise
+            raise ValueError(
+                f"train step: loss_fn has a collective ({error}), and with virtual_shards={self.shards} it sees a "
+                "shard of the batch, which is on no axis; leave out the collective, or virtual_shards"
+            ) from error
+
+    def update(
+        self, state: TrainState, totals: ShardGradients, others: list[jax.Array], unread: frozenset[int]
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """The next state and the metrics.
+
+        Args:
+            totals: the sums over the shards.
+            others: the leaves of the model state of shard 0 that are not added.
+            unread: the keys of parameters that the loss does not depend on.
+        """
+        own = StepResult(totals.grads, totals.metrics, (), unread)
+        metrics = means.finish(totals.metrics, self.shards)
+        found = totals.found
+        summed = totals.grads
+        if own.weight is not None:
+            summed = {k: g / own.weight for k, g in summed.items()}
+            if found is not None:  # a weight of 0 is seen here only
+                found = found + nonfinite.nonfinite_flags(metrics["loss"], summed, {})
+        summed = self._without_unused(state, own, summed)
+        summed = {k: g.astype(state.store.values[k].dtype) for k, g in summed.items()}
+        store, transform = self._apply(state, kv.to_params(state.store), summed, {}, None, metrics["loss"])
+        model_state = self._model_state(state.model_state, totals.floating, others)
+        parts = {"store": store, "step": state.step + 1, "transform": transform, "model_state": model_state}
+        new = dataclasses.replace(state, **parts)
+        if self.guard is None or found is None:
+            return new, metrics
+        return self.guard(state, new, metrics, found)
+
+    def _model_state(self, old: Any, floating: list[Any], others: list[jax.Array]) -> Any:
+        """The means of the floating leaves, and the others as they are."""
+        plain, restore = without_keys(old)
+        leaves, structure = jax.tree.flatten(plain)
+        sums, rest = iter(floating), iter(others)
+        new = [means.state_mean(next(sums), self.shards, x.dtype) if _is_floating(x) else next(rest) for x in leaves]
+        return restore(structure.unflatten(new))
+
+
+class ShardPrograms:
+    """The compiled programs for states of one structure, on whatever device of a platform their arguments are.
+
+    They take the leaves of a state without its `rng`, which stays, and the `rng`.
+
+    Attributes:
+        term: `(leaves, rng, batch, number) -> (buffers, others)`: what shard `number` adds, an array (1, n) for each
+            dtype, and the leaves of its model state that are not added.
+        update: `(leaves, rng, totals, others) -> (leaves, metrics)`. The old leaves are donated.
+        add: the sum of two lists of buffers.
+    """
+
+    def __init__(self, step: VirtualStep, treedef: Any, platform: str):
+        self._step, self._treedef = step, treedef
+        self._rng_at = treedef.unflatten(range(treedef.num_leaves)).rng
+        self._layout: Any = None  # how the terms are laid out in buffers, known when `term` was traced
+        self._unread: frozenset[int] = frozenset()
+        self.term = jax.jit(for_platform(self._term, platform))
+        self.update = jax.jit(self._update, donate_argnums=0)
+        self.add = jax.jit(lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
+
+    def _term(self, leaves: Any, rng: Any, batch: Any, number: jax.Array) -> tuple[Buffers, Buffers]:
+        terms, others, self._unread = self._step.terms(self._state_of(leaves, rng), batch, number)
+        values, structure = jax.tree.flatten(terms)
+        groups = buckets.plan_of(values, _ONE_A_DTYPE)
+        self._layout = [x.shape for x in values], structure, groups
+        return [x.reshape(1, -1) for x in buckets.pack(values, groups)], others
+
+    def _update(self, leaves: Any, rng: Any, totals: Buffers, others: Buffers) -> tuple[list[jax.Array], Any]:
+        shapes, structure, groups = self._layout
+        terms = structure.unflatten(buckets.unpack(totals, shapes, groups))
+        new, metrics = self._step.update(self._state_of(leaves, rng), terms, others, self._unread)
+        leaves = jax.tree.leaves(new)
+        del leaves[self._rng_at]
+        return leaves, metrics
+
+    def _state_of(self, leaves: list[jax.Array], rng: jax.Array) -> TrainState:
+        return self._treedef.unflatten([*leaves[: self._rng_at], rng, *leaves[self._rng_at :]])
+
+
+class VirtualProgram:
+    """One step over virtual shards.
+
+    Each device computes the terms of its shards one after the other, and adds those that are neighbours in the tree at
+    once. So it holds the logarithm of their number at most. One program over all devices exchanges what is left, and
+    each device makes the update.
+    """
+
+    def __init__(self, step: VirtualStep, treedef: Any):
+        state = treedef.unflatten(range(treedef.num_leaves))
+        bare = dataclasses.replace(state, store=dataclasses.replace(state.store, devices=None))
+        self.devices: tuple[Device, ...] = state.store.devices
+        self._treedef, self._rng_at = treedef, state.rng
+        self._placement = BatchPlacement(step, state.store)
+        self._programs: ShardPrograms = step.programs(jax.tree.structure(bare), self.devices[0].platform)
+        self._deal = Deal(step.shards, len(self.devices))
+        self._ranks = {d: i for i, d in enumerate(self.devices) if d.process_index == jax.process_index()}
+        self._numbers = functools.lru_cache(maxsize=None)(lambda i, d: jax.device_put(np.int32(i), d))
+        self._exchange = exchange(self._deal, mesh_of(self.devices))
+        self._zeros = functools.lru_cache(maxsize=64)(lambda d, n, dtype: jnp.zeros((1, n), dtype, device=d))
+
+    def __call__(self, leaves: list[jax.Array], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
+        """One step. The leaves of the state are donated, except its `rng`."""
+        if part:
+            raise ValueError(_REFUSED)
+        if is_traced((leaves, batch)):
+            raise ValueError(_TRACED)
+        batch_on = self._on_devices(self._placement(batch), self._placement.along[0])
+        rng = leaves.pop(self._rng_at)
+        leaves_on, rng_on = (self._on_devices(x, copies_on(self.devices)) for x in (leaves, rng))
+        own = {d: self._nodes(d, leaves_on[d], rng_on[d], batch_on[d]) for d in self._ranks}
+        totals, others = self._sums([nodes for nodes, _ in own.values()], [rest for _, rest in own.values()])
+        new = [self._programs.update(leaves_on[d], rng_on[d], totals[d], others[d]) for d in self._ranks]
+        for x in leaves:
+            if isinstance(x, jax.Array):
+                x.delete()  # its parts were donated
+        parts = [self._join(pieces) for pieces in zip(*(parts for parts, _ in new), strict=True)]
+        metrics = jax.tree.map(lambda *pieces: self._join(pieces), *(metrics for _, metrics in new))
+        parts.insert(self._rng_at, rng)
+        return self._treedef.unflatten(parts), metrics
+
+    def compile_own(self, leaves: list[jax.Array], batch: Batch) -> list[str]:
+        """Compile what each device of this process runs by itself, by one run of it. Nothing is exchanged.
+
+        Returns:
+            The texts of these programs before compilation.
+        """
+        programs, rng = self._programs, leaves.pop(self._rng_at)
+        rows = jax.tree.leaves(batch)[0].shape[0] // self._deal.terms
+        shard = jax.tree.map(lambda x: np.asarray(x[:rows]), batch)
+        plain, restore = without_keys((leaves, rng, shard, np.int32(0)))
+        texts: list[str] = []
+        for device in self._ranks:
+            own = restore(jax.device_put(jax.tree.map(np.array, plain), device))
+            node, others = programs.term(*own)
+            total = [x[0] for x in programs.add(node, node)]
+            update = own[0], own[1], total, others
+            texts = texts or [programs.term.lower(*own).as_text(), programs.update.lower(*update).as_text()]
+            jax.block_until_ready(programs.update(*update))
+        return texts
+
+    def lower(self, leaves: list[jax.Array], batch: Batch, *part: int) -> jax.stages.Lowered:
+        """The program of the gradient of a shard before compilation."""
+        if part:
+            raise ValueError(_REFUSED)
+        *like, shard = self._shapes(leaves, batch)
+        return self._programs.term.lower(*like, shard, np.int32(0))
+
+    def check(self, leaves: list[jax.Array], shapes: Batch) -> list[str]:
+        """Raise what a call would raise for a batch of these shapes. Return the names of the metrics."""
+        *like, shard = self._shapes(leaves, shapes)
+        terms, others = jax.eval_shape(self._programs.term, *like, shard, np.int32(0))
+        totals = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in terms]
+        return list(jax.eval_shape(self._programs.update, *like, totals, others)[1])
+
+    def _shapes(self, leaves: list[jax.Array], batch: Batch) -> tuple[Any, Any, Any]:
+        """The shapes of leaves, `rng` and a shard, without devices."""
+        shards = self._deal.slots * self._deal.devices
+        shard = jax.tree.map(functools.partial(_shard_struct, slots=shards), self._placement.check(batch))
+        like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        rng = like.pop(self._rng_at)
+        return like, rng, shard
+
+    def _on_devices(self, tree: Any, sharding: NamedSharding) -> dict[Device, Any]:
+        """The part of each array on each device of this process."""
+        leaves, structure = jax.tree.flatten(tree)
+        placed = [x if isinstance(x, jax.Array) and x.sharding == sharding else put(x, sharding) for x in leaves]
+        pieces = [{shard.device: shard.data for shard in x.addressable_shards} for x in placed]
+        return {d: structure.unflatten([piece[d] for piece in pieces]) for d in self._ranks}
+
+    def _nodes(self, device: Device, leaves: Any, rng: Any, batch: Any) -> tuple[list[Buffers], Buffers]:
+        """The nodes of the shards of a device, and the other leaves of the model state of its first one."""
+        deal, rank = self._deal, self._ranks[device]
+        nodes: list[Buffers] = []
+        first: Buffers = []
+        if not deal.merges[rank]:
+            return self._nothing(device, leaves, rng, batch)
+        for i, merges in enumerate(deal.merges[rank]):
+            shard = batch if deal.slots == 1 else _slice(batch, self._numbers(i, device), deal.slots)
+            number = self._numbers(deal.range_of(rank)[0] + i, device)
+            node, others = self._programs.term(leaves, rng, shard, number)
+            first = first or others
+            for _ in range(merges):
+                node = self._programs.add(nodes.pop(), node)
+            nodes.append(node)
+        return nodes, first
+
+    def _nothing(self, device: Device, leaves: Any, rng: Any, batch: Any) -> tuple[list[Buffers], Buffers]:
+        """As `_nodes`, of a device without a shard: zeros, which are never added."""
+        rows = functools.partial(_shard_struct, slots=self._deal.slots)
+        like = jax.eval_shape(self._programs.term, leaves, rng, jax.tree.map(rows, batch), np.int32(0))
+        node, others = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=device), like)
+        return [node], others
+
+    def _sums(self, nodes: list[list[Buffers]], others: list[Buffers]) -> tuple[dict[Device, Buffers], ...]:
+        """The sums over all devices, and the other leaves of device 0, on each device of this process."""
+        like = nodes[0][0]
+        rows: list[list[Any]] = []
+        for k in range(self._deal.kept):
+            of_devices = [
+                each[k] if k < len(each) else [self._zeros(d, x.shape[1], x.dtype) for x in like]
+                for d, each in zip(self._ranks, nodes, strict=True)
+            ]
+            rows.append([self._stack(pieces) for pieces in zip(*of_devices, strict=True)])
+        firsts = [self._stack([_add_axis(x) for x in pieces]) for pieces in zip(*others, strict=True)]
+        wait_before_collectives((rows, firsts), self.devices)
+        totals, rest = self._exchange(rows, firsts)
+        return tuple(self._on_devices(x, copies_on(self.devices)) for x in (totals, rest))
+
+    def _stack(self, pieces: Any) -> jax.Array:
+        """An array with a row for each device, out of those of this process."""
+        shape = (len(self.devices), *pieces[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, split_over(self.devices), list(pieces))
+
+    def _join(self, pieces: Any) -> jax.Array:
+        """An array with a copy on each device, out of those of this process."""
+        return jax.make_array_from_single_device_arrays(pieces[0].shape, copies_on(self.devices), list(pieces))
+
+
+@functools.lru_cache(maxsize=64)
+def exchange(deal: Deal, mesh: Mesh) -> Any:
+    """The program `(nodes, others) -> (sums of all terms, others of the first device)`, on every device."""
+
+    def local(nodes: list[Buffers], others: Buffers) -> tuple[Buffers, Buffers]:
+        stacked = [jnp.concatenate(same) for same in zip(*nodes, strict=True)]
+        sums = [sum_everywhere(deal, x, STORE_AXIS) for x in stacked]
+        return sums, [lax.all_gather(x[0], STORE_AXIS)[0] for x in others]
+
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(STORE_AXIS), out_specs=P(), check_vma=False))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _slice(batch: Any, i: jax.Array, slots: int) -> Any:
+    """The rows of slot `i` of a device's part of a batch."""
+
+    def rows(x: jax.Array) -> jax.Array:
+        count = x.shape[0] // slots
+        return lax.dynamic_slice_in_dim(x, i * count, count)
+
+    return jax.tree.map(rows, batch)
+
+
+def _shard_struct(x: Any, slots: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((x.shape[0] // slots, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+_add_axis = jax.jit(lambda x: x[None])
+
+
+def _is_floating(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)

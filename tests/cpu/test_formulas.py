@@ -1,0 +1,262 @@
+"""A training step computes anyone's convolutions, products and pooling by the formulas that are fast on CPUs."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+
+from jaxpar import kv, train
+from jaxpar._cpu import for_platform
+from jaxpar.models import fast_on_cpus
+from jaxpar.train._step import programs
+
+NUMBERS = ("NHWC", "HWIO", "NHWC")
+
+
+def normal(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape, np.float32)
+
+
+def close(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=3e-5, atol=3e-5 * np.abs(y).max(initial=0)), a, b)
+
+
+def max_pool(x, size=2, stride=2, padding="VALID"):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, size, size, 1), (1, stride, stride, 1), padding)
+
+
+PARAMS = {"conv": normal(3, 3, 3, 4), "dense": normal(4, 5), "out": normal(5, 2)}
+BATCH = {"x": normal(128, 6, 6, 3), "y": normal(128, 3, 3, 2)}
+
+
+def loss_fn(params, batch, rng):
+    x = lax.conv_general_dilated(batch["x"], params["conv"], (1, 1), "SAME", dimension_numbers=NUMBERS)
+    x = jnp.tanh(max_pool(x) @ params["dense"])
+    return ((x @ params["out"] - batch["y"]) ** 2).mean(), {"largest": x.max()}
+
+
+def gradient(loss=loss_fn):
+    return jax.value_and_grad(lambda params, batch: loss(params, batch, None), has_aux=True)
+
+
+def compiled(function, *args):
+    return jax.jit(function).lower(*args).compile().as_text()
+
+
+def slow_parts(function, *args):
+    """How many searches in windows, convolutions with large windows, and products over several axes there are."""
+    text = jax.jit(function).lower(*args).as_text()
+    filters = re.findall(r"stablehlo.convolution.*: \(tensor<\S+>, tensor<(\d+)x(\d+)x", text)
+    return {
+        "searches": text.count("stablehlo.select_and_scatter"),
+        "large windows": sum(int(size) > 5 for shape in filters for size in shape),
+        "summed axes": len(re.findall(r"dot_general.* contracting_dims = \[\d+, ", text)),
+    }
+
+
+@pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_step_has_the_gradient_of_lax(engine, count):
+    step = train.make_train_step(loss_fn, engine=engine)
+    store = kv.from_params(PARAMS, optimizer=optax.sgd(0.1))
+    state = train.create_state(store, 0, devices=jax.devices()[:count])
+    new, metrics = step(state, BATCH)
+    (loss, aux), grads = jax.jit(gradient())(PARAMS, BATCH)
+    close(kv.to_params(new.store), jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads))
+    close([metrics["loss"]], [loss])
+    assert aux.keys() < metrics.keys()
+
+
+def test_what_is_slow_on_cpus_is_gone():
+    before, after = (slow_parts(f, PARAMS, BATCH) for f in (gradient(), fast_on_cpus(gradient())))
+    assert all(before.values())
+    assert after == dict.fromkeys(after, 0)
+
+
+def test_a_step_for_other_devices_is_left_as_it_is(monkeypatch):
+    """A GPU's program is lax's own, in a loop too, and the loss is traced once for each."""
+    platforms, traced = [], []
+
+    def for_gpus(function, platform):
+        platforms.append(platform)
+        assert for_platform(function, "gpu") is function
+        return function
+
+    def loss(params, batch, rng):
+        traced.append(rng)
+        return loss_fn(params, batch, rng)
+
+    monkeypatch.setattr(programs, "for_platform", for_gpus)
+    step = train.make_train_step(loss)
+    store = kv.from_params(PARAMS, optimizer=optax.sgd(0.1))
+    state = train.create_state(store, 0, devices=jax.devices()[:1])
+    for batch, many in ((BATCH, False), (jax.tree.map(lambda x: x[None], BATCH), True)):
+        text = step.lower(state, batch, many=many).as_text()
+        assert "select_and_scatter" in text
+        assert "convolution_in_loop" not in text
+    assert set(platforms) == {"cpu"}
+    assert len(traced) == 2  # once for each program
+
+
+def in_scan(params, batch, rng):
+    return lax.scan(lambda total, _: (total + loss_fn(params, batch, rng)[0], None), 0.0, None, 2)[0], {}
+
+
+def in_branch(params, batch, rng):
+    return lax.cond(batch["y"][0, 0, 0, 0] > -9, lambda: loss_fn(params, batch, rng)[0], lambda: 0.0), {}
+
+
+@jax.custom_vjp
+def identity(x):
+    return x
+
+
+identity.defvjp(lambda x: (x, None), lambda _, cotangent: (jax.tree.map(lambda x: 2 * x, cotangent),))
+
+
+def nested(params, batch, rng):
+    inner = jax.checkpoint(jax.jit(lambda params: loss_fn(identity(params), batch, rng)[0]))
+    return inner(params), {}
+
+
+def over_batch(params, batch, rng):
+    one = lambda x, y: loss_fn(params, {"x": x[None], "y": y[None]}, rng)[0]  # noqa: E731
+    return jax.vmap(one)(batch["x"], batch["y"]).mean(), {}
+
+
+@pytest.mark.parametrize("loss", [in_scan, in_branch, nested, over_batch])
+def test_inside_of_other_programs(loss):
+    plain, ours = gradient(loss), fast_on_cpus(gradient(loss))
+    before = slow_parts(plain, PARAMS, BATCH)
+    assert all(before.values())
+    close(jax.jit(ours)(PARAMS, BATCH), jax.jit(plain)(PARAMS, BATCH))
+    assert slow_parts(ours, PARAMS, BATCH) == dict.fromkeys(before, 0)
+
+
+def test_inside_of_shard_map_and_vmap_and_derivatives():
+    mesh = Mesh(jax.devices()[:4], "i")
+    whole = jax.shard_map(
+        lambda p, b: lax.pmean(fast_on_cpus(gradient())(p, b)[1], "i"),
+        mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    wanted = jax.jit(gradient())(PARAMS, BATCH)[1]
+    close(jax.jit(whole)(PARAMS, BATCH), wanted)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), PARAMS)
+    ours, plain = (jax.jit(jax.vmap(f, (0, None))) for f in (fast_on_cpus(gradient()), gradient()))
+    close(ours(stacked, BATCH), plain(stacked, BATCH))
+    second = [jax.jit(jax.grad(lambda p, f=f: optax.tree.norm(f(p, BATCH)[1]))) for f in (
+        fast_on_cpus(gradient()), gradient())]  # fmt: skip
+    close(second[0](PARAMS), second[1](PARAMS))
+
+
+POOLS = {
+    "2 x 2": (2, 2, "VALID"),
+    "windows that overlap": (3, 2, "SAME"),
+    "windows apart": (2, 3, "VALID"),
+    "one-sided padding": (3, 1, ((0, 0), (2, 0), (0, 1), (0, 0))),
+}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("kind", ["normal", "equal entries", "mostly minus infinity", "bfloat16"])
+def test_the_gradient_of_max_pooling_to_the_bit(pool, kind):
+    x = normal(2, 9, 8, 3)
+    x = {
+        "normal": x,
+        "equal entries": np.round(x),
+        "mostly minus infinity": np.where(normal(2, 9, 8, 4)[..., :3] < 1, -np.inf, x).astype(np.float32),
+        "bfloat16": x.astype(jnp.bfloat16),
+    }[kind]
+    of_pool = lambda x: max_pool(x, *POOLS[pool])  # noqa: E731
+    y = of_pool(x)
+    cotangent = normal(*y.shape, 1)[..., 0].round().astype(y.dtype)  # sums without rounding: their order is free
+    transposed = lambda x, c: jax.vjp(of_pool, x)[1](c)[0]  # noqa: E731
+    np.testing.assert_array_equal(
+        jax.jit(fast_on_cpus(transposed))(x, cotangent), jax.jit(transposed)(x, cotangent)
+    )  # fmt: skip
+
+
+PRODUCTS = {
+    "two summed axes": ((3, 4, 5), (3, 4, 6), (((0, 1), (0, 1)), ((), ()))),
+    "in another order": ((3, 4, 5), (4, 3, 6), (((0, 1), (1, 0)), ((), ()))),
+    "apart": ((3, 5, 4), (3, 4, 6), (((0, 2), (0, 1)), ((), ()))),
+    "at the end": ((5, 3, 4), (6, 3, 4), (((1, 2), (1, 2)), ((), ()))),
+    "a batch": ((2, 3, 4, 5), (2, 3, 4, 6), (((1, 2), (1, 2)), ((0,), (0,)))),
+    "everything": ((3, 4), (3, 4), (((0, 1), (0, 1)), ((), ()))),
+    "none": ((3, 4), (5, 6), (((), ()), ((), ()))),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int32])
+def test_products_of_lax(name, dtype):
+    left, right, numbers = PRODUCTS[name]
+    a, b = ((10 * normal(*shape)).round().astype(dtype) for shape in (left, right))
+    product = lambda a, b: lax.dot_general(a, b, numbers, preferred_element_type=np.float32)  # noqa: E731
+    np.testing.assert_array_equal(fast_on_cpus(product)(a, b), product(a, b))
+
+
+def test_lines_of_source_and_names_stay():
+    def named(x):
+        with jax.named_scope("my_layer"):
+            return jnp.tensordot(x, x, 3)
+
+    text = compiled(fast_on_cpus(named), normal(2, 3, 4))
+    assert "my_layer" in text
+    assert "test_formulas.py" in text
+
+
+def test_what_else_a_function_does(capfd):
+    def effects(x):
+        jax.debug.print("the sum is {}", x.sum(), ordered=True)
+        return {"y": x @ x, "key": jax.random.key(0), "none": None}
+
+    result = jax.jit(fast_on_cpus(effects))(jnp.eye(2))
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "the sum is 2.0\n"
+    assert result["none"] is None
+    assert jax.dtypes.issubdtype(result["key"].dtype, jax.dtypes.prng_key)
+
+
+def test_a_pallas_kernel_is_left_as_it_is():
+    pallas = pytest.importorskip("jax.experimental.pallas")
+
+    def kernel(a, b, out):
+        out[...] = a[...] @ b[...]
+
+    def product(a, b):
+        return pallas.pallas_call(kernel, jax.ShapeDtypeStruct((8, 8), np.float32), interpret=True)(a, b)
+
+    close(jax.jit(fast_on_cpus(product))(normal(8, 8), normal(8, 8)), normal(8, 8) @ normal(8, 8))
+
+
+@jax.custom_jvp
+def square(x):
+    return x @ x
+
+
+square.defjvp(lambda primals, tangents: (square(*primals), 3 * tangents[0] @ primals[0]))
+
+ANY = {
+    "a rule of its own, not differentiated": lambda x: jax.nn.relu(square(identity(x))),
+    "differentiated after": jax.grad(lambda x: fast_on_cpus(lambda x: square(identity(x)))(x).sum()),
+    "forward mode": lambda x: jax.jvp(fast_on_cpus(lambda x: jax.nn.gelu(square(x))), (x,), (x,)),
+    "a loop": lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ x)), (0, x))[1],
+    "branches": lambda x: lax.switch(jnp.int32(1), [lambda x: x, lambda x: x @ x], x),
+    "a solver": jax.grad(lambda x: jnp.linalg.solve(x + 9 * jnp.eye(4), x).sum()),
+    "a callback": lambda x: jax.pure_callback(lambda x: 2 * np.asarray(x), jax.ShapeDtypeStruct((4, 4), np.float32), x),
+    "twice": fast_on_cpus(lambda x: fast_on_cpus(square)(x) @ x),
+    "integers": lambda x: jax.vjp(lambda x, i: x[i], x, jnp.array([1, 0]))[1](x[:2])[0],
+    "a policy": jax.grad(jax.checkpoint(lambda x: jnp.sin(x @ x).sum(), policy=jax.checkpoint_policies.dots_saveable)),
+}
+
+
+@pytest.mark.parametrize("name", ANY)
+@pytest.mark.parametrize("how", [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow)], ids=["jit", "eager"])
+def test_any_function(name, how):
+    close(how(fast_on_cpus(ANY[name]))(normal(4, 4)), how(ANY[name])(normal(4, 4)))

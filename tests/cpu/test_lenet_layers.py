@@ -1,0 +1,170 @@
+"""The formulas for CPUs against XLA's own convolution: values, derivatives of both modes, mapped and sharded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxpar._cpu import lenet_layers
+
+
+def reference(x_WxCxHxN, weight, bias):
+    """The same by `lax.conv_general_dilated` and `lax.reduce_window`."""
+    y = lax.conv_general_dilated(
+        x_WxCxHxN, weight, (1, 1), "VALID", dimension_numbers=("WCHN", "HWIO", "WCHN"), precision="highest"
+    )
+    y = jax.nn.relu(y + bias[None, :, None, None])
+    return lax.reduce_window(y, 0.0, lax.add, (2, 1, 2, 1), (2, 1, 2, 1), "VALID") / 4
+
+
+def reference_direct(x_WxHxN, weight, bias):
+    return reference(x_WxHxN[:, None], weight, bias)
+
+
+def normal(*shapes):
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+
+
+def winograd_case(height=12, window=5, channels=3, out=4, batch=6):
+    return normal((lenet_layers.WIDTH, channels, height, batch), (window, 5, channels, out), (out,))
+
+
+def direct_case(width=9, height=12, window=(3, 3), out=4, batch=6):
+    return normal((width, height, batch), (*window, 1, out), (out,))
+
+
+CASES = {
+    "winograd": (lenet_layers.winograd, reference, winograd_case()),
+    "direct": (lenet_layers.direct, reference_direct, direct_case()),
+}
+SLOW = pytest.mark.slow
+both = pytest.mark.parametrize(("fast", "plain", "args"), CASES.values(), ids=CASES)
+
+
+def close(given, wanted, rtol=3e-6):
+    """Equal but for rounding, measured by the largest number."""
+    for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True):
+        assert a.shape == b.shape
+        assert float(abs(a - b).max()) <= rtol * float(abs(b).max())
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        winograd_case(),
+        winograd_case(height=13),  # an odd row is left out
+        winograd_case(window=3),
+        winograd_case(height=2, window=1),
+        winograd_case(channels=1, out=1, batch=1),
+        winograd_case(channels=20, out=50, batch=17),
+    ],
+)
+def test_winograd_is_convolution_relu_and_mean(args):
+    close(jax.jit(lenet_layers.winograd)(*args), jax.jit(reference)(*args))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        direct_case(),
+        direct_case(width=10, height=13),  # an odd row and column are left out
+        direct_case(window=(5, 2)),
+        direct_case(width=2, height=2, window=(1, 1), out=1, batch=1),
+        direct_case(width=18, height=28, out=20, batch=33),
+    ],
+)
+def test_direct_is_convolution_relu_and_mean(args):
+    close(jax.jit(lenet_layers.direct)(*args), jax.jit(reference_direct)(*args))
+
+
+def loss(f):
+    return lambda *args: (f(*args) ** 2).sum()
+
+
+@both
+@pytest.mark.parametrize("arguments", [(0, 1, 2), *(pytest.param(i, marks=pytest.mark.slow) for i in range(3))])
+def test_gradients_of_all_arguments_and_of_one(fast, plain, args, arguments):
+    """The rules leave out what has no tangent."""
+    close(jax.jit(jax.grad(loss(fast), arguments))(*args), jax.jit(jax.grad(loss(plain), arguments))(*args))
+
+
+@both
+def test_forward_mode(fast, plain, args):
+    tangents = jax.tree.map(jnp.cos, args)
+
+    def product(f):
+        return jax.jit(lambda *args: jax.jvp(f, args, tangents))(*args)
+
+    close(product(fast), product(plain))
+
+
+@both
+def test_second_derivatives(fast, plain, args):
+    tangents = jax.tree.map(jnp.cos, args)
+
+    def product(f):
+        return jax.jit(lambda *args: jax.jvp(jax.grad(loss(f), (0, 1, 2)), args, tangents)[1])(*args)
+
+    close(product(fast), product(plain), rtol=1e-5)
+
+
+@both
+def test_jit_and_vmap(fast, plain, args):
+    x, weight, bias = args
+    several = jnp.stack([weight, 2 * weight, -weight])
+    close(jax.jit(jax.vmap(fast, (None, 0, None)))(x, several, bias), jnp.stack([plain(x, w, bias) for w in several]))
+
+
+# The second row has the other half: each engine and each formula is here once.
+OVER_DEVICES = [
+    pytest.param(
+        *CASES[name], engine, id=f"{name}-{engine}", marks=() if (name == "direct") == (engine == "shard_map") else SLOW
+    )
+    for name in CASES
+    for engine in ("pmap", "shard_map", "shard_map, unchecked")
+]
+
+
+@pytest.mark.parametrize(("fast", "plain", "args", "engine"), OVER_DEVICES)
+def test_over_devices_the_gradients_add_up(fast, plain, args, engine):
+    x, *params = args
+    wanted = jax.jit(jax.grad(loss(plain), (1, 2)))(x, *params)
+    grad = jax.grad(loss(fast), (1, 2))
+    devices = jax.devices()[:2]
+    if engine == "pmap":
+        shards = jnp.stack(jnp.split(x, 2, axis=-1))
+        body = jax.pmap(lambda x: lax.psum(grad(x, *params), "data"), "data", devices=devices, out_axes=None)
+        close(body(shards), wanted)
+        return
+    checked = engine == "shard_map"
+
+    def body(x, *params):
+        grads = grad(x, *params)
+        return grads if checked else lax.psum(grads, "data")  # where JAX checks, it sums by itself
+
+    mesh = jax.sharding.Mesh(np.array(devices), ("data",))
+    in_specs = (P(*[None] * (x.ndim - 1), "data"), P(), P())
+    close(jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=checked))(*args), wanted)
+
+
+def test_toom_cook_is_exact_but_for_rounding():
+    of_points, of_weight, of_input = lenet_layers._toom_cook()
+    x, w = np.random.default_rng(1).standard_normal((2, 8))
+    w = w[:5]
+    wanted = np.correlate(x, w, "valid")
+    np.testing.assert_allclose(of_points @ ((of_weight @ w) * (of_input @ x)), wanted, rtol=0, atol=1e-12)
+
+
+def test_the_scales_are_powers_of_two():
+    """So that they do not round: every entry of the input's matrix stays a multiple of a small power of two."""
+    _, _, of_input = lenet_layers._toom_cook()
+    assert (of_input * 64 == np.round(of_input * 64)).all()
+
+
+def test_dead_units_have_no_gradient():
+    x, weight, _ = direct_case()
+    bias = jnp.full(4, -1e3)
+    assert not jax.grad(loss(lenet_layers.direct), 1)(x, weight, bias).any()

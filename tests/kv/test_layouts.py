@@ -1,0 +1,100 @@
+"""How values are kept: whole, in rows, or split over a mesh. What a store holds follows from its layouts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from jaxpar import kv, parallel
+from jaxpar._store.layouts import WHOLE, Rows, Split
+from jaxpar._store.tree_optimizer import state_layouts
+
+DEVICES = jax.devices()[:4]
+MESH = jax.make_mesh((4,), ("data",), devices=DEVICES)
+PARAMS = {
+    "bias": jnp.float32(3),
+    "kernel": jnp.arange(15.0).reshape(3, 5),
+    "table": jnp.arange(8.0),
+    "type": jnp.arange(3),
+}
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (4, 8), (0, 2)])
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_what_is_stored_is_whole_again(shape, count):
+    value = jnp.arange(float(np.prod(shape))).reshape(shape)
+    for layout in (WHOLE, Rows(shape, count), Split(NamedSharding(MESH, P()))):
+        stored = layout.stored(value)
+        assert layout.shape_of(stored) == shape
+        np.testing.assert_array_equal(layout.whole(stored), value)
+    assert Rows(shape, count).stored(value).shape == (count, Rows(shape, count).chunk)
+
+
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+def test_shapes_and_shardings_follow_from_the_layouts(kind):
+    store = kv.from_params(PARAMS, kind=kind, devices=DEVICES)
+    shapes = tuple((k, np.shape(x)) for k, x in enumerate(jax.tree.leaves(PARAMS)))
+    assert store.shapes == (shapes if kind == "sharded" else ())
+    assert store.shardings == ()
+    assert store.layouts == tuple((k, Rows(shape, 4)) for k, shape in store.shapes)
+    split = kv.place(store, mesh=MESH, sharding=parallel.fsdp("data"))
+    assert split.shapes == ()
+    assert [k for k, _ in split.shardings] == [0, 1, 2, 3]
+    assert split.layouts == tuple((k, Split(sharding)) for k, sharding in split.shardings)
+    assert all(split.values[k].sharding == sharding for k, sharding in split.shardings)
+
+
+def test_layouts_are_static_and_equal_ones_share_a_program():
+    compiled = jax.jit(lambda store: store.values)
+    for _ in range(2):
+        compiled(kv.from_params(PARAMS, kind="sharded", devices=DEVICES))
+    assert compiled._cache_size() == 1
+
+
+def flat():
+    """A transform whose state is a list, so that nobody can tell whose each leaf is."""
+
+    def init(params):
+        return [jnp.zeros_like(leaf) for leaf in jax.tree.leaves(params)]
+
+    def update(updates, state, params=None):
+        del params
+        return jax.tree.map(lambda u: -u, updates), [
+            s + u for s, u in zip(state, jax.tree.leaves(updates), strict=True)
+        ]
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("tx", [optax.adam(0.1), flat()], ids=["adam", "list"])
+def test_the_state_of_an_optimizer_is_kept_as_the_params(tx):
+    """Of a list nobody knows to which param a leaf belongs. In rows that is not needed: the shapes say it."""
+    whole = kv.from_params(PARAMS, optimizer=tx, devices=DEVICES)
+    rows = kv.from_params(PARAMS, kind="sharded", optimizer=tx, devices=DEVICES)
+    for layout, leaf, same in zip(
+        state_layouts(rows), jax.tree.leaves(rows.optimizer_state), jax.tree.leaves(whole.optimizer_state), strict=True
+    ):
+        assert layout == (WHOLE if jnp.issubdtype(leaf.dtype, jnp.integer) else Rows(same.shape, 4))
+        np.testing.assert_array_equal(layout.whole(leaf), same)
+    for target in ({"devices": DEVICES[:3]}, {"mesh": MESH}):
+        moved = kv.place(rows, **target)
+        for layout, leaf, same in zip(
+            state_layouts(moved),
+            jax.tree.leaves(moved.optimizer_state),
+            jax.tree.leaves(whole.optimizer_state),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(layout.whole(leaf), same)
+            assert leaf.sharding.is_equivalent_to(layout.sharding(moved.devices), leaf.ndim)
+
+
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+def test_a_value_pulled_from_a_mesh_is_the_callers(kind):
+    rule = parallel.fsdp("data", min_size=1)
+    store = kv.from_params({"w": jnp.arange(8.0)}, kind=kind, optimizer=optax.sgd(0.1), mesh=MESH, sharding=rule)
+    pulled = kv.pull(store, 0)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(pulled)
+    assert pulled.is_deleted()
+    assert kv.pull(store, 0).tolist() == list(range(8))

@@ -1,0 +1,34 @@
+"""`jp.mxnet`: one room for those who come from MXNet, whose names stay where they were too."""
+
+import pytest
+
+import jaxpar as jp
+from jaxpar import checkpoint, kv, mxnet, updaters
+
+SHORT = ("sgd", "nag", "adam", "rmsprop", "adagrad", "wd_mult")
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_each_has_its_old_name(name):
+    short = getattr(jp.mxnet, name)
+    assert short is getattr(mxnet, f"mxnet_{name}") is getattr(updaters, f"mxnet_{name}")
+
+
+def test_names_of_other_rooms():
+    assert mxnet.load_params is checkpoint.load_mxnet
+    assert mxnet.multipliers is updaters.multipliers
+
+
+def test_a_hint_stands_once():
+    """A text that answers several names of MXNet is written once, so it is one object."""
+    for table in (mxnet._STORE_ARGUMENTS, mxnet._OTHER_KINDS, mxnet._options._ABSENT, mxnet._options._OTHER):
+        texts = list(table.values())
+        assert len({id(text) for text in texts}) == len(set(texts))
+
+
+def test_methods_of_mxnets_store_are_answered():
+    store = kv.create()
+    with pytest.raises(AttributeError, match=r"store = kv\.set_optimizer\(store, \.\.\.\)"):
+        store.set_optimizer  # noqa: B018
+    with pytest.raises(AttributeError, match=r"store, value = kv\.pushpull\(store, \.\.\.\)"):
+        store.pushpull  # noqa: B018

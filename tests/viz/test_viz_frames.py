@@ -1,0 +1,302 @@
+"""Frames and names: each layer in the frame of its module, counts on the block that repeats, no number of a copy."""
+
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from viz_models import Spec, f32, i32
+
+from jaxpar import viz
+
+X, IDS, SQUARE = Spec((2, 5, 16), f32), Spec((2, 5), i32), Spec((16, 16), f32)
+PIECE = re.compile(r"[+,\-–] *(×\d+)?$|^ *×")  # of a label
+
+
+def scopes(graph, op):
+    return [node.scope for node in graph.layers if node.op == op]
+
+
+def check_names(graph):
+    """No frame is a bare count or a piece of a name. No name in a repeated frame has the number of a copy."""
+    assert not [scope for node in graph.nodes for scope in node.scope if PIECE.search(scope)]
+    repeats = dict(graph.scopes)
+    inside = [node for node in graph.layers for n in range(len(node.scope)) if node.scope[: n + 1] in repeats]
+    assert not [node.name for node in inside if re.search(r"(layer|block|stage)[._]?\d", node.name)]
+    return graph
+
+
+def linen(module, *args):
+    return module.apply, jax.eval_shape(module.init, jax.random.key(0), *args), *args
+
+
+def seen(ids):
+    return (ids > 0)[:, None, :]
+
+
+def attend(q, k, v, mask):
+    return jax.nn.softmax(jnp.where(mask, q @ k.swapaxes(-1, -2), -1e9)) @ v
+
+
+def _linen_mask():
+    import flax.linen as nn
+
+    class Cross(nn.Module):
+        @nn.compact
+        def __call__(self, x, mask):
+            q, k, v = (nn.Dense(16, name=name)(x) for name in "qkv")
+            return nn.Dense(16, name="out")(attend(q, k, v, mask))
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, ids):
+            return nn.Dense(4, name="head")(x + Cross(name="attn")(x, seen(ids)))
+
+    return linen(Net(), X, IDS)
+
+
+def _nnx_mask():
+    from flax import nnx
+
+    class Mix(nnx.Module):
+        def __init__(self, rngs):
+            self.q, self.k, self.v = (nnx.Linear(16, 16, rngs=rngs) for _ in range(3))
+
+        def __call__(self, x, mask):
+            return attend(self.q(x), self.k(x), self.v(x), mask)
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.attn, self.head = Mix(rngs), nnx.Linear(16, 4, rngs=rngs)
+
+        def __call__(self, x, ids):
+            return self.head(self.attn(x, seen(ids)))
+
+    return Net(nnx.Rngs(0)), X, IDS
+
+
+def _plain_mask():
+    def mix(params, x, mask):
+        with jax.named_scope("mixing"):  # no module's name
+            return attend(x @ params["q"], x @ params["k"], x @ params["v"], mask)
+
+    def net(params, x, ids):
+        mask = seen(ids)
+        return mix(params["attn"], x, mask) @ params["head"]["w"]
+
+    return net, {"attn": dict.fromkeys("qkv", SQUARE), "head": {"w": SQUARE}}, X, IDS
+
+
+@pytest.mark.parametrize("make", [_linen_mask, _nnx_mask, _plain_mask])
+def test_a_mask_that_the_caller_compares_leaves_attention_in_its_module(make):
+    graph = check_names(viz.trace(*make()))
+    (scope,) = scopes(graph, "Attention")
+    assert "attn" in scope
+    assert {node.scope for node in graph.layers if node.name in ("q", "k", "v")} == {scope}
+    assert not any("(2)" in part for node in graph.layers for part in node.scope)
+
+
+def test_zeros_of_a_module_of_its_own_leave_a_convolution_in_its_module():
+    hk = pytest.importorskip("haiku")
+
+    class Zeros(hk.Module):
+        def __call__(self, x):
+            return jnp.pad(x, ((0, 0), (2, 0), (0, 0)))
+
+    class Stage(hk.Module):
+        def __call__(self, x):
+            return jax.nn.relu(hk.LayerNorm(-1, True, True)(hk.Conv1D(16, 3, padding="VALID", name="causal")(x)))
+
+    model = hk.without_apply_rng(hk.transform(lambda x: Stage(name="b")(Zeros()(Stage(name="a")(Zeros()(x))))))
+    graph = check_names(viz.trace(model.apply, jax.eval_shape(model.init, jax.random.key(0), X), X, repeats=False))
+    assert scopes(graph, "Convolution") == [("a",), ("b",)]
+    assert [node.name for node in graph.layers if node.op == "Convolution"] == ["a/causal", "b/causal"]
+
+
+def _linen_blocks():
+    import flax.linen as nn
+
+    class Decoder(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for number in range(4):
+                x = x + nn.silu(nn.Dense(16, name=f"block_{number}_mix")(x))
+            return x
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, name="head")(Decoder(name="decoder")(x))
+
+    return linen(Net(), X)
+
+
+def _nnx_blocks():
+    from flax import nnx
+
+    class Decoder(nnx.Module):
+        def __init__(self, rngs):
+            self.block = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(4)])
+
+        def __call__(self, x):
+            for one in self.block:
+                x = x + nnx.silu(one(x))
+            return x
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.decoder, self.head = Decoder(rngs), nnx.Linear(16, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(self.decoder(x))
+
+    return Net(nnx.Rngs(0)), X
+
+
+def _haiku_blocks():
+    import haiku as hk
+
+    class Decoder(hk.Module):
+        def __call__(self, x):
+            for number in range(4):
+                x = x + jax.nn.silu(hk.Linear(16, name=f"block{number}")(x))
+            return x
+
+    model = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(4, name="head")(Decoder()(x))))
+    return model.apply, jax.eval_shape(model.init, jax.random.key(0), X), X
+
+
+def _equinox_blocks():
+    import equinox as eqx
+
+    class Decoder(eqx.Module):
+        block: list
+
+        def __call__(self, x):
+            for one in self.block:
+                x = x + jax.nn.silu(one(x))
+            return x
+
+    class Net(eqx.Module):
+        decoder: Decoder
+        head: eqx.nn.Linear
+
+        def __call__(self, x):
+            return self.head(self.decoder(x))
+
+    linear = eqx.nn.Linear(16, 16, key=jax.random.key(0))
+    return Net(Decoder([linear] * 4), eqx.nn.Linear(16, 4, key=jax.random.key(0))), Spec((16,), f32)
+
+
+BLOCKS = [
+    (_linen_blocks, "block_mix"),
+    (_nnx_blocks, "block"),
+    (_haiku_blocks, "block"),
+    (_equinox_blocks, "block"),
+]
+
+
+@pytest.mark.parametrize(("make", "name"), BLOCKS, ids=[make.__name__ for make, _ in BLOCKS])
+def test_the_count_is_on_the_block_not_on_the_module_that_holds_nothing_else(make, name):
+    fn, *args = make()
+    plot = viz.plot_network(fn, *args)
+    graph = check_names(plot.network)
+    ((path, count),) = graph.scopes
+    assert (path[-2:], count) == (("decoder", f"{name} ×4"), 4)
+    assert "label=decoder" in plot.source.replace('"', "")  # both are frames
+    assert f"{name} ×4" in plot.source
+    repeated = [node.name for node in graph.layers if node.params and node.repeat == 4]
+    assert repeated == [name]
+
+
+def test_a_number_inside_the_name_of_a_module_goes():
+    def net(params, x):
+        for number in range(3):
+            stage = params[f"stage{number}_mlp"]
+            x = jnp.sin(jnp.tanh(x @ stage["up2"]) @ stage["down"])
+        return x
+
+    graph = check_names(viz.trace(net, {f"stage{n}_mlp": {"up2": SQUARE, "down": SQUARE} for n in range(3)}, X))
+    assert graph.scopes == ((("stage_mlp ×3",), 3),)
+    assert [node.name for node in graph.layers if node.params] == ["up2", "down"]
+
+
+def test_a_number_that_is_no_copys_stays():
+    """A block's own conv1 and conv2, and copies that begin at 2."""
+
+    def net(params, x):
+        for layer in params["layers"]:
+            x = x + jnp.tanh(jnp.tanh(x @ layer["conv1"]) @ layer["conv2"])
+        return x
+
+    first = {"conv1": Spec((16, 32), f32), "conv2": Spec((32, 16), f32)}
+    graph = check_names(viz.trace(net, {"layers": [first, *[dict.fromkeys(first, SQUARE)] * 3]}, X))
+    assert graph.scopes == ((("layers.1–3 ×3",), 3),)
+    assert [node.name for node in graph.layers if node.repeat == 3 and node.params] == ["layers/conv1", "layers/conv2"]
+
+
+def test_a_label_of_kinds_is_no_name_with_a_number():
+    """Two stages of other widths, each of blocks that nothing names."""
+
+    def net(params, x):
+        for stage in params["stages"]:
+            for a, b in zip(stage["a"], stage["b"], strict=True):
+                x = x + jnp.sin(jax.nn.relu(x @ a) @ b)
+            x = x @ stage["down"]
+        return x
+
+    sizes = [(16, 8), (8, 4)]
+    stages = [
+        {"a": [Spec((n, 2 * n), f32)] * 3, "b": [Spec((2 * n, n), f32)] * 3, "down": Spec((n, out), f32)}
+        for n, out in sizes
+    ]
+    for most in (None, 6, 2, 1):
+        check_names(viz.trace(net, {"stages": stages}, X, max_nodes=most))
+        check_names(viz.trace(jax.grad(lambda p, x: net(p, x).sum()), {"stages": stages}, X, max_nodes=most))
+
+
+def _linen_step():
+    """Two modules that hold nothing but repeats, and their update."""
+    import flax.linen as nn
+
+    class Tower(nn.Module):
+        layers: int
+
+        @nn.compact
+        def __call__(self, x):
+            for number in range(self.layers):
+                x = x + nn.Dense(16, name=f"layer_{number}")(jnp.sin(nn.LayerNorm()(x)))
+            return x
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, name="head")(Tower(4, name="decoder")(jnp.cos(Tower(3, name="encoder")(x))))
+
+    net, tx = Net(), optax.adam(1e-3)
+    params = jax.eval_shape(net.init, jax.random.key(0), X)
+
+    def step(params, opt_state, x):
+        grads = jax.grad(lambda params: (net.apply(params, x) ** 2).mean())(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step, params, jax.eval_shape(tx.init, params), X
+
+
+def _words(plot):
+    return [word.strip() for word in re.findall(r">([^<>\n]+)</text>", plot.pipe("svg", encoding="utf-8"))]
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's program dot is not installed")
+def test_a_step_has_the_names_and_frames_of_the_network():
+    fn, *args = _linen_step()
+    step, network = _words(viz.plot_step(fn, *args)), _words(viz.plot_network(fn, *args))
+    frames = {"FullyConnected + 3 ×3", "FullyConnected + 3 ×4"}
+    assert {word for word in step if "×" in word} == frames & set(network) == frames
+    names = {"layer", "head", "LayerNorm", "sin", "cos", "add", "Adam"}
+    assert names <= set(step)
+    assert not [word for word in step if re.fullmatch(r"[a-z]+\d+|(.+) \1 .*", word)]
+    assert re.fullmatch(r"\d+ arrays", step[step.index("Adam") + 1])
