@@ -258,6 +258,10 @@ def mxnet_wd_mult(names: Mapping[int, str], kinds: tuple[str, ...] = ("weight", 
     return {key: 0.0 for key, name in names.items() if not last_word.search(name)}
 
 
-# Short names, for `jp.mxnet`.
-sgd, nag, adam, rmsprop, adagrad = mxnet_sgd, mxnet_nag, mxnet_adam, mxnet_rmsprop, mxnet_adagrad
+# Short names, for `jp.mxnet`: a line each, so that type checkers know their types.
+sgd = mxnet_sgd
+nag = mxnet_nag
+adam = mxnet_adam
+rmsprop = mxnet_rmsprop
+adagrad = mxnet_adagrad
 wd_mult = mxnet_wd_mult
