@@ -3,7 +3,7 @@
 Arguments: a folder for marks, then `failure:process:step` each, where failure is kill, stop, loop or one of `EDITS`,
 after which the process that comes back finds an edited script. With `late` a
 process that comes back calls `fit` only after that step. With `slow:S:E` process 0 waits S seconds after each step, and
-there are E epochs of six steps, or as many as pass until there is a file `over`.
+there are E epochs of six steps, or as many as pass until there is a file `over`. With `rigid` the run is not elastic.
 """
 
 import hashlib
@@ -22,8 +22,9 @@ from jaxpar import data, distributed, kv, train
 folder, *failures = sys.argv[1:]
 late = [failure.split(":")[1:] for failure in failures if failure.startswith("late")]
 (*_, pause, epochs) = next((failure for failure in failures if failure.startswith("slow")), "slow:0:6").split(":")
-failures = [failure for failure in failures if not failure.startswith(("late", "slow"))]
-distributed.initialize(elastic=True)
+is_elastic = "rigid" not in failures
+failures = [failure for failure in failures if not failure.startswith(("late", "slow", "rigid"))]
+distributed.initialize(elastic=is_elastic)
 rank = jax.process_index()
 print("PID", rank, os.getpid(), flush=True)
 

@@ -20,6 +20,7 @@ from .._devices.sharding_rules import fsdp
 from .._devices.user_mesh import in_user_mesh
 from .._store import tree_optimizer
 from .._store.store import KVStore, kind_of
+from ..sparse import RowSparse
 from ..updaters import UpdateFn, Updater, _has_average as has_average, _TreeOptimizer as TreeOptimizer
 from ._create import create, init, set_optimizer, set_updater
 from ._mxnet import answers
@@ -67,7 +68,7 @@ def from_params(
         `push`, `pull`, `pushpull` and `row_sparse_pull` take names as keys. The arrays of `params` are copied.
 
     Raises:
-        TypeError: a leaf that is no array, a `mesh` that is none.
+        TypeError: a leaf that is no array, a `RowSparse`, a `mesh` that is none.
         RuntimeError: a leaf that was deleted.
         ValueError: both an optimizer and an updater, an unknown kind, two leaves of one name, or the same array at two
             places. An optimizer that the kind cannot apply, see `kv.set_optimizer`.
@@ -114,6 +115,14 @@ def _check_params(params: Any) -> None:
         )
     if params is None:
         raise ValueError("kv.from_params: the params are None, which hold no array, so nothing is trained")
+    # As a pytree it has two leaves, and its row numbers would become a param.
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, RowSparse)):
+        if isinstance(leaf, RowSparse):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise TypeError(
+                f"kv.from_params: leaf {name!r} of params is a RowSparse, which is a form of gradients; give the array "
+                "of all rows: sparse.to_dense(value)"
+            )
 
 
 def _mesh_for(store: KVStore, params: Any, sharding: Any, optimizer: Any) -> Mesh | None:

@@ -49,15 +49,15 @@ def spmd(
         in_axes: 0 (an entry for each device) or None (the same for all). One for all arguments, or a tuple with one
             for each.
         out_axes: the same for the results. None asks for a result that is equal on all devices.
-        donate_argnums: arguments that are donated to the results.
+        donate_argnums: arguments that are donated to the results, counted from 0.
 
     Returns:
         A compiled function of the stacked arguments. It raises `ValueError` for an argument whose first axis is not
-        the number of this process's devices.
+        the number of this process's devices, and for a call without an argument that is to be donated.
 
     Raises:
         TypeError: `devices` is no list of devices.
-        ValueError: an unknown engine, no device, or one that appears twice.
+        ValueError: an unknown engine, no device, or one that appears twice. A negative number in `donate_argnums`.
 
     Example:
         >>> total = spmd(lambda x: jax.lax.psum(x, "i"), axis_name="i", devices=jax.devices()[:2])
@@ -69,6 +69,8 @@ def spmd(
     check_engine(engine, "spmd")
     chosen = check_devices(devices, "spmd")
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    if min(donate, default=0) < 0:
+        raise ValueError(f"spmd: donate_argnums counts arguments from 0, got {donate_argnums}")
     run = _pmap if engine == "pmap" else _shard_map
     compiled = run(fn, axis_name, chosen, in_axes, out_axes, donate)
 
@@ -77,6 +79,8 @@ def spmd(
     @in_user_mesh
     @functools.wraps(fn)
     def call(*args: Any) -> Any:
+        if max(donate, default=-1) >= len(args):  # jax sees *args, so it would donate nothing and say nothing
+            raise ValueError(f"spmd: donate_argnums has {max(donate)}, but the call has {len(args)} arguments")
         _check_entries(args, in_axes, own)
         args = without_types(args)
         wait_before_collectives(args, chosen)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._core.calls import answers
 
@@ -28,7 +29,8 @@ def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
         A pytree of the same structure, shapes and dtypes.
 
     Raises:
-        ValueError: no rate is in `state`, or it follows a schedule of optax.
+        ValueError: no rate is in `state`, or it follows a schedule of optax. A rate that is no single finite number
+            (one in a `jax.Array` is not read).
 
     Example:
         >>> from jaxpar import updaters
@@ -37,6 +39,10 @@ def set_learning_rate(state: Tree, learning_rate: float | jax.Array) -> Tree:
         >>> updater.update(0, jnp.ones(2), state, jnp.zeros(2))[0].tolist() == jnp.full(2, -0.1).tolist()
         True
     """
+    if np.ndim(learning_rate):
+        raise ValueError(f"set_learning_rate: learning_rate must be one number, got shape {np.shape(learning_rate)}")
+    if not isinstance(learning_rate, jax.Array) and not np.isfinite(learning_rate):
+        raise ValueError(f"set_learning_rate: learning_rate must be finite, got {learning_rate}")
     found: list[tuple[Any, ...]] = []
 
     def replace(path: tuple[Any, ...], leaf: Any) -> Any:

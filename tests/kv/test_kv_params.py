@@ -9,9 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar import kv, updaters
+from jaxpar import kv, sparse, updaters
 
 X = jnp.ones((1, 3))
+ROWS = sparse.RowSparse(jnp.array([0, 2]), jnp.ones((2, 3)), (4, 3))
 
 
 class Layer(NamedTuple):
@@ -121,6 +122,13 @@ def test_under_jit():
 def test_a_leaf_that_is_no_array(leaf):
     with pytest.raises(TypeError, match=r"kv.from_params: leaf 'a/w.* of params: expected an array"):
         kv.from_params({"a": {"w": leaf}})
+
+
+@pytest.mark.parametrize("params", [ROWS, {"a": {"w": ROWS}, "b": X}, [X, (ROWS,)]], ids=["bare", "dict", "list"])
+def test_a_row_sparse_leaf_is_refused(params):
+    """Its row numbers would be a param of their own."""
+    with pytest.raises(TypeError, match=r"kv.from_params: leaf '.*' of params is a RowSparse.*sparse.to_dense"):
+        kv.from_params(params, optimizer=optax.sgd(0.1))
 
 
 def test_errors():

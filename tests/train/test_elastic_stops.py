@@ -1,4 +1,4 @@
-"""Elastic runs of which processes are killed and stopped. They end with the bits of an undisturbed one."""
+"""Runs of which processes are killed and stopped, elastic and rigid. They end with the bits of an undisturbed one."""
 
 import os
 import re
@@ -17,13 +17,13 @@ PROCESSES = 3
 
 
 class Run:
-    """An elastic run under the launcher, and what it says."""
+    """A run under the launcher, and what it says."""
 
-    def __init__(self, folder, *arguments, processes=PROCESSES):
-        self.folder = folder
+    def __init__(self, folder, *arguments, processes=PROCESSES, way=("--elastic",)):
+        self.folder, self.processes = folder, processes
         folder.mkdir()
         self.env = environment(XLA_FLAGS="", PYTHONPATH=os.pathsep.join(sys.path))
-        launch = command("-n", str(processes), "--devices", "2", "--elastic", "--", sys.executable, str(PROGRAM))
+        launch = command("-n", str(processes), "--devices", "2", *way, "--", sys.executable, str(PROGRAM))
         self.launcher = subprocess.Popen(
             [*launch, str(folder), *arguments],
             env=self.env,
@@ -32,7 +32,7 @@ class Run:
             text=True,
             start_new_session=True,
         )
-        self.output, self._reading = "", threading.Thread(target=self._read)
+        self.output, self._reading = "", threading.Thread(target=self._read, daemon=True)
         self._reading.start()
 
     def _read(self):
@@ -46,8 +46,9 @@ class Run:
         """Wait until a pattern was said so often."""
         end = time.monotonic() + 120
         while len(self.found(pattern)) < number:
-            assert self.launcher.poll() is None, self.output
-            assert time.monotonic() < end, self.output
+            if self.launcher.poll() is not None or time.monotonic() > end:
+                self.launcher.kill()
+                raise AssertionError(f"{pattern} was not said {number} times:\n{self.output}")
             time.sleep(0.05)
 
     def pid(self, rank):
@@ -81,7 +82,7 @@ def pause(run, seconds, stop, *pids):
 
 
 def everything(run):
-    return run.launcher.pid, *map(run.pid, range(PROCESSES))
+    return run.launcher.pid, *map(run.pid, range(run.processes))
 
 
 def visit(run):
@@ -153,3 +154,24 @@ def test_a_minute_of_standstill_changes_no_bit(tmp_path):
     assert "lost" not in run.output
     assert "stuck" not in run.output
     assert found == undisturbed(tmp_path / "undisturbed", run.steps()[-1])
+
+
+@pytest.mark.slow  # four minutes
+def test_a_rigid_run_comes_through_a_minute_of_standstill(tmp_path):
+    """All of it stops, or the launcher alone: nothing is lost. One process stops: it is lost, and all begin again."""
+    run = Run(tmp_path / "disturbed", "rigid", "slow:0.05:10000", processes=2, way=("--max-restarts", "3"))
+    run.wait("STEP 20")
+    for pids in (everything(run), [run.launcher.pid]):
+        pause(run, 60, signal.SIGSTOP, *pids)
+        run.wait(r"STEP \d+", len(run.steps()) + 10)
+    assert "lost" not in run.output
+    assert "stuck" not in run.output
+    stopped = run.pid(1)
+    run.send(signal.SIGSTOP, stopped)
+    run.wait("restart 1 of 3")
+    run.wait(r"PID 1 \d+", 2)
+    run.wait(r"STEP \d+", len(run.steps()) + 10)
+    (run.folder / "over").touch()
+    assert run.end() == undisturbed(tmp_path / "undisturbed", run.steps()[-1])
+    assert "no heartbeat" in run.output
+    assert "Traceback" not in run.output

@@ -338,3 +338,14 @@ def test_a_full_disk_under_the_checkpoints(tmp_path, monkeypatch):
     monkeypatch.undo()
     state, _ = run(epochs=3, checkpoint_dir=tmp_path)
     np.testing.assert_array_equal(state.params["w"], raised.value.state.params["w"])
+
+
+@pytest.mark.parametrize("others", [{"metrics_file": "m.jsonl"}, {"callbacks": "m.jsonl"}])
+def test_two_do_not_write_one_file(tmp_path, monkeypatch, others):
+    monkeypatch.chdir(tmp_path)
+    others = {name: train.to_jsonl(path) if name == "callbacks" else path for name, path in others.items()}
+    with pytest.raises(ValueError, match=r"m\.jsonl is given twice; metrics_file=, certificate= and each"):
+        run(certificate=tmp_path / "m.jsonl", **others)
+    with pytest.raises(ValueError, match=r"m\.jsonl is given twice"):
+        run(metrics_file="m.jsonl", callbacks=[train.to_jsonl("other.jsonl"), train.to_jsonl(tmp_path / "m.jsonl")])
+    assert list(tmp_path.iterdir()) == []

@@ -64,3 +64,18 @@ def test_a_scheduled_rate_would_come_back():
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(1.0, 0.0, 10))
     with pytest.raises(ValueError, match="follows a schedule"):
         updaters.set_learning_rate(kv.from_params(PARAMS, optimizer=tx), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"),
+    [
+        (float("nan"), "must be finite, got nan"),
+        (np.float32("inf"), "must be finite, got inf"),
+        (np.array([0.1, 0.2]), r"must be one number, got shape \(2,\)"),
+        (jnp.ones(1), r"must be one number, got shape \(1,\)"),
+    ],
+)
+def test_a_rate_is_one_finite_number(rate, words):
+    store = kv.from_params(PARAMS, optimizer=optax.inject_hyperparams(optax.sgd)(0.1))
+    with pytest.raises(ValueError, match=f"set_learning_rate: learning_rate {words}"):
+        updaters.set_learning_rate(store, rate)

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from ..._core import checks
@@ -37,6 +38,20 @@ def collect_callbacks(metrics_file: str | os.PathLike[str] | None, callbacks: An
         on_step = None  # it gets the steps by itself
     files = [] if metrics_file is None else [_MetricsFile(to_jsonl(metrics_file))]
     return Callbacks((*files, *given), on_step)
+
+
+def check_files(callbacks: Callbacks, certificate: Path | None) -> None:
+    """`ValueError` if two of a run would write one file."""
+    sinks = [callback.sink if isinstance(callback, _MetricsFile) else callback for callback in callbacks.each]
+    paths = [sink.path for sink in sinks if isinstance(sink, JsonLines)]
+    seen = set() if certificate is None else {certificate.absolute()}
+    for path in paths:
+        if path.absolute() in seen:
+            raise ValueError(
+                f"fit: {path} is given twice; metrics_file=, certificate= and each to_jsonl callback write a file of "
+                "their own"
+            )
+        seen.add(path.absolute())
 
 
 def _is_one(callbacks: Any) -> bool:

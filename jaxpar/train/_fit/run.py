@@ -18,7 +18,7 @@ from ..._core.arguments import check_takes, did_you_mean
 from ..._devices.user_mesh import outside_mesh
 from ...updaters import assign
 from .._callbacks.callbacks import Callbacks, OnStep
-from .._callbacks.collect import collect_callbacks
+from .._callbacks.collect import check_files, collect_callbacks
 from .._callbacks.history import Record
 from .._evaluate.evaluation import Evaluation, plan_evaluation
 from .._evaluate.labels import check_training_classes
@@ -180,6 +180,7 @@ def plan_run(state: TrainState, step: TrainStep, train_data: Any, **given: Any) 
     _check_inputs(state, step)
     options = _check_options(options)
     certificate = Certificate(options.certificate, options.certificate_every)
+    check_files(callbacks, certificate.path)
     evaluated = {name: given[name] for name in ("test_data", "apply_fn", "eval_data", "eval_fn")}
     evaluation = plan_evaluation(**evaluated, batch_size=options.batch_size)
     source = data.as_source(train_data)
