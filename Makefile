@@ -3,8 +3,8 @@
 SHELL := /bin/bash
 
 # The newest Python that jaxpar supports and this machine can start; PYTHON=/path/to/python chooses another.
-PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
-	$$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' >/dev/null 2>&1 \
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' >/dev/null 2>&1 \
 	&& { echo $$p; break; }; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -18,10 +18,18 @@ help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(READY): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "jaxpar needs Python 3.11, 3.12 or 3.13 with venv; give one as PYTHON=/path/to/python" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "jaxpar needs Python 3.11 to 3.14 with venv; give one as PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
+	@touch $@
+
+# The C++ kernels of cpu/, which are optional.
+KERNELS := $(VENV)/.kernels
+$(KERNELS): $(READY) $(wildcard cpu/src/* cpu/jaxpar_cpu/*.py cpu/*.py cpu/*.toml) | debian
+	@if [ -n "$$CXX" ] || command -v g++ >/dev/null || command -v clang++ >/dev/null; then \
+		$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation ./cpu; else false; fi \
+		|| echo "no C++ compiler built the kernels in cpu/: XLA's own kernels are used on CPUs" >&2
 	@touch $@
 
 setup: $(READY)  ## make the virtual environment in .venv (done by the other targets too)
@@ -29,17 +37,24 @@ setup: $(READY)  ## make the virtual environment in .venv (done by the other tar
 debian:  # the Debian packages the README names, where they are missing
 	@tools/debian_packages.sh
 
-train: $(READY) debian  ## train LeNet on the real Fashion-MNIST over 4 devices by pmap; TRAIN_ARGS='--epochs 10' to change it
+train: $(READY) $(KERNELS)  ## train LeNet on the real Fashion-MNIST over 4 devices by pmap; TRAIN_ARGS='--epochs 10' to change it
 	$(BIN)/python -m jaxpar train --devices 4 --epochs 5 --output-dir runs/$$(date +%Y%m%d-%H%M%S) $(TRAIN_ARGS)
 
-test: $(READY) debian  ## run the tests, notebook 01 too; PYTEST_ARGS='-k kv' to choose
+test: $(READY) $(KERNELS)  ## run the tests, notebook 01 too; PYTEST_ARGS='-k kv' to choose
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # XLA_FLAGS set and empty: the code that users get, where tests/conftest.py would choose what compiles faster. Newer
 # versions of jax need no such choice, so there is no core to run again (pytest's status 5: no tests).
-test-slow: $(READY) debian  ## the second row: long tests, and those of the core again with XLA as users have it
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+test-slow: $(READY) $(KERNELS)  ## the second row: long tests, those with libraries that users bring, and the core again with XLA as users have it
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[others]'
+	$(BIN)/python -m pytest -m 'slow or others' $(PYTEST_ARGS)
 	XLA_FLAGS= $(BIN)/python -m pytest -m 'core and not slow' $(PYTEST_ARGS) || [ $$? = 5 ]
+
+plan-env: $(READY)  ## the compilers of TPUs and GPUs in .venv-plan (1 GB), for `jaxpar plan` on a machine without them
+	$(BIN)/python -m venv .venv-plan
+	.venv-plan/bin/python -m pip install --quiet --no-deps -c constraints.txt \
+		libtpu jax-cuda12-plugin jax-cuda12-pjrt cloudpickle
+	@echo "export JAXPAR_PLAN_PYTHON=$(CURDIR)/.venv-plan/bin/python"
 
 notebooks: $(READY) debian  ## run the notebooks in place, outputs included
 	$(BIN)/python tools/run_notebooks.py notebooks/*.ipynb
@@ -52,6 +67,10 @@ lab-test: $(READY) debian  ## every notebook in a JupyterLab in headless Chromiu
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[notebooks,lab]'
 	$(BIN)/python -m pytest -m lab tests/house/test_lab.py
 
+docs-test: $(READY)  ## the built documentation in headless Chromium (Debian package chromium)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs,lab]'
+	$(BIN)/python -m pytest -m slow tests/house/test_site.py
+
 lint: $(READY)  ## ruff and pyright, which is strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,7 +81,13 @@ docs: $(READY)  ## the documentation as pages, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 matrix: $(READY) debian  ## the tests of the wheel on every Python there is, with the oldest and the newest jax
+	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/python tools/matrix.py
+
+dist: $(READY)  ## the wheel and the sdist in dist/; each trains in an empty environment on every Python there is
+	$(BIN)/python -m pip install --quiet uv
+	rm -rf dist && $(BIN)/uv build --quiet --out-dir dist .
+	$(BIN)/python tools/matrix.py --dist dist --no-tests
 
 bench: $(READY) debian  ## the benchmarks, each against its peers in one interleaved run
 	for b in benchmarks/[a-z]*.py; do $(BIN)/python $$b || exit 1; done
@@ -82,4 +107,4 @@ constraints: $(READY)  # write constraints.txt again: versions only, for every s
 clean:  ## remove what make made
 	rm -rf $(VENV) runs build dist site .pytest_cache .ruff_cache docs/.ruff_cache .hypothesis
 
-.PHONY: help setup debian train test test-slow notebooks lab lab-test lint docs matrix bench mxnet constraints clean
+.PHONY: help setup debian train test test-slow plan-env notebooks lab lab-test docs-test lint docs matrix dist bench mxnet constraints clean

@@ -1,11 +1,11 @@
 """LeNet in an elastic run: processes are killed every few seconds and join again, and others are stopped.
 
-Four processes with three emulated devices each, under `python -m jaxpar launch --elastic`. The time begins with the first
-step, and the run ends with the first epoch after the time and the returns. Then one process with one device makes as
-many steps, undisturbed, and the certificates are compared: hashes of the state after every 10 steps. A process is
-killed where at least two that compute are left. Each tenth kill may hit one that still starts. Each third event is a
-stop (SIGSTOP) of up to 3 seconds of any process, the first and the launcher too. `seconds` are from a kill to the end
-of the next step of process 0, apart where others were still starting, and where the victim was.
+Four processes with three emulated devices each, under `python -m jaxpar launch --elastic`. The time begins with the
+first step, and the run ends with the first epoch after the time and the returns. Then one process with one device
+makes as many steps, undisturbed, and the certificates are compared: hashes of the state after every 10 steps. A
+process is killed where at least two that compute are left. Each tenth kill may hit one that still starts. Each third
+event is a stop (SIGSTOP) of up to 3 seconds of any process, the first and the launcher too. `seconds` are from a kill
+to the end of the next step of process 0, apart where others were still starting, and where the victim was.
 
     python benchmarks/elastic.py --seconds 300 --every 5
 """
@@ -121,7 +121,7 @@ class Watch:
                 self.inside |= ranks
                 self.joined += len(ranks)
             self.restarts += "restart " in line
-            self.again += "make it again" in line
+            self.again += "repeat it" in line
 
 
 class Killer:

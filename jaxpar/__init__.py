@@ -1,16 +1,16 @@
 """MXNet's KVStore, multi-device trainer and network plots for JAX, as pure functions over immutable pytrees.
 
-The table of contents. Each name is a module, loaded when it is first used:
+Each name below is a module. It is imported at first use:
 
 - `jp.kv`: the store: `init`, `push`, `pull`, ...
-- `jp.updaters`: what a push does to the stored value. Optax transforms are updaters.
-- `jp.compression`, `jp.sparse`: gradients made smaller on the wire, rows of tables.
-- `jp.parallel`: devices, `split_and_load`, `allreduce`, `spmd`.
-- `jp.train`, `jp.models`, `jp.data`: the training step, its loop, LeNet, Fashion-MNIST.
+- `jp.updaters`: how a push changes the stored value. Optax transforms are updaters.
+- `jp.compression`, `jp.sparse`: compressed gradients, and row-sparse gradients of tables.
+- `jp.parallel`: meshes, sharding, `split_and_load`, `allreduce`, `spmd`.
+- `jp.train`, `jp.models`, `jp.data`: the training step and loop, models such as LeNet, data such as Fashion-MNIST.
 - `jp.viz`: a picture and a table of any JAX function.
-- `jp.checkpoint`, `jp.distributed`: saving a state, several processes.
-- `jp.free_running`: servers that nobody waits for, on Ray.
-- `jp.mxnet`: for those who come from MXNet: its optimizers to the bit, its files, its names.
+- `jp.checkpoint`, `jp.distributed`: saving and restoring a state, several processes.
+- `jp.free_running`: asynchronous parameter servers on Ray.
+- `jp.mxnet`: MXNet's optimizers bit for bit, its files and its names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The command line: `jaxpar train`, `plot`, `verify`, `launch`. `python -m jaxpar` is the same."""
+"""The command line: `jaxpar train`, `plot`, `plan`, `port`, `verify`, `launch`. `python -m jaxpar` is the same."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jaxpar: {interrupt or 'interrupted'}", file=sys.stderr)
         return 1
     except Exception as error:
-        _wait_for_loss_report()
+        if "jaxpar.distributed" in sys.modules:
+            # Where another process is the cause of this error, the process ends here with the report of its loss.
+            jaxpar.distributed.wait_for_loss_report()
         print(f"jaxpar: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
 
@@ -48,35 +51,17 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     args = parse(parser, words)
     if getattr(args, "config", None) is None:
         return args
-    from ._cli import config
+    from ._cli import options
 
     name, *rest = words
-    return parse(parser, [name, *config.words(args.config, args.parser), *rest])
+    return parse(parser, [name, *options.words_of_file(args.config, args.parser), *rest])
 
 
 def _add_commands(commands: Any, asked: str = "") -> None:
     """Add the command that is asked for, whose imports take a while, or else all of them."""
-    every = asked not in ("train", "plot", "verify")
-    if every or asked == "train":
-        from ._cli import train
-
-        train.add_parser(commands)
-    if every or asked == "plot":
-        from ._cli import plot
-
-        plot.add_parser(commands)
-    if every or asked == "verify":
-        from ._cli import verify
-
-        verify.add_parser(commands)
-
-
-def _wait_for_loss_report() -> None:
-    """End with the report of a loss where another process is the cause of an error."""
-    if "jaxpar.distributed" in sys.modules:
-        from . import distributed
-
-        distributed.wait_for_loss_report()
+    names = ("train", "plot", "plan", "port", "verify")
+    for name in [asked] if asked in names else names:
+        importlib.import_module(f"jaxpar._cli.{name}").add_parser(commands)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 CLUSTER = ("JAXPAR_", "SLURM_", "OMPI_", "JAX_COORDINATOR", "JOB_COMPLETION_INDEX")
-for name in [name for name in os.environ if name.startswith(CLUSTER) and name != "JAXPAR_SCREENSHOTS"]:
+KEPT = ("JAXPAR_SCREENSHOTS", "JAXPAR_PLAN_PYTHON")
+for name in [name for name in os.environ if name.startswith(CLUSTER) and name not in KEPT]:
     del os.environ[name]  # the tests are one process, whatever has started them
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for jobs that a script starts in the background

@@ -16,8 +16,7 @@ host, port = os.environ["JAXPAR_HUB"].split(":")
 """
 MEMBER = """
 from jaxpar._heartbeat import secret
-from jaxpar._heartbeat.client import HeartbeatClient
-from jaxpar._heartbeat.exit import watch_exit
+from jaxpar._heartbeat.client import HeartbeatClient, watch_exit
 run = {"job": os.environ["JAXPAR_JOB"], "secret": secret.find()}
 client = HeartbeatClient(rank, size, **run, heartbeat_timeout=2.0, launched=True)
 client.join_run([(host, int(port))], 10.0, "absent")

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from jaxpar import checkpoint, data, kv, parallel, sparse, train, updaters
 from jaxpar._devices import processes
-from jaxpar._devices.placement import to_host
+from jaxpar._devices.mesh import to_host
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxpar import checkpoint, data, distributed, kv, models, parallel, sparse, train, updaters
 from jaxpar._core import checks
-from jaxpar._devices import placement
+from jaxpar._devices import mesh
 from jaxpar._devices.mesh import split_over
 from jaxpar.checkpoint import _files
 
@@ -344,15 +344,15 @@ def evaluation(folder):
         nats = (np.log(np.exp(logits).sum(1)) - logits[np.arange(23), rows["label"]]).mean()
         want = {"nats": nats, "pair": 2 * nats, "perplexity": np.exp(nats)}
         for source in (rows, share(), lambda: iter(share(5))):
-            found = train.evaluate(state, source=source, eval_fn=values_of_rows, batch_size=8)
+            found = train.evaluate(state, data=source, eval_fn=values_of_rows, batch_size=8)
             assert found == {k: pytest.approx(v, rel=1e-5) for k, v in want.items()}
             found = np.float32(list(found.values()))
             assert all(np.array_equal(found, other) for other in gathered(found))
-        found = train.evaluate(params, source=rows, eval_fn=values_of_rows, batch_size=7)
+        found = train.evaluate(params, data=rows, eval_fn=values_of_rows, batch_size=7)
         assert found == {k: pytest.approx(v, rel=1e-5) for k, v in want.items()}  # each process by itself
         want = {"nats": nats, "count_rows": 23, "count_largest": rows["x"].sum(1).max()}
         for source in (rows, share(), lambda: iter(share(5))):  # without the rows that fill up a batch
-            found = train.evaluate(state, source=source, eval_fn=sums_of_batches, batch_size=8)
+            found = train.evaluate(state, data=source, eval_fn=sums_of_batches, batch_size=8)
             assert found == {k: pytest.approx(v, rel=1e-5) for k, v in want.items()}
     if workers > 1:
         check_batches_refused(state, share())
@@ -362,13 +362,13 @@ def check_batches_refused(state, mine):
     """In every process, before any of them waits for another."""
 
     def evaluate(source, eval_fn=values_of_rows):
-        return train.evaluate(state, source=source, eval_fn=eval_fn, batch_size=8)
+        return train.evaluate(state, data=source, eval_fn=eval_fn, batch_size=8)
 
     nothing = iter(mine[: 1 - kv.rank()])
     raises(ValueError, "each process must have batches; they have", lambda: evaluate(nothing))
-    raises(ValueError, "their order is not known", lambda: train.predict(state, linear, mine, batch_size=8))
+    raises(ValueError, "the order of all examples is unknown", lambda: train.predict(state, linear, mine, batch_size=8))
     wide = [{**part, "x": part["x"][:, : 64 - kv.rank()]} for part in mine]
-    raises(ValueError, "the batches of the processes must be alike", lambda: evaluate(wide))
+    raises(ValueError, "all processes must have the same arrays", lambda: evaluate(wide))
 
     def broken():
         yield mine[0]
@@ -377,7 +377,7 @@ def check_batches_refused(state, mine):
         yield mine[0]
 
     raises(KeyError, "only here", lambda: evaluate(broken))
-    whole = [jax.tree.map(lambda x: placement.put(x, split_over(jax.devices())), tokens_of(images(8, 8)))]
+    whole = [jax.tree.map(lambda x: mesh.put(x, split_over(jax.devices())), tokens_of(images(8, 8)))]
     raises(ValueError, "each process gives its own share", lambda: evaluate(whole))
 
 
@@ -387,10 +387,10 @@ def check_refused():
     for kind in ("sharded", "device"):
         store = kv.set_updater(new_state(kind).store, updaters.accumulate)
         store = train.create_state(store, 0, devices=jax.devices()).store
-        words = f"key 0: the store, of kind '{kind}', is on devices of several processes"
+        words = f"key 0: this store of kind '{kind}' is on devices of several processes"
         raises(ValueError, words, lambda store=store: kv.push(store, 0, values))
     there = [d for d in jax.devices() if d.process_index != kv.rank()][:1]
-    words = "the devices asked for are all of other processes"
+    words = "the given devices all belong to other processes"
     raises(ValueError, words, lambda: kv.from_params({"w": np.zeros(3)}, devices=there))
 
 

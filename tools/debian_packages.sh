@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# The two Debian packages jaxpar uses: the real Fashion-MNIST files, and the program that lays out its pictures.
+# The Debian packages jaxpar uses: the real Fashion-MNIST files, the program that lays out its pictures, and a compiler for
+# the kernels in cpu/.
 # Installs what is missing where it can (root on Debian or Ubuntu); elsewhere prints the one command to type.
 set -u
 missing=()
 [ -e /usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz ] || missing+=(dataset-fashion-mnist)
 command -v dot >/dev/null || missing+=(graphviz)
+[ -n "${CXX:-}" ] || command -v g++ >/dev/null || command -v clang++ >/dev/null || missing+=(g++)
 [ ${#missing[@]} -eq 0 ] && exit 0
 if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
   echo "installing Debian packages: ${missing[*]}"

@@ -23,7 +23,7 @@ LAYERS = [
     {"train._fit": "the loop: progress,\ncheckpoints, interrupts"},
     {"train._elastic": "steps while processes\ncome and go"},
     {"train._evaluate": "once over every example"},
-    {"train._callbacks": "after steps and epochs"},
+    {"train._callbacks": "after steps and epochs", "train._plan": "a step compiled for\nabsent TPUs and GPUs"},
     {
         "train._step": "the compiled step,\npure",
         "parallel": "split_and_load,\nallreduce, spmd",
@@ -36,13 +36,13 @@ LAYERS = [
         "compression": "what a push\nsends",
         "sparse": "rows of tables",
         "models": "LeNet, matrix\nfactorization",
-        "data": "data sets\nand batches",
         "checkpoint": "named arrays\non disk",
         "distributed": "several\nprocesses",
         "viz": "any function\nas a picture",
         "_launch": "processes on\none machine",
     },
     {"mxnet": "MXNet's numbers,\nfiles and names"},
+    {"data": "data sets\nand batches"},
     {
         "_cpu": "what CPUs compute\nfaster than XLA",
         "_devices": "arrays on devices and between them",

@@ -256,6 +256,9 @@ class Good:
             "train.top_k": {"k": 2}, "train.Mean": {"total": jnp.ones(2), "weight": jnp.ones(2)},
             "train.check_finite": {"metrics": {"loss": jnp.ones(())}},
             "train.classification_loss": {"apply_fn": apply_fn},
+            "train.evaluate": {"apply_fn": apply_fn, "data": self.dataset},
+            "train.predict": {"data": self.dataset}, "train.confusion_matrix": {"data": self.dataset},
+            "train.mistakes": {"data": self.dataset}, "train.plot_mistakes": {"data": self.dataset},
         }  # fmt: skip
         if room == "viz":
             return {"fn": apply_fn, "args": [self.params, self.image], **fixed.get(where, {})}

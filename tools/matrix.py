@@ -2,13 +2,15 @@
 
     python tools/matrix.py                          # every Python there is, newest packages; the oldest on the first
     python tools/matrix.py --only 3.13-newest -- -k "not notebooks"    # one of them, a part of the tests
-    python tools/matrix.py --only 3.11-oldest --no-tests                # only the wheel, the sdist and `train`
+    python tools/matrix.py --only 3.11-oldest --no-tests                # only the wheel, the sdist and what they train
+    python tools/matrix.py --dist dist --no-tests                       # of a wheel and an sdist that are built already
     python tools/matrix.py --pythons                # only say which supported Pythons there are, the oldest first
 
 Needs uv (pip install uv), but for --pythons; what comes after -- goes to pytest. The wheel and the sdist are built
-once. In each environment: install the wheel, train an epoch; install the sdist in its place, train again; then run the
-tests of the sdist on the wheel. `oldest` takes the lowest version that pyproject.toml allows of each dependency, and
-of each package that the tests need; of what those need in turn, the newest. The log lists what was installed.
+once. In each environment: install the wheel, train an epoch, run README's script; install the sdist in its place, and
+do both again; then run the tests of the sdist on the wheel. `oldest` takes the lowest version that pyproject.toml
+allows of each dependency, and of each package that the tests need; of what those need in turn, the newest. The log
+lists what was installed.
 """
 
 import argparse
@@ -79,12 +81,15 @@ def steps(place, wheel, sdist, sources, oldest, tests):
     if oldest:
         place.install(*lowest)
     place.install(*(["--no-deps"] if oldest else []), str(wheel))
-    yield "train"
+    yield "train, README's script"
+    script = (sources / "README.md").read_text().split("```python\n")[1].split("```")[0]
     place.run([place.python, *TRAIN], place.folder)
+    place.run([place.python, "-c", script], place.folder)
     yield "install the sdist"
     place.install("--no-deps", "--reinstall", str(sdist))
-    yield "train from the sdist"
+    yield "train, README's script, from the sdist"
     place.run([place.python, *TRAIN], place.folder)
+    place.run([place.python, "-c", script], place.folder)
     if tests is not None:
         yield "install what the tests need"
         place.install("--no-deps", "--reinstall", str(wheel))
@@ -113,6 +118,7 @@ def check(folder, name, python, dist, tests):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="such as 3.12-newest; can be given several times")
+    parser.add_argument("--dist", type=Path, help="a folder with one wheel and one sdist (default: build them)")
     parser.add_argument("--no-tests", action="store_true", help="stop after training")
     parser.add_argument("--pythons", action="store_true", help="print the paths of the supported Pythons")
     parser.add_argument("pytest_args", nargs="*", help="after --; default: -n 2 --dist worksteal")
@@ -127,9 +133,11 @@ def main():
     if not cells:
         sys.exit(f"nothing to do: {args.only} is none of what can be run here")
     folder = Path(tempfile.mkdtemp(prefix="jaxpar-matrix-"))
-    subprocess.run([uv(), "build", "--quiet", "--out-dir", str(folder / "dist"), str(ROOT)], check=True)
+    dist = args.dist or folder / "dist"
+    if args.dist is None:
+        subprocess.run([uv(), "build", "--quiet", "--out-dir", str(dist), str(ROOT)], check=True)
     tests = None if args.no_tests else args.pytest_args or ["-n", "2", "--dist", "worksteal"]
-    lines, passed = zip(*[check(folder, *cell, folder / "dist", tests) for cell in cells], strict=True)
+    lines, passed = zip(*[check(folder, *cell, dist, tests) for cell in cells], strict=True)
     print("\n".join(lines))
     sys.exit(not all(passed))
 

@@ -147,7 +147,7 @@ def evaluate(number: int) -> None:
     def eval_fn(params: Any, batch: Any) -> dict[str, Any]:
         return {"squares": (batch["image"] @ params["w"] + number).sum(1) ** 2}
 
-    train.evaluate(parameters(), source=SET, eval_fn=eval_fn, batch_size=16)
+    train.evaluate(parameters(), data=SET, eval_fn=eval_fn, batch_size=16)
 
 
 def plain(number: int) -> None:

@@ -51,7 +51,7 @@ def loss_fn(params, batch, rng):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), {}
 
 
-def step():
+def step(theme):
     """The picture of a training step on four devices."""
     sizes = {"hidden": (784, 128), "out": (128, 10)}
     params = {
@@ -61,9 +61,8 @@ def step():
     options = {"devices": jax.devices()[:DEVICES], "engine": "shard_map"}
     state, train_step = jp.train.start(params, TX, loss_fn, **options)
     batch = {"image": np.zeros((256, 784), np.float32), "label": np.zeros(256, np.int32)}
-    return jp.viz.plot_network(
-        train_step, state, batch, title="a training step on four devices"
-    )
+    title = "a training step on four devices"
+    return jp.viz.plot_network(train_step, state, batch, title=title, theme=theme)
 
 
 def mesh_step():
@@ -113,7 +112,8 @@ def pictures():
     yield "buckets", drawn(small, "three small keys")
     params = jax.eval_shape(jp.models.lenet.init, jax.random.key(0))
     images = jax.ShapeDtypeStruct((256, 28, 28, 1), jnp.float32)
-    yield "step", step()
+    yield "step", step("light")
+    yield "step_dark", step("dark")  # for a dark README, which cannot be styled as the site is
     lenet = jp.models.lenet.apply
     yield "lenet", jp.viz.plot_network(lenet, params, images, title="LeNet")
     shapes = {"weight": (128, 20), "bias": (20,)}

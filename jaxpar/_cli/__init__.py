@@ -1,1 +1,1 @@
-"""The command line: `train`, `plot` and `verify`."""
+"""The command line: `train`, `plot`, `port` and `verify`."""

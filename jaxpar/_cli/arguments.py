@@ -1,7 +1,8 @@
-"""What `jaxpar plot` is given: functions by name, and shapes as text."""
+"""What the commands share: their parser and how they fail, functions by name, and shapes as text."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
 import json
@@ -14,7 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.arguments import did_you_mean
+from .._core.parsers import HelpFormatter
+from .._core.text import did_you_mean
 
 _SHORT = "f16 bf16 f32 f64 i4 i8 i16 i32 i64 u8 u16 u32 u64 c64 bool key".split()
 _LONG = (
@@ -26,6 +28,19 @@ _SHAPE = re.compile(r"(?P<shape>(\d+(x\d+)*)?)(:(?P<dtype>\w+))?")
 
 class ArgumentError(ValueError):
     """An argument does not name a function or an array."""
+
+
+def new_parser(commands: Any, name: str, help: str, about: str, run: Callable[..., int]) -> argparse.ArgumentParser:
+    """Add a command to those of the command line, and return its parser."""
+    parser = commands.add_parser(name, help=help, description=about, formatter_class=HelpFormatter)
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def fail(command: str, status: int, why: BaseException | str) -> int:
+    """Write in one line on standard error why a command ends. Return its status."""
+    print(f"jaxpar {command}: {one_line(why)}", file=sys.stderr)
+    return status
 
 
 def find_function(text: str, others: str = "") -> Callable[..., Any]:
@@ -51,19 +66,16 @@ def find_function(text: str, others: str = "") -> Callable[..., Any]:
         raise ArgumentError(f"cannot import {module_name}: {type(error).__name__}: {one_line(error)}") from None
     for part in name.split("."):
         if not hasattr(found, part):
-            raise ArgumentError(f"module {module_name} has no {name}{did_you_mean(part, vars_of(found))}")
+            raise ArgumentError(
+                f"module {module_name} has no {name}{did_you_mean(part, [n for n in dir(found) if n[0] != '_'])}"
+            )
         found = getattr(found, part)
     if not callable(found):
         raise ArgumentError(f"{text} is a {type(found).__name__}; expected a function")
     return found
 
 
-def vars_of(value: Any) -> list[str]:
-    """The public names in a module or object."""
-    return [name for name in dir(value) if not name.startswith("_")]
-
-
-def one_line(error: BaseException) -> str:
+def one_line(error: BaseException | str) -> str:
     """The message of an error on one line."""
     return " ".join(str(error).split())
 
@@ -86,7 +98,7 @@ def parse_shape(text: str) -> Any:
     try:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ArgumentError(f"--shape {text!r} is no JSON: {error}") from None
+        raise ArgumentError(f"--shape {text!r} is not JSON: {error}") from None
     return jax.tree.map(_parse_one, tree)
 
 
@@ -116,10 +128,10 @@ def make_params(text: str, shapes: list[Any]) -> Any:
     Raises:
         ArgumentError: there is no such function, it takes something else, or it fails.
     """
-    init = find_function(text)
-    choices: list[tuple[Any, ...]] = [(_key(),), (_key(), *shapes), ()]
-    if takes(init, (_key(), *shapes, *shapes)):  # any number, as the `init` of a Flax module
-        choices = [(_key(), *shapes)]
+    init, key = find_function(text), jax.eval_shape(lambda: jax.random.key(0))
+    choices: list[list[Any]] = [[key], [key, *shapes], []]
+    if takes(init, [key, *shapes, *shapes]):  # any number, as the `init` of a Flax module
+        choices = [[key, *shapes]]
     args = next((args for args in choices if takes(init, args)), None)
     if args is None:
         raise ArgumentError(f"--params {text} must take nothing, a random key, or a key and the {len(shapes)} --shape")
@@ -129,11 +141,7 @@ def make_params(text: str, shapes: list[Any]) -> Any:
         raise ArgumentError(f"--params {text} fails: {type(error).__name__}: {one_line(error)}") from None
 
 
-def _key() -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0))
-
-
-def takes(fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+def takes(fn: Callable[..., Any], args: list[Any]) -> bool:
     """Whether a function can be called with these arguments. True where Python cannot say."""
     try:
         inspect.signature(fn).bind(*args)
@@ -146,7 +154,7 @@ def takes(fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 
 def check_takes(text: str, fn: Callable[..., Any], args: list[Any]) -> None:
     """`ArgumentError` for a function that takes another number of arguments."""
-    if not takes(fn, tuple(args)):
+    if not takes(fn, args):
         count = f"{len(args)} argument{'' if len(args) == 1 else 's'}"
         raise ArgumentError(
             f"{text} takes {inspect.signature(fn)}, and there {'is' if len(args) == 1 else 'are'} {count}; give one "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +10,23 @@ from typing import Any
 import jax
 
 from .. import models, viz
-from .._core.parsers import HelpFormatter, number
-from .arguments import ArgumentError, check_takes, find_function, make_params, one_line, parse_shape
+from .._core.parsers import number
+from .arguments import ArgumentError, check_takes, fail, find_function, make_params, new_parser, one_line, parse_shape
 
 _ABOUT = "Draw a function as the network it computes. Nothing is run."
 _FORMATS = (
     "its ending is the format: .html for the interactive page, .svg, .png, .pdf, .gif or another of Graphviz's, .dot "
     "for the text"
 )
-_MODELS = ("lenet", "matrix_factorization")
+_MODELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[str]]] = {
+    # apply, init, and the shapes of what the network takes after its parameters
+    "lenet": (models.lenet.apply, models.lenet.init, ["256x28x28x1:f32"]),
+    "matrix_factorization": (
+        models.matrix_factorization.apply,
+        lambda rng: models.matrix_factorization.init(rng, 943, 1682, 64),
+        ["64:i32", "64:i32"],
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -40,14 +47,7 @@ class Request:
 
 def add_parser(commands: Any) -> None:
     """Add the command to those of the command line."""
-    parser = commands.add_parser("plot", help="draw a function", description=_ABOUT, formatter_class=HelpFormatter)
-    add_arguments(parser)
-    parser.set_defaults(run=run, parser=parser)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `plot`."""
-    add = parser.add_argument
+    add = new_parser(commands, "plot", "draw a function", _ABOUT, run).add_argument
     add("function", help="MODULE:FUNCTION, or lenet or matrix_factorization")
     each = (
         "an argument, once for each in order: 256x28x28x1:f32, or a pytree in JSON such as "
@@ -78,40 +78,38 @@ def run(args: argparse.Namespace) -> int:
         request = _request(args)
         path = viz.Plot.check_path(args.output or f"{request.name}.svg")
     except (ArgumentError, viz.RenderError, ValueError) as error:
-        return _fail(2, one_line(error))
+        return fail("plot", 2, error)
     except OSError as error:
-        return _fail(1, one_line(error))
+        return fail("plot", 1, error)
     try:
-        plot = _plot(args, request)
+        plot = viz.plot_network(
+            request.fn,
+            *request.args,
+            title=request.name if args.title is None else args.title,
+            depth=args.depth,
+            theme=args.theme,
+            heat=args.heat,
+            hide_weights=not args.show_weights,
+            params_argnums=request.params_argnums,
+        )
         if args.summary:
             viz.print_summary(request.fn, *request.args, params_argnums=request.params_argnums, depth=args.depth)
     except Exception as error:
-        return _fail(1, f"{args.function} cannot be traced: {type(error).__name__}: {one_line(error)}")
+        return fail("plot", 1, f"{args.function} cannot be traced: {type(error).__name__}: {one_line(error)}")
     try:
         plot.save(path)
     except (viz.RenderError, OSError) as error:
-        return _fail(1, one_line(error))
+        return fail("plot", 1, error)
     print(f"{path}: {plot.network}")
     return 0
-
-
-def _fail(status: int, message: str) -> int:
-    print(f"jaxpar plot: {message}", file=sys.stderr)
-    return status
-
-
-def _plot(args: argparse.Namespace, request: Request) -> viz.Plot:
-    title = request.name if args.title is None else args.title
-    options: dict[str, Any] = {"depth": args.depth, "theme": args.theme, "heat": args.heat}
-    options |= {"hide_weights": not args.show_weights, "params_argnums": request.params_argnums}
-    return viz.plot_network(request.fn, *request.args, title=title, **options)
 
 
 def _request(args: argparse.Namespace) -> Request:
     """The function and its arguments. Raises `ArgumentError`."""
     shapes = [parse_shape(text) for text in args.shape]
     if args.function in _MODELS:
-        fn, arrays = _model(args.function, shapes)
+        fn, init, usual = _MODELS[args.function]
+        arrays = [jax.eval_shape(init, jax.random.key(0)), *(shapes or map(parse_shape, usual))]
         check_takes(args.function, fn, arrays)
         return Request(fn, arrays, 0, args.function)
     fn, argnums = find_function(args.function, f", {' or '.join(_MODELS)}"), None
@@ -130,13 +128,3 @@ def _argnum(text: str, count: int) -> int:
     if int(text) >= count:
         raise ArgumentError(f"--params {text}: --shape is given {count} times, counted from 0")
     return int(text)
-
-
-def _model(name: str, shapes: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
-    """A model of jaxpar and its arguments."""
-    rng = jax.random.key(0)
-    if name == "lenet":
-        params = jax.eval_shape(models.lenet.init, rng)
-        return models.lenet.apply, [params, *(shapes or [parse_shape("256x28x28x1:f32")])]
-    params = jax.eval_shape(lambda rng: models.matrix_factorization.init(rng, 943, 1682, 64), rng)
-    return models.matrix_factorization.apply, [params, *(shapes or [parse_shape("64:i32"), parse_shape("64:i32")])]

@@ -82,55 +82,45 @@ _WARM = 0.1  # the part of all steps in which schedule linear rises
 _ADAM_SHARE = 0.06  # of Muon's rate, for the biases, which Adam updates
 
 
-def fill(args: argparse.Namespace) -> None:
-    """Give the options that were not given the recipe's values."""
+def fill(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Give the options that were not given the recipe's values.
+
+    An option that is not for the optimizer ends with status 2.
+    """
     recipe = RECIPES[args.recipe]
-    for name in ("epochs", "batch_size", "schedule", "optimizer"):
-        if getattr(args, name) is None:
-            setattr(args, name, getattr(recipe, name))
-    if args.engine is None:  # in kind sharded it depends on the optimizer
-        args.engine = "auto" if args.kvstore == "sharded" else recipe.engine
-
-
-def optimizer_name(args: argparse.Namespace) -> str:
-    """The optimizer that was asked for, or else the recipe's."""
-    return args.optimizer or RECIPES[args.recipe].optimizer
-
-
-def learning_rate(args: argparse.Namespace) -> float:
-    """The rate that was given, or else that of the optimizer."""
-    if args.learning_rate is not None:
-        return args.learning_rate
-    return RATES.get(optimizer_name(args), RECIPES[args.recipe].sgd[0])
-
-
-def momentum(args: argparse.Namespace) -> float:
-    """The momentum of SGD: the one given, or else the recipe's."""
-    return RECIPES[args.recipe].sgd[1] if args.momentum is None else args.momentum
-
-
-def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """End with status 2 where an option is not for the optimizer."""
-    name = optimizer_name(args)
+    name = args.optimizer or recipe.optimizer
     if args.momentum is not None and name != "sgd":
         parser.error(f"--momentum is for --optimizer sgd, and this is {name}")
     if args.weight_decay and name not in DECAYS:
         parser.error(f"--weight-decay is for {', '.join(DECAYS)}, and this is {name}; use --optimizer adamw")
+    rate, momentum = recipe.sgd
+    defaults = {
+        "optimizer": name,
+        "learning_rate": RATES.get(name, rate),
+        "momentum": momentum,
+        "epochs": recipe.epochs,
+        "batch_size": recipe.batch_size,
+        "schedule": recipe.schedule,
+        "engine": "auto" if args.kvstore == "sharded" else recipe.engine,  # there it depends on the optimizer
+    }
+    for option, value in defaults.items():
+        if getattr(args, option) is None:
+            setattr(args, option, value)
 
 
 def optimizer(args: argparse.Namespace, steps: int) -> optax.GradientTransformation:
     """The optimizer of all parameters.
 
     Args:
-        args: of the command line.
+        args: of the command line, after `fill`.
         steps: of the whole training, for the schedule.
     """
     import optax
 
     rate = _schedule(args, steps)
-    name, decay = optimizer_name(args), args.weight_decay
+    name, decay = args.optimizer, args.weight_decay
     if name == "sgd":
-        sgd = optax.sgd(rate, momentum(args) or None)
+        sgd = optax.sgd(rate, args.momentum or None)
         return optax.chain(optax.add_decayed_weights(decay), sgd) if decay else sgd
     if name == "muon":
         return _muon(args, steps)
@@ -141,7 +131,7 @@ def _schedule(args: argparse.Namespace, steps: int, share: float = 1.0) -> Any:
     """A number, or a function of the step that gives one."""
     import optax
 
-    peak = share * learning_rate(args)
+    peak = share * args.learning_rate
     if args.schedule == "cosine":
         return optax.cosine_decay_schedule(peak, steps)
     if args.schedule == "linear":
@@ -171,10 +161,9 @@ def _muon(args: argparse.Namespace, steps: int) -> optax.GradientTransformation:
 
 def describe(args: argparse.Namespace) -> str:
     """The recipe and the optimizer in a few words."""
-    name = optimizer_name(args)
-    words = [f"recipe {args.recipe}", name, f"learning rate {learning_rate(args):g}"]
-    if name == "sgd" and momentum(args):
-        words.append(f"momentum {momentum(args):g}")
+    words = [f"recipe {args.recipe}", args.optimizer, f"learning rate {args.learning_rate:g}"]
+    if args.optimizer == "sgd" and args.momentum:
+        words.append(f"momentum {args.momentum:g}")
     if args.weight_decay:
         words.append(f"weight decay {args.weight_decay:g}")
     if args.schedule != "constant":

@@ -1,10 +1,17 @@
 """What every room uses, and what knows nothing of the rooms.
 
-checks     check what users give, and word the message
-arrays     questions about arrays, random keys as plain integers
-text       tables, lines on standard error           (no jax)
-files      append, replace, flush to the disk        (no jax)
-parsers    numbers on the command line              (no jax)
+calls      what is answered to a call with wrong arguments
+checks     keys, arrays, devices and options that users give, and the messages about them
+arrays     what an array is, random keys as plain integers
+updater    the type of an updater
 portable   how a node of a state is saved
-recent     what belongs to the last few things that a user made
+recent     programs of the last few things that a user made
+
+Without jax:
+
+text       words of messages, tables, lines on standard error
+files      write whole or not at all, read regular files
+parsers    options of the command line
+signals    signals that are recorded
+memory     freed memory that a process keeps
 """

@@ -1,4 +1,4 @@
-"""The type of a device, questions about arrays, and random keys as plain integers."""
+"""What an array is, whether it still has values, and random keys as plain integers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,35 @@ if TYPE_CHECKING:  # type checkers cannot see jax.Device
 else:
     Device = jax.Device
 
+with jax.core.eval_context():
+    _AT_PROMPT = get_opaque_trace_state()
+
 
 def nbytes(value: Any) -> int:
     """Bytes of an array, or of anything with a shape and a dtype."""
     return math.prod(value.shape) * np.dtype(value.dtype).itemsize
 
 
+def is_of_numbers(value: Any) -> bool:
+    """Whether this has the dtype of numbers, or of truth values."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and bool(jax.numpy.issubdtype(dtype, np.number) or jax.numpy.issubdtype(dtype, np.bool_))
+
+
 def is_traced(tree: Any) -> bool:
     """Whether some array of the pytree is a tracer, which has no values and no devices."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def is_at_prompt(tree: Any) -> bool:
+    """Whether operations on these arrays are computed at once. In a traced function JAX records them, of constants too.
+
+    Example:
+        >>> one = jax.numpy.ones(())
+        >>> is_at_prompt(one), int(jax.jit(lambda: is_at_prompt(one))())
+        (True, 0)
+    """
+    return not is_tracing() and not is_traced(tree)
 
 
 def is_gone(leaf: Any) -> bool:
@@ -47,36 +67,20 @@ def any_gone(tree: Any) -> bool:
 
 
 def check_not_gone(value: jax.Array, where: str) -> jax.Array:
-    """The array, which must have values.
-
-    Raises:
-        RuntimeError: it was deleted.
-        jax.errors.UnexpectedTracerError: it is a tracer of a function whose trace has ended. This is a `TypeError`.
-    """
+    """The array, if it has values. `RuntimeError` if it was deleted, `TypeError` if its trace has ended."""
     if not is_gone(value):
         return value
     this = f"{where}: this {value.dtype}[{','.join(map(str, value.shape))}]"
     if is_traced(value):
-        raise jax.errors.UnexpectedTracerError(
-            f"{this} is a tracer of a jitted or transformed function that has ended; return the value from that "
-            "function, and use what the call returns"
-        )
-    raise RuntimeError(
-        f"{this} was deleted, as by donating it to a jitted function (donate_argnums); give what that function "
-        "returned, or a copy made before (jnp.copy)"
-    )
+        hint = "return the value from that function, and use what the call returns"
+        # It is a TypeError.
+        raise jax.errors.UnexpectedTracerError(f"{this} is a tracer of a jitted function that has ended; {hint}")
+    hint = "give what that function returned, or a copy made before (jnp.copy)"
+    raise RuntimeError(f"{this} was deleted, as by donating it to a jitted function (donate_argnums); {hint}")
 
 
 def check_plain(value: Any, where: str) -> None:
-    """`TypeError` for an array of NumPy that says more than its numbers: a mask, a unit. The rest would be lost.
-
-    Example:
-        >>> try:
-        ...     check_plain(np.ma.masked_equal([1, 999], 999), "here")
-        ... except TypeError as error:
-        ...     str(error).partition(",")[0]
-        'here: expected plain numbers'
-    """
+    """`TypeError` for an array of NumPy that says more than its numbers: a mask, a unit. The rest would be lost."""
     kind = type(value)
     if kind is np.ndarray or not isinstance(value, np.ndarray):
         return
@@ -94,26 +98,16 @@ def is_tracing() -> bool:
         >>> is_tracing(), int(jax.jit(is_tracing)()), bool(jax.vmap(lambda x: x + is_tracing())(jax.numpy.zeros(1)))
         (False, 1, True)
     """
-    now = get_opaque_trace_state()
-    with jax.core.eval_context():
-        return now != get_opaque_trace_state()
+    return get_opaque_trace_state() != _AT_PROMPT
 
 
 def is_prng_key(leaf: Any) -> bool:
-    """Whether this is an array of typed random keys, as `jax.random.key` makes.
-
-    Example:
-        >>> is_prng_key(jax.random.key(0)), is_prng_key(jax.numpy.ones(2)), is_prng_key(3)
-        (True, False, False)
-    """
+    """Whether this is an array of typed random keys, as `jax.random.key` makes."""
     return hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def without_keys(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """The pytree with random keys as plain integers, and a function to restore them.
-
-    Returns:
-        (the pytree with uint32 arrays in place of keys, a function of such a pytree that makes them keys again).
+    """The pytree with uint32 arrays in place of random keys, and a function of such a pytree that restores them.
 
     Example:
         >>> plain, restore = without_keys({"rng": jax.random.key(0), "x": jax.numpy.ones(2)})

@@ -1,8 +1,9 @@
-"""Calls of public functions, and what is answered where one cannot be made.
+"""Calls of public functions, and the answer to one with wrong arguments.
 
-`answers` is the one check of all of them. What the function does not take is refused. What it takes is compared with
-its signature only after the call has failed in the words of JAX, NumPy or Python: so a call that works costs nothing,
-and arguments count alike by position and by name.
+`answers` is the one check of all of them. It costs nothing while calls work: arguments are compared with the signature
+only after a call has failed in the words of JAX, NumPy or Python. So they count alike by position and by name.
+
+What a signature cannot say is checked by `check_takes`, for functions that a user gives, and in `checks`.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ import dis
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any, ParamSpec, TypeVar
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
-from .arguments import describe, did_you_mean
-from .arrays import check_not_gone
-from .hints import INTS, fits, is_free, is_of_numbers, words
+from .arrays import check_not_gone, is_of_numbers
+from .text import describe, did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,12 +32,26 @@ C = TypeVar("C", bound=type)
 _MOST_SHOWN = 8  # options in a message
 _NONE: Mapping[str, str] = {}
 
+# Packages whose errors are answered. An error of any other module is the user's own.
 _BELOW = (
     sys.stdlib_module_names
     | {"jaxpar", "jax", "jaxlib", "numpy", "ml_dtypes", "optax"}
     | {"graphviz", "matplotlib", "pandas", "PIL", "tqdm"}
 )
 _COMMON = (TypeError, ValueError, IndexError, OverflowError, RuntimeError, NameError)
+
+_INTS = range(-(2**63), 2**63)
+_WORDS: dict[Any, str] = {
+    bool: "True or False",
+    int: "an int of 64 bits",
+    float: "a number",
+    str: "a string",
+    type(None): "None",
+    jax.Array: "an array of numbers",
+    np.ndarray: "an array of numbers",
+    jax.Device: "a device",
+    Mesh: "a jax.sharding.Mesh",
+}
 
 
 def answers(where: str, hints: Mapping[str, str] = _NONE, many: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -57,47 +75,22 @@ def answers(where: str, hints: Mapping[str, str] = _NONE, many: str = "") -> Cal
     """
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
-        call = _Call(where, fn, hints, many)
-
         @functools.wraps(fn)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not call.is_complete(len(args), kwargs):
-                call.refuse(len(args), kwargs)
             try:
-                if not is_guarded():
+                if not _is_guarded():
                     return fn(*args, **kwargs)
-                with own_transfers():
+                with _own_transfers():
                     return fn(*args, **kwargs)
             except Exception as error:
+                if isinstance(error, TypeError):
+                    _check_names(where, fn, args, kwargs, hints, many)
                 _explain(where, fn, args, kwargs, error)
                 raise
 
         return checked
 
     return decorate
-
-
-def is_guarded() -> bool:
-    """Whether the user has set `jax.transfer_guard`."""
-    config: Any = jax.config
-    return bool(
-        config.jax_transfer_guard_host_to_device
-        or config.jax_transfer_guard_device_to_host
-        or config.jax_transfer_guard_device_to_device
-    )
-
-
-@contextlib.contextmanager
-def own_transfers() -> Generator[None]:
-    """A block whose transfers are explicit for `jax.transfer_guard`: what a call is given goes to its devices.
-
-    A guard that disallows explicit transfers too stays.
-    """
-    with contextlib.ExitStack() as stack:
-        for way in ("host_to_device", "device_to_host", "device_to_device"):
-            if getattr(jax.config, f"jax_transfer_guard_{way}") in ("disallow", "log"):
-                stack.enter_context(getattr(jax, f"transfer_guard_{way}")("allow"))
-        yield
 
 
 def answers_class(where: str) -> Callable[[C], C]:
@@ -110,61 +103,68 @@ def answers_class(where: str) -> Callable[[C], C]:
     return decorate
 
 
-class _Call:
-    """What a call of a function may have."""
+def _is_guarded() -> bool:
+    """Whether the user has set `jax.transfer_guard`."""
+    config: Any = jax.config
+    return bool(
+        config.jax_transfer_guard_host_to_device
+        or config.jax_transfer_guard_device_to_host
+        or config.jax_transfer_guard_device_to_device
+    )
 
-    def __init__(self, where: str, fn: Callable[..., Any], hints: Mapping[str, str], many: str):
-        parameters = inspect.signature(fn).parameters
-        kinds = {p.kind for p in parameters.values()}
-        given = [name for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        self.where, self.hints, self.many = where, hints, many
-        self.first = [name for name in given if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY]
-        self.rest = [name for name in given if name not in self.first]
-        self.most = sys.maxsize if inspect.Parameter.VAR_POSITIONAL in kinds else len(self.first)
-        self.names = frozenset(given)
-        self.takes_any = inspect.Parameter.VAR_KEYWORD in kinds
-        self._needed = [name for name in given if parameters[name].default is inspect.Parameter.empty]
-        self._needed_first = len([name for name in self._needed if name in self.first])
 
-    def is_complete(self, count: int, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call with so many arguments without a name, and these, has all that it needs and no others."""
-        if count > self.most or not (self.takes_any or self.names.issuperset(kwargs)):
-            return False
-        if count >= self._needed_first and len(self._needed) == self._needed_first:
-            return True
-        return not self._missing(count, kwargs)
+def _own_transfers() -> contextlib.ExitStack:
+    """A block whose transfers are explicit for `jax.transfer_guard`: what a call is given goes to its devices.
 
-    def _missing(self, count: int, kwargs: Mapping[str, Any]) -> list[str]:
-        return [name for name in self._needed if name not in kwargs and name not in self.first[:count]]
+    A guard that disallows explicit transfers too stays.
+    """
+    block = contextlib.ExitStack()
+    for way in ("host_to_device", "device_to_host", "device_to_device"):
+        if getattr(jax.config, f"jax_transfer_guard_{way}") in ("disallow", "log"):
+            block.enter_context(getattr(jax, f"transfer_guard_{way}")("allow"))
+    return block
 
-    def refuse(self, count: int, kwargs: Mapping[str, Any]) -> None:
-        """Raise the `TypeError` for a call."""
-        first = [name for name in self.first if name != "self"]
-        shown = ", ".join([*first, *(f"{name}=..." for name in self.rest[:_MOST_SHOWN])])
-        if count > self.most:
-            own = len(self.first) - len(first)
-            raise TypeError(
-                f"{self.where}: got {count - own} arguments without a name, expected at most {self.most - own}; write "
-                f"{self.where}({shown}){self.many}"
-            )
-        wrong = next((name for name in kwargs if name not in self.names), "")
-        if not wrong or self.takes_any:
-            missing = " and ".join(self._missing(count, kwargs))
-            needed = ", ".join(name if name in first else f"{name}=..." for name in self._needed if name != "self")
-            raise TypeError(f"{self.where}: {missing} is missing; write {self.where}({needed})")
-        known = [*first, *self.rest]
-        hint = f"; {self.hints[wrong]}" if wrong in self.hints else did_you_mean(wrong, known)
-        raise TypeError(f"{self.where}: there is no argument {wrong!r}{hint or '; known are ' + ', '.join(known)}")
+
+def _check_names(
+    where: str, fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], hints: Mapping[str, str], many: str
+) -> None:
+    """`TypeError` unless a call has all the arguments that the function needs, and no others."""
+    signature = inspect.signature(fn)
+    try:
+        signature.bind(*args, **kwargs)
+        return  # so the error came from inside of the function
+    except TypeError:
+        pass
+    parameters = [p for name, p in signature.parameters.items() if name != "self"]
+    count = len(args) - ("self" in signature.parameters)
+    kinds = {p.kind for p in parameters}
+    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    first = [p.name for p in named if p.kind is not p.KEYWORD_ONLY]
+    known = [p.name for p in named]
+    needed = [p.name for p in named if p.default is p.empty]
+    wrong = [name for name in kwargs if name not in known]
+    twice = [name for name in first[:count] if name in kwargs]
+    if count > len(first) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        rest = known[len(first) :]
+        shown = ", ".join([*first, *(f"{name}=..." for name in rest[:_MOST_SHOWN])])
+        problem = f"got {count} arguments without a name, expected at most {len(first)}; write {where}({shown}){many}"
+    elif wrong and inspect.Parameter.VAR_KEYWORD not in kinds:
+        hint = f"; {hints[wrong[0]]}" if wrong[0] in hints else did_you_mean(wrong[0], known)
+        problem = f"there is no argument {wrong[0]!r}{hint or '; known are ' + ', '.join(known)}"
+    elif twice:
+        problem = f"{twice[0]} is given twice, by position and by name"
+    else:
+        missing = " and ".join(name for name in needed if name not in kwargs and name not in first[:count])
+        shown = ", ".join(name if name in first else f"{name}=..." for name in needed)
+        problem = f"{missing} is missing; write {where}({shown})"
+    raise TypeError(f"{where}: {problem}")
 
 
 def _explain(where: str, fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], error: Exception) -> None:
     """Raise what names the argument that does not fit. Return, if jaxpar or the user's code has raised the error.
 
-    Raises:
-        RuntimeError: an array in an argument was deleted.
-        TypeError: an argument is not what the signature says.
-        Others: as `error`, with all arguments before its words. A `TypeError` for an error that is not common, where an
-            argument of which the signature says nothing holds something else than arrays and numbers.
+    Where all arguments fit, the error is raised again with all of them before its words. It is a `TypeError` if it is
+    not common, and an argument of which the signature says nothing holds something else than arrays and numbers.
     """
     if not _is_from_below(error):
         return
@@ -172,10 +172,10 @@ def _explain(where: str, fn: Callable[..., Any], args: Any, kwargs: Mapping[str,
     given = list(_given(fn, args, kwargs))
     for name, value, hint in given:
         _check_pytree(value, f"{where}: {name}")
-        if not fits(value, hint):
-            within = f"; give its .{name}" if fits(getattr(value, name, None), hint) else ""
-            raise TypeError(f"{where}: {name} must be {words(hint)}, got {describe(value)}{within}") from error
-    odd = any(is_free(hint) and not all(map(_is_value, jax.tree.leaves(value))) for _, value, hint in given)
+        if not _fits(value, hint):
+            within = f"; give its .{name}" if hasattr(value, name) and _fits(getattr(value, name), hint) else ""
+            raise TypeError(f"{where}: {name} must be {_words(hint)}, got {describe(value)}{within}") from error
+    odd = any(_is_free(hint) and not all(map(_is_value, jax.tree.leaves(value))) for _, value, hint in given)
     if odd or type(error) in _COMMON:
         call = ", ".join(f"{name}={describe(value)}" for name, value, _ in given)
         kind = type(error) if type(error) in _COMMON else TypeError
@@ -184,6 +184,7 @@ def _explain(where: str, fn: Callable[..., Any], args: Any, kwargs: Mapping[str,
 
 def _is_from_below(error: Exception) -> bool:
     """Whether JAX, NumPy or Python raised the error, and no code of the user was under way."""
+    # A `raise` of jaxpar has words of its own. An operation of jaxpar that fails, as `3 + None` does, has not.
     at, last = error.__traceback__, None
     while at is not None:
         if at.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _BELOW:
@@ -210,7 +211,7 @@ def _given(fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Iter
 
 def _type_of(annotation: Any, fn: Any) -> Any:
     """An annotation as a type. `Any` where only type checkers know it."""
-    import optax
+    import optax  # some annotations name it, and their modules import it for type checkers only
 
     try:
         return eval(annotation, {"optax": optax, **fn.__globals__}) if isinstance(annotation, str) else annotation
@@ -234,5 +235,137 @@ def _is_value(leaf: Any) -> bool:
     if hasattr(leaf, "dtype"):
         return is_of_numbers(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     if isinstance(leaf, int):
-        return leaf in INTS
+        return leaf in _INTS
     return isinstance(leaf, (float, complex)) or type(leaf).__module__.startswith("jax")
+
+
+# The types of a signature.
+
+
+def _is_free(hint: Any) -> bool:
+    return hint is Any or hint is inspect.Parameter.empty or isinstance(hint, TypeVar)
+
+
+def _options(hint: Any) -> Sequence[Any]:
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return [part for option in typing.get_args(hint) for part in _options(option)] if is_union else [hint]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type, where this can be seen without using the value up."""
+    options = _options(hint)
+    return any(map(_is_free, options)) or any(_fits_one(value, option) for option in options)
+
+
+def _fits_one(value: Any, hint: Any) -> bool:
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return any(type(value) is type(part) and value == part for part in parts)
+    if origin is Callable:
+        return callable(value) and (not isinstance(parts[0], list) or takes(value, len(parts[0])))
+    if origin is not None:
+        return not isinstance(origin, type) or (isinstance(value, origin) and _items_fit(value, parts))
+    if hint in (jax.Array, np.ndarray):
+        return is_of_numbers(value)
+    if hint in (int, float):
+        kinds = (int, np.integer) if hint is int else (int, float, np.integer, np.floating)
+        is_number = isinstance(value, kinds) and not isinstance(value, (bool, np.bool_))
+        return is_number and (not isinstance(value, int) or value in _INTS)
+    if getattr(hint, "_is_protocol", False):
+        return not isinstance(value, type) and all(hasattr(value, n) for n in vars(hint) if not n.startswith("_"))
+    return value is None if hint is None else not isinstance(hint, type) or isinstance(value, hint)
+
+
+def _items_fit(value: Any, parts: Sequence[Any]) -> bool:
+    """Whether the items of a collection fit. An iterator is not read."""
+    if isinstance(value, Mapping):
+        # A subclass may have other parameters than a key's and a value's type.
+        of_key, of_value = parts if len(parts) == 2 else (Any, Any)
+        return all(_fits(k, of_key) and _fits(v, of_value) for k, v in value.items())
+    if isinstance(value, tuple) and len(parts) > 1 and Ellipsis not in parts:
+        return len(value) == len(parts) and all(map(_fits, value, parts))
+    is_read = isinstance(value, (list, tuple, set, frozenset)) and len(parts) > 0
+    return not isinstance(value, (str, bytes)) and (not is_read or all(_fits(item, parts[0]) for item in value))
+
+
+def _words(hint: Any) -> str:
+    """What a type is called in a message."""
+    if len(options := _options(hint)) > 1:
+        return " or ".join(dict.fromkeys(map(_words, options)))
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return " or ".join(map(repr, parts))
+    if origin is Callable:
+        return f"a function of {len(parts[0])} arguments" if isinstance(parts[0], list) else "a function"
+    if isinstance(origin, type) and parts:
+        item = parts[-1] if issubclass(origin, Mapping) else parts[0]
+        name = "a dict" if issubclass(origin, Mapping) else "a list"
+        return name if _is_free(item) else f"{name}, each of it {_words(item)}"
+    return _WORDS.get(hint) or f"a {getattr(hint, '__name__', hint)}"
+
+
+# Functions that a user gives.
+
+
+def takes(fn: Callable[..., Any], count: int) -> bool:
+    """Whether a call with so many positional arguments fits the function. True where Python does not know."""
+    return _bind(fn, [str(i) for i in range(count)]) is not None
+
+
+def check_takes(fn: Any, names: Sequence[str], what: str, hint: str = "", also: Sequence[str] = ()) -> None:
+    """`TypeError` unless this is a function that can be called with arguments of these names, in their order.
+
+    A function that Python cannot inspect is taken.
+
+    Args:
+        what: whose argument it is and which, such as "fit: eval_fn".
+        hint: further words, with what separates them from the message.
+        also: names of arguments that follow by keyword where the function has them.
+
+    Example:
+        >>> check_takes(lambda b, a: a, ("a", "b"), "it")
+        Traceback (most recent call last):
+        TypeError: it must be a function of (a, b), and <lambda>(b, a) names them in another order; reorder them
+    """
+    words = f"{what} must be a function of ({', '.join(names)})"
+    if not callable(fn):
+        raise TypeError(f"{words}, got {describe(fn)}{hint}")
+    also = [name for name in also if has_parameter(fn, name)]
+    bound = _bind(fn, names, also)
+    if bound is None:
+        after = f", and then {', '.join(also)}" if also else ""
+        raise TypeError(f"{words}{after}, got {_shown(fn)}{hint}")
+    if any(isinstance(name, str) and own != name and own in names for own, name in bound.items()):
+        raise TypeError(f"{words}, and {_shown(fn)} names them in another order; reorder them")
+
+
+def has_parameter(fn: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of this name that a keyword can give, and that `partial` has not given.
+
+    Example:
+        >>> has_parameter(lambda a, step: a, "step"), has_parameter(lambda a, **rest: a, "step")
+        (True, False)
+    """
+    try:
+        own, inner = (inspect.signature(fn, follow_wrapped=wrapped) for wrapped in (False, True))
+    except (TypeError, ValueError):  # a builtin
+        return False
+    given = fn.keywords if isinstance(fn, functools.partial) else ()
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in own.parameters.values())
+    return name in inner.parameters and name not in given and (takes_any or name in own.parameters)
+
+
+def _bind(fn: Callable[..., Any], values: Sequence[str], by_keyword: Sequence[str] = ()) -> Mapping[str, Any] | None:
+    """The values by the names of the arguments that get them. None: the function does not take so many."""
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)  # a wrapper may take other arguments
+    except (TypeError, ValueError):  # a builtin
+        return {}
+    try:
+        return signature.bind(*values, **dict.fromkeys(by_keyword)).arguments
+    except TypeError:
+        return None
+
+
+def _shown(fn: Any) -> str:
+    return f"{getattr(fn, '__name__', type(fn).__name__)}{inspect.signature(fn, follow_wrapped=False)}"

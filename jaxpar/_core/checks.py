@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arguments import describe as describe, did_you_mean, is_int as is_int, shorten as shorten
-from .arrays import Device, check_not_gone, check_plain
+from .arrays import Device, check_not_gone, check_plain, is_gone, is_of_numbers
+from .text import describe as describe, did_you_mean, shorten as shorten
 
 Engine = Literal["pmap", "shard_map"]
-_INT64 = 2**63 - 1
 ENGINES: tuple[Engine, ...] = get_args(Engine)
+Key = int | str
+Keys = list[int] | list[str] | list[int | str] | range
+Paths = tuple[tuple[int, str], ...]  # the name of each key
+_INT64 = 2**63 - 1
 
 
 # Keys of a store, and the values given for them.
@@ -30,11 +34,7 @@ class UnknownKeyError(KeyError):
 
 
 def as_key(key: Any) -> int:
-    """`key` as a Python int. A NumPy int is a key, a bool is none.
-
-    Raises:
-        TypeError: it is no int.
-    """
+    """`key` as a Python int, `TypeError` for anything else. A NumPy int is a key, a bool is none."""
     if not is_int(key):
         hint = "; give a list of ints for several keys" if isinstance(key, tuple) else ""
         hint = "; the keys of kv.from_params have names, kv.names(store)" if isinstance(key, str) else hint
@@ -44,54 +44,70 @@ def as_key(key: Any) -> int:
 
 def as_keys(key: Any) -> tuple[list[int], bool]:
     """The keys as a list, and whether a list was given."""
-    if isinstance(key, (list, range)):
-        return [as_key(k) for k in key], True
-    return [as_key(key)], False
+    many = isinstance(key, (list, range))
+    return [as_key(k) for k in (key if many else (key,))], many
 
 
-def as_values(keys: Sequence[int], value: Any, many: bool, what: str) -> list[Any]:
-    """One value for each key.
-
-    Args:
-        many: whether a list of keys was given, as from `as_keys`.
-
-    Raises:
-        TypeError: a list of keys, and no list of values.
-        ValueError: the lists differ in length.
-    """
+def as_values(keys: Sequence[int], value: Any, many: bool, what: str, name: str = "value") -> list[Any]:
+    """One value for each key. `many`: whether a list of keys was given, so that there must be a list of values."""
     if not many:
         return [value]
-    if not isinstance(value, (list, tuple)):
-        raise TypeError(
-            f"{what}: for the list of keys {shorten(keys)} value must be a list with one entry for each, "
-            f"got {describe(value)}"
-        )
-    if len(value) != len(keys):
-        raise ValueError(
-            f"{what}: {len(keys)} keys {shorten(keys)} but a list of {len(value)} values; give one entry for each key, "
-            "a list itself where several devices push"
-        )
+    is_list = isinstance(value, (list, tuple))
+    if not is_list or len(value) != len(keys):
+        kind = ValueError if is_list else TypeError
+        wanted = f"a list with one entry for each of the {len(keys)} keys {shorten(keys)}"
+        raise kind(f"{what}: {name} must be {wanted}, a list itself where several devices push, got {describe(value)}")
     return list(value)
 
 
-def check_known(keys: Iterable[int], values: dict[int, Any], what: str) -> None:
-    """`UnknownKeyError` for a key that the store does not hold."""
-    for key in keys:
-        if key not in values:
+def find_keys(key: Any, values: dict[int, Any], paths: Paths, where: str) -> tuple[list[int], bool]:
+    """The keys of the store that a call names, and whether it gave a list. `paths` are the names that keys have."""
+    many = isinstance(key, (list, range))
+    given: Sequence[Any] = key if many else (key,)
+    if paths and any(isinstance(k, str) for k in given):
+        of_name = {name: k for k, name in paths}
+        given = [_of_name(k, of_name, where) if isinstance(k, str) else k for k in given]
+    keys = [as_key(k) for k in given]
+    for k in keys:
+        if k not in values:
             there = f"the store holds {shorten(sorted(values))}" if values else "the store is empty"
-            raise UnknownKeyError(f"{what}: key {key} was never initialised ({there}); call kv.init first")
+            raise UnknownKeyError(f"{where}: key {k} was never initialised ({there}); call kv.init first")
+    check_stored(keys, values, where)
+    return keys, many
+
+
+def _of_name(name: str, keys: dict[str, int], where: str) -> int:
+    if name in keys:
+        return keys[name]
+    near = difflib.get_close_matches(name, keys, 3, 0.5) or [n for n in keys if n.endswith(f"/{name}")][:3]
+    near = f"near are {', '.join(map(repr, near))}" if near else f"known are {shorten(list(keys))}"
+    raise UnknownKeyError(f"{where}: no parameter is called {name!r}, {near}; kv.names(store) has them all")
+
+
+def check_stored(keys: Iterable[int], values: Mapping[int, Any], where: str) -> None:
+    """`RuntimeError` if the stored value of a key was deleted."""
+    for k in keys:
+        if is_gone(values[k]):
+            hint = "use the store that the function returned"
+            what = "the stored value was deleted, as by donating this store to a jitted function"
+            raise RuntimeError(f"{where}: key {k}: {what}; {hint}")
+
+
+def check_names(leaves: Sequence[tuple[Any, Any]], names: Sequence[str], where: str) -> None:
+    """`ValueError` if two leaves (path, leaf) have one name, as a key of a dict with a slash can make them."""
+    first: dict[str, Any] = {}
+    for (path, _), name in zip(leaves, names, strict=True):
+        if name in first:
+            both = " and ".join(jax.tree_util.keystr(p) for p in (first[name], path))
+            raise ValueError(f"{where}: the leaves {both} of params have the same name, {name!r}; rename one")
+        first[name] = path
 
 
 # Arrays.
 
 
 def array(value: Any, where: str) -> jax.Array:
-    """`value` as a jax array with memory of its own.
-
-    Raises:
-        TypeError: it is no array of plain numbers.
-        RuntimeError, TypeError: it has no values, see `arrays.check_not_gone`.
-    """
+    """`value` as a jax array with memory of its own. `TypeError` for what is no array of plain numbers."""
     if isinstance(value, jax.Array):
         return check_not_gone(value, where)
     if isinstance(value, (list, tuple, str, bytes, dict)) or value is None:
@@ -101,12 +117,7 @@ def array(value: Any, where: str) -> jax.Array:
         return jnp.array(value)  # a copy: NumPy's memory may change later
     except jax.errors.JaxRuntimeError:  # a copy that the user's jax.transfer_guard disallows
         raise
-    except (
-        TypeError,
-        ValueError,
-        OverflowError,
-        RuntimeError,
-    ) as error:  # the last: a tensor of PyTorch with a gradient
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last: PyTorch, with a gradient
         raise TypeError(f"{where}: expected an array, got {describe(value)} ({error})") from error
 
 
@@ -138,12 +149,7 @@ def castable(given: Any, stored: Any, where: str) -> None:
 
 
 def devices(given: Any, where: str) -> tuple[Any, ...]:
-    """The devices as a tuple.
-
-    Raises:
-        TypeError: no list of devices, for example their number.
-        ValueError: no device, or one appears twice.
-    """
+    """The devices as a tuple, at least one and none twice. `TypeError` for no list of devices, such as their number."""
     chosen = device_list(given, where)
     if not chosen or len(set(chosen)) < len(chosen):
         hint = "" if chosen else "; give at least one device"
@@ -172,26 +178,12 @@ def check_own(devices: Iterable[Device], what: str) -> None:
     """`ValueError` for a device of another process, to which nothing can be sent. `TypeError` for what is no device."""
     for d in device_list(devices, what):
         if d.process_index != jax.process_index():
-            raise ValueError(
-                f"{what}: {d} belongs to process {d.process_index} and this is process {jax.process_index()}; give "
-                "devices of this process, jax.local_devices()"
-            )
-
-
-def check_engine(engine: str, what: str) -> None:
-    """`ValueError` for a word that names no engine."""
-    choice(engine, what, "engine", ENGINES)
+            whose = f"{d} belongs to process {d.process_index} and this is process {jax.process_index()}"
+            raise ValueError(f"{what}: {whose}; give devices of this process, jax.local_devices()")
 
 
 def batch_length(data: Any, what: str, axis: int = 0) -> int:
-    """The length of an axis that all arrays of a batch share.
-
-    Args:
-        axis: 0, or 1 for several batches stacked along a first axis.
-
-    Raises:
-        ValueError: no arrays, or their lengths differ.
-    """
+    """The length of an axis that all arrays of a batch share: axis 1 where several batches are stacked."""
     lengths = {np.shape(leaf)[axis : axis + 1] for leaf in jax.tree.leaves(data)}
     if len(lengths) != 1 or () in lengths:
         shapes = [tuple(np.shape(leaf)) for leaf in jax.tree.leaves(data)]
@@ -200,12 +192,14 @@ def batch_length(data: Any, what: str, axis: int = 0) -> int:
     return next(iter(lengths))[0]
 
 
-def even_share(n: int, parts: int, where: str, advice: str = "") -> int:
-    """How many of `n` examples each of `parts` devices gets.
+def whole_batch(examples: int, batch_size: int, where: str) -> None:
+    """`ValueError` if there are fewer examples than a batch needs."""
+    if examples < batch_size:
+        raise ValueError(f"{where}: {examples} examples make no whole batch of {batch_size}; use a smaller batch_size")
 
-    Raises:
-        ValueError: `n` cannot be divided. The message names the nearest batches that can.
-    """
+
+def even_share(n: int, parts: int, where: str, advice: str = "") -> int:
+    """How many of `n` examples each of `parts` devices gets. The `ValueError` names the nearest batches that divide."""
     if n % parts == 0:
         return n // parts
     sizes = " or ".join(str(size) for size in dict.fromkeys((n // parts * parts, -(-n // parts) * parts)) if size)
@@ -215,42 +209,34 @@ def even_share(n: int, parts: int, where: str, advice: str = "") -> int:
 # Options.
 
 
-def whole_number(value: Any, where: str, name: str, least: int = 1, most: int = _INT64) -> int:
-    """`value` as an int from `least` to `most`. A NumPy int is a number, a bool is none.
+def is_int(value: Any) -> bool:
+    """Whether this is an int of Python or of NumPy. A bool is none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
-    Raises:
-        TypeError: it is no int.
-        ValueError: it is less than `least` or more than `most`.
-    """
+
+def whole_number(value: Any, where: str, name: str, least: int = 1, most: int = _INT64) -> int:
+    """`value` as an int from `least` to `most`. A NumPy int is a number, a bool is none."""
+    if is_int(value) and least <= value <= most:
+        return operator.index(value)
     limits = f"of {least} or more" if most == _INT64 else f"from {least} to {most:,}"
-    message = f"{where}: {name} must be an int {limits}, got {_quote(value)}"
-    if not is_int(value):
-        raise TypeError(message)
-    if not least <= value <= most:
-        raise ValueError(message)
-    return operator.index(value)
+    kind = ValueError if is_int(value) else TypeError
+    raise kind(f"{where}: {name} must be an int {limits}, got {_quote(value)}")
 
 
 def number(value: Any, where: str, name: str, expected: str, allowed: Callable[[float], bool]) -> float:
     """`value` as a float for which `allowed` holds. A NumPy scalar is a number, a bool is none.
 
-    Args:
-        expected: the words of the message, such as "a number above 0".
-
-    Raises:
-        TypeError: it is no real number.
-        ValueError: it is not allowed.
+    `expected` are the words of the message, such as "a number above 0".
     """
-    message = f"{where}: {name} must be {expected}, got {_quote(value)}"
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.floating, np.integer)):
-        raise TypeError(message)
+    is_number = isinstance(value, (numbers.Real, np.floating, np.integer)) and not isinstance(value, bool)
+    beyond = ""
     try:
-        result = float(value)
-    except OverflowError as error:
-        raise ValueError(f"{message}, beyond the range of floats") from error
-    if not allowed(result):
-        raise ValueError(message)
-    return result
+        if is_number and allowed(float(value)):
+            return float(value)
+    except OverflowError:
+        beyond = ", beyond the range of floats"
+    kind = ValueError if is_number else TypeError
+    raise kind(f"{where}: {name} must be {expected}, got {_quote(value)}{beyond}")
 
 
 def text(value: Any, where: str, name: str) -> str:
@@ -263,18 +249,12 @@ def text(value: Any, where: str, name: str) -> str:
 
 
 def choice(value: Any, where: str, name: str, known: Iterable[str]) -> str:
-    """`value`, which must be one of the known words.
-
-    Raises:
-        ValueError: it is another. The message lists the known ones and suggests the nearest.
-    """
+    """`value`, which must be one of the known words. The `ValueError` lists these and suggests the nearest."""
     words = list(known)
     if isinstance(value, str) and value in words:
         return value
-    came = _quote(value)
-    raise ValueError(
-        f"{where}: unknown {name} {came}; known are {', '.join(words)}{did_you_mean(came, map(repr, words))}"
-    )
+    came, known = _quote(value), ", ".join(words)
+    raise ValueError(f"{where}: unknown {name} {came}; known are {known}{did_you_mean(came, map(repr, words))}")
 
 
 # What belongs to a model.
@@ -287,9 +267,7 @@ def labels(given: Any, where: str) -> None:
     hint = "make floating class numbers integers by labels.astype(int)"
     if given.ndim > 1:
         hint = "drop an axis of length 1 by labels[:, 0], turn one-hot labels into integers by labels.argmax(-1)"
-    raise TypeError(
-        f"{where}: labels must be integers of shape (n,), one for each example, got {describe(given)}; {hint}"
-    )
+    raise TypeError(f"{where}: labels must be integers of shape (n,), one an example, got {describe(given)}; {hint}")
 
 
 def hashable(value: Any, where: str) -> Any:
@@ -298,8 +276,8 @@ def hashable(value: Any, where: str) -> Any:
         hash(value)
     except TypeError:
         raise TypeError(
-            f"{where}: expected a function, which is compiled once, got {describe(value)}, which has no hash and may "
-            "change; give a function that calls it"
+            f"{where}: {describe(value)} has no hash, so its compiled program cannot be kept; give a function that "
+            "calls it"
         ) from None
     return value
 
@@ -329,23 +307,17 @@ def transform(tx: Any, where: str) -> Any:
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
         return tx
     name = getattr(tx, "__name__", None) if callable(tx) else None
-    hint = f"; call it first, {name}(0.1)" if name else ", say optax.sgd(0.1)"
+    hint = f"; call it first, {name}(0.1)" if name else " such as optax.sgd(0.1)"
     raise TypeError(f"{where}: expected an optax.GradientTransformation{hint}; got {describe(tx)}")
 
 
 def arrays_of_numbers(tree: Any, where: str) -> None:
     """`TypeError` for a leaf of a pytree that is no array of numbers, such as a list's number or an array of words."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        dtype = getattr(leaf, "dtype", None)
-        check_plain(leaf, f"{where}{jax.tree_util.keystr(path)}")
-        if isinstance(leaf, jax.Array) or (dtype is not None and _is_numeric(dtype)):
-            continue
-        name = jax.tree_util.keystr(path)
-        raise TypeError(f"{where}{name} must be an array of numbers, got {describe(leaf)}")
-
-
-def _is_numeric(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_))
+        name = where + jax.tree_util.keystr(path)
+        check_plain(leaf, name)
+        if not isinstance(leaf, jax.Array) and not is_of_numbers(leaf):
+            raise TypeError(f"{name} must be an array of numbers, got {describe(leaf)}")
 
 
 # Words of messages.

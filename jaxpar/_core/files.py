@@ -1,17 +1,22 @@
-"""Files that are written whole or not at all. No JAX here."""
+"""Files that are written whole or not at all, and regular files that are read within a bound. No JAX here."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import io
 import os
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+_CHUNK = 1 << 20
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is damaged, of another program, or not of the state that was asked for."""
+    """The checkpoint is damaged, from another program, or of another state."""
 
 
 def as_path(given: Any, where: str) -> Path:
@@ -34,11 +39,7 @@ def create(path: Path, content: bytes) -> None:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Append bytes to a file, all of them or none.
-
-    Raises:
-        OSError: the file cannot be written. Its content is as before.
-    """
+    """Append bytes to a file, all of them or none."""
     with open(path, "ab", buffering=0) as file:
         size = file.tell()
         try:
@@ -56,14 +57,9 @@ def _write_all(file: io.FileIO, content: bytes) -> None:
 
 
 def replace(path: Path, write: bytes | Callable[[Any], None]) -> None:
-    """Replace a file. Readers see the old content or the new, never a part.
+    """Replace a file by the content, or by what a function writes to it. Readers see the old content or the new.
 
-    Args:
-        path: the file. A link is followed.
-        write: the content, or a function that writes it to an open binary file.
-
-    Raises:
-        OSError: the file cannot be written. The old one is as before.
+    A link is followed. Where the file cannot be written, the old one is as before.
     """
     target = path.resolve()
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
@@ -88,3 +84,49 @@ def flush_to_disk(path: Path) -> None:
         raise type(error)(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(handle)
+
+
+# A pipe would wait forever, and a device may never end. So only regular files are opened, also where a link leads.
+
+
+def read(path: Path, most: int) -> bytes:
+    """The content of a regular file of at most `most` bytes."""
+    content = b"".join(_chunks(path, most + 1)) if os.stat(path).st_size <= most else None
+    if content is None or len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return content
+
+
+def fingerprint(path: Path, most: int) -> tuple[int, str]:
+    """Number and SHA-256 of the bytes, at most the first `most + 1` of them. `OSError` as in `read`."""
+    size, digest = 0, hashlib.sha256()
+    for part in _chunks(path, most + 1):
+        size += len(part)
+        digest.update(part)
+    return size, digest.hexdigest()
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Generator[BinaryIO]:
+    """The file, open for reading. `OSError` as in `read`."""
+    _check_regular(os.stat(path), path)
+    with open(path, "rb", opener=_open) as file:
+        _check_regular(os.fstat(file.fileno()), path)  # it may have been replaced since
+        yield file
+
+
+def _chunks(path: Path, most: int) -> Iterator[bytes]:
+    with opened(path) as file:
+        while most > 0 and (part := file.read(min(most, _CHUNK))):
+            most -= len(part)
+            yield part
+
+
+def _open(path: str, flags: int) -> int:
+    """Open a file without waiting for a writer, and without a terminal that could send signals."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+
+
+def _check_regular(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))

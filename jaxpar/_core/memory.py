@@ -19,8 +19,7 @@ _OPTIONS = {_ARENA_MAX: 1, _MMAP_MAX: 0, _TRIM_THRESHOLD: -1}
 def keep_freed_memory() -> bool:
     """Have `malloc` keep what is freed, in the whole process. Threads that have allocated before go on as they did.
 
-    Returns:
-        Whether this C library can: the GNU one, which most Linux systems have.
+    The result is whether this C library can: the GNU one, which most Linux systems have.
     """
     library = ctypes.CDLL(None) if os.name == "posix" else None
     if not hasattr(library, "gnu_get_libc_version"):

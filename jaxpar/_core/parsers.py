@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .arguments import did_you_mean
+from .text import did_you_mean
 
 
 def number(kind: type, least: float = 0, above: bool = False) -> Callable[[str], Any]:
@@ -48,14 +48,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """The arguments. An option that a command does not have ends with status 2 and the nearest that it has.
-
-    Example:
-        >>> parser = argparse.ArgumentParser()
-        >>> _ = parser.add_argument("--epochs", type=number(int, 1))
-        >>> parse(parser, ["--epochs", "3"])
-        Namespace(epochs=3)
-    """
+    """The arguments. An option that a command does not have ends with status 2 and the nearest that it has."""
     found, rest = parser.parse_known_args(words)
     if rest:
         wrong = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]

@@ -31,6 +31,7 @@ class SavedArray:
         rows: whether the leaf has this array flat, padded and cut into one row for each device.
         part: one of `PARTS` for what belongs to the devices that pushed, else None.
         rule: what identifies the computation of its next value, if that is known.
+        frozen: whether it is not trained, so that checkpoints of a run have it once on disk.
     """
 
     name: str
@@ -40,6 +41,7 @@ class SavedArray:
     rows: bool = False
     part: str | None = None
     rule: str | None = None
+    frozen: bool = False
 
     @property
     def dtype(self) -> str:
@@ -50,6 +52,7 @@ class SavedArray:
         about = {"name": self.name, "words": self.words, "shape": list(self.shape), "dtype": self.dtype}
         about |= {self.part: True} if self.part else {}
         about |= {"rule": self.rule} if self.rule else {}
+        about |= {"frozen": True} if self.frozen else {}
         return about | ({"impl": str(jax.random.key_impl(self.leaf))} if is_prng_key(self.leaf) else {})
 
 
@@ -82,11 +85,9 @@ def register_node(kind: type, format: NodeFormat) -> None:
 
 
 def register_adapter(kind: type, adapt: Callable[[Any, Saved, list[str]], Saved]) -> None:
-    """Say how what was saved is brought to another number of devices, for a state of a type.
+    """Say how what was saved is brought to another number of devices, for a whole state of a type.
 
-    Args:
-        kind: the type of a whole state.
-        adapt: `adapt(like, saved, remarks) -> saved`.
+    `adapt(like, saved, remarks) -> saved`.
     """
     _ADAPTERS[kind] = adapt
 
@@ -113,11 +114,7 @@ def path_name(path: Any) -> str:
 
 
 def join_names(prefix: str, name: str) -> str:
-    """Two parts of a name, of which either may be empty.
-
-    >>> join_names("store", "values/3"), join_names("", "step"), join_names("store", "")
-    ('store/values/3', 'step', 'store')
-    """
+    """Two parts of a name, of which either may be empty, with a slash between them."""
     return f"{prefix}/{name}" if prefix and name else prefix or name
 
 

@@ -6,19 +6,19 @@ to. So such programs are `jit`s of their own here, one for each thing, and the o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
+
+import jax
 
 MOST = 8  # how many are kept
 
 
 class Recent:
-    """The values of the last few keys.
+    """The values of the last few keys, each made by `make` from the parts of its key.
 
     A key is a tuple. It is compared, not hashed, so its parts need no hash.
-
-    Args:
-        make: makes the value of a key, from its parts.
 
     Example:
         >>> made = []
@@ -56,3 +56,13 @@ def _is_same(key: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
         return key == other
     except Exception:
         return False
+
+
+def forget(fn: Callable[..., Any]) -> None:
+    """Release what JAX made of a function for `jax.pmap`. A later call compiles again."""
+    # JAX (0.10 to 0.12) keeps what it made of a mapped function as long as that function exists. What it made refers
+    # to the function. So neither is ever released, nor are the arrays that the function refers to.
+    kept = getattr(sys.modules[jax.pmap.__module__], "_cached_shard_map", None)
+    release = getattr(kept, "evict_function", None)
+    if release is not None:
+        release(fn)

@@ -1,14 +1,17 @@
-"""Text for people: tables, news on standard output, warnings on standard error. No JAX here."""
+"""Text for people: tables, words of messages, lines on standard output and standard error. No JAX here."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import fnmatch
 import html
 import os
 import sys
 import threading
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,41 +41,35 @@ class Table:
     first: int | None = None
 
     def __str__(self) -> str:
-        above, below = self._rows_around_cut()
+        above, cut, below = self._parts()
         widths = [max(map(len, column)) for column in zip(*above, *below, strict=True)]
-        lines = [self._line(row, widths) for row in above]
-        lines += [f"  {self._cut()}"] if self._cut() else []
-        return "\n".join([self.title, *lines, *(self._line(row, widths) for row in below)])
+
+        def line(row: Sequence[str]) -> str:
+            return "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+        middle = [f"  {cut}"] if cut else []
+        return "\n".join([self.title, *map(line, above), *middle, *map(line, below)])
 
     def _repr_html_(self) -> str:
-        above, below = self._rows_around_cut()
-        head = "".join(self._cell("th", column) for column in self.columns)
-        body = "".join(map(self._row, above))
-        if self._cut():
-            body += f'<tr><td colspan="{len(self.columns)}">{self._cut()}</td></tr>'
-        body += "".join(map(self._row, below))
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if self.rows else ""
+        above, cut, below = self._parts()
+
+        def row(cells: Sequence[str], tag: str = "td") -> str:
+            style = f"text-align:{self.align};white-space:nowrap"
+            marked = [f'<{tag} style="{style}">{html.escape(cell)}</{tag}>' for cell in cells]
+            return f"<tr>{''.join(marked)}</tr>"
+
+        middle = f'<tr><td colspan="{len(self.columns)}">{cut}</td></tr>' if cut else ""
+        body = "".join([*map(row, above), middle, *map(row, below)])
+        table = f"<table><thead>{row(self.columns, 'th')}</thead><tbody>{body}</tbody></table>" if self.rows else ""
         return f"<div><p>{html.escape(self.title)}</p>{table}</div>"
 
-    def _rows_around_cut(self) -> tuple[Sequence[Sequence[str]], Sequence[Sequence[str]]]:
-        """The rows before and after the cut."""
-        if len(self.rows) <= self.most:
-            return self.rows, ()
+    def _parts(self) -> tuple[Sequence[Sequence[str]], str, Sequence[Sequence[str]]]:
+        """The rows before the cut, what is written there, and the rows after it."""
+        hidden = len(self.rows) - self.most
+        if hidden <= 0:
+            return self.rows, "", ()
         first = self.most if self.first is None else self.first
-        return self.rows[:first], self.rows[len(self.rows) - (self.most - first) :]
-
-    def _cut(self) -> str:
-        return f"... and {len(self.rows) - self.most} more" if len(self.rows) > self.most else ""
-
-    @staticmethod
-    def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-        return "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-    def _row(self, row: Sequence[str]) -> str:
-        return "<tr>" + "".join(self._cell("td", cell) for cell in row) + "</tr>"
-
-    def _cell(self, tag: str, text: str) -> str:
-        return f'<{tag} style="text-align:{self.align};white-space:nowrap">{html.escape(text)}</{tag}>'
+        return self.rows[:first], f"... and {hidden} more", self.rows[first + hidden :]
 
 
 def say(message: str, who: str = "jaxpar") -> None:
@@ -119,13 +116,48 @@ def in_notebook() -> bool:
     return shell is not None and "IPKernelApp" in getattr(shell, "config", {})
 
 
-def plural(count: int, noun: str) -> str:
-    """A count and its noun.
+# Words of messages.
+
+
+def describe(value: Any) -> str:
+    """What came, in a few words: `float32[2,3]`, `a list of 3`, `None`."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    try:
+        text = repr(value)
+    except Exception:  # as of an int of 5,000 digits
+        text = ""
+    return text if 0 < len(text) < 40 else f"a {type(value).__name__}"
+
+
+def shorten(items: Sequence[Any], most: int = 8) -> str:
+    """The items as a list, cut after `most`."""
+    shown = ", ".join(map(str, items[:most]))
+    return f"[{shown}, ... {len(items)} in all]" if len(items) > most else f"[{shown}]"
+
+
+def did_you_mean(word: Any, known: Iterable[str]) -> str:
+    """The end of a message: the nearest known word, as in `; did you mean --epochs?`, or nothing."""
+    near = difflib.get_close_matches(str(word), list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether a pattern is of a parameter, or of a module around it.
 
     Example:
-        >>> plural(1, "key"), plural(1200, "key")
-        ('1 key', '1,200 keys')
+        >>> [matches("teacher/conv1/bias", pattern) for pattern in ("conv1", "*/bias", "teacher/conv1", "conv")]
+        [True, True, True, False]
     """
+    keys, count = path.split("/"), pattern.count("/") + 1
+    runs = ("/".join(keys[at : at + count]) for at in range(len(keys) - count + 1))
+    return any(fnmatch.fnmatchcase(part, pattern) for part in (path, *runs))
+
+
+def plural(count: int, noun: str) -> str:
+    """A count and its noun: `1 key`, `1,200 keys`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
@@ -166,12 +198,7 @@ def for_terminal(text: str, most: int = 1 << 16) -> str:
 
 
 def columns(text: str) -> int:
-    """The columns that a text takes on a terminal. East Asian letters take two, marks above others none.
-
-    Example:
-        >>> columns("abc"), columns("漢字")
-        (3, 4)
-    """
+    """The columns that a text takes on a terminal. East Asian letters take two, marks above others none."""
     if text.isascii():
         return len(text)
     wide = (2 if unicodedata.east_asian_width(c) in "WF" else 0 if unicodedata.combining(c) else 1 for c in text)

@@ -12,14 +12,13 @@ UpdateFn = Callable[[int, jax.Array, jax.Array], jax.Array]  # (key, pushed, sto
 
 
 class Updater(NamedTuple):
-    """A pair of pure functions that says what a push does.
+    """Two pure functions that define what a push does.
 
     Attributes:
-        init: `init(key, value) -> state`, any pytree of arrays. Called when the key is initialised.
+        init: `init(key, value) -> state`, any pytree of arrays. `kv.init` calls it for each new key.
         update: `update(key, pushed, state, stored) -> (new_stored, new_state)`. `pushed` and `stored` have the shape
-            and dtype of the stored value, and `new_stored` must have them too. In a store of kind `sharded` both are
-            one device's flat share of the value, so both functions must be elementwise there. `kv.set_updater` checks
-            that.
+            and dtype of the stored value, and `new_stored` must have them too. In a store of kind `sharded`, both are
+            one device's flat share of the value, so both functions must be elementwise. `kv.set_updater` checks that.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Which formula computes a convolution on a CPU, and the convolution that models call.
+"""Which kernel or formula computes a convolution on a CPU, and the convolution that models call.
 
 The limits below were measured against XLA's own convolution (benchmarks/NOTES.md).
 """
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from . import primitive, products, winograd
+from . import kernels, primitive, products, winograd
 from .grouped import grouped
 from .pooling import MOST_PLACES
 from .problem import (
@@ -40,19 +40,59 @@ _FEW, _MANY_EXAMPLES = 32, 128  # products for an output, of examples: XLA's own
 _TINY, _SMALL, _OF_SMALL = 4, 16, 256 * 256
 _FORWARD_WINDOW = 25  # places of a window at most: larger ones have few results, and XLA's own is a product there
 
+# Beside the kernels: tiles win from so many products for a number of channels on, forward and of a filter, on
+# processors of two makes. XLA's own wins with so few features.
+_TILES, _TILES_OF_FILTER = 64, 100
+_FEW_FEATURES = 6
+
 _CHANNELS_LAST = (0, 3, 1, 2)
 
 
 def convolve(lhs: jax.Array, rhs: jax.Array, *, place: primitive.Place, **params: Any) -> jax.Array:
-    """The convolution of lax's primitive, by the formula that is fastest on a CPU.
+    """The convolution of lax's primitive, by the kernel or the formula that is fastest on a CPU.
 
     Args:
         lhs, rhs: the operands.
         place: where it is. A loop over the examples would be in the way of a partitioner.
         params: of the primitive.
     """
-    result = _by_formula(lhs, rhs, params, place) if has_formulas(lhs, rhs, params) else None
-    return lax.conv_general_dilated_p.bind(lhs, rhs, **params) if result is None else result
+    if has_formulas(lhs, rhs, params):
+        ways = [_by_formula]
+        if kernels.can_call(place):
+            ways.insert(1 if _is_faster_by_formula(lhs, rhs, params) else 0, _by_kernel)
+        for way in ways:
+            result = way(lhs, rhs, params, place)
+            if result is not None:
+                return result
+    return lax.conv_general_dilated_p.bind(lhs, rhs, **params)
+
+
+def _is_faster_by_formula(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> bool:
+    """Whether a formula is faster than a kernel, if there is one."""
+    numbers = params["dimension_numbers"]
+    problem = filter_gradient(lhs, rhs, params)
+    if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
+        return problem is not None and params["batch_group_count"] == 1  # filters of a batch, by vmap
+    if problem is None:
+        window = tuple(rhs.shape[axis] for axis in numbers.rhs_spec[2:])
+        results, channels, limit = result_sizes(lhs, rhs, params), rhs.shape[numbers.rhs_spec[1]], _TILES
+        by_tiles = window == (3, 3)
+    else:
+        results, channels, limit = problem.results, lhs.shape[numbers.lhs_spec[0]], _TILES_OF_FILTER
+        by_tiles = winograd.is_gradient(problem)
+    features = rhs.shape[numbers.rhs_spec[0]]
+    return math.prod(results) <= _TINY or (by_tiles and channels * features >= limit * (channels + features))
+
+
+def _by_kernel(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], place: primitive.Place) -> jax.Array | None:
+    """The convolution, or None where XLA's own is as fast, or there is no such kernel."""
+    problem = filter_gradient(lhs, rhs, params)
+    if problem is not None and params["feature_group_count"] == 1:
+        return kernels.gradient_of_filter(lhs, rhs, params, problem)
+    is_alone = params["feature_group_count"] == 1 and not place.is_in_loop
+    if is_alone and rhs.shape[params["dimension_numbers"].rhs_spec[0]] < _FEW_FEATURES:
+        return None
+    return kernels.convolution(lhs, rhs, params)
 
 
 def _by_formula(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], place: primitive.Place) -> jax.Array | None:
@@ -155,8 +195,12 @@ CONVOLUTION_IN_LOOP = "convolution_in_loop"
 
 
 def _convolve_in_loop(lhs: jax.Array, rhs: jax.Array, *, place: primitive.Place, **params: Any) -> jax.Array:
+    place = place._replace(is_in_loop=True)
+    if kernels.can_call(place):
+        return convolve(lhs, rhs, place=place, **params)
+
     def convolution(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return convolve(lhs, rhs, place=place._replace(is_in_loop=True), **params)
+        return convolve(lhs, rhs, place=place, **params)
 
     convolution.__name__ = CONVOLUTION_IN_LOOP
     return jax.jit(convolution)(lhs, rhs)
@@ -183,31 +227,32 @@ def conv_general_dilated(
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated`, faster on CPUs.
 
-    The gradient of the filter is a matrix product of shifted views, where XLA computes a convolution with a window as
-    large as the image. Small images are products too, and 3 × 3 windows with many channels take 16 multiplications in
-    place of 36. Depthwise convolutions are sums of shifted images, and groups are taken apart. That is for float32 and
-    sizes that are known, where it is faster. Everything else, and every other platform, is XLA's own. It works wherever
-    that of `jax.lax` does: under `jit`, `vmap`, `scan`, `shard_map`, export, and in derivatives of any order. The step
-    of `train.make_train_step` uses it for any model.
+    The gradient of the filter is computed as a matrix product of shifted views. XLA computes it as a convolution with a
+    window as large as the image. Convolutions of small images are matrix products too. 3 × 3 windows with many channels
+    take 16 multiplications in place of 36. Depthwise convolutions are sums of shifted images. Grouped convolutions are
+    computed group by group. These formulas are used for float32 and static shapes, where they are faster. XLA computes
+    everything else, and everything on other platforms. The function works under `jit`, `vmap`, `scan`, `shard_map`,
+    export, and in derivatives of any order, as `jax.lax` does. The step of `train.make_train_step` uses it for any
+    model.
 
-    Inside of a loop XLA has slow code only, and products are faster at any size. The step knows its loops. For loops of
-    one's own give the function that has the loop to `fast_on_cpus`.
+    Inside a loop, XLA's convolutions are slow, and matrix products are faster at any size. The step finds the loops of
+    its loss function. For a loop outside of a step, give the function that contains the loop to `fast_on_cpus`.
 
     Args:
         lhs: the images, (N, C, H, W) unless `dimension_numbers` says otherwise. Any number of spatial dimensions.
         rhs: the filter, (O, C, KH, KW) unless `dimension_numbers` says otherwise. Of the dtype of `lhs`.
         window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
-            batch_group_count, precision, preferred_element_type, options: as of `jax.lax.conv_general_dilated`.
+            batch_group_count, precision, preferred_element_type, options: as for `jax.lax.conv_general_dilated`.
 
     Returns:
-        What `jax.lax.conv_general_dilated` gives, to rounding of float32: sums have another order. Where images or
+        The result of `jax.lax.conv_general_dilated`, up to float32 rounding: sums have another order. Where images or
         gradients are not finite, more entries of a result or a gradient are NaN.
 
     Raises:
-        TypeError, ValueError: those of `jax.lax.conv_general_dilated`.
+        TypeError, ValueError: as `jax.lax.conv_general_dilated` raises them.
 
-    Source: the sums over shifted columns and rows follow Cho and Brand (2017), "MEC: memory-efficient convolution". 16
-    multiplications are those of Winograd (1980), in the form of Lavin and Gray (2016).
+    Source: the sums over shifted columns and rows follow Cho and Brand (2017), "MEC: memory-efficient convolution". The
+    16 multiplications follow Winograd (1980), in the form of Lavin and Gray (2016).
 
     Example:
         >>> import jax, jax.numpy as jnp

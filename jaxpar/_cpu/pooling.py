@@ -162,24 +162,24 @@ Padding = str | Sequence[tuple[int, int]]
 def max_pool(
     inputs: jax.Array, window_shape: Sequence[int], strides: Sequence[int] | None = None, padding: Padding = "VALID"
 ) -> jax.Array:
-    """The largest entry of each window, with a faster gradient than that of `jax.lax.reduce_window` on CPUs.
+    """The largest entry of each window, with a fast gradient on CPUs.
 
-    The arguments are those of `flax.linen.max_pool` and `flax.nnx.max_pool`. The results and the gradients are the same
-    to the bit where windows do not overlap: of equal entries the first one has the gradient. Where they overlap the
-    gradient differs by rounding.
+    On CPUs the gradient is faster than the gradient of `jax.lax.reduce_window`. The arguments are those of
+    `flax.linen.max_pool` and `flax.nnx.max_pool`. If windows do not overlap, results and gradients are bit-equal to
+    theirs: among equal entries, the first one gets the gradient. If windows overlap, gradients differ by rounding.
 
     Args:
         inputs: (..., spatial dimensions, features), floating or integer.
         window_shape: the lengths of a window, one for each spatial dimension.
-        strides: the distances of windows, likewise. 1 each by default.
+        strides: the distances between windows, one for each spatial dimension. Each is 1 by default.
         padding: "VALID", "SAME", or (before, after) for each spatial dimension.
 
     Returns:
         (..., windows along each dimension, features), of the dtype of `inputs`.
 
     Raises:
-        ValueError: lengths do not match, a window is larger than the inputs with their padding, or it has more than 64
-            entries, where `jax.lax.reduce_window` is right.
+        ValueError: the lengths do not match, a window is larger than the padded inputs, or a window has more than 64
+            entries. Use `jax.lax.reduce_window` for such windows.
 
     Example:
         >>> import jax.numpy as jnp
@@ -202,14 +202,14 @@ def avg_pool(
     """The mean of each window. The arguments are those of `flax.linen.avg_pool`.
 
     Args:
-        inputs, window_shape, strides, padding: as of `max_pool`, floating.
-        count_include_pad: whether the zeros of the padding count.
+        inputs, window_shape, strides, padding: as for `max_pool`. The inputs must be floating.
+        count_include_pad: whether the mean counts the zeros of the padding.
 
     Returns:
         (..., windows along each dimension, features), of the dtype of `inputs`.
 
     Raises:
-        ValueError: as of `max_pool`.
+        ValueError: as for `max_pool`.
 
     Example:
         >>> import jax.numpy as jnp

@@ -32,11 +32,13 @@ class Place(NamedTuple):
             that may be split.
         is_shared: whether the program is for several devices, whose threads then share the cores.
         is_in_loop: whether it is in the body of a loop. There XLA has no fast convolution.
+        is_exported: whether the program is for other processes, which may not have the kernels of this one.
     """
 
     is_partitioned: bool
     is_shared: bool
     is_in_loop: bool = False
+    is_exported: bool = False
 
 
 def make(lax_p: Any, formula: Callable[..., Any], *, bilinear: bool = False) -> Primitive:
@@ -111,8 +113,11 @@ def _replace(program: Any, instead: Any, in_loops: Any, done: dict[tuple[int, in
 
 
 def _replace_equation(eqn: Any, instead: Any, in_loops: Any, done: dict[tuple[int, int], Any]) -> Any:
-    if eqn.primitive in instead:
-        return eqn.replace(primitive=instead[eqn.primitive])
+    new = instead.get(eqn.primitive)
+    if isinstance(new, Primitive):
+        return eqn.replace(primitive=new)
+    if new is not None and (replaced := new(eqn)) is not None:
+        return replaced
     if eqn.primitive.name not in _WITH_PROGRAMS:
         return eqn
     inside = in_loops if eqn.primitive.name in _LOOPS else instead
@@ -151,11 +156,17 @@ def _transposes(of_lax: Callable[..., Any], bind: Callable[..., Any]) -> tuple[C
 
 
 def _lower_on_cpu(formula: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
-    function = partial(formula, place=_place(ctx.module_context.axis_context), **params)
+    function = partial(formula, place=place_of(ctx), **params)
     (result,) = ctx.avals_out
     if AxisType.Explicit in result.sharding.mesh.axis_types:  # the formulas reshape and sum over what is split
         function = auto_axes(function, out_sharding=result.sharding)
     return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
+
+
+def place_of(ctx: Any) -> Place:
+    """Where the program is that a rule of lowering is for."""
+    context = ctx.module_context
+    return _place(context.axis_context)._replace(is_exported=context.lowering_parameters.for_export)
 
 
 def _place(axes: Any) -> Place:

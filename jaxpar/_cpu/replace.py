@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from .._core.calls import answers
-from . import primitive
+from . import cells, kernels, primitive
 from .convolution import CONVOLUTION_IN_LOOP, conv_in_loop_p, conv_p
 from .pooling import max_p, scatter_p, sum_p
 from .products import product_p
@@ -22,6 +22,7 @@ _INSTEAD = {
     lax.reduce_window_max_p: max_p,
     lax.reduce_window_sum_p: sum_p,
     lax.select_and_scatter_add_p: scatter_p,
+    lax.scan_p: cells.fused,
 }
 
 _INSTEAD_IN_LOOPS = _INSTEAD | {lax.conv_general_dilated_p: conv_in_loop_p, conv_p: conv_in_loop_p}
@@ -52,21 +53,22 @@ def is_slow_in_a_loop(lower: Callable[[], str], platform: str) -> bool:
 
 @answers("models.fast_on_cpus")
 def fast_on_cpus(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, with formulas that are faster on CPUs.
+    """The same function with faster formulas for CPUs.
 
-    `function` is traced. Its convolutions, its products over several axes and its pooling are then computed as
-    `conv_general_dilated`, a product of two matrices and slices, also inside of loops, branches, `jit` and
-    `checkpoint`. Other platforms compute what they did. `train.make_train_step` does this by itself. It is for loops of
-    one's own.
+    `function` is traced. Its convolutions are replaced by `conv_general_dilated`, its products over several axes by
+    products of two matrices, and its pooling by slices, also inside loops, branches, `jit` and `checkpoint`. On other
+    platforms nothing changes. `train.make_train_step` does this by itself, so use `fast_on_cpus` in your own loops.
 
-    Give the function that computes the gradient and not the loss: XLA loses most by the products and windows that only
-    derivatives have. The function may be called inside `jit`, `vmap`, `pmap`, `shard_map` and derivatives.
+    Pass the function that computes the gradient, not the loss: the operations that are slowest in XLA appear only in
+    derivatives. Recurrent layers need both, `fast_on_cpus(jax.grad(fast_on_cpus(loss)))`: where jaxpar-cpu is
+    installed, a scan of an LSTM or of a GRU becomes a kernel as long as it is not differentiated. The function may be
+    called inside `jit`, `vmap`, `pmap`, `shard_map` and derivatives.
 
     Args:
-        function: of pytrees of arrays. It gives such a pytree.
+        function: takes pytrees of arrays and returns a pytree of arrays.
 
     Returns:
-        A function of the same arguments, by position, and the same results to rounding.
+        A function with the same positional arguments, and the same results up to rounding.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -78,10 +80,23 @@ def fast_on_cpus(function: Callable[..., Any]) -> Callable[..., Any]:
         (4, 3)
     """
 
+    return _with(function, _INSTEAD, _INSTEAD_IN_LOOPS)
+
+
+def fast_loops(function: Callable[..., Any], platform: str) -> Callable[..., Any]:
+    """A loss with kernels for the loops of recurrent cells, before it is differentiated.
+
+    The gradient of a scan is two other scans, and neither is the loop of a cell. Without the kernels, or for another
+    platform, it is the function itself.
+    """
+    return _with(function, {lax.scan_p: cells.fused}) if platform == "cpu" and kernels.are_loaded() else function
+
+
+def _with(function: Callable[..., Any], instead: Any, in_loops: Any = None) -> Callable[..., Any]:
     @functools.wraps(function)  # a compiled program has its name, and the names of its arguments
     def replaced(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        program = primitive.replace_primitives(closed, _INSTEAD, _INSTEAD_IN_LOOPS)
+        program = primitive.replace_primitives(closed, instead, in_loops)
         results = jaxpr_as_fun(program)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 

@@ -1,17 +1,16 @@
 """Arrays on devices and between them.
 
-mesh         the mesh of a store's devices, and the two ways to lay an array out on it
-placement    arrays onto devices and back to the host
-donation     whether a state's memory was donated
-emulated     emulated CPU devices: one memory, and a hang of older XLA
-buckets      small values travel as one array
-collectives  sums over the devices of a mapped axis, in buckets
-processes    values, decisions and errors that all processes share
+mesh            the mesh of a store's devices, the two ways to lay an array out on it, transfers
+user_mesh       the mesh of `jax.set_mesh`: leaving it for a call, and returning to it
+donation        checks for donated states, and copies that can be donated
+emulated        emulated CPU devices: shared memory, and a hang of older XLA
+buckets         joins small values into one array
+collectives     sums over the devices of a mapped axis, in buckets
+virtual_shards  sums in a fixed order, and batches for these sums
+processes       values, decisions and errors shared by all processes
 
 How parameters are split over a mesh:
 
-partition_specs  whether a `PartitionSpec` fits a shape and a mesh
-sharding_rules   rules by size and by name
-shardings        the sharding of each parameter of a pytree
-flax_metadata    how Flax says that a parameter is split
+sharding_rules  rules by size and by name, and whether a `PartitionSpec` fits
+shardings       the sharding of each parameter of a pytree
 """

@@ -1,10 +1,10 @@
-"""Buckets: small values travel as one flat array, large ones one by one and uncopied.
+"""Buckets: small values are sent as one flat array, large values one by one without a copy.
 
-A collective costs a rendezvous of all devices, whatever its size, so 256 values of 1 KB want one collective. Copying
-8 values of 4 MB into one buffer costs more than seven rendezvous. With four CPU devices the two costs are equal at
-about 16 KB for each value, which is the default of `BucketLimits`.
+Each collective costs a rendezvous of all devices, so 256 values of 1 KB are best sent by one collective. Copying 8
+values of 4 MB into one buffer costs more than seven rendezvous. With four CPU devices the two costs are equal at about
+16 KB for each value, which is the default of `BucketLimits`.
 
-The way of a value: `plan` says which values share a bucket, `pack` joins them, and `unpack` is its inverse.
+`plan` decides which values share a bucket, `pack` joins them, and `unpack` splits the bucket again.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class BucketLimits:
-    """When values share a bucket.
+    """The sizes that decide which values share a bucket.
 
     Attributes:
         bucket_bytes: no bucket of several values is larger than this.
         alone_bytes: a value of this many bytes or more never shares a bucket.
 
     Raises:
-        TypeError: a limit is no number.
+        TypeError: a limit is not a number.
         ValueError: a limit is negative or NaN.
     """
 
@@ -48,15 +48,9 @@ class BucketLimits:
 
 @functools.lru_cache(maxsize=256)
 def plan(avals: tuple[tuple[Shape, Any], ...], limits: BucketLimits = BucketLimits()) -> Groups:
-    """Which values travel together.
+    """Which values travel together: groups of positions in `avals`, the (shape, dtype) of each value.
 
-    Args:
-        avals: (shape, dtype) of each value.
-        limits: see `BucketLimits`.
-
-    Returns:
-        Groups of positions in `avals`. Every position is in exactly one group, and the values of a group have one
-        dtype.
+    Every position is in exactly one group, and the values of a group have one dtype.
 
     Example:
         >>> plan((((2,), jnp.float32), ((1024, 1024), jnp.float32), ((3,), jnp.float32)))
@@ -101,15 +95,14 @@ def pack(values: Sequence[Any], groups: Sequence[Sequence[int]], axis: int = 0, 
     """One array for each group: its values one after another along an axis.
 
     Args:
-        values: arrays, those of a group of one dtype.
+        values: the arrays of one group, all of one dtype.
         groups: positions in `values`, as from `plan`.
         axis: the values are joined along this axis. The axes before it are kept, and must be equal in a group. The
             axes from it on are flattened.
         xp: `jax.numpy`, or `numpy` for arrays in host memory.
 
     Returns:
-        An array (*first axes, sum of the flattened sizes) for each group. The value of a group of one is returned
-        as it is.
+        An array (*first axes, sum of the flattened sizes) for each group, and the value of a group of one as it is.
 
     Example:
         >>> values = [jnp.ones((2, 3)), jnp.zeros((2,)), jnp.ones((2, 1))]
@@ -131,14 +124,13 @@ def pack(values: Sequence[Any], groups: Sequence[Sequence[int]], axis: int = 0, 
 def unpack(
     packed: Sequence[jax.Array], shapes: Sequence[Shape], groups: Sequence[Sequence[int]], axis: int = 0
 ) -> list[jax.Array]:
-    """The values out of their buckets: the inverse of `pack`.
+    """Split buckets into values: the inverse of `pack`.
 
     Args:
         packed: an array for each group. That of a group of one may be flat or not.
         shapes: of each value, without the axes before `axis`. Those are taken from the packed array, which may have
             got them in between: a gather over devices adds one.
-        groups: as for `pack`.
-        axis: along which the values were joined.
+        groups, axis: as for `pack`.
 
     Returns:
         The values in their first order, of shape (*first axes, *shape).

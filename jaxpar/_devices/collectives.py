@@ -1,4 +1,4 @@
-"""Sums over the devices of a mapped axis, one for each way in which a store sums what is pushed.
+"""Sums over the devices of a mapped axis, one for each kind of store.
 
 Everything here runs inside `pmap`, `shard_map` or `vmap` with an axis name. The functions with `limits` take a list of
 this device's values and send them in buckets.
@@ -26,6 +26,8 @@ from .user_mesh import is_split, unsplit
 _SHARED_BYTES = 64 << 10
 # Terms. Longer sums are loops.
 _UNROLLED_TERMS = 16
+# Elements. A TPU keeps an array in tiles of 8 lines of 128.
+_LINE = 128
 
 
 def map_buckets(
@@ -68,9 +70,10 @@ def reduce_scatter(values: Sequence[jax.Array], axis_name: str, limits: BucketLi
 def all_gather(
     chunks: Sequence[jax.Array], shapes: Sequence[Shape], axis_name: str, limits: BucketLimits
 ) -> list[jax.Array]:
-    """The whole values, of these shapes, out of every device's (chunk,): the inverse of a scatter.
+    """Gather the values of these shapes from every device's (chunk,): the inverse of a scatter.
 
-    What a bucket holds is gathered and then copied out of it, so large values have none, however small a chunk is.
+    Values in a bucket are copied out of it after the gather, so large values use no bucket, even if their chunks are
+    small.
     """
     shards = lax.axis_size(axis_name)
     groups = buckets.plan(tuple(((shards, *c.shape), c.dtype) for c in chunks), limits)
@@ -82,8 +85,8 @@ def all_gather(
 def sum_apart(x: jax.Array, axis_name: str) -> jax.Array:
     """The sum over the axis, by a collective that XLA joins with no other.
 
-    XLA joins all-reduces, and all-gathers too. The sum of delayed pushes would then have to wait for what this step
-    computes. It does not join all-to-alls.
+    XLA joins all-reduces, and also all-gathers. A joined sum of delayed pushes would wait for this step's gradients.
+    XLA does not join all-to-alls.
     """
     count = lax.axis_size(axis_name)
 
@@ -93,7 +96,7 @@ def sum_apart(x: jax.Array, axis_name: str) -> jax.Array:
 
     if nbytes(x) < _SHARED_BYTES:
         return of_all(x).sum(0)
-    share = lax.all_to_all(to_rows(x, count), axis_name, split_axis=0, concat_axis=0).sum(0)
+    share = send_rows(to_rows(x, count), axis_name).sum(0)
     return from_rows(of_all(share), x.shape)
 
 
@@ -103,13 +106,21 @@ def gather_stack(value: jax.Array, axis_name: str) -> jax.Array:
     Under `shard_map(check_vma=True)` the result has the type of a value that is equal on all devices.
     """
     device = jax.typeof(lax.axis_index(axis_name)).manual_axis_type
-    return lax.all_gather(value, axis_name, to="invarying" if axis_name in device.varying else "varying")
+    to = "invarying" if axis_name in device.varying else "varying"
+    lines = lax.all_gather(in_lines(value.reshape(1, -1))[0], axis_name, tiled=True, to=to)
+    return lines.reshape(lax.axis_size(axis_name), *value.shape)
+
+
+def send_rows(rows: jax.Array, axis_name: str) -> jax.Array:
+    """(devices, chunk) of every device: row i goes to device i, which gets them in the order of the devices."""
+    lines = lax.collapse(in_lines(rows), 0, 2)
+    return lax.all_to_all(lines, axis_name, split_axis=0, concat_axis=0, tiled=True).reshape(rows.shape)
 
 
 def sum_in_order(term: Callable[[Any], jax.Array], count: int) -> jax.Array:
     """term(0) + term(1) + ... + term(count - 1), added from left to right.
 
-    Few terms are unrolled, so that XLA fuses them. Many are a loop, so that the program does not grow with them.
+    Few terms are unrolled, so that XLA fuses them. Many terms are a loop, so that the program does not grow.
     """
     if count <= _UNROLLED_TERMS:
         return functools.reduce(operator.add, map(term, range(count)))
@@ -117,7 +128,7 @@ def sum_in_order(term: Callable[[Any], jax.Array], count: int) -> jax.Array:
 
 
 def sum_by_loop(term: Callable[[Any], jax.Array], count: int) -> jax.Array:
-    """The same, always as a loop: the program has the same size for any count."""
+    """As `sum_in_order`, always as a loop: the program has the same size for any count."""
     return lax.fori_loop(1, count, lambda i, total: total + term(i), term(0))
 
 
@@ -134,20 +145,31 @@ def to_rows(value: jax.Array, shards: int) -> jax.Array:
 
 
 def from_rows(rows: jax.Array, shape: Shape) -> jax.Array:
-    """The value out of its rows: the inverse of `to_rows`."""
+    """Join rows to the value: the inverse of `to_rows`."""
     return unsplit(rows).reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 def own_chunk(value: jax.Array, axis_name: str) -> jax.Array:
-    """This device's (chunk,) of a value that every device has."""
+    """This device's (chunk,) of a replicated value."""
     rows = to_rows(value, lax.axis_size(axis_name))
     return lax.dynamic_index_in_dim(rows, lax.axis_index(axis_name), keepdims=False)
+
+
+def in_lines(rows: jax.Array) -> jax.Array:
+    """Rows (count, chunk) as lines (count, m, width) in the same order. A row of no such width is one line.
+
+    Of an array (devices, chunk) a TPU has the rows of eight devices in each tile. Then a reduce-scatter becomes an
+    all-reduce, and what a gather gives has to be copied. Lines of one device fill tiles by themselves.
+    """
+    count, chunk = rows.shape
+    width = next((n for n in range(min(_LINE, chunk), _LINE // 2, -1) if chunk % n == 0), chunk)
+    return rows.reshape(count, chunk // width if width else 1, width)
 
 
 def _scatter_sum(rows: jax.Array, axis_name: str) -> jax.Array:
     """This device's row of the sum over the axis."""
     if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
-        return lax.psum_scatter(rows, axis_name)
+        return lax.psum_scatter(lax.collapse(in_lines(rows), 0, 2), axis_name, tiled=True).reshape(-1)
     # JAX 0.12 compiles no reduce-scatter over one axis of a mesh where another is Explicit.
     return lax.dynamic_index_in_dim(lax.psum(rows, axis_name), lax.axis_index(axis_name), keepdims=False)
 
@@ -157,7 +179,7 @@ def _gather_and_sum(x: jax.Array, axis_name: str) -> jax.Array:
     if nbytes(x) < _SHARED_BYTES:
         return _ordered_sum(gather_stack(x, axis_name))
     rows = to_rows(x, lax.axis_size(axis_name))
-    share = _ordered_sum(lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0))
+    share = _ordered_sum(send_rows(rows, axis_name))
     return from_rows(gather_stack(share, axis_name), x.shape)
 
 

@@ -1,17 +1,18 @@
-"""What is true of emulated CPU devices only: older XLA can hang on them, their programs mix, they share one memory.
+"""Emulated CPU devices: older XLA can hang, programs of different device counts run at once, memory is shared.
 
 The hang. Before jax 0.12, a program with collectives over several CPU devices could hang forever when it was started
 while its inputs were still being computed. XLA has as many threads as there are devices. They wait in the collective
 for a device whose inputs need one of these threads. So with older jax, `wait_before_collectives` comes before each such
 program. The devices are the host's own cores, so the wait costs little.
 
-The mixing. A process starts a program over several of its CPU devices after the one before is over. It starts a program
-over one of them at once. Gloo has one connection for each group of devices in several processes. Two programs that use
-it at the same time take each other's messages. So `run_by_itself` is for the programs over one device of each process.
+Programs at the same time. A process starts a program over several of its CPU devices after the previous one has ended.
+It starts a program over one device at once. Gloo has one connection for each group of devices in several processes. Two
+programs that use the connection at the same time receive each other's messages. So `run_by_itself` runs programs over
+one device of each process.
 
-The memory. A jax array never changes, and jax copies a donated array whose memory somebody else uses. So the same bytes
-can be a value on every CPU device of this process. `share_or_put` and `views` use that where `jax.device_put` would
-copy.
+The memory. A jax array never changes, and jax copies a donated array whose memory is in use elsewhere. So the same
+bytes can be the value on every CPU device of this process. `share_or_put` and `views` share memory where
+`jax.device_put` would copy.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from .._core.arrays import Device, is_traced
-from . import buckets
 
 Result = TypeVar("Result")
 
@@ -42,7 +42,7 @@ def can_hang(devices: Sequence[Device]) -> bool:
 
 
 def wait_before_collectives(tree: Any, devices: Sequence[Device]) -> None:
-    """Wait for the arrays of a pytree if a program over these devices can hang without."""
+    """Wait for the arrays of a pytree if a program over these devices can hang otherwise."""
     if can_hang(devices) and not is_traced(tree):
         jax.block_until_ready(tree)
 
@@ -59,7 +59,7 @@ def run_by_itself(program: Callable[..., Result], *args: Any) -> Result:
 
 @functools.cache
 def _after_all_programs(devices: tuple[Device, ...]) -> tuple[Any, jax.Array]:
-    """A program over these devices, which XLA starts after all others over several of them, and its argument."""
+    """A program that XLA starts after all other programs over several of these devices, and its argument."""
     copies = NamedSharding(Mesh(np.array(devices), ("here",)), PartitionSpec())
     return jax.jit(lambda x: x + 1), jax.device_put(np.int32(0), copies)
 
@@ -94,12 +94,6 @@ def views(arrays: Iterable[jax.Array]) -> list[np.ndarray]:
     inside `on` that device. The call waits until the arrays are computed.
     """
     return [np.asarray(a) for a in arrays]
-
-
-def pack_views(arrays: Iterable[jax.Array], dtypes: Iterable[Any], groups: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """The buckets of views of the arrays, cast to these dtypes. A group of one is copied only by a cast."""
-    cast = [view.astype(dtype, copy=False) for view, dtype in zip(views(arrays), dtypes, strict=True)]
-    return buckets.pack(cast, groups, xp=np)
 
 
 def on(where: Sharding) -> contextlib.AbstractContextManager[Any]:

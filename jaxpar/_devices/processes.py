@@ -2,11 +2,10 @@
 
 A collective that one process skips leaves the others waiting forever. So a decision on which the next calls depend is
 made by one process for all (`ask_first`), and an exception in any process is raised in every process
-(`raise_together`). With one process
-nothing is sent.
+(`raise_together`). With one process nothing is sent.
 
-All of it is made of two collectives, over the leaders, the first devices of the processes, or over others: a gather of
-bytes (`exchange`, `gather_rows`), and a sum of bytes to which only process 0 adds any (`from_first`, `plan_send`).
+Two collectives do all the work, mostly over the leaders, the first device of each process: a gather of bytes
+(`exchange`, `gather_rows`), and a sum of bytes to which only process 0 adds nonzero bytes (`from_first`, `plan_send`).
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ import numpy as np
 
 from .._core.arrays import Device, without_keys
 from .emulated import run_by_itself
-from .mesh import copies_on, split_over
-from .placement import spans_processes
+from .mesh import copies_on, spans_processes, split_over
 from .user_mesh import on_own_mesh
 
 # Bytes of a text that the first gather sends. A second one sends the rest of longer texts.
@@ -34,7 +32,7 @@ _WORD = 4  # bytes of what is summed when process 0 sends
 
 
 class _Elastic:
-    """Whether this run is elastic, set once by `initialize`, and whether `fit` is under way or over in it."""
+    """Whether this run is elastic (set once by `initialize`), and whether its `fit` is running or over."""
 
     is_on = False
     is_fitting = has_fitted = False
@@ -42,7 +40,7 @@ class _Elastic:
 
 
 def become_elastic() -> None:
-    """From now on each process computes by itself, except in `fit`, which says when all compute together."""
+    """Make the run elastic: from now on, processes compute together only inside `fit`."""
     _Elastic.is_on = True
 
 
@@ -52,18 +50,19 @@ def is_elastic() -> bool:
 
 
 def watch_progress(*watchers: Callable[[], None]) -> None:
-    """From now on call these for each batch of an evaluation, so that a long one does not count as stuck."""
+    """Call these functions after each batch of an evaluation, so that a long evaluation does not count as stuck."""
     _Elastic.watchers = list(watchers)
 
 
 def note_progress() -> None:
-    """Say that a batch of an evaluation is done."""
+    """Report that a batch of an evaluation is done."""
     for watcher in _Elastic.watchers:
         watcher()
 
 
 def count() -> int:
-    """How many processes make the same calls. It is 1 in an elastic run, in which nothing is sent between steps."""
+    """The number of processes that make the same calls. It is 1 in an elastic run, in which nothing is sent between
+    steps."""
     return 1 if _Elastic.is_on else jax.process_count()
 
 
@@ -75,10 +74,8 @@ def devices() -> tuple[Device, ...]:
 def check_first_fit() -> None:
     """`RuntimeError` for a second call of `fit` in an elastic run."""
     if _Elastic.has_fitted:
-        raise RuntimeError(
-            "fit: an elastic run has one call of fit, since a process that comes back begins at the first; give that "
-            "call all epochs"
-        )
+        hint = "give that call all epochs, because a process that rejoins begins with the first call"
+        raise RuntimeError(f"fit: an elastic run has one call of fit; {hint}")
 
 
 @contextlib.contextmanager
@@ -94,10 +91,8 @@ def elastic_fit() -> Generator[None]:
 def refuse_elastic(where: str) -> None:
     """`RuntimeError` in an elastic run, for a call that needs all processes at once."""
     if _Elastic.is_on and not _Elastic.is_fitting:
-        raise RuntimeError(
-            f"{where}: this is an elastic run, in which processes come and go, so only `train.fit` computes over all "
-            "of them; use fit, or jp.distributed.initialize() without elastic=True"
-        )
+        hint = "use it, or jp.distributed.initialize() without elastic=True"
+        raise RuntimeError(f"{where}: in an elastic run only `train.fit` computes over all processes; {hint}")
 
 
 @functools.cache
@@ -128,9 +123,9 @@ def exchange(text: str) -> list[str]:
 
 @on_own_mesh
 def from_first(tree: Any) -> Any:
-    """The arrays that process 0 gives, in host memory. The others must give arrays of the same shapes and dtypes.
+    """The arrays of process 0, in host memory. Other processes must give arrays of the same shapes and dtypes.
 
-    An array that spans processes is the same in all of them already, and stays as it is.
+    An array that spans processes is already equal in all of them and stays unchanged.
     """
     if count() == 1:
         return tree
@@ -144,10 +139,10 @@ def from_first(tree: Any) -> Any:
 
 
 def plan_send(tree: Any, devices: Sequence[Device]) -> Callable[[], Any]:
-    """Compile what sends the arrays of process 0. The function that is returned sends them, and takes no time before.
+    """Compile the program that sends the arrays of process 0. The returned function runs it.
 
-    Every process must call both, with arrays of the same shapes and dtypes. The function returns the arrays that
-    process 0 has, in host memory in every process of the devices.
+    Every process must call both, with arrays of the same shapes and dtypes. The function returns the arrays of process
+    0 in host memory.
     """
     plain, restore = without_keys(tree)
     leaves, structure = jax.tree.flatten(plain)
@@ -155,7 +150,8 @@ def plan_send(tree: Any, devices: Sequence[Device]) -> Callable[[], Any]:
     raw = b"".join(host.tobytes() for host in hosts)
     words = np.frombuffer(raw.ljust(-(-len(raw) // _WORD) * _WORD, b"\0"), np.uint32)
     giver = next((d for d in devices if d.process_index == 0), devices[0])
-    rows = _rows({d: words if d == giver else np.zeros_like(words) for d in devices if _is_here(d)}, devices)
+    here = [d for d in devices if d.process_index == jax.process_index()]
+    rows = _rows({d: words if d == giver else np.zeros_like(words) for d in here}, devices)
     # A sum of the numbers themselves would lose the sign of -0.0.
     total = jax.jit(lambda x: x.sum(0, dtype=x.dtype), out_shardings=copies_on(devices)).lower(rows).compile()
 
@@ -171,12 +167,9 @@ def plan_send(tree: Any, devices: Sequence[Device]) -> Callable[[], Any]:
 
 @on_own_mesh
 def gather_rows(tree: Any, counts: Sequence[int]) -> Any:
-    """The rows of the arrays of all processes, one process behind the other, in host memory.
+    """The rows of the arrays of all processes, in the order of the processes, in host memory.
 
-    Args:
-        tree: arrays, of one structure, with the same dtypes and axes after the first in all processes. Rows behind the
-            process's count are left out.
-        counts: how many rows each process gives.
+    `counts` has the number of rows of each process. Further rows are dropped.
     """
     own = counts[jax.process_index()]
 
@@ -191,40 +184,31 @@ def gather_rows(tree: Any, counts: Sequence[int]) -> Any:
 
 
 def to_share(tree: Any, devices: Sequence[Device]) -> bool:
-    """Whether each process has some arrays of its own for devices of several processes.
+    """Whether the devices belong to several processes, while each process has separate arrays.
 
-    Then one process must say what they are, by `from_first`, or each could have other values.
+    Then `from_first` must send the values of one process, because values could differ.
     """
     several = len({d.process_index for d in devices}) > 1
     return several and not all(map(spans_processes, jax.tree.leaves(tree)))
 
 
 def ask_first(ask: Callable[[], Any], *kinds: type[Exception]) -> Any:
-    """The answer of process 0, which calls `ask`, in every process.
+    """Call `ask` in process 0, and return its JSON result in every process. Its exception is raised in every process.
 
-    Args:
-        ask: called by process 0 only. Its result must be JSON.
-        kinds: exceptions that are raised as themselves in the other processes, next to Python's own.
-
-    Raises:
-        Exception: `ask` raised it. It is raised in every process.
+    `kinds` are exception types that the other processes raise unchanged, as Python's built-in types.
     """
     if count() == 1:
         return ask()
-    answer, error = None, None
-    if jax.process_index() == 0:
-        try:
-            answer = ask()
-        except Exception as raised:
-            error = raised
-    reply = json.loads(exchange(json.dumps({"answer": answer, "error": _as_json(error, kinds)}))[0])
-    _raise([reply["error"]], error, kinds)
-    return reply["answer"]
+    answer = ""
+    with raise_together(*kinds):
+        if jax.process_index() == 0:
+            answer = json.dumps(ask())
+    return json.loads(exchange(answer)[0])
 
 
 @contextlib.contextmanager
 def raise_together(*kinds: type[Exception]) -> Generator[None]:
-    """A block whose error in one process is raised in every process. There may be no collective in it."""
+    """A block without collectives. An exception in any process is raised in every process."""
     if count() == 1:
         yield
         return
@@ -237,21 +221,19 @@ def raise_together(*kinds: type[Exception]) -> Generator[None]:
 
 
 def in_all(error: Exception) -> Exception:
-    """The error, marked as one that every process raises at the same place."""
+    """Mark an exception that every process raises at the same place."""
     with contextlib.suppress(AttributeError):  # an exception that takes no attributes
         error._is_in_all = True  # pyright: ignore[reportAttributeAccessIssue]
     return error
 
 
 def is_in_all(error: Exception) -> bool:
-    """Whether every process has raised this, so that all go on to the same calls. Errors of `raise_together` are."""
+    """Whether every process has raised this exception, as from `raise_together`."""
     return count() == 1 or getattr(error, "_is_in_all", False)
 
 
 def all_true(yes: bool) -> bool:
     """Whether the answer is yes in every process."""
-    if count() == 1:
-        return yes
     return "no" not in exchange("yes" if yes else "no")
 
 
@@ -293,12 +275,8 @@ def _shorten(text: str) -> str:
     return text if len(text) < 300 else text[:300] + "..."
 
 
-def _is_here(device: Device) -> bool:
-    return device.process_index == jax.process_index()
-
-
 def _rows(own: dict[Device, np.ndarray], devices: Sequence[Device]) -> jax.Array:
-    """An array with a row on each of the devices, of which this process gives its own."""
+    """An array with a row on each device. Each process gives its own rows."""
     rows = [jax.device_put(row[None], device) for device, row in own.items()]
     shape = (len(devices), *next(iter(own.values())).shape)
     return jax.make_array_from_single_device_arrays(shape, split_over(devices), rows)
@@ -306,6 +284,7 @@ def _rows(own: dict[Device, np.ndarray], devices: Sequence[Device]) -> jax.Array
 
 def _gather(mine: bytes) -> np.ndarray:
     """(processes, bytes): what each process gives, all of one length."""
+    # jax's own gather is over all devices. This one is over one of each process, so it can run by itself.
     row = {leaders()[jax.process_index()]: np.frombuffer(mine, np.uint8)}
     rows = run_by_itself(_gather_program(), _rows(row, leaders()))
     return np.asarray(rows.addressable_data(0))

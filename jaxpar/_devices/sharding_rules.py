@@ -1,18 +1,19 @@
-"""Rules that say how a parameter is split over a mesh: by its size, or by its name."""
+"""Rules that split parameters over a mesh by size or by name."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import difflib
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._core import checks
 from .._core.calls import answers
-from .partition_specs import axes_of, check_spec, describe_mesh, sizes_of
 
 Shape = tuple[int, ...]
 AnyMesh = Mesh | AbstractMesh
@@ -40,35 +41,27 @@ class FullyShardedRule:
         return self.fill(path, shape, mesh, _WHOLE)
 
     def fill(self, path: str, shape: Shape, mesh: AnyMesh, spec: PartitionSpec) -> PartitionSpec:
-        """The spec with one more dimension split, of those that it leaves whole.
-
-        Args:
-            path, shape, mesh: as for a rule.
-            spec: a valid spec of this shape on this mesh. Axes that it uses are not used again.
-        """
-        sizes = self._sizes(path, shape, mesh)
+        """Split one more dimension of a valid spec, over axes that the spec does not use."""
+        if unknown := [name for name in self.axes if name not in mesh.shape]:
+            raise ValueError(
+                f"parallel.fsdp: {path!r} of shape {shape} cannot be split over axis {unknown[0]!r}, which the "
+                f"{describe_mesh(mesh)} lacks; give fsdp an axis of the mesh"
+            )
         used = axes_of(spec)
         axes = tuple(name for name in self.axes if name not in used)
         if not axes:
             return spec
-        held = math.prod(shape) // math.prod(sizes[name] for name in used)
-        parts = math.prod(sizes[name] for name in axes)
+        held = math.prod(shape) // math.prod(mesh.shape[name] for name in used)
+        parts = math.prod(mesh.shape[name] for name in axes)
         entries = [*spec, *[None] * (len(shape) - len(spec))]
         free = [i for i in range(self.stacked_dims, len(shape)) if entries[i] is None and shape[i] % parts == 0]
         if not free or held < self.min_size:
             return spec
         largest = max(free, key=lambda i: shape[i])  # the first of equal ones
         entries[largest] = axes[0] if len(axes) == 1 else axes
-        return _trimmed(entries)
-
-    def _sizes(self, path: str, shape: Shape, mesh: AnyMesh) -> dict[str, int]:
-        sizes = sizes_of(mesh)
-        if unknown := [name for name in self.axes if name not in sizes]:
-            raise ValueError(
-                f"parallel.fsdp: {path!r} of shape {shape} cannot be split over axis {unknown[0]!r}, which the "
-                f"{describe_mesh(mesh)} lacks; give fsdp an axis of the mesh"
-            )
-        return sizes
+        while entries[-1] is None:
+            entries.pop()
+        return PartitionSpec(*entries)
 
     def __repr__(self) -> str:
         axis = self.axes[0] if len(self.axes) == 1 else self.axes
@@ -94,7 +87,8 @@ class NameRules:
 
     def __call__(self, path: str, shape: Shape, mesh: AnyMesh) -> PartitionSpec:
         place = self.first_match(path)
-        origin, chosen = ("its default", self.default) if place is None else self._named(place)
+        pattern, chosen = ("", self.default) if place is None else self.patterns[place]
+        origin = f"pattern {pattern!r}" if place is not None else "its default"
         spec = chosen if isinstance(chosen, PartitionSpec) else chosen(path, shape, mesh)
         check_spec(spec, path, shape, mesh, f"parallel.sharding_rules, {origin}")
         return spec if self.then is None else self.then.fill(path, shape, mesh, spec)
@@ -105,7 +99,7 @@ class NameRules:
         return next(matches, None)
 
     def check_paths(self, paths: Sequence[str]) -> None:
-        """`ValueError` for a pattern that decides on none of these parameters."""
+        """`ValueError` for a pattern that decides for no parameter."""
         decisive = {self.first_match(path) for path in paths}
         for i, (pattern, chosen) in enumerate(self.patterns):
             if i not in decisive:
@@ -114,7 +108,7 @@ class NameRules:
         check_rule_paths(self.default, [path for path in paths if self.first_match(path) is None])
 
     def _idle(self, place: int, paths: Sequence[str]) -> str:
-        """Why a pattern decides on nothing."""
+        """The reason why a pattern decides for no parameter."""
         pattern = self.patterns[place][0]
         if matched := [path for path in paths if fnmatch.fnmatchcase(path, pattern)]:
             earlier = self.patterns[self.first_match(matched[0]) or 0][0]
@@ -124,10 +118,6 @@ class NameRules:
             )
         near = difflib.get_close_matches(pattern, paths, 3, cutoff=0.0)
         return f"matches no parameter; near are {checks.shorten([*map(repr, near)])}, of {len(paths)} in all"
-
-    def _named(self, place: int) -> tuple[str, PartitionSpec | ShardingRule]:
-        pattern, chosen = self.patterns[place]
-        return f"pattern {pattern!r}", chosen
 
     def __repr__(self) -> str:
         words = [repr(dict(self.patterns))]
@@ -140,15 +130,16 @@ class NameRules:
 def fsdp(axis: str | Iterable[str] = "data", *, min_size: int = _MIN_SIZE, stacked_dims: int = 0) -> FullyShardedRule:
     """Make a rule that splits each large parameter over one mesh axis.
 
-    It picks the largest dimension that the size of the axis divides, so that the parts are not slim. Of equal
-    dimensions it picks the first: its parts are contiguous in memory. A parameter without such a dimension stays whole.
+    The rule splits the largest dimension that the size of the axis divides. Among equal dimensions it splits the first,
+    whose parts are contiguous in memory. A parameter without such a dimension stays whole.
 
     Args:
-        axis: the name of a mesh axis, or several names. Several split the one dimension by the product of their sizes.
-        min_size: a parameter with fewer elements stays whole. Its memory is not worth a message. After another rule
-            the elements that a device holds are counted.
-        stacked_dims: how many leading dimensions are never split. Give 1 for the parameters of layers that are stacked
-            for `jax.lax.scan`: each turn of the scan must find its part of every layer on its own device.
+        axis: the name of a mesh axis, or several names. Several names split the dimension by the product of their
+            sizes.
+        min_size: a parameter with fewer elements stays whole, because gathering it costs more than it saves. After
+            another rule, `min_size` counts the elements that one device holds.
+        stacked_dims: how many leading dimensions are never split. Use 1 for layers that are stacked for `jax.lax.scan`:
+            every device needs its part of each layer.
 
     Returns:
         A rule `(path, shape, mesh) -> PartitionSpec`, for `kv.from_params(sharding=)`, `sharding_rules` and
@@ -156,8 +147,8 @@ def fsdp(axis: str | Iterable[str] = "data", *, min_size: int = _MIN_SIZE, stack
         lacks the axis.
 
     Raises:
-        TypeError: `axis` is no name and no list of names; `min_size` or `stacked_dims` is no int.
-        ValueError: no name, or one appears twice; `min_size` or `stacked_dims` is negative.
+        TypeError: `axis` is neither a name nor a list of names; `min_size` or `stacked_dims` is not an int.
+        ValueError: `axis` is empty or repeats a name; `min_size` or `stacked_dims` is negative.
 
     Example:
         >>> import jax
@@ -170,9 +161,11 @@ def fsdp(axis: str | Iterable[str] = "data", *, min_size: int = _MIN_SIZE, stack
         >>> fsdp(("data", "model"))("dense/kernel", (768, 3072), mesh)
         P(None, ('data', 'model'))
     """
-    axes = (axis,) if isinstance(axis, str) else _names(axis)
-    if not axes or len(set(axes)) < len(axes):
-        raise ValueError(f"parallel.fsdp: axis must be one or more different names, got {axis!r}")
+    axes = tuple(axis) if isinstance(axis, Iterable) and not isinstance(axis, str) else (axis,)
+    are_names = all(isinstance(name, str) for name in axes)
+    if not axes or not are_names or len(set(axes)) < len(axes):
+        kind = ValueError if are_names else TypeError
+        raise kind(f"parallel.fsdp: axis must be one or more different names of mesh axes, got {axis!r}")
     return FullyShardedRule(
         axes,
         checks.whole_number(min_size, "parallel.fsdp", "min_size", least=0),
@@ -187,25 +180,25 @@ def sharding_rules(
     default: PartitionSpec | ShardingRule | None = None,
     then: FullyShardedRule | None = None,
 ) -> NameRules:
-    """Make a rule out of patterns of names.
+    """Make a sharding rule from patterns of parameter names.
 
-    A pattern is matched with the whole path of a parameter, as `kv.names` gives it: `"decoder/attention/kernel"`.
-    `*` stands for any text, `?` for one character, `[ab]` for one of these. `*` matches `/` too. The first pattern that
-    matches counts. The names of Flax NNX, and of boxed parameters of Linen, end in `/value`: `"*/kernel/value"`.
+    A pattern must match the whole path of a parameter, as `kv.names` gives it: `"decoder/attention/kernel"`.
+    `*` matches any text, also `/`. `?` matches one character, and `[ab]` matches `a` or `b`. The first matching pattern
+    decides. The names of Flax NNX, and of boxed parameters of Linen, end in `/value`: `"*/kernel/value"`.
 
     Args:
-        patterns: from a pattern to a `PartitionSpec`, or to another rule.
-        default: of parameters that no pattern matches. None keeps them whole.
-        then: splits one more dimension of every parameter, of those still whole. `then=fsdp("data")` adds FSDP to
+        patterns: a dict from patterns to a `PartitionSpec` or to another rule.
+        default: the spec or rule for parameters that no pattern matches. None keeps them whole.
+        then: a rule of `fsdp` that splits one more dimension of every parameter. `then=fsdp("data")` adds FSDP to
             patterns for tensor parallelism.
 
     Returns:
         A rule `(path, shape, mesh) -> PartitionSpec`. Rules made alike are equal and have the same hash. The rule
         raises `ValueError` for a spec that does not fit the shape or the mesh. `kv.from_params` and `shardings_of`
-        raise `ValueError` for a pattern that decides on no parameter.
+        raise `ValueError` for a pattern that decides for no parameter.
 
     Raises:
-        TypeError: a pattern is no text; a value is neither a `PartitionSpec` nor a function; `then` was not made by
+        TypeError: a pattern is not a str; a value is neither a `PartitionSpec` nor a function; `then` was not made by
             `fsdp`.
 
     Example:
@@ -221,8 +214,6 @@ def sharding_rules(
         >>> sharding_rules(attention, then=fsdp("data"))("layer_0/attention/query/kernel", (768, 768), mesh)
         P('data', 'model')
     """
-    if not isinstance(patterns, Mapping):
-        raise TypeError(f"parallel.sharding_rules: patterns must be a dict, got {checks.describe(patterns)}")
     for pattern, chosen in patterns.items():
         if not isinstance(pattern, str):
             raise TypeError(f"parallel.sharding_rules: a pattern must be a str, got {pattern!r}")
@@ -235,27 +226,58 @@ def sharding_rules(
 
 
 def check_rule_paths(rule: object, paths: Sequence[str]) -> None:
-    """`ValueError` if the rule has a pattern that decides on none of these parameters."""
+    """`ValueError` if a pattern of the rule decides for no parameter."""
     if isinstance(rule, NameRules):
         rule.check_paths(paths)
 
 
 def _check_chosen(chosen: object, what: str) -> None:
     if not isinstance(chosen, PartitionSpec) and not callable(chosen):
-        raise TypeError(
-            f"parallel.sharding_rules: {what} must have a PartitionSpec or a rule, got {checks.describe(chosen)}"
-        )
+        wanted = "a PartitionSpec or a rule"
+        raise TypeError(f"parallel.sharding_rules: {what} must have {wanted}, got {checks.describe(chosen)}")
     checks.hashable(chosen, f"parallel.sharding_rules: {what}")
 
 
-def _names(axis: object) -> tuple[str, ...]:
-    names = tuple(axis) if isinstance(axis, Iterable) else (axis,)
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError(f"parallel.fsdp: axis must be the name of a mesh axis or a list of names, got {axis!r}")
-    return names  # pyright: ignore[reportReturnType]
+# Whether a spec fits a shape and a mesh.
 
 
-def _trimmed(entries: Sequence[object]) -> PartitionSpec:
-    """The spec of these entries, without those at the end that say nothing."""
-    last = max(i for i, entry in enumerate(entries) if entry is not None)
-    return PartitionSpec(*entries[: last + 1])
+def describe_mesh(mesh: AnyMesh) -> str:
+    """A mesh in words: `mesh (data=2, model=4)`."""
+    return f"mesh ({', '.join(f'{name}={size}' for name, size in mesh.shape.items())})"
+
+
+def axes_of(spec: PartitionSpec) -> list[Any]:
+    """The mesh axes that a spec names, in its order."""
+    return [name for entry in spec for name in _axes(entry)]
+
+
+def check_spec(spec: Any, path: str, shape: Shape, mesh: AnyMesh, where: str) -> None:
+    """Check that a `PartitionSpec` can split the array."""
+    what = f"{where}: {path!r} of shape {shape}"
+    if not isinstance(spec, PartitionSpec):
+        raise TypeError(f"{what}: expected a PartitionSpec, got {spec!r}")
+    if problem := _problem(spec, shape, mesh.shape):
+        raise ValueError(f"{what} cannot be split as {spec} on the {describe_mesh(mesh)}: {problem}")
+
+
+def _problem(spec: PartitionSpec, shape: Shape, sizes: Mapping[str, int]) -> str:
+    """The problem and its remedy, or ""."""
+    if spec.unreduced or spec.reduced or PartitionSpec.UNCONSTRAINED in tuple(spec):
+        return "a stored array needs a full layout; name axes or None for each dimension"
+    names = axes_of(spec)
+    if unknown := [name for name in names if name not in sizes]:
+        return f"the mesh has no axis {unknown[0]!r}; its axes are {', '.join(map(repr, sizes))}"
+    if twice := [name for name, count in collections.Counter(names).items() if count > 1]:
+        return f"axis {twice[0]!r} is used twice; one axis can split one dimension"
+    if len(spec) > len(shape):
+        return f"it has {len(spec)} entries for {len(shape)} dimensions; give at most one for each"
+    for i, (length, entry) in enumerate(zip(shape, spec, strict=False)):
+        parts = math.prod(sizes[name] for name in _axes(entry))
+        if length % parts:
+            padded = -(-length // parts) * parts
+            return f"dimension {i} of {length} cannot be divided by {parts}; pad it to {padded} or put None there"
+    return ""
+
+
+def _axes(entry: Any) -> tuple[Any, ...]:
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

@@ -22,6 +22,7 @@ import jax
 import jax.core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from .._core.arrays import is_traced, is_tracing
 from .._core.calls import answers
 from .mesh import copies_on, split_over
 
@@ -34,36 +35,42 @@ _END: Any = object()
 
 def on_own_mesh(fn: Callable[Args, Result]) -> Callable[Args, Result]:
     """The function, run outside of the user's mesh on arrays without its types."""
-
-    @functools.wraps(fn)
-    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        if jax.sharding.get_abstract_mesh().empty:
-            args, kwargs = without_types_if_any((args, kwargs))
-            return fn(*args, **kwargs)
-        with outside_mesh() as user:
-            if user is None:
-                check_traced((args, kwargs), fn.__name__)
-            else:
-                args, kwargs = without_types((args, kwargs))
-            return fn(*args, **kwargs)
-
-    return call
+    return _outside(fn, has_typed_result=False)
 
 
 def in_user_mesh(fn: Callable[Args, Result]) -> Callable[Args, Result]:
     """As `on_own_mesh`, and the arrays of the result are of the user's mesh."""
+    return _outside(fn, has_typed_result=True)
+
+
+def _outside(fn: Callable[Args, Result], *, has_typed_result: bool) -> Callable[Args, Result]:
+    @functools.wraps(fn)
+    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        with outside_mesh() as user:
+            if jax.sharding.get_abstract_mesh().empty:
+                args, kwargs = without_types((args, kwargs))
+            else:  # something is traced in the user's mesh, which cannot be left
+                check_traced((args, kwargs), fn.__name__)
+            result = fn(*args, **kwargs)
+            return with_types(result, user) if has_typed_result and user is not None else result
+
+    return call
+
+
+def now_if_constant(fn: Callable[Args, Result]) -> Callable[Args, Result]:
+    """The function, computed as at the prompt where no argument is traced, inside of a `jit` too.
+
+    There JAX would record the operations on constants, and what it records has no devices. Inside of a `shard_map` it
+    does: no program over several devices can run there.
+    """
 
     @functools.wraps(fn)
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        if jax.sharding.get_abstract_mesh().empty:
-            args, kwargs = without_types_if_any((args, kwargs))
+        on_an_axis = kwargs.get("axis_name") is not None or jax.sharding.get_abstract_mesh().manual_axes
+        if on_an_axis or not is_tracing() or is_traced((args, kwargs)):
             return fn(*args, **kwargs)
-        with outside_mesh() as user:
-            if user is None:
-                check_traced((args, kwargs), fn.__name__)
-                return fn(*args, **kwargs)
-            args, kwargs = without_types((args, kwargs))
-            return with_types(fn(*args, **kwargs), user)
+        with jax.core.eval_context():
+            return fn(*args, **kwargs)
 
     return call
 
@@ -79,9 +86,12 @@ def each_in_user_mesh(items: Iterator[Item]) -> Iterator[Item]:
 def outside_mesh() -> Generator[Mesh | None]:
     """A block in which no mesh is set. Its value is the user's mesh.
 
-    The value is None where no mesh is set, and where something is traced, since then the mesh cannot be left.
+    The value is None without a mesh, and during tracing, since the mesh cannot be left then.
     """
-    user = _user_mesh()
+    user = None
+    if not jax.sharding.get_abstract_mesh().empty:
+        with contextlib.suppress(ValueError):  # something is traced
+            user = jax.sharding.get_mesh()
     if user is None:
         yield None
         return
@@ -91,7 +101,7 @@ def outside_mesh() -> Generator[Mesh | None]:
 
 def has_types(mesh: Any) -> bool:
     """Whether axes of a mesh are a part of the types of its arrays."""
-    return any(kind != AxisType.Auto for kind in mesh.axis_types)
+    return not set(mesh.axis_types) <= {AxisType.Auto}
 
 
 def without_types(tree: Any) -> Any:
@@ -103,26 +113,18 @@ def without_types(tree: Any) -> Any:
         >>> without_types(typed).sharding == split_over(jax.devices()[:2])
         True
     """
-    return _with_shardings(tree, _own_sharding_of)
-
-
-def without_types_if_any(tree: Any) -> Any:
-    """As `without_types`, for calls where mostly nothing has types and no mesh is set. It is faster there."""
     avals = [getattr(leaf, "aval", None) for leaf in jax.tree.leaves(tree)]
-    shardings = {id(s): s for s in [getattr(aval, "sharding", None) for aval in avals if aval is not None]}
-    meshes = {id(mesh): mesh for mesh in [getattr(s, "mesh", None) for s in shardings.values()] if mesh is not None}
-    return without_types(tree) if any(map(has_types, meshes.values())) else tree
+    # Many arrays have few shardings, so this is fast where nothing has types.
+    shardings: dict[int, Any] = {id(s): s for s in [getattr(aval, "sharding", None) for aval in avals]}
+    meshes = [sharding.mesh for sharding in shardings.values() if hasattr(sharding, "mesh")]
+    if not any(map(has_types, meshes)):
+        return tree
+    return _with_shardings(tree, _own_sharding_of)
 
 
 def with_types(tree: Any, mesh: Mesh) -> Any:
     """The arrays on all devices of a mesh as arrays of that mesh, if it has types. All else stays."""
-    if not has_types(mesh):
-        return tree
-
-    def sharding_of(array: jax.Array) -> Sharding | None:
-        return _user_sharding(mesh, array.sharding) if isinstance(array.sharding, NamedSharding) else None
-
-    return _with_shardings(tree, sharding_of)
+    return _with_shardings(tree, functools.partial(_user_sharding_of, mesh)) if has_types(mesh) else tree
 
 
 # Traced values inside of a user's mesh, where axes of the type Explicit are a part of the type of a value.
@@ -131,12 +133,12 @@ def with_types(tree: Any, mesh: Mesh) -> Any:
 def check_traced(tree: Any, where: str) -> None:
     """`ValueError` for a traced value of another mesh than the one that is set around the program."""
     around = jax.sharding.get_abstract_mesh()
-    for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.core.Tracer) and has_types(around):
+    for leaf in jax.tree.leaves(tree) if has_types(around) else ():
+        if isinstance(leaf, jax.core.Tracer):
             mesh = jax.typeof(leaf).sharding.mesh
             if not mesh.empty and mesh != around:
                 raise ValueError(
-                    f"{where}: a value of shape {leaf.shape} is of another mesh than the one set around this jit: "
+                    f"{where}: a value of shape {leaf.shape} is on another mesh than the one set around this jit: "
                     f"expected {around}, got {mesh}; make the store inside of jax.set_mesh(mesh), or move it there by "
                     "kv.place(store, mesh.devices.flat) before the jit"
                 )
@@ -160,16 +162,6 @@ def split_like(value: jax.Array, other: jax.Array) -> jax.Array:
     return value if mine.spec == wanted.spec or wanted.mesh.empty else jax.reshard(value, wanted)
 
 
-def _user_mesh() -> Mesh | None:
-    """The mesh that is set. None: there is none, or something is traced."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return None
-    try:
-        return jax.sharding.get_mesh()
-    except ValueError:  # something is traced
-        return None
-
-
 def _with_shardings(tree: Any, sharding_of: Callable[[jax.Array], Sharding | None]) -> Any:
     """The tree with the arrays for which there is another sharding. An array that appears twice stays one array."""
     leaves, structure = jax.tree.flatten(tree)
@@ -189,7 +181,7 @@ def with_sharding(array: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def _own_sharding_of(array: jax.Array) -> Sharding | None:
-    """The sharding of ours that lays an array out alike. None: the array has no types."""
+    """The equivalent sharding without axis types. None: the array has no types."""
     sharding = array.sharding
     if isinstance(sharding, NamedSharding):
         return _own_sharding(sharding)
@@ -199,7 +191,7 @@ def _own_sharding_of(array: jax.Array) -> Sharding | None:
 
 @functools.lru_cache(maxsize=1024)
 def _own_sharding(sharding: NamedSharding) -> NamedSharding | None:
-    """The sharding of ours that lays an array out alike. None: the mesh has no types."""
+    """The equivalent sharding without axis types. None: the mesh has no types."""
     mesh = sharding.mesh
     spec: list[Any] = list(sharding.spec)
     if not isinstance(mesh, Mesh) or not has_types(mesh):
@@ -213,13 +205,15 @@ def _own_sharding(sharding: NamedSharding) -> NamedSharding | None:
     return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec)
 
 
+def _user_sharding_of(user: Mesh, array: jax.Array) -> Sharding | None:
+    """The equivalent sharding over the user's mesh, or None."""
+    return _user_sharding(user, array.sharding) if isinstance(array.sharding, NamedSharding) else None
+
+
 @functools.lru_cache(maxsize=1024)
 def _user_sharding(user: Mesh, sharding: NamedSharding) -> NamedSharding | None:
-    """The sharding over the user's mesh that lays an array out alike. None: there is none.
-
-    There is one for the same devices in the same order. So the arrays of a store, which go into one program, stay
-    together.
-    """
+    # There is one for the same devices in the same order. So the arrays of a store, which go into one program, stay
+    # together.
     mesh = sharding.mesh
     if not isinstance(mesh, Mesh) or has_types(mesh) or tuple(user.devices.flat) != tuple(mesh.devices.flat):
         return None

@@ -2,143 +2,93 @@
 
 A collective that waits for a killed process may never return, so the main thread cannot notice the loss. This thread
 can. It needs the interpreter lock for a moment each second. While something else holds the lock, `pulse` sends the
-heartbeats.
+heartbeats. `watch_exit` reports how the process itself ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import queue
 import socket
+import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
-from .._core.text import for_terminal, say_before_exit
-from .connection import INTERVAL, AwakeClock, JsonConnection
-from .messages import FROM_SERVER, LONGEST, LOST, Message
+from .._core.text import say_before_exit
+from .connection import FROM_SERVER, INTERVAL, LOST, AwakeClock, JsonConnection, Message, clean
 from .pulse import Pulse
-from .releases import Releases
-from .secret import FILE_VARIABLE, VARIABLE, Secret, challenge, is_equal
-from .server import INTERRUPTED
-from .server_thread import ServerThread
+from .secret import FILE_VARIABLE, VARIABLE, Secret, challenge
+from .server import INTERRUPT_GRACE, INTERRUPTED, ServerThread
 from .thread import daemon
 
-_WELCOME_TIMEOUT = 5.0  # seconds in which a server answers
-_MISTRUST_TIMEOUT = 15.0  # seconds after which a process with another secret than the server's gives up
+_CONNECT_TIMEOUT = 2.0  # seconds for one address: of eight ports a firewall may answer none
+_WELCOME_TIMEOUT = 5.0  # seconds in which a server answers: it does nothing else
+_MISTRUST_TIMEOUT = 15.0  # seconds after which a process with another secret gives up: its own server may come later
 _REPORT_TIME = 1.0  # seconds in which the report of a loss arrives
+_LAST_MESSAGE_TIME = 2.0  # seconds for which process 0 stays, so that the others read why
 
 
 class HeartbeatClient:
-    """The connection of this process to the heartbeat server.
-
-    Args:
-        rank, size: which process this is, of how many.
-        job: the name of the run.
-        secret: of the run. None joins only a server without one.
-        heartbeat_timeout: seconds without a heartbeat after which the server is lost.
-        launched: whether the server is in the launcher. Its silence is no loss: on this machine it can only be stopped.
-        server: the server's thread, if it is in this process.
-        pulse: gets the connection, and ends with it.
-        releases: has jax forget lost processes, in process 0 of an elastic run.
-
-    Attributes:
-        hint: what the processes resume from, or None.
-        status: the exit status of this process, if it failed. Else 0.
-        thread: sends and reads heartbeats until `stop`. A loss ends the process.
-    """
+    """The connection of this process to the heartbeat server. Its thread ends the process after a loss."""
 
     def __init__(
         self,
         rank: int,
         size: int,
         *,
-        job: str,
-        secret: Secret | None = None,
-        heartbeat_timeout: float,
-        launched: bool,
-        server: ServerThread | None = None,
-        pulse: Pulse | None = None,
-        releases: Releases | None = None,
+        job: str,  # the name of the run
+        secret: Secret | None = None,  # None joins only a server without one
+        heartbeat_timeout: float,  # seconds without a heartbeat after which the server is lost
+        launched: bool,  # the launcher has the server; its silence is no loss, since here it can only be stopped
+        server: ServerThread | None = None,  # if it is in this process
+        pulse: Pulse | None = None,  # gets the connection, and ends with it
+        forget: Callable[[int], None] | None = None,  # has jax forget a lost process, in process 0; it may not fail
     ):
         ends = f"no loss would be noticed, so process {rank} of {size} ends with status {LOST}"
         self.thread = daemon("jaxpar-heartbeat-client", self._run, ends, lambda: os._exit(LOST))
         self.rank, self.size, self.job, self.heartbeat_timeout = rank, size, job, heartbeat_timeout
         self.server, self._server_name, self._server_host = server, "the launcher" if launched else "process 0", "?"
-        self.hint: str | None = None
-        self.status = 0
-        self._pulse, self._releases, self._launched = pulse, releases, launched
+        self.hint: str | None = None  # what the processes resume from
+        self.status = 0  # the exit status of this process, if it failed
+        self._pulse, self._launched = pulse, launched
+        self._forget = forget or (lambda rank: None)
         self._secret, self._mistrust = secret, ""  # why a server that answered is not the one of this run
         self._has_failed = self._is_leaving = self._is_stopped = self._is_server_closing = False
         self._connection: JsonConnection | None = None
         self._unhandled: list[Message] = []
+        self._lost = queue.SimpleQueue[int]()  # processes that jax has to forget
 
     def join_run(self, addresses: list[tuple[str, int]], seconds: float, absent: str) -> None:
         """Connect to the server at one of the addresses, and wait until all processes have joined.
 
-        Args:
-            addresses: host and port of each.
-            seconds: how long to wait for the server.
-            absent: the message where no server answers, without the seconds.
-
-        Raises:
-            ConnectionError: no server answers within `seconds`, or the server refuses this process.
+        If no server answers within `seconds`, a `ConnectionError` names `absent`.
         """
         began = time.monotonic()
         end = began + seconds
         try:
-            while self._connection is None:
-                self._connection = self._connect(addresses, seconds)
+            while (connection := self._connect(addresses, seconds)) is None:
                 now = time.monotonic()
-                if self._connection is None and self._mistrust and now > min(end, began + _MISTRUST_TIMEOUT):
+                if self._mistrust and now > min(end, began + _MISTRUST_TIMEOUT):
                     raise ConnectionError(self._mistrust)
-                if self._connection is None and now > end:
+                if now > end:
                     raise ConnectionError(f"{absent} within {seconds:g} seconds")
-                time.sleep(0 if self._connection else 0.1)
+                time.sleep(0.1)
+            self._connection = connection
             # The server names the missing processes shortly after its own time limit.
-            self._wait_for_go(self._connection, end + 2 * self.heartbeat_timeout)
+            self._wait_for_go(connection, end + 2 * self.heartbeat_timeout)
         except BaseException:
             if self._connection is not None:
                 self._connection.close()
             self._end_pulse()
             raise
         if self._pulse is not None:
-            self._pulse.add(self._connection.sock)
+            self._pulse.add(connection.sock)
+        if self.rank == 0:
+            ends = f"the others would wait for a lost process, so process 0 ends with status {LOST}"
+            daemon("jaxpar-release", self._release, ends, lambda: os._exit(LOST)).start()
         self.thread.start()
-
-    def _run(self) -> None:
-        assert self._connection is not None
-        try:
-            if (why := self._watch(self._connection)) is not None:
-                self._end_without_server(why)
-        finally:
-            self._connection.close()
-            self._end_pulse()
-
-    def _end_pulse(self) -> None:
-        if self._pulse is not None:
-            self._pulse.close()
-
-    def _watch(self, connection: JsonConnection) -> str | None:
-        """Send and read heartbeats. Return why the server is lost, or None after `stop`."""
-        clock, sent = AwakeClock(), 0.0
-        received = clock.now
-        while not self._is_stopped:
-            connection.wait(INTERVAL / 2)
-            now = clock.tick()
-            messages, self._unhandled = self._unhandled + connection.receive(), []
-            for message in messages:
-                self._handle(message)
-            received = now if messages else received
-            if connection.fault is not None:
-                return f"it {_describe_fault(connection.fault)}"
-            if connection.is_closed:
-                return "its connection closed (killed?)"
-            if now - received > self.heartbeat_timeout and not (self._is_leaving or self._launched):
-                return f"no heartbeat for {self.heartbeat_timeout:g} seconds: it is frozen, or its host is gone"
-            if now - sent >= INTERVAL:
-                sent = now
-                connection.send(heartbeat=1)
-                if self._pulse is not None:
-                    self._pulse.beat()
-        return None
 
     def stop(self) -> None:
         """Leave the run and end this thread."""
@@ -148,9 +98,8 @@ class HeartbeatClient:
 
     def send_resume_hint(self, hint: str | None) -> None:
         """Send all processes what to resume from."""
-        self.hint = None if hint is None else for_terminal(hint)[:LONGEST]
-        if self._connection is not None:
-            self._connection.send(hint=self.hint)
+        self.hint = None if hint is None else clean("hint", hint)
+        self._send(hint=self.hint)
 
     def report_failure(self, status: int, why: str) -> None:
         """Report that this process failed by itself.
@@ -160,13 +109,11 @@ class HeartbeatClient:
         self.status = status
         if not self._has_failed:
             self._has_failed = True
-            if self._connection is not None:
-                self._connection.send(**{"interrupted" if status in INTERRUPTED else "failed": why})
+            self._send(**{"interrupted" if status in INTERRUPTED else "failed": why})
 
     def report_working(self) -> None:
         """Report that this process does its work."""
-        if self._connection is not None:
-            self._connection.send(working=1)
+        self._send(working=1)
 
     def wait_for_loss_report(self) -> None:
         """Wait one second for a loss report: a collective can raise before the server has sent it.
@@ -177,17 +124,26 @@ class HeartbeatClient:
             time.sleep(_REPORT_TIME)
 
     def leave(self) -> None:
-        """Announce that this process ends without a failure. Its closed connection is no loss then."""
+        """Announce a normal end, so that the closed connection does not count as a loss."""
         self._is_leaving = True
-        if self._connection is not None:
-            self._connection.send(leaving=1)
+        self._send(leaving=1)
         self._end_pulse()  # nobody waits for heartbeats any more
+
+    def _send(self, **message: Any) -> None:
+        if self._connection is not None:
+            self._connection.send(**message)
+
+    def _end_pulse(self) -> None:
+        if self._pulse is not None:
+            self._pulse.close()
+
+    # Joining: a server that answers, both proofs of the secret, and the beginning of the run
 
     def _connect(self, addresses: list[tuple[str, int]], timeout: float) -> JsonConnection | None:
         """A connection to the server of this run, or None. `timeout` is sent to the server."""
         for address in addresses:
             try:
-                sock = socket.create_connection(address, timeout=2)
+                sock = socket.create_connection(address, timeout=_CONNECT_TIMEOUT)
             except OSError:
                 continue
             connection = JsonConnection(sock, FROM_SERVER)
@@ -199,7 +155,7 @@ class HeartbeatClient:
         return None
 
     def _is_own_server(self, connection: JsonConnection) -> bool:
-        """Whether the server is the one of this run. Both prove that they know the secret, where there is one."""
+        """Whether the server belongs to this run. With a secret, both sides prove that they know it."""
         messages = _next_messages(connection)
         first = messages[0] if messages else {}
         if "challenge" not in first:
@@ -220,7 +176,7 @@ class HeartbeatClient:
         connection.send(answer=own, proof=self._secret.proof("process", *about))
         messages = _next_messages(connection)
         proof = messages.pop(0).get("proof", "") if messages else ""
-        if not is_equal(proof, self._secret.proof("server", *about)):
+        if not self._secret.is_proof(proof, "server", *about):
             self._mistrust = f"the server has another secret than the one in {self._secret.source}"
             return False
         self._unhandled = messages
@@ -235,13 +191,13 @@ class HeartbeatClient:
                 message = self._unhandled.pop(0)
                 if "go" in message:
                     self._server_host = message["host"]
-                    return  # later messages are for `run`
+                    return  # the thread handles later messages
                 if "refused" in message:
                     raise ConnectionError(message["refused"])
                 if "lost" in message:
-                    self._end_process(message)
+                    self._end_after_loss(message)
             if connection.fault is not None:
-                raise ConnectionError(f"{self._server_name} {_describe_fault(connection.fault)}")
+                raise ConnectionError(f"{self._server_name} sent an invalid message: {connection.fault}")
             if connection.is_closed or time.monotonic() > end:
                 raise ConnectionError("the connection to process 0 was closed before all processes had joined")
             if time.monotonic() - sent > INTERVAL:
@@ -249,45 +205,76 @@ class HeartbeatClient:
                 connection.send(heartbeat=1)
             connection.wait(INTERVAL / 2)
 
+    # The threads
+
+    def _run(self) -> None:
+        assert self._connection is not None
+        try:
+            why = self._watch(self._connection)
+            if why is not None and not (self._is_leaving or self._is_server_closing or self._has_failed):
+                self._end_process(f"{self._server_name} (host {self._server_host}) was lost: {why}")
+        finally:
+            self._connection.close()
+            self._end_pulse()
+
+    def _watch(self, connection: JsonConnection) -> str | None:
+        """Send and read heartbeats. Return why the server is lost, or None after `stop`."""
+        clock, sent = AwakeClock(), 0.0
+        received = clock.now
+        while not self._is_stopped:
+            connection.wait(INTERVAL / 2)
+            now = clock.tick()
+            messages, self._unhandled = self._unhandled + connection.receive(), []
+            for message in messages:
+                self._handle(message)
+            received = now if messages else received
+            if connection.fault is not None:
+                return f"it sent an invalid message: {connection.fault}"
+            if connection.is_closed:
+                return "its connection closed (killed?)"
+            if now - received > self.heartbeat_timeout and not (self._is_leaving or self._launched):
+                return f"no heartbeat for {self.heartbeat_timeout:g} seconds: it is frozen, or its host is gone"
+            if now - sent >= INTERVAL:
+                sent = now
+                connection.send(heartbeat=1)
+                if self._pulse is not None:
+                    self._pulse.beat()
+        return None
+
     def _handle(self, message: Message) -> None:
         if "hint" in message:
             self.hint = message["hint"]
         elif "left" in message:
-            self._release(message["left"])
+            self._lost.put(message["left"])
         elif "closing" in message:
             self._is_server_closing = True
         elif "lost" in message and not self._has_failed:
-            self._end_process(message)
+            self._end_after_loss(message)
 
-    def _release(self, rank: int) -> None:
-        """Have jax forget a lost process, and say so."""
-        assert self._connection is not None
-        send = self._connection.send
-        forget = self._releases.add if self._releases else lambda rank, done: done(rank)
-        forget(rank, lambda rank: send(released=rank))
+    def _release(self) -> None:
+        """Have jax forget lost processes, one after the other: it may take long, at the start of a run."""
+        while True:
+            rank = self._lost.get()
+            self._forget(rank)
+            self._send(released=rank)
 
-    def _end_without_server(self, why: str) -> None:
-        if not (self._is_leaving or self._is_server_closing or self._has_failed):
-            self._end_process({"name": self._server_name, "host": self._server_host, "why": why})
+    def _end_after_loss(self, message: Message) -> None:
+        lost = "counts as lost" if message["lost"] == self.rank else "was lost"
+        self._end_process(f"process {message['lost']} (host {message['host']}) {lost}: {message['why']}")
 
-    def _end_process(self, message: Message) -> None:
+    def _end_process(self, loss: str) -> None:
         """End this process with one line on standard error and status 75."""
-        name = message.get("name", f"process {message.get('lost')}")
-        lost = "is taken for lost by the others" if message.get("lost") == self.rank else "was lost"
         resume = f"resume from {self.hint}" if self.hint else "no checkpoint is known to resume from"
         try:
-            say_before_exit(
-                f"jaxpar: {name} (host {message['host']}) {lost}: {message['why']}. "
-                f"Process {self.rank} of {self.size} ends with status {LOST}; {resume}"
-            )
+            say_before_exit(f"jaxpar: {loss}. Process {self.rank} of {self.size} ends with status {LOST}; {resume}")
             if self.server is not None:
-                self.server.wait_for_peers(2.0)
+                self.server.wait_for_peers(_LAST_MESSAGE_TIME)
         finally:
             os._exit(LOST)
 
 
 def _next_messages(connection: JsonConnection) -> list[Message]:
-    """The messages that come next, within five seconds. None where the connection ends or nothing comes."""
+    """The next messages, within five seconds. None if the connection ends or nothing arrives."""
     end = time.monotonic() + _WELCOME_TIMEOUT
     while not connection.is_closed and (left := end - time.monotonic()) > 0:
         connection.wait(left)
@@ -296,5 +283,52 @@ def _next_messages(connection: JsonConnection) -> list[Message]:
     return []
 
 
-def _describe_fault(fault: str) -> str:
-    return f"sent an invalid message: {fault}"
+class _Exit(SystemExit):
+    """What `sys.exit` raises. Its status counts where Python drops it when no code runs any more: nobody caught it."""
+
+    def __init__(self, client: HeartbeatClient, status: Any):
+        super().__init__(status)
+        self.client, self.code = client, status
+
+    def __del__(self) -> None:
+        if sys._getframe().f_back is None:
+            code = self.code
+            self.client.status = code if isinstance(code, int) else int(code is not None)
+
+
+def watch_exit(client: HeartbeatClient) -> None:
+    """Report an uncaught exception, `sys.exit` with a status, or an end without a failure.
+
+    A process that failed ends without jax's shutdown, which would wait minutes for the others.
+    """
+    show, process = sys.excepthook, os.getpid()
+
+    def on_exception(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        if os.getpid() != process:  # a fork has the hook, but is no process of the run
+            return show(kind, value, trace)
+        interrupt = issubclass(kind, KeyboardInterrupt)
+        if not interrupt:
+            client.wait_for_loss_report()
+        show(kind, value, trace)
+        client.report_failure(130 if interrupt else 1, " ".join(f"{kind.__name__}: {value}".split())[:300])
+
+    def on_exit(status: Any = None, /) -> None:
+        if os.getpid() != process:
+            raise SystemExit(status)
+        raise _Exit(client, status)  # in no variable, whose frame would keep it
+
+    def at_exit() -> None:
+        if os.getpid() != process:
+            return
+        if not client.status:
+            return client.leave()
+        client.wait_for_loss_report()
+        client.report_failure(client.status, f"it ended with status {client.status}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if client.server is not None:
+            client.server.wait_for_peers(_LAST_MESSAGE_TIME + INTERRUPT_GRACE * (client.status in INTERRUPTED))
+        os._exit(client.status & 0xFF)
+
+    sys.excepthook, sys.exit = on_exception, on_exit
+    atexit.register(at_exit)

@@ -1,52 +1,128 @@
-"""One end of a connection for JSON messages, and a clock of the time in which this process ran."""
+"""JSON messages over TCP between the processes of a run: what each side may say, and a connection that carries it.
+
+A message is one line of JSON. It is an object with exactly the fields of its type, each within its limits. Anything
+else is invalid and ends the connection.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import select
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
-from .messages import LONGEST, Message, Types, encode, parse
+from .._core.text import for_terminal
 
-INTERVAL = 1.0  # seconds from one heartbeat to the next
-_PAUSE = 2.0  # a longer step of the clock means that this process was stopped
+Message = dict[str, Any]
+Types = Mapping[str, tuple[str, ...]]  # the field that names the type, and the other fields
+
+LOST = 75  # exit status of a process that ends because another was lost: EX_TEMPFAIL of sysexits.h, "try again"
+REFUSED = 78  # of a process that would compute something else than the others: EX_CONFIG, "do not try again"
+INTERVAL = 1.0  # seconds from one heartbeat to the next: two fit into the shortest heartbeat_timeout
+LONGEST = 1 << 16  # bytes of one message: the longest hint, escaped, fits
+MOST_SECONDS = 7 * 24 * 3600.0  # the largest time limit: jax takes no infinite one
+_MOST_PROCESSES = 1 << 20
+_PAUSE = 2.0  # seconds. A thread that ticks twice a second comes so late only after a stop or without Python's lock
+
+FROM_PROCESS: Types = {
+    "hello": ("job", "rank", "size", "host", "timeout"),
+    "answer": ("proof",),  # to the challenge; its text is a challenge in return
+    "heartbeat": (),
+    "hint": (),  # what to resume from
+    "failed": (),  # why
+    "interrupted": (),  # by which signal
+    "leaving": (),  # it ends without a failure
+    "released": (),  # process 0: jax has forgotten the lost process of this rank
+    "working": (),  # its start is over
+}
+FROM_SERVER: Types = {
+    "challenge": (),
+    "proof": (),
+    "welcome": (),
+    "other_run": (),
+    "heartbeat": (),
+    "hint": (),
+    "go": ("host",),  # all have joined
+    "lost": ("host", "why"),
+    "refused": (),  # why
+    "closing": (),  # process 0 ends, and the server in it
+    "left": (),  # to process 0: the others of an elastic run go on without this rank
+}
+
+# The longest valid text of a field. A longer one is cut before it is sent.
+_TEXTS = {
+    **dict.fromkeys(("challenge", "answer", "proof"), 64),
+    "job": 300,
+    "host": 255,
+    "hint": 4096,
+    **dict.fromkeys(("failed", "interrupted", "refused", "why"), 1000),
+}
+# The smallest and the largest valid number of a field. Any other field is the number 1.
+_NUMBERS = {
+    **dict.fromkeys(("rank", "lost", "left", "released"), (0, _MOST_PROCESSES - 1)),
+    "size": (1, _MOST_PROCESSES),
+    "timeout": (0, MOST_SECONDS),
+}
+
+
+def parse(line: bytes, types: Types) -> Message:
+    """Parse and check the message on a line. `ValueError` if it is invalid."""
+    if len(line) > LONGEST:
+        raise ValueError(f"a message has at most {LONGEST} bytes")
+    try:
+        message = json.loads(line.decode())
+    except (ValueError, RecursionError):  # RecursionError: nested too deeply
+        raise ValueError("a message is a line of JSON") from None
+    if not isinstance(message, dict) or not any({name, *more} == message.keys() for name, more in types.items()):
+        raise ValueError(f"a message is one of: {', '.join(types)}; each with its own fields")
+    for name, value in message.items():
+        if not _is_valid(name, value):
+            raise ValueError(f"the value of {name} is out of range, or of another type")
+    return message
+
+
+def _is_valid(name: str, value: Any) -> bool:
+    if name in _TEXTS:
+        if value is None:
+            return name == "hint"
+        return isinstance(value, str) and len(value) <= _TEXTS[name] and value.isprintable()
+    kinds = (int, float) if name == "timeout" else (int,)
+    low, high = _NUMBERS.get(name, (1, 1))
+    return type(value) in kinds and low <= value <= high  # false for NaN, and for a bool
+
+
+def clean(name: str, text: str) -> str:
+    """A text as the field of this name carries it: escaped, and cut to the longest valid length."""
+    return for_terminal(text)[: _TEXTS[name]]
 
 
 class JsonConnection:
     """One end of a connection. It never blocks: messages to a peer that does not read are dropped.
 
-    Args:
-        sock: a connected socket.
-        types: the messages that the other end may send.
-        longest: see below.
-
-    Attributes:
-        sock: the socket, not blocking.
-        longest: bytes of a message that the other end may send.
-        is_closed: whether the connection has ended. An invalid message ends it too.
-        fault: what was invalid, in printable words, or None.
+    The other end may send messages of some `types`, each of `longest` bytes at most.
     """
-
-    fault: str | None
 
     def __init__(self, sock: socket.socket, types: Types, longest: int = LONGEST):
         sock.setblocking(False)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it is no TCP socket
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock, self.is_closed, self._types = sock, False, types
-        self.longest, self.fault = longest, None
+        self.sock, self.longest, self._types = sock, longest, types
+        self.is_closed = False  # whether the connection has ended; an invalid message ends it too
+        self.fault: str | None = None  # what was invalid, in printable words
         self._rest, self._unsent = b"", b""
-        self._sending = threading.RLock()
-        self._since, self._received = time.monotonic(), 0
+        self._sending = threading.RLock()  # a signal handler may send within a send of the same thread
+        self._since, self._received = time.monotonic(), 0  # bytes received in the second that began then
 
     def send(self, **message: Any) -> None:
         """Send a whole message. It is dropped where more than 64 KiB are still unsent."""
+        fields = {name: clean(name, value) if isinstance(value, str) else value for name, value in message.items()}
         with self._sending:
             if len(self._unsent) <= LONGEST:
-                self._unsent += encode(message)
+                self._unsent += json.dumps(fields).encode() + b"\n"
             try:
                 while self._unsent:
                     self._unsent = self._unsent[self.sock.send(self._unsent) :]
@@ -63,7 +139,10 @@ class JsonConnection:
             return []
         except OSError:
             data = b""
-        self._count(len(data))
+        now = time.monotonic()
+        if now - self._since >= INTERVAL:
+            self._since, self._received = now, 0
+        self._received += len(data)
         self.is_closed = self.is_closed or not data
         *lines, self._rest = (self._rest + data).split(b"\n")
         messages: list[Message] = []
@@ -78,7 +157,7 @@ class JsonConnection:
 
     @property
     def is_flooding(self) -> bool:
-        """Whether more than 128 KiB arrived within the present second."""
+        """Whether more than 128 KiB arrived within the present second. A healthy peer sends some hundred."""
         return self._received > 2 * LONGEST and time.monotonic() - self._since < INTERVAL
 
     def wait(self, seconds: float) -> None:
@@ -95,12 +174,6 @@ class JsonConnection:
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
-
-    def _count(self, number: int) -> None:
-        now = time.monotonic()
-        if now - self._since >= INTERVAL:
-            self._since, self._received = now, 0
-        self._received += number
 
 
 class AwakeClock:
@@ -119,3 +192,14 @@ class AwakeClock:
         passed = self._last - last
         self.now += passed if passed < _PAUSE else 0.0
         return self.now
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of "host:port"."""
+    host, port = address.rsplit(":", 1)
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the host."""
+    return host in ("localhost", "::1") or host.startswith("127.")

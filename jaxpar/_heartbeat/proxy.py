@@ -12,38 +12,30 @@ import socket
 import threading
 import time
 
-from . import addresses
+from .connection import split
 from .thread import daemon
 
 _CHUNK = 1 << 18
 _MOST = 16  # connections at a time; jax's client has one or two
-_RETRY = 0.05  # seconds between two attempts
+_RETRY = 0.05  # seconds between two attempts: jax's client waits, and a refused connection costs little
+_CONNECT_TIMEOUT = 5.0  # seconds: a host that is gone answers nothing
 _END = 5.0  # seconds which the service has to end after its client has
 
 
 class ServiceProxy:
     """A listener on this host that forwards every connection.
 
-    Each connection has threads of its own, so that one that hangs or breaks does not delay another.
-
-    Args:
-        target: the service, "host:port".
-
-    Attributes:
-        address: where the proxy listens, "host:port".
-        thread: accepts connections until the process ends.
+    Each connection has threads of its own, so that one that hangs or breaks does not delay another. `target`, the
+    service, and `address`, where the proxy listens, are "host:port".
     """
 
     def __init__(self, target: str):
-        self._target = addresses.split(target)
+        self._target = split(target)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._pairs: list[_Pair] = []
         consequence = "jax cannot connect to process 0 again"
         self.thread = daemon("jaxpar-proxy", self._run, consequence, self._listener.close)
-
-    def start(self) -> None:
-        """Start the thread."""
         self.thread.start()
 
     def _run(self) -> None:
@@ -59,11 +51,11 @@ class ServiceProxy:
         """Start a pair. Where there are too many, close the oldest that has sent nothing, else the new one."""
         self._pairs = [pair for pair in self._pairs if pair.thread.is_alive()]
         silent = [pair for pair in self._pairs if pair.is_silent]
-        if len(self._pairs) >= _MOST and not silent:
-            return client.close()
         if len(self._pairs) >= _MOST:
+            if not silent:
+                return client.close()
             self._pairs.remove(silent[0])
-            silent[0].stop()
+            _shut(silent[0].client, socket.SHUT_RDWR)
         pair = _Pair(client, self._target)
         try:
             pair.thread.start()
@@ -76,12 +68,12 @@ class _Pair:
     """A connection of jax's client, and the connection to the service to which it is forwarded."""
 
     def __init__(self, client: socket.socket, target: tuple[str, int]):
-        self._client, self._target = client, target
+        self.client, self._target = client, target
         self.thread = daemon("jaxpar-proxy-pair", self._run, "jax has to connect to process 0 again")
         self.is_silent = True
 
     def _run(self) -> None:
-        with self._client as client:
+        with self.client as client:
             data = _receive(client)  # jax's client sends first
             self.is_silent = False
             service = self._connect() if data else None
@@ -90,14 +82,11 @@ class _Pair:
             with service:
                 self._forward(client, service, data)
 
-    def stop(self) -> None:
-        _shut(self._client, socket.SHUT_RDWR)
-
     def _connect(self) -> socket.socket | None:
-        """A connection to the service, which may start later. It is None where the client ends before that."""
-        while _is_open(self._client):
+        """A connection to the service, which may start later. None if the client ends first."""
+        while _is_open(self.client):
             try:
-                service = socket.create_connection(self._target, timeout=5)
+                service = socket.create_connection(self._target, timeout=_CONNECT_TIMEOUT)
             except OSError:
                 time.sleep(_RETRY)
                 continue

@@ -3,30 +3,39 @@
 A large pickle, a regular expression or a C extension may hold the lock for longer than a process may be silent. No
 thread of Python runs then. So a small process beside this one has a copy of each connection, and sends the heartbeats
 meanwhile. It sends none for a process that is stopped, and ends with its process.
+
+This file is also the program of that process. So it imports nothing of jaxpar, starts at once and stays small.
+
+    python -I -S pulse.py LINK PARENT QUIET MOST
+
+LINK is the descriptor of a socket. Each byte on it is a heartbeat of the process PARENT, and may bring a connection.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
+import time
 
-_PROGRAM = Path(__file__).with_name("pulse_process.py")
+_HEARTBEAT = b'{"heartbeat": 1}\n'
+_INTERVAL = 1.0  # seconds from one heartbeat to the next
 
 
 class Pulse:
-    """The process beside this one. Where it cannot be started there is none, and heartbeats are sent by Python only.
+    """The process beside this one. If it cannot start, only Python sends heartbeats.
 
-    Args:
-        quiet: seconds without `beat` after which it sends heartbeats.
-        most: seconds after which it does so no longer. A process that holds its lock for so long hangs.
+    It sends heartbeats after `quiet` seconds without a `beat`: two were late. After `most` seconds it stops, since a
+    process that holds its lock for so long hangs.
     """
 
     def __init__(self, quiet: float = 2.5, most: float = 300.0):
         self._link: socket.socket | None = None
+        # A frozen program has no interpreter to start, and only Linux says in /proc whether a process is stopped.
         if not sys.platform.startswith("linux") or not sys.executable or getattr(sys, "frozen", False):
             return
         own, other = socket.socketpair()
@@ -35,7 +44,7 @@ class Pulse:
                 numbers = [str(number) for number in (other.fileno(), os.getpid(), quiet, most)]
                 none = subprocess.DEVNULL
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(_PROGRAM), *numbers],
+                    [sys.executable, "-I", "-S", __file__, *numbers],
                     pass_fds=[other.fileno()],
                     stdin=none,
                     stdout=none,
@@ -67,3 +76,45 @@ class Pulse:
                 link.shutdown(socket.SHUT_RDWR)  # a fork, such as a worker that loads data, has a copy of it
             link.close()
             self._process.wait()
+
+
+def main(link: socket.socket, parent: int, quiet: float, most: float) -> None:
+    """Send heartbeats on all connections while the process is there, not stopped, and sends none itself."""
+    connections: dict[int, socket.socket] = {}
+    poll = select.poll()
+    poll.register(link, select.POLLIN)
+    last = sent = time.monotonic()
+    while os.getppid() == parent:
+        for number, _ in poll.poll(500 * min(_INTERVAL, quiet)):
+            if number in connections:  # it is closed: nothing else is asked for
+                poll.unregister(number)
+                connections.pop(number).close()
+                continue
+            data, descriptors, _, _ = socket.recv_fds(link, 1, 1)
+            if not data:
+                return
+            last = time.monotonic()
+            for descriptor in descriptors:
+                connections[descriptor] = socket.socket(fileno=descriptor)
+                poll.register(descriptor, 0)
+        now = time.monotonic()
+        if quiet < now - last < most and now - sent >= min(_INTERVAL, quiet) and _runs(parent):
+            sent = now
+            for connection in connections.values():
+                with contextlib.suppress(OSError):
+                    connection.send(_HEARTBEAT, socket.MSG_DONTWAIT)
+
+
+def _runs(number: int) -> bool:
+    """Whether a process is there and not stopped, as far as Linux says."""
+    try:
+        with open(f"/proc/{number}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"T", b"t", b"Z", b"X")
+    except (OSError, IndexError):
+        return False
+
+
+if __name__ == "__main__":
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)  # it ends with its process
+    main(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))

@@ -14,29 +14,28 @@ import os
 import secrets
 import stat
 from collections.abc import Mapping
+from typing import Any
 
 VARIABLE, FILE_VARIABLE = "JAXPAR_SECRET", "JAXPAR_SECRET_FILE"
-_LONGEST = 4096  # bytes of a secret
-_SHORTEST = 16
+_SHORTEST, _LONGEST = 16, 4096  # bytes of a secret. A shorter one could be guessed
 
 
 @dataclasses.dataclass(frozen=True)
 class Secret:
-    """A secret.
-
-    Attributes:
-        key: the bytes. They are not shown.
-        source: where it was found, in words.
-    """
+    """A secret. Its key is never shown."""
 
     key: bytes = dataclasses.field(repr=False)
-    source: str
+    source: str  # where it was found, in words
 
     def proof(self, end: str, challenges: tuple[str, str], job: str, rank: int, size: int) -> str:
         """What only those can compute who know the secret, for one end ("process" or "server") of one connection."""
         parts = ["jaxpar 1", end, *challenges, job, str(rank), str(size)]
         framed = "".join(f"{len(part)}:{part}" for part in parts)
         return hmac.new(self.key, framed.encode(), hashlib.sha256).hexdigest()
+
+    def is_proof(self, given: str, *about: Any) -> bool:
+        """Whether a text is this proof, in a time that does not depend on the text."""
+        return hmac.compare_digest(given.encode(), self.proof(*about).encode())
 
 
 def new(source: str) -> Secret:
@@ -49,17 +48,10 @@ def challenge() -> str:
     return secrets.token_hex(16)
 
 
-def is_equal(one: str, other: str) -> bool:
-    """Whether two proofs are equal, in a time that does not depend on them."""
-    return hmac.compare_digest(one.encode(), other.encode())
-
-
 def find(env: Mapping[str, str] = os.environ) -> Secret | None:
-    """The secret in `JAXPAR_SECRET`, in the file `JAXPAR_SECRET_FILE`, or in `~/.config/jaxpar/secret`. None: none.
+    """The secret in `JAXPAR_SECRET`, in the file `JAXPAR_SECRET_FILE`, or in `~/.config/jaxpar/secret`, if any.
 
-    Raises:
-        RuntimeError: it is shorter than 16 bytes or longer than 4096. A file that others can read, that belongs to
-            another user, or that `JAXPAR_SECRET_FILE` names and that cannot be read.
+    One of another length, or in a file that others can read, is a `RuntimeError`.
     """
     if (value := env.get(VARIABLE)) is not None:
         return _checked(value.encode(errors="surrogateescape"), f"the variable {VARIABLE}")
@@ -74,21 +66,17 @@ def _read(path: str) -> Secret:
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would not return
         with open(descriptor, "rb") as file:
-            about = os.fstat(descriptor)
-            _check_owner(path, about)
+            about = os.fstat(descriptor)  # of what is open: the path may be another file by now
+            if not stat.S_ISREG(about.st_mode):
+                raise RuntimeError(f"distributed.initialize: the secret {path} is not a regular file")
+            if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o077):
+                raise RuntimeError(
+                    f"distributed.initialize: the secret {path} must belong to you and be readable by you only; "
+                    f"run `chmod 600 {path}`, and make a new one if others could read it"
+                )
             return _checked(file.read(_LONGEST + 1), f"the file {path}")
     except OSError as error:
         raise RuntimeError(f"distributed.initialize: the secret in {path} cannot be read: {error.strerror}") from None
-
-
-def _check_owner(path: str, about: os.stat_result) -> None:
-    if not stat.S_ISREG(about.st_mode):
-        raise RuntimeError(f"distributed.initialize: the secret {path} is no regular file")
-    if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o077):
-        raise RuntimeError(
-            f"distributed.initialize: the secret {path} must belong to you and be readable by you only; "
-            f"run `chmod 600 {path}`, and make a new one if others could read it"
-        )
 
 
 def _checked(key: bytes, source: str) -> Secret:

@@ -4,6 +4,9 @@ It is in the launcher where there is one, else in a thread of process 0. Each pr
 connection that closes without a message is a killed process, which is noticed at once. A process without a heartbeat
 for `heartbeat_timeout` seconds is frozen, or its host is gone.
 
+An elastic run goes on after the loss of a process other than 0. The server forgets the lost one, so that another may
+join in its place, once process 0 has said that jax has forgotten it too.
+
 An invalid message ends the connection that it came from, and no other. A process of the run that sends one is reported
 as lost. Where the run has a secret, a connection takes part in nothing before it has proved that it knows it.
 
@@ -13,75 +16,96 @@ seconds until the proof and between heartbeats.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import errno
 import selectors
 import socket
+import time
 from collections.abc import Callable
+from typing import Any
 
-from .connection import INTERVAL, AwakeClock, JsonConnection
-from .listener import Listener
-from .messages import FROM_PROCESS, LONGEST, Message, job_name
-from .peer import Lost, Peer
+from .._core.text import say
+from .connection import FROM_PROCESS, INTERVAL, LONGEST, AwakeClock, JsonConnection, Message, clean
 from .pulse import Pulse
-from .secret import Secret, challenge, is_equal
+from .secret import Secret, challenge
+from .thread import daemon
 
-HEARTBEAT_TIMEOUT = 10.0  # seconds; with one second between heartbeats, a loss is noticed within 12
+HEARTBEAT_TIMEOUT = 10.0  # seconds: a busy machine may delay some heartbeats. A loss is noticed within 12
+ELASTIC_TIMEOUT = 4.0  # in an elastic run: the others wait so long, and a false alarm costs one process only
 INTERRUPTED = (130, 143)  # exit statuses after SIGINT and SIGTERM
 INTERRUPT_GRACE = 5.0  # seconds which the others have to end by themselves after one was interrupted
 _MOST_PENDING = 64  # connections that are no process of the run yet, or its size; one more closes the oldest
-_LONGEST_EARLY = 1 << 13  # bytes of a message before a process takes part
-_HELLO_TIMEOUT = 5.0  # seconds in which a connection sends its hello and its proof
+_LONGEST_EARLY = 1 << 13  # bytes of a message before a process takes part: a hello is shorter
+_HELLO_TIMEOUT = 5.0  # seconds in which a connection sends its hello and its proof: no work comes between them
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """The first process that was lost."""
+
+    rank: int
+    host: str
+    why: str  # as a clause
+
+
+@dataclasses.dataclass(eq=False)
+class Peer:
+    """One connection to the server."""
+
+    connection: JsonConnection
+    last_message: float  # when it came, or when the connection began
+    rank: int = -1  # which process of the run it is, -1 before it takes part
+    hello: Message | None = None  # while it has not proved that it knows the secret
+    challenge: str = ""  # what it has to prove that with
+    timeout: float = 0.0  # seconds for which it waits for the other processes
+    is_leaving: bool = False  # it ends, or was refused; its further messages do not count
+    is_paused: bool = False  # it is not read for now, since it sent too much
+    is_dropped: bool = False  # its connection is closed
 
 
 class HeartbeatServer:
-    """A server without a thread. Its owner calls `key.data()` for what is ready, and `check()` twice a second.
+    """A server without a thread. Its owner calls `key.data()` for each ready socket, and `check()` twice a second.
 
-    Args:
-        selector: gets the server's sockets. Their data is the function to call.
-        listener: a listening socket.
-        job: the name of this run. Processes of another job are dropped.
-        size: how many processes there are.
-        secret: of the run. None lets every process take part that names the job.
-        heartbeat_timeout: seconds without a heartbeat after which a process is lost.
-        join_timeout: seconds from the first process to the last. The largest timeout of a process counts.
-        pulse: gets the connections of the processes, if the server is in a process that trains.
-        on_close: called with the rank of a connection that closes without a message. None reports it as lost.
-
-    Attributes:
-        peers: the connected processes, by rank.
-        lost: the first loss, or None.
-        hint: what the processes resume from, or None.
+    `on_leave` makes the run elastic. It is called with the rank of a process that is lost, and why.
     """
 
     def __init__(
         self,
-        selector: selectors.BaseSelector,
+        selector: selectors.BaseSelector,  # gets the server's sockets; their data is the function to call
         listener: socket.socket,
         *,
-        job: str,
-        size: int,
-        secret: Secret | None = None,
+        job: str,  # the name of this run; processes of another job are dropped
+        size: int,  # how many processes there are
+        secret: Secret | None = None,  # None lets every process take part that names the job
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
-        join_timeout: float = 1.0,
-        pulse: Pulse | None = None,
-        on_close: Callable[[int], None] | None = None,
+        join_timeout: float = 1.0,  # seconds from the first process to the last; the largest of a process counts
+        pulse: Pulse | None = None,  # gets the connections, if the server is in a process that trains
+        launched: bool = False,  # a launcher sees the status of a process, so a closed connection alone is no loss
+        on_leave: Callable[[int, str], None] | None = None,
+        on_work: Callable[[int], None] = lambda rank: None,  # called with the rank of a process that works
     ):
-        self.job, self.size, self._secret = job_name(job), size, secret
+        self.job, self.size, self._secret = clean("job", job), size, secret
         self.heartbeat_timeout, self.join_timeout = heartbeat_timeout, join_timeout
-        self.peers: dict[int, Peer] = {}
-        self.lost: Lost | None = None
-        self.hint: str | None = None
+        self.peers: dict[int, Peer] = {}  # the connected processes, by rank
+        self.lost: Lost | None = None  # the first loss
+        self.hint: str | None = None  # what the processes resume from
         self._sent_hint: str | None = None
-        self._hosts: dict[int, str] = {}
-        self._on_close = on_close or (lambda rank: self.report(rank, "its connection closed (killed?)"))
-        self._selector, self._pulse = selector, pulse
-        self._pending: list[Peer] = []  # connections without a hello, the oldest first
+        self._hosts: dict[int, str] = {}  # of all that have joined
+        self._selector, self._listener, self._pulse = selector, listener, pulse
+        self._launched, self._on_leave, self._on_work = launched, on_leave, on_work
+        self._pending: list[Peer] = []  # connections that are no process of the run yet, the oldest first
         self._refused: str | None = None  # why the run cannot begin
         self._faults: list[str] = []  # why processes were dropped or refused while others were joining
         self._interrupt: tuple[float, int, str] | None = None  # when to report which process, and why
+        self._unreleased = collections.Counter[int]()  # losses that process 0 was told and has not released
         self._clock, self._last_heartbeat = AwakeClock(), 0.0
         self._is_joining, self._first_join = True, None
         self._most_pending = max(_MOST_PENDING, size)
-        self._listener = Listener(selector, listener, 4 * self._most_pending, self._connect)
+        self._accepted, self._accepted_since = 0, 0.0  # how many connections since when
+        listener.setblocking(False)
+        self._listen()
 
     def check(self) -> None:
         """Send heartbeats, and report processes that are silent or did not join."""
@@ -103,11 +127,29 @@ class HeartbeatServer:
         self._check_join_timeout(now)
 
     def report(self, rank: int, why: str) -> None:
-        """Report to every process that `rank` is lost. Only the first loss is reported."""
+        """Report to every process that `rank` is lost. Only the first loss is reported.
+
+        In an elastic run, forget the process instead, if the others can continue.
+        """
+        if self._on_leave is not None and rank and not self._is_joining:
+            self._on_leave(rank, why)
+            return self.forget(rank)
         if self.lost is None:
+            why += "; an elastic run cannot continue without process 0" if self._on_leave and not rank else ""
             self._send_hint()
             self.lost = Lost(rank, self._hosts.get(rank, socket.gethostname()), why)
             self._send_all(lost=rank, host=self.lost.host, why=why)
+
+    def forget(self, rank: int) -> None:
+        """Let another process of an elastic run join in the place of this one."""
+        self._hosts.pop(rank, None)
+        if rank in self.peers:
+            self._drop(self.peers[rank])
+        if 0 in self.peers and not self._is_joining:  # before that, jax runs in none of them
+            self._unreleased[rank] += 1
+            self.peers[0].connection.send(left=rank)
+        if self._interrupt is not None and self._interrupt[1] == rank:
+            self._interrupt = None
 
     @property
     def is_over(self) -> bool:
@@ -118,6 +160,8 @@ class HeartbeatServer:
         """Close all connections and the listener."""
         for peer in [*self.peers.values(), *self._pending]:
             self._drop(peer)
+        if self._listen_again is None:
+            self._selector.unregister(self._listener)
         self._listener.close()
 
     def _send_all(self, **message: object) -> None:
@@ -130,23 +174,59 @@ class HeartbeatServer:
             self._sent_hint = self.hint
             self._send_all(hint=self.hint)
 
-    def _connect(self, sock: socket.socket) -> None:
+    # Connections: the next ones wait where there were too many in a second, and one that floods is read later.
+
+    def _listen(self) -> None:
+        self._listen_again: float | None = None
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _stop_listening(self, until: float) -> None:
+        self._listen_again = until
+        self._selector.unregister(self._listener)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in _EXHAUSTED:  # the connection stays, so the selector would report it forever
+                self._stop_listening(self._clock.now + INTERVAL / 2)
+            return
+        self._accepted += 1
+        if self._accepted >= 4 * self._most_pending:
+            self._stop_listening(self._accepted_since + INTERVAL)
         if len(self._pending) >= self._most_pending:
             self._drop(self._pending[0])
         peer = Peer(JsonConnection(sock, FROM_PROCESS, _LONGEST_EARLY), self._clock.now)
         self._pending.append(peer)
         self._watch(peer)
 
+    def _resume(self, now: float) -> None:
+        """Listen and read again after a pause."""
+        if now - self._accepted_since >= INTERVAL:
+            self._accepted, self._accepted_since = 0, now
+        if self._listen_again is not None and now >= self._listen_again:
+            self._listen()
+        for peer in [*self._pending, *self.peers.values()]:
+            if peer.is_paused and not peer.connection.is_flooding:
+                self._watch(peer)
+
     def _watch(self, peer: Peer) -> None:
         peer.is_paused = False
         self._selector.register(peer.connection.sock, selectors.EVENT_READ, lambda: self._read(peer))
 
-    def _resume(self, now: float) -> None:
-        """Listen and read again after a pause."""
-        self._listener.check(now)
-        for peer in [*self._pending, *self.peers.values()]:
-            if peer.is_paused and not peer.connection.is_flooding:
-                self._watch(peer)
+    def _drop(self, peer: Peer) -> None:
+        if peer.is_dropped:  # an elastic run has forgotten it already
+            return
+        if peer in self._pending:
+            self._pending.remove(peer)
+        if self.peers.get(peer.rank) is peer:
+            del self.peers[peer.rank]
+        if not peer.is_paused:
+            self._selector.unregister(peer.connection.sock)
+        peer.is_dropped = True
+        peer.connection.close()
+
+    # What a connection sends
 
     def _read(self, peer: Peer) -> None:
         if peer.is_dropped:  # by another connection in the same turn
@@ -160,7 +240,7 @@ class HeartbeatServer:
         elif peer.connection.is_closed:
             self._drop(peer)
             if self._can_be_lost(peer):
-                self._on_close(peer.rank)
+                self._handle_close(peer.rank)
         elif peer.connection.is_flooding:
             peer.is_paused = True
             self._selector.unregister(peer.connection.sock)
@@ -168,8 +248,14 @@ class HeartbeatServer:
     def _can_be_lost(self, peer: Peer) -> bool:
         return peer.rank >= 0 and not peer.is_leaving and self._refused is None
 
+    def _handle_close(self, rank: int) -> None:
+        if not self._launched:
+            self.report(rank, "its connection closed (killed?)")
+        elif self._on_leave is not None and rank:
+            self.forget(rank)
+
     def _handle_fault(self, peer: Peer, fault: str) -> None:
-        """Drop a connection for what it sent. Before the run begins, the process may connect again."""
+        """Drop a connection that sent an invalid message. Before the run begins, the process may connect again."""
         why = f"it sent an invalid message: {fault}"
         if peer.rank >= 0 and self._is_joining:
             del self._hosts[peer.rank]
@@ -177,16 +263,6 @@ class HeartbeatServer:
         elif self._can_be_lost(peer):
             self.report(peer.rank, why)
         self._drop(peer)
-
-    def _drop(self, peer: Peer) -> None:
-        if peer in self._pending:
-            self._pending.remove(peer)
-        if self.peers.get(peer.rank) is peer:
-            del self.peers[peer.rank]
-        if not peer.is_paused:
-            self._selector.unregister(peer.connection.sock)
-        peer.is_dropped = True
-        peer.connection.close()
 
     def _handle(self, peer: Peer, message: Message) -> None:
         if peer.is_leaving:
@@ -209,9 +285,26 @@ class HeartbeatServer:
             peer.is_leaving = True
             if peer.rank == 0:
                 self._send_all(closing=1)  # a server in process 0 will be gone
+        elif "working" in message:
+            self._on_work(peer.rank)
+        elif "released" in message and peer.rank == 0:
+            self._release(message["released"])
+
+    def _release(self, rank: int) -> None:
+        self._unreleased[rank] -= 1
+        if rank in self.peers and not self._unreleased[rank]:
+            self._send_go(self.peers[rank])
+
+    def _send_go(self, peer: Peer) -> None:
+        """Have a process begin that comes later than the others."""
+        if self.lost is None:
+            peer.connection.send(go=1, host=socket.gethostname())
+            if self.hint is not None:
+                peer.connection.send(hint=self.hint)
+
+    # How a connection becomes a process of the run: its hello, the proof of the secret, a welcome
 
     def _admit(self, peer: Peer, message: Message) -> None:
-        """Handle what comes before a process takes part: its hello, and its answer to the challenge."""
         if peer.hello is not None:
             return self._handle_answer(peer, peer.hello, message)
         if "hello" not in message:
@@ -229,7 +322,7 @@ class HeartbeatServer:
         if "answer" not in message:
             return self._handle_fault(peer, "the answer to the challenge comes after hello")
         about = ((peer.challenge, message["answer"]), self.job, hello["rank"], hello["size"])
-        if not is_equal(message["proof"], self._secret.proof("process", *about)):
+        if not self._secret.is_proof(message["proof"], "process", *about):
             self._record_fault("a process with another secret was dropped")
             return self._drop(peer)
         peer.connection.send(proof=self._secret.proof("server", *about))
@@ -256,6 +349,8 @@ class HeartbeatServer:
         elif self._is_joining and len(self.peers) == self.size:
             self._is_joining = False
             self._send_all(go=1, host=socket.gethostname())
+        elif not self._is_joining and self._unreleased[rank] <= 0:
+            self._send_go(peer)  # it comes back in an elastic run
 
     def _objection(self, rank: int, size: int) -> str | None:
         """Why a process with these numbers cannot take part, or None."""
@@ -264,11 +359,11 @@ class HeartbeatServer:
         if rank >= size:
             return f"process {rank} was started as one of {size}, the processes of this run are 0 to {size - 1}"
         if rank in (self._hosts if self.lost is None else self.peers):
-            return f"two processes say that they are process {rank}; each needs a number of its own"
+            return f"two processes say that they are process {rank}; each needs its own number"
         return None
 
     def _record_fault(self, why: str) -> None:
-        if why not in self._faults and len(self._faults) < 3:
+        if why not in self._faults and len(self._faults) < 3:  # a hostile peer may cause many
             self._faults.append(why)
 
     def _check_join_timeout(self, now: float) -> None:
@@ -277,12 +372,37 @@ class HeartbeatServer:
         if not self._is_joining or self._first_join is None or now - self._first_join <= limit:
             return
         missing = [rank for rank in range(self.size) if rank not in self.peers]
-        absent = f"{_name_processes(missing)} of {self.size} did not come within {limit:g} seconds"
+        names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        plural = "es" if len(missing) > 1 else ""
+        absent = f"process{plural} {names} of {self.size} did not come within {limit:g} seconds"
         self._refused = "; ".join([absent, *self._faults])
         self._is_joining = False
         self._send_all(refused=self._refused)
 
 
-def _name_processes(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"process{'es' if len(ranks) > 1 else ''} {shown}"
+class ServerThread:
+    """A heartbeat server in a thread of process 0, for runs without launcher. It runs until every process has left.
+
+    The options are those of `HeartbeatServer`. The thread is not started.
+    """
+
+    def __init__(self, listener: socket.socket, *, elastic: bool = False, **options: Any):
+        self._selector = selectors.DefaultSelector()
+        on_leave = (lambda rank, why: say(f"process {rank} was lost: {why}; the others continue")) if elastic else None
+        self.server = HeartbeatServer(self._selector, listener, **options, on_leave=on_leave)
+        self.thread = daemon("jaxpar-heartbeat-server", self._run, "the run ends", self.server.close)
+
+    def _run(self) -> None:
+        while not self.server.is_over:
+            for key, _ in self._selector.select(INTERVAL / 2):
+                key.data()
+            self.server.check()
+        self.server.close()
+        self._selector.close()
+
+    def wait_for_peers(self, seconds: float) -> None:
+        """Wait until every peer has closed its connection, so that none sees a reset before the last message."""
+        end = time.monotonic() + seconds
+        gone = {0} if self.server.lost is None else {0, self.server.lost.rank}
+        while time.monotonic() < end and set(self.server.peers) - gone:
+            time.sleep(0.02)

@@ -18,10 +18,7 @@ def daemon(
 ) -> threading.Thread:
     """A thread that does not keep the process alive. It is not started.
 
-    Args:
-        run: what it does. An exception ends the thread, with its trace and one line on standard error.
-        consequence: what follows then, as a clause.
-        end: is called then.
+    An exception ends it, with its trace and one line that names the consequence. Then `end` is called.
     """
 
     def watched() -> None:

@@ -8,29 +8,22 @@ import queue
 import selectors
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO
 
 from .._heartbeat import thread
 
-_LONGEST = 1 << 16  # bytes of a line without an end that are held back
+_LONGEST = 1 << 16  # bytes of a line without an end that are held back, such as a bar that is drawn again and again
 
 
 class Output:
-    """Writes to standard output and error in a thread: a pager that stops reading must not stop the launcher.
-
-    Attributes:
-        is_broken: whether the reader has closed the pipe.
-    """
+    """Writes to standard output and error in a thread: a pager that stops reading must not stop the launcher."""
 
     def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self.is_broken = False  # whether the reader has closed the pipe
         lost = "what the processes print is lost, and the run is ended"
         self._thread = thread.daemon("jaxpar-output", self._run, lost, self._break)
-        self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
-        self.is_broken = False
-
-    def start(self) -> None:
-        """Start the thread. It writes until `finish`."""
         self._thread.start()
 
     def _break(self) -> None:
@@ -46,7 +39,7 @@ class Output:
                     self.is_broken = True
 
     def write(self, descriptor: int, data: bytes) -> None:
-        """Put bytes in the queue of this thread."""
+        """Have the thread write bytes."""
         self._queue.put((descriptor, data))
 
     def say(self, line: str) -> None:
@@ -60,21 +53,18 @@ class Output:
 
 
 class Stream:
-    """A pipe of a child. Each line is written whole, after a prefix.
+    """A pipe of a child, which the selector reads until its end. Each line is written whole, after a prefix."""
 
-    Attributes:
-        is_open: whether the pipe has not ended.
-    """
-
-    def __init__(self, pipe: IO[bytes], prefix: str, write: Callable[[bytes], None]):
+    def __init__(self, pipe: IO[bytes], prefix: str, descriptor: int, output: Output, selector: selectors.BaseSelector):
+        self.is_open = True
+        self._pipe, self._prefix, self._rest = pipe, prefix.encode(), b""
+        self._descriptor, self._output, self._selector = descriptor, output, selector
         os.set_blocking(pipe.fileno(), False)
-        self.pipe, self.is_open = pipe, True
-        self._prefix, self._write, self._rest = prefix.encode(), write, b""
+        selector.register(pipe, selectors.EVENT_READ, self._read)
 
-    def read(self) -> None:
-        """Read what is there. At the end of the pipe `is_open` becomes False."""
+    def _read(self) -> None:
         try:
-            data = os.read(self.pipe.fileno(), 1 << 18)
+            data = os.read(self._pipe.fileno(), 1 << 18)
         except BlockingIOError:
             return
         except OSError:
@@ -84,27 +74,28 @@ class Stream:
             lines, rest = [*lines, rest], b""
         self._rest = rest
         if lines:
-            self._write(b"".join(self._prefix + line + b"\n" for line in lines))
-        self.is_open = bool(data)
+            self._output.write(self._descriptor, b"".join(self._prefix + line + b"\n" for line in lines))
+        if not data:
+            self.is_open = False
+            self._selector.unregister(self._pipe)
+            self._pipe.close()
 
 
 class Child:
-    """A process in a session of its own, so that it can be ended with all that it started.
+    """A process in a session of its own, so that it can be ended with all that it started."""
 
-    Args:
-        rank: its number in this start.
-        slot: its number in the first start, which chooses its GPUs.
-        command, env: as for `subprocess.Popen`.
-        output: where its lines are written.
-
-    Attributes:
-        status: its exit status as a shell would say it, or None while it runs.
-    """
-
-    status: int | None
-
-    def __init__(self, rank: int, slot: int, command: Sequence[str], env: Mapping[str, str], output: Output):
-        self.rank, self.slot, self.status = rank, slot, None
+    def __init__(
+        self,
+        rank: int,
+        slot: int,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        output: Output,
+        selector: selectors.BaseSelector,
+    ):
+        self.rank = rank  # its number in this start
+        self.slot = slot  # its number in the first start, which chooses its GPUs
+        self.status: int | None = None  # as a shell would say it, None while it runs
         self.process = subprocess.Popen(
             list(command),
             env=dict(env),
@@ -115,9 +106,9 @@ class Child:
         )
         assert self.process.stdout is not None
         assert self.process.stderr is not None
-        self.streams = [
-            Stream(self.process.stdout, f"[{rank}] ", lambda data: output.write(1, data)),
-            Stream(self.process.stderr, f"[{rank}] ", lambda data: output.write(2, data)),
+        self._streams = [
+            Stream(self.process.stdout, f"[{rank}] ", 1, output, selector),
+            Stream(self.process.stderr, f"[{rank}] ", 2, output, selector),
         ]
 
     def poll(self) -> bool:
@@ -134,21 +125,10 @@ class Child:
             if number not in (signal.SIGKILL, signal.SIGSTOP):
                 os.killpg(self.process.pid, signal.SIGCONT)
 
-    def register(self, selector: selectors.BaseSelector) -> None:
-        """Have the selector read both streams until their ends."""
-        for stream in self.streams:
-            selector.register(stream.pipe, selectors.EVENT_READ, lambda stream=stream: self._read(stream, selector))
-
-    def _read(self, stream: Stream, selector: selectors.BaseSelector) -> None:
-        stream.read()
-        if not stream.is_open:
-            selector.unregister(stream.pipe)
-            stream.pipe.close()
-
     @property
     def is_read(self) -> bool:
         """Whether all output has been read."""
-        return not any(stream.is_open for stream in self.streams)
+        return not any(stream.is_open for stream in self._streams)
 
 
 def describe_status(status: int) -> str:

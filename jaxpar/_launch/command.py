@@ -11,21 +11,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._core.parsers import number
-from .._heartbeat.elastic_server import ELASTIC_TIMEOUT
-from .._heartbeat.server import HEARTBEAT_TIMEOUT
+from .._heartbeat.server import ELASTIC_TIMEOUT, HEARTBEAT_TIMEOUT
 from . import launcher
 
 _ABOUT = """\
 Start n processes on this machine. Each line that they print begins with the rank of its process. A script that begins
-with jaxpar.distributed.initialize() needs nothing else. When one process fails, is killed or frozen, all are ended.
-With --max-restarts they are started again. With --elastic only the lost one is, and joins the others, which go on; when
-process 0 is lost, all are ended. `python` as the first word is the interpreter that runs the launcher.
+with jaxpar.distributed.initialize() needs nothing else. If one process fails, is killed or freezes, the launcher ends
+all. With --max-restarts it starts all again. With --elastic it starts only the lost process again, and the others
+continue; if process 0 is lost, all end. `python` as the first word is the interpreter that runs the launcher.
 
-It is for one machine only. For several, start the same script by SLURM, Open MPI, Kubernetes, Ray Train or SkyPilot,
-which docs/cluster.md shows.
+The launcher is for one machine. For several, start the same script by SLURM, Open MPI, Kubernetes, Ray Train or
+SkyPilot, see docs/cluster.md.
 
-exit status: 0: all ended with 0. 2: bad arguments. 128 + signal: a signal ended the launcher. Else the status of the
-process that failed first, 128 + signal where it was killed.
+exit status: 0: all ended with 0. 2: bad arguments. 128 + signal: a signal ended the launcher. Otherwise the status of
+the process that failed first, or 128 + signal if a signal killed it.
 """
 
 
@@ -44,7 +43,7 @@ def add_parser(commands: Any) -> None:
     add("--gpus-per-process", type=count, metavar="K", help="GPUs of each process (default: an even share)")
     add("--max-restarts", type=number(int, 0), default=0, metavar="R", help="starts after a failure (default: 0)")
     add("--min-processes", type=count, metavar="M", help="a restart leaves out the lost one, down to M (default: N)")
-    add("--elastic", action="store_true", help="go on after a loss, and start the lost one again (default: no)")
+    add("--elastic", action="store_true", help="continue after a loss, and start the lost process again (default: no)")
     add("--coordinator-port", type=_port, metavar="P", help="where they meet (default: a free one at each start)")
     add("--env", action="append", default=[], type=_pair, metavar="K=V", help="a variable for all (default: none)")
     seconds = "seconds from SIGTERM to SIGKILL (default: 30)"
@@ -73,7 +72,7 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if args.min_processes is not None and args.min_processes > args.processes:
         parser.error(f"--min-processes {args.min_processes} is more than -n {args.processes}")
     if args.elastic and args.min_processes is not None:
-        parser.error("--min-processes is about restarts of all, and --elastic goes on without one: give one of them")
+        parser.error("give --min-processes, for restarts of all processes, or --elastic, which continues without one")
     if args.devices is not None and args.gpus_per_process is not None:
         parser.error("--devices emulates devices on the CPU, --gpus-per-process shares out GPUs: give one of them")
     env = dict(args.env)
@@ -118,11 +117,7 @@ def visible_gpus(env: Mapping[str, str], listing: Sequence[str]) -> list[str]:
 
 
 def share_gpus(gpus: Sequence[str], processes: int, each: int | None) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each process. `each` None shares all GPUs evenly.
-
-    Raises:
-        ValueError: there are not enough GPUs.
-    """
+    """CUDA_VISIBLE_DEVICES of each process. `each` None shares all GPUs evenly."""
     number = len(gpus) // processes if each is None else each
     if number < 1 or number * processes > len(gpus):
         raise ValueError(

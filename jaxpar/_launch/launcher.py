@@ -5,68 +5,57 @@ It holds the heartbeat server, so it notices a frozen process too.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import functools
 import os
 import secrets
 import selectors
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .._core.signals import Signals
 from .._heartbeat import secret
-from .._heartbeat.elastic_server import ElasticServer
-from .._heartbeat.messages import REFUSED
+from .._heartbeat.connection import LOST, REFUSED
 from .._heartbeat.server import HEARTBEAT_TIMEOUT, INTERRUPT_GRACE, INTERRUPTED, HeartbeatServer
 from .child import Child, Output, describe_status
-from .deaths import Deaths
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)  # the last one where the output is closed
-_EXIT_TIME = 3.0  # seconds in which a process ends by itself after a loss report
-_START_AGAIN = 1.0  # seconds from the loss of a process to its next start
+_EXIT_TIME = 3.0  # seconds in which a process ends by itself after a report: it waits for one, then for its peers
+_START_AGAIN = 1.0  # seconds from the loss of a process to its next start, so that one that fails at once costs little
 _POLL_INTERVAL = 0.25  # seconds between two checks of the processes without a signal
+_REST_TIME = 1.0  # seconds to read the rest of the output: a process in the background may hold a pipe open
+_WRITE_TIME = 5.0  # seconds to write it after a signal: a pager may not read
+
+_MOST_OWN = 3  # failures by itself, without a signal, before a process has worked again: the third is no accident
+_MOST = 10  # deaths of any kind, before it has worked again: short of memory, a machine may kill it a few times
+_MOST_IN_TIME, _TIME = 50, 600.0  # deaths within so many seconds, though it worked in between
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to start.
-
-    Attributes:
-        command: the program and its arguments.
-        processes: how many.
-        env: variables for all of them.
-        gpus: for each process, the value of CUDA_VISIBLE_DEVICES. Empty leaves the variable as it is.
-        max_restarts: how often all are started again after a failure.
-        min_processes: a restart leaves out the process that was lost, down to this many. None leaves out none.
-        port: of the coordinator. None takes a free one, another at each start.
-        grace: seconds between SIGTERM and SIGKILL.
-        heartbeat_timeout: seconds without a heartbeat after which a process counts as frozen.
-        elastic: whether the others go on after the loss of a process other than 0, which is started again by itself.
-    """
+    """What to start, see the options of `command`."""
 
     command: Sequence[str]
     processes: int
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    gpus: Sequence[str] = ()
-    max_restarts: int = 0
-    min_processes: int | None = None
-    port: int | None = None
-    grace: float = 30.0
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # for all of them
+    gpus: Sequence[str] = ()  # CUDA_VISIBLE_DEVICES of each process; empty leaves the variable as it is
+    max_restarts: int = 0  # how often all are started again after a failure
+    min_processes: int | None = None  # a restart leaves out the process that was lost, down to this many
+    port: int | None = None  # of the coordinator; None takes a free one, another at each start
+    grace: float = 30.0  # seconds between SIGTERM and SIGKILL: a checkpoint may take so long
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
-    elastic: bool = False
+    elastic: bool = False  # the others go on after the loss of one, which is started again by itself
 
 
 def launch(plan: Plan) -> int:
     """Run the processes until all have ended with 0, or one failed and no restart is left.
 
-    Returns:
-        0 where all ended with 0. 128 + signal where a signal ended the launcher. Else the status of the process that
-        failed first: 128 + signal where it was killed, 137 where it was frozen.
+    Return 0 where all ended with 0, 128 + signal where a signal ended the launcher, else the status of the process that
+    failed first: 128 + signal where it was killed, 137 where it was frozen.
     """
     output = Output()
-    output.start()
     slots, restart = list(range(plan.processes)), 0
     with Signals((*_ENDING[:3], signal.SIGTSTP, signal.SIGCHLD), wakes=True) as signals:
         while True:
@@ -75,12 +64,13 @@ def launch(plan: Plan) -> int:
             if status == 0 or _endings(signals) or restart == plan.max_restarts:
                 break
             restart += 1
-            slots = _slots_left(plan, slots, run)
+            if plan.min_processes is not None and len(slots) > plan.min_processes and run.first is not None:
+                slots = [slot for slot in slots if slot != run.first.slot]
             resume = f", from {run.server.hint}" if run.server.hint else ""
             number = f"{len(slots)} process{'es' if len(slots) > 1 else ''}"
             output.say(f"restart {restart} of {plan.max_restarts} with {number}{resume}")
     endings = _endings(signals)
-    output.finish(5.0 if endings else None)
+    output.finish(_WRITE_TIME if endings else None)
     return 128 + endings[0] if endings else status
 
 
@@ -89,50 +79,57 @@ def _endings(signals: Signals) -> list[int]:
     return [number for number in signals.received if number in _ENDING]
 
 
-def _slots_left(plan: Plan, slots: list[int], run: _Run) -> list[int]:
-    """The slots of the next start. It is without the process that was lost where fewer are allowed."""
-    if plan.min_processes is None or len(slots) <= plan.min_processes or run.first is None:
-        return slots
-    return [slot for slot in slots if slot != run.first.slot]
+class Deaths:
+    """How often the processes of an elastic run have died, by rank, and when that is endless."""
+
+    def __init__(self) -> None:
+        self._in_a_row: collections.defaultdict[int, list[int]] = collections.defaultdict(list)
+        self._times: collections.defaultdict[int, list[float]] = collections.defaultdict(list)
+
+    def add(self, rank: int, status: int) -> str:
+        """Note that a process ended with this status. Return why it is not to be started again, or nothing."""
+        now, row = time.monotonic(), self._in_a_row[rank]
+        row.append(status)
+        times = self._times[rank] = [at for at in self._times[rank] if now - at < _TIME] + [now]
+        own = sum(status < 128 and status != LOST for status in row)
+        if own >= _MOST_OWN or len(row) >= _MOST:
+            return f", {len(row)} times in a row"
+        if len(times) >= _MOST_IN_TIME:
+            return f", {len(times)} times within {(now - times[0]) / 60:.0f} minutes"
+        return ""
+
+    def end_row(self, rank: int) -> None:
+        """Note that a process works."""
+        self._in_a_row[rank].clear()
 
 
 class _Run:
-    """One start of all processes, to its end.
-
-    Attributes:
-        first: the process that failed first, or None.
-        server: the heartbeat server of this start.
-    """
+    """One start of all processes, to its end."""
 
     def __init__(self, plan: Plan, slots: Sequence[int], restart: int, signals: Signals, output: Output):
         self.plan, self.signals, self.output = plan, signals, output
-        self.first: Child | None = None
-        self._deadlines: list[tuple[float, int]] = []  # when to send which signal to those that still run
-        self._report_at: float | None = None
-        self._why = "the run is being ended"
+        self.first: Child | None = None  # the process that failed first
+        self._timers: list[tuple[float, Callable[[], object]]] = []  # what to do when
         self._is_interrupted, self._signals_handled = False, 0
+        self._deaths = Deaths()
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals.wake, selectors.EVENT_READ, signals.clear)
         listener = socket.create_server(("127.0.0.1", 0))
         job, own = secrets.token_hex(8), secret.new("the launcher")
-        self._deaths = Deaths()
-        kind = HeartbeatServer
-        if plan.elastic:
-            kind = functools.partial(ElasticServer, on_leave=self._kill, on_work=self._deaths.end_row)
-        self.server = kind(
+        self.server = HeartbeatServer(
             self._selector,
             listener,
             job=job,
             size=len(slots),
             secret=own,
             heartbeat_timeout=plan.heartbeat_timeout,
-            on_close=lambda rank: None,  # its exit status says more
+            launched=True,
+            on_leave=self._kill if plan.elastic else None,
+            on_work=self._deaths.end_row,
         )
-        run = {"JAXPAR_HUB": f"127.0.0.1:{listener.getsockname()[1]}", "JAXPAR_JOB": job}
-        run[secret.VARIABLE] = own.key.decode()
-        self._shared = {**_environment(plan, len(slots), restart), **run}
-        self._ending: dict[int, float] = {}  # when to kill which process that has said that it fails
-        self._starts: dict[int, float] = {}  # when to start which lost process again
+        hub = f"127.0.0.1:{listener.getsockname()[1]}"
+        meeting = {"JAXPAR_HUB": hub, "JAXPAR_JOB": job, secret.VARIABLE: own.key.decode()}
+        self._shared = {**_environment(plan, len(slots), restart), **meeting}
         self.children = [self._start(rank, slot) for rank, slot in enumerate(slots)]
 
     def wait(self) -> int:
@@ -151,9 +148,7 @@ class _Run:
         own = {"JAXPAR_PROCESS_ID": str(rank)}
         if self.plan.gpus:
             own["CUDA_VISIBLE_DEVICES"] = self.plan.gpus[slot]
-        child = Child(rank, slot, self.plan.command, {**self._shared, **own}, self.output)
-        child.register(self._selector)
-        return child
+        return Child(rank, slot, self.plan.command, {**self._shared, **own}, self.output, self._selector)
 
     def _step(self, seconds: float) -> None:
         # Before its messages are read: a process that has ended may have reported why, which says more than its status.
@@ -165,68 +160,63 @@ class _Run:
         if self.server.lost is not None and self.first is None:  # silent, or it reported its own failure
             self._end_others(self.children[self.server.lost.rank], self.server.lost.why, from_server=True)
         for child in failed:
-            if (why := self._start_again(child)) is not None:
-                self._end_others(child, describe_status(child.status or 0) + why)
-        self._start_due()
+            if not self.plan.elastic or child.rank == 0 or self._is_ending:
+                self._end_others(child, describe_status(child.status or 0))
+            else:
+                self._go_on_without(child)
         now = time.monotonic()
-        for rank in [rank for rank, end in self._ending.items() if now > end]:
-            del self._ending[rank]
-            self.children[rank].send_signal(signal.SIGKILL)
-        if self._report_at is not None and self.first is not None and now >= self._report_at:
-            self._report_at = None
-            self.server.report(self.first.rank, self._why)
-        while self._deadlines and now > self._deadlines[0][0]:
-            self._send_signal(self._deadlines.pop(0)[1])
+        due = [timer for timer in self._timers if now >= timer[0]]
+        self._timers = [timer for timer in self._timers if now < timer[0]]
+        for _, action in due:
+            action()
 
-    def _kill(self, rank: int, why: str, is_ending: bool) -> None:
-        """Kill a process that the others go on without, if it still runs. `_step` starts it again.
+    def _later(self, seconds: float, action: Callable[[], object]) -> None:
+        self._timers.append((time.monotonic() + seconds, action))
 
-        Args:
-            is_ending: whether it has said that it fails. Then it has time to end by itself, with a status of its own.
-        """
-        child = self.children[rank]
-        if is_ending:
-            self._ending[rank] = time.monotonic() + _EXIT_TIME
+    @property
+    def _is_ending(self) -> bool:
+        """Whether no lost process is started again."""
+        return self.first is not None or self._is_interrupted or bool(self.children[0].status)
+
+    # An elastic run: who is lost is killed, and started again by itself
+
+    def _kill(self, rank: int, why: str) -> None:
+        """Kill a process that the server has found lost, if it still runs. `_step` sees its end."""
+        child, peer = self.children[rank], self.server.peers.get(rank)
+        if peer is not None and peer.is_leaving:  # it has said that it fails, and ends with a status of its own
+            self._later(_EXIT_TIME, lambda: child.status is None and child.send_signal(signal.SIGKILL))
         elif child.status is None and child.process.poll() is None:
             self.output.say(f"process {rank} (pid {child.process.pid}) is lost: {why}")
             child.send_signal(signal.SIGKILL)
 
-    def _start_again(self, child: Child) -> str | None:
-        """Start a process again that failed, if the run is not over. None: the others go on. Else what to say more."""
-        first = self.children[0]
-        if not self.plan.elastic or child is first or self.first is not None or self._is_interrupted or first.status:
-            return ""
+    def _go_on_without(self, child: Child) -> None:
+        """Start a process again that failed. Where it dies endlessly, end the others."""
         status = child.status or 0
+        how = describe_status(status)
         if endless := self._deaths.add(child.rank, status):
-            return endless
-        self._ending.pop(child.rank, None)
-        how = f"process {child.rank} (pid {child.process.pid}) failed: {describe_status(status)}"
+            return self._end_others(child, how + endless)
+        how = f"process {child.rank} (pid {child.process.pid}) failed: {how}"
         child.send_signal(signal.SIGKILL)  # what it left running
-        assert isinstance(self.server, ElasticServer)
         self.server.forget(child.rank)
-        if first.status is not None:
+        if self.children[0].status is not None:
             self.output.say(f"{how}; the run is over")
         elif status == REFUSED:
-            self.output.say(f"{how}, for another program; it is not started again, and the others go on")
+            self.output.say(f"{how}, with another program; it is not started again, and the others continue")
         else:
-            self._starts[child.rank] = time.monotonic() + _START_AGAIN
-            self.output.say(f"{how}; the others go on")
-        return None
+            self._later(_START_AGAIN, lambda: self._start_again(child))
+            self.output.say(f"{how}; the others continue")
 
-    def _start_due(self) -> None:
-        """Start the lost processes again whose time has come."""
-        for rank, due in list(self._starts.items()):
-            if self.first is not None or self._is_interrupted or self.children[0].status is not None:
-                del self._starts[rank]
-            elif time.monotonic() > due:
-                del self._starts[rank]
-                self.children[rank] = self._start(rank, self.children[rank].slot)
-                self.output.say(f"process {rank} is started again as pid {self.children[rank].process.pid}")
+    def _start_again(self, child: Child) -> None:
+        if not self._is_ending and self.children[0].status is None:
+            self.children[child.rank] = again = self._start(child.rank, child.slot)
+            self.output.say(f"process {child.rank} is started again as pid {again.process.pid}")
+
+    # The end of all: after a signal, or after the first failure
 
     def _handle_signals(self) -> None:
         """Pass signals on to the processes. A second Ctrl-C kills them."""
         if signal.SIGTSTP in self.signals.received:
-            while signal.SIGTSTP in self.signals.received:
+            while signal.SIGTSTP in self.signals.received:  # a new list would lose a signal that comes meanwhile
                 self.signals.received.remove(signal.SIGTSTP)
             self._send_signal(signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -237,7 +227,7 @@ class _Run:
         if endings and not self._is_interrupted:
             self._is_interrupted, self._signals_handled = True, len(endings)
             self._send_signal(signal.SIGINT if endings[0] == signal.SIGINT else signal.SIGTERM)
-            self._deadlines = [(time.monotonic() + self.plan.grace, signal.SIGKILL)]
+            self._later(self.plan.grace, lambda: self._send_signal(signal.SIGKILL))
         elif len(endings) > self._signals_handled:
             self._signals_handled = len(endings)
             self._send_signal(signal.SIGKILL)
@@ -250,23 +240,23 @@ class _Run:
         if self.first is not None:
             return
         self.first = failed
-        now = time.monotonic()
         # Where one was interrupted the others may have been, too; one that waits for it cannot end by itself.
         is_interrupt = self._is_interrupted or failed.status in INTERRUPTED
         wait = min(INTERRUPT_GRACE, self.plan.grace) if is_interrupt else 0.0
-        self._report_at = now + wait
+        reported = "the run is being ended" if self._is_interrupted else why
+        self._later(wait, lambda: self.server.report(failed.rank, reported))
         if self._is_interrupted:
             return
         self.output.say(f"process {failed.rank} (pid {failed.process.pid}) failed: {why}; ending the others")
-        self._why = why
         connected = set(self.server.peers)
         if from_server and failed.rank in connected and not self.server.peers[failed.rank].is_leaving:
             failed.send_signal(signal.SIGKILL)  # frozen
         for other in self.children:
             if other.rank not in connected and not wait:
                 other.send_signal(signal.SIGTERM)
-        start = now + wait + (_EXIT_TIME if connected else 0.0)
-        self._deadlines = [(start, signal.SIGTERM), (start + self.plan.grace, signal.SIGKILL)]
+        wait += _EXIT_TIME if connected else 0.0
+        self._later(wait, lambda: self._is_interrupted or self._send_signal(signal.SIGTERM))
+        self._later(wait + self.plan.grace, lambda: self._send_signal(signal.SIGKILL))
 
     def _send_signal(self, number: int) -> None:
         for child in self.children:
@@ -274,10 +264,10 @@ class _Run:
                 child.send_signal(number)
 
     def _read_rest(self) -> None:
-        """Read the rest of the output, for a second at most: a process in the background may hold a pipe open."""
+        """Read the rest of the output, after the end of all processes."""
         if self.first is not None or self._is_interrupted:
             self._kill_rest()
-        end = time.monotonic() + 1.0
+        end = time.monotonic() + _REST_TIME
         while time.monotonic() < end and not all(child.is_read for child in self.children):
             for key, _ in self._selector.select(0.1):
                 key.data()

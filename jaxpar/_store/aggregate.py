@@ -1,4 +1,7 @@
-"""A push as a pure function of arrays: sum, then update. Runs under `jit`, `pmap`, `shard_map` and `vmap`."""
+"""What a push computes: the sums over the devices, then the update by them. Pure functions of arrays.
+
+They run under `jit`, `pmap`, `shard_map` and `vmap`, with the name of a mapped axis or without.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._core import checks
+from .._core.arrays import is_traced
 from .._devices import collectives
 from .._devices.user_mesh import split_like, unsplit
-from . import compressed
+from ..compression import _is_two_way as is_two_way, _start_owner as start_owner
+from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, stateless
+from . import tree_optimizer
+from .placing import lay_out
 from .store import (
     Arrays,
     Changes,
     KVStore,
     Lists,
-    has_types,
+    Rows,
     is_on_mesh,
     is_split,
     kind_of,
@@ -30,7 +37,9 @@ from .store import (
     shapes_of,
     shards,
 )
-from .update import update
+
+_NUMBER = "num_update"  # its name in MXNet
+Pair = tuple[jax.Array, Any]  # a new value and a new state
 
 POSITION = "position"  # the axis of a pushed list of values
 
@@ -50,10 +59,8 @@ def axis_size(axis_name: str, what: str) -> int:
     try:
         return lax.axis_size(axis_name)
     except NameError as error:
-        raise NameError(
-            f"{what}: axis_name={axis_name!r} is the axis of no pmap or shard_map around this call; leave it out "
-            "for values outside of them"
-        ) from error
+        no_axis = f"no pmap or shard_map around this call has the axis axis_name={axis_name!r}"
+        raise NameError(f"{what}: {no_axis}; leave it out for values outside of them") from error
 
 
 def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict[int, Any]]:
@@ -64,10 +71,8 @@ def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict
     """
     kind = kind_of(store)
     if is_on_mesh(store):  # a mapped axis would give a device parts of them that fit no push
-        raise ValueError(
-            "kv.push: values of this store are split over a mesh in their own shapes; push without axis_name, at the "
-            'prompt or under jit, or train by make_train_step(loss_fn, engine="jit")'
-        )
+        hint = 'push without axis_name, or train by make_train_step(loss_fn, engine="jit")'
+        raise ValueError(f"kv.push: values of this store are split over a mesh in their own shapes; {hint}")
     if is_split(store) and axis_size(axis_name, "kv.push") != shards(store):
         raise ValueError(
             f"kv.push: the axis {axis_name!r} has {lax.axis_size(axis_name)} devices, but the store of kind "
@@ -98,8 +103,6 @@ def local_sums(store: KVStore, pushed: Lists) -> Arrays:
 def as_stored(store: KVStore, key: int, value: jax.Array) -> jax.Array:
     """A pushed value in the stored dtype, split over a user's mesh as the stored value is."""
     value = value.astype(store.values[key].dtype)
-    if not has_types((value, store.values[key])):
-        return value
     return unsplit(value) if is_split(store) else split_like(value, store.values[key])
 
 
@@ -112,10 +115,8 @@ def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any
     for count in sorted({len(pushed[k]) for k in small}):
         keys = [k for k in pushed if k in small and len(pushed[k]) == count]
         if is_split(store) and count != shards(store):
-            raise ValueError(
-                f"kv.push: keys {checks.shorten(keys)} are compressed in a store of kind {store.kind!r}; push one "
-                f"value for each of its {shards(store)} devices, got {count}"
-            )
+            wanted = f"push one value for each of its {shards(store)} devices, got {count}"
+            raise ValueError(f"kv.push: keys {checks.shorten(keys)} are compressed in a {store.kind!r} store; {wanted}")
         stacked = {k: jnp.stack([as_stored(store, k, v) for v in pushed[k]]) for k in keys}
         held = residuals_for(store, dict.fromkeys(keys, count))
         summed, new = jax.vmap(
@@ -153,7 +154,7 @@ def compressed_keys(store: KVStore, keys: Iterable[int]) -> set[int]:
     if store.compressor is None:
         return set()
     shapes = shapes_of(store)
-    return {k for k in keys if store.compressor.pays(shapes[k], store.values[k].dtype)}
+    return {k for k in keys if k not in store.frozen and store.compressor.pays(shapes[k], store.values[k].dtype)}
 
 
 def start_residuals(store: KVStore, key: int, count: int) -> Any:
@@ -163,11 +164,7 @@ def start_residuals(store: KVStore, key: int, count: int) -> Any:
 
 
 def residuals_for(store: KVStore, counts: Mapping[int, int]) -> dict[int, Any]:
-    """The states of as many pushed values of each key as `counts` says.
-
-    Raises:
-        ValueError: the last push of a key had another number of values.
-    """
+    """The states of as many pushed values of each key as `counts` says."""
     residuals: dict[int, Any] = {}
     for k, count in counts.items():
         held = store.residuals.get(k)
@@ -175,10 +172,9 @@ def residuals_for(store: KVStore, counts: Mapping[int, int]) -> dict[int, Any]:
             continue
         before = jax.tree.leaves(held)[0].shape[0]
         if before != count:
-            raise ValueError(
-                f"kv.push: key {k} is compressed and was pushed with {before} values before, now with {count}; each "
-                "position has a residual of its own (kv.set_gradient_compression starts them from scratch)"
-            )
+            lengths = f"pushed with {before} values before, now with {count}"
+            hint = "kv.set_gradient_compression starts the residuals from scratch"
+            raise ValueError(f"kv.push: key {k} is compressed and was {lengths}; {hint}")
         residuals[k] = held
     for count in set(counts.values()):
         keys = [k for k in counts if k not in residuals and counts[k] == count]
@@ -212,17 +208,119 @@ def _start_all(store: KVStore, keys: list[int], count: int) -> list[Any]:
 
 
 def _start_on_device(store: KVStore, keys: list[int], device: Any, count: int) -> list[Any]:
-    """What the compressor remembers for these keys on one of `count` devices before the first push."""
-    assert store.compressor is not None
-    own, rows = shapes_of(store), None
-    shapes = [own[k] for k in keys]
-    if is_split(store) and not store.compressor.linear:
-        cut = rows_of(store)
-        rows, shapes = shards(store), [(cut[k].chunk,) for k in keys]
-    dtypes = [store.values[k].dtype for k in keys]
-    return compressed.start(store.compressor, shapes, dtypes, [_seed(k, device) for k in keys], rows, count)
+    """What the compressor remembers for these keys on one of `count` devices before the first push.
+
+    Where rows are compressed one by one, each of them has a state of its own.
+    """
+    compressor, shapes, states = store.compressor, shapes_of(store), list[Any]()
+    assert compressor is not None
+    rows = rows_of(store) if is_split(store) and not compressor.linear else {}
+    for k in keys:
+        dtype, seed = store.values[k].dtype, _seed(k, device)
+        if k in rows:
+            seeds = seed * jnp.uint32(rows[k].count) + jnp.arange(rows[k].count, dtype=jnp.uint32)
+            init = functools.partial(compressor.init, (rows[k].chunk,), dtype)
+            states.append(jax.vmap(lambda seed, init=init: init(seed=seed))(seeds))
+            continue
+        state = compressor.init(shapes[k], dtype, seed=seed)
+        if is_two_way(compressor):  # each device owns a share of a value, whose sum it compresses too
+            state = {**state, **start_owner(shapes[k], count)}
+        states.append(state)
+    return states
 
 
 def _seed(key: int, device: Any) -> jax.Array:
     """A number that separates the random streams of keys and devices."""
     return jnp.uint32(key % (1 << 32)) * jnp.uint32(0x9E3779B1) + jnp.asarray(device, jnp.uint32)
+
+
+# The update by the sums.
+
+
+def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Changes:
+    """The changes of the keys in `summed`, in ascending order. A `TreeOptimizer` gets the loss, if it is known."""
+    if isinstance(store.updater, TreeOptimizer):
+        return tree_optimizer.update(store, summed, loss)
+    if (known := counted(store, summed)) is not store:
+        return uncounted(update(known, summed, loss))
+    keys = sorted(summed)
+    pushed = {k: summed[k].astype(store.values[k].dtype).reshape(store.values[k].shape) for k in keys}
+    pushed = {k: split_like(v, store.values[k]) for k, v in pushed.items()}
+    if is_split(store):
+        rows = rows_of(store)
+        pairs = {k: _update_rows(store, k, rows[k], pushed[k]) for k in keys}
+    elif isinstance(store.updater, Updater):
+        pairs = {k: store.updater.update(k, pushed[k], store.updater_state[k], store.values[k]) for k in keys}
+        pairs = check_results(pairs, store.values)
+    else:
+        pairs = {k: update_one(store.updater, k, pushed[k], store.updater_state[k], store.values[k]) for k in keys}
+    return Changes({k: new for k, (new, _) in pairs.items()}, {k: state for k, (_, state) in pairs.items()})
+
+
+def counted(store: KVStore, keys: Iterable[int]) -> KVStore:
+    """The store whose states hold the count that a schedule of MXNet's is asked with: the largest of any key.
+
+    A push of several keys counts them in ascending order. The number is there while a push runs, see `uncounted`.
+    """
+    keys = sorted(keys)
+    asks = getattr(getattr(store.updater, "update", None), "asks_all_counts", False)
+    if not asks or not keys or _NUMBER in store.updater_state[keys[0]]:
+        return store
+    counts: dict[int, Any] = {k: s["count"] for k, s in store.updater_state.items() if k not in store.frozen}
+    larger: Any = jnp.maximum
+    if not is_traced(counts):
+        counts, larger = {k: int(count) for k, count in counts.items()}, max
+    largest, states = functools.reduce(larger, counts.values()), dict[int, Any]()
+    for k in keys:
+        largest = larger(largest, counts[k] + 1)
+        states[k] = {**store.updater_state[k], _NUMBER: jnp.asarray(largest - 1, jnp.int32)}
+    return dataclasses.replace(store, updater_state=store.updater_state | states)
+
+
+def uncounted(changes: Changes) -> Changes:
+    """The changes without what `counted` added."""
+    states = {k: {n: x for n, x in state.items() if n != _NUMBER} for k, state in changes.updater_state.items()}
+    return changes._replace(updater_state=states)
+
+
+def update_one(updater: Any, key: int, pushed: jax.Array, state: Any, stored: jax.Array) -> Pair:
+    """One call of the updater, and the check of its result."""
+    if isinstance(updater, Updater):
+        pair = updater.update(key, pushed, state, stored)
+    else:
+        pair = updater(key, pushed, stored), state
+    return check_results({key: pair}, {key: stored})[key]
+
+
+def check_results(pairs: dict[int, Pair], stored: Arrays) -> dict[int, Pair]:
+    """What the updater returned, in the dtypes of the stored values."""
+    results: dict[int, Pair] = {}
+    for key, (new, state) in pairs.items():
+        where = f"kv.push: the updater's result for key {key}"
+        if new is None:
+            raise TypeError(f"{where} is None; an updater returns the new value, it cannot change `stored` in place")
+        value = checks.array(new, where)
+        checks.same_shape(value, stored[key].shape, where)
+        checks.castable(value.dtype, stored[key].dtype, where)
+        results[key] = value.astype(stored[key].dtype), state
+    return results
+
+
+def _update_rows(store: KVStore, key: int, rows: Rows, pushed: jax.Array) -> Pair:
+    """As `update_one`, of a value that is held in these rows. An `Updater` gets each row as a flat share.
+
+    A plain function gets the whole value if all rows are here. Elsewhere it must be elementwise.
+    """
+    updater, state, stored = store.updater, store.updater_state[key], store.values[key]
+    if not isinstance(updater, Updater):
+        if stored.size == rows.count * rows.chunk:
+            new, state = update_one(updater, key, rows.whole(pushed), state, rows.whole(stored))
+            return lay_out(store, key, new).reshape(stored.shape), state
+        updater = stateless(updater)
+        spec = jax.ShapeDtypeStruct(rows.shape, stored.dtype)
+        tree_optimizer.check_shares(dataclasses.replace(store, updater=updater), {key: spec}, "kv.push")
+    if stored.ndim == 1:
+        return update_one(updater, key, pushed, state, stored)
+    axes = jax.tree.map(lambda leaf: 0 if leaf.shape == stored.shape else None, state)
+    run = functools.partial(update_one, updater, key)
+    return jax.vmap(run, in_axes=(0, axes, 0), out_axes=(0, axes))(pushed, state, stored)

@@ -14,7 +14,9 @@ order of the devices, and its sum goes to all. Four ways give the same sums, and
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,13 +31,14 @@ from ..compression import (
     Compressor,
     LinearCompressor,
     _allreduce_two_way as allreduce_two_way,
+    _ElementCompressor as ElementCompressor,
     _Grid as Grid,
+    _in_order as in_order,
     _is_two_way as is_two_way,
     _pack_lanes as pack_lanes,
     _pack_planes as pack_planes,
     _reduce_scatter_two_way as reduce_scatter_two_way,
     _RowCompressor as RowCompressor,
-    _start_owner as start_owner,
     _unpack_lanes as unpack_lanes,
     _unpack_planes as unpack_planes,
     decode_sum,
@@ -47,32 +50,6 @@ _FLOAT32 = 4  # bytes
 State = Any
 Sums = tuple[list[jax.Array], list[State]]
 Payloads = Sequence[Any]
-
-
-def start(
-    compressor: Compressor | LinearCompressor,
-    shapes: Sequence[Shape],
-    dtypes: Sequence[Any],
-    seeds: Sequence[Any],
-    rows: int | None,
-    count: int,
-) -> list[State]:
-    """The state for each value on a device that has pushed nothing.
-
-    Args:
-        rows: with a number, each state has one part for each row of a split value, and `shapes` are those of a row.
-        count: the devices. Each owns a share of a value that is not split.
-    """
-    init = compressor.init if rows is None else functools.partial(_start_rows, compressor, rows)
-    states = [init(shape, dtype, seed=seed) for shape, dtype, seed in zip(shapes, dtypes, seeds, strict=True)]
-    if rows is None and is_two_way(compressor):
-        states = [{**state, **start_owner(shape, count)} for state, shape in zip(states, shapes, strict=True)]
-    return states
-
-
-def _start_rows(compressor: Any, rows: int, shape: Shape, dtype: Any, *, seed: Any) -> State:
-    seeds = seed * jnp.uint32(rows) + jnp.arange(rows, dtype=jnp.uint32)
-    return jax.vmap(lambda s: compressor.init(shape, dtype, seed=s))(seeds)
 
 
 def allreduce(
@@ -92,8 +69,13 @@ def allreduce(
     groups = buckets.plan_of(values, limits) if compressor.elementwise else tuple((i,) for i in range(len(values)))
     flat = [array.reshape(-1) for array in buckets.pack(values, groups)]
     joined = [_join([states[i] for i in g]) for g in groups]
-    coded = [compressor.encode(v, s) for v, s in zip(flat, joined, strict=True)]
-    sums = _sum_payloads(compressor, [payload for payload, _ in coded], flat, axis_name, limits)
+    if isinstance(compressor, ElementCompressor):
+        coded = [compressor.quantize(v, s) for v, s in zip(flat, joined, strict=True)]
+        sums = _sum_codes(compressor, [codes for codes, _ in coded], axis_name, limits)
+        sums = [s.astype(v.dtype) for s, v in zip(sums, flat, strict=True)]
+    else:
+        coded = [compressor.encode(v, s) for v, s in zip(flat, joined, strict=True)]
+        sums = _sum_payloads(compressor, [payload for payload, _ in coded], flat, axis_name, limits)
     return buckets.unpack(sums, shapes, groups), _split([state for _, state in coded], shapes, groups)
 
 
@@ -113,6 +95,7 @@ def reduce_scatter(
         return reduce_scatter_two_way(values, states, axis_name, limits)
     shards = lax.axis_size(axis_name)
     rows = [collectives.to_rows(v, shards) for v in values]
+    compressor = InPlanes(compressor) if isinstance(compressor, ElementCompressor) else compressor
     coded = [jax.vmap(compressor.encode)(r, s) if r.size else ({}, s) for r, s in zip(rows, states, strict=True)]
     send = functools.partial(_to_owners, axis_name=axis_name)
     exchanged = _exchange([payload for payload, _ in coded], send, 1, limits)
@@ -157,14 +140,7 @@ def _split(joined: Sequence[State], shapes: Sequence[Shape], groups: buckets.Gro
 def _sum_payloads(
     compressor: Compressor, payloads: Payloads, values: Sequence[jax.Array], axis_name: str, limits: BucketLimits
 ) -> list[jax.Array]:
-    """The sums over the axis of what was encoded as these payloads, on every device.
-
-    Args:
-        payloads: of this device, one for each value.
-        values: flat, of which shapes and dtypes are used.
-    """
-    if compressor.elementwise:
-        return _sum_words(compressor, payloads, values, axis_name, limits)
+    """The sums over the axis of what each device encoded as these payloads. Of `values`, shapes and dtypes are used."""
     count = lax.axis_size(axis_name)
     ways = [_way_of_value(compressor, p, v, count) for p, v in zip(payloads, values, strict=True)]
     sums: list[Any] = [None] * len(values)
@@ -193,57 +169,86 @@ def _exchange(
 
 def _to_owners(rows: jax.Array, axis_name: str) -> jax.Array:
     """(devices, ...): row i of every device, on device i."""
-    return lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0, tiled=True)
+    return collectives.send_rows(rows.reshape(rows.shape[0], -1), axis_name).reshape(rows.shape)
 
 
 # Values whose codes may be joined and cut anywhere.
 
 
-def _sum_words(
-    compressor: Compressor, payloads: Payloads, values: Sequence[jax.Array], axis_name: str, limits: BucketLimits
+@dataclasses.dataclass(frozen=True)
+class InPlanes(Compressor):
+    """An elementwise compressor with payloads as they are sent, in an order that is no format."""
+
+    of: ElementCompressor
+
+    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
+        return self.of.init(shape, dtype, seed=seed)
+
+    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
+        return self.of.wire_bytes(shape, dtype)
+
+    def encode(self, value: jax.Array, state: State) -> tuple[dict[str, jax.Array], State]:
+        codes, state = self.of.quantize(value.reshape(-1), state)
+        return {"codes": _pack(self.of, jnp.pad(codes, (0, -codes.size % self.of.per_word)))}, state
+
+    def decode(self, payload: dict[str, jax.Array], shape: Shape, dtype: Any) -> jax.Array:
+        return in_order(_unpack(self.of, payload["codes"]))[: math.prod(shape)].reshape(shape).astype(dtype)
+
+
+def _pack(compressor: ElementCompressor, codes: jax.Array) -> jax.Array:
+    """Codes (..., n) in words (..., n / per_word)."""
+    per_word = compressor.per_word
+    return codes if per_word == 1 else pack_planes(codes.astype(jnp.uint32), 32 // per_word)
+
+
+def _unpack(compressor: ElementCompressor, words: jax.Array) -> jax.Array:
+    """The float32 elements of words in lines, for `in_order`."""
+    per_word = compressor.per_word
+    return compressor.dequantize(words if per_word == 1 else unpack_planes(words.reshape(-1), 32 // per_word))
+
+
+def _sum_codes(
+    compressor: ElementCompressor, codes: Sequence[jax.Array], axis_name: str, limits: BucketLimits
 ) -> list[jax.Array]:
-    leaves, structure = jax.tree.flatten(list(payloads))
-    groups = buckets.plan_of(leaves, limits)
-    one = jax.tree.structure(payloads[0]) if payloads else structure
-    sums = [_sum_of_words(compressor, w, one, axis_name) for w in buckets.pack(leaves, groups)]
-    parts = buckets.unpack(sums, [(leaf.size * compressor.per_word,) for leaf in leaves], groups)
-    return [part[: v.size].astype(v.dtype) for part, v in zip(parts, values, strict=True)]
+    """The flat float32 sums over the axis of what flat codes stand for."""
+    per_word, dtype = compressor.per_word, jnp.dtype("uint32")
+    padded = [jnp.pad(c, (0, -c.size % per_word)) for c in codes]
+    groups = buckets.plan(tuple(((c.size // per_word,), c.dtype if per_word == 1 else dtype) for c in padded), limits)
+    sums = [_sum_of_codes(compressor, joined, axis_name) for joined in buckets.pack(padded, groups)]
+    parts = buckets.unpack(sums, [c.shape for c in padded], groups)
+    return [part[: c.size] for part, c in zip(parts, codes, strict=True)]
 
 
-def _sum_of_words(compressor: Compressor, words: jax.Array, structure: Any, axis_name: str) -> jax.Array:
-    """The flat float32 sum of all elements of some words, in the way that sends least."""
-    count, per_word = lax.axis_size(axis_name), compressor.per_word
-    size, grid = words.size * per_word, compressor.grid(count)
-
-    def decode(some: jax.Array) -> jax.Array:
-        return compressor.decode(structure.unflatten([some]), (some.size * per_word,), "float32")
-
-    way = way_of_words(words.size, words.dtype.itemsize, per_word, grid, count)
-    if way == "gather":
-        every = structure.unflatten([collectives.gather_stack(words, axis_name)])
-        return decode_sum(compressor, every, (size,), "float32")
+def _sum_of_codes(compressor: ElementCompressor, codes: jax.Array, axis_name: str) -> jax.Array:
+    """The same for the codes of some words, in the way that sends least."""
+    count, per_word, size = lax.axis_size(axis_name), compressor.per_word, codes.size
+    grid, itemsize = compressor.grid(count), 4 if per_word > 1 else codes.dtype.itemsize
+    way = way_of_words(size // per_word, itemsize, per_word, grid, count)
     if way == "lanes":
-        return _sum_lanes(grid, compressor.grid(1), decode(words), axis_name)
+        return _sum_lanes(grid, compressor.grid(1), compressor.dequantize(codes), axis_name)
     if way == "dense":
-        return _sum_dense(decode(words), axis_name)
-    # An owner's share is a row of whole words, of which the last ones are padded.
-    words_of_share = chunk_of(size, per_word, grid, count) // per_word
-    rows = jnp.pad(words, (0, count * words_of_share - words.size)).reshape(count, words_of_share)
-    received = _to_owners(rows, axis_name)
+        return _sum_dense(compressor.dequantize(codes), axis_name)
+    if way == "gather":
+        received = collectives.gather_stack(_pack(compressor, codes), axis_name)
+    else:
+        chunk = chunk_of(size, per_word, grid, count)
+        rows = jnp.pad(codes, (0, count * chunk - size)).reshape(count, chunk)
+        received = _to_owners(_pack(compressor, rows), axis_name)
+    lines = collectives.in_lines(received)
     with jax.named_scope("decode and sum"):
-        share = collectives.sum_by_loop(lambda i: decode(received[i]), count)
-    return _gather_share(grid, share, axis_name)[:size]
+        total = collectives.sum_by_loop(lambda i: _unpack(compressor, lines[i]), count)
+    return in_order(total) if way == "gather" else _gather_share(grid, total, axis_name)[:size]
 
 
 def _gather_share(grid: Grid | None, share: jax.Array, axis_name: str) -> jax.Array:
-    """The shares of all owners one after another."""
+    """The shares of all owners one after another. A share has the shape in which it was computed."""
     if grid is None or grid.bits >= 8 * _FLOAT32:
-        return collectives.gather_stack(share, axis_name).reshape(-1)
+        return collectives.gather_stack(in_order(share), axis_name).reshape(-1)
     with jax.named_scope("encode the sum"):
-        own = pack_planes(grid.encode(share), grid.bits)
+        own = pack_planes(in_order(grid.encode(share)), grid.bits)
     packed = collectives.gather_stack(own, axis_name)
     with jax.named_scope("decode the sums"):
-        return grid.decode(unpack_planes(packed.reshape(-1), grid.bits))
+        return in_order(grid.decode(unpack_planes(packed, grid.bits)))
 
 
 def _sum_lanes(grid: Any, one: Any, value: jax.Array, axis_name: str) -> jax.Array:
@@ -320,11 +325,14 @@ def _own_values(
     rows = [compressor.cut(p, v.shape, count) for p, v in zip(payloads, values, strict=True)]
     received = _exchange(rows, functools.partial(_to_owners, axis_name=axis_name), 1, limits)
 
-    def share(of_all: Any, value: jax.Array) -> jax.Array:
-        decode = lambda i: compressor.decode_row(jax.tree.map(lambda x: x[i], of_all), mine)  # noqa: E731
-        return collectives.sum_by_loop(decode, count).astype(value.dtype)
+    def decode(of_all: Any, lines: Any, i: Any) -> jax.Array:
+        return compressor.decode_row(jax.tree.map(lambda x, line: line[i].reshape(x.shape[1:]), of_all, lines), mine)
 
-    shares = [share(r, v) for r, v in zip(received, values, strict=True)]
+    def total(of_all: Any) -> jax.Array:
+        lines = jax.tree.map(lambda x: collectives.in_lines(x.reshape(count, -1)), of_all)
+        return collectives.sum_by_loop(functools.partial(decode, of_all, lines), count)
+
+    shares = [total(of_all).astype(v.dtype) for of_all, v in zip(received, values, strict=True)]
     return collectives.all_gather(shares, [v.shape for v in values], axis_name, limits)
 
 

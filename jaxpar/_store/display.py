@@ -15,13 +15,7 @@ _COLUMNS = ("key", "name", "value", "bytes", "devices")
 
 
 def table(store: Any, names: Mapping[int, str], shapes: Mapping[int, tuple[int, ...]]) -> Table:
-    """A line about a store, then a row for each key.
-
-    Args:
-        store: a `KVStore`, or a pytree of its structure.
-        names: of the keys.
-        shapes: of the values as the user sees them. Empty if they are no arrays.
-    """
+    """A line about a store, or a pytree of its structure, then a row for each key. `shapes` is empty for no arrays."""
     return Table(f"KVStore({_summary(store)})", _COLUMNS, list(_rows(store, names, shapes)))
 
 
@@ -65,7 +59,8 @@ def _rows(store: Any, names: Mapping[int, str], shapes: Mapping[int, tuple[int, 
             yield str(key), names[key], repr(value), "", ""
             continue
         shape = ",".join(map(str, shapes[key]))
-        yield str(key), names[key], f"{value.dtype}[{shape}]", f"{nbytes(value):,}", _place(value)
+        name = f"{names[key]} (frozen)" if key in store.frozen else names[key]
+        yield str(key), name, f"{value.dtype}[{shape}]", f"{nbytes(value):,}", _place(value)
 
 
 def _place(value: Any) -> str:

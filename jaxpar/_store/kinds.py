@@ -60,11 +60,7 @@ _KIND_NAMES = (*KINDS, *_KIND_ALIASES)  # for the command line
 
 
 def kind_named(name: str, where: str) -> Kind:
-    """The kind of this name, or of MXNet's name for it.
-
-    Raises:
-        ValueError: there is none. Of MXNet's other kinds the message says which one to use.
-    """
+    """The kind of this name, or of MXNet's name for it."""
     name = str(name)
     if name in _OTHER_KINDS:
         raise ValueError(f"{where}: unknown kind {name!r}; known are {', '.join(KINDS)}; {_OTHER_KINDS[name]}")

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from .._core.arrays import is_traced
-from .._devices.mesh import are_on, assemble, copies_on, split_over
-from .._devices.placement import spans_processes, to_host
+from .._core.arrays import is_at_prompt, is_traced
+from .._devices.mesh import are_on, assemble, copies_on, spans_processes, split_over, to_host
 from . import aggregate
 from .store import Arrays, Changes, KVStore, Lists, shapes_of, with_changes
 
@@ -49,7 +48,7 @@ def start(store: KVStore, key: int, count: int) -> PendingPushes:
 def push(store: KVStore, pushed: Lists, axis_name: str | None, send: Send) -> Changes:
     """What a push changes: `send`, the push without a delay, gets the values that are due."""
     held = {k: store.pending[k] for k in pushed if k in store.pending}
-    at_prompt = axis_name is None and not is_traced((pushed, held, store.values))
+    at_prompt = axis_name is None and is_at_prompt((pushed, held, store.values))
     if axis_name is not None:
         aggregate.axis_size(axis_name, "kv.push")
         new = aggregate.local_sums(store, pushed)
@@ -67,7 +66,7 @@ def push(store: KVStore, pushed: Lists, axis_name: str | None, send: Send) -> Ch
 
 def flush(store: KVStore, axis_name: str | None, send: Send) -> KVStore:
     """The store after all pending pushes, the oldest first."""
-    at_prompt = axis_name is None and not is_traced((store.pending, store.values))
+    at_prompt = axis_name is None and is_at_prompt((store.pending, store.values))
     store = dataclasses.replace(store, pending=dict(sorted(store.pending.items())))  # as a push has its keys
     for i in range(store.staleness):
         if at_prompt:
@@ -96,21 +95,11 @@ def without_delay(store: KVStore) -> KVStore:
 def rotate_queue(
     store: KVStore, new: Arrays, *, one: bool = False, at_prompt: bool = False
 ) -> tuple[Arrays, dict[int, PendingPushes], dict[int, Any]]:
-    """Take the oldest values out of the queues and append new ones.
+    """Take the oldest values out of the queues and append new ones, those of one device or of all (n, *shape).
 
-    Args:
-        store: any store with a staleness.
-        new: with `one` this device's value of each key, else values (n, *shape).
-        one: whether this runs inside a mapped axis. There the first axis of the queues, the devices, has length 1
-            (`shard_map`) or is gone (`pmap`).
-        at_prompt: whether the number of pushes is known.
-
-    Returns:
-        (the oldest values of each key, in the same layout, the new queues, and for each key a bool scalar, whether
-        the oldest value was ever pushed). At the prompt the last are bools of Python.
-
-    Raises:
-        ValueError: a queue is of another number of devices.
+    With `one` this runs inside a mapped axis. There the first axis of the queues, the devices, has length 1
+    (`shard_map`) or is gone (`pmap`). The result is the oldest value of each key, the new queues, and whether that
+    value was ever pushed: a bool of Python at the prompt, where the number of pushes is known, else a scalar.
     """
     due, pending, ready = {}, {}, {}
     for k, value in new.items():
@@ -148,24 +137,22 @@ def where_ready(
     store: KVStore, changes: Changes, ready: Mapping[int, Any], lists: Lists, axis_name: str | None
 ) -> Changes:
     """The changes of the keys that are ready. The others are as in the store."""
-    values, states, residuals, _, optimizer_state = changes
 
     def residual(k: int) -> Any:
         if axis_name is None:
             return aggregate.residuals_for(store, {k: len(lists[k])})[k]
         return aggregate.held_residual(store, k, axis_name)
 
+    optimizer_state = changes.optimizer_state
+    if optimizer_state is not None:  # of the whole pytree, whose keys are pushed at once, so they are ready at once
+        all_ready = jnp.stack(list(ready.values())).all()
+        optimizer_state = select(all_ready, optimizer_state, store.optimizer_state)
     return Changes(
-        {k: jnp.where(ready[k], v, store.values[k]) for k, v in values.items()},
-        {k: select(ready[k], state, store.updater_state[k]) for k, state in states.items()},
-        {k: select(ready[k], state, residual(k)) for k, state in residuals.items()},
-        optimizer_state=_where_all_ready(optimizer_state, store.optimizer_state, ready),
+        {k: jnp.where(ready[k], v, store.values[k]) for k, v in changes.values.items()},
+        {k: select(ready[k], state, store.updater_state[k]) for k, state in changes.updater_state.items()},
+        {k: select(ready[k], state, residual(k)) for k, state in changes.residuals.items()},
+        optimizer_state=optimizer_state,
     )
-
-
-def _where_all_ready(new: Any, old: Any, ready: Mapping[int, Any]) -> Any:
-    """The state of an optimizer of the whole pytree. All its keys are pushed at once, so they are ready at once."""
-    return new if new is None else select(jnp.stack(list(ready.values())).all(), new, old)
 
 
 def select(condition: jax.Array, new: Any, old: Any) -> Any:
@@ -237,19 +224,18 @@ def _unstack_rows(stacked: jax.Array) -> list[jax.Array]:
 
 def _beside_pending(store: KVStore, changes: Changes) -> Changes:
     """The changes, with all of a key on the devices of its last push. Else no program takes a store of them."""
-    moved = Changes({}, {}, {}, {})
+    new = with_changes(store, changes)
+    moved = Changes({}, {}, {}, {}, new.optimizer_state)
     for k, held in changes.pending.items():
         last = held.values[-1]
-        moved.values[k] = _move_beside(last, changes.values.get(k, store.values[k]))
-        moved.updater_state[k] = _move_beside(last, changes.updater_state.get(k, store.updater_state[k]))
+        moved.values[k] = _move_beside(last, new.values[k])
+        moved.updater_state[k] = _move_beside(last, new.updater_state[k])
         moved.pending[k] = _move_beside(last, held)
         if k in changes.residuals:
             moved.residuals[k] = _move_beside(last, changes.residuals[k])
-    # An optimizer of the whole pytree has one state, and its keys are pushed together.
-    state = store.optimizer_state if changes.optimizer_state is None else changes.optimizer_state
-    for held in list(changes.pending.values())[-1:]:
-        state = _move_beside(held.values[-1], state)
-    return moved._replace(optimizer_state=state)
+    for held in list(changes.pending.values())[-1:]:  # one state for all keys, which are pushed together
+        moved = moved._replace(optimizer_state=_move_beside(held.values[-1], new.optimizer_state))
+    return moved
 
 
 def _move_beside(pushed: jax.Array, tree: Any) -> Any:

@@ -1,31 +1,101 @@
-"""The store: a frozen pytree of values, updater states, residuals and pending pushes, keyed by ints."""
+"""The store: a frozen pytree of values, updater states, residuals and pending pushes, and how each value is kept."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .._core.arrays import Device, without_keys
 from .._core.calls import answers
 from .._core.text import Table
+from .._devices import collectives
 from .._devices.buckets import BucketLimits, Shape
-from .._devices.placement import to_host
+from .._devices.mesh import copies_on, split_over, to_host
 from ..compression import Compressor, LinearCompressor
 from ..mxnet import _STORE_ARGUMENTS, _line_for
 from ..updaters import assign
 from . import display
 from .kinds import KINDS, Kind
-from .layouts import WHOLE, Layout, Rows, Split
 
+# How one value is kept on the devices. A layout is static and hashable, since a store has those of its values as a
+# static field. Each has
+#
+#     stored(value)       a whole value as the store holds it
+#     whole(stored)       the inverse
+#     sharding(devices)   where what is stored goes
+#     spec(axis_name)     how it is spread over a mapped axis
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A value in its own shape, whole on each device."""
+
+    def stored(self, value: jax.Array) -> jax.Array:
+        return value
+
+    def whole(self, stored: jax.Array) -> jax.Array:
+        return stored
+
+    def sharding(self, devices: Sequence[Device]) -> NamedSharding:
+        return copies_on(devices)
+
+    def spec(self, axis_name: str) -> PartitionSpec:
+        return PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class Split(Whole):
+    """A value in its own shape, which the compiler spreads over a mesh by this sharding."""
+
+    over: NamedSharding
+
+    def sharding(self, devices: Sequence[Device]) -> NamedSharding:
+        return self.over
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A value as (count, chunk): flat, padded, one row on each device. So any shape is shared evenly.
+
+    Attributes:
+        shape: of the whole value.
+        count: of the rows.
+    """
+
+    shape: Shape
+    count: int
+
+    @property
+    def chunk(self) -> int:
+        """The length of a row."""
+        return collectives.chunk_size(math.prod(self.shape), self.count)
+
+    def stored(self, value: jax.Array) -> jax.Array:
+        return collectives.to_rows(value, self.count)
+
+    def whole(self, stored: jax.Array) -> jax.Array:
+        return collectives.from_rows(stored, self.shape)
+
+    def sharding(self, devices: Sequence[Device]) -> NamedSharding:
+        return split_over(devices)
+
+    def spec(self, axis_name: str) -> PartitionSpec:
+        return PartitionSpec(axis_name)
+
+
+Layout = Whole | Split | Rows
+WHOLE = Whole()
+
+Layouts = tuple[tuple[int, Layout], ...]
 Arrays = dict[int, jax.Array]
 Lists = dict[int, list[jax.Array]]
-Layouts = tuple[tuple[int, Layout], ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -35,23 +105,23 @@ class KVStore:
     Attributes:
         values: the stored value of each key. In a store of kind `sharded` a value is flat, padded and cut into one
             row for each device: (devices, chunk).
-        updater_state: what the updater remembers for each key.
-        optimizer_state: of a store made by `kv.from_params(params, optimizer=tx)`, the state of `tx` for the whole
-            pytree, else (). In a store of kind `sharded`, what has a number for each element of a value is laid out
-            as the value.
-        residuals: the state of the compressor for each key that is compressed. The first axis has the devices, or
+        updater_state: the state of the updater for each key.
+        optimizer_state: the state of `tx` for the whole pytree, if `kv.from_params(params, optimizer=tx)` made the
+            store, else (). In a store of kind `sharded`, leaves with the shape of a value are laid out as the value.
+        residuals: the state of the compressor for each compressed key. The first axis runs over the devices, or over
             the positions in the pushed list.
-        pending: in a store with a staleness, the pushes of each key that are not applied yet. `values` are as many
-            arrays (devices, *shape) as the staleness, the oldest first. `count`, int32, is how many were pushed.
+        pending: in a store with staleness, the pushes of each key that are not applied yet. `values` holds one array
+            (devices, *shape) for each step of staleness, oldest first. `count`, int32, is the number of pushes.
         kind: as given to `create`. Static, as are all fields below.
-        updater: what a push does.
-        compressor: of gradients, or None.
-        devices: those of the store. None: they follow the pushes.
-        limits: which values share a bucket.
-        staleness: how many pushes of a key later a push is applied. More than 0 for kind `dist_async` only.
+        updater: how a push changes the value.
+        compressor: the gradient compressor, or None.
+        devices: the devices of the store. None: values follow the devices of the pushes.
+        limits: the sizes that decide which values share a bucket.
+        staleness: a push is applied this many pushes of its key later. Above 0 only for kind `dist_async`.
         paths: (key, path in the pytree given to `kv.from_params`).
         treedef: the structure of that pytree, or None.
-        layouts: (key, layout) of all values if they are cut into rows or split over a mesh, or () if each is whole.
+        layouts: (key, layout) of values that are cut into rows or split over a mesh. Other values are whole.
+        frozen: the keys of frozen parameters. They take no gradient and have no optimizer state.
     """
 
     values: dict[int, jax.Array]
@@ -68,17 +138,18 @@ class KVStore:
     staleness: int = 0
     optimizer_state: Any = ()
     layouts: Layouts = ()
+    frozen: tuple[int, ...] = ()
 
     @property
     def shapes(self) -> tuple[tuple[int, Shape], ...]:
-        """(key, shape) of the values as the user sees them, for values that are cut into rows only."""
+        """(key, shape) of each value that is cut into rows, as `pull` returns it."""
         return tuple((k, layout.shape) for k, layout in rows_of(self).items())
 
     @property
     def shardings(self) -> tuple[tuple[int, NamedSharding], ...]:
         """(key, sharding) of values that are split over a mesh in their own shapes, or ().
 
-        They are on one mesh, whose devices are those of the store.
+        All are on one mesh over the devices of the store.
         """
         return tuple((k, layout.over) for k, layout in self.layouts if isinstance(layout, Split))
 
@@ -141,30 +212,28 @@ class Changes(NamedTuple):
     pending: dict[int, Any] = _NONE
     optimizer_state: Any = None
 
+    def __or__(self, later: Changes) -> Changes:
+        """These changes, then the later ones."""
+        by_key = [mine | other for mine, other in zip(self[:-1], later[:-1], strict=True)]
+        state = self.optimizer_state if later.optimizer_state is None else later.optimizer_state
+        return Changes(*by_key)._replace(optimizer_state=state)
+
 
 def with_changes(store: KVStore, changes: Changes) -> KVStore:
     """The store after a push."""
-    new = object.__new__(KVStore)  # `dataclasses.replace` takes ten microseconds, as long as a small program
-    vars(new).update(
-        vars(store),
-        values=store.values | changes.values,
-        updater_state=store.updater_state | changes.updater_state,
-        residuals=store.residuals | changes.residuals,
-        pending=store.pending | changes.pending,
-        optimizer_state=store.optimizer_state if changes.optimizer_state is None else changes.optimizer_state,
-    )
-    return new
+    held = Changes(store.values, store.updater_state, store.residuals, store.pending, store.optimizer_state)
+    return dataclasses.replace(store, **(held | changes)._asdict())
 
 
 @answers("kv.names", _STORE_ARGUMENTS)
 def names(store: KVStore) -> dict[int, str]:
-    """The name of each key: its path in the pytree given to `kv.from_params`, or else the key as text.
+    """The name of each key: its path in the pytree of params.
 
     Args:
         store: any store.
 
     Returns:
-        {key: name}, in the order of the keys.
+        {key: name}, in the order of the keys. A key that did not come from `kv.from_params` is named by `str(key)`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -229,11 +298,6 @@ def copies_for(store: KVStore) -> NamedSharding:
     """The sharding of an array of which each device of the store has a copy."""
     assert store.devices is not None
     return everywhere(store).sharding(store.devices)
-
-
-def has_types(values: Iterable[jax.Array]) -> bool:
-    """Whether the Explicit axes of a user's mesh are a part of the types of some values."""
-    return any(kind == AxisType.Explicit for v in values for kind in jax.typeof(v).sharding.mesh.axis_types)
 
 
 def shards(store: KVStore) -> int:

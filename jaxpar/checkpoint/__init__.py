@@ -1,9 +1,12 @@
 """Save and restore a training state, through orbax and without pickle.
 
-`_save` saves one checkpoint, restores it and finds the newest good one. `_manager` keeps the checkpoints of a run.
-`_leaves` turns a state into named arrays and back, `_hash` gives a hash of them. `_files` writes and reads a directory.
-`_manifest` checks what a checkpoint says about itself, and `_owner` knows whose unfinished files may go. `_adopt` takes
-a checkpoint from one directory to another. `load_mxnet`, for files of MXNet, is `jp.mxnet.load_params`.
+    _save      saves and restores one checkpoint, and finds the newest good one
+    _leaves    a state as named arrays, and back; `_hash` gives a hash of them
+    _files     writes, verifies, reads and copies the directory of a checkpoint
+    _manifest  the JSON that describes a checkpoint
+    _manager   the checkpoints of a run; `_records` has the records of its epochs, and `_lock` lets one process write
+
+`load_mxnet` reads files of MXNet, as `jp.mxnet.load_params` does.
 
 >>> import tempfile
 >>> import jax.numpy as jnp
@@ -17,7 +20,12 @@ a checkpoint from one directory to another. `load_mxnet`, for files of MXNet, is
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
 from ..mxnet import load_mxnet as load_mxnet
-from ._adopt import adopt as _adopt, whole_copy as _whole_copy
+from ._files import (
+    adopt as _adopt,
+    check_writable as _check_writable,
+    of_step as _of_step,
+    whole_copy as _whole_copy,
+)
 from ._hash import StateHash as _StateHash, hash_of as _hash_of
 from ._manager import Manager as Manager
 from ._manifest import CheckpointError as CheckpointError

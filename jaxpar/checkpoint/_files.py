@@ -3,69 +3,97 @@
     step_00000120/
         jaxpar.json     names, shapes and dtypes of the arrays, size and SHA-256 of each file, its own SHA-256
         arrays/         orbax (OCDBT). The arrays are called "0", "1", ... in the manifest's order
+        frozen/         the same for params that are not trained
+
+Equal frozen params are on disk once: their files are hard links to those of an earlier checkpoint beside it.
 
 It is written under another name in the same directory, flushed, and renamed. So a checkpoint is there whole or not at
-all. The other name says which process writes (see `_owner`). Reading changes nothing on disk.
+all. The other name says which process writes (see `_lock`). Reading changes nothing on disk.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import math
 import os
 import re
 import secrets
 import shutil
-import stat
 import tempfile
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import numpy as np
 
-from .._core import regular_file
+from .._core import files
 from .._core.files import flush_to_disk
-from . import _manifest, _owner
+from . import _lock, _manifest, _records
 from ._manifest import CheckpointError
 
-_ARRAYS = "arrays"
+_ARRAYS, _FROZEN = "arrays", "frozen"
 _UNFINISHED = ".unfinished-"
 _OWNED = re.compile(re.escape(_UNFINISHED) + "(.+)-[0-9a-f]{8}")
+_T = TypeVar("_T")
 _OLD = 7 * 24 * 3600  # seconds without a change, after which what nobody is known to write was left by somebody
+
+
+class Found(NamedTuple):
+    """A good checkpoint: its path, its manifest, and the arrays in the order of the manifest."""
+
+    path: Path
+    body: dict[str, Any]
+    arrays: list[np.ndarray]
 
 
 def write(path: Path, content: dict[str, Any], records: list[dict[str, Any]], arrays: list[np.ndarray]) -> None:
     """Write a checkpoint, whole or not at all.
 
     Raises:
-        FileExistsError: the path exists.
         OSError: it cannot be written: no space, no permission, no directory.
     """
-    refuse_existing(path)
     unfinished = _unfinished_path(path.parent)
     try:
         unfinished.mkdir(parents=True)
-        _write_arrays(unfinished / _ARRAYS, arrays)
-        files = {f.relative_to(unfinished).as_posix(): _print_of(f) for f in _files(unfinished)}
-        body = {"format": _manifest.FORMAT, "leaves": records, "files": files, **content}
+        trained, frozen = _parts(records, arrays)
+        _write_arrays(unfinished / _ARRAYS, trained)
+        if frozen:
+            content = {**content, "frozen": _digest(frozen)}
+            if not _link_frozen(path.parent, unfinished, content["frozen"]):
+                _write_arrays(unfinished / _FROZEN, frozen)
+        body = {"format": _manifest.FORMAT, "leaves": records, "files": _prints(unfinished), **content}
         (unfinished / _manifest.NAME).write_text(_manifest.dumps(body))
-        for part in [*_files(unfinished), *(d for d in unfinished.rglob("*") if d.is_dir()), unfinished]:
-            flush_to_disk(part)
+        _flush_all(unfinished)
         os.rename(unfinished, path)
         flush_to_disk(path.parent)
     except Exception as error:
         raise OSError(
-            f"checkpoint: {path} could not be written ({_reason(error)}); nothing of it was kept, and earlier "
-            "checkpoints are as they were"
+            f"checkpoint: {path} could not be written ({_reason(error)}); it was removed, and earlier checkpoints are "
+            "unchanged"
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)  # where it was renamed there is nothing to remove
 
 
-def refuse_existing(path: Path) -> None:
-    if os.path.lexists(path):
-        raise FileExistsError(f"checkpoint.save: {path} exists already; choose another path, or remove it first")
+def read(path: Path) -> Found:
+    """The checkpoint at a path, all verified.
+
+    Raises:
+        CheckpointError: the path has no good checkpoint. The message gives the reason.
+    """
+    body = _manifest.load(path)
+    verify(path, body)
+    try:
+        layouts = [_layout(record) for record in body["leaves"]]
+        trained, frozen = _parts(body["leaves"], layouts)
+        found = _read_arrays(path / _ARRAYS, trained) | _read_arrays(path / _FROZEN, frozen)
+        arrays = [found[i] for i in range(len(layouts))]
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read, but its checksums are right ({_reason(error)})") from error
+    return Found(path, body, arrays)
 
 
 def verify(path: Path, body: dict[str, Any]) -> None:
@@ -76,7 +104,7 @@ def verify(path: Path, body: dict[str, Any]) -> None:
     """
     for name, (size, digest) in body["files"].items():
         try:
-            found = regular_file.fingerprint(path / name, size)
+            found = files.fingerprint(path / name, size)
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(f"{path} is damaged: {name} is missing") from None
         except OSError as error:
@@ -86,24 +114,29 @@ def verify(path: Path, body: dict[str, Any]) -> None:
             raise CheckpointError(f"{path} is damaged: {name} has {has} bytes, saved were {size}")
         if found[1] != digest:
             raise CheckpointError(f"{path} is damaged: {name} does not have the checksum it was saved with")
-    odd = next(_not_files(path / _ARRAYS), None)
-    if odd is not None:  # orbax would wait for a pipe
-        raise CheckpointError(f"{path} is damaged: {odd.relative_to(path)} is neither a file nor a directory")
+    for part in [*(path / _ARRAYS).rglob("*"), *(path / _FROZEN).rglob("*")]:
+        if not os.path.isfile(part) and not os.path.isdir(part):  # orbax would wait for a pipe
+            raise CheckpointError(f"{path} is damaged: {part.relative_to(path)} is neither a file nor a directory")
 
 
-def read(path: Path) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """The manifest and the arrays, all verified.
+def candidates(directory: Path) -> list[Path]:
+    """What may be a checkpoint, in no order: reading it tells. `OSError` where the directory cannot be listed."""
+    return [p for p in directory.iterdir() if not p.name.startswith(".") and not os.path.isfile(p)]
 
-    Raises:
-        CheckpointError: there is no good checkpoint. The message says why.
-    """
-    body = _manifest.load(path)
-    verify(path, body)
-    try:
-        arrays = _read_arrays(path / _ARRAYS, [_manifest.layout(r) for r in body["leaves"]])
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read, though no file was changed ({_reason(error)})") from error
-    return body, arrays
+
+def free_path(directory: Path, content: dict[str, Any]) -> Path:
+    """A path that is not taken. The step may be there already, damaged or from an earlier run."""
+    name = f"step_{content['step']:08d}" if "step" in content else f"save_{content['order']:08d}"
+    path, again = directory / name, 1
+    while os.path.lexists(path):
+        again += 1
+        path = directory / f"{name}.{again}"
+    return path
+
+
+def of_step(directory: Path, step: int) -> Path | None:
+    """The newest checkpoint of a step in a directory, by its name."""
+    return max(directory.glob(f"step_{step:08d}*"), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def remove(path: Path) -> None:
@@ -122,127 +155,221 @@ def remove_leftovers(directory: Path) -> None:
     Nothing is known of processes on another machine, before this machine's last start, or of an earlier jaxpar. What
     they left is removed when nothing in it has changed for a week.
     """
-    with contextlib.suppress(OSError):
-        left = list(directory.glob(f"{_UNFINISHED}*"))
-        now = _time_at(directory) if left else 0.0
-        for path in left:
+    for path in directory.glob(f"{_UNFINISHED}*"):
+        with contextlib.suppress(OSError):  # what cannot be looked at stays
             owned = _OWNED.fullmatch(path.name)
-            if (owned and _owner.has_ended(owned[1])) or now - _last_change(path) > _OLD:
+            changed = max(part.lstat().st_mtime for part in [path, *path.rglob("*")])
+            if (owned and _lock.has_ended(owned[1])) or _lock.file_time(directory) - changed > _OLD:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def candidates(directory: Path) -> list[Path]:
-    """The directories that may be checkpoints, in no order. `OSError` where they cannot be listed."""
-    with os.scandir(directory) as entries:
-        return [directory / e.name for e in entries if not e.name.startswith(".") and _may_be_directory(e)]
+def check_writable(directory: Path, where: str) -> None:
+    """`OSError` where a directory cannot be written or made. Nothing is written. `where` begins the message."""
+    there = next(p for p in (directory.absolute(), *directory.absolute().parents) if os.path.lexists(p))
+    number = errno.ENOTDIR if not there.is_dir() else errno.EACCES if not os.access(there, os.W_OK | os.X_OK) else 0
+    if number:
+        reason = os.strerror(number)
+        raise OSError(f"{where}: nothing can be written to {directory} ({reason}); choose another directory")
 
 
-def _may_be_directory(entry: os.DirEntry[str]) -> bool:
+@contextlib.contextmanager
+def whole_copy(path: Path) -> Generator[Path]:
+    """A block with a directory that has a checkpoint and the records of its run. `adopt` takes both.
+
+    Its files are hard links, where the file system has those.
+    """
+    copy = _unfinished_path(path.parent)
     try:
-        return entry.is_dir()
+        shutil.copytree(path, copy, copy_function=_link_or_copy)
+        if (path.parent / _records.NAME).is_file():
+            shutil.copyfile(path.parent / _records.NAME, copy / _records.NAME)  # a run appends to it
+        yield copy
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
+
+
+def adopt(source: Path, directory: Path) -> None:
+    """Copy a checkpoint into a directory, unless a good one of the same step and content is there.
+
+    It is there whole or not at all. Several processes may do so at once.
+
+    Raises:
+        CheckpointError: the source is damaged.
+        OSError: it cannot be copied.
+    """
+    body = _manifest.load(source)
+    verify(source, body)
+    directory.mkdir(parents=True, exist_ok=True)
+    # The name comes first: then a process that is faster has that name, and the renaming here fails.
+    path = free_path(directory, body)
+    if _has_copy(directory, body):
+        return
+    copy = _unfinished_path(directory)
+    try:
+        shutil.copytree(source, copy)
+        if (copy / _records.NAME).is_file():
+            with contextlib.suppress(FileExistsError):  # those that are there stay
+                _link_or_copy(copy / _records.NAME, directory / _records.NAME)
+            (copy / _records.NAME).unlink()
+        _flush_all(copy)
+        os.rename(copy, path)
     except OSError:
-        return True  # reading it says what is the matter
+        if not _has_copy(directory, body):  # else another process was faster
+            raise
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
+
+
+def _has_copy(directory: Path, body: dict[str, Any]) -> bool:
+    """Whether a directory has a good checkpoint with this manifest, under whatever name."""
+    for path in candidates(directory):
+        try:
+            if _manifest.digest(_manifest.load(path)) == _manifest.digest(body):
+                verify(path, body)
+                return True
+        except CheckpointError:
+            continue
+    return False
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Give a file a second name. `FileExistsError` if the name exists."""
+    try:
+        os.link(source, target)
+    except OSError:  # perhaps the file system has no hard links
+        with open(source, "rb") as old, open(target, "xb") as new:
+            try:
+                shutil.copyfileobj(old, new)
+            except OSError:  # the disk is full
+                os.unlink(target)
+                raise
 
 
 def _unfinished_path(directory: Path) -> Path:
     """A new name in a directory, of this process."""
-    return directory / f"{_UNFINISHED}{_owner.tag()}-{secrets.token_hex(4)}"
+    return directory / f"{_UNFINISHED}{_lock.process_tag()}-{secrets.token_hex(4)}"
 
 
-def _time_at(directory: Path) -> float:
-    """The time by the file system's clock, which may be another machine's. 0 where no file can be made."""
-    probe = _unfinished_path(directory)
-    try:
-        probe.mkdir()
-        return probe.stat().st_mtime
-    except OSError:
-        return 0.0
-    finally:
-        shutil.rmtree(probe, ignore_errors=True)
+def _files(directory: Path) -> list[Path]:
+    return sorted(p for p in directory.rglob("*") if p.is_file())
 
 
-def _last_change(path: Path) -> float:
-    """When something in a directory was changed last. Infinity where that cannot be read."""
-    try:
-        return max(part.lstat().st_mtime for part in [path, *path.rglob("*")])
-    except OSError:
-        return math.inf
+def _flush_all(directory: Path) -> None:
+    for part in [*directory.rglob("*"), directory]:
+        flush_to_disk(part)
 
 
-def _not_files(directory: Path) -> Iterator[Path]:
-    for folder, _, names in os.walk(directory):
-        for part in (Path(folder, name) for name in names):
-            try:
-                regular = stat.S_ISREG(part.stat().st_mode)
-            except OSError:
-                regular = False
-            if not regular:
-                yield part
+def _prints(directory: Path) -> dict[str, list[Any]]:
+    """Size and SHA-256 of each file in a directory, by name."""
+    each = [(f, f.stat().st_size) for f in _files(directory)]
+    return {f.relative_to(directory).as_posix(): list(files.fingerprint(f, size)) for f, size in each}
 
 
-def _has_elements(shape: Sequence[int]) -> bool:
-    return 0 not in shape  # orbax keeps no empty arrays; the manifest knows all there is to know about them
+def _reason(error: BaseException) -> str:
+    text = (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()[0]
+    return text if len(text) < 200 else text[:200] + "..."
 
 
-def _write_arrays(path: Path, arrays: list[np.ndarray]) -> None:
+def _parts(records: list[dict[str, Any]], values: Sequence[_T]) -> tuple[dict[int, _T], dict[int, _T]]:
+    """What belongs to trained leaves and to frozen ones, by their number in the manifest."""
+    parts: tuple[dict[int, _T], dict[int, _T]] = {}, {}
+    for i, (record, value) in enumerate(zip(records, values, strict=True)):
+        parts[record.get("frozen", False)][i] = value
+    return parts
+
+
+def _digest(arrays: dict[int, np.ndarray]) -> str:
+    """The SHA-256 of arrays, with their numbers, dtypes and shapes."""
+    digest = hashlib.sha256()
+    for i, array in arrays.items():
+        digest.update(f"{i} {array.dtype} {array.shape} ".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _link_frozen(directory: Path, unfinished: Path, digest: str) -> bool:
+    """Link the frozen arrays of another checkpoint in the directory. False if no checkpoint has the same arrays,
+    undamaged."""
+    for path in sorted(candidates(directory), reverse=True):
+        try:
+            body = _manifest.load(path)
+            if body.get("frozen") != digest:
+                continue
+            saved = {name: entry for name, entry in body["files"].items() if name.startswith(f"{_FROZEN}/")}
+            shutil.copytree(path / _FROZEN, unfinished / _FROZEN, copy_function=_link_or_copy)
+            if {f"{_FROZEN}/{name}": entry for name, entry in _prints(unfinished / _FROZEN).items()} == saved:
+                return True
+        except (CheckpointError, OSError):  # it is damaged, or another process removed it
+            pass
+        shutil.rmtree(unfinished / _FROZEN, ignore_errors=True)
+    return False
+
+
+# Arrays without elements are not written, because orbax drops them. The manifest has their shapes and dtypes.
+
+
+def _write_arrays(path: Path, arrays: dict[int, np.ndarray]) -> None:
     import orbax.checkpoint as ocp
 
-    named = {str(i): a for i, a in enumerate(arrays) if _has_elements(a.shape)}
+    named = {str(i): array for i, array in arrays.items() if array.size}
     if named:
-        with _orbax(ocp) as orbax, _unicode(path) as path:
+        with _orbax() as orbax, _utf8(path) as path:
             orbax.save(path, args=ocp.args.PyTreeSave(named))
 
 
-def _read_arrays(path: Path, layouts: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[np.ndarray]:
+def _read_arrays(path: Path, layouts: dict[int, tuple[tuple[int, ...], np.dtype[Any]]]) -> dict[int, np.ndarray]:
+    """Arrays with the shapes and dtypes of the manifest.
+
+    Raises:
+        ValueError: orbax's arrays differ from the manifest, or exceed this machine's memory.
+    """
     import orbax.checkpoint as ocp
 
-    names = [str(i) for i, (shape, _) in enumerate(layouts) if _has_elements(shape)]
-    found = {}
-    if names:
-        each = {n: ocp.RestoreArgs(restore_type=np.ndarray) for n in names}
-        with _orbax(ocp) as orbax, _unicode(path) as path:
-            _check_layouts(layouts, orbax.metadata(path).item_metadata)
-            args = ocp.args.PyTreeRestore(item=dict.fromkeys(names, 0), restore_args=each)
+    expected = {str(i): layout for i, layout in layouts.items() if 0 not in layout[0]}
+    found: dict[str, np.ndarray] = {}
+    if expected:
+        with _orbax() as orbax, _utf8(path) as path:
+            stored = orbax.metadata(path).item_metadata
+            if stored is None:
+                raise ValueError("orbax finds no arrays")
+            for name, (shape, dtype) in expected.items():
+                its = tuple(stored.tree[name].shape), np.dtype(stored.tree[name].dtype)
+                if its != (shape, dtype.newbyteorder("=")):  # orbax stores the bytes in one order
+                    raise ValueError(
+                        f"array {name} is {its[1]}{list(its[0])}, and in the manifest {dtype}{list(shape)}"
+                    )
+            total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in expected.values())
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            if total > memory:
+                raise ValueError(f"the arrays have {total} bytes, more than the {memory} of this machine's memory")
+            each = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in expected}
+            args = ocp.args.PyTreeRestore(item=dict.fromkeys(expected, 0), restore_args=each)
             found = orbax.restore(path, args=args)
-    return [found[str(i)] if _has_elements(layouts[i][0]) else np.zeros(*layouts[i]) for i in range(len(layouts))]
+    return {i: found[str(i)] if str(i) in found else np.zeros(*layout) for i, layout in layouts.items()}
 
 
-def _is_unicode(path: Path) -> bool:
-    return str(path) == str(path).encode(errors="ignore").decode()
+def _layout(record: dict[str, Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of the array that is stored for a leaf. Random keys are stored as their data.
 
-
-@contextlib.contextmanager
-def _unicode(path: Path) -> Generator[Path]:
-    """A name of a path that orbax takes: one in UTF-8, as names of directories need not be."""
-    path = path.absolute()
-    if _is_unicode(path):
-        yield path
+    Raises:
+        ValueError: the dtype or the kind of random key is unknown.
+    """
+    shape = tuple(record["shape"])
+    if "impl" in record:
+        key = jax.eval_shape(lambda: jax.random.key(0, impl=record["impl"]))
+        data = jax.eval_shape(jax.random.key_data, key)
+        name, shape, dtype = str(key.dtype), (*shape, *data.shape), np.dtype(data.dtype)
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            link = Path(folder, "link")
-            link.symlink_to(path.parent, target_is_directory=True)
-            yield link / path.name
+        dtype = np.dtype(record["dtype"])
+        name = str(dtype)
+    if name != record["dtype"]:  # NumPy has other names too, which are saved by nobody
+        raise ValueError(f"the dtype must be {name}, got {record['dtype']}")
+    return shape, dtype
 
 
-def _check_layouts(layouts: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], stored: Any) -> None:
-    """`ValueError` where the arrays of orbax are not those of the manifest, or are more than this machine can hold."""
-    if stored is None:
-        raise ValueError("orbax finds no arrays")
-    for i, (shape, dtype) in enumerate(layouts):
-        if _has_elements(shape):
-            about = stored.tree[str(i)]
-            found = tuple(about.shape), np.dtype(about.dtype)
-            if found != (shape, dtype.newbyteorder("=")):  # orbax stores the bytes in one order
-                raise ValueError(f"array {i} is {found[1]}{list(found[0])}, and in the manifest {dtype}{list(shape)}")
-    total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layouts)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if total > memory:
-        raise ValueError(f"the arrays have {total} bytes, more than the {memory} of this machine's memory")
-
-
-def _orbax(ocp: Any) -> Any:
-    """orbax for this process only: what is saved is whole in each process, and one of them writes it."""
-    import jax
+def _orbax() -> Any:
+    """orbax for this process only: each process has all arrays, and one process writes them."""
+    import orbax.checkpoint as ocp
 
     mine = jax.process_index()
     options = ocp.options.MultiprocessingOptions(
@@ -251,14 +378,14 @@ def _orbax(ocp: Any) -> Any:
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(), multiprocessing_options=options)
 
 
-def _files(directory: Path) -> list[Path]:
-    return sorted(p for p in directory.rglob("*") if p.is_file())
-
-
-def _print_of(file: Path) -> list[Any]:
-    return list(regular_file.fingerprint(file, file.stat().st_size))
-
-
-def _reason(error: BaseException) -> str:
-    text = (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()[0]
-    return text if len(text) < 200 else text[:200] + "..."
+@contextlib.contextmanager
+def _utf8(path: Path) -> Generator[Path]:
+    """A name of a path that orbax takes: one in UTF-8, as names of directories need not be."""
+    path = path.absolute()
+    if os.fsencode(path).decode(errors="ignore") == str(path):
+        yield path
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            link = Path(folder, "link")
+            link.symlink_to(path.parent, target_is_directory=True)
+            yield link / path.name

@@ -22,7 +22,7 @@ import numpy as np
 from .._core.arrays import is_prng_key
 from .._core.portable import SavedArray
 from .._devices.emulated import wait_before_collectives
-from .._devices.placement import to_host
+from .._devices.mesh import to_host
 from .._devices.user_mesh import on_own_mesh
 from ._leaves import slots_of
 
@@ -78,7 +78,7 @@ def _whole(leaf: Any) -> Any:
 
 
 def _size(slot: SavedArray) -> int | None:
-    """How many elements of a flat, padded leaf count. None: all."""
+    """The number of elements of a flat leaf before its padding. None: no padding."""
     return math.prod(slot.shape) if slot.rows else None
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .._core import regular_file
+from .._core import files
 from .._core.files import append, flush_to_disk
 from . import _manifest
 from ._manifest import CheckpointError
@@ -26,7 +26,7 @@ from ._manifest import CheckpointError
 Place = dict[str, Any]  # {"number": of records, "at": byte at which the last one begins, "sha256": of its line}
 
 INSIDE = 64  # of the last records, which a checkpoint holds itself
-_NAME = "records.jsonl"
+NAME = "records.jsonl"
 _LONGEST = 16 << 20  # bytes of a line
 
 
@@ -34,23 +34,23 @@ class RecordWriter:
     """Appends the new records of a run to the file of a directory.
 
     Attributes:
-        place: of the last record, or None where there is none.
+        place: the place of the last record, or None.
     """
 
     def __init__(self, directory: Path):
-        self._path = directory / _NAME
+        self._path = directory / NAME
         self.place: Place | None = None
         self._last = ""  # the record there, as JSON
 
-    def go_on(self, place: Place, records: Sequence[dict[str, Any]]) -> None:
-        """Take the records of a checkpoint for those that are in the file."""
+    def resume(self, place: Place, records: Sequence[dict[str, Any]]) -> None:
+        """Assume that the file holds the records of a checkpoint."""
         self.place, self._last = place, json.dumps(records[-1])
 
     def new(self, records: Sequence[dict[str, Any]]) -> list[str]:
         """Those of a run's records that are not in the file yet, as JSON. All, where they begin otherwise.
 
         Raises:
-            TypeError: a record is no JSON.
+            TypeError: a record is not JSON.
         """
         try:
             number = 0 if self.place is None else self.place["number"]
@@ -68,36 +68,31 @@ class RecordWriter:
         """
         if not records:
             return self.place
-        at = self._end()
-        number = 0 if self.place is None else self.place["number"]
-        lines, place, after = [b"" if self._ends_with_line(at) else b"\n"], self.place, at
-        after += len(lines[0])
+        size, text = 0, bytearray()
+        place: Place | None = self.place
+        if os.path.lexists(self._path):
+            size, text = self._end()
         for record in records:
-            lines.append(_line(record, place))
-            number += 1
-            place = {"number": number, "at": after, "sha256": hashlib.sha256(lines[-1]).hexdigest()}
-            after += len(lines[-1])
-        append(self._path, b"".join(lines))
+            before = None if place is None else {name: place[name] for name in ("at", "sha256")}
+            line = f'{{"record": {record}, "before": {json.dumps(before)}}}\n'.encode()
+            if len(line) > _LONGEST:
+                raise OSError(f"a record has {len(line)} bytes, more than {_LONGEST}; record fewer values in an epoch")
+            number = 1 if place is None else place["number"] + 1
+            place = {"number": number, "at": size + len(text), "sha256": hashlib.sha256(line).hexdigest()}
+            text += line
+        append(self._path, bytes(text))
         flush_to_disk(self._path)
-        if not at:
+        if not size:  # the file may be new
             flush_to_disk(self._path.parent)
         self.place, self._last = place, records[-1]
         return place
 
-    def _end(self) -> int:
-        """How many bytes the file has. `OSError` where it is no regular file."""
-        if not os.path.lexists(self._path):
-            return 0
-        with regular_file.opened(self._path) as file:
-            return os.fstat(file.fileno()).st_size
-
-    def _ends_with_line(self, size: int) -> bool:
-        """Whether the last line is whole. A process that was killed may have left a part of one."""
-        if not size:
-            return True
-        with regular_file.opened(self._path) as file:
-            file.seek(size - 1)
-            return file.read(1) == b"\n"
+    def _end(self) -> tuple[int, bytearray]:
+        """How many bytes the file has, and the end of its last line, which a killed process may have left out."""
+        with files.opened(self._path) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(size - 1, 0))
+            return size, bytearray() if file.read(1) in (b"\n", b"") else bytearray(b"\n")
 
 
 def read(directory: Path, place: Place) -> list[dict[str, Any]]:
@@ -106,9 +101,9 @@ def read(directory: Path, place: Place) -> list[dict[str, Any]]:
     Raises:
         CheckpointError: a line is missing, damaged or cannot be read. The message names the file.
     """
-    path, found = directory / _NAME, []
+    path, found = directory / NAME, []
     try:
-        with regular_file.opened(path) as file:
+        with files.opened(path) as file:
             before: Place | None = place
             while before is not None and len(found) < place["number"]:
                 entry = _entry(file, before)
@@ -120,14 +115,6 @@ def read(directory: Path, place: Place) -> list[dict[str, Any]]:
     if before is not None or len(found) != place["number"]:
         raise CheckpointError(f"{path} is damaged: it does not have the {place['number']} records that were saved")
     return found[::-1]
-
-
-def _line(record: str, before: Place | None) -> bytes:
-    short = None if before is None else {name: before[name] for name in ("at", "sha256")}
-    line = f'{{"record": {record}, "before": {json.dumps(short)}}}\n'.encode()
-    if len(line) > _LONGEST:
-        raise OSError(f"a record has {len(line)} bytes, and {_LONGEST} at most; measure less in an epoch")
-    return line
 
 
 def _entry(file: Any, place: Place) -> dict[str, Any]:
@@ -147,5 +134,5 @@ def _entry(file: Any, place: Place) -> dict[str, Any]:
             if before["at"] >= place["at"]:
                 raise ValueError
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError("it is no record") from None
+        raise ValueError("it is not a record") from None
     return entry

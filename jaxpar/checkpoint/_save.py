@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -17,66 +16,63 @@ from .._core.files import as_path
 from .._devices import processes
 from .._devices.user_mesh import outside_mesh
 from . import _files, _leaves, _manifest
+from ._files import Found as Found
 from ._manifest import CheckpointError
 
 Tree = TypeVar("Tree")
 PathLike = str | os.PathLike[str]
-Known = dict[Path, tuple[Any, dict[str, Any]]]  # of each checkpoint the mark of its manifest, and a part of it
+Accepts = Callable[[Found], object]
+Manifest = dict[str, Any]
+Wanted = Callable[[Manifest], bool]
 _TRIES = 10  # to list a directory while another process removes checkpoints from it
-
-
-class Found(NamedTuple):
-    """A good checkpoint: its path, its manifest, and the arrays in the order of the manifest."""
-
-    path: Path
-    body: dict[str, Any]
-    arrays: list[np.ndarray]
 
 
 @answers("checkpoint.save")
 def save(path: PathLike, state: Any) -> None:
-    """Save a state. On return it is on disk, whole and flushed.
+    """Save a state. On return it is on disk, complete and flushed.
 
-    Nothing in a checkpoint depends on the devices: the values of a store of kind `sharded` are saved whole. All of
-    several processes call it, and the first one writes.
+    A checkpoint does not depend on the devices: values of a store of kind `sharded` are saved whole. With several
+    processes, all of them must call `save`; the first one writes.
 
     Args:
-        path: a directory that does not exist yet. Those above it are made.
+        path: a directory that does not exist yet. Missing parents are created.
         state: a `train.TrainState`, a `kv.KVStore`, or any pytree of arrays (jax, NumPy, typed random keys) and
             Python numbers.
 
     Raises:
         FileExistsError: the path exists.
-        OSError: it cannot be written. Nothing of it is kept then.
-        TypeError: a leaf that is no array.
+        OSError: the checkpoint cannot be written. No part of it stays on disk.
+        TypeError: a leaf is not an array.
     """
     path, writes = as_path(path, "checkpoint.save: path, the first argument,"), jax.process_index() == 0
     with processes.raise_together():
-        if writes:
-            _files.refuse_existing(path)
+        if writes and os.path.lexists(path):
+            raise FileExistsError(f"checkpoint.save: {path} exists already; choose another path, or remove it first")
     records, arrays = _leaves.to_leaves(state, writes)
     with processes.raise_together():
         if writes:
-            _files.write(path, about(state, path.parent), records, arrays)
+            listed, _ = newest_first(path.parent)
+            content = {**step_of(state), "order": 1 + max((body["order"] for _, body in listed), default=0)}
+            _files.write(path, content, records, arrays)
 
 
 @answers("checkpoint.restore")
 def restore(path: PathLike, like: Tree) -> Tree:
-    """The state saved at a path, in the structure and on the devices of `like`.
+    """The saved state, with the structure and devices of `like`.
 
-    `like` may be on another number of devices than the saved state was, and its stores of another kind (`device`,
-    `sharded`, ...). Residuals of a compressor belong to the devices that pushed. With another number of devices they
-    start again, and a line on standard error says so.
+    `like` may have another number of devices than the saved state, and its stores may be of another kind (`device`,
+    `sharded`, ...). Residuals of a compressor belong to the devices that pushed. With another number of devices the
+    residuals start at zero, and a line on standard error reports that.
 
     Args:
         path: as given to `save`.
-        like: a state such as `train.create_state` returns, or any pytree of arrays or `jax.ShapeDtypeStruct`s.
-            Where one has a sharding, the restored array gets it, else it goes to the default device.
+        like: a state as from `train.create_state`, or any pytree of arrays or `jax.ShapeDtypeStruct`s. A restored array
+            gets the sharding of its leaf, or else goes to the default device.
 
     Raises:
-        FileNotFoundError: there is nothing at the path.
-        CheckpointError: a `ValueError`. The checkpoint is damaged, cannot be read, is of another program, or does not
-            fit `like`. The message names the file, or the leaf with what was expected and found.
+        FileNotFoundError: the path does not exist.
+        CheckpointError: a `ValueError`. The checkpoint is damaged, unreadable, from another program, or does not fit
+            `like`. The message names the file, or the leaf with the expected and the found value.
 
     Example:
         >>> import tempfile, jax
@@ -88,19 +84,15 @@ def restore(path: PathLike, like: Tree) -> Tree:
         >>> kv.to_params(checkpoint.restore(path, like))["w"].tolist()
         [1.0, 1.0, 1.0, 1.0, 1.0]
     """
-    if not any(map(_spread, jax.tree.leaves(like))):
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(like)]
+    if all(sharding is None or sharding.is_fully_addressable for sharding in shardings):
         return fill(read(path), like)
+    # Leaves of several processes: all of them restore the one checkpoint that the first process was given.
     path = processes.ask_first(lambda: None if path is None else str(path))
     with processes.raise_together(CheckpointError):
         found = read(path)
     processes.agree(f"checkpoint.restore: {path} is not the same checkpoint everywhere", _manifest.digest(found.body))
     return fill(found, like)
-
-
-def _spread(leaf: Any) -> bool:
-    """Whether a leaf of `like` belongs to several processes."""
-    sharding = getattr(leaf, "sharding", None)
-    return sharding is not None and not sharding.is_fully_addressable
 
 
 def read(path: PathLike | None) -> Found:
@@ -115,25 +107,25 @@ def read(path: PathLike | None) -> Found:
         raise FileNotFoundError(f"checkpoint.restore: there is nothing at {path}{hint}") from None
     except OSError as error:
         raise CheckpointError(f"{path} is unreadable: {error.strerror or error}") from error
-    return Found(path, *_files.read(path))
+    return _files.read(path)
 
 
 @answers("checkpoint.latest")
 def latest(directory: PathLike) -> Path | None:
     """The newest checkpoint of a directory that `restore` can read.
 
-    It is read whole, so every byte is known to be as it was saved. Checkpoints that are damaged, cannot be read or are
-    of another program are named on standard error and passed over. Nothing on disk is changed.
+    Every byte of the checkpoint is read and verified. Checkpoints that are damaged, unreadable or from another program
+    are named on standard error and skipped. Nothing on disk is changed.
 
     Args:
-        directory: where `save` or `Manager` put checkpoints, each a directory in it.
+        directory: the directory in which `save` or `Manager` wrote checkpoints.
 
     Returns:
-        Its path, or None where there is none, or no such directory.
+        The path, or None if the directory has no such checkpoint or does not exist.
 
     Raises:
-        NotADirectoryError: there is something else at that path.
-        OSError: the directory itself cannot be listed.
+        NotADirectoryError: the path is not a directory.
+        OSError: the directory cannot be listed.
 
     Example:
         >>> import tempfile
@@ -151,16 +143,16 @@ def latest(directory: PathLike) -> Path | None:
 
 @answers("checkpoint.best")
 def best(directory: PathLike) -> Path | None:
-    """The checkpoint of a directory that was saved as the best one, see `train.KeepBest`.
+    """The best checkpoint of a directory, see `train.KeepBest`.
 
-    It is read whole, as by `latest`. One that is damaged, cannot be read or is of another program is named on standard
-    error, and the one that was the best before it is taken, if it is still there. Nothing on disk is changed.
+    Every byte is verified, as by `latest`. A checkpoint that is damaged, unreadable or from another program is named on
+    standard error. Then the previous best one is returned, if it still exists. Nothing on disk is changed.
 
     Args:
-        directory: where `fit` with `KeepBest`, or `Manager.save(..., best=True)`, put checkpoints.
+        directory: the directory in which `fit` with `KeepBest`, or `Manager.save(..., best=True)`, wrote checkpoints.
 
     Returns:
-        Its path, or None where there is none, or no such directory.
+        The path, or None if the directory has no such checkpoint or does not exist.
 
     Raises:
         NotADirectoryError, OSError: as in `latest`.
@@ -188,8 +180,8 @@ def is_best(body: dict[str, Any]) -> bool:
 def newest_good(
     directory: Path,
     bad: set[Path],
-    accepts: Callable[[Found], object] = lambda found: None,
-    wanted: Callable[[dict[str, Any]], bool] = lambda body: True,
+    accepts: Accepts = lambda found: None,
+    wanted: Wanted = lambda body: True,
 ) -> Found | None:
     """The newest good checkpoint. Newer ones are named on standard error, put into `bad` and passed over.
 
@@ -197,90 +189,62 @@ def newest_good(
     others than `wanted`, by their manifests, nothing more is read.
     """
     for _ in range(_TRIES):
-        for path in [path for path, body in newest_first(directory, bad) if wanted(body)]:
-            try:
-                found = Found(path, *_files.read(path))
-                accepts(found)
-                return found
-            except CheckpointError as error:
-                if not os.path.lexists(path):
-                    break  # the run that writes there has removed it, so there is a newer one
-                pass_over(path, bad, str(error))
-        else:
-            return None
+        try:
+            return _newest_good_now(directory, bad, accepts, wanted)
+        except _RemovedError:
+            continue
     raise OSError(f"checkpoint: {directory} changes faster than it can be read; {_TRIES} checkpoints were gone")
 
 
-def pass_over(path: Path, bad: set[Path], why: str) -> None:
-    """Put a checkpoint among the bad ones, and say so."""
-    bad.add(path)
-    say(f"{why}; looking for an earlier one")
+class _RemovedError(Exception):
+    """The run that writes to a directory removed a checkpoint meanwhile, so there is a newer one."""
 
 
-def about(state: Any, directory: Path, known: Known | None = None) -> dict[str, Any]:
-    """Which step the state is at, if it says so, and a number that grows from one checkpoint to the next."""
-    step = getattr(state, "step", None)
-    before = [body["order"] for _, body in newest_first(directory, set(), report=False, known=known)]
-    return {**({} if step is None or np.ndim(step) else {"step": int(step)}), "order": 1 + max(before, default=0)}
+def _newest_good_now(directory: Path, bad: set[Path], accepts: Accepts, wanted: Wanted) -> Found | None:
+    def pass_over(path: Path, why: str) -> None:
+        if not os.path.lexists(path):
+            raise _RemovedError
+        bad.add(path)
+        say(why)
+
+    listed, unreadable = newest_first(directory)
+    for path, error in unreadable.items():
+        if path not in bad:
+            pass_over(path, f"{error}; skipped")
+    for path, body in listed:
+        if path in bad or not wanted(body):
+            continue
+        try:
+            found = _files.read(path)
+            accepts(found)
+            return found
+        except CheckpointError as error:
+            pass_over(path, f"{error}; looking for an earlier one")
+    return None
 
 
 def newest_first(
-    directory: Path, bad: set[Path], report: bool = True, known: Known | None = None
-) -> list[tuple[Path, dict[str, Any]]]:
-    """The checkpoints whose manifests can be read, without those in `bad`, which gets those that cannot.
-
-    With `known` only `order` and `best` of each, which is not read again while its file does not change.
-    """
+    directory: Path, load: Callable[[Path], Manifest] = _manifest.load
+) -> tuple[list[tuple[Path, Manifest]], dict[Path, str]]:
+    """The checkpoints of a directory and their manifests, the newest first, and why others cannot be read."""
     if not directory.exists():
-        return []
+        return [], {}
     if not directory.is_dir():
-        raise NotADirectoryError(f"checkpoint: {directory} is no directory")
-    tries, (found, gone) = 1, _list(directory, bad, report, known)
-    while gone and tries < _TRIES:  # the run that writes there removed one, so there may be a newer one
-        tries, (found, gone) = tries + 1, _list(directory, bad, report, known)
-    return sorted(found, key=lambda item: (item[1]["order"], item[0].name), reverse=True)
-
-
-def _list(
-    directory: Path, bad: set[Path], report: bool, known: Known | None
-) -> tuple[list[tuple[Path, dict[str, Any]]], bool]:
-    """The manifests that can be read, and whether a checkpoint was removed meanwhile."""
-    found: list[tuple[Path, dict[str, Any]]] = []
-    gone = False
+        raise NotADirectoryError(f"checkpoint: {directory} is not a directory")
+    found: list[tuple[Path, Manifest]] = []
+    unreadable: dict[Path, str] = {}
     for path in _files.candidates(directory):
-        if path in bad:
-            continue
         try:
-            found.append((path, _manifest.load(path) if known is None else _load_short(path, known)))
+            found.append((path, load(path)))
         except CheckpointError as error:
-            if not os.path.lexists(path):
-                gone = True
-                continue
-            bad.add(path)
-            if report:
-                say(f"{error}; passed over")
-    return found, gone
+            unreadable[path] = str(error)
+    return sorted(found, key=lambda item: (item[1]["order"], item[0].name), reverse=True), unreadable
 
 
-def _load_short(path: Path, known: Known) -> dict[str, Any]:
-    """`order` and `best` of a manifest. A long one, with the history of thousands of epochs, takes a second to read."""
-    if path not in known or known[path][0] != _mark(path):
-        remember(path, _manifest.load(path), known)
-    return known[path][1]
-
-
-def remember(path: Path, body: dict[str, Any], known: Known) -> None:
-    """Put what is known of a manifest among the known ones."""
-    known[path] = _mark(path), {name: body[name] for name in ("order", "best") if name in body}
-
-
-def _mark(path: Path) -> Any:
-    """What changes when the manifest at a path does."""
-    try:
-        now = os.stat(path / _manifest.NAME)
-    except OSError:
-        return secrets.token_bytes(16)  # reading it says what is the matter
-    return now.st_ino, now.st_size, now.st_mtime_ns
+def step_of(state: Any) -> dict[str, int]:
+    """The step of a state, if it has one, for the manifest."""
+    step = getattr(state, "step", None)
+    return {} if step is None or np.ndim(step) else {"step": int(step)}
 
 
 def fill(found: Found, like: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a compressor is, what all compressors share, and the sum of what they send."""
+"""The base classes of compressors, and the sum of decoded payloads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from .._core.calls import answers
 from .._devices import collectives
-from ._grid import Grid
+from ._bits import Grid
 
 Shape = tuple[int, ...]
 State = dict[str, jax.Array]
@@ -21,27 +21,27 @@ Payload = dict[str, jax.Array]
 
 
 class Compressor(Protocol):
-    """A frozen, hashable description of a compression. What it keeps between pushes is a `State`.
+    """A frozen, hashable compressor. Its residual between pushes is a separate `State`.
 
     Attributes:
-        elementwise: whether the encoding of a concatenation is the concatenated encodings, up to padding. Then a
-            store may compress whole flat buckets.
-        linear: whether sums are taken in the middle of the compression, as `LinearCompressor.allreduce` does.
-        two_way: whether the sum is coded again, with a residual on the device that made it. See `Int3`.
-        per_word: of an elementwise compressor, how many elements a word of the payload has.
+        elementwise: whether encoding a concatenation gives the concatenated encodings, up to padding. If so, a store
+            may compress whole flat buckets.
+        linear: whether the codes themselves are summed, as in `LinearCompressor.allreduce`.
+        two_way: whether the sum is compressed too, with a residual on the summing device. See `Int3`.
+        per_word: how many elements one word of the payload has, for an elementwise compressor.
     """
 
-    elementwise: ClassVar[bool]
-    linear: ClassVar[bool]
+    elementwise: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
     two_way: ClassVar[bool] = False
     per_word: ClassVar[int] = 1
 
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
-        """The state before the first push: a float32 `residual` of zeros, and what the rounding needs.
+        """The state before the first push: a float32 `residual` of zeros, and a key for stochastic rounding.
 
         Args:
-            shape, dtype: of the values to be pushed. The dtype must be floating.
-            seed: an integer, which may be traced. It separates the random streams of devices and keys.
+            shape, dtype: the shape and dtype of the pushed values. The dtype must be floating.
+            seed: an integer, which may be traced. Devices and keys need different seeds for independent random numbers.
 
         Raises:
             TypeError: the dtype is not floating.
@@ -53,15 +53,15 @@ class Compressor(Protocol):
         ...
 
     def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
-        """The value of a payload. The residual does not have what the rounding to a narrower `dtype` loses."""
+        """The decoded value. The residual does not include the error of rounding to a narrower `dtype`."""
         ...
 
     def wire_bytes(self, shape: Shape, dtype: Any) -> int:
-        """Bytes of the payload of a value."""
+        """The bytes of a payload."""
         ...
 
     def grid(self, count: int) -> Grid | None:
-        """How the sum of `count` decoded payloads is coded without loss. None: it is sent as float32."""
+        """A lossless code for the sum of `count` decoded payloads. None: send float32."""
         return None
 
     def pays(self, shape: Shape, dtype: Any) -> bool:
@@ -70,11 +70,24 @@ class Compressor(Protocol):
 
 
 @runtime_checkable
+class ElementCompressor(Compressor, Protocol):
+    """An elementwise compressor whose codes a store packs by itself, in an order that suits the devices."""
+
+    def quantize(self, value: jax.Array, state: State) -> tuple[jax.Array, State]:
+        """The code of each element, an unsigned integer of which `per_word` fill a word, and the state."""
+        ...
+
+    def dequantize(self, codes: jax.Array) -> jax.Array:
+        """The float32 element of each code."""
+        ...
+
+
+@runtime_checkable
 class RowCompressor(Compressor, Protocol):
-    """A compressor of whole values whose payload can be cut in parts of the value."""
+    """A compressor whose payload can be cut into rows of the value."""
 
     def cut(self, payload: Payload, shape: Shape, count: int) -> Payload:
-        """The payload of a value in `count` rows, each for as many elements, the value padded at its end."""
+        """The payload, padded and cut into `count` rows of equal length."""
         ...
 
     def decode_row(self, row: Payload, index: Any) -> jax.Array:
@@ -84,10 +97,10 @@ class RowCompressor(Compressor, Protocol):
 
 @runtime_checkable
 class LinearCompressor(Protocol):
-    """A compression whose codes can be summed: `allreduce` takes the place of encode and decode."""
+    """A compressor whose codes can be summed: `allreduce` replaces encode and decode."""
 
-    elementwise: ClassVar[bool]
-    linear: ClassVar[bool]
+    elementwise: ClassVar[bool] = False
+    linear: ClassVar[bool] = True
 
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State: ...
 
@@ -100,14 +113,14 @@ class LinearCompressor(Protocol):
 
 @answers("compression.decode_sum")
 def decode_sum(compressor: Compressor, payloads: Payload, shape: Shape, dtype: Any) -> jax.Array:
-    """The sum of several decoded payloads, in the order of the devices.
+    """Decode several payloads and sum them, in the order of the devices.
 
-    It is a loop, so that the program, and the time to compile it, do not grow with the devices.
+    The sum is a compiled loop, so that program size and compile time do not grow with the number of devices.
 
     Args:
-        compressor: what encoded them.
-        payloads: a payload whose arrays have the devices as a first axis, as a gather over devices gives it.
-        shape, dtype: of the value. The sum is taken in float32, and rounded to `dtype` once.
+        compressor: the compressor that encoded the payloads.
+        payloads: a payload whose arrays have one row for each device, as an all-gather returns it.
+        shape, dtype: the shape and dtype of a value. The sum is taken in float32 and rounded to `dtype` once.
 
     Returns:
         The sum, an array of `shape` and `dtype`.
@@ -128,16 +141,12 @@ def decode_sum(compressor: Compressor, payloads: Payload, shape: Shape, dtype: A
 
 
 def is_two_way(compressor: Compressor | LinearCompressor) -> bool:
-    """Whether the sum is coded again, with a residual on the device that made it."""
+    """Whether the sum is compressed too, with a residual on the summing device."""
     return not isinstance(compressor, LinearCompressor) and compressor.two_way
 
 
 def start_residual(name: str, shape: Shape, dtype: Any) -> State:
-    """The residual before the first push: float32 zeros.
-
-    Raises:
-        TypeError: values of this dtype cannot be compressed.
-    """
+    """The residual before the first push: float32 zeros."""
     if not is_floating(dtype):
         raise TypeError(
             f"compression {name!r} takes floating values, got dtype {jnp.dtype(dtype).name}; push this key uncompressed"
@@ -146,7 +155,7 @@ def start_residual(name: str, shape: Shape, dtype: Any) -> State:
 
 
 def with_residual(value: jax.Array, state: State) -> jax.Array:
-    """The float32 value that is to be sent: with what earlier pushes did not send."""
+    """The float32 value to send: the pushed value plus the residual."""
     return state["residual"] + jnp.asarray(value).astype(jnp.float32)
 
 
@@ -161,6 +170,6 @@ def is_floating(dtype: Any) -> bool:
 
 
 def as_float32(value: float) -> float:
-    """A parameter as the arithmetic sees it: rounded to float32, perhaps to 0 or infinity."""
+    """A parameter of a compressor, rounded to float32, which may give 0 or infinity."""
     with np.errstate(over="ignore", under="ignore"):
         return float(np.float32(value))

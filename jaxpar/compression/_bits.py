@@ -1,14 +1,22 @@
-"""Codes of a few bits, packed in uint32 words."""
+"""Codes of a few bits, packed in uint32 words, and sums of equal steps as such codes."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 Shape = tuple[int, ...]
+
+PLANE = 32  # codes that fill words of any number of bits, see `pack_planes`
+_LINE = 128
+_FLOAT = 32  # bits
+_SMALLEST = -126  # the exponent of the smallest normal float32
 
 
 def words(shape: Shape, per_word: int) -> int:
@@ -48,36 +56,62 @@ def unpack_words(words: jax.Array, bits: int) -> jax.Array:
     return ((words[:, None] >> shifts(shape, bits)) & np.uint32(2**bits - 1)).reshape(-1)
 
 
-# Any number of bits: 32 codes become `bits` words, one for each place of a bit.
-
-PLANE = 32
+# Any number of bits. A code is cut in digits of as many bits as divide both it and a word. A plane has one digit of
+# each code. A TPU computes on lines of 128 numbers, and no shape may end with the 16 or 32 codes of a word. So digit k
+# of 128 words beside each other is that of 128 codes beside each other.
 
 
 def pack_planes(codes: jax.Array, bits: int) -> jax.Array:
-    """uint32 codes (..., 32 m), each below 2**bits, in words (..., bits m).
+    """uint32 codes (..., 32 m), each below 2**bits, in words (..., bits m). The order of the codes is no format.
+
+    If `bits` divides 32, the length may be any multiple of 32 / bits.
 
     Example:
-        >>> pack_planes(jnp.array([3] + 31 * [0] + [5] + 31 * [1], jnp.uint32), 3).tolist()
-        [1, 1, 0, 4294967295, 0, 1]
+        >>> pack_planes(jnp.array([3] + 31 * [0] + [5] + 31 * [1], jnp.uint32), 3).size
+        6
     """
-    lead, groups = codes.shape[:-1], codes.shape[-1] // PLANE
-    plane, place = _planes((*lead, groups, bits, PLANE))
-    split = (codes.reshape(*lead, groups, 1, PLANE) >> plane) & np.uint32(1)
-    return (split << place).sum(-1, dtype=jnp.uint32).reshape(*lead, groups * bits)
+    digit, per_word, planes = _digits(bits)
+    line = _line(codes.shape[-1] // per_word)
+    split = codes.reshape(*codes.shape[:-1], -1, 1, per_word, line)
+    if planes > 1:
+        split = split >> _shifts(split, -3, planes, digit) & np.uint32(2**digit - 1)
+    return in_order((split << _shifts(split, -2, per_word, digit)).sum(-2, dtype=jnp.uint32), codes.ndim - 1)
 
 
 def unpack_planes(packed: jax.Array, bits: int) -> jax.Array:
-    """The inverse: words (..., bits m) as uint32 codes (..., 32 m)."""
-    lead, groups = packed.shape[:-1], packed.shape[-1] // bits
-    plane, place = _planes((*lead, groups, bits, PLANE))
-    split = (packed.reshape(*lead, groups, bits, 1) >> place) & np.uint32(1)
-    return (split << plane).sum(-2, dtype=jnp.uint32).reshape(*lead, groups * PLANE)
+    """The inverse: codes (..., blocks, codes of a block, line). `in_order` makes flat what is computed of each."""
+    digit, per_word, planes = _digits(bits)
+    line = _line(packed.shape[-1] // planes)
+    split = packed.reshape(*packed.shape[:-1], -1, planes, line)
+    shifts, mask = _shifts(split, -2, per_word, digit), np.uint32(2**digit - 1)
+    terms = [(split[..., i, None, :] >> shifts & mask) << np.uint32(i * digit) for i in range(planes)]
+    return functools.reduce(operator.or_, terms)
 
 
-def _planes(shape: Shape) -> tuple[jax.Array, jax.Array]:
-    """For (..., bits, place): which bit of a code, and which place of a word."""
-    rank = len(shape)
-    return jax.lax.broadcasted_iota(jnp.uint32, shape, rank - 2), jax.lax.broadcasted_iota(jnp.uint32, shape, rank - 1)
+def in_order(values: jax.Array, lead: int = 0) -> jax.Array:
+    """The values flat behind `lead` axes.
+
+    They are computed in their own shape: XLA's loops for CPUs are four times slower over a flat one.
+    """
+    return jax.lax.optimization_barrier(values).reshape(*values.shape[:lead], -1)
+
+
+def _digits(bits: int) -> tuple[int, int, int]:
+    """Bits of a digit, digits in a word, digits of a code."""
+    digit = math.gcd(bits, 32)
+    return digit, 32 // digit, bits // digit
+
+
+def _line(size: int) -> int:
+    """The last axis for planes of so many words."""
+    return _LINE if size % _LINE == 0 and size else max(size, 1)
+
+
+def _shifts(values: jax.Array, axis: int, count: int, bits: int) -> np.ndarray:
+    """0, bits, 2 bits, ... along an axis of the values."""
+    shape = [1] * values.ndim
+    shape[axis] = count
+    return np.arange(0, count * bits, bits, dtype=np.uint32).reshape(shape)
 
 
 # Codes beside each other in a word, with room for the sum of several words.
@@ -101,9 +135,110 @@ def pack_lanes(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def unpack_lanes(packed: jax.Array, bits: int, size: int) -> jax.Array:
-    """The inverse: `size` codes out of words."""
+    """The inverse of `pack_lanes`: `size` codes from words."""
     return ((packed[None, :] >> _lane_shifts(bits)) & np.uint32(2**bits - 1)).reshape(-1)[:size]
 
 
 def _lane_shifts(bits: int) -> jax.Array:
     return np.uint32(bits) * jnp.arange(lanes(bits), dtype=jnp.uint32)[:, None]
+
+
+# Sums of equal steps as integers: what an owner sends back in place of float32 numbers.
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The sums of `count` numbers ±step (or 0), added in float32 from left to right.
+
+    Such a sum is k * step, where k is from -count to count. If k * step is no float32, the order of the additions
+    decides on the last bits. Then the code of a sum has its distance from k * step too. So every sum comes back bit
+    for bit.
+
+    Attributes:
+        step: a float32 number above 0.
+        count: how many numbers are added.
+        stride: 2 where no number is 0, so that every other k only occurs.
+
+    Example:
+        >>> Grid(0.5, 8).bits, Grid(0.5, 512).bits, Grid(0.1, 8).bits
+        (5, 11, 10)
+        >>> grid = Grid(0.1, 3)
+        >>> sums = jnp.float32(0.1) + jnp.array([-0.1, 0.1], jnp.float32) + jnp.float32(0.1)
+        >>> bool((grid.decode(grid.encode(sums)) == sums).all())
+        True
+    """
+
+    step: float
+    count: int
+    stride: int = 1
+
+    @property
+    def bits(self) -> int:
+        """The bits of a code. 32 means float32 numbers without codes."""
+        _, _, unit = _parts(self.step)
+        highest = self.count * float(np.float32(self.step))
+        if unit < _SMALLEST or highest > float(np.finfo(np.float32).max) or self.count >= 1 << 24:
+            return _FLOAT
+        steps = 2 * self.count // self.stride + 1
+        return min(_FLOAT, (steps * self._places - 1).bit_length())
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every k * step is a float32 number, so that the order of the additions does not matter."""
+        return self.bits < _FLOAT and not self._slack
+
+    def encode(self, total: jax.Array) -> jax.Array:
+        """The uint32 code of each float32 sum."""
+        upper, lower, unit = self._scaled()
+        k = jnp.round(total / np.float32(self.step))
+        # Each result is a float32 number, so nothing is rounded.
+        distance = ((total - k * upper) - k * lower) / unit
+        place = (distance + self._slack).astype(jnp.uint32)
+        index = ((k + self.count) / self.stride).astype(jnp.uint32)
+        return index * np.uint32(self._places) + place
+
+    def decode(self, codes: jax.Array) -> jax.Array:
+        """The float32 sums: the inverse of `encode`."""
+        upper, lower, unit = self._scaled()
+        k = (codes // np.uint32(self._places)).astype(jnp.float32) * self.stride - self.count
+        distance = (codes % np.uint32(self._places)).astype(jnp.float32) - self._slack
+        return k * upper + (k * lower + distance * unit)
+
+    @property
+    def _slack(self) -> int:
+        return _slack(self.step, self.count)
+
+    @property
+    def _places(self) -> int:
+        """The number of codes for each k."""
+        return 2 * self._slack + 1
+
+    def _scaled(self) -> tuple[np.float32, np.float32, np.float32]:
+        """The step as the sum of two numbers of 12 digits, whose multiples are exact, and the unit of its last one."""
+        upper, lower, unit = _parts(self.step)
+        return np.float32(math.ldexp(upper, unit)), np.float32(math.ldexp(lower, unit)), np.float32(2.0**unit)
+
+
+def _parts(step: float) -> tuple[int, int, int]:
+    """(upper, lower, unit): the step is (upper + lower) * 2**unit, upper + lower is odd, lower has 12 digits."""
+    mantissa, exponent = math.frexp(float(np.float32(step)))
+    digits, unit = int(mantissa * 2**24), exponent - 24
+    while digits % 2 == 0:
+        digits, unit = digits // 2, unit + 1
+    return digits >> 12 << 12, digits & 0xFFF, unit
+
+
+@functools.lru_cache(maxsize=1024)
+def _slack(step: float, count: int) -> int:
+    """The largest error, in units, of a sum of `count` steps that is rounded after each step."""
+    upper, lower, _ = _parts(step)
+    largest, slack = upper + lower, 0
+    if count * largest < 1 << 24:
+        return 0
+    for terms in range(2, count + 1):
+        extra = max(0, (largest + upper + lower).bit_length() - 24)
+        slack += (1 << extra) >> 1 if terms > 2 else 0  # twice a float32 number is one
+        largest = -(-(largest + upper + lower) >> extra) << extra  # rounded up: no less than float32 has it
+        if slack >= 1 << _FLOAT:
+            break
+    return slack

@@ -1,11 +1,11 @@
-"""Compressors that send a part of a value: its largest elements or its largest singular directions."""
+"""Compressors that send the largest elements or the largest singular directions."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from ._base import (
     is_floating,
     plain_bytes,
     start_residual,
+    with_residual,
 )
 
 
@@ -29,15 +30,15 @@ from ._base import (
 class TopK(Compressor):
     """The k elements of largest magnitude, as int32 positions and float32 values.
 
-    k is `ratio` times the number of elements, rounded, and at least 1. Of equal magnitudes the first are sent. See Aji
-    and Heafield 2017 and, for error feedback, Stich et al. 2018.
+    k is `ratio` times the number of elements, rounded, and at least 1. Among equal magnitudes, the first elements are
+    sent. Source: Aji and Heafield 2017; Stich et al. 2018 for error feedback.
 
     Attributes:
-        ratio: the part of the elements that is sent, in (0, 1].
+        ratio: the fraction of the elements that is sent, in (0, 1].
 
     Raises:
-        TypeError: the ratio is no number.
-        ValueError: it is out of range.
+        TypeError: the ratio is not a number.
+        ValueError: the ratio is out of range.
 
     Example:
         >>> compressor = TopK(0.5)
@@ -48,8 +49,6 @@ class TopK(Compressor):
     """
 
     ratio: float = 0.01
-    elementwise: ClassVar[bool] = False
-    linear: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         ratio = number(
@@ -62,7 +61,7 @@ class TopK(Compressor):
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         shape = state["residual"].shape
-        wanted = (state["residual"] + jnp.asarray(value).astype(jnp.float32)).reshape(-1)
+        wanted = with_residual(value, state).reshape(-1)
         _, indices = jax.lax.top_k(jnp.abs(wanted), self._k(shape))
         payload = {"indices": indices.astype(jnp.int32), "values": wanted[indices]}
         residual = wanted.at[indices].set(0, unique_indices=True)
@@ -83,19 +82,20 @@ class TopK(Compressor):
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(LinearCompressor):
-    """A matrix is sent as P Qᵀ of low rank, found by one power iteration for each push.
+    """Sends a matrix as P Qᵀ of low rank: one power iteration each push.
 
-    See Vogels, Karimireddy and Jaggi 2019. A value is the matrix M (product of the other axes, last axis), which for
-    the layers of JAX is inputs × outputs. P = M Q is summed over the devices and made orthonormal. Q = Mᵀ P is
-    summed. The sum of the values is P Qᵀ. Q is kept for the next push, and the residual is the part of M outside of P.
-    Two sums of rank × (rows + columns) float32 in all.
+    A value is the matrix M (product of the other axes, last axis), which for the layers of JAX is inputs × outputs. P =
+    M Q is summed over the devices and made orthonormal. Then Q = Mᵀ P is summed. The result is P Qᵀ. Q is kept for the
+    next push, and the residual is the part of M outside of P. The two sums send rank × (rows + columns) float32.
+
+    Source: Vogels, Karimireddy and Jaggi 2019.
 
     Attributes:
-        rank: an int of 1 or more. The rank of the matrix is used if it is smaller.
+        rank: an int of 1 or more. At most the rank of the matrix is used.
 
     Raises:
-        TypeError: the rank is no int.
-        ValueError: it is less than 1.
+        TypeError: the rank is not an int.
+        ValueError: the rank is less than 1.
 
     Example:
         >>> compressor = PowerSGD(rank=1)
@@ -106,14 +106,12 @@ class PowerSGD(LinearCompressor):
     """
 
     rank: int = 2
-    elementwise: ClassVar[bool] = False
-    linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rank", whole_number(self.rank, "compression 'powersgd'", "rank"))
 
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
-        """The residual, and a first `q`, which is the same on every device whatever the seed."""
+        """A residual of zeros, and a first `q` that is equal on every device for any seed."""
         state = start_residual("powersgd", shape, dtype)
         rows, columns = _matrix(shape)
         q = jax.random.normal(jax.random.key(0, impl="threefry2x32"), (columns, self._rank(rows, columns)))
@@ -123,15 +121,15 @@ class PowerSGD(LinearCompressor):
         """The compressed sum of `value` over the devices.
 
         Args:
-            value: this device's share, floating, any shape.
-            state: of this device, from `init` or an earlier call.
-            psum: sums a pytree over the devices, such as `lambda tree: jax.lax.psum(tree, "data")`.
+            value: this device's floating array, of any shape.
+            state: this device's state, from `init` or the previous call.
+            psum: a function that sums a pytree over the devices, such as `lambda tree: jax.lax.psum(tree, "data")`.
 
         Returns:
-            (the sum, equal on every device, of the shape and dtype of `value`, and the new state).
+            (the sum, the new state). The sum has the shape and dtype of `value` and is equal on every device.
         """
         value = jnp.asarray(value)
-        m = (state["residual"] + value.astype(jnp.float32)).reshape(_matrix(value.shape))
+        m = with_residual(value, state).reshape(_matrix(value.shape))
         if 0 in m.shape:
             return value, state
         p = psum(_product(m, state["q"]))
@@ -172,6 +170,6 @@ def _scale(columns: jax.Array) -> jax.Array:
 
 
 def _next_q(q: jax.Array, before: jax.Array) -> jax.Array:
-    """The start of the next push. A column that vanished, by a gradient of zeros, keeps its direction."""
+    """The first `q` of the next push. A column that became zero, by a zero gradient, keeps its direction."""
     vanished = jnp.abs(q).max(0, keepdims=True) < np.finfo(np.float32).tiny
     return jnp.where(vanished, before, _scale(q))

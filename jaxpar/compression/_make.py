@@ -1,4 +1,4 @@
-"""A compressor out of a specification."""
+"""Makes a compressor from a specification."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._core.calls import answers
-from .._core.checks import choice, describe
+from .._core.checks import choice
 from ._base import Compressor, LinearCompressor
 from ._int3 import Int3
 from ._low_rank import PowerSGD, TopK
@@ -27,26 +27,23 @@ TYPES = ("none", *_TYPES)
 
 @answers("compression.make")
 def make(spec: Mapping[str, Any]) -> Compressor | LinearCompressor | None:
-    """The compressor of a specification.
+    """Make a compressor from a specification.
 
     Args:
-        spec: `{"type": name, parameter: value, ...}`. The table of `jaxpar.compression` has names and parameters.
+        spec: `{"type": name, parameter: value, ...}`. The table of `jaxpar.compression` lists names and parameters.
 
     Returns:
         A compressor, or None for the type `none`.
 
     Raises:
-        TypeError: `spec` is no mapping, or a parameter is no number where it must be one.
-        ValueError: no type or an unknown one, an unknown parameter, or a value out of range. The message lists what
-            is known.
+        TypeError: `spec` is not a mapping, or a numeric parameter is not a number.
+        ValueError: the type is missing or unknown, a parameter is unknown, or a value is out of range. The message
+            lists the known types or parameters.
 
     Example:
         >>> make({"type": "2bit", "threshold": 0.5})
         TwoBit(threshold=0.5)
     """
-    if not isinstance(spec, Mapping):
-        example = '{"type": "2bit", "threshold": 0.5}'
-        raise TypeError(f"compression must be a mapping such as {example}, got {describe(spec)}")
     parameters = dict(spec)
     if "type" not in parameters:
         raise ValueError(f"compression: the specification has no 'type'; known are {', '.join(TYPES)}")

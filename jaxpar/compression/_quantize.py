@@ -15,28 +15,36 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.checks import choice, number
-from ._base import Compressor, Payload, RowCompressor, Shape, State, as_float32, start_residual, with_residual
-from ._bits import pack_pairs, pad, shifts, unpack_words, words
-from ._grid import Grid
+from ._base import (
+    ElementCompressor,
+    Payload,
+    RowCompressor,
+    Shape,
+    State,
+    as_float32,
+    start_residual,
+    with_residual,
+)
+from ._bits import Grid, pack_pairs, pad, shifts, unpack_words, words
 
 _INT8_BLOCK = 1024
 _ROUNDINGS = ("nearest", "stochastic")
 
 
 @dataclasses.dataclass(frozen=True)
-class TwoBit(Compressor):
+class TwoBit(ElementCompressor):
     """MXNet's `2bit`: +threshold, -threshold or 0 for each element, 16 codes in a uint32.
 
-    With a = residual + value, a >= threshold is code 11, a <= -threshold is code 10, anything else is 00. The first of
-    16 elements is in the top two bits of byte 0 of the little-endian word. Values, bytes and residuals are MXNet's,
+    With a = residual + value, the code is 11 if a >= threshold, 10 if a <= -threshold, and 00 otherwise. The first of
+    16 elements is in the top two bits of byte 0 of the little-endian word. Values, bytes and residuals equal MXNet's
     bit for bit. NaN is sent as 0 and stays in the residual.
 
     Attributes:
-        threshold: the value of a code, above 0, in the units of the gradient.
+        threshold: the decoded magnitude, above 0, in the units of the gradient.
 
     Raises:
-        TypeError: the threshold is no number.
-        ValueError: as a float32 it is not above 0, or not finite.
+        TypeError: the threshold is not a number.
+        ValueError: the threshold, as a float32, is not above 0 or not finite.
 
     Example:
         >>> compressor = TwoBit(0.5)
@@ -50,7 +58,6 @@ class TwoBit(Compressor):
 
     threshold: float = 0.5
     elementwise: ClassVar[bool] = True
-    linear: ClassVar[bool] = False
     per_word: ClassVar[int] = 16
 
     def __post_init__(self) -> None:
@@ -63,17 +70,23 @@ class TwoBit(Compressor):
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
         return start_residual("2bit", shape, dtype)
 
-    def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
+    def quantize(self, value: jax.Array, state: State) -> tuple[jax.Array, State]:
         wanted, t = with_residual(value, state), np.float32(self.threshold)
         up, down = wanted >= t, wanted <= -t
         residual = wanted - jnp.where(up, t, jnp.where(down, -t, np.float32(0)))
         codes = jnp.where(up, np.uint8(3), jnp.where(down, np.uint8(2), np.uint8(0)))
-        return {"codes": pack_pairs(pad(codes, 16))}, {**state, "residual": residual}
+        return codes, {**state, "residual": residual}
+
+    def dequantize(self, codes: jax.Array) -> jax.Array:
+        t = np.float32(self.threshold)
+        return jnp.where(codes == 3, t, jnp.where(codes == 2, -t, np.float32(0)))
+
+    def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
+        codes, state = self.quantize(value, state)
+        return {"codes": pack_pairs(pad(codes, 16))}, state
 
     def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
-        t = np.float32(self.threshold)
-        codes = unpack_words(payload["codes"], 2)
-        values = jnp.where(codes == 3, t, jnp.where(codes == 2, -t, np.float32(0)))
+        values = self.dequantize(unpack_words(payload["codes"], 2))
         return values[: math.prod(shape)].reshape(shape).astype(dtype)
 
     def wire_bytes(self, shape: Shape, dtype: Any) -> int:
@@ -84,18 +97,19 @@ class TwoBit(Compressor):
 
 
 @dataclasses.dataclass(frozen=True)
-class OneBit(Compressor):
+class OneBit(ElementCompressor):
     """MXNet 2's `1bit`: +1 or -1 for each element, 32 codes in a uint32.
 
     +1 is sent where residual + value > threshold. The first of 32 elements is in the top bit of byte 0 of the
-    little-endian word. The step is 1 whatever the threshold, so gradients need a scale near 1. NaN is sent as -1.
+    little-endian word. Decoded values are +1 and -1 for any threshold, so gradients need a scale near 1. NaN is sent as
+    -1.
 
     Attributes:
         threshold: any finite number, in the units of the gradient.
 
     Raises:
-        TypeError: the threshold is no number.
-        ValueError: as a float32 it is not finite.
+        TypeError: the threshold is not a number.
+        ValueError: the threshold, as a float32, is not finite.
 
     Example:
         >>> compressor = OneBit(0.5)
@@ -107,7 +121,6 @@ class OneBit(Compressor):
 
     threshold: float = 0.5
     elementwise: ClassVar[bool] = True
-    linear: ClassVar[bool] = False
     per_word: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
@@ -123,16 +136,22 @@ class OneBit(Compressor):
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
         return start_residual("1bit", shape, dtype)
 
-    def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
+    def quantize(self, value: jax.Array, state: State) -> tuple[jax.Array, State]:
         wanted = with_residual(value, state)
         up = wanted > np.float32(self.threshold)
         residual = wanted - jnp.where(up, np.float32(1), np.float32(-1))
-        bits = pad(up.astype(jnp.uint32), 32).reshape(-1, 32)
-        codes = (bits << shifts(bits.shape, 1)).sum(-1, dtype=jnp.uint32)
-        return {"codes": codes}, {**state, "residual": residual}
+        return up.astype(jnp.uint8), {**state, "residual": residual}
+
+    def dequantize(self, codes: jax.Array) -> jax.Array:
+        return jnp.where(codes == 1, np.float32(1), np.float32(-1))
+
+    def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
+        codes, state = self.quantize(value, state)
+        bits = pad(codes.astype(jnp.uint32), 32).reshape(-1, 32)
+        return {"codes": (bits << shifts(bits.shape, 1)).sum(-1, dtype=jnp.uint32)}, state
 
     def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
-        values = jnp.where(unpack_words(payload["codes"], 1) == 1, np.float32(1), np.float32(-1))
+        values = self.dequantize(unpack_words(payload["codes"], 1))
         return values[: math.prod(shape)].reshape(shape).astype(dtype)
 
     def wire_bytes(self, shape: Shape, dtype: Any) -> int:
@@ -146,11 +165,12 @@ class OneBit(Compressor):
 class Int8(RowCompressor):
     """Symmetric 8-bit integers with a float32 scale for each 1,024 elements.
 
-    The scale is the largest magnitude of the block, divided by 127. A scale per block costs 0.4 % on the wire, and an
-    outlier spoils its block only. Where a block begins depends on the value, so this compression is not elementwise.
+    The scale is the largest magnitude of the block, divided by 127. The scales add 0.4 % to the bytes, and an outlier
+    costs precision in its own block only. Blocks are counted from the start of each value, so this compressor is not
+    elementwise.
 
     Attributes:
-        rounding: `nearest`, or `stochastic`, which is unbiased: the mean of what is sent is the value.
+        rounding: `nearest`, or `stochastic`, which is unbiased.
 
     Raises:
         ValueError: an unknown rounding.
@@ -163,8 +183,6 @@ class Int8(RowCompressor):
     """
 
     rounding: str = "nearest"
-    elementwise: ClassVar[bool] = False
-    linear: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         choice(self.rounding, "compression 'int8'", "rounding", _ROUNDINGS)
@@ -201,9 +219,13 @@ class Int8(RowCompressor):
         return {"codes": pad(payload["codes"], count * chunk).reshape(count, chunk), "scales": scales}
 
     def decode_row(self, row: Payload, index: Any) -> jax.Array:
-        start = index * row["codes"].size % _INT8_BLOCK
-        block = (start + jnp.arange(row["codes"].size)) // _INT8_BLOCK
-        return row["codes"].astype(jnp.float32) * row["scales"][jnp.minimum(block, row["scales"].size - 1)]
+        codes, size = row["codes"].astype(jnp.float32), row["codes"].size
+        if size % _INT8_BLOCK == 0:
+            return (codes.reshape(-1, _INT8_BLOCK) * row["scales"][: size // _INT8_BLOCK, None]).reshape(-1)
+        # A row may begin and end within a block. What is padded has no scale.
+        scales = jnp.pad(row["scales"], (0, max(0, words((size,), _INT8_BLOCK) + 1 - row["scales"].size)))
+        scales = jnp.broadcast_to(scales[:, None], (scales.size, _INT8_BLOCK)).reshape(-1)
+        return codes * jax.lax.dynamic_slice(scales, (index * size % _INT8_BLOCK,), (size,))
 
     def _dither(self, shape: Shape, state: State) -> Any:
         if self.rounding == "nearest":
@@ -212,12 +234,11 @@ class Int8(RowCompressor):
 
 
 @dataclasses.dataclass(frozen=True)
-class BFloat16(Compressor):
+class BFloat16(ElementCompressor):
     """The upper 16 bits of a float32, sent as uint16 so that no compiler widens them on the way.
 
     Attributes:
-        rounding: `nearest`, with ties to even, or `stochastic`, which is unbiased: the mean of what is sent is the
-            value.
+        rounding: `nearest`, with ties to even, or `stochastic`, which is unbiased.
 
     Raises:
         ValueError: an unknown rounding.
@@ -231,8 +252,6 @@ class BFloat16(Compressor):
 
     rounding: str = "nearest"
     elementwise: ClassVar[bool] = True
-    linear: ClassVar[bool] = False
-    per_word: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         choice(self.rounding, "compression 'bf16'", "rounding", _ROUNDINGS)
@@ -240,19 +259,24 @@ class BFloat16(Compressor):
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
         return _start_rounding("bf16", self.rounding, shape, dtype, seed)
 
-    def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
+    def quantize(self, value: jax.Array, state: State) -> tuple[jax.Array, State]:
         wanted = with_residual(value, state)
         # In integers, since XLA may drop a float32 -> bfloat16 -> float32 pair, and with it the rounding error.
         bits = jax.lax.bitcast_convert_type(wanted, jnp.uint32)
         rounded = jnp.where(jnp.isfinite(wanted), bits + self._dither(bits, state), bits)
         rounded = rounded & np.uint32(0xFFFF0000)
         residual = wanted - jax.lax.bitcast_convert_type(rounded, jnp.float32)
-        payload = {"bits": (rounded >> 16).astype(jnp.uint16).reshape(-1)}
-        return payload, _advance({**state, "residual": residual})
+        return (rounded >> 16).astype(jnp.uint16), _advance({**state, "residual": residual})
+
+    def dequantize(self, codes: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(codes.astype(jnp.uint32) << 16, jnp.float32)
+
+    def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
+        codes, state = self.quantize(value, state)
+        return {"bits": codes.reshape(-1)}, state
 
     def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
-        bits = payload["bits"].astype(jnp.uint32) << 16
-        return jax.lax.bitcast_convert_type(bits, jnp.float32).reshape(shape).astype(dtype)
+        return self.dequantize(payload["bits"]).reshape(shape).astype(dtype)
 
     def wire_bytes(self, shape: Shape, dtype: Any) -> int:
         return 2 * math.prod(shape)
@@ -264,7 +288,7 @@ class BFloat16(Compressor):
 
 
 def _start_rounding(name: str, rounding: str, shape: Shape, dtype: Any, seed: Any) -> State:
-    """The residual, and for stochastic rounding the seed and the number of pushes of a random stream."""
+    """The residual, and for stochastic rounding the seed and the number of pushes."""
     state = start_residual(name, shape, dtype)
     stream = jnp.stack([jnp.asarray(seed, jnp.uint32), jnp.uint32(0)])
     return state if rounding == "nearest" else {**state, "stream": stream}

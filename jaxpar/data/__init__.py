@@ -1,35 +1,44 @@
-"""Data sets as arrays, and their batches, gathered on the devices.
+"""Data sets as arrays, and batches of them on the devices.
 
     train = jp.data.load("fashion_mnist", "train")
     for batch in jp.data.batches(train, 256, rng=jax.random.key(0), devices=jax.devices()):
         batch["image"], batch["label"]  # float32 (256, 28, 28, 1) in [0, 1], int32 (256,)
 
-A batch of a data set goes one way:
+A batch passes through these modules:
 
-    _load           find the files: `_tfds` reads what TFDS prepared, `_idx` the four files of Fashion-MNIST,
-                    `_decoded_cache` what was decoded before
-    _dataset        the value: images, labels and their origin
-    _batches        which examples each batch has, from the host or from the devices
-    _shuffle        the order of an epoch
-    _device_copies  the data set on each device
-    _gather         the compiled programs that take batches out of it
-    _split          how a batch is split over the devices of a mesh
-    _parts          which examples are for training, which for validation
-    _prefetch       batches of any iterator, sent to the devices ahead of their use
+    _load      finds, prepares and reads a data set by its name. `_fashion_mnist` has the files of one
+    _dataset   `Dataset`: images, labels and their origin
+    _sources   `Source`, the interface that `train.fit` needs, for a data set or arrays
+    _order     the order of the examples in an epoch, and the examples of each batch
+    _batches   batches that are streamed from the host, or gathered from a copy of the data set on each device
+    _sharding  splits a batch over the devices of a mesh
 
-`train.fit` sees a `Source` only. `_sources` has this protocol, and data sets and arrays as sources. `_iterable` has
-what other libraries iterate over, and `_convert` their elements as arrays.
+`_iterable` reads loaders and data sets of other libraries. `_elements` converts their elements, and tables of pandas
+and polars, to arrays. `_prefetch` sends batches of any iterator to the devices ahead of their use.
 
 Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017, https://arxiv.org/abs/1708.07747.
 """
 
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
-from .._devices.padded import PaddedBatch as PaddedBatch
-from ._batches import Batch as Batch, batches as batches, num_batches as num_batches
+from .._devices.virtual_shards import PaddedBatch as PaddedBatch
+from ._batches import (
+    Batch as Batch,
+    from_host as _from_host,
+    num_batches as num_batches,
+    plan_batches as _plan_batches,
+)
 from ._dataset import Dataset as Dataset
-from ._iterable import IterableSource as IterableSource, collect as collect, from_iterable as from_iterable
-from ._load import FASHION_MNIST_CLASSES as FASHION_MNIST_CLASSES, load as load
+from ._elements import as_arrays as _as_arrays
+from ._fashion_mnist import FASHION_MNIST_CLASSES as FASHION_MNIST_CLASSES
+from ._iterable import (
+    READ_ONCE as _READ_ONCE,
+    IterableSource as IterableSource,
+    collect as collect,
+    from_iterable as from_iterable,
+)
+from ._load import load as load
+from ._order import draws_of as _draws_of
 from ._prefetch import prefetch as prefetch
 from ._sources import (
     ArraySource as ArraySource,
@@ -37,8 +46,11 @@ from ._sources import (
     Source as Source,
     as_source as as_source,
     batch_groups as batch_groups,
+    batch_options as _batch_options,
+    batches as batches,
     from_arrays as from_arrays,
+    go_to as _go_to,
+    place_in as _place_in,
     split as split,
-    takes_sharding as _takes_sharding,
-    virtual_options as _virtual_options,
+    usual_batch_size as _usual_batch_size,
 )

@@ -1,34 +1,46 @@
-"""Batches of a data set: which examples each one has, from the devices or streamed from the host."""
+"""Batches of arrays: streamed from the host, or gathered from a copy of the data set on each device."""
 
 from __future__ import annotations
 
 import collections
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import functools
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._core import checks
 from .._core.arrays import Device
 from .._core.calls import answers
 from .._devices import processes
-from .._devices.emulated import wait_before_collectives
-from .._devices.mesh import STORE_AXIS
-from .._devices.user_mesh import each_in_user_mesh, on_own_mesh
-from . import _gather
-from ._convert import as_jax_dtype, convert_on_device
-from ._device_copies import Examples, copies, has_room, place
-from ._shuffle import Order, device_order
-from ._split import Split, check_virtual_shards, split_of, with_virtual_shards
+from .._devices.mesh import STORE_AXIS, put
+from .._devices.user_mesh import each_in_user_mesh
+from ._order import Order, Run, order_of, runs
+from ._sharding import (
+    Split,
+    as_batch,
+    as_jax_dtype,
+    check_virtual_shards,
+    convert_image,
+    convert_images,
+    ready,
+    split_of,
+)
 
 Batch = dict[str, jax.Array]
-_Slices = Iterable[tuple[int, int, int]]  # as `_slices` gives them
+Examples = Any  # with the arrays `images` and `labels` in host memory and a length, as a `Dataset` has them
 
-_PREFETCH = 2  # batches on their way to the devices while one is in use
+HINTS = {"shuffle": "give rng=jax.random.key(0) for a random order"}
+_AHEAD = 2  # batches on their way to the devices while one is in use
+_COPIES = 2  # placements kept for one data set, say for training on four devices and evaluating on one
+_MOST_BATCHES = 8  # of one program,
+_MOST_BYTES = 16 << 20  # and their size on all devices together, except for one batch
 
 
 @answers("data.num_batches")
@@ -43,179 +55,85 @@ def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> i
     return size // batch_size if drop_remainder else -(-size // batch_size)
 
 
-@answers("data.batches", {"shuffle": "give rng=jax.random.key(0) for an order that is drawn"})
-def batches(
-    dataset: Examples,
+def dataset_batches(
+    dataset: Examples, batch_size: int, *, dtype: Any = jnp.float32, resident: bool | None = None, **options: Any
+) -> Iterator[Batch]:
+    """`data.batches` of a data set."""
+    plan = plan_batches(len(dataset), batch_size, "data.batches", **options)
+    dtype = None if dtype is None else np.dtype(dtype)
+    if has_room(dataset, plan.split) if resident is None else resident:
+        return each_in_user_mesh(_one_by_one(from_devices(dataset, *plan, dtype), plan.split))
+    return each_in_user_mesh(from_host({"image": dataset.images, "label": dataset.labels}, *plan, dtype))
+
+
+class Plan(NamedTuple):
+    """The batches that are asked for, and where they go."""
+
+    all_runs: Iterator[Run]
+    order: Order
+    split: Split | None
+
+
+@answers("data.batches", HINTS)
+def plan_batches(
+    size: int,
     batch_size: int,
+    where: str,
     *,
     rng: jax.Array | None = None,
     epochs: int | None = 1,
+    start: int = 0,
     drop_remainder: bool = True,
     devices: Sequence[Device] | None = None,
-    sharding: NamedSharding | PartitionSpec | None = None,
-    axis_name: str = "data",
-    start: int = 0,
-    dtype: Any = jnp.float32,
-    resident: bool | None = None,
+    sharding: Any = None,
+    axis_name: str = STORE_AXIS,
     virtual_shards: int | None = None,
-) -> Iterator[Batch]:
-    """Iterate over `{"image", "label"}` batches on the devices.
-
-    The data set is copied to each device once, as it is stored, and kept there as long as it exists. Batches are then
-    gathered there, up to eight small ones by one compiled program, without a transfer from the host. A data set that
-    is too large for that streams from the host, two batches ahead.
-
-    Args:
-        dataset: a `Dataset` of n examples.
-        batch_size: examples per batch, over all devices together. A multiple of their number.
-        rng: a random key. Epoch e is in the order of a permutation drawn from `fold_in(rng, e)`, the same on any
-            number of devices. None: the stored order in each epoch.
-        epochs: how often to go through the data set. None: forever.
-        drop_remainder: leave out a last batch of fewer than `batch_size` examples.
-        devices: batches are sharded over these along axis 0, `NamedSharding(Mesh(devices, (axis_name,)),
-            P(axis_name))`. None: plain arrays on the default device.
-        sharding: of batches, in place of `devices`: a `NamedSharding` over any mesh that splits the first axis or
-            none, such as `NamedSharding(mesh, P("data"))`, or its `PartitionSpec` inside of `jax.set_mesh(mesh)`. The
-            mesh may have further axes, and be of several processes.
-        axis_name: the name of the mesh's axis, with `devices`.
-        start: skip this many batches, counted from the first of epoch 0, to resume a run.
-        dtype: of the images in a batch. uint8 is divided by 255 on the devices, into [0, 1]. Other dtypes are only
-            cast. None leaves images as they are stored.
-        resident: whether to copy the data set to the devices. None: where at least twice its size is free.
-        virtual_shards: V, for a step of `train.make_train_step(loss_fn, virtual_shards=V)`. It must divide every batch.
-            Where the devices cannot share V shards evenly, a batch is a `PaddedBatch`, with rows that no step counts.
-
-    Returns:
-        An iterator of dicts: "image" `(batch_size, ...)` of `dtype`, "label" `(batch_size, ...)`. Or of
-        `PaddedBatch`es of them, where V is no multiple of the number of devices.
-
-    Raises:
-        TypeError: a size that is no int; an `rng` that is no random key; a `sharding` that is none.
-        ValueError: a batch that the devices cannot share evenly, a data set without one batch, both `devices` and
-            `sharding`, or a sharding that splits further axes.
-
-    >>> import numpy as np
-    >>> from jaxpar.data import Dataset
-    >>> dataset = Dataset(np.zeros((6, 2, 2, 1), np.uint8), np.arange(6))
-    >>> [batch["label"].tolist() for batch in batches(dataset, 4, drop_remainder=False)]
-    [[0, 1, 2, 3], [4, 5]]
-    """
-    where = "data.batches"
-    if not (hasattr(dataset, "images") and hasattr(dataset, "labels")):
-        hint = "data.Dataset(images, labels), or data.from_arrays(...).batches(...) for arrays of other names"
-        raise TypeError(f"{where}: expected a {hint}; got {checks.describe(dataset)}")
-    size = len(dataset)
-    split = with_virtual_shards(split_of(devices, axis_name, sharding, where), virtual_shards, where)
-    _check(size, batch_size, drop_remainder, split.parts if split else 1, virtual_shards)
-    checks.whole_number(start, where, "start", least=0)
-    if epochs is not None:
-        checks.whole_number(epochs, where, "epochs", least=0)
-    dtype = None if dtype is None else np.dtype(dtype)
-    slices = _slices(size, batch_size, epochs, start, drop_remainder)
-    make = _from_devices if _is_resident(resident, dataset, split) else _from_host
-    return each_in_user_mesh(make(dataset, slices, _order(rng, size, split), split, dtype))
-
-
-def _is_resident(asked: bool | None, dataset: Examples, split: Split | None) -> bool:
-    """Whether batches are gathered from copies on the devices."""
-    if asked is not None:
-        return asked
-    mesh = split and split.mesh
-    room = has_room(dataset, mesh)
-    return processes.all_true(room) if mesh is not None and mesh.is_multi_process else room
-
-
-@on_own_mesh
-def _order(rng: jax.Array | None, size: int, split: Split | None) -> Order:
-    return device_order(rng, size, split and split.mesh)
-
-
-def _check(size: int, batch_size: int, drop_remainder: bool, parts: int, virtual_shards: int | None) -> None:
-    """`ValueError` unless `parts` devices, or the shards, can share every batch of `size` examples evenly."""
-    where = "data.batches"
-    checks.whole_number(batch_size, where, "batch_size")
-    if virtual_shards is not None:
-        for count in (batch_size, 0 if drop_remainder else size % batch_size):
-            check_virtual_shards(count, virtual_shards, where)
-        parts = 1
+) -> Plan:
+    """Batches of `size` examples. Options and errors are as in `data.batches`; `where` begins the messages."""
+    split = split_of(devices, axis_name, sharding, virtual_shards, where)
+    batch_size = checks.whole_number(batch_size, where, "batch_size")
+    rest = 0 if drop_remainder else size % batch_size
+    check_virtual_shards(batch_size, virtual_shards, where)
+    check_virtual_shards(rest, virtual_shards, where)
+    parts = split.parts if split is not None and virtual_shards is None else 1
     checks.even_share(batch_size, parts, where)
     if size < (batch_size if drop_remainder else 1):
         raise ValueError(
             f"{where}: a data set of {size} examples has no batch of {batch_size}; "
             "use a smaller batch_size, or drop_remainder=False"
         )
-    rest = size % batch_size
-    if not drop_remainder and rest % parts:
+    if rest % parts:
         raise ValueError(
             f"{where}: the last batch would have {rest} examples, which {parts} devices cannot share evenly; "
             "use drop_remainder=True, or a batch_size that leaves a remainder divisible by the devices"
         )
+    checks.whole_number(start, where, "start", least=0)
+    if epochs is not None:
+        checks.whole_number(epochs, where, "epochs", least=0)
+    return Plan(runs(size, batch_size, epochs, start, drop_remainder), order_of(rng, size), split)
 
 
-def whole_batches(examples: int, batch_size: int, where: str, virtual_shards: int | None = None) -> int:
-    """How many whole batches there are, each shared evenly by the processes, or by the virtual shards.
-
-    Raises:
-        ValueError: none, or the processes cannot share a batch.
-    """
-    checks.whole_number(batch_size, where, "batch_size")
-    number = processes.count()
-    check_virtual_shards(batch_size, virtual_shards, where)
-    if batch_size % number and virtual_shards is None:
-        raise ValueError(f"{where}: batch_size must be a multiple of the {number} processes, got {batch_size}")
-    if examples < batch_size:
-        raise ValueError(f"{where}: {examples} examples make no whole batch of {batch_size}; use a smaller batch_size")
-    return num_batches(examples, batch_size)
+def _one_by_one(groups: Iterator[tuple[Any, int]], split: Split | None) -> Iterator[Any]:
+    for batches, number in groups:
+        yield from (as_batch(batch, split) for batch in batches[:number])
 
 
-def epochs_from(start: int, steps: int, epochs: int | None) -> Iterator[tuple[int, int]]:
-    """Each epoch from the one of batch `start` on, with how many of its `steps` batches to skip."""
-    first, skipped = divmod(start, steps)
-    for epoch in itertools.count(first) if epochs is None else range(first, epochs):
-        yield epoch, skipped if epoch == first else 0
-
-
-def _slices(
-    size: int, batch_size: int, epochs: int | None, start: int, drop_remainder: bool
-) -> Iterator[tuple[int, int, int]]:
-    """(epoch, first position in its order, number of examples) of each batch from `start` on."""
-    stop = size - size % batch_size if drop_remainder else size
-    for epoch, skipped in epochs_from(start, num_batches(size, batch_size, drop_remainder=drop_remainder), epochs):
-        for at in range(skipped * batch_size, stop, batch_size):
-            yield epoch, at, min(batch_size, stop - at)
-
-
-def _from_devices(dataset: Examples, slices: _Slices, order: Order, split: Split | None, dtype: Any) -> Iterator[Batch]:
-    """Batches gathered from the copies on the devices."""
-    mesh = split and split.mesh
-    images, labels = copies(dataset, mesh)
-    epoch = count = rows = cursor = None
-    ready: collections.deque[Batch] = collections.deque()
-    for here, at, wanted in slices:
-        if (here, wanted) != (epoch, count):  # a new epoch, or its last batch, a smaller one
-            rows = rows if here == epoch else order(here)
-            epoch, count, cursor = here, wanted, place(np.array(at, np.int32), mesh)
-            ready.clear()  # of what was gathered past the end
-        if not ready:
-            several = _gather.batches_per_program(dataset, wanted, dtype)
-            found, cursor = _gather.gather(wanted, several, split, dtype)(images, labels, rows, cursor)
-            ready.extend(_ready(found, split))
-        yield ready.popleft() if split is None else split.as_batch(ready.popleft())
-
-
-def _from_host(dataset: Examples, slices: _Slices, order: Order, split: Split | None, dtype: Any) -> Iterator[Batch]:
-    """The same batches from host memory. Transfers run while earlier batches are in use."""
-    ahead: collections.deque[Batch] = collections.deque()
+def from_host(arrays: Any, all_runs: Iterator[Run], order: Order, split: Split | None, dtype: Any) -> Iterator[Any]:
+    """Batches of a pytree of arrays in host memory. Transfers run while earlier batches are in use."""
+    ahead: collections.deque[Any] = collections.deque()
     epoch, rows = None, np.empty(0, np.int32)
-    for here, at, count in slices:
-        if here != epoch:
-            epoch, rows = here, np.asarray(order(here))
-        image, label = (_transfer(x, rows[at : at + count], split) for x in (dataset.images, dataset.labels))
-        ahead.append({"image": convert_on_device(image, dtype), "label": label})
-        if len(ahead) > _PREFETCH:
-            yield _ready_batch(ahead.popleft(), split)
+    for run in all_runs:
+        if run.epoch != epoch:
+            epoch, rows = run.epoch, np.asarray(order(run.epoch))
+        for i in range(run.number):
+            at = run.first + i * run.batch_size
+            wanted = rows[at : at + run.batch_size]
+            batch = jax.tree.map(lambda array, wanted=wanted: _transfer(array, wanted, split), arrays)
+            ahead.append(convert_images(batch, dtype))
+            if len(ahead) > _AHEAD:
+                yield as_batch(ready(ahead.popleft(), split), split)
     for batch in ahead:
-        yield _ready_batch(batch, split)
+        yield as_batch(ready(batch, split), split)
 
 
 def _transfer(array: np.ndarray, rows: np.ndarray, split: Split | None) -> jax.Array:
@@ -231,61 +149,140 @@ def _transfer(array: np.ndarray, rows: np.ndarray, split: Split | None) -> jax.A
     return jax.make_array_from_callback(shape, split.sharding, share)
 
 
-def _ready(batches: Any, split: Split | None) -> Any:
-    """The batches, safe to start a program with collectives on."""
-    if split is None:
-        return batches
-    wait_before_collectives(batches, split.devices)
-    return split.as_given(batches)
+# Batches that are gathered from copies on the devices.
 
 
-def _ready_batch(arrays: Any, split: Split | None) -> Any:
-    return arrays if split is None else split.as_batch(_ready(arrays, split))
+# Device copies by data set. They go when the data set goes.
+_residents: weakref.WeakKeyDictionary[Examples, dict[Any, tuple[jax.Array, jax.Array]]]
+_residents = weakref.WeakKeyDictionary()
 
 
-def groups(
+def _copies(dataset: Examples, mesh: Mesh | None) -> tuple[jax.Array, jax.Array]:
+    """Images and labels, whole on each device. They are sent once in the data set's life."""
+    placed = _residents.setdefault(dataset, {})
+    key = _placement(mesh)
+    if key not in placed:
+        if len(placed) == _COPIES:
+            del placed[next(iter(placed))]
+        placed[key] = (_place(dataset.images, mesh), _place(dataset.labels, mesh))
+    return placed[key]
+
+
+def _placement(mesh: Mesh | None) -> Any:
+    return jax.config.jax_default_device if mesh is None else mesh  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _place(array: np.ndarray, mesh: Mesh | None) -> jax.Array:
+    """A copy of the array on each device of the mesh, or an uncommitted one on the default device."""
+    array = as_jax_dtype(array)
+    if mesh is None:
+        return jnp.asarray(array)
+    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, P()), lambda index: array[index])
+
+
+def has_room(dataset: Examples, split: Split | None) -> bool:
+    """Whether each device has room for two copies of the data set. A device that does not say has."""
+    mesh = split and split.mesh
+    if _placement(mesh) in _residents.get(dataset, {}):
+        room = True
+    else:
+        devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+        free = [size for size in map(free_bytes, devices) if size is not None]
+        room = 2 * (dataset.images.nbytes + dataset.labels.nbytes) <= min(free, default=float("inf"))
+    return processes.all_true(room) if mesh is not None and mesh.is_multi_process else room
+
+
+def free_bytes(device: Any) -> int | None:
+    """The free memory of a device, in bytes. None if unknown."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    if device.platform == "cpu" and hasattr(os, "sysconf"):  # the host's memory, shared by its devices
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(jax.local_devices(backend="cpu"))
+    return None
+
+
+def from_devices(
     dataset: Examples,
-    batch_size: int,
-    most: int | None,
+    all_runs: Iterable[Run],
+    order: Order,
+    split: Split | None,
+    dtype: Any,
     *,
-    rng: jax.Array,
-    start: int,
-    devices: Sequence[Device] | None,
-    sharding: NamedSharding | None = None,
-    virtual_shards: int | None = None,
-) -> Iterator[tuple[Any, int]] | None:
-    """The batches of `batches(..., epochs=None)`, several at a time.
+    most: int | None = None,
+    stacked: bool = False,
+) -> Iterator[tuple[Any, int]]:
+    """Batches gathered from the copies on the devices, several at a time.
 
     Args:
-        most: how many at a time. None: as many as one program gathers.
+        most: how many batches at a time. None: as many as one program should gather.
+        stacked: as in `gather`.
 
     Returns:
-        (batches with one more axis in front, how many of them count). At the end of an epoch fewer count, and the rest
-        are copies of the epoch's last example. None where the devices have no room for the data set.
+        (batches, how many of them count). At the end of a run fewer count, and the rest are copies of the last example.
     """
-    where = "data.batch_groups"
-    split = with_virtual_shards(split_of(devices, STORE_AXIS, sharding, where), virtual_shards, where)
-    assert split is not None
-    checks.whole_number(start, where, "start", least=0)
-    if most is not None:
-        checks.whole_number(most, where, "most")
-    _check(len(dataset), batch_size, True, split.parts, virtual_shards)
-    if not has_room(dataset, split.mesh):
-        return None
-    found = _groups(dataset, batch_size, most, start, _order(rng, len(dataset), split), split)
-    return each_in_user_mesh(found)
+    mesh = split and split.mesh
+    images, labels = _copies(dataset, mesh)
+    epoch = rows = None
+    for run in all_runs:
+        if run.epoch != epoch:
+            epoch, rows = run.epoch, order(run.epoch)
+            rows = jnp.asarray(rows) if mesh is None else put(rows, NamedSharding(mesh, P()))
+        several = most or _batches_per_program(dataset, run.batch_size, dtype)
+        cursor = _place(np.array(run.first, np.int32), mesh)
+        for done in range(0, run.number, several):
+            found, cursor = gather(run.batch_size, several, split, dtype, stacked)(images, labels, rows, cursor)
+            yield ready(found, split), min(several, run.number - done)
 
 
-def _groups(
-    dataset: Examples, batch_size: int, most: int | None, start: int, order: Order, split: Split
-) -> Iterator[tuple[Any, int]]:
-    mesh = split.mesh
-    images, labels = copies(dataset, mesh)
-    dtype, steps = np.dtype(jnp.float32), num_batches(len(dataset), batch_size)
-    most = _gather.batches_per_program(dataset, batch_size, dtype) if most is None else most
-    gather = _gather.gather(batch_size, most, split, dtype, stacked=True)
-    for epoch, done in epochs_from(start, steps, None):
-        rows, cursor = order(epoch), place(np.array(done * batch_size, np.int32), mesh)
-        for at in range(done, steps, most):
-            found, cursor = gather(images, labels, rows, cursor)
-            yield _ready_batch(found, split), min(most, steps - at)
+def _batches_per_program(dataset: Examples, count: int, dtype: Any) -> int:
+    """How many batches of `count` one program gathers: starting it costs as much as a small batch."""
+    size = dataset.images[:1].size * (dataset.images.dtype if dtype is None else dtype).itemsize
+    return max(1, min(_MOST_BATCHES, _MOST_BYTES // max(1, count * size)))
+
+
+@functools.lru_cache(maxsize=32)
+def gather(
+    count: int, several: int, split: Split | None, dtype: Any, stacked: bool
+) -> Callable[..., tuple[Any, jax.Array]]:
+    """The program `(images, labels, rows, cursor) -> (the next batches, the new cursor)`.
+
+    Each device gathers its share. The cursor stays on the devices, so that a batch needs nothing from the host. Past
+    the end of the order comes its last example, again and again. The rows of a padding are any examples.
+
+    Args:
+        count: examples in a batch, over all devices.
+        several: how many batches.
+        split: how a batch is split over devices. None: the default device.
+        stacked: the batches are one pytree with one more axis in front. Otherwise they are a list.
+    """
+
+    def local(
+        images: jax.Array,
+        labels: jax.Array,
+        rows: jax.Array,
+        cursor: jax.Array,
+        *,
+        share: int = count,
+        rank: jax.Array | int = 0,
+    ) -> tuple[Any, jax.Array]:
+        def batch(at: Any) -> dict[str, jax.Array]:
+            mine = rows.at[cursor + rank * share + (at + np.arange(share, dtype=np.int32))].get(mode="clip")
+            image, label = (x.at[mine].get(mode="promise_in_bounds") for x in (images, labels))
+            image = lax.optimization_barrier(image)  # XLA on a CPU takes three times as long for both in one loop
+            return {"image": convert_image(image, dtype), "label": label}
+
+        firsts = np.arange(several, dtype=np.int32) * count
+        found = batch(firsts[:, None]) if stacked else [batch(first) for first in firsts]
+        return found, cursor + several * count
+
+    if split is None:
+        return jax.jit(local)
+
+    def local_share(*args: jax.Array) -> tuple[Any, jax.Array]:
+        rank = lax.axis_index(split.axes) if split.axes else 0
+        return local(*args, share=split.rows(count) // split.parts, rank=rank)
+
+    mesh, spec = split.mesh, P(None, split.axes) if stacked else P(split.axes)
+    shards = jax.shard_map(local_share, mesh=mesh, in_specs=P(), out_specs=(spec, P()))
+    return jax.jit(shards, out_shardings=(NamedSharding(mesh, spec), NamedSharding(mesh, P())))

@@ -11,27 +11,27 @@ import numpy as np
 
 from .._core.arrays import check_plain
 from .._core.calls import answers_class
-from ._batches import Batch, batches
-from ._parts import rows_of_parts
+from ._batches import Batch, dataset_batches
+from ._order import rows_of_parts
 
 
 @answers_class("data.Dataset")
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
-    """Images and labels in host memory, and where they came from.
+    """Images and labels in host memory.
 
-    Make one of your own arrays by `Dataset(images, labels)`, of any shape and dtype. Do not change the arrays
-    afterwards, since the devices may hold copies.
+    `Dataset(images, labels)` takes your own arrays, of any shape and dtype. Do not change the arrays afterwards, since
+    the devices may hold copies.
 
     Attributes:
-        images: `(n, ...)`. From `load` uint8 `(n, 28, 28, 1)`.
+        images: `(n, ...)`. `load` gives uint8 `(n, 28, 28, 1)` for Fashion-MNIST.
         labels: `(n, ...)`. Integers become int32.
-        source: where they came from: "prepared", "files", "debian", "download", or "arrays".
+        source: the origin: "prepared", "files", "debian", "download", or "arrays".
         name: the data set's name.
-        part: which part of it, such as "train".
+        part: the part of the data set, such as "train".
 
     Raises:
-        ValueError: not as many labels as images, or a label that int32 cannot hold.
+        ValueError: the numbers of images and labels differ, or int32 cannot hold a label.
 
     >>> import numpy as np
     >>> Dataset(np.zeros((6, 28, 28, 1), np.uint8), np.arange(6))
@@ -63,27 +63,28 @@ class Dataset:
 
     def batches(self, batch_size: int, **options: Any) -> Iterator[Batch]:
         """`data.batches(dataset, batch_size, **options)`."""
-        return batches(self, batch_size, **options)
+        return dataset_batches(self, batch_size, **options)
 
     def split(
         self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
     ) -> tuple[Dataset, Dataset]:
-        """Two data sets that share no example, such as for training and validation.
+        """Split into two data sets, for example for training and validation.
 
-        The same arguments give the same two on every machine. Each keeps the stored order.
+        The same arguments give the same split on every machine. Each part keeps the stored order.
 
         Args:
-            fraction: of the examples in the first one, between 0 and 1, rounded to whole examples. Or their number, an
-                int.
-            rng: draws which examples: a random key, or an int to make one of. None is the int 0.
-            shuffle: False takes the first examples, as for a series in time. The labels must not be sorted then.
+            fraction: the share of examples in the first part, between 0 and 1, rounded to whole examples; or an int,
+                their number.
+            rng: a random key, or an int seed, that draws the examples of the first part. None is the seed 0.
+            shuffle: False puts the first examples into the first part, as for a time series. Then the labels must not
+                be sorted.
 
         Returns:
-            The first one and the rest. Neither is empty.
+            (the first part, the rest). Neither is empty.
 
         Raises:
-            TypeError: a `fraction` that is no number, an `rng` that is no key.
-            ValueError: one of the two would be empty.
+            TypeError: `fraction` is not a number, or `rng` is not a key.
+            ValueError: a part would be empty.
 
         >>> import numpy as np
         >>> dataset = Dataset(np.zeros((10, 2)), np.arange(10))

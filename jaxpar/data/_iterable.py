@@ -1,12 +1,10 @@
-"""Training data and data sets out of what other libraries iterate over.
-
-Nothing of PyTorch, Grain or Hugging Face is imported: an element is a pytree of what NumPy or DLPack can read.
-"""
+"""Training data and data sets from iterables of other libraries."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,23 +14,30 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from .._core import checks
-from .._core.arguments import takes
-from .._core.calls import answers
+from .._core.calls import answers, takes
 from .._devices import processes
 from .._devices.mesh import STORE_AXIS
-from .._devices.padded import pad_rows
-from ._batches import epochs_from, whole_batches
-from ._convert import as_dict, batch_struct, concatenate, path_name, placed_batch, share_sharding, stack
+from .._devices.virtual_shards import pad_rows
 from ._dataset import Dataset
-from ._parts import Some, rows_of_parts
-from ._split import check_virtual_shards, rows_to_add, split_of, with_virtual_shards
+from ._elements import as_dict, concatenate, stack
+from ._order import Subset, epochs_from, rows_of_parts
+from ._sharding import (
+    as_batch,
+    batch_struct,
+    check_virtual_shards,
+    path_name,
+    placed_batch,
+    share_sharding,
+    split_of,
+)
 
 _WHERE = "data.from_iterable"
+READ_ONCE = "an iterator can be read only once; give a list, a loader, or a function that returns an iterator"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class IterableSource:
-    """Batches or examples of another library. `from_iterable` makes it.
+    """A source of batches or examples from another library. `from_iterable` makes it.
 
     Attributes:
         source, steps_per_epoch, batched, names, dtype: as given to `from_iterable`.
@@ -43,22 +48,49 @@ class IterableSource:
     batched: bool
     names: tuple[str, ...]
     dtype: Any
+    _under_way: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any], init=False, repr=False)
 
     def examples(self, batch_size: int) -> int:
-        """Batches in an epoch times `batch_size`.
+        """The number of examples in an epoch: batches times `batch_size`.
 
         Raises:
-            TypeError: the length is not known.
+            TypeError: the length is unknown.
+            ValueError: by its `batch_size` and `drop_last`, the loader will give batches of another size.
         """
+        self._check_loader(batch_size)
         if self.steps_per_epoch is not None:
             return self.steps_per_epoch * batch_size
         try:
             return len(self.source) * (batch_size if self.batched else processes.count())
         except TypeError:
             raise TypeError(
-                f"{_WHERE}: {_describe(self.source)} has no length, so say how many batches make an epoch: "
+                f"{_WHERE}: {_describe(self.source)} has no length, so give the number of batches in an epoch: "
                 f"{_WHERE}(source, steps_per_epoch=...)"
             ) from None
+
+    def _check_loader(self, batch_size: int) -> None:
+        """What a DataLoader of PyTorch says of its batches, before the first one is read or the last one is short."""
+        size: Any = getattr(self.source, "batch_size", None)
+        drop_last = getattr(self.source, "drop_last", None)
+        if not self.batched or not checks.is_int(size) or not isinstance(drop_last, bool):
+            return
+        share = batch_size // processes.count()
+        name = type(self.source).__name__
+        if size != share:
+            number = processes.count()
+            of = f", of which each of {number} processes reads {share}" if number > 1 else ""
+            raise ValueError(
+                f"{_WHERE}: the {name} makes batches of {size}, but batch_size is {batch_size}{of}; write "
+                f"{name}(..., batch_size={share}, drop_last=True), or give batch_size={size * number} here"
+            )
+        drawn = getattr(self.source, "sampler", None)
+        drawn = drawn if hasattr(drawn, "__len__") else getattr(self.source, "dataset", None)
+        rest = len(drawn) % size if hasattr(drawn, "__len__") and self.steps_per_epoch is None else 0  # pyright: ignore
+        if rest and not drop_last:
+            raise ValueError(
+                f"{_WHERE}: the last batch of the {name} would have {rest} examples; write "
+                f"{name}(..., batch_size={size}, drop_last=True)"
+            )
 
     def batches(
         self,
@@ -71,51 +103,99 @@ class IterableSource:
         sharding: NamedSharding | None = None,
         virtual_shards: int | None = None,
     ) -> Iterator[Any]:
-        """Batches on the devices, in the iterable's own order. `rng` is not used.
+        """Batches on the devices, in the order of the iterable. `rng` is not used.
 
-        `start` skips batches. Earlier epochs are not read. The first batches of this epoch are read and dropped. Of an
-        iterator, which cannot be rewound, nothing is skipped.
+        `start` skips batches. Earlier epochs are not read. The earlier batches of this epoch are read and dropped,
+        unless `set_state` set a position within the epoch. An iterator cannot be rewound, so it skips nothing.
         """
         del rng
         check_virtual_shards(batch_size, virtual_shards, _WHERE)
-        steps = whole_batches(self.examples(batch_size), batch_size, _WHERE)
-        split = with_virtual_shards(split_of(devices, STORE_AXIS, sharding, _WHERE), virtual_shards, _WHERE)
-        padding = rows_to_add(split, batch_size, _WHERE)
-        sharding = share_sharding(batch_size + padding, devices, _WHERE, sharding, whole=False)
-        share = batch_size // processes.count()
+        share, steps = self._shares(batch_size)
+        split = split_of(devices, STORE_AXIS, sharding, virtual_shards, _WHERE)
+        padding = 0 if split is None else split.rows(batch_size) - batch_size
+        if padding and split is not None and processes.count() > 1:
+            raise ValueError(
+                f"{_WHERE}: each of {processes.count()} processes reads an equal share of a batch, and the "
+                f"{virtual_shards} virtual shards of the step cannot be shared equally by {split.parts} devices; use a "
+                f"data.Dataset or data.from_arrays, or a number of devices that divides {virtual_shards}"
+            )
+        sharding = share_sharding(batch_size + padding, split, _WHERE)
         once = self.source if isinstance(self.source, Iterator) else None
         for epoch, skipped in epochs_from(start, steps, epochs):
             elements = once if once is not None else iter(self._epoch(epoch))
-            found = 0 if once is None else skipped
+            at = epoch * steps
+            found = skipped if once is not None or self._is_restored(elements, at + skipped, skipped) else 0
             for batch in itertools.islice(self._host_batches(elements, share), steps - found):
                 found += 1
-                if once is not None or found > skipped:
+                if found > skipped:
                     _check_lengths(batch, share, found - 1)
-                    batch = self.place(pad_rows(batch, padding), sharding)
-                    yield batch if split is None else split.as_batch(batch)
+                    self._under_way.update(iterator=elements, batches=at + found)
+                    yield as_batch(self.place(pad_rows(batch, padding), sharding), split)
             if found < steps:
                 raise ValueError(_too_few(self.source, epoch, found, steps))
 
+    def get_state(self) -> dict[str, Any] | None:
+        """The position after the last batch, as JSON.
+
+        None if the iterator has no `get_state` and `set_state`.
+        """
+        iterator: Any = self._under_way.get("iterator")
+        if not hasattr(iterator, "get_state") or not hasattr(iterator, "set_state"):
+            return None
+        state = iterator.get_state()
+        kept = {"bytes": state.decode()} if isinstance(state, bytes) else {"json": json.dumps(state)}
+        return {"batches": self._under_way["batches"], **kept}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue at a position from `get_state`.
+
+        An iterator moves at once. Other sources move at the next call of `batches`.
+        """
+        if isinstance(self.source, Iterator):
+            _set_state(self.source, state)
+        else:
+            self._under_way["state"] = state
+
+    def _is_restored(self, elements: Any, batches: int, skipped: int) -> bool:
+        """Whether a new iterator was set to the place after so many batches. Otherwise they are read and dropped."""
+        state = self._under_way.pop("state", None)
+        if not skipped or state is None or state["batches"] != batches or not hasattr(elements, "set_state"):
+            return False
+        _set_state(elements, state)
+        return True
+
+    def _shares(self, batch_size: int) -> tuple[int, int]:
+        """How many examples of a batch this process reads, and how many batches an epoch has."""
+        number = processes.count()
+        if checks.whole_number(batch_size, _WHERE, "batch_size") % number:
+            raise ValueError(f"{_WHERE}: batch_size must be a multiple of the {number} processes, got {batch_size}")
+        examples = self.examples(batch_size)
+        checks.whole_batch(examples, batch_size, _WHERE)
+        return batch_size // number, examples // batch_size
+
     def batch_shapes(self, batch_size: int, like: Any = None) -> Any:
-        """A batch as `jax.ShapeDtypeStruct`s, out of one of host memory. None: of `first_batch`, if there is one."""
+        """The shapes and dtypes of a device batch.
+
+        `like` is a host batch, by default `first_batch()`. None if there is no host batch.
+        """
         like = self.first_batch() if like is None else like
         return None if like is None else batch_struct(like, batch_size, self.dtype)
 
     def first_batch(self) -> Any:
-        """The first of a list of batches. None of anything else, which is not read before it is used."""
+        """The first batch of a list of batches. None for other sources, which are not read ahead."""
         if not self.batched or not isinstance(self.source, (list, tuple)) or not self.source:
             return None
         return as_dict(self.source[0], self.names)
 
     def place(self, batch: Any, sharding: NamedSharding | None) -> Any:
-        """A batch of host memory on the devices, as `batches` gives them. Each process has its own share."""
+        """Send a host batch to the devices. Each process gives its own share."""
         return placed_batch(batch, sharding, self.dtype, whole=False)
 
     def every_batch(self, share: int) -> Iterator[Any]:
-        """This process's batches of epoch 0 in host memory, the last and smaller one too.
+        """This process's host batches of epoch 0, including a smaller last one.
 
         Args:
-            share: examples in a batch where elements are examples. Batches of the source stay as long as they are.
+            share: examples in a batch, if elements are examples. Batches of the source keep their length.
         """
         elements = iter(self._epoch(0))
         found = 0
@@ -128,20 +208,24 @@ class IterableSource:
     def split(
         self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
     ) -> tuple[IterableSource, IterableSource]:
-        """`data.split(source, fraction, rng, shuffle=shuffle)`. Elements are split, batches stay whole."""
+        """`data.split(source, fraction, rng, shuffle=shuffle)`. Batches stay whole."""
         if not (hasattr(self.source, "__len__") and hasattr(self.source, "__getitem__")):
             raise TypeError(
-                f"data.split: {_describe(self.source)} has no elements by number; split what it reads, or give a list"
+                f"data.split: {_describe(self.source)} cannot be indexed; split what it reads, or give a list"
             )
         if self.steps_per_epoch is not None:
-            raise ValueError("data.split: leave out steps_per_epoch=, since the length of each part is known")
+            raise ValueError("data.split: leave out steps_per_epoch=, because the length of each part is known")
         rows = rows_of_parts(len(self.source), fraction, rng, shuffle, "data.split")
-        first, rest = (dataclasses.replace(self, source=_elements(self.source, part)) for part in rows)
+        first, rest = (dataclasses.replace(self, source=self._elements(part)) for part in rows)
         return first, rest
+
+    def _elements(self, rows: np.ndarray) -> Any:
+        # A list stays a list, since the shapes of a list of batches are known before it is read.
+        return [self.source[i] for i in rows] if isinstance(self.source, (list, tuple)) else Subset(self.source, rows)
 
     @property
     def is_read_once(self) -> bool:
-        """Whether a second pass over the source finds nothing."""
+        """Whether the source can be read only once."""
         return isinstance(self.source, Iterator)
 
     def _epoch(self, epoch: int) -> Iterable[Any]:
@@ -169,35 +253,36 @@ def from_iterable(
     names: Sequence[str] = ("image", "label"),
     dtype: Any = jnp.float32,
 ) -> IterableSource:
-    """Training data out of what another library iterates over.
+    """Make training data from an iterable of another library.
 
-    That may be a PyTorch DataLoader, a data set of Grain or Hugging Face, a list, a generator.
+    The iterable may be a PyTorch DataLoader, a Grain or Hugging Face data set, a list, or a generator.
 
     Args:
-        source: something that can be iterated over again for each epoch. Or a function of the epoch, `source(0)`,
-            `source(1)`, ..., or of nothing, that returns such a thing. Or an iterator, which is read once, epoch after
-            epoch.
-        steps_per_epoch: batches in an epoch. None: as `len(source)` says.
-        batched: whether an element is a batch, with n examples along the first axis of each array. False: an
-            element is one example, and `batch_size` of them are stacked. Those that fill no batch are left out.
-        names: an element that is a tuple or a list becomes a dict with these names. Any other pytree stays as it
-            is. Leaves may be NumPy or JAX arrays, PyTorch tensors, pictures of Pillow, numbers.
-        dtype: of what is called "image", as in `data.batches`: uint8 is divided by 255 on the device. None leaves
-            images as they are.
+        source: an iterable that each epoch iterates over again; or a function that returns an iterable, called as
+            `source(epoch)` or `source()`; or an iterator, which is read once, epoch after epoch.
+        steps_per_epoch: batches in an epoch. None: from `len(source)`.
+        batched: True: an element is a batch, with n examples along the first axis of each array. False: an element is
+            one example, and `batch_size` examples are stacked. A last, incomplete batch is dropped.
+        names: the keys of the dict that replaces a tuple or list element. Any other pytree stays as it is. Leaves may
+            be NumPy or JAX arrays, PyTorch tensors, Pillow images, or numbers.
+        dtype: the dtype of the array named "image", as in `data.batches`: uint8 is divided by 255 on the device. None
+            leaves images unchanged.
 
     Returns:
-        A `Source` for `train.fit`. `source.batches(batch_size, devices=devices)` gives batches on the devices. In
-        several processes, each one reads its own share of a batch, `batch_size / processes` examples. With
-        `virtual_shards=V` in several processes, the number of devices must divide V.
+        A `Source` for `train.fit`. `source.batches(batch_size, devices=devices)` yields batches on the devices. With
+        several processes, each process reads its own share of a batch, `batch_size / processes` examples. With
+        `virtual_shards=V` and several processes, the number of devices must divide V.
 
     Raises:
-        ValueError: when read: batches of another size, or fewer than an epoch has.
-        TypeError: when read: a leaf that is no array of numbers, such as text, or no known length.
+        ValueError: at reading: a batch has another size, or the source has fewer batches than an epoch.
+        TypeError: at reading: a leaf is not numeric, such as text, or the length is unknown.
 
     Resuming:
-        A run that goes on in the middle of an epoch reads that epoch's first batches and drops them. It sees what an
-        undisturbed run would have seen if the same epoch gives the same batches again, as a function of the epoch can
-        that seeds the shuffling. An iterator is not rewound: what it yields next is next.
+        A run that resumes in the middle of an epoch reads the first batches of that epoch and drops them. The resumed
+        run sees the same batches if each epoch yields the same batches again. A function of the epoch can ensure that:
+        it seeds its shuffle with the epoch. An iterator is not rewound: the run continues with its next batch. If the
+        iterator has `get_state` and `set_state`, as those of Grain, `fit` saves its state in each checkpoint and
+        restores it.
 
     Example:
         >>> import numpy as np
@@ -211,14 +296,14 @@ def from_iterable(
     if isinstance(source, (str, bytes)):
         raise TypeError(f"{_WHERE}: {source!r} is a name, not data; write data.load({source!r})")
     if isinstance(source, dict) or hasattr(source, "dtype") or _is_tuple_of_arrays(source):
+        kind = f"a tuple of {len(source)}" if isinstance(source, tuple) else f"{_describe(source)} of"
         raise TypeError(
-            f"{_WHERE}: {_describe(source)} of arrays is data, not a loader; use data.Dataset(images, labels) "
+            f"{_WHERE}: {kind} arrays is data, not a loader; use data.Dataset(images, labels) "
             'or data.from_arrays({"name": array})'
         )
     if not _is_function(source) and not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
         raise TypeError(
-            f"{_WHERE}: expected something to iterate over, or a function of the epoch that returns it; "
-            f"got {_describe(source)}"
+            f"{_WHERE}: expected an iterable, or a function of the epoch that returns one; got {_describe(source)}"
         )
     if steps_per_epoch is not None:
         checks.whole_number(steps_per_epoch, _WHERE, "steps_per_epoch")
@@ -227,15 +312,15 @@ def from_iterable(
 
 @answers("data.collect")
 def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
-    """Read what another library iterates over into one `Dataset`, such as test data.
+    """Read an iterable of another library into one `Dataset`, such as test data.
 
     Args:
-        elements: dicts with "image" and "label", or pairs of these, as for `from_iterable`.
-        batched: whether an element is a batch, of any length, or one example.
+        elements: dicts with "image" and "label", or (image, label) pairs, as for `from_iterable`.
+        batched: True: an element is a batch, of any length. False: an element is one example.
 
     Raises:
-        KeyError: an element without "image" or "label".
-        ValueError: no elements, or examples of different shapes.
+        KeyError: an element lacks "image" or "label".
+        ValueError: there are no elements, or examples differ in shape.
 
     >>> import numpy as np
     >>> loader = [(np.zeros((4, 2)), np.arange(4)), (np.zeros((1, 2)), np.arange(1))]
@@ -243,18 +328,17 @@ def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
     Dataset(5 images float64 (2,), labels int32, source='arrays')
     """
     if not isinstance(elements, Iterable):
-        raise TypeError(f"data.collect: expected something to iterate over, got {_describe(elements)}")
+        raise TypeError(f"data.collect: expected an iterable, got {_describe(elements)}")
     found = [as_dict(element, ("image", "label")) for element in elements]
     if not found:
-        raise ValueError("data.collect: there are no elements")
+        raise ValueError("data.collect: expected elements, got none")
     join = concatenate if batched else stack
     whole = join([{"image": each["image"], "label": each["label"]} for each in found])
     return Dataset(whole["image"], whole["label"])
 
 
-def _elements(source: Any, rows: np.ndarray) -> Any:
-    """The elements at these places: a list of a list, of whose batches the shapes are known."""
-    return [source[i] for i in rows] if isinstance(source, (list, tuple)) else Some(source, rows)
+def _set_state(iterator: Any, state: dict[str, Any]) -> None:
+    iterator.set_state(state["bytes"].encode() if "bytes" in state else json.loads(state["json"]))
 
 
 def _is_function(source: Any) -> bool:
@@ -273,19 +357,14 @@ def _check_lengths(batch: Any, share: int, at: int) -> None:
         raise ValueError(
             f"{_WHERE}: batch {at} of the epoch should have {share} examples in each array, got {given}; "
             "make the loader's batches that large and drop an incomplete last one (drop_last=True, "
-            "drop_remainder=True); where an element is one example, say batched=False"
+            "drop_remainder=True); if an element is one example, give batched=False"
         )
 
 
 def _too_few(source: Any, epoch: int, found: int, steps: int) -> str:
     """The message for an epoch that ends early."""
     what = f"{_WHERE}: {_describe(source)} ended after {found} of the {steps} batches of epoch {epoch}; "
-    if isinstance(source, Iterator):
-        return what + (
-            "an iterator is read only once: give what can be iterated over again (a list, a loader), or a function of "
-            "the epoch that returns an iterator"
-        )
-    return what + "give steps_per_epoch= as many as there are"
+    return what + (READ_ONCE if isinstance(source, Iterator) else "give the right steps_per_epoch=")
 
 
 def _describe(source: Any) -> str:

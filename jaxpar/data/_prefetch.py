@@ -1,4 +1,4 @@
-"""Batches on their way to the devices while earlier ones are in use."""
+"""Sends batches to the devices while earlier batches are in use."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from .._core import checks
 from .._core.calls import answers
 from .._devices import processes
 from .._devices.emulated import wait_before_collectives
-from .._devices.placement import put, spans_processes
+from .._devices.mesh import put, spans_processes
 from .._devices.user_mesh import outside_mesh
-from ._convert import as_jax_dtype, path_name
-from ._split import check_sharding
+from ._sharding import as_jax_dtype, check_sharding, path_name
 
 _WHERE = "data.prefetch"
 _END: Any = object()
@@ -25,24 +24,25 @@ _END: Any = object()
 
 @answers("data.prefetch")
 def prefetch(iterator: Iterable[Any], sharding: Any = None, size: int = 2) -> Iterator[Any]:
-    """Iterate over batches that are sent to the devices ahead of their use.
+    """Send batches to the devices ahead of their use.
 
-    Transfers run while earlier batches are in use, without a thread. Nothing is read before the first batch is asked
-    for, and never more than `size` batches beyond the one in use.
+    Transfers run while earlier batches are in use, without a thread. The first batch is read at the first `next`. At
+    most `size` batches are read ahead of the batch in use.
 
     Args:
-        iterator: an iterable of pytrees of arrays of NumPy or JAX, such as batches of a loader. In several processes
-            each one gives the part of its own devices.
-        sharding: of each array: a `NamedSharding` over any mesh, or its `PartitionSpec` inside of
-            `jax.set_mesh(mesh)`. Or a pytree of them, a prefix of the batches. None: the default device.
-        size: how many batches are on their way. 0: each is sent when it is asked for.
+        iterator: an iterable of pytrees of NumPy or JAX arrays, such as batches of a loader. With several processes,
+            each process gives the rows of its own devices.
+        sharding: the sharding of each array: a `NamedSharding` over any mesh, or a `PartitionSpec` inside
+            `jax.set_mesh(mesh)`; or a pytree of these, a prefix of the batches. None: the default device.
+        size: the number of batches that are sent ahead. 0: a batch is sent at its `next`.
 
     Returns:
-        An iterator of the same pytrees on the devices. An error of `iterator` is raised after the batches before it.
+        An iterator of the same pytrees on the devices. An exception of `iterator` is raised after the batches before
+        it.
 
     Raises:
-        TypeError: no iterable, a `size` that is no int, a `sharding` that is none.
-        ValueError: a `size` below 0. When read: an array that the sharding cannot divide.
+        TypeError: `iterator` is not iterable, `size` is not an int, or `sharding` is not a sharding.
+        ValueError: `size` is below 0. At reading: the sharding cannot divide an array.
 
     >>> import jax, numpy as np
     >>> from jax.sharding import NamedSharding, PartitionSpec
@@ -52,7 +52,7 @@ def prefetch(iterator: Iterable[Any], sharding: Any = None, size: int = 2) -> It
     [True, True, True]
     """
     if not isinstance(iterator, Iterable):
-        raise TypeError(f"{_WHERE}: expected something to iterate over, got {checks.describe(iterator)}")
+        raise TypeError(f"{_WHERE}: expected an iterable, got {checks.describe(iterator)}")
     size = checks.whole_number(size, _WHERE, "size", least=0)
     if sharding is not None:
         sharding = jax.tree.map(lambda one: check_sharding(one, _WHERE), sharding, is_leaf=_is_sharding)

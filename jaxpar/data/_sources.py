@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, overload, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
-from .._core.arrays import check_plain
+from .._core import checks
 from .._core.calls import answers
-from .._devices.mesh import STORE_AXIS
+from .._devices import processes
+from .._devices.user_mesh import each_in_user_mesh
 from . import _batches
-from ._batches import epochs_from, whole_batches
-from ._convert import batch_struct, path_name, placed_batch, share_sharding
 from ._dataset import Dataset
-from ._iterable import from_iterable
-from ._parts import rows_of_parts
-from ._shuffle import host_order
-from ._split import split_of, with_virtual_shards
+from ._elements import as_array, as_arrays
+from ._iterable import IterableSource, from_iterable
+from ._order import rows_of_parts
+from ._sharding import as_batch, batch_struct, path_name, placed_batch
 
 
 @runtime_checkable
 class Source(Protocol):
-    """What `train.fit` asks of its training data. `as_source` makes it of other data."""
+    """The interface of training data for `train.fit`. `as_source` converts other data."""
 
     def examples(self, batch_size: int) -> int:
-        """How many examples an epoch has. It is `examples // batch_size` batches."""
+        """The number of examples in an epoch, which has `examples // batch_size` batches."""
         ...
 
     def batches(
@@ -42,34 +42,38 @@ class Source(Protocol):
         start: int = 0,
         devices: Sequence[Any] | None = None,
     ) -> Iterator[Any]:
-        """Batches on the devices, split along their first axis, from batch `start` on. None epochs: forever.
+        """Batches on the devices from batch `start` on, split along the first axis.
 
-        A source that also takes `sharding=`, a `NamedSharding`, gets it in place of `devices` from a step that splits
-        a batch over some axes of a mesh. Without it a batch is split over all devices. One that also takes
-        `virtual_shards=` gives a `PaddedBatch` where the devices cannot share so many shards evenly.
+        With `epochs=None` the batches never end. A source may also take `sharding=`, a `NamedSharding`. A step that
+        splits a batch over some axes of a mesh passes it in place of `devices`. Otherwise a batch is split over all
+        devices. A source may also take `virtual_shards=`. It then yields a `PaddedBatch` if the devices cannot share
+        that many shards evenly.
+
+        A source may also have `get_state()`, which returns its position as JSON or None, and `set_state(state)`. `fit`
+        saves the position in its checkpoints. On resume, `fit` sets the position before it asks for the batches from
+        `start` on.
         """
         ...
 
 
-def takes_sharding(source: Source) -> bool:
-    """Whether a source can split a batch over some axes of a mesh."""
-    found = inspect.signature(source.batches).parameters.values()
-    return any(each.name == "sharding" or each.kind is each.VAR_KEYWORD for each in found)
+def batch_options(
+    source: Source, devices: Sequence[Any] | None, sharding: NamedSharding | None, virtual_shards: int | None
+) -> dict[str, Any]:
+    """The options of `source.batches` for a step: where its batches go, and for how many virtual shards.
 
-
-def virtual_options(source: Source, virtual_shards: int | None, devices: Sequence[Any] | None) -> dict[str, Any]:
-    """The options of `source.batches` for a step with so many virtual shards.
+    A source of the user's own need not have `sharding=` and `virtual_shards=`.
 
     Raises:
         TypeError: the devices cannot share the shards evenly, and the source cannot pad batches.
     """
+    if sharding is not None and _takes(source, "sharding"):
+        return {"sharding": sharding}
     if virtual_shards is None:
-        return {}
-    found = inspect.signature(source.batches).parameters.values()
-    if any(each.name == "virtual_shards" or each.kind is each.VAR_KEYWORD for each in found):
-        return {"virtual_shards": virtual_shards}
+        return {"devices": devices}
+    if _takes(source, "virtual_shards"):
+        return {"devices": devices, "virtual_shards": virtual_shards}
     if virtual_shards % len(devices or (None,)) == 0:
-        return {}
+        return {"devices": devices}
     raise TypeError(
         f"{type(source).__name__}.batches takes no virtual_shards=, and {len(devices or ())} devices cannot share the "
         f"{virtual_shards} virtual shards of the step evenly; give it that option, as data.batches has it, or use a "
@@ -77,12 +81,17 @@ def virtual_options(source: Source, virtual_shards: int | None, devices: Sequenc
     )
 
 
+def _takes(source: Source, option: str) -> bool:
+    found = inspect.signature(source.batches).parameters.values()
+    return any(each.name == option or each.kind is each.VAR_KEYWORD for each in found)
+
+
 @answers("data.as_source")
 def as_source(given: Any) -> Source:
-    """`given` as training data.
+    """Convert data to a `Source`.
 
-    A `Source` stays as it is, a `Dataset` becomes a `DatasetSource`, a dict of arrays goes to `from_arrays`, anything
-    else to `from_iterable`.
+    A `Source` is returned unchanged. A `Dataset` becomes a `DatasetSource`. `from_arrays` takes a dict of arrays, a
+    DataFrame of pandas or polars, and a list of dicts with one example each. `from_iterable` takes all other data.
 
     >>> import numpy as np
     >>> as_source(Dataset(np.zeros((6, 2)), np.arange(6))).examples(batch_size=2)
@@ -90,83 +99,170 @@ def as_source(given: Any) -> Source:
     """
     if isinstance(given, Dataset):
         return DatasetSource(given)
+    given = as_arrays(given, "data.as_source")
     if isinstance(given, dict):
         return from_arrays(given)
     return given if isinstance(given, Source) else from_iterable(given)
 
 
-@answers("data.split")
-def split(given: Any, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True) -> Any:
-    """Two parts of the data that share no example, such as for training and validation.
+@overload
+def batches(dataset: Dataset, batch_size: int | None = None, **options: Any) -> Iterator[_batches.Batch]: ...
+@overload
+def batches(dataset: Any, batch_size: int | None = None, **options: Any) -> Iterator[Any]: ...
+@answers("data.batches", _batches.HINTS)
+def batches(
+    dataset: Any,
+    batch_size: int | None = None,
+    *,
+    rng: jax.Array | None = None,
+    epochs: int | None = 1,
+    drop_remainder: bool = True,
+    devices: Sequence[Any] | None = None,
+    sharding: NamedSharding | PartitionSpec | None = None,
+    axis_name: str = "data",
+    start: int = 0,
+    dtype: Any = jnp.float32,
+    resident: bool | None = None,
+    virtual_shards: int | None = None,
+) -> Iterator[Any]:
+    """Iterate over batches on the devices.
 
-    The same arguments give the same two on every machine. Each keeps the stored order.
+    A data set is copied to each device once, in its stored dtype. The copy lives as long as the data set. Batches are
+    gathered on the device without a transfer from the host, up to eight small ones by one compiled program. A data set
+    that is too large for the devices streams from the host, two batches ahead.
 
     Args:
-        given: a `Dataset`, a dict of arrays, what `from_arrays` returns. Or a list of batches, what `from_iterable`
-            makes of a list, of a data set of Hugging Face, of all else that has a length and elements by number.
-        fraction: of the examples in the first part, between 0 and 1, rounded to whole examples. Or their number, an
-            int. Batches of a list stay whole, so there it is one of batches.
-        rng: draws which examples: a random key, or an int to make one of. None is the int 0.
-        shuffle: False takes the first examples, as for a series in time.
+        dataset: a `Dataset` of n examples; or other data that `train.fit` takes: a dict of arrays, a DataFrame, a
+            loader. A loader keeps its own order.
+        batch_size: examples per batch, over all devices together: a multiple of the number of devices. None: the size
+            of the given batches, or else 32.
+        rng: a random key. Epoch e is permuted by `fold_in(rng, e)`, equally on any number of devices. None: the stored
+            order in each epoch.
+        epochs: how many passes over the data set. None: without end.
+        drop_remainder: drop a last batch of fewer than `batch_size` examples. Only data sets and arrays take False.
+        devices: the devices that share the batches along axis 0, `NamedSharding(Mesh(devices, (axis_name,)),
+            P(axis_name))`. None: plain arrays on the default device.
+        sharding: the sharding of batches, in place of `devices`: a `NamedSharding` that splits the first axis or none,
+            such as `NamedSharding(mesh, P("data"))`, or a `PartitionSpec` inside `jax.set_mesh(mesh)`. The mesh may
+            have more axes and may span several processes.
+        axis_name: the name of the mesh axis for `devices`.
+        start: skip this many batches, counted from the first of epoch 0, to resume a run.
+        dtype: the dtype of the images, or of the array named "image". uint8 is divided by 255 on the devices, into [0,
+            1]. Other dtypes are only cast. None keeps the stored dtype.
+        resident: whether to copy a data set to the devices. None: if twice its size is free there.
+        virtual_shards: V, for a step of `train.make_train_step(loss_fn, virtual_shards=V)`. V must divide every batch.
+            If the devices cannot share V shards evenly, a batch is a `PaddedBatch`, whose padding the step ignores.
 
     Returns:
-        The first part and the rest, both as `Dataset`s of a `Dataset`, else as a `Source`. Neither is empty.
+        An iterator of dicts: "image" `(batch_size, ...)` of `dtype` and "label" `(batch_size, ...)`, or the names of
+        the data. If the number of devices does not divide V, an iterator of `PaddedBatch`es.
 
     Raises:
-        TypeError: a `fraction` that is no number, an `rng` that is no key, a loader, a function or an iterator.
-        ValueError: one of the two would be empty, a `steps_per_epoch`.
+        TypeError: a size is not an int; `rng` is not a random key; `sharding` is not a sharding; `dataset` is not data,
+            or does not have a given option.
+        ValueError: the devices cannot share a batch evenly; the data set has fewer examples than a batch; both
+            `devices` and `sharding` are given; `sharding` splits more axes than the first.
+
+    >>> import numpy as np
+    >>> from jaxpar.data import Dataset
+    >>> dataset = Dataset(np.zeros((6, 2, 2, 1), np.uint8), np.arange(6))
+    >>> [batch["label"].tolist() for batch in batches(dataset, 4, drop_remainder=False)]
+    [[0, 1, 2, 3], [4, 5]]
+    """
+    order: dict[str, Any] = {"rng": rng, "epochs": epochs, "start": start, "devices": devices}
+    other: dict[str, Any] = {"drop_remainder": drop_remainder, "sharding": sharding, "axis_name": axis_name}
+    other |= {"dtype": dtype, "resident": resident, "virtual_shards": virtual_shards}
+    dataset = as_arrays(dataset, "data.batches")  # first, since a DataFrame has its columns as attributes
+    if hasattr(dataset, "images") and hasattr(dataset, "labels"):
+        return _batches.dataset_batches(dataset, usual_batch_size(batch_size, None), **order, **other)
+    source = as_source(dataset)
+    # A source of its own kind need not have the options that were not given.
+    defaults = inspect.signature(batches).parameters
+    other = {name: value for name, value in other.items() if value != defaults[name].default}
+    if "dtype" in other and isinstance(source, (ArraySource, IterableSource)):
+        source = dataclasses.replace(source, dtype=other.pop("dtype"))
+    for name in other:
+        if not _takes(source, name):
+            raise TypeError(f"data.batches: data of the type {type(source).__name__} do not take {name}=; leave it out")
+    return source.batches(usual_batch_size(batch_size, source), **order, **other)
+
+
+@answers("data.split")
+def split(given: Any, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True) -> Any:
+    """Split data into two parts, for example for training and validation.
+
+    The same arguments give the same split on every machine. Each part keeps the stored order.
+
+    Args:
+        given: a `Dataset`, a dict of arrays, a DataFrame, or a result of `from_arrays`; or a list of batches; or a
+            result of `from_iterable` whose source has a length and an index, as a list or a Hugging Face data set has.
+        fraction: the share of examples in the first part, between 0 and 1, rounded to whole examples; or an int, their
+            number. Batches of a list stay whole, so `fraction` counts batches there.
+        rng: a random key, or an int seed, that draws the examples of the first part. None is the seed 0.
+        shuffle: False puts the first examples into the first part, as for a time series.
+
+    Returns:
+        (the first part, the rest). Neither is empty. The parts of a `Dataset` are `Dataset`s, the parts of other data
+        are `Source`s. A part of a dict of arrays has a length, and `part[name]` is an array.
+
+    Raises:
+        TypeError: `fraction` is not a number, `rng` is not a key, or `given` is a loader, a function or an iterator.
+        ValueError: a part would be empty, or `given` has a `steps_per_epoch`.
 
     >>> import numpy as np
     >>> some, rest = split({"x": np.arange(10)}, 0.8)
     >>> some.examples(1), rest.examples(1)
     (8, 2)
     """
-    options: Any = {"rng": rng, "shuffle": shuffle}
     source = given if isinstance(given, Dataset) else as_source(given)
     split_it: Any = getattr(source, "split", None)
     if split_it is None:
         raise TypeError(
-            f"data.split: a {type(source).__name__} is a source of its own kind, whose examples are not known; split "
-            "what it is made of"
+            f"data.split: a {type(source).__name__} is a custom source, whose examples are unknown; split the "
+            "data that it reads"
         )
-    return split_it(fraction, **options)
+    return split_it(fraction, rng=rng, shuffle=shuffle)
+
+
+class _OfArrays:
+    """The base of sources of arrays in host memory: a pytree of arrays with one row for each example."""
+
+    arrays: Any
+    dtype: Any
+
+    def examples(self, batch_size: int) -> int:
+        del batch_size
+        return len(jax.tree.leaves(self.arrays)[0])
+
+    def batch_shapes(self, batch_size: int) -> Any:
+        """The shapes and dtypes of a batch."""
+        return batch_struct(self.arrays, batch_size, self.dtype)
+
+    def place(self, batch: Any, sharding: NamedSharding | None) -> Any:
+        """Send a host batch to the devices. Each process gives the whole batch."""
+        return placed_batch(batch, sharding, self.dtype, whole=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class DatasetSource:
+class DatasetSource(_OfArrays):
     """A `Dataset` as training data. `as_source` makes it."""
 
     dataset: Dataset
 
-    def examples(self, batch_size: int) -> int:
-        del batch_size
-        return len(self.dataset)
+    dtype = jnp.float32
 
-    def batches(
-        self,
-        batch_size: int,
-        *,
-        rng: jax.Array | None = None,
-        epochs: int | None = 1,
-        start: int = 0,
-        devices: Sequence[Any] | None = None,
-        sharding: NamedSharding | None = None,
-        virtual_shards: int | None = None,
-    ) -> Iterator[Any]:
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return {"image": self.dataset.images, "label": self.dataset.labels}
+
+    def batches(self, batch_size: int, **options: Any) -> Iterator[Any]:
         """`data.batches` of the data set."""
-        order: dict[str, Any] = {"rng": rng, "epochs": epochs, "start": start}
-        where: dict[str, Any] = {"devices": devices, "sharding": sharding, "virtual_shards": virtual_shards}
-        return _batches.batches(self.dataset, batch_size, **order, **where)
+        return _batches.dataset_batches(self.dataset, batch_size, **options)
 
     def split(self, fraction: float | int, **options: Any) -> tuple[DatasetSource, DatasetSource]:
         """`data.split(source, fraction, **options)`."""
         first, rest = self.dataset.split(fraction, **options)
         return DatasetSource(first), DatasetSource(rest)
-
-    def batch_shapes(self, batch_size: int) -> Any:
-        """A batch as `jax.ShapeDtypeStruct`s."""
-        arrays = {"image": self.dataset.images, "label": self.dataset.labels}
-        return batch_struct(arrays, batch_size, jnp.float32)
 
 
 @answers("data.batch_groups")
@@ -181,15 +277,15 @@ def batch_groups(
     sharding: NamedSharding | None = None,
     virtual_shards: int | None = None,
 ) -> Iterator[tuple[Any, int]] | None:
-    """The batches of `source.batches(..., epochs=None)`, several at a time, for `step.many`.
+    """Groups of batches of a source, for `step.many`.
 
     Args:
-        most: how many at a time. None: as many as one program gathers.
+        most: how many batches a group has. None: as many as one program gathers.
 
     Returns:
-        (batches with one more axis in front, how many of them count). At the end of an epoch fewer count, and the rest
-        are copies of the epoch's last example. None for a source other than a data set, or one for which the devices
-        have no room.
+        An iterator of (batches stacked on a new first axis, the number of real batches). At the end of an epoch a group
+        has fewer real batches, and copies of the last example fill the rest. None for a source that is not a data set,
+        or a data set that does not fit on the devices.
 
     >>> import numpy as np
     >>> source = as_source(Dataset(np.zeros((6, 2), np.float32), np.arange(6)))
@@ -198,77 +294,75 @@ def batch_groups(
     >>> several["image"].shape, count
     ((4, 2, 2), 3)
     """
+    where = "data.batch_groups"
     if not isinstance(source, DatasetSource):
         return None
-    where: dict[str, Any] = {"devices": devices, "sharding": sharding, "virtual_shards": virtual_shards}
-    return _batches.groups(source.dataset, batch_size, most, rng=rng, start=start, **where)
+    dataset = source.dataset
+    places: dict[str, Any] = {"devices": devices, "sharding": sharding, "virtual_shards": virtual_shards}
+    plan = _batches.plan_batches(len(dataset), batch_size, where, rng=rng, epochs=None, start=start, **places)
+    if most is not None:
+        checks.whole_number(most, where, "most")
+    if not _batches.has_room(dataset, plan.split):
+        return None
+    several = _batches.from_devices(dataset, *plan, np.dtype(jnp.float32), most=most, stacked=True)
+    return each_in_user_mesh((as_batch(batches, plan.split), number) for batches, number in several)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ArraySource:
-    """Arrays in host memory under names of one's own. `from_arrays` makes it."""
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class ArraySource(_OfArrays):
+    """Named arrays in host memory. `from_arrays` and `split` make it.
+
+    >>> import numpy as np
+    >>> part, rest = split({"x": np.zeros((10, 3)), "y": np.arange(10)}, 0.8)
+    >>> part, len(rest), rest["y"].shape
+    (ArraySource(8 examples: x float64 (3,), y int64 ()), 2, (2,))
+    """
 
     arrays: Any
     dtype: Any
 
-    def examples(self, batch_size: int) -> int:
-        del batch_size
-        return len(jax.tree.leaves(self.arrays)[0])
+    __iter__ = None  # of examples or of names: neither is asked for without saying which
 
-    def batches(
-        self,
-        batch_size: int,
-        *,
-        rng: jax.Array | None = None,
-        epochs: int | None = 1,
-        start: int = 0,
-        devices: Sequence[Any] | None = None,
-        sharding: NamedSharding | None = None,
-        virtual_shards: int | None = None,
-    ) -> Iterator[Any]:
-        """Batches on the devices. Epoch e is in the order of a permutation drawn from `fold_in(rng, e)`."""
-        where = "data.from_arrays"
-        steps = whole_batches(self.examples(batch_size), batch_size, where, virtual_shards)
-        split = with_virtual_shards(split_of(devices, STORE_AXIS, sharding, where), virtual_shards, where)
-        padded = batch_size if split is None else split.rows(batch_size)
-        sharding = share_sharding(padded, devices, where, sharding)
-        for epoch, skipped in epochs_from(start, steps, epochs):
-            order = host_order(rng, epoch, self.examples(batch_size))
-            for at in range(skipped, steps):
-                rows = order[at * batch_size : (at + 1) * batch_size]
-                rows = np.pad(rows, (0, padded - batch_size), mode="edge")
-                batch = self.place(jax.tree.map(lambda x, rows=rows: x[rows], self.arrays), sharding)
-                yield batch if split is None else split.as_batch(batch)
+    def __len__(self) -> int:
+        return self.examples(1)
+
+    def __getitem__(self, name: Any) -> Any:
+        """The array of this name, or what the pytree of arrays has there."""
+        return self.arrays[name]
+
+    def __repr__(self) -> str:
+        shapes: list[str] = []
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.arrays):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            shapes.append(f"{name} {leaf.dtype} {leaf.shape[1:]}".strip())
+        return f"{type(self).__name__}({len(self)} examples: {', '.join(shapes)})"
+
+    def batches(self, batch_size: int, **options: Any) -> Iterator[Any]:
+        """Batches on the devices. Takes the options of `data.batches` except `dtype` and `resident`."""
+        plan = _batches.plan_batches(self.examples(1), batch_size, "data.from_arrays", **options)
+        return each_in_user_mesh(_batches.from_host(self.arrays, *plan, self.dtype))
 
     def split(
         self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
     ) -> tuple[ArraySource, ArraySource]:
         """`data.split(source, fraction, rng, shuffle=shuffle)`."""
         rows = rows_of_parts(self.examples(1), fraction, rng, shuffle, "data.split")
-        first, rest = (jax.tree.map(lambda x, part=part: x[part], self.arrays) for part in rows)
-        return ArraySource(first, self.dtype), ArraySource(rest, self.dtype)
-
-    def batch_shapes(self, batch_size: int) -> Any:
-        """A batch as `jax.ShapeDtypeStruct`s."""
-        return batch_struct(self.arrays, batch_size, self.dtype)
-
-    def place(self, batch: Any, sharding: NamedSharding | None) -> Any:
-        """A batch of host memory on the devices, as `batches` gives them. Each process has the whole batch."""
-        return placed_batch(batch, sharding, self.dtype, whole=True)
+        first, rest = (jax.tree.map(lambda x, part=part: x.take(part, 0), self.arrays) for part in rows)
+        return dataclasses.replace(self, arrays=first), dataclasses.replace(self, arrays=rest)
 
 
 @answers("data.from_arrays")
 def from_arrays(arrays: Any, *, dtype: Any = jnp.float32) -> ArraySource:
-    """Training data out of arrays with names of your own.
+    """Make training data from named arrays.
 
     Args:
-        arrays: a dict, or any pytree, of arrays with a common first axis of n examples. Batches have the same
-            structure. The arrays stay in host memory and are sent batch by batch. In several processes each one gives
-            the same arrays.
-        dtype: of what is called "image", as in `from_iterable`.
+        arrays: a dict, or any pytree, of arrays that share a first axis of n examples; or a table, whose columns become
+            arrays: a DataFrame of pandas or polars, or a list of dicts. Batches have the same structure. The arrays
+            stay in host memory and are sent batch by batch. With several processes, each process gives the same arrays.
+        dtype: the dtype of the array named "image", as in `from_iterable`.
 
     Raises:
-        ValueError: arrays of different lengths, or none.
+        ValueError: the arrays differ in length, or there are none.
 
     Example:
         >>> import numpy as np
@@ -276,10 +370,58 @@ def from_arrays(arrays: Any, *, dtype: Any = jnp.float32) -> ArraySource:
         >>> [batch["next"].tolist() for batch in source.batches(3)]
         [[0, 1, 2], [3, 4, 5]]
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
-        check_plain(leaf, f"data.from_arrays: {path_name(path)}")
-    arrays = jax.tree.map(np.asarray, arrays)
+    arrays = as_arrays(arrays, "data.from_arrays")
+    arrays = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: np.asarray(as_array(leaf, f"data.from_arrays: {path_name(path)}")), arrays
+    )
     shapes = [x.shape for x in jax.tree.leaves(arrays)]
     if not shapes or () in shapes or len({shape[0] for shape in shapes}) > 1:
         raise ValueError(f"data.from_arrays: the arrays must share the length of their first axis, got {shapes}")
     return ArraySource(arrays, dtype)
+
+
+# For `train.fit`.
+
+
+def usual_batch_size(asked: int | None, source: Any) -> int:
+    """The size of a batch. Where none is asked for, that of the batches or of the source, otherwise 32."""
+    if asked is not None:
+        return asked
+    if isinstance(source, ArraySource):
+        return getattr(source, "batch_size", 32)
+    if not isinstance(source, IterableSource):
+        return 32
+    size: Any = getattr(source.source, "batch_size", None)
+    if not checks.is_int(size):
+        first = source.first_batch()
+        if first is None:
+            return 32
+        size = checks.batch_length(first, "data.from_iterable")
+    return int(size) * processes.count()
+
+
+def place_in(source: Any) -> list[Any] | None:
+    """The positions of all processes in a source with `get_state`, as JSON for a checkpoint, or None."""
+    own = source.get_state() if hasattr(source, "get_state") else None
+    if processes.count() == 1:
+        return None if own is None else [own]
+    if not hasattr(source, "get_state"):
+        return None
+    states = [json.loads(text) for text in processes.exchange(json.dumps(own))]
+    return None if None in states else states
+
+
+def go_to(source: Any, places: list[Any] | None) -> None:
+    """Set a source to the position from `place_in`.
+
+    Raises:
+        ValueError: there are more or fewer processes than places.
+    """
+    if places is None or not hasattr(source, "set_state"):
+        return
+    if len(places) != processes.count():
+        raise ValueError(
+            f"fit: the checkpoint has the positions in the data of {len(places)} processes, but {processes.count()} "
+            f"run now; start {len(places)}, or give resume=False"
+        )
+    source.set_state(places[jax.process_index()])

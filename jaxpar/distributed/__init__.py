@@ -1,4 +1,4 @@
-"""Several processes, by `jax.distributed`: how they find each other, and how they notice that one is lost.
+"""Training in several processes over `jax.distributed`, with heartbeats that detect a lost process.
 
 >>> from jaxpar import distributed
 >>> distributed.initialize()  # one process: there is nothing to do
@@ -6,22 +6,19 @@
 The same script runs in a notebook, under `python -m jaxpar launch`, in Ray Train, under SLURM, Open MPI, Kubernetes and
 SkyPilot, and on Cloud TPU.
 
-A start goes one way:
+The modules, in the order in which a start uses them:
 
-    _environment   which process this is, of how many, and where process 0 is
-    _initialize    check the request, choose the way of the start
-    _rendezvous    join the others through the heartbeat server
-    _start         start jax
-    _process       this process's place in the run, from then on
+    _environment   finds the process number, the number of processes and the address of process 0
+    _initialize    checks the arguments, joins the other processes through the heartbeat server, then starts jax;
+                   `join` is for callers such as `kv.create`
+    _process       the state of this process in the run
 
-`_elastic` says who computes together in an elastic run. `_attach` joins where other code has started jax. `_ray` knows
-the workers of Ray Train.
-`_join` is for callers that need all processes, such as `kv.create`.
+`_elastic` has the members of an elastic run.
 """
 
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
-from .._heartbeat.messages import LOST as LOST
+from .._heartbeat.connection import LOST as LOST
 from ._elastic import (
     Board as _Board,
     end_left_behind as _end_left_behind,
@@ -31,12 +28,11 @@ from ._elastic import (
     own_start as _own_start,
     release_others as _release_others,
 )
-from ._initialize import initialize as initialize
-from ._join import check_joined as check_joined, join as join
+from ._environment import ray_worker as _ray_worker
+from ._initialize import check_joined as check_joined, initialize as initialize, join as join
 from ._process import (
     known_processes as known_processes,
     report_working as _report_working,
     set_resume_hint as set_resume_hint,
     wait_for_loss_report as wait_for_loss_report,
 )
-from ._ray import worker as _ray_worker

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 
 from .._core.text import say_before_exit
 from .._devices import processes
-from .._heartbeat.messages import LOST, MOST_SECONDS
+from .._heartbeat.connection import LOST, MOST_SECONDS
 from ._environment import RAY_TRAIN, Cluster
 
 VARIABLE = "JAXPAR_ELASTIC"  # the launcher sets it with --elastic
@@ -31,28 +31,24 @@ _KEYS = "jaxpar/elastic"  # the beginning of the names in jax's key-value store
 _WAIT = 1000  # milliseconds of one look for a value that is waited for
 _POLL = 0.1  # seconds between two looks at a key
 _NOTICED = 1.0  # seconds in which process 0 writes that it has noticed a loss
+_SHUTDOWN_TIMEOUT = 5  # seconds for which jax waits at its end; the default, 5 minutes, would be for the lost ones
 _MOST_WAIT = 10.0  # seconds that a barrier may take which others have left
 
 
 def check_elastic(cluster: Cluster | str, monitor: bool) -> None:
-    """Raise what keeps a run from being elastic, before anything is set.
-
-    Raises:
-        RuntimeError: jax is too old, only jax can find the settings, or a launcher without --elastic started this.
-        ValueError: without heartbeats.
-    """
+    """Raise what keeps a run from being elastic, before anything is set."""
     if not monitor:
-        raise ValueError(f"{_WHERE}: heartbeats say who is lost; leave out monitor=False")
+        raise ValueError(f"{_WHERE}: elastic=True finds lost processes by their heartbeats; leave out monitor=False")
     if not hasattr(multihost_utils, "live_devices") or not hasattr(jax.config, "jax_enable_recoverability"):
         raise RuntimeError(
-            f"{_WHERE}: jax {jax.__version__} cannot go on after a loss; use jax 0.10.2 or later, or leave out "
+            f"{_WHERE}: jax {jax.__version__} cannot continue after a loss; use jax 0.10.2 or later, or leave out "
             "elastic: then all processes end after a loss, and resume from a checkpoint"
         )
     if cluster == RAY_TRAIN:
         raise RuntimeError(f"{_WHERE}: Ray Train starts all its workers again after a loss; leave out elastic")
     if isinstance(cluster, str):
         raise RuntimeError(
-            f"{_WHERE}: in {cluster} only jax can find the settings, and no process could come back; set "
+            f"{_WHERE}: in {cluster} only jax can find the settings, so a lost process could not rejoin; set "
             "JAXPAR_COORDINATOR, JAXPAR_NUM_PROCESSES and JAXPAR_PROCESS_ID"
         )
     if cluster.server and os.environ.get(VARIABLE) != "1":
@@ -68,7 +64,7 @@ def configure(heartbeat_timeout: float) -> dict[str, Any]:
         os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={round(heartbeat_timeout)}".strip()
     jax.config.update("jax_enable_recoverability", True)
     processes.become_elastic()
-    return {"shutdown_timeout_seconds": 5}
+    return {"shutdown_timeout_seconds": _SHUTDOWN_TIMEOUT}
 
 
 def forget(address: str, processes: int, rank: int) -> None:
@@ -81,12 +77,13 @@ def forget(address: str, processes: int, rank: int) -> None:
     one = type(multihost_utils.distributed.global_state)()  # pyright: ignore[reportPrivateImportUsage]
     one.initialize_preemption_sync_manager = lambda: None
     options: dict[str, Any] = {"cluster_detection_method": "deactivate", "local_device_ids": []}
-    one.initialize(address, processes, rank, **options, heartbeat_timeout_seconds=NEVER, shutdown_timeout_seconds=5)
+    options |= {"heartbeat_timeout_seconds": NEVER, "shutdown_timeout_seconds": _SHUTDOWN_TIMEOUT}
+    one.initialize(address, processes, rank, **options)
     one.shutdown()
 
 
 def is_elastic() -> bool:
-    """Whether this process is one of an elastic run, see `initialize`.
+    """Whether this process is part of an elastic run, see `initialize`.
 
     Example:
         >>> from jaxpar import distributed
@@ -99,10 +96,8 @@ def is_elastic() -> bool:
 class Board:
     """What the processes of an elastic run write for each other, as JSON in jax's key-value store.
 
-    Anybody can write there, so a value that is not valid counts as none.
-
-    Args:
-        client: the connection of this process to jax's coordination service. None: jax's own.
+    Anybody can write there, so a value that is not valid counts as none. `client` is a connection to jax's coordination
+    service, by default jax's own.
     """
 
     def __init__(self, client: Any = None):
@@ -175,8 +170,8 @@ def own_start(board: Board, rank: int) -> int:
 
 
 def end_left_behind() -> NoReturn:
-    """End this process, without which the others have gone on."""
-    say_before_exit(f"jaxpar: the others have gone on without this process. It ends with status {LOST}")
+    """End this process, because the other processes continued without it."""
+    say_before_exit(f"jaxpar: the other processes continued without this one. It ends with status {LOST}")
     os._exit(LOST)
 
 

@@ -3,50 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 import os
 import re
+import socket
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from .._core.checks import whole_number
-from . import _ray
 
+Settings = dict[str, Any]
 RAY_TRAIN = "Ray Train"
+_NEEDED = ("coordinator", "num_processes", "process_id")
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The settings of one process.
+    """The settings of one process."""
 
-    Attributes:
-        coordinator: "host:port" of process 0.
-        num_processes, process_id: how many there are, and which one this is.
-        source: where the settings come from, in words.
-        server: "host:port" of the launcher's heartbeat server. None without launcher.
-        job: the name of this run.
-        local_devices: the GPU of this process where several processes share a host and each sees all GPUs.
-    """
-
-    coordinator: str
+    coordinator: str  # "host:port" of process 0
     num_processes: int
     process_id: int
-    source: str
-    server: str | None = None
-    job: str = ""
-    local_devices: tuple[int, ...] | None = None
-
-    @property
-    def is_single(self) -> bool:
-        """Whether there is one process, without a launcher."""
-        return self.num_processes == 1 and not self.server
-
-
-Settings = dict[str, Any]
-
-
-_NEEDED = ("coordinator", "num_processes", "process_id")
+    source: str  # where the settings come from, in words
+    server: str | None = None  # "host:port" of the launcher's heartbeat server, None without launcher
+    job: str = ""  # the name of this run
+    local_devices: tuple[int, ...] | None = None  # its GPU, where several processes share a host and each sees all
 
 
 def find(
@@ -57,19 +40,13 @@ def find(
 ) -> Cluster | str | None:
     """The settings of this process. An argument goes before the environment.
 
-    Returns:
-        The settings. None where nothing names several processes. The name of the surroundings where only jax or Ray
-        can find the settings.
-
-    Raises:
-        TypeError: `num_processes` or `process_id` is no int.
-        ValueError: settings that are incomplete, out of range, or contradict the launcher.
+    None where nothing names several processes. The name of the surroundings where only jax or Ray finds the settings.
     """
     given: Settings = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     given = {name: value for name, value in given.items() if value is not None}
     found = _jaxpar(env)
-    if not found and not given and (train := _ray.worker()):
-        return RAY_TRAIN if train.get_context().get_world_size() > 1 else None  # whatever started Ray's own processes
+    if not found and not given and (train := ray_worker()):  # whatever started Ray's own processes
+        return RAY_TRAIN if train.get_context().get_world_size() > 1 else None
     found = found or _by_jax_names(env) or _skypilot(env) or _slurm(env) or _open_mpi(env)
     if "server" in found and (other := [n for n, v in given.items() if v != found[n]]):
         name = other[0]
@@ -87,19 +64,8 @@ def find(
 
 
 def find_launched(env: Mapping[str, str] = os.environ) -> Cluster | str | None:
-    """The settings where the processes certainly are one run, or None.
-
-    Those are the variables JAXPAR_*, of `jaxpar launch` or the user, those of jax's names, and Ray Train.
-    """
-    return find(None, None, None, env) if _jaxpar(env) or _by_jax_names(env) or _ray.worker() else None
-
-
-def describe_separate(found: Cluster | str | None) -> str:
-    """How separate runs are started, where `find_launched` found one run."""
-    if isinstance(found, Cluster):
-        names = "JAX_*" if found.source == "JAX_*" else "JAXPAR_*"
-        return f"separate runs are started without the variables {names}"
-    return "separate runs are trials of Ray Tune"
+    """The settings where the processes certainly are one run: JAXPAR_*, the variables of jax, and Ray Train."""
+    return find(None, None, None, env) if _jaxpar(env) or _by_jax_names(env) or ray_worker() else None
 
 
 def has_others(found: Cluster | str | None) -> bool:
@@ -118,33 +84,27 @@ def describe(found: Cluster | str | None) -> str:
 
 def _jaxpar(env: Mapping[str, str]) -> Settings:
     """The settings of the launcher, or the same variables set by hand."""
-    names = {
-        "coordinator": ("JAXPAR_COORDINATOR", "JAX_COORDINATOR_ADDRESS"),
-        "num_processes": ("JAXPAR_NUM_PROCESSES",),
-        "process_id": ("JAXPAR_PROCESS_ID", "JOB_COMPLETION_INDEX"),
-    }
-    if not any(name.startswith("JAXPAR_") and name in env for tried in names.values() for name in tried):
+    if not any(name in env for name in ("JAXPAR_COORDINATOR", "JAXPAR_NUM_PROCESSES", "JAXPAR_PROCESS_ID")):
         return {}
-    found: Settings = {"source": "JAXPAR_*", "job": env.get("JAXPAR_JOB", "")}
-    for setting, tried in names.items():
-        value = next((env[name] for name in tried if env.get(name)), None)
-        found[setting] = value if setting == "coordinator" or value is None else _int(tried[0], value)
-    if env.get("JAXPAR_HUB"):
-        found |= {"server": env["JAXPAR_HUB"], "source": "jaxpar launch"}
-    return found
+    found: Settings = {
+        "source": "JAXPAR_*",
+        "coordinator": env.get("JAXPAR_COORDINATOR") or env.get("JAX_COORDINATOR_ADDRESS"),
+        "num_processes": _int(env, "JAXPAR_NUM_PROCESSES"),
+        "process_id": _int(env, "JAXPAR_PROCESS_ID", "JOB_COMPLETION_INDEX"),  # the latter in an indexed job
+        "job": env.get("JAXPAR_JOB"),
+    }
+    return found | ({"source": "jaxpar launch", "server": env["JAXPAR_HUB"]} if env.get("JAXPAR_HUB") else {})
 
 
 def _by_jax_names(env: Mapping[str, str]) -> Settings:
     """The settings under jax's own names, as Kubeflow Trainer and others set them. jax reads only the first."""
-    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-    if not all(env.get(name) for name in names):
+    if not all(env.get(name) for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")):
         return {}
-    address, size, rank = (env[name] for name in names)
     return {
         "source": "JAX_*",
-        "coordinator": address,
-        "num_processes": _int(names[1], size),
-        "process_id": _int(names[2], rank),
+        "coordinator": env["JAX_COORDINATOR_ADDRESS"],
+        "num_processes": _int(env, "JAX_NUM_PROCESSES"),
+        "process_id": _int(env, "JAX_PROCESS_ID"),
     }
 
 
@@ -160,16 +120,15 @@ def _slurm(env: Mapping[str, str]) -> Settings:
     host = "".join(part or "" for part in first.groups()) if first else ""
     if not re.search(r"[,\[]", env["SLURM_STEP_NODELIST"]):
         host = "127.0.0.1"  # all tasks are on one host, so nothing listens on the network
+    alone = re.fullmatch(r"1(\(x\d+\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     return {
         "source": "SLURM",
         "coordinator": f"{host}:{_port(env, int(env['SLURM_JOB_ID']))}",
         # An interactive step of `salloc` is one task, whatever the job has.
-        "num_processes": _int("SLURM_NTASKS", env.get("SLURM_STEP_NUM_TASKS", env["SLURM_NTASKS"])),
-        "process_id": _int("SLURM_PROCID", env["SLURM_PROCID"]),
+        "num_processes": _int(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        "process_id": _int(env, "SLURM_PROCID"),
         "job": f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '')}",
-        "local_devices": _one_gpu(
-            env, env["SLURM_LOCALID"], re.fullmatch(r"1(\(x\d+\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
-        ),
+        "local_devices": _one_gpu(env, env["SLURM_LOCALID"], bool(alone)),
     }
 
 
@@ -180,8 +139,8 @@ def _open_mpi(env: Mapping[str, str]) -> Settings:
     size, local = env["OMPI_COMM_WORLD_SIZE"], env.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     found: Settings = {
         "source": "Open MPI",
-        "num_processes": _int("OMPI_COMM_WORLD_SIZE", size),
-        "process_id": _int("OMPI_COMM_WORLD_RANK", env["OMPI_COMM_WORLD_RANK"]),
+        "num_processes": _int(env, "OMPI_COMM_WORLD_SIZE"),
+        "process_id": _int(env, "OMPI_COMM_WORLD_RANK"),
         "local_devices": _one_gpu(env, env.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"), local == "1"),
     }
     uri = re.match(r"(\d+)\..*?tcp6?://\[?([^,:\]]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
@@ -203,12 +162,12 @@ def _open_mpi(env: Mapping[str, str]) -> Settings:
 def _skypilot(env: Mapping[str, str]) -> Settings:
     """The settings of SkyPilot: one process for each node, and the addresses of the nodes in their order.
 
-    They go before those of SLURM, on which SkyPilot can run, and not before those of an `mpirun` in its task.
+    They have priority over the variables of SLURM, on which SkyPilot can run, but not over an `mpirun` in the task.
     """
     if "SKYPILOT_NODE_RANK" not in env or "SKYPILOT_NODE_IPS" not in env or "OMPI_COMM_WORLD_SIZE" in env:
         return {}
     nodes, task = env["SKYPILOT_NODE_IPS"].split(), env.get("SKYPILOT_TASK_ID", "")
-    size = _int("SKYPILOT_NUM_NODES", env.get("SKYPILOT_NUM_NODES") or str(max(1, len(nodes))))
+    size = _int(env, "SKYPILOT_NUM_NODES") or max(1, len(nodes))
     if size == 1:
         return {}
     if len(nodes) != size:
@@ -220,7 +179,7 @@ def _skypilot(env: Mapping[str, str]) -> Settings:
         "source": "SkyPilot",
         "coordinator": f"{host}:{_port(env, sum(task.encode()))}",
         "num_processes": size,
-        "process_id": _int("SKYPILOT_NODE_RANK", env["SKYPILOT_NODE_RANK"]),
+        "process_id": _int(env, "SKYPILOT_NODE_RANK"),
         "job": task,
     }
 
@@ -228,17 +187,21 @@ def _skypilot(env: Mapping[str, str]) -> Settings:
 def _only_jax(env: Mapping[str, str]) -> str | None:
     if "JOB_COMPLETION_INDEX" in env and "KUBERNETES_SERVICE_HOST" in env:
         return "Kubernetes"
-    return "Cloud TPU" if _has_libtpu() else None
-
-
-@functools.cache
-def _has_libtpu() -> bool:
-    return importlib.util.find_spec("libtpu") is not None
+    # libtpu alone is no TPU: it is the compiler that `jaxpar plan` asks, too.
+    chips = (chip for pattern in ("accel[0-9]*", "vfio/[0-9]*") for chip in Path("/dev").glob(pattern))
+    is_tpu = "TPU_WORKER_HOSTNAMES" in env or any(chips)
+    return "Cloud TPU" if is_tpu and importlib.util.find_spec("libtpu") else None
 
 
 def _cluster(settings: Settings, env: Mapping[str, str]) -> Cluster:
     """The settings of a process, after all checks."""
-    _check_complete(settings)
+    if missing := [name for name in _NEEDED if settings.get(name) in (None, "")]:
+        given = {name: settings[name] for name in _NEEDED if name not in missing}
+        raise ValueError(
+            f"distributed.initialize: coordinator, num_processes and process_id belong together, got {given} from "
+            f"{settings['source']}; missing: {', '.join(missing)} (or "
+            "JAXPAR_COORDINATOR, JAXPAR_NUM_PROCESSES, JAXPAR_PROCESS_ID in the environment)"
+        )
     address, size, rank = (settings[name] for name in _NEEDED)
     if not isinstance(address, str) or not re.fullmatch(r"(\[[^\]]+\]|[^:\s]+):\d{1,5}", address):
         raise ValueError(f"distributed.initialize: the coordinator must be 'host:port', got {address!r}")
@@ -251,24 +214,15 @@ def _cluster(settings: Settings, env: Mapping[str, str]) -> Cluster:
     return Cluster(**checked)
 
 
-def _check_complete(settings: Settings) -> None:
-    """`ValueError` where the coordinator, the number of processes or that of this one is missing."""
-    missing = [name for name in _NEEDED if settings.get(name) is None]
-    if not missing:
-        return
-    given = {name: settings[name] for name in _NEEDED if name not in missing}
-    raise ValueError(
-        f"distributed.initialize: coordinator, num_processes and process_id belong together, got {given} from "
-        f"{settings['source']}; missing: {', '.join(missing)} (or "
-        "JAXPAR_COORDINATOR, JAXPAR_NUM_PROCESSES, JAXPAR_PROCESS_ID in the environment)"
-    )
-
-
-def _int(name: str, value: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"distributed.initialize: {name} must be an int, got {value!r}") from None
+def _int(env: Mapping[str, str], *names: str) -> int | None:
+    """The int in the first of these variables that is set."""
+    for name in names:
+        if env.get(name):
+            try:
+                return int(env[name])
+            except ValueError:
+                raise ValueError(f"distributed.initialize: {name} must be an int, got {env[name]!r}") from None
+    return None
 
 
 def _port(env: Mapping[str, str], number: int) -> str:
@@ -276,7 +230,48 @@ def _port(env: Mapping[str, str], number: int) -> str:
     return env.get("JAX_COORDINATOR_PORT") or str(65535 - 2**12 + 1 + number % 2**12)
 
 
-def _one_gpu(env: Mapping[str, str], local_rank: str, is_only_one: object) -> tuple[int, ...] | None:
+def _one_gpu(env: Mapping[str, str], local_rank: str, is_only_one: bool) -> tuple[int, ...] | None:
     """The GPU of this process as jax chooses it. It is None, for all, where the host has no other process."""
     sees_one = len(env.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1 and env.get("CUDA_VISIBLE_DEVICES")
     return None if is_only_one or sees_one else (int(local_rank),)
+
+
+def ray_worker() -> Any | None:
+    """The module `ray.train` in a worker of Ray Train, None elsewhere.
+
+    In such a worker Ray has imported it. In other programs it need not even be installed.
+    """
+    train = sys.modules.get("ray.train")
+    if train is None or not hasattr(train, "get_context"):
+        return None
+    try:
+        size = train.get_context().get_world_size()
+    except (RuntimeError, DeprecationWarning):  # the driver, a worker of other parts of Ray, a trial of Ray Tune
+        return None
+    return train if isinstance(size, int) else None
+
+
+def meet_by_ray(train: Any) -> Cluster:
+    """The settings of this worker of Ray Train.
+
+    Worker 0 chooses a free port. Ray sends its address to the others, so all of them must call this.
+    """
+    try:
+        collective = importlib.import_module("ray.train.collective")
+    except ModuleNotFoundError:
+        raise RuntimeError(
+            "distributed.initialize: this Ray has no ray.train.collective, which its workers need to meet; install "
+            "the extra jaxpar[ray], or let Ray start jax: JaxTrainer(..., jax_config=JaxConfig(use_gpu=True))"
+        ) from None
+    context = train.get_context()
+    rank = context.get_world_rank()
+    address = collective.broadcast_from_rank_zero(_free_address_of_ray() if rank == 0 else None)
+    return Cluster(address, context.get_world_size(), rank, RAY_TRAIN)
+
+
+def _free_address_of_ray() -> str:
+    """The address by which Ray knows this host, and a free port."""
+    host = importlib.import_module("ray.util").get_node_ip_address()
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

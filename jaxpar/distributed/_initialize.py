@@ -1,18 +1,43 @@
-"""`initialize`: its checks, and the choice between the ways of a start."""
+"""Joining the other processes: `initialize` for users, `join` for `kv` and `train`.
+
+The processes join through the heartbeat server, then each of them starts jax. The server's address follows from the
+coordinator's. Under the launcher it is in the environment.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import socket
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from .._core.calls import answers
-from .._heartbeat.elastic_server import ELASTIC_TIMEOUT
-from .._heartbeat.messages import MOST_SECONDS
-from .._heartbeat.server import HEARTBEAT_TIMEOUT
-from . import _attach, _elastic, _environment, _process, _start
+from .._core.text import say_news
+from .._devices import processes
+from .._heartbeat import secret as secrets
+from .._heartbeat.client import HeartbeatClient
+from .._heartbeat.connection import MOST_SECONDS, is_loopback, split
+from .._heartbeat.proxy import ServiceProxy
+from .._heartbeat.pulse import Pulse
+from .._heartbeat.server import ELASTIC_TIMEOUT, HEARTBEAT_TIMEOUT, ServerThread
+from . import _elastic, _environment, _process
+from ._environment import Cluster
+
+_OPEN = (
+    "any program that reaches this host's network can take part in the heartbeats of this run and end it; to prevent "
+    f"that, set {secrets.VARIABLE} to one random text in all processes, or write it to ~/.config/jaxpar/secret (chmod "
+    "600)"
+)
+_LOCKED = 60.0  # seconds for which a process that others can go on without may hold Python's lock
+_PORTS = 8  # the server takes the first free one of these many after the coordinator's
+_JOIN_TIMEOUT = 60.0  # seconds, where jax runs already: the processes are there, and may be slow
 
 
 @answers("distributed.initialize")
@@ -28,46 +53,47 @@ def initialize(
     preemption_service: bool = False,
     elastic: bool = False,
 ) -> None:
-    """Make this process one of several that train together. Call it before the first use of JAX.
+    """Join the other processes of the run. Call it before using JAX.
 
-    Without arguments the settings are found. First come those of `python -m jaxpar launch`, or the same variables set
-    by hand: JAXPAR_COORDINATOR, JAXPAR_NUM_PROCESSES, JAXPAR_PROCESS_ID. Then come Ray Train, the variables
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and SkyPilot. Then, as in jax, come SLURM, Open MPI,
-    Kubernetes and Cloud TPU. Where none of them names several processes the call returns, and the process trains as
-    the only one. So a script or a notebook may always begin with it (jax raises there). A second call does nothing.
-    Where other code has called `jax.distributed.initialize`, this joins its processes and starts nothing. Ray Train
-    watches its workers and starts them again, so there are no heartbeats in it.
-    `kv.create` makes this call for the kinds `dist_...`.
+    Without arguments, the settings come from the first of these that names several processes: `python -m jaxpar
+    launch`, which sets JAXPAR_COORDINATOR, JAXPAR_NUM_PROCESSES and JAXPAR_PROCESS_ID, or these variables set by hand;
+    Ray Train; the variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; SkyPilot; and, as in jax,
+    SLURM, Open MPI, Kubernetes and Cloud TPU. If none does, the call returns, and the process trains alone. So every
+    script or notebook may begin with `initialize()` (jax raises in that case). A second call does nothing. If other
+    code has called `jax.distributed.initialize`, this call uses its processes. Ray Train restarts its own workers, so
+    jaxpar sends no heartbeats there. `kv.create` calls `initialize` for the kinds `dist_...`.
 
-    On CPU devices the collectives between processes are Gloo's.
+    On CPU devices, Gloo runs the collectives between processes.
 
-    Heartbeats show within 15 seconds that another process was killed, frozen, or failed. Nothing can be computed
-    then: a collective that is under way may never return. So the process ends with one line on standard error and
-    with the status `distributed.LOST` (75). The line names the lost process and the checkpoint to resume from
-    (`set_resume_hint`). A process that ends with status 0, or pauses for a few seconds, is no loss.
+    Heartbeats detect within 15 seconds that another process was killed, froze, or failed. A running collective may then
+    never return. So this process ends with one line on standard error and with exit status `distributed.LOST` (75). The
+    line names the lost process and the checkpoint to resume from (`set_resume_hint`). A process that ends with status
+    0, or pauses for a few seconds, does not count as lost.
 
     Args:
-        coordinator: "host:port" of process 0. The heartbeat server takes one of the next eight ports.
-        num_processes: how many there are.
-        process_id: which one this is, from 0.
+        coordinator: "host:port" of process 0. The heartbeat server uses one of the next eight ports.
+        num_processes: the number of processes.
+        process_id: the number of this process, from 0.
         local_device_ids: the GPUs of this host that belong to this process. None takes all. Under SLURM and Open MPI
-            with several processes on a host, None takes one for each.
-        initialization_timeout: seconds to wait for the others. None: 60, or JAXPAR_INITIALIZATION_TIMEOUT.
-        heartbeat_timeout: seconds without a heartbeat after which a process counts as frozen. A killed one is noticed
-            at once. None: 10, or JAXPAR_HEARTBEAT_TIMEOUT, which the launcher sets.
-        monitor: False leaves the watch to jax: 100 seconds, then a C++ stack trace and status 134. It must be the
-            same in all processes.
+            with several processes on a host, None gives each process one GPU.
+        initialization_timeout: seconds to wait for the other processes. None: 60, or JAXPAR_INITIALIZATION_TIMEOUT.
+        heartbeat_timeout: seconds without a heartbeat after which a process counts as frozen. A killed process is
+            detected at once. None: 10, or JAXPAR_HEARTBEAT_TIMEOUT, which the launcher sets.
+        monitor: False turns the heartbeats off. jax then detects a loss after 100 seconds and ends with a C++ stack
+            trace and status 134. All processes must give the same value.
         preemption_service: True lets jax catch SIGTERM, for `multihost_utils.reached_preemption_sync_point`.
-            Otherwise SIGTERM does what the program says, and `train.fit` saves a checkpoint.
-        elastic: True lets `train.fit` go on when a process other than 0 is lost. The others make the failed step
-            again, and a process that comes back joins at the next step. `heartbeat_timeout` is then 4 by default, and
-            also limits how long a collective waits. `jaxpar launch --elastic` sets it. docs/cluster.md has the limits.
+            With False the program handles SIGTERM: `train.fit` saves a checkpoint.
+        elastic: True lets `train.fit` continue when a process other than 0 is lost. The remaining processes repeat the
+            failed step, and a restarted process joins at the next step. `heartbeat_timeout` is then 4 by default, and
+            also limits how long a collective waits. `jaxpar launch --elastic` sets this option. docs/cluster.md lists
+            the limits.
 
     Raises:
-        TypeError: `num_processes` or `process_id` is no int.
-        ValueError: settings that are incomplete, out of range, or contradict each other, `elastic` without `monitor`.
-        RuntimeError: JAX was used before. It is too old for `elastic`. The port is taken. Process 0 does not answer.
-            The others did not join in time, or with other numbers. An earlier call failed half-way.
+        TypeError: `num_processes` or `process_id` is not an int.
+        ValueError: settings are incomplete, out of range or contradictory, or `elastic` is set without `monitor`.
+        RuntimeError: JAX was used before; the jax version is too old for `elastic`; the port is taken; process 0 does
+            not answer; the other processes did not join in time, or joined with other settings; an earlier call failed
+            half-way.
     """
     elastic = elastic or os.environ.get(_elastic.VARIABLE) == "1"
     if _process.is_joined():
@@ -76,41 +102,45 @@ def initialize(
                 "distributed.initialize: elastic=True comes too late, jax was initialised without it; give it in the "
                 "first call, instead of jax.distributed.initialize"
             )
-        return _attach.attach(num_processes, process_id)
-    joining, heartbeat = _timeouts(initialization_timeout, heartbeat_timeout, elastic)
+        return _attach(num_processes, process_id)
+    joining, heartbeat = _find_timeouts(initialization_timeout, heartbeat_timeout, elastic)
     cluster = _environment.find(coordinator, num_processes, process_id)
     by_hand = any(x is not None for x in (coordinator, num_processes, process_id))
-    if cluster is None or (isinstance(cluster, _environment.Cluster) and cluster.is_single and not by_hand):
+    is_known = isinstance(cluster, Cluster)
+    if cluster is None or (is_known and cluster.num_processes == 1 and not cluster.server and not by_hand):
         return
     if _process.is_jax_used():
         raise RuntimeError(
             "distributed.initialize: JAX runs already and cannot become one of several processes now; call it before "
             "anything else that uses JAX (in a notebook, restart the kernel and call it first)"
         )
-    elastic = elastic and (isinstance(cluster, str) or cluster.num_processes > 1)
+    elastic = elastic and not (is_known and cluster.num_processes == 1)
     if elastic:
         _elastic.check_elastic(cluster, monitor)
-    _configure(preemption_service)
+    jax.config.update("jax_enable_preemption_service", preemption_service)
+    if not jax.config.jax_cpu_collectives_implementation:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")  # the user's own "mpi" stays
     watched = monitor and cluster != _environment.RAY_TRAIN
     options: dict[str, Any] = {
         "local_device_ids": local_device_ids,
         "initialization_timeout": max(1, round(joining)),
-        # jax's own watch ends a process with a stack trace, also after a stop of all (Ctrl-Z, a paused container).
+        # jax's own watch ends a process with a stack trace, also after a stop of all (Ctrl-Z, a paused container). 100
+        # seconds are its default.
         "heartbeat_timeout_seconds": _elastic.NEVER if watched else round(max(100, 10 * heartbeat)),
     }
     if elastic:
         options |= _elastic.configure(heartbeat)
     if cluster == _environment.RAY_TRAIN:
-        _start.start_by_ray(options)
+        _start_by_ray(options)
     elif isinstance(cluster, str):
-        _start.start_by_jax(cluster, options, heartbeat, monitor)
+        _start_by_jax(cluster, options, heartbeat, monitor)
     else:
-        _start.start(cluster, options, heartbeat, joining, monitor)
+        _start(cluster, options, heartbeat, joining, monitor)
     _process.this.is_joined = True
 
 
-def _timeouts(initialization: float | None, heartbeat: float | None, elastic: bool) -> tuple[float, float]:
-    """Both timeouts in seconds, those that are None from the environment."""
+def _find_timeouts(initialization: float | None, heartbeat: float | None, elastic: bool) -> tuple[float, float]:
+    """Both timeouts in seconds. None reads the environment."""
     if initialization is None:
         initialization = float(os.environ.get("JAXPAR_INITIALIZATION_TIMEOUT") or 60)
     if heartbeat is None:
@@ -124,8 +154,251 @@ def _timeouts(initialization: float | None, heartbeat: float | None, elastic: bo
     return initialization, heartbeat
 
 
-def _configure(preemption_service: bool) -> None:
-    jax.config.update("jax_enable_preemption_service", preemption_service)
-    collectives = jax.config.jax_cpu_collectives_implementation  # pyright: ignore[reportAttributeAccessIssue]
-    if not collectives:  # the user's own "mpi" stays
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+def _attach(num_processes: int | None, process_id: int | None) -> None:
+    """Go on in the processes that jax has already. Nothing is started: no heartbeats, no hooks at the end.
+
+    The code that started jax also ends it. In Ray Train, one line reports that.
+    """
+    if _process.this.is_joined:  # by ourselves
+        return
+    size, rank = _process.numbers_of_jax()
+    for name, given, has in (("num_processes", num_processes, size), ("process_id", process_id, rank)):
+        if given is not None and given != has:
+            raise RuntimeError(
+                f"distributed.initialize: {name}={given!r}, but jax.distributed was initialised by other code, and "
+                f"there it is {has}; leave the arguments out, or call jp.distributed.initialize first"
+            )
+    if not _process.this.is_attached and (train := _environment.ray_worker()) is not None:
+        context = train.get_context()
+        _say_ray_watches(context.get_world_size(), context.get_world_rank(), "Ray Train has started jax")
+    _process.this.is_attached = True
+
+
+def join(caller: str) -> None:
+    """Call `initialize()` unless this process has already joined the others.
+
+    `kv.create` calls this for the kinds `dist_...`. With one process it does nothing.
+
+    Args:
+        caller: the name of the caller, at the beginning of the message.
+
+    Raises:
+        RuntimeError, ValueError: as `initialize`. JAX was used before, and there are others to join.
+
+    Example:
+        >>> from jaxpar import distributed
+        >>> distributed.join("my_function")  # one process: there is nothing to join
+    """
+    if _process.is_joined() or (cluster := _environment.find(None, None, None)) is None:
+        return
+    if not _process.is_jax_used():
+        return initialize()
+    if _environment.has_others(cluster):
+        raise RuntimeError(
+            f"{caller}: this is {_environment.describe(cluster)} and has not joined the others. It cannot join them "
+            "now: JAX was used before (by an array, a random key or jax.devices()), which fixed the number of its "
+            "processes at 1. Call jp.distributed.initialize() before the first use of JAX"
+        )
+
+
+def check_joined(caller: str, harm: str, *, launched: bool = False) -> None:
+    """Raise if the run has other processes that this one has not joined.
+
+    Args:
+        caller: the name of the caller, at the beginning of the message.
+        harm: a clause that says what would go wrong.
+        launched: True checks only under `jaxpar launch`, in Ray Train and under jax's own variables, where all
+            processes belong to one run. Tasks of SLURM may be separate runs.
+
+    Raises:
+        RuntimeError: this process has not joined the others.
+        ValueError: as `initialize`.
+
+    Example:
+        >>> from jaxpar import distributed
+        >>> distributed.check_joined("my_function", "the sum would be too small")  # one process
+    """
+    if _process.is_joined():
+        return
+    cluster = _environment.find_launched() if launched else _environment.find(None, None, None)
+    if _environment.has_others(cluster):
+        separate = "; separate runs are trials of Ray Tune"
+        if isinstance(cluster, Cluster):
+            names = "JAX_*" if cluster.source == "JAX_*" else "JAXPAR_*"
+            separate = f"; separate runs are started without the variables {names}"
+        raise RuntimeError(
+            f"{caller}: this is {_environment.describe(cluster)} and has not joined the others, so {harm}. Call "
+            f"jp.distributed.initialize() before the first use of JAX{separate if launched else ''}"
+        )
+
+
+# The start of several processes.
+
+
+def _start(
+    cluster: Cluster, options: dict[str, Any], heartbeat_timeout: float, join_timeout: float, watch: bool
+) -> None:
+    """Join the others, then start jax with the options. `watch` says whether the processes send heartbeats."""
+    several = cluster.num_processes > 1
+    with contextlib.ExitStack() as reserved:
+        if cluster.process_id == 0 and several:
+            reserved.enter_context(reserve_port(cluster.coordinator))
+        client = None
+        if watch and (several or cluster.server):
+            client = join_others(cluster, heartbeat_timeout, join_timeout, processes.is_elastic())
+    _process.set_process(cluster.num_processes, client)
+    if several or not cluster.server:
+        if options["local_device_ids"] is None:
+            options = {**options, "local_device_ids": cluster.local_devices}
+        _start_jax(cluster, client is not None, options)
+    if processes.is_elastic():
+        _elastic.release_others(_elastic.Board(), cluster.process_id)
+
+
+def _start_by_ray(options: dict[str, Any]) -> None:
+    """Start jax in the workers of Ray Train, without heartbeats, because Ray watches its workers."""
+    cluster = _environment.meet_by_ray(_environment.ray_worker())
+    _process.set_process(cluster.num_processes, None)
+    _start_jax(cluster, False, options)
+    _say_ray_watches(cluster.num_processes, cluster.process_id, "jax runs")
+
+
+def _say_ray_watches(size: int, rank: int, what: str) -> None:
+    """Say in the first worker of Ray Train who watches it."""
+    if rank == 0:
+        say_news(f"{what} in {size} processes; Ray watches them and starts them again, so jaxpar sends no heartbeats")
+
+
+def _start_by_jax(name: str, options: dict[str, Any], heartbeat_timeout: float, watch: bool) -> None:
+    """Start jax where only it can find the settings, such as "Kubernetes". The heartbeats begin after that."""
+    try:
+        _process.start_jax(**options)
+    except ValueError as error:
+        if "must be defined" not in str(error) and "should be defined" not in str(error):
+            raise
+        if name == "Cloud TPU":
+            return  # a single host
+        raise RuntimeError(
+            f"distributed.initialize: jax finds no settings in {name}; set JAXPAR_COORDINATOR and "
+            "JAXPAR_NUM_PROCESSES (the number of the process is JOB_COMPLETION_INDEX), or install jax[k8s]"
+        ) from error
+    rank, size = jax.process_index(), jax.process_count()
+    client = _join_through_jax(rank, size, heartbeat_timeout) if watch and size > 1 else None
+    _process.set_process(size, client)
+
+
+def _start_jax(cluster: Cluster, is_watched: bool, options: dict[str, Any]) -> None:
+    host, port = split(cluster.coordinator)
+    address = cluster.coordinator
+    if is_watched and cluster.process_id:
+        address = ServiceProxy(address).address
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or (f"127.0.0.1:{port}" if is_loopback(host) else None)
+    _process.start_jax(
+        address,
+        cluster.num_processes,
+        cluster.process_id,
+        cluster_detection_method="deactivate",  # the settings are complete
+        coordinator_bind_address=bind,  # None for all interfaces
+        **options,
+    )
+
+
+def reserve_port(address: str) -> socket.socket:
+    """Reserve the coordinator's port until jax takes it. Close the socket then.
+
+    Without this gRPC would silently share the port with another run.
+    """
+    _, port = split(address)
+    reserved = socket.socket()
+    try:
+        with socket.create_server(("", port)):
+            pass  # nobody listens there; what is left of an earlier run does not count
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("", port))
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # from now on nobody else may bind it
+    except OSError as error:
+        reserved.close()
+        raise RuntimeError(
+            f"distributed.initialize: port {port} of the coordinator {address} cannot be used on this host: "
+            f"{os.strerror(error.errno or 0)}; another run may have it, choose another port"
+        ) from None
+    return reserved
+
+
+def join_others(
+    cluster: Cluster, heartbeat_timeout: float, join_timeout: float, elastic: bool = False
+) -> HeartbeatClient:
+    """Join the others, and return the heartbeat client. Process 0 starts the server where no launcher has it."""
+    rank, size = cluster.process_id, cluster.num_processes
+    run: dict[str, Any] = {"job": cluster.job, "secret": secrets.find(), "heartbeat_timeout": heartbeat_timeout}
+    pulse = Pulse(most=_LOCKED) if elastic and rank else Pulse()
+    host, port = split(cluster.server or cluster.coordinator)
+    up = port + _PORTS <= 65535
+    ports = [port + i if up else port - i for i in range(1, _PORTS + 1)]
+    absent = (
+        f"process 0 is not there: no answer from the coordinator {cluster.coordinator} at ports {min(ports)} to "
+        f"{max(ports)} of the heartbeat server"
+    )
+    addresses, server = [(host, p) for p in ports], None
+    if cluster.server:
+        addresses, absent = [(host, port)], f"the launcher is not there: no answer at {cluster.server}"
+    elif rank == 0:
+        if run["secret"] is None and not is_loopback(host):
+            say_news(_OPEN)
+        listener = _listen(host, ports)
+        addresses = [("127.0.0.1", listener.getsockname()[1])]
+        server = ServerThread(listener, **run, size=size, join_timeout=join_timeout, elastic=elastic, pulse=pulse)
+    forget = functools.partial(_elastic.forget, cluster.coordinator, size) if elastic else None
+    launched = bool(cluster.server)
+    client = HeartbeatClient(rank, size, **run, launched=launched, server=server, pulse=pulse, forget=forget)
+    return _join_run(client, addresses, join_timeout, absent)
+
+
+def _listen(host: str, ports: list[int]) -> socket.socket:
+    interface = "127.0.0.1" if is_loopback(host) else ""
+    for port in ports:
+        with contextlib.suppress(OSError):
+            return socket.create_server((interface, port))
+    raise RuntimeError(
+        f"distributed.initialize: the heartbeat server takes one of the ports {min(ports)} to {max(ports)} on this "
+        "host, and none is free; choose another port for the coordinator"
+    )
+
+
+def _join_through_jax(rank: int, size: int, heartbeat_timeout: float) -> HeartbeatClient:
+    """The heartbeat client, after process 0 has sent the address and the secret of its server by a collective."""
+    run: dict[str, Any] = {"job": "jax", "heartbeat_timeout": heartbeat_timeout, "pulse": Pulse()}
+    server, sent = None, np.zeros(256, np.uint8)
+    if rank == 0:
+        secret, listener = secrets.new("process 0"), socket.create_server(("", 0))
+        server = ServerThread(listener, **run, size=size, secret=secret, join_timeout=_JOIN_TIMEOUT)
+        text = f"{_own_host()}:{listener.getsockname()[1]} {secret.key.decode()}".encode()
+        sent[: len(text)] = np.frombuffer(text, np.uint8)
+    with ThreadPoolExecutor(1) as thread:  # in this one jax may be tracing, around a kv.create
+        sent = thread.submit(multihost_utils.broadcast_one_to_all, sent).result()
+    address, key = bytes(np.asarray(sent, np.uint8)).rstrip(b"\0").decode().split(" ")
+    secret = secrets.Secret(key.encode(), "process 0")
+    client = HeartbeatClient(rank, size, **run, secret=secret, launched=False, server=server)
+    return _join_run(client, [split(address)], _JOIN_TIMEOUT, f"no answer at {address}")
+
+
+def _own_host() -> str:
+    """The address of this machine that others can reach. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("10.255.255.255", 1))
+        return probe.getsockname()[0]
+    return socket.gethostbyname(socket.gethostname())
+
+
+def _join_run(
+    client: HeartbeatClient, addresses: list[tuple[str, int]], seconds: float, absent: str
+) -> HeartbeatClient:
+    if client.server is not None:
+        client.server.thread.start()
+    try:
+        client.join_run(addresses, seconds, absent)
+    except ConnectionError as error:
+        raise RuntimeError(
+            f"distributed.initialize: {error} (this is process {client.rank} of {client.size})"
+        ) from None
+    return client

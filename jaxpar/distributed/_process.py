@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-from collections.abc import Generator
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 
 from .._core.calls import answers
-from .._heartbeat.client import HeartbeatClient
-from .._heartbeat.exit import watch_exit
+from .._heartbeat.client import HeartbeatClient, watch_exit
 
 
 @dataclasses.dataclass
 class Process:
-    """This process among the others.
-
-    Attributes:
-        client: its heartbeat client, or None.
-        processes: how many processes the run has.
-        is_joined: whether `initialize` is done. The process may be the only one.
-        has_failed: whether jax failed during its own start.
-        is_attached: whether `initialize` found jax started by other code.
-    """
+    """This process among the others."""
 
     client: HeartbeatClient | None = None
-    processes: int = 1
-    is_joined: bool = False
-    has_failed: bool = False
-    is_attached: bool = False
+    processes: int = 1  # how many processes the run has
+    is_joined: bool = False  # whether `initialize` is done; the process may be the only one
+    has_failed: bool = False  # whether jax failed during its own start
+    is_attached: bool = False  # whether `initialize` found jax started by other code
 
 
 this = Process()
@@ -44,22 +34,17 @@ def set_process(processes: int, client: HeartbeatClient | None) -> None:
         watch_exit(client)
 
 
-@contextlib.contextmanager
-def start_once() -> Generator[None]:
-    """Record an error of jax's own start, which cannot be repeated. Its ValueErrors come before it begins."""
+def start_jax(*settings: Any, **options: Any) -> None:
+    """Start jax, and record an error of that, which cannot be repeated. Its ValueErrors come before it begins."""
     try:
-        yield
+        jax.distributed.initialize(*settings, **options)
     except BaseException as error:
         this.has_failed = not isinstance(error, ValueError)
         raise
 
 
 def is_joined() -> bool:
-    """Whether `initialize` is done, or the user's own `jax.distributed.initialize`.
-
-    Raises:
-        RuntimeError: an earlier start failed half-way.
-    """
+    """Whether `initialize` is done, or the user's own `jax.distributed.initialize`."""
     if this.has_failed:  # jax may now say that it is initialised, or that it is one of one
         raise RuntimeError("distributed.initialize: an earlier call failed in this process; start all processes again")
     return this.is_joined or jax.distributed.is_initialized()
@@ -84,9 +69,10 @@ def is_jax_used() -> bool:
 
 @answers("distributed.set_resume_hint")
 def set_resume_hint(path: str | os.PathLike[str] | None) -> None:
-    """Set the checkpoint that a process names when it ends because another was lost.
+    """Set the checkpoint to name when a process is lost.
 
-    `train.fit` calls this after each checkpoint. All processes receive the path.
+    `train.fit` calls this after each checkpoint. All processes receive the path. A process that ends because another
+    process was lost prints it.
 
     Args:
         path: the newest good checkpoint, or None.
@@ -106,10 +92,10 @@ def report_working() -> None:
 
 
 def known_processes() -> int:
-    """How many processes `initialize` found. It is 1 before that.
+    """The number of processes that `initialize` found, and 1 before.
 
-    Unlike `jax.process_count` this starts no device. Where other code has called `jax.distributed.initialize`, it is
-    the number of processes which that call had.
+    Unlike `jax.process_count`, this call starts no device. If other code has called `jax.distributed.initialize`, the
+    result is the number of processes of that call.
 
     Example:
         >>> from jaxpar import distributed
@@ -122,10 +108,10 @@ def known_processes() -> int:
 
 
 def wait_for_loss_report() -> None:
-    """Wait one second for a loss report, before an error is shown.
+    """Wait one second for the report of a lost process.
 
-    A collective can raise before the report of its lost peer has arrived. This call does not return where another
-    process was lost: the process ends with one line on standard error. With one process it returns at once.
+    A collective can raise before the report of its lost peer has arrived, so call this before showing the exception. If
+    a process was lost, this process ends with one line on standard error. With one process the call returns at once.
 
     Example:
         >>> from jaxpar import distributed

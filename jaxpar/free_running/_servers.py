@@ -1,10 +1,12 @@
-"""A parameter server, and the start of several as Ray actors."""
+"""Parameter servers: what each of them holds, what it does, and the start of several as Ray actors."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +17,70 @@ from .. import kv, updaters
 from .._core.calls import answers
 from .._core.checks import whole_number
 from ..updaters import UpdateFn, Updater, stateless
-from ._placement import SPLIT, Piece, Shape, cut, placement
-from ._ray import START_TIMEOUT, get_answers, get_ray
+from ._ray import START_TIMEOUT, get_ray
 
 if TYPE_CHECKING:
     import optax
+
+Shape = tuple[int, ...]
+
+SPLIT = 1_000_000
+"""Values of this many elements or more are cut over all servers. MXNet's MXNET_KVSTORE_BIGARRAY_BOUND has the same."""
+
+_MOST_SERVERS = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """The part of a value that one server holds.
+
+    Attributes:
+        key: the key of the value.
+        start, stop: the range of elements in the flat value.
+    """
+
+    key: int
+    start: int
+    stop: int
+
+
+@answers("free_running.placement")
+def placement(shapes: Sequence[Shape], servers: int, split: int = SPLIT) -> tuple[tuple[Piece, ...], ...]:
+    """The pieces that each server holds, placed as in MXNet.
+
+    Args:
+        shapes: the shapes of the values of keys 0, 1, ...
+        servers: the number of servers, at least 1.
+        split: a value with at least this many elements is cut evenly over all servers. A smaller value is whole on
+            server `key * 9973 % servers`.
+
+    Returns:
+        The pieces of each server, by ascending key. Every element of every value is in exactly one piece.
+
+    Example:
+        >>> placement([(3,), (2, 2)], servers=2, split=4)
+        ((Piece(key=0, start=0, stop=3), Piece(key=1, start=0, stop=2)), (Piece(key=1, start=2, stop=4),))
+    """
+    whole_number(servers, "free_running.placement", "servers", most=_MOST_SERVERS)
+    whole_number(split, "free_running.placement", "split", least=0)
+    held: list[list[Piece]] = [[] for _ in range(servers)]
+    for key, shape in enumerate(shapes):
+        size = math.prod(shape)
+        if servers == 1 or size < split:
+            held[key * 9973 % servers].append(Piece(key, 0, size))
+            continue
+        ends = [size * i // servers for i in range(servers + 1)]
+        for pieces, (start, stop) in zip(held, itertools.pairwise(ends), strict=True):
+            if stop > start:
+                pieces.append(Piece(key, start, stop))
+    return tuple(map(tuple, held))
+
+
+def cut(value: np.ndarray, piece: Piece) -> np.ndarray:
+    """The piece of a value, flat. A whole value keeps its shape, since an updater may depend on it."""
+    is_whole = piece.stop - piece.start == value.size
+    return value if is_whole else value.reshape(-1)[piece.start : piece.stop]
+
 
 _ADVICE = (
     "a value of `split` elements or more is cut over all servers, so its updater must be elementwise; give "
@@ -28,12 +89,7 @@ _ADVICE = (
 
 
 class Server:
-    """One server: a `jaxpar.kv` store of its pieces, and a count of the pushes. It runs as a Ray actor.
-
-    Args:
-        values: the pieces by key, NumPy arrays.
-        updater, optimizer: as in `start`.
-    """
+    """One server: a `jaxpar.kv` store of its pieces, and a count of the pushes. It runs as a Ray actor."""
 
     def __init__(self, values: dict[int, np.ndarray], updater: Any, optimizer: Any):
         store = kv.create("local")
@@ -69,12 +125,12 @@ class Server:
 
 @dataclasses.dataclass(frozen=True)
 class Servers:
-    """Running servers, and what each of them holds. It can be sent to any Ray task or actor.
+    """Running servers. Any Ray task or actor can receive this object.
 
     Attributes:
         handles: the Ray actors.
-        pieces: what each of them holds, see `placement`.
-        shapes, dtypes: of the values.
+        pieces: the pieces that each server holds, see `placement`.
+        shapes, dtypes: the shapes and dtypes of the values.
         paths: the path of each value in the parameters.
         treedef: the structure of the parameters.
         timeout: seconds to wait for an answer.
@@ -99,23 +155,23 @@ def start(
     split: int = SPLIT,
     timeout: float = 60,
 ) -> Servers:
-    """Start servers that hold these parameters. Ray is started on this machine if it does not run.
+    """Start servers that hold the parameters, and start Ray if needed.
 
     Args:
         params: a pytree of arrays.
-        optimizer, updater: what a push does, as in `kv.set_optimizer` and `kv.set_updater`, with one state a key. None:
-            a push replaces the value. Where values are split each server sees only its piece, so the updater must be
-            elementwise.
-        servers: how many.
+        optimizer, updater: how a push changes a value, as in `kv.set_optimizer` and `kv.set_updater`, with one state
+            for each key. None: a push replaces the value. A server sees only its piece of a split value, so the updater
+            must then be elementwise.
+        servers: the number of servers.
         split: see `placement`.
-        timeout: seconds that a worker waits for a server's answer before it is an error. Processes have five
-            minutes to start, since each imports JAX.
+        timeout: seconds that a worker waits for a server's answer before it raises. Processes have five minutes to
+            start, since each one imports JAX.
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError: less than one server. Both an optimizer and an updater. An updater that is not elementwise for a
-            value that is split.
-        TypeError: a leaf of params that is no array, or `servers` that is no int.
+        ValueError: `servers` is below 1; both an optimizer and an updater are given; the updater is not elementwise for
+            a split value.
+        TypeError: a leaf of params is not an array, or `servers` is not an int.
     """
     if optimizer is not None and updater is not None:
         raise ValueError("free_running.start: give an optimizer or an updater, not both")
@@ -159,18 +215,34 @@ def _check_pieces(store: kv.KVStore, pieces: Sequence[Sequence[Piece]]) -> None:
         updaters._check_elementwise_forms(updater, forms, kv.names(store), "free_running.start", _ADVICE)
 
 
+class ServerLost(RuntimeError):
+    """A server no longer answers. Its parameters are lost."""
+
+
 def wait_for_answers(servers: Servers, answers: Sequence[Any]) -> list[Any]:
-    """The answers of all servers. `ServerLost` names the first that does not answer."""
-    contents = [[servers.paths[p.key] for p in held] for held in servers.pieces]
-    return get_answers(answers, servers.timeout, contents)
+    """The answers of all servers, of Ray's references. `ServerLost` names the first that does not answer."""
+    ray = get_ray()
+    results: list[Any] = []
+    for i, (answer, held) in enumerate(zip(answers, servers.pieces, strict=True)):
+        try:
+            results.append(ray.get(answer, timeout=servers.timeout))
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            is_silent = isinstance(error, ray.exceptions.GetTimeoutError)
+            what = f"has not answered for {servers.timeout:g} s" if is_silent else "is gone"
+            contents = ", ".join(servers.paths[p.key] for p in held) or "nothing"
+            raise ServerLost(
+                f"free_running: server {i} of {len(answers)} {what}; it held {contents}. "
+                "Start servers again from the last parameters that you kept"
+            ) from error
+    return results
 
 
 @answers("free_running.status")
 def status(servers: Servers) -> list[dict[str, Any]]:
     """The counts of each server: `pushes` of each worker, and `staleness`.
 
-    `staleness` maps s to a number of pushes. Between the pull and the push of each, s other pushes changed the
-    parameters. In a run with {0: n} no two workers overlapped.
+    `staleness` maps s to the number of pushes with staleness s: s other pushes changed the parameters between the
+    worker's pull and its push. {0: n} means that no two workers overlapped.
 
     Raises:
         ServerLost: as in `Worker.pull`.
@@ -180,7 +252,7 @@ def status(servers: Servers) -> list[dict[str, Any]]:
 
 @answers("free_running.stop")
 def stop(servers: Servers) -> None:
-    """End the servers. What they hold is lost, and Ray itself runs on."""
+    """End the servers and discard their parameters. Ray keeps running."""
     ray = get_ray()
     for handle in servers.handles:
         ray.kill(handle)

@@ -12,9 +12,8 @@ import jax
 import numpy as np
 
 from .._core.calls import answers
-from ._placement import cut
 from ._ray import START_TIMEOUT, get_ray
-from ._servers import Servers, wait_for_answers
+from ._servers import Servers, cut, wait_for_answers
 
 
 class Worker:
@@ -31,12 +30,13 @@ class Worker:
         self._versions = [0] * len(servers.handles)
 
     def pull(self) -> Any:
-        """The present parameters, as NumPy arrays in the pytree that `start` was given.
+        """The current parameters, as a pytree of NumPy arrays.
 
-        Each server answers independently, so pieces of different servers may be of different versions.
+        The pytree has the structure given to `start`. Each server answers independently, so pieces of different servers
+        may have different versions.
 
         Raises:
-            ServerLost: a server is gone, or does not answer for longer than `timeout`.
+            ServerLost: a server has ended, or has not answered for `timeout` seconds.
         """
         servers = self.servers
         answers = wait_for_answers(servers, [handle.pull.remote() for handle in servers.handles])
@@ -57,10 +57,10 @@ class Worker:
             grads: a pytree like the parameters, of the same shapes.
 
         Raises:
-            ValueError: another structure or shape than the parameters have, or a value that is not finite: it would
-                spoil what all workers read. The message names the parameter. Nothing was sent.
-            TypeError: a dtype that cannot be cast to that of the parameters. Nothing was sent.
-            ServerLost: as in `pull`. Servers that still run have updated.
+            ValueError: structure or shape differ from the parameters, or a value is not finite, which would reach all
+                workers. The message names the parameter. Nothing was sent.
+            TypeError: a dtype cannot be cast to the dtype of the parameter. Nothing was sent.
+            ServerLost: as in `pull`. The remaining servers have applied the push.
         """
         servers = self.servers
         leaves = _check_grads(servers, grads)
@@ -111,11 +111,11 @@ class _Runner:
 
 @dataclasses.dataclass(frozen=True)
 class Running:
-    """Workers that run.
+    """Running workers.
 
     Attributes:
         handles: the Ray actors.
-        results: Ray's references to what the function will return.
+        results: Ray's references to the future results.
         pids: their processes on this machine.
     """
 
@@ -129,8 +129,8 @@ class Outcome:
     """The results of the workers.
 
     Attributes:
-        results: what the function returned, by the worker's number.
-        lost: why a worker returned nothing, by its number.
+        results: the result of the function, by worker number.
+        lost: the reason why a worker returned nothing, by worker number.
     """
 
     results: dict[int, Any]
@@ -139,13 +139,13 @@ class Outcome:
 
 @answers("free_running.run")
 def run(fn: Callable[[Worker], Any], servers: Servers, *, workers: int, **options: Any) -> Running:
-    """Start `fn(worker)` in processes of their own, and return at once.
+    """Start `fn(worker)` in new processes, and return at once.
 
     Args:
-        fn: what each does. `worker.index` is its number.
+        fn: the function that each worker runs. `worker.index` is the worker's number.
         servers: from `start`.
-        workers: how many.
-        options: Ray's own for an actor, such as `num_gpus=1`. Without any a worker reserves nothing.
+        workers: the number of workers.
+        options: Ray's options for an actor, such as `num_gpus=1`. By default a worker reserves no resources.
     """
     ray = get_ray()
     actor = ray.remote(**{"num_cpus": 0, **options})(_Runner)
@@ -157,7 +157,7 @@ def run(fn: Callable[[Worker], Any], servers: Servers, *, workers: int, **option
 
 @answers("free_running.finish")
 def finish(running: Running) -> Outcome:
-    """Wait for the workers and end their processes. Lost ones do not stop the others.
+    """Wait for the workers and end their processes.
 
     Raises:
         RuntimeError: every worker was lost. The message says why.

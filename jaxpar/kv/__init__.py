@@ -7,19 +7,18 @@
 >>> kv.pull(store, 3).tolist()
 [[4.0, 4.0, 4.0], [4.0, 4.0, 4.0]]
 
-At the prompt, a push takes arrays or lists of arrays on any devices. Inside `pmap` or `shard_map`, with `axis_name`,
-it takes this device's share and sums over that axis.
+Outside `jit`, a push takes arrays or lists of arrays on any devices. Inside `pmap` or `shard_map`, with `axis_name`, a
+push takes this device's share and sums over that axis.
 
-A push goes one way:
+A push passes through these modules:
 
-    kv._push           check the request, choose how to sum
-    _store.aggregate   sum over the devices: buckets, compression, collective
-    _store.update      hand each sum to the updater
-    _store.store       the next store, with these changes
+    kv._push           checks the arguments, and chooses how to sum
+    _store.aggregate   sums over the devices (buckets, compression, collective), and applies the updater
+    _store.store       makes the next store
 
-`_eager` runs the same as compiled programs at the prompt. `_processes` sums over processes there.
-`_store.tree_optimizer` hands all sums at once to an optimizer that sees the whole pytree. `_store.queue` delays a push,
-and `_rows` pushes some rows of a table. What differs between the kinds of store is in `_store.kinds`.
+`_eager` runs a push outside `jit` as compiled programs. `_processes` sums such a push over processes.
+`_store.tree_optimizer` updates the whole pytree with one optimizer. `_store.queue` delays a push, and `_rows` pushes
+some rows of a table. `_store.kinds` has the differences between the kinds of store.
 """
 
 from .._store.kinds import _KIND_NAMES as _KIND_NAMES, KINDS as KINDS
@@ -32,7 +31,12 @@ from ._create import (
     set_optimizer as set_optimizer,
     set_updater as set_updater,
 )
-from ._params import eval_params as eval_params, from_params as from_params, to_params as to_params
+from ._params import (
+    _NOT_TRAINED as _NOT_TRAINED,
+    eval_params as eval_params,
+    from_params as from_params,
+    to_params as to_params,
+)
 from ._place import partition_specs as partition_specs, place as place
 from ._processes import barrier as barrier, num_workers as num_workers, rank as rank
 from ._pull import broadcast as broadcast, pull as pull

@@ -13,17 +13,18 @@ import jax.numpy as jnp
 from .. import compression, distributed
 from .._core import checks
 from .._core.arrays import Device, is_traced
-from .._core.keys import check_stored
+from .._core.calls import answers
+from .._core.checks import check_stored
 from .._devices import processes
 from .._devices.buckets import BucketLimits
-from .._devices.copies import own_copies
-from .._devices.placement import put, spans_processes
+from .._devices.donation import own_copies
+from .._devices.mesh import put, spans_processes
 from .._devices.user_mesh import in_user_mesh
 from .._store import tree_optimizer
-from .._store.kinds import Kind, kind_named
-from .._store.layouts import Rows
+from .._store.kinds import kind_named
 from .._store.placing import lay_out, start_state
-from .._store.store import Changes, KVStore, is_on_mesh, is_split, kind_of, shards, specs_of, with_changes
+from .._store.store import Changes, KVStore, Rows, is_on_mesh, is_split, kind_of, shards, specs_of, with_changes
+from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse, to_dense
 from ..updaters import (
     UpdateFn,
@@ -33,13 +34,12 @@ from ..updaters import (
     _TreeOptimizer as TreeOptimizer,
     from_optax,
 )
-from ._mxnet import answers
 
 if TYPE_CHECKING:
     import optax
 
 
-@answers
+@answers("kv.create", MXNET_ARGUMENTS)
 def create(
     kind: str = "local",
     *,
@@ -59,35 +59,36 @@ def create(
     | `dist_device_sync` (also `dist_sync_device`) | as `dist_sync` | as `dist_sync` |
     | `dist_async` (also `dist_device_async`) | as `dist_sync`, `staleness` pushes later | as `dist_sync` |
 
-    Kind `sharded` needs an elementwise updater, see `kv.set_updater`. For kind `dist_async`, `kv.flush` applies what
-    is pending.
+    Kind `sharded` needs an elementwise updater, see `kv.set_updater`. For kind `dist_async`, `kv.flush` applies pending
+    pushes.
 
-    With several processes, only the kinds `dist_*` sum over them at the prompt. Each process first sums the values of
-    its own devices, `dist_device_sync` by an all-reduce and the others on one device. Inside `pmap` and `shard_map`
-    they are the same.
+    With several processes, only the kinds `dist_*` sum over processes outside `jit`. Each process first sums the values
+    of its own devices: `dist_device_sync` by an all-reduce, the other kinds on one device. Inside `pmap` and
+    `shard_map` all kinds `dist_*` are equal.
 
-    A kind `dist_*` joins the other processes, as `jp.distributed.initialize()` does. These are the processes of
-    `python -m jaxpar launch`, SLURM, Open MPI or Kubernetes. So make this store before the first use of JAX, or call
-    `initialize` there. With no others the store has one worker. A process that has joined stays as it is.
+    A kind `dist_*` calls `jp.distributed.initialize()`, which joins the processes of `python -m jaxpar launch`, SLURM,
+    Open MPI or Kubernetes. So make this store, or call `initialize`, before the first use of JAX. Without other
+    processes the store has one worker.
 
     Args:
         kind: see the table.
-        devices: where the values are, in order. None: `sharded` takes all devices. The other kinds leave a value
-            where it is and follow the devices that push.
-        staleness: how many pushes later a push is applied, for kind `dist_async` only. None there is 1, and 0 is
-            `dist_sync`. Each costs every device the memory of one more copy of the values.
-        bucket_bytes: small values share buckets of at most this many bytes.
-        alone_bytes: a value of this many bytes or more shares no bucket and is not copied.
+        devices: the devices of the values, in order. None: kind `sharded` takes all devices. With other kinds, a value
+            stays on its device and then follows the devices of the pushes.
+        staleness: for kind `dist_async` only: a push is applied this many pushes later. None is 1. 0 equals
+            `dist_sync`. Each unit costs every device the memory of one copy of the values.
+        bucket_bytes: the largest size of a bucket, in which small values are sent together.
+        alone_bytes: a value of at least this many bytes is sent alone, without a copy.
 
     Returns:
         A store without keys.
 
     Raises:
-        ValueError: unknown kind, no or repeated devices, negative sizes, a staleness below 0 or of another kind.
-        TypeError: a staleness that is no int.
-        RuntimeError: a kind `dist_*` in one of several processes, if JAX was used before they were joined or they
-            cannot be joined (see `jp.distributed.initialize`). A kind `sharded` over all devices in a process of
-            `python -m jaxpar launch` that has not joined the others.
+        ValueError: the kind is unknown; devices are empty or repeated; a size or the staleness is negative; another
+            kind than `dist_async` has a staleness.
+        TypeError: the staleness is not an int.
+        RuntimeError: for a kind `dist_*` with several processes: JAX was used before they joined, or they cannot join
+            (see `jp.distributed.initialize`). For kind `sharded` over all devices: a process of `python -m jaxpar
+            launch` has not joined the others.
 
     Example:
         >>> from jaxpar import kv
@@ -96,52 +97,45 @@ def create(
     """
     found = kind_named(kind, "kv.create")
     kind = found.name
-    staleness = _check_staleness(found, staleness)
+    if staleness is None:
+        staleness = int(found.delayed)
+    staleness = checks.whole_number(staleness, "kv.create", "staleness", least=0)
+    if staleness and not found.delayed:
+        raise ValueError(f"kv.create: staleness={staleness} is for kind 'dist_async'; kind {kind!r} delays no pushes")
     if devices is not None:
         devices = checks.devices(devices, "kv.create")
     limits = BucketLimits(bucket_bytes, alone_bytes)
     if found.over_processes:
         distributed.join(f"kv.create: kind {kind!r}")
     elif found.in_rows and devices is None:
-        harm = "each would cut the values over its own devices"
+        harm = "each process would split the values over its own devices only"
         distributed.check_joined(f"kv.create: kind {kind!r}", harm, launched=True)
         devices = tuple(jax.devices())
     return KVStore({}, {}, {}, kind, devices=devices, limits=limits, staleness=staleness)
 
 
-def _check_staleness(kind: Kind, staleness: int | None) -> int:
-    if staleness is None:
-        return int(kind.delayed)
-    staleness = checks.whole_number(staleness, "kv.create", "staleness", least=0)
-    if staleness and not kind.delayed:
-        raise ValueError(
-            f"kv.create: staleness={staleness} is for kind 'dist_async'; kind {kind.name!r} applies a push at once"
-        )
-    return staleness
-
-
-@answers
+@answers("kv.init", MXNET_ARGUMENTS)
 @in_user_mesh
 def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
-    """Add keys with their first values. The updater's state of each key is made here too.
+    """Add keys with their first values and updater states.
 
-    In a store of a kind `dist_*`, and in one whose devices belong to several processes, every process must call this
-    with the same keys and shapes. The values are those of process 0.
+    For a kind `dist_*`, and for devices of several processes, every process must call `init` with the same keys and
+    shapes. The store takes the values of process 0.
 
     Args:
         store: any store.
         key: an int, or a list of ints.
-        value: an array of any shape and numeric dtype, or a list of one. For a list of keys, a list of them. Arrays are
-            copied, so the caller may change or donate them. A `RowSparse` becomes the whole table.
+        value: an array of any shape and numeric dtype, or a list of one array; for a list of keys, a list of these.
+            Arrays are copied, so the caller may change or donate them. A `RowSparse` is stored as the whole table.
 
     Returns:
-        A new store. If one key of a list is wrong, none is added.
+        A new store.
 
     Raises:
-        ValueError: a key that the store holds, a key that appears twice, a list of the wrong length, processes that
-            give different keys or shapes. For kind `sharded`, an updater that is not elementwise for a value.
-        TypeError: a key that is no int, a value that is no array, or a tracer of a function that has ended.
-        RuntimeError: an array that was deleted, as by donating it.
+        ValueError: the store has the key already; a key appears twice; the list has the wrong length; processes give
+            different keys or shapes. For kind `sharded`: the updater is not elementwise for a value.
+        TypeError: a key is not an int, or a value is not an array or is a tracer of a function that has ended.
+        RuntimeError: an array was deleted, for example by donation.
 
     Example:
         >>> import jax.numpy as jnp
@@ -152,15 +146,12 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     """
     keys, many = checks.as_keys(key)
     given = checks.as_values(keys, value, many, "kv.init")
-    if isinstance(store.updater, TreeOptimizer):
+    whole = isinstance(store.updater, TreeOptimizer)
+    if whole or (is_on_mesh(store) and not set(keys) <= dict(store.layouts).keys()):
+        fault = "its optimizer sees all params together" if whole else "its values are split over a mesh"
         raise ValueError(
-            f"kv.init: keys {checks.shorten(keys)}: the optimizer of this store sees the whole pytree that "
-            "kv.from_params was given, which has no such keys; make a store of all params"
-        )
-    if is_on_mesh(store) and (others := [k for k in keys if k not in dict(store.layouts)]):
-        raise ValueError(
-            f"kv.init: keys {checks.shorten(others)}: values of this store are split over a mesh as kv.from_params was "
-            "asked to, which gave no sharding for these keys; make a store of all params, or a second store"
+            f"kv.init: keys {checks.shorten(keys)}: the store takes no further keys, because {fault}; give all params "
+            "to kv.from_params, or make a second store"
         )
     twice = [k for k, count in Counter([*store.values, *keys]).items() if count > 1]
     if twice:
@@ -170,7 +161,8 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     if kind_of(store).over_processes or processes.to_share(arrays, store.devices or ()):
         arrays = _values_of_first(arrays)
     if is_split(store):
-        rows = {k: Rows(tuple(v.shape), shards(store)) for k, v in arrays.items()}
+        # A frozen value stays whole: its rows would be gathered at every step.
+        rows = {k: Rows(tuple(v.shape), shards(store)) for k, v in arrays.items() if k not in store.frozen}
         store = dataclasses.replace(store, layouts=(*store.layouts, *rows.items()))
     values = {k: lay_out(store, k, v) for k, v in arrays.items()}
     states = {k: start_state(store, k, v) for k, v in values.items()}
@@ -200,27 +192,28 @@ def _values_of_first(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
     return arrays | {k: put(v, local[k].sharding) if local[k].committed else jnp.asarray(v) for k, v in first.items()}
 
 
-@answers
+@answers("kv.set_updater", MXNET_ARGUMENTS)
 @in_user_mesh
 def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
-    """Replace the updater. Its state for each key starts from scratch.
+    """Replace the updater. The updater state of each key starts anew.
 
-    In a store of kind `sharded` an `Updater` sees one device's flat share of a value. So `init` and `update` are
-    traced on the value and on a share, and must be the same elementwise program. A plain function sees whole values
-    at the prompt. Inside `pmap` and `shard_map` it sees shares, and is checked when it is traced.
+    In a store of kind `sharded`, an `Updater` sees one device's flat share of a value, so it must be elementwise:
+    `init` and `update` are traced on a value and on a share, and both programs must agree. A plain function sees whole
+    values outside `jit`. Inside `pmap` and `shard_map` it sees shares and is checked at tracing.
 
     Args:
         store: any store.
         updater: a `jp.updaters.Updater`, compiled into each push, or a pure function
-            `updater(key, pushed, stored) -> new_stored`. Outside `jit`, a plain function runs in Python on every
-            push, once for each key in ascending order. So a `print` in it prints. An exception in it reaches the
-            caller and the old store stays valid.
+            `updater(key, pushed, stored) -> new_stored`. Outside `jit`, a plain function runs in Python at every push,
+            once for each key in ascending order. It may print. If it raises, the caller gets the exception, and the old
+            store stays valid.
 
     Returns:
         A new store with the same values.
 
     Raises:
-        TypeError: `updater` is neither. A plain function does not take three arguments, or `Updater.update` four.
+        TypeError: `updater` is neither an `Updater` nor a function; a plain function does not take three arguments, or
+            `Updater.update` four.
         ValueError: the kind is `sharded` and the `Updater` is not elementwise for a value of the store.
 
     Example:
@@ -239,27 +232,27 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
     return dataclasses.replace(store, updater_state=state)
 
 
-@answers
+@answers("kv.set_optimizer", MXNET_ARGUMENTS)
 @in_user_mesh
 def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) -> KVStore:
-    """Make an optax transform the updater. What is pushed is then the gradient of the stored value.
+    """Make an optax transform the updater. Then push gradients.
 
-    In a store made by `kv.from_params` the transform sees the whole pytree, with one state for all of it in
-    `store.optimizer_state`. A push must then have all floating keys. In any other store each key has its own state.
+    In a store from `kv.from_params`, the transform updates the whole pytree, with one state in `store.optimizer_state`.
+    Then a push must have every floating key that is not frozen. In any other store, each key has its own state.
 
     Args:
         store: any store.
-        tx: an `optax.GradientTransformation`. In a store of kind `sharded` it sees one device's flat share of each
-            value, so it must be elementwise, as `sgd`, `adam` and `adamw` are.
+        tx: an `optax.GradientTransformation`. In a store of kind `sharded`, the transform sees one device's flat share
+            of each value, so it must be elementwise, as `sgd`, `adam` and `adamw` are.
 
     Returns:
         A new store with the same values.
 
     Raises:
-        TypeError: `tx` is no optax transform.
-        ValueError: in a store with one state a key, `tx` couples the keys, as clipping by the norm over all of them
-            does. For kind `sharded`, `tx` is not elementwise, as `lamb`, `muon` and a mask by the number of axes are
-            not. In a store with a staleness, `tx` reads the loss, as `optax.contrib.reduce_on_plateau` does.
+        TypeError: `tx` is not an optax transform.
+        ValueError: in a store with one state for each key: `tx` couples the keys, as clipping by the global norm does.
+            For kind `sharded`: `tx` is not elementwise, such as `lamb`, `muon`, or a mask by the number of axes. In a
+            store with staleness: `tx` reads the loss, as `optax.contrib.reduce_on_plateau` does.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -276,28 +269,27 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) ->
         return tree_optimizer.with_optimizer(store, tx, "kv.set_optimizer")
     if couples_keys(tx):
         raise ValueError(
-            "kv.set_optimizer: this transform computes the update of one key from the gradients of others (as "
-            "optax.clip_by_global_norm does), and this store updates key by key; make the store by "
-            "kv.from_params(params, optimizer=...), whose optimizer sees the whole pytree, or give that part to "
+            "kv.set_optimizer: this transform computes the update of one key from the gradients of others, and this "
+            "store updates key by key; make it by kv.from_params(params, optimizer=...), or give that part to "
             "train.make_train_step as grad_transform"
         )
     return set_updater(store, from_optax(tx))
 
 
-@answers
+@answers("kv.set_gradient_compression", MXNET_ARGUMENTS)
 def set_gradient_compression(store: KVStore, spec: Mapping[str, Any]) -> KVStore:
-    """Compress what is sent between devices, with error feedback. The residuals start from scratch.
+    """Compress pushes between devices, with error feedback.
 
     Args:
         store: any store.
-        spec: `{"type": "2bit", "threshold": 0.5}`. `jaxpar.compression` lists the types. `none` ends it. A push of a
-            `RowSparse` is then refused, as in MXNet.
+        spec: `{"type": "2bit", "threshold": 0.5}`. `jaxpar.compression` lists the types. The type `none` turns
+            compression off. With compression, a push of a `RowSparse` is an error, as in MXNet.
 
     Returns:
         A new store with the same values.
 
     Raises:
-        ValueError: an unknown type or parameter, a value out of range.
+        ValueError: the type or a parameter is unknown, or a value is out of range.
 
     Example:
         >>> import jax.numpy as jnp
@@ -312,7 +304,6 @@ def set_gradient_compression(store: KVStore, spec: Mapping[str, Any]) -> KVStore
     if is_on_mesh(store) and compressor is not None:
         raise ValueError(
             "kv.set_gradient_compression: values of this store are split over a mesh, and the compiler sums their "
-            "gradients, so no device has one to compress; make the store without sharding= and mesh=, and with an "
-            "elementwise optimizer for kind 'sharded'"
+            "gradients; make the store without sharding= and mesh=, in kind 'sharded' with an elementwise optimizer"
         )
     return dataclasses.replace(store, compressor=compressor, residuals={})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,25 +13,34 @@ from jax.sharding import Mesh, NamedSharding
 
 from .._core import checks
 from .._core.arrays import Device, is_traced
-from .._core.keys import check_names, check_stored
+from .._core.calls import answers
+from .._core.checks import check_names, check_stored
+from .._core.text import did_you_mean, matches
 from .._devices import processes
-from .._devices.mesh import check_mesh, mesh_of
-from .._devices.sharding_rules import fsdp
+from .._devices.mesh import mesh_of
 from .._devices.user_mesh import in_user_mesh
-from .._store import tree_optimizer
+from .._store import placing, tree_optimizer
 from .._store.store import KVStore, kind_of
+from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse
 from ..updaters import UpdateFn, Updater, _has_average as has_average, _TreeOptimizer as TreeOptimizer
 from ._create import create, init, set_optimizer, set_updater
-from ._mxnet import answers
-from ._place import split_layouts
+from ._place import default_rule, split_layouts
 from ._pull import own_values, pull_whole
 
 if TYPE_CHECKING:
     import optax
 
+# What other libraries call `frozen=`.
+_NOT_TRAINED = dict.fromkeys(
+    ("trainable", "trainable_params", "trainable_mask", "requires_grad", "freeze", "frozen_params"),
+    'name the params that are not trained: frozen="body", or frozen=lambda name, leaf: name.startswith("body/")',
+)
 
-@answers
+Frozen = str | Sequence[str] | Callable[[str, jax.Array], bool] | Any
+
+
+@answers("kv.from_params", {**MXNET_ARGUMENTS, **_NOT_TRAINED})
 @in_user_mesh
 def from_params(
     params: Any,
@@ -43,35 +52,41 @@ def from_params(
     staleness: int | None = None,
     mesh: Mesh | None = None,
     sharding: Any = None,
+    frozen: Frozen = None,
 ) -> KVStore:
     """Make a store that holds a pytree of arrays.
 
-    With `mesh` or `sharding`, or where a param comes split over devices, values keep their shapes and are split over a
-    mesh, which the training step's engine `jit` needs. So are those of a store of kind `sharded` whose optimizer is not
-    elementwise.
+    With `mesh` or `sharding`, or if a param is already split over devices, values keep their shapes and are split over
+    a mesh. The training step's engine `jit` needs such a store. A store of kind `sharded` with an optimizer that is not
+    elementwise is laid out like this too.
 
     Args:
         params: any pytree whose leaves are arrays.
         kind: as in `kv.create`.
-        optimizer: an optax transform, as in `kv.set_optimizer`. It sees the whole pytree, with one state for all of it
-            in `store.optimizer_state`. A leaf that is not floating is None for it. An `Updater`, such as
-            `jp.updaters.mxnet_sgd(...)`, keeps one state a key.
+        optimizer: an optax transform, as in `kv.set_optimizer`. It updates the whole pytree, with one state in
+            `store.optimizer_state`, and sees None in place of leaves that are not floating. Or an `Updater`, such as
+            `jp.updaters.mxnet_sgd(...)`, with one state for each key.
         updater: as in `kv.set_updater`. Not together with `optimizer`.
         devices, staleness: as in `kv.create`.
-        mesh: the devices, in place of `devices`, with named axes.
+        mesh: a `jax.sharding.Mesh`, in place of `devices`.
         sharding: how params are split over the mesh, as in `jp.parallel.shardings_of`: a rule such as
-            `jp.parallel.fsdp("data")`, or a pytree of `NamedSharding` or `PartitionSpec`. None keeps what the params
-            come with. The others are copied to all devices, and in kind `sharded` split by `fsdp` over the first axis.
+            `jp.parallel.fsdp("data")`, or a pytree of `NamedSharding` or `PartitionSpec`. None keeps the sharding of
+            the params. Params without one are replicated, or split by `fsdp` over the first axis in kind `sharded`.
+        frozen: the params that are not trained: a function `(name, leaf) -> bool`; a pattern, or a list of patterns,
+            for the name of a param or of a subtree, such as `"teacher"` or `"*/bias"`; or a pytree prefix of bools.
+            Frozen params stay in `to_params` and `state.params`. They have no gradient and no optimizer state, and a
+            push to one raises. Devices send nothing for frozen params, unless `sharding` splits them.
 
     Returns:
         A store with the keys 0 to n-1 in the order of `jax.tree.flatten`. The name of a key is the path of its leaf.
         `push`, `pull`, `pushpull` and `row_sparse_pull` take names as keys. The arrays of `params` are copied.
 
     Raises:
-        TypeError: a leaf that is no array, a `RowSparse`, a `mesh` that is none.
-        RuntimeError: a leaf that was deleted.
-        ValueError: both an optimizer and an updater, an unknown kind, two leaves of one name, or the same array at two
-            places. An optimizer that the kind cannot apply, see `kv.set_optimizer`.
+        TypeError: a leaf is not an array, or is a `RowSparse`; `mesh` is not a mesh.
+        RuntimeError: a leaf was deleted.
+        ValueError: both an optimizer and an updater are given; the kind is unknown; two leaves have the same name, or
+            are the same array; the kind cannot apply the optimizer, see `kv.set_optimizer`; a pattern of `frozen`
+            matches no param, or its bools do not fit the params; all floating params are frozen.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -81,8 +96,7 @@ def from_params(
         {0: 'b', 1: 'w'}
     """
     if mesh is not None and devices is not None:
-        raise ValueError("kv.from_params: mesh= stands in place of devices=; give one of them")
-    mesh = None if mesh is None else check_mesh(mesh, "kv.from_params")
+        raise ValueError("kv.from_params: give mesh= or devices=, not both")
     if optimizer is not None and updater is not None:
         raise ValueError("kv.from_params: give an optimizer or an updater, not both")
     _check_params(params)
@@ -93,10 +107,11 @@ def from_params(
     store = dataclasses.replace(create(kind, devices=devices, staleness=staleness), paths=tuple(enumerate(paths)))
     values = [_leaf(leaf, path) for path, (_, leaf) in zip(paths, leaves, strict=True)]
     _check_untied(paths, [leaf for _, leaf in leaves])
+    store = dataclasses.replace(store, frozen=_frozen_keys(frozen, params, paths, values))
     chosen = mesh if mesh is not None else _mesh_for(store, params, sharding, optimizer)
     if chosen is not None:
         if sharding is None and kind_of(store).in_rows and not _split_shardings(params):
-            sharding = fsdp(chosen.axis_names[0])
+            sharding = default_rule(store, chosen)
         layouts = split_layouts(store, range(len(values)), params, chosen, sharding, "kv.from_params")
         store = dataclasses.replace(store, devices=tuple(chosen.devices.flat), layouts=layouts)
     store = init(store, list(range(len(values))), values)
@@ -106,23 +121,46 @@ def from_params(
     return store if updater is None else set_updater(store, updater)
 
 
+def _frozen_keys(frozen: Frozen, params: Any, names: Sequence[str], values: Sequence[jax.Array]) -> tuple[int, ...]:
+    """The keys of the params that are not trained."""
+    where, patterns = "kv.from_params: frozen", [frozen] if isinstance(frozen, str) else frozen
+    if frozen is None:
+        return ()
+    if isinstance(patterns, (list, tuple)) and all(isinstance(pattern, str) for pattern in patterns):
+        for pattern in patterns:
+            if not any(matches(name, pattern) for name in names):
+                known = {part for name in names for part in (name, name.rpartition("/")[0])}
+                hint = did_you_mean(pattern, known) or f"; some are {checks.shorten(names, 4)}"
+                raise ValueError(f"{where}={pattern!r} matches no param{hint}")
+        flags = [any(matches(name, pattern) for pattern in patterns) for name in names]
+    elif callable(frozen) and jax.tree_util.all_leaves([frozen]):  # a module of Equinox is a pytree, and callable
+        flags = [frozen(name, value) for name, value in zip(names, values, strict=True)]
+    else:
+        try:
+            whole = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), frozen, params)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where} must have the structure of the params, or its beginning: {error}") from error
+        flags = jax.tree.leaves(whole)
+    for name, flag in zip(names, flags, strict=True):
+        if not isinstance(flag, (bool, np.bool_)):
+            raise TypeError(f"{where} must give True or False for each param, got {checks.describe(flag)} for {name!r}")
+    if not any(jnp.issubdtype(v.dtype, jnp.inexact) and not f for v, f in zip(values, flags, strict=True)):
+        raise ValueError(f"{where} leaves no floating param to train; freeze fewer params")
+    return tuple(k for k, flag in enumerate(flags) if flag)
+
+
 def _check_params(params: Any) -> None:
     """`TypeError` or `ValueError` for what holds no parameters."""
     if isinstance(params, KVStore) or isinstance(getattr(params, "store", None), KVStore):
-        raise TypeError(
-            f"kv.from_params: expected a pytree of arrays, got a {type(params).__name__}; its params are "
-            f"{'kv.to_params(store)' if isinstance(params, KVStore) else 'state.params'}"
-        )
+        own = "kv.to_params(store)" if isinstance(params, KVStore) else "state.params"
+        raise TypeError(f"kv.from_params: expected params, got a {type(params).__name__}; its params are {own}")
     if params is None:
-        raise ValueError("kv.from_params: the params are None, which hold no array, so nothing is trained")
+        raise ValueError("kv.from_params: params is None, so there is nothing to train; give a pytree of arrays")
     # As a pytree it has two leaves, and its row numbers would become a param.
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, RowSparse)):
         if isinstance(leaf, RowSparse):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise TypeError(
-                f"kv.from_params: leaf {name!r} of params is a RowSparse, which is a form of gradients; give the array "
-                "of all rows: sparse.to_dense(value)"
-            )
+            raise TypeError(f"kv.from_params: leaf {name!r} of params is a RowSparse; give sparse.to_dense(value)")
 
 
 def _mesh_for(store: KVStore, params: Any, sharding: Any, optimizer: Any) -> Mesh | None:
@@ -138,8 +176,10 @@ def _mesh_for(store: KVStore, params: Any, sharding: Any, optimizer: Any) -> Mes
     if not kind_of(store).in_rows or optimizer is None or isinstance(optimizer, Updater):
         return None
     assert store.devices is not None
-    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    trained = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, specs)
+    leaves, structure = jax.tree.flatten(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
+    trained = structure.unflatten(
+        x if jnp.issubdtype(x.dtype, jnp.inexact) and k not in store.frozen else None for k, x in enumerate(leaves)
+    )
     whole = tree_optimizer.needs_whole(optimizer, trained, len(store.devices))
     return mesh_of(store.devices) if whole else None
 
@@ -156,9 +196,8 @@ def _check_untied(paths: Sequence[str], leaves: Sequence[Any]) -> None:
     for path, leaf in zip(paths, leaves, strict=True):
         if isinstance(leaf, (jax.Array, np.ndarray)) and (first := seen.setdefault(id(leaf), path)) is not path:
             raise ValueError(
-                f"kv.from_params: leaves {first!r} and {path!r} of params are the same array; for one param that is "
-                "used twice, keep it once in params and use it twice in loss_fn; for two params, copy one: "
-                "jnp.copy(array)"
+                f"kv.from_params: leaves {first!r} and {path!r} of params are the same array; for one param used "
+                "twice, keep it once and use it twice in loss_fn; for two params, copy one: jnp.copy(array)"
             )
 
 
@@ -168,14 +207,14 @@ def _leaf(leaf: Any, path: str) -> jax.Array:
     except jax.errors.UnexpectedTracerError:
         raise
     except TypeError as error:
-        hint = "; separate the arrays of a model from all else first: eqx.partition(model, eqx.is_inexact_array) in"
+        hint = "; first take the arrays out of the model: eqx.partition(model, eqx.is_inexact_array) in"
         raise TypeError(f"{error}{hint} Equinox, nnx.split(model, nnx.Param) in Flax NNX") from None
 
 
-@answers
+@answers("kv.to_params", MXNET_ARGUMENTS)
 @in_user_mesh
 def to_params(store: KVStore, *, axis_name: str | None = None, copy: bool = True) -> Any:
-    """The pytree that `from_params` was given, with the present values.
+    """The current values, as the pytree given to `from_params`.
 
     Args:
         store: made by `from_params`.
@@ -187,7 +226,7 @@ def to_params(store: KVStore, *, axis_name: str | None = None, copy: bool = True
 
     Raises:
         ValueError: the store was not made by `from_params`.
-        RuntimeError: a stored value was deleted, as by donating the store.
+        RuntimeError: a stored value was deleted, for example by donating the store.
 
     Example:
         >>> import jax.numpy as jnp
@@ -203,13 +242,14 @@ def to_params(store: KVStore, *, axis_name: str | None = None, copy: bool = True
     return store.treedef.unflatten(own_values(store, values) if copy else values)
 
 
-@answers
+@answers("kv.eval_params", MXNET_ARGUMENTS)
 @in_user_mesh
 def eval_params(store: KVStore, *, copy: bool = True) -> Any:
-    """The params to evaluate, as the pytree that `from_params` was given.
+    """The params to evaluate, as the pytree given to `from_params`.
 
-    Some optimizers train other params than they evaluate: `optax.contrib.schedule_free`, `optax.lookahead`,
-    `optax.contrib.sam`, and `jp.updaters.average_params`. Of any other optimizer these are the params themselves.
+    Some optimizers evaluate other params than they train: `optax.contrib.schedule_free`, `optax.lookahead`,
+    `optax.contrib.sam`, and `jp.updaters.average_params`. For any other optimizer, the result equals
+    `to_params(store)`.
 
     Args:
         store: made by `from_params`.
@@ -230,7 +270,7 @@ def eval_params(store: KVStore, *, copy: bool = True) -> Any:
     if not isinstance(store.updater, TreeOptimizer) or not has_average(store.optimizer_state):
         return params
     leaves = jax.tree.leaves(params)
-    trained = tree_optimizer.tree_of(store, dict(enumerate(leaves)))
-    found = tree_optimizer.by_key(store, store.updater.evaluated(tree_optimizer.whole_state(store), trained))
+    trained = placing.tree_of(store, dict(enumerate(leaves)))
+    found = placing.by_key(store, store.updater.evaluated(placing.whole_state(store), trained))
     assert store.treedef is not None
     return store.treedef.unflatten([found.get(k, leaf) for k, leaf in enumerate(leaves)])

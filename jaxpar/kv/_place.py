@@ -12,19 +12,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from .._core.arrays import Device
-from .._core.keys import check_stored
+from .._core.calls import answers
+from .._core.checks import check_stored
 from .._devices import processes
-from .._devices.mesh import auto_mesh, check_mesh, put_copy, split_over
-from .._devices.placement import to_host
-from .._devices.sharding_rules import fsdp
+from .._devices.mesh import auto_mesh, put_copy, split_over, to_host
+from .._devices.sharding_rules import ShardingRule, fsdp
 from .._devices.shardings import shardings_of
 from .._devices.user_mesh import in_user_mesh
-from .._store import aggregate, queue, tree_optimizer
-from .._store.layouts import Rows, Split
-from .._store.placing import for_each_array
+from .._store import aggregate, placing, queue, tree_optimizer
 from .._store.store import (
     KVStore,
     Layouts,
+    Rows,
+    Split,
     copies_for,
     is_on_mesh,
     kind_of,
@@ -34,11 +34,11 @@ from .._store.store import (
     rows_of,
     specs_of,
 )
+from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ._create import create, signature
-from ._mxnet import answers
 
 
-@answers
+@answers("kv.place", MXNET_ARGUMENTS)
 @in_user_mesh
 def place(
     store: KVStore,
@@ -47,30 +47,31 @@ def place(
     mesh: Mesh | None = None,
     sharding: Any = None,
 ) -> KVStore:
-    """Copy a store to other devices, values and updater states with it.
+    """Copy a store to other devices, with its updater states.
 
-    A store of kind `sharded` is cut into one row for each of the devices. Of the other kinds, `local` too, each device
-    gets a copy, as a program over these devices needs it. The residuals of a compressor belong to the devices that
-    pushed. They stay if their number is the same, and start from scratch otherwise. Pending pushes are handed to the
-    new devices, so that the later sums are the same.
+    A store of kind `sharded` is cut into one row for each device. For the other kinds, also `local`, each device gets a
+    copy, as a program over these devices needs. Residuals of a compressor belong to the devices that pushed. With the
+    same number of devices they are kept, otherwise they start at zero. Pending pushes move to the new devices, so that
+    later sums are the same.
 
-    With a mesh, values keep their shapes and are split over it, as the training step of engine `jit` has them. A store
-    that is split over a mesh stays so on the same devices.
+    With a mesh, values keep their shapes and are split over the mesh, as the training step's engine `jit` needs. A
+    store that is split over a mesh stays split on the same devices.
 
     Args:
         store: any store.
-        devices: one or more different devices.
-        mesh: in place of `devices`.
-        sharding: how values are split over `mesh`: as in `kv.from_params`. None as `mesh` is then the store's own.
+        devices: one or more distinct devices.
+        mesh: a `jax.sharding.Mesh`, in place of `devices`.
+        sharding: how values are split over `mesh`, as in `kv.from_params`. Without `mesh`, the store's own mesh is
+            used.
 
     Returns:
-        A new store. Its arrays share no memory with those of `store`.
+        A new store that shares no memory with `store`.
 
     Raises:
-        ValueError: kind `sharded` and an updater that is not elementwise for shares of this many devices. Values that
-            are split over a mesh, and other devices. Both `devices` and `mesh`, or `sharding` without a mesh.
-        TypeError: a `mesh` that is none.
-        RuntimeError: a stored value was deleted, as by donating the store.
+        ValueError: the kind is `sharded` and the updater is not elementwise for shares of this many devices; values are
+            split over a mesh of other devices; both `devices` and `mesh` are given, or `sharding` without a mesh.
+        TypeError: `mesh` is not a mesh.
+        RuntimeError: a stored value was deleted, for example by donating the store.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -81,23 +82,21 @@ def place(
     """
     check_stored(store.values, store.values, "kv.place")
     if mesh is not None and devices is not None:
-        raise ValueError("kv.place: mesh= stands in place of devices=; give one of them")
+        raise ValueError("kv.place: give mesh= or devices=, not both")
     if mesh is None and sharding is not None:
         if devices is not None or not is_on_mesh(store):
-            raise ValueError("kv.place: sharding= splits values over a mesh; give mesh=, and no devices=")
+            raise ValueError("kv.place: sharding= splits values over a mesh; give mesh= with it, not devices=")
         mesh = mesh_of_values(store)
     if mesh is not None:
-        layouts = _layouts_on_mesh(store, check_mesh(mesh, "kv.place"), sharding)
+        layouts = _layouts_on_mesh(store, mesh, sharding)
         target = tuple(mesh.devices.flat)
     else:
         target = create(store.kind, devices=devices).devices
         if target is None:
             raise ValueError("kv.place: give devices or mesh")
         if is_on_mesh(store) and target != store.devices:
-            raise ValueError(
-                "kv.place: values of this store are split over a mesh, and these are other devices; give the new mesh, "
-                "as kv.place(store, mesh=mesh, sharding=rule)"
-            )
+            hint = "write kv.place(store, mesh=mesh, sharding=rule)"
+            raise ValueError(f"kv.place: the values are split over a mesh with other devices; {hint}")
         rows = {k: Rows(layout.shape, len(target)) for k, layout in rows_of(store).items()}
         layouts = tuple({**dict(store.layouts), **rows}.items())
     store = _values_of_first(store, target)
@@ -112,27 +111,25 @@ def _layouts_on_mesh(store: KVStore, mesh: Mesh, sharding: Any) -> Layouts:
     if store.treedef is not None:
         like = store.treedef.unflatten([specs[k] for k, _ in store.paths])
     if sharding is None:
-        sharding = fsdp(mesh.axis_names[0]) if kind_of(store).in_rows else PartitionSpec()
+        sharding = default_rule(store, mesh) if kind_of(store).in_rows else PartitionSpec()
     return split_layouts(store, sorted(specs), like, mesh, sharding, "kv.place")
 
 
-def split_layouts(store: KVStore, keys: Iterable[int], params: Any, mesh: Mesh, sharding: Any, where: str) -> Layouts:
-    """The layouts of a pytree of params that is split over a mesh, for the keys of its leaves.
+def default_rule(store: KVStore, mesh: Mesh) -> ShardingRule:
+    """How the values of kind `sharded` are split over a mesh: by `fsdp`, those that are frozen not at all."""
+    split, frozen = fsdp(mesh.axis_names[0]), {dict(store.paths)[k] for k in store.frozen}
+    return lambda path, shape, mesh: PartitionSpec() if path in frozen else split(path, shape, mesh)
 
-    Raises:
-        ValueError: the store has a compressor, a staleness or kind `local`.
-    """
+
+def split_layouts(store: KVStore, keys: Iterable[int], params: Any, mesh: Mesh, sharding: Any, where: str) -> Layouts:
+    """The layouts of a pytree of params that is split over a mesh, for the keys of its leaves."""
     check_mesh_options(store)
     found = jax.tree.leaves(shardings_of(params, sharding, auto_mesh(mesh), where=where))
     return tuple((k, Split(s)) for k, s in zip(keys, found, strict=True))
 
 
 def _move(store: KVStore, target: tuple[Device, ...], layouts: Layouts) -> KVStore:
-    """The values and the updater's states on other devices, in memory of their own.
-
-    Raises:
-        ValueError: an updater that is not elementwise, and another number of rows than before.
-    """
+    """The values and the updater's states on other devices, in memory of their own."""
     bare = dataclasses.replace(store, devices=target, layouts=layouts, residuals={}, pending={})
     if store.devices is None or len(store.devices) != len(target):
         tree_optimizer.check_shares(bare, specs_of(store), "kv.place")
@@ -150,10 +147,10 @@ def _move(store: KVStore, target: tuple[Device, ...], layouts: Layouts) -> KVSto
         bare,
         values={k: value(k, store.values[k]) for k in keys},
         updater_state={k: jax.tree.map(functools.partial(state, k), store.updater_state[k]) for k in keys},
-        optimizer_state=tree_optimizer.whole_state(store),
+        optimizer_state=placing.whole_state(store),
     )
     leaves, structure = jax.tree.flatten(moved.optimizer_state)
-    both = zip(tree_optimizer.state_layouts(moved), leaves, strict=True)
+    both = zip(placing.state_layouts(moved), leaves, strict=True)
     leaves = [put_copy(layout.stored(leaf), layout.sharding(target)) for layout, leaf in both]
     return dataclasses.replace(moved, optimizer_state=structure.unflatten(leaves))
 
@@ -171,17 +168,17 @@ def check_mesh_options(store: KVStore) -> None:
         raise ValueError(f"a store whose values are split over a mesh: {fault}")
 
 
-@answers
+@answers("kv.partition_specs", MXNET_ARGUMENTS)
 def partition_specs(store: KVStore, axis_name: str) -> KVStore:
-    """How a store is spread over a mesh axis, for `shard_map`'s in_specs and out_specs.
+    """The `PartitionSpec`s of a store, for `shard_map`'s in_specs and out_specs.
 
     Args:
         store: any store.
-        axis_name: the axis of the mesh over which values (kind `sharded`), residuals and pending pushes are spread.
+        axis_name: the mesh axis that splits values (kind `sharded`), residuals and pending pushes.
 
     Returns:
-        The store with a `PartitionSpec` in place of each array: `P(axis_name)` for what is spread over the devices
-        along its first axis, and `P()` for what every device holds whole.
+        The store with a `PartitionSpec` in place of each array: `P(axis_name)` for arrays that are split along the
+        first axis, and `P()` for replicated arrays.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -189,8 +186,7 @@ def partition_specs(store: KVStore, axis_name: str) -> KVStore:
         >>> kv.partition_specs(kv.init(kv.create("device"), 3, jnp.ones(2)), "data").values
         {3: P()}
     """
-    split, whole = PartitionSpec(axis_name), PartitionSpec()
-    return for_each_array(store, lambda layout: layout.spec(axis_name), split, whole)
+    return placing.partition_specs(store, axis_name)
 
 
 def _values_of_first(store: KVStore, target: Sequence[Device]) -> KVStore:
@@ -218,26 +214,21 @@ def _with_residuals(store: KVStore, before: dict[int, Any]) -> KVStore:
 
 
 def _with_pending(store: KVStore, before: dict[int, queue.PendingPushes]) -> KVStore:
-    """The store with the pending pushes of each of its devices, so that a push makes no room for them.
-
-    Raises:
-        ValueError: pushes are pending in this process only, and the devices are of several.
-    """
+    """The store with the pending pushes of each of its devices, so that a push makes no room for them."""
     if not store.staleness:
         return store
     assert store.devices is not None
     count, pending = len(store.devices), {}
     for k in sorted(store.values):
         pushes = before.get(k)
-        if pushes is None and not jnp.issubdtype(store.values[k].dtype, jnp.inexact):
-            continue  # a step pushes what has a gradient
+        has_gradient = jnp.issubdtype(store.values[k].dtype, jnp.inexact) and k not in store.frozen
+        if pushes is None and not has_gradient:
+            continue
         if pushes is None:
             pushes = queue.start(store, k, count)
         elif processes.to_share(pushes.values, store.devices):
-            raise ValueError(
-                f"kv.place: pushes to key {k} are pending in this process only, and the devices are of several "
-                "processes; call kv.flush before"
-            )
+            which = f"pushes to key {k} are pending in this process only"
+            raise ValueError(f"kv.place: {which}, but the devices belong to several processes; call kv.flush first")
         pushes = queue.regroup(jax.tree.map(to_host, pushes), count)
         values, number = put_copy(pushes.values, split_over(store.devices)), put_copy(pushes.count, copies_for(store))
         pending[k] = queue.PendingPushes(values, number)

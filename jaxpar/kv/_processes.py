@@ -15,30 +15,30 @@ import jax
 from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 
 from .. import distributed, sparse
+from .._core.calls import answers
 from .._devices import emulated, processes
-from .._devices.mesh import STORE_AXIS, assemble, copies_on, mesh_of, split_over
-from .._devices.placement import put, spans_processes, to_host
+from .._devices.mesh import STORE_AXIS, assemble, copies_on, mesh_of, put, spans_processes, split_over, to_host
 from .._store.store import Arrays, Changes, KVStore, Lists, kind_of
+from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse
 from ..updaters import assign
 from . import _eager
 from ._create import signature
-from ._mxnet import answers
 
 
 def rank() -> int:
     """The number of this process, from 0.
 
     Raises:
-        RuntimeError: this is one of several processes, as `jp.distributed.initialize()` finds them, and has not joined
-            the others. JAX would give 0 in each. Call `initialize`, or make a store of a kind `dist_*`.
+        RuntimeError: the run has several processes, and this one has not joined the others. JAX would return 0 in each
+            process. Call `jp.distributed.initialize()`, or make a store of a kind `dist_*`.
 
     Example:
         >>> from jaxpar import kv
         >>> kv.rank()
         0
     """
-    distributed.check_joined("kv.rank", "JAX would say 0 in each")
+    distributed.check_joined("kv.rank", "JAX would return 0 in each process")
     return jax.process_index()
 
 
@@ -46,33 +46,33 @@ def num_workers() -> int:
     """The number of processes.
 
     Raises:
-        RuntimeError: as of `rank`. JAX would give 1.
+        RuntimeError: as for `rank`. JAX would return 1.
 
     Example:
         >>> from jaxpar import kv
         >>> kv.num_workers()
         1
     """
-    distributed.check_joined("kv.num_workers", "JAX would say 1 in each")
+    distributed.check_joined("kv.num_workers", "JAX would return 1 in each process")
     return jax.process_count()
 
 
-@answers
+@answers("kv.barrier", MXNET_ARGUMENTS)
 def barrier(name: str = "barrier") -> None:
-    """Wait until every process has called this. With one process it returns at once.
+    """Wait until every process has called `barrier`.
 
     Args:
-        name: of the barrier, the same in every process.
+        name: the name of the barrier, equal in every process.
 
     Raises:
-        ValueError: in every process, if they give different names.
-        RuntimeError: as of `rank`. It would wait for no process.
+        ValueError: processes give different names. Every process raises.
+        RuntimeError: as for `rank`. The barrier would not wait.
 
     Example:
         >>> from jaxpar import kv
         >>> kv.barrier("epoch 1")
     """
-    distributed.check_joined("kv.barrier", "it would wait for none of them")
+    distributed.check_joined("kv.barrier", "it would not wait for them")
     processes.refuse_elastic("kv.barrier")
     processes.agree("kv.barrier: the processes wait at different barriers", name)
 
@@ -100,17 +100,12 @@ def rows(store: KVStore, pushed: dict[int, list[RowSparse]]) -> dict[int, list[R
 
 
 def agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
-    """Compare what the processes push. With other keys in one of them, all would wait forever.
-
-    Raises:
-        ValueError: they push different keys or shapes, or an array that belongs to several processes.
-    """
+    """Compare what the processes push. With other keys in one of them, all would wait forever."""
     for k, values in pushed.items():
         if any(spans_processes(leaf) for leaf in jax.tree.leaves(values)):
             raise ValueError(
-                f"kv.push: key {k}: this value is on devices of several processes; at the prompt each process pushes "
-                "what it has itself (value.addressable_data(i)), and a sum over all devices belongs inside pmap or "
-                "shard_map, with axis_name"
+                f"kv.push: key {k}: this value is on devices of several processes; push what this process has, "
+                "value.addressable_data(i), or push inside pmap or shard_map with axis_name"
             )
     where = f"kv.push: kind {store.kind!r}: every process must push the same keys, in the same shapes"
     like = {k: jax.ShapeDtypeStruct(vs[0].shape, store.values[k].dtype) for k, vs in pushed.items()}

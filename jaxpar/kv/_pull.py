@@ -8,20 +8,24 @@ from typing import Any, cast, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 
 from .._core import checks
-from .._core.arrays import Device, is_traced
-from .._core.keys import Key, Keys, find_keys
+from .._core.arrays import Device, is_at_prompt
+from .._core.calls import answers
+from .._core.checks import Key, Keys, find_keys
 from .._devices import buckets, collectives, emulated
-from .._devices.copies import donatable
-from .._devices.mesh import STORE_AXIS, copies_on, mesh_of
-from .._devices.placement import spans_processes, to_host
-from .._devices.user_mesh import in_user_mesh
+from .._devices.donation import donatable
+from .._devices.mesh import STORE_AXIS, copies_on, mesh_of, spans_processes, to_host
+from .._devices.user_mesh import in_user_mesh, now_if_constant
 from .._store.aggregate import axis_size
 from .._store.store import KVStore, is_split, rows_of
+from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ._create import init
-from ._mxnet import answers
+
+# The end of a message about too many arguments: MXNet writes to out=.
+RETURNED = "; the values are returned, there is no out="
 
 _MOST_VALUES = 256  # XLA compiles a kernel for each, so a program that packs thousands would take minutes
 
@@ -50,7 +54,8 @@ def pull(
 ) -> list[list[jax.Array]]: ...
 
 
-@answers
+@answers("kv.pull", MXNET_ARGUMENTS, RETURNED)
+@now_if_constant
 @in_user_mesh
 def pull(
     store: KVStore,
@@ -62,28 +67,28 @@ def pull(
 ) -> Any:
     """The stored values.
 
-    A store of kind `sharded`, or one whose values are split over a mesh, is pulled by all processes that it is spread
-    over, or by none.
+    If a store of kind `sharded`, or a store whose values are split over a mesh, spans several processes, all of them
+    must call `pull`.
 
     Args:
         store: any store.
         key: an int, the name of a parameter in a store of `from_params`, or a list of both.
-        devices: where to put copies, devices of this process. None: the value as the store has it. Under `jit` the
-            program decides on which device a value is, so the list has the value once for each device.
-        axis_name: inside `pmap` or `shard_map`, the axis over which a store of kind `sharded` is spread. Its rows are
-            gathered. The other kinds need none.
-        copy: whether what is pulled may be donated while the store stays valid, and the other way round. Large values
-            of emulated devices share their memory all the same, safely. False shares the arrays of the store.
+        devices: the devices of this process that get copies. None: the value on the store's devices. Under `jit`, the
+            compiled program decides the device of a value, so the list repeats the value for each device.
+        axis_name: inside `pmap` or `shard_map`, the axis that splits a store of kind `sharded`, whose rows are
+            gathered. Other kinds need no axis.
+        copy: True: the result may be donated while the store stays valid, and vice versa. (Large values on emulated
+            devices share memory safely.) False: the result shares the arrays of the store.
 
     Returns:
-        An array of the shape given to `init`. With `devices` a list of arrays, one on each. For a list of keys, a
-        list of those.
+        An array of the shape given to `init`. With `devices`, a list with one array on each device. For a list of keys,
+        a list of these results.
 
     Raises:
-        KeyError: a key that was never initialised, or a name that no parameter has.
-        TypeError: a key that is no int, or a name for a store without names.
-        ValueError: a device of another process.
-        RuntimeError: the stored value was deleted, as by donating the store.
+        KeyError: a key was never initialised, or no parameter has that name.
+        TypeError: a key is not an int, or is a name in a store without names.
+        ValueError: a device belongs to another process.
+        RuntimeError: the stored value was deleted, for example by donating the store.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -102,7 +107,7 @@ def read(
     keys, many = find_keys(key, store.values, store.paths, "kv.pull")
     values = pull_whole(store, keys, axis_name)
     if devices is not None:
-        pulled = copies(values, checks.device_list(devices, "kv.pull"), copy and not is_split(store))
+        pulled = copies(values, checks.device_list(devices, "kv.pull"), copy and _may_share(store))
     else:
         pulled = own_values(store, values) if copy else values
     return pulled if many else pulled[0]
@@ -110,7 +115,12 @@ def read(
 
 def own_values(store: KVStore, values: list[jax.Array]) -> list[jax.Array]:
     """What `pull_whole` gave, in arrays that do not belong to the store. Outside of traced functions only."""
-    return values if is_split(store) or is_traced(values) else donatable(values)
+    return donatable(values) if _may_share(store) and is_at_prompt(values) else values
+
+
+def _may_share(store: KVStore) -> bool:
+    """Whether `pull_whole` gives arrays of the store itself. Values in rows are gathered, but not frozen ones."""
+    return not is_split(store) or bool(store.frozen)
 
 
 def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> list[jax.Array]:
@@ -119,6 +129,10 @@ def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> li
     if not is_split(store):
         return stored
     rows = rows_of(store)
+    if whole := {k: store.values[k] for k in keys if k not in rows}:  # frozen ones
+        cut = [k for k in keys if k in rows]
+        whole |= zip(cut, pull_whole(store, cut, axis_name), strict=True) if cut else {}
+        return [whole[k] for k in keys]
     wanted = tuple(rows[k].shape for k in keys)
     if axis_name is not None:
         axis_size(axis_name, "kv.pull")
@@ -126,11 +140,9 @@ def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> li
     assert store.devices is not None
     for k, r in zip(keys, stored, strict=True):
         if r.shape[0] != len(store.devices) or r.ndim != 2:
-            raise ValueError(
-                f"kv.pull: key {k}: this is one device's share of a store of kind {store.kind!r}; give axis_name to "
-                "gather the others"
-            )
-    if is_traced(stored):
+            share = f"one device's share of a store of kind {store.kind!r}"
+            raise ValueError(f"kv.pull: key {k}: this is {share}; give axis_name to gather the others")
+    if not is_at_prompt(stored):
         return [rows[k].whole(r) for k, r in zip(keys, stored, strict=True)]
     emulated.wait_before_collectives(stored, store.devices)
     return _gather_program(store.devices, store.limits)(stored, wanted)
@@ -151,14 +163,10 @@ def _gather_program(devices: tuple[Device, ...], limits: Any) -> Any:
 
 
 def copies(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool) -> list[list[jax.Array]]:
-    """For each value a list with a copy on each device.
-
-    Args:
-        own: whether arrays that are there already are copied, not given away.
-    """
+    """For each value a list with a copy on each device. `own`: arrays that are there already are copied too."""
     if not devices:
         return [[] for _ in values]
-    if is_traced(values):
+    if not is_at_prompt(values):
         return [[v] * len(devices) for v in values]
     wanted = set(devices)
     checks.check_own(wanted, "kv.pull")
@@ -217,7 +225,7 @@ def _send_in_buckets(
         return {}
     source, shapes = values[0].sharding, tuple(v.shape for v in values)
     shared = emulated.one_memory({*devices, *source.device_set})
-    flat = emulated.pack_views(values, [v.dtype for v in values], groups) if shared else _pack(values, groups)
+    flat = buckets.pack(emulated.views(values), groups, xp=np) if shared else _pack(values, groups)
     sent = dict.fromkeys(devices & source.device_set, values)
     for device in devices - source.device_set:
         where = SingleDeviceSharding(device)
@@ -252,7 +260,7 @@ def broadcast(
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
 
 
-@answers
+@answers("kv.broadcast", MXNET_ARGUMENTS, RETURNED)
 @in_user_mesh
 def broadcast(
     store: KVStore, key: int | Sequence[int], value: Any, *, devices: Sequence[Device] | None = None
@@ -264,10 +272,10 @@ def broadcast(
         devices: as in `pull`.
 
     Returns:
-        (the new store, what was pulled).
+        (the new store, the pulled values).
 
     Raises:
-        KeyError, TypeError, ValueError: as of `init` and `pull`.
+        KeyError, TypeError, ValueError: as for `init` and `pull`.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -10,49 +10,51 @@ from typing import Any, overload
 import jax
 
 from .._core import checks
-from .._core.arrays import Device, any_gone, is_traced
-from .._core.keys import Key, Keys, find_keys
-from .._devices.placement import spans_processes
+from .._core.arrays import Device, is_at_prompt
+from .._core.calls import answers
+from .._core.checks import Key, Keys, find_keys
+from .._devices.mesh import spans_processes
 from .._devices.processes import refuse_elastic
-from .._devices.user_mesh import in_user_mesh
+from .._devices.user_mesh import in_user_mesh, now_if_constant
 from .._store import aggregate, queue, tree_optimizer
-from .._store.store import Changes, KVStore, Lists, kind_of, shapes_of, with_changes
-from .._store.update import counted, uncounted
+from .._store.store import Changes, KVStore, kind_of, names, shapes_of, with_changes
+from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse
 from ..updaters import _TreeOptimizer as TreeOptimizer
 from . import _eager, _processes, _rows
-from ._mxnet import answers
-from ._pull import read
+from ._pull import RETURNED, read
 
 
-@answers
+@answers("kv.push", MXNET_ARGUMENTS)
+@now_if_constant
 @in_user_mesh
 def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None = None) -> KVStore:
-    """Sum what is pushed to each key, apply the updater, and return the next store.
+    """Sum the values of each key and apply the updater.
 
-    The sum of a key replaces the stored value, or goes through the store's updater.
+    Without an updater, the sum replaces the stored value.
 
     Args:
         store: any store.
-        key: an int, the name of a parameter in a store of `from_params`, or a list of both. A key may appear twice. Its
-            values are summed.
-        value: an array of the stored shape, or a list of them, any number on any devices, which is summed. An empty
-            list pushes nothing. For a list of keys, a list with one such entry per key. A `RowSparse`, or a list of
-            them, changes its own rows only. Floating values of any width are cast to a stored floating dtype.
-        axis_name: the mapped axis to sum over, inside `pmap` or `shard_map`. `value` is this device's share. See
+        key: an int, the name of a parameter in a store of `from_params`, or a list of both. The values of a repeated
+            key are summed.
+        value: an array of the stored shape, or a list of such arrays on any devices, which are summed; for a list of
+            keys, a list with one such entry for each key. An empty list pushes nothing. A `RowSparse`, or a list of
+            them, changes only its own rows. Floating values are cast to a stored floating dtype.
+        axis_name: the mapped axis to sum over, inside `pmap` or `shard_map`, where `value` is this device's share. See
             "Gradients under shard_map" below.
 
     Returns:
         The next store. `store` stays valid.
 
     Raises:
-        KeyError: a key that was never initialised, or a name that no parameter has.
-        ValueError: a wrong shape, a list of the wrong length, or processes that push different keys. At the prompt,
-            a store on devices of several processes, unless it is of a kind `dist_*`. A `RowSparse` for a store that
-            compresses, cuts or delays what is pushed.
-        TypeError: a key that is no int, a dtype that cannot be cast safely, or a tracer of a function that has ended.
-        RuntimeError: a pushed or stored array was deleted, as by donating it.
-        NameError: there is no axis of that name.
+        KeyError: a key was never initialised, or no parameter has that name.
+        ValueError: a shape or the length of a list is wrong; processes push different keys; outside `jit`, a store of
+            another kind than `dist_*` has devices of several processes; a `RowSparse` is pushed to a store with
+            compression, staleness or kind `sharded`.
+        TypeError: a key is not an int, a dtype cannot be cast safely, or a value is a tracer of a function that has
+            ended.
+        RuntimeError: a pushed or stored array was deleted, for example by donation.
+        NameError: no axis has that name.
 
     Example:
         >>> import jax.numpy as jnp
@@ -63,31 +65,32 @@ def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None =
         ([2.0, 2.0], 1.0)
 
     Several processes:
-        The kinds `dist_*` sum over all processes, the other kinds sum what this process pushes. At the prompt every
-        process pushes the values of its own devices, any number of them. They are summed first, then over processes,
-        and every process gets the same sum. All must push the same keys in the same order, which is compared on every
-        push. Only the sums between processes are compressed. Inside `pmap` and `shard_map` all kinds sum over the
-        axis.
+        The kinds `dist_*` sum over all processes, and the other kinds sum within this process. Outside `jit`, each
+        process pushes the values of its own devices. Each process sums its values first. Then the sums are added over
+        the processes, and every process gets the same result. All processes must push the same keys in the same order,
+        which every push checks. Only the sums between processes are compressed. Inside `pmap` and `shard_map`, all
+        kinds sum over the axis.
 
     Gradients under shard_map:
-        With `check_vma=True`, the default, jax already sums the gradient of replicated params, and a push would sum
-        it again. Pass `check_vma=False`, or mark the params with `jax.lax.pcast(params, axis_name, to="varying")`.
+        With `check_vma=True`, the default, jax already sums the gradient of replicated params, and a push would sum it
+        again. Pass `check_vma=False`, or mark the params with `jax.lax.pcast(params, axis_name, to="varying")`, as
         `train.make_train_step` does.
     """
     return _pushed_store(store, key, value, axis_name)
 
 
-@answers
+@answers("kv.flush", MXNET_ARGUMENTS)
+@now_if_constant
 @in_user_mesh
 def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
-    """Apply all pending pushes, the oldest first: for the end of training.
+    """Apply all pending pushes, oldest first, at the end of training.
 
     Args:
-        store: any store. Without a staleness nothing changes.
-        axis_name: inside `pmap` or `shard_map`, the axis over which the store is spread.
+        store: any store. A store without staleness stays unchanged.
+        axis_name: inside `pmap` or `shard_map`, the axis that splits the store.
 
     Returns:
-        The next store, in which nothing is pending.
+        The next store, without pending pushes.
 
     Example:
         >>> import jax.numpy as jnp
@@ -101,58 +104,56 @@ def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     """
     if not store.pending:
         return store
-    return queue.flush(store, axis_name, functools.partial(_push_dense, axis_name=axis_name))
+    at_prompt = axis_name is None and is_at_prompt((store.pending, store.values))
+    return queue.flush(store, axis_name, _send(store, axis_name, at_prompt, depth=6))
 
 
 def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | None) -> KVStore:
     """What `push` returns."""
-    if axis_name is not None and not isinstance(axis_name, (str, tuple)):
-        raise TypeError(f"kv.push: axis_name must be the name of a mapped axis, got {checks.describe(axis_name)}")
     pushed = _request(store, key, value)
-    across = _is_across_processes(store, pushed, axis_name)
-    if across:
+    held = [(store.values[k], store.updater_state[k], store.residuals.get(k)) for k in pushed]
+    at_prompt = axis_name is None and is_at_prompt((held, store.optimizer_state, pushed))
+    across = at_prompt and _is_across_processes(store)
+    if across:  # also where this process pushes nothing: others may wait for it
         _processes.agree(store, pushed)
     elif axis_name is None and jax.process_count() > 1:
         _check_within_process(store, pushed)
+    if not pushed:
+        return store
     rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], RowSparse)}
     dense = {k: vs for k, vs in pushed.items() if k not in rows}
-    known = counted(store, pushed)
-    parts: list[Changes] = []
+    known = aggregate.counted(store, pushed)  # here, since the program of some keys does not see the counts of others
+    changes = Changes()
     if rows:
-        parts.append(_rows.push(known, _processes.rows(known, rows) if across else rows, axis_name))
+        changes |= _rows.push(known, _processes.rows(known, rows) if across else rows, axis_name)
     if dense:
-        send = functools.partial(_push_dense, axis_name=axis_name)
-        parts.append(queue.push(known, dense, axis_name, send) if store.staleness else send(known, dense))
+        send = _send(known, axis_name, at_prompt)
+        changes |= queue.push(known, dense, axis_name, send) if store.staleness else send(known, dense)
     if known is not store:
-        parts = [uncounted(changes) for changes in parts]
-    return functools.reduce(with_changes, parts, store)
+        changes = aggregate.uncounted(changes)
+    return with_changes(store, changes)
 
 
-def _push_dense(store: KVStore, pushed: Lists, axis_name: str | None) -> Changes:
-    if _is_across_processes(store, pushed, axis_name):
-        return _processes.push(store, pushed)
-    if axis_name is None and not _is_traced(store, pushed):
-        return _eager.push(store, pushed)
-    if axis_name is None:
-        _warn_without_axis(store)
-    return aggregate.push(store, pushed, axis_name)
+def _send(store: KVStore, axis_name: str | None, at_prompt: bool, depth: int = 7) -> queue.Send:
+    """What gives the changes of a push without a delay. It is called with a store and the lists of values.
 
-
-def _warn_without_axis(store: KVStore) -> None:
-    """A push inside `pmap` or `shard_map` without `axis_name` is allowed, but rarely meant."""
+    `depth` is how many calls above this one the user's code is, for a warning.
+    """
+    if at_prompt:
+        return _processes.push if _is_across_processes(store) else _eager.push
     axes = jax.sharding.get_abstract_mesh().manual_axes
-    if axes and not kind_of(store).on_one_device:
+    if axis_name is None and axes and not kind_of(store).on_one_device:  # it is allowed, but rarely meant
         warnings.warn(
             f"kv.push: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
-            f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a store of its own on each",
-            stacklevel=7,  # the caller of `push` or `pushpull`
+            f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a separate store on each",
+            stacklevel=depth,
         )
+    return functools.partial(aggregate.push, axis_name=axis_name)
 
 
-def _is_across_processes(store: KVStore, pushed: Any, axis_name: str | None) -> bool:
-    """Whether this is a push at the prompt that other processes make too."""
-    several = kind_of(store).over_processes and jax.process_count() > 1
-    across = several and axis_name is None and not _is_traced(store, pushed)
+def _is_across_processes(store: KVStore) -> bool:
+    """Whether a push at the prompt is one that other processes make too."""
+    across = kind_of(store).over_processes and jax.process_count() > 1
     if across:
         refuse_elastic(f"kv.push: kind {store.kind!r}")
     return across
@@ -162,15 +163,9 @@ def _check_within_process(store: KVStore, pushed: Any) -> None:
     for k in pushed:
         if spans_processes(store.values[k]):
             raise ValueError(
-                f"kv.push: key {k}: the store, of kind {store.kind!r}, is on devices of several processes, and a "
-                "push at the prompt is of one of them; push inside pmap or shard_map with axis_name, as a training "
-                "step does, or use kind 'dist_sync' or 'dist_device_sync'"
+                f"kv.push: key {k}: this store of kind {store.kind!r} is on devices of several processes; push inside "
+                "pmap or shard_map with axis_name, as a training step does, or use kind 'dist_sync'"
             )
-
-
-def _is_traced(store: KVStore, pushed: Any) -> bool:
-    part = [(store.values[k], store.updater_state[k], store.residuals.get(k)) for k in pushed]
-    return is_traced((part, store.optimizer_state, pushed))
 
 
 @overload
@@ -197,7 +192,8 @@ def pushpull(
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
 
 
-@answers
+@answers("kv.pushpull", MXNET_ARGUMENTS, RETURNED)
+@now_if_constant
 @in_user_mesh
 def pushpull(
     store: KVStore,
@@ -214,10 +210,10 @@ def pushpull(
         devices: as in `pull`.
 
     Returns:
-        (the next store, what was pulled). A store without updater gives the sums.
+        (the next store, the pulled values). Without an updater these are the sums.
 
     Raises:
-        KeyError, TypeError, ValueError, NameError, RuntimeError: as of `push` and `pull`.
+        KeyError, TypeError, ValueError, NameError, RuntimeError: as for `push` and `pull`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -234,34 +230,35 @@ def pushpull(
 def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]]:
     """The values of each key, checked, in ascending order of the keys. Keys with no value are left out."""
     keys, many = find_keys(key, store.values, store.paths, "kv.push")
+    if still := [k for k in keys if k in store.frozen]:
+        raise ValueError(
+            f"kv.push: key {still[0]} ({names(store)[still[0]]!r}) is frozen, so it takes no gradient; push the "
+            "others, or make the store without frozen="
+        )
     given = checks.as_values(keys, value, many, "kv.push")
-    gone = any_gone(given)
     shapes = shapes_of(store)
     pushed: dict[int, list[Any]] = {}
     for k, values in zip(keys, given, strict=True):
         values = values if isinstance(values, (list, tuple)) else [values]
-        pushed.setdefault(k, []).extend(_check(v, k, shapes[k], store.values[k].dtype, gone) for v in values)
+        pushed.setdefault(k, []).extend([_check(v, k, shapes[k], store.values[k].dtype) for v in values])
+    pushed = {k: pushed[k] for k in sorted(pushed) if pushed[k]}
     for k, values in pushed.items():
         if len({isinstance(v, RowSparse) for v in values}) > 1:
             raise TypeError(f"kv.push: key {k}: RowSparse and dense values cannot be pushed together")
-    pushed = {k: pushed[k] for k in sorted(pushed) if pushed[k]}
     if isinstance(store.updater, TreeOptimizer):
-        tree_optimizer.check_pushed(
-            store, pushed, [k for k, values in pushed.items() if isinstance(values[0], RowSparse)]
-        )
+        rows = [k for k, values in pushed.items() if isinstance(values[0], RowSparse)]
+        tree_optimizer.check_pushed(store, pushed, rows)
     return pushed
 
 
-def _check(value: Any, key: int, shape: tuple[int, ...], dtype: Any, gone: bool) -> Any:
-    """A value to push. `gone` says that some value of the push is deleted, so that it is found here."""
+def _check(value: Any, key: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    """A value to push."""
+    where = f"kv.push: value for key {key}"
     if isinstance(value, RowSparse):
         for leaf in (value.indices, value.values):
             checks.array(leaf, f"kv.push: rows for key {key}")
-    elif gone or not isinstance(value, jax.Array):
-        value = checks.array(value, f"kv.push: value for key {key}")
-    if value.shape != shape:
-        checks.same_shape(value, shape, f"kv.push: value for key {key}")
-    given = value.values.dtype if isinstance(value, RowSparse) else value.dtype
-    if given != dtype:
-        checks.castable(given, dtype, f"kv.push: value for key {key}")
+    else:
+        value = checks.array(value, where)
+    checks.same_shape(value, shape, where)
+    checks.castable(value.dtype, dtype, where)
     return value

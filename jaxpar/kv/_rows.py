@@ -10,19 +10,19 @@ import jax
 
 from .. import sparse, updaters
 from .._core import checks
-from .._core.arrays import Device, is_traced
-from .._core.keys import Key, Keys, find_keys
+from .._core.arrays import Device, is_at_prompt
+from .._core.calls import answers
+from .._core.checks import Key, Keys, find_keys
 from .._core.recent import Recent
 from .._core.text import plural
-from .._devices.placement import to_host
-from .._devices.user_mesh import in_user_mesh, split_like
+from .._devices.mesh import to_host
+from .._devices.user_mesh import in_user_mesh, now_if_constant, split_like
 from .._store import aggregate
 from .._store.store import Changes, KVStore, is_on_mesh, is_split
-from .._store.update import update_one
+from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse, take
 from ..updaters import Updater, assign
-from ._mxnet import answers
-from ._pull import pull_whole
+from ._pull import RETURNED, pull_whole
 
 
 def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | None) -> Changes:
@@ -31,16 +31,13 @@ def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | No
     With the default updater the rows replace the whole value, as in MXNet: the other rows become 0. Any other updater
     sees the rows that are pushed, of the stored value and of its own state. Some of MXNet's optimizers update the whole
     table instead, as MXNet does.
-
-    Raises:
-        ValueError: values are split, pushes are compressed or delayed, or the optimizer takes no rows of this key.
     """
     refused = {
         "values of this store are split over a mesh and take no RowSparse; make the store of this table without mesh= "
         "and sharding=": is_on_mesh(store),
         f"a store of kind {store.kind!r} cuts values across their rows and takes no RowSparse; use kind 'device' or "
         "'local' for this table": is_split(store),
-        "gradient compression does not take a RowSparse, as in MXNet; keep this table in a store of its own without "
+        "gradient compression does not take a RowSparse, as in MXNet; keep this table in a separate store without "
         "compression, or push dense values": store.compressor is not None,
         f"a RowSparse names other rows with each push, so a store of staleness {store.staleness} cannot delay it; push "
         "dense values, or use kind 'dist_sync' for this table": store.staleness,
@@ -59,7 +56,7 @@ def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | No
         stored, state = store.values[key], store.updater_state[key]
         if axis_name is not None:
             aggregate.axis_size(axis_name, "kv.push")
-        concrete = not is_traced((rows, stored, state))
+        concrete = is_at_prompt((rows, stored, state))
         if concrete:
             rows = [jax.device_put(r, stored.sharding) for r in rows]
         compiled = concrete and isinstance(store.updater, Updater)
@@ -79,7 +76,7 @@ def _add_and_update(
         return split_like(sparse.to_dense(total), stored), state
 
     def update(pushed: jax.Array, state: Any, stored: jax.Array) -> tuple[jax.Array, Any]:
-        return update_one(updater, key, pushed, state, stored)
+        return aggregate.update_one(updater, key, pushed, state, stored)
 
     if not updaters._is_lazy(updater, state):
         return update(sparse.to_dense(total), state, stored)
@@ -108,25 +105,27 @@ def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: None = 
 def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: Sequence[Device]) -> list[list[RowSparse]]: ...
 
 
-@answers
+@answers("kv.row_sparse_pull", MXNET_ARGUMENTS, RETURNED)
+@now_if_constant
 @in_user_mesh
 def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: Sequence[Device] | None = None) -> Any:
     """Some rows of a stored value.
 
     Args:
         store: any store.
-        key: of values with at least one axis, as in `pull`.
-        row_ids: (m,) integers, for all devices. Or a list of them, of any lengths, with one for each of `devices`. For
-            a list of keys, an array for all keys, or a list with one such entry for each key.
-        devices: where to put the rows, as in `pull`.
+        key: as in `pull`. The values must have at least one axis.
+        row_ids: (m,) integers, for all devices; or a list of arrays, one for each of `devices`, of any lengths. For a
+            list of keys, one array for all keys, or a list with one such entry for each key.
+        devices: the devices that get the rows, as in `pull`.
 
     Returns:
-        A `RowSparse` of the unique, sorted rows. With `devices` a list of them. For a list of keys, a list of those.
+        A `RowSparse` of the unique, sorted rows. With `devices`, a list with one for each device. For a list of keys, a
+        list of these results.
 
     Raises:
-        KeyError, TypeError, RuntimeError: a key, as of `pull`.
-        ValueError: ids that are negative or out of range, as of `jaxpar.sparse.take`. Or as many lists of ids as there
-            are neither keys nor devices.
+        KeyError, TypeError, RuntimeError: as for `pull`.
+        ValueError: an id is negative or out of range, as for `jaxpar.sparse.take`; or the number of lists of ids fits
+            neither the keys nor the devices.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -148,27 +147,19 @@ def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: S
 def _ids_of_keys(keys: list[int], many: bool, row_ids: Any, devices: Sequence[Device] | None) -> list[list[Any]]:
     """For each key the ids of each device, or one entry for all of them."""
     given = row_ids if many and _is_list_of_arrays(row_ids) else [row_ids] * len(keys)
-    checks.as_values(keys, given, True, "kv.row_sparse_pull")
+    checks.as_values(keys, given, True, "kv.row_sparse_pull", "row_ids")
     return [_ids_of_devices(key, ids, devices) for key, ids in zip(keys, given, strict=True)]
 
 
 def _ids_of_devices(key: int, ids: Any, devices: Sequence[Device] | None) -> list[Any]:
-    """The ids of each device, or one entry for all of them.
-
-    Raises:
-        ValueError: a list of ids for each device, for another number of devices.
-    """
+    """The ids of each device, or one entry for all of them."""
     if not _is_list_of_arrays(ids):
         return [ids]
-    if devices is None and len(ids) != 1:
+    if len(ids) not in (1, 1 if devices is None else len(devices)):
+        where = "no devices=" if devices is None else plural(len(devices), "device")
         raise ValueError(
-            f"kv.row_sparse_pull: key {key}: expected one array of ids, got {len(ids)} lists of them; give devices=, "
-            "one for each list, or join them by numpy.concatenate"
-        )
-    if devices is not None and len(ids) not in (1, len(devices)):
-        raise ValueError(
-            f"kv.row_sparse_pull: key {key}: expected a list of ids for each of {plural(len(devices), 'device')}, got "
-            f"{len(ids)} lists; give one for each, or one array for all"
+            f"kv.row_sparse_pull: key {key}: expected one array of ids, or one for each device, got {len(ids)} lists "
+            f"of ids and {where}"
         )
     return list(ids)
 
@@ -179,7 +170,7 @@ def _rows(value: jax.Array, wanted: list[Any], devices: Sequence[Device] | None)
     if devices is None:
         return pulled[0]
     each = pulled if len(pulled) == len(devices) else pulled * len(devices)
-    return [rows if is_traced(rows) else jax.device_put(rows, d) for rows, d in zip(each, devices, strict=True)]
+    return [jax.device_put(rows, d) if is_at_prompt(rows) else rows for rows, d in zip(each, devices, strict=True)]
 
 
 def _is_list_of_arrays(row_ids: Any) -> bool:

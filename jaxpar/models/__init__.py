@@ -1,9 +1,9 @@
-"""Networks, each as `init` and `apply` over a plain dict of arrays.
+"""Networks as pure functions `init` and `apply` over dicts of arrays.
 
-`lenet` and `matrix_factorization` are those of MXNet's articles. `transformer` shows how to write a model that does not
-fit one device. `strided` learns fast on CPUs.
+`lenet` and `matrix_factorization` follow MXNet's tutorials. `transformer` shows a model that is larger than one device.
+`strided` trains fast on CPUs.
 
-`conv_general_dilated`, `max_pool`, `avg_pool` and `fast_on_cpus` are for every model. They are of the room `_cpu`.
+`conv_general_dilated`, `max_pool`, `avg_pool` and `fast_on_cpus` make any model faster on CPUs. They are in `_cpu`.
 """
 
 from .._cpu import (

@@ -1,4 +1,4 @@
-"""LeNet of MXNet's article on training with several devices: two convolutions, two dense layers.
+"""LeNet from MXNet's tutorial on several devices: two convolutions, two dense layers.
 
 Shapes in names: B batch, H height, W width, C channels, D features.
 """
@@ -35,8 +35,8 @@ def init(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
         rng: a random key.
 
     Returns:
-        `{layer: {"weight", "bias"}}` for conv1 (3, 3, 1, 20), conv2 (5, 5, 20, 50), dense1 (800, 128) and
-        dense2 (128, 10). A bias has the last length of its weight.
+        `{layer: {"weight", "bias"}}` for conv1 (3, 3, 1, 20), conv2 (5, 5, 20, 50), dense1 (800, 128) and dense2 (128,
+        10). A bias has as many entries as the last axis of its weight.
 
     Example:
         >>> params = init(jax.random.key(0))
@@ -61,11 +61,10 @@ def _draw(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
 def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Array:
     """The logits of a batch of images.
 
-    On a CPU, float32 and a batch of 8 or more are computed by faster formulas. The logits differ
-    only by rounding.
+    On CPUs, float32 batches of 8 or more images use faster formulas. The logits differ only by rounding.
 
     Args:
-        params: as `init` gives them.
+        params: from `init`.
         images: (B, 28, 28, 1), floating, pixels in [0, 1].
 
     Returns:
@@ -93,12 +92,12 @@ def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Arr
 def from_mxnet(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, jax.Array]]:
     """The parameters of a LeNet that MXNet trained.
 
-    The arrays are told apart by their shapes, so their names do not matter. Dense weights may be those of Gluon, (out,
-    in), or those of the article, (in, out). Convolutions have the channels first in MXNet, so their axes, and the order
-    of the inputs of `dense1`, change.
+    The shapes identify the arrays, so the names do not matter. Dense weights may be (out, in), as in Gluon, or (in,
+    out), as in the tutorial. MXNet's convolutions have the channels first, so their axes and the inputs of `dense1` are
+    reordered.
 
     Args:
-        arrays: {name: array}, as `checkpoint.load_mxnet` gives them. There are eight.
+        arrays: {name: array}, eight arrays, as from `checkpoint.load_mxnet`.
 
     Returns:
         As `init`, float32.

@@ -1,4 +1,4 @@
-"""Matrix factorization of the article on recommenders: a score is the inner product of two embeddings."""
+"""Matrix factorization for recommenders: a score is the inner product of two embeddings."""
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ def init(rng: jax.Array, users: int, items: int, k: int) -> dict[str, jax.Array]
 
     Args:
         rng: a random key.
-        users, items: how many of each there are.
-        k: length of an embedding.
+        users, items: the number of users and of items.
+        k: the length of an embedding.
 
     Returns:
         `{"user": (users, k), "item": (items, k)}`.
@@ -41,7 +41,7 @@ def apply(params: dict[str, jax.Array], user_ids: jax.Array, item_ids: jax.Array
     """The score of each pair of a user and an item.
 
     Args:
-        params: as `init` gives them.
+        params: from `init`.
         user_ids, item_ids: (n,) integers.
 
     Returns:

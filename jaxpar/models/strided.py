@@ -1,8 +1,8 @@
-"""A small network for images of 28 × 28 pixels that learns fast on CPUs: two strided convolutions, two dense layers.
+"""A network for 28 × 28 images that trains fast on CPUs: two strided convolutions, two dense layers.
 
-It has no pooling: a stride of 2 makes images smaller at a quarter of the work. A convolution is a product of matrices
-for each row of conv2's results, small enough for the processor's cache. The windows of conv2 do not overlap, and conv1
-gives its results in their order, so they are not copied.
+The network has no pooling: a stride of 2 shrinks the images at a quarter of the work. Each row of conv2's results is a
+matrix product that fits the processor's cache. The windows of conv2 do not overlap. conv1 computes its results in the
+order of these windows, so they need no copy.
 
 Shapes in names: B batch, R rows of conv2's results, W the 2 × 2 places of its windows, K values in a window,
 C channels, N the results in a row for all images of the batch, D features.
@@ -33,18 +33,18 @@ _SHAPES = {
 def init(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
     """The 109,514 parameters, float32. Biases are 0, weights are drawn from N(0, 2/fan-in) (He et al. 2015).
 
-    The weights of conv1 are not drawn. They are the 16 cosines of the two-dimensional discrete cosine transform, each
-    with both signs, so that ReLU loses nothing. Neighbouring pixels are alike: a pattern of frequency f has an
-    amplitude of about 1/f in images (Field 1987). So a cosine is multiplied by its frequency, and all channels begin at
-    about one size. This takes the place of whitening the data.
+    The weights of conv1 are fixed: the 16 cosines of the two-dimensional discrete cosine transform, each with both
+    signs, so that ReLU loses no information. A pattern of frequency f has an amplitude of about 1/f in images (Field
+    1987). So each cosine is multiplied by its frequency, and all channels begin at a similar scale. This replaces
+    whitening of the data.
 
     Args:
         rng: a random key.
 
     Returns:
         `{layer: {"weight", "bias"}}` for conv1 (4, 4, 1, 32), conv2 (2, 2, 32, 64), dense1 (3136, 32) and
-        dense2 (32, 10). A bias has the last length of its weight. The inputs of dense1 are in the order of rows,
-        channels and columns.
+        dense2 (32, 10). A bias has as many entries as the last axis of its weight. The inputs of dense1 are ordered by
+        row, channel and column.
 
     Example:
         >>> params = init(jax.random.key(0))
@@ -81,14 +81,14 @@ def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Arr
     """The logits of a batch of images.
 
     Args:
-        params: as `init` gives them.
+        params: from `init`.
         images: (B, 28, 28, 1), floating, pixels in [0, 1].
 
     Returns:
         (B, 10) logits, in the dtype of `images`.
 
     Raises:
-        TypeError: `params` are those of another network.
+        TypeError: `params` belong to another network.
         ValueError: `images` has another shape.
 
     Example:

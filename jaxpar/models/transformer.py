@@ -1,10 +1,10 @@
-"""A decoder with the layers and sizes of GPT-2, written so that it can be larger than one device.
+"""A GPT-2 decoder that can be larger than one device.
 
-Three things make it so:
-1. The layers are stacked, and `jax.lax.scan` goes over them. Only the weights of one layer are whole at a time.
-2. Each layer is computed again in the backward pass. Gathered weights are not kept until then.
-3. What goes from layer to layer is constrained to be split as the batch is. So the compiler gathers weights and not
-   activations. Without a mesh in the context the constraints do nothing.
+Three choices make this possible:
+1. The layers are stacked, and `jax.lax.scan` runs over them. So the weights of only one layer are gathered at a time.
+2. The backward pass computes each layer again. So gathered weights are not kept.
+3. The activations between layers are constrained to the batch's sharding. So the compiler gathers weights and not
+   activations. Without a mesh in the context, the constraints do nothing.
 
 Shapes in names: B batch, T positions, V vocabulary, D width, N heads, H width of a head, L layers.
 """
@@ -47,11 +47,11 @@ class Config:
     """The sizes of a decoder. The default is GPT-2 small, 124 million parameters.
 
     Attributes:
-        layers: how many.
-        width: of what goes from layer to layer. The number of heads divides it.
-        heads: of attention.
-        vocabulary: how many tokens there are. GPT-2 has 50,257. 50,304 is the next multiple of 128.
-        positions: the longest text.
+        layers: the number of layers.
+        width: the width of the activations between layers, a multiple of `heads`.
+        heads: the number of attention heads.
+        vocabulary: the number of tokens. GPT-2 has 50,257, and 50,304 is the next multiple of 128.
+        positions: the largest number of tokens in a text.
     """
 
     layers: int = 12
@@ -69,7 +69,7 @@ class Config:
 def init(rng: jax.Array, config: Config = Config()) -> Params:
     """The parameters, float32. Kernels and embeddings are drawn from N(0, 0.02²), biases are 0.
 
-    The kernels that end a branch are drawn with 0.02 / √(2 layers), as in GPT-2.
+    The last kernel of each residual branch has the standard deviation 0.02 / √(2 layers), as in GPT-2.
 
     Args:
         rng: a random key.
@@ -110,13 +110,14 @@ def apply(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_a
     """The logits of the token after each position.
 
     Args:
-        params: as `init` gives them.
+        params: from `init`.
         tokens: (B, T) integers, T at most the number of positions.
-        data_axes: the axes of the mesh that the batch is split over. Those that the mesh lacks are left out.
-        model_axis: the axis that `TENSOR_PARALLEL` splits the weights over. The mesh may lack it.
+        data_axes: the mesh axes that split the batch. Axes that the mesh lacks are ignored.
+        model_axis: the mesh axis over which `TENSOR_PARALLEL` splits the weights. The mesh may lack it.
 
     Returns:
-        (B, T, V) logits, in the dtype of the parameters. Those of a position depend on the tokens up to it.
+        (B, T, V) logits, in the dtype of the parameters. The logits of a position depend on the tokens up to that
+        position.
 
     Raises:
         ValueError: `tokens` has another number of axes, or more positions than the model.
@@ -130,12 +131,10 @@ def apply(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_a
         raise TypeError(f"transformer.apply: params must be those of transformer.init, got {checks.describe(params)}")
     positions = params["embedding"]["positions"]
     if tokens.ndim != 2 or tokens.shape[1] > len(positions):
-        raise ValueError(
-            f"transformer.apply: tokens must have the shape (n, t) with t of at most {len(positions)} positions, got "
-            f"{checks.describe(tokens)}"
-        )
+        wanted = f"the shape (n, t) with t of at most {len(positions)} positions"
+        raise ValueError(f"transformer.apply: tokens must have {wanted}, got {checks.describe(tokens)}")
     # Whole on the data axis, once for both uses: to look a token up in a part of the table costs more.
-    table_VxD = _constrain(params["embedding"]["tokens"], model_axis, None)
+    table_VxD = _of_share(_constrain(params["embedding"]["tokens"], model_axis, None), model_axis, None)
     positions_TxD = _constrain(positions, None, None)[: tokens.shape[1]]
     x_BxTxD = _constrain(table_VxD[tokens] + positions_TxD[None], data_axes, None, None)
 
@@ -152,14 +151,14 @@ def apply(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_a
 
 @answers("transformer.loss")
 def loss(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_axis: str = "model") -> jax.Array:
-    """The mean cross-entropy of each token, given those before it.
+    """The mean cross-entropy of each token, given the tokens before it.
 
     Args:
         params, data_axes, model_axis: as for `apply`.
         tokens: (B, T + 1) integers.
 
     Returns:
-        A scalar, in natural logarithms.
+        A scalar, in nats.
 
     Example:
         >>> params = jax.eval_shape(init, jax.random.key(0))
@@ -196,13 +195,28 @@ def _constrain(x: jax.Array, *axes: Axes | None) -> jax.Array:
 
     An axis over which `vmap` maps, as the engine `jit` of a training step does, is split by `vmap` itself.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    auto = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto]
+    auto = _auto_axes()
     if not auto:
         return x
     free = [name for name in auto if not _is_mapped(name)]
     names = [(entry,) if isinstance(entry, str) else entry or () for entry in axes]
     return jax.lax.with_sharding_constraint(x, P(*(tuple(n for n in entry if n in free) or None for entry in names)))
+
+
+def _of_share(x: jax.Array, *axes: Axes | None) -> jax.Array:
+    """A copy for each share of a batch that `vmap` maps over the mesh.
+
+    A share adds the gradients of all uses of its copy. Of `x` itself the devices would sum those of each use.
+    """
+    mapped = [name for name in _auto_axes() if _is_mapped(name) and jax.lax.axis_size(name) > 1]
+    for name in mapped:
+        x = x - (0 * jax.lax.axis_index(name)).astype(x.dtype)
+    return _constrain(x, *axes) if mapped else x
+
+
+def _auto_axes() -> list[str]:
+    mesh = jax.sharding.get_abstract_mesh()
+    return [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto]
 
 
 def _is_mapped(name: str) -> bool:

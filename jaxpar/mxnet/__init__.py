@@ -1,10 +1,16 @@
 """What only those who come from MXNet need: its optimizers to the bit, its files, its names.
 
     _optimizers   SGD, NAG, Adam, RMSProp and AdaGrad as updaters, and factors of rate and decay by name
-    _options      the options that all of them share, and answers to MXNet's other arguments
-    _rules        their formulas
-    _params       arrays from `.params` files
-    _store_names  kinds, arguments and methods of MXNet's KVStore, and what they are in `jp.kv`
+    _rules        their formulas, and the options that all of them share
+    _params       arrays from `.params` files, and back
+    _symbol       networks from symbol files: the model and its `apply`
+    _compare      the first layer that differs from MXNet's outputs
+    _graph        such a file as plain data, with what its nodes and variables are
+    _layout       images with their channels last
+    _operators    the table of MXNet's operators; _layers, _arrays, _losses and _rnn compute them
+    _records      RecordIO files; _images are their images as training data
+    _port         a network as the text of a Python module; _port_calls, _port_blocks and _port_layers are its parts
+    _names        kinds, arguments and methods of MXNet, and what they are here
 
 `jp.mxnet.sgd` is also `jp.updaters.mxnet_sgd`, and so on, and `load_params` is `jp.checkpoint.load_mxnet`. So each has
 two names here, for those doors to take. The guide is docs/from_mxnet.md.
@@ -12,6 +18,14 @@ two names here, for those doors to take. The guide is docs/from_mxnet.md.
 
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
+from ._compare import Difference as Difference
+from ._images import image_record_source as image_record_source
+from ._names import (
+    ALIASES as _KIND_ALIASES,
+    ARGUMENTS as _STORE_ARGUMENTS,
+    OTHER_KINDS as _OTHER_KINDS,
+    line_for as _line_for,
+)
 from ._optimizers import (
     adagrad as adagrad,
     adam as adam,
@@ -28,9 +42,11 @@ from ._optimizers import (
     wd_mult as wd_mult,
 )
 from ._params import load_mxnet as load_mxnet, load_params as load_params
-from ._store_names import (
-    ALIASES as _KIND_ALIASES,
-    ARGUMENTS as _STORE_ARGUMENTS,
-    OTHER_KINDS as _OTHER_KINDS,
-    line_for as _line_for,
+from ._port import port as port
+from ._records import ImageRecord as ImageRecord, RecordFile as RecordFile, load_list as load_list
+from ._symbol import (
+    Model as Model,
+    load_checkpoint as load_checkpoint,
+    load_symbol as load_symbol,
+    operator as operator,
 )

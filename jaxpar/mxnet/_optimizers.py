@@ -42,8 +42,8 @@ from .._core import checks
 from .._core.calls import answers
 from .._core.updater import Updater
 from . import _rules
-from ._options import AdaGradOptions, Options, Rate, RMSPropOptions, common_of, renamed
-from ._rules import Rows, make
+from ._names import renamed
+from ._rules import AdaGradOptions, Options, Rate, RMSPropOptions, Rows, common_of, make
 
 Tree = TypeVar("Tree")
 

@@ -1,7 +1,7 @@
 """Arrays from the files of MXNet: `.params` of Gluon and of Module, and what `mx.nd.save` writes.
 
-Such a file is a list of arrays and a list of their names, little-endian. It holds no code. The layout is the one that
-MXNet 1.9.1 writes.
+Such a file is a list of arrays and a list of their names, little-endian. It holds no code. What MXNet 1.9.1 writes is
+read, and the two older forms that it reads.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 import math
 import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from .._core import regular_file
+from .._core import files
 from .._core.calls import answers
 from .._core.files import CheckpointError
 
-_LIST, _ARRAY, _ARRAY_NUMPY = 0x112, 0xF993FAC9, 0xF993FACA  # before a list, an array, an array of `mx.np`
+# Before a list, an array of an older form, an array, an array of `mx.np`. The oldest begins with its number of axes.
+_LIST, _ARRAY_OLD, _ARRAY, _ARRAY_NUMPY = 0x112, 0xF993FAC8, 0xF993FAC9, 0xF993FACA
 _DTYPES = ("float32", "float64", "float16", "uint8", "int32", "int8", "int64", "bool")
-_BFLOAT16 = 12
+_BFLOAT16, _CPU = 12, 1
 _MOST_ELEMENTS = 2**59  # of which NumPy can count the bytes, also where an axis of length 0 leaves none
 _MOST_AXES = 32
 
@@ -50,7 +53,7 @@ def load_params(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         >>> params = models.lenet.from_mxnet(arrays)  # doctest: +SKIP
     """
     path = Path(path)
-    file = _Reader(path, regular_file.read(path, os.stat(path).st_size))
+    file = _Reader(path, files.read(path, os.stat(path).st_size))
     magic, _ = file.numbers("QQ")
     if magic != _LIST:
         raise CheckpointError(f"{path} is no .params file of MXNet: it begins with {magic:#x}, expected {_LIST:#x}")
@@ -59,6 +62,22 @@ def load_params(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     if len(names) != len(arrays) or len(set(names)) != len(names):
         raise CheckpointError(f"{path} is damaged: it has {len(arrays)} arrays and {len(set(names))} different names")
     return dict(zip(names, arrays, strict=True))
+
+
+def to_bytes(arrays: Mapping[str, Any]) -> bytes:
+    """The content of a `.params` file of MXNet 1.9. `ValueError` for a dtype that it does not know."""
+    parts = [struct.pack("<QQQ", _LIST, 0, len(arrays))]
+    for name, value in arrays.items():
+        array = np.asarray(value)
+        if array.dtype.name not in _DTYPES or not array.shape:
+            raise ValueError(f"{name}: MXNet saves no array of dtype {array.dtype} and shape {array.shape}")
+        head = struct.pack(f"<Iii{array.ndim}q", _ARRAY, 0, array.ndim, *array.shape)
+        device = struct.pack("<iii", _CPU, 0, _DTYPES.index(array.dtype.name))
+        parts += [head, device, np.ascontiguousarray(array).tobytes()]
+    texts = [name.encode() for name in arrays]
+    parts.append(struct.pack("<Q", len(texts)))
+    parts += [struct.pack("<Q", len(text)) + text for text in texts]
+    return b"".join(parts)
 
 
 load_mxnet = load_params  # its name in `jp.checkpoint`
@@ -78,17 +97,15 @@ class _Reader:
         return self._take(*self.numbers("Q")).decode("utf-8", "replace")
 
     def array(self, number: int) -> np.ndarray:
-        magic, storage = self.numbers("Ii")
-        if magic not in (_ARRAY, _ARRAY_NUMPY):
-            raise CheckpointError(f"{self._path}: array {number} was saved by an older MXNet than 1.9, or is damaged")
-        if storage:
+        (magic,) = self.numbers("I")
+        if magic in (_ARRAY, _ARRAY_NUMPY) and self.numbers("i") != (0,):
             raise CheckpointError(
                 f"{self._path}: array {number} is sparse; in MXNet, save array.tostype('default') instead"
             )
-        (axes,) = self.numbers("i")
-        if not 0 <= axes <= _MOST_AXES:
+        (axes,) = self.numbers("i") if magic >= _ARRAY_OLD else (magic,)
+        if not 0 <= axes <= _MOST_AXES or magic > _ARRAY_NUMPY:
             raise CheckpointError(f"{self._path} is damaged: array {number} has {axes} axes")
-        shape = self.numbers("q" * axes)
+        shape = self.numbers(("q" if magic >= _ARRAY_OLD else "I") * axes)
         if min(shape, default=0) < 0 or math.prod(max(n, 1) for n in shape) >= _MOST_ELEMENTS:
             raise CheckpointError(f"{self._path} is damaged: array {number} has the shape {shape}")
         _, _, flag = self.numbers("iii")  # a device and its number come first

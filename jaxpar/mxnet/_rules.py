@@ -1,6 +1,6 @@
-"""The steps of MXNet's optimizers, and what runs them.
+"""The steps of MXNet's optimizers: what all of them share, the formula of each, and the updater that runs it.
 
-`_optimizers` has the functions for users, `_options` what their arguments have in common.
+`_optimizers` has the functions for users.
 """
 
 from __future__ import annotations
@@ -8,17 +8,116 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .._core import checks
 from .._core.updater import Updater
-from ._options import Common, State, number
+from ._names import check_names
 
-# rule(common, gradient, value, state, rate, decay) -> (new value, new slots)
-_Rule = Callable[..., tuple[Array, State]]
+Rate = float | Callable[[Array], Any]
+State = dict[str, Array]
+_AT_LEAST_ZERO = "a number of 0 or more"
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of every optimizer, described in `mxnet_sgd`."""
+
+    rescale_grad: float
+    clip_gradient: float | None
+    lr_mult: Mapping[int, float] | None
+    wd_mult: Mapping[int, float] | None
+    multi_precision: bool
+    begin_num_update: int
+    rate_in_state: bool
+
+
+class RMSPropOptions(Options, total=False):
+    """Those of `mxnet_rmsprop`: `gamma` is another name of gamma1."""
+
+    gamma: float
+
+
+class AdaGradOptions(Options, total=False):
+    """Those of `mxnet_adagrad`: `eps` is another name of epsilon, and the one that MXNet has."""
+
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Common:
+    """What every optimizer has. Multipliers are sorted pairs, so that equal ones are equal static fields."""
+
+    where: str
+    learning_rate: Rate
+    wd: float
+    rescale_grad: float
+    clip_gradient: float | None
+    lr_mult: tuple[tuple[int, float], ...]
+    wd_mult: tuple[tuple[int, float], ...]
+    multi_precision: bool
+    begin_num_update: int
+    rate_in_state: bool
+
+    @functools.cached_property
+    def factors(self) -> tuple[dict[int, float], dict[int, float]]:
+        """The multipliers of rate and decay by key."""
+        return dict(self.lr_mult), dict(self.wd_mult)
+
+    def rate(self, key: int, state: State) -> Any:
+        if self.rate_in_state:
+            rate = state["learning_rate"]
+        elif callable(self.learning_rate):
+            rate = self.learning_rate(state.get("num_update", state["count"]))  # in a store that of all keys
+        else:
+            rate = self.learning_rate
+        return rate * self.factors[0].get(key, 1.0)
+
+    def decay(self, key: int) -> float:
+        return self.wd * self.factors[1].get(key, 1.0)
+
+
+def common_of(function: Callable[..., Any], learning_rate: Rate | None, wd: float, given: Mapping[str, Any]) -> Common:
+    """The options that are common to all, checked. `function` is the optimizer that is called."""
+    check_names(function, given, Options.__annotations__)
+    where, rate_in_state = function.__name__, bool(given.get("rate_in_state", False))
+    if callable(learning_rate) and rate_in_state:
+        raise TypeError(f"{where}: rate_in_state takes a number to start with, got a schedule")
+    if not callable(learning_rate):
+        rate = 0.01 if learning_rate is None else learning_rate
+        learning_rate = number(where, "learning_rate", rate, f"{_AT_LEAST_ZERO} or a schedule")
+    limit = given.get("clip_gradient")
+    return Common(
+        where=where,
+        learning_rate=learning_rate,
+        wd=number(where, "wd", wd),
+        rescale_grad=checks.number(given.get("rescale_grad", 1.0), where, "rescale_grad", "a number", lambda _: True),
+        clip_gradient=None if limit is None else number(where, "clip_gradient", limit) or None,
+        lr_mult=_factors(where, "lr_mult", given.get("lr_mult")),
+        wd_mult=_factors(where, "wd_mult", given.get("wd_mult")),
+        multi_precision=bool(given.get("multi_precision", False)),
+        begin_num_update=checks.whole_number(given.get("begin_num_update", 0), where, "begin_num_update", 0),
+        rate_in_state=rate_in_state,
+    )
+
+
+def number(where: str, name: str, value: Any, expected: str = _AT_LEAST_ZERO) -> float:
+    """`value` as a float that is not negative."""
+    return checks.number(value, where, name, expected, lambda n: n >= 0)
+
+
+def _factors(where: str, name: str, factors: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:
+    if factors is not None and not all(isinstance(key, numbers.Integral) for key in factors):
+        hint = "multipliers(names, patterns) makes one"
+        raise TypeError(f"{where}: {name} maps keys to factors, got {factors!r}; {hint}")
+    return tuple(sorted((int(key), number(where, name, value)) for key, value in (factors or {}).items()))
+
+
+_Rule = Callable[..., tuple[Array, State]]  # of a `Push` and the options, gives (new value, new slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +144,8 @@ class _Init:
 
     def __call__(self, key: int, value: Array) -> State:
         if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise TypeError(
-                f"key {key}: an optimizer needs a floating value, got {value.dtype}; cast it before "
-                "kv.init, or use an updater for this key"
-            )
+            hint = "cast it before kv.init, or use an updater for this key"
+            raise TypeError(f"key {key}: an optimizer needs a floating value, got {value.dtype}; {hint}")
         wide = _wide(value.dtype)
         state = {slot: jnp.zeros(value.shape, wide) for slot in self.slots}
         if self.common.multi_precision and value.dtype != wide:
@@ -97,9 +194,9 @@ class _Update:
         wide = _wide(stored.dtype)
         gradient = pushed.astype(wide) * self.common.rescale_grad
         rate = jnp.asarray(self.common.rate(key, state), wide)
-        rule = functools.partial(self.rule, **dict(self.options))
         value = _master(state["master"], stored) if "master" in state else stored.astype(wide)
-        value, slots = rule(self.common, gradient, value, state, rate, self.common.decay(key))
+        push = Push(gradient, value, state, rate, self.common.decay(key), self.common.clip_gradient)
+        value, slots = self.rule(push, **dict(self.options))
         state = {**state, **slots}
         if "master" in state:
             state["master"] = value
@@ -108,92 +205,73 @@ class _Update:
         return value.astype(stored.dtype), state
 
 
-def sgd(
-    common: Common, gradient: Array, value: Array, state: State, rate: Array, decay: float, *, momentum: float
-) -> tuple[Array, State]:
-    step = rate * (common.clip(gradient) + decay * value)
+class Push(NamedTuple):
+    """What a rule is given: the scaled gradient, the value, its state, and the rate and decay of its key."""
+
+    gradient: Array
+    value: Array
+    state: State
+    rate: Array
+    decay: float
+    limit: float | None  # clip_gradient
+
+    def clip(self, gradient: Array) -> Array:
+        return gradient if self.limit is None else jnp.clip(gradient, -self.limit, self.limit)
+
+    @property
+    def decayed(self) -> Array:
+        """The gradient with the decay, clipped together."""
+        return self.clip(self.gradient + self.decay * self.value)
+
+
+def sgd(push: Push, *, momentum: float) -> tuple[Array, State]:
+    step = push.rate * (push.clip(push.gradient) + push.decay * push.value)
     if not momentum:
-        return value - step, {}
-    buffer = momentum * state["momentum"] - step
-    return value + buffer, {"momentum": buffer}
+        return push.value - step, {}
+    buffer = momentum * push.state["momentum"] - step
+    return push.value + buffer, {"momentum": buffer}
 
 
-def nag(
-    common: Common, gradient: Array, value: Array, state: State, rate: Array, decay: float, *, momentum: float
-) -> tuple[Array, State]:
+def nag(push: Push, *, momentum: float) -> tuple[Array, State]:
     """MXNet's kernel writes the value first, so the decay in its momentum is that of the new value."""
     if not momentum:
-        return sgd(common, gradient, value, state, rate, decay, momentum=0.0)
-    gradient, slowed = common.clip(gradient), momentum * state["momentum"]
-    new = value + momentum * slowed - (1 + momentum) * rate * (gradient + decay * value)
-    return new, {"momentum": slowed - rate * (gradient + decay * new)}
+        return sgd(push, momentum=0.0)
+    gradient, slowed = push.clip(push.gradient), momentum * push.state["momentum"]
+    new = push.value + momentum * slowed - (1 + momentum) * push.rate * (gradient + push.decay * push.value)
+    return new, {"momentum": slowed - push.rate * (gradient + push.decay * new)}
 
 
-def adam(
-    common: Common,
-    gradient: Array,
-    value: Array,
-    state: State,
-    rate: Array,
-    decay: float,
-    *,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-) -> tuple[Array, State]:
-    gradient = common.clip(gradient + decay * value)
-    mean = beta1 * state["mean"] + _rest(beta1, value.dtype) * gradient
-    variance = beta2 * state["variance"] + _rest(beta2, value.dtype) * gradient**2
-    t = (state["count"] + 1).astype(value.dtype)
-    rate = rate * jnp.sqrt(_one_less_power(beta2, t)) / _one_less_power(beta1, t)
-    return value - rate * mean / (jnp.sqrt(variance) + epsilon), {"mean": mean, "variance": variance}
+def adam(push: Push, *, beta1: float, beta2: float, epsilon: float) -> tuple[Array, State]:
+    gradient, dtype = push.decayed, push.value.dtype
+    mean = beta1 * push.state["mean"] + _rest(beta1, dtype) * gradient
+    variance = beta2 * push.state["variance"] + _rest(beta2, dtype) * gradient**2
+    t = (push.state["count"] + 1).astype(dtype)
+    rate = push.rate * jnp.sqrt(_one_less_power(beta2, t)) / _one_less_power(beta1, t)
+    return push.value - rate * mean / (jnp.sqrt(variance) + epsilon), {"mean": mean, "variance": variance}
 
 
-def rmsprop(
-    common: Common,
-    gradient: Array,
-    value: Array,
-    state: State,
-    rate: Array,
-    decay: float,
-    *,
-    gamma1: float,
-    epsilon: float,
-    clip_weights: float,
-) -> tuple[Array, State]:
-    gradient = common.clip(gradient + decay * value)
-    square = _rest(gamma1, value.dtype) * gradient**2 + gamma1 * state["square"]
-    value = value - rate * gradient / jnp.sqrt(square + epsilon)
+def rmsprop(push: Push, *, gamma1: float, epsilon: float, clip_weights: float) -> tuple[Array, State]:
+    gradient = push.decayed
+    square = _rest(gamma1, push.value.dtype) * gradient**2 + gamma1 * push.state["square"]
+    value = push.value - push.rate * gradient / jnp.sqrt(square + epsilon)
     return _clip_weights(value, clip_weights), {"square": square}
 
 
 def centered_rmsprop(
-    common: Common,
-    gradient: Array,
-    value: Array,
-    state: State,
-    rate: Array,
-    decay: float,
-    *,
-    gamma1: float,
-    gamma2: float,
-    epsilon: float,
-    clip_weights: float,
+    push: Push, *, gamma1: float, gamma2: float, epsilon: float, clip_weights: float
 ) -> tuple[Array, State]:
-    gradient = common.clip(gradient + decay * value)
-    rest = _rest(gamma1, value.dtype)
+    gradient, state, rest = push.decayed, push.state, _rest(gamma1, push.value.dtype)
     square = rest * gradient**2 + gamma1 * state["square"]
     mean = rest * gradient + gamma1 * state["mean"]
-    delta = gamma2 * state["delta"] - rate * gradient / jnp.sqrt(square - mean**2 + epsilon)
-    return _clip_weights(value + delta, clip_weights), {"square": square, "mean": mean, "delta": delta}
+    delta = gamma2 * state["delta"] - push.rate * gradient / jnp.sqrt(square - mean**2 + epsilon)
+    return _clip_weights(push.value + delta, clip_weights), {"square": square, "mean": mean, "delta": delta}
 
 
-def adagrad(
-    common: Common, gradient: Array, value: Array, state: State, rate: Array, decay: float, *, epsilon: float
-) -> tuple[Array, State]:
-    gradient = common.clip(gradient)
-    history = state["history"] + gradient**2
-    return value - rate * (gradient / jnp.sqrt(history + epsilon) + decay * value), {"history": history}
+def adagrad(push: Push, *, epsilon: float) -> tuple[Array, State]:
+    gradient = push.clip(push.gradient)
+    history = push.state["history"] + gradient**2
+    step = push.rate * (gradient / jnp.sqrt(history + epsilon) + push.decay * push.value)
+    return push.value - step, {"history": history}
 
 
 def _master(master: Array, stored: Array) -> Array:
@@ -229,12 +307,10 @@ def make(
     *,
     counted: bool = False,
 ) -> Updater:
-    """An updater out of a rule, the names of its arrays of state, and its options.
+    """An updater out of a rule, the names of its arrays of state in the shape of the value, and its options.
 
-    Args:
-        slots: the names of the arrays of state that have the shape of the value.
-        rows: what a push of rows updates.
-        counted: whether the rule needs the number of earlier pushes. A schedule needs it always.
+    `rows` is what a push of rows updates, `counted` whether the rule needs the number of earlier pushes. A schedule
+    needs it always.
     """
     checked = tuple((name, number(common.where, name, value)) for name, value in options.items())
     counted = counted or callable(common.learning_rate)

@@ -1,4 +1,4 @@
-"""Emulated devices. Batches and params on devices."""
+"""Emulated devices, batches and params on devices, and sums of arrays on several devices."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from .. import kv
 from .._core import checks, memory
 from .._core.arrays import Device
 from .._core.calls import answers
@@ -23,23 +25,22 @@ _MOST = 4096  # emulated devices, which take 1.4 GB and half a minute to start
 def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
     """Run JAX on `n` emulated CPU devices. Call it before the first use of JAX.
 
-    In a notebook this belongs in the first cell, which may be run again. Other platforms are switched off, so leave the
-    call out to train on GPUs.
+    In a notebook, put the call into the first cell. Running it again does no harm. Other platforms are disabled, so
+    remove the call to train on GPUs.
 
     Args:
-        n: how many, 1 to 4,096. They share the cores of the machine.
-        keep_memory: whether the whole process keeps the memory that it frees, for the next step. A step whose
-            intermediate values take more than 32 MB is 1.1 to 1.4 times as fast, and the process takes up to three
-            times as much memory. It needs the GNU C library, as most Linux systems have it. A call after the first
-            use of JAX changes nothing.
+        n: the number of devices, 1 to 4,096. They share the cores of the machine.
+        keep_memory: whether the process keeps freed memory for the next step. A step whose intermediate values take
+            more than 32 MB is then 1.1 to 1.4 times as fast, and the process takes up to three times as much memory.
+            The option needs the GNU C library, as on most Linux systems. After the first use of JAX it has no effect.
 
     Raises:
-        TypeError: `n` is no int.
+        TypeError: `n` is not an int.
         ValueError: `n` is less than 1 or more than 4,096.
-        RuntimeError: JAX runs already, with other devices.
+        RuntimeError: JAX already runs with other devices.
 
     Warns:
-        RuntimeWarning: `keep_memory`, and the C library of this system cannot be told to.
+        RuntimeWarning: the C library of this system does not support `keep_memory`.
 
     Example:
         >>> use_cpu_devices(8)
@@ -54,10 +55,9 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
         devices = jax.devices()
         if len(devices) == n and devices[0].platform == "cpu":
             return
-        raise RuntimeError(
-            f"use_cpu_devices({n}): JAX runs already, on {len(devices)} {devices[0].platform} device(s), and their "
-            "number is fixed; restart the Python process or the notebook's kernel and call this first"
-        ) from error
+        runs = f"JAX runs already, on {len(devices)} {devices[0].platform} device(s)"
+        hint = "restart the Python process or the notebook's kernel and call this first"
+        raise RuntimeError(f"use_cpu_devices({n}): {runs}; {hint}") from error
     if keep_memory and not memory.keep_freed_memory():
         warnings.warn("use_cpu_devices: keep_memory needs the GNU C library; nothing is kept", RuntimeWarning, 2)
 
@@ -67,22 +67,22 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
 def split_and_load(data: Any, devices: Sequence[Device], *, even_split: bool = True) -> list[Any]:
     """Split a batch along its first axis, and put one part on each device.
 
-    The function of this name in gluon, for pytrees.
+    As `gluon.utils.split_and_load`, for pytrees.
 
     Args:
-        data: an array with a first axis of n examples, or a pytree of such arrays. In several processes each
-            gives what it has loaded for its own devices.
+        data: an array with a first axis of n examples, or a pytree of such arrays. With several processes, each process
+            gives the examples of its own devices.
         devices: k devices of this process.
-        even_split: whether n must be divisible by k. If False, the first n % k parts are one example larger: 10
-            examples on 4 devices are 3, 3, 2 and 2.
+        even_split: True: k must divide n. False: the first n % k parts get one example more: 10 examples on 4 devices
+            are split 3, 3, 2, 2.
 
     Returns:
         A list of k parts, part i on device i.
 
     Raises:
-        TypeError: `devices` is no list of devices.
-        ValueError: n is not divisible by k and `even_split`, arrays of different length, no device, one that appears
-            twice or is of another process.
+        TypeError: `devices` is not a list of devices.
+        ValueError: k does not divide n with `even_split`; arrays differ in length; `devices` is empty, repeats a
+            device, or has a device of another process.
 
     Example:
         >>> import jax.numpy as jnp
@@ -106,13 +106,13 @@ def copy_to(params: Any, device: Device) -> Any:
 
     Args:
         params: a pytree of arrays.
-        device: of this process.
+        device: a device of this process.
 
     Returns:
-        The pytree on that device, in memory of its own.
+        The pytree on that device. It shares no memory with `params`.
 
     Raises:
-        ValueError: the device is of another process.
+        ValueError: the device belongs to another process.
 
     Example:
         >>> import jax.numpy as jnp
@@ -120,8 +120,7 @@ def copy_to(params: Any, device: Device) -> Any:
         [1.0, 1.0]
     """
     if not hasattr(device, "process_index"):
-        given = "a list; parallel.replicate copies to several" if isinstance(device, (list, tuple)) else repr(device)
-        raise TypeError(f"copy_to: expected a device such as jax.devices()[0], got {given}")
+        raise TypeError(f"copy_to: device must be one such as jax.devices()[0], got {checks.describe(device)}")
     checks.check_own([device], "copy_to")
     return put_copy(params, SingleDeviceSharding(device))
 
@@ -129,19 +128,19 @@ def copy_to(params: Any, device: Device) -> Any:
 @answers("replicate")
 @in_user_mesh
 def replicate(tree: Any, devices: Sequence[Device]) -> Any:
-    """A pytree of arrays with a whole copy on each device.
+    """Copy a pytree of arrays to each device.
 
     Args:
         tree: a pytree of arrays.
-        devices: one or more different devices. They may belong to several processes, which must then all call
-            this with the same arrays.
+        devices: one or more distinct devices. If they belong to several processes, all processes must call this with
+            the same arrays.
 
     Returns:
-        The pytree as fully replicated arrays over all the devices.
+        The pytree as fully replicated arrays over all devices.
 
     Raises:
-        TypeError: `devices` is no list of devices.
-        ValueError: no device, or one appears twice.
+        TypeError: `devices` is not a list of devices.
+        ValueError: `devices` is empty or repeats a device.
 
     Example:
         >>> import jax.numpy as jnp
@@ -149,3 +148,45 @@ def replicate(tree: Any, devices: Sequence[Device]) -> Any:
         True
     """
     return put_copy(tree, copies_on(checks.devices(devices, "replicate")))
+
+
+@answers("allreduce")
+@in_user_mesh
+def allreduce(values: Sequence[Any]) -> list[jax.Array]:
+    """The sum of the values, on the device of each value.
+
+    In MXNet's tutorial `allreduce` changes the values in place. Here the values stay unchanged.
+
+    Args:
+        values: arrays of one shape and dtype, on any devices of this process. To sum over several processes, push to a
+            store of kind `dist_sync`.
+
+    Returns:
+        A list as long as `values`. Entry i is the sum, on the device of `values[i]`.
+
+    Raises:
+        TypeError: a value is not an array, or dtypes differ.
+        ValueError: there are no values, shapes differ, or a value is on a device of another process.
+
+    Example:
+        >>> first, second = jax.devices()[:2]
+        >>> a, b = allreduce([jax.device_put(jnp.ones(2), first), jax.device_put(jnp.ones(2), second)])
+        >>> a.tolist(), b.devices() == {second}
+        ([2.0, 2.0], True)
+    """
+    if not isinstance(values, (list, tuple)) or not values:
+        kind = ValueError if isinstance(values, (list, tuple)) else TypeError
+        hint = "inside pmap or shard_map write jax.lax.psum(value, axis_name)"
+        raise kind(f"allreduce: values must be a list of arrays, one a device, got {checks.describe(values)}; {hint}")
+    arrays = [checks.array(v, f"allreduce: value {i}") for i, v in enumerate(values)]
+    for i, array in enumerate(arrays):
+        checks.check_own(array.devices(), f"allreduce: value {i}")
+        checks.same_shape(array, arrays[0].shape, f"allreduce: value {i}")
+        if array.dtype != arrays[0].dtype:
+            raise TypeError(f"allreduce: value {i}: expected dtype {arrays[0].dtype}, got {array.dtype}")
+    like = jax.device_put(jnp.zeros(arrays[0].shape, arrays[0].dtype), arrays[0].sharding)
+    store = kv.push(kv.init(kv.create("device"), 0, like), 0, arrays)
+    devices = [next(iter(a.devices())) for a in arrays]
+    unique = list(dict.fromkeys(devices))
+    copies = dict(zip(unique, kv.pull(store, 0, devices=unique), strict=True))
+    return [copies[d] for d in devices]

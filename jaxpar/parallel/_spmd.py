@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
-from .._core.arguments import describe
 from .._core.arrays import Device
 from .._core.calls import answers
-from .._core.checks import Engine, check_devices, check_engine
-from .._core.recent import Recent
+from .._core.checks import ENGINES, Engine, check_devices, choice
+from .._core.recent import Recent, forget
+from .._core.text import describe
 from .._devices.emulated import wait_before_collectives
-from .._devices.pmap_cache import forget
-from .._devices.user_mesh import in_user_mesh, without_types
+from .._devices.user_mesh import in_user_mesh
 
 
 @answers("spmd")
@@ -33,31 +32,32 @@ def spmd(
     out_axes: Any = 0,
     donate_argnums: int | Sequence[int] = (),
 ) -> Callable[..., Any]:
-    """A function that runs `fn` on every device, each with its own slice.
+    """Make a function that runs `fn` on every device.
 
-    Both engines have the meaning of `pmap`. An argument with axis 0 has one entry for each device, and `fn` gets its
-    entry without that axis. Results are stacked along it.
+    Both engines behave as `pmap`. An argument with in_axes 0 has one entry for each device. On each device, `fn` gets
+    its entry without that axis. Results are stacked along axis 0.
 
-    In several processes, `devices` may be those of all of them, jax.devices(). Then every process calls the
-    function with the entries of its own devices, and gets their results. Collectives run over all devices.
+    With several processes, `devices` may be jax.devices(), the devices of all processes. Then every process calls the
+    function with the entries of its own devices and gets their results. Collectives run over all devices.
 
     Args:
-        fn: the function of one device. Its collectives take `axis_name`.
-        engine: `pmap` or `shard_map`. The results are the same.
+        fn: the function for one device. Its collectives use `axis_name`.
+        engine: `pmap` or `shard_map`, with the same results.
         axis_name: the name of the axis over the devices.
-        devices: None: all local ones.
-        in_axes: 0 (an entry for each device) or None (the same for all). One for all arguments, or a tuple with one
-            for each.
-        out_axes: the same for the results. None asks for a result that is equal on all devices.
-        donate_argnums: arguments that are donated to the results, counted from 0.
+        devices: None: all local devices.
+        in_axes: 0 (an entry for each device) or None (the same value for all), for all arguments or as a tuple with one
+            for each argument.
+        out_axes: the same for the results. None returns one result, which must be equal on all devices.
+        donate_argnums: the numbers of the donated arguments, from 0.
 
     Returns:
-        A compiled function of the stacked arguments. It raises `ValueError` for an argument whose first axis is not
-        the number of this process's devices, and for a call without an argument that is to be donated.
+        A compiled function of the stacked arguments. It raises `ValueError` if the first axis of an argument is not the
+        number of this process's devices, or if a donated argument is missing.
 
     Raises:
-        TypeError: `devices` is no list of devices.
-        ValueError: an unknown engine, no device, or one that appears twice. A negative number in `donate_argnums`.
+        TypeError: `devices` is not a list of devices.
+        ValueError: the engine is unknown; `devices` is empty or repeats a device; `donate_argnums` has a negative
+            number.
 
     Example:
         >>> total = spmd(lambda x: jax.lax.psum(x, "i"), axis_name="i", devices=jax.devices()[:2])
@@ -66,7 +66,7 @@ def spmd(
     """
     if not callable(fn):
         raise TypeError(f"spmd: expected the function of one device, got {describe(fn)}")
-    check_engine(engine, "spmd")
+    choice(engine, "spmd", "engine", ENGINES)
     chosen = check_devices(devices, "spmd")
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     if min(donate, default=0) < 0:
@@ -82,7 +82,6 @@ def spmd(
         if max(donate, default=-1) >= len(args):  # jax sees *args, so it would donate nothing and say nothing
             raise ValueError(f"spmd: donate_argnums has {max(donate)}, but the call has {len(args)} arguments")
         _check_entries(args, in_axes, own)
-        args = without_types(args)
         wait_before_collectives(args, chosen)
         return compiled(*args)
 
@@ -150,6 +149,8 @@ def _over(change: Callable[[Any], Any], tree: Any, axes: Any) -> Any:
 def _specs(axes: Any, axis_name: str) -> Any:
     if isinstance(axes, tuple):
         return tuple(_specs(a, axis_name) for a in axes)
+    if axes not in (0, None):
+        raise ValueError(f"spmd: engine 'shard_map' takes axes 0 and None, got {describe(axes)}; use engine='pmap'")
     return P() if axes is None else P(axis_name)
 
 
@@ -158,7 +159,6 @@ def _check_entries(args: tuple[Any, ...], in_axes: Any, count: int) -> None:
     for i, (arg, axis) in enumerate(zip(args, axes, strict=True)):
         for leaf in jax.tree.leaves(arg) if axis == 0 else ():
             if np.shape(leaf)[:1] != (count,):
-                raise ValueError(
-                    f"spmd: argument {i} must have one entry for each of the {count} devices along its first axis, "
-                    f"got shape {tuple(np.shape(leaf))}; reshape a batch to ({count}, n // {count}, ...)"
-                )
+                wanted = f"one entry for each of the {count} devices along its first axis"
+                hint = f"reshape a batch to ({count}, n // {count}, ...)"
+                raise ValueError(f"spmd: argument {i} must have {wanted}, got shape {np.shape(leaf)}; {hint}")

@@ -1,19 +1,22 @@
-"""The type of row-sparse values, and the checks of indices that its functions share."""
+"""The type of row-sparse values, and what is done with them: take rows of a table, sum them, update by them."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from .._core.arrays import check_plain
-from .._core.calls import answers_class
+from .._core.calls import answers, answers_class
+from .._devices.user_mesh import is_split, unsplit
 
 
 @answers_class("sparse.RowSparse")
@@ -21,18 +24,18 @@ from .._core.calls import answers_class
 class RowSparse:
     """Some rows of a table. The other rows are zero.
 
-    A pytree with the leaves `indices` and `values`. An index may appear twice. Its rows are summed. `take`,
-    `coalesce`, `add` and `allreduce` return sorted, unique indices.
+    A pytree with the leaves `indices` and `values`. Rows with the same index are summed. `take`, `coalesce`, `add` and
+    `allreduce` return sorted, unique indices.
 
     Args:
-        indices: (m,) integers in [0, shape[0]), stored as int32. shape[0] itself marks padding.
+        indices: (m,) integers in [0, shape[0]), stored as int32. The index shape[0] marks padding.
         values: (m, *shape[1:]), the rows.
-        shape: of the table, at least one axis.
+        shape: the shape of the table, with at least one axis.
 
     Raises:
-        TypeError: indices are no integers.
-        ValueError: shapes that do not fit each other, or an index out of range. Under `jit` only shapes are
-            known, and an index out of range is padding.
+        TypeError: indices are not integers.
+        ValueError: shapes do not fit each other, or an index is out of range. Under `jit` only shapes are checked, and
+            an index out of range is padding.
 
     Example:
         >>> from jaxpar import sparse
@@ -46,17 +49,15 @@ class RowSparse:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        shape = check_table(self.shape, "RowSparse")
-        indices, values = as_ids(self.indices, "RowSparse: indices"), _own(self.values)
+        shape = _check_table(self.shape, "RowSparse")
+        indices, values = _as_ids(self.indices, "RowSparse: indices"), _own(self.values)
         if indices.ndim != 1:
             raise ValueError(f"RowSparse: indices must have one axis, got shape {indices.shape}")
         expected = (indices.shape[0], *shape[1:])
         if values.shape != expected:
-            raise ValueError(
-                f"RowSparse: {indices.shape[0]} rows of a table of shape {shape} need values of shape "
-                f"{expected}, got {values.shape}"
-            )
-        check_range(indices, shape[0], "RowSparse: row", last=shape[0])
+            rows = f"{indices.shape[0]} rows of a table of shape {shape}"
+            raise ValueError(f"RowSparse: {rows} need values of shape {expected}, got {values.shape}")
+        _check_range(indices, shape[0], "RowSparse: row", last=shape[0])
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "indices", _own(indices).astype(jnp.int32))
         object.__setattr__(self, "values", values)
@@ -80,7 +81,7 @@ class RowSparse:
             An array (*shape of the ids, *shape[1:]).
 
         Raises:
-            TypeError: ids that are no integers.
+            TypeError: the ids are not integers.
             ValueError: indices that are not sorted and unique, as `take` and `coalesce` return them. Under `jit` this
                 is not checked.
 
@@ -90,8 +91,11 @@ class RowSparse:
             >>> rows[jnp.array([3, 3, 1])].tolist()
             [[6.0, 7.0], [6.0, 7.0], [2.0, 3.0]]
         """
-        ids = jnp.asarray(as_ids(ids, "RowSparse: ids"), jnp.int32)
-        check_sorted(self)
+        ids = jnp.asarray(_as_ids(ids, "RowSparse: ids"), jnp.int32)
+        if _is_known(self.indices):
+            held = np.asarray(self.indices)
+            if (held[1:] <= held[:-1])[held[1:] < self.shape[0]].any():
+                raise ValueError("RowSparse: rows are looked up in sorted indices, each once; call coalesce first")
         if self.indices.shape[0] == 0:
             return jnp.zeros((*ids.shape, *self.shape[1:]), self.dtype)
         place = jnp.searchsorted(self.indices, ids).astype(jnp.int32)
@@ -105,7 +109,7 @@ def _flatten(rows: RowSparse) -> tuple[tuple[tuple[Any, Any], ...], tuple[int, .
     return tuple(zip(names, (rows.indices, rows.values), strict=True)), rows.shape
 
 
-def make_unchecked(shape: tuple[int, ...], leaves: Iterable[Any]) -> RowSparse:
+def _make_unchecked(shape: tuple[int, ...], leaves: Iterable[Any]) -> RowSparse:
     """A `RowSparse` without checks. Its leaves may have a further first axis, or be no arrays."""
     rows = object.__new__(RowSparse)
     for name, value in zip(("indices", "values", "shape"), (*leaves, shape), strict=True):
@@ -113,12 +117,284 @@ def make_unchecked(shape: tuple[int, ...], leaves: Iterable[Any]) -> RowSparse:
     return rows
 
 
-jax.tree_util.register_pytree_with_keys(RowSparse, _flatten, make_unchecked)
+jax.tree_util.register_pytree_with_keys(RowSparse, _flatten, _make_unchecked)
 
 
-def with_values(rows: RowSparse, values: Any) -> RowSparse:
+@answers("coalesce")
+def coalesce(rows: RowSparse, *, size: int | None = None) -> RowSparse:
+    """The same table with sorted, unique indices. Sums repeated rows.
+
+    Args:
+        rows: m rows in any order.
+        size: the number of rows of the result, including padding. Default: the number of distinct rows, or m under
+            `jit`. Outside `jit`, `size=m` avoids a compilation for each batch.
+
+    Raises:
+        ValueError: there are more than `size` distinct rows. Under `jit` this is not checked, and the rows with the
+            largest indices are lost, so give an upper bound.
+
+    Example:
+        >>> rows = RowSparse(np.array([2, 0, 2]), jnp.array([1.0, 2.0, 3.0]), (4,))
+        >>> coalesce(rows).indices.tolist(), coalesce(rows).values.tolist()
+        ([0, 2], [2.0, 4.0])
+        >>> coalesce(rows, size=3).indices.tolist()
+        [0, 2, 4]
+    """
+    distinct = None
+    if _is_known(rows.indices):
+        held = np.asarray(rows.indices)
+        distinct = np.unique(held[(held >= 0) & (held < rows.shape[0])]).size  # without padding
+    if size is None:
+        size = rows.indices.shape[0] if distinct is None else distinct
+    elif distinct is not None and distinct > size:
+        raise ValueError(f"coalesce: size {size} is too small for {distinct} different rows")
+    return _coalesce(rows, size)
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def _coalesce(rows: RowSparse, size: int) -> RowSparse:
+    count = rows.shape[0]
+    indices = _padding_last(rows.indices, count)
+    order = jnp.argsort(indices, stable=True)
+    ordered = indices[order]
+    new = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
+    place = jnp.where(ordered < count, jnp.cumsum(new) - 1, size).astype(jnp.int32)
+    values = jnp.zeros((size, *rows.shape[1:]), rows.dtype).at[place].add(rows.values[order], mode="drop")
+    return _make_unchecked(rows.shape, (jnp.full(size, count, jnp.int32).at[place].set(ordered, mode="drop"), values))
+
+
+@answers("to_dense")
+def to_dense(rows: RowSparse) -> jax.Array:
+    """The dense table, of shape `rows.shape`. Absent rows are zeros.
+
+    Example:
+        >>> to_dense(RowSparse(np.array([2, 2]), jnp.array([1.0, 2.0]), (3,))).tolist()
+        [0.0, 0.0, 3.0]
+    """
+    indices = _padding_last(rows.indices, rows.shape[0])
+    return jnp.zeros(rows.shape, rows.dtype).at[indices].add(rows.values, mode="drop")
+
+
+@answers("from_dense")
+def from_dense(array: jax.Array, row_ids: Any = None) -> RowSparse:
+    """Rows of a table: the given rows, or all nonzero rows.
+
+    Args:
+        array: the table, at least one axis.
+        row_ids: as for `take`. None takes all nonzero rows, which is impossible under `jit`.
+
+    Raises:
+        TypeError, ValueError: as for `take`, or `row_ids` is None under `jit`.
+
+    Example:
+        >>> from_dense(jnp.array([[0.0, 0.0], [1.0, 0.0], [0.0, 0.0]])).indices.tolist()
+        [1]
+    """
+    if row_ids is not None:
+        return take(array, row_ids)
+    check_plain(array, "sparse.from_dense: array")
+    array = jnp.asarray(array)
+    if not _is_known(array):
+        raise ValueError("from_dense: which rows are not zero is unknown under jit; give row_ids")
+    return take(array, np.flatnonzero(np.asarray((array != 0).any(tuple(range(1, array.ndim))))))
+
+
+@answers("take")
+def take(array: jax.Array, row_ids: Any, *, size: int | None = None) -> RowSparse:
+    """Rows of a table, sorted and unique.
+
+    Args:
+        array: the table, at least one axis.
+        row_ids: integers of any shape, in any order. They may repeat or be empty.
+        size: the number of rows of the result, including padding. Default: the number of distinct ids, or of all ids
+            under `jit`.
+
+    Raises:
+        TypeError: the ids are not integers.
+        ValueError: an id is negative or beyond the table, or `size` is too small. Under `jit` such an id becomes
+            padding.
+
+    Example:
+        >>> rows = take(jnp.arange(8.0).reshape(4, 2), [3, 0, 3, 1])
+        >>> rows.indices.tolist(), rows.values.tolist()
+        ([0, 1, 3], [[0.0, 1.0], [2.0, 3.0], [6.0, 7.0]])
+    """
+    check_plain(array, "sparse.take: array")
+    array = jnp.asarray(array)
+    count = _check_table(array.shape, "take")[0]
+    ids = _as_ids(row_ids, "take: row ids").reshape(-1)
+    _check_range(ids, count, "take: row", last=count - 1)
+    if _is_known(ids):
+        unique = np.unique(np.asarray(ids))
+        if size is not None and unique.size > size:
+            raise ValueError(f"take: size {size} is too small for {unique.size} different rows")
+        padding = 0 if size is None else size - unique.size
+        unique = np.concatenate([unique, np.full(padding, count, unique.dtype)])
+    else:
+        ids = _padding_last(jnp.asarray(ids, jnp.int32), count)
+        unique = jnp.unique(ids, size=ids.size if size is None else size, fill_value=count)
+    unique = jnp.asarray(unique, jnp.int32)
+    return _make_unchecked(array.shape, (unique, _gather(array, unique)))
+
+
+@answers("add")
+def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
+    """The sum of row-sparse values of one table, coalesced.
+
+    Args:
+        rows: a list of values of one table.
+        size: the number of rows of the result, as for `coalesce`.
+
+    Raises:
+        ValueError: the list is empty, tables differ in shape, or `size` is too small.
+
+    Example:
+        >>> one = RowSparse(np.array([0, 2]), jnp.array([1.0, 1.0]), (3,))
+        >>> total = add([one, RowSparse(np.array([2]), jnp.array([5.0]), (3,))])
+        >>> total.indices.tolist(), total.values.tolist()
+        ([0, 2], [1.0, 6.0])
+    """
+    shapes = sorted({one.shape for one in rows})
+    if len(shapes) != 1:
+        raise ValueError(f"add: expected row-sparse values of one shape, got shapes {shapes}")
+    indices = jnp.concatenate([one.indices for one in rows])
+    values = jnp.concatenate([unsplit(one.values) for one in rows])
+    return coalesce(_make_unchecked(shapes[0], (indices, values)), size=size)
+
+
+@answers("sparse.allreduce")
+def allreduce(rows: RowSparse, axis_name: Any, *, size: int | None = None) -> RowSparse:
+    """The sum over the devices of `pmap` or `shard_map`.
+
+    Each device sends its indices and values, and no dense table is built. The result is equal on all devices.
+    `shard_map` cannot infer that, so `out_specs=P()` needs `check_vma=False`.
+
+    Args:
+        rows: this device's m rows, with the same m on each device.
+        axis_name: the mapped axis, or a tuple of axes.
+        size: the number of rows of the result, including padding: an upper bound of the distinct rows on all devices.
+            Default: m times the number of devices.
+
+    Example:
+        >>> def total(index, value):
+        ...     return to_dense(allreduce(RowSparse(index, value, (3,)), "i"))
+        >>> jax.vmap(total, axis_name="i")(jnp.array([[2], [0]]), jnp.ones((2, 1)))[0].tolist()
+        [1.0, 0.0, 1.0]
+    """
+    indices = jax.lax.all_gather(rows.indices, axis_name, tiled=True)
+    values = jax.lax.all_gather(rows.values, axis_name, tiled=True)
+    return _coalesce(_make_unchecked(rows.shape, (indices, values)), indices.shape[0] if size is None else size)
+
+
+@answers("lazy_update")
+def lazy_update(
+    update: Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, Any]],
+    rows: RowSparse,
+    state: Any,
+    stored: jax.Array,
+    *,
+    coalesced: bool = False,
+) -> tuple[jax.Array, Any]:
+    """Apply an updater to the pushed rows only.
+
+    Other rows of value and state do not change: they get no momentum and no weight decay, as with MXNet's
+    `lazy_update`. Under `jit`, donate `stored` and `state`, in this order, so that XLA changes the table in place. (JAX
+    pairs donated buffers with results of the same shape in order.) Outside `jit` the table is copied once.
+
+    Args:
+        update: `update(pushed_rows, state_rows, stored_rows) -> (new_rows, new_state_rows)`, such as
+            `functools.partial(updater.update, key)`. It must treat all rows equally.
+        rows: the pushed rows. Rows with the same index are summed first.
+        state: the updater's state. Leaves with the shape of `stored` are passed row by row, other leaves (counts)
+            whole.
+        stored: the table.
+        coalesced: whether `rows` come from `coalesce`, `add` or `allreduce`, so that they are sorted already.
+
+    Returns:
+        The updated (stored, state), with the same shapes and dtypes.
+
+    Raises:
+        ValueError: `rows` belong to a table of another shape, or the update changes the shape or structure of its
+            arguments.
+
+    Example:
+        >>> rows = RowSparse(np.array([1]), jnp.array([5.0]), (3,))
+        >>> def sgd(pushed, state, stored):
+        ...     return stored - pushed, state
+        >>> lazy_update(sgd, rows, (), jnp.ones(3))[0].tolist()
+        [1.0, -4.0, 1.0]
+    """
+    if rows.shape != stored.shape:
+        raise ValueError(f"lazy_update: rows of a table of shape {rows.shape}, stored value of {stored.shape}")
+    rows = _with_values(rows, rows.values.astype(stored.dtype))
+    if not coalesced:
+        rows = _coalesce(rows, rows.indices.shape[0])
+    # All different: each row of padding gets an index of its own beyond the table.
+    count, m = rows.shape[0], rows.indices.shape[0]
+    indices = jnp.where(rows.indices < count, rows.indices, count + np.arange(m, dtype=np.int32))
+
+    def by_row(leaf: Any) -> bool:
+        return np.shape(leaf) == stored.shape
+
+    def gather(leaf: Any) -> Any:
+        return _gather(jnp.asarray(leaf), indices) if by_row(leaf) else leaf
+
+    def scatter(leaf: Any, new: Any) -> Any:
+        if by_row(leaf) and np.shape(new) != rows.values.shape:
+            raise ValueError(f"lazy_update: the update got rows of {rows.values.shape}, gave {np.shape(new)}")
+        return _scatter(jnp.asarray(leaf), indices, new.astype(leaf.dtype)) if by_row(leaf) else new
+
+    new = update(rows.values, jax.tree.map(gather, state), gather(stored))
+    # All reads come before all writes. A read after a scatter would cost a copy of the table.
+    new_rows, new_state = jax.lax.optimization_barrier(new)
+    return scatter(stored, new_rows), jax.tree.map(scatter, state, new_state)
+
+
+@answers("sparse.value_and_grad")
+def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
+    """`jax.value_and_grad` for params whose leaves may be `RowSparse`.
+
+    Args:
+        loss_fn: `loss_fn(params, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`. It looks up rows by
+            `params[...][ids]`.
+        has_aux: as in JAX.
+
+    Returns:
+        `fn(params, *args, **kwargs) -> (loss, grads)`. The gradient of a `RowSparse` is a `RowSparse` with the same
+        indices. It can be pushed to a store.
+
+    Example:
+        >>> rows = take(jnp.ones((1000, 2)), [7, 3])
+        >>> loss, grads = value_and_grad(lambda rows, ids: (rows[ids] ** 2).sum())(rows, jnp.array([7, 3, 7]))
+        >>> float(loss), grads.indices.tolist(), grads.values.tolist()
+        (6.0, [3, 7], [[2.0, 2.0], [4.0, 4.0]])
+    """
+
+    def is_rows(leaf: Any) -> bool:
+        return isinstance(leaf, RowSparse)
+
+    def merge(leaf: Any, values: Any) -> Any:
+        return _with_values(leaf, values) if is_rows(leaf) else values
+
+    def run(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        leaves, tree = jax.tree.flatten(params, is_leaf=is_rows)
+
+        def loss_of(values: list[Any]) -> Any:
+            return loss_fn(jax.tree.unflatten(tree, list(map(merge, leaves, values))), *args, **kwargs)
+
+        values = [leaf.values if is_rows(leaf) else leaf for leaf in leaves]
+        loss, grads = jax.value_and_grad(loss_of, has_aux=has_aux)(values)
+        return loss, jax.tree.unflatten(tree, list(map(merge, leaves, grads)))
+
+    return run
+
+
+# Rows and indices that several of these functions need.
+
+
+def _with_values(rows: RowSparse, values: Any) -> RowSparse:
     """The same rows with other values."""
-    return make_unchecked(rows.shape, (rows.indices, values))
+    return _make_unchecked(rows.shape, (rows.indices, values))
 
 
 def _own(array: Any) -> jax.Array:
@@ -127,36 +403,28 @@ def _own(array: Any) -> jax.Array:
     return array if isinstance(array, jax.Array) else jnp.array(array)
 
 
-def is_known(array: Any) -> bool:
+def _is_known(array: Any) -> bool:
     """Whether this process can read every value."""
     if isinstance(array, Tracer):
         return False
     return not isinstance(array, jax.Array) or array.is_fully_addressable
 
 
-def check_table(shape: Iterable[Any], what: str) -> tuple[int, ...]:
-    """The shape of a table as Python ints.
-
-    Raises:
-        ValueError: no first axis, or too many rows for int32 indices and padding.
-    """
+def _check_table(shape: Iterable[Any], what: str) -> tuple[int, ...]:
+    """The shape of a table as Python ints."""
     shape = tuple(map(operator.index, shape))
     if not shape or not 0 <= shape[0] < 2**30:
         raise ValueError(f"{what}: a table must have a first axis of fewer than 2**30 rows, got shape {shape}")
     return shape
 
 
-def as_ids(ids: Any, what: str) -> np.ndarray | jax.Array:
-    """`ids` as an array of integers of NumPy or JAX. Those of MXNet are whole floating numbers.
-
-    Raises:
-        TypeError: they are no integers, or floating and traced.
-    """
+def _as_ids(ids: Any, what: str) -> np.ndarray | jax.Array:
+    """`ids` as an array of integers of NumPy or JAX. Those of MXNet are whole floating numbers."""
     check_plain(ids, what)
     ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if ids.size == 0 and not isinstance(ids, jax.Array):
         ids = ids.astype(np.int32)
-    if jnp.issubdtype(ids.dtype, jnp.floating) and is_known(ids):
+    if jnp.issubdtype(ids.dtype, jnp.floating) and _is_known(ids):
         host = np.asarray(ids, np.float64)
         if not (wrong := host[~(host == np.rint(host)) | (abs(host) >= 2.0**62)]).size:
             return host.astype(np.int64)
@@ -166,9 +434,9 @@ def as_ids(ids: Any, what: str) -> np.ndarray | jax.Array:
     return ids
 
 
-def check_range(ids: Any, count: int, what: str, *, last: int) -> None:
+def _check_range(ids: Any, count: int, what: str, *, last: int) -> None:
     """`ValueError` for an id that is negative or above `last`. Nothing is checked under `jit`."""
-    if not is_known(ids):
+    if not _is_known(ids):
         return
     host = np.asarray(ids)
     wrong = host[(host < 0) | (host > last)]
@@ -176,43 +444,18 @@ def check_range(ids: Any, count: int, what: str, *, last: int) -> None:
         raise ValueError(f"{what} {wrong[0]} is not in the table, whose rows are 0 to {count - 1}")
 
 
-def check_sorted(rows: RowSparse) -> None:
-    """`ValueError` for indices that are not sorted and unique. Nothing is checked under `jit`."""
-    if is_known(rows.indices):
-        held = np.asarray(rows.indices)
-        if (held[1:] <= held[:-1])[held[1:] < rows.shape[0]].any():
-            raise ValueError("RowSparse: rows are looked up in sorted indices, each once; call coalesce first")
-
-
-def distinct_rows(rows: RowSparse) -> np.ndarray:
-    """The sorted, unique indices, without padding."""
-    held = np.asarray(rows.indices)
-    return np.unique(held[(held >= 0) & (held < rows.shape[0])])
-
-
-def padding_last(indices: jax.Array, count: int) -> jax.Array:
+def _padding_last(indices: jax.Array, count: int) -> jax.Array:
     """The indices with `count` for those out of range. JAX would count a negative one from the end."""
     return jnp.where((indices < 0) | (indices > count), count, indices)
 
 
-def check_row_sparse(rows: Any, where: str) -> RowSparse:
-    """`rows`. `TypeError` for what is no `RowSparse`."""
-    if not isinstance(rows, RowSparse):
-        given = f"{type(rows).__name__}; sparse.from_dense makes one of a table"
-        raise TypeError(f"{where}: expected a RowSparse(indices, values, shape), got a {given}")
-    return rows
+def _gather(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """Rows of a table, zeros beyond it. They are whole, also where the table is split over a user's mesh."""
+    whole = PartitionSpec() if is_split(table) else None
+    return table.at[indices].get(mode="fill", fill_value=0, out_sharding=whole)
 
 
-def unique_indices(rows: RowSparse) -> jax.Array:
-    """Indices that are all different: each row of padding gets one of its own beyond the table."""
-    count, m = rows.shape[0], rows.indices.shape[0]
-    return jnp.where(rows.indices < count, rows.indices, count + np.arange(m, dtype=np.int32))
-
-
-def pad_indices(unique: np.ndarray, size: int | None, count: int) -> np.ndarray:
-    """The indices, padded to `size` of them."""
-    if size is None:
-        return unique
-    if unique.size > size:
-        raise ValueError(f"take: size {size} is too small for {unique.size} different rows")
-    return np.concatenate([unique, np.full(size - unique.size, count, unique.dtype)])
+def _scatter(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """The table with other rows, split over a user's mesh as it was. The indices are all different."""
+    split = jax.typeof(table).sharding.spec if is_split(table) else None
+    return table.at[indices].set(rows, mode="drop", unique_indices=True, out_sharding=split)

@@ -1,18 +1,15 @@
-"""Updaters: what a push does to the stored value, as pure functions.
+"""Updaters: pure functions that apply a push to the stored value.
 
-An `Updater` is a pair of pure functions, in the manner of optax. `init` makes the state of a key. `update` takes the
-sum of what was pushed, that state and the stored value, and returns the new value and the new state.
+An `Updater` is a pair of pure functions, as in optax. `init` makes the state of a key. `update` takes the sum of the
+pushed values, the state and the stored value, and returns the new value and the new state.
 
-Updaters that are made of the same parts are equal. So a store that has one is a stable static argument: the same `tx`
-object is one compiled program. The optimizers of MXNet, `mxnet_sgd` and others, are of the room `jp.mxnet`.
+Updaters made of the same parts are equal, so a store with the same `tx` object compiles once. The optimizers of MXNet,
+such as `mxnet_sgd`, are in `jp.mxnet`.
 
-    _base          `assign`, `accumulate`, functions and optax transforms as updaters
-    _learning_rate the rate in an optimizer's state, read and changed from outside
-    _tree          an optax transform that sees all params at once
-    _evaluated     averages of params in an optimizer's state, for evaluation
-    _shares        refuses an updater that is not elementwise, where values are split over devices
-    _rule          what an update computes, as a digest for checkpoints
-    _elementwise   whether a program is elementwise, read from its jaxpr
+    _base         `assign`, `accumulate`, and updaters from functions or optax transforms
+    _optimizer    an optax transform of all params; averaged params; the learning rate in the state
+    _elementwise  refuses an updater that is not elementwise if values are split over devices
+    _rule         a digest of the update's computation, for checkpoints
 """
 
 # pyright: reportUnusedImport=false
@@ -38,12 +35,21 @@ from ._base import (
     program_of as _program_of,
     stateless as stateless,
 )
-from ._evaluated import average_params as average_params, has_average as _has_average
-from ._learning_rate import learning_rates as learning_rates, set_learning_rate as set_learning_rate
-from ._rule import is_other_rule as _is_other_rule, rule_of_each as _rule_of_each
-from ._shares import (
+from ._elementwise import (
     check_elementwise as _check_elementwise,
     check_elementwise_forms as _check_elementwise_forms,
     check_elementwise_tree as _check_elementwise_tree,
 )
-from ._tree import TreeOptimizer as _TreeOptimizer, UnknownOwners as _UnknownOwners
+from ._optimizer import (
+    TreeOptimizer as _TreeOptimizer,
+    UnknownOwners as _UnknownOwners,
+    average_params as average_params,
+    has_average as _has_average,
+    learning_rates as learning_rates,
+    set_learning_rate as set_learning_rate,
+)
+from ._rule import (
+    has_other_numbers as _has_other_numbers,
+    is_other_rule as _is_other_rule,
+    rule_of_each as _rule_of_each,
+)

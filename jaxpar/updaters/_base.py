@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core import checks
-from .._core.arguments import check_takes
-from .._core.calls import answers
+from .._core.calls import answers, check_takes
 from .._core.recent import Recent
 from .._core.updater import State, UpdateFn, Updater
 
@@ -48,10 +47,10 @@ class _Stateless:
 
 @answers("updaters.stateless")
 def stateless(fn: UpdateFn) -> Updater:
-    """An updater without state, out of a pure function.
+    """Make an updater without state from a pure function.
 
-    An `Updater` is compiled into the push. The bare function, given to `kv.set_updater`, runs in Python on every push
-    instead, so that a `print` in it prints.
+    An `Updater` is compiled into the push. A bare function, given to `kv.set_updater`, runs in Python at every push
+    instead, so that it may print.
 
     Args:
         fn: `fn(key, pushed, stored) -> new_stored`, arrays of the stored shape and dtype.
@@ -65,9 +64,6 @@ def stateless(fn: UpdateFn) -> Updater:
         >>> updater.update(3, jnp.ones(2), (), jnp.ones(2))[0].tolist()
         [3.0, 3.0]
     """
-    if not callable(fn):
-        hint = "; updaters.from_optax takes an optax transform" if hasattr(fn, "update") else ""
-        raise TypeError(f"updaters.stateless: expected a function, got {checks.describe(fn)}{hint}")
     _check_takes(fn, _PLAIN, "updaters.stateless: the function")
     return Updater(_no_state, _Stateless(fn))
 
@@ -95,16 +91,16 @@ class _OptaxUpdate:
 
 @answers("updaters.from_optax")
 def from_optax(tx: optax.GradientTransformation) -> Updater:
-    """An updater for which what is pushed is the gradient of the stored value.
+    """Make an updater from an optax transform. Then push gradients.
 
-    Each key has its own optax state. A transform that couples keys (`optax.clip_by_global_norm`) sees one key at a
-    time here. `kv.set_optimizer` refuses it. Give it to the training step as `grad_transform`.
+    Each key has its own optax state. A transform that couples keys, such as `optax.clip_by_global_norm`, would see one
+    key at a time, so `kv.set_optimizer` refuses it. Give such a transform to the training step as `grad_transform`.
 
     Args:
-        tx: the transform. The same object makes an equal updater, another `optax.sgd(0.1)` does not.
+        tx: the transform. Updaters of the same object are equal. Updaters of two calls `optax.sgd(0.1)` are not.
 
     Returns:
-        An `Updater`. The state of a key is that of `tx` for its value.
+        An `Updater`. The state of a key is the state of `tx` for its value.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -117,16 +113,9 @@ def from_optax(tx: optax.GradientTransformation) -> Updater:
     return Updater(_OptaxInit(tx), _OptaxUpdate(tx))
 
 
-def couples_keys(tx: optax.GradientTransformation) -> bool:
-    """Whether the update of one value depends on the gradient of another, as with clipping by a global norm.
-
-    `tx` is run on two vectors. The gradient of the second is ordinary, huge or NaN, and the update of the first must
-    not change by a bit. A transform that cannot take two plain vectors is not judged (False).
-    """
-    return _couples_keys(tx)
-
-
 def _is_coupling(tx: optax.GradientTransformation) -> bool:
+    """Run `tx` on two vectors. The gradient of the second is ordinary, huge or NaN, and the update of the first must
+    not change by a bit."""
     others = jnp.stack([jnp.ones(4), jnp.full(4, 1e30), jnp.full(4, jnp.nan)])
 
     def first_update(other: jax.Array) -> jax.Array:
@@ -141,13 +130,15 @@ def _is_coupling(tx: optax.GradientTransformation) -> bool:
         return False
 
 
-_couples_keys = Recent(_is_coupling)  # the program is released, the answer stays for the same `tx`
+# `couples_keys(tx)`: whether the update of one value depends on the gradient of another, as with clipping by a global
+# norm. A transform that cannot take two plain vectors is not judged (False). Its program is released, the answer stays.
+couples_keys = Recent(_is_coupling)
 
 
 _PLAIN = ("key", "pushed", "stored")
 _WITH_STATE = ("key", "pushed", "state", "stored")
 _HINTS: dict[tuple[str, ...], str] = {
-    _PLAIN: "one with a state is jp.updaters.Updater(init, update)",
+    _PLAIN: "one with a state is jp.updaters.Updater(init, update), and kv.set_optimizer takes an optax transform",
     _WITH_STATE: "one without a state is jp.updaters.stateless(fn)",
 }
 
@@ -157,12 +148,6 @@ def check_updater(updater: Any, where: str) -> None:
 
     A function that Python cannot inspect is taken.
     """
-    if not callable(updater) and not isinstance(updater, Updater):
-        hint = "; kv.set_optimizer takes an optax transform" if hasattr(updater, "update") else ""
-        raise TypeError(
-            f"{where}: expected updater(key, pushed, stored) -> new_stored or a jp.updaters.Updater, "
-            f"got {checks.describe(updater)}{hint}"
-        )
     if isinstance(updater, Updater):
         _check_takes(updater.init, ("key", "value"), f"{where}: Updater.init")
         _check_takes(updater.update, _WITH_STATE, f"{where}: Updater.update")
@@ -173,9 +158,8 @@ def check_updater(updater: Any, where: str) -> None:
 def _check_takes(fn: Any, names: tuple[str, ...], what: str) -> None:
     shown = getattr(fn, "__name__", type(fn).__name__)
     if _first_argument(fn) == "learning_rate":
-        raise TypeError(
-            f"{what} is called with ({', '.join(names)}), but {shown} makes one; call it first, {shown}(0.1)"
-        )
+        called = f"{what} is called with ({', '.join(names)})"
+        raise TypeError(f"{called}, but {shown} makes one; call it first, {shown}(0.1)")
     check_takes(fn, names, what, f"; {_HINTS[names]}" if names in _HINTS else "")
 
 
@@ -196,12 +180,7 @@ def program_of(updater: Updater, key: int) -> Any:
 
 
 def is_lazy(updater: Any, state: State) -> bool:
-    """Whether a push of rows updates these rows only. `update.is_lazy` says otherwise for some updaters.
-
-    Args:
-        updater: what a push does.
-        state: of the key.
-    """
+    """Whether a push of rows updates these rows only. Where `update.is_lazy(state)` is there, it decides."""
     asked = getattr(getattr(updater, "update", None), "is_lazy", None)
     return asked is None or bool(asked(state))
 

@@ -1,41 +1,47 @@
-"""Any JAX function as a picture, a table and plain data.
+"""Any JAX function as a picture, a table, or plain data.
 
     plot_network(fn, *args)     a `graphviz.Digraph` that a notebook shows as a page and `save` writes
     print_summary(fn, *args)    the table of layers
     trace(fn, *args)            the `Graph` of `Node`s and `Edge`s
     diff((f, args), (g, args))  two networks as one picture, with what changed in colour
-    plot_step(step, *args)      what a training step does on its devices, from its compiled program
-    trace_step(step, *args)     the `StepGraph` of the same
+    plot_step(step, *args)      a picture of a training step on its devices, from its compiled program
+    trace_step(step, *args)     the `StepGraph` of that picture
 
-A function goes one way:
+A function passes through these modules:
 
-    _trace      its jaxpr, and the passes below in their order
-    _read       nested jaxprs as one flat list of equations
-    _fold       equations as layers: known calls, patterns, small helpers, gradients
-    _patterns   what each pattern folds: norms, attention, losses, ...
-    _layout     layers as nodes and edges with names, repeats and deep scopes collapsed
+    _trace      makes the jaxpr, and runs the passes below in order
+    _failure    the traced part of a function that raises
+    _read       flattens nested jaxprs into one list of equations
+    _fold       folds equations into layers: known calls, patterns, small helpers, gradients
+    _patterns   the patterns: functions that compute a layer, and rules for norms, attention, losses, ...
+    _layout     makes nodes and edges with names, and collapses repeats and deep scopes
     _graph      the `Graph`
     _draw       dot text, the picture, the table
-    _diff       two graphs matched and drawn as one
+    _diff       matches two graphs and draws them as one
     _page       the interactive page
     _program    a compiled program: instructions, collectives, live bytes
     _step       a training step, from its trace and its compiled program
 
-`CALLS` and `RULES` are what is folded into one layer. `rules=[Call("my_attention", "Attention")]` folds a function of
-your own. A `Rule` matches a pattern of cells and returns a `Fold`.
+`CALLS` and `RULES` list the functions and patterns that are folded into one layer. `rules=[Call("my_attention",
+"Attention")]` folds your own function, and `rules=[Pattern("SwiGLU", lambda x, y: jax.nn.silu(x) * y)]` folds all
+operations that compute this function. A `Rule` matches a pattern of cells and returns a `Fold`. A later release removes
+`Rule` and `Fold`.
 """
 
-from ._diff.changes import Change as Change
+# pyright: reportUnusedImport=false
+# Names for other rooms have an underscore, so that Tab shows the API only.
+from ._diff.changes import Change as Change, Diff as Diff
 from ._diff.compare import diff as diff
-from ._diff.result import Diff as Diff
 from ._draw.render import RenderError as RenderError
-from ._fold.known import CALLS as CALLS, Call as Call
-from ._fold.patterns import Fold as Fold, Rule as Rule
-from ._fold.table import RULES as RULES
-from ._graph import Edge as Edge, Graph as Graph, Node as Node
-from ._lazy import *  # noqa: F403  `Plot`, which loads graphviz
-from ._plot import plot_network as plot_network
-from ._sizes import Sizes as Sizes
+from ._fold.calls import CALLS as CALLS, Call as Call
+from ._fold.templates import Fold as Fold, Pattern as Pattern, Rule as Rule
+from ._graph import Edge as Edge, Graph as Graph, Node as Node, Sizes as Sizes
+from ._lazy import *  # `Plot`, which loads graphviz
+from ._patterns.known import RULES as RULES
+from ._program.flow import cycles_of as _cycles_of
+from ._program.hlo import parse as _parse_program
+from ._program.sends import sends_of as _sends_of
+from ._read.costs import body_cost as _body_cost
 from ._step.graph import (
     Collective as Collective,
     StepArgument as StepArgument,
@@ -45,7 +51,11 @@ from ._step.graph import (
     StepMemory as StepMemory,
     StepPart as StepPart,
 )
-from ._step.plot import plot_step as plot_step
-from ._step.step import trace_step as trace_step
+from ._step.step import (
+    plot_drawn as _plot_drawn,
+    plot_step as plot_step,
+    read_step as _read_step,
+    trace_step as trace_step,
+)
 from ._summary import print_summary as print_summary
-from ._trace import trace as trace
+from ._trace import plot_network as plot_network, trace as trace

@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from ._sizes import Sizes
+from .._core.text import plural
 
-_Part = TypeVar("_Part")
 BACKWARD = " (backward)"
-_COPIES = re.compile(r"(((?<=\w)[._ ]|(?<=[^\W\d]))\d+([–-]\d+)?)?( ×\d+)?( \(\d+\))?$")
-_LONGEST = 3  # kinds that are all named
-_REGIONS = ("scan ×", "while", "cond", "branch ", "pmap ", "shard_map ", "remat", "custom_")
+FAILS_AT = "fails at "  # before the place of a line that raises
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The memory of a function's arrays, in bytes.
+
+    Attributes:
+        params: bytes of the used parameters, each counted once.
+        inputs: bytes of the other arguments, except the optimizer state.
+        optimizer: bytes of the arguments that only an optimizer reads. 0 without a gradient.
+        forward, backward: bytes of the first output of each layer and of each gradient. A scan counts each iteration.
+        trained: the names of the trained parameters. In a function without a gradient, all parameters count as trained.
+            In a function with gradients, a parameter counts as trained if its gradient or its new value depends on the
+            backward pass, also if that gradient is multiplied by zero.
+        unused: elements of parameters and optimizer state that the function does not read.
+        state: bytes of arrays that no optimizer trains, such as running means.
+    """
+
+    params: int = 0
+    inputs: int = 0
+    optimizer: int = 0
+    forward: int = 0
+    backward: int = 0
+    trained: frozenset[str] = frozenset()
+    unused: int = 0
+    state: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all bytes."""
+        return self.params + self.state + self.inputs + self.optimizer + self.forward + self.backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,25 +46,26 @@ class Node:
     """One layer of a network, or one of its inputs.
 
     Attributes:
-        name: unique in its graph. The name of the parameters or module where there is one ("conv1"), else the kind
-            and a number ("pooling0").
-        op: the kind of layer: "Convolution", "FullyConnected", "Activation", ..., "input", "weight", or the name of
-            the JAX function or primitive that nothing folds. The gradient of a layer ends in " (backward)".
-        detail: what a label adds to the kind ("3x3/1, 20", "relu", "avg, 2x2/2x2"). May be empty.
-        shape, dtype: of the first output. Inside pmap and shard_map those of one device. An input of several arrays has
-            no shape, and a dtype where they share one.
-        params: elements of the parameters that it is the first to use. A weight shared by two layers counts once.
-            Arrays that no optimizer trains are in `state`.
+        name: unique in the graph. The name of the parameters or module ("conv1"), or else the kind and a number
+            ("pooling0").
+        op: the kind of layer: "Convolution", "FullyConnected", "Activation", ..., "input", "weight", or the name of an
+            unfolded JAX function or primitive. The gradient of a layer ends in " (backward)".
+        detail: the rest of the label ("3x3/1, 20", "relu", "avg, 2x2/2x2"). For a parameter, its path
+            ("conv1/weight"). May be empty.
+        shape, dtype: shape and dtype of the first output, on one device inside pmap and shard_map. An input of several
+            arrays has no shape, and a dtype only if the arrays share it.
+        params: elements of its parameters. A weight shared by two layers counts in the first one. Arrays that no
+            optimizer trains count in `state`.
         flops: floating-point operations as XLA counts them, without exp, tanh and the like.
-        bytes: of the distinct arrays that it reads and writes.
-        scope: the modules, named scopes, jitted functions and loops around it, from the outside in.
-        source: "file.py:12 in function", where the user's code makes it.
+        bytes: bytes of the distinct arrays that it reads and writes.
+        scope: the enclosing modules, named scopes, jitted functions and loops, outermost first.
+        source: "file.py:12 in function", the line of the user's code.
         weights: the names of the parameters that it uses.
-        repeat: the number of copies that are drawn as one. Params, flops and bytes are those of all copies.
-        equations: the number of equations of the jaxpr that were folded into each copy.
-        outputs: the names of the function's results among its outputs.
-        leaves: of an input with several arrays, "name: dtype[shape]" of each.
-        state: elements of the arrays that it is the first to use and that no optimizer trains: running means.
+        repeat: the number of copies that are drawn as one. Params, flops and bytes count all copies.
+        equations: the number of folded jaxpr equations in each copy.
+        outputs: the names of its outputs that are results of the function.
+        leaves: "name: dtype[shape]" for each array of an input with several arrays.
+        state: elements of its arrays that no optimizer trains, such as running means. A shared array counts once.
     """
 
     name: str
@@ -77,10 +102,10 @@ class Edge:
 
     Attributes:
         source, target: the names of the nodes.
-        shape, dtype: of the array that its source is known by, else of the largest.
-        label: the array's name in its argument ("image"), where the source is an input of several arrays.
-        arrays: how many flow here.
-        carry: whether it goes back, from one pass of a loop to the next. All other edges go to later nodes.
+        shape, dtype: shape and dtype of the source's first output, or else of the largest array.
+        label: the array's name in its argument ("image"), if the source is an input of several arrays.
+        arrays: the number of arrays.
+        carry: whether the edge goes back, from one iteration of a loop to the next. All other edges go to later nodes.
     """
 
     source: str
@@ -97,16 +122,16 @@ class Graph:
     """A function as a graph.
 
     Attributes:
-        nodes: the inputs and the layers, in the order in which they can be computed.
+        nodes: inputs and layers, in an order in which they can be computed.
         edges: the arrays between them.
-        weights, weight_edges: the parameters as nodes, and the layers that read them.
-        total_params: elements of the parameters used, each counted once.
+        weights, weight_edges: the parameters as nodes, and their edges to layers.
+        total_params: elements of the used parameters, each counted once.
         equations: the number of equations of the jaxpr, nested ones included.
         scopes: each repeated scope, and the number of its copies.
-        sizes: the bytes of its arrays, and which parameters are trained.
-        uncounted: the primitives for which there is no formula. Their FLOPs are missing.
+        sizes: the bytes of its arrays, and the names of trained parameters.
+        uncounted: the primitives whose FLOPs are unknown and missing in the sums.
         total_state: elements of the arrays that no optimizer trains, each counted once.
-        total_constants: elements of the captured arrays that are no parameters, each counted once, without scalars.
+        total_constants: elements of captured arrays other than parameters and scalars, each counted once.
     """
 
     nodes: tuple[Node, ...]
@@ -148,10 +173,14 @@ class Graph:
         raise KeyError(f"no node named {name!r}; the nodes are {[node.name for node in self.nodes]}")
 
     def __repr__(self) -> str:
-        return (
-            f"Graph({len(self.inputs)} inputs, {len(self.layers)} layers, {len(self.edges)} edges, "
-            f"{self.total_params:,} parameters, {self.equations:,} equations)"
-        )
+        counts = {
+            "input": len(self.inputs),
+            "layer": len(self.layers),
+            "edge": len(self.edges),
+            "parameter": self.total_params,
+            "equation": self.equations,
+        }
+        return f"Graph({', '.join(plural(count, noun) for noun, count in counts.items())})"
 
 
 def human(number: float, unit: str) -> str:
@@ -165,69 +194,3 @@ def human(number: float, unit: str) -> str:
             return f"{number:.3g} {prefix}{unit}"
         number /= 1000
     return f"{number:,.0f} P{unit}"
-
-
-def common_prefix(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """The scopes that all of these paths begin with."""
-    paths = list(paths)
-    found: list[str] = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        found.append(parts[0])
-    return tuple(found)
-
-
-def main_prefix(paths: Iterable[tuple[tuple[_Part, ...], int]]) -> tuple[_Part, ...]:
-    """What the paths begin with that have more than half of the weight.
-
-    >>> main_prefix([(("net", "attn"), 90), (("net", "attn", "mask"), 5), (("net",), 5)]), main_prefix([((), 1)])
-    (('net', 'attn'), ())
-    """
-    paths = list(paths)
-    total, found = sum(weight for _, weight in paths), list[_Part]()
-    while True:
-        weights = Counter[_Part]()
-        for path, weight in paths:
-            if len(path) > len(found):
-                weights[path[len(found)]] += weight
-        if not weights or 2 * max(weights.values()) <= total:
-            return tuple(found)
-        found.append(max(weights, key=weights.__getitem__))
-        paths = [(path, weight) for path, weight in paths if path[: len(found)] == tuple(found)]
-
-
-def is_region(scope: str) -> bool:
-    """Whether a scope is a loop, branch, custom gradient or device map."""
-    return scope.startswith(_REGIONS)
-
-
-def name_kinds(layers: Iterable[tuple[str, int]]) -> str:
-    """What is in a part of a network, given as kinds and FLOPs. The kind with most FLOPs comes first.
-
-    >>> name_kinds([("Activation", 1), ("Dense", 9), ("Dense", 9)]), name_kinds([("a", 1), ("b", 2), ("c", 3)])
-    ('2 Dense, Activation', 'c + 2')
-    """
-    count, cost = Counter[str](), Counter[str]()
-    for kind, flops in layers:
-        count[kind] += 1
-        cost[kind] += flops
-    kinds = sorted(count, key=lambda kind: -cost[kind])
-    if len(kinds) < _LONGEST:
-        return ", ".join(_counted(kind, count[kind]) for kind in kinds)
-    return f"{_counted(kinds[0], count[kinds[0]])} + {count.total() - count[kinds[0]]}"
-
-
-def _counted(kind: str, number: int) -> str:
-    return kind if number == 1 else f"{number} {kind}"
-
-
-def scope_stem(scope: str) -> str:
-    """A scope without its number and copies. A number that counts what is in it stays.
-
-    >>> scope_stem("layers ×32"), scope_stem("layers.7"), scope_stem("block_1–5 ×5"), scope_stem("enc (2)")
-    ('layers', 'layers', 'block', 'enc')
-    >>> scope_stem("3 Convolution + 7 ×2")
-    '3 Convolution + 7'
-    """
-    return _COPIES.sub("", scope)

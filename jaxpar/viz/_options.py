@@ -12,19 +12,13 @@ import numpy as np
 from .._core import checks
 from ._draw.style import DIRECTIONS, THEMES
 from ._fold.calls import Call
-from ._fold.patterns import Rule
+from ._fold.templates import Pattern, Rule
 
 
 def check_trace(
     fn: Any, count: int, params_argnums: Any, depth: Any, max_nodes: Any, repeats: Any, rules: Any, what: str = "viz"
 ) -> None:
-    """Check the options of `trace`.
-
-    Args:
-        fn: what is to be a function.
-        count: the number of positional arguments.
-        params_argnums, depth, max_nodes, repeats, rules: as for `trace`.
-        what: the start of each message.
+    """Check the options of `trace`, and that `fn` is a function. `count` is the number of positional arguments.
 
     Raises:
         TypeError: an option of a wrong type.
@@ -113,16 +107,21 @@ def true_or_false(value: Any, what: str, name: str) -> None:
 
 
 def check_rules(rules: Any, what: str) -> None:
-    """`TypeError` for anything but a sequence of `Call`s and `Rule`s."""
-    expected = f'{what}: rules must be a list of viz.Call and viz.Rule such as [viz.Call("attend", "Attention")], got '
-    if isinstance(rules, (str, Call, Rule)) or not isinstance(rules, Sequence):
+    """`TypeError` for anything but a sequence of `Call`s, `Pattern`s and `Rule`s."""
+    kinds = (Call, Pattern, Rule)
+    example = '[viz.Call("attend", "Attention")]'
+    expected = f"{what}: rules must be a list of viz.Call, viz.Pattern and viz.Rule such as {example}, got "
+    if isinstance(rules, (str, *kinds)) or not isinstance(rules, Sequence):
         raise TypeError(expected + checks.describe(rules))
     for rule in rules:
-        if not isinstance(rule, (Call, Rule)):
+        if not isinstance(rule, kinds):
             raise TypeError(f"{expected}{checks.describe(rule)} in it")
         if isinstance(rule, Call) and not (isinstance(rule.function, str) and isinstance(rule.op, str)):
             wrong = rule.op if isinstance(rule.function, str) else rule.function
             raise TypeError(f"{what}: the function and op of a viz.Call must be strings, got {checks.describe(wrong)}")
+        if isinstance(rule, Pattern) and not (isinstance(rule.op, str) and callable(rule.fn)):
+            got = f"{checks.describe(rule.op)} and {checks.describe(rule.fn)}"
+            raise TypeError(f"{what}: a viz.Pattern has a string op and a function that computes it, got {got}")
         if isinstance(rule, Rule) and not callable(rule.match):
             got = checks.describe(rule.match)
             raise TypeError(f"{what}: the match of viz.Rule {rule.name!r} must be a function of cells, got {got}")

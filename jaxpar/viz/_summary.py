@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import IO, Any
 
 from .._core import checks
 from .._core.calls import answers
 from .._core.text import in_notebook
-from ._draw.sheet import to_html
-from ._draw.table import to_text
-from ._draw.tree import frozen_names
-from ._fold.known import Call
-from ._fold.patterns import Rule
+from ._draw.table import frozen_names, to_html, to_text
+from ._fold.calls import Call
+from ._fold.templates import Pattern, Rule
 from ._graph import Graph
 from ._trace import trace
 
@@ -29,29 +28,29 @@ def print_summary(
     params_argnums: int | Sequence[int] | None = 0,
     depth: int | None = None,
     repeats: bool = True,
-    rules: Sequence[Rule | Call] = (),
+    rules: Sequence[Call | Pattern | Rule] = (),
     frozen: str | Sequence[str] = (),
     width: int = 120,
     **kwargs: Any,
 ) -> None:
     """Print the table of a function's layers.
 
-    Modules are rows above what is in them, with the sums of their parameters and FLOPs. A row has the output shape with
-    the batch axis, the parameters, the FLOPs, and the layers that it reads. Parameters in brackets are not trained.
-    Below are the totals, and the memory in megabytes, as torchinfo has them. In a notebook, without a `file`, the table
-    is HTML. MXNet has the same in `mxnet.visualization.print_summary`.
+    A module is a row above its layers, with the sums of their parameters and FLOPs. A row has the output shape with the
+    batch axis, the parameters, the FLOPs, and the layers that it reads. Parameters in brackets are not trained. Below
+    are the totals, and the memory in megabytes, as in torchinfo. In a notebook, without a `file`, the table is HTML.
+    MXNet's counterpart is `mxnet.visualization.print_summary`.
 
     Args:
         fn, args, kwargs, params_argnums, repeats, rules: as for `trace`.
-        file: where to write. None for standard output.
-        depth: how many levels of modules are open. None for all.
-        frozen: which parameters are not trained: "conv1", "*/bias", or a list of such patterns. Those that the gradient
-            in `fn` leaves out are not trained either.
-        width: of the longest line.
+        file: the file to write to. None: standard output.
+        depth: the number of open levels of modules. None: all.
+        frozen: a pattern, or a list of patterns, of parameters that are not trained: "conv1", "*/bias". Parameters
+            without a gradient in `fn` are not trained either.
+        width: the width of the longest line.
 
     Raises:
-        TypeError: `fn` is not callable, or takes no argument of a name in `kwargs`. An option has a wrong type.
-        ValueError: a pattern of `frozen` matches no parameter. A number is out of range.
+        TypeError: `fn` is not callable, or does not take a keyword of `kwargs`; an option has the wrong type.
+        ValueError: a pattern of `frozen` matches no parameter, or a number is out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -74,7 +73,7 @@ def print_summary(
         Estimated total size (MB): 0.00
         -------------------------------------------------------------------------------------
     """
-    if file is not None and not hasattr(file, "write"):
+    if file is not None and (isinstance(file, ModuleType) or not hasattr(file, "write")):  # `os` has a `write` too
         raise TypeError(f"print_summary: file must be an open file, open(path, 'w'), got {checks.describe(file)}")
     checks.whole_number(width, "print_summary", "width", least=80)
     if depth is not None:

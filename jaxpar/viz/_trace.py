@@ -1,41 +1,40 @@
-"""`trace`: from a function to its `Graph`, in passes."""
+"""`trace` and `plot_network`: from a function to its `Graph` in passes, and to its picture."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
-from .._core.arguments import did_you_mean
 from .._core.calls import answers
+from .._core.text import did_you_mean
+from ..viz import _failure as failure
+from ._draw.style import Options
 from ._fold.backward import attach_residuals, attach_views, fold_backward
-from ._fold.calls import fold_calls
-from ._fold.cells import Cells
-from ._fold.cycles import break_cycles
+from ._fold.calls import CALLS, Call, fold_calls, fold_optimizers
+from ._fold.cells import Cells, break_cycles
 from ._fold.helpers import fold_helpers, fold_siblings, fold_statements
-from ._fold.known import CALLS, Call
-from ._fold.optimizers import fold_optimizers
-from ._fold.patterns import Rule, fold_patterns
-from ._fold.table import RULES
+from ._fold.templates import Pattern, Rule
 from ._graph import Graph
-from ._layout.arguments import join_arguments
-from ._layout.build import build
+from ._layout.build import build, demote_constants, join_arguments, mark_state, sizes_of
 from ._layout.collapse import collapse_scopes, limit_nodes
 from ._layout.graph import to_graph
-from ._layout.kinds import demote_constants, mark_state
 from ._layout.net import Net
-from ._layout.regions import add_regions
+from ._layout.parts import add_parts
 from ._layout.repeats import collapse_repeats
-from ._layout.sizes import sizes_of
-from ._options import argnums, check_dtype, check_trace
+from ._options import argnums, check_dtype, check_picture, check_trace
+from ._patterns.known import RULES, fold_patterns
 from ._read import jaxpr
 from ._read.bind import bind
-from ._read.libraries import called_method
-from ._read.raw import Raw
-from ._read.views import mark_constants
+from ._read.paths import called_method
+from ._read.raw import Raw, mark_constants
+
+if TYPE_CHECKING:
+    from ._draw.picture import Plot
+
 
 _OPTIONS = (
     "params_argnums depth max_nodes repeats rules title hide_weights node_attrs heat theme legend direction".split()
@@ -50,37 +49,37 @@ def trace(
     depth: int | None = None,
     max_nodes: int | None = 200,
     repeats: bool = True,
-    rules: Sequence[Rule | Call] = (),
+    rules: Sequence[Call | Pattern | Rule] = (),
     **kwargs: Any,
 ) -> Graph:
-    """The layers of a function, read from its jaxpr. Nothing is run and no memory is taken.
+    """Read the layers of a function from its jaxpr, without running it.
 
-    Equations are folded into layers. First by the function that made them (`jax.nn.softmax`, a module's `LayerNorm`).
-    Then by patterns (a convolution and its bias). What is left, by the user's own small functions and lines. A layer's
-    gradient becomes one backward node. A repeated block is kept once, with its count.
+    Equations are folded into layers in this order: by known functions (`jax.nn.softmax`, a module's `LayerNorm`), by
+    patterns (a convolution and its bias), and the rest by the user's own small functions and lines. The gradient of a
+    layer becomes one backward node. A repeated block is kept once, with its count.
 
     Args:
-        fn: any function that JAX can trace: jitted, mapped over devices, the gradient of another. Or a module of Flax
-            NNX, Equinox or Keras, whose arrays are the parameters.
-        args, kwargs: arrays or `jax.ShapeDtypeStruct`s, in any pytree, or NNX and Equinox modules. What is no array
-            (a string, flag, function or number) is a part of the function.
-        params_argnums: which positional arguments hold the parameters: an int, or several. Negative ones count from
-            the end. None for none of them. A bare array that is the only argument is data. Where no argument holds
-            parameters, captured arrays that a layer reads as its weights do.
-        depth: how many nested modules and scopes to keep open. None for all. Scopes around the whole function do not
-            count, so 0 closes all others.
-        max_nodes: how many layers to draw at most. The deepest scopes close first. None for no limit.
-        repeats: whether repeated blocks are kept once.
-        rules: `Call`s and `Rule`s to try before those in `CALLS` and `RULES`.
+        fn: any function that JAX can trace, also jitted, mapped over devices, or a gradient; or a module of Flax NNX,
+            Equinox or Keras, whose arrays are the parameters.
+        args, kwargs: arrays or `jax.ShapeDtypeStruct`s, in any pytree, or NNX and Equinox modules. Other values
+            (strings, flags, functions, numbers) are static.
+        params_argnums: the positional arguments with parameters: an int, or several. Negative numbers count from the
+            end. None: no argument. A single argument that is an array is data. If no argument has parameters, captured
+            arrays that a layer reads as weights are the parameters.
+        depth: the number of open levels of modules and scopes. None: all. Scopes around the whole function do not
+            count, so 0 closes all other scopes.
+        max_nodes: the largest number of layers. The deepest scopes close first. None: no limit.
+        repeats: whether to keep repeated blocks once.
+        rules: `Call`s, `Pattern`s and `Rule`s to try before those in `CALLS` and `RULES`.
 
     Returns:
-        The graph. Inside `pmap` and `shard_map`, shapes and costs are those of one device. A scan counts as often as
-        it runs, a while loop once. Of `jax.lax.platform_dependent` the default branch counts.
+        The graph. Inside `pmap` and `shard_map`, shapes and costs are for one device. A scan counts each iteration, a
+        while loop counts once. For `jax.lax.platform_dependent`, the default branch counts.
 
     Raises:
-        TypeError: `fn` is not callable, or takes no argument of a name in `kwargs`. An option has a wrong type. Errors
-            of `fn` itself come through.
+        TypeError: `fn` is not callable, or does not take a keyword of `kwargs`; an option has the wrong type.
         ValueError: an option is out of range.
+        An exception of `fn` itself passes through. Its attribute `graph` has the layers up to the failed line.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -89,11 +88,16 @@ def trace(
         [('FullyConnected', (5, 2), 6), ('Activation', (5, 2), 0)]
     """
     check_trace(fn, len(args), params_argnums, depth, max_nodes, repeats, rules)
-    raw = read(fn, *args, params_argnums=params_argnums, **kwargs)
-    return to_graph(layers(raw, depth, max_nodes, repeats, rules))
+
+    def graph(raw: Raw) -> Graph:
+        return to_graph(layers(raw, depth, max_nodes, repeats, rules))
+
+    return graph(read_or_attach(fn, args, kwargs, params_argnums, "graph", graph))
 
 
-def layers(raw: Raw, depth: int | None, max_nodes: int | None, repeats: bool, rules: Sequence[Rule | Call]) -> Net:
+def layers(
+    raw: Raw, depth: int | None, max_nodes: int | None, repeats: bool, rules: Sequence[Call | Pattern | Rule]
+) -> Net:
     """The layers of flat equations, as few as the options of `trace` say."""
     net = all_layers(raw, repeats, rules)
     close(net, depth, max_nodes)
@@ -109,20 +113,20 @@ def close(net: Net, depth: int | None, max_nodes: int | None) -> None:
 
 
 def whole_of(net: Net) -> Graph:
-    """All layers, with regions as scopes, for a page whose scopes open and close. The net stays as it is.
+    """All layers, with parts as scopes, for a page whose scopes open and close. The net stays as it is.
 
     A scope that holds many layers or scopes has scopes for its parts with one way in and one way out, named by what
     they share ("conv2_block1").
     """
     net = net.copy()
-    add_regions(net)
+    add_parts(net)
     return to_graph(net)
 
 
-def all_layers(raw: Raw, repeats: bool, rules: Sequence[Rule | Call]) -> Net:
+def all_layers(raw: Raw, repeats: bool, rules: Sequence[Call | Pattern | Rule]) -> Net:
     """Layers and the edges between them. Everything is open. The equations are marked."""
     calls = [rule for rule in rules if isinstance(rule, Call)]
-    patterns = [rule for rule in rules if isinstance(rule, Rule)]
+    patterns = [rule for rule in rules if not isinstance(rule, Call)]
     cells = _layers(raw, calls, patterns)
     if demote_constants(cells):
         mark_constants(raw)
@@ -136,12 +140,13 @@ def all_layers(raw: Raw, repeats: bool, rules: Sequence[Rule | Call]) -> Net:
     return net
 
 
-def _layers(raw: Raw, calls: Sequence[Call], patterns: Sequence[Rule]) -> Cells:
+def _layers(raw: Raw, calls: Sequence[Call], patterns: Sequence[Pattern | Rule]) -> Cells:
     """The layers of these equations."""
     cells = Cells(raw)
     fold_optimizers(cells)
     fold_calls(cells, (*CALLS, *calls))
-    fold_patterns(cells, (*patterns, *RULES))
+    written = [rule for rule in patterns if isinstance(rule, Pattern)]
+    fold_patterns(cells, (*patterns, *RULES, *written))  # again, now that activations in them are known
     fold_helpers(cells)
     fold_statements(cells)
     fold_siblings(cells)
@@ -154,6 +159,18 @@ def _layers(raw: Raw, calls: Sequence[Call], patterns: Sequence[Rule]) -> Cells:
 
 def read(fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int] | None = 0, **kwargs: Any) -> Raw:
     """The flat equations of a function and the names of its arguments."""
+    return read_or_attach(fn, args, kwargs, params_argnums)
+
+
+def read_or_attach(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    params_argnums: int | Sequence[int] | None,
+    name: str = "",
+    draw: Callable[[Raw], Any] | None = None,
+) -> Raw:
+    """As `read`. Where `fn` raises, the error gets what `draw` makes of the equations before as an attribute `name`."""
     _check_keywords(fn, kwargs)
     bound = bind(fn, args, kwargs, _argument_names(fn, len(args)), argnums(params_argnums, len(args)))
     for array, argument in zip(bound.arrays, bound.arguments, strict=True):
@@ -165,13 +182,15 @@ def read(fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int]
 
     try:
         closed, (out, changed) = jax.make_jaxpr(call, return_shape=True)(bound.arrays)
-    except (TypeError, AttributeError) as error:
-        if not bound.static:
+    except Exception as error:
+        if draw is not None:
+            failure.attach(error, bound, name, draw)
+        if not bound.static or not isinstance(error, (TypeError, AttributeError)):
             raise
         of, given = getattr(fn, "__name__", type(fn).__name__), ", ".join(bound.static[:5])
         raise TypeError(
-            f"viz: {of} cannot be traced with {given}, which is no array and was passed on as it is; expected an array "
-            f"or a jax.ShapeDtypeStruct? {type(error).__name__}: {error}"
+            f"viz: {of} cannot be traced with {given}, which is not an array and was passed unchanged; expected an "
+            f"array or a jax.ShapeDtypeStruct? {type(error).__name__}: {error}"
         ) from error
     results = ["output" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
     return jaxpr.read(closed, bound.arguments, [*results, *changed], bound.captured)
@@ -206,3 +225,74 @@ def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
         return list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
         return []
+
+
+@answers("viz.plot_network")
+def plot_network(
+    fn: Callable[..., Any],
+    *args: Any,
+    title: str = "plot",
+    hide_weights: bool = True,
+    node_attrs: Mapping[str, str] | None = None,
+    depth: int | None = None,
+    params_argnums: int | Sequence[int] | None = 0,
+    max_nodes: int | None = 200,
+    repeats: bool = True,
+    rules: Sequence[Call | Pattern | Rule] = (),
+    heat: Literal["flops", "bytes"] | None = None,
+    theme: Literal["light", "dark"] = "light",
+    legend: bool = True,
+    direction: Literal["up", "down", "right"] = "up",
+    time_limit: float = 30.0,
+    **kwargs: Any,
+) -> Plot:
+    """Draw a function as the network it computes.
+
+    Inputs are ovals at the bottom. Layers are boxes coloured by kind. Edges show shapes. A gradient is next to its
+    layer and flows down. Collectives between devices have a separate colour. The function is traced and not run.
+    MXNet's counterpart is `mxnet.visualization.plot_network`.
+
+    Args:
+        fn, args, kwargs, params_argnums, depth, max_nodes, repeats, rules: as for `trace`.
+        title: the text below the picture, and the file name for `render`. "": no text.
+        hide_weights: whether to hide the parameters.
+        node_attrs: Graphviz attributes for every node, such as `{"shape": "oval"}`. They override the default
+            attributes. The interactive page ignores them.
+        heat: "flops" or "bytes" colours the layers by cost and shows the cost.
+        theme: "light" or "dark". With "light", the interactive page follows the reader's theme.
+        legend: whether to explain the colours.
+        direction: "up" draws the inputs at the bottom, "down" at the top, "right" at the left.
+        time_limit: seconds that the renderer may take.
+
+    Returns:
+        A `graphviz.Digraph`. A notebook shows it as an interactive page whose blocks open and close, and
+        `save("net.html")` writes that page. `save("net.svg")` writes the picture (also .png, .pdf, .dot). The attribute
+        `network` is the `Graph`. The attribute `source` is equal for equal functions. Without the program `dot`,
+        pygraphviz draws the picture. Without both, a notebook shows the table of layers and how to install one of them.
+        `save` then writes the table and raises a `RenderError`.
+
+    Raises:
+        TypeError: `fn` is not callable, or does not take a keyword of `kwargs`; an option has the wrong type.
+        ValueError: theme, heat or direction is unknown, or a number is out of range.
+        An exception of `fn` itself passes through. Its attribute `plot` is the picture up to the failed line, in red.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> plot = plot_network(lambda w, x: jax.nn.relu(x @ w), jnp.ones((3, 2)), jnp.ones((5, 3)))
+        >>> plot.network
+        Graph(1 input, 2 layers, 2 edges, 6 parameters, 4 equations)
+    """
+    check_picture(title, node_attrs, theme, heat, time_limit, hide_weights, legend, direction)
+    check_trace(fn, len(args), params_argnums, depth, max_nodes, repeats, rules)
+
+    def draw(raw: Raw) -> Plot:
+        net = all_layers(raw, repeats, rules)
+        every = functools.partial(whole_of, net.copy())
+        close(net, depth, max_nodes)
+        graph = to_graph(net)
+        from ._draw.picture import Plot  # loads graphviz
+
+        options = Options(title, hide_weights, node_attrs, heat, theme, legend, direction)
+        return Plot(graph, options, time_limit, every, depth)
+
+    return draw(read_or_attach(fn, args, kwargs, params_argnums, "plot", draw))

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxpar import checkpoint, data, kv, train
-from jaxpar._core import regular_file
-from jaxpar.checkpoint import _adopt, _claim, _owner, _records, _whole_copy
+from jaxpar._core import files
+from jaxpar.checkpoint import _adopt, _lock, _records, _whole_copy
 
 LIKE = {"w": jnp.zeros(3)}
 STEP = train.make_train_step(lambda params, batch, rng: (((batch["image"] @ params["w"]) - 1.0).var(), {}))
@@ -67,7 +67,7 @@ def test_checkpoints_keep_their_records_where_a_run_goes_on_from_an_older_one(tm
     for n in (1, 2, 3):
         places.append(writer.append(writer.new(records(n))))
     older = _records.RecordWriter(tmp_path)
-    older.go_on(places[0], _records.read(tmp_path, places[0]))
+    older.resume(places[0], _records.read(tmp_path, places[0]))
     other = [*records(1), *records(2, first=7)]
     branch = older.append(older.new(other))
     for place, expected in [*((p, records(n)) for n, p in enumerate(places, 1)), (branch, other)]:
@@ -185,8 +185,8 @@ def claimed_by(directory, owner, pid=77):
 def sleeper():
     """Another process of this machine, and its name."""
     process = subprocess.Popen(["sleep", "60"])
-    machine = _owner.tag().split("-")[0]
-    yield process, f"{machine}-{process.pid}-{_owner._stat(process.pid)[1]}"
+    machine = _lock.process_tag().split("-")[0]
+    yield process, f"{machine}-{process.pid}-{_lock._stat(process.pid)[1]}"
     process.kill()
     process.wait()
 
@@ -206,7 +206,7 @@ def test_one_process_writes_to_a_directory(tmp_path, sleeper):
     assert (tmp_path / "metrics.jsonl").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == [".writer", "metrics.jsonl"]
     process.kill()  # it is a zombie now
-    while _owner._stat(process.pid)[0] != "Z":
+    while _lock._stat(process.pid)[0] != "Z":
         time.sleep(0.01)
     run(tmp_path, epochs=1)
     assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "records.jsonl", "step_00000002"]
@@ -231,8 +231,8 @@ FAR = f"{'a' * 16}-5-5"
 
 @pytest.mark.parametrize("owner", [FAR, "", "no name", "0" * 16 + "-5-5"])
 def test_a_claim_of_another_machine_is_watched(tmp_path, monkeypatch, capsys, owner):
-    monkeypatch.setattr(_claim, "_STALE", 0.4)
-    monkeypatch.setattr(_claim, "_LOOK_EVERY", 0.02)
+    monkeypatch.setattr(_lock, "_STALE", 0.4)
+    monkeypatch.setattr(_lock, "_LOOK_EVERY", 0.02)
     claimed_by(tmp_path, owner)
     ended = threading.Event()
 
@@ -242,12 +242,12 @@ def test_a_claim_of_another_machine_is_watched(tmp_path, monkeypatch, capsys, ow
 
     thread = threading.Thread(target=touch)
     thread.start()
-    claim = _claim.Claim(tmp_path)
+    claim = _lock.DirectoryLock(tmp_path)
     with pytest.raises(OSError, match="belongs to process 77 on far"):
-        claim.hold()
+        claim.acquire()
     ended.set()
     thread.join()
-    claim.hold()
+    claim.acquire()
     claim.release()
     assert os.listdir(tmp_path) == []
     said = capsys.readouterr().err
@@ -298,7 +298,7 @@ def test_of_two_that_take_a_claim_over_one_has_it(tmp_path, monkeypatch, sleeper
 
     monkeypatch.setattr(os, "rename", race)
     with pytest.raises(OSError, match=f"belongs to process {process.pid}"):
-        _claim.Claim(tmp_path).hold()
+        _lock.DirectoryLock(tmp_path).acquire()
     assert json.loads((tmp_path / ".writer").read_text())["owner"] == owner
     assert os.listdir(tmp_path) == [".writer"]
 
@@ -306,10 +306,10 @@ def test_of_two_that_take_a_claim_over_one_has_it(tmp_path, monkeypatch, sleeper
 def test_a_claim_is_refused_where_nothing_can_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="cannot be written"):
-        _claim.Claim(tmp_path / "file" / "below").hold()
+        _lock.DirectoryLock(tmp_path / "file" / "below").acquire()
     os.mkfifo(tmp_path / ".writer")
     with pytest.raises(OSError, match=r"\.writer cannot be read"):
-        _claim.Claim(tmp_path).hold()
+        _lock.DirectoryLock(tmp_path).acquire()
 
 
 def test_a_fork_cannot_save_with_the_manager_of_its_parent(tmp_path):
@@ -333,24 +333,24 @@ manager.close()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "is a fork of the one that made this Manager" in done.stdout
+    assert ", which made this Manager and writes" in done.stdout
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOENT])
 def test_a_claim_is_touched_again_after_a_read_that_failed(tmp_path, monkeypatch, number):
-    failed, read = threading.Event(), regular_file.read
+    failed, read = threading.Event(), files.read
     fails = [True]
 
     def fail(path, most):
-        if fails[0] and threading.current_thread().name == "jaxpar-claim":
+        if fails[0] and threading.current_thread().name == "jaxpar-lock":
             failed.set()
             raise OSError(number, os.strerror(number), str(path))
         return read(path, most)
 
-    monkeypatch.setattr(regular_file, "read", fail)
-    monkeypatch.setattr(_claim, "_TOUCH_EVERY", 0.01)
-    claim = _claim.Claim(tmp_path)
-    claim.hold()
+    monkeypatch.setattr(files, "read", fail)
+    monkeypatch.setattr(_lock, "_TOUCH_EVERY", 0.01)
+    claim = _lock.DirectoryLock(tmp_path)
+    claim.acquire()
     assert failed.wait(20)
     os.utime(tmp_path / ".writer", (1, 1))
     fails[0] = False
@@ -364,11 +364,11 @@ def test_a_claim_is_touched_again_after_a_read_that_failed(tmp_path, monkeypatch
 def test_a_link_to_nothing_in_place_of_a_claim(tmp_path):
     (tmp_path / ".writer").symlink_to(tmp_path / "nothing")
     with pytest.raises(OSError, match=r"\.writer is a link to a file that does not exist; remove it"):
-        _claim.Claim(tmp_path).hold()
+        _lock.DirectoryLock(tmp_path).acquire()
     (tmp_path / ".writer").unlink()
     (tmp_path / ".writer").symlink_to(".writer")
     with pytest.raises(OSError, match=r"\.writer cannot be read"):
-        _claim.Claim(tmp_path).hold()
+        _lock.DirectoryLock(tmp_path).acquire()
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.ESTALE, errno.EMLINK])

@@ -72,7 +72,7 @@ def test_who_looks_while_a_run_writes_harms_nothing(tmp_path, monkeypatch):
         manager = checkpoint.Manager(directory)
         assert (manager.restore_latest(start()) is None) == (found is None)
         if found is not None:
-            with pytest.raises(ValueError, match="batches of 8 out of 24 examples, this one has 12"):
+            with pytest.raises(ValueError, match="batches of 8 out of 24 examples, but this run has 12"):
                 run(directory, batch_size=12, metrics_file=metrics)
         with pytest.raises(TypeError, match="a callback must be a function"):
             run(directory, callbacks=[3], metrics_file=metrics)
@@ -99,7 +99,7 @@ def test_a_manager_makes_no_directory_before_it_saves(tmp_path):
 
 
 def test_leftovers_go_with_a_save_where_their_process_has_certainly_ended(tmp_path):
-    program = "from jaxpar.checkpoint import _owner; print(_owner.tag())"
+    program = "from jaxpar.checkpoint import _lock; print(_lock.process_tag())"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
     mine = _files._unfinished_path(tmp_path).name.removeprefix(".unfinished-")[:-9]
     machine, number, began = mine.split("-")
@@ -223,7 +223,7 @@ def test_a_run_goes_on_from_the_one_before_to_the_same_bits(tmp_path, capsys):
     replaced(tmp_path / "step_00000003" / "jaxpar.json", os.mkdir)
     state, records = run(tmp_path, checkpoint_every=2, epochs=3)
     news, said = capsys.readouterr()
-    assert f"{tmp_path / 'step_00000003'} is unreadable: jaxpar.json: it is no regular file" in said
+    assert f"{tmp_path / 'step_00000003'} is unreadable: jaxpar.json: it is not a regular file" in said
     assert "resumed from step 2" in news
     np.testing.assert_array_equal(weights(state), weights(expected))
     assert [r["loss"] for r in records] == [r["loss"] for r in history]
@@ -389,10 +389,10 @@ def test_arrays_of_another_checkpoint_are_refused_though_every_checksum_is_right
         path = shutil.copytree(new, tmp_path / name)
         for file in (path / "arrays" / "d").iterdir():
             change(file)
-        now = {f.relative_to(path).as_posix(): _files._print_of(f) for f in _files._files(path) if f.suffix != ".json"}
+        now = {name: entry for name, entry in _files._prints(path).items() if not name.endswith(".json")}
         forge(path, entry(["files"], now))
         forge(path, entry(["order"], 9))
-        with pytest.raises(checkpoint.CheckpointError, match="cannot be read, though no file was changed"):
+        with pytest.raises(checkpoint.CheckpointError, match="cannot be read, but its checksums are right"):
             checkpoint.restore(path, LIKE)
         assert checkpoint.latest(tmp_path) == new
         shutil.rmtree(path)
@@ -410,6 +410,7 @@ def test_a_forged_info_of_a_run_is_passed_over(tmp_path, capsys):
         "sums": [[], {"loss": "x"}],
         "counted": [-1],
         "seconds": ["x"],
+        "rates": [[], {"learning_rate": "x"}],
     }
     for name, values in wrong.items():
         for value in values:
@@ -420,7 +421,7 @@ def test_a_forged_info_of_a_run_is_passed_over(tmp_path, capsys):
             shutil.copy(tmp_path / "step_00000003" / "jaxpar.json", tmp_path / "copy" / "step_00000003")
     forge(tmp_path / "step_00000003", entry(["info", "history"], 3))
     state, _ = run(tmp_path, epochs=2)
-    assert "step_00000003 is damaged: its info of the run has a wrong history" in capsys.readouterr().err
+    assert "step_00000003 is damaged: wrong history in the info of the run" in capsys.readouterr().err
     np.testing.assert_array_equal(weights(state), weights(expected))
 
 
@@ -441,7 +442,7 @@ def test_nothing_is_saved_that_would_be_refused(tmp_path, monkeypatch):
             manager.save(LIKE, info)
     monkeypatch.setattr(_files._manifest, "MOST_BYTES", 1500)
     manager.save(LIKE, {"long": "x" * 2000})
-    with pytest.raises(OSError, match=r"could not be written \(the manifest has .* bytes, and 1500 at most"):
+    with pytest.raises(OSError, match=r"could not be written \(the manifest has .* bytes, more than 1500"):
         manager.wait()
     manager.close()
     assert os.listdir(tmp_path) == []

@@ -15,7 +15,7 @@ import pytest
 
 import jaxpar
 from jaxpar import __main__ as command_line, data, models, train
-from jaxpar._cli import recipes
+from jaxpar._cli import recipes, train as train_command
 
 ROOT = Path(jaxpar.__file__).parents[1]
 COMMANDS = ("train", "plot", "launch")
@@ -26,6 +26,14 @@ def parser_of(command):
     command_line.command.add_parser(commands)
     command_line._add_commands(commands)
     return commands.choices[command]
+
+
+def filled(*words):
+    """The options of `train` with the recipe's values for what is not given."""
+    parser = parser_of("train")
+    args = parser.parse_args(words)
+    recipes.fill(args, parser)
+    return args
 
 
 def refused(capsys, *words):
@@ -162,7 +170,7 @@ def test_clipping_and_the_cache_reach_what_they_are_for(calls):
 def test_optimizers_are_those_of_optax(optimizer):
     words = ["train", f"--optimizer={optimizer}", "--learning-rate=0.25", "--schedule=cosine"]
     words += ["--weight-decay=0.5"] if optimizer in recipes.DECAYS else []
-    args = parser_of("train").parse_args(words[1:])
+    args = filled(*words[1:])
     tx, rate = recipes.optimizer(args, 10), optax.cosine_decay_schedule(0.25, 10)
     own = {
         "sgd": lambda: optax.chain(optax.add_decayed_weights(0.5), optax.sgd(rate, 0.9)),
@@ -181,8 +189,7 @@ def test_optimizers_are_those_of_optax(optimizer):
 
 
 def test_muon_updates_each_weight_as_one_matrix():
-    args = parser_of("train").parse_args(["--recipe=fast"])
-    recipes.fill(args)
+    args = filled("--recipe=fast")
     tx = recipes.optimizer(args, 10)
     rng = np.random.default_rng(0)
     params = {"conv": jnp.zeros((2, 2, 3, 4)), "dense": jnp.zeros((12, 4))}
@@ -195,8 +202,7 @@ def test_muon_updates_each_weight_as_one_matrix():
 
 
 def test_a_linear_schedule_rises_for_a_tenth_and_falls_to_zero():
-    args = parser_of("train").parse_args(["--recipe=fast", "--learning-rate=1"])
-    recipes.fill(args)
+    args = filled("--recipe=fast", "--learning-rate=1")
     rate = recipes._schedule(args, 20)
     np.testing.assert_allclose([rate(step) for step in (0, 1, 10, 19, 20)], [0.5, 1, 10 / 19, 1 / 19, 0], atol=1e-6)
     assert float(recipes._schedule(args, 1)(0)) == 1
@@ -248,7 +254,7 @@ def test_a_file_of_options(calls, tmp_path):
         ("epochs = true", "run.toml: epochs must be a string or a number, got True"),
         ("[train]\nepochs = 1", "run.toml: unknown option 'train'"),
         ("epochs = [1]", "run.toml: epochs must be a string or a number, got [1]"),
-        ("epochs 3", "run.toml is no TOML"),
+        ("epochs 3", "run.toml is not TOML"),
     ],
 )
 def test_a_file_of_options_that_is_wrong(capsys, tmp_path, text, message):
@@ -258,6 +264,26 @@ def test_a_file_of_options_that_is_wrong(capsys, tmp_path, text, message):
 
 def test_a_file_of_options_that_is_missing(capsys, tmp_path):
     assert "none.toml cannot be read: No such file" in refused(capsys, "train", f"--config={tmp_path}/none.toml")
+
+
+@pytest.mark.parametrize("option", ["output-dir", "checkpoint-dir", "tensorboard-dir", "profile-dir"])
+def test_a_folder_that_cannot_be_written_is_known_before_any_work(tmp_path, capsys, monkeypatch, option):
+    monkeypatch.setattr("jaxpar._cli.train._devices", lambda *args: jax.devices()[:2])
+    monkeypatch.setattr(data, "load", lambda *args, **options: pytest.fail("data were read"))
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert command_line.main(["train", f"--{option}={folder}"]) == 1
+        message = f"--{option}: nothing can be written to {folder} (Not a directory); choose another directory"
+        assert capsys.readouterr() == ("", f"jaxpar: OSError: {message}\n")
+    monkeypatch.setattr("os.access", lambda *args: False)
+    assert command_line.main(["train", f"--{option}={tmp_path}/a/b"]) == 1
+    assert "a/b (Permission denied)" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "1 emulated CPU device,"), (2, "2 emulated CPU devices,")])
+def test_the_devices_are_counted(count, words):
+    assert words in train_command._about(filled("--recipe=lenet"), jax.devices()[:count])
 
 
 def test_what_is_printed(few, capsys, monkeypatch):

@@ -10,10 +10,14 @@ from jaxpar import viz
 from jaxpar._cli import plot
 
 
+def parser():
+    commands = argparse.ArgumentParser().add_subparsers()
+    plot.add_parser(commands)
+    return commands.choices["plot"]
+
+
 def run(*words):
-    parser = argparse.ArgumentParser()
-    plot.add_arguments(parser)
-    return plot.run(parser.parse_args(words))
+    return plot.run(parser().parse_args(words))
 
 
 @pytest.fixture
@@ -59,9 +63,7 @@ def test_plot_lenet_from_the_command_line(tmp_path, capsys):
 
 
 def test_the_help_of_plot_names_what_it_writes(tmp_path):
-    parser = argparse.ArgumentParser()
-    plot.add_arguments(parser)
-    text = " ".join(parser.format_help().split())
+    text = " ".join(parser().format_help().split())
     for ending in re.findall(r"\.[a-z]{3,4}\b", text.partition("its ending is the format: ")[2].partition("(")[0]):
         path = tmp_path / f"net{ending}"
         assert run("matrix_factorization", "-o", str(path)) == 0
@@ -103,7 +105,7 @@ def test_the_parameters_of_a_function(module, monkeypatch, capsys, init, params,
 def test_a_bad_output_is_refused_before_anything_is_traced(module, monkeypatch, capsys):
     monkeypatch.setattr(viz, "plot_network", lambda *args, **options: pytest.fail("traced"))
     assert run("lenet", "-o", "lenet.docx") == 2
-    assert "no format; the usual ones are html, svg" in capsys.readouterr().err
+    assert "not a format; the usual ones are html, svg" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def test_a_bad_output_is_refused_before_anything_is_traced(module, monkeypatch, 
         (["my_nets.py:net"], 2, "got the file my_nets.py; write my_nets:net"),
         (["broken_nets:net"], 2, "cannot import broken_nets: SyntaxError"),
         (["my_nets:net", "--shape", '{"w": 3}'], 2, "--shape 3: expected SHAPE:DTYPE"),
-        (["my_nets:net", "--shape", '{"w"'], 2, "is no JSON"),
+        (["my_nets:net", "--shape", '{"w"'], 2, "is not JSON"),
         (
             ["my_nets:apply", "--shape", "8x4", "--params", "my_nets:Model.apply"],
             2,
@@ -131,7 +133,7 @@ def test_a_bad_output_is_refused_before_anything_is_traced(module, monkeypatch, 
         (["my_nets:apply", "--shape", "8x4", "--params", "my_nets:fails"], 2, "fails: ZeroDivisionError"),
         (["lenet", "--shape", "8x4", "--shape", "8x4"], 2, "lenet takes (params"),
         (["my_nets:net", "--shape", "8x4", "-o", ".svg"], 2, "only an ending"),
-        (["my_nets:net", "--shape", "8x4", "-o", "my_nets.py/x.svg"], 1, "is no folder"),
+        (["my_nets:net", "--shape", "8x4", "-o", "my_nets.py/x.svg"], 1, "is not a directory"),
         (["my_nets:net", "--input", "8x5"], 1, "cannot be traced: TypeError"),
         (["my_nets:net", "--shape", "8x4", "-o", "net.nonsense"], 2, "cannot draw nonsense"),
     ],

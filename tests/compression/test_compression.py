@@ -568,7 +568,7 @@ def test_a_bad_specification_is_named(spec, error, message):
 
 
 def test_a_specification_is_a_mapping():
-    with pytest.raises(TypeError, match="compression must be a mapping such as"):
+    with pytest.raises(TypeError, match="spec must be a dict, got"):
         compression.make("2bit")  # pyright: ignore
 
 

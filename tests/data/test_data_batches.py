@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxpar import data
-from jaxpar.data import Dataset, _batches, _device_copies, _gather, _shuffle, batches
+from jaxpar.data import Dataset, _batches, _order, batches
 
 
 def make(size=37, shape=(3, 2, 1), dtype=np.uint8):
@@ -58,19 +58,6 @@ def test_another_key_implementation_keeps_its_own_order():
     rng = jax.random.key(1, impl="rbg")
     order = jax.random.permutation(jax.random.fold_in(rng, 0), 16).tolist()
     assert labels(batches(make(16), 16, rng=rng)) == [order]
-
-
-@pytest.mark.parametrize(("size", "impl"), [(1, "rbg"), (1625, "threefry2x32"), (1626, "rbg"), (1627, "threefry2x32")])
-def test_cpus_and_other_devices_draw_the_order_differently_and_draw_the_same(size, impl):
-    """jax sorts once up to 1,625 examples and twice from there on."""
-    rng = jax.random.key(7, impl=impl)
-    for epoch in (0, 1, 12345, 2**32 - 1):
-        elsewhere = _shuffle._permutation(size, impl, None)(np.asarray(jax.random.key_data(rng)), np.uint32(epoch))
-        np.testing.assert_array_equal(_shuffle.host_order(rng, epoch, size), elsewhere)
-
-
-def test_equal_bits_keep_their_order():
-    assert _shuffle._stable_order(np.array([[3, 1, 3, 1], [0, 0, 9, 0]], np.uint32)).tolist() == [1, 3, 2, 0]
 
 
 @pytest.mark.parametrize("devices", [2, 8], indirect=True)
@@ -162,10 +149,14 @@ def test_start_sends_nothing_of_what_it_skips(monkeypatch):
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 40), batch_size=st.integers(1, 12), epochs=st.integers(0, 3), drop=st.booleans())
-def test_slices_cover_each_epoch_once(size, batch_size, epochs, drop):
+def test_runs_cover_each_epoch_once(size, batch_size, epochs, drop):
     if drop and size < batch_size:
         return
-    found = list(_batches._slices(size, batch_size, epochs, 0, drop))
+    found = [
+        (run.epoch, run.first + i * run.batch_size, run.batch_size)
+        for run in _order.runs(size, batch_size, epochs, 0, drop)
+        for i in range(run.number)
+    ]
     count = data.num_batches(size, batch_size, drop_remainder=drop)
     assert len(found) == epochs * count
     for epoch in range(epochs):
@@ -193,13 +184,13 @@ def test_one_program_for_all_batches_of_all_epochs(caplog):
 
 
 def test_small_batches_are_gathered_eight_at_a_time_and_large_ones_alone(monkeypatch):
-    asked, gather = [], _gather.gather
+    asked, gather = [], _batches.gather
 
     def counted(count, several, *rest):
         asked.append((count, several))
         return gather(count, several, *rest)
 
-    monkeypatch.setattr(_gather, "gather", counted)
+    monkeypatch.setattr(_batches, "gather", counted)
     assert labels(batches(make(39), 2, epochs=2, drop_remainder=False))[19:21] == [[38], [0, 1]]
     assert asked == [(2, 8)] * 3 + [(1, 8)] + [(2, 8)] * 3 + [(1, 8)]
     asked.clear()
@@ -235,18 +226,18 @@ def test_the_copy_on_the_devices_is_made_once_and_goes_with_the_data_set():
 
 def test_residence_is_decided_by_the_memory_that_is_free(monkeypatch):
     dataset, free = make(40), []
-    monkeypatch.setattr(_device_copies, "free_bytes", lambda device: free[-1])
+    monkeypatch.setattr(_batches, "free_bytes", lambda device: free[-1])
     chosen = []
-    for name in ("_from_devices", "_from_host"):
+    for name in ("from_devices", "from_host"):
         run = getattr(_batches, name)
         monkeypatch.setattr(_batches, name, lambda *args, name=name, run=run: chosen.append(name) or run(*args))
     for room in (None, 10**9, 100):
         free.append(room)
         batches(dataset, 8, devices=jax.devices()[:2])
-    assert chosen == ["_from_devices", "_from_devices", "_from_host"]
+    assert chosen == ["from_devices", "from_devices", "from_host"]
     list(batches(dataset, 8, devices=jax.devices()[:2], resident=True))
     batches(dataset, 8, devices=jax.devices()[:2])
-    assert chosen[3:] == ["_from_devices", "_from_devices"]  # it is there already
+    assert chosen[3:] == ["from_devices", "from_devices"]  # it is there already
 
 
 def test_free_memory_is_what_the_device_says():
@@ -256,9 +247,9 @@ def test_free_memory_is_what_the_device_says():
         def __init__(self, stats):
             self.memory_stats = lambda: stats
 
-    assert _device_copies.free_bytes(Device({"bytes_limit": 100, "bytes_in_use": 30})) == 70
-    assert _device_copies.free_bytes(Device(None)) is None
-    assert _device_copies.free_bytes(jax.devices()[0]) > 0
+    assert _batches.free_bytes(Device({"bytes_limit": 100, "bytes_in_use": 30})) == 70
+    assert _batches.free_bytes(Device(None)) is None
+    assert _batches.free_bytes(jax.devices()[0]) > 0
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from launched import LIMIT, command, environment, write
 
 from jaxpar._heartbeat.client import HeartbeatClient
 from jaxpar._heartbeat.secret import Secret
-from jaxpar._heartbeat.server_thread import ServerThread
+from jaxpar._heartbeat.server import ServerThread
 
 KEY = Secret(b"0123456789abcdef", "a test")
 STEPS = 200
@@ -73,7 +73,7 @@ def test_a_training_beside_an_attack(undisturbed):
         address = listener.getsockname()
         thread = ServerThread(listener, job=JOB, size=1, secret=KEY, heartbeat_timeout=10, join_timeout=10)
         client = HeartbeatClient(0, 1, job=JOB, secret=KEY, heartbeat_timeout=10, launched=False, server=thread)
-        thread.start()
+        thread.thread.start()
         client.join_run([address], 10.0, "absent")
         before, over, ends = open_descriptors(), threading.Event(), []
         training = threading.Thread(target=lambda: ends.append(OWN["run"](over.is_set, jax.devices()[:2])))

@@ -19,10 +19,10 @@ import pytest
 from launched import environment, launch, write
 
 from jaxpar import data, distributed, kv, train
-from jaxpar._heartbeat import connection, messages
+from jaxpar._heartbeat import connection
 from jaxpar._heartbeat.client import HeartbeatClient
-from jaxpar._heartbeat.server_thread import ServerThread
-from jaxpar.distributed import _environment, _process, _rendezvous, _start
+from jaxpar._heartbeat.server import ServerThread
+from jaxpar.distributed import _environment, _initialize, _process
 
 LIMIT = 60
 SLURM = {
@@ -63,6 +63,13 @@ def test_nothing_names_several_processes():
     assert _environment.find(None, None, None, {"HOME": "/root"}) is None
     assert _environment.find(None, None, None, {"KUBERNETES_SERVICE_HOST": "1.2.3.4"}) is None  # a notebook in a pod
     assert _environment.find(None, None, None, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}) is None  # not within srun
+
+
+def test_the_compiler_of_tpus_is_no_tpu(monkeypatch):
+    """libtpu is installed for `jaxpar plan`, on a machine without a TPU."""
+    monkeypatch.setattr(_environment.importlib.util, "find_spec", lambda name: name == "libtpu")
+    assert _environment.find(None, None, None, {}) is None
+    assert _environment.find(None, None, None, {"TPU_WORKER_HOSTNAMES": "10.0.0.2,10.0.0.3"}) == "Cloud TPU"
 
 
 def test_settings_by_hand():
@@ -298,7 +305,7 @@ def test_a_start_that_failed_is_not_taken_for_one_process(surround, monkeypatch)
 
     monkeypatch.setattr(jax.distributed, "initialize", fail)
     with pytest.raises(RuntimeError, match="no room"):
-        _start._start_jax(_environment.Cluster("127.0.0.1:1", 2, 1, "test"), False, {})
+        _initialize._start_jax(_environment.Cluster("127.0.0.1:1", 2, 1, "test"), False, {})
     for function in (distributed.initialize, kv.rank, lambda: kv.create("dist_sync")):
         with pytest.raises(RuntimeError, match="an earlier call failed in this process; start all processes again"):
             function()
@@ -321,7 +328,7 @@ def join(*settings, seconds=5.0, job="job"):
     def run(i, rank, size):
         cluster = _environment.Cluster(f"127.0.0.1:{port}", size, rank, "test", job=job)
         try:
-            results[i] = _rendezvous.join(cluster, 5.0, seconds)
+            results[i] = _initialize.join_others(cluster, 5.0, seconds)
         except RuntimeError as error:
             results[i] = str(error)
 
@@ -345,7 +352,7 @@ def test_all_join():
     ("settings", "text"),
     [
         ([(0, 2), (1, 3)], "process 1 was started as one of 3, this run has 2 processes"),
-        ([(0, 3), (1, 3), (1, 3)], "two processes say that they are process 1; each needs a number of its own"),
+        ([(0, 3), (1, 3), (1, 3)], "two processes say that they are process 1; each needs its own number"),
         ([(0, 4), (2, 4)], "processes 1, 3 of 4 did not come within 0.5 seconds"),
     ],
 )
@@ -367,7 +374,7 @@ def test_a_coordinator_that_is_not_there():
 def test_another_run_is_left_in_peace():
     listener = socket.create_server(("127.0.0.1", 0))
     thread = ServerThread(listener, job="a", size=1, heartbeat_timeout=5, join_timeout=5)
-    thread.start()
+    thread.thread.start()
     client = HeartbeatClient(0, 1, job="b", heartbeat_timeout=5, launched=False)
     began = time.monotonic()
     with pytest.raises(ConnectionError, match=r"absent within 0\.3 seconds"):
@@ -380,16 +387,16 @@ def test_the_port_of_the_coordinator_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(RuntimeError, match=f"coordinator {address} cannot be used .*: Address already in use"):
-            _rendezvous.reserve_port(address)
-    with _rendezvous.reserve_port(address), pytest.raises(RuntimeError, match="another run may have it"):
-        _rendezvous.reserve_port(address)  # a second process 0
-    _rendezvous.reserve_port(address).close()
+            _initialize.reserve_port(address)
+    with _initialize.reserve_port(address), pytest.raises(RuntimeError, match="another run may have it"):
+        _initialize.reserve_port(address)  # a second process 0
+    _initialize.reserve_port(address).close()
 
 
 def test_messages_that_are_none():
     here, there = socket.socketpair()
     with there:
-        end = connection.JsonConnection(here, messages.FROM_SERVER)
+        end = connection.JsonConnection(here, connection.FROM_SERVER)
         there.sendall(b'{"heartbeat": 1}\n{"closing"')
         assert end.receive() == [{"heartbeat": 1}]
         there.sendall(b": 1}\n")
@@ -564,7 +571,9 @@ def test_a_dist_store_under_the_launcher_until_the_coordinator_is_killed(tmp_pat
     assert re.fullmatch(r"jaxpar launch: process 0 \(pid \d+\) failed: killed by SIGKILL; ending the others", first)
     assert [second] == ["[1] " + line for line in last_line(1, 2, 0, "killed by SIGKILL")]
     lines = sorted(done.stdout.splitlines())
-    said = "kv.rank: this is process {} of 2 (jaxpar launch) and has not joined the others, so JAX would say 0 in each"
+    said = (
+        "kv.rank: this is process {} of 2 (jaxpar launch) and has not joined the others, so JAX would return 0 in each"
+    )
     store = "KVStore(kind='dist_sync', updater=assign, empty)"
     for rank in range(2):
         assert f"[{rank}] {rank} of 2 [3.0, 3.0] {store}" in lines

@@ -3,8 +3,8 @@
 import pytest
 from launched import HEAD, MEMBER, launch, write
 
-from jaxpar._launch import deaths
-from jaxpar._launch.deaths import Deaths
+from jaxpar._launch import launcher
+from jaxpar._launch.launcher import Deaths
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_a_lost_process_is_started_again_by_itself(program):
     done = launch("-n", "3", "--elastic", "--heartbeat-timeout", "2", *program(source))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] done 0 1", "[1] done 0 1", "[2] done 0 1"]
-    assert "failed: killed by SIGKILL; the others go on\n" in done.stderr
+    assert "failed: killed by SIGKILL; the others continue\n" in done.stderr
     assert "process 1 is started again as pid" in done.stderr
     assert done.stderr.count("\n") == 2
 
@@ -59,7 +59,7 @@ def test_without_process_0_nobody_goes_on(program):
     done = launch("-n", "2", "--elastic", *program(source))
     assert done.returncode == 137
     assert "[1] jaxpar: process 0" in done.stderr
-    assert "an elastic run cannot go on without process 0" in done.stderr
+    assert "an elastic run cannot continue without process 0" in done.stderr
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_a_process_that_always_fails_ends_the_run(program):
 
 def test_only_deaths_in_a_row_are_endless(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(deaths.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(launcher.time, "monotonic", lambda: now[0])
     dying = Deaths()
     assert [dying.add(1, 3), dying.add(1, 137), dying.add(1, 3), dying.add(2, 3)] == [""] * 4
     dying.end_row(1)
@@ -118,13 +118,13 @@ def test_a_process_that_works_in_between_is_started_again(program):
     """
     done = launch("-n", "2", "--elastic", *program(source))
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("failed: status 3; the others go on") == 4
+    assert done.stderr.count("failed: status 3; the others continue") == 4
 
 
 def test_a_process_with_another_program_is_not_started_again(program):
     done = launch("-n", "3", "--elastic", *program("os._exit(78) if rank == 1 else time.sleep(2.5)"))
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("failed: status 78, for another program; it is not started again") == 1
+    assert done.stderr.count("failed: status 78, with another program; it is not started again") == 1
     assert done.stderr.count("\n") == 1
 
 

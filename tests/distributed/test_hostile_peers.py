@@ -17,10 +17,8 @@ from launched import HEAD, MEMBER, launch, write
 from jaxpar import distributed
 from jaxpar._heartbeat import client as client_module
 from jaxpar._heartbeat.client import LOST, HeartbeatClient
-from jaxpar._heartbeat.connection import JsonConnection
-from jaxpar._heartbeat.elastic_server import ElasticServer
-from jaxpar._heartbeat.messages import FROM_SERVER
-from jaxpar._heartbeat.server_thread import ServerThread
+from jaxpar._heartbeat.connection import FROM_SERVER, JsonConnection
+from jaxpar._heartbeat.server import HeartbeatServer, ServerThread
 
 LIMIT = 30
 DEEP = b"[" * 60_000 + b"\n"
@@ -155,7 +153,7 @@ def test_an_invalid_message_ends_its_own_connection(run, data):
     [
         ({"size": 4, "rank": 3}, "process 3 was started as one of 4, this run has 3 processes"),
         ({"rank": 3}, "process 3 was started as one of 3, the processes of this run are 0 to 2"),
-        ({"rank": 0}, "two processes say that they are process 0; each needs a number of its own"),
+        ({"rank": 0}, "two processes say that they are process 0; each needs its own number"),
     ],
 )
 def test_wrong_numbers_are_refused_and_the_run_begins(run, wrong, text):
@@ -396,7 +394,7 @@ def test_the_server_of_process_0_outlives_an_attack():
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
     thread = ServerThread(listener, job=JOB, size=2, heartbeat_timeout=5, join_timeout=10)
-    thread.start()
+    thread.thread.start()
     for data in (DEEP, *HELLOS.values()):
         with contextlib.closing(Client(address).sock) as sock:
             sock.sendall(data)
@@ -584,18 +582,55 @@ def test_a_thread_that_fails_says_so_and_what_follows(capfd, monkeypatch):
     said = capfd.readouterr().err
     assert f"{why}; no loss would be noticed, so process 0 of 1 ends with status 75" in said
     thread.server.check = None
-    thread.start()
+    thread.thread.start()
     thread.thread.join(LIMIT)
     assert f"the thread jaxpar-heartbeat-server failed: {why}; the run ends" in capfd.readouterr().err
     with pytest.raises(OSError, match="Bad file descriptor"):  # closed, so that the processes notice
         listener.getsockname()
 
 
+def test_an_invalid_message_in_an_elastic_run_ends_its_process_only(monkeypatch):
+    left = []
+    with Run(monkeypatch, on_leave=lambda rank, why: left.append((rank, why))) as run:
+        first, second, third = run.all_members()
+        second.send(b"{}\n")
+        run.turn()
+        assert second.ends()
+        assert first.read() == [{"left": 1}]
+        assert (third.read(), third.ended, run.server.lost) == ([], False, None)
+        ((rank, why),) = left
+        assert rank == 1
+        assert why.startswith("it sent an invalid message: a message is one of: ")
+        again = run.member(1)
+        first.send({"released": 1})
+        run.turn()
+        assert [next(iter(message)) for message in again.read()] == ["welcome", "go"]
+
+
+def test_a_process_that_dies_before_all_have_joined_may_die_again_later(monkeypatch):
+    """Before that, jax runs in none of them, so process 0 is not told and has nothing to let go."""
+    with Run(monkeypatch, on_leave=lambda rank, why: None, launched=True) as run:
+        first, early = run.member(0), run.member(1)
+        early.shut()
+        run.turn()
+        run.server.forget(1)  # its exit status says so too
+        second, _ = run.member(1), run.member(2)
+        assert [next(iter(message)) for message in first.read()] == ["welcome", "go"]
+        first.send({"hint": "runs/step_3"})
+        second.shut()
+        run.turn()
+        assert first.read() == [{"left": 1}]
+        again = run.member(1)
+        first.send({"released": 1})
+        run.turn()
+        assert [next(iter(message)) for message in again.read()] == ["welcome", "go", "hint"]
+
+
 def test_another_process_comes_in_the_place_of_a_lost_one_once_process_0_has_let_it_go():
     left, listener = [], socket.create_server(("127.0.0.1", 0))
     selector = selectors.DefaultSelector()
-    quiet = {"on_leave": lambda *lost: left.append(lost), "on_close": lambda rank: None}
-    elastic = ElasticServer(selector, listener, job=JOB, size=2, heartbeat_timeout=5, join_timeout=10, **quiet)
+    quiet = {"on_leave": lambda *lost: left.append(lost), "launched": True}
+    elastic = HeartbeatServer(selector, listener, job=JOB, size=2, heartbeat_timeout=5, join_timeout=10, **quiet)
 
     def connect(rank):
         client = Client(listener.getsockname())

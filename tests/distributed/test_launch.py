@@ -427,7 +427,7 @@ CAUGHT += ["thread = threading.Thread(target=lambda: sys.exit(3)); thread.start(
 def test_only_a_status_that_ends_the_process_is_a_failure(source, status):
     program = f"""
     import argparse, sys, threading, types
-    from jaxpar._heartbeat.exit import watch_exit
+    from jaxpar._heartbeat.client import watch_exit
     def leave(): print("left")
     def report_failure(status, why): print("failed", status)
     client = types.SimpleNamespace(status=0, server=None, wait_for_loss_report=lambda: None, leave=leave)

@@ -19,7 +19,6 @@ class Proxied:
         self.service.settimeout(5)
         self.target = self.service.getsockname()
         self.proxy = ServiceProxy(f"127.0.0.1:{self.target[1]}")
-        self.proxy.start()
         self.good = self.pair()
 
     def connect(self, data=b"", sock=None):

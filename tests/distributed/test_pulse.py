@@ -12,8 +12,7 @@ import time
 import pytest
 from hostile import is_readable
 
-from jaxpar._heartbeat.connection import JsonConnection
-from jaxpar._heartbeat.messages import FROM_PROCESS
+from jaxpar._heartbeat.connection import FROM_PROCESS, JsonConnection
 from jaxpar._heartbeat.pulse import Pulse
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there are pulses on Linux only")

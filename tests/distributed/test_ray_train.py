@@ -19,7 +19,7 @@ import pytest
 from launched import command, environment
 
 from jaxpar import checkpoint, data, distributed, kv, train
-from jaxpar.distributed import _attach, _environment, _process, _ray
+from jaxpar.distributed import _environment, _initialize, _process
 
 IMAGES = np.random.default_rng(0).random((32, 4), np.float32)
 LINES = data.Dataset(IMAGES, IMAGES.sum(1))  # two steps of 16
@@ -117,7 +117,7 @@ def test_workers_meet_by_ray(ray, monkeypatch, capsys):
     monkeypatch.setattr(_process, "this", _process.Process())
     monkeypatch.setattr(_process, "is_jax_used", lambda: False)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **options: started.append(given))
-    monkeypatch.setattr(_ray, "_free_address", lambda: "10.0.0.1:4000")
+    monkeypatch.setattr(_environment, "_free_address_of_ray", lambda: "10.0.0.1:4000")
     for ray.rank in (0, 1):
         ray.size, _process.this.is_joined = 2, False
         distributed.initialize()
@@ -127,7 +127,7 @@ def test_workers_meet_by_ray(ray, monkeypatch, capsys):
     assert capsys.readouterr().out == said
     monkeypatch.setitem(sys.modules, "ray.train.collective", None)  # an older one
     with pytest.raises(RuntimeError, match=r"this Ray has no ray.train.collective"):
-        _ray.meet(ray)
+        _environment.meet_by_ray(ray)
 
 
 @pytest.mark.parametrize("in_ray", [True, False])
@@ -144,7 +144,7 @@ def test_other_code_has_started_jax(in_ray, ray, monkeypatch, capsys):
     assert _process.this.client is None
     said = "jaxpar: Ray Train has started jax in 2 processes; Ray watches them and starts them again"
     assert capsys.readouterr().out.split(", so")[0].strip() == (said if in_ray else "")
-    _attach.attach(2, 0)
+    _initialize._attach(2, 0)
     with pytest.raises(RuntimeError, match=r"num_processes=3, but jax.distributed was initialised .* it is 2"):
         distributed.initialize("a:1", 3, 0)
     with pytest.raises(RuntimeError, match=r"process_id=1, but jax.distributed was initialised .* it is 0"):

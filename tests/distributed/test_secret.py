@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from jaxpar._heartbeat import client as client_module, secret as secrets
 from jaxpar._heartbeat.client import HeartbeatClient
 from jaxpar._heartbeat.secret import Secret
-from jaxpar._heartbeat.server_thread import ServerThread
+from jaxpar._heartbeat.server import ServerThread
 
 KEY = Secret(b"0123456789abcdef", "a test")
 OTHER = Secret(b"fedcba9876543210", "another test")
@@ -25,7 +25,7 @@ LIMIT = 20.0
 def serve(secret, size=1):
     listener = socket.create_server(("127.0.0.1", 0))
     thread = ServerThread(listener, job=JOB, size=size, secret=secret, heartbeat_timeout=5, join_timeout=5)
-    thread.start()
+    thread.thread.start()
     return listener.getsockname(), thread
 
 
@@ -280,8 +280,8 @@ def made(tmp_path, what):
     ("what", "text"),
     [
         ("nothing", "cannot be read: No such file"),
-        ("folder", r"no regular file|Is a directory"),
-        ("pipe", "no regular file"),
+        ("folder", r"not a regular file|Is a directory"),
+        ("pipe", "not a regular file"),
         ("640", "readable by you only"),
         ("604", "readable by you only"),
         ("short", "must have 16 to 4096 bytes"),

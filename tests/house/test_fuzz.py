@@ -26,7 +26,7 @@ CALLS = {
     "names": (kv.names, {"store": None}, "kv.names: store must be a KVStore, got None"),
     "step": (STEP, {"state": None, "batch": {}}, "train step: expected a state"),
     "rows": (sparse.coalesce, {"rows": jnp.ones(2)}, "coalesce: rows must be a RowSparse, got float32"),
-    "list": (sparse.add, {"rows": [None]}, "add: expected a RowSparse"),
+    "list": (sparse.add, {"rows": [None]}, "add: rows must be a list, each of it a RowSparse"),
     "huge": (kv.push, {"store": STORE, "key": 10**5000, "value": jnp.ones(2)}, "key"),
     "mixed keys": (kv.from_params, {"params": {1: jnp.ones(2), "a": jnp.ones(2)}}, "params must have keys of one type"),
     "shapes": (train.accuracy, {"logits": jnp.ones(()), "labels": jnp.ones(2, int)}, "accuracy"),

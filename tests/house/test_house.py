@@ -30,12 +30,13 @@ FILES = {
 LAYERS = (
     "_core",
     "_cpu _devices _heartbeat",
+    "data",
     "mxnet",
-    "compression sparse updaters models viz data checkpoint distributed _launch",
+    "compression sparse updaters models viz checkpoint distributed _launch",
     "_store",
     "kv",
     "parallel free_running train._step",
-    "train._callbacks",
+    "train._callbacks train._plan",
     "train._evaluate",
     "train._elastic",
     "train._fit",
@@ -47,13 +48,12 @@ PRIVATE = ("_core", "_cpu", "_devices", "_heartbeat", "_launch", "_store", "_cli
 WITHOUT_JAX = (
     "_heartbeat",
     "_launch",
-    *(f"_core.{m}" for m in ("text", "files", "memory", "parsers", "regular_file", "signals")),
+    *(f"_core.{m}" for m in ("text", "files", "memory", "parsers", "signals")),
 )
 # Rooms and modules that may touch the world.
 EDGE = [
     "_core.files",
     "_core.memory",
-    "_core.regular_file",
     "_core.signals",
     "_core.text",
     "_heartbeat",
@@ -62,7 +62,10 @@ EDGE = [
     "__main__",
     "data",
     "checkpoint",
+    "mxnet._images",
     "mxnet._params",
+    "mxnet._records",
+    "mxnet._symbol",
     "distributed",
     "viz._draw",
     "viz._step.profile",
@@ -70,6 +73,7 @@ EDGE = [
     "train._evaluate",
     "train._elastic",
     "train._fit",
+    "train._plan",
     "free_running",
 ]
 WORLD = {"os", "sys", "socket", "threading", "signal", "time", "subprocess", "select", "io", "tempfile", "shutil"}
@@ -160,9 +164,9 @@ def touches(module):
 HARMLESS = {
     "viz._summary": {"print", "sys"},  # print_summary prints
     "viz._read.source": {"os", "sys"},  # where Python's own files are
-    "_devices.pmap_cache": {"sys"},  # sys.modules
+    "_core.recent": {"sys"},  # sys.modules
     "_core.calls": {"sys"},  # the names of Python's own modules
-    "viz._program.fresh": {"threading"},  # an option of jax is set while one program is compiled
+    "viz._step.step": {"threading"},  # an option of jax is set while one program is compiled
 }
 
 

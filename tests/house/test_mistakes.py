@@ -76,11 +76,29 @@ def test_axis_name_forgotten_inside(engine):
     assert run(own)[1] == [2, 3]  # no warning: a store of its own on each device
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda store, value: kv.push(store, 3, value).values[3],
+        lambda store, value: kv.pushpull(store, 3, value)[1],
+        lambda store, value: kv.flush(store).values[3],
+    ],
+    ids=["push", "pushpull", "flush"],
+)
+def test_the_warning_is_of_the_line_that_forgot_it(call):
+    """Of a delayed push too, which goes through the queue."""
+    store = kv.push(kv.init(kv.create("dist_async"), 3, jnp.zeros(2)), 3, jnp.ones(2))
+    run = parallel.spmd(call, axis_name="data", devices=DEVICES, in_axes=(None, 0))
+    with pytest.warns(UserWarning, match="without axis_name, nothing is summed") as caught:
+        run(store, jnp.arange(8.0).reshape(4, 2))
+    assert {warning.filename for warning in caught} == {__file__}
+
+
 def test_axis_name_given_outside():
     def push(store, value):
         return kv.push(store, 3, value, axis_name="data")
 
-    words = "'data' is the axis of no pmap or shard_map", "leave it out"
+    words = "no pmap or shard_map around this call has the axis axis_name='data'", "leave it out"
     mistake(lambda: push(STORE, jnp.ones(2)), NameError, *words)
     mistake(lambda: jax.jit(push)(STORE, jnp.ones(2)), NameError, *words)
 
@@ -89,8 +107,10 @@ def test_keys_and_lists_of_the_wrong_kind():
     def push(key, value):
         return lambda: kv.push(STORE, key, value)
 
-    mistake(push([3], jnp.ones(2)), TypeError, "keys [3]", "a list with one entry for each", "float32[2]")
-    mistake(push([3], [jnp.ones(2)] * 2), ValueError, "1 keys [3]", "2 values", "one entry for each key, a list itself")
+    mistake(push([3], jnp.ones(2)), TypeError, "value must be a list with one entry for each", "keys [3]", "float32[2]")
+    mistake(
+        push([3], [jnp.ones(2)] * 2), ValueError, "one entry for each of the 1 keys [3]", "a list itself", "a list of 2"
+    )
     mistake(push((3,), [jnp.ones(2)]), TypeError, "must be an int", "(3,)", "give a list of ints")
     mistake(push("w", jnp.ones(2)), TypeError, "must be an int", "'w'", "kv.names(store)")
     mistake(push(4, jnp.ones(2)), KeyError, "key 4 was never initialised", "holds [3]", "call kv.init first")
@@ -105,12 +125,12 @@ def test_integer_gradients():
 def test_a_state_used_again_after_a_step_took_it():
     state = start()
     new, _ = STEP(state, BATCH)
-    advice = "given to the state that a step made of it", "state, metrics = step(state, batch)", "device_get"
+    advice = "this state was donated to a step", "state, metrics = step(state, batch)", "device_get"
     mistake(lambda: STEP(state, BATCH), RuntimeError, "train step", *advice)
     mistake(lambda: state.params, RuntimeError, "state.params", *advice)
     mistake(lambda: train.evaluate(state, apply, ARRAYS, batch_size=8), RuntimeError, *advice)
     mistake(
-        lambda: train.fit(state, STEP, ARRAYS, epochs=1, batch_size=8, progress=False), ValueError, "use the one that"
+        lambda: train.fit(state, STEP, ARRAYS, epochs=1, batch_size=8, progress=False), ValueError, "use the state that"
     )
     STEP(new, BATCH)
 
@@ -171,7 +191,12 @@ def test_a_loss_that_is_not_one():
 
     mistake(step(each), TypeError, "the loss must be a scalar, the mean over the examples", "(2,)")
     mistake(step(bare), TypeError, "must return (loss, aux)", "a dict, which may be empty", "float32[]")
-    mistake(step(apply(PARAMS, BATCH["image"])), TypeError, "the function loss_fn(params, batch, rng) itself")
+    mistake(
+        step(apply(PARAMS, BATCH["image"])),
+        TypeError,
+        "loss_fn must be a function of (params, batch, rng)",
+        "float32[8,3]",
+    )
     mistake(lambda: STEP(start(), (BATCH["image"], BATCH["label"])), TypeError, '"image" and "label"', "a tuple of 2")
 
 
@@ -187,8 +212,8 @@ def test_another_model_at_restore(tmp_path):
 def test_one_thing_for_another():
     """Parameters for a store, a store for a state, a number for devices, methods for functions, data for a loader."""
     store = kv.from_params(PARAMS, optimizer=TX)
-    mistake(lambda: train.create_state(PARAMS, 0), TypeError, "expected a store, kv.from_params", "got a dict")
-    mistake(lambda: STEP(store, BATCH), TypeError, "expected a state, train.create_state(kv.from_params", "KVStore")
+    mistake(lambda: train.create_state(PARAMS, 0), TypeError, "store must be a KVStore", "got a dict")
+    mistake(lambda: STEP(store, BATCH), TypeError, "expected a state", "train.create_state", "KVStore")
     for call in (
         lambda: kv.create("device", devices=4),
         lambda: train.create_state(store, 0, devices=4),
@@ -273,6 +298,7 @@ MISTAKES = {
         "got 3 arguments without a name",
         "(params, kind=...",
     ),
+    "an argument twice": (lambda: kv.from_params(PARAMS, params=PARAMS), TypeError, "params is given twice", "by name"),
     "the function of an optimizer": (
         lambda: kv.from_params(PARAMS, optimizer=optax.sgd),
         TypeError,
@@ -280,14 +306,14 @@ MISTAKES = {
         "call it first, sgd(0.1)",
     ),
     "an optimizer's state": (lambda: kv.from_params(PARAMS, optimizer=TX.init(PARAMS)), TypeError, "got a tuple of 2"),
-    "no params": (lambda: kv.from_params(None, optimizer=TX), ValueError, "hold no array", "nothing is trained"),
+    "no params": (lambda: kv.from_params(None, optimizer=TX), ValueError, "params is None", "nothing to train"),
     "a store for params": (lambda: kv.from_params(STORE), TypeError, "got a KVStore", "kv.to_params(store)"),
     "a state for params": (lambda: kv.from_params(state()), TypeError, "got a TrainState", "state.params"),
     "a model for params": (lambda: kv.from_params(apply), TypeError, "expected an array", "eqx.partition", "nnx.split"),
     "a number for a mesh": (
         lambda: kv.from_params(PARAMS, mesh=4),
         TypeError,
-        "mesh must be a jax.sharding.Mesh, got 4",
+        "mesh must be a jax.sharding.Mesh or None, got 4",
     ),
     "a word for a rule": (
         lambda: kv.from_params(PARAMS, mesh=MESH, sharding="fsdp"),
@@ -359,7 +385,7 @@ MISTAKES = {
         TypeError,
         "(key, pushed, stored), got <lambda>(pushed, stored)",
     ),
-    "a rate for an optimizer": (lambda: kv.set_optimizer(STORE, 0.1), TypeError, "say optax.sgd(0.1); got 0.1"),
+    "a rate for an optimizer": (lambda: kv.set_optimizer(STORE, 0.1), TypeError, "such as optax.sgd(0.1); got 0.1"),
     "a misspelt compression": (
         lambda: kv.set_gradient_compression(STORE, {"type": "2bits"}),
         ValueError,
@@ -380,8 +406,13 @@ MISTAKES = {
     "eps": (lambda: updaters.mxnet_adam(eps=1e-3), TypeError, "unknown argument 'eps'; write epsilon=0.001"),
     "a negative rate": (lambda: updaters.mxnet_sgd(-1.0), ValueError, "learning_rate must be", "0 or more", "got -1.0"),
     "from_optax of a function": (lambda: updaters.from_optax(optax.sgd), TypeError, "call it first, sgd(0.1)"),
-    "stateless of an optimizer": (lambda: updaters.stateless(TX), TypeError, "updaters.from_optax takes an optax"),
-    "no rate to set": (lambda: updaters.set_learning_rate(state(), 0.5), ValueError, "no rate", "inject_hyperparams"),
+    "stateless of an optimizer": (lambda: updaters.stateless(TX), TypeError, "kv.set_optimizer takes an optax"),
+    "no rate to set": (
+        lambda: updaters.set_learning_rate(state(), 0.5),
+        ValueError,
+        "no learning rate",
+        "inject_hyperparams",
+    ),
     # compression and rows
     "a misspelt parameter": (
         lambda: compression.make({"type": "2bit", "treshold": 0.5}),
@@ -389,14 +420,19 @@ MISTAKES = {
         "'treshold'",
         "did you mean 'threshold'?",
     ),
-    "a word for a compression": (lambda: compression.make("2bit"), TypeError, 'a mapping such as {"type": "2bit"'),
+    "a word for a compression": (lambda: compression.make("2bit"), TypeError, "spec must be a dict, got '2bit'"),
     "a threshold below 0": (lambda: compression.TwoBit(-1), ValueError, "threshold must be", "> 0, got -1"),
     "rows of another length": (
         lambda: sparse.RowSparse(jnp.arange(2), jnp.ones((3, 2)), (4, 2)),
         ValueError,
         "need values of shape (2, 2)",
     ),
-    "a table for rows": (lambda: sparse.to_dense(jnp.ones((3, 2))), TypeError, "expected a RowSparse", "from_dense"),
+    "a table for rows": (
+        lambda: sparse.to_dense(jnp.ones((3, 2))),
+        TypeError,
+        "rows must be a RowSparse",
+        "got float32[3,2]",
+    ),
     # the step
     "a misspelt option": (
         lambda: train.make_train_step(apply_loss, acumulate=2),
@@ -406,10 +442,14 @@ MISTAKES = {
     "an optimizer for the step": (
         lambda: train.make_train_step(apply_loss, optimizer=TX),
         TypeError,
-        "'optimizer'; it belongs to the store",
+        "'optimizer'; give the optimizer to train.start, or to the store",
     ),
     "a misspelt engine": (lambda: train.make_train_step(apply_loss, engine="pmpa"), ValueError, "did you mean 'pmap'?"),
-    "a misspelt dtype": (lambda: train.make_train_step(apply_loss, compute_dtype="bfloat"), TypeError, "got 'bfloat'"),
+    "a misspelt dtype": (
+        lambda: train.make_train_step(apply_loss, compute_dtype="bfloat"),
+        TypeError,
+        "compute_dtype='bfloat'",
+    ),
     "the function of a transform": (
         lambda: train.make_train_step(apply_loss, grad_transform=optax.clip),
         TypeError,
@@ -490,14 +530,27 @@ MISTAKES = {
     "early stopping": (
         lambda: fit(early_stopping=True),
         TypeError,
-        "early_stopping=",
+        "'early_stopping'",
         "callbacks=train.EarlyStopping(",
     ),
-    "patience": (lambda: fit(patience=3), TypeError, "patience=", "train.EarlyStopping(patience=3)"),
-    "validation data": (lambda: fit(validation_data=ARRAYS), TypeError, "validation_data=", "test_data="),
-    "a rate for fit": (lambda: fit(learning_rate=0.1), TypeError, "learning_rate=; it belongs to the store"),
-    "verbose": (lambda: fit(verbose=1), TypeError, "verbose=; call it progress"),
-    "shuffle": (lambda: fit(shuffle=True), TypeError, "shuffle=; examples are shuffled by state.rng"),
+    "patience": (lambda: fit(patience=3), TypeError, "'patience'", "train.EarlyStopping(patience=3)"),
+    "validation data": (lambda: fit(validation_data=ARRAYS), TypeError, "'validation_data'", "test_data="),
+    "a split": (lambda: fit(validation_split=0.1), TypeError, "validation_split", "= data.split(data.Dataset(x, y)"),
+    "weights of classes": (
+        lambda: fit(class_weight={0: 2.0}),
+        TypeError,
+        "class_weight",
+        "return ((w * losses).sum(), w.sum())",
+    ),
+    "Keras's x and y": (
+        lambda: train.fit(state(), STEP, np.ones((8, 2)), np.ones(8), **FIT),
+        TypeError,
+        "got 4 arguments without a name",
+        "fit(state, step, data.Dataset(x, y)",
+    ),
+    "a rate for fit": (lambda: fit(learning_rate=0.1), TypeError, "'learning_rate'; give the optimizer to train.start"),
+    "verbose": (lambda: fit(verbose=1), TypeError, "'verbose'; write progress="),
+    "shuffle": (lambda: fit(shuffle=True), TypeError, "'shuffle'; fit shuffles by state.rng"),
     "a misspelt option of fit": (lambda: fit(num_epochs=1), TypeError, "did you mean epochs?"),
     "half an epoch": (lambda: fit(epochs=1.5), TypeError, "epochs must be an int of 1 or more, got 1.5"),
     "a negative batch": (lambda: fit(batch_size=-8), ValueError, "batch_size must be", "got -8"),
@@ -522,7 +575,7 @@ MISTAKES = {
     "both results of fit": (
         lambda: train.plot_history((1, [])),
         TypeError,
-        "the history, the second of what train.fit",
+        "the history, the second result of train.fit",
     ),
     # data
     "a misspelt data set": (lambda: data.load("fashion_mnsit"), ValueError, "did you mean fashion_mnist?"),
@@ -532,16 +585,24 @@ MISTAKES = {
     "arrays for a data set": (
         lambda: data.batches((BATCH["image"], BATCH["label"]), 8),
         TypeError,
-        "data.Dataset(images, labels)",
         "a tuple of 2",
+        "data.Dataset(images, labels)",
     ),
     "shuffled batches": (lambda: data.batches(ARRAYS, 8, shuffle=True), TypeError, "give rng=jax.random.key(0)"),
     "batches of words": (lambda: data.batches(ARRAYS, "8"), TypeError, "batch_size must be an int", "got '8'"),
-    "a number for a loader": (lambda: data.from_iterable(3), TypeError, "something to iterate over"),
-    "a number to collect": (lambda: data.collect(3), TypeError, "something to iterate over"),
+    "a number for a loader": (lambda: data.from_iterable(3), TypeError, "expected an iterable"),
+    "a number to collect": (lambda: data.collect(3), TypeError, "expected an iterable"),
     # parallel
-    "a word for a device": (lambda: parallel.copy_to(PARAMS, "cpu"), TypeError, "jax.devices()[0], got 'cpu'"),
-    "devices for a device": (lambda: parallel.copy_to(PARAMS, DEVICES), TypeError, "parallel.replicate"),
+    "a word for a device": (
+        lambda: parallel.copy_to(PARAMS, "cpu"),
+        TypeError,
+        "device must be one such as jax.devices()[0], got 'cpu'",
+    ),
+    "devices for a device": (
+        lambda: parallel.copy_to(PARAMS, DEVICES),
+        TypeError,
+        "device must be one such as jax.devices()[0], got a list of 4",
+    ),
     "an array to allreduce": (lambda: parallel.allreduce(jnp.ones(3)), TypeError, "a list of arrays", "jax.lax.psum"),
     "no axis for spmd": (lambda: parallel.spmd(apply), TypeError, "axis_name is missing", "axis_name=..."),
     # checkpoints
@@ -559,7 +620,7 @@ MISTAKES = {
         TypeError,
         "a function and then its arguments",
     ),
-    "a word for an array": (lambda: plot("x"), TypeError, "images='x', which is no array", "jax.ShapeDtypeStruct"),
+    "a word for an array": (lambda: plot("x"), TypeError, "images='x', which is not an array", "jax.ShapeDtypeStruct"),
     "a misspelt option of a picture": (lambda: plot(BATCH["image"], tittle="x"), TypeError, "did you mean title?"),
     "a misspelt theme": (lambda: plot(BATCH["image"], theme="drak"), ValueError, "did you mean 'dark'?"),
     "a negative depth": (

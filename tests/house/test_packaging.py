@@ -62,7 +62,7 @@ def test_the_metadata(built):
     assert metadata["Name"] == "jaxpar"
     assert metadata["Version"] == jaxpar.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata["Requires-Python"].split(",")) == {">=3.11", "<3.14"}
+    assert set(metadata["Requires-Python"].split(",")) == {">=3.11", "<3.15"}
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_payload() == (ROOT / "README.md").read_text()
     assert len(metadata["Summary"]) < 120

@@ -13,10 +13,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from kv_model import collectives_in, put, whole_numbers
 
 from jaxpar import kv, updaters
+from jaxpar._devices import collectives
+from jaxpar._devices.buckets import BucketLimits
 from jaxpar._store import kinds
 from jaxpar.mxnet import _KIND_ALIASES
 
 MB = 1 << 20
+LIMITS = BucketLimits()
 
 
 def pushed_program(kind, shapes, count=4, spec=None, pull=False, first=False, **options):
@@ -107,6 +110,25 @@ def test_different_dtypes_do_not_share_a_bucket():
     for i, (value, dtype) in enumerate(zip(kv.pull(store, list(range(5))), dtypes, strict=True)):
         assert value.dtype == dtype
         assert value.astype(jnp.float32).tolist() == [2 * (i + 1)] * 3
+
+
+@pytest.mark.parametrize(("size", "width"), [(8192, 128), (1000, 125), (1016, 127), (4 * 127 + 1, 128)])
+def test_rows_of_a_sharded_store_travel_in_lines_that_fill_tiles(size, width):
+    """A TPU makes an all-reduce of a reduce-scatter whose rows share tiles. A prime number has no lines."""
+
+    def body(value):
+        return collectives.all_gather(collectives.reduce_scatter([value], "d", LIMITS), [(size,)], "d", LIMITS)
+
+    mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+    value, chunk = jnp.arange(float(size)), -(-size // 4)
+    text = run.lower(value).as_text()
+    if chunk % width:
+        width = chunk
+    lines = 4 * chunk // width
+    assert f"(tensor<{lines}x{width}xf32>) -> tensor<{lines // 4}x{width}xf32>" in text
+    assert f"(tensor<{lines // 4}x{width}xf32>) -> tensor<{lines}x{width}xf32>" in text
+    np.testing.assert_array_equal(run(value)[0], 4 * value)
 
 
 # ---- compression on the wire

@@ -179,7 +179,7 @@ def test_tracers_that_live_are_taken():
 def test_a_donated_store_says_which_one_to_use():
     store = kv.from_params({"w": jnp.ones(2)}, optimizer=optax.sgd(1.0))
     jax.jit(lambda s: kv.push(s, 0, jnp.ones(2)), donate_argnums=0)(store)
-    words = "key 0: the stored value was deleted, as by donating this store .* the store which that function returned"
+    words = "key 0: the stored value was deleted, as by donating this store .* the store that the function returned"
     calls = {
         "kv.pull": lambda: kv.pull(store, 0),
         "kv.push": lambda: kv.push(store, 0, jnp.ones(2)),

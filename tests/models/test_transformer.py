@@ -1,14 +1,16 @@
 """The decoder against one written plainly, and the program that it becomes on a mesh."""
 
+import dataclasses
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jaxpar import parallel
+from jaxpar import kv, parallel, train
 from jaxpar.models import transformer
 
 CONFIG = transformer.Config(layers=2, width=32, heads=4, vocabulary=24, positions=12)
@@ -140,3 +142,25 @@ def test_on_a_mesh_the_weights_of_one_layer_are_gathered_at_a_time():
     # Activations (2 texts of a device, 12 tokens, width) are summed over `model` and never sent over `data`.
     assert {op for op, _, shapes in found for shape in shapes if shape[:2] == (2, 12)} == {"all-reduce"}
     assert not {op for op, _, _ in found} & {"all-to-all", "collective-permute"}
+
+
+@pytest.mark.parametrize("sizes", [(8, 1), (4, 2)])
+def test_a_step_sums_one_gradient_of_the_table(sizes):
+    """The table is looked up and multiplied. A device adds both gradients before the devices sum them."""
+    config = dataclasses.replace(CONFIG, vocabulary=256)
+    params, batch = transformer.init(jax.random.key(0), config), {"text": tokens(batch=8, length=13)}
+    rule = parallel.sharding_rules(transformer.TENSOR_PARALLEL, then=parallel.fsdp(min_size=1, stacked_dims=1))
+    mesh = Mesh(np.array(jax.devices()).reshape(sizes), ("data", "model"))
+
+    def run(**place):
+        state = train.create_state(kv.from_params(params, optimizer=optax.sgd(0.1), **place), 0)
+        step = train.make_train_step(lambda params, batch, rng: (transformer.loss(params, batch["text"]), {}))
+        text = step.lower(state, batch).compile().as_text() if "mesh" in place else ""
+        return step(state, batch), text
+
+    (state, metrics), text = run(mesh=mesh, sharding=rule)
+    (other, wanted), _ = run(devices=jax.devices())
+    found = [shape for op, _, shapes in collectives(text) if op == "all-reduce" for shape in shapes]
+    assert found.count((256 // sizes[1], 32)) == 1
+    np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, other.params)

@@ -77,6 +77,27 @@ def test_no_cut_or_changed_file_is_read(saved):
         checkpoint.load_mxnet(saved("dtypes", change=lambda b: b[: axes + 4] + huge + b[axes + 12 :]))
 
 
+def test_arrays_of_older_forms(tmp_path):
+    """MXNet 1.9.1 reads both, and writes neither."""
+    values = struct.pack("<iii", 1, 0, 0) + np.arange(6, dtype="<f4").tobytes()
+    oldest, older = struct.pack("<III", 2, 2, 3), struct.pack("<IIqq", 0xF993FAC8, 2, 2, 3)
+    names = struct.pack("<QQ", 2, 1) + b"a" + struct.pack("<Q", 1) + b"b"
+    whole = struct.pack("<QQQ", 0x112, 0, 2) + oldest + values + older + values + names
+    path = tmp_path / "x.params"
+    path.write_bytes(whole)
+    arrays = checkpoint.load_mxnet(path)
+    assert list(arrays) == ["a", "b"]
+    assert all(array.tolist() == [[0, 1, 2], [3, 4, 5]] for array in arrays.values())
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(checkpoint.CheckpointError):
+            checkpoint.load_mxnet(path)
+    for magic in (33, 0xF993FAC7, 0xF993FACB, 2**32 - 1):
+        path.write_bytes(struct.pack("<QQQI", 0x112, 0, 1, magic) + bytes(200))
+        with pytest.raises(checkpoint.CheckpointError, match="array 0 has"):
+            checkpoint.load_mxnet(path)
+
+
 def test_arrays_of_another_network():
     arrays = {f"p{i}": np.zeros(s) for i, s in enumerate([(6, 1, 5, 5), (6,)])}
     with pytest.raises(ValueError, match=r"for conv1 a weight of shape \(20, 1, 3, 3\).*got 2 of shapes"):

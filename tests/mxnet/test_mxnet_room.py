@@ -21,7 +21,7 @@ def test_names_of_other_rooms():
 
 def test_a_hint_stands_once():
     """A text that answers several names of MXNet is written once, so it is one object."""
-    for table in (mxnet._STORE_ARGUMENTS, mxnet._OTHER_KINDS, mxnet._options._ABSENT, mxnet._options._OTHER):
+    for table in (mxnet._STORE_ARGUMENTS, mxnet._OTHER_KINDS, mxnet._names.ABSENT, mxnet._names._OTHER):
         texts = list(table.values())
         assert len({id(text) for text in texts}) == len(set(texts))
 

@@ -86,7 +86,7 @@ def test_allreduce(place, dtype):
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ([], ValueError, "at least one value"),
+        ([], ValueError, "values must be a list .* got a list of 0"),
         ([jnp.ones(2), jnp.ones(3)], ValueError, r"value 1: expected shape \(2,\), got \(3,\)"),
         ([jnp.ones(2), jnp.ones(2, int)], TypeError, "value 1: expected dtype float32, got int32"),
         ([jnp.ones(2), None], TypeError, "value 1: expected an array, got None"),
@@ -150,6 +150,12 @@ def test_spmd_says_what_is_wrong(engine):
         parallel.spmd(lambda x: x, engine="xla", axis_name="i")
     with pytest.raises(ValueError, match="devices must be one or more different devices"):
         parallel.spmd(lambda x: x, engine=engine, axis_name="i", devices=jax.devices()[:1] * 2)
+
+
+@pytest.mark.parametrize("axes", [{"in_axes": 1}, {"in_axes": (0, -1)}, {"out_axes": 1}, {"in_axes": ({"a": 0},)}])
+def test_shard_map_takes_no_other_axis_for_the_first(axes):
+    with pytest.raises(ValueError, match=r"^spmd: engine 'shard_map' takes axes 0 and None, got .*; use engine='pmap'"):
+        parallel.spmd(lambda *args: args[0], engine="shard_map", axis_name="i", **axes)
 
 
 @pytest.mark.parametrize(

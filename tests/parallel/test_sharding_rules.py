@@ -138,11 +138,11 @@ def test_a_spec_that_does_not_fit(spec, shape, problem):
     [
         (lambda: parallel.fsdp(()), ValueError, "axis must be one or more different names"),
         (lambda: parallel.fsdp(("data", "data")), ValueError, "axis must be one or more different names"),
-        (lambda: parallel.fsdp(0), TypeError, "axis must be the name of a mesh axis or a list of names, got 0"),
+        (lambda: parallel.fsdp(0), TypeError, "axis must be one or more different names of mesh axes, got 0"),
         (lambda: parallel.fsdp(min_size=-1), ValueError, "min_size must be an int of 0 or more"),
         (lambda: parallel.fsdp(min_size=1.5), TypeError, "min_size must be an int of 0 or more"),
         (lambda: parallel.fsdp(stacked_dims=-1), ValueError, "stacked_dims must be an int of 0 or more"),
-        (lambda: parallel.sharding_rules([("a", P())]), TypeError, "patterns must be a dict, got a list of 1"),
+        (lambda: parallel.sharding_rules([("a", P())]), TypeError, "patterns must be a dict, .* got a list of 1"),
         (lambda: parallel.sharding_rules({3: P()}), TypeError, "a pattern must be a str, got 3"),
         (lambda: parallel.sharding_rules({"a": "model"}), TypeError, "pattern 'a' must have a PartitionSpec or a rule"),
         (lambda: parallel.sharding_rules({}, default="data"), TypeError, "default must have a PartitionSpec or a rule"),
@@ -202,7 +202,7 @@ OTHER = Mesh(np.array(jax.devices()[:2]), ("data",))
         ("data", MESH, TypeError, "kv: sharding for 'dense/bias' must be a rule, a PartitionSpec, .* got 'data'"),
         (NamedSharding(OTHER, P()), MESH, ValueError, r"'dense/bias' .* not on the mesh \(data=2, model=4\)"),
         (lambda *_: ("data",), MESH, TypeError, r"'dense/bias' .* expected a PartitionSpec, got \('data',\)"),
-        (P(), jax.devices(), TypeError, r"kv: mesh must be a jax\.sharding\.Mesh, got a list of 8"),
+        (P(), jax.devices(), TypeError, r"mesh must be a jax\.sharding\.Mesh .*got a list of 8"),
         (P(), None, TypeError, "mesh must be"),
     ],
 )
@@ -238,7 +238,7 @@ def test_inside_jit():
         return jax.lax.with_sharding_constraint({"x": x}, shardings)
 
     assert split(jnp.ones(1024))["x"].sharding.spec == P("data")
-    with pytest.raises(ValueError, match="the sharding of 'x' is not known while a function is traced; give a rule"):
+    with pytest.raises(ValueError, match=r"the sharding of 'x' is not known under jit and in train\.plan; give a"):
         jax.jit(lambda x: parallel.shardings_of({"x": x}, None, MESH))(jnp.ones(8))
 
 

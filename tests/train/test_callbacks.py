@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -10,42 +11,14 @@ import numpy as np
 import optax
 import pytest
 import tqdm.auto
+from fit_model import STEP, TEST, TX, apply, numbers, points, run_on, same, start
 
-from jaxpar import checkpoint, data, kv, train, updaters
-from jaxpar.train._callbacks import memory
+from jaxpar import checkpoint, kv, train, updaters
+from jaxpar.train._callbacks.callbacks import is_saved_memory, memory_from_json, memory_to_json
 from jaxpar.train._callbacks.early_stopping import default_monitor
 
-IMAGES = np.random.default_rng(0).random((48, 4), np.float32)
-TRAIN = data.Dataset(IMAGES, IMAGES[:, :3].argmax(1))  # three steps of 16
-TEST = data.Dataset(IMAGES[:20], TRAIN.labels[:20])
-TX = optax.sgd(0.5)
-
-
-def apply(params, images):
-    return images @ params["w"]
-
-
-STEP = train.make_train_step(train.classification_loss(apply))
-
-
-def start(tx=TX, **options):
-    store = kv.from_params({"w": jnp.zeros((4, 3))}, optimizer=tx, **options)
-    return train.create_state(store, 3, devices=jax.devices()[:2])
-
-
-def run(state=None, step=STEP, **options):
-    options = {"epochs": 2, "batch_size": 16, "progress": False, **options}
-    return train.fit(start() if state is None else state, step, TRAIN, **options)
-
-
-def same(state, other):
-    np.testing.assert_array_equal(state.params["w"], other.params["w"])
-    assert int(state.step) == int(other.step)
-
-
-def numbers(history):
-    timed = ("seconds", "images_per_second")
-    return [{k: v for k, v in r.items() if k not in timed} for r in history]
+TRAIN = points(48)  # three steps of 16
+run = functools.partial(run_on, TRAIN)
 
 
 class Scripted:
@@ -106,10 +79,14 @@ def test_a_stopping_without_a_monitor_takes_what_there_is():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: train.EarlyStopping("reply"), ValueError, "'reply' does not say whether more or less is better; give"),
+        (
+            lambda: train.EarlyStopping("reply"),
+            ValueError,
+            "'reply' does not tell whether more or less is better",
+        ),
         (lambda: train.EarlyStopping(3), TypeError, "monitor must be the name of a metric, got 3"),
         (lambda: train.EarlyStopping("loss", mode="mim"), ValueError, "unknown mode 'mim'.*did you mean 'min'"),
-        (lambda: train.EarlyStopping(mode="max"), ValueError, "mode='max' is of a metric; name it by monitor="),
+        (lambda: train.EarlyStopping(mode="max"), ValueError, "mode='max' needs the name of a metric; give monitor="),
         (lambda: train.EarlyStopping(patience=0), ValueError, "patience must be an int of 1 or more, got 0"),
         (
             lambda: train.EarlyStopping(min_delta=-1),
@@ -117,7 +94,7 @@ def test_a_stopping_without_a_monitor_takes_what_there_is():
             "min_delta must be a finite number of 0 or more, got -1",
         ),
         (lambda: train.EarlyStopping(min_delta=NAN), ValueError, "min_delta must be a finite number"),
-        (lambda: train.KeepBest("reply"), ValueError, "train.KeepBest: the name 'reply' does not say"),
+        (lambda: train.KeepBest("reply"), ValueError, "train.KeepBest: the name 'reply' does not tell"),
         (
             lambda: train.LearningRate("fast"),
             TypeError,
@@ -135,14 +112,14 @@ def test_a_metric_that_there_is_not():
     made = []
     options = {"on_step": lambda *args: made.append(args)}
     with pytest.raises(
-        ValueError, match="EarlyStopping looks at 'test_loss', and nothing is evaluated; give test_data"
+        ValueError, match="EarlyStopping monitors 'test_loss', but nothing is evaluated; give test_data"
     ):
         run(callbacks=train.EarlyStopping("test_loss"), **options)
     assert not made
-    words = r"train.EarlyStopping: there is no metric 'val_loss'; there are accuracy, loss"
+    words = r"train.EarlyStopping: unknown metric 'val_loss'; known are accuracy, loss"
     with pytest.raises(ValueError, match=words):
         run(callbacks=train.EarlyStopping("val_loss"), **options)
-    with pytest.raises(ValueError, match="there is no metric 'test_auc'; there are accuracy, loss, test_acc"):
+    with pytest.raises(ValueError, match="unknown metric 'test_auc'; known are accuracy, loss, test_acc"):
         run(callbacks=train.EarlyStopping("test_auc"), test_data=TEST, apply_fn=apply)
     assert not made
     with pytest.raises(ValueError, match=words) as raised:  # the metrics of a step of one's own are known when it ran
@@ -212,8 +189,8 @@ def test_a_memory_that_does_not_fit_starts_empty_and_is_named(tmp_path, capsys):
         checkpoint_dir=tmp_path,
     )
     assert capsys.readouterr().err.splitlines() == [
-        "jaxpar: fit: the checkpoint has no memory that fits Mine and KeepBest, so it starts empty; the memory of Mine "
-        "in the checkpoint is not used"
+        "jaxpar: fit: the checkpoint has no matching memory of Mine and KeepBest, so it starts anew; no callback uses "
+        "the memory of Mine in the checkpoint"
     ]
     # A checkpoint from before there were memories.
     path = next(tmp_path.glob("step_00000006*"))
@@ -224,29 +201,29 @@ def test_a_memory_that_does_not_fit_starts_empty_and_is_named(tmp_path, capsys):
     old.close()
     _, history = run(epochs=3, callbacks=train.EarlyStopping(), checkpoint_dir=tmp_path / "old")
     assert len(history) == 3
-    assert "no memory that fits EarlyStopping, so it starts empty" in capsys.readouterr().err
+    assert "no matching memory of EarlyStopping, so it starts anew" in capsys.readouterr().err
     run(epochs=4, checkpoint_dir=tmp_path / "old")
-    assert "the memory of EarlyStopping in the checkpoint is not used" in capsys.readouterr().err
+    assert "no callback uses the memory of EarlyStopping in the checkpoint" in capsys.readouterr().err
 
 
 def test_memories_as_json():
     mine = {"a": [1, 0.1, None, "x", True], "b": (np.float32(0.1), jnp.arange(3), np.zeros((0, 2))), "c": -math.inf}
-    saved = {"name": "mine", **json.loads(json.dumps(memory.to_json(mine, "mine")))}
-    assert memory.is_saved_memory(saved)
-    back = memory.from_json(saved, mine)
+    saved = {"name": "mine", **json.loads(json.dumps(memory_to_json(mine, "mine")))}
+    assert is_saved_memory(saved)
+    back = memory_from_json(saved, mine)
     assert jax.tree.structure(back) == jax.tree.structure(mine)
     jax.tree.map(np.testing.assert_array_equal, back, mine)
     for wrong in ({"a": 1}, {**mine, "c": np.zeros(1)}, {**mine, "b": (1, *mine["b"][1:])}):
         with pytest.raises(
-            ValueError, match=r"it has other parts|an array has another shape|a number stands for an array"
+            ValueError, match=r"the structure differs|shape or dtype of an array differs|found a plain value"
         ):
-            memory.from_json(saved, wrong)
-    with pytest.raises(TypeError, match=r"the memory of mine is saved .*; got <object .* at \['a'\]"):
-        memory.to_json({"a": object()}, "mine")
+            memory_from_json(saved, wrong)
+    with pytest.raises(TypeError, match=r"save the memory of mine, .*; got <object .* at \['a'\]"):
+        memory_to_json({"a": object()}, "mine")
     with pytest.raises(TypeError, match="arrays, numbers and texts"):
-        memory.to_json(jax.random.key(0), "mine")
-    with pytest.raises(ValueError, match="the memory of mine has 17,000,000 bytes, and 16,777,216 at most"):
-        memory.to_json(np.zeros(17_000_000, np.uint8), "mine")
+        memory_to_json(jax.random.key(0), "mine")
+    with pytest.raises(ValueError, match="the memory of mine has 17,000,000 bytes, more than the 16,777,216"):
+        memory_to_json(np.zeros(17_000_000, np.uint8), "mine")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +242,7 @@ def test_memories_as_json():
     ],
 )
 def test_a_forged_memory_is_no_memory(wrong):
-    assert not memory.is_saved_memory(wrong)
+    assert not is_saved_memory(wrong)
 
 
 def test_what_is_no_callback():
@@ -281,17 +258,19 @@ def test_what_is_no_callback():
         def on_epoch(self, memory, state, record):
             return memory
 
-    with pytest.raises(TypeError, match=r"Half has init only; a callback with a memory has init\(state\) and on_epoch"):
+    with pytest.raises(
+        TypeError, match=r"Half has only init; a callback with a memory needs both init\(state\) and on_epoch"
+    ):
         run(callbacks=Half())
     with pytest.raises(TypeError, match=r"a callback must be an object, not a class; write EarlyStopping\("):
         run(callbacks=[train.EarlyStopping])
     with pytest.raises(TypeError, match=r"Odd has a memory, so its on_step must be on_step\(memory, step, metrics\)"):
         run(callbacks=Odd())
-    with pytest.raises(TypeError, match=r"Mine.on_step takes a memory, so fit calls it itself; give the object in"):
+    with pytest.raises(TypeError, match=r"Mine.on_step takes a memory, so fit must call it; leave out on_step="):
         run(on_step=Mine().on_step)
     with pytest.raises(TypeError, match=r"Bare.on_epoch must return \(memory, stop\), got"):
         run(callbacks=Bare())
-    with pytest.raises(TypeError, match=r"the memory of Mine is saved with the checkpoints.*\['more'\]"):
+    with pytest.raises(TypeError, match=r"checkpoints save the memory of Mine.*\['more'\]"):
         run(callbacks=Mine(more=object()), checkpoint_dir="never")
 
 
@@ -342,10 +321,60 @@ def test_a_damaged_best_is_passed_over(tmp_path, capsys):
 
 
 def test_the_best_needs_checkpoints(tmp_path):
-    with pytest.raises(ValueError, match=r"train.KeepBest keeps a checkpoint, so it takes checkpoint_dir="):
+    with pytest.raises(ValueError, match=r"train.KeepBest keeps the best checkpoint, so give checkpoint_dir="):
         run(callbacks=train.KeepBest())
-    with pytest.raises(ValueError, match=r"callbacks take one train.KeepBest"):
+    with pytest.raises(ValueError, match=r"2 callbacks keep a best checkpoint.*give one train.KeepBest"):
         run(callbacks=[train.KeepBest(), train.KeepBest("accuracy")], checkpoint_dir=tmp_path)
+
+
+BEST = train.EarlyStopping("score", mode="max", patience=2, restore_best=True)
+SCORES = Scripted(0.1, 0.5, 0.3, 0.2, 0.9)
+
+
+@pytest.mark.parametrize("epochs", [4, 3, 2])  # stopped, at its end before that, at its best
+def test_the_best_state_is_restored(tmp_path, epochs, capsys):
+    want, _ = run(epochs=2)
+    state, history = run(epochs=epochs, callbacks=[SCORES, BEST])
+    same(state, want)
+    assert len(history) == epochs
+    assert ("restored the best state, of step 6" in capsys.readouterr().out) == (epochs > 2)
+    options = {"callbacks": [SCORES, BEST], "checkpoint_dir": tmp_path, "keep": 1}
+    saved, again = run(epochs=9, **options) if epochs == 4 else run(epochs=epochs, **options)
+    jax.tree.map(np.testing.assert_array_equal, jax.random.key_data(saved.rng), jax.random.key_data(want.rng))
+    jax.tree.map(np.testing.assert_array_equal, saved.store, want.store)
+    assert numbers(again) == numbers(history)
+    more, _ = run(saved, epochs=1)  # training goes on from it
+    same(more, run(epochs=3)[0])
+
+
+@pytest.mark.parametrize("first", [{"epochs": 1}, {"epochs": 2}, {"epochs": 3}, {"max_steps": 4}, {"max_steps": 8}])
+def test_a_resumed_run_restores_the_same_best_state(tmp_path, first, capsys):
+    want, _ = run(epochs=9, callbacks=[SCORES, BEST], checkpoint_dir=tmp_path / "a", keep=1)
+    options = {"callbacks": [SCORES, BEST], "checkpoint_dir": tmp_path / "b", "keep": 1}
+    run(**{"epochs": 9, **first}, **options)
+    capsys.readouterr()
+    for _ in range(2):  # the second call finds it complete
+        state, history = run(epochs=9, **options)
+        jax.tree.map(np.testing.assert_array_equal, state.store, want.store)
+        assert [record["epoch"] for record in history] == [1, 2, 3, 4]
+    assert "a callback ended this run at step 12: 0 steps trained; resume=False for" in capsys.readouterr().out
+
+
+def test_a_state_is_restored_only_where_one_is_the_best(tmp_path):
+    want, _ = run(epochs=2)
+    same(run(epochs=2, callbacks=[Scripted(NAN, NAN), BEST])[0], want)
+    with pytest.raises(ValueError, match=r"one train.KeepBest, or one train.EarlyStopping\(restore_best=True\), which"):
+        run(callbacks=[SCORES, BEST, train.KeepBest("accuracy")], checkpoint_dir=tmp_path)
+    with pytest.raises(TypeError, match="restore_best must be True or False, got 3"):
+        train.EarlyStopping(restore_best=3)
+
+
+def test_a_best_checkpoint_that_is_gone(tmp_path, capsys):
+    options = {"callbacks": [SCORES, BEST], "checkpoint_dir": tmp_path, "keep": 1}
+    run(epochs=3, **options)
+    shutil.rmtree(checkpoint.best(tmp_path))
+    with pytest.raises(checkpoint.CheckpointError, match="no good checkpoint of the best state, of step 6"):
+        run(epochs=4, **options)
 
 
 @pytest.mark.parametrize("average", ["schedule_free", "ema"])
@@ -366,6 +395,34 @@ def test_the_best_of_an_optimizer_that_evaluates_other_parameters(tmp_path, aver
     assert not np.allclose(best.eval_params["w"], best.params["w"])
 
 
+def test_a_changed_rate_beside_old_checkpoints_is_said(tmp_path, capsys):
+    """A rate in the optimizer's program counts from there on. One in the state is that of the checkpoint."""
+    run(start(optax.adam(0.1)), epochs=1, checkpoint_dir=tmp_path / "a")
+    run(start(optax.adam(0.1)), epochs=2, checkpoint_dir=tmp_path / "a")
+    assert not capsys.readouterr().err
+    state, _ = run(start(optax.adam(0.01)), epochs=3, checkpoint_dir=tmp_path / "a")
+    assert "step_00000006: the optimizer has other numbers (learning rate, schedule, " in capsys.readouterr().err
+    run(start(optax.adam(0.01)), epochs=4, checkpoint_dir=tmp_path / "a")
+    assert not capsys.readouterr().err
+    with pytest.raises(checkpoint.CheckpointError, match="saved with another optimizer"):
+        run(start(optax.nadam(0.01)), epochs=5, checkpoint_dir=tmp_path / "a")
+
+    def in_state(rate):
+        return start(optax.inject_hyperparams(optax.sgd)(learning_rate=rate))
+
+    run(in_state(0.5), epochs=1, checkpoint_dir=tmp_path / "b")
+    state, _ = run(in_state(0.25), epochs=2, checkpoint_dir=tmp_path / "b")
+    assert list(updaters.learning_rates(state).values()) == [0.5]
+    said = capsys.readouterr().err
+    assert "fit: the given state has the learning rate 0.25, but the run in" in said
+    assert said.count("\n") == 1
+    assert "keeps the rate of the checkpoint, 0.5. To change it, call updaters.set_learning_rate" in said
+    schedule = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(1.0, 0.0, 20))
+    for epochs in (1, 2):
+        run(start(schedule), epochs=epochs, checkpoint_dir=tmp_path / "c")
+    assert not capsys.readouterr().err
+
+
 def test_the_learning_rate_in_the_records():
     schedule = optax.linear_schedule(0.5, 0.1, 8)
     want = [float(schedule(2)), float(schedule(5))]  # of the last update of each epoch
@@ -383,7 +440,7 @@ def test_the_learning_rate_in_the_records():
     _, history = run(callbacks=train.LearningRate(0.5))
     assert history[0]["learning_rate"] == 0.5
     with pytest.raises(
-        ValueError, match=r"no rate is in the state; give the schedule, train.LearningRate\(schedule\), or"
+        ValueError, match=r"state has no learning rate; give the schedule, train.LearningRate\(schedule\), or"
     ):
         run(callbacks=train.LearningRate())
 

@@ -147,16 +147,16 @@ def test_a_resumed_run_goes_on_with_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"count": 4}, "devices: 2 there, 4 here"),
-        ({"kind": "sharded"}, "kind: device there, sharded here"),
-        ({"engine": "jit"}, "engine: auto there, jit here"),
-        ({"virtual_shards": 4}, "virtual shards: None there, 4 here"),
+        ({"count": 4}, "devices: 2 in the file, 4 now"),
+        ({"kind": "sharded"}, "kind: device in the file, sharded now"),
+        ({"engine": "jit"}, "engine: auto in the file, jit now"),
+        ({"virtual_shards": 4}, "virtual shards: None in the file, 4 now"),
     ],
 )
 def test_the_file_of_another_run_is_refused(tmp_path, other, words):
     expected = run(tmp_path / "a", epochs=2)
     before = (tmp_path / "a").read_bytes()
-    with pytest.raises(ValueError, match=f"{words}.*give another file, or remove it"):
+    with pytest.raises(ValueError, match=f"{words}.*give another file, or delete it"):
         run(tmp_path / "a", **other)
     assert (tmp_path / "a").read_bytes() == before
     assert run(tmp_path / "a", epochs=2) == expected  # the same run from its beginning
@@ -173,14 +173,14 @@ def test_a_run_with_virtual_shards_goes_on_anywhere(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'{"epoch": 1}\n', "has no header of a certificate"),
-        (b"\xff\xfe\n", "has no header"),
-        (b'{"certificate": 2}\n', "has no header"),
-        (b"[]\n", "has no header"),
-        (b"HEADER" + b'{"step": 5}\n', "in line 2"),
-        (b"HEADER" + b'{"step": "5", "state": "x"}\n', "in line 2"),
-        (b"HEADER" + b'{"step": 5, "state": "x"}\n{"step": 5, "state": "x"}\n', "in line 3"),
-        (b"HEADER" + b"[" * 100_000 + b"\n", "in line 2"),
+        (b'{"epoch": 1}\n', "line 1 is not the header of a certificate"),
+        (b"\xff\xfe\n", "line 1 is not the header"),
+        (b'{"certificate": 2}\n', "line 1 is not the header"),
+        (b"[]\n", "line 1 is not the header"),
+        (b"HEADER" + b'{"step": 5}\n', "line 2 is not the hash"),
+        (b"HEADER" + b'{"step": "5", "state": "x"}\n', "line 2 is not the hash"),
+        (b"HEADER" + b'{"step": 5, "state": "x"}\n{"step": 5, "state": "x"}\n', "line 3 is not the hash"),
+        (b"HEADER" + b"[" * 100_000 + b"\n", "line 2 is not the hash"),
     ],
 )
 def test_what_is_no_certificate_is_refused(tmp_path, content, words):
@@ -199,9 +199,9 @@ def test_what_is_no_certificate_is_refused(tmp_path, content, words):
         ({"certificate_every": True}, TypeError, "certificate_every must be an int of 1 or more, got True"),
         ({"certificate_every": 2.5}, TypeError, "certificate_every must be an int"),
         ({"certificate": 3}, TypeError, "fit: certificate must be a path"),
-        ({"certificate": "."}, OSError, "certificate cannot be written to .* but a directory"),
+        ({"certificate": "."}, OSError, "certificate cannot be written to .*it is not a regular file"),
         ({"certificate": "file/below"}, OSError, "certificate cannot be written to file/below"),
-        ({"certificate": "pipe"}, OSError, "but a device or a pipe"),
+        ({"certificate": "pipe"}, OSError, "it is not a regular file"),
     ],
 )
 def test_wrong_arguments_are_refused_before_work(tmp_path, monkeypatch, options, error, words):
@@ -218,7 +218,7 @@ def test_wrong_arguments_are_refused_before_work(tmp_path, monkeypatch, options,
 @pytest.mark.parametrize("other", ["null", '{"jax": "0.9"}'])
 def test_processes_that_differ_are_refused(tmp_path, monkeypatch, other):
     monkeypatch.setattr(certificate.processes, "exchange", lambda text: [text, other])
-    with pytest.raises(ValueError, match=f"processes that differ have no common bits.*process 1: {other}"):
+    with pytest.raises(ValueError, match=f"needs the same settings in all processes.*process 1: {other}"):
         run(tmp_path / "a")
     assert os.listdir(tmp_path) == []
 
@@ -357,16 +357,16 @@ def contents(folder):
         ("runs:other_rate", 1, "step 5 differs from run.jsonl; started at what the function returns"),
         ("runs:other_rate --from 12", 1, r"step 15 differs from run.jsonl; started at points.step_00000012"),
         ("runs:other_seed", 1, "step 5 differs"),
-        ("runs:four", 2, "are of another run .devices: 2 there, 4 here"),
-        ("runs:virtual", 2, "devices: 2 there, 3 here; virtual shards: None there, 4 here"),
+        ("runs:four", 2, "is from another run .devices: 2 in the file, 4 now"),
+        ("runs:virtual", 2, "devices: 2 in the file, 3 now; virtual shards: None in the file, 4 now"),
         ("runs:same --devices 3", 2, "RuntimeError: use_cpu_devices.3.: JAX runs already"),
         ("runs:same --from 21", 2, "has no step from 21; its steps are 5 to 20"),
         ("runs:same --from 6 --to 9", 2, "has no step from 6 to 9"),
-        ("runs:late --from 5", 2, "the state is at step 8, the first certified step to compare is 5"),
+        ("runs:late --from 5", 2, "the state is at step 8, after the first step to compare, 5"),
         ("runs:late --from 9", 0, "3 certified steps, 10 to 20"),
         ("runs:nothing", 2, "TypeError: expected the arguments of fit in a dict, got None"),
-        ("runs:half", 2, "the arguments of fit have no train_data and no batch_size"),
-        ("runs:unknown", 2, "fit: unknown argument epoks=; did you mean epochs"),
+        ("runs:half", 2, "the arguments of fit lack train_data and batch_size"),
+        ("runs:unknown", 2, "fit: there is no argument 'epoks'; did you mean epochs"),
         ("runs:fails", 2, "ZeroDivisionError"),
         ("runs:absent", 2, "module runs has no absent"),
         ("absent:same", 2, "cannot import absent"),
@@ -389,13 +389,13 @@ def change(folder, edit):
 @pytest.mark.parametrize(
     ("edit", "status", "said"),
     [
-        (lambda text: text[:-9], 2, "run.jsonl is cut in line 5"),
+        (lambda text: text[:-9], 2, "run.jsonl: line 5 is incomplete"),
         (lambda text: "", 2, "run.jsonl is empty"),
-        (lambda text: text.partition("\n")[2], 2, "has no header of a certificate"),
+        (lambda text: text.partition("\n")[2], 2, "line 1 is not the header of a certificate"),
         (lambda text: text.partition("\n")[0] + "\n", 2, "has no step from 0; it has none"),
-        (lambda text: text.replace(jax.__version__, "0.9"), 2, "jax: 0.9 there"),
-        (lambda text: re.sub('"processor": "[^"]*"', '"processor": "Z80"', text), 2, "processor: Z80 there"),
-        (lambda text: re.sub('"processes": 1', '"processes": 2', text), 2, "processes: 2 there, 1 here"),
+        (lambda text: text.replace(jax.__version__, "0.9"), 2, "jax: 0.9 in the file"),
+        (lambda text: re.sub('"processor": "[^"]*"', '"processor": "Z80"', text), 2, "processor: Z80 in the file"),
+        (lambda text: re.sub('"processes": 1', '"processes": 2', text), 2, "processes: 2 in the file, 1 now"),
         (lambda text: re.sub('("step": 15, "state": ")(.)', r"\1x", text), 1, "step 15 differs"),
     ],
 )

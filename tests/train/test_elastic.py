@@ -18,6 +18,7 @@ from jaxpar import checkpoint, distributed, kv, train
 from jaxpar._devices import processes
 from jaxpar.distributed import _elastic
 from jaxpar.distributed._elastic import Board
+from jaxpar.train._callbacks.callbacks import Callbacks
 from jaxpar.train._elastic.group import Group, OrdersUsedUp, _by_rank, _is_terms
 from jaxpar.train._elastic.member import Member, check_can_go_on
 from jaxpar.train._elastic.watchdog import Watchdog
@@ -193,7 +194,7 @@ def test_a_process_that_was_left_behind_ends(monkeypatch):
     ("step", "source", "words"),
     [
         ({}, {"x": np.ones(8, "float32")}, "virtual_shards=8"),
-        ({"virtual_shards": 4}, [{"x": np.ones(8, "float32")}], "an iterable has no batch by number"),
+        ({"virtual_shards": 4}, [{"x": np.ones(8, "float32")}], "an iterable cannot give a batch again"),
     ],
 )
 def test_what_cannot_go_on_is_refused(elastic, step, source, words):
@@ -204,16 +205,20 @@ def test_what_cannot_go_on_is_refused(elastic, step, source, words):
 
 
 def test_kinds_whose_shares_are_lost_are_refused(elastic, monkeypatch):
-    run = types.SimpleNamespace(step=train.make_train_step(loss_fn, virtual_shards=4), source=None)
-    with pytest.raises(ValueError, match=r"kind 'sharded' with it.*resume from a checkpoint"):
+    step = train.make_train_step(loss_fn, virtual_shards=4)
+    run = types.SimpleNamespace(step=step, source=None, callbacks=Callbacks())
+    with pytest.raises(ValueError, match=r"in kind 'sharded' .* resume from a checkpoint"):
         check_can_go_on(run, new_state(kind="sharded", devices=jax.devices()[:2]))
     check_can_go_on(run, new_state())
+    run.callbacks = Callbacks((train.EarlyStopping(restore_best=True),))
+    with pytest.raises(ValueError, match="an elastic run calls callbacks in process 0 only"):
+        check_can_go_on(run, new_state())
 
 
 def test_calls_that_need_all_processes_are_refused(elastic, monkeypatch):
     with pytest.raises(RuntimeError, match=r"kv.barrier: .*only `train.fit` computes over all"):
         kv.barrier()
-    with pytest.raises(RuntimeError, match="train step: this is an elastic run"):
+    with pytest.raises(RuntimeError, match=r"train step: in an elastic run only `train.fit` computes"):
         train.make_train_step(loss_fn)(new_state(), {"x": jnp.ones(8)})
 
 
@@ -232,7 +237,7 @@ def test_elastic_needs_the_launcher_that_goes_on(monkeypatch):
     with pytest.raises(RuntimeError, match="jaxpar launch --elastic"):
         distributed.initialize(elastic=True)
     monkeypatch.delattr("jax.experimental.multihost_utils.live_devices")
-    with pytest.raises(RuntimeError, match=f"jax {jax.__version__} cannot go on after a loss"):
+    with pytest.raises(RuntimeError, match=f"jax {jax.__version__} cannot continue after a loss"):
         distributed.initialize(elastic=True)
 
 
@@ -252,7 +257,7 @@ with watchdog.watch("loads the batch of step 8"):
     env = {**os.environ, "JAXPAR_STUCK_TIMEOUT": "0.5"}
     done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == distributed.LOST
-    assert "process 0 is stuck: it loads the batch of step 8 for 0.5 seconds" in done.stderr
+    assert "process 0 is stuck: it loads the batch of step 8, for more than 0.5 seconds" in done.stderr
     assert "in hang" in done.stderr
 
 
@@ -286,9 +291,9 @@ def test_what_only_process_0_does_is_named_and_not_ended(capfd):
         dog.look()
         dog.look()  # once is enough
         said = capfd.readouterr().err
-        assert said.count("process 0 is stuck: it evaluates after step 4 for 10 seconds, here:") == 1
+        assert said.count("process 0 is stuck: it evaluates after step 4, for more than 10 seconds, here:") == 1
         assert "in test_what_only_process_0_does" in said
-        assert "It is not ended, since it may only take long" in said
+        assert "It may be slow only, so it is not ended" in said
     clock.now = 99.0
     dog.look()
     assert capfd.readouterr().err == ""
@@ -299,7 +304,7 @@ def test_each_batch_of_an_evaluation_is_progress(monkeypatch):
     monkeypatch.setattr(processes._Elastic, "watchers", [lambda: done.append(1)])
     arrays = {"x": np.ones((64, 2), np.float32)}
     eval_fn = lambda params, batch: {"mean": (batch["x"] * params["w"]).mean(-1)}  # noqa: E731
-    train.evaluate(new_state(), source=arrays, eval_fn=eval_fn, batch_size=2)
+    train.evaluate(new_state(), data=arrays, eval_fn=eval_fn, batch_size=2)
     assert len(done) > 5
 
 
@@ -313,7 +318,7 @@ def test_what_process_0_does_between_steps_is_watched(monkeypatch):
     steps = member._lead()
     next(steps)
     work = member._watchdog._work
-    assert (work.what, work.ends) == ("is between two steps, after step 4,", False)
+    assert (work.what, work.ends) == ("is between two steps, after step 4", False)
     assert next(steps, None) is None
     assert member._watchdog._work is None
 
@@ -377,9 +382,9 @@ def test_killed_frozen_and_stuck_processes_change_no_bit(tmp_path, undisturbed):
     assert output.count("is started again as pid") == 3, output
     assert "restart" not in output
     assert steps(output) == [*range(1, 37)]  # each counted once
-    assert "process 2 is stuck: it loads the batch of step 24 for 10 seconds" in output
+    assert "process 2 is stuck: it loads the batch of step 24, for more than 10 seconds" in output
     assert "elastic_run.py" in output.partition("is stuck")[2]
-    assert "process 1 was lost in step 16; the others make it again" in output
+    assert "process 1 was lost in step 16; the others repeat it" in output
     assert re.search(r"SEEN 0 12\b", output), output  # records, in process 0 only
     assert len(results(output)) == 3, output
     assert ({*results(output)}, certificate(tmp_path / "disturbed")) == undisturbed
@@ -392,7 +397,7 @@ def test_nobody_waits_for_a_process_that_starts(tmp_path, undisturbed):
     assert output.count("is started again as pid") == 2, output
     assert "restart" not in output
     assert steps(output) == [*range(1, 37)]
-    assert "process 1 was lost in step 16; the others make it again" in output
+    assert "process 1 was lost in step 16; the others repeat it" in output
     assert int(re.search(r"process (?:1, )?2 joins after step (\d+)", output)[1]) >= 20, output
     assert ({*results(output)}, certificate(tmp_path / "disturbed")) == undisturbed
 
@@ -400,7 +405,7 @@ def test_nobody_waits_for_a_process_that_starts(tmp_path, undisturbed):
 @pytest.mark.slow  # 15 seconds: two starts of two processes
 def test_without_process_0_all_start_again_from_the_checkpoint(tmp_path, undisturbed):
     output = run(tmp_path / "disturbed", 2, "kill:0:9", options=("--max-restarts", "1"))
-    assert "an elastic run cannot go on without process 0" in output
+    assert "an elastic run cannot continue without process 0" in output
     assert "restart 1 of 1 with 2 processes" in output
     assert re.search("resumed from step [2468] ", output), output
     assert ({*results(output)}, certificate(tmp_path / "disturbed")) == undisturbed
@@ -411,13 +416,11 @@ def test_without_process_0_all_start_again_from_the_checkpoint(tmp_path, undistu
 def test_a_process_with_another_program_is_refused_by_name_and_once(tmp_path):
     # Slow, so that both come back before the end, on a busy machine too.
     output = run(tmp_path / "disturbed", 3, "rate:2:7", "data:1:15", "slow:1.2:6")
-    rate = (
-        "process 2 has another program than process 0, and the run goes on without it. Other: the step, with its loss"
-    )
+    rate = "process 2 differs from process 0 in: the step, with its loss"
     assert output.count(rate) == 1, output
-    data = "process 1 has another program than process 0, and the run goes on without it. Other: the data. It ends with"
+    data = "process 1 differs from process 0 in: the data. It ends with"
     assert output.count(data) == 1, output
-    assert output.count("failed: status 78, for another program; it is not started again, and the others go on") == 2
+    assert output.count("failed: status 78, with another program; it is not started again, and") == 2
     assert output.count("is started again as pid") == 2
     assert steps(output) == [*range(1, 37)]
     assert {*results(output)} == {*results(run(tmp_path / "undisturbed", 1))}

@@ -14,8 +14,8 @@ import pytest
 from launched import environment
 
 from jaxpar import data, kv, train
+from jaxpar.train._elastic.group import differences, digest
 from jaxpar.train._elastic.member import Member
-from jaxpar.train._elastic.program import differences, digest
 from jaxpar.train._fit.run import plan_run
 
 STEP = "the step, with its loss, optimizer and learning rate"

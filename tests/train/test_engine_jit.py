@@ -205,7 +205,7 @@ def test_params_keep_the_sharding_that_they_come_with():
 def test_what_auto_takes():
     def taken(store, **options):
         step = train.make_train_step(loss_fn, **options)
-        return step._engine_name(store)
+        return step._engine_and_step(store)[0]
 
     plain = kv.from_params(params(), optimizer=ADAM)
     rows = kv.from_params(params(), optimizer=optax.adam(0.1), kind="sharded")
@@ -286,7 +286,7 @@ def test_loss_may_not_name_the_axis_of_the_batch(spec, axes):
 
     step = train.make_train_step(loss, axis_name=axes)
     store = kv.from_params(params(), optimizer=optax.sgd(0.1), mesh=mesh_of(2, 4), sharding=RULES)
-    with pytest.raises(ValueError, match=r"constrains an array to P\(.* split so already, so name the other axes only"):
+    with pytest.raises(ValueError, match=r"constrains an array to P\(.* write None in place of these axes"):
         step(train.create_state(store, 0), batches(1)[0])
 
 
@@ -333,17 +333,17 @@ def test_refusals():
         split(kind="local")
     with pytest.raises(ValueError, match="delayed pushes"):
         split(kind="dist_async")
-    with pytest.raises(ValueError, match="has one to compress"):
+    with pytest.raises(ValueError, match="the compiler sums their gradients"):
         kv.set_gradient_compression(split(), {"type": "2bit"})
     with pytest.raises(ValueError, match="use engine 'jit' or 'auto'"):
         ran(split(), engine="pmap")
     with pytest.raises(ValueError, match="local_steps are updates"):
         ran(split(), local_steps=2)
-    with pytest.raises(ValueError, match="local_steps are updates"):
+    with pytest.raises(ValueError, match="local_steps= updates each device separately"):
         train.make_train_step(loss_fn, engine="jit", local_steps=2)
-    with pytest.raises(ValueError, match="'data' is no axis of the mesh, which has rows"):
+    with pytest.raises(ValueError, match="axis_name='data': the mesh has no such axis; its axes are rows"):
         train.make_train_step(loss_fn, mesh=mesh_of(2, names=("rows",)))
-    with pytest.raises(ValueError, match="'data' is no axis of the mesh, which has rows"):
+    with pytest.raises(ValueError, match="axis_name='data': the mesh has no such axis; its axes are rows"):
         ran(kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, names=("rows",))))
     with pytest.raises(ValueError, match="mesh= is for engine 'jit'"):
         train.make_train_step(loss_fn, engine="pmap", mesh=mesh_of(2))
@@ -356,7 +356,7 @@ def test_refusals():
     table = kv.from_params({"w": jnp.ones((4, 2))}, updater=updaters.accumulate, mesh=mesh_of(2))
     with pytest.raises(ValueError, match="split over a mesh and take no RowSparse"):
         kv.push(table, 0, sparse.RowSparse(jnp.array([1]), jnp.ones((1, 2)), (4, 2)))
-    with pytest.raises(ValueError, match="give the new mesh"):
+    with pytest.raises(ValueError, match=r"write kv.place\(store, mesh=mesh"):
         kv.place(split(), jax.devices()[:4])
 
 
@@ -369,17 +369,17 @@ def test_refusals_of_verbs():
     with pytest.raises(ValueError, match=r"from_optax.*without mesh= and sharding="):
         kv.push(tree, 0, rows)
     for add in (kv.init, kv.broadcast):
-        with pytest.raises(ValueError, match=r"keys \[7\]: values of this store are split over a mesh"):
+        with pytest.raises(ValueError, match=r"keys \[7\]: .* its values are split over a mesh"):
             add(table, 7, jnp.ones(3))
     assert kv.place(table, sharding=P(None, "model")).values[0].sharding.spec == P(None, "model")
     with pytest.raises(ValueError, match="sharding= splits values over a mesh; give mesh="):
         kv.place(table, jax.devices()[:4], sharding=P("model"))
     with pytest.raises(ValueError, match="sharding= splits values over a mesh; give mesh="):
         kv.place(kv.from_params(w), sharding=P("model"))
-    with pytest.raises(ValueError, match="mesh= stands in place of devices="):
+    with pytest.raises(ValueError, match="give mesh= or devices=, not both"):
         kv.place(table, jax.devices()[:4], mesh=mesh)
     for place in (lambda: kv.place(table, mesh="data"), lambda: kv.from_params(w, mesh="data")):
-        with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh, got"):
+        with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh or None, got"):
             place()
 
 

@@ -79,14 +79,14 @@ SOURCES = {
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_any_source(source):
-    close(train.evaluate(state_of(4), source=SOURCES[source](), eval_fn=eval_fn, batch_size=10))
+    close(train.evaluate(state_of(4), data=SOURCES[source](), eval_fn=eval_fn, batch_size=10))
 
 
 @pytest.mark.parametrize("batch_size", [1, 10, 64])
 @pytest.mark.parametrize(("count", "kind"), [(None, ""), (1, "device"), (3, "sharded"), (8, "dist_sync")])
 def test_any_devices(count, kind, batch_size):
     state = PARAMS if count is None else state_of(count, kind)
-    close(train.evaluate(state, source=ROWS, eval_fn=eval_fn, batch_size=batch_size))
+    close(train.evaluate(state, data=ROWS, eval_fn=eval_fn, batch_size=batch_size))
 
 
 def masked(table, batch):
@@ -118,7 +118,7 @@ def test_masked_tokens_count_once_however_they_are_summed(count, size):
     """37 leaves 5, 5, 37 and 37 examples for the last batch, which 4 and 8 devices cannot share."""
     table = TABLE if count is None else state_of(count, params=TABLE)
     for source in (TOKENS, lambda: iter(parts(size, TOKENS))):
-        close(train.evaluate(table, source=source, eval_fn=masked, batch_size=size), want_masked())
+        close(train.evaluate(table, data=source, eval_fn=masked, batch_size=size), want_masked())
 
 
 def test_the_last_examples_of_sums_need_no_more_memory_than_a_batch():
@@ -130,7 +130,7 @@ def test_the_last_examples_of_sums_need_no_more_memory_than_a_batch():
 
     params = jax.device_put(jnp.ones(()), state_of(4).rng.sharding)
     ones = np.ones(16 + 15, np.float32)
-    assert train.evaluate(params, source=ones, eval_fn=eval_fn, batch_size=16) == {"sum": 31 / 3}
+    assert train.evaluate(params, data=ones, eval_fn=eval_fn, batch_size=16) == {"sum": 31 / 3}
     assert sorted(set(seen)) == [3, 12, 16, 32]  # 32 is a trace only
 
 
@@ -157,17 +157,16 @@ def test_metrics_that_merge(count):
         return {"x": Extremes(batch["x"].min(), batch["x"].max()), "mean": batch["x"].mean(1)}
 
     params = PARAMS if count is None else state_of(count)
-    scores = train.evaluate(params, source=ROWS, eval_fn=eval_fn, batch_size=16)
+    scores = train.evaluate(params, data=ROWS, eval_fn=eval_fn, batch_size=16)
     x = ROWS["x"]
     close(scores, {"x_low": x.min(), "x_high": x.max(), "mean": x.mean()})
     with pytest.raises(ValueError, match="two of its values give the score 'x_low'"):
-        train.evaluate(
-            params, source=ROWS, eval_fn=lambda p, b: {**eval_fn(p, b), "x_low": b["x"].min(1)}, batch_size=16
-        )
-    whole = train.evaluate(params, source=ROWS, eval_fn=lambda p, b: eval_fn(p, b)["x"], batch_size=16)
+        train.evaluate(params, data=ROWS, eval_fn=lambda p, b: {**eval_fn(p, b), "x_low": b["x"].min(1)}, batch_size=16)
+    whole = train.evaluate(params, data=ROWS, eval_fn=lambda p, b: eval_fn(p, b)["x"], batch_size=16)
     close(whole, {"low": x.min(), "high": x.max()})
 
 
+@pytest.mark.others
 def test_metrics_of_metrax_and_clu():
     """Merged as they are, and the last 5 of 37 examples as they are."""
     metrax, clu = pytest.importorskip("metrax"), pytest.importorskip("clu.metrics")
@@ -184,7 +183,7 @@ def test_metrics_of_metrax_and_clu():
         return measured(jax.nn.sigmoid(batch["x"] @ params["w"])[:, 0], batch["label"])
 
     with jax.numpy_rank_promotion("allow"):
-        scores = train.evaluate(state_of(4), source={**ROWS, "label": labels}, eval_fn=eval_fn, batch_size=16)
+        scores = train.evaluate(state_of(4), data={**ROWS, "label": labels}, eval_fn=eval_fn, batch_size=16)
         p = 1 / (1 + np.exp(-(ROWS["x"] @ PARAMS["w"])[:, 0]))
         close(scores, {name: float(m.compute()) for name, m in measured(jnp.asarray(p), jnp.asarray(labels)).items()})
 
@@ -195,7 +194,7 @@ def test_metrics_of_metrax_and_clu():
 
         whole = train.evaluate(
             state_of(4),
-            source=ROWS,
+            data=ROWS,
             eval_fn=lambda params, batch: Both.single_from_model_output(**eval_rows(params, batch)),
             batch_size=16,
         )
@@ -216,7 +215,7 @@ def test_the_metrics():
             "recall": train.per_class_accuracy(*args),
         }
 
-    scores = train.evaluate({}, source={"logits": logits, "labels": labels}, eval_fn=eval_fn, batch_size=8)
+    scores = train.evaluate({}, data={"logits": logits, "labels": labels}, eval_fn=eval_fn, batch_size=8)
     right = logits.argmax(1) == labels
     recall = scores.pop("recall")
     np.testing.assert_allclose(recall[:3], [right[labels == k].mean() for k in range(3)], rtol=1e-6)
@@ -238,7 +237,7 @@ def test_the_metrics():
 def test_sums_are_exact_beyond_what_float32_counts():
     """A float32 sum stays at 2 ** 24 when ones are added."""
     many = (np.full(2**12, 2.0**12 + 1, np.float32) for _ in range(9))
-    scores = train.evaluate(1.0, source=many, eval_fn=lambda p, x: {"sum": (x.sum() * p, 1)})
+    scores = train.evaluate(1.0, data=many, eval_fn=lambda p, x: {"sum": (x.sum() * p, 1)})
     assert scores["sum"] == 2.0**24 + 2**12
 
 
@@ -253,9 +252,9 @@ def test_params_split_over_a_mesh_and_the_users_own_mesh(kind):
     store = kv.from_params(params, optimizer=optax.sgd(0.1), mesh=mesh, sharding=FSDP)
     state = train.create_state(store, 0)
     options = {"eval_fn": eval_fn, "batch_size": 16}
-    close(train.evaluate(state, source=tiled, **options))
+    close(train.evaluate(state, data=tiled, **options))
     whole = train.evaluate(
-        state, source=tiled, batch_size=16, eval_fn=lambda p, b: {"mse": (eval_fn(p, b)["mse"].sum(), N)}
+        state, data=tiled, batch_size=16, eval_fn=lambda p, b: {"mse": (eval_fn(p, b)["mse"].sum(), N)}
     )
     assert whole["mse"] * 3 == pytest.approx(WANT["mse"], rel=1e-5)  # 16, 16 and the last 5: three batches
     meshes = []
@@ -266,8 +265,8 @@ def test_params_split_over_a_mesh_and_the_users_own_mesh(kind):
             yield part
 
     with jax.set_mesh(mesh):
-        close(train.evaluate(state, source=tiled, **options))
-        close(train.evaluate(state, source=read, **options))
+        close(train.evaluate(state, data=tiled, **options))
+        close(train.evaluate(state, data=read, **options))
         assert train.predict(state, lambda p, x: x @ p["w"], tiled["x"], batch_size=16).shape == (N, 8)
     assert meshes == [mesh] * 3
 
@@ -288,9 +287,9 @@ def test_the_averaged_params_and_the_state_of_the_model():
 
     want = (ROWS["x"] @ np.asarray(state.eval_params["w"]) - ROWS["y"] + 3).mean()
     assert not np.allclose(state.params["w"], state.eval_params["w"])
-    close(train.evaluate(state, source=ROWS, eval_fn=eval_fn, batch_size=8), {"error": want})
+    close(train.evaluate(state, data=ROWS, eval_fn=eval_fn, batch_size=8), {"error": want})
     with pytest.raises(TypeError, match=r"eval_fn must be a function of \(params, batch, model_state\), got .*, since"):
-        train.evaluate(state, source=ROWS, eval_fn=lambda params, batch: {}, batch_size=8)
+        train.evaluate(state, data=ROWS, eval_fn=lambda params, batch: {}, batch_size=8)
 
 
 def per_batch(value):
@@ -314,30 +313,30 @@ def per_batch(value):
         (lambda p, b: b["x"].mean(1), TypeError, r"must return a dict \{name: values\}, got float32\[8\]"),
         (lambda p, b: {3: b["x"].mean(1)}, TypeError, "the names that it returns must be strings, got 3"),
         (lambda p: 0, TypeError, r"evaluate: eval_fn must be a function of \(params, batch\), got <lambda>\(p\)"),
-        (3, TypeError, r"evaluate: eval_fn must be a function of \(params, batch\), got int"),
+        (3, TypeError, r"evaluate: eval_fn must be a function of \(params, batch\), got 3"),
     ],
 )
 def test_values_that_are_refused(function, kind, words):
     with pytest.raises(kind, match=words):
-        train.evaluate(PARAMS, source=ROWS, eval_fn=function, batch_size=8)
+        train.evaluate(PARAMS, data=ROWS, eval_fn=function, batch_size=8)
 
 
 def test_sources_that_are_refused():
     evaluate = functools.partial(train.evaluate, PARAMS, eval_fn=eval_fn)
     with pytest.raises(ValueError, match="evaluate: expected examples, got no batch; give at least one"):
-        evaluate(source=Loader([]))
+        evaluate(data=Loader([]))
     with pytest.raises(ValueError, match="expected examples, got empty arrays"):
-        evaluate(source=jax.tree.map(lambda x: x[:0], ROWS))
+        evaluate(data=jax.tree.map(lambda x: x[:0], ROWS))
     with pytest.raises(TypeError, match=r"expected a data.Dataset, arrays with a common first axis, or .*; got 3"):
-        evaluate(source=3)
+        evaluate(data=3)
     with pytest.raises(ValueError, match="arrays of a batch must share the length of their first axis"):
-        evaluate(source={"x": ROWS["x"], "y": ROWS["y"][:3]})
-    with pytest.raises(TypeError, match=r"for all else evaluate\(state, source=..., eval_fn=...\)"):
+        evaluate(data={"x": ROWS["x"], "y": ROWS["y"][:3]})
+    with pytest.raises(TypeError, match=r"for other models write evaluate\(state, data=..., eval_fn=...\)"):
         train.evaluate(PARAMS, eval_fn, ROWS)
-    with pytest.raises(TypeError, match=r"give \(state, apply_fn, dataset\) for a classifier, or source= and eval_fn="):
-        train.evaluate(PARAMS, source=ROWS)
+    with pytest.raises(TypeError, match=r"give \(state, apply_fn, data\) for a classifier, or data= and eval_fn="):
+        train.evaluate(PARAMS, data=ROWS)
     with pytest.raises(ValueError, match="ended after 5 of the 9 batches of epoch 0"):
-        evaluate(source=data.from_iterable(parts(8), steps_per_epoch=9))
+        evaluate(data=data.from_iterable(parts(8), steps_per_epoch=9))
 
 
 def test_a_function_is_compiled_once():
@@ -347,11 +346,11 @@ def test_a_function_is_compiled_once():
         return {"loss": (errors(params, batch) ** 2).mean(1)}
 
     with compilations() as count:
-        train.evaluate(state, source=ROWS, eval_fn=eval_fn, batch_size=8)
+        train.evaluate(state, data=ROWS, eval_fn=eval_fn, batch_size=8)
     assert count() == 1
     with compilations() as count:
         for source in (ROWS, parts(8), parts(7)):
-            train.evaluate(state, source=source, eval_fn=eval_fn, batch_size=8)
+            train.evaluate(state, data=source, eval_fn=eval_fn, batch_size=8)
     assert count() == 0
 
 
@@ -364,3 +363,38 @@ def test_predictions_of_batches():
     pairs = [(part["x"], part["y"]) for part in parts(10)]
     got = train.predict(state_of(4), lambda params, images: images @ params["w"], pairs, batch_size=16)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [None, 1, 4])
+def test_a_sum_over_the_axis_of_the_step_is_that_of_the_whole_batch(count):
+    """A function that a loss shares, such as a mean over all devices, runs here too."""
+
+    def eval_fn(params, batch):
+        mean = jax.lax.pmean(errors(params, batch).mean(), "data")
+        number = jax.lax.psum(len(batch["x"]), "data")
+        return {"total": (number * mean, number), "mse": (errors(params, batch) ** 2).mean(1)}
+
+    params = PARAMS if count is None else state_of(count)
+    want = {"total": (ROWS["x"] @ PARAMS["w"] - ROWS["y"]).mean(), "mse": WANT["mse"]}
+    close(train.evaluate(params, data=ROWS, eval_fn=eval_fn, batch_size=16), want)
+    shifted = train.predict(params, lambda p, b: b["x"] @ p["w"] + jax.lax.psum(0.0, "data"), ROWS, batch_size=16)
+    np.testing.assert_allclose(shifted, ROWS["x"] @ PARAMS["w"], rtol=1e-4, atol=1e-5)
+    with pytest.raises(NameError, match="unbound axis name: model"):
+        train.evaluate(params, data=ROWS, eval_fn=lambda p, b: {"x": jax.lax.psum(b["x"][:, 0], "model")})
+
+
+def test_the_old_names_of_data_warn_and_say_the_new_one():
+    points = data.Dataset(np.eye(3, dtype=np.float32), np.arange(3))
+    apply = lambda params, x: x  # noqa: E731
+    matrix, wrong = np.eye(3, dtype=int), 0
+    for call, want in (
+        (lambda: train.evaluate(PARAMS, source=ROWS, eval_fn=eval_fn)["mse"], pytest.approx(WANT["mse"], rel=1e-5)),
+        (lambda: train.evaluate({}, apply, dataset=points)["accuracy"], 1.0),
+        (lambda: train.predict({}, apply, source=points).shape, (3, 3)),
+        (lambda: train.confusion_matrix({}, apply, dataset=points).tolist(), matrix.tolist()),
+        (lambda: len(train.mistakes({}, apply, dataset=points)), wrong),
+    ):
+        with pytest.warns(DeprecationWarning, match=r"(source|dataset)= is now called data="):
+            assert call() == want
+    with pytest.raises(TypeError, match="evaluate: source= is now called data=; give only data="):
+        train.evaluate(PARAMS, source=ROWS, data=ROWS, eval_fn=eval_fn)

@@ -62,7 +62,7 @@ def test_a_regression(eval_data, capsys):
     state, history = fit(eval_data=eval_data, eval_fn=eval_fn, progress=True)
     assert {k: history[-1][k] for k in want(state)} == {k: pytest.approx(v, rel=1e-4) for k, v in want(state).items()}
     assert history[1]["eval_mse"] < history[0]["eval_mse"]
-    assert train.evaluate(state, source=EVAL, eval_fn=eval_fn)["mse"] == pytest.approx(history[-1]["eval_mse"])
+    assert train.evaluate(state, data=EVAL, eval_fn=eval_fn)["mse"] == pytest.approx(history[-1]["eval_mse"])
     printed = capsys.readouterr().out.splitlines()
     assert f"eval mse {history[0]['eval_mse']:.4f}  eval rmse" in printed[0]
     assert printed[0].endswith("examples/s")
@@ -122,10 +122,14 @@ def logits(params, images):
         ({"eval_fn": lambda p, b: {"mse": b["z"]}}, KeyError, "z"),
         ({"eval_fn": lambda p: {}}, TypeError, r"fit: eval_fn must be a function of \(params, batch\), got <lambda>"),
         ({"eval_fn": None}, ValueError, "takes both eval_data and eval_fn, got only one of them; .* test_data and app"),
-        ({"eval_data": iter([EVAL])}, TypeError, "eval_data is read after each epoch, and a list_iterator is read onl"),
+        (
+            {"eval_data": iter([EVAL])},
+            TypeError,
+            "eval_data is read after each epoch, got a list_iterator; an iterator can be read onl",
+        ),
         ({"eval_data": {"x": EVAL["x"], "y": EVAL["y"][:3]}}, ValueError, "share the length of their first axis"),
         ({"eval_data": {"x": EVAL["x"][:, :2], "y": EVAL["y"]}}, TypeError, "dot_general"),
-        ({"test_data": EVAL, "apply_fn": logits}, TypeError, "expected a data.Dataset.*for all that is no classifier "),
+        ({"test_data": EVAL, "apply_fn": logits}, TypeError, "expected a data.Dataset.*for other models "),
         ({"test_data": POINTS, "apply_fn": lambda p, x: x @ p["w"]}, ValueError, r"logits of shape \(n, classes\)"),
         ({"test_data": POINTS, "apply_fn": lambda p: 0}, TypeError, r"apply_fn must be a function of \(params, images"),
         (
@@ -140,8 +144,16 @@ def logits(params, images):
         ),
         ({"step": lambda p, b, r: predictions(p, b).mean()}, TypeError, r"must return \(loss, aux\) with aux a dict"),
         ({"step": lambda p, b, r: (predictions(p, b), {})}, TypeError, "the loss must be a scalar"),
-        ({"step": lambda p, b, r: (loss_fn(p, b, r)[0], {"seconds": 1.0})}, ValueError, "has seconds of its own"),
-        ({"step": lambda p, b, r: (loss_fn(p, b, r)[0], {"eval_mse": 1.0})}, ValueError, "has eval_mse of its own"),
+        (
+            {"step": lambda p, b, r: (loss_fn(p, b, r)[0], {"seconds": 1.0})},
+            ValueError,
+            "has seconds, which",
+        ),
+        (
+            {"step": lambda p, b, r: (loss_fn(p, b, r)[0], {"eval_mse": 1.0})},
+            ValueError,
+            "has eval_mse, which",
+        ),
     ],
 )
 def test_what_is_wrong_is_known_before_the_first_step(options, kind, words, tmp_path):
@@ -224,5 +236,5 @@ def test_an_evaluation_that_fails_costs_no_steps(tmp_path, failing):
     assert [row.keys() for row in history] == [row.keys() for row in expected]
     for name in ("epoch", "step", "loss", "eval_mse", "eval_rmse"):
         assert [row[name] for row in history] == [row[name] for row in expected]
-    assert all(row["seconds"] > 0 and row["images_per_second"] > 0 for row in history)
+    assert all(row["seconds"] > 0 and row["examples_per_second"] > 0 for row in history)
     np.testing.assert_array_equal(state.params["w"], straight.params["w"])

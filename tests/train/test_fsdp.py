@@ -4,6 +4,7 @@ import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -104,3 +105,28 @@ def test_losses_as_on_one_device():
             losses[name].append(float(metrics["loss"]))
     np.testing.assert_allclose(losses["2x2x2"], losses["1"], atol=1e-5)
     assert losses["1"][-1] < losses["1"][0] - 0.1
+
+
+def test_copies_of_split_params_along_another_axis():
+    """HSDP: each group along `copies` has the params once. The numbers are those of params that are whole."""
+
+    def loss_fn(params, batch, rng):
+        return ((jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - batch["y"]) ** 2).mean(), {}
+
+    draw = np.random.default_rng(0).standard_normal
+    params = {"a": jnp.float32(draw((16, 32))), "b": jnp.float32(draw((32, 16)))}
+    batch = {"x": np.float32(draw((16, 16))), "y": np.float32(draw((16, 16)))}
+    mesh = jax.make_mesh((2, 4), ("copies", "data"))
+    rule = parallel.fsdp("data", min_size=1)
+    hybrid = {"mesh": mesh, "sharding": rule, "axis_name": ("copies", "data")}
+    losses = []
+    for options in (hybrid, {}):
+        state, step = train.start(params, optax.adam(0.01), loss_fn, **options)
+        if options:
+            assert state.params["a"].sharding.spec == jax.P(None, "data")
+            groups = [shard.replica_id for shard in state.params["a"].addressable_shards]
+            assert sorted(groups) == [0] * 4 + [1] * 4
+        for _ in range(3):
+            state, metrics = step(state, batch)
+        losses.append(metrics["loss"])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)

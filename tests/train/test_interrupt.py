@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from fit_model import same
 from interrupted_run import STEP, TX, run, start
 
 from jaxpar import kv, train
@@ -30,11 +31,6 @@ def at(step, number):
             signal.raise_signal(number)
 
     return on_step
-
-
-def same(state, other):
-    np.testing.assert_array_equal(state.params["w"], other.params["w"])
-    assert int(state.step) == int(other.step)
 
 
 def losses(history):
@@ -92,7 +88,7 @@ def test_ctrl_c_at_a_prompt_returns_and_the_same_call_goes_on(tmp_path, capsys, 
     assert int(state.step) == 40
     assert [r["step"] for r in history] == [20, 40]  # an interrupt between two epochs leaves none unfinished
     err = capsys.readouterr().err
-    assert f"interrupted after step 40, in epoch 2 of 4; saved in {tmp_path}/step_00000040\nfit: this is" in err
+    assert f"interrupted after step 40, in epoch 2 of 4; saved in {tmp_path}/step_00000040\nfit: returns" in err
     state, history = run(state, epochs=4, checkpoint_dir=tmp_path)
     same(state, whole[0])  # the run is finished, not followed by four epochs more
     assert losses(history) == losses(whole[1])
@@ -136,7 +132,7 @@ def test_an_interrupt_that_must_wait_is_confirmed(capsys, monkeypatch):
             time.sleep(0.5)
 
     run(start(), epochs=1, on_step=on_step, on_interrupt="return")
-    assert "the interrupt was noted; it stops after the step that is under way" in capsys.readouterr().err
+    assert "interrupted: the training stops after the current step" in capsys.readouterr().err
 
 
 def test_others_keep_their_handlers():
@@ -188,7 +184,7 @@ def test_another_thread_trains_too():
 def test_a_state_that_was_given_away(tmp_path, whole):
     state = start()
     run(state, epochs=1)
-    text = "this state was donated to an earlier step; use the one that it returned"
+    text = "this state was donated to an earlier step; use the state that it returned"
     with pytest.raises(ValueError, match=text):
         run(state, epochs=1)
     state = start()
@@ -374,7 +370,7 @@ def test_a_notebook_is_interrupted(tmp_path):
         assert reply_to(kernel, message)["status"] == "ok"
         texts += rest(kernel)
         step = int(re.search(r"interrupted after step (\d+), in epoch", texts)[1])
-        assert f"saved in {tmp_path}/step_{step:08d}\nfit: this is the state and the history" in texts
+        assert f"saved in {tmp_path}/step_{step:08d}\nfit: returns the state and the history" in texts
         assert ask(kernel, "print(int(state.step), history[-1].get('interrupted'))").startswith(f"{step} ")
         ask(kernel, "pause = 0")
         assert f"resumed from step {step}" in ask(kernel, CELL)

@@ -23,11 +23,11 @@ def fit(dataset, **options):
     return train.fit(started(), step, dataset, epochs=1, batch_size=8, progress=False, **options)
 
 
-@pytest.mark.parametrize(("last", "words"), [(3, "run from 0 to 3"), (-1, "run from -1 to 0")])
+@pytest.mark.parametrize(("last", "words"), [(3, "from 0 to 3"), (-1, "from -1 to 0")])
 def test_labels_out_of_range(last, words):
     wrong = data.Dataset(IMAGES, np.array([0] * 7 + [last]))
     right = data.Dataset(IMAGES, np.arange(8) % 3)
-    message = f"the model has 3 classes, the labels {words}; labels are 0 to 2"
+    message = f"the model has 3 classes, but labels {words}; give labels 0 to 2"
     with pytest.raises(ValueError, match=f"fit: train_data: {message}"):
         fit(wrong)
     with pytest.raises(ValueError, match=f"fit: test_data: {message}"):
@@ -56,5 +56,5 @@ def test_a_donated_state_is_checked_too(tmp_path):
     options = {"batch_size": 8, "progress": False, "checkpoint_dir": tmp_path}
     train.fit(state, step, data.Dataset(IMAGES, np.arange(8) % 3), epochs=1, **options)
     assert state.store.values[0].is_deleted()
-    with pytest.raises(ValueError, match="the labels run from 0 to 7"):
+    with pytest.raises(ValueError, match="but labels from 0 to 7"):
         train.fit(state, step, data.Dataset(IMAGES, np.arange(8)), epochs=2, **options)

@@ -1,46 +1,23 @@
 """`max_steps` and `eval_every`: a run that ends or is evaluated within an epoch, and goes on to the same bits."""
 
+import functools
 import time
 
-import jax
-import jax.numpy as jnp
+import fit_model
 import numpy as np
 import optax
 import pytest
+from fit_model import TEST, apply, numbers, points, run_on, same
 
-from jaxpar import checkpoint, data, kv, train
+from jaxpar import checkpoint, train
 
-IMAGES = np.random.default_rng(0).random((80, 4), np.float32)
-TRAIN = data.Dataset(IMAGES, IMAGES[:, :3].argmax(1))  # ten steps of 8
-TEST = data.Dataset(IMAGES[:20], TRAIN.labels[:20])
-TX = optax.sgd(0.5, momentum=0.9)
-
-
-def apply(params, images):
-    return images @ params["w"]
-
-
-STEP = train.make_train_step(train.classification_loss(apply))
-
-
-def start():
-    store = kv.from_params({"w": jnp.zeros((4, 3))}, optimizer=TX)
-    return train.create_state(store, 3, devices=jax.devices()[:2])
+TRAIN = points(80)  # ten steps of 8
+start = functools.partial(fit_model.start, optax.sgd(0.5, momentum=0.9))
 
 
 def run(state=None, **options):
-    options = {"batch_size": 8, "progress": False, "test_data": TEST, "apply_fn": apply, **options}
-    return train.fit(start() if state is None else state, STEP, TRAIN, **options)
-
-
-def same(state, other):
-    np.testing.assert_array_equal(state.params["w"], other.params["w"])
-    assert int(state.step) == int(other.step)
-
-
-def numbers(history):
-    timed = ("seconds", "images_per_second")
-    return [{k: v for k, v in r.items() if k not in timed} for r in history]
+    options = {"batch_size": 8, "epochs": None, "test_data": TEST, "apply_fn": apply, **options}
+    return run_on(TRAIN, start() if state is None else state, **options)
 
 
 def test_max_steps_ends_within_an_epoch_and_goes_on_to_the_same_bits(tmp_path):
@@ -75,7 +52,7 @@ def test_the_shorter_of_epochs_and_max_steps(capsys):
     assert [r["step"] for r in run(epochs=1, max_steps=25)[1]] == [10]
     assert [r["step"] for r in run(epochs=3, max_steps=5, progress=True)[1]] == [5]
     assert capsys.readouterr().out.startswith("step 5  epoch 1/1  loss")
-    with pytest.raises(ValueError, match=r"fit: epochs= or max_steps= says when the training ends; give one of them"):
+    with pytest.raises(ValueError, match=r"fit: the end of the training is not known; give epochs= or max_steps="):
         run()
     for name in ("max_steps", "eval_every"):
         with pytest.raises(ValueError, match=f"fit: {name} must be an int of 1 or more, got 0"):
@@ -144,7 +121,21 @@ def test_the_time_of_an_evaluation_is_no_time_of_training(monkeypatch):
         return {}
 
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + 1000 * len(evaluated))
-    monkeypatch.setattr("jaxpar.train._evaluate.evaluation.Evaluation.scores", scores)
+    monkeypatch.setattr("jaxpar.train._evaluate.evaluate.Evaluation.scores", scores)
     _, history = run(epochs=1, eval_every=2)
     assert len(evaluated) == 5
     assert history[-1]["seconds"] < 1000
+
+
+def test_a_run_that_is_complete_says_so(tmp_path, capsys):
+    want, _ = run(epochs=2, checkpoint_dir=tmp_path)
+    assert "0 steps trained" not in capsys.readouterr().out
+    state, history = run(epochs=2, checkpoint_dir=tmp_path)
+    out = capsys.readouterr().out
+    assert "jaxpar: complete at step 20: 0 steps trained; raise epochs=, or resume=False for a new run\n" in out
+    same(state, want)
+    assert len(history) == 2
+    run(max_steps=15, checkpoint_dir=tmp_path)
+    assert "complete at step 20: 0 steps trained; raise max_steps=, or" in capsys.readouterr().out
+    run(max_steps=21, checkpoint_dir=tmp_path)
+    assert "0 steps trained" not in capsys.readouterr().out

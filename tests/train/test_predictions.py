@@ -66,7 +66,7 @@ def test_the_most_certain_ones():
 
 @pytest.mark.parametrize("call", [train.confusion_matrix, train.mistakes])
 def test_errors(call):
-    with pytest.raises(ValueError, match="the model has 4 classes, the labels run from 0 to 4"):
+    with pytest.raises(ValueError, match="the model has 4 classes, but labels from 0 to 4"):
         call(PARAMS, apply, data.Dataset(SET.images[:5], np.arange(5)))
     with pytest.raises(TypeError, match=rf"{call.__name__}: labels must be integers of shape \(n,\)"):
         call(PARAMS, apply, data.Dataset(SET.images[:5], np.arange(5.0)))

@@ -1,5 +1,6 @@
 """Records in JSON lines, TensorBoard and pandas: each epoch once, after a crash too."""
 
+import functools
 import json
 import math
 import os
@@ -12,32 +13,13 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from fit_model import TEST, apply, points, run_on, start
 
-from jaxpar import data, kv, train
+from jaxpar import data, train
 
-TX = optax.sgd(0.5)
-IMAGES = np.random.default_rng(0).random((50, 4), np.float32)
-TRAIN = data.Dataset(IMAGES, IMAGES[:, :3].argmax(1))  # three steps of 16
-TEST = data.Dataset(IMAGES[:20], TRAIN.labels[:20])
-
-
-def apply(params, images):
-    return images @ params["w"]
-
-
-STEP = train.make_train_step(train.classification_loss(apply))
-
-
-def start():
-    store = kv.from_params({"w": jnp.zeros((4, 3))}, optimizer=TX)
-    return train.create_state(store, 3, devices=jax.devices()[:2])
-
-
-def run(state=None, **options):
-    options = {"epochs": 2, "batch_size": 16, "progress": False, "test_data": TEST, "apply_fn": apply, **options}
-    return train.fit(start() if state is None else state, STEP, TRAIN, **options)
+TRAIN = points(50)  # three steps of 16
+run = functools.partial(run_on, TRAIN, test_data=TEST, apply_fn=apply)
 
 
 def at(step):
@@ -129,7 +111,7 @@ def test_the_same_object_after_a_crash_has_each_step_once(tmp_path):
 def test_a_file_of_something_else_is_left_alone(tmp_path):
     path = tmp_path / "thesis.txt"
     path.write_text("all my work\nand more\n")
-    with pytest.raises(ValueError, match=r"thesis.txt holds something else than JSON lines of records with a step"):
+    with pytest.raises(ValueError, match=r"thesis.txt has lines that are not JSON records with a step"):
         train.to_jsonl(path)(at(3), {"loss": 1.0})
     assert path.read_text() == "all my work\nand more\n"
 
@@ -184,7 +166,7 @@ def test_tensorboard(tmp_path):
     ids=["pandas", "matplotlib", "tensorboard"],
 )
 def test_what_is_not_installed(monkeypatch, tmp_path, module, call):
-    from jaxpar.train._callbacks import figures
+    from jaxpar.train._callbacks import plots as figures
 
     monkeypatch.chdir(tmp_path)  # the checkout may have a folder runs, of make train
     figures._figure_type.cache_clear()
@@ -227,7 +209,7 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--metrics-file=m.csv", "m.csv gets JSON lines; name it .jsonl"),
+        ("--metrics-file=m.csv", "m.csv must end in .jsonl"),
         ("--epochs=0", "argument --epochs: must be an int of 1 or more, got '0'"),
         ("--epochs=1.5", "must be an int of 1 or more, got '1.5'"),
         ("--learning-rate=0", "must be a number above 0, got '0'"),
@@ -344,7 +326,7 @@ def test_a_full_disk_under_the_checkpoints(tmp_path, monkeypatch):
 def test_two_do_not_write_one_file(tmp_path, monkeypatch, others):
     monkeypatch.chdir(tmp_path)
     others = {name: train.to_jsonl(path) if name == "callbacks" else path for name, path in others.items()}
-    with pytest.raises(ValueError, match=r"m\.jsonl is given twice; metrics_file=, certificate= and each"):
+    with pytest.raises(ValueError, match=r"m\.jsonl is given twice; give metrics_file=, certificate= and each"):
         run(certificate=tmp_path / "m.jsonl", **others)
     with pytest.raises(ValueError, match=r"m\.jsonl is given twice"):
         run(metrics_file="m.jsonl", callbacks=[train.to_jsonl("other.jsonl"), train.to_jsonl(tmp_path / "m.jsonl")])

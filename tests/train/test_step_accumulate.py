@@ -206,8 +206,8 @@ def test_a_policy_saves_what_it_says():
         ({"accumulate": 0}, ValueError, "accumulate must be an int of 1 or more, got 0"),
         ({"accumulate": True}, TypeError, "accumulate must be an int of 1 or more, got True"),
         ({"accumulate": 2.0}, TypeError, "accumulate must be an int of 1 or more, got 2.0"),
-        ({"compute_dtype": jnp.int8}, TypeError, "compute_dtype must be a floating dtype such as .*, got .*int8"),
-        ({"remat": "dots"}, ValueError, "remat must be True, False or a policy such as .*got 'dots'"),
+        ({"compute_dtype": jnp.int8}, TypeError, "compute_dtype must be floating, as .*, got .*int8"),
+        ({"remat": "dots"}, ValueError, "remat must be True, False or a policy .*got 'dots'"),
     ],
 )
 def test_options_out_of_their_range(options, error, message):

@@ -140,9 +140,9 @@ def test_two_networks_that_see_each_other():
     assert (float(one.params["w"]), float(two.params["w"])) == (0.34375, 0.671875)  # w - (w + other - 1) / 2, in turns
     one = dataclasses.replace(one, model_state=two.params)
     step(two, jnp.ones(8))
-    with pytest.raises(RuntimeError, match="arrays in model_state of this state were donated to the step of another"):
+    with pytest.raises(RuntimeError, match="this state shares the arrays in model_state with another"):
         step(one, jnp.ones(8))
-    with pytest.raises(RuntimeError, match="the memory of this state was given"):
+    with pytest.raises(RuntimeError, match="this state was donated to a step"):
         step(two, jnp.ones(8))
 
 

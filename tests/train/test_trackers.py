@@ -1,35 +1,20 @@
 """Weights & Biases and MLflow, written offline by their own packages and read back."""
 
 import contextlib
+import functools
 import sys
 import time
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from fit_model import apply, points, run_on
 
-from jaxpar import data, kv, train
+from jaxpar import train
 
-IMAGES = np.random.default_rng(0).random((48, 4), np.float32)
-TRAIN = data.Dataset(IMAGES, IMAGES[:, :3].argmax(1))  # three steps of 16
-TX = optax.sgd(0.5)
-
-
-def apply(params, images):
-    return images @ params["w"]
-
-
-STEP = train.make_train_step(train.classification_loss(apply))
-
-
-def run(**options):
-    store = kv.from_params({"w": jnp.zeros((4, 3))}, optimizer=TX)
-    state = train.create_state(store, 3, devices=jax.devices()[:2])
-    options = {"epochs": 2, "batch_size": 16, "progress": False, "test_data": TRAIN, "apply_fn": apply, **options}
-    return train.fit(state, STEP, TRAIN, **options)
+TRAIN = points(48)  # three steps of 16
+run = functools.partial(run_on, TRAIN, test_data=TRAIN, apply_fn=apply)
 
 
 NAMES = {
@@ -38,6 +23,7 @@ NAMES = {
 }
 
 
+@pytest.mark.others
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own
 def test_mlflow(tmp_path, monkeypatch):
     pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
@@ -81,6 +67,7 @@ def check_made_again(tmp_path, uri, run_id, client):
     assert [m.step for m in client.get_metric_history(run_id, "train/loss")] == [3, 6, 9, 12]
 
 
+@pytest.mark.others
 @pytest.mark.filterwarnings("ignore")  # of wandb's own
 def test_wandb(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
@@ -170,7 +157,7 @@ def test_mlflow_gets_what_its_run_does_not_have(monkeypatch, capsys, before):
     assert [each for each in written if each[0] == "step/loss"] == first
     assert [each for each in written if each[0] == "step/new"] == [("step/new", step) for step in (3, 4, 5)]
     said = capsys.readouterr().out
-    assert said.startswith("jaxpar: to_mlflow: run a has step 3 already") if before else said == ""
+    assert said.startswith("jaxpar: to_mlflow: run a already has step 3") if before else said == ""
     assert said.count("\n") <= 1
 
 

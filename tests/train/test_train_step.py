@@ -121,7 +121,7 @@ def test_a_transform_with_a_state(kind):
     for i in range(3):
         other, _ = step(other, line(seed=i))
     close((other.params, other.transform), (state.params, state.transform), rtol=0, atol=0)
-    with pytest.raises(ValueError, match=r"state holds that of another grad_transform.*create_state"):
+    with pytest.raises(ValueError, match=r"state was made for another grad_transform.*create_state"):
         train.make_train_step(squares, grad_transform=optax.adam(0.1))(state, line())
 
 
@@ -326,9 +326,9 @@ def test_the_parts_of_a_state_that_a_step_made():
         assert other.store == made.store
     by_hand, _ = step(dataclasses.replace(made, step=made.step + 0), line(8))  # `made` lives on in part
     assert int(by_hand.step) == 2
-    with pytest.raises(RuntimeError, match="was given to the state that a step made of it"):
+    with pytest.raises(RuntimeError, match="this state was donated to a step"):
         step(made, line(8))
-    with pytest.raises(RuntimeError, match="was given to the state that a step made of it"):
+    with pytest.raises(RuntimeError, match="this state was donated to a step"):
         _ = made.params
 
 

@@ -11,7 +11,7 @@ from test_every_optimizer import NAMES, by_axes, made
 
 from jaxpar import kv, train
 from jaxpar._core.arrays import is_prng_key
-from jaxpar._store.tree_optimizer import whole_state
+from jaxpar._store.placing import whole_state
 
 FIELDS = ("0", "acc_grads", "count", "ema", "inner_state", "mu", "nu", "trace", "v_row")
 BY_STRUCTURE = {"adamw, mask by name", "freeze", "masked", "multi_transform", "partition", "selective_transform"}
@@ -127,7 +127,7 @@ def from_init(init):
     ids=["flatten", "one array", "a list", "by hand"],
 )
 def test_a_state_that_nobody_can_divide_is_refused(tx, reason):
-    with pytest.raises(ValueError, match=f"unused=\"skip\" leaves 'a', 'b/0', 'b/1/w' and .*{reason}.*from_optax"):
+    with pytest.raises(ValueError, match=f"unused=\"skip\" keeps 'a', 'b/0', 'b/1/w' and .*{reason}.*from_optax"):
         trained(tx, ["a", "b"])
 
 

@@ -12,7 +12,7 @@ from kv_model import collectives_in
 from several_processes import Run
 
 from jaxpar import checkpoint, data, kv, models, train, updaters
-from jaxpar._devices import fixed_tree
+from jaxpar._devices import virtual_shards
 from jaxpar._devices.mesh import mesh_of, split_over
 from jaxpar.models import transformer
 from jaxpar.train._step import virtual
@@ -202,7 +202,7 @@ def by_hand(terms, first, level):
 def test_the_tree(count, devices):
     """Nodes of neighbours, then the exchange: the sums of a tree over the terms, whoever has them."""
     terms = np.random.default_rng(count).normal(size=(count, 5)).astype(np.float32)
-    deal = fixed_tree.Deal(count, devices)
+    deal = virtual_shards.Deal(count, devices)
     own, most = [], 0
     for rank in range(devices):
         nodes = []
@@ -234,7 +234,7 @@ def test_the_tree(count, devices):
 def test_what_is_exchanged(devices, size, want):
     """Two exchanges of the size of the params at most, and for small params one gather."""
     devices = jax.devices()[:devices]
-    deal = fixed_tree.Deal(V, len(devices))
+    deal = virtual_shards.Deal(V, len(devices))
     node = jax.ShapeDtypeStruct((len(devices), size), np.float32, sharding=split_over(devices))
     program = virtual.exchange(deal, mesh_of(devices))
     found = collectives_in(program.lower([[node]] * deal.kept, []).compile().as_text())
@@ -353,8 +353,8 @@ def test_stores_that_are_refused(state, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"local_steps": 2}, "local_steps=2 are updates of each device"),
-        ({"engine": "jit"}, "the compiler chooses it"),
+        ({"local_steps": 2}, "local_steps= updates each device separately"),
+        ({"engine": "jit"}, "the compiler chooses them"),
         ({"virtual_shards": 0}, "virtual_shards"),
     ],
 )
@@ -372,7 +372,7 @@ def test_batches_that_are_refused():
         step(state, data.PaddedBatch(batches()[0], 4))
     with pytest.raises(ValueError, match="several programs"):
         step.many(state, jax.tree.map(lambda x: np.stack([x[:48]] * 2), batches()[0]))
-    with pytest.raises(ValueError, match="part of jit, of a gradient or of a picture"):
+    with pytest.raises(ValueError, match="cannot run inside jit, grad or a picture"):
         jax.jit(step)(state, batches()[0])
     with pytest.raises(ValueError, match="44 examples cannot be cut in 8 virtual shards"):
         data.batches(dataset(), 44, virtual_shards=V)

@@ -56,7 +56,7 @@ def test_moments_of_a_parameter_of_that_name():
     state = ADAM.init(PARAMS)
     assert rates_of(state, updaters.set_learning_rate(state, 0.25)) == [".hyperparams['learning_rate']"]
     for nothing in (optax.adam(0.1).init(PARAMS), {"params": PARAMS}):
-        with pytest.raises(ValueError, match=r"no rate in this state.*rate_in_state=True.*inject_hyperparams"):
+        with pytest.raises(ValueError, match=r"state has no learning rate.*rate_in_state=True.*inject_hyperparams"):
             updaters.set_learning_rate(nothing, 0.25)
 
 

@@ -333,7 +333,7 @@ def test_mistakes_in_words():
         ValueError, match=r"step cannot be traced with these arguments .*argument 2: 2 arrays of shapes \(32, 5\)"
     ):
         viz.trace_step(step, params, opt_state, wrong)
-    with pytest.raises(TypeError, match=r"viz: step cannot be traced with batch='text', which is no array"):
+    with pytest.raises(TypeError, match=r"viz: step cannot be traced with batch='text', which is not an array"):
         viz.trace_step(step, params, opt_state, "text")
     with pytest.raises(ValueError, match="cannot be traced with these arguments"):
         viz.trace_step(step, params, opt_state)
@@ -341,6 +341,31 @@ def test_mistakes_in_words():
         viz.plot_step(step, params, opt_state, batch, theme="blue")
     with pytest.raises(KeyError, match="no layer named 'layer9'; the layers are"):
         plotted("single").step["layer9"]
+
+
+@pytest.mark.parametrize("split", [P("data"), P()])
+def test_the_gradient_of_every_layer_is_sent_at_the_layer(split):
+    """XLA joins all gradients in one collective, and each device goes on with its own part of them."""
+
+    def attend(params, x):
+        q, k, v = (x @ params[name] for name in "qkv")
+        return x + jax.nn.softmax(q @ k.mT) @ v @ params["o"]
+
+    def fsdp_step(params, opt_state, x):
+        def loss(params):
+            return (attend(params[1], attend(params[0], x)) ** 2).mean()
+
+        updates, opt_state = optax.adamw(0.1).update(jax.grad(loss)(params), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    put = functools.partial(jax.tree.map, lambda x: jax.device_put(x, NamedSharding(mesh, split if x.ndim else P())))
+    params = [{name: np.ones((WIDTH, WIDTH), np.float32) for name in "qkvo"} for _ in range(2)]
+    x = jax.device_put(np.ones((16, 8, WIDTH), np.float32), NamedSharding(mesh, P("data")))
+    graph = viz.trace_step(fsdp_step, put(params), put(optax.adamw(0.1).init(params)), x, repeats=False)
+    sent = {name for one in graph.collectives if one.phase == "gradients" for name in one.layers}
+    assert sent == {layer.name for layer in graph.layers if layer.params}
+    assert len(sent) == 8
 
 
 def test_a_step_that_does_not_compile():
@@ -428,7 +453,11 @@ def test_the_page_of_a_step_shows_the_step(tmp_path):
     ("options", "error", "words"),
     [
         ({"depth": -1}, ValueError, r"trace_step: depth must be an int of 0 or more, got -1"),
-        ({"rules": "all"}, TypeError, r"trace_step: rules must be a list of viz.Call and viz.Rule .* got 'all'"),
+        (
+            {"rules": "all"},
+            TypeError,
+            r"trace_step: rules must be a list of viz.Call, .* and viz.Rule .* got 'all'",
+        ),
         ({"repeats": 1}, TypeError, r"trace_step: repeats must be True or False, got 1"),
         ({"heat": {"layer0": "fast"}}, TypeError, r"profile\['layer0'\] must be a number of seconds, .* got 'fast'"),
         ({"heat": {"layer0": -1.0}}, ValueError, r"profile\['layer0'\] must be a number of seconds, .* got -1.0"),

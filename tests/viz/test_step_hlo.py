@@ -2,11 +2,10 @@
 
 import pytest
 
-from jaxpar.viz._program import wire
-from jaxpar.viz._program.flow import Flow
-from jaxpar.viz._program.groups import axes_between, axes_of, groups_of
+from jaxpar.viz._program import memory
+from jaxpar.viz._program.flow import Flow, cycles_of
 from jaxpar.viz._program.hlo import parse
-from jaxpar.viz._program.sends import sends_of
+from jaxpar.viz._program.sends import axes_between, axes_of, groups_of, sends_of
 
 # What XLA writes for GPUs: asynchronous halves, combined tuples, loops, wrapped collectives, tiled layouts.
 GPU = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
@@ -150,11 +149,121 @@ def test_pairs_of_a_permutation():
 
 def test_protocol_buffers():
     inner = bytes([8, 1, 18, 2, 104, 105])
-    fields = wire.message(bytes([10, len(inner)]) + inner + bytes([26, 3, 1, 150, 1, 37, 0, 0, 0, 0]))
-    (child,) = wire.nested(fields, 1)
-    assert (wire.integer(child, 1), wire.text(child, 2), wire.integer(child, 9)) == (1, "hi", 0)
-    assert wire.integers(fields, 3) == [1, 150]
+    fields = memory.message(bytes([10, len(inner)]) + inner + bytes([26, 3, 1, 150, 1, 37, 0, 0, 0, 0]))
+    (child,) = memory.nested(fields, 1)
+    assert (memory.integer(child, 1), memory.text(child, 2), memory.integer(child, 9)) == (1, "hi", 0)
+    assert memory.integers(fields, 3) == [1, 150]
     with pytest.raises(ValueError, match="ends within"):
-        wire.message(bytes([10, 9, 1]))
+        memory.message(bytes([10, 9, 1]))
     with pytest.raises(ValueError, match="a field of form 3"):
-        wire.message(bytes([11]))
+        memory.message(bytes([11]))
+
+
+# What XLA writes for TPUs, cut from programs of libtpu 0.0.52: loops without a count, a sum in a fusion that keeps a
+# part, one gather in three fusions, tiled layouts and axes of a mesh.
+TPU = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
+
+%all-reduce-scatter.1 (input: bf16[2048,128]) -> bf16[256,128] {
+  %input = bf16[2048,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %all-reduce.1 = bf16[2048,128]{1,0:T(8,128)(2,1)} all-reduce(%input), channel_id=14, replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true, to_apply=%add
+  ROOT %part = bf16[256,128]{1,0:T(8,128)(2,1)} dynamic-slice(%all-reduce.1, %c), dynamic_slice_sizes={256,128}
+}
+
+%begins (shard: bf16[128,128]) -> (bf16[128,128], bf16[128,1024]) {
+  %shard = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %all-gather.1 = bf16[128,1024]{1,0:T(8,128)(2,1)} all-gather(%shard), channel_id=62, replica_groups=mesh['axis_0'=8] {'axis_0'}, dimensions={1}, backend_config={"async_collective_fusion_config":{"flag_start_iteration_bound":"0"}}
+  ROOT %started = (bf16[128,128]{1,0:T(8,128)(2,1)S(1)}, bf16[128,1024]{1,0}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%goes_on (shard.1: bf16[128,128]) -> bf16[256,128] {
+  %shard.1 = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %all-gather.2 = bf16[128,1024]{1,0:T(8,128)(2,1)} all-gather(%shard.1), channel_id=62, replica_groups=mesh['axis_0'=8] {'axis_0'}, dimensions={1}, backend_config={"async_collective_fusion_config":{"flag_start_iteration_bound":"0"}}
+  ROOT %product = bf16[256,128]{1,0} convolution(%shard.1, %shard.1), dim_labels=bf_io->bf
+}
+
+%ends (shard.2: bf16[128,128]) -> bf16[128,1024] {
+  %shard.2 = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %all-gather.3 = bf16[128,1024]{1,0:T(8,128)(2,1)} all-gather(%shard.2), channel_id=62, replica_groups=mesh['axis_0'=8] {'axis_0'}, dimensions={1}, backend_config={"async_collective_fusion_config":{"flag_start_iteration_bound":"0"}}
+  ROOT %finished = bf16[128,1024]{1,0} custom-call(%shard.2, %all-gather.3), custom_call_target="AsyncCollectiveDone"
+}
+
+%body (state: (s32[], bf16[128,128])) -> (s32[], bf16[128,128]) {
+  %state = (s32[]{:T(128)}, bf16[128,128]{1,0:T(8,128)(2,1)S(1)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%state), index=0
+  %i.copy = s32[]{:T(128)} copy(%i)
+  %w = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%state), index=1
+  %async-collective-start.1 = (bf16[128,128]{1,0}, bf16[128,1024]{1,0}) fusion(%w), kind=kCustom, calls=%begins
+  %fusion.1 = bf16[256,128]{1,0} fusion(%w), kind=kOutput, calls=%goes_on, backend_config={"estimated_cycles":"1000"}
+  %async-collective-done.1 = bf16[128,1024]{1,0} fusion(%w), kind=kCustom, calls=%ends
+  %alone = bf16[128,128]{1,0:T(8,128)} all-reduce(%w), channel_id=20, replica_groups=mesh['axis_0'=8] {'axis_0'}, to_apply=%add
+  %by = s32[]{:T(128)} constant(2)
+  %next = s32[]{:T(128)} add(%i.copy, %by)
+  ROOT %out = (s32[]{:T(128)}, bf16[128,128]{1,0}) tuple(%next, %w)
+}
+
+%condition (state.1: (s32[], bf16[128,128])) -> pred[] {
+  %end = s32[]{:T(128)} constant(11)
+  %state.1 = (s32[]{:T(128)}, bf16[128,128]{1,0}) parameter(0)
+  %i.1 = s32[]{:T(128)} get-tuple-element(%state.1), index=0
+  ROOT %less = pred[]{:T(512)} compare(%i.1, %end), direction=LT
+}
+
+ENTRY %main (x: bf16[2048,128], w.1: bf16[128,128]) -> bf16[256,128] {
+  %x = bf16[2048,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %w.1 = bf16[128,128]{1,0:T(8,128)(2,1)} parameter(1)
+  %zero = s32[]{:T(128)} constant(2)
+  %zero.copy = s32[]{:T(128)} copy(%zero)
+  %begin = (s32[]{:T(128)}, bf16[128,128]{1,0}) tuple(%zero.copy, %w.1)
+  %while.1 = (s32[]{:T(128)}, bf16[128,128]{1,0}) while(%begin), condition=%condition, body=%body
+  %collective-permute-start.1 = (bf16[128,128]{1,0}, bf16[128,128]{1,0}) collective-permute-start(%w.1), channel_id=3, source_target_pairs={{0,1},{1,0}}
+  %permuted = bf16[128,128]{1,0} collective-permute-done(%collective-permute-start.1)
+  ROOT %fusion.2 = bf16[256,128]{1,0:T(8,128)} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1, backend_config={"estimated_cycles":"70"}
+}
+"""  # noqa: E501
+
+
+def sent(text, kind):
+    return [one for one in sends_of(parse(text), {"data": 8}, 8) if one.kind == kind]
+
+
+def test_a_loop_of_a_tpu_counts_from_its_counter():
+    """From 2 to 11 by 2: five times, though the constant of the condition is 11."""
+    (reduce,) = sent(TPU, "all-reduce")
+    assert (reduce.times, reduce.is_exact) == (5, True)
+    for old, new in [("copy(%zero)", "copy(%x)"), ("add(%i.copy, %by)", "add(%i.copy, %i.copy)"), ("LT", "NE")]:
+        (reduce,) = sent(TPU.replace(old, new), "all-reduce")
+        assert (reduce.times, reduce.is_exact) == (1, False)
+
+
+def test_a_sum_that_keeps_a_part_is_a_reduce_scatter():
+    (scatter,) = sent(TPU, "reduce-scatter")
+    assert (scatter.bytes, scatter.sent, scatter.axes) == (2 * 2048 * 128, 2 * 2048 * 128 * 7 // 8, ("data",))
+    assert not scatter.is_overlapped
+
+
+def test_a_gather_in_several_fusions_is_one_beside_compute():
+    (gather,) = sent(TPU, "all-gather")
+    assert (gather.bytes, gather.sent, gather.times) == (2 * 128 * 128, 7 * 2 * 128 * 128, 5)
+    assert gather.is_overlapped
+    without = TPU.replace(
+        "  %fusion.1 = bf16[256,128]{1,0} fusion(%w), kind=kOutput, calls=%goes_on", "  %none = x copy(%w)"
+    )
+    (gather,) = sent(without, "all-gather")
+    assert not gather.is_overlapped
+
+
+def test_what_runs_between_the_halves_of_a_collective():
+    (permute,) = sent(TPU, "collective-permute")
+    assert not permute.is_overlapped
+    assert {one.kind: one.is_overlapped for one in sends_of(parse(GPU), MESH, 8)} == {
+        "reduce-scatter": False,
+        "collective-permute": False,
+        "all-reduce": True,
+        "all-gather": True,
+        "all-to-all": False,
+    }
+
+
+def test_cycles_of_loops():
+    assert cycles_of(parse(TPU)) == 5 * 1000 + 70
+    assert cycles_of(parse(GPU)) is None

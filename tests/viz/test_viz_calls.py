@@ -16,7 +16,7 @@ import pytest
 import viz_models as m
 
 from jaxpar import viz
-from jaxpar.viz._draw.sheet import to_html
+from jaxpar.viz._draw.table import to_html
 
 PARAMS = {"w": m.Spec((4, 3), m.f32), "b": m.Spec((3,), m.f32)}
 X = m.Spec((2, 4), m.f32)
@@ -92,7 +92,7 @@ def test_params_argnums_count_as_pythons_indices_do(argnums, params):
         ({"depth": True}, TypeError, "depth must be an int"),
         ({"max_nodes": 0}, ValueError, "max_nodes must be an int of 1 or more, got 0"),
         ({"repeats": "no"}, TypeError, "repeats must be True or False, got 'no'"),
-        ({"rules": 3}, TypeError, "rules must be a list of viz.Call and viz.Rule .* got 3"),
+        ({"rules": 3}, TypeError, "rules must be a list of viz.Call, viz.Pattern and viz.Rule .* got 3"),
         ({"rules": ["attend"]}, TypeError, "got 'attend' in it"),
         ({"title": None}, TypeError, "title must be a string, got None"),
         ({"hide_weights": "no"}, TypeError, "hide_weights must be True or False"),
@@ -137,7 +137,7 @@ def test_pipe_and_render_take_what_graphviz_takes(tmp_path, monkeypatch):
     monkeypatch.setattr(graphviz, "view", lambda path, **options: shown.append(path))
     assert plot.pipe("svg", encoding="utf-8", quiet=True).startswith("<?xml")
     assert plot.pipe("svg", engine="neato") != plot.pipe("svg")
-    with pytest.raises(ValueError, match="png is no text; leave out encoding='utf-8'"):
+    with pytest.raises(ValueError, match="png is not text; leave out encoding='utf-8'"):
         plot.pipe("png", encoding="utf-8")
     with pytest.raises(TypeError, match="format must be a string"):
         plot.pipe(3)
@@ -171,10 +171,10 @@ def test_where_a_picture_is_saved(tmp_path, monkeypatch):
         (".svg", ValueError, r"'\.svg' is only an ending; write a name before it, such as 'plot\.svg'"),
         (pathlib.Path("sub/.PNG"), ValueError, r"only an ending"),
         ("x\0.svg", ValueError, "NUL"),
-        ("x.xyz", viz.RenderError, "cannot draw xyz, which is no format; the usual ones are html, svg, png"),
+        ("x.xyz", viz.RenderError, "cannot draw xyz, which is not a format; the usual ones are html, svg, png"),
         ("x.svgg", viz.RenderError, "did you mean svg"),
         ("folder.svg", IsADirectoryError, r"folder\.svg is a folder; write the name of a file in it"),
-        ("file/x.svg", NotADirectoryError, "file is no folder"),
+        ("file/x.svg", NotADirectoryError, "file is not a directory"),
         (3, TypeError, 'expected a path such as "net.svg", got 3'),
         (io.BytesIO(), TypeError, r'file\.write\(plot\.pipe\("svg"\)\)'),
     ],
@@ -268,8 +268,8 @@ def test_a_function_that_computes_nothing_is_drawn_as_such(fn):
         (linear, (PARAMS, np.array([None, "a"])), "argument x of linear is an array of dtype object, which JAX"),
         (linear, (PARAMS, np.datetime64("2020-01-01")), r"dtype datetime64\[D\], which JAX does not have"),
         (linear, (PARAMS, np.zeros(2, [("a", int)])), "which JAX does not have"),
-        (linear, (PARAMS, "train"), "linear cannot be traced with x='train', which is no array"),
-        (linear, (PARAMS, jnp.float32), "linear cannot be traced with x=.*, which is no array"),
+        (linear, (PARAMS, "train"), "linear cannot be traced with x='train', which is not an array"),
+        (linear, (PARAMS, jnp.float32), "linear cannot be traced with x=.*, which is not an array"),
     ],
 )  # fmt: skip
 def test_what_is_no_function_or_no_array(fn, args, message):

@@ -15,7 +15,7 @@ import viz_models as m
 from jaxpar import viz
 from jaxpar._core.text import columns
 from jaxpar.models import lenet
-from jaxpar.viz._diff.dot import COLOURS
+from jaxpar.viz._diff.picture import COLOURS
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -196,6 +196,7 @@ def _keras_model(keras):
     return keras.Model(images, layers.Dense(10, name="head")(x))
 
 
+@pytest.mark.others
 def test_keras_models_have_the_names_of_their_layers(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras", reason="Keras is not installed")
@@ -357,3 +358,54 @@ def test_blocks_of_haiku_that_take_keys_are_one_repeat():
     graph = viz.trace(model.apply, jax.eval_shape(model.init, rng, x), rng, x)
     assert {node.repeat for node in graph.layers} == {4}
     assert [node.op for node in graph.layers].count("Dropout") == 1
+
+
+def _linen_stack(depth):
+    """A module of many plain layers, whose parameters Flax keeps in the collection "params"."""
+    import flax.linen as nn
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for number in range(depth):
+                x = nn.relu(nn.Conv(8 + number // 10, (3,), kernel_dilation=1 + number % 7)(x))
+            return x
+
+    x = m.Spec((2, 64, 3), f32)
+    return Stack().apply, jax.eval_shape(Stack().init, jax.random.key(0), x), x
+
+
+def test_no_frame_has_the_name_of_a_collection_or_an_argument():
+    """What the layers of a part share is read from their modules, not from the printed name of a parameter."""
+    pytest.importorskip("flax")
+    closed = viz.trace(*_linen_stack(30), max_nodes=10)
+    assert [node.name for node in closed.layers] == ["Conv_0-9", "Conv_10-19", "Conv_20-29"]
+    shown = {part for node in viz.plot_network(*_linen_stack(30)).whole().nodes for part in (*node.scope, node.op)}
+    assert "Conv_0-9" in shown
+    assert not [part for part in shown if "params" in part or "variables" in part]
+
+
+def test_a_parameter_is_named_by_its_modules_on_its_oval():
+    fn, variables, x = _linen_stack(1)
+    kernel, _ = viz.trace(fn, variables, x).weights
+    assert (kernel.name, kernel.detail) == ("variables['params']['Conv_0']['kernel']", "Conv_0/kernel")
+    source = viz.plot_network(fn, variables, x, hide_weights=False).source
+    assert ">Conv_0/bias<" in source
+    assert ">params/" not in source
+    layers = [{"w": m.Spec((3, 2), f32)}]
+    (weight,) = viz.trace(lambda layers, x: x @ layers[0]["w"], layers, m.Spec((4, 3), f32)).weights
+    assert weight.detail == "[0].w"  # nothing names it
+
+
+@pytest.mark.parametrize("name", ["conditioner", "remat_block", "whiles", "custom_head", "branch_left"])
+def test_a_module_whose_name_begins_like_a_loop_is_a_module(name):
+    def net(params, x):
+        with jax.named_scope(name):
+            x = jnp.tanh(x @ params["a"]) @ params["b"]
+        return jax.lax.scan(lambda c, _: (jnp.sin(c) @ params["b"], None), x, None, length=3)[0]
+
+    plot = viz.plot_network(net, {"a": m.Spec((4, 4), f32), "b": m.Spec((4, 4), f32)}, m.Spec((2, 4), f32))
+    (frame,) = [line for line in plot.source.splitlines() if f'label="{name}"' in line]
+    assert "dashed" not in frame
+    (loop,) = [line for line in plot.source.splitlines() if 'label="scan ×3"' in line]
+    assert "dashed" in loop

@@ -18,10 +18,9 @@ import viz_models as m
 from jaxpar import viz
 from jaxpar.viz import _trace
 from jaxpar.viz._draw.style import Options
-from jaxpar.viz._page import layout
-from jaxpar.viz._page.blocks import tree
-from jaxpar.viz._page.layout import layouts, size
-from jaxpar.viz._page.lines import CROWDED, draw_lines
+from jaxpar.viz._page import page
+from jaxpar.viz._page.blocks import CROWDED, draw_lines, tree
+from jaxpar.viz._page.page import layouts, size
 
 HOSTILE = "</script><script>alert(1)</script>'\"&\u2028<!--"
 
@@ -272,7 +271,7 @@ def counted(monkeypatch, module, name):
 def test_the_work_of_a_picture_and_its_page(monkeypatch):
     """Equations are folded once for both. Graphviz runs once for each, however many blocks and nodes there are."""
     folds = counted(monkeypatch, _trace, "fold_patterns")
-    words = counted(monkeypatch, layout, "_texts")
+    words = counted(monkeypatch, page, "_texts")
     runs = counted(monkeypatch, subprocess, "run")
     fn, args = m.network("transformer")
     plot = viz.plot_network(fn, *args, repeats=False, max_nodes=20)

@@ -10,7 +10,7 @@ import viz_models as m
 from test_viz_page import HOSTILE, nested
 
 from jaxpar import viz
-from jaxpar.viz._draw.sheet import to_html
+from jaxpar.viz._draw.table import to_html
 
 pytestmark = pytest.mark.slow
 

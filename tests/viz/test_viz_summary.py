@@ -14,9 +14,7 @@ import viz_models as m
 from jaxpar import viz
 from jaxpar._core.text import columns
 from jaxpar.models import lenet, matrix_factorization
-from jaxpar.viz._draw.sheet import to_html
-from jaxpar.viz._draw.table import to_text
-from jaxpar.viz._draw.tree import rows
+from jaxpar.viz._draw.table import rows, to_html, to_text
 
 
 def summary(fn, *args, **options):

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
+import base64
 import dataclasses
+import inspect
 import itertools
-from collections.abc import Callable, Generator, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..._core import checks
+from ..._core.arrays import is_prng_key
+from ..._core.calls import check_takes
 from ..._core.text import say
 from ..._devices import processes
+from ..._devices.mesh import to_host
+from ..._devices.user_mesh import outside_mesh
 from .._step.state import TrainState
-from . import memory
 from .early_stopping import EarlyStopping, KeepBest, raise_unknown
-from .history import History, Record
-from .live_plot import LivePlot
+from .history import Record
+from .loggers import JsonLines, MetricsFile
+from .plots import LivePlot
 
 Callback = Callable[[TrainState, Record], Any]
 OnStep = Callable[[int, dict[str, float]], Any]
 _GIVE = {"test_": "test_data and apply_fn", "eval_": "eval_data and eval_fn"}
 Memories = tuple[Any, ...]  # one for each callback. That of a function is None.
+_MOST_BYTES = 16 << 20  # of all arrays of one memory
+_WORDS = (bool, int, float, str, type(None))
 
 
 class WithMemory(Protocol):
@@ -54,53 +63,34 @@ class Callbacks:
     each: tuple[Any, ...] = ()  # of Callback and WithMemory
     on_step: OnStep | None = None
 
-    @property
-    def wants_steps(self) -> bool:
-        """Whether there is something to call for each step."""
-        return self.on_step is not None or any(map(_step_of, self.each))
-
-    @property
-    def measures(self) -> bool:
-        """Whether a callback adds to the records."""
-        return any(hasattr(callback, "measure") for callback in self.each)
-
     def init(self, state: TrainState, saved: list[Any] | None, resumed: bool) -> Memories:
-        """The memories of all callbacks: those that were saved, fresh ones else.
+        """The memories of all callbacks: the saved ones, or else new ones.
 
-        A line on standard error names those that a resumed run does not find, and those that nobody takes up.
+        A resumed run names on standard error the callbacks without a saved memory, and the saved memories without a
+        callback.
         """
-        left = list(saved or [])
-        fresh = [callback.init(state) if has_memory(callback) else None for callback in self.each]
-        missed: list[str] = []
-        found = [
-            _take(left, callback, value, missed) if has_memory(callback) else None
-            for callback, value in zip(self.each, fresh, strict=True)
-        ]
-        if resumed and jax.process_index() == 0:
-            _say_missed(missed, [entry["name"] for entry in left])
+        left, missed, found = list(saved or []), list[str](), list[Any]()
+        for callback in self.each:
+            fresh = callback.init(state) if has_memory(callback) else None
+            found.append(_take(left, callback, fresh, missed) if has_memory(callback) else fresh)
+        if resumed and jax.process_index() == 0 and (missed or left):
+            others = " and ".join(entry["name"] for entry in left)
+            words = (
+                f"the checkpoint has no matching memory of {' and '.join(missed)}, so it starts anew" if missed else "",
+                f"no callback uses the memory of {others} in the checkpoint" if left else "",
+            )
+            say("fit: " + "; ".join(filter(None, words)))
         return tuple(found)
 
     def to_json(self, memories: Memories) -> list[dict[str, Any]]:
         """The memories as a checkpoint keeps them. `TypeError` for one that cannot be saved."""
         pairs = [(name_of(c), m) for c, m in zip(self.each, memories, strict=True) if has_memory(c)]
-        return [{"name": name, **memory.to_json(value, name)} for name, value in pairs]
+        return [{"name": name, **memory_to_json(value, name)} for name, value in pairs]
 
-    def start(self, history: History) -> None:
-        """Begin the run with the epochs before this call of `fit`."""
-        with processes.raise_together():
-            self._call("on_start", history)
-
-    def before_resume(self, directory: Path) -> None:
-        """Give each callback that has `before_resume(directory)` the call, before checkpoints are looked for."""
-        with processes.raise_together():
-            self._call("before_resume", directory)
-
-    def saved(self, record: Record, written: Callable[[], Path | None]) -> None:
-        """Give each callback that has `on_saved(record, written)` the call, after the checkpoint of a record.
-
-        All processes wait in `written`, and perhaps in the callback. So an error in one is not raised in the others.
-        """
-        self._call("on_saved", record, written)
+    def call(self, hook: str, *args: Any) -> list[Any]:
+        """Call this method, such as `on_start`, of each callback that has it. What they return."""
+        hooks = [getattr(callback, hook, None) for callback in self.each]
+        return [call(*args) for call in hooks if call is not None]
 
     def step(self, memories: Memories, number: int, metrics: dict[str, float]) -> Memories:
         """Call all that want each step. The memories after it."""
@@ -114,7 +104,7 @@ class Callbacks:
     def measure(self, state: TrainState) -> dict[str, float]:
         """What callbacks such as `LearningRate` add to the record of a state."""
         found: dict[str, float] = {}
-        for measured in self._call("measure", state):
+        for measured in self.call("measure", state):
             found |= measured
         return found
 
@@ -123,52 +113,79 @@ class Callbacks:
 
         Returns:
             The memories, and whether one of them asked to stop, by a True of Python, NumPy or JAX. With several
-            processes, an error in one is raised in all, and one request to stop stops all.
+            processes, an exception in any process is raised in every process, and one request to stop stops all.
         """
         new, answers = list(memories), list[Any]()
         with processes.raise_together():
             for i, callback in enumerate(self.each):
-                if has_memory(callback):
-                    new[i], answer = _two(callback, callback.on_epoch(new[i], state, record))
-                else:
-                    answer = callback(state, record)
-                answers.append(answer)
+                if not has_memory(callback):
+                    answers.append(callback(state, record))
+                    continue
+                answer: Any = callback.on_epoch(new[i], state, record)
+                if not isinstance(answer, tuple) or len(answer) != 2:
+                    given = checks.describe(answer)
+                    raise TypeError(f"fit: {name_of(callback)}.on_epoch must return (memory, stop), got {given}")
+                new[i] = answer[0]
+                answers.append(answer[1])
         return tuple(new), not processes.all_true(not any(map(_is_true, answers)))
 
-    def is_best(self, memories: Memories, step: int) -> bool:
-        """Whether `KeepBest` keeps the checkpoint of this step."""
-        pairs = zip(self.each, memories, strict=True)
-        return any(isinstance(callback, KeepBest) and value["step"] == step for callback, value in pairs)
+    @property
+    def restores_best(self) -> bool:
+        """Whether the run ends with its best state, not with its last one."""
+        return any(isinstance(callback, EarlyStopping) and callback.restore_best for callback in self.each)
 
-    def check(self, checkpoint_dir: Any, evaluates: dict[str, bool]) -> None:
+    def best_step(self, memories: Memories) -> int | None:
+        """The step of the best state so far, 0 if there is none. None where no callback asks for it."""
+        pairs = zip(self.each, memories, strict=True)
+        return next((value["step"] for callback, value in pairs if _keeps_best(callback)), None)
+
+    def check(self, checkpoint_dir: Any, certificate: Path | None, measures: dict[str, bool]) -> None:
         """Check before the first step what can be known.
 
         Args:
-            evaluates: for each beginning of a metric's name, such as `test_`, whether such metrics are measured.
+            certificate: another file that the run writes.
+            measures: for each beginning of a score's name, such as `test_`, whether there are such scores.
 
         Raises:
-            ValueError: a `KeepBest` without checkpoints, two of them, or a metric that is never measured.
+            ValueError: two would write one file, a `KeepBest` without checkpoints, two of them, or a metric that is
+                never measured.
         """
-        keeps = [callback for callback in self.each if isinstance(callback, KeepBest)]
-        if keeps and checkpoint_dir is None:
-            raise ValueError("fit: train.KeepBest keeps a checkpoint, so it takes checkpoint_dir=")
+        files = set() if certificate is None else {certificate.absolute()}
+        for path in [callback.path for callback in self.each if isinstance(callback, JsonLines)]:
+            if path.absolute() in files:
+                raise ValueError(
+                    f"fit: {path} is given twice; give metrics_file=, certificate= and each to_jsonl callback "
+                    "different files"
+                )
+            files.add(path.absolute())
+        keeps = list(filter(_keeps_best, self.each))
+        if checkpoint_dir is None and any(isinstance(callback, KeepBest) for callback in keeps):
+            raise ValueError("fit: train.KeepBest keeps the best checkpoint, so give checkpoint_dir= too")
         if len(keeps) > 1:
-            raise ValueError("fit: one checkpoint is the best, so callbacks take one train.KeepBest")
+            raise ValueError(
+                f"fit: {len(keeps)} callbacks keep a best checkpoint, and fit keeps only one; give one train.KeepBest, "
+                "or one train.EarlyStopping(restore_best=True), which keeps it too"
+            )
         for callback in self._monitors():
-            for start, measured in evaluates.items():
-                if (callback.monitor or "").startswith(start) and not measured:
+            for start in [start for start, are_measured in measures.items() if not are_measured]:
+                if (callback.monitor or "").startswith(start):
                     raise ValueError(
-                        f"fit: {name_of(callback)} looks at {callback.monitor!r}, and nothing is evaluated; give "
-                        f"{_GIVE[start]}, or another monitor"
+                        f"fit: {name_of(callback)} monitors {callback.monitor!r}, but nothing is evaluated; give "
+                        f"{_GIVE[start]}, or monitor another metric"
                     )
 
-    def check_metrics(self, names: Sequence[str], unknown: Iterable[str]) -> None:
-        """`ValueError` for a metric that there is not.
+    def check_metrics(self, metrics: Sequence[str], scores: Sequence[str], measures: dict[str, bool]) -> None:
+        """`ValueError` for a callback that looks at a metric that there is not.
 
         Args:
-            names: of the metrics. One with columns has further names: "name/0".
-            unknown: the beginnings of names of which it is not known which there are.
+            metrics: the names of those of a step. One with columns has further names: "name/0".
+            scores: those of the evaluation, as far as they are known.
+            measures: as for `check`.
         """
+        names = [*metrics, *scores]
+        unknown = [
+            start for start, are in measures.items() if are and not any(name.startswith(start) for name in scores)
+        ]
         for callback in self._monitors():
             name = callback.monitor
             if name is None or name in names or name.rpartition("/")[0] in names:
@@ -181,23 +198,14 @@ class Callbacks:
         own = itertools.takewhile(lambda callback: type(callback).__module__.startswith("jaxpar."), self.each)
         return [callback for callback in own if isinstance(callback, EarlyStopping | KeepBest)]
 
-    @contextlib.contextmanager
-    def end_after(self, history: History) -> Generator[None]:
-        """A block after which each callback that has `on_end(history)` gets the call."""
-        try:
-            yield
-        finally:
-            self._call("on_end", history)
-
-    def _call(self, hook: str, *args: Any) -> list[Any]:
-        """Call this method of each callback that has it. What they return."""
-        hooks = [getattr(callback, hook, None) for callback in self.each]
-        return [call(*args) for call in hooks if call is not None]
-
 
 def has_memory(callback: Any) -> TypeGuard[WithMemory]:
     """Whether a callback is called as `WithMemory`, not as a function."""
     return callable(getattr(callback, "init", None)) and callable(getattr(callback, "on_epoch", None))
+
+
+def _keeps_best(callback: Any) -> bool:
+    return isinstance(callback, KeepBest) or (isinstance(callback, EarlyStopping) and callback.restore_best)
 
 
 def _step_of(callback: Any) -> Callable[[Any, int, dict[str, float]], Any] | None:
@@ -212,26 +220,13 @@ def _take(left: list[Any], callback: Any, fresh: Any, missed: list[str]) -> Any:
     for i, entry in enumerate(left):
         if entry["name"] == name_of(callback):
             try:
-                found = memory.from_json(entry, fresh)
+                found = memory_from_json(entry, fresh)
             except ValueError:
                 break
             del left[i]
             return found
     missed.append(name_of(callback))
     return fresh
-
-
-def _say_missed(missed: list[str], left: list[str]) -> None:
-    words = f"the checkpoint has no memory that fits {' and '.join(missed)}, so it starts empty" if missed else ""
-    others = f"the memory of {' and '.join(left)} in the checkpoint is not used" if left else ""
-    if missed or left:
-        say("fit: " + "; ".join(filter(None, (words, others))))
-
-
-def _two(callback: Any, answer: Any) -> tuple[Any, Any]:
-    if not isinstance(answer, tuple) or len(answer) != 2:
-        raise TypeError(f"fit: {name_of(callback)}.on_epoch must return (memory, stop), got {checks.describe(answer)}")
-    return answer
 
 
 def name_of(callback: Any) -> str:
@@ -241,3 +236,161 @@ def name_of(callback: Any) -> str:
 
 def _is_true(answer: Any) -> bool:
     return isinstance(answer, bool | np.bool_ | jax.Array) and np.shape(answer) == () and bool(answer)
+
+
+# What a user gave, checked.
+
+
+def collect_callbacks(metrics_file: str | os.PathLike[str] | None, callbacks: Any, on_step: Any) -> Callbacks:
+    """All callbacks of a run.
+
+    Raises:
+        TypeError: a callback is neither a function nor an object with a memory, or `on_step` is no function.
+    """
+    if callable(callbacks) or has_memory(callbacks) or not isinstance(callbacks, Iterable):
+        callbacks = [callbacks]
+    given = list(callbacks)
+    for callback in given:
+        _check_callback(callback)
+    if on_step is not None and not callable(on_step):
+        raise TypeError(f"fit: on_step must be a function of (step, metrics), got {checks.describe(on_step)}")
+    owner = getattr(on_step, "__self__", None)
+    if has_memory(owner):
+        raise TypeError(
+            f"fit: {name_of(owner)}.on_step takes a memory, so fit must call it; leave out on_step=, and give the "
+            "object in callbacks="
+        )
+    files = [] if metrics_file is None else [MetricsFile(metrics_file)]
+    return Callbacks((*files, *given), on_step)
+
+
+def _check_callback(callback: Any) -> None:
+    parts = [name for name in ("init", "on_epoch") if callable(getattr(callback, name, None))]
+    if isinstance(callback, type):
+        raise TypeError(f"fit: a callback must be an object, not a class; write {callback.__name__}(...)")
+    if len(parts) == 1 and not callable(callback):
+        raise TypeError(
+            f"fit: {name_of(callback)} has only {parts[0]}; a callback with a memory needs both init(state) and "
+            "on_epoch(memory, state, record) -> (memory, stop)"
+        )
+    if not callable(callback) and not parts:
+        raise TypeError(
+            "fit: a callback must be a function of (state, record), an object with init and on_epoch, or callbacks a "
+            f"sequence of them; got {type(callback).__name__}"
+        )
+    if not has_memory(callback):
+        return check_takes(callback, ("state", "record"), "fit: a callback")
+    on_step = getattr(callback, "on_step", None)
+    if on_step is not None:
+        try:
+            inspect.signature(on_step).bind(None, 1, {})
+        except TypeError:
+            raise TypeError(
+                f"fit: {name_of(callback)} has a memory, so its on_step must be on_step(memory, step, metrics)"
+            ) from None
+
+
+# What a callback remembers, as JSON in a checkpoint, and back to the last bit.
+
+
+def memory_to_json(memory: Any, who: str) -> dict[str, Any]:
+    """A memory as JSON: the path and the value of each leaf.
+
+    Args:
+        who: the callback, for the message.
+
+    Raises:
+        TypeError: a leaf is not an array, number, text or None.
+        ValueError: more than 16 MiB of arrays.
+    """
+    leaves = _leaves(memory)
+    size = sum(value.nbytes for _, value in leaves if _is_numbers(value))
+    if size > _MOST_BYTES:
+        raise ValueError(
+            f"fit: the memory of {who} has {size:,} bytes, more than the {_MOST_BYTES:,} that a checkpoint saves of "
+            "it; save large arrays by checkpoint.save, or keep them in the state"
+        )
+    return {"names": [name for name, _ in leaves], "values": [_encode(value, name, who) for name, value in leaves]}
+
+
+def memory_from_json(saved: Any, fresh: Any) -> Any:
+    """A saved memory in the structure of a fresh one.
+
+    Raises:
+        ValueError: the saved memory has another structure, or an array of another shape or dtype.
+    """
+    leaves = _leaves(fresh)
+    if saved["names"] != [name for name, _ in leaves]:
+        raise ValueError("the structure differs")
+    found = [_in_place_of(like, _decode(value)) for value, (_, like) in zip(saved["values"], leaves, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(fresh, is_leaf=_is_none), found)
+
+
+def is_saved_memory(saved: Any) -> bool:
+    """Whether `memory_to_json` can have written this."""
+    try:
+        names, values = saved["names"], saved["values"]
+        for value in values:
+            _decode(value)
+        are_texts = all(isinstance(text, str) for text in (saved["name"], *names))
+        return are_texts and isinstance(names, list) and len(names) == len(values)
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def _leaves(memory: Any) -> list[tuple[str, Any]]:
+    found = jax.tree_util.tree_flatten_with_path(memory, is_leaf=_is_none)[0]
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in found]
+
+
+def _encode(value: Any, name: str, who: str) -> Any:
+    if isinstance(value, _WORDS):
+        return value
+    if _is_numbers(value):
+        array = np.asarray(to_host(value))
+        data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+        return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
+    raise TypeError(
+        f"fit: checkpoints save the memory of {who}, so it must be a pytree of arrays, numbers and texts; got "
+        f"{checks.describe(value)} at {name or 'its root'}"
+    )
+
+
+def _decode(value: Any) -> Any:
+    """The plain value or the array that `_encode` wrote. `ValueError` for any other value."""
+    if isinstance(value, _WORDS):
+        return value
+    try:
+        content = base64.b64decode(value["data"], validate=True)
+        array = np.frombuffer(content, jnp.dtype(value["dtype"])).reshape(value["shape"])
+    except (KeyError, TypeError, OverflowError) as error:
+        raise ValueError("expected a saved array") from error
+    if list(array.shape) != value["shape"] or not _is_numbers(array):  # -1 in a shape stands for any number
+        raise ValueError("expected a saved array of numbers")
+    return array
+
+
+def _in_place_of(like: Any, found: Any) -> Any:
+    """What was found, as an array of the same kind where a fresh memory has one."""
+    if isinstance(found, _WORDS):
+        if _is_array(like):
+            raise ValueError("expected an array, found a plain value")
+        return found
+    if not _is_array(like) or (like.dtype, like.shape) != (found.dtype, found.shape):
+        raise ValueError("the shape or dtype of an array differs")
+    with outside_mesh():
+        return jnp.asarray(found.copy()) if isinstance(like, jax.Array) else found.copy()
+
+
+def _is_numbers(value: Any) -> bool:
+    if not _is_array(value) or is_prng_key(value):
+        return False
+    return bool(jnp.issubdtype(value.dtype, jnp.number) or value.dtype == np.bool_)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (jax.Array, np.ndarray, np.generic))
+
+
+def _is_none(value: Any) -> bool:
+    return value is None

@@ -20,22 +20,28 @@ Memory = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class EarlyStopping:
-    """A callback of `fit` that ends the training when a metric no longer improves.
+    """A callback of `fit` that stops when a metric no longer improves.
 
-    What it remembers is saved with the checkpoints. So a resumed run stops where an undisturbed one does.
+    Checkpoints hold its state, so a resumed run stops after the same epoch as an uninterrupted run.
 
     Args:
-        monitor: the name of a metric in the records. None: `eval_loss`, or else `test_loss`, or else another metric of
-            the evaluation whose name says its direction, or else `loss`.
-        patience: how many records in a row may come without an improvement. There is one for each epoch, and with
-            `fit(eval_every=)` one for each evaluation.
-        mode: "min" if less is better, "max" if more is. "auto" reads it off the name: `accuracy` is "max", `loss`
-            is "min".
-        min_delta: a smaller improvement does not count. NaN is no improvement.
+        monitor: the name of a metric in the records. None takes the first of these: `eval_loss`, `test_loss`, another
+            metric of the evaluation whose name implies a direction, `loss`.
+        patience: the number of records without an improvement before the stop. Each epoch gives a record, and with
+            `fit(eval_every=)` each evaluation.
+        mode: "min" if a smaller value is better, "max" if a larger value is better. "auto" decides by the name:
+            `accuracy` is "max", `loss` is "min".
+        min_delta: the least change that counts as an improvement. NaN does not count.
+        restore_best: True: `fit` returns the state of the best record, after an early stop and after the last epoch.
+            (Keras's `restore_best_weights` restores only the weights. Here the optimizer state and the step are
+            restored too.) The history keeps all records. With `checkpoint_dir`, the best checkpoint is kept, as by
+            `KeepBest`, and read at the end. Without it, a copy of the state stays on the devices. An interrupted run
+            returns its last state. After resuming, it restores the best state at its end.
 
     Raises:
-        TypeError, ValueError: an argument of another type or out of its range, or a name that says no direction.
-            From `fit`: a metric that there is not.
+        TypeError, ValueError: an argument has the wrong type or is out of range, or the direction of the metric is
+            unknown. Raised by `fit`: the records lack the metric; `restore_best=True` in an elastic run or beside a
+            `KeepBest`.
 
     Example:
         >>> from jaxpar import train
@@ -52,6 +58,7 @@ class EarlyStopping:
     patience: int = 3
     mode: Mode = "auto"
     min_delta: float = 0.0
+    restore_best: bool = False
 
     def __post_init__(self) -> None:
         where = "train.EarlyStopping"
@@ -59,35 +66,39 @@ class EarlyStopping:
         checks.whole_number(self.patience, where, "patience")
         allowed = "a finite number of 0 or more"
         checks.number(self.min_delta, where, "min_delta", allowed, lambda x: 0 <= x < math.inf)
+        if not isinstance(self.restore_best, bool):  # an array has no truth value
+            raise TypeError(f"{where}: restore_best must be True or False, got {checks.describe(self.restore_best)}")
 
     def init(self, state: Any) -> Memory:
-        """The memory before the first record."""
+        """The callback's state before the first record."""
         del state
-        return {**_nothing(), "without": 0}
+        return {**_nothing(), "without": 0, **({"step": 0} if self.restore_best else {})}
 
     def on_epoch(self, memory: Memory, state: Any, record: Record) -> tuple[Memory, bool]:
-        """The memory after a record, and whether to stop."""
+        """(the callback's state after a record, whether to stop)."""
         del state
         memory, better = _look(memory, record, self.monitor, self.mode, float(self.min_delta), "train.EarlyStopping")
         without = 0 if better else memory["without"] + 1
-        return {**memory, "without": without}, without >= self.patience
+        step = {"step": record["step"]} if better and self.restore_best else {}
+        return {**memory, "without": without, **step}, without >= self.patience
 
 
 @dataclasses.dataclass(frozen=True)
 class KeepBest:
     """A callback of `fit` that keeps the checkpoint with the best value of a metric.
 
-    It stays beside the last `keep` ones, and `checkpoint.best(directory)` gives its path. After an evaluation within an
-    epoch, see `fit(eval_every=)`, a state that is the best so far is saved too.
+    The best checkpoint stays in addition to the last `keep` checkpoints. `checkpoint.best(directory)` returns its path.
+    A best state at an evaluation within an epoch, see `fit(eval_every=)`, is saved too.
 
-    The checkpoint holds the whole state. Where an optimizer trains other parameters than it evaluates, the metric is of
-    the `eval_params` of the restored state.
+    The checkpoint holds the whole state. The metric belongs to the `eval_params` of that state, which differ from
+    `params` for some optimizers.
 
     Args:
         monitor, mode: as in `EarlyStopping`.
 
     Raises:
-        TypeError, ValueError: as in `EarlyStopping`. From `fit`: there is no `checkpoint_dir`, or there are two of it.
+        TypeError, ValueError: as in `EarlyStopping`. Raised by `fit`: `checkpoint_dir` is missing, or there are two
+            `KeepBest`.
 
     Example:
         >>> import tempfile
@@ -111,12 +122,12 @@ class KeepBest:
         check_monitor(self.monitor, self.mode, "train.KeepBest")
 
     def init(self, state: Any) -> Memory:
-        """The memory before the first record."""
+        """The callback's state before the first record."""
         del state
         return {**_nothing(), "step": 0}
 
     def on_epoch(self, memory: Memory, state: Any, record: Record) -> tuple[Memory, bool]:
-        """The memory after a record, with the step of the best. It never stops."""
+        """(the callback's state after a record, with the best step, False)."""
         del state
         memory, better = _look(memory, record, self.monitor, self.mode, 0.0, "train.KeepBest")
         return {**memory, "step": record["step"] if better else memory["step"]}, False
@@ -131,14 +142,21 @@ def _look(
 ) -> tuple[Memory, bool]:
     """The memory with the best value so far, and whether this record has it.
 
-    A memory of another metric, of a run that was resumed with another `monitor`, counts for nothing.
+    A memory of another metric begins anew. That happens if a run is resumed with another `monitor`.
+
+    Raises:
+        ValueError: the record does not have the metric. The message lists the metrics of the record.
     """
     name = monitor or memory["monitor"] or default_monitor(record)
     direction = resolve_mode(name, mode, where)
     if (name, direction) != (memory["monitor"], memory["mode"]):
         counts = dict.fromkeys(memory.keys() & {"without", "step"}, 0)
-        memory = {**memory, **counts, "monitor": name, "mode": direction, "best": worst(direction)}
-    value = value_of(record, name, where)
+        memory = {**memory, **counts, "monitor": name, "mode": direction}
+        memory["best"] = math.inf if direction == "min" else -math.inf  # every finite value improves on it
+    value = record.get(name)
+    if value is None or isinstance(value, (str, bool)):
+        raise_unknown(name, metric_names(record), where)
+    value = float(value)
     better = is_better(value, memory["best"], direction, min_delta)
     return {**memory, "best": value if better else memory["best"]}, better
 
@@ -160,8 +178,9 @@ def check_monitor(monitor: Any, mode: Any, where: str) -> None:
     """Check both as they were given.
 
     Raises:
-        TypeError: `monitor` is no name.
-        ValueError: an unknown mode, a mode of no metric, or a name that says no direction, with mode "auto".
+        TypeError: `monitor` is not a string.
+        ValueError: `mode` is unknown, `mode` is given without `monitor`, or `mode` is "auto" and the name of the metric
+            does not tell whether more or less is better.
     """
     if monitor is not None and not isinstance(monitor, str):
         raise TypeError(f"{where}: monitor must be the name of a metric, got {checks.describe(monitor)}")
@@ -169,43 +188,31 @@ def check_monitor(monitor: Any, mode: Any, where: str) -> None:
     if monitor is not None:
         resolve_mode(monitor, mode, where)
     elif mode != "auto":
-        raise ValueError(f"{where}: mode={mode!r} is of a metric; name it by monitor=")
+        raise ValueError(f"{where}: mode={mode!r} needs the name of a metric; give monitor= too")
 
 
 def resolve_mode(monitor: str, mode: Mode, where: str) -> str:
-    """ "min" or "max". `ValueError` where the name of the metric does not say it."""
+    """ "min" or "max". `ValueError` if the name of the metric does not tell which."""
     if mode != "auto":
         return mode
     found = _direction(monitor)
     if found is None:
         raise ValueError(
-            f"{where}: the name {monitor!r} does not say whether more or less is better; give mode='min' or mode='max'"
+            f"{where}: the name {monitor!r} does not tell whether more or less is better; give mode='min' or mode='max'"
         )
     return found
 
 
 def default_monitor(record: Record) -> str:
-    """The metric of a record to look at where none is named: of the evaluation if there is one, else the loss."""
+    """The metric that is monitored by default: one of the evaluation if the record has one, else the loss."""
     names = metric_names(record)
     known = [n for n in names if n.startswith(("eval_", "test_")) and _direction(n)]
     return next((name for name in _FIRST if name in names), known[0] if known else "loss")
 
 
-def value_of(record: Record, monitor: str, where: str) -> float:
-    """The value of the metric.
-
-    Raises:
-        ValueError: the record does not have it. The message names the metrics that there are.
-    """
-    value = record.get(monitor)
-    if value is None or isinstance(value, (str, bool)):
-        raise_unknown(monitor, metric_names(record), where)
-    return float(value)
-
-
 def raise_unknown(monitor: str, names: Iterable[str], where: str) -> NoReturn:
-    """`ValueError` for a metric that there is not."""
-    raise ValueError(f"{where}: there is no metric {monitor!r}; there are {', '.join(sorted(names)) or 'none'}")
+    """`ValueError` for a metric that the record lacks."""
+    raise ValueError(f"{where}: unknown metric {monitor!r}; known are {', '.join(sorted(names)) or 'none'}")
 
 
 def metric_names(record: Record) -> list[str]:
@@ -226,11 +233,6 @@ def is_better(value: float, best: float, mode: str, min_delta: float = 0.0) -> b
     if math.isnan(value):
         return False
     return value < best - min_delta if mode == "min" else value > best + min_delta
-
-
-def worst(mode: str) -> float:
-    """The value that every finite one improves on."""
-    return math.inf if mode == "min" else -math.inf
 
 
 def _direction(name: str) -> str | None:

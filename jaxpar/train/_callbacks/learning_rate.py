@@ -18,18 +18,19 @@ _NAME = "learning_rate"
 
 @dataclasses.dataclass(frozen=True)
 class LearningRate:
-    """A callback of `fit` that puts the learning rate in the records and the bar, as `learning_rate`.
+    """A callback of `fit` that adds `learning_rate` to records and progress bar.
 
-    It is the rate of the last step. A rate in the state is read at most once a second, so the steps hardly wait for it.
+    The value is the rate of the last step. A rate in the state is read at most once a second, so that steps do not
+    wait.
 
     Args:
-        schedule: what the optimizer was made with: a function of the number of updates before, as in optax, or a
-            number. None: it is read from the state, where `optax.inject_hyperparams`, or an optimizer of `jp.updaters`
-            with `rate_in_state=True`, keeps it. Several optimizers with rates of their own get a name each, such as
-            `learning_rate_head`.
+        schedule: the optimizer's schedule: a function of the number of earlier updates, as in optax, or a number. None
+            reads the rate from the state, which needs `optax.inject_hyperparams`, or an optimizer of `jp.updaters` with
+            `rate_in_state=True`. With several rates, each gets its own name, such as `learning_rate_head`.
 
     Raises:
-        TypeError: a schedule of another type. ValueError: from `fit`, before the first step: no rate is in the state.
+        TypeError: the schedule has another type. ValueError: raised by `fit` before the first step: the state has no
+            rate.
 
     Example:
         >>> import optax
@@ -54,7 +55,7 @@ class LearningRate:
         """`fit` has put the rate in the record already."""
 
     def measure(self, state: TrainState) -> dict[str, float]:
-        """The rate of the last step, by the names that it has in a record."""
+        """The rates of the last step, {name in the record: rate}."""
         if self.schedule is None:
             return _rates(state)
         if not callable(self.schedule):
@@ -73,8 +74,9 @@ def _rates(state: TrainState) -> dict[str, float]:
     found = updaters.learning_rates(state)
     if not found:
         raise ValueError(
-            "train.LearningRate: no rate is in the state; give the schedule, train.LearningRate(schedule), or make the "
-            "optimizer by optax.inject_hyperparams(optax.adam)(learning_rate=schedule)"
+            "train.LearningRate: the optimizer's state has no learning rate; give the schedule, "
+            "train.LearningRate(schedule), or make the optimizer by "
+            "optax.inject_hyperparams(optax.adam)(learning_rate=schedule)"
         )
     if len(set(found.values())) == 1:
         return {_NAME: next(iter(found.values()))}

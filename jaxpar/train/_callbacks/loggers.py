@@ -24,7 +24,7 @@ from ..._core.calls import answers
 from ..._core.files import as_path
 from ..._core.text import say_news
 from .early_stopping import metric_names
-from .history import History, Record
+from .history import SPEEDS, History, Record
 
 PathLike = str | os.PathLike[str]
 
@@ -37,6 +37,7 @@ class Logger:
     """
 
     _place: Path | None = None  # a file or a directory, for errors
+    _of_steps = "step/"  # before the names of the metrics of steps
     _is_open = False
     _has_said = False
 
@@ -48,7 +49,7 @@ class Logger:
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step as `step/loss` and so on: `fit(..., on_step=logger.on_step)`."""
         if jax.process_index() == 0:
-            self._log(step, {f"step/{name}": value for name, value in metrics.items()})
+            self._log(step, {f"{self._of_steps}{name}": value for name, value in metrics.items()})
 
     def on_end(self, history: History) -> None:
         """Close the place. Another run opens it again."""
@@ -65,14 +66,15 @@ class Logger:
             new = {name: value for name, value in row.items() if not self._has(step, name)}
             if len(new) < len(row) and not self._has_said:
                 self._has_said = True
-                which = f"{self._run_name()} has step {step} already"
-                say_news(f"{which}, which is not written again; another training takes another run")
+                which = f"{self._run_name()} already has step {step}"
+                say_news(f"{which}, which is not written again; use a new run for another training")
             if new:
                 self._write(step, new)
 
     def _row(self, record: Record) -> dict[str, Any]:
         """The numbers of a record, by names such as `train/loss`."""
-        return {tag(name): float(record[name]) for name in (*metric_names(record), *_also(record))}
+        also = [name for name in ("seconds", "skipped", *SPEEDS) if record.get(name) is not None]
+        return {tag(name): float(record[name]) for name in (*metric_names(record), *also)}
 
     def _open(self, step: int) -> None:
         """Open the place for a run whose first row is that of `step`."""
@@ -113,19 +115,13 @@ def tag(name: str) -> str:
     return f"{name[:4]}/{name[5:]}" if name.startswith(("test_", "eval_")) else f"train/{name}"
 
 
-def _also(record: Record) -> list[str]:
-    """What is no metric and is drawn all the same."""
-    names = [name for name in record if name in ("seconds", "skipped") or name.endswith("_per_second")]
-    return [name for name in names if record[name] is not None and math.isfinite(record[name])]
-
-
 def _import(package: str) -> Any:
     """The package that a logger writes by. `ModuleNotFoundError` says how it is installed."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
         name = package.partition(".")[0]
-        raise ModuleNotFoundError(f"to_{name} writes by the package {name}: pip install 'jaxpar[{name}]'") from error
+        raise ModuleNotFoundError(f"to_{name} needs the package {name}: pip install 'jaxpar[{name}]'") from error
 
 
 # Files.
@@ -133,18 +129,18 @@ def _import(package: str) -> Any:
 
 @answers("to_jsonl")
 def to_jsonl(path: PathLike) -> JsonLines:
-    """A callback of `fit` that writes a line of JSON for each epoch.
+    """A callback of `fit` that writes each record as a JSON line.
 
-    The lines are strict JSON, which has no NaN and no infinity. Such a value is the string "NaN", "Infinity" or
-    "-Infinity", which `float` reads. What was not measured is null.
+    The lines are strict JSON. NaN and infinities are the strings "NaN", "Infinity" and "-Infinity", which `float`
+    reads.
 
     Args:
-        path: a file. Folders above it are made. Lines of earlier steps stay, as the step of each says. Lines of later
-            steps go, so a resumed run has each epoch once.
+        path: a file. Missing parent directories are created. A resumed run keeps the lines of earlier steps and drops
+            lines of later steps, so that each epoch appears once.
 
     Raises:
-        OSError: when it is called: the file cannot be written. The earlier lines are as before.
-        ValueError: a path that ends as a table does, .csv. When it is called: the file holds something else.
+        OSError: raised by `fit`: the file cannot be written. Earlier lines stay unchanged.
+        ValueError: the path ends in .csv. Raised by `fit`: the file has other content.
 
     Example:
         >>> import pathlib, tempfile, types
@@ -153,31 +149,22 @@ def to_jsonl(path: PathLike) -> JsonLines:
         >>> print(pathlib.Path(path).read_text(), end="")
         {"step": 3, "epoch": 1, "loss": "NaN", "accuracy": null}
     """
-    if as_path(path, "to_jsonl: path").suffix.lower() in (".csv", ".tsv"):
-        raise ValueError(
-            f"to_jsonl: {path} gets JSON lines, so name it .jsonl; train.to_pandas(history).to_csv(path) writes a table"
-        )
     return JsonLines(path)
 
 
 class JsonLines(Logger):
     """What `to_jsonl` returns."""
 
+    _of_steps = ""
+
     def __init__(self, path: PathLike):
-        self.path: Path = Path(path)
+        self.path: Path = as_path(path, "to_jsonl: path")
+        if self.path.suffix.lower() in (".csv", ".tsv"):
+            raise ValueError(
+                f"to_jsonl: {path} must end in .jsonl, because it gets JSON lines; for a table write "
+                "train.to_pandas(history).to_csv(path)"
+            )
         self._place = self.path
-
-    def on_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of a step: `fit(..., on_step=sink.on_step)`. Use another file than for epochs."""
-        if jax.process_index() == 0:
-            self._log(step, metrics)
-
-    def restart(self, history: Sequence[Record]) -> None:
-        """Replace the file by these records."""
-        if jax.process_index() == 0:
-            with explain_errors(self.path):
-                self._replace(history)
-            self._is_open = True
 
     def _row(self, record: Record) -> dict[str, Any]:
         return record
@@ -200,8 +187,7 @@ class JsonLines(Logger):
         except (ValueError, KeyError, TypeError):
             pass
         raise ValueError(
-            f"{self.path} holds something else than JSON lines of records with a step; choose another file, such as "
-            "metrics.jsonl"
+            f"{self.path} has lines that are not JSON records with a step; choose another file, such as metrics.jsonl"
         )
 
     def _replace(self, records: Sequence[Record]) -> None:
@@ -210,6 +196,17 @@ class JsonLines(Logger):
             files.append(self.path, _lines(records))
         else:
             files.replace(self.path, _lines(records))
+
+
+class MetricsFile(JsonLines):
+    """The file of `fit(metrics_file=)`: it holds the history of this run only."""
+
+    def on_start(self, history: History) -> None:
+        """Replace the file by the epochs before this call of `fit`."""
+        if jax.process_index() == 0:
+            with explain_errors(self.path):
+                self._replace(history)
+            self._is_open = True
 
 
 def _lines(records: Sequence[Record]) -> bytes:
@@ -229,18 +226,19 @@ def _strict(value: Any) -> Any:
 def to_tensorboard(directory: PathLike) -> TensorBoard:
     """A callback of `fit` that writes event files for TensorBoard.
 
-    Metrics of the training have the tags `train/loss`, `train/accuracy` and so on. Those of an evaluation have
-    `test/loss` or `eval/loss`, and those of steps, by `on_step=board.on_step`, `step/loss`. The axis is the step.
+    Training metrics have tags such as `train/loss` and `train/accuracy`. Metrics of an evaluation have tags such as
+    `test/loss` or `eval/loss`. With `on_step=board.on_step`, metrics of steps have tags such as `step/loss`. The axis
+    is the step.
 
-    A run that makes steps again, after a crash, replaces what earlier files in the directory have of them.
+    If a run repeats steps after a crash, the new values replace the values of earlier files.
 
     Args:
-        directory: one for each run. Look at it with `tensorboard --logdir` or, in a notebook, `%load_ext tensorboard`
-            and `%tensorboard --logdir DIRECTORY`.
+        directory: one directory for each run. View it with `tensorboard --logdir` or, in a notebook, `%load_ext
+            tensorboard` and `%tensorboard --logdir DIRECTORY`.
 
     Raises:
         ModuleNotFoundError: the package tensorboard is not installed.
-        OSError: when it is called: nothing can be written there.
+        OSError: raised by `fit`: the directory is not writable.
 
     Example:
         >>> import os, tempfile, types
@@ -292,17 +290,17 @@ class TensorBoard(Logger):
 def to_wandb(project: str | None = None, **options: Any) -> WeightsAndBiases:
     """A callback of `fit` that writes the records to Weights & Biases.
 
-    Metrics have the names `train/loss`, `eval/loss` and so on, and those of steps, by `on_step=board.on_step`,
-    `step/loss`. The axis is the step. The run begins with the first record and ends with `fit`.
+    Metrics have names such as `train/loss` and `eval/loss`. With `on_step=board.on_step`, metrics of steps have names
+    such as `step/loss`. The axis is the step. The run begins with the first record and ends with `fit`.
 
     Args:
-        project, options: for `wandb.init`, such as `name="first"`, `mode="offline"`, `dir="runs"`. With `id="..."` and
-            `resume="allow"`, a run of `fit` that is resumed goes on in the same run. Steps that it has already, and
-            that are made again after a crash, are not written again. A line says so.
+        project, options: arguments of `wandb.init`, such as `name="first"`, `mode="offline"`, `dir="runs"`. With
+            `id="..."` and `resume="allow"`, a resumed `fit` continues the same run. Steps that the run already has are
+            not written again, and one line reports that.
 
     Raises:
         ModuleNotFoundError: the package wandb is not installed.
-        TypeError: a project that is no name.
+        TypeError: the project is not a str.
 
     Example:
         board = train.to_wandb("numbers", mode="offline")
@@ -348,19 +346,19 @@ def to_mlflow(
 ) -> MLflow:
     """A callback of `fit` that writes the records to MLflow.
 
-    The names and the axis are those of `to_wandb`. Nothing global of MLflow is set or changed.
+    Names and axis are as in `to_wandb`. MLflow's global settings stay unchanged.
 
     Args:
-        experiment: its name. It is made where it does not exist. None: MLflow's default experiment.
-        tracking_uri: a server, or a database such as `sqlite:///runs.db`, which the whole package mlflow can write.
-            None: what MLflow is set to.
+        experiment: the name of the experiment, which is created if needed. None: MLflow's default experiment.
+        tracking_uri: a server, or a database such as `sqlite:///runs.db`, which needs the full package mlflow. None:
+            MLflow's setting.
         run_name: a name for the new run.
-        run_id: go on in this run in place of a new one. `board.run_id` has it after the first record. Steps that the
-            run has already, and that are made again after a crash, are not written again. A line says so.
+        run_id: the run to continue, in place of a new one. After the first record it is in `board.run_id`. Steps that
+            the run already has are not written again, and one line reports that.
 
     Raises:
         ModuleNotFoundError: MLflow is not installed. The package mlflow-skinny is enough.
-        TypeError: an experiment that is no name.
+        TypeError: the experiment is not a str.
 
     Example:
         board = train.to_mlflow("numbers", tracking_uri="sqlite:///runs.db")

@@ -13,18 +13,18 @@ from .history import Record
 
 
 def to_ray() -> RayReport:
-    """A callback of `fit` that reports to Ray Train, by `ray.train.report(metrics, checkpoint=...)`.
+    """A callback of `fit` that reports records and checkpoints to Ray Train.
 
-    There is a report for each record, in all workers, when the checkpoint after it is on disk. Worker 0 hands that
-    checkpoint to Ray, which copies it to its own storage. `checkpoint.restore` reads the copy. The metrics have the
-    names of the record, and `checkpoint_dir`, as given to `fit`. Ray keeps metrics only with a checkpoint, so give
-    `fit` a `checkpoint_dir`.
+    All workers call `ray.train.report(metrics, checkpoint=...)` for each record, as soon as its checkpoint is on disk.
+    Worker 0 passes the checkpoint to Ray, which copies it to its own storage. `checkpoint.restore` reads the copy. The
+    metrics are the record and `checkpoint_dir`. Ray keeps metrics only with a checkpoint, so give `fit` a
+    `checkpoint_dir`.
 
-    When Ray starts the workers again, `fit` goes on from the newest checkpoint in `checkpoint_dir`. Where the one that
-    was reported last is not there, as on a new host, it is first copied back from Ray's storage. An epoch that was
-    saved and not reported is reported then.
+    When Ray restarts the workers, `fit` resumes from the newest checkpoint in `checkpoint_dir`. If the last reported
+    checkpoint is missing there, as on a new host, it is first copied back from Ray's storage. An epoch that was saved
+    but not reported is reported then.
 
-    Outside of a worker of Ray Train nothing is reported, so the same script runs anywhere. Ray need not be installed.
+    Outside a Ray Train worker the callback does nothing, so the same script runs anywhere, also without Ray.
 
     Example:
         >>> from jaxpar import train
@@ -81,23 +81,16 @@ class RayReport:
     def _report_missing(self, ray: Any) -> None:
         missing, self._missing = self._missing, []
         for record in missing:
-            self._report(ray, record, self._find(record["step"]))
+            saved = None if self._directory is None else checkpoint._of_step(self._directory, record["step"])
+            self._report(ray, record, saved)
 
     def _report(self, ray: Any, record: Record, path: Path | None) -> None:
-        where = {} if self._directory is None else {"checkpoint_dir": str(self._directory)}
+        metrics = {name: value for name, value in record.items() if value is not None}
+        if self._directory is not None:
+            metrics["checkpoint_dir"] = str(self._directory)
         with contextlib.ExitStack() as stack:
             saved = None
             if path is not None and ray.get_context().get_world_rank() == 0:
                 saved = ray.Checkpoint.from_directory(stack.enter_context(checkpoint._whole_copy(path)))
-            ray.report({**_metrics(record), **where}, checkpoint=saved)  # Ray has its copy on return
+            ray.report(metrics, checkpoint=saved)  # Ray has its copy on return
         self._reported = record["step"]
-
-    def _find(self, step: int) -> Path | None:
-        """The checkpoint of a step of an earlier worker."""
-        found = [] if self._directory is None else self._directory.glob(f"step_{step:08d}*")
-        return max(found, key=lambda path: path.stat().st_mtime, default=None)
-
-
-def _metrics(record: Record) -> dict[str, Any]:
-    """What was measured."""
-    return {name: value for name, value in record.items() if value is not None}

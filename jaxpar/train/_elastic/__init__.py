@@ -1,9 +1,9 @@
-"""Elastic runs: processes may be lost and may join while `fit` goes on.
+"""Elastic runs: processes may be lost and may join while `fit` runs.
 
     member      the steps of process 0, and those of the others, which follow it
-    group       who computes, what they agreed on, and whether a block of work succeeded in all of them
-    program     what a process would compute: one that would compute something else is refused
+    group       who computes, what they agreed on, and whether a block of work succeeded in all of them;
+                one that would compute something else is refused
     watchdog    ends a process that is stuck
 
-`train._fit.role` imports this room, in an elastic run only.
+`train._fit.fit` imports this room, in an elastic run only.
 """

@@ -12,21 +12,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from ... import distributed
-from ..._core.arrays import Device
+from ..._core.arrays import Device, without_keys
 from ..._core.text import say_before_exit, say_news
-from ..._heartbeat.messages import REFUSED
-from .program import Program, differences
+from ..._heartbeat.connection import REFUSED
+from .._step.state import TrainState
 
 Result = TypeVar("Result")
 Prepared = TypeVar("Prepared")
@@ -36,6 +39,11 @@ _POLL = 0.05  # seconds between two looks at a key
 _START = 60.0  # seconds that process 0 waits for the others at the start, or JAXPAR_INITIALIZATION_TIMEOUT
 _MOST_TRIES = 8  # failures in a row, with the same processes, after which a step is given up
 _MOST_ORDERS = 1 << 20  # that are looked through
+_MOST_BYTES = 1 << 26  # of an array of the data that are hashed. Of a larger one rows at even distances are
+# The number of a device is in the text of a program with a callback.
+_DEVICE = re.compile(r"device_ids = (\[\d*\]|dense<\d*> : tensor<\w*>)|(?<=maximal_mesh_)\d+|(?<=maximal device=)\d+")
+
+Program = dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +103,7 @@ class Group:
         return [d for d in jax.devices() if d.process_index in self.starts]
 
     def check_program(self, own: Program) -> None:
-        """Compare what this process would compute with what process 0 does. Where it differs, the process ends here."""
+        """Compare this process's program with that of process 0. End this process if they differ."""
         self._program = own
         if self.is_first:
             return self._board.set("program", own)
@@ -105,12 +113,11 @@ class Group:
             self.refuse(why)
 
     def refuse(self, why: str) -> NoReturn:
-        """End this process, which would compute something else than process 0. The others go on without it."""
+        """End this process, because its program differs from that of process 0. The other processes continue."""
         self._board.set(f"refused/{self._rank}", 1)
         say_before_exit(
-            f"jaxpar: process {self._rank} has another program than process 0, and the run goes on without it. Other: "
-            f"{why}. It ends with status {REFUSED}; start it with the script, the data and the versions that the run "
-            "began with"
+            f"jaxpar: process {self._rank} differs from process 0 in: {why}. It ends with status {REFUSED}, and the "
+            "run continues without it; start it with the same script, data and versions as the others"
         )
         os._exit(REFUSED)
 
@@ -220,7 +227,7 @@ class Group:
     def _leave_if_over(self) -> None:
         """End this process where the run is over. Else wait until it is time for another look."""
         if self._board.is_over():
-            say_news(f"process {self._rank} came when the run was over, and ends")
+            say_news(f"process {self._rank} started after the end of the run, and ends")
             sys.stdout.flush()
             os._exit(0)  # jax's own shutdown needs process 0
         time.sleep(_POLL)
@@ -254,8 +261,8 @@ class Group:
         if self._failures == _MOST_TRIES:
             reasons = "; ".join(f"process {rank}: {why}" for rank, why in failed.items())
             raise RuntimeError(
-                f"fit: a step failed {_MOST_TRIES} times though no process was lost: {reasons}; where processes are "
-                "slower than each other by seconds, give distributed.initialize a longer heartbeat_timeout"
+                f"fit: a step failed {_MOST_TRIES} times, but no process was lost: {reasons}; if some processes are "
+                "seconds slower than others, give distributed.initialize a longer heartbeat_timeout"
             ) from error
         return None
 
@@ -283,8 +290,9 @@ class Group:
             terms = self._board.wait(name, _is_terms)
         if terms["order"] is None:
             raise OrdersUsedUp(
-                f"fit: Gloo takes each order of {len(self.devices)} devices once, and all were used by processes that "
-                "left and joined; start the processes with more emulated devices each (jaxpar launch --devices 2)"
+                f"fit: Gloo accepts each order of {len(self.devices)} devices once, and processes that left and "
+                "joined have used up all orders; start each process with more emulated devices (jaxpar launch "
+                "--devices 2)"
             )
         known = {d.id: d for d in jax.devices()}
         return Agreement(tuple(known[i] for i in terms["order"]), terms["offer"])
@@ -313,3 +321,60 @@ def _is_terms(found: Any) -> bool:
     known = {d.id for d in jax.devices()}
     numbers = all(isinstance(offer[name], int) for name in ("at", "first", "last", "is_turn"))
     return numbers and (order is None or {*order} <= known)
+
+
+# What a process would compute, in short. A process that comes back reads the script again, and the script may have been
+# edited meanwhile. So it is compared with process 0 before it may take part. What is not compared: the Python functions
+# that a program calls back (`jax.pure_callback`), and examples that are neither in the batches compared nor among the
+# rows hashed.
+
+
+def describe(run: Any, seed: jax.Array, state: TrainState, texts: Iterable[str], batch: Any) -> Program:
+    """What decides the numbers of a run, by names for people.
+
+    Args:
+        run: of `fit`, a `train._fit.run.Run`.
+        seed: the random key that `fit` was given.
+        state: any of the run.
+        texts: the programs of a device before compilation.
+        batch: the first one of the run, in host memory.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    shapes = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape}" for path, x in leaves]
+    options = run.options
+    sizes = (options.batch_size, run.examples, run.num_steps, options.eval_every, run.step.virtual_shards)
+    arrays = getattr(run.source, "dataset", run.source)
+    arrays = [getattr(arrays, name, None) for name in ("images", "labels", "arrays")]
+    return {
+        "versions": f"jax {jax.__version__}, jaxpar {sys.modules['jaxpar'].__version__}",
+        "the shapes of the params or of the optimizer's state": digest(shapes),
+        "batch_size, the number of examples or of steps": digest(sizes),
+        "the step, with its loss, optimizer and learning rate": digest([_DEVICE.sub("", text) for text in texts]),
+        "the seed": digest(jax.random.key_data(seed)),
+        "the data": digest([batch, jax.tree.map(_thinned, arrays)]),
+    }
+
+
+def differences(own: Program, first: Program) -> str:
+    """In what a process differs from process 0, in words. Empty: in nothing."""
+    names = [name for name in own if own[name] != first.get(name)]
+    return " and ".join(
+        f"{name} ({own[name]}, not {first.get(name)})" if name == "versions" else name for name in names
+    )
+
+
+def digest(tree: Any) -> str:
+    """A hash of the structure of a pytree, and of what is in it."""
+    plain, _ = without_keys(tree)
+    leaves, structure = jax.tree.flatten(plain)
+    found = hashlib.blake2b(str(structure).encode(), digest_size=16)
+    for leaf in leaves:
+        host = leaf if isinstance(leaf, str) else np.ascontiguousarray(leaf)
+        found.update(host.encode() if isinstance(host, str) else f"{host.dtype}{host.shape}".encode() + host.tobytes())
+    return found.hexdigest()
+
+
+def _thinned(array: Any) -> Any:
+    """The array, or some of its rows where it is large."""
+    host: np.ndarray = array if isinstance(array, np.ndarray) else np.asarray(array)
+    return host[:: max(1, -(-host.nbytes // _MOST_BYTES))]

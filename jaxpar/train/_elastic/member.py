@@ -20,13 +20,12 @@ import numpy as np
 from ... import data, distributed
 from ..._core.arrays import without_keys
 from ..._core.text import say
-from ..._devices import placement, processes
+from ..._devices import mesh, processes
 from .._callbacks.history import History
 from .._step.nonfinite import check_finite
 from .._step.state import TrainState, place_state
 from .._step.train_step import TrainStep
-from .group import Agreement, Group, OrdersUsedUp
-from .program import Program, describe, digest
+from .group import Agreement, Group, OrdersUsedUp, Program, describe, digest
 from .watchdog import Watchdog
 
 _MORE_FOR_COMPILATION = 10  # times as long as another step may take the first one over new devices
@@ -137,7 +136,7 @@ class Member:
             is_turn = self._is_turn()
             if is_turn:
                 state = self._local()
-            with self._watchdog.watch(f"is between two steps, after step {self._at},", ends=False):
+            with self._watchdog.watch(f"is between two steps, after step {self._at}", ends=False):
                 yield state, metrics, None
             if is_turn:
                 new = [record for record in self._history[-1:] if record["step"] == self._at]
@@ -222,7 +221,7 @@ class Member:
                 self._history = History(offer["history"])
             self._load()
             if digest(self._batch) != offer["batch"]:
-                self._group.refuse("the data: the batch under way")
+                self._group.refuse("the data of the current batch")
 
         try:
             self._group.agree(self._offer, prepare, take)
@@ -239,28 +238,33 @@ class Member:
     def _say_change(self) -> None:
         """Say in process 0 who was lost in a step, and who joins after it."""
         if self.leads and self._group.lost:
-            say(f"process {_names(self._group.lost)} was lost in step {self._at + 1}; the others make it again")
+            say(f"process {_names(self._group.lost)} was lost in step {self._at + 1}; the others repeat it")
         if self.leads and self._group.joined:
             say(f"process {_names(self._group.joined)} joins after step {self._at + 1}")
 
 
 def check_can_go_on(run: Any, state: TrainState) -> None:
-    """`ValueError` for what cannot go on after a loss."""
+    """`ValueError` for a run that cannot continue after a loss."""
     if getattr(run.step, "virtual_shards", None) is None:
         raise ValueError(
-            "fit: in an elastic run the number of devices changes, and with it bits and the shares of a batch; make "
-            "the step by train.make_train_step(loss_fn, virtual_shards=8)"
+            "fit: in an elastic run the number of devices changes, so the step needs virtual_shards=; write "
+            "train.make_train_step(loss_fn, virtual_shards=8)"
         )
     if isinstance(run.source, data.IterableSource):
         raise ValueError(
-            "fit: in an elastic run a failed step is made again from its number, and an iterable has no batch by "
-            "number; give a data.Dataset or arrays"
+            "fit: an elastic run repeats failed steps, and an iterable cannot give a batch again; give a data.Dataset "
+            "or arrays"
+        )
+    if run.callbacks.restores_best:
+        raise ValueError(
+            "fit: an elastic run calls callbacks in process 0 only, so the other processes cannot restore the best "
+            "state; in place of train.EarlyStopping(restore_best=True) use train.KeepBest and checkpoint.best"
         )
     if not all(getattr(leaf, "is_fully_replicated", True) for leaf in jax.tree.leaves(state)):
         raise ValueError(
-            f"fit: a lost process takes its shares of a store of kind {state.store.kind!r} with it, so an elastic run "
-            "takes values that are whole on each device; use kind 'device', or initialize without elastic=True, where "
-            "a loss ends all processes and they resume from a checkpoint"
+            f"fit: in kind {state.store.kind!r} the values of a lost process are lost too; use kind 'device' in an "
+            "elastic run, or initialize without elastic=True: then a loss ends all processes, and they resume from a "
+            "checkpoint"
         )
 
 
@@ -271,4 +275,4 @@ def _names(ranks: list[int]) -> str:
 def _to_host(tree: Any) -> Any:
     """A pytree whose arrays are copies in host memory. A step takes the memory that NumPy shares with a CPU device."""
     plain, restore = without_keys(tree)
-    return restore(jax.tree.map(lambda leaf: np.array(placement.to_host(leaf)), plain))
+    return restore(jax.tree.map(lambda leaf: np.array(mesh.to_host(leaf)), plain))

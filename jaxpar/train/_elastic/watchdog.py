@@ -3,7 +3,7 @@
 A stuck process sends heartbeats as any other, so the others would wait for it forever. Once it has ended they go on.
 What only process 0 does, such as callbacks, may take long for good reasons, and its end would end the run. So there the
 step and the stack are only said. Time in which the process was stopped (Ctrl-Z, a paused container) is not counted. A
-process that holds Python's lock is not seen here: its heartbeats end, see `distributed._rendezvous`.
+process that holds Python's lock is not seen here: its heartbeats end, see `distributed._initialize`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Watchdog:
     """Watches the thread that made it, inside of the blocks `watch`."""
 
     def __init__(self) -> None:
-        self._watching = thread.daemon("jaxpar-watchdog", self._run, "a process that is stuck is not noticed any more")
+        self._watching = thread.daemon("jaxpar-watchdog", self._run, "a stuck process is no longer noticed")
         self._limit = float(os.environ.get("JAXPAR_STUCK_TIMEOUT") or STUCK_AFTER)
         self._thread, self._clock = threading.get_ident(), AwakeClock()
         self._work: Work | None = None
@@ -101,11 +101,10 @@ class Watchdog:
     def _say(self, work: Work) -> None:
         frame = sys._current_frames().get(self._thread)
         stack = "".join(traceback.format_stack(frame)[-_MOST_LINES:]) if frame is not None else ""
-        why = (
-            f"jaxpar: process {jax.process_index()} is stuck: it {work.what} for {work.limit:g} seconds, here:\n{stack}"
-        )
+        who = f"process {jax.process_index()}"
+        why = f"jaxpar: {who} is stuck: it {work.what}, for more than {work.limit:g} seconds, here:\n{stack}"
         work.is_said = True
         if not work.ends:
-            return say_before_exit(f"{why}The others wait for it. It is not ended, since it may only take long")
+            return say_before_exit(f"{why}The others wait for it. It may be slow only, so it is not ended")
         say_before_exit(f"{why}It ends with status {distributed.LOST}, and counts as lost")
         os._exit(distributed.LOST)

@@ -1,84 +1,88 @@
-"""Scores of a model over every example of a source, on the devices that hold its parameters."""
+"""Scores of a model over every example: in one call, and for `fit` after its epochs."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, overload
 
 import jax
+import numpy as np
 
-from ... import data
-from ..._core.calls import answers
-from .classification import check_classified, classification
+from ..._core.calls import answers, check_takes
+from ..._core.renamed import renamed
+from ...data import _READ_ONCE, Dataset, IterableSource, Source
+from .._step.state import TrainState
+from .classifier import check_classes, check_classified, classification
 from .every_example import has_model_state, model_of
-from .labels import check_classes
-from .measure import measure
+from .measure import add_scores, check, measure
 
 EvalFn = Callable[..., Any]
 
 
 @overload
 def evaluate(
-    state_or_params: Any, apply_fn: Callable[..., jax.Array], dataset: data.Dataset, *, batch_size: int = ...
+    state_or_params: Any, apply_fn: Callable[..., jax.Array], data: Dataset, *, batch_size: int = ...
 ) -> dict[str, float]: ...
 
 
 @overload
-def evaluate(state_or_params: Any, *, source: Any, eval_fn: EvalFn, batch_size: int = ...) -> dict[str, Any]: ...
+def evaluate(state_or_params: Any, *, data: Any, eval_fn: EvalFn, batch_size: int = ...) -> dict[str, Any]: ...
 
 
+@renamed("evaluate", source="data", dataset="data")
 @answers("evaluate")
 def evaluate(
     state_or_params: Any,
     apply_fn: Callable[..., jax.Array] | None = None,
-    dataset: data.Dataset | None = None,
+    data: Any = None,
     *,
-    source: Any = None,
     eval_fn: EvalFn | None = None,
     batch_size: int = 256,
 ) -> dict[str, Any]:
-    """Scores over every example, each counted once.
+    """Compute scores over all examples, each counted once.
 
-    `evaluate(state, apply_fn, dataset)` is for classifiers: cross-entropy and accuracy. `evaluate(state, source=...,
-    eval_fn=...)` is for any model and any values. It is what `fit(eval_data=..., eval_fn=...)` does.
+    `evaluate(state, apply_fn, data)` computes cross-entropy and accuracy of a classifier. `evaluate(state, data=...,
+    eval_fn=...)` computes any scores of any model, as `fit(eval_data=..., eval_fn=...)` does.
 
     Args:
-        state_or_params: a `TrainState`, whose `eval_params` are taken, or the parameters. The batches go to their
-            devices. With several processes every one gets the same scores.
+        state_or_params: a `TrainState`, whose `eval_params` are used, or the parameters. Batches are sent to the
+            devices of the parameters. With several processes, each process gets the same scores.
         apply_fn: `apply_fn(params, images) -> logits` of shape (n, classes), with images as `data.batches` gives them.
             With a `model_state`, `apply_fn(params, images, model_state)`.
-        dataset: a `data.Dataset` with integer labels.
-        source: a `data.Dataset`; a pytree of arrays with a common first axis of n examples; the result of
-            `data.from_arrays` or `data.from_iterable`; or batches: a list, a loader, an iterator, or a function that
-            returns one. Batches may be of any lengths. A list of arrays is a pytree, any other list is one of batches.
+        data: with `apply_fn` a `data.Dataset` with integer labels. With `eval_fn` a `data.Dataset`; a pytree of arrays
+            that share a first axis of n examples; a DataFrame; the result of `data.from_arrays` or
+            `data.from_iterable`; or batches of any lengths: a list, a loader, an iterator, or a function that returns
+            one of these. A list of arrays is a pytree, a list of dicts of numbers is a list of examples, and any other
+            list is a list of batches.
         eval_fn: `eval_fn(params, batch) -> {name: values}`. With a `model_state`,
-            `eval_fn(params, batch, model_state)`. It is compiled: the same function object once for each shape of a
-            batch. The programs of the last few are kept. See "Values" below.
-        batch_size: how many examples at a time, rounded up to a multiple of the number of devices. It changes the
-            result by float32 rounding only. Batches that a source gives stay as they are.
+            `eval_fn(params, batch, model_state)`. See "Values" below. `eval_fn` is compiled once for each batch shape,
+            and the programs of the last few function objects are kept. It gets whole batches. A `jax.lax.psum` over an
+            axis of the step's mesh, such as "data", returns its argument.
+        batch_size: examples per batch, rounded up to a multiple of the number of devices. It changes the result only by
+            float32 rounding. Batches of a source keep their size.
 
     Values:
         An array (n,) has one value for each example, and the score is the mean over all examples. A pair (sum, weight)
-        is for all else, such as tokens that a mask leaves out: the score is the sum of the sums divided by the sum of
-        the weights. Both have a row for each example, or both are scalars. A `Mean` is a pair with a last function, or
+        is for other means, such as over unmasked tokens: the score is the sum of the sums divided by the sum of the
+        weights. Both have one row for each example, or both are scalars. A `Mean` is a pair with a final function, or
         with columns. `train.accuracy`, `cross_entropy`, `top_k`, `perplexity`, `mean_squared_error` and
-        `per_class_accuracy` return one of these. An object with `merge(other)` and `compute()`, as the metrics of
-        metrax and clu have, is merged over the batches. It may also stand in place of the dict.
+        `per_class_accuracy` return such values. An object with `merge(other)` and `compute()`, such as a metric of
+        metrax or clu, is merged over the batches. `eval_fn` may also return such an object in place of the dict.
 
-        The last batch is filled up to the size of the others, and the rows that fill it are left out. So a value of an
-        example must not depend on the other examples of a batch. With scalars or merged metrics no row can be left out.
-        Then the last examples are evaluated as they are.
+        The last batch is padded to the size of the other batches, and the values of padding rows are dropped. So the
+        value of an example must not depend on other examples of the batch. Scalars and merged metrics have no rows to
+        drop, so their last batch is not padded.
 
     Returns:
-        Floats by name, and NumPy arrays for values with columns. For classifiers `{"loss", "accuracy"}`: mean
-        cross-entropy in nats per example, and the fraction classified correctly. NaN where nothing counts.
+        {name: float}, or a NumPy array for values with columns. For classifiers `{"loss", "accuracy"}`: the mean
+        cross-entropy in nats per example, and the fraction of correct examples. A score without any weight is NaN.
 
     Raises:
-        ValueError: a batch size below 1, no examples, labels that are no classes of the model, values that are no
-            values per example and no pairs.
-        TypeError: another data set or source, a function without a hash or of other arguments, labels that are no
-            integers. All that shapes tell is checked before anything is computed. The shapes of batches that a source
-            gives are known when it gives the first one.
+        ValueError: `batch_size` is below 1; there are no examples; a label is not a class of the model; a value has
+            neither one row for each example nor is a pair.
+        TypeError: `data` has another type; a function has no hash or other arguments; labels are not integers. Shapes
+            are checked before any computation. For a source, the first batch tells the shapes.
 
     Example:
         >>> import numpy as np
@@ -89,25 +93,98 @@ def evaluate(
         0.1
         >>> def eval_fn(params, batch):
         ...     return {"error": abs(params * batch["x"] - batch["y"])}
-        >>> train.evaluate(2.0, source={"x": np.arange(5.0), "y": np.arange(5.0)}, eval_fn=eval_fn, batch_size=2)
+        >>> train.evaluate(2.0, data={"x": np.arange(5.0), "y": np.arange(5.0)}, eval_fn=eval_fn, batch_size=2)
         {'error': 2.0}
     """
-    if eval_fn is not None or source is not None:
-        if eval_fn is None or source is None or apply_fn is not None or dataset is not None:
-            raise TypeError(
-                "evaluate: give (state, apply_fn, dataset) for a classifier, or source= and eval_fn= for anything else"
-            )
-        return measure("evaluate", state_or_params, eval_fn, source, batch_size)
-    if not isinstance(dataset, data.Dataset) and dataset is not None:
-        return _refuse(dataset)
-    check_classified(dataset, "evaluate")
+    if (eval_fn is None) == (apply_fn is None) or (data is None and apply_fn is None):
+        raise TypeError(
+            "evaluate: give (state, apply_fn, data) for a classifier, or data= and eval_fn= for anything else"
+        )
+    if eval_fn is not None:
+        return measure("evaluate", state_or_params, eval_fn, data, batch_size)
+    check_classified(data, "evaluate", "; for other models write evaluate(state, data=..., eval_fn=...)")
     of_classes = classification(apply_fn, has_model_state(state_or_params), "evaluate")
-    check_classes("evaluate", apply_fn, model_of(state_or_params), dataset)
-    return measure("evaluate", state_or_params, of_classes, dataset, batch_size)
+    check_classes("evaluate", apply_fn, model_of(state_or_params), data)
+    return measure("evaluate", state_or_params, of_classes, data, batch_size)
 
 
-def _refuse(dataset: Any) -> Any:
-    try:
-        check_classified(dataset, "evaluate")
-    except TypeError as error:
-        raise TypeError(f"{error}; for all else evaluate(state, source=..., eval_fn=...)") from None
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """The data and functions that scores come from.
+
+    Attributes:
+        test_data, apply_fn, eval_data, eval_fn, batch_size: as given to `fit`.
+    """
+
+    test_data: Dataset | None
+    apply_fn: Callable[..., Any] | None
+    eval_data: Any
+    eval_fn: Callable[..., Any] | None
+    batch_size: int
+
+    @property
+    def measures(self) -> dict[str, bool]:
+        """For each beginning of a score's name, whether there are such scores."""
+        return {"test_": self.test_data is not None, "eval_": self.eval_data is not None}
+
+    def check(self, state: TrainState) -> list[str]:
+        """Raise what `scores` would raise, as far as shapes are known. Return the names of the scores, if known."""
+        if self.test_data is not None:
+            check_classes("fit: test_data", self.apply_fn, model_of(state), self.test_data)
+        return [
+            f"{prefix}_{name}"
+            for prefix, eval_fn, data in self._parts(state)
+            for name in check("fit", state, eval_fn, data, self.batch_size)
+        ]
+
+    def scores(self, state: TrainState) -> dict[str, float]:
+        """The scores as a record names them. Empty where there is nothing to evaluate."""
+        found: dict[str, float] = {}
+        for prefix, eval_fn, data in self._parts(state):
+            for name, value in measure("fit", state, eval_fn, data, self.batch_size).items():
+                add_scores(found, _numbers(f"{prefix}_{name}", value))
+        return found
+
+    def _parts(self, state: TrainState) -> list[tuple[str, Any, Any]]:
+        parts: list[tuple[str, Any, Any]] = []
+        if self.test_data is not None:
+            parts.append(("test", classification(self.apply_fn, has_model_state(state), "fit"), self.test_data))
+        if self.eval_data is not None:
+            parts.append(("eval", self.eval_fn, self.eval_data))
+        return parts
+
+
+def plan_evaluation(*, test_data: Any, apply_fn: Any, eval_data: Any, eval_fn: Any, batch_size: int) -> Evaluation:
+    """The evaluation of a run. The errors are those of `fit`."""
+    if (test_data is None) != (apply_fn is None):
+        raise ValueError("fit: evaluation takes both test_data and apply_fn, got only one of them")
+    if (eval_data is None) != (eval_fn is None):
+        raise ValueError(
+            "fit: evaluation takes both eval_data and eval_fn, got only one of them; for the loss and the accuracy of "
+            "a classifier give test_data and apply_fn"
+        )
+    if test_data is not None:
+        check_classified(test_data, "fit: test_data", "; for other models give eval_data and eval_fn")
+        if not callable(apply_fn):
+            check_takes(apply_fn, ("params", "images"), "fit: apply_fn")
+    if eval_data is not None:
+        if not callable(eval_fn):
+            check_takes(eval_fn, ("params", "batch"), "fit: eval_fn")
+        _check_read_again(eval_data)
+    return Evaluation(test_data, apply_fn, eval_data, eval_fn, batch_size)
+
+
+def _check_read_again(eval_data: Any) -> None:
+    """`TypeError` for an iterator, in which a second evaluation would find nothing."""
+    source = eval_data if isinstance(eval_data, Source) else None
+    once = source.is_read_once if isinstance(source, IterableSource) else hasattr(eval_data, "__next__")
+    if once and getattr(source, "steps_per_epoch", None) is None:
+        kind = type(getattr(source, "source", eval_data)).__name__
+        raise TypeError(f"fit: eval_data is read after each epoch, got a {kind}; {_READ_ONCE}")
+
+
+def _numbers(name: str, value: Any) -> dict[str, float]:
+    """The number, or one for each column."""
+    if not np.ndim(value):
+        return {name: float(value)}
+    return {f"{name}/{i}": float(x) for i, x in enumerate(np.ravel(value))}

@@ -1,60 +1,74 @@
 """Every example once, on the devices that hold the parameters.
 
-A pass gives `Piece`s: batches of one size, in which the last examples are filled up by copies of the last one. Where a
-result needs exact batches, the last examples come as they are. They are split over the devices where these can share
-them evenly. Otherwise each device has all of them, so that any number is possible on any devices.
+A pass gives batches of one size, in which the last examples are filled up by copies of the last one. Where a result
+needs exact batches, the last examples come as they are. They are split over the devices where these can share them
+evenly. Otherwise each device has all of them, so that any number is possible on any devices.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from ... import data
 from ..._core import checks
 from ..._core.arrays import Device
-from ..._devices.mesh import copies_on, split_over
-from ..._devices.placement import put
+from ..._devices import processes
+from ..._devices.mesh import STORE_AXIS, copies_on, put, spans_processes, split_over
 from ..._devices.user_mesh import check_traced, without_types
 from .._step.state import TrainState, carries
 
 IsExact = Callable[[Any], bool]  # whether batches of these shapes must not be filled up
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A batch on the devices.
+class EvalBatch(NamedTuple):
+    """A batch on the devices."""
 
-    Attributes:
-        batch: as the source gives it.
-        mask: bool (n,), which rows count.
-        valid: how many count. In one process they are the first ones.
-    """
-
-    batch: Any
-    mask: Any
-    valid: int
+    arrays: Any
+    mask: Any  # bool (n,), which rows count
+    valid: int  # how many count. In one process they are the first ones
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
-    """Where batches go.
+class Pass:
+    """A pass over a source.
 
     Attributes:
-        devices: of the parameters, if they are several.
+        where: the function that asks, for messages.
+        source: a data set or arrays, of which each process has all. Or batches, of which each reads its own share.
+        batch_size: of examples, over all processes. Batches that a source gives stay as long as they are.
+        mesh: of the parameters, if they have one.
+        user: the user's mesh, in which an iterable is read.
     """
 
-    devices: tuple[Device, ...] | None
+    where: str
+    source: data.DatasetSource | data.ArraySource | data.IterableSource
+    batch_size: int
+    mesh: Mesh | None
+    user: Mesh | None
 
     @property
-    def count(self) -> int:
-        return len(self.devices or (None,))
+    def devices(self) -> tuple[Device, ...] | None:
+        """Of the parameters, if they have a mesh."""
+        return None if self.mesh is None else tuple(self.mesh.devices.flat)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes over which a function of a batch may sum: that of the step, and those of the mesh."""
+        names = () if self.mesh is None else self.mesh.axis_names
+        return tuple(dict.fromkeys((STORE_AXIS, *names)))
+
+    @property
+    def copies(self) -> NamedSharding | None:
+        """The sharding of what each device has a copy of."""
+        return None if self.devices is None else copies_on(self.devices)
 
     @property
     def split(self) -> NamedSharding | None:
@@ -62,84 +76,143 @@ class Places:
         return None if self.devices is None else split_over(self.devices)
 
     @property
-    def copies(self) -> NamedSharding | None:
-        """The sharding of what each device has a copy of."""
-        return None if self.devices is None else copies_on(self.devices)
-
-    def round_up(self, n: int) -> int:
-        """The next number that the devices can share evenly."""
-        return -(-n // self.count) * self.count
-
-    def mask(self, rows: int, valid: int, sharding: NamedSharding | None) -> Any:
-        return put(np.arange(rows) < valid, sharding)
-
-    def pieces(self, source: Any, batch: Any, valid: int, rows: int, exact: bool) -> Iterator[Piece]:
-        """The pieces of a batch of host memory with `valid` examples, to be filled up to `rows` unless exact."""
-        if valid == rows or not exact:
-            filled = fill(batch, rows - valid)
-            yield Piece(source.place(filled, self.split), self.mask(rows, valid, self.split), valid)
-            return
-        for part in self._exact_parts(valid, rows):
-            sharding = self.copies if len(part) % self.count else self.split
-            some = jax.tree.map(lambda x, part=part: x[part.start : part.stop], batch)
-            yield Piece(source.place(some, sharding), self.mask(len(part), len(part), sharding), len(part))
-
-    def _exact_parts(self, valid: int, rows: int) -> list[range]:
-        """The examples in parts that need no more memory than a whole batch does."""
-        shared = valid - valid % self.count
-        if not shared or valid <= rows // self.count:
-            return [range(valid)]
-        return [part for part in (range(shared), range(shared, valid)) if part]
-
-
-@dataclasses.dataclass(frozen=True)
-class Arrays:
-    """A pass over a data set or over arrays.
-
-    Attributes:
-        source: a `DatasetSource` or an `ArraySource`.
-        number: of examples.
-        size: of a batch, a multiple of the number of devices.
-        places: where batches go.
-    """
-
-    source: Any
-    number: int
-    size: int
-    places: Places
+    def size(self) -> int:
+        """How many rows a whole batch of arrays has."""
+        return min(self._round_up(self.batch_size), self._round_up(self.source.examples(self.batch_size)))
 
     def shapes(self) -> Any:
-        """A whole batch as `jax.ShapeDtypeStruct`s."""
-        return self.source.batch_shapes(self.size)
+        """A whole batch as `jax.ShapeDtypeStruct`s. None if nothing is known before it is read."""
+        if not isinstance(self.source, data.IterableSource):
+            return self.source.batch_shapes(self.size)
+        first = self.source.first_batch() if processes.count() == 1 else None
+        if first is None:
+            return None
+        return self.source.batch_shapes(self._round_up(checks.batch_length(first, self.where)), first)
 
-    def pieces(self, is_exact: IsExact) -> Iterator[Piece]:
-        """Every example, in order."""
+    def batches(self, is_exact: IsExact) -> Iterator[EvalBatch]:
+        """Every example, in order. With several processes the batches of all of them side by side."""
+        if not isinstance(self.source, data.IterableSource):
+            return self._of_arrays(self.source, is_exact)
+        return self._of_stream(self.source, is_exact)
+
+    def _of_arrays(self, source: data.DatasetSource | data.ArraySource, is_exact: IsExact) -> Iterator[EvalBatch]:
         exact = is_exact(self.shapes())
-        full, rest = divmod(self.number, self.size)
-        mask = self.places.mask(self.size, self.size, self.places.split)
-        for batch in self._full(full):
-            yield Piece(batch, mask, self.size)
+        full, rest = divmod(source.examples(self.size), self.size)
+        mask = self._mask(self.size, self.size, self.split)
+        for batch in source.batches(self.size, devices=self.devices) if full else ():
+            yield EvalBatch(batch, mask, self.size)
         if rest:
-            source = self._as_arrays()
-            batch = jax.tree.map(lambda x: x[full * self.size :], source.arrays)
-            yield from self.places.pieces(source, batch, rest, self.size, exact)
+            last = jax.tree.map(lambda x: x[full * self.size :], source.arrays)
+            yield from self._placed(source, last, rest, self.size, exact)
 
-    def _full(self, count: int) -> Iterator[Any]:
-        """The whole batches. Those of a data set come from its copies on the devices."""
-        if isinstance(self.source, data.DatasetSource):
-            return iter(self.source.batches(self.size, devices=self.places.devices) if count else ())
-        rows = (slice(i * self.size, (i + 1) * self.size) for i in range(count))
-        batches = (jax.tree.map(lambda x, part=part: x[part], self.source.arrays) for part in rows)
-        return (self.source.place(batch, self.places.split) for batch in batches)
+    def _of_stream(self, source: data.IterableSource, is_exact: IsExact) -> Iterator[EvalBatch]:
+        """Each process reads its own batches. All agree on the sizes before a program is started."""
+        mine = self._local_devices()
+        me = jax.process_index() if len(mine) > 1 else 0
+        batches, rows, last = self._read(source), 0, None
+        while True:
+            with processes.raise_together():  # an error in one process is raised in all
+                batch = next(batches, None)
+            sizes = self._sizes(batch)
+            if not any(sizes):
+                break
+            if not all(sizes) and not rows:
+                raise processes.in_all(
+                    ValueError(f"{self.where}: each process must have batches; they have {sizes} examples")
+                )
+            last = batch if batch is not None else last
+            own = sizes[me]
+            rows = max(rows, *(-(-n // count) for n, count in zip(sizes, mine, strict=True)))  # on each device
+            share = rows * mine[me]
+            exact = is_exact(source.batch_shapes(rows * sum(mine), last))
+            if len(mine) == 1:
+                yield from self._placed(source, last, own, share, exact)
+                continue
+            if exact and any(n != rows * count for n, count in zip(sizes, mine, strict=True)):
+                # What fills up a batch would be counted, so each process gets the examples of all.
+                whole = processes.gather_rows(last, sizes)
+                arrays = data.ArraySource(whole, source.dtype)
+                yield from self._placed(arrays, whole, sum(sizes), rows * sum(mine), exact=True)
+                continue
+            base = last if own else jax.tree.map(lambda x: x[:1], last)
+            filled = source.place(_fill(base, share - max(own, 1)), self.split)
+            yield EvalBatch(filled, source.place(np.arange(share) < own, self.split), sum(sizes))
+        if not rows:
+            raise processes.in_all(self._no_batch(source))
 
-    def _as_arrays(self) -> data.ArraySource:
-        if not isinstance(self.source, data.DatasetSource):
-            return self.source
-        dataset = self.source.dataset
-        return data.ArraySource({"image": dataset.images, "label": dataset.labels}, jnp.float32)
+    def _placed(self, source: Any, batch: Any, valid: int, rows: int, exact: bool) -> Iterator[EvalBatch]:
+        """A batch of host memory with `valid` examples, filled up to `rows` unless exact."""
+        if valid == rows or not exact:
+            filled = _fill(batch, rows - valid)
+            yield EvalBatch(source.place(filled, self.split), self._mask(rows, valid, self.split), valid)
+            return
+        # In parts that need no more memory than a whole batch does.
+        shared = valid - valid % self._count
+        parts = [range(shared), range(shared, valid)] if shared and valid > rows // self._count else [range(valid)]
+        for part in filter(None, parts):
+            sharding = self.copies if len(part) % self._count else self.split
+            some = jax.tree.map(lambda x, part=part: x[part.start : part.stop], batch)
+            yield EvalBatch(source.place(some, sharding), self._mask(len(part), len(part), sharding), len(part))
+
+    @property
+    def _count(self) -> int:
+        return len(self.devices or (None,))
+
+    def _round_up(self, n: int) -> int:
+        """The next number that the devices can share evenly."""
+        return -(-n // self._count) * self._count
+
+    def _mask(self, rows: int, valid: int, sharding: NamedSharding | None) -> Any:
+        return put(np.arange(rows) < valid, sharding)
+
+    def _sizes(self, batch: Any) -> list[int]:
+        """How many examples each process has. `ValueError` where their batches are of different shapes."""
+        n, shapes = 0, None
+        with processes.raise_together():
+            if batch is not None:
+                if any(map(spans_processes, jax.tree.leaves(batch))):
+                    raise ValueError(
+                        f"{self.where}: a batch is on devices of several processes; each process gives its own share, "
+                        "in host memory or on its own devices"
+                    )
+                n = checks.batch_length(batch, self.where)
+                shapes = str(jax.tree.map(lambda x: f"{x.dtype}{list(np.shape(x)[1:])}", batch))
+        found = [json.loads(text) for text in processes.exchange(json.dumps([n, shapes]))]
+        if len({each for _, each in found if each}) > 1:
+            raise processes.in_all(ValueError(f"{self.where}: all processes must have the same arrays, got {found}"))
+        return [n for n, _ in found]
+
+    def _local_devices(self) -> list[int]:
+        """How many of the devices each process has."""
+        if processes.count() == 1:
+            return [self._count]
+        owners = [d.process_index for d in self.devices or ()]
+        counts = [owners.count(i) for i in range(processes.count())]
+        if not all(counts):
+            raise ValueError(
+                f"{self.where}: each process reads its own share of the batches, so the params must be on devices of "
+                "all processes, as in a TrainState; or give a data.Dataset or arrays"
+            )
+        return counts
+
+    def _read(self, source: data.IterableSource) -> Iterator[Any]:
+        """This process's batches in host memory, read inside of the user's mesh. Empty ones are left out."""
+        batches = source.every_batch(-(-self.batch_size // processes.count()))
+        while True:
+            with contextlib.nullcontext() if self.user is None else jax.set_mesh(self.user):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            batch = without_types(batch)
+            if checks.batch_length(batch, self.where):
+                yield batch
+
+    def _no_batch(self, source: data.IterableSource) -> ValueError:
+        hint = data._READ_ONCE if source.is_read_once else "give at least one"
+        return ValueError(f"{self.where}: expected examples, got no batch; {hint}")
 
 
-def fill(batch: Any, count: int) -> Any:
+def _fill(batch: Any, count: int) -> Any:
     """The batch with so many copies of its last example behind it."""
     if not count:
         return batch
@@ -147,21 +220,18 @@ def fill(batch: Any, count: int) -> Any:
     return jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[-1:], count, axis=0)]), arrays)
 
 
-def arrays_pass(where: str, source: Any, batch_size: int, places: Places) -> Arrays:
-    """A pass over a `DatasetSource` or an `ArraySource`.
-
-    Args:
-        where: the function that asks, for messages.
-        batch_size: rounded up to a multiple of the number of devices.
+def pass_over(where: str, model: tuple[Any, ...], given: Any, batch_size: int, user: Mesh | None) -> Pass:
+    """A pass over data of any origin, on the devices of the model's parameters.
 
     Raises:
-        ValueError: no examples.
+        TypeError, ValueError: as `as_eval_source`, a batch size below 1, no examples.
     """
-    number = source.examples(batch_size)
-    if not number:
+    batch_size = checks.whole_number(batch_size, where, "batch_size")
+    source = as_eval_source(where, given)
+    if not isinstance(source, data.IterableSource) and not source.examples(batch_size):
         kind = "an empty data set" if isinstance(source, data.DatasetSource) else "empty arrays"
         raise ValueError(f"{where}: expected examples, got {kind}")
-    return Arrays(source, number, min(places.round_up(batch_size), places.round_up(number)), places)
+    return Pass(where, source, batch_size, _mesh_of(model[0]), user)
 
 
 def as_eval_source(where: str, given: Any) -> Any:
@@ -180,6 +250,7 @@ def as_eval_source(where: str, given: Any) -> Any:
             f"{where}: expected a data.Dataset, arrays or batches, got {type(given).__name__}, which may leave out the "
             "last examples; give the arrays themselves, or what data.from_iterable takes"
         )
+    given = data._as_arrays(given, where)
     if _is_arrays(given):
         check_traced(given, where)
         given = without_types(given)
@@ -188,7 +259,7 @@ def as_eval_source(where: str, given: Any) -> Any:
     if callable(given) or isinstance(given, Iterable) or hasattr(given, "__getitem__"):
         return data.from_iterable(given)
     raise TypeError(
-        f"{where}: expected a data.Dataset, arrays with a common first axis, or something that gives batches; got "
+        f"{where}: expected a data.Dataset, arrays with a common first axis, or an iterable of batches; got "
         f"{checks.describe(given)}"
     )
 
@@ -206,13 +277,39 @@ def has_model_state(state_or_params: Any) -> bool:
     return isinstance(state_or_params, TrainState) and carries(state_or_params.model_state)
 
 
-def places_of(params: Any) -> Places:
-    """The devices of the parameters, if they are several."""
+def _mesh_of(params: Any) -> Mesh | None:
     for leaf in jax.tree.leaves(params):
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
             mesh = leaf.sharding.mesh
-            return Places(tuple(np.asarray(mesh.devices).flat) if isinstance(mesh, Mesh) else None)
-    return Places(None)
+            return mesh if isinstance(mesh, Mesh) else None
+    return None
+
+
+def with_axes(fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
+    """The function, which may use collectives over these axes.
+
+    A batch is whole here, as if one device had it. So each axis has one part, and the sum over it is the sum itself.
+    """
+
+    def call(*args: Any) -> Any:
+        try:
+            return fn(*args)
+        except NameError as error:
+            if "unbound axis name" not in str(error):
+                raise
+        names: list[Any] = []
+
+        def noted(*args: Any) -> Any:
+            returned = fn(*args)
+            names[:] = returned if isinstance(returned, Mapping) else ()
+            return returned
+
+        for axis in axes:
+            noted = jax.vmap(noted, in_axes=None, out_axes=0, axis_name=axis, axis_size=1)
+        returned = jax.tree.map(lambda x: x[(0,) * len(axes)], noted(*args))
+        return {name: returned[name] for name in names} if names else returned  # vmap sorts the names of a dict
+
+    return call
 
 
 def _is_arrays(given: Any) -> bool:

@@ -11,24 +11,25 @@ from jax import lax
 
 from ..._core import checks
 from ..._core.calls import answers
-from .._step.means import Mean
+from .._step.loss import Mean
 
 
 @answers("accuracy")
 def accuracy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None) -> jax.Array | Mean:
-    """Whether the largest logit is that of the label, for each example.
+    """Whether the label has the largest logit, for each example.
 
     Args:
-        logits: (n, ..., classes), such as (n, tokens, classes) of a sequence.
+        logits: (n, ..., classes), such as (n, tokens, classes) for sequences.
         labels: integers (n, ...).
-        mask: (n, ...), which labels count, or their weights. None: all.
+        mask: (n, ...), True for labels that count, or weights. None: all labels count.
 
     Returns:
-        float32 (n,), the fraction that is right in each example. With a mask the mean over all labels that count.
+        float32 (n,), the fraction of correct labels in each example. With a mask, the score is the mean over all labels
+        that count.
 
     Raises:
-        ValueError: labels or a mask of other shapes.
-        TypeError: labels that are no integers.
+        ValueError: the shape of labels or mask is wrong.
+        TypeError: labels are not integers.
 
     Example:
         >>> accuracy(jnp.array([[1.0, 3.0], [2.0, 0.0]]), jnp.array([1, 1])).tolist()
@@ -44,14 +45,14 @@ def top_k(logits: jax.Array, labels: jax.Array, k: int, mask: jax.Array | None =
 
     Args:
         logits, labels, mask: as in `accuracy`.
-        k: from 1 to the number of classes. `top_k(..., 1)` is `accuracy`.
+        k: from 1 to the number of classes. `top_k(..., 1)` equals `accuracy`.
 
     Returns:
         As `accuracy`.
 
     Raises:
-        ValueError: a k out of this range, labels or a mask of other shapes.
-        TypeError: labels that are no integers.
+        ValueError: k is out of range, or the shape of labels or mask is wrong.
+        TypeError: labels are not integers.
 
     Example:
         >>> top_k(jnp.array([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]]), jnp.array([1, 2]), 2).tolist()
@@ -72,7 +73,8 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None =
         logits, labels, mask: as in `accuracy`.
 
     Returns:
-        float32 (n,), the mean over the labels of each example. With a mask the mean over all labels that count.
+        float32 (n,), the mean over the labels of each example. With a mask, the score is the mean over all labels that
+        count.
 
     Raises:
         ValueError, TypeError: as `accuracy`.
@@ -89,10 +91,10 @@ def perplexity(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = No
     """The exponential of the mean cross-entropy over all labels.
 
     Args:
-        logits, labels, mask: as in `accuracy`. A label is a token in most cases.
+        logits, labels, mask: as in `accuracy`. Labels are usually tokens.
 
     Returns:
-        A `Mean`, whose exponential is taken after all batches.
+        A `Mean` that takes the exponential after the last batch.
 
     Raises:
         ValueError, TypeError: as `accuracy`.
@@ -102,7 +104,7 @@ def perplexity(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = No
         >>> def eval_fn(params, batch):
         ...     return {"perplexity": train.perplexity(params[batch["x"]], batch["y"])}
         >>> tokens = {"x": np.zeros((6, 5), int), "y": np.ones((6, 5), int)}
-        >>> scores = train.evaluate(np.zeros((3, 8), np.float32), source=tokens, eval_fn=eval_fn)
+        >>> scores = train.evaluate(np.zeros((3, 8), np.float32), data=tokens, eval_fn=eval_fn)
         >>> round(scores["perplexity"], 3)
         8.0
     """
@@ -116,14 +118,15 @@ def mean_squared_error(predictions: jax.Array, targets: jax.Array, mask: jax.Arr
     """The squared error of predictions, for each example.
 
     Args:
-        predictions, targets: (n, ...), of one shape.
-        mask: (n, ...), which of them count, or their weights. None: all.
+        predictions, targets: (n, ...), of the same shape.
+        mask: (n, ...), True for entries that count, or weights. None: all entries count.
 
     Returns:
-        float32 (n,), the mean over all axes after the first. With a mask the mean over all that count.
+        float32 (n,), the mean over all axes after the first. With a mask, the score is the mean over all entries that
+        count.
 
     Raises:
-        ValueError: other shapes, which would be broadcast.
+        ValueError: the shapes differ. They are not broadcast.
 
     Example:
         >>> mean_squared_error(jnp.array([[1.0, 2.0], [3.0, 5.0]]), jnp.array([[1.0, 0.0], [3.0, 4.0]])).tolist()
@@ -140,15 +143,15 @@ def mean_squared_error(predictions: jax.Array, targets: jax.Array, mask: jax.Arr
 
 @answers("per_class_accuracy")
 def per_class_accuracy(logits: jax.Array, labels: jax.Array) -> Mean:
-    """The fraction of the examples of each class that are classified correctly: its recall.
+    """The recall of each class: the fraction of its examples classified correctly.
 
     Args:
         logits: (n, classes).
         labels: integers (n,).
 
     Returns:
-        A `Mean` with one column for each class. `evaluate` gives an array (classes,), NaN for a class without
-        examples. `fit` has `eval_<name>/0`, `eval_<name>/1`, ... in its record.
+        A `Mean` with one column for each class. `evaluate` returns an array (classes,), NaN for a class without
+        examples. Records of `fit` have `eval_<name>/0`, `eval_<name>/1`, ...
 
     Raises:
         ValueError, TypeError: as `accuracy`.
@@ -158,7 +161,7 @@ def per_class_accuracy(logits: jax.Array, labels: jax.Array) -> Mean:
         >>> def eval_fn(params, batch):
         ...     return {"recall": train.per_class_accuracy(batch["image"], batch["label"])}
         >>> points = {"image": np.eye(3, dtype=np.float32)[[0, 1, 2, 2]], "label": np.array([0, 1, 2, 1])}
-        >>> train.evaluate({}, source=points, eval_fn=eval_fn)["recall"].tolist()
+        >>> train.evaluate({}, data=points, eval_fn=eval_fn)["recall"].tolist()
         [1.0, 0.5, 1.0]
     """
     _check_labels(logits, labels, "per_class_accuracy")

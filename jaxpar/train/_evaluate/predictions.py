@@ -1,10 +1,11 @@
-"""What a model gives for every example, and where a classifier is wrong."""
+"""What a model gives for every example, where a classifier is wrong, and pictures of that."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,44 +13,49 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ... import data
 from ..._core import checks
 from ..._core.calls import answers
 from ..._core.recent import Recent
+from ..._core.renamed import renamed
 from ..._core.text import Table
 from ..._devices import processes
 from ..._devices.emulated import wait_before_collectives
 from ..._devices.user_mesh import check_traced, on_own_mesh, outside_mesh
-from .classification import check_classified, check_logits
-from .every_example import Arrays, model_of
-from .measure import examples_of
+from ...data import ArraySource, Dataset, IterableSource
+from .._callbacks.plots import new_figure, readable, save_figure
+from .classifier import check_classes, check_classified, check_logits
+from .every_example import Pass, model_of, pass_over, with_axes
 
 ApplyFn = Callable[..., Any]
 _MOST = 10  # rows of the table
+_NUMBERED = 25  # classes up to which the cells hold their counts
+_COLUMNS = 5
 
 
+@renamed("predict", source="data")
 @answers("predict")
-def predict(state_or_params: Any, apply_fn: ApplyFn, source: Any, *, batch_size: int) -> Any:
+def predict(state_or_params: Any, apply_fn: ApplyFn, data: Any, *, batch_size: int = 256) -> Any:
     """The outputs of a model for every example, in order.
 
     Args:
-        state_or_params: a `TrainState`, or the parameters. The batches go to their devices.
-        apply_fn: `apply_fn(params, inputs) -> outputs`, arrays with one row per example, or a pytree of them. With a
-            `model_state`, `apply_fn(params, inputs, model_state)`. The same function object is compiled once.
-        source: a `data.Dataset`, whose images are the inputs as `data.batches` gives them. Or inputs: an array, a
-            pytree of arrays with a common first axis of n examples, the result of `data.from_arrays` or
-            `data.from_iterable`, or batches as in `evaluate`. Of a batch `{"image", "label"}` the images are the input.
-        batch_size: how many examples at a time, rounded up to a multiple of the number of devices. Batches that a
-            source gives stay as they are.
+        state_or_params: a `TrainState`, or the parameters. Batches are sent to the devices of the parameters.
+        apply_fn: `apply_fn(params, inputs) -> outputs`, an array or a pytree of arrays with one row for each example.
+            With a `model_state`, `apply_fn(params, inputs, model_state)`. The same function object is compiled once.
+        data: a `data.Dataset`, whose images are the inputs, as `data.batches` gives them; or inputs: an array, a pytree
+            of arrays that share a first axis of n examples, a DataFrame, the result of `data.from_arrays` or
+            `data.from_iterable`, or batches as in `evaluate`. In a batch `{"image", "label"}`, the images are the
+            inputs.
+        batch_size: examples per batch, rounded up to a multiple of the number of devices. Batches of a source keep
+            their size.
 
     Returns:
-        NumPy arrays with a first axis of n, in the structure that `apply_fn` returns. With several processes each gets
-        all of them.
+        NumPy arrays with a first axis of n, in the structure that `apply_fn` returns. With several processes, each
+        process gets all outputs.
 
     Raises:
-        ValueError: no examples, a batch size below 1, outputs without one row per example. Batches in several
-            processes, since their order is not known.
-        TypeError: an `apply_fn` without a hash, another source.
+        ValueError: there are no examples; `batch_size` is below 1; an output does not have one row for each example;
+            batches are given with several processes, since their order is unknown.
+        TypeError: `apply_fn` has no hash, or `data` has another type.
 
     Example:
         >>> from jaxpar import train
@@ -60,19 +66,19 @@ def predict(state_or_params: Any, apply_fn: ApplyFn, source: Any, *, batch_size:
     with outside_mesh() as user:
         if user is None:
             check_traced(state_or_params, "predict")
-        return _predict("predict", state_or_params, apply_fn, source, batch_size, user)
+        return _predict("predict", state_or_params, apply_fn, data, batch_size, user)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Mistakes:
-    """Examples that a classifier gets wrong, the most certain first.
+    """Examples that a classifier gets wrong, most confident first.
 
     Attributes:
-        indices: int64 (n,), their places in the data set.
-        predicted: int32 (n,), the classes that were predicted.
-        labels: int32 (n,), the right classes.
-        probabilities: float32 (n,), of the predicted classes.
-        examples: how many examples there were.
+        indices: int64 (n,), the positions in the data set.
+        predicted: int32 (n,), the predicted classes.
+        labels: int32 (n,), the true classes.
+        probabilities: float32 (n,), the probabilities of the predicted classes.
+        examples: the number of examples in the data set.
     """
 
     indices: np.ndarray
@@ -93,22 +99,21 @@ class Mistakes:
         return Table(repr(self), ("index", "predicted", "label", "probability"), rows, _MOST, "right")._repr_html_()
 
 
+@renamed("confusion_matrix", dataset="data")
 @answers("confusion_matrix")
 @on_own_mesh
-def confusion_matrix(
-    state_or_params: Any, apply_fn: ApplyFn, dataset: data.Dataset, *, batch_size: int = 256
-) -> np.ndarray:
-    """How many examples of each class were classified as each class.
+def confusion_matrix(state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, batch_size: int = 256) -> np.ndarray:
+    """Count the examples of each class by predicted class.
 
     Args:
-        state_or_params, apply_fn, dataset, batch_size: as in `evaluate`.
+        state_or_params, apply_fn, data, batch_size: as in `evaluate`.
 
     Returns:
-        int64 (classes, classes). Row i, column j counts the examples of class i that are classified as j. The trace
-        divided by the sum is the accuracy that `evaluate` gives.
+        int64 (classes, classes). Row i, column j counts the examples of class i with predicted class j. The trace
+        divided by the sum is the accuracy of `evaluate`.
 
     Raises:
-        ValueError: labels that are no classes of the model, or no examples.
+        ValueError: a label is not a class of the model, or there are no examples.
         TypeError: as `evaluate`.
 
     Example:
@@ -117,31 +122,32 @@ def confusion_matrix(
         >>> train.confusion_matrix({}, lambda params, images: images, points, batch_size=2).tolist()
         [[1, 0, 0], [0, 1, 1], [0, 0, 1]]
     """
-    logits = _logits("confusion_matrix", state_or_params, apply_fn, dataset, batch_size)
+    logits = _logits("confusion_matrix", state_or_params, apply_fn, data, batch_size)
     matrix = np.zeros((logits.shape[1], logits.shape[1]), np.int64)
-    np.add.at(matrix, (dataset.labels, logits.argmax(axis=1)), 1)
+    np.add.at(matrix, (data.labels, logits.argmax(axis=1)), 1)
     return matrix
 
 
+@renamed("mistakes", dataset="data")
 @answers("mistakes")
 @on_own_mesh
 def mistakes(
     state_or_params: Any,
     apply_fn: ApplyFn,
-    dataset: data.Dataset,
+    data: Dataset,
     *,
     batch_size: int = 256,
     most: int | None = None,
 ) -> Mistakes:
-    """The examples that a classifier gets wrong, the most certain first.
+    """Find the examples that a classifier gets wrong, most confident first.
 
     Args:
-        state_or_params, apply_fn, dataset, batch_size: as in `evaluate`.
-        most: how many to keep, 0 or more. None: all.
+        state_or_params, apply_fn, data, batch_size: as in `evaluate`.
+        most: the largest number of examples to return, 0 or more. None: all.
 
     Returns:
-        `Mistakes(indices, predicted, labels, probabilities)`. The probability is the softmax of the logits at the
-        predicted class.
+        `Mistakes(indices, predicted, labels, probabilities, examples)`. The probability is the softmax of the logits at
+        the predicted class.
 
     Raises:
         ValueError, TypeError: as `confusion_matrix`.
@@ -155,41 +161,43 @@ def mistakes(
     """
     if most is not None:
         checks.whole_number(most, "mistakes", "most", least=0)
-    logits = _logits("mistakes", state_or_params, apply_fn, dataset, batch_size)
+    logits = _logits("mistakes", state_or_params, apply_fn, data, batch_size)
     predicted = logits.argmax(axis=1).astype(np.int32)
     probabilities = 1 / np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1)
-    wrong = np.flatnonzero(predicted != dataset.labels)
+    wrong = np.flatnonzero(predicted != data.labels)
     wrong = wrong[np.argsort(-probabilities[wrong], kind="stable")][:most]
-    return Mistakes(wrong, predicted[wrong], dataset.labels[wrong], probabilities[wrong], len(dataset))
+    return Mistakes(wrong, predicted[wrong], data.labels[wrong], probabilities[wrong], len(data))
 
 
-def _logits(name: str, state_or_params: Any, apply_fn: ApplyFn, dataset: data.Dataset, batch_size: int) -> np.ndarray:
+def _logits(name: str, state_or_params: Any, apply_fn: ApplyFn, data: Dataset, batch_size: int) -> np.ndarray:
     """float32 (n, classes). All that can be known is checked before any work."""
-    check_classified(dataset, name)
+    check_classified(data, name)
     checks.function(apply_fn, f"{name}: apply_fn")
     params, *model_state = model = model_of(state_or_params)
-    size = _examples(name, model, dataset, batch_size).size
-    image = jax.ShapeDtypeStruct((size, *dataset.images.shape[1:]), jnp.float32)
-    logits = check_logits(jax.eval_shape(apply_fn, params, image, *model_state), size)
-    labels = dataset.labels
-    if labels.min() < 0 or labels.max() >= logits.shape[1]:
-        raise ValueError(
-            f"{name}: the model has {logits.shape[1]} classes, the labels run from {labels.min()} to {labels.max()}"
-        )
-    return _predict(name, state_or_params, apply_fn, dataset, batch_size).astype(np.float32)
+    examples = pass_over(name, model, data, batch_size, None)
+    image = jax.ShapeDtypeStruct((examples.size, *data.images.shape[1:]), jnp.float32)
+    logits = jax.eval_shape(with_axes(apply_fn, examples.axes), params, image, *model_state)
+    check_logits(logits, examples.size)
+    check_classes(name, apply_fn, model, data)
+    return _predict(name, state_or_params, apply_fn, data, batch_size).astype(np.float32)
 
 
-def _predict(name: str, state_or_params: Any, apply_fn: ApplyFn, source: Any, batch_size: int, user: Any = None) -> Any:
+def _predict(name: str, state_or_params: Any, apply_fn: ApplyFn, data: Any, batch_size: int, user: Any = None) -> Any:
     model = model_of(state_or_params)
-    examples = _examples(name, model, source, batch_size, user)
-    devices = examples.places.devices or ()
+    examples = pass_over(name, model, data, batch_size, user)
+    if isinstance(examples.source, IterableSource) and processes.count() > 1:
+        raise ValueError(
+            f"{name}: each process reads its own share of the batches, so the order of all examples is unknown; give "
+            "a data.Dataset or arrays"
+        )
     leaves, structure = jax.tree.flatten(model)
-    key = (checks.function(apply_fn, f"{name}: apply_fn"), structure, examples.places.copies)
-    outputs_of, parts, last = _programs(*key), [], None
-    for piece in examples.pieces(lambda shapes: False):
-        inputs = _inputs(examples, piece.batch)
-        wait_before_collectives(inputs, devices)
-        made = outputs_of(leaves, inputs), piece.valid
+    outputs_of = _programs(checks.function(apply_fn, f"{name}: apply_fn"), structure, examples.copies, examples.axes)
+    parts: list[Any] = []
+    last = None
+    for batch, _, valid in examples.batches(lambda shapes: False):
+        inputs = _inputs(examples, batch)
+        wait_before_collectives(inputs, examples.devices or ())
+        made = outputs_of(leaves, inputs), valid
         if last is not None:  # while the devices compute the next one
             parts.append(_on_host(*last))
             processes.note_progress()
@@ -198,22 +206,11 @@ def _predict(name: str, state_or_params: Any, apply_fn: ApplyFn, source: Any, ba
     return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
 
 
-def _examples(name: str, model: Any, source: Any, batch_size: int, user: Any = None) -> Any:
-    batch_size = checks.whole_number(batch_size, name, "batch_size")
-    examples = examples_of(name, model, source, batch_size, user)
-    if not isinstance(examples, Arrays) and processes.count() > 1:
-        raise ValueError(
-            f"{name}: in several processes each one reads its own share of the batches, so their order is not known; "
-            "give a data.Dataset or arrays"
-        )
-    return examples
-
-
-def _inputs(examples: Any, batch: Any) -> Any:
+def _inputs(examples: Pass, batch: Any) -> Any:
     """What the model gets of a batch: of images with labels only the images."""
-    if isinstance(examples, Arrays) and not isinstance(examples.source, data.DatasetSource):
+    if isinstance(examples.source, ArraySource) or not isinstance(batch, dict):
         return batch
-    return batch["image"] if isinstance(batch, dict) and batch.keys() == {"image", "label"} else batch
+    return batch["image"] if batch.keys() == {"image", "label"} else batch
 
 
 def _on_host(outputs: Any, count: int) -> Any:
@@ -221,10 +218,12 @@ def _on_host(outputs: Any, count: int) -> Any:
     return jax.tree.map(lambda x: np.asarray(x)[:count], outputs)
 
 
-def _outputs(apply_fn: ApplyFn, structure: Any, copies: Any, leaves: list[jax.Array], inputs: Any) -> Any:
+def _outputs(
+    apply_fn: ApplyFn, structure: Any, copies: Any, axes: tuple[str, ...], leaves: list[jax.Array], inputs: Any
+) -> Any:
     """The outputs for a batch, with a copy on each device."""
     params, *model_state = structure.unflatten(leaves)
-    outputs = apply_fn(params, inputs, *model_state)
+    outputs = with_axes(apply_fn, axes)(params, inputs, *model_state)
     n = len(jax.tree.leaves(inputs)[0])
     for leaf in jax.tree.leaves(outputs):
         if jnp.shape(leaf)[:1] != (n,):
@@ -236,3 +235,113 @@ def _outputs(apply_fn: ApplyFn, structure: Any, copies: Any, leaves: list[jax.Ar
 
 
 _programs = Recent(lambda *key: jax.jit(functools.partial(_outputs, *key)))
+
+
+# Pictures.
+
+
+@answers("plot_confusion_matrix")
+@readable()
+def plot_confusion_matrix(
+    matrix: np.ndarray,
+    *,
+    class_names: Sequence[str] | None = None,
+    path: str | os.PathLike[str] | None = None,
+) -> Any:
+    """Draw a confusion matrix, coloured by the fraction of each row.
+
+    Args:
+        matrix: (classes, classes), from `confusion_matrix`.
+        class_names: a name for each class. None: the class numbers.
+        path: a file for the picture. Its suffix sets the format.
+
+    Returns:
+        The matplotlib figure, which a notebook shows.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: the matrix is not square, or the number of names is wrong.
+
+    Example:
+        >>> figure = plot_confusion_matrix(np.array([[3, 1], [0, 4]]), class_names=["cat", "dog"])
+        >>> [text.get_text() for text in figure.axes[0].texts]
+        ['3', '1', '0', '4']
+    """
+    matrix = np.asarray(matrix)
+    n = len(matrix)
+    if matrix.shape != (n, n):
+        raise ValueError(f"plot_confusion_matrix: the matrix must be square, got shape {matrix.shape}")
+    names = _names("plot_confusion_matrix", class_names, n)
+    side = min(12.0, 3.5 + 0.45 * n)
+    figure = new_figure("plot_confusion_matrix", side + 0.8, side)
+    figure.set_layout_engine("compressed")  # the matrix is square, and the other one cuts its labels
+    axes = figure.subplots()
+    parts = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
+    image = axes.imshow(parts, cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(image, ax=axes, fraction=0.046, label="fraction of the class")
+    if n <= _NUMBERED:
+        for i, j in np.ndindex(n, n):
+            colour = "white" if parts[i, j] > 0.5 else "black" if matrix[i, j] else "0.75"
+            axes.text(j, i, str(matrix[i, j]), ha="center", va="center", fontsize=8, color=colour)
+    if n <= 2 * _NUMBERED:
+        axes.set_xticks(range(n), names, rotation=45, ha="right", rotation_mode="anchor")
+        axes.set_yticks(range(n), names)
+    axes.set(xlabel="predicted", ylabel="label")
+    return save_figure(figure, path)
+
+
+@renamed("plot_mistakes", dataset="data")
+@answers("plot_mistakes")
+@readable()
+def plot_mistakes(
+    mistakes: Mistakes,
+    data: Dataset,
+    *,
+    class_names: Sequence[str] | None = None,
+    most: int = 20,
+    path: str | os.PathLike[str] | None = None,
+) -> Any:
+    """Draw the images of mistakes, with predicted and true class.
+
+    Args:
+        mistakes: the result of `mistakes`.
+        data: the data set given to `mistakes`. Images have shape (n, height, width), or (n, height, width, channels)
+            with 1, 3 or 4 channels.
+        class_names, path: as in `plot_confusion_matrix`.
+        most: the largest number of images.
+
+    Returns:
+        The matplotlib figure, which a notebook shows.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: there are no mistakes, or images have another shape.
+    """
+    checks.whole_number(most, "plot_mistakes", "most")
+    if not len(mistakes):
+        raise ValueError("plot_mistakes: nothing to show: 0 mistakes")
+    images = data.images[mistakes.indices[:most]]
+    if images.ndim not in (3, 4) or (images.ndim == 4 and images.shape[3] not in (1, 3, 4)):
+        raise ValueError(f"plot_mistakes: expected images of shape (n, height, width[, 1, 3 or 4]), got {images.shape}")
+    classes = 1 + max(int(mistakes.predicted.max()), int(mistakes.labels.max()))
+    names = [str(i) for i in range(classes)] if class_names is None else list(class_names)
+    if len(names) < classes:
+        raise ValueError(f"plot_mistakes: {len(names)} class_names for {classes} classes")
+    rows = -(-len(images) // _COLUMNS)
+    figure = new_figure("plot_mistakes", 9.5, 2.3 * rows)
+    for i, axes in enumerate(figure.subplots(rows, _COLUMNS, squeeze=False).flat):
+        axes.axis("off")
+        if i < len(images):
+            image = images[i]
+            axes.imshow(image[..., 0] if image.ndim == 3 and image.shape[2] == 1 else image, cmap="gray")
+            said, label = names[mistakes.predicted[i]], names[mistakes.labels[i]]
+            axes.set_title(f"{said} {mistakes.probabilities[i]:.0%}\nis {label}", fontsize=9)
+    return save_figure(figure, path)
+
+
+def _names(name: str, class_names: Sequence[str] | None, n: int) -> list[str]:
+    if class_names is None:
+        return [str(i) for i in range(n)]
+    if len(class_names) != n:
+        raise ValueError(f"{name}: {len(class_names)} class_names for {n} classes")
+    return list(class_names)

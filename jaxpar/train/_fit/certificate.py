@@ -1,4 +1,4 @@
-"""The certificate of a run: a file of JSON lines with a hash of the state after every so many steps.
+"""The certificate of a run: a file of JSON lines with a hash of the state after every `certificate_every` steps.
 
 {"certificate": 1, "jax": "0.12.0", "jaxpar": "0.1.0", "processor": "x86_64 ...", "platform": "cpu", ...}
 {"step": 100, "state": "85ffc70354b8bc7642208128a38005f1"}
@@ -29,7 +29,7 @@ _VECTORS = ("avx512f", "avx2", "avx", "sve", "asimd")
 
 
 class Certificate:
-    """The certificate that `fit` writes. Without a path it is none, and nothing happens.
+    """The certificate that `fit` writes. Without a path, nothing is written.
 
     Args:
         path, every: `certificate` and `certificate_every` of `fit`. The errors are those of `fit`.
@@ -42,14 +42,14 @@ class Certificate:
         self._unwritten: collections.deque[tuple[int, checkpoint._StateHash]] = collections.deque()
 
     def begin(self, step: Any, state: TrainState, at: int) -> None:
-        """Make the file, or go on with it: the lines of steps after `at` go, since the run makes these again.
+        """Create the file, or continue it. The lines of steps after `at` are dropped, because the run repeats them.
 
         Raises:
-            ValueError: the file is of a run whose bits need not be those of this one, or it is no certificate.
-            OSError: it cannot be written.
+            ValueError: the file belongs to a run whose bits may differ from those of this run, or has other content.
+            OSError: the file cannot be written.
         """
         header = None if self.path is None else header_of(step, state)
-        processes.agree("fit: certificate: processes that differ have no common bits", json.dumps(header))
+        processes.agree("fit: certificate= needs the same settings in all processes", json.dumps(header))
         if self.path is None or header is None:
             return
         with processes.raise_together():
@@ -60,13 +60,14 @@ class Certificate:
         lines: dict[int, str] = {}
         with explain_errors(path, "the certificate"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir() or (path.exists() and not path.is_file()):
-                raise OSError(f"it is no file, {'but a directory' if path.is_dir() else 'but a device or a pipe'}")
+            if path.exists() and not path.is_file():
+                raise OSError("it is not a regular file")
             content = path.read_bytes() if path.exists() else b""
         if content:
             before, lines = parse(content[: content.rfind(b"\n") + 1], path)  # a crash may have cut the last line
             if why := difference(before, header):
-                raise ValueError(f"fit: certificate {path} is of another run ({why}); give another file, or remove it")
+                what = f"fit: certificate {path} is from another run ({why})"
+                raise ValueError(f"{what}; give another file, or delete it")
             header = before
         kept = {step: state for step, state in lines.items() if step <= at}
         text = "".join(json.dumps(line) + "\n" for line in [header, *map(_line, kept.items())]).encode()
@@ -77,12 +78,12 @@ class Certificate:
                 files.replace(path, text)
 
     def take(self, at: int, state: TrainState) -> None:
-        """Begin to compute the hash of a state, if a line is due after this step. In several processes all call it."""
+        """Start to compute the hash of a state, if a line is due after this step. Every process must call it."""
         if self.every is not None and at % self.every == 0:
             self._unwritten.append((at, checkpoint._hash_of(state)))
 
     def write(self, until: int) -> None:
-        """Write the lines up to a step. It waits for their hashes."""
+        """Write the lines up to a step. Waits for their hashes."""
         while self._unwritten and self._unwritten[0][0] <= until:
             at, state = self._unwritten.popleft()
             line = (json.dumps(_line((at, str(state)))) + "\n").encode()
@@ -91,7 +92,7 @@ class Certificate:
                     files.append(self.path, line)
 
     def go_back(self, at: int) -> None:
-        """Forget the hashes of later steps, which do not count, and write the others."""
+        """Write the hashes up to step `at`, and forget those of later steps."""
         self.write(at)
         self._unwritten.clear()
 
@@ -101,7 +102,7 @@ def _line(item: tuple[int, str]) -> dict[str, Any]:
 
 
 def header_of(step: Any, state: TrainState) -> dict[str, Any]:
-    """What decides about the bits of a run, as far as it is known."""
+    """The settings that determine the bits of a run, as far as they are known."""
     devices = state.store.devices or tuple(jax.devices())
     return {
         **{"certificate": _NUMBER, "jax": jax.__version__, "jaxpar": sys.modules["jaxpar"].__version__},
@@ -113,18 +114,18 @@ def header_of(step: Any, state: TrainState) -> dict[str, Any]:
 
 
 def difference(header: dict[str, Any], other: dict[str, Any]) -> str:
-    """Why the bits of two runs need not be the same, in words. "" where they must be."""
+    """Why the bits of two runs may differ, in words. "" if they must be equal."""
     free = () if header.get("virtual_shards") is None else _FOR_DEVICES
     wrong = [name for name in other if name not in free and header.get(name) != other[name]]
-    return "; ".join(f"{name.replace('_', ' ')}: {header.get(name)} there, {other[name]} here" for name in wrong)
+    return "; ".join(f"{name.replace('_', ' ')}: {header.get(name)} in the file, {other[name]} now" for name in wrong)
 
 
 def parse(content: bytes, path: Path) -> tuple[dict[str, Any], dict[int, str]]:
-    """The header of a certificate, and the hash of each of its steps. `ValueError` for what is none."""
+    """The header of a certificate, and the hash of each of its steps. `ValueError` for other content."""
     found: list[dict[str, Any]] = []
     text = content.decode("utf-8", "replace")
     if text and not text.endswith("\n"):
-        raise ValueError(f"{path} is cut in line {text.count(chr(10)) + 1}")
+        raise ValueError(f"{path}: line {text.count(chr(10)) + 1} is incomplete")
     for number, line in enumerate(text.splitlines(), 1):
         try:
             found.append(json.loads(line))
@@ -133,8 +134,8 @@ def parse(content: bytes, path: Path) -> tuple[dict[str, Any], dict[int, str]]:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             good = False
         if not good:
-            what = "has no header of a certificate" if number == 1 else f"has no line of a later step in line {number}"
-            raise ValueError(f"{path} {what}; give the file that fit(certificate=...) wrote")
+            what = "is not the header of a certificate" if number == 1 else "is not the hash of a later step"
+            raise ValueError(f"{path}: line {number} {what}; give the file that fit(certificate=...) wrote")
     if not found:
         raise ValueError(f"{path} is empty; give the file that fit(certificate=...) wrote")
     return found[0], {line["step"]: line["state"] for line in found[1:]}

@@ -15,24 +15,25 @@ from ..._core.calls import answers
 
 @answers("use_compilation_cache")
 def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Path | None:
-    """Keep what XLA compiles in a directory, by jax's own persistent compilation cache.
+    """Keep compiled programs in jax's persistent compilation cache.
 
-    The first step of a run then loads its program if an earlier run compiled the same one. jax compares the text of
-    programs, versions, options and devices. In a notebook call it in the first cell. `python -m jaxpar train` calls it,
-    except for several emulated devices with a jax before 0.12: a program of the user's own that starts at once can hang
-    there, see `jaxpar._devices.emulated`.
+    The first step of a run then loads its program if an earlier run compiled the same one. jax compares the program
+    text, versions, options and devices. In a notebook, call this in the first cell. `python -m jaxpar train` calls it,
+    except for several emulated devices with jax before 0.12: there, a cached program of your own could hang, see
+    `jaxpar._devices.emulated`.
 
     Args:
-        directory: where. None: `jaxpar/<a name for this kind of processor>` in the user's cache directory
-            ($XDG_CACHE_HOME or ~/.cache). A program for one processor must not run on another, and several machines may
-            share a home.
+        directory: the cache directory. None: `jaxpar/<a name for this kind of processor>` in the user's cache directory
+            ($XDG_CACHE_HOME or ~/.cache). The name keeps programs of different processors apart, because several
+            machines may share a home directory.
 
     Returns:
-        The directory. If `jax_compilation_cache_dir` is set already, that one, and nothing changes. None if no
-        directory was given and there is no safe place: none can be made, or others can write to it or to a parent.
+        The directory. If `jax_compilation_cache_dir` is already set, its value, and nothing changes. None if no
+        directory was given and the default is not safe: it cannot be created, or other users can write to it or to a
+        parent.
 
     Raises:
-        OSError: the given directory cannot be made.
+        OSError: the given directory cannot be created.
 
     Example:
         >>> import tempfile

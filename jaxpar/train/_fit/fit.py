@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import os
-from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, Literal, Never
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import jax
 
-from ... import data
+from ... import data, distributed
 from ..._core.calls import answers
-from ..._devices import processes
-from ..._devices.donation import is_donated
 from .._callbacks.callbacks import Callback, OnStep, WithMemory
-from .._callbacks.history import History, Record
-from .._step.nonfinite import NonFiniteError
-from .._step.state import TrainState
+from .._callbacks.history import History
+from .._step.state import IN_STORE, TrainState
 from .._step.train_step import TrainStep
-from . import interrupt
-from .loop import Loop
-from .profile import Profile
-from .resume import RunCheckpoints
-from .role import take_role
-from .run import Run, plan_run, refuse_unknown
+from .interrupt import Interrupts, describe_stop, finish_interrupted
+from .loop import train
+from .progress import Profile
+from .run import Run, plan_run
+
+_VALIDATION = (
+    "for a classifier write test_data=data.Dataset(x, y), apply_fn=apply_fn; for other models eval_data=, eval_fn="
+)
+_CALLBACK = "write callbacks=train.EarlyStopping(patience=3)"
+_WEIGHTS = 'in loss_fn write w = weights[batch["label"]] and return ((w * losses).sum(), w.sum()), {}'
+_HINTS = {
+    "callback": "write callbacks=, with a function or a list of functions",
+    **dict.fromkeys(("early_stopping", "patience"), _CALLBACK),
+    **dict.fromkeys(("validation_data", "val_data", "valid_data"), _VALIDATION),
+    "validation_split": "write train_data, test_data = data.split(data.Dataset(x, y), 0.9), and give test_data=",
+    **dict.fromkeys(("class_weight", "sample_weight"), _WEIGHTS),
+    **dict.fromkeys(("optimizer", "learning_rate", "lr", "tx"), IN_STORE),
+    **dict.fromkeys(("loss", "loss_fn", "grad_transform"), "give it to train.start or train.make_train_step"),
+    "shuffle": "fit shuffles by state.rng; data.from_iterable(batches) keeps the order of the batches",
+    "verbose": "write progress=True or progress=False",
+    "devices": "give them to train.start or train.create_state",
+    **dict.fromkeys(("seed", "rng"), "give rng= to train.start or train.create_state"),
+}
+_MANY = "; give images and labels in one argument, fit(state, step, data.Dataset(x, y), epochs=5, batch_size=64)"
 
 
-@answers("fit")
+@answers("fit", _HINTS, many=_MANY)
 def fit(
     state: TrainState,
     step: TrainStep,
@@ -37,7 +52,7 @@ def fit(
     eval_data: Any = None,
     eval_fn: Callable[..., Any] | None = None,
     epochs: int | None = None,
-    batch_size: int,
+    batch_size: int | None = None,
     max_steps: int | None = None,
     eval_every: int | None = None,
     progress: bool = True,
@@ -53,95 +68,97 @@ def fit(
     profile: Profile | None = None,
     steps_per_execution: int | Literal["auto"] = "auto",
     on_interrupt: Literal["auto", "return", "raise"] = "auto",
-    **unknown: Never,
 ) -> tuple[TrainState, History]:
     """Train for some epochs.
 
-    The order of the examples depends on `state.rng` and the number of the step only. So a resumed run goes on as if it
-    had never stopped, and the number of devices does not change the order. The host starts a few steps ahead of the
-    devices.
+    The order of the examples depends only on `state.rng` and the number of the step. So a resumed run gives the same
+    results as an uninterrupted run, and the order does not depend on the number of devices. The host starts a few steps
+    ahead of the devices.
 
-    Ctrl-C, a notebook's interrupt and SIGTERM let the steps under way finish. With `checkpoint_dir` the state after
-    them is saved, and the same call goes on from there, to the same last epoch. A second signal stops at once and saves
-    nothing. Several processes stop after the same step, whichever got the signal. In threads other than the main one,
-    signals are not handled.
+    After Ctrl-C, a notebook's interrupt or SIGTERM, the running steps finish. With `checkpoint_dir`, the state is
+    saved, and the same call resumes from it, up to the same last epoch. A second signal stops at once, without saving.
+    If one of several processes gets the signal, all stop after the same step. Signals are handled only in the main
+    thread.
 
     Args:
-        state: from `create_state`. It is donated: go on with the state that is returned.
-        step: from `make_train_step`.
+        state: from `start` or `create_state`. It is donated, so use the returned state afterwards.
+        step: from `start` or `make_train_step`.
         train_data: a `data.Dataset`, a dict of arrays, the result of `data.from_arrays` or `data.from_iterable`, or
-            anything that the latter takes. Examples that fill no whole batch at the end of an epoch are left out.
+            anything that `data.from_iterable` takes. An incomplete batch at the end of an epoch is dropped.
         test_data: a `data.Dataset` with integer labels, evaluated after each epoch, with `apply_fn`. The record has
             `test_loss` and `test_accuracy`.
         apply_fn: `apply_fn(params, images) -> logits`, as in `evaluate`.
-        eval_data: any data that is evaluated after each epoch, with `eval_fn`: what `evaluate` takes as its source,
-            except an iterator, which is read only once.
-        eval_fn: `eval_fn(params, batch) -> {name: values}`, as in `evaluate`. The record has them as `eval_<name>`, and
-            columns as `eval_<name>/0`, `eval_<name>/1`, ...
-        epochs: how many, from the step of `state`. None: as many as `max_steps` needs.
-        batch_size: examples in a batch, over all devices. Under engine `jit` the axes of the mesh that split a batch
-            must divide it, otherwise the number of devices.
-        max_steps: the training ends after this many steps, from the step of `state`, also within an epoch. The same
-            call with more steps goes on from the checkpoint, to the same numbers as a run that did not end.
-        eval_every: also evaluate after each step whose number this divides. Such a record has `under_way` True, the
-            means over the steps of its epoch so far, and is given to the callbacks and kept in the history too.
-        progress: show a tqdm bar in a terminal or a notebook, and a line for each epoch.
-        checkpoint_dir: where checkpoints are saved, one after each epoch.
-        resume: "auto" goes on from the latest checkpoint in `checkpoint_dir` if it is after `state`, or of the run
-            that was interrupted at it. False ignores it. True requires one.
-        checkpoint_every: also save a checkpoint each time after this many steps.
-        keep: how many of the latest checkpoints stay.
-        certificate: a file for hashes of the state, as JSON lines: a header, then one line each time after
-            `certificate_every` steps. `jaxpar verify` computes them again. A resumed run goes on with the file, and
-            drops the lines of steps that it makes again. See docs/same_bits.md.
-        certificate_every: after how many steps.
-        metrics_file: a file for the history as JSON lines, as by `to_jsonl`. It holds this run only.
-        callbacks: one or several, each called after an epoch and its evaluation. A function
-            `callback(state, record)`, or an object with `init(state) -> memory` and
-            `on_epoch(memory, state, record) -> (memory, stop)`, such as `EarlyStopping`. Its memory is a pytree of
-            arrays, numbers and texts, which is saved with the checkpoints. It may have
-            `on_step(memory, step, metrics) -> memory` too. One that returns True, or True as `stop`, ends the
-            training. Do not keep the state: the next step takes its memory. A callback with a method
-            `on_start(history)` or `on_end(history)` gets that call when `fit` begins or ends, one with
-            `before_resume(directory)` before checkpoints are looked for, and one with `on_saved(record, written)` after
-            a record. There `written()` waits for its checkpoint, in all processes, and gives its path in the first one.
+        eval_data: any data for `evaluate`, evaluated after each epoch with `eval_fn`. Iterators are refused, because
+            they can be read only once.
+        eval_fn: `eval_fn(params, batch) -> {name: values}`, as in `evaluate`. The record has the scores as
+            `eval_<name>`, or `eval_<name>/0`, `eval_<name>/1`, ... for columns.
+        epochs: the number of epochs, counted from the step of `state`. None: as many as `max_steps` needs.
+        batch_size: examples in a batch, over all devices. It must be a multiple of the number of devices, or under
+            engine `jit`, of the size of the mesh axes that split a batch. None: the size of the batches of a list or a
+            `DataLoader`, or else 32.
+        max_steps: the training ends after this many steps, counted from the step of `state`, also within an epoch. The
+            same call with more steps resumes from the checkpoint and gives the numbers of an uninterrupted run.
+        eval_every: also evaluate after every `eval_every` steps. Such a record has `under_way` True and the means over
+            the steps of its epoch so far. Callbacks get it, and the history keeps it.
+        progress: show a tqdm bar in a terminal or notebook, and print a line for each epoch.
+        checkpoint_dir: the directory for checkpoints, one after each epoch.
+        resume: "auto" resumes from the latest checkpoint in `checkpoint_dir` if its step is after the step of `state`,
+            or if the run was interrupted at that step. False ignores checkpoints. True requires one.
+        checkpoint_every: also save a checkpoint after every `checkpoint_every` steps.
+        keep: the number of latest checkpoints that are kept.
+        certificate: a file for hashes of the state, as JSON lines: a header, then one line after every
+            `certificate_every` steps. `jaxpar verify` recomputes the hashes. A resumed run continues the file and
+            replaces the lines of repeated steps. See docs/same_bits.md.
+        certificate_every: the number of steps between two hashes.
+        metrics_file: a file for the history as JSON lines, as from `to_jsonl`. It holds only this run.
+        callbacks: a callback or several, called after each epoch and its evaluation: a function `callback(state,
+            record)`, or an object with `init(state) -> memory` and `on_epoch(memory, state, record) -> (memory, stop)`,
+            such as `EarlyStopping`. `memory` is a pytree of arrays, numbers and texts, which is saved with the
+            checkpoints. The object may also have `on_step(memory, step, metrics) -> memory`. The training ends if a
+            function returns True, or if `stop` is True. Do not keep the state: the next step donates it. Optional
+            methods: `on_start(history)` and `on_end(history)` are called when `fit` begins and ends,
+            `before_resume(directory)` before `fit` looks for checkpoints, and `on_saved(record, written)` after a
+            record. `written()` waits for the checkpoint, in all processes, and returns its path in the first process.
         on_step: `on_step(step, metrics)`, called for each step in order, with its metrics as floats. `step` counts from
-            1. The call comes up to sixteen steps late, so that nothing waits for it.
-        profile: a directory for a trace of five steps, from the eleventh of this call on, by jax's profiler. Or
-            (directory, first_step, num_steps).
-        steps_per_execution: how many steps one compiled program makes, by `step.many`. It helps where steps are short.
-            Ctrl-C waits for them. More than 1 needs a `data.Dataset` that the devices have room for, and a single
-            process. An epoch, `checkpoint_every` and a profile cut programs shorter, so nothing else changes. "auto" is
-            up to eight on CPUs, no more than take a fifth of a second. It is 1 on GPUs and TPUs, for a step with
-            convolutions of XLA's (see `many`), and where more is not possible.
-        on_interrupt: how `fit` ends after Ctrl-C. "return": by the state and the history so far. "raise": by a
-            KeyboardInterrupt with both as attributes `state` and `history`. "auto": return in a notebook or at a
-            prompt, raise in a script.
+            1. Calls come up to sixteen steps late, so that the devices do not wait.
+        profile: a directory for a trace by jax's profiler, of steps 11 to 15 of this call; or (directory, first_step,
+            num_steps).
+        steps_per_execution: the number of steps in one compiled program, see `TrainStep.many`. It makes short steps
+            faster. More than 1 needs a `data.Dataset` that fits on the devices, and a single process. Programs end at
+            epochs, checkpoints and profiles, so results do not change. Ctrl-C waits for the running program. "auto" is
+            up to eight steps, or 0.2 s, on CPUs. "auto" is 1 on GPUs and TPUs, for a step with XLA's convolutions (see
+            `many`), and if more is impossible.
+        on_interrupt: the result of `fit` after Ctrl-C. "return": the state and the history so far. "raise": a
+            KeyboardInterrupt with attributes `state` and `history`. "auto": "return" in a notebook or interactive
+            session, "raise" in a script.
 
     Returns:
-        (the trained state, a list with a dict for each epoch). A dict has `epoch` from 1, the `step` at its end, mean
-        `loss` and whatever else the step reports, `accuracy` (None if it reports none), `test_loss` and `test_accuracy`
-        (None without test data), `seconds` of training, `images_per_second` (examples, whatever they are), and
-        `eval_<name>` of each value of `eval_fn`. A resumed run has the earlier epochs too. `skipped` is how many
-        updates a step left out that may do so. The means are of the others. An epoch that ended within it comes last,
-        with `interrupted` True and means over the steps that it had.
+        (the trained state, the history). The history is a list with a dict for each epoch: `epoch` from 1; `step`, at
+        the end of the epoch; the mean `loss` and other metrics of the step, such as `accuracy`; `test_loss` and
+        `test_accuracy` with test data; `eval_<name>` for each value of `eval_fn`; `seconds` of training;
+        `images_per_second`, or `examples_per_second` for data other than a `data.Dataset`. Values that were not
+        measured have no key. A resumed run has the earlier epochs too. If the step may skip updates, `skipped` counts
+        the skipped updates, and the means are over the other steps. An incomplete epoch comes last, with `interrupted`
+        True and means over its steps so far.
 
     Raises:
-        TypeError: an argument of another type, or one that `fit` does not have.
-        ValueError: a data set without one whole batch, numbers below 1, only one of `apply_fn` and `test_data`, or of
-            `eval_fn` and `eval_data`, a donated state, a metric for a callback that there is not, a `KeepBest` without
-            `checkpoint_dir`, a checkpoint of another model, optimizer, batch size or size of data set. Labels of a
-            `data.Dataset` that are no classes of the model, in test data and for a loss of `classification_loss`.
-        What shapes tell about `loss_fn`, `apply_fn` and `eval_fn` is checked before the first step, and the state stays
-            valid. Of batches that an iterable gives, other than a list, the shapes are known when they come.
-        RuntimeError: one of several processes of `python -m jaxpar launch` or Ray Train that has not joined.
-        FileNotFoundError: `resume=True` and no checkpoint.
-        NonFiniteError: a `FloatingPointError`: a step with `nonfinite="stop"` met a NaN or infinite loss or gradient.
-            It names the step and the keys. Its `state`, which is saved too, is the one before that step.
-        OSError: a checkpoint, a certificate or metrics that cannot be written. The earlier ones stay.
+        TypeError: an argument has the wrong type, or `fit` has no such argument.
+        ValueError: the data have less than one batch; a number is below 1; only one of `apply_fn` and `test_data`, or
+            of `eval_fn` and `eval_data`, is given; the state was donated; the records lack the metric of a callback; a
+            `KeepBest` is given without `checkpoint_dir`; the checkpoint belongs to another model, optimizer, batch size
+            or size of data set; a label of a `data.Dataset` is not a class of the model, in test data and for
+            `classification_loss`.
+        The shapes of `loss_fn`, `apply_fn` and `eval_fn` are checked before the first step, while the state is still
+            valid. Batches of an iterable other than a list are checked as they arrive.
+        RuntimeError: this process of `python -m jaxpar launch` or Ray Train has not joined the others.
+        FileNotFoundError: `resume=True`, but there is no checkpoint.
+        NonFiniteError: a `FloatingPointError`: a step with `nonfinite="stop"` had a NaN or infinite loss or gradient.
+            The message names the step and the keys. The attribute `state`, which is saved too, is the state before that
+            step.
+        OSError: a checkpoint, certificate or metrics file cannot be written. Earlier files stay.
         KeyboardInterrupt: after Ctrl-C, see `on_interrupt`. SystemExit(143): after SIGTERM.
-        An exception from the run itself, KeyboardInterrupt and SystemExit too, has `state` and `history` up to the last
-        step as attributes, unless that step took the state with it.
+        An exception during the run, also KeyboardInterrupt and SystemExit, has the attributes `state` and `history` up
+        to the last step, unless the failed step has donated the state.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optax
@@ -155,105 +172,20 @@ def fit(
         >>> [round(record["loss"], 2) for record in history]
         [1.0, 0.36]
     """
-    arguments = dict(locals())
-    refuse_unknown(arguments.pop("unknown"), fit)
-    return take_role(plan_run(**arguments), state, _fit)
+    run = plan_run(**locals())
+    return _fit_elastic(run, state) if distributed.is_elastic() else train(run, state)
 
 
-def _fit(run: Run, state: TrainState) -> tuple[TrainState, History]:
-    """Resume, make the steps, and return what `fit` returns."""
-    checkpoints = RunCheckpoints(run)
-    state, past = checkpoints.resume(state)
-    loop = Loop(run, run.check(state), past)
-    if checkpoints.directory is not None:
-        run.callbacks.to_json(loop.memories)  # what cannot be saved is refused now
-        checkpoints.claim()
-    run.certificate.begin(run.step, loop.state, loop.at)
-    run.callbacks.start(loop.history)  # after all that may refuse this call, so that the file of another run stays
-    was_over = _train(loop, checkpoints)
-    return _finish(loop, checkpoints, was_over)
+def _fit_elastic(run: Run, state: TrainState) -> tuple[TrainState, History]:
+    """What `fit` returns in an elastic run. Process 0 alone trains, and the others make its steps."""
+    from .._elastic.member import Member  # other runs do not need it
 
-
-def _train(loop: Loop, checkpoints: RunCheckpoints) -> bool:
-    """Make the steps. Return whether the run was over before `loop.signal` came."""
-    try:
-        with (
-            interrupt.Interrupts(jax.process_count() > 1) as signals,
-            contextlib.closing(checkpoints),
-            _save_if_not_finite(loop, checkpoints),
-            loop.run.callbacks.end_after(loop.history),
-            loop.steps() as records,
-        ):
-            for record in records:
-                if _should_stop(loop, checkpoints, signals, record):
-                    break
-            loop.end_interrupted()
-            loop.signal = signals.asked
-        was_over = loop.signal is None
-        loop.signal = signals.asked  # one may have come while the last checkpoint was written
-        return was_over
-    except BaseException as error:
-        _attach_state(error, loop)
-        raise
-
-
-def _should_stop(loop: Loop, checkpoints: RunCheckpoints, signals: interrupt.Interrupts, record: Record | None) -> bool:
-    """Evaluate and call the callbacks where there is a record, save if it is due. Return whether the run is to stop."""
-    stopped = False
-    if record is not None:
-        _evaluate(loop, checkpoints, record)
-    try:
-        stopped = record is not None and loop.run_callbacks(record)
-    finally:  # a callback that fails costs no steps
-        interrupted = signals.should_stop(loop.state, loop.at, record is not None)
-        checkpoints.save(loop, stopped=stopped, interrupted=interrupted)
-    if record is not None:
-        loop.run.callbacks.saved(record, lambda: checkpoints.written(loop.at))
-    return stopped or interrupted
-
-
-def _evaluate(loop: Loop, checkpoints: RunCheckpoints, record: Record) -> None:
-    """Evaluate the state. Where that fails after an epoch, its steps are saved and the next call evaluates again."""
-    try:
-        loop.evaluate(record)
-    except Exception as error:
-        if loop.between_epochs and processes.is_in_all(error):  # others may still evaluate, and would not take part
-            checkpoints.save(loop)
-        raise
-
-
-def _finish(loop: Loop, checkpoints: RunCheckpoints, was_over: bool) -> tuple[TrainState, History]:
-    """The result of `fit`, or its exception after a signal."""
-    if loop.signal is None:
-        return loop.state, loop.history
-    saved = checkpoints.path(loop.at)
-    where = interrupt.where(loop.at, loop.number, loop.run.epochs, saved)
-    if was_over:  # the signal came while the last checkpoint was written; the same call on this state trains on
-        where = f"after the last step, {loop.at}; the run is complete" + (f", saved in {saved}" if saved else "")
-    on_interrupt = loop.run.options.on_interrupt
-    return interrupt.finish_interrupted(loop.signal, loop.state, loop.history, where, on_interrupt)
-
-
-@contextlib.contextmanager
-def _save_if_not_finite(loop: Loop, checkpoints: RunCheckpoints) -> Generator[None]:
-    """Save the state before a step that is not finite."""
-    try:
-        yield
-    except NonFiniteError as error:
-        loop.go_back(error.state, error.step)
-        if loop.at > loop.began:
-            checkpoints.save(loop, interrupted=True)
-        raise
-
-
-def _attach_state(error: BaseException, loop: Loop) -> None:
-    """Put the state and the history on an exception: the caller's own state was donated to the first step."""
-    made = loop.at > loop.began or isinstance(error, NonFiniteError)
-    if made and not is_donated(loop.state):
-        error.state, error.history = loop.state, loop.history  # pyright: ignore[reportAttributeAccessIssue]
-        if not isinstance(error, Exception):
-            return  # whoever stops the program does not read on
-        error.add_note(
-            f"fit: the state and the history up to step {int(loop.state.step)} are the attributes `state` and "
-            "`history` of this exception; in a notebook: import sys; state = sys.last_value.state"
-        )
+    member = Member(run, state)
+    if member.leads:
+        return train(dataclasses.replace(run, make_steps=member.lead, behind=0), state)
+    signals = Interrupts()
+    state, history, at = member.follow(run.check(state), signals)
+    if signals.asked is None:
+        return state, history
+    place = describe_stop(at, -(-(at - member.first) // run.steps), run.epochs, None)
+    return finish_interrupted(signals.asked, state, history, place, run.options.on_interrupt)

@@ -35,11 +35,11 @@ class Interrupts:
         asked: the signal to obey, once `should_stop` has returned True.
     """
 
-    def __init__(self, several_processes: bool = False):
+    def __init__(self) -> None:
         self.asked: int | None = None
-        self._several = several_processes
+        self._several = jax.process_count() > 1
         self._service = (  # then SIGTERM is jax's
-            several_processes and jax.config.jax_enable_preemption_service  # pyright: ignore[reportAttributeAccessIssue]
+            self._several and jax.config.jax_enable_preemption_service  # pyright: ignore[reportAttributeAccessIssue]
         )
         self._signals = Signals()
         self._timer: threading.Timer | None = None
@@ -78,7 +78,7 @@ class Interrupts:
         if self._timer is not None:  # of the other signal
             self._timer.cancel()
         # The handler may have stopped the main thread inside a print, so another thread writes.
-        words = "the interrupt was noted; it stops after the step that is under way. Once more stops it at once"
+        words = "interrupted: the training stops after the current step; a second interrupt stops it at once"
         self._timer = threading.Timer(_CONFIRM_AFTER, say, (words,))
         self._timer.daemon = True
         self._timer.start()
@@ -103,15 +103,15 @@ def finish_interrupted(
         interrupt = KeyboardInterrupt(f"{who}: interrupted {where}")
         interrupt.state, interrupt.history = state, history  # pyright: ignore[reportAttributeAccessIssue]
         raise interrupt
-    words = "" if history is None else "\nfit: this is the state and the history up to there"
+    words = "" if history is None else "\nfit: returns the state and the history so far"
     say(f"{who}: interrupted {where}{words}")
     return state, history
 
 
-def where(step: int, epoch: int, epochs: int, saved: str | os.PathLike[str] | None) -> str:
+def describe_stop(step: int, epoch: int, epochs: int, saved: str | os.PathLike[str] | None) -> str:
     """At which step a run stopped, in words.
 
-    >>> where(7, 2, 5, None)
+    >>> describe_stop(7, 2, 5, None)
     'after step 7, in epoch 2 of 5; nothing was saved, as there is no checkpoint_dir'
     """
     place = "nothing was saved, as there is no checkpoint_dir" if saved is None else f"saved in {saved}"
@@ -127,20 +127,22 @@ def _is_at_prompt() -> bool:
 
 @answers("train.interruptible")
 def interruptible(on_interrupt: str = "auto") -> Interruptible:
-    """A block that Ctrl-C, a notebook's interrupt and SIGTERM do not cut short, for a loop of one's own.
+    """A context that delays Ctrl-C and SIGTERM to the end of a step.
 
-    They are recorded, and `should_stop` says so after a step. At the end of the block, when what is needed was saved,
-    the interrupt takes effect as in `fit`. A second signal acts at once.
+    Use it in your own training loop. Inside the block, Ctrl-C, a notebook's interrupt and SIGTERM are only recorded,
+    and `should_stop` returns True after the step. So the loop can end and save its state. At the end of the block the
+    interrupt takes effect, as in `fit`. A second signal takes effect at once.
 
     Args:
-        on_interrupt: as in `fit`. "raise": a KeyboardInterrupt at the end of the block. "return": none, and `asked` is
-            True. "auto": return in a notebook or at a prompt, raise in a script. SIGTERM is SystemExit(143) with each.
+        on_interrupt: as in `fit`. "raise": the block ends with a KeyboardInterrupt. "return": the block ends normally,
+            and `asked` is True. "auto": "return" in a notebook or interactive session, "raise" in a script. After
+            SIGTERM the block always ends with SystemExit(143).
 
     Returns:
         A context manager with `should_stop(state)`.
 
     Raises:
-        ValueError: an unknown `on_interrupt`.
+        ValueError: `on_interrupt` is unknown.
 
     Example:
         >>> from jaxpar import train
@@ -159,21 +161,22 @@ def interruptible(on_interrupt: str = "auto") -> Interruptible:
 
 
 class Interruptible:
-    """What `interruptible` returns."""
+    """The context manager of `interruptible`."""
 
     def __init__(self, on_interrupt: str):
         self._on_interrupt, self._steps, self._state = on_interrupt, 0, None
-        self._signals = Interrupts(jax.process_count() > 1)
+        self._signals = Interrupts()
 
     @property
     def asked(self) -> bool:
-        """Whether a signal came and `should_stop` has said so."""
+        """Whether a signal came and `should_stop` has returned True."""
         return self._signals.asked is not None
 
     def should_stop(self, state: Any) -> bool:
         """Whether to stop. Call it after each step, with the new state, in every process.
 
-        Several processes exchange their signals every sixteen calls, and all stop after the same step.
+        With several processes, the processes exchange their signals at every sixteenth call, and all stop after the
+        same step.
         """
         self._steps, self._state = self._steps + 1, state
         return self._signals.should_stop(state, self._steps, False)

@@ -1,4 +1,8 @@
-"""The steps of a run in a row, several ahead of the host, with the metrics of the epoch they are in."""
+"""The loop of `fit` from top to bottom.
+
+`train` resumes, makes the steps, and after them evaluates, calls the callbacks and saves. `Loop` is where it is: the
+state, the epoch under way, and the history. Its steps run several ahead of the host, which reads their metrics late.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,122 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import jax
 
 from ... import data
-from ..._core.arrays import Device
+from ..._core.text import say_news
+from ..._devices import processes
+from ..._devices.donation import is_donated
 from .._callbacks.history import History, Record, line
-from .._step.nonfinite import check_finite
+from .._step.nonfinite import NonFiniteError, check_finite
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
-from .epoch import Epoch, epoch_of
-from .profile import Trace
-from .progress import Progress
-from .run import Made, Run, RunHistory, shuffle_key
+from .interrupt import Interrupts, describe_stop, finish_interrupted
+from .progress import Epoch, Progress, Trace
+from .resume import RunCheckpoints, RunHistory, copy_state
+from .run import Made, Run, shuffle_key
 
 _AT_ONCE = 0.2  # seconds that the steps of one program take. Ctrl-C waits for them.
 _MEASURE_EVERY = 1.0  # seconds after which the bar shows another learning rate
+
+
+def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
+    """Resume, make the steps, and return what `fit` returns."""
+    checkpoints = RunCheckpoints(run)
+    state, past = checkpoints.resume(state)
+    loop = Loop(run, run.check(state), past)
+    if past.resumed and loop.at == loop.last and not loop.must_evaluate:
+        _say_complete(loop, past.stopped)
+    if checkpoints.directory is not None:
+        run.callbacks.to_json(loop.memories)  # what cannot be saved is refused now
+        checkpoints.claim()
+    run.certificate.begin(run.step, loop.state, loop.at)
+    with processes.raise_together():  # after all that may refuse this call, so that the file of another run stays
+        run.callbacks.call("on_start", loop.history)
+    try:
+        with (
+            Interrupts() as signals,
+            contextlib.closing(checkpoints),
+            contextlib.ExitStack() as at_end,
+        ):
+            # They end in the reverse order: the steps, `on_end`, the checkpoints, and last the signals.
+            at_end.callback(run.callbacks.call, "on_end", loop.history)
+            calls = run.make_steps(loop) if run.make_steps is not None else contextlib.nullcontext(loop.calls())
+            steps = loop.steps(at_end.enter_context(calls))
+            at_end.enter_context(contextlib.closing(steps))
+            try:
+                for due in steps:
+                    if _should_stop(loop, checkpoints, signals, due):
+                        break
+                loop.end_interrupted()
+            except NonFiniteError as error:
+                loop.go_back(error.state, error.step)
+                if loop.at > loop.began:
+                    loop.save(checkpoints, interrupted=True)
+                raise
+            loop.signal = signals.asked
+            if loop.signal is None:
+                loop.restore_best(checkpoints)
+        was_over = loop.signal is None
+        loop.signal = signals.asked  # one may have come while the last checkpoint was written
+    except BaseException as error:
+        _attach_state(error, loop)
+        raise
+    if loop.signal is None:
+        return loop.state, loop.history
+    saved = checkpoints.path(loop.at)
+    place = describe_stop(loop.at, loop.number, run.epochs, saved)
+    if was_over:  # the same call on this state trains on
+        place = f"after the last step, {loop.at}; the run is complete" + (f", saved in {saved}" if saved else "")
+    return finish_interrupted(loop.signal, loop.state, loop.history, place, run.options.on_interrupt)
+
+
+def _say_complete(loop: Loop, stopped: bool) -> None:
+    """Say that a resumed run makes no step, and what the user may want."""
+    options = loop.run.options
+    limits = [name for name in ("epochs", "max_steps") if getattr(options, name) is not None]
+    over = f"a callback ended this run at step {loop.at}" if stopped else f"complete at step {loop.at}"
+    more = "" if stopped else f"raise {' or '.join(f'{name}=' for name in limits)}, or "
+    if jax.process_index() == 0:
+        say_news(f"{over}: 0 steps trained; {more}resume=False for a new run")
+
+
+def _should_stop(loop: Loop, checkpoints: RunCheckpoints, signals: Interrupts, due: dict[str, bool] | None) -> bool:
+    """Evaluate and call the callbacks where a record is due, save if that is. Return whether the run is to stop."""
+    record, stopped = None, False
+    if due is not None:
+        try:
+            record = loop.evaluate(due)
+        except Exception as error:
+            # The next call evaluates again. Other processes may still evaluate, and would not take part in a save.
+            if loop.between_epochs and processes.is_in_all(error):
+                loop.save(checkpoints)
+            raise
+    try:
+        stopped = record is not None and loop.run_callbacks(record)
+    finally:  # a callback that fails costs no steps
+        interrupted = signals.should_stop(loop.state, loop.at, record is not None)
+        loop.save(checkpoints, stopped=stopped, interrupted=interrupted)
+    if record is not None:
+        # All processes wait in `written`, and perhaps in the callback. So an error in one is not raised in the others.
+        loop.run.callbacks.call("on_saved", record, lambda: checkpoints.written(loop.at))
+    return stopped or interrupted
+
+
+def _attach_state(error: BaseException, loop: Loop) -> None:
+    """Put the state and the history on an exception: the caller's own state was donated to the first step."""
+    made = loop.at > loop.began or isinstance(error, NonFiniteError)
+    if made and not is_donated(loop.state):
+        error.state, error.history = loop.state, loop.history  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(error, Exception):
+            return  # whoever stops the program does not read on
+        error.add_note(
+            f"fit: the state and the history up to step {int(loop.state.step)} are the attributes `state` and "
+            "`history` of this exception; in a notebook: import sys; state = sys.last_value.state"
+        )
 
 
 class Loop:
@@ -47,7 +149,7 @@ class Loop:
 
     def __init__(self, run: Run, state: TrainState, past: RunHistory):
         self.run, self.state, self.history = run, state, History(past.history)
-        self.first, self.epoch = past.first, epoch_of(past.under_way)
+        self.first, self.epoch = past.first, past.epoch
         self.at = self.began = int(state.step)
         self.last = self.began if past.stopped else max(self.began, past.first + run.num_steps)
         self.memories = self._before = run.callbacks.init(state, past.memories, past.resumed)
@@ -55,10 +157,11 @@ class Loop:
         self._progress = Progress(run.options.progress, run.unit)
         self._trace = Trace(run.options.profile, self.began, self.last)
         self._pace, self._read = float("inf"), 0.0  # seconds of a step, and when the last one was read
-        self._wants_steps, self._checked = run.callbacks.wants_steps, False
+        self._checked = False  # that callbacks look at metrics that there are
         self._warned = False  # that a loss was not finite
         self._measured = run.callbacks.measure(state)  # what the bar shows of it
         self._measured_at = 0.0
+        self._best: TrainState | None = None  # a copy of the best state, where there are no checkpoints of it
 
     @property
     def number(self) -> int:
@@ -84,119 +187,18 @@ class Loop:
         """Whether an epoch was over and has no record, since the evaluation after it failed in an earlier call."""
         return self.between_epochs and self.epoch.counted > 0
 
-    @contextlib.contextmanager
-    def steps(self) -> Generator[Iterator[Record | None]]:
-        """A block with the steps. There is a None after one or several, and a record where one is due."""
-        own = contextlib.nullcontext(self._calls())
-        with (
-            own if self.run.make_steps is None else self.run.make_steps(self) as calls,
-            contextlib.closing(self._records(calls)) as records,
-        ):
-            yield records
-
-    def _records(self, calls: Iterator[Made]) -> Generator[Record | None]:
-        try:
-            if self.must_evaluate:
-                self.epoch.start()
-                self.epoch.pause()
-                yield self._record()
-                self.epoch = Epoch()
-            self._start_epoch()
-            self._progress.say_compiling()
-            while self.at < self.last:
-                self.state, metrics, part = next(calls)
-                if self.at == self.began:
-                    self._progress.say("")
-                self.at += 1 if part is None else len(part)
-                self.epoch.add(metrics, part)
-                self.run.certificate.take(self.at, self.state)
-                mark = self._due()
-                self._count(self.run.behind if mark is None else 0)
-                if mark is None:
-                    yield None
-                    continue
-                self.epoch.pause()
-                yield {**self._record(), **mark}
-                if self.between_epochs:
-                    self.epoch = Epoch()
-                    self._start_epoch()
-                else:
-                    self.epoch.resume()
-                    self._read = time.perf_counter()
-        finally:
-            self._trace.close(self.state)
-            self._progress.close()
-
-    def _due(self) -> dict[str, bool] | None:
-        """The mark of the record that is due after this step. None: none is due."""
-        every = self.run.options.eval_every
-        if self.between_epochs:
-            return {}
-        if every and self.at % every == 0:
-            return {"under_way": True}
-        return {"interrupted": True} if self.is_cut else None
-
-    def evaluate(self, record: Record) -> None:
-        """Evaluate the state, show the record and keep it."""
-        record |= {**self.run.evaluation.scores(self.state), **self.run.callbacks.measure(self.state)}
-        if self.between_epochs:
-            self._progress.close()
-        if self._progress.is_shown:
-            step = "" if self.between_epochs else f"step {record['step']}  "
-            self._progress.print(step + line(record, self.run.epochs, self.run.unit))
-        self.history.append(record)
-
-    def run_callbacks(self, record: Record) -> bool:
-        """Give the record to the callbacks. Return whether one asked to stop."""
-        self._before = self.memories
-        self.memories, stopped = self.run.callbacks.run(self.memories, self.state, record)
-        return stopped and not record.get("interrupted")
-
-    def to_save(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the state, as JSON. Waits for the steps of an epoch under way.
-
-        The record of an epoch that `max_steps` cuts short, and what callbacks made of it, are not in it: a longer run
-        has neither.
-        """
-        begins = self.between_epochs and (self.is_recorded or not self.epoch.counted)
-        under_way = {} if begins else self._under_way()
-        cut = self.is_recorded and self.history[-1].get("interrupted")
-        history, memories = (self.history[:-1], self._before) if cut else (self.history, self.memories)
-        return {
-            **{"first": self.first, "history": history, **under_way},
-            **{"callbacks": self.run.callbacks.to_json(memories)},
-        }
-
-    def _under_way(self) -> dict[str, Any]:
-        self._count(0)
-        return self.epoch.info()
-
-    def end_interrupted(self) -> None:
-        """Mark the record of an epoch that ends within it. An interrupt, a callback or `max_steps` can do that."""
-        if self.between_epochs:
-            return
-        self._count(0)
-        if self.is_recorded:
-            self.history[-1] = {**self.history[-1], "interrupted": True}
-            return
-        scores = self.run.evaluation.scores(self.state) if self.is_cut else {}  # it was made by an earlier call
-        self.history.append({**self._record(), **scores, "interrupted": True})
-
-    def go_back(self, state: TrainState, step: int) -> None:
-        """Go back to the state before a step that is not finite. No later step counts."""
-        self.state, self.at = state, step
-        self.epoch = dataclasses.replace(self.epoch, unread=collections.deque(), num_unread=0)
-        self.run.certificate.go_back(step)
-
-    def _calls(self) -> Iterator[Made]:
+    def calls(self) -> Iterator[Made]:
         """Call the step, or a program of several steps. `at` has changed when the next is asked for."""
-        run, state = self.run, self.state
-        where = self._where(state.store.devices)
-        groups = self._groups(state.rng, where) if state.store.devices else None
+        run, state, step = self.run, self.state, self.run.step
+        devices = state.store.devices
+        # Batches go to all devices, or over those axes of a mesh that the step splits a batch over.
+        sharding = step.batch_sharding(state) if isinstance(step, TrainStep) else None
+        place = data._batch_options(run.source, devices, sharding, getattr(step, "virtual_shards", None))
+        groups = self._groups(state.rng, place) if devices else None
         if groups is None:
-            for batch in run.batches(state.rng, self.at, **where):
+            for batch in run.batches(state.rng, self.at, **place):
                 with self._trace.step(self.at, state):
-                    state, metrics = run.step(state, batch)
+                    state, metrics = step(state, batch)
                 yield state, metrics, None
             return
         for batches, number in groups:
@@ -204,34 +206,26 @@ class Loop:
             while done < number:
                 end = min(number, done + self._next_number())
                 with self._trace.step(self.at, state):
-                    state, metrics = run.step.many(state, batches, done, end)
+                    state, metrics = step.many(state, batches, done, end)
                 yield state, metrics, range(done, end)
                 done = end
 
-    def _where(self, devices: Sequence[Device] | None) -> dict[str, Any]:
-        """Where batches go: to all devices, or over those axes of a mesh that the step splits a batch over."""
-        step = self.run.step
-        sharding = step.batch_sharding(self.state) if isinstance(step, TrainStep) else None
-        taken = sharding is not None and data._takes_sharding(self.run.source)
-        virtual = data._virtual_options(self.run.source, getattr(step, "virtual_shards", None), devices)
-        return {"sharding": sharding} if taken else {"devices": devices, **virtual}
-
-    def _groups(self, rng: jax.Array, where: dict[str, Any]) -> Iterator[tuple[data.Batch, int]] | None:
+    def _groups(self, rng: jax.Array, place: dict[str, Any]) -> Iterator[tuple[data.Batch, int]] | None:
         """Batches for programs of several steps. None where each step is a program."""
         run = self.run
         if run.per_program == 1:
             return None
         most = None if run.per_program == "auto" else run.per_program
         key = shuffle_key(rng)
-        groups = data.batch_groups(run.source, run.options.batch_size, most, rng=key, start=self.at, **where)
+        groups = data.batch_groups(run.source, run.options.batch_size, most, rng=key, start=self.at, **place)
         if most is not None and groups is None:
             raise ValueError(
                 f"fit: steps_per_execution is {most}, but the devices have no room for the data set; "
-                "say 1, or leave it out"
+                "give 1, or leave it out"
             )
         if most is not None or groups is None:
             return groups
-        first = next(groups)
+        first = next(groups)  # XLA's convolutions are slow in a loop on CPUs
         return None if run.step.slow_in_a_loop(self.state, first[0]) else itertools.chain([first], groups)
 
     def _next_number(self) -> int:
@@ -239,16 +233,49 @@ class Loop:
         if self._trace.is_on:
             return 1
         run = self.run
+        # A program must not step over a step after which something is due.
         periods = (run.options.checkpoint_every, run.options.eval_every, run.certificate.every)
         most = max(1, int(_AT_ONCE / self._pace)) if run.per_program == "auto" else run.per_program
         return min(most, self.last - self.at, *(every - self.at % every for every in periods if every))
 
-    def _start_epoch(self) -> None:
-        if self.at < self.last:
-            epoch, done = divmod(self.at - self.first, self.run.steps)
-            self._progress.start(self.run.steps, f"epoch {epoch + 1}/{self.run.epochs}", done)
-        self.epoch.start()
-        self._read = self.epoch.started
+    def steps(self, calls: Iterator[Made]) -> Generator[dict[str, bool] | None]:
+        """Take the steps that `calls` makes. After each: the mark of the record that is due, or None if none is."""
+        every, per_epoch = self.run.options.eval_every, self.run.steps
+        try:
+            if self.must_evaluate:
+                yield {}
+                self.epoch = Epoch()
+            while self.at < self.last:
+                if self.epoch.since is None:  # an epoch begins, or goes on after an evaluation
+                    if self.between_epochs or self.at == self.began:
+                        epoch, done = divmod(self.at - self.first, per_epoch)
+                        self._progress.start(per_epoch, f"epoch {epoch + 1}/{self.run.epochs}", done)
+                    if self.at == self.began:
+                        self._progress.say_compiling()
+                    self.epoch.since = self._read = time.perf_counter()
+                self.state, metrics, part = next(calls)
+                if self.at == self.began:
+                    self._progress.say("")
+                self.at += 1 if part is None else len(part)
+                self.epoch.add(metrics, part)
+                self.run.certificate.take(self.at, self.state)
+                due: dict[str, bool] | None = None
+                if is_over := self.between_epochs:
+                    due = {}
+                elif every and self.at % every == 0:
+                    due = {"under_way": True}
+                elif self.at == self.last:
+                    due = {"interrupted": True}
+                # A record has all of its steps. Else the last ones are not read yet, so the host starts steps ahead.
+                self._count(self.run.behind if due is None else 0)
+                if due is not None:
+                    self.epoch.pause()
+                yield due
+                if is_over:
+                    self.epoch = Epoch()
+        finally:
+            self._trace.close(self.state)
+            self._progress.close()
 
     def _count(self, behind: int) -> None:
         """Read the metrics of all steps except the last few. Waits for these steps."""
@@ -258,7 +285,7 @@ class Loop:
             number = self.at - self.epoch.num_unread - len(rows)
             if not self._checked:
                 self._checked = True
-                self.run.check_monitors(rows[0])
+                self.run.callbacks.check_metrics(list(rows[0]), [], self.run.evaluation.measures)
             for i, metrics in enumerate(rows, 1):
                 self._count_step(number + i, metrics)
         self.run.certificate.write(self.at - self.epoch.num_unread)
@@ -271,26 +298,111 @@ class Loop:
             self._warned = True
             warnings.warn(_not_finite(number, metrics["loss"]), stacklevel=2)
         self.epoch.count({"skipped": 1} if skipped else metrics)
-        shown = {**metrics, **self._measure_again()} if self._measured else metrics
-        self._progress.step(shown, self.epoch.counted * run.options.batch_size / self.epoch.elapsed())
-        if self._wants_steps:
+        # The bar shows what was measured at most a second ago: to measure waits for the state.
+        if self._measured and self._progress.has_bar and self._read - self._measured_at > _MEASURE_EVERY:
+            self._measured, self._measured_at = run.callbacks.measure(self.state), time.perf_counter()
+        per_second = self.epoch.counted * run.options.batch_size / self.epoch.elapsed()
+        self._progress.step({**metrics, **self._measured} if self._measured else metrics, per_second)
+        if self.memories or run.callbacks.on_step is not None:
             self.memories = run.callbacks.step(self.memories, number, metrics)
 
-    def _measure_again(self) -> dict[str, float]:
-        """What the bar shows beside the metrics, not older than a second. To measure waits for the state."""
-        if self._progress.has_bar and self._read - self._measured_at > _MEASURE_EVERY:
-            self._measured, self._measured_at = self.run.callbacks.measure(self.state), time.perf_counter()
-        return self._measured
+    def evaluate(self, mark: dict[str, bool]) -> Record:
+        """Evaluate the state, show the record and keep it."""
+        scores = {**self.run.evaluation.scores(self.state), **self.run.callbacks.measure(self.state)}
+        record = self._record(scores, mark)
+        if self.between_epochs:
+            self._progress.close()
+        if self._progress.is_shown:
+            step = "" if self.between_epochs else f"step {record['step']}  "
+            self._progress.print(step + line(record, self.run.epochs))
+        self.history.append(record)
+        return record
 
-    def _record(self) -> Record:
-        return self.epoch.record(self.number, self.at, self.run.options.batch_size, self.run.skips)
+    def _record(self, scores: dict[str, float], mark: dict[str, bool]) -> Record:
+        """What the steps of the epoch add up to so far. There is a key only for what has a value."""
+        run, epoch = self.run, self.epoch
+        sums, seconds = dict(epoch.sums), epoch.elapsed()
+        skipped = int(sums.pop("skipped", 0)) if run.skips else 0
+        updates = epoch.counted - skipped
+        # A step that was skipped has no metrics in the sums.
+        means = {name: value / updates for name, value in sums.items()} if updates else {"loss": float("nan")}
+        return {
+            **{"epoch": self.number, "step": self.at},
+            **{name: means[name] for name in ("loss", "accuracy") if name in means},  # before the others
+            **means,
+            **({"skipped": skipped} if run.skips else {}),
+            **scores,
+            **{"seconds": seconds, f"{run.unit}_per_second": epoch.counted * run.options.batch_size / seconds},
+            **mark,
+        }
+
+    def run_callbacks(self, record: Record) -> bool:
+        """Give the record to the callbacks. Return whether one asked to stop."""
+        self._before = self.memories  # those that a checkpoint of a run cut by `max_steps` has
+        callbacks = self.run.callbacks
+        self.memories, stopped = callbacks.run(self.memories, self.state, record)
+        copies = callbacks.restores_best and self.run.options.checkpoint_dir is None
+        if copies and callbacks.best_step(self.memories) == self.at:
+            self._best = copy_state(self.state)
+        return stopped and not record.get("interrupted")
+
+    def save(self, checkpoints: RunCheckpoints, *, stopped: bool = False, interrupted: bool = False) -> None:
+        """Save the state if it is due, with what `fit` needs to go on. Waits for the steps of an epoch under way.
+
+        The record of an epoch that `max_steps` cuts short, and what callbacks made of it, are not saved: a longer run
+        has neither.
+        """
+        if checkpoints.directory is None:
+            return
+        every, interrupted = self.run.options.checkpoint_every, interrupted or self.is_cut
+        cut = self.is_recorded and self.history[-1].get("interrupted")
+        # A longer run does not know of a best state that was found where `max_steps` cut an epoch short.
+        best = self.run.callbacks.best_step(self.memories) == self.at
+        best = best and not (cut and self.run.callbacks.restores_best)
+        is_due = self.between_epochs or stopped or interrupted or best or (every and self.at % every == 0)
+        if not is_due:
+            return
+        under_way: dict[str, Any] = {}
+        if not self.between_epochs or (self.epoch.counted and not self.is_recorded):
+            self._count(0)
+            epoch = self.epoch
+            under_way = {"sums": dict(epoch.sums), "counted": epoch.counted, "seconds": epoch.elapsed()}
+        history, memories = (self.history[:-1], self._before) if cut else (self.history, self.memories)
+        about = {"first": self.first, **under_way, "callbacks": self.run.callbacks.to_json(memories)}
+        checkpoints.save(self.state, {**about, "stopped": stopped, "interrupted": interrupted}, history, best)
+
+    def restore_best(self, checkpoints: RunCheckpoints) -> None:
+        """Take the state of the best record, where a callback asks for it. The run is over."""
+        step = self.run.callbacks.best_step(self.memories) if self.run.callbacks.restores_best else None
+        if not step or step == self.at:
+            return
+        self.state = checkpoints.restore(self.state, step) if self._best is None else self._best
+        if jax.process_index() == 0:
+            say_news(f"restored the best state, of step {step}")
+
+    def end_interrupted(self) -> None:
+        """Mark the record of an epoch that ends within it. An interrupt, a callback or `max_steps` can do that."""
+        if self.between_epochs:
+            return
+        self._count(0)
+        if self.is_recorded:
+            self.history[-1] = {**self.history[-1], "interrupted": True}
+            return
+        scores = self.run.evaluation.scores(self.state) if self.is_cut else {}  # it was made by an earlier call
+        self.history.append(self._record(scores, {"interrupted": True}))
+
+    def go_back(self, state: TrainState, step: int) -> None:
+        """Go back to the state before a step that is not finite. No later step counts."""
+        self.state, self.at = state, step
+        self.epoch = dataclasses.replace(self.epoch, unread=collections.deque(), num_unread=0)
+        self.run.certificate.go_back(step)
 
 
 def _not_finite(number: int, loss: float) -> str:
     """The warning about the first step whose loss is not finite, and whose update was made all the same."""
     return (
-        f"fit: the loss of step {number} (the first is 1) is {loss}; its update was made, training goes on, and "
-        "checkpoints after it take the place of earlier ones; look at that batch, its labels and the learning rate, or "
-        "make the step with make_train_step(loss_fn, nonfinite='skip') to leave such updates out, or 'stop' to end "
+        f"fit: the loss of step {number} (the first is 1) is {loss}. The update was made, the training continues, and "
+        "new checkpoints replace earlier ones. Look at that batch, its labels and the learning rate. "
+        "make_train_step(loss_fn, nonfinite='skip') leaves out such updates, and nonfinite='stop' ends the training "
         "before the first one"
     )

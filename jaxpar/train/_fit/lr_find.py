@@ -9,7 +9,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from ... import data, updaters
@@ -18,9 +17,10 @@ from ..._core.calls import answers
 from ..._core.text import Table
 from ..._devices.donation import is_donated
 from ..._devices.user_mesh import outside_mesh
-from .._callbacks.figures import new_figure, png, readable, save_figure
-from .._step.state import TrainState
-from .epoch import BEHIND, Epoch
+from .._callbacks.plots import new_figure, png, readable, save_figure
+from .._step.state import TrainState, check_is_state
+from .progress import BEHIND, Epoch
+from .resume import copy_state
 
 _WHERE = "train.lr_find"
 _SMOOTH = 0.9  # of the average of the losses
@@ -30,13 +30,13 @@ _TOO_MUCH = 4.0  # times the least loss so far, at which the test ends
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RateTest:
-    """What `lr_find` found. A notebook shows the curve.
+    """The result of `lr_find`. A notebook shows its curve.
 
     Attributes:
         rates: the learning rate of each step.
-        losses: the loss of the batch of that step, before its update.
-        smoothed: an average of the losses so far, of which the last ones count most.
-        suggestion: the rate at which the smoothed loss falls fastest. None: it never falls.
+        losses: the loss of each step, before its update.
+        smoothed: the exponential moving average of the losses.
+        suggestion: the rate at which the smoothed loss falls fastest. None if the loss never falls.
     """
 
     rates: tuple[float, ...]
@@ -44,9 +44,9 @@ class RateTest:
     smoothed: tuple[float, ...]
     suggestion: float | None
 
-    @readable
+    @readable()
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draw the loss by the rate, and write it to a file if there is a path. Returns the matplotlib figure.
+        """Plot the loss over the rate. Returns the matplotlib figure.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
@@ -87,32 +87,33 @@ def lr_find(
     step: Any,
     train_data: Any,
     *,
-    batch_size: int,
+    batch_size: int | None = None,
     lowest: float = 1e-6,
     highest: float = 1.0,
     steps: int = 100,
 ) -> RateTest:
-    """Train a copy of the state by rates that grow from step to step (Smith 2017), to find one that suits it.
+    """Find a learning rate: train a copy with growing rates.
 
-    The rate is changed in the state, so the step is compiled once. `state` stays as it is, and `fit` can train it by
-    `updaters.set_learning_rate(state, found.suggestion)`. The test ends where the loss is four times the least one, or
-    is not finite.
+    The method is from Smith (2017). The rate is changed in the state, so the step is compiled once. `state` stays
+    unchanged. To use the result, give `updaters.set_learning_rate(state, found.suggestion)` to `fit`. The test ends
+    when the loss is four times the smallest loss, or is not finite.
 
     Args:
-        state: its optimizer keeps the rate in its state: `optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)`, or
-            one of `jp.updaters` with `rate_in_state=True`. The rate must be a number, no schedule.
+        state: a state whose optimizer keeps the rate in its state:
+            `optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)`, or an optimizer of `jp.updaters` with
+            `rate_in_state=True`. The rate must be a number, not a schedule.
         step: from `make_train_step`.
-        train_data, batch_size: as in `fit`. The data begin again where they are too few.
+        train_data, batch_size: as in `fit`. The data repeat if there are too few.
         lowest, highest: the first and the last rate.
-        steps: how many rates, in equal ratios.
+        steps: the number of rates, in equal ratios.
 
     Returns:
         The rates, the losses and a suggestion.
 
     Raises:
-        ValueError: no rate is in the state, or it follows a schedule. Rates out of order, or data without one whole
-            batch.
-        TypeError: an argument of another type.
+        ValueError: the state has no rate, or the rate follows a schedule; `lowest` is not below `highest`; the data
+            have less than one batch.
+        TypeError: an argument has the wrong type.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optax
@@ -127,20 +128,16 @@ def lr_find(
         (True, 0)
     """
     rates = _rates(lowest, highest, steps)
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            f"{_WHERE}: expected a state of train.create_state or train.start, got {checks.describe(state)}"
-        )
+    check_is_state(state, _WHERE)
     if is_donated(state):
-        raise ValueError(f"{_WHERE}: this state was donated to an earlier step; use the one that it returned")
-    batch_size = checks.whole_number(batch_size, _WHERE, "batch_size")
+        raise ValueError(f"{_WHERE}: this state was donated to an earlier step; use the state that it returned")
     source = data.as_source(train_data)
-    if source.examples(batch_size) < batch_size:
-        raise ValueError(f"{_WHERE}: {source.examples(batch_size)} examples make no whole batch of {batch_size}")
+    batch_size = checks.whole_number(data._usual_batch_size(batch_size, source), _WHERE, "batch_size")
+    checks.whole_batch(source.examples(batch_size), batch_size, _WHERE)
     with outside_mesh():
-        own = updaters.set_learning_rate(jax.tree.map(_copy, state), rates[0])  # refused before work is spent
-        virtual = data._virtual_options(source, getattr(step, "virtual_shards", None), own.store.devices)
-        batches = source.batches(batch_size, rng=own.rng, epochs=None, devices=own.store.devices, **virtual)
+        own = updaters.set_learning_rate(copy_state(state), rates[0])  # refused before work is spent
+        where = data._batch_options(source, own.store.devices, None, getattr(step, "virtual_shards", None))
+        batches = source.batches(batch_size, rng=own.rng, epochs=None, **where)
     losses = _losses(own, step, batches, rates)
     smoothed = _smooth(losses)
     return RateTest(tuple(rates[: len(losses)]), tuple(losses), tuple(smoothed), _steepest(rates, smoothed))
@@ -200,7 +197,3 @@ def _rates(lowest: Any, highest: Any, steps: Any) -> list[float]:
     if low >= high:
         raise ValueError(f"{_WHERE}: lowest must be below highest, got {lowest} and {highest}")
     return [float(rate) for rate in np.geomspace(low, high, steps)]
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.copy() if isinstance(leaf, jax.Array) else leaf

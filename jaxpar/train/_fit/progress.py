@@ -1,18 +1,99 @@
-"""What a running loop shows: a bar in a terminal or a notebook, and lines. `progress` is the bar for your own loop."""
+"""What the steps of a loop report: read late, added up, shown, and traced by jax's profiler.
+
+`progress` shows it for your own loop.
+"""
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import dataclasses
+import os
 import sys
+import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from ..._core import checks
 from ..._core.calls import answers
+from ..._core.files import as_path
 from ..._core.text import is_interactive
+from ..._devices.donation import is_donated
 from .._callbacks.history import number_text
-from .epoch import BEHIND, Epoch
+
+BEHIND = 8  # steps whose metrics are not read yet, so that the host need not wait
+
+Metrics = dict[str, jax.Array]
+Profile = str | os.PathLike[str] | tuple[str | os.PathLike[str], int, int]
+
+_FIRST_TRACED, _NUM_TRACED = 10, 5
+_NOTHING = contextlib.nullcontext()
+
+
+@dataclasses.dataclass
+class Epoch:
+    """What the steps of one epoch add up to. Their metrics are read several steps late.
+
+    Attributes:
+        sums: of each metric. A step that left its update out counts under `skipped` only.
+        counted: how many steps were read and counted.
+        seconds: of training, up to the last `pause`.
+        since: the time at which training went on, by `time.perf_counter`. None: it pauses, as during an evaluation.
+        unread: the metrics of the other steps. With a range they are those of several steps along their first axis.
+        num_unread: how many these steps are.
+    """
+
+    sums: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    counted: int = 0
+    seconds: float = 0.0
+    since: float | None = None
+    unread: collections.deque[tuple[Metrics, range | None]] = dataclasses.field(default_factory=collections.deque)
+    num_unread: int = 0
+
+    def pause(self) -> None:
+        """Stop the clock. It is started by `since`."""
+        self.seconds, self.since = self.elapsed(), None
+
+    def elapsed(self) -> float:
+        """Seconds of training in this epoch."""
+        return self.seconds + (0.0 if self.since is None else time.perf_counter() - self.since)
+
+    def add(self, metrics: Metrics, part: range | None = None) -> None:
+        """Take the metrics of a step, or of a part of several steps. They may still be computed."""
+        self.unread.append((metrics, part))
+        self.num_unread += 1 if part is None else len(part)
+
+    def read(self, behind: int = BEHIND) -> Iterator[list[dict[str, float]]]:
+        """The metrics of all steps except the last few, program by program. Waits for these steps."""
+        while self.num_unread > behind:
+            rows = _rows(*self.unread.popleft())
+            self.num_unread -= len(rows)
+            yield rows
+
+    def count(self, metrics: dict[str, float]) -> None:
+        """Count one step."""
+        self.sums.update(metrics)
+        self.counted += 1
+
+
+def _rows(metrics: Metrics, part: range | None) -> list[dict[str, float]]:
+    """The metrics that are numbers, for each step. Waits for them. A warning names those that are not."""
+    axes = 0 if part is None else 1
+    others = {k: np.shape(v)[axes:] for k, v in metrics.items() if np.ndim(v) != axes}
+    if others:
+        words = ", ".join(f"{k!r} of shape {shape}" for k, shape in others.items())
+        warnings.warn(
+            f"fit: the history keeps only numbers, but aux of loss_fn has {words}; return a mean or another number",
+            stacklevel=2,
+        )
+    if part is None:
+        return [{k: float(v) for k, v in metrics.items() if k not in others}]
+    columns = {k: np.asarray(v) for k, v in metrics.items() if k not in others}
+    return [{k: float(v[i]) for k, v in columns.items()} for i in part]
 
 
 class Progress:
@@ -81,24 +162,78 @@ class Progress:
             self._bar = None
 
 
-@answers("train.progress")
-def progress(total: int | None = None, *, title: str = "", done: int = 0, show: bool = True) -> StepProgress:
-    """A bar with the metrics of the steps, as that of `fit`, for a loop of one's own.
-
-    The metrics are read eight steps late, so the host can start steps ahead of the devices.
+class Trace:
+    """Traces some of the steps of a run, for XProf.
 
     Args:
-        total: how many steps there will be. None: it is not known.
-        title: what the bar is called.
-        done: how many of them were made before, in a run that was resumed.
-        show: whether to show it. Outside a terminal and a notebook, and in all processes except the first, nothing is
-            shown.
+        profile: a directory, or (directory, first step, number of steps) with steps counted from 0 at the start of this
+            call of `fit`. None: no trace.
+        began, last: how many steps were made at this start, and will be at the end.
 
-    Returns:
-        A context manager. Call its `step(metrics)` after each step. `means()` gives the means of the metrics.
+    Attributes:
+        is_on: whether there is a trace at all.
 
     Raises:
-        TypeError, ValueError: a number that is none, or is too small.
+        ValueError: it asks for steps that the run does not have.
+    """
+
+    def __init__(self, profile: Profile | None, began: int, last: int):
+        self._directory, first, num, steps = None, 0, 0, last - began
+        if isinstance(profile, tuple):
+            directory, first, num = profile
+            self._directory = os.fspath(directory)
+            if first < 0 or num < 1 or first + num > steps:
+                raise ValueError(
+                    f"fit: profile asks for {num} steps from step {first} on, but this call has {steps} steps; in "
+                    "(directory, first_step, num_steps), first_step counts from 0"
+                )
+        elif profile is not None:  # in the steady state: compiled, and the device is fed ahead
+            self._directory = os.fspath(as_path(profile, "fit: profile"))
+            first, num = min(_FIRST_TRACED, max(0, steps - _NUM_TRACED)), _NUM_TRACED
+        self._traced = range(began + first, began + first + num)
+        self.is_on: bool = profile is not None
+        self._is_tracing = False
+
+    def step(self, at: int, state: Any) -> contextlib.AbstractContextManager[Any]:
+        """A block for the step after `at` others. `state` is the one before it."""
+        if self._directory is None:
+            return _NOTHING
+        if at == self._traced.start:
+            jax.block_until_ready(state)  # earlier steps are not in the trace
+            jax.profiler.start_trace(self._directory)
+            self._is_tracing = True
+        if at == self._traced.stop:
+            self.close(state)
+        return jax.profiler.StepTraceAnnotation("train", step_num=at) if self._is_tracing else _NOTHING
+
+    def close(self, state: Any) -> None:
+        """End a trace under way, when the state is computed."""
+        if self._is_tracing:
+            self._is_tracing = False
+            try:
+                if not is_donated(state):  # a step that failed may have taken its memory
+                    jax.block_until_ready(state)
+            finally:
+                jax.profiler.stop_trace()
+
+
+@answers("train.progress")
+def progress(total: int | None = None, *, title: str = "", done: int = 0, show: bool = True) -> StepProgress:
+    """A progress bar with metrics, as in `fit`, for your own loop.
+
+    Metrics are read eight steps late, so that the host can start steps ahead of the devices.
+
+    Args:
+        total: the number of steps. None if unknown.
+        title: the title of the bar.
+        done: the number of steps before a resumed run.
+        show: whether to show the bar. It is shown only in a terminal or notebook, and only by the first process.
+
+    Returns:
+        A context manager. Call its `step(metrics)` after each step. `means()` returns the means of the metrics.
+
+    Raises:
+        TypeError, ValueError: `total` or `done` is not an int, or is too small.
 
     Example:
         >>> import jax.numpy as jnp
@@ -115,10 +250,10 @@ def progress(total: int | None = None, *, title: str = "", done: int = 0, show: 
 
 
 class StepProgress:
-    """What `progress` returns.
+    """The context manager of `progress`.
 
     Attributes:
-        made: the number of steps, those before it included.
+        made: the number of steps so far, including `done`.
     """
 
     def __init__(self, total: int | None, title: str, done: int, show: bool):
@@ -136,7 +271,7 @@ class StepProgress:
         self._progress.close()
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """Count a step. Metrics of an earlier one are read and shown."""
+        """Count a step, and show the metrics of an earlier step."""
         if self._is_compiling:
             self._is_compiling = False
             self._progress.say("")
@@ -145,7 +280,7 @@ class StepProgress:
         self._read(BEHIND)
 
     def means(self) -> dict[str, float]:
-        """The mean of each metric over the steps so far. Waits for them."""
+        """The mean of each metric over all steps so far. Waits for them."""
         self._read(0)
         return {name: total / self._epoch.counted for name, total in self._epoch.sums.items()}
 

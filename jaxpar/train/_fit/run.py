@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
 
 from ... import data, distributed
 from ..._core import checks
-from ..._core.arguments import check_takes, did_you_mean
+from ..._core.calls import check_takes
 from ..._devices.user_mesh import outside_mesh
 from ...updaters import assign
-from .._callbacks.callbacks import Callbacks, OnStep
-from .._callbacks.collect import check_files, collect_callbacks
-from .._callbacks.history import Record
-from .._evaluate.evaluation import Evaluation, plan_evaluation
-from .._evaluate.labels import check_training_classes
-from .._step.state import IN_STORE, TrainState, check_is_state
+from .._callbacks.callbacks import Callbacks, OnStep, collect_callbacks
+from .._callbacks.history import NO_METRICS
+from .._evaluate.classifier import check_training_classes
+from .._evaluate.evaluate import Evaluation, plan_evaluation
+from .._step.state import TrainState, check_is_state
 from .._step.train_step import TrainStep
 from .certificate import Certificate
-from .epoch import BEHIND, RECORD_NAMES, Metrics
-from .profile import Profile
+from .progress import BEHIND, Metrics, Profile
 
 Made = tuple[TrainState, Metrics, range | None]
+# What `fit` itself puts into records. The metric `skipped` is the step's own.
+_TAKEN = {*NO_METRICS, "test_loss", "test_accuracy"} - {"skipped"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,76 +125,43 @@ class Run:
         metrics: list[str] = []
         if isinstance(self.step, TrainStep):
             state = self.step.complete(state)
-            data._virtual_options(self.source, self.step.virtual_shards, state.store.devices)
+            data._batch_options(self.source, state.store.devices, None, self.step.virtual_shards)
             shapes = getattr(self.source, "batch_shapes", lambda batch_size: None)(self.options.batch_size)
             metrics = self.step.check(state, shapes)
         scores = self.evaluation.check(state)
         own = ("eval_",) if self.evaluation.eval_fn is not None else ()
-        taken = [name for name in metrics if name in RECORD_NAMES or name.startswith(own)]
+        taken = [name for name in metrics if name in _TAKEN or name.startswith(own)]
         if taken:
             raise ValueError(
-                f"fit: the record of an epoch has {', '.join(sorted(taken))} of its own; rename that value in the aux "
-                "of loss_fn"
+                f"fit: aux of loss_fn has {', '.join(sorted(taken))}, which fit records itself; rename that value"
             )
         if metrics:
-            self.check_monitors(metrics, scores)
+            self.callbacks.check_metrics(metrics, scores, self.evaluation.measures)
         return state
-
-    def check_monitors(self, metrics: Iterable[str], scores: Sequence[str] = ()) -> None:
-        """`ValueError` for a callback that looks at what is never measured, when the names of metrics are known."""
-        unknown = [
-            start
-            for start, are_measured in self.evaluation.measures.items()
-            if are_measured and not any(name.startswith(start) for name in scores)
-        ]
-        self.callbacks.check_metrics([*metrics, *scores], unknown)
-
-
-@dataclasses.dataclass(frozen=True)
-class RunHistory:
-    """What happened before this call of `fit`.
-
-    Attributes:
-        first: the step at which the run began.
-        history: the records of the epochs that are over.
-        under_way: the sums of an epoch that is not.
-        stopped: whether a callback ended the training.
-        memories: of the callbacks, as `Callbacks.to_json` gave them. None: they were not saved.
-        resumed: whether it goes on from a checkpoint of `fit`.
-    """
-
-    first: int
-    history: list[Record] = dataclasses.field(default_factory=list)
-    under_way: dict[str, Any] = dataclasses.field(default_factory=dict)
-    stopped: bool = False
-    memories: list[Any] | None = None
-    resumed: bool = False
 
 
 def plan_run(state: TrainState, step: TrainStep, train_data: Any, **given: Any) -> Run:
     """The run of a call of `fit`, from its arguments. The errors are those of `fit`."""
     options = Options(**given)
+    # The order is that in which a user would mend them: what takes long to find out comes last.
     callbacks = collect_callbacks(options.metrics_file, options.callbacks, options.on_step)
-    distributed.check_joined("fit", "each would train a model of its own", launched=True)
+    distributed.check_joined("fit", "each process would train its own model", launched=True)
     _check_inputs(state, step)
-    options = _check_options(options)
+    source = data.as_source(train_data)
+    batch_size = data._usual_batch_size(options.batch_size, source)
+    options = _check_options(dataclasses.replace(options, batch_size=batch_size))
     certificate = Certificate(options.certificate, options.certificate_every)
-    check_files(callbacks, certificate.path)
     evaluated = {name: given[name] for name in ("test_data", "apply_fn", "eval_data", "eval_fn")}
     evaluation = plan_evaluation(**evaluated, batch_size=options.batch_size)
-    source = data.as_source(train_data)
     examples = source.examples(options.batch_size)
     steps = examples // options.batch_size
-    if not steps:
-        raise ValueError(
-            f"fit: {examples} examples make no whole batch of {options.batch_size}; use a smaller batch_size"
-        )
+    checks.whole_batch(examples, options.batch_size, "fit")
     epochs = sys.maxsize if options.epochs is None else options.epochs
     if options.max_steps is not None:
         epochs = min(epochs, -(-options.max_steps // steps))
     check_training_classes(step, state, source)
     per_program = _steps_per_program(options.steps_per_execution, step, source, state)
-    callbacks.check(options.checkpoint_dir, evaluation.measures)
+    callbacks.check(options.checkpoint_dir, certificate.path, evaluation.measures)
     return Run(options, step, source, callbacks, evaluation, certificate, epochs, examples, steps, per_program)
 
 
@@ -214,7 +180,7 @@ def _check_options(options: Options) -> Options:
         value = getattr(options, name)
         numbers[name] = None if value is None else checks.whole_number(value, "fit", name)
     if options.epochs is None and options.max_steps is None:
-        raise ValueError("fit: epochs= or max_steps= says when the training ends; give one of them, or both")
+        raise ValueError("fit: the end of the training is not known; give epochs= or max_steps=, or both")
     if options.checkpoint_dir is None:
         numbers["checkpoint_every"] = None
     checks.choice(options.on_interrupt, "fit", "on_interrupt", ("auto", "return", "raise"))
@@ -225,30 +191,6 @@ def _check_options(options: Options) -> Options:
     if options.resume not in ("auto", True, False):
         raise ValueError(f"fit: resume must be 'auto', True or False, got {options.resume!r}")
     return dataclasses.replace(options, **numbers)
-
-
-def refuse_unknown(unknown: dict[str, Any], function: Callable[..., Any]) -> None:
-    """`TypeError` for an argument that `fit` does not have, with the nearest one that it has."""
-    for name in unknown:
-        known = [other for other in inspect.signature(function).parameters if other != "unknown"]
-        hint = f"; {_HINTS[name]}" if name in _HINTS else did_you_mean(name, known)
-        raise TypeError(f"fit: unknown argument {name}={hint}")
-
-
-_VALIDATION = "evaluation data are test_data= with apply_fn=, or eval_data= with eval_fn="
-_CALLBACK = "it is a callback, callbacks=train.EarlyStopping(patience=3)"
-_HINTS = {
-    "callback": "callbacks= takes a function or a sequence of functions",
-    **dict.fromkeys(("early_stopping", "patience"), _CALLBACK),
-    **dict.fromkeys(("validation_data", "val_data", "validation_split", "valid_data"), _VALIDATION),
-    **dict.fromkeys(("optimizer", "learning_rate", "lr", "tx"), IN_STORE),
-    **dict.fromkeys(("loss", "loss_fn", "grad_transform"), "it belongs to the step, train.make_train_step(loss_fn)"),
-    "shuffle": "examples are shuffled by state.rng; data.from_iterable keeps an order of its own",
-    "verbose": "call it progress, True or False",
-    "devices": "they belong to the state, train.create_state(store, rng, devices=...)",
-    "seed": "it belongs to the state, train.create_state(store, seed)",
-    "rng": "it belongs to the state, train.create_state(store, rng)",
-}
 
 
 def _check_inputs(state: Any, step: Any) -> None:
@@ -269,20 +211,20 @@ def _steps_per_program(asked: Any, step: Any, source: data.Source, state: TrainS
         try:
             asked = checks.whole_number(asked, "fit", "steps_per_execution")
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{error}; or say 'auto'") from None
+            raise type(error)(f"{error}; or give 'auto'") from None
     if asked == 1:
         return 1
     devices = state.store.devices
     reasons = {
         "the step was not made by make_train_step": not isinstance(step, TrainStep),
         "a step with virtual_shards is several programs": getattr(step, "virtual_shards", None) is not None,
-        "the training data is no data.Dataset": not isinstance(source, data.DatasetSource),
+        "train_data is not a data.Dataset": not isinstance(source, data.DatasetSource),
         "there are several processes": jax.process_count() > 1,
-        "the state was not made by create_state, so its devices are not known": not devices,
+        "the state does not know its devices, because create_state did not make it": not devices,
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     if asked == "auto":
         return "auto" if reason is None and all(d.platform == "cpu" for d in devices or ()) else 1
     if reason:
-        raise ValueError(f"fit: steps_per_execution is {asked}, but {reason}; say 1, or leave it out")
+        raise ValueError(f"fit: steps_per_execution is {asked}, but {reason}; give 1, or leave it out")
     return asked

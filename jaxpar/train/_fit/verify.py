@@ -9,11 +9,11 @@ from typing import Any
 
 from ... import checkpoint
 from ..._core import checks
+from ..._core.text import did_you_mean
 from .._step.state import check_is_state
 from .certificate import difference, header_of, parse
 from .fit import fit
 from .resume import like_saved
-from .run import refuse_unknown
 
 
 class NotComparableError(ValueError):
@@ -61,7 +61,7 @@ def verify(path: Path, arguments: Any, first: int | None = None, last: int | Non
         raise NotComparableError(f"{path} has no step {asked}; {known}")
     state, step, data, options = _split(arguments)
     if why := difference(header, header_of(step, state)):
-        raise NotComparableError(f"the bits of {path} are of another run ({why})")
+        raise NotComparableError(f"{path} is from another run ({why})")
     state, start = _begin(state, step, options.pop("checkpoint_dir", None), first or 0, steps[0])
     done: list[int] = []
     for at in steps:
@@ -77,11 +77,13 @@ def _split(arguments: Any) -> tuple[Any, Any, Any, dict[str, Any]]:
     """State, step, data, and the options that decide about bits, with the place of checkpoints."""
     if not isinstance(arguments, dict):
         raise TypeError(f"expected the arguments of fit in a dict, got {checks.describe(arguments)}")
-    known = [name for name in inspect.signature(fit).parameters if name != "unknown"]
-    refuse_unknown({name: value for name, value in arguments.items() if name not in known}, fit)
+    known = list(inspect.signature(fit).parameters)
+    for name in arguments:
+        if name not in known:
+            raise TypeError(f"fit: there is no argument {name!r}{did_you_mean(name, known)}")
     missing = [name for name in ("state", "step", "train_data", "batch_size") if name not in arguments]
     if missing:
-        raise TypeError(f"the arguments of fit have no {' and no '.join(missing)}")
+        raise TypeError(f"the arguments of fit lack {' and '.join(missing)}")
     check_is_state(arguments["state"], "verify")
     kept = ("batch_size", "steps_per_execution", "checkpoint_dir")
     options = {name: arguments[name] for name in kept if name in arguments}
@@ -97,7 +99,7 @@ def _begin(state: Any, step: Any, directory: Any, first: int, certified: int) ->
             return checkpoint.restore(found.path, like_saved(state, step)), found.path
     if own > certified:
         raise NotComparableError(
-            f"the state is at step {own}, the first certified step to compare is {certified}, and there is no "
-            "checkpoint between them; give a state of before, or a later --from"
+            f"the state is at step {own}, after the first step to compare, {certified}; give an earlier state, or a "
+            "later --from"
         )
     return state, None

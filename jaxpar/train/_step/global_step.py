@@ -19,12 +19,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ... import kv
-from ..._core.arrays import Device
-from ..._store.store import mesh_of_values, with_changes
-from ..._store.update import update
-from . import means, nonfinite
-from .device_step import DeviceStep
-from .gradient import Gradient, call_loss, divide
+from ..._store.placing import trained_keys
+from ..._store.store import mesh_of_values
+from .device_step import DeviceStep, Gradient, divide
+from .loss import call_loss, finish, model_state_mean, model_state_terms, widen
+from .nonfinite import nonfinite_flags
 from .state import TrainState, leaf_shardings
 
 
@@ -49,9 +48,9 @@ class GlobalGradient(Gradient):
             return call_loss(self.loss_fn, params, batch, rng, model_state, step)
 
         with _explain_constraints(self.axes):
-            metrics, new = _over_shares(of_share, self.axes)(batch, rng, model_state)
+            metrics, new = self._over_shares(of_share)(batch, rng, model_state)
         first = tuple(range(len(self.axes)))
-        return jax.tree.map(lambda x: x.sum(first), means.widen(metrics)), new
+        return jax.tree.map(lambda x: x.sum(first), widen(metrics)), new
 
     def _microbatches(self, batch: Any) -> Any:
         at, count = len(self.axes), self.accumulate
@@ -62,49 +61,53 @@ class GlobalGradient(Gradient):
         return jax.tree.map(cut, batch)
 
     def _fold_in(self, rng: jax.Array, i: Any) -> jax.Array:
-        return _over_shares(lambda key: jax.random.fold_in(key, i), self.axes)(rng)
+        return self._over_shares(lambda key: jax.random.fold_in(key, i))(rng)
+
+    def _over_shares(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` for every share, each on its part of the mesh."""
+        for name in reversed(self.axes):
+            fn = jax.vmap(fn, axis_name=name, spmd_axis_name=name)
+        return fn
 
 
 @dataclasses.dataclass(frozen=True)
 class GlobalStep(DeviceStep):
-    """The step of all devices: `step(state, batch) -> (state, metrics)`, of whole arrays.
+    """The step of all devices: `step(state, batch) -> (state, metrics)`, of whole arrays."""
 
-    Attributes:
-        axes: the axes of the mesh that the batch is split over.
-    """
-
-    axes: tuple[str, ...] = ()
+    gradient: GlobalGradient
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        mesh = mesh_of_values(state.store)
-        leaves, structure = jax.tree.flatten(state)
-        leaves = [lax.with_sharding_constraint(x, s) for x, s in zip(leaves, leaf_shardings(state), strict=True)]
-        state = structure.unflatten(leaves)  # all over the same mesh, also what a user's mesh laid out alike
-        options = {f.name: getattr(self.gradient, f.name) for f in dataclasses.fields(self.gradient)}
-        gradient = GlobalGradient(**options, axes=self.axes)
+        # All arrays over the same mesh, also those that a user's mesh laid out alike.
+        state = jax.tree.map(lax.with_sharding_constraint, state, leaf_shardings(state))
+        mesh, homes = mesh_of_values(state.store), dict(state.store.shardings)
+        count = math.prod(mesh.shape[name] for name in self.axes)
+
+        # The gradient of the sum over the shares, and then of the mean. The compiler sums over the devices.
         params = kv.to_params(state.store)
-        shares = self._shares(state, batch, mesh)
-        own = gradient(params, *shares, state.step, self._scale(state))
-        places, count = dict(state.store.shardings), math.prod(mesh.shape[name] for name in self.axes)
-        divisor = count if own.weight is None else own.weight
-        grads = {k: lax.with_sharding_constraint(divide(g, divisor), places[k]) for k, g in own.grads.items()}
-        metrics = means.finish(own.metrics, count)
-        due = self._without_unused(state, own, grads)
+        trained = trained_keys(state.store)
+        total = self.gradient(params, trained, *self._shares(state, batch, mesh), state.step, self._scale(state))
+        whole = count if total.weight is None else total.weight
+        grads = {k: lax.with_sharding_constraint(divide(g, whole), homes[k]) for k, g in total.grads.items()}
+        metrics = finish(total.metrics, count)
+
+        # The update, and the new state.
+        due = self._without_unused(state, total, grads)
         store, transform = self._apply(state, params, due, {}, None, metrics["loss"])
         new = dataclasses.replace(
             state,
             store=store,
             step=state.step + 1,
             transform=transform,
-            model_state=_mean_over_shares(own.model_state, len(self.axes), count),
+            model_state=self._mean_over_shares(total.model_state, count),
         )
         if self.guard is None:
             return new, metrics
-        return self.guard(state, new, metrics, nonfinite.nonfinite_flags(metrics["loss"], grads, {}))
+        return self.guard(state, new, metrics, nonfinite_flags(metrics["loss"], grads, {}))
 
-    def spread(self, store: kv.KVStore) -> tuple[Mesh, tuple[str, ...]]:
-        """The mesh of the values, and over which of its axes a batch is split."""
-        return mesh_of_values(store), self.axes
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that the batch is split over."""
+        return self.gradient.axes
 
     def _shares(self, state: TrainState, batch: Any, mesh: Mesh) -> tuple[Any, Any, Any]:
         """Batch, `rng` and model state with a first axis for each of `axes`."""
@@ -120,29 +123,26 @@ class GlobalStep(DeviceStep):
         model_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), state.model_state)
         return jax.tree.map(split, batch), rngs, model_state
 
-    def _apply(
-        self, state: TrainState, params: Any, summed: Any, residuals: Any, ready: Any, loss: Any
-    ) -> tuple[kv.KVStore, Any]:
-        updates, transform = self._transform(state, params, summed)
-        return with_changes(state.store, update(state.store, updates, loss)), transform
+    def _mean_over_shares(self, model_state: Any, count: int) -> Any:
+        """Floating leaves as means over the shares. Others are those of the first share."""
+        axes = tuple(range(len(self.axes)))
+        sums = [tuple(x.sum(axes) for x in terms) for terms in model_state_terms(model_state, count)]
+        return model_state_mean(jax.tree.map(lambda x: x[(0,) * len(axes)], model_state), sums, count)
 
-    def with_initial_parts(self, state: TrainState, devices: tuple[Device, ...]) -> TrainState:
-        """The state as it is, on the mesh."""
-        mesh = mesh_of_values(state.store)
-        for name in self.axes:
-            if name not in mesh.axis_names:
-                raise ValueError(
-                    f"train step: axis_name={name!r} is no axis of the mesh, which has {', '.join(mesh.axis_names)}; "
-                    "give make_train_step the axis, or axes, that the batch is split over"
-                )
-        return super().with_initial_parts(state, devices)
+    def spread(self, store: kv.KVStore) -> tuple[Mesh, tuple[str, ...]]:
+        return mesh_of_values(store), self.axes
+
+    def with_initial_parts(self, state: TrainState) -> TrainState:
+        check_axes(self.axes, mesh_of_values(state.store), "train step")
+        return super().with_initial_parts(state)
 
 
-def _over_shares(fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
-    """`fn` for every share, each on its part of the mesh."""
-    for name in reversed(axes):
-        fn = jax.vmap(fn, axis_name=name, spmd_axis_name=name)
-    return fn
+def check_axes(axes: tuple[str, ...], mesh: Mesh, where: str) -> None:
+    """`ValueError` unless the axes that a batch is split over are axes of the mesh."""
+    for name in axes:
+        if name not in mesh.axis_names:
+            known = ", ".join(mesh.axis_names)
+            raise ValueError(f"{where}: axis_name={name!r}: the mesh has no such axis; its axes are {known}")
 
 
 @contextlib.contextmanager
@@ -155,19 +155,7 @@ def _explain_constraints(axes: tuple[str, ...]) -> Generator[None]:
             raise
         spec = str(error).rpartition("got spec ")[2]
         raise ValueError(
-            f"train step: loss_fn constrains an array to {spec}, and the batch is split over "
-            f"{', '.join(map(repr, axes))}; loss_fn sees one share of the batch, which is split so already, so name "
-            "the other axes only: None in place of that axis, and no constraint where nothing is left"
+            f"train step: loss_fn constrains an array to {spec}, but the step already splits the batch over "
+            f"{', '.join(map(repr, axes))}, and loss_fn sees one share; write None in place of these axes, and leave "
+            "out a constraint that names no others"
         ) from error
-
-
-def _mean_over_shares(tree: Any, axes: int, count: int) -> Any:
-    """Floating leaves as means over the shares. Others are those of the first share."""
-
-    def leaf(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x[(0,) * axes]
-        sums = tuple(term.sum(tuple(range(axes))) for term in means.state_terms(x, count))
-        return means.state_mean(sums, count, x.dtype)
-
-    return jax.tree.map(leaf, tree)

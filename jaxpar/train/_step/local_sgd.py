@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,11 @@ from ..._core import checks
 from ..._core.arrays import Device
 from ..._devices.mesh import split_over
 from ..._store import aggregate
-from ..._store.store import is_split
-from ..._store.update import update
+from ..._store.aggregate import update
+from ..._store.placing import by_key, trained_keys, tree_of
+from ..._store.store import is_split, with_changes
 from ...kv import KVStore
-from .device_step import Arrays, DeviceStep
-from .gradient import divide, floating_keys
+from .device_step import END_OF_ROUND, Arrays, DeviceStep, divide
 from .state import TrainState, carries, everywhere
 
 
@@ -45,36 +45,35 @@ class LocalSGD(DeviceStep):
     steps: int = 1
     outer: Any = None
 
+    has_local_part: ClassVar[bool] = True
+
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        # The gradient of this device's share, at its own parameters.
         mine = own_state(state)
         params = kv.to_params(mine.store)
-        found = self.gradient(params, batch, self._rng(state), state.model_state, state.step, self._scale(state))
-        grads, loss = found.grads, found.metrics["loss"]
-        if found.weight is not None:  # by the mean weight, so that the mean over the devices is over what counts
-            share = self._divisor(state, found) / lax.axis_size(self.axis_name)
-            grads, loss = {k: divide(g, share) for k, g in grads.items()}, loss.total / share
+        trained, scale = trained_keys(state.store), self._scale(state)
+        share = self.gradient(params, trained, batch, self._rng(state), state.model_state, state.step, scale)
+        grads, loss = share.grads, share.metrics["loss"]
+        if share.weight is not None:  # by the mean weight, so that the mean over the devices is over what counts
+            weight = self._add(state, [share.weight])[0] / lax.axis_size(self.axis_name)
+            grads, loss = {k: divide(g, weight) for k, g in grads.items()}, loss.total / weight
+
+        # The update of its own parameters. Metrics and model state are those of all devices.
         updates, transform = self._transform(mine, params, grads)
         transform = transform if jax.tree.leaves(transform) else state.local["transform"]
-        updates = self._without_unused(state, found, updates)
-        changes = update(mine.store, updates, loss)
-        optimizer_state = changes.optimizer_state
-        metrics, model_state, bad = self._mean_over_devices(state, found, grads, {})
+        store = with_changes(mine.store, update(mine.store, self._without_unused(state, share, updates), loss))
+        metrics, model_state, bad = self._mean_over_devices(state, share, grads, {})
+        local = {
+            "values": {k: store.values[k] for k in state.local["values"]},
+            "updater_state": {k: store.updater_state[k] for k in state.local["updater_state"]},
+            "optimizer_state": store.optimizer_state,
+            "transform": transform,
+        }
         new = dataclasses.replace(
             state,
             step=state.step + 1,
             model_state=model_state,
-            local=_like(
-                state.local,
-                {
-                    "values": {k: changes.values.get(k, mine.store.values[k]) for k in state.local["values"]},
-                    "updater_state": {
-                        k: changes.updater_state.get(k, mine.store.updater_state[k])
-                        for k in state.local["updater_state"]
-                    },
-                    "optimizer_state": mine.store.optimizer_state if optimizer_state is None else optimizer_state,
-                    "transform": transform,
-                },
-            ),
+            local=_like(state.local, local),
             outer={**state.outer, "since": state.outer["since"] + 1},
         )
         new = self._end_round(new, new.outer["since"] == self.steps)
@@ -116,23 +115,22 @@ class LocalSGD(DeviceStep):
         gradient, residuals = aggregate.reduce(store, gaps, self.axis_name)
         if self.outer is None:
             return {k: store.values[k] - g for k, g in gradient.items()}, residuals, ()
-        updates, outer = self.outer.update(_tree(store, gradient), state.outer["state"], _tree(store, store.values))
-        steps = dict(zip(sorted(gradient), jax.tree.leaves(updates), strict=True))
+        params = tree_of(store, store.values)
+        updates, outer = self.outer.update(tree_of(store, gradient), state.outer["state"], params)
+        steps = by_key(store, updates)
         return {k: (store.values[k] + u).astype(store.values[k].dtype) for k, u in steps.items()}, residuals, outer
 
-    def with_initial_parts(self, state: TrainState, devices: tuple[Device, ...]) -> TrainState:
+    def with_initial_parts(self, state: TrainState) -> TrainState:
         """The state with the parts `local` and `outer`, as before the first round. Parts that it has stay."""
+        state = super().with_initial_parts(state)
         store = state.store
         _check_store(store)
-        fresh = () if self.outer is None else jax.eval_shape(self.outer.init, _tree(store, store.values))
+        fresh = () if self.outer is None else jax.eval_shape(self.outer.init, tree_of(store, store.values))
         if carries(state.local):
             if jax.tree.structure(fresh) != jax.tree.structure(state.outer["state"]):
-                raise ValueError(
-                    "train step: the state belongs to another outer_optimizer; end its round by that step's "
-                    "finish(state), then go on from train.create_state(state.store, rng)"
-                )
+                raise ValueError(f"train step: the state belongs to another outer_optimizer; {END_OF_ROUND}")
             return state
-        keys = floating_keys([store.values[k] for k, _ in store.paths])
+        keys = trained_keys(store)
         local = {
             "values": {k: store.values[k] for k in keys},
             "updater_state": {k: store.updater_state[k] for k in keys},
@@ -140,11 +138,12 @@ class LocalSGD(DeviceStep):
             "transform": state.transform,
         }
         outer = {
-            "state": () if self.outer is None else self.outer.init(_tree(store, store.values)),
+            "state": () if self.outer is None else self.outer.init(tree_of(store, store.values)),
             "since": jnp.zeros((), jnp.int32),
         }
         leaves, structure = jax.tree.flatten(local)
-        local = structure.unflatten(_copies(devices)(leaves))
+        assert store.devices is not None
+        local = structure.unflatten(_copies(store.devices)(leaves))
         return dataclasses.replace(state, local=local, outer=everywhere(outer, store))
 
 
@@ -152,28 +151,20 @@ def check_local_steps(local_steps: Any, outer_optimizer: Any) -> None:
     """Check the two options of `make_train_step`."""
     if local_steps is None:
         if outer_optimizer is not None:
-            raise ValueError("make_train_step: outer_optimizer goes with local_steps, which is None")
+            raise ValueError("make_train_step: outer_optimizer needs local_steps=, which is None")
         return
     checks.whole_number(local_steps, "make_train_step", "local_steps")
-    parts = (getattr(outer_optimizer, name, None) for name in ("init", "update"))
-    if outer_optimizer is not None and not all(map(callable, parts)):
-        raise TypeError(
-            "make_train_step: outer_optimizer must be an optax.GradientTransformation or None, got "
-            f"{checks.describe(outer_optimizer)}"
-        )
+    if outer_optimizer is not None:
+        checks.transform(outer_optimizer, "make_train_step: outer_optimizer")
 
 
 def _check_store(store: KVStore) -> None:
     if is_split(store):
-        raise ValueError(
-            f"train step: with local_steps each device keeps all parameters, and a store of kind {store.kind!r} gives "
-            "it a part of them; use kind 'device' or 'dist_sync'"
-        )
+        fault = f"each device keeps all params, and kind {store.kind!r} gives it a part of them"
+        raise ValueError(f"train step: with local_steps {fault}; use kind 'device' or 'dist_sync'")
     if store.staleness:
-        raise ValueError(
-            f"train step: local_steps and a store of staleness {store.staleness} cannot go together; use kind "
-            "'dist_sync', or staleness=0"
-        )
+        late = f"a store of staleness {store.staleness}"
+        raise ValueError(f"train step: local_steps and {late} cannot go together; use kind 'dist_sync', or staleness=0")
 
 
 def own_state(state: TrainState) -> TrainState:
@@ -193,14 +184,6 @@ def own_state(state: TrainState) -> TrainState:
 def _like(like: Any, tree: Any) -> Any:
     """The arrays in the shapes of others, which have an axis of length 1 for the device, or have none."""
     return jax.tree.map(lambda old, new: new.reshape(old.shape), like, tree)
-
-
-def _tree(store: KVStore, values: Arrays) -> Any:
-    """The floating parameters as the user's pytree, with None for the others."""
-    assert store.treedef is not None
-    leaves = [store.values[k] for k, _ in store.paths]
-    trained = set(floating_keys(leaves))
-    return store.treedef.unflatten([values[k] if k in trained else None for k in range(len(leaves))])
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,4 +1,8 @@
-"""The loss of a classifier, as the training step takes it."""
+"""What a loss function takes and gives, and the means that a step makes of it over the shares of a batch.
+
+Every share gives terms, the terms are added over the shares in whatever way an engine does it, and the mean is made of
+the sums. So the same few functions serve every engine.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,241 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from ..._core import checks
-from ..._core.calls import answers
+from ..._core.calls import answers, answers_class, check_takes, has_parameter
+from .state import carries, is_floating
+
+
+@answers_class("train.Mean")
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mean:
+    """A weighted mean over all examples: `finish(sum of totals / sum of weights)`.
+
+    Attributes:
+        total: the weighted sums, `(n, ...)` with one row for each example; or a scalar, the sum over the batch.
+        weight: the weights, in the shape of `total`: for example, the number of tokens, or of examples of a class.
+        finish: a function of the mean, such as `numpy.exp`. None: the mean itself.
+        columns: True: each column of `(n, k)` has a separate mean. False: all entries are summed.
+
+    Example:
+        >>> import numpy as np
+        >>> from jaxpar import train
+        >>> def eval_fn(params, batch):
+        ...     error = (params * batch["x"] - batch["y"]) ** 2
+        ...     return {"rmse": train.Mean(error, jnp.ones_like(error), finish=np.sqrt)}
+        >>> line = {"x": np.arange(3.0), "y": np.arange(3.0) + 2}
+        >>> train.evaluate(1.0, data=line, eval_fn=eval_fn)
+        {'rmse': 2.0}
+    """
+
+    total: Any
+    weight: Any
+    finish: Callable[[Any], Any] | None = dataclasses.field(default=None, metadata={"static": True})
+    columns: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+Loss = jax.Array | tuple[Any, Any] | Mean  # the mean over the examples, or (sum, weight)
+LossFn = (  # with a model state, or without
+    Callable[[Any, Any, jax.Array], tuple[Loss, dict[str, Any]]]
+    | Callable[[Any, Any, jax.Array, Any], tuple[Loss, dict[str, Any], Any]]
+)
+
+LOSS_ARGUMENTS = ("params", "batch", "rng", "model_state")
+
+
+def check_loss_takes(loss_fn: Any, has_state: bool) -> None:
+    """`TypeError` unless it takes what a step gives it. An argument that is named `step` may come after that."""
+    hint = "; give the state one, train.create_state(store, rng, model_state=...)"
+    if has_state:
+        hint = ", since the state has a model_state"
+    check_takes(loss_fn, LOSS_ARGUMENTS[: 3 + has_state], "train step: loss_fn", hint, also=("step",))
+
+
+def call_loss(
+    loss_fn: Any, params: Any, batch: Any, rng: Any, model_state: Any, step: Any
+) -> tuple[dict[str, Any], Any]:
+    """Call a loss function and check what it returns: (metrics, new model state)."""
+    has_state = carries(model_state)
+    check_loss_takes(loss_fn, has_state)
+    given = (params, batch, rng, model_state) if has_state else (params, batch, rng)
+    result = loss_fn(*given, **({"step": step} if has_parameter(loss_fn, "step") else {}))
+    wanted = ("loss", "aux", "new_model_state") if has_state else ("loss", "aux")
+    if not (isinstance(result, tuple) and len(result) == len(wanted) and isinstance(result[1], dict)):
+        names, hint = ", ".join(LOSS_ARGUMENTS[: len(given)]), ""
+        if isinstance(result, tuple) and len(result) == 3 and not has_state:
+            hint = "; a state made with create_state(model_state=...) is needed to return a third value"
+        pair = f"({', '.join(wanted)}) with aux a dict, which may be empty"
+        raise TypeError(f"train step: loss_fn({names}) must return {pair}; got {_describe(result)}{hint}")
+    loss, aux = result[:2]
+    if aux.get("loss", loss) is not loss:
+        raise ValueError("train step: aux of loss_fn has another 'loss', which the step reports itself; rename it")
+    metrics = {"loss": _loss(loss), **{name: _aux(value, name) for name, value in aux.items() if name != "loss"}}
+    return metrics, _same_structure(result[2], model_state) if has_state else ()
+
+
+def _aux(value: Any, name: str) -> Any:
+    """A value of aux, with a `Mean` for each pair in it."""
+
+    def leaf(path: Any, value: Any) -> Any:
+        where = "/".join(filter(None, (name, jax.tree_util.keystr(path, simple=True, separator="/"))))
+        where = f"train step: {where!r} in aux of loss_fn"
+        if is_pair(value):
+            return share_of(value, where)
+        if not is_number(value):
+            raise TypeError(f"{where} must be an array, got {checks.describe(value)}")
+        return value
+
+    return jax.tree_util.tree_map_with_path(leaf, value, is_leaf=is_pair)
+
+
+def _loss(loss: Any) -> jax.Array | Mean:
+    """The loss as a scalar, or as the `Mean` of the share."""
+    wanted = "train step: the loss must be a scalar, the mean over the examples, or a pair (sum, weight)"
+    parts: Any = (loss.total, loss.weight) if isinstance(loss, Mean) else loss
+    is_mean = is_pair(loss) and all(map(is_number, parts))
+    if not is_mean and not is_number(loss):
+        hint = "; the step differentiates loss_fn itself, so leave out jax.grad" if isinstance(loss, tuple) else ""
+        raise TypeError(f"{wanted}; got {_describe(loss)}{hint}")
+    value: Any = parts[0] if is_mean else loss
+    if not is_mean and jnp.shape(value) != ():
+        raise TypeError(f"{wanted}; got shape {jnp.shape(value)}")
+    if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        raise TypeError(f"{wanted}, of a floating dtype; got {jnp.result_type(value)}, which has no gradient")
+    if not is_mean:
+        return jnp.asarray(value)
+    share = share_of(loss, "train step: the loss")
+    return Mean(share.total, _constant(share.weight))
+
+
+@jax.custom_jvp
+def _constant(weight: jax.Array) -> jax.Array:
+    """The weight of a loss. The gradient of the step is that of the sum, divided by the weight, so it has none."""
+    return weight
+
+
+def _refuse_gradient(primals: Any, tangents: Any) -> Any:
+    if isinstance(tangents[0], SymbolicZero):
+        return primals[0], tangents[0]
+    raise ValueError(
+        "train step: the weight of the loss (sum, weight) depends on the params, and the step takes it as a constant; "
+        "wrap it in jax.lax.stop_gradient, or return the mean as a scalar"
+    )
+
+
+_constant.defjvp(_refuse_gradient, symbolic_zeros=True)
+
+
+def _describe(result: Any) -> str:
+    """What a loss function returned. A dict without arrays of its own name is a gradient most of the time."""
+    if isinstance(result, dict):
+        return f"a dict of {', '.join(map(repr, result))}; leave out jax.grad, the step differentiates loss_fn itself"
+    return checks.describe(result)
+
+
+def _same_structure(new: Any, old: Any) -> Any:
+    """The new model state in the dtypes of the old one."""
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise TypeError(
+            "train step: the new_model_state of loss_fn must have the structure of the old one: expected "
+            f"{jax.tree.structure(old)}, got {jax.tree.structure(new)}"
+        )
+
+    def cast(path: Any, leaf: Any, like: Any) -> Any:
+        where = f"train step: leaf {jax.tree_util.keystr(path, simple=True, separator='/')!r} of new_model_state"
+        leaf = checks.array(leaf, where)
+        checks.same_shape(leaf, like.shape, where)
+        checks.castable(leaf.dtype, like.dtype, where)
+        return leaf.astype(like.dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, new, old)
+
+
+def wide(x: Any) -> Any:
+    """The dtype for sums of such values: float32 or wider."""
+    dtype = jnp.result_type(x)
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
+
+
+def widen(tree: Any) -> Any:
+    """Every leaf in float32 or wider."""
+    return jax.tree.map(lambda x: jnp.asarray(x).astype(wide(x)), tree)
+
+
+def is_pair(value: Any) -> bool:
+    """Whether a value of a loss function is (sum, weight): a tuple of two, or a `Mean`."""
+    return isinstance(value, Mean) or (type(value) is tuple and len(value) == 2)
+
+
+def share_of(pair: Any, where: str) -> Mean:
+    """What a share adds to a mean over what counts: two scalars in float32 or wider."""
+    pair = pair if isinstance(pair, Mean) else Mean(*pair)
+    if pair.finish is not None or pair.columns:
+        raise TypeError(f"{where}: a Mean with finish= or columns= is for eval_fn; in a step give (sum, weight)")
+    for name, part in (("sum", pair.total), ("weight", pair.weight)):
+        if not is_number(part):
+            raise TypeError(f"{where}: the {name} of (sum, weight) must be an array, got {checks.describe(part)}")
+    shapes = jnp.shape(pair.total), jnp.shape(pair.weight)
+    if shapes[0][:1] != shapes[1][:1]:
+        came = f"the sum has shape {shapes[0]} and the weight {shapes[1]}"
+        raise ValueError(f"{where}: {came}; give two scalars, or two arrays with a row for each example")
+    return Mean(*(x.sum() for x in widen((pair.total, pair.weight))))
+
+
+def is_number(value: Any) -> bool:
+    return hasattr(value, "dtype") or isinstance(value, (bool, int, float, complex))
+
+
+def over_microbatches(metrics: Any, count: int) -> Any:
+    """What a share gives out of what its microbatches give, which has them as first axis."""
+    summed = jax.tree.map(lambda x: x.sum(0), widen(metrics))
+    return jax.tree.map(lambda x: x if isinstance(x, Mean) else x / count, summed, is_leaf=_is_mean)
+
+
+def finish(sums: Any, count: int) -> Any:
+    """The means out of the sums over `count` shares. A sum over no weight at all gives NaN."""
+    return jax.tree.map(lambda x: x.total / x.weight if isinstance(x, Mean) else x / count, sums, is_leaf=_is_mean)
+
+
+def _is_mean(x: Any) -> bool:
+    return isinstance(x, Mean)
+
+
+# The mean of a model state must leave alone what all shares have alike. A sum of equal float32 is rounded, and only one
+# of 1, 2 or 4 of them is exact in any order. The two halves of their digits add up exactly, for up to 4096 shares.
+
+
+def model_state_terms(model_state: Any, count: int) -> list[tuple[jax.Array, ...]]:
+    """What is added up over `count` shares for the mean of each floating leaf of a model state."""
+
+    def terms(x: jax.Array) -> tuple[jax.Array, ...]:
+        value = x.astype(wide(x))
+        is_exact = count in (1, 2, 4) or x.dtype != value.dtype or jnp.iscomplexobj(x)
+        if is_exact:
+            return (value,)
+        digits = jnp.finfo(value.dtype)
+        high = lax.reduce_precision(value, digits.nexp, digits.nmant // 2)
+        high = jnp.where(jnp.isfinite(high), high, value)
+        return high, jnp.where(jnp.isfinite(high), value - high, 0)
+
+    return [terms(x) for x in jax.tree.leaves(model_state) if is_floating(x)]
+
+
+def model_state_mean(model_state: Any, sums: list[tuple[jax.Array, ...]], count: int) -> Any:
+    """The model state with the means in place of its floating leaves, out of the sums of their terms."""
+
+    def mean(x: jax.Array, total: jax.Array, *low: jax.Array) -> jax.Array:
+        divisor: Any = count
+        if low:  # XLA multiplies by the reciprocal of a constant, which is rounded
+            divisor = lax.optimization_barrier(jnp.asarray(count, total.dtype))
+        value = total / divisor
+        return (value + low[0] / divisor if low else value).astype(x.dtype)
+
+    rest = iter(sums)
+    return jax.tree.map(lambda x: mean(x, *next(rest)) if is_floating(x) else x, model_state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,20 +288,20 @@ def classification_loss(
     apply_fn: Callable[[Any, jax.Array], jax.Array],
     label_smoothing: float = 0.0,
 ) -> Callable[[Any, dict[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, Any]]]:
-    """A `loss_fn` for `make_train_step`: mean cross-entropy of the logits, and the accuracy.
+    """Make a `loss_fn` for classifiers: mean cross-entropy, and the accuracy.
 
     Args:
         apply_fn: `apply_fn(params, images) -> logits` of shape (n, classes).
-        label_smoothing: how much of each target is spread evenly over all classes, from 0 and below 1. The accuracy,
-            and what `evaluate` gives, are without it.
+        label_smoothing: the part of each target that is spread evenly over all classes, in [0, 1). Accuracy and
+            `evaluate` do not use it.
 
     Returns:
         `loss_fn(params, batch, rng) -> (loss, {"accuracy"})` for batches `{"image", "label"}` with integer
         labels. The loss is in nats per example.
 
     Raises:
-        TypeError: `apply_fn` is no function, a `label_smoothing` that is no number.
-        ValueError: a `label_smoothing` out of range.
+        TypeError: `apply_fn` is not a function, or `label_smoothing` is not a number.
+        ValueError: `label_smoothing` is out of range.
 
     Example:
         >>> from jaxpar import models, train

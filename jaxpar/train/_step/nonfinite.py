@@ -16,6 +16,7 @@ import numpy as np
 from ..._core import checks
 from ..._core.calls import answers, answers_class
 from ..._devices.user_mesh import on_own_mesh
+from ..._store.placing import trained_keys
 from ...kv import KVStore
 from .state import TrainState, carries
 
@@ -25,16 +26,16 @@ ACTIONS = ("ignore", "skip", "stop")
 @answers_class("train.DynamicLossScale")
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
-    """A loss scale that grows until gradients overflow and falls when they do.
+    """A loss scale that adapts: it grows until gradients overflow.
 
-    The loss is multiplied by the scale before it is differentiated and the gradients are divided by it. After
-    `period` good steps in a row the scale is multiplied by `factor`. If a gradient overflows, it is divided by
-    `factor` and that update is skipped. See Micikevicius et al. 2018, "Mixed precision training", section 3.2.
+    The scale multiplies the loss before differentiation and divides the gradients. After `period` good steps in a row,
+    the scale is multiplied by `factor`. If a gradient overflows, the scale is divided by `factor`, and the update is
+    skipped. Source: Micikevicius et al. 2018, "Mixed precision training", section 3.2.
 
     Attributes:
-        initial: the scale at the first step. Powers of two divide without rounding.
-        period: good steps before it grows.
-        factor: above 1.
+        initial: the scale at the first step. A power of two avoids rounding.
+        period: the number of good steps before the scale grows.
+        factor: the factor of growth, above 1.
         least, most: the bounds of the scale.
 
     Example:
@@ -64,11 +65,11 @@ class DynamicLossScale:
             raise ValueError(f"{where}: expected least <= initial <= most, got {self}")
 
     def start(self) -> dict[str, jax.Array]:
-        """The part `loss_scale` of a state before the first step: float32 `scale` and int32 `good_steps`."""
+        """The first `state.loss_scale`: float32 `scale` and int32 `good_steps`."""
         return {"scale": jnp.float32(self.initial), "good_steps": jnp.int32(0)}
 
     def next_state(self, state: dict[str, jax.Array], overflow: jax.Array) -> dict[str, jax.Array]:
-        """The same part after a step, of which `overflow` says whether a gradient was not finite."""
+        """`state.loss_scale` after a step. `overflow`: whether a gradient was not finite."""
         scale, good = state["scale"], state["good_steps"] + 1
         full = good >= self.period
         grown = jnp.where(full, jnp.minimum(scale * self.factor, self.most), scale)
@@ -89,12 +90,12 @@ def check_loss_scale(loss_scale: Any) -> float | DynamicLossScale | None:
 
 
 class NonFiniteError(FloatingPointError):
-    """A step found a loss or a gradient that is NaN or infinite.
+    """The loss or a gradient of a step is NaN or infinite.
 
     Attributes:
-        step: the number of that step. The first is 0.
-        names: what was not finite: "loss", and the paths of the parameters whose gradients were not.
-        state: a `TrainState` to go on with. After `nonfinite="stop"` it is the state before that step, to the bit.
+        step: the number of the step, from 0.
+        names: "loss" if the loss was not finite, and the paths of parameters whose gradients were not finite.
+        state: a valid `TrainState`. After `nonfinite="stop"` it is bit-equal to the state before the step.
     """
 
     def __init__(self, step: int, names: tuple[str, ...], state: TrainState, left_out: str):
@@ -130,27 +131,29 @@ class Guard:
     def __call__(
         self, old: TrainState, new: TrainState, metrics: dict[str, Any], found: jax.Array
     ) -> tuple[TrainState, dict[str, Any]]:
-        """The next state and its metrics.
+        """The next state and its metrics, out of the states before and after the update. All is alike on all devices.
 
-        Args:
-            old, new: the states before and after the update.
-            metrics: of the step, the same on all devices.
-            found: float32 (1 + floating keys,), above 0 where some device found what is not finite.
-                The same on all devices.
+        `found` is float32 (1 + trained keys,), above 0 where some device found what is not finite.
         """
         bad = (found > 0).any()
         halted, fatal = jnp.array(False), jnp.array(False)
         if self.stop:
             halted = (old.nonfinite["found"] > 0).any()
-            fatal = bad if self.scaling is None else bad & ((found[0] > 0) | self._is_at_least(old))
+            fatal = bad
+            if self.scaling is not None:  # a smaller scale cures an overflow, where there is one
+                fatal = bad & ((found[0] > 0) | (old.loss_scale["scale"] <= self.scaling.least))
         frozen, skipped = halted | fatal, bad | halted
         report = {"skipped": skipped.astype(jnp.float32)}
         state = _either(skipped, old, new)
-        state = dataclasses.replace(
-            state,
-            step=jnp.where(frozen, old.step, new.step),
-            nonfinite=self._record_failure(old, found, bad, halted, fatal),
-        )
+        # With `stop` the first bad step is noted, else the last.
+        note, held = fatal & ~halted if self.stop else bad, old.nonfinite
+        count = bad & ~(halted | fatal)
+        nonfinite = {
+            "found": jnp.where(note, found, held["found"]),
+            "step": jnp.where(note, old.step, held["step"]),
+            "skipped": held["skipped"] + count.astype(jnp.int32),
+        }
+        state = dataclasses.replace(state, step=jnp.where(frozen, old.step, new.step), nonfinite=nonfinite)
         if self.scaling is not None:
             report["loss_scale"] = old.loss_scale["scale"]
             scale = self.scaling.next_state(old.loss_scale, bad)
@@ -159,21 +162,6 @@ class Guard:
             if name in metrics:
                 raise ValueError(f"train step: aux of loss_fn has {name!r}, which the step reports itself; rename it")
         return state, {**metrics, **report}
-
-    def _is_at_least(self, old: TrainState) -> jax.Array:
-        assert self.scaling is not None
-        return old.loss_scale["scale"] <= self.scaling.least
-
-    def _record_failure(self, old: TrainState, found: Any, bad: Any, halted: Any, fatal: Any) -> dict[str, jax.Array]:
-        """The next part `nonfinite`: of the first bad step with `stop`, else of the last, and how many were skipped."""
-        held = old.nonfinite
-        note = fatal & ~halted if self.stop else bad
-        count = bad & ~(halted | fatal)
-        return {
-            "found": jnp.where(note, found, held["found"]),
-            "step": jnp.where(note, old.step, held["step"]),
-            "skipped": held["skipped"] + count.astype(jnp.int32),
-        }
 
 
 def nonfinite_flags(loss: Any, pushed: dict[int, jax.Array], summed: dict[int, jax.Array]) -> jax.Array:
@@ -187,17 +175,17 @@ def nonfinite_flags(loss: Any, pushed: dict[int, jax.Array], summed: dict[int, j
 
 @answers("check_finite")
 def check_finite(metrics: dict[str, Any], state: TrainState) -> None:
-    """Raise an error if a step found numbers that are not finite. Waits for the step.
+    """Raise an error if a step had numbers that are not finite.
 
-    For loops of your own. `fit` calls it for a step with `nonfinite="stop"`. After every step, it makes the host wait
-    each time. With "stop", a call every hundred steps loses nothing, as the state does not change after a bad step.
+    Use it in your own loop; `fit` calls it for a step with `nonfinite="stop"`. Each call waits for the step. With
+    "stop", a call every hundred steps is enough, because the state does not change after a bad step.
 
     Args:
-        metrics: what the step returned.
-        state: the state that it returned, or a later one.
+        metrics: the metrics that the step returned.
+        state: the state that the step returned, or a later state.
 
     Raises:
-        NonFiniteError: a `FloatingPointError` that names the step and the keys. Its `state` is one to go on with.
+        NonFiniteError: a `FloatingPointError` that names the step and the keys. Its attribute `state` is a valid state.
 
     Example:
         >>> import optax
@@ -246,8 +234,9 @@ def without_failure(state: TrainState) -> TrainState:
 
 
 def _parameter_names(store: KVStore) -> list[str]:
-    """The paths of the floating parameters."""
-    return [path for k, path in store.paths if jnp.issubdtype(store.values[k].dtype, jnp.inexact)]
+    """The paths of the parameters that are trained."""
+    paths = dict(store.paths)
+    return [paths[k] for k in trained_keys(store)]
 
 
 def _either(first: jax.Array, one: Any, other: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ..._core.arrays import Device
+from ..._core.recent import forget
 from ..._cpu import for_platform
 from ..._devices.emulated import wait_before_collectives
-from ..._devices.mesh import are_on, put_copy
-from ..._devices.placement import put
-from ..._devices.pmap_cache import forget
+from ..._devices.mesh import are_on, put, put_copy
 from ..._devices.user_mesh import without_types
 from ..._store.store import KVStore, copies_for, mesh_of_values
 from .device_step import DeviceStep
-from .state import TrainState, leaf_shardings, partition_specs
+from .state import TrainState, leaf_shardings, partition_specs, shapes_on
 
 Batch = Any
 Metrics = dict[str, jax.Array]
@@ -40,7 +39,7 @@ def run_by_shard_map(step: DeviceStep, state: TrainState, batch: Batch) -> tuple
 
 
 def run_by_pmap(step: DeviceStep, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    devices = _devices_of(state)
+    devices = state.store.devices or ()
     # Inside of a program, pmap knows the devices of its own process only. By shard_map it is the same program.
     if len({d.process_index for d in devices}) > 1:
         return run_by_shard_map(step, state, batch)
@@ -80,7 +79,7 @@ class BatchPlacement:
     def __init__(self, step: DeviceStep, store: KVStore):
         mesh, axes = step.spread(store)
         first = axes[0] if len(axes) == 1 else axes
-        self.shares: int = math.prod(mesh.shape[name] for name in axes)
+        self.shares: int = math.prod([mesh.shape[name] for name in axes])
         self.along: tuple[NamedSharding, ...] = NamedSharding(mesh, P(first)), NamedSharding(mesh, P(None, first))
         self._step, self._devices = step, tuple(mesh.devices.flat)
         self._last: list[Any] = []  # how the leaves of the last batch were placed, if they could stay where they were
@@ -92,7 +91,8 @@ class BatchPlacement:
         A program checks the shapes when it is traced for them.
         """
         batch = self._step.lay_out(batch, self.shares, self.along[axis], axis)
-        placed = _placement_of(batch)
+        leaves = jax.tree.leaves(batch)
+        placed = [getattr(leaf, "sharding", None) or (type(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
         if placed == self._last:
             return batch
         self._step.check_batch(batch, self.shares, axis)
@@ -103,44 +103,45 @@ class BatchPlacement:
             self._last = placed
         return plain
 
-    def check(self, shapes: Batch) -> Batch:
-        """The shapes of a batch on the devices. `ValueError` where a batch of these shapes cannot be divided."""
-        batch = self._step.lay_out(shapes, self.shares, self.along[0])
-        self._step.check_batch(batch, self.shares)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.along[0]), batch)
+    def check(self, batch: Batch, axis: int = 0) -> Batch:
+        """The shapes of a batch, or of its shapes, on the devices. Errors as of a call."""
+        batch = self._step.lay_out(batch, self.shares, self.along[axis], axis)
+        self._step.check_batch(batch, self.shares, axis)
+        return shapes_on(batch, jax.tree.map(lambda _: self.along[axis], batch))
 
 
-def _placement_of(batch: Batch) -> list[Any]:
-    """The sharding of each leaf, or type and dtype of one that has none."""
-    leaves = jax.tree.leaves(batch)
-    return [getattr(leaf, "sharding", None) or (type(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
+class Part(NamedTuple):
+    """A program of a step, for shapes on the devices of a state.
+
+    Attributes:
+        traced: the program.
+        runs: how often a device runs it in a step.
+        held: bytes that a device holds meanwhile and that are no arguments of it.
+    """
+
+    traced: jax.stages.Traced
+    runs: int = 1
+    held: int = 0
 
 
 class Program:
-    """One step, or several, for states of one structure. The memory of the state is donated, except its `rng`.
+    """One step, or several, for states of one structure. The memory of the state is donated, except its `rng`."""
 
-    A program takes the leaves of a state, and the `rng` by itself. JAX keeps the structures of arguments forever, and
-    that of a state refers to its optimizer. The `rng` never changes, and a program takes as long to return a random key
-    as five arrays.
-
-    Args:
-        step: of one device, or of all for engine `jit`.
-        run: the engine.
-        treedef: the structure of the states.
-
-    Attributes:
-        devices: those of the states.
-    """
+    # A program takes the leaves of a state in a list, and the `rng` by itself. JAX keeps the structures of arguments
+    # forever, and that of a state refers to its optimizer. The `rng` never changes, and a program takes as long to
+    # return a random key as five arrays.
 
     def __init__(self, step: DeviceStep, run: Engine, treedef: Any):
         state = treedef.unflatten(range(treedef.num_leaves))
-        self.devices = _devices_of(state)
+        self.devices: tuple[Device, ...] = state.store.devices
         self._treedef, self._rng_at = treedef, state.rng
         self._placement = BatchPlacement(step, state.store)
-        self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, copies_for(state.store)))
-        traced = _step_of_leaves(step, run, self._placement.shares, treedef, state.rng)
-        self._traced = jax.jit(traced, inline=True)  # so it is traced once, for `check` and for both programs
+        self.batch_shapes = self._placement.check
+        self._everywhere = copies_for(state.store)
+        self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, self._everywhere))
         platform = self.devices[0].platform
+        traced = _step_of_leaves(step.on_platform(platform), run, self._placement.shares, treedef, state.rng)
+        self._traced = jax.jit(traced, inline=True)  # so it is traced once, for `check` and for both programs
         self._step = jax.jit(for_platform(self._traced, platform), donate_argnums=0)
         self._steps = jax.jit(for_platform(_loop_over_batches(self._traced), platform), donate_argnums=0)
         self._finish = jax.jit(_finish_of_leaves(step, treedef))
@@ -157,16 +158,25 @@ class Program:
         new.insert(self._rng_at, rng)
         return self._treedef.unflatten(new), metrics
 
-    def lower(self, leaves: list[jax.Array], batch: Batch, *part: int) -> jax.stages.Lowered:
-        batch = self._placement(batch, axis=1 if part else 0)
-        run = self._steps if part else self._step
+    def lower(self, leaves: list[Any], batch: Batch, *, many: bool) -> jax.stages.Lowered:
+        """The program before compilation, for the shapes of a state. That of a batch of shapes splits it."""
+        is_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch))
+        batch = (self.batch_shapes if is_shapes else self._placement)(batch, axis=1 if many else 0)
         rng = leaves.pop(self._rng_at)
-        return run.lower(leaves, rng, batch, *map(self._number, part))
+        if not many:
+            return self._step.lower(leaves, rng, batch)
+        number = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
+        return self._steps.lower(leaves, rng, batch, number, number)
+
+    def parts(self, leaves: list[Any], batch: Batch) -> list[Part]:
+        """What a device runs in a step, for the shapes of a state and of a batch."""
+        rng = leaves.pop(self._rng_at)
+        return [Part(self._step.trace(leaves, rng, self.batch_shapes(batch)))]
 
     def check(self, leaves: list[jax.Array], shapes: Batch) -> list[str]:
         """Raise what a call would raise for a batch of these shapes. Return the names of the metrics."""
         rng = leaves.pop(self._rng_at)
-        return list(self._traced.eval_shape(leaves, rng, self._placement.check(shapes))[1])
+        return list(self._traced.eval_shape(leaves, rng, self.batch_shapes(shapes))[1])
 
     def finish(self, leaves: list[jax.Array]) -> TrainState:
         """The state with nothing pending. The old state stays valid."""
@@ -186,9 +196,9 @@ def _step_of_leaves(step: DeviceStep, run: Engine, shares: int, treedef: Any, rn
         step.check_batch(batch, shares)
         new, metrics = run(step, treedef.unflatten([*leaves[:rng_at], rng, *leaves[rng_at:]]), batch)
         # The new state is placed exactly as the old one, so the next step finds its program.
-        leaves, shardings = jax.tree.leaves(new), leaf_shardings(new)
-        del leaves[rng_at], shardings[rng_at]
-        return [lax.with_sharding_constraint(x, s) for x, s in zip(leaves, shardings, strict=True)], metrics
+        leaves = jax.tree.leaves(jax.tree.map(lax.with_sharding_constraint, new, leaf_shardings(new)))
+        del leaves[rng_at]
+        return leaves, metrics
 
     return train_step
 
@@ -225,14 +235,9 @@ def _finish_of_leaves(step: DeviceStep, treedef: Any) -> Callable[[list[jax.Arra
 
 
 def _shard_map(fn: Callable[..., Any], step: DeviceStep, state: TrainState, in_specs: Any, out_specs: Any) -> Any:
-    mesh = Mesh(np.array(_devices_of(state)), (step.axis_name,))
+    mesh = Mesh(np.array(state.store.devices), (step.axis_name,))
     # With the check on, the gradient of replicated params would be summed already.
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-def _devices_of(state: TrainState) -> tuple[Device, ...]:
-    assert state.store.devices is not None  # of every complete state
-    return state.store.devices
 
 
 def _number(everywhere: NamedSharding, i: int) -> jax.Array:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 from ... import distributed, kv
 from ..._core import checks, portable
@@ -19,39 +19,38 @@ from ..._core.calls import answers
 from ..._core.text import plural
 from ..._devices import processes
 from ..._devices.donation import check_not_donated, is_donated
-from ..._devices.mesh import auto_mesh, put_copy, split_over
-from ..._devices.placement import to_host
+from ..._devices.mesh import auto_mesh, put_copy, split_over, to_host
 from ..._devices.user_mesh import on_own_mesh
 from ..._store import placing
-from ..._store.store import copies_for, mesh_of_values, specs_of
+from ..._store.store import copies_for, is_on_mesh, mesh_of_values, specs_of
 
 if TYPE_CHECKING:
     import optax
 
-IN_STORE = "it belongs to the store, kv.from_params(params, optimizer=optax.sgd(0.1))"
-"""The answer to an optimizer, or its rate, that is given to a step, a state or a run."""
+IN_STORE = "give the optimizer to train.start, or to the store: kv.from_params(params, optimizer=optax.sgd(0.1))"
+"""The hint if an optimizer or its rate is given to a step, a state or a run."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that training changes. A pytree.
+    """The state of training, as a pytree.
 
     Attributes:
         store: holds the parameters, the updater's state and the residuals of a compressor.
-        step: int32, how many batches the store has seen.
-        rng: a random key that never changes. Step t uses `fold_in(rng, t)`, so a resumed run draws the same numbers.
+        step: int32, the number of steps so far.
+        rng: a constant random key. Step t uses `fold_in(rng, t)`, so a resumed run draws the same numbers.
         transform: the state of the step's `grad_transform`, or ().
-        model_state: what the model itself carries from step to step, such as the running statistics of batch
-            norm, or ().
+        model_state: state that the model updates without gradients, such as the running statistics of batch norm, or
+            ().
         loss_scale: `{"scale", "good_steps"}` of a step with `loss_scale="dynamic"`, else ().
-        nonfinite: `{"found", "step", "skipped"}` of a step that can skip or stop, else (). `found` is float32
-            (1 + floating keys,): on how many devices the loss and the gradient of each key were not finite in the
-            bad step, zeros before. `step` is the number of that step, `skipped` how many updates were skipped.
-        outer: `{"state", "since"}` of a step with `local_steps`, else (). `state` is that of the outer optimizer.
-            `since`, int32, is how many updates each device has made since all agreed on the parameters in `store`.
+        nonfinite: `{"found", "step", "skipped"}` of a step that can skip or stop, else (). `found` is float32 (1 +
+            trained keys,): the number of devices on which the loss and the gradient of each key were not finite in the
+            last bad step, or zeros. `step` is the number of that step. `skipped` counts the skipped updates.
+        outer: `{"state", "since"}` of a step with `local_steps`, else (). `state` is the state of the outer optimizer.
+            `since`, int32, counts the updates of each device since the last agreement.
         local: `{"values", "updater_state", "optimizer_state", "transform"}` of a step with `local_steps`, else ().
-            The devices are the first axis.
+            The first axis runs over the devices.
     """
 
     store: kv.KVStore
@@ -66,9 +65,10 @@ class TrainState:
 
     @property
     def params(self) -> Any:
-        """The parameters as they were given to `kv.from_params`. `RuntimeError` if the state was donated.
+        """The parameters, as the pytree given to `kv.from_params`.
 
-        They are the arrays of the state, so the next step takes their memory. `kv.to_params(state.store)` copies them.
+        The arrays belong to the state, so the next step donates them. `kv.to_params(state.store)` makes copies. Raises
+        `RuntimeError` if the state was donated.
         """
         if not is_traced(self.store.values):
             check_not_donated(self.store.values, "state.params")
@@ -114,23 +114,23 @@ def create_state(
     grad_transform: optax.GradientTransformation | None = None,
     model_state: Any = (),
 ) -> TrainState:
-    """The state before the first step, copied onto the devices that will train.
+    """Make the first state, as copies on the training devices.
 
     Args:
-        store: made by `kv.from_params`. It stays valid, as the state holds copies.
-        rng: a random key, or an int to make one of. Under engine `jit` a key of `rbg` or `unsafe_rbg` draws other
-            numbers than under the other engines.
-        devices: None takes the store's, or else all of them.
-        grad_transform: the one given to `make_train_step`. If it is not given here, the first call of the step makes
-            its state.
-        model_state: a pytree of arrays that the model changes itself, such as the running statistics of batch
-            norm. `loss_fn` then takes it as a fourth argument and returns the new one.
+        store: made by `kv.from_params`. It stays valid, because the state holds copies.
+        rng: a random key, or an int seed. Under engine `jit`, a key of `rbg` or `unsafe_rbg` draws other numbers than
+            under the other engines.
+        devices: the training devices. None: the devices of the store, or else all devices.
+        grad_transform: as given to `make_train_step`. Without it, the first call of the step adds the state of the
+            transform.
+        model_state: a pytree of arrays that the model updates without gradients, such as the running statistics of
+            batch norm. `loss_fn` takes it as a fourth argument and returns the new model state.
 
     Raises:
-        TypeError: no store.
+        TypeError: `store` is not a `KVStore`.
         ValueError: the store was not made by `kv.from_params`.
-        RuntimeError: this is one of several processes of `python -m jaxpar launch` or Ray Train and has not joined the
-            others. Call `jp.distributed.initialize()` first.
+        RuntimeError: this process of `python -m jaxpar launch` or Ray Train has not joined the others. Call
+            `jp.distributed.initialize()` first.
 
     Example:
         >>> import optax
@@ -140,13 +140,9 @@ def create_state(
         >>> int(state.step)
         0
     """
-    if not isinstance(store, kv.KVStore):
-        raise TypeError(
-            f"train.create_state: expected a store, kv.from_params(params, optimizer=...); got {checks.describe(store)}"
-        )
     if store.treedef is None:
         raise ValueError("train.create_state: the store must be made by kv.from_params, so that it knows the params")
-    distributed.check_joined("train.create_state", "each would train a model of its own", launched=True)
+    distributed.check_joined("train.create_state", "each process would train its own model", launched=True)
     if devices is None:
         devices = store.devices or processes.devices()
     devices = checks.devices(devices, "train.create_state")
@@ -154,7 +150,7 @@ def create_state(
     transform: Any = ()
     if grad_transform is not None:
         tx = checks.transform(grad_transform, "train.create_state: grad_transform")
-        transform = tx.init(with_gradients(kv.to_params(store)))
+        transform = tx.init(trained_params(store))
         transform = transform if jax.tree.leaves(transform) else ()  # as a step returns it
     model_state = () if model_state is None else model_state
     for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
@@ -163,9 +159,14 @@ def create_state(
     return place_state(state, tuple(devices))
 
 
-def with_gradients(params: Any) -> Any:
-    """The params that have gradients, the floating ones, with None in place of the others."""
-    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, params)
+def trained_params(store: kv.KVStore) -> Any:
+    """The params that have gradients, with None in place of the others."""
+    return placing.tree_of(store, dict(enumerate(jax.tree.leaves(kv.to_params(store)))))
+
+
+def is_floating(x: jax.Array) -> bool:
+    """Whether an array has a gradient or a mean: of floats or complex numbers."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def place_state(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
@@ -181,15 +182,13 @@ def place_state(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
 def place_on_mesh(state: TrainState, mesh: Mesh | None, other: Mesh) -> TrainState:
     """The state on a mesh, for engine `jit`: that of its store, or else `mesh`, or else `other`."""
     store = state.store
-    if not store.shardings:
+    if not is_on_mesh(store):
         mesh = mesh or other
         return place_state(dataclasses.replace(state, store=kv.place(store, mesh=mesh)), tuple(mesh.devices.flat))
     own = mesh_of_values(store)
     if mesh is not None and auto_mesh(mesh) != own:
-        raise ValueError(
-            f"train step: the state is on a mesh {dict(own.shape)}, and the step was made for "
-            f"{dict(mesh.shape)}, or for other devices; place the store: kv.place(store, mesh=mesh)"
-        )
+        both = f"the state is on a mesh {dict(own.shape)}, and the step was made for {dict(mesh.shape)}"
+        raise ValueError(f"train step: {both}, or for other devices; place the store: kv.place(store, mesh=mesh)")
     return state
 
 
@@ -204,7 +203,7 @@ def regroup_local(local: Any, count: int) -> Any:
         if x.shape[0] == count:
             return x
         x = jnp.asarray(to_host(x))
-        value = x.mean(0, keepdims=True, dtype=x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x[:1]
+        value = x.mean(0, keepdims=True, dtype=x.dtype) if is_floating(x) else x[:1]
         return jnp.broadcast_to(value, (count, *x.shape[1:]))
 
     return jax.tree.map(mean, local)
@@ -215,20 +214,29 @@ def everywhere(tree: Any, store: kv.KVStore) -> Any:
     return put_copy(tree, copies_for(store))
 
 
-def partition_specs(state: TrainState, axis_name: str) -> TrainState:
-    """How each leaf of the state is laid out along the axis of the devices, in a state's structure."""
-    store = kv.partition_specs(state.store, axis_name)
-    local = jax.tree.map(lambda _: P(axis_name), state.local)
-    return dataclasses.replace(jax.tree.map(lambda _: P(), state), store=store, local=local)
-
-
-def leaf_shardings(state: TrainState) -> list[NamedSharding]:
-    """The sharding of each leaf of the state, whose store has devices."""
+def leaf_shardings(state: TrainState) -> Any:
+    """The state, whose store has devices, with the sharding of each leaf in place of the leaf."""
     devices, copies = state.store.devices, copies_for(state.store)
     assert devices is not None
     store = placing.leaf_shardings(state.store)
     local = jax.tree.map(lambda _: split_over(devices), state.local)
-    return jax.tree.leaves(dataclasses.replace(jax.tree.map(lambda _: copies, state), store=store, local=local))
+    return dataclasses.replace(jax.tree.map(lambda _: copies, state), store=store, local=local)
+
+
+def partition_specs(state: TrainState, axis_name: str) -> Any:
+    """How each leaf of the state is laid out along the axis of the devices, in a state's structure."""
+    return jax.tree.map(lambda s: P(*[part and axis_name for part in s.spec]), leaf_shardings(state))
+
+
+def shapes_on(tree: Any, shardings: Any) -> Any:
+    """The shapes and dtypes that the arrays of a pytree have in a program, with these shardings."""
+
+    def shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
+
+    # Of leaves, since JAX keeps the structure of arguments forever, with the optimizer that it refers to.
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.map(shape, treedef.unflatten(jax.eval_shape(lambda leaves: leaves, leaves)), shardings)
 
 
 def params_shapes(state: TrainState) -> Any:
@@ -240,10 +248,8 @@ def params_shapes(state: TrainState) -> Any:
 def check_is_state(state: Any, where: str) -> None:
     """`TypeError` for anything else than a state."""
     if not isinstance(state, TrainState):
-        raise TypeError(
-            f"{where}: expected a state, train.create_state(kv.from_params(params, optimizer=...), rng); "
-            f"got {checks.describe(state)}"
-        )
+        came = checks.describe(state)
+        raise TypeError(f"{where}: expected a state, train.create_state(store, rng), got {came}")
 
 
 def explain_donated(error: RuntimeError, state: TrainState) -> None:
@@ -253,8 +259,8 @@ def explain_donated(error: RuntimeError, state: TrainState) -> None:
     shared = [f.name for f in dataclasses.fields(state) if is_donated(getattr(state, f.name))]
     if shared and not {"store", "step"} & set(shared):
         raise RuntimeError(
-            f"train step: arrays in {' and '.join(shared)} of this state were donated to the step of another state, "
-            "which shared them; give this one copies. kv.to_params(other.store) copies, other.params does not"
+            f"train step: this state shares the arrays in {' and '.join(shared)} with another state, which was "
+            "donated to a step; give each state its own copies: kv.to_params(other.store) copies, other.params does not"
         )
     check_not_donated(state, "train step")
 
@@ -274,8 +280,8 @@ def _average_local(like: TrainState, saved: portable.Saved, remarks: list[str]) 
     if count == before:
         return saved
     remarks.append(
-        f"the local parameters and updater states of {before} devices were averaged for {count}: they are in a round "
-        "of local steps, and each belongs to its device"
+        f"the state was saved within a round of local steps, with separate parameters and updater states on {before} "
+        f"devices; they were averaged for {count}"
     )
     new: portable.Saved = {}
     for name, (record, array) in own.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,31 +19,32 @@ from ..._cpu import is_slow_in_a_loop
 from ..._devices import processes
 from ..._devices.mesh import auto_mesh, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
-from ..._store.store import mesh_of_values
+from ..._store.store import is_on_mesh, mesh_of_values
 from .device_step import DeviceStep
 from .global_step import GlobalStep
-from .gradient import LossFn, check_loss_takes
-from .programs import ENGINES, Batch, Program
+from .loss import LossFn, check_loss_takes
+from .programs import ENGINES, Batch, Part, Program
 from .state import (
     TrainState,
     carries,
     check_is_state,
-    everywhere,
     explain_donated,
+    leaf_shardings,
     place_on_mesh,
     place_state,
+    shapes_on,
 )
 from .virtual import VirtualProgram, VirtualStep
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class TrainStep:
-    """A training step, called with a state and a batch. Made by `make_train_step`.
+    """A training step: `step(state, batch)`. `make_train_step` makes it.
 
     Attributes:
-        engine, axis_name, devices, nonfinite, virtual_shards, mesh: as given.
-        device_step: what one device does.
-        global_step: what all devices do under engine `jit`. None: that engine is refused.
+        engine, axis_name, devices, nonfinite, virtual_shards, mesh: as given to `make_train_step`.
+        device_step: the step of one device.
+        global_step: the step of all devices under engine `jit`. None if this step cannot use engine `jit`.
     """
 
     device_step: DeviceStep
@@ -57,7 +58,7 @@ class TrainStep:
 
     def __post_init__(self) -> None:
         self._programs = Recent(self._make_program)
-        self._returned: Callable[[], TrainState | None] = lambda: None  # a weak reference to what a call returned last
+        self._returned: weakref.ref[TrainState] | None = None  # by the last call
 
     @answers("train step")
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -68,21 +69,22 @@ class TrainStep:
     def many(
         self, state: TrainState, batches: Batch, first: int = 0, end: int | None = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Several steps by one program, which the host starts once. For short steps.
+        """Run several short steps in one compiled program.
 
-        The steps are a loop. The numbers are those of as many calls, on CPUs nearly always to the last bit, but for
-        convolutions: XLA has slow code for them in loops, so they are products there. Call such a step for each batch.
+        The program is a loop over the batches. The results equal the results of separate calls, on CPUs nearly always
+        bit for bit. Steps with convolutions are an exception: XLA's convolutions are slow inside loops, so matrix
+        products replace them there. Call such a step once for each batch.
 
         Args:
-            batches: a pytree as the step takes it, of arrays with one more axis in front, that of the batches.
-            first, end: takes `batches[first:end]` only. It is the same program for any of them.
+            batches: a batch as the step takes it, with a new first axis over the batches.
+            first, end: run only `batches[first:end]`, without a new compilation.
 
         Returns:
-            The state after the last step, and the metrics with the batches as a first axis, zeros outside of
-            `first:end`.
+            (the state after the last step, the metrics). The first axis of the metrics runs over the batches, with
+            zeros outside `first:end`.
 
         Raises:
-            ValueError: batches that differ in number or that cannot be divided.
+            ValueError: arrays differ in the number of batches, or a batch cannot be divided evenly.
 
         Example:
             >>> import jax, jax.numpy as jnp, optax
@@ -117,21 +119,54 @@ class TrainStep:
 
     @answers("train step, lower")
     def lower(self, state: TrainState, batch: Batch, *, many: bool = False) -> jax.stages.Lowered:
-        """The step before compilation, for its text, costs or memory. With `many`, what `step.many` runs.
-        With `virtual_shards` it is the gradient of one shard only."""
-        with outside_mesh() as user:
-            program, leaves = self._prepare(state, user)
-            return program.lower(leaves, batch, *([0, 0] if many else []))
-
-    def check(self, state: TrainState, shapes: Batch) -> list[str]:
-        """Raise what a call would raise for a batch of these shapes. Nothing is computed.
+        """The step before compilation, for its text, costs or memory. Nothing is computed.
 
         Args:
-            state: as from `complete`.
-            shapes: a pytree of `jax.ShapeDtypeStruct`s. None: only the arguments of `loss_fn` are checked.
+            state, batch: pytrees of arrays or of `jax.ShapeDtypeStruct`s. The devices of shapes need not exist, such as
+                the devices of `jax.experimental.topologies`.
+            many: True for the program of `step.many`.
 
         Returns:
-            The names of the metrics. Empty where they are not known before the first call.
+            The program of all devices. With `virtual_shards`, the gradient of one shard.
+        """
+        with outside_mesh() as user:
+            leaves, treedef = jax.tree.flatten(self._shapes(state, user))
+            return self._programs(treedef).lower(leaves, batch, many=many)
+
+    def shapes(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+        """Shapes, dtypes and shardings of the complete state and of a batch, as the program takes them."""
+        with outside_mesh() as user:
+            state = self._shapes(state, user)
+            return state, self._programs(jax.tree.structure(state)).batch_shapes(batch)
+
+    def parts(self, state: TrainState, batch: Batch) -> list[Part]:
+        """The programs that a device runs in a step, for shapes. One, unless the step has virtual shards."""
+        with outside_mesh() as user:
+            leaves, treedef = jax.tree.flatten(self._shapes(state, user))
+            return self._programs(treedef).parts(leaves, batch)
+
+    def _shapes(self, state: TrainState, user: Mesh | None) -> TrainState:
+        leaves, given = jax.tree.flatten(without_types(state))
+        structures: list[Any] = []
+
+        def complete(leaves: list[Any]) -> list[Any]:  # of leaves, as in `shapes_on`
+            new, structure = jax.tree.flatten(self._complete(given.unflatten(leaves), user))
+            structures.append(structure)
+            return new
+
+        shapes = jax.eval_shape(complete, leaves)
+        state = structures[0].unflatten(shapes)
+        return shapes_on(state, leaf_shardings(state))
+
+    def check(self, state: TrainState, shapes: Batch) -> list[str]:
+        """Check a step for a batch of these shapes, without computing it.
+
+        Args:
+            state: a state from `complete`.
+            shapes: the batch as a pytree of `jax.ShapeDtypeStruct`s. None: only the arguments of `loss_fn` are checked.
+
+        Returns:
+            The names of the metrics, or [] if they are unknown before the first call.
         """
         if shapes is None:
             check_loss_takes(self.loss_fn, carries(state.model_state))
@@ -141,12 +176,12 @@ class TrainStep:
             return program.check(leaves, shapes)
 
     def compile_own(self, state: TrainState, batch: Batch) -> list[str]:
-        """Compile what the devices of this process run by themselves, and return its text. The state stays valid."""
+        """Compile the program of this process's devices, and return its text."""
         program, leaves = self._prepare(state, None)
         return program.compile_own(leaves, batch)
 
     def slow_in_a_loop(self, state: TrainState, batches: Batch) -> bool:
-        """Whether `many` is slow on the step's devices: on CPUs where the step has a convolution."""
+        """Whether `many` is slow: for a step with convolutions on CPUs."""
 
         def lower() -> str:
             return self.lower(state, batches, many=True).as_text()
@@ -154,20 +189,20 @@ class TrainStep:
         return is_slow_in_a_loop(lower, self._devices_for(state)[0].platform)
 
     def batch_sharding(self, state: TrainState) -> NamedSharding | None:
-        """The sharding of a batch over a mesh that has further axes. None: all devices of the state split it."""
-        if self._engine_name(state.store) != "jit" or self.global_step is None:
+        """The sharding of a batch over a mesh with several axes. None: split over all devices."""
+        if self.global_step is None or self._engine_and_step(state.store)[1] is not self.global_step:
             return None
-        mesh, axes = mesh_of_values(state.store) if state.store.shardings else self.mesh, self.global_step.axes
+        mesh, axes = mesh_of_values(state.store) if is_on_mesh(state.store) else self.mesh, self.global_step.axes
         if mesh is None or not set(axes) < set(mesh.axis_names):
             return None
         return NamedSharding(auto_mesh(mesh), P(axes[0] if len(axes) == 1 else axes))
 
     @answers("train step, on")
     def on(self, devices: Sequence[Device]) -> TrainStep:
-        """The same step over other devices. It takes a state from any others, and compiles for these.
+        """The same step on other devices, for a state from any devices.
 
         Raises:
-            ValueError: the step was made for a mesh, or a device is given twice.
+            ValueError: the step has a mesh, or a device is repeated.
         """
         chosen = checks.check_devices(devices, "train step, on")
         if self.mesh is not None:
@@ -181,37 +216,36 @@ class TrainStep:
 
     @property
     def skips(self) -> bool:
-        """Whether the step may skip an update. `metrics` then has `skipped`."""
+        """Whether the step may skip an update. Then `metrics` has `skipped`."""
         return self.device_step.guard is not None
 
     @answers("train step, complete")
     def complete(self, state: TrainState) -> TrainState:
-        """The state on the step's devices, with all parts that the step keeps in it. Parts that it has stay.
+        """The state on the step's devices, with all parts that the step needs.
 
-        The first call of the step does the same. Use it for a state that a checkpoint is restored into:
-        `checkpoint.restore(path, step.complete(train.create_state(store, rng)))`.
+        Parts that the state already has stay. The first call of the step does the same. Use `complete` for the `like`
+        of a restore: `checkpoint.restore(path, step.complete(train.create_state(store, rng)))`.
         """
         with outside_mesh() as user:
             return self._complete(without_types(state), user)
 
     def _complete(self, state: TrainState, user: Mesh | None) -> TrainState:
-        step = self._step_for(state.store)
+        _, step = self._engine_and_step(state.store)
         if step is self.global_step:
             free = self.devices is None and state.store.devices is None
             state = place_on_mesh(state, self.mesh, (user if free else None) or mesh_of(self._devices_for(state)))
         devices = self._devices_for(state)
         if state.store.devices != devices:
             state = place_state(state, devices)
-        missing = step.missing_parts(state)
-        state = dataclasses.replace(state, **everywhere(missing, state.store)) if missing else state
-        return step.with_initial_parts(state, devices)
+        return step.with_initial_parts(state)
 
     @answers("train step, finish")
     def finish(self, state: TrainState) -> TrainState:
-        """The state with nothing pending, for the end of training. The given state stays valid.
+        """The state at the end of training, without pending pushes.
 
-        Pending pushes of a store with a staleness are applied, the oldest first. An unfinished round of local steps
-        ends, and all devices agree. Any other state is returned as it is. Training can go on from the result.
+        Pending pushes of a store with staleness are applied, oldest first. An unfinished round of local steps ends with
+        an agreement of all devices. Any other state is returned unchanged. The given state stays valid. Training can
+        continue from the result.
         """
         with outside_mesh() as user:
             if not state.store.staleness and not carries(state.local):
@@ -220,21 +254,38 @@ class TrainStep:
             assert isinstance(program, Program)  # virtual shards leave nothing pending
             return program.finish(leaves)
 
-    def _engine_name(self, store: kv.KVStore) -> str:
-        """The engine for a store, see `make_train_step`."""
-        if self.engine == "auto":
-            return "jit" if self.mesh is not None or store.shardings else "shard_map"
-        if store.shardings and self.engine != "jit":
-            raise ValueError(
-                f"train step: values of this store are split over a mesh in their own shapes, and engine "
-                f"{self.engine!r} gives each device whole values or flat shares; use engine 'jit' or 'auto'"
-            )
-        return self.engine
+    def _prepare(self, state: TrainState, user: Mesh | None) -> tuple[Program | VirtualProgram, list[jax.Array]]:
+        """The program for a state, and the leaves of the complete state.
 
-    def _step_for(self, store: kv.KVStore) -> DeviceStep:
-        """What one device does, or what all do under engine `jit`."""
-        if self._engine_name(store) != "jit":
-            return self.device_step
+        Where there is a program for the structure of a state, the state is complete and on the program's devices.
+        """
+        # What a step returned has no types of a user's mesh, and to look takes longer than a small step.
+        if self._returned is None or state is not self._returned():
+            state = without_types(state)
+        leaves, treedef = jax.tree.flatten(state)
+        program = self._programs.find((treedef,))
+        if program is None:
+            leaves, treedef = jax.tree.flatten(self._complete(state, user))
+            program = self._programs(treedef)
+        return program, leaves
+
+    def _make_program(self, treedef: Any) -> Program | VirtualProgram:
+        """The program for complete states of this structure."""
+        engine, step = self._engine_and_step(treedef.unflatten(range(treedef.num_leaves)).store)
+        if isinstance(step, VirtualStep):
+            return VirtualProgram(step, treedef)
+        return Program(step, ENGINES[engine], treedef)
+
+    def _engine_and_step(self, store: kv.KVStore) -> tuple[str, DeviceStep]:
+        """The engine for a store, and the step that it runs: of one device, or of all under engine `jit`."""
+        engine = self.engine
+        if engine == "auto":
+            engine = "jit" if self.mesh is not None or is_on_mesh(store) else "shard_map"
+        if engine != "jit" and is_on_mesh(store):
+            split = "values of this store are split over a mesh in their own shapes"
+            raise ValueError(f"train step: {split}, which engine {engine!r} cannot take; use engine 'jit' or 'auto'")
+        if engine != "jit":
+            return engine, self.device_step
         if self.global_step is None:
             reason = "local_steps are updates of each device by itself"
             if self.virtual_shards is not None:
@@ -243,29 +294,7 @@ class TrainStep:
                 f"train step: values of this store are split over a mesh, and {reason}; "
                 "use kind 'device' without mesh= and sharding="
             )
-        return self.global_step
+        return engine, self.global_step
 
     def _devices_for(self, state: TrainState) -> tuple[Device, ...]:
         return self.devices or state.store.devices or processes.devices()
-
-    def _make_program(self, treedef: Any) -> Program | VirtualProgram:
-        """The program for complete states of this structure."""
-        store = treedef.unflatten(range(treedef.num_leaves)).store
-        step = self._step_for(store)
-        if isinstance(step, VirtualStep):
-            return VirtualProgram(step, treedef)
-        return Program(step, ENGINES[self._engine_name(store)], treedef)
-
-    def _prepare(self, state: TrainState, user: Mesh | None) -> tuple[Program | VirtualProgram, list[jax.Array]]:
-        """The program for a state, and the leaves of the complete state.
-
-        Where there is a program for the structure of a state, the state is complete and on the program's devices.
-        """
-        if state is not self._returned():  # a step returns no types, and to look takes longer than a small step
-            state = without_types(state)
-        leaves, treedef = jax.tree.flatten(state)
-        program = self._programs.find((treedef,))
-        if program is None:
-            leaves, treedef = jax.tree.flatten(self._complete(state, user))
-            program = self._programs(treedef)
-        return program, leaves

@@ -16,39 +16,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from ... import kv
 from ..._core import checks
-from ..._core.arrays import Device, is_traced, without_keys
+from ..._core.arrays import Device, is_traced, nbytes, without_keys
 from ..._core.recent import Recent
 from ..._cpu import for_platform
 from ..._devices import buckets
 from ..._devices.emulated import wait_before_collectives
-from ..._devices.fixed_tree import Deal, sum_everywhere
-from ..._devices.mesh import STORE_AXIS, copies_on, mesh_of, split_over
-from ..._devices.padded import PaddedBatch, pad_rows, padded_rows
-from ..._devices.placement import put
+from ..._devices.mesh import STORE_AXIS, assemble, copies_on, mesh_of, put, split_over
 from ..._devices.user_mesh import without_types
+from ..._devices.virtual_shards import Deal, PaddedBatch, pad_rows, padded_rows, sum_everywhere
+from ..._store.placing import trained_keys
 from ..._store.store import is_split
-from . import means, nonfinite
-from .device_step import Arrays, DeviceStep
-from .gradient import StepResult
-from .means import wide
-from .programs import Batch, BatchPlacement, Metrics
-from .state import TrainState
+from .device_step import Arrays, DeviceStep, ShareResult
+from .loss import finish, model_state_mean, model_state_terms, wide, widen
+from .nonfinite import nonfinite_flags
+from .programs import Batch, BatchPlacement, Metrics, Part
+from .state import TrainState, is_floating
 
 AXIS = "devices"
 Buffers = list[jax.Array]
 
 _ONE_A_DTYPE = buckets.BucketLimits(float("inf"), float("inf"))  # pyright: ignore[reportArgumentType]
 _REFUSED = (
-    "train step, many: a step with virtual_shards is several programs, which the host starts for each shard; call it "
-    "for each batch"
+    "train step, many: the host starts several programs for each step with virtual_shards; call the step for each batch"
 )
 _TRACED = (
-    "train step: a step with virtual_shards is several programs, which the host starts, so it can be no part of jit, "
-    "of a gradient or of a picture; call it outside, or make the step without virtual_shards"
+    "train step: the host starts several programs for a step with virtual_shards, so the step cannot run inside jit, "
+    "grad or a picture; call it outside, or make the step without virtual_shards"
 )
 
 
@@ -109,24 +106,23 @@ class VirtualStep(DeviceStep):
             return n
         size = n // (shards * parts) * shards * parts or shards * parts
         each = f"each in accumulate={parts} microbatches" if parts > 1 else "which have as many examples each"
-        raise ValueError(
-            f"train step: a batch of {n} cannot be cut in {shards} virtual shards, {each}; use a batch of {size}"
-        )
+        cut = f"a batch of {n} cannot be cut in {shards} virtual shards, {each}"
+        raise ValueError(f"train step: {cut}; use a batch of {size}")
 
-    def with_initial_parts(self, state: TrainState, devices: tuple[Device, ...]) -> TrainState:
-        """The state as it is. `ValueError` for a store that rounds by the number of devices."""
+    def with_initial_parts(self, state: TrainState) -> TrainState:
+        """As of any step. `ValueError` for a store that rounds by the number of devices."""
         store = state.store
         reasons = {
             "a compressor keeps a residual for each device; make the store without one": store.compressor is not None,
             f"pending pushes of a store of staleness {store.staleness} belong to its devices; use kind 'dist_sync', or "
             "staleness=0": bool(store.staleness),
-            f"in kind {store.kind!r} each device updates a share of a value, and the compiler rounds shares of other "
-            "lengths otherwise; use kind 'device'": is_split(store),
+            f"in kind {store.kind!r} each device updates a share of a value, and rounding depends on its length; use "
+            "kind 'device'": is_split(store),
         }
         if reason := next((reason for reason, holds in reasons.items() if holds), None):
             what = f"train step: virtual_shards={self.shards} gives the same bits on any number of devices"
-            raise ValueError(f"{what}, and {reason}")
-        return super().with_initial_parts(state, devices)
+            raise ValueError(f"{what}, but {reason}")
+        return super().with_initial_parts(state)
 
     def terms(
         self, state: TrainState, batch: Any, number: jax.Array
@@ -134,62 +130,50 @@ class VirtualStep(DeviceStep):
         """What shard `number` adds, the other leaves of its model state, and the unread keys."""
         rng = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), number)
         params = kv.to_params(state.store)
-        found = self._gradient(params, batch, rng, state.model_state, state.step, self._scale(state))
+        trained, scale = trained_keys(state.store), self._scale(state)
+        found = self._gradient(params, trained, batch, rng, state.model_state, state.step, scale)
         divisor = self.shards if found.weight is None else 1
         grads = {k: g.astype(wide(g)) / divisor for k, g in found.grads.items()}
-        metrics = means.widen(found.metrics)
-        flags = None if self.guard is None else nonfinite.nonfinite_flags(metrics["loss"], found.grads, {})
-        plain = jax.tree.leaves(without_keys(found.model_state)[0])
-        floating = [means.state_terms(x, self.shards) for x in plain if _is_floating(x)]
-        others = [x for x in plain if not _is_floating(x)]
-        return ShardGradients(grads, metrics, floating, flags), others, found.unread
+        metrics = widen(found.metrics)
+        flags = None if self.guard is None else nonfinite_flags(metrics["loss"], found.grads, {})
+        plain, _ = without_keys(found.model_state)
+        others = [x for x in jax.tree.leaves(plain) if not is_floating(x)]
+        return ShardGradients(grads, metrics, model_state_terms(plain, self.shards), flags), others, found.unread
 
-    def _gradient(self, *args: Any) -> StepResult:
+    def _gradient(self, *args: Any) -> ShareResult:
         try:
             return self.gradient(*args)
         except NameError as error:
             if "axis name" not in str(error):
                 raise
             raise ValueError(
-                f"train step: loss_fn has a collective ({error}), and with virtual_shards={self.shards} it sees a "
-                "shard of the batch, which is on no axis; leave out the collective, or virtual_shards"
+                f"train step: loss_fn has a collective ({error}), but with virtual_shards={self.shards} it sees one "
+                "shard of the batch, without an axis; leave out the collective, or virtual_shards"
             ) from error
 
     def update(
         self, state: TrainState, totals: ShardGradients, others: list[jax.Array], unread: frozenset[int]
     ) -> tuple[TrainState, dict[str, Any]]:
-        """The next state and the metrics.
-
-        Args:
-            totals: the sums over the shards.
-            others: the leaves of the model state of shard 0 that are not added.
-            unread: the keys of parameters that the loss does not depend on.
-        """
-        own = StepResult(totals.grads, totals.metrics, (), unread)
-        metrics = means.finish(totals.metrics, self.shards)
+        """The next state and the metrics, out of the sums over the shards. `others` are those of shard 0."""
+        own = ShareResult(totals.grads, totals.metrics, (), unread)
+        metrics = finish(totals.metrics, self.shards)
         found = totals.found
         summed = totals.grads
         if own.weight is not None:
             summed = {k: g / own.weight for k, g in summed.items()}
             if found is not None:  # a weight of 0 is seen here only
-                found = found + nonfinite.nonfinite_flags(metrics["loss"], summed, {})
+                found = found + nonfinite_flags(metrics["loss"], summed, {})
         summed = self._without_unused(state, own, summed)
         summed = {k: g.astype(state.store.values[k].dtype) for k, g in summed.items()}
         store, transform = self._apply(state, kv.to_params(state.store), summed, {}, None, metrics["loss"])
-        model_state = self._model_state(state.model_state, totals.floating, others)
-        parts = {"store": store, "step": state.step + 1, "transform": transform, "model_state": model_state}
-        new = dataclasses.replace(state, **parts)
+        plain, restore = without_keys(state.model_state)
+        rest = iter(others)
+        plain = jax.tree.map(lambda x: x if is_floating(x) else next(rest), plain)
+        model_state = restore(model_state_mean(plain, totals.floating, self.shards))
+        new = dataclasses.replace(state, store=store, step=state.step + 1, transform=transform, model_state=model_state)
         if self.guard is None or found is None:
             return new, metrics
         return self.guard(state, new, metrics, found)
-
-    def _model_state(self, old: Any, floating: list[Any], others: list[jax.Array]) -> Any:
-        """The means of the floating leaves, and the others as they are."""
-        plain, restore = without_keys(old)
-        leaves, structure = jax.tree.flatten(plain)
-        sums, rest = iter(floating), iter(others)
-        new = [means.state_mean(next(sums), self.shards, x.dtype) if _is_floating(x) else next(rest) for x in leaves]
-        return restore(structure.unflatten(new))
 
 
 class ShardPrograms:
@@ -205,7 +189,7 @@ class ShardPrograms:
     """
 
     def __init__(self, step: VirtualStep, treedef: Any, platform: str):
-        self._step, self._treedef = step, treedef
+        self._step, self._treedef = step.on_platform(platform), treedef
         self._rng_at = treedef.unflatten(range(treedef.num_leaves)).rng
         self._layout: Any = None  # how the terms are laid out in buffers, known when `term` was traced
         self._unread: frozenset[int] = frozenset()
@@ -246,12 +230,12 @@ class VirtualProgram:
         self.devices: tuple[Device, ...] = state.store.devices
         self._treedef, self._rng_at = treedef, state.rng
         self._placement = BatchPlacement(step, state.store)
+        self.batch_shapes = self._placement.check
         self._programs: ShardPrograms = step.programs(jax.tree.structure(bare), self.devices[0].platform)
         self._deal = Deal(step.shards, len(self.devices))
         self._ranks = {d: i for i, d in enumerate(self.devices) if d.process_index == jax.process_index()}
         self._numbers = functools.lru_cache(maxsize=None)(lambda i, d: jax.device_put(np.int32(i), d))
         self._exchange = exchange(self._deal, mesh_of(self.devices))
-        self._zeros = functools.lru_cache(maxsize=64)(lambda d, n, dtype: jnp.zeros((1, n), dtype, device=d))
 
     def __call__(self, leaves: list[jax.Array], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
         """One step. The leaves of the state are donated, except its `rng`."""
@@ -268,17 +252,13 @@ class VirtualProgram:
         for x in leaves:
             if isinstance(x, jax.Array):
                 x.delete()  # its parts were donated
-        parts = [self._join(pieces) for pieces in zip(*(parts for parts, _ in new), strict=True)]
-        metrics = jax.tree.map(lambda *pieces: self._join(pieces), *(metrics for _, metrics in new))
+        copies = copies_on(self.devices)
+        parts, metrics = jax.tree.map(lambda *pieces: assemble(pieces, copies), *new)
         parts.insert(self._rng_at, rng)
         return self._treedef.unflatten(parts), metrics
 
     def compile_own(self, leaves: list[jax.Array], batch: Batch) -> list[str]:
-        """Compile what each device of this process runs by itself, by one run of it. Nothing is exchanged.
-
-        Returns:
-            The texts of these programs before compilation.
-        """
+        """Compile what each device of this process runs by itself, by one run of it. The result is their texts."""
         programs, rng = self._programs, leaves.pop(self._rng_at)
         rows = jax.tree.leaves(batch)[0].shape[0] // self._deal.terms
         shard = jax.tree.map(lambda x: np.asarray(x[:rows]), batch)
@@ -293,12 +273,32 @@ class VirtualProgram:
             jax.block_until_ready(programs.update(*update))
         return texts
 
-    def lower(self, leaves: list[jax.Array], batch: Batch, *part: int) -> jax.stages.Lowered:
+    def lower(self, leaves: list[Any], batch: Batch, *, many: bool) -> jax.stages.Lowered:
         """The program of the gradient of a shard before compilation."""
-        if part:
+        if many:
             raise ValueError(_REFUSED)
         *like, shard = self._shapes(leaves, batch)
         return self._programs.term.lower(*like, shard, np.int32(0))
+
+    def parts(self, leaves: list[Any], batch: Batch) -> list[Part]:
+        """The gradient of a shard, the sum of two, the exchange, the update."""
+        programs, deal = self._programs, self._deal
+        first = SingleDeviceSharding(self.devices[0])
+        along = NamedSharding(mesh_of(self.devices), P(STORE_AXIS))
+        like, rng, shard = (_shapes_of(x, first) for x in self._shapes(leaves, batch))
+        number = jax.ShapeDtypeStruct((), jnp.int32, sharding=first)
+        term = programs.term.trace(like, rng, shard, number)
+        node, others = _shapes_of(jax.eval_shape(programs.term, like, rng, shard, number), first)
+        totals = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=first) for x in node]
+        rows = [_shapes_of(totals, along, deal.devices)] * deal.kept
+        state, share, of_node = _bytes_of(like), deal.slots * _bytes_of(shard), _bytes_of(node)
+        most = max(sum(1 - n for n in merges[:i]) for merges in deal.merges for i in range(len(merges)))
+        return [
+            Part(term, deal.slots, share * (deal.slots > 1) + most * of_node),
+            Part(programs.add.trace(node, node), deal.slots - 1, state + share + max(0, most - 1) * of_node),
+            Part(self._exchange.trace(rows, _shapes_of(others, along, deal.devices)), 1, state + share),
+            Part(programs.update.trace(like, rng, totals, others), 1, share + deal.kept * of_node),
+        ]
 
     def check(self, leaves: list[jax.Array], shapes: Batch) -> list[str]:
         """Raise what a call would raise for a batch of these shapes. Return the names of the metrics."""
@@ -310,7 +310,7 @@ class VirtualProgram:
     def _shapes(self, leaves: list[jax.Array], batch: Batch) -> tuple[Any, Any, Any]:
         """The shapes of leaves, `rng` and a shard, without devices."""
         shards = self._deal.slots * self._deal.devices
-        shard = jax.tree.map(functools.partial(_shard_struct, slots=shards), self._placement.check(batch))
+        shard = jax.tree.map(functools.partial(_shard_struct, slots=shards), self.batch_shapes(batch))
         like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
         rng = like.pop(self._rng_at)
         return like, rng, shard
@@ -350,25 +350,17 @@ class VirtualProgram:
         """The sums over all devices, and the other leaves of device 0, on each device of this process."""
         like = nodes[0][0]
         rows: list[list[Any]] = []
+        along = split_over(self.devices)
         for k in range(self._deal.kept):
             of_devices = [
-                each[k] if k < len(each) else [self._zeros(d, x.shape[1], x.dtype) for x in like]
+                each[k] if k < len(each) else [jnp.zeros(x.shape, x.dtype, device=d) for x in like]
                 for d, each in zip(self._ranks, nodes, strict=True)
             ]
-            rows.append([self._stack(pieces) for pieces in zip(*of_devices, strict=True)])
-        firsts = [self._stack([_add_axis(x) for x in pieces]) for pieces in zip(*others, strict=True)]
+            rows.append([assemble(pieces, along) for pieces in zip(*of_devices, strict=True)])
+        firsts = [assemble([_add_axis(x) for x in pieces], along) for pieces in zip(*others, strict=True)]
         wait_before_collectives((rows, firsts), self.devices)
         totals, rest = self._exchange(rows, firsts)
         return tuple(self._on_devices(x, copies_on(self.devices)) for x in (totals, rest))
-
-    def _stack(self, pieces: Any) -> jax.Array:
-        """An array with a row for each device, out of those of this process."""
-        shape = (len(self.devices), *pieces[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, split_over(self.devices), list(pieces))
-
-    def _join(self, pieces: Any) -> jax.Array:
-        """An array with a copy on each device, out of those of this process."""
-        return jax.make_array_from_single_device_arrays(pieces[0].shape, copies_on(self.devices), list(pieces))
 
 
 @functools.lru_cache(maxsize=64)
@@ -394,12 +386,17 @@ def _slice(batch: Any, i: jax.Array, slots: int) -> Any:
     return jax.tree.map(rows, batch)
 
 
+def _shapes_of(tree: Any, sharding: Any, *lead: int) -> Any:
+    """The same shapes with this sharding, behind other axes."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype, sharding=sharding), tree)
+
+
+def _bytes_of(tree: Any) -> int:
+    return sum(map(nbytes, jax.tree.leaves(tree)))
+
+
 def _shard_struct(x: Any, slots: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((x.shape[0] // slots, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 _add_axis = jax.jit(lambda x: x[None])
-
-
-def _is_floating(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)

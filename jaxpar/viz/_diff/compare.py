@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core.arguments import describe
 from ..._core.calls import answers
+from ..._core.text import describe
 from .._draw.style import Options
-from .._fold.known import Call
-from .._fold.patterns import Rule
+from .._fold.calls import Call
+from .._fold.templates import Pattern, Rule
 from .._graph import Graph
 from .._options import check_picture
 from .._trace import trace
-from .match import compare
+from .changes import compare
 
 if TYPE_CHECKING:
     from .picture import DiffPlot
@@ -32,7 +32,7 @@ def diff(
     params_argnums: int | Sequence[int] | None = 0,
     max_nodes: int | None = 200,
     repeats: bool = True,
-    rules: Sequence[Rule | Call] = (),
+    rules: Sequence[Call | Pattern | Rule] = (),
     theme: Literal["light", "dark"] = "light",
     legend: bool = True,
     direction: Literal["up", "down", "right"] = "up",
@@ -40,22 +40,23 @@ def diff(
 ) -> DiffPlot:
     """Compare two networks, and draw both as one picture.
 
-    Layers that are the same are grey, changed ones orange, added ones green, removed ones red. A changed layer has its
-    kind and shape of before and after, and how many parameters, FLOPs and bytes it has more. Layers are matched by
-    the names of their weights, their kinds and their order, so that one that was inserted does not shift the others.
+    Equal layers are grey, changed layers orange, added layers green, removed layers red. A changed layer shows its kind
+    and shape in both networks, and the differences in parameters, FLOPs and bytes. Layers are matched by the names of
+    their weights, their kinds and their order, so that an inserted layer does not shift the others.
 
     Args:
-        before, after: `(fn, args)`, with the positional arguments as a tuple. `(fn, args, kwargs)` has keyword
-            arguments too. The `Graph` of `trace` is taken as it is.
+        before, after: `(fn, args)`, with the positional arguments as a tuple. `(fn, args, kwargs)` adds keyword
+            arguments. A `Graph` of `trace` works too.
         params_argnums, depth, max_nodes, repeats, rules: as for `trace`, for both functions.
         title, node_attrs, theme, legend, direction, time_limit: as for `plot_network`.
 
     Returns:
-        A picture as that of `plot_network`. Its `diff` is plain data: `diff.changes` with the nodes of both, and
-        `diff.params`, `diff.flops`, `diff.bytes`. `print(plot.diff)` is a table of what changed.
+        A picture, as from `plot_network`. Its attribute `diff` is plain data: `diff.changes` has the nodes of both
+        networks, and `diff.params`, `diff.flops` and `diff.bytes` the differences. `print(plot.diff)` prints a table of
+        the changes.
 
     Raises:
-        TypeError: no pair of a function and its arguments, or as of `plot_network`.
+        TypeError: an argument is not a pair of a function and its arguments; or as for `plot_network`.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from .._graph import BACKWARD, Edge, Graph, Node, is_region
+from .._graph import BACKWARD, Edge, Graph, Node
+from .._scopes import Block, Path, nest, paths_of
+from .._searches import reach
 from . import style
-from .attributes import attributes, quote
 from .labels import caption, cost, edge_label, join_sign, label, label_lines, scope_label, tooltip
-from .loops import carry_label, join_carries
-from .style import DIRECTIONS, FONT, SIZE, SMALL, THEMES, Options, Theme, ink, text_width
+from .style import DIRECTIONS, FONT, SIZE, SMALL, THEMES, Options, Theme, attributes, ink, quote, text_width
 
+_Leaf = TypeVar("_Leaf")
 _POINTS = 72.0  # of an inch
 MANY, _MANY_EDGES = 150, 220  # nodes and edges, above which dot works with limits
 _MANY_READERS = 4  # of an input of several arrays, above which its edges give way
@@ -108,34 +109,63 @@ def head(caption: str, options: Options, theme: Theme, *, large: bool) -> list[s
 def _nodes(graph: Graph, nodes: list[Node], options: Options, theme: Theme) -> list[str]:
     """Nodes inside the clusters of their scopes."""
     most = max((cost(node, options.heat) for node in nodes), default=0) or 1
-    drawn = _clusters(graph, nodes)
-    tree: dict[Any, Any] = {}  # a scope -> what is in it; None -> the nodes here
-    for node in nodes:
-        inner = tree
-        for scope in (path for path in _paths(node.scope) if path in drawn):
-            inner = inner.setdefault(scope, {})
-        inner.setdefault(None, []).append(node)
-    return _write(tree, _Pen(options, theme, most, join_sign(graph), itertools.count()), 0)
+    pen, drawn = _Pen(options, theme, most, join_sign(graph)), _clusters(graph, nodes)
+    tree = nest((node, (path for path in paths_of(node.scope) if path in drawn)) for node in nodes)
+
+    def draw(inside: list[Node]) -> list[str]:
+        return [_node(node, pen) for node in inside] + side_by_side([node.name for node in inside])
+
+    return clusters(tree, draw, lambda block, level: _frame(block.path, theme, level))
 
 
-def _paths(scope: tuple[str, ...]) -> list[tuple[str, ...]]:
-    return [scope[:length] for length in range(1, len(scope) + 1)]
+def clusters(
+    block: Block[_Leaf],
+    draw: Callable[[list[_Leaf]], list[str]],
+    frame: Callable[[Block[_Leaf], int], dict[str, Any] | None],
+) -> list[str]:
+    """The lines of what is in a block, each block in it as a cluster.
+
+    Args:
+        block: the outermost one, which has no cluster.
+        draw: the lines of the leaves that are directly in a block.
+        frame: the attributes of a block's cluster, given how deep it is. None for no cluster.
+    """
+    numbers = itertools.count()
+
+    def write(block: Block[_Leaf], level: int) -> Iterator[str]:
+        leaves = block.leaves
+        for item in block.items:
+            if not isinstance(item, Block):
+                yield from draw(leaves)  # all of them where the first one is
+                leaves = []
+            elif (attrs := frame(item, level)) is None:
+                yield from write(item, level)
+            else:
+                yield f"subgraph {quote(f'cluster_{next(numbers)}')} {{"
+                yield "graph " + attributes(**attrs)
+                yield from write(item, level + 1)
+                yield "}"
+
+    return list(write(block, 0))
 
 
-def _clusters(graph: Graph, nodes: list[Node]) -> set[tuple[str, ...]]:
+def _frame(path: Path, theme: Theme, level: int) -> dict[str, Any]:
+    region = path[-1].is_region
+    attrs = {"label": scope_label(path[-1]), "labelloc": "b", "labeljust": "r", "fontsize": 13, "margin": 10}
+    attrs |= {"style": "rounded,filled" + (",dashed" if region else ""), "color": theme.faint}
+    return attrs | {
+        "fillcolor": theme.region if region or level % 2 else theme.cluster,
+        "tooltip": "/".join(path),
+    }
+
+
+def _clusters(graph: Graph, nodes: list[Node]) -> set[Path]:
     """Scopes of two nodes or more. A scope around everything, or with one scope in it that is no repeat, is none."""
-    members: dict[tuple[str, ...], int] = {}
-    for node in nodes:
-        for path in _paths(node.scope):
-            members[path] = members.get(path, 0) + 1
+    members = Counter(path for node in nodes for path in paths_of(node.scope))
     layers = len(graph.layers)
-    around = {path[:-1] for path, count in members.items() if members.get(path[:-1]) == count and "×" not in path[-1]}
-    drawn: set[tuple[str, ...]] = set()
-    for path, count in members.items():
-        special = is_region(path[-1]) or "×" in path[-1]
-        if special or (1 < count < layers and path not in around):
-            drawn.add(path)
-    return drawn
+    around = {path[:-1] for path, count in members.items() if members[path[:-1]] == count and path[-1].times is None}
+    special = {path for path in members if path[-1].is_region or path[-1].times is not None}
+    return special | {path for path, count in members.items() if 1 < count < layers and path not in around}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,25 +176,6 @@ class _Pen:
     theme: Theme
     most: int
     signs: dict[str, str]
-    numbers: Iterator[int]
-
-
-def _write(tree: dict[Any, Any], pen: _Pen, level: int) -> list[str]:
-    lines: list[str] = []
-    for scope, inner in tree.items():
-        if scope is None:
-            lines += [_node(node, pen) for node in inner]
-            lines += _side_by_side(inner)
-            continue
-        region = is_region(scope[-1])
-        lines.append(f"subgraph {quote(f'cluster_{next(pen.numbers)}')} {{")
-        attrs = {"label": scope_label(scope[-1]), "labelloc": "b", "labeljust": "r", "fontsize": 13, "margin": 10}
-        attrs |= {"style": "rounded,filled" + (",dashed" if region else ""), "color": pen.theme.faint}
-        attrs |= {"fillcolor": pen.theme.region if region or level % 2 else pen.theme.cluster}
-        lines.append("graph " + attributes(**attrs, tooltip="/".join(scope)))
-        lines += _write(inner, pen, level + 1)
-        lines.append("}")
-    return lines
 
 
 def _node(node: Node, pen: _Pen) -> str:
@@ -212,11 +223,6 @@ def _is_residual(by_name: dict[str, Node], edge: Edge) -> bool:
     return target.is_backward and not source.is_backward and own is not None and source.op != "Loss"
 
 
-def _is_update(by_name: dict[str, Node], edge: Edge) -> bool:
-    """Whether an edge carries a gradient to an optimizer: one from each layer with parameters."""
-    return by_name[edge.source].is_backward and style.is_update(by_name[edge.target])
-
-
 def _pairs(nodes: list[Node], theme: Theme) -> list[str]:
     """A line from each layer to its gradient."""
     by_name = {node.name: node for node in nodes}
@@ -229,11 +235,10 @@ def _pairs(nodes: list[Node], theme: Theme) -> list[str]:
     ]
 
 
-def _side_by_side(nodes: list[Node]) -> list[str]:
+def side_by_side(names: list[str]) -> list[str]:
     """Layers and their gradients at the same height. Written elsewhere, it would take them out of their cluster."""
-    by_name = {node.name: node for node in nodes}
-    pairs = ((_forward(by_name, node), node) for node in nodes)
-    return [f"{{ rank=same {quote(a.name)} {quote(b.name)} }}" for a, b in pairs if a is not None]
+    pairs = ((name.removesuffix(BACKWARD), name) for name in names if name.endswith(BACKWARD))
+    return [f"{{ rank=same {quote(layer)} {quote(name)} }}" for layer, name in pairs if layer in names]
 
 
 def _carry(edge: Edge, theme: Theme, named: bool, is_one_of_many: bool) -> str:
@@ -250,6 +255,40 @@ def _edge(by_name: dict[str, Node], edge: Edge, theme: Theme, named: bool) -> st
     ends = f"{quote(edge.source)} -> {quote(edge.target)}"
     if source.is_backward and target.is_backward:  # downwards, next to the layers
         return f"{quote(edge.target)} -> {quote(edge.source)} " + attributes(**text, dir="back")
-    if _is_update(by_name, edge):
+    if source.is_backward and style.is_update(target):  # from each layer with parameters
         return f"{ends} " + attributes(color=theme.faint, penwidth=0.6, weight=0)
     return ends if source.op == "weight" or not named else f"{ends} " + attributes(**text)
+
+
+def join_carries(edges: Iterable[Edge]) -> list[Edge]:
+    """Edges as they are drawn: one arrow back from a layer to each that reads it in the next pass.
+
+    What a layer hands to itself goes with an arrow back to a layer before it, where there is one. So the recurrence of
+    an LSTM, a hidden state and a cell, is one arrow. A layer that hands on to itself only keeps its own.
+
+    >>> cell = [Edge("dense", "gates"), Edge("gates", "dense", carry=True), Edge("gates", "gates", carry=True)]
+    >>> [(edge.source, edge.target, edge.arrays) for edge in join_carries(cell) if edge.carry]
+    [('gates', 'dense', 2)]
+    """
+    edges = list(edges)
+    arrows: dict[tuple[str, str], Edge] = {}
+    for edge in edges:
+        if edge.carry:
+            known = arrows.get((edge.source, edge.target))
+            together = known.arrays + edge.arrays if known is not None else edge.arrays
+            arrows[edge.source, edge.target] = replace(known or edge, arrays=together)
+    itself = [ends for ends in arrows if ends[0] == ends[1]]
+    on: dict[str, list[str]] = {}
+    for edge in edges if itself else ():
+        if not edge.carry:
+            on.setdefault(edge.source, []).append(edge.target)
+    for source, target in itself:
+        ways = (ends for ends in arrows if ends[0] == source != ends[1])
+        if (outer := next((ends for ends in ways if source in reach([ends[1]], on)), None)) is not None:
+            arrows[outer] = replace(arrows[outer], arrays=arrows[outer].arrays + arrows.pop((source, target)).arrays)
+    return [*(edge for edge in edges if not edge.carry), *arrows.values()]
+
+
+def carry_label(edge: Edge) -> str:
+    """What is written beside an arrow back."""
+    return "carry" if edge.arrays == 1 else f"carry, {edge.arrays} arrays"

@@ -6,10 +6,10 @@ import math
 import re
 
 from ..._core.text import printable
-from .._graph import BACKWARD, Edge, Graph, Node, human, scope_stem
+from .._graph import BACKWARD, Edge, Graph, Node, human
+from .._scopes import Scope
 from . import style
-from .attributes import Html
-from .style import SIZE, SMALL, Options, text_width
+from .style import SIZE, SMALL, Html, Options, text_width
 
 _MOST_LEAVES = 12  # in a tooltip
 _LINE = 24  # letters, for a kind and its details on one line
@@ -24,7 +24,7 @@ def label_lines(node: Node, heat: str | None) -> list[_Line]:
         return [(cut(node.name), SIZE, False), (node.detail or node.dtype, SMALL, False)]
     if node.op == "weight":
         text = f"{dimensions(node.shape)} {node.dtype}"
-        return [(cut(_weight_name(node.name)), SIZE - 1, False), (text, SMALL, False)]
+        return [(cut(node.detail or node.name), SIZE - 1, False), (text, SMALL, False)]
     found = _kind_lines(node, own_name(node))
     if node.params:
         each, rest = divmod(node.params, node.repeat)
@@ -57,8 +57,8 @@ def own_name(node: Node) -> str:
     'q'
     """
     *above, last = node.name.partition(BACKWARD)[0].split("/")  # a second gradient ends in a number
-    scopes = {scope_stem(scope) for scope in node.scope}
-    while above and scope_stem(above[0]) in scopes:
+    scopes = {Scope.of(scope).stem for scope in node.scope}
+    while above and Scope(above[0]).stem in scopes:
         del above[0]
     name = "/".join([*above, last])
     return "" if _letters(name) in {_letters(node.kind), _letters(node.op), _letters(node.detail), ""} else name
@@ -87,11 +87,25 @@ def join_sign(graph: Graph) -> dict[str, str]:
 
 def label(lines: list[_Line], colour: str) -> str:
     """The lines as one of Graphviz's HTML-like labels."""
-    fonts = [
-        f'<FONT POINT-SIZE="{size:g}" COLOR="{colour}">{f"<B>{_html(text)}</B>" if bold else _html(text)}</FONT>'
-        for text, size, bold in lines
-    ]
-    return Html(f"<{'<BR/>'.join(fonts)}>")
+    return Html(f"<{'<BR/>'.join(_font(*line, colour) for line in lines)}>")
+
+
+def _font(text: str, size: float, bold: bool = False, colour: str = "") -> str:
+    shown = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+    on = f' COLOR="{colour}"' if colour else ""
+    return f'<FONT POINT-SIZE="{size:g}"{on}>{f"<B>{shown}</B>" if bold else shown}</FONT>'
+
+
+def caption_of(lines: list[_Line], legend: list[tuple[str, str]]) -> str:
+    """Lines, and colours with their names below, as a table of Graphviz."""
+    rows = [f"<TR><TD>{_font(*line)}</TD></TR>" for line in lines]
+    rows += [_legend_row(legend[start : start + 4]) for start in range(0, len(legend), 4)]
+    return Html(f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="2">{"".join(rows)}</TABLE>>')
+
+
+def title_lines(title: str) -> list[_Line]:
+    """The lines of a title that say something."""
+    return [(cut(line, _TITLE), 14, True) for line in title.splitlines() if line.strip()]
 
 
 def edge_label(edge: Edge, source: Node) -> str:
@@ -147,15 +161,8 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 
 def scope_label(name: str) -> str:
-    """The label of a cluster: its scope, without a number."""
-    head, found, number = name.rpartition(" (")
-    return cut(head if found and number[:-1].isdigit() else name)
-
-
-def _weight_name(name: str) -> str:
-    """ "conv1/weight" for params['conv1']['weight']."""
-    keys = re.findall(r"[\w-]+", name)
-    return "/".join(keys[1:] or keys)
+    """The label of a cluster: its scope, without the number of its call."""
+    return cut(Scope.of(name).numbered(1))
 
 
 def tooltip(node: Node) -> str:
@@ -181,33 +188,20 @@ def tooltip(node: Node) -> str:
 def caption(graph: Graph, nodes: list[Node], options: Options) -> str:
     """The title, the totals and the legend, as a table of Graphviz."""
     counts = f"{graph.total_params:,} parameters · {human(graph.total_flops, 'FLOP')}{missing(graph)}"
-    rows = [_title_row(line) for line in options.title.splitlines() if line.strip()]
-    rows.append(f'<TR><TD><FONT POINT-SIZE="10">{_html(counts)}</FONT></TD></TR>')
+    lines = [*title_lines(options.title), (counts, 10, False)]
     if options.heat is not None:
-        text = f"{_html(options.heat)}: white is none, red the most of all nodes"
-        rows.append(f'<TR><TD><FONT POINT-SIZE="{SMALL}">{text}</FONT></TD></TR>')
-    elif options.legend:
-        entries = style.legend(nodes)
-        rows += [_legend_row(entries[start : start + 4]) for start in range(0, len(entries), 4)]
-    return Html(f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="2">{"".join(rows)}</TABLE>>')
-
-
-def _title_row(line: str) -> str:
-    return f'<TR><TD><FONT POINT-SIZE="14"><B>{_html(cut(line, _TITLE))}</B></FONT></TD></TR>'
+        lines.append((f"{options.heat}: white is none, red the most of all nodes", SMALL, False))
+    return caption_of(lines, style.legend(nodes) if options.legend and options.heat is None else [])
 
 
 def _legend_row(entries: list[tuple[str, str]]) -> str:
     cells = "".join(
         f'<TD BGCOLOR="{colour}" WIDTH="{text_width(name, SMALL) + 8:.0f}">'
-        f'<FONT POINT-SIZE="{SMALL}" COLOR="{style.ink(colour)}">{_html(name)}</FONT></TD>'
+        f"{_font(name, SMALL, colour=style.ink(colour))}</TD>"
         for colour, name in entries
     )
     table = f'<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="4" CELLPADDING="3"><TR>{cells}</TR></TABLE>'
     return f"<TR><TD>{table}</TD></TR>"
-
-
-def _html(text: str) -> str:
-    return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
 
 
 def missing(graph: Graph) -> str:

@@ -17,13 +17,22 @@ import graphviz
 
 from ..._core.text import cut_middle
 from .._graph import Graph
-from .._page.page import to_frame, to_page
-from .._page.still import to_still_page
+from .._page.page import to_frame, to_page, to_still_page
 from .dot import nothing, to_dot
-from .files import PAGES, TEXTS, check_format, check_writable, format_of, path_of, write
-from .render import NoRendererError, RenderError, render
-from .sheet import to_html
+from .render import (
+    PAGES,
+    TEXTS,
+    NoRendererError,
+    RenderError,
+    check_format,
+    check_writable,
+    format_of,
+    path_of,
+    render,
+    write,
+)
 from .style import Options
+from .table import to_html
 
 _NAME = 100  # characters of a file's name
 _PREVIEW_INCHES = '"13.33,33.33"'  # of 72 pixels; larger pictures are shrunk to this width and height
@@ -120,7 +129,7 @@ class Plot(graphviz.Digraph):
 
         Raises:
             RenderError: there is no renderer or no such format, or it took longer than `time_limit`.
-            ValueError: an `encoding` for a format that is no text.
+            ValueError: an `encoding` for a format that is not text.
         """
         given = check_format(self.format if format is None else format)
         if given in PAGES:
@@ -133,7 +142,7 @@ class Plot(graphviz.Digraph):
         try:
             return picture.decode(encoding)
         except UnicodeDecodeError:
-            raise ValueError(f"Plot.pipe: {given} is no text; leave out encoding={encoding!r}") from None
+            raise ValueError(f"Plot.pipe: {given} is not text; leave out encoding={encoding!r}") from None
 
     def html(self) -> str:
         """The interactive page: one HTML file that needs no server and loads nothing.

@@ -1,12 +1,19 @@
-"""Run Graphviz on the text of a graph."""
+"""Run Graphviz on the text of a graph, and write a picture to a file.
+
+What is wrong with the path or the format is refused before anything is drawn.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
+
+from ..._core.text import describe, did_you_mean
 
 _LARGE = "Draw less of it: depth=0 closes every module, max_nodes=100 draws fewer nodes; or give time_limit=..."
 # For large pictures in which dot finds no ranks for clusters, or no way around the boxes.
@@ -23,7 +30,7 @@ _PYGRAPHVIZ = (
 
 
 class RenderError(RuntimeError):
-    """There is no picture. The message says why and what to do."""
+    """The picture could not be drawn. The message gives reason and remedy."""
 
 
 class NoRendererError(RenderError):
@@ -78,3 +85,81 @@ def _command(format: str, engine: str, flags: Sequence[str]) -> list[str]:
     if importlib.util.find_spec("pygraphviz") is not None:
         return [sys.executable, "-c", _PYGRAPHVIZ, format, engine, " ".join(flags)]
     raise NoRendererError
+
+
+TEXTS = frozenset(("dot", "gv", ""))
+PAGES = frozenset(("html", "htm"))
+FORMATS = frozenset(
+    "bmp canon cgimage cmap cmapx cmapx_np dot dot_json eps exr fig gd gd2 gif gv icns ico imap imap_np ismap jp2 jpe "
+    "jpeg jpg json json0 kitty kittyz mp pct pdf pic pict plain plain-ext png pov ps ps2 psd sgi svg svg_inline svgz "
+    "tga tif tiff tk vdx vml vmlz vrml vt wbmp webp xdot xdot1.2 xdot1.4 xdot_json".split()
+)
+_USUAL = ("html", "svg", "png", "pdf", "gif", "jpg", "webp", "dot")
+
+
+def path_of(filename: Any, directory: Any, what: str = "Plot.save") -> str:
+    """The path of a file, with `~` as the user's home.
+
+    Raises:
+        TypeError: no path.
+        ValueError: an empty name, one that is only an ending, or one that no file can have.
+    """
+    parts = [_text(part, what) for part in (directory, filename) if part is not None]
+    path = os.path.expanduser(os.path.join(*parts))
+    name = os.path.basename(path)
+    if not parts[-1] or "\0" in path:
+        raise ValueError(f"{what}: the name of the file must not be empty or have a NUL in it, got {parts[-1]!r}")
+    if name.startswith(".") and name[1:].lower() in FORMATS | PAGES:
+        raise ValueError(f"{what}: {path!r} is only an ending; write a name before it, such as 'plot{name}'")
+    return path
+
+
+def _text(given: Any, what: str) -> str:
+    if isinstance(given, (str, bytes, os.PathLike)):
+        return os.fsdecode(given)
+    hint = '; write the bytes yourself, file.write(plot.pipe("svg"))' if hasattr(given, "write") else ""
+    raise TypeError(f'{what}: expected a path such as "net.svg", got {describe(given)}{hint}')
+
+
+def format_of(path: str) -> str:
+    """The format that the ending of a path says, in small letters."""
+    return os.path.splitext(path)[1].lstrip(".").lower()
+
+
+def check_format(format: Any) -> str:
+    """A format that Graphviz has, or that of the page.
+
+    Raises:
+        TypeError: no string.
+        RenderError: there is no such format.
+    """
+    if not isinstance(format, str):
+        raise TypeError(f'jaxpar.viz: format must be a string such as "svg", got {describe(format)}')
+    if format.lower() not in FORMATS | PAGES:
+        raise RenderError(
+            f"jaxpar.viz: cannot draw {format}, which is not a format; the usual ones are "
+            f"{', '.join(_USUAL)}{did_you_mean(format, FORMATS | PAGES)}"
+        )
+    return format.lower()
+
+
+def check_writable(path: str, what: str = "Plot.save") -> None:
+    """Raise an `OSError` where a file cannot be written."""
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"{what}: {path} is a folder; write the name of a file in it")
+    folder = os.path.dirname(os.path.abspath(path))
+    while not os.path.lexists(folder):  # the missing ones are made
+        folder = os.path.dirname(folder)
+    if not os.path.isdir(folder):
+        raise NotADirectoryError(f"{what}: {path} cannot be written, since {folder} is not a directory")
+    there = path if os.path.exists(path) else folder
+    if not os.access(there, os.W_OK):
+        raise PermissionError(f"{what}: {path} cannot be written, since there is no permission to write {there}")
+
+
+def write(path: str, content: bytes) -> str:
+    """Write a file. Missing folders are made. Returns the path."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(content)
+    return path

@@ -1,4 +1,4 @@
-"""Colours and sizes: MXNet's palette, in a light and a dark theme."""
+"""Colours and sizes, MXNet's palette in a light and a dark theme; attributes and strings of the dot language."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .._fold.optimizers import OPTIMIZERS
-from .._fold.patterns import COLLECTIVES
-from .._graph import Node
+from ..._core.text import printable
+from .._fold.calls import OPTIMIZERS
+from .._fold.cells import COLLECTIVES
+from .._graph import FAILS_AT, Node
 
 FONT = "Helvetica,Arial,sans-serif"
 SIZE, SMALL = 12.0, 9.5  # points
@@ -30,6 +31,7 @@ _KINDS = {
     "loss": ("#f4a6c6", "loss"),
     "optimizer": ("#bc80bd", "optimizer"),
     "collective": ("#c51b7d", "sent between devices"),
+    "failed": ("#b30000", "a line that raises"),
     "block": ("#d9d9d9", "collapsed"),
     "other": ("#fccde5", "other"),
 }
@@ -85,6 +87,8 @@ THEMES = {
 
 def _kind(node: Node) -> str:
     """The kind that gives a node its colour."""
+    if node.op.startswith(FAILS_AT):
+        return "failed"
     if node.kind not in _KIND_OF and node.detail.endswith((" layers", " steps")):
         return "block"
     return "optimizer" if is_update(node) else _KIND_OF.get(node.kind, "other")
@@ -138,3 +142,27 @@ def _units(letter: str) -> float:
     if unicodedata.east_asian_width(letter) in "WF":
         return 1.4 if kind == "So" else 1.1  # emoji, Chinese
     return 0.9
+
+
+class Html(str):
+    """One of Graphviz's HTML-like labels. Every other text is quoted, whatever it looks like."""
+
+
+def quote(text: str) -> str:
+    r"""A quoted string.
+
+    >>> print(quote('a "b"'))
+    "a \"b\""
+    """
+    lines = [printable(line).replace("\\", "\\\\").replace('"', '\\"') for line in text.split("\n")]
+    return '"' + "\\n".join(lines) + '"'
+
+
+def attributes(**values: object) -> str:
+    """The attributes of a graph, node or edge.
+
+    >>> print(attributes(label=Html("<<B>x</B>>"), tooltip="<b>", penwidth=2))
+    [label=<<B>x</B>> tooltip="<b>" penwidth="2"]
+    """
+    shown = {key: value if isinstance(value, Html) else quote(str(value)) for key, value in values.items()}
+    return "[" + " ".join(f"{key}={value}" for key, value in shown.items()) + "]"

@@ -1,13 +1,177 @@
-"""The table of layers, as text and as HTML."""
+"""The table of layers, as text and as HTML: modules with their sums, and the layers in them."""
 
 from __future__ import annotations
 
-from collections.abc import Container
+import html
+import re
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 
-from ..._core.text import columns, fit, printable
-from .._graph import Graph
-from .labels import missing
-from .tree import Row, rows
+from ..._core.text import columns, did_you_mean, fit, matches, printable
+from .._graph import BACKWARD, Graph, Node, human
+from .._scopes import Block, Scope, nest, paths_of
+from .labels import missing, output_text
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table.
+
+    Attributes:
+        level: how many modules it is in.
+        name, kind: of the layer, "conv1" and "Convolution 3x3/1, 20". A module has no kind.
+        shape: its output, "256x26x26x20 float32".
+        params, flops: of a module those of all that is in it.
+        trained: how many of the params are trained.
+        previous: the layers that it reads.
+        source: where the user's code makes it.
+        layer: the name of its node. "" for a module.
+        repeat: the number of copies that the row stands for.
+    """
+
+    level: int
+    name: str
+    kind: str
+    shape: str
+    params: int
+    flops: int
+    trained: int
+    previous: tuple[str, ...] = ()
+    source: str = ""
+    layer: str = ""
+    repeat: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What the rows say beside the nodes: who reads whom, and how many parameters of each layer are trained."""
+
+    previous: dict[str, tuple[str, ...]]
+    trained: dict[str, int]
+
+
+def rows(graph: Graph, depth: int | None = None, frozen: frozenset[str] = frozenset()) -> list[Row]:
+    """The rows of a graph, modules before what is in them.
+
+    Args:
+        graph: with all its scopes open.
+        depth: how many levels of modules are open. Scopes around the whole function do not count. None for all.
+        frozen: the names of parameters that are not trained, besides those that the graph knows.
+    """
+    top = nest((node, paths_of(node.scope)) for node in graph.nodes)
+    facts = _Facts(_previous(graph), _trained(graph, frozen))
+    return _rows_of(top, 0, depth, facts)
+
+
+def frozen_names(graph: Graph, patterns: Sequence[str]) -> frozenset[str]:
+    """The names of the parameters that one of the patterns matches.
+
+    A pattern is of a parameter ("conv1/weight", "*/bias") or of what is around it ("conv1").
+
+    Raises:
+        ValueError: a pattern matches no parameter.
+    """
+    known = {weight.name: parameter_path(weight.name) for weight in graph.weights}
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = {name for name, path in known.items() if matches(path, pattern)}
+        if not matched:
+            some = ", ".join(list(known.values())[:4])
+            near = did_you_mean(pattern, {part for path in known.values() for part in (path, path.rpartition("/")[0])})
+            raise ValueError(f"print_summary: frozen={pattern!r} matches no parameter; some are {some}{near}")
+        found |= matched
+    return frozenset(found)
+
+
+def parameter_path(name: str) -> str:
+    """ "conv1/weight" for params['conv1']['weight']."""
+    keys = re.findall(r"\['((?:[^'\\]|\\.)*)'\]|\[(\d+)\]|\.(\w+)", name)
+    return "/".join(quoted or number or attribute for quoted, number, attribute in keys) or name
+
+
+def _previous(graph: Graph) -> dict[str, tuple[str, ...]]:
+    found: dict[str, list[str]] = {}
+    for edge in graph.edges:
+        if not edge.carry:  # it goes back to an earlier layer
+            found.setdefault(edge.target, []).append(edge.source)
+    return {name: tuple(sources) for name, sources in found.items()}
+
+
+def _trained(graph: Graph, frozen: frozenset[str]) -> dict[str, int]:
+    """Elements of the trained parameters that each node is the first to use."""
+    sizes = {weight.name: weight.params for weight in graph.weights}
+    counted: set[str] = set()
+    found: dict[str, int] = {}
+    for node in graph.nodes:
+        new = dict.fromkeys(name for name in node.weights if name not in counted) if node.params else {}
+        counted.update(new)
+        found[node.name] = sum(sizes[name] for name in new if name in graph.sizes.trained - frozen)
+    return found
+
+
+def _rows_of(module: Block[Node], level: int, depth: int | None, facts: _Facts) -> list[Row]:
+    found: list[Row] = []
+    for item in module.items:
+        if isinstance(item, Node):
+            found.append(_layer(item, level, facts))
+        elif _is_one_layer(item):
+            found += [_layer(node, level, facts, item.path[-1]) for node in item.all_leaves()]
+        else:
+            inner = None if depth is None else depth - (not _is_around_all(module, item))
+            found.append(_module(item, level, facts))
+            found += [] if inner is not None and inner < 0 else _rows_of(item, level + 1, inner, facts)
+    return found
+
+
+def _is_one_layer(module: Block[Node]) -> bool:
+    """Whether a module is one layer, or its gradient, or both."""
+    forward = sum(not node.is_backward for node in module.all_leaves())
+    return not module.blocks and (forward == 1 or (not forward and len(module.items) == 1))
+
+
+def _is_around_all(outer: Block[Node], inner: Block[Node]) -> bool:
+    """Whether a scope has everything that is computed in the scope around it."""
+    return all(item is inner or (isinstance(item, Node) and item.op == "input") for item in outer.items)
+
+
+def _layer(node: Node, level: int, facts: _Facts, name: str = "") -> Row:
+    return Row(
+        level,
+        name + (BACKWARD if node.is_backward else "") if name else without_scopes(node.name, node.scope),
+        f"{node.kind} {node.detail}".strip(),
+        output_text(node),
+        node.params,
+        node.flops,
+        facts.trained[node.name],
+        tuple(without_scopes(name, node.scope) for name in facts.previous.get(node.name, ())),
+        node.source,
+        node.name,
+        node.repeat,
+    )
+
+
+def _module(module: Block[Node], level: int, facts: _Facts) -> Row:
+    nodes = list(module.all_leaves())
+    forward = [node for node in nodes if not node.is_backward] or nodes
+    return Row(
+        level,
+        module.path[-1] + (BACKWARD if all(node.is_backward for node in nodes) else ""),
+        "",
+        output_text(forward[-1]),
+        sum(node.params for node in nodes),
+        sum(node.flops for node in nodes),
+        sum(facts.trained[node.name] for node in nodes),
+    )
+
+
+def without_scopes(name: str, scope: tuple[str, ...]) -> str:
+    """A name without the scopes that it begins with. The rows above say them."""
+    keys = name.split("/")
+    for part in map(Scope.of, scope):
+        same = Scope(keys[0]).stem == part.stem if part.times is not None else keys[0] == part
+        keys = keys[1:] if same and len(keys) > 1 else keys
+    return "/".join(keys)
+
 
 HEAD = ("Layer (type)", "Output Shape", "Param #", "FLOPs", "Previous Layer")
 GAP = "   "
@@ -17,14 +181,7 @@ EMPTY = "Nothing is computed from the arguments."
 
 
 def to_text(graph: Graph, width: int = 120, depth: int | None = None, frozen: frozenset[str] = frozenset()) -> str:
-    """The table as text. Numbers are aligned right. What is too long loses its middle.
-
-    Args:
-        graph: with all its scopes open.
-        width: of the longest line.
-        depth: how many levels of modules are open.
-        frozen: the names of parameters that are not trained.
-    """
+    """The table as text, as for `rows`. Numbers are aligned right. What is longer than `width` loses its middle."""
     found = rows(graph, depth, frozen)
     cells = [HEAD, *(cells_of(row, tree) for row, tree in zip(found, _branches(found), strict=True))]
     widths = _widths(cells, width)
@@ -54,12 +211,8 @@ def cells_of(row: Row, tree: str) -> tuple[str, ...]:
     kind = f" ({row.kind})" if row.kind else ""
     shown = ", ".join(row.previous[:3]) + (f", ... ({len(row.previous)})" if len(row.previous) > 3 else "")
     name = printable(f"{tree}{row.name}{kind}{times}")
-    return name, row.shape, _params(row), f"{row.flops:,}", printable(shown)
-
-
-def _params(row: Row) -> str:
-    """The parameters, in brackets where none of them is trained."""
-    return f"({row.params:,})" if row.params and not row.trained else f"{row.params:,}"
+    params = f"({row.params:,})" if row.params and not row.trained else f"{row.params:,}"
+    return name, row.shape, params, f"{row.flops:,}", printable(shown)
 
 
 def _widths(cells: list[tuple[str, ...]], width: int) -> list[int]:
@@ -75,13 +228,7 @@ def _widths(cells: list[tuple[str, ...]], width: int) -> list[int]:
 
 
 def line(row: tuple[str, ...], widths: list[int], numbers: Container[int] = NUMBERS) -> str:
-    """A row of a table as text. What is too long loses its middle. Columns without a width are left out.
-
-    Args:
-        row: an entry for each column.
-        widths: of the columns.
-        numbers: the columns that are aligned right.
-    """
+    """A row of a table as text. `numbers` are aligned right. Columns without a width are left out."""
     entries: list[str] = []
     for number, (text, width) in enumerate(zip(row, widths, strict=False)):
         text = fit(text, width)
@@ -117,3 +264,75 @@ def memory(graph: Graph) -> list[str]:
 def trained_params(graph: Graph, frozen: frozenset[str] = frozenset()) -> int:
     """Elements of the parameters that are trained, each counted once."""
     return sum(w.params for w in graph.weights if w.name in graph.sizes.trained - frozen)
+
+
+_MANY = 60  # rows, above which only the first levels are open
+_LEVELS = 2
+_STYLE = (
+    ".jaxpar-table{overflow-x:auto}"
+    ".jaxpar-table>div{width:max-content;min-width:60%}"
+    ".jaxpar-table [role=row]{display:grid;gap:0 16px;padding:2px 8px;white-space:nowrap}"
+    ".jaxpar-table [role=row]:hover{background:rgba(128,128,128,.15)}"
+    ".jaxpar-table summary{cursor:pointer;font-weight:bold;list-style:none}"
+    ".jaxpar-table summary::-webkit-details-marker{display:none}"
+    ".jaxpar-table summary>:first-child::before{content:'▸ '}"
+    ".jaxpar-table details[open]>summary>:first-child::before{content:'▾ '}"
+    ".jaxpar-table [role=columnheader]{font-weight:bold}"
+    ".jaxpar-table .n{text-align:right}"
+)
+
+
+def to_html(graph: Graph, title: str = "", depth: int | None = None, frozen: frozenset[str] = frozenset()) -> str:
+    """The table for a notebook, in the colours of the page. A click on a module opens or closes it.
+
+    A row shows its source line when pointed at. Above 60 rows only the first two levels of modules are open.
+    """
+    found = rows(graph, depth, frozen)
+    cells = [HEAD, *map(_cells, found)]
+    widths = [max(map(columns, column)) for column in zip(*cells, strict=True)]
+    widths[0] = max(columns(row[0]) + 2 * level for row, level in zip(cells, [0, *_levels(found)], strict=True)) + 3
+    grid = " ".join(f"{width + 1}ch" for width in widths)
+    body = _row(HEAD, grid, 0, "columnheader") + _body(found, grid)
+    body += "" if graph.layers else f"<div>{EMPTY}</div>"
+    caption = f"<b>{html.escape(printable(title))}</b>" if title.strip() else ""
+    facts = " · ".join([f"{graph.total_params:,} parameters", human(graph.total_flops, "FLOP") + missing(graph)])
+    foot = "".join(f"<p>{html.escape(' · '.join(lines))}</p>" for lines in (counts(graph, frozen), memory(graph)))
+    table = f"<style>{_STYLE}</style>{caption}<div role='table'>{body}</div><p><b>{facts}</b></p>{foot}"
+    return f"<div class='jaxpar-table'>{table}</div>"
+
+
+def _levels(found: Sequence[Row]) -> list[int]:
+    return [row.level for row in found]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    cells = cells_of(row, "")
+    return (*cells[:3], human(row.flops, "FLOP"), cells[4])
+
+
+def _body(found: Sequence[Row], grid: str) -> str:
+    """The rows, each module around what is in it."""
+    parts: list[str] = []
+    ends: list[int] = []  # the levels of the modules that are not complete
+    for row, after in zip(found, [*_levels(found), 0][1:], strict=True):
+        while ends and ends[-1] >= row.level:
+            parts.append("</details>")
+            ends.pop()
+        if row.kind or after <= row.level:
+            parts.append(_row(_cells(row), grid, row.level, "cell", row.source))
+            continue
+        is_open = " open=''" if len(found) <= _MANY or row.level + 1 < _LEVELS else ""
+        parts.append(f"<details{is_open}>{_row(_cells(row), grid, row.level, 'cell', row.source, 'summary')}")
+        ends.append(row.level)
+    return "".join([*parts, *("</details>" for _ in ends)])
+
+
+def _row(cells: Sequence[str], grid: str, level: int, role: str, source: str = "", tag: str = "div") -> str:
+    shown = [_cell(text, role, number in NUMBERS, 2 * level if number == 0 else 0) for number, text in enumerate(cells)]
+    tip = f" title='{html.escape(printable(source), quote=True)}'" if source else ""
+    return f"<{tag} role='row'{tip} style='grid-template-columns:{grid}'>{''.join(shown)}</{tag}>"
+
+
+def _cell(text: str, role: str, is_number: bool, indent: int) -> str:
+    look = " class='n'" if is_number else f" style='padding-left:{indent}ch'" if indent else ""
+    return f"<span role='{role}'{look}>{html.escape(text)}</span>"

@@ -1,17 +1,19 @@
-"""Cells: sets of equations, each of which will be one node."""
+"""Cells: sets of equations, each of which will be one node. Cycles between them are found and broken."""
 
 from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from .._circles import connected
-from .._graph import main_prefix
+from .._graph import BACKWARD
 from .._read.raw import Eqn, Raw
+from .._scopes import Path, main_prefix
+from .._searches import circles, connected
 
 _PLAIN_NAMES = {
     "add_any": "add",
@@ -34,6 +36,13 @@ _PLAIN_NAMES = {
     "all_gather_invariant": "all_gather",
 }
 
+COLLECTIVES = frozenset(
+    "psum pmean pmax pmin all_gather all_to_all ragged_all_to_all reduce_scatter psum_scatter ppermute pgather "
+    "axis_index".split()
+)
+SENT = COLLECTIVES - {"axis_index"}
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key")
 _LOOPS = ("scan ×", "while", "cond", "branch ", "pmap ", "shard_map ")
 
 
@@ -80,9 +89,11 @@ class Cells:
         """Make one cell of equations. Cells that had them lose them."""
         numbers = sorted(set(eqns))
         for number in numbers:
-            old = self.owner[number]
-            if old is not None:
-                self._take(number, old)
+            if (old := self.owner[number]) is not None:
+                old.eqns.remove(number)
+                self._inputs.pop(old.id, None)
+                if not old.eqns:
+                    del self.cells[old.id], self.by_op[old.op][old.id]
         self._made += 1
         cell = Cell(self._made, op, numbers, detail, major)
         for number in numbers:
@@ -90,18 +101,15 @@ class Cells:
         self.cells[cell.id] = self.by_op.setdefault(op, {})[cell.id] = cell
         return cell
 
+    def fold(self, parts: Iterable[Cell], op: str, detail: str = "", major: bool = False) -> Cell:
+        """Make one cell of several."""
+        return self.new([number for part in parts for number in part.eqns], op, detail, major)
+
     def add(self, number: int, cell: Cell) -> None:
         """Make an equation part of a cell."""
         self.owner[number] = cell
         bisect.insort(cell.eqns, number)
         self._inputs.pop(cell.id, None)
-
-    def _take(self, number: int, cell: Cell) -> None:
-        """Take an equation out of a cell, which goes with its last one."""
-        cell.eqns.remove(number)
-        self._inputs.pop(cell.id, None)
-        if not cell.eqns:
-            del self.cells[cell.id], self.by_op[cell.op][cell.id]
 
     def of_kinds(self, ops: Iterable[str]) -> list[Cell]:
         """The cells of these kinds, in order. All cells, where there are no kinds."""
@@ -121,13 +129,25 @@ class Cells:
                     found.update(eqn.outs)
         return found
 
+    @functools.cached_property
+    def by_prim(self) -> dict[str, list[Eqn]]:
+        """The equations of each primitive, in order."""
+        found: dict[str, list[Eqn]] = {}
+        for eqn in self.raw.eqns:
+            found.setdefault(eqn.prim, []).append(eqn)
+        return found
+
     def eqns(self, cell: Cell) -> list[Eqn]:
         """The equations of a cell, in order."""
         return [self.raw.eqns[number] for number in cell.eqns]
 
-    def scope(self, cell: Cell) -> tuple[str, ...]:
+    def scope(self, cell: Cell) -> Path:
         """The scope that most of its FLOPs are in. A small step from elsewhere does not move a layer."""
         return main_prefix((eqn.scope, 1 + eqn.flops) for eqn in self.steps(cell))
+
+    def is_backward(self, cell: Cell) -> bool:
+        """Whether a cell is of a gradient."""
+        return self.raw.eqns[cell.eqns[0]].backward
 
     def steps(self, cell: Cell) -> list[Eqn]:
         """The equations of a cell that compute something. All, where none does."""
@@ -141,14 +161,12 @@ class Cells:
     def inputs(self, cell: Cell) -> list[int]:
         """The values from outside that a cell reads, in order, without literals."""
         if cell.id not in self._inputs:
-            self._inputs[cell.id] = self._find_inputs(cell)
+            real = [eqn for eqn in self.eqns(cell) if not eqn.view]
+            inside = {out for eqn in real for out in eqn.outs}
+            roots = dict.fromkeys(self.raw.root(value) for eqn in real for value in eqn.ins if value not in inside)
+            outside = (root for root in roots if root not in inside)
+            self._inputs[cell.id] = [root for root in outside if self.raw.values[root].kind != "literal"]
         return self._inputs[cell.id]
-
-    def _find_inputs(self, cell: Cell) -> list[int]:
-        real = [eqn for eqn in self.eqns(cell) if not eqn.view]
-        inside = {out for eqn in real for out in eqn.outs}
-        roots = dict.fromkeys(self.raw.root(value) for eqn in real for value in eqn.ins)
-        return [root for root in roots if root not in inside and self.raw.values[root].kind != "literal"]
 
     def weights(self, cell: Cell) -> list[int]:
         """The parameters that a cell reads."""
@@ -190,12 +208,10 @@ class Cells:
     def sole_user(self, cell: Cell) -> Cell | None:
         """The only forward cell that reads a cell. None for a result of the function, or of a pass of a loop."""
         users = self.users(cell)
-        is_sole = len(users) == 1 and not self.is_result(cell)
-        return users[0] if is_sole and self._loops(users[0]) == self._loops(cell) else None
-
-    def _loops(self, cell: Cell) -> tuple[str, ...]:
-        """The loops, branches and device maps around a cell."""
-        return loops_of(self.raw.eqns[cell.eqns[0]].scope)
+        if len(users) != 1 or self.is_result(cell):
+            return None
+        loops, others = (_loops_of(self.raw.eqns[one.eqns[0]].scope) for one in (cell, users[0]))
+        return users[0] if loops == others else None
 
     def is_result(self, cell: Cell) -> bool:
         """Whether the function returns a value of a cell."""
@@ -216,14 +232,42 @@ class Cells:
         return next(iter([*forward, *results, *(out for out in outs if readers[out]), *outs]))
 
 
-def loops_of(scope: tuple[str, ...]) -> tuple[str, ...]:
+def _loops_of(scope: tuple[str, ...]) -> tuple[str, ...]:
     """The parts of a scope that run another number of times, or elsewhere."""
     return tuple(part for part in scope if part.startswith(_LOOPS)) if scope else ()
+
+
+def runs(
+    items: Iterable[_Item],
+    key: Callable[[_Item], _Key | None],
+    begins_again: Callable[[_Item, list[_Item]], bool] = lambda item, run: False,
+) -> list[tuple[_Key, list[_Item]]]:
+    """Neighbours with the same key, which belong to one call. None is no key, and ends a run.
+
+    >>> runs([1, 1, 2, 3, 3], lambda number: number if number != 2 else None)
+    [(1, [1, 1]), (3, [3, 3])]
+    """
+    found: list[tuple[_Key, list[_Item]]] = []
+    last = None
+    for item in items:
+        new = key(item)
+        if new is not None:
+            if new != last or begins_again(item, found[-1][1]):
+                found.append((new, []))
+            found[-1][1].append(item)
+        last = new
+    return found
 
 
 def plain_name(prim: str) -> str:
     """The name of a primitive in a picture."""
     return _PLAIN_NAMES.get(prim, prim)
+
+
+def axis_names(eqn: Eqn) -> str:
+    """The axes of a collective: "data, model". Empty where it has none."""
+    known = next((axes for name in ("axes", "axis_name") if (axes := eqn.params.get(name)) is not None), ())
+    return ", ".join(map(str, known if isinstance(known, (tuple, list, frozenset)) else (known,)))
 
 
 def power_of(raw: Raw, eqn: Eqn) -> tuple[str, str]:
@@ -243,3 +287,60 @@ def components(cells: Cells, part: list[Cell]) -> list[list[Cell]]:
         edges += [(cell.id, other.id) for other in made if other is not None and other.id in inside]
     by_id = {cell.id: cell for cell in part}
     return [[by_id[number] for number in found] for found in connected(by_id, edges)]
+
+
+_LARGE = 20  # cells in a cycle, above which all its small steps are split at once
+
+
+def break_cycles(cells: Cells) -> None:
+    """Split cells until there is no cycle, small steps before layers."""
+    tried: set[frozenset[int]] = set()
+    todo = _cycles(cells, list(cells))
+    while todo:
+        cycle = todo.pop()
+        parts = [cell for cell in cycle if sum(not eqn.view for eqn in cells.eqns(cell)) > 1]
+        parts.sort(key=lambda cell: (not cell.major, len(cell.eqns), cell.id))
+        small = [cell for cell in parts if not cell.major] if len(cycle) > _LARGE else []
+        victims = small or parts[-1:]
+        rest = [cell for cell in cycle if cell not in victims]
+        for victim in victims:
+            rest += _split(cells, victim, tried)
+        todo += _cycles(cells, rest)
+
+
+def _split(cells: Cells, victim: Cell, tried: set[frozenset[int]]) -> list[Cell]:
+    """Split a cell into its connected parts, or else into equations."""
+    op, detail, forward = victim.op, victim.detail, victim.forward
+    pieces, made = components(cells, _singles(cells, victim)), list[Cell]()
+    for piece in pieces:
+        numbers = frozenset(number for cell in piece for number in cell.eqns)
+        if len(pieces) > 1 and len(piece) > 1 and numbers not in tried:
+            tried.add(numbers)
+            piece = [cells.new(numbers, op, detail)]
+            piece[0].forward = forward
+        made += piece
+    return made
+
+
+def _singles(cells: Cells, victim: Cell) -> list[Cell]:
+    """Every equation of a cell as a cell. Views stay with the first."""
+    eqns, forward = cells.eqns(victim), victim.forward
+    views = [eqn.id for eqn in eqns if eqn.view]
+    suffix = BACKWARD if victim.op.endswith(BACKWARD) else ""
+    made: list[Cell] = []
+    for eqn in eqns:
+        if not eqn.view:
+            detail = f"over {axis_names(eqn)}" if plain_name(eqn.prim) in SENT else ""
+            made.append(cells.new([eqn.id, *views], plain_name(eqn.prim) + suffix, detail))
+            made[-1].forward, views = forward, []
+    return made
+
+
+def _cycles(cells: Cells, among: list[Cell]) -> list[list[Cell]]:
+    """Sets of these cells that reach each other."""
+    by_id = {cell.id: cell for cell in among}
+    sources: dict[int, list[int]] = {}
+    for cell in among:
+        producers = (cells.producer(value) for value in cells.inputs(cell))
+        sources[cell.id] = list(dict.fromkeys(p.id for p in producers if p is not None and p.id in by_id))
+    return [[by_id[number] for number in circle] for circle in circles(sources)]

@@ -1,20 +1,21 @@
-"""From cells to a `Net`: a draft for each cell and input."""
+"""From cells to a `Net`: a draft for each cell and argument, and the edges between them."""
 
 from __future__ import annotations
 
-import heapq
 import math
+import re
+from collections.abc import Container
 
-from .._fold.cells import Cell, Cells, plain_name
-from .._fold.optimizers import OPTIMIZERS, updates
-from .._fold.patterns import SENT
-from .._graph import BACKWARD, human, is_region
-from .._read.raw import Eqn, Raw
+from ..._core.text import plural
+from .._fold.calls import OPTIMIZERS, updates
+from .._fold.cells import SENT, Cell, Cells, plain_name
+from .._graph import BACKWARD, Sizes, human
+from .._read.raw import Eqn, Raw, Value
 from .._read.source import describe
-from .carries import carry_edges
-from .joins import fill_modules
+from .._scopes import Path
+from .._searches import order, reach
+from .modules import fill_modules, number_calls, set_paths, set_scopes, sources_of
 from .net import Draft, Net
-from .scopes import number_calls, set_paths, set_scopes
 
 
 def build(cells: Cells) -> Net:
@@ -29,7 +30,7 @@ def build(cells: Cells) -> Net:
     for cell in ordered:
         draft = _draft(cells, cell, len(by_cell))
         if count := updated.get(cell.id):
-            draft.detail = f"{count} array{'s' * (count > 1)}"
+            draft.detail = plural(count, "array")
             draft.name = draft.op if count > 1 else draft.name  # not what the names of its parameters begin with
         drafts.append(draft)
         by_cell[cell.id] = draft
@@ -46,7 +47,9 @@ def build(cells: Cells) -> Net:
         fill_modules(drafts, edges)
     else:
         _number_scopes(drafts)
-    _scopes_of_gradients(drafts)
+    for draft in drafts:
+        if draft.forward is not None and not any(part.is_region for part in draft.scope):
+            draft.scope = draft.forward.scope
     net = Net(raw, drafts, edges, _optimizer_state(cells), carries=carries)
     _drop_unused(net)
     set_paths(net)
@@ -70,25 +73,7 @@ def _edges(cells: Cells, by_cell: dict[int, Draft]) -> dict[tuple[int, int, int]
 def _topological(cells: Cells) -> list[Cell]:
     """Cells after all that they read, otherwise in the order of the trace."""
     first = {cell.id: next((e.id for e in cells.eqns(cell) if not e.view), cell.eqns[0]) for cell in cells}
-    readers: dict[int, list[int]] = {}
-    waiting: dict[int, int] = {}
-    for cell in cells:
-        sources = {p.id for root in cells.inputs(cell) if (p := cells.producer(root)) is not None}
-        sources.discard(cell.id)
-        waiting[cell.id] = len(sources)
-        for source in sources:
-            readers.setdefault(source, []).append(cell.id)
-    ready = [(first[number], number) for number, count in waiting.items() if count == 0]
-    heapq.heapify(ready)
-    found: list[Cell] = []
-    while ready:
-        _, number = heapq.heappop(ready)
-        found.append(cells.cells[number])
-        for reader in readers.get(number, ()):
-            waiting[reader] -= 1
-            if waiting[reader] == 0:
-                heapq.heappush(ready, (first[reader], reader))
-    return found
+    return [cells.cells[number] for number in order(sources_of(cells), first.__getitem__)]
 
 
 def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
@@ -119,10 +104,7 @@ def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
 def _bytes_read(raw: Raw, eqns: list[Eqn], *, converted: bool) -> int:
     """Bytes of the distinct arrays that these equations read from outside.
 
-    Args:
-        raw: what has the values.
-        eqns: of one cell.
-        converted: count an array in the dtype that it was converted to. A layer reads it before, a collective after.
+    A layer reads an array before it is converted to another dtype, a collective after (`converted`).
     """
     inside = {out for eqn in eqns for out in eqn.outs}
     reads: dict[int, int] = {}
@@ -140,9 +122,9 @@ def _bytes_read(raw: Raw, eqns: list[Eqn], *, converted: bool) -> int:
 
 def _number_scopes(drafts: list[Draft]) -> None:
     """Number scopes that are entered again: "Linear", "Linear (2)"."""
-    seen: dict[tuple[str, ...], int] = {}
-    last_plain: tuple[str, ...] = ()
-    last: tuple[str, ...] = ()
+    seen: dict[Path, int] = {}
+    last_plain: Path = ()
+    last: Path = ()
     for draft in (d for d in drafts if d.op != "input" and not d.op.endswith(BACKWARD)):
         plain, numbered = draft.scope, ()
         same = True
@@ -153,15 +135,8 @@ def _number_scopes(drafts: list[Draft]) -> None:
                 numbered = last[: depth + 1]
                 continue
             count = seen[path] = seen.get(path, 0) + 1
-            numbered = (*numbered, name if count == 1 or is_region(name) else f"{name} ({count})")
+            numbered = (*numbered, name if count == 1 or name.is_region else name.numbered(count))
         last_plain, last, draft.scope = plain, numbered, numbered
-
-
-def _scopes_of_gradients(drafts: list[Draft]) -> None:
-    """Gradients get the scope of their layer."""
-    for draft in drafts:
-        if draft.forward is not None and not any(is_region(name) for name in draft.scope):
-            draft.scope = draft.forward.scope
 
 
 def _optimizer_state(cells: Cells) -> set[int]:
@@ -169,22 +144,12 @@ def _optimizer_state(cells: Cells) -> set[int]:
     backward = [cell for cell in cells if cell.op.endswith(BACKWARD)]
     layers = [cell.forward for cell in backward if cell.forward is not None]
     read = {w for cell in cells for w in cells.weights(cell)}
-    needed = {w for cell in _before(cells, [*backward, *layers]) for w in cells.weights(cell)}
+    optimizers = {cell.id for cell in cells if cell.op in OPTIMIZERS}
+    before = {number: found - optimizers for number, found in sources_of(cells).items()}
+    reached = reach((cell.id for cell in (*backward, *layers)), before)
+    needed = {w for number in reached for w in cells.weights(cells.cells[number])}
     state = {w for w in read if cells.raw.values[w].state}
     return read - needed - state if backward else set()
-
-
-def _before(cells: Cells, ends: list[Cell]) -> list[Cell]:
-    """These cells and all that they depend on, as far as the update of an optimizer."""
-    found = {cell.id: cell for cell in ends}
-    work = list(found.values())
-    while work:
-        for value in cells.inputs(work.pop()):
-            cell = cells.producer(value)
-            if cell is not None and cell.id not in found and cell.op not in OPTIMIZERS:
-                found[cell.id] = cell
-                work.append(cell)
-    return list(found.values())
 
 
 def _drop_unused(net: Net) -> None:
@@ -193,3 +158,207 @@ def _drop_unused(net: Net) -> None:
     net.drafts = [d for d in net.drafts if d.at in used or d.outputs or d.flops]
     drawn = {draft.at for draft in net.drafts}
     net.carries = {ends: None for ends in net.carries if drawn.issuperset(ends[:2])}
+
+
+_Edges = dict[tuple[int, int, int], None]
+
+
+def carry_edges(cells: Cells, by_cell: dict[int, Draft]) -> tuple[_Edges, _Edges]:
+    """From what computes each carried value to what reads it: in the next pass, and behind the loop.
+
+    What a pass hands on as it got it has no edge. A layer hands on to itself where no other layer reads the value.
+    """
+    back, on = _Edges(), _Edges()
+    inside, behind = _readers(cells, by_cell)
+    for read, result, _ in cells.raw.carries:
+        maker = None if _carry_of(cells, result, inside) is not None else cells.producer(cells.raw.root(result))
+        if maker is not None:
+            at, value = by_cell[maker.id].at, cells.raw.root(result)
+            others = [reader for reader in inside[read] if reader is not maker]
+            back |= dict.fromkeys((at, by_cell[reader.id].at, value) for reader in others or inside[read])
+            on |= dict.fromkeys((at, by_cell[reader.id].at, value) for reader in behind[read])
+    return back, on
+
+
+def _readers(cells: Cells, by_cell: dict[int, Draft]) -> tuple[dict[int, list[Cell]], dict[int, list[Cell]]]:
+    """The cells that read each carried value, in order: those in the loop, and the forward ones behind it."""
+    loops = {read: scope for read, _, scope in cells.raw.carries}
+    inside: dict[int, list[Cell]] = {read: [] for read in loops}
+    behind: dict[int, list[Cell]] = {read: [] for read in loops}
+    for cell in sorted(cells, key=lambda cell: by_cell[cell.id].at) if loops else ():
+        for eqn in cells.eqns(cell):
+            for value in () if eqn.view else eqn.ins:
+                read = _carry_of(cells, value, loops)
+                if read is not None and eqn.scope[: len(loops[read])] == loops[read]:
+                    inside[read].append(cell)
+                elif read is not None and not eqn.backward:
+                    behind[read].append(cell)
+    return inside, behind
+
+
+def _carry_of(cells: Cells, value: int, carried: Container[int]) -> int | None:
+    """The carried value that a value shows, or None."""
+    while value not in carried:
+        if cells.raw.values[value].root == value:
+            return None
+        value = cells.raw.values[value].root
+    return value
+
+
+def join_arguments(net: Net) -> None:
+    """Merge the inputs that are leaves of one argument. One that is a single array keeps its name."""
+    groups: dict[str, list[Draft]] = {}
+    for draft in net.drafts:
+        if draft.op == "input":
+            groups.setdefault(net.raw.values[draft.value].argument, []).append(draft)
+    net.merge([(group, _join(name, group)) for name, group in groups.items() if len(group) > 1])
+
+
+def _join(name: str, group: list[Draft]) -> Draft:
+    first = group[0]
+    outputs = [output for draft in group for output in draft.outputs]
+    values = [draft.value for draft in group]
+    return Draft(first.at, "input", f"{len(group)} arrays", first.value, name=name, outputs=outputs, leaves=values)
+
+
+def leaf_of(value: Value) -> str:
+    """The path of a leaf in its argument, for people.
+
+    >>> leaf_of(Value((), "int32", 4, "input", "batch['image'].data[0]", group="batch"))
+    'image.data[0]'
+    """
+    return re.sub(r"\['([^']*)'\]", r".\1", value.name.removeprefix(value.argument)).lstrip(".")
+
+
+_NORMS = frozenset(("BatchNorm", "InstanceNorm", "Normalization", "GroupNorm", "LayerNorm", "RMSNorm"))
+_TRAINED = _NORMS | {"FullyConnected", "Convolution", "Deconvolution", "Embedding", "Attention"}
+
+
+def demote_constants(cells: Cells) -> bool:
+    """Make constants of captured arrays that no layer reads as its weights. Whether there are such."""
+    found = [
+        cells.raw.values[root]
+        for root, readers in _cells_reading(cells).items()
+        if cells.raw.values[root].captured and not any(_is_weight_of(cells, cell, root) for cell in readers)
+    ]
+    found = [value for value in found if value.kind == "weight"]
+    for value in found:
+        value.kind = "const"
+    return bool(found)
+
+
+def _is_weight_of(cells: Cells, cell: Cell, root: int) -> bool:
+    """Whether a cell reads an array as its weights. An attention also reads masks."""
+    if _kind(cell) != "Attention":
+        return _kind(cell) in _TRAINED
+    return any(
+        eqn.prim == "dot_general" and any(cells.raw.root(value) == root for value in eqn.ins)
+        for eqn in cells.eqns(cell)
+    )
+
+
+def _cells_reading(cells: Cells) -> dict[int, list[Cell]]:
+    """The cells that read each value."""
+    found: dict[int, list[Cell]] = {}
+    for cell in cells:
+        for root in cells.inputs(cell):
+            found.setdefault(root, []).append(cell)
+    return found
+
+
+def mark_state(cells: Cells) -> None:
+    """Make state of an argument that normalizations read, where each array has one value a channel."""
+    readers = _cells_reading(cells)
+    groups: dict[str, list[int]] = {}
+    for root in readers:
+        value = cells.raw.values[root]
+        if value.kind == "input" and value.group:
+            groups.setdefault(value.group, []).append(root)
+    for roots in groups.values():
+        if all(_is_statistic(cells, root, readers[root]) for root in roots):
+            for root in roots:
+                cells.raw.values[root].kind, cells.raw.values[root].state = "weight", True
+
+
+def _kind(cell: Cell) -> str:
+    return cell.op.removesuffix(BACKWARD)
+
+
+def _is_statistic(cells: Cells, root: int, readers: list[Cell]) -> bool:
+    """Whether only normalizations read an array, and it has one value a channel of what they normalize."""
+    shape = cells.raw.values[root].shape
+    flat = max(shape, default=1) == math.prod(shape)
+    return flat and all(
+        _kind(cell) in _NORMS and len(cells.raw.values[cells.output(cell)].shape) > 1 for cell in readers
+    )
+
+
+def sizes_of(net: Net) -> Sizes:
+    """The sizes of a net, before anything in it is collapsed."""
+    raw = net.raw
+    numbers = {kind: [n for n, v in enumerate(raw.values) if v.kind == kind] for kind in ("weight", "input")}
+    used = {weight for draft in net.drafts for weight in draft.weights}
+    state = {weight for weight in used if raw.values[weight].state}
+    params = used - net.state - state
+    steps = _read_by_optimizer(net) if any(eqn.backward for eqn in raw.eqns) else set[int]()
+    loose = {number for number in numbers["input"] if number in steps}
+    unused = [raw.values[number] for number in numbers["weight"] if number not in used]
+    return Sizes(
+        params=_bytes(raw, params),
+        inputs=_bytes(raw, set(numbers["input"]) - loose),
+        optimizer=_bytes(raw, loose | net.state),
+        forward=sum(_output(net, draft) for draft in net.layers if not draft.op.endswith(BACKWARD)),
+        backward=sum(_output(net, draft) for draft in net.layers if draft.op.endswith(BACKWARD)),
+        trained=frozenset(raw.values[weight].name for weight in trained(raw, params)),
+        unused=sum(math.prod(value.shape) for value in unused if not (value.captured or value.state)),
+        state=_bytes(raw, state),
+    )
+
+
+def trained(raw: Raw, params: set[int]) -> set[int]:
+    """The parameters whose results depend on the backward pass. All of them where there is none."""
+    if not any(eqn.backward for eqn in raw.eqns):
+        return params
+    names = dict(zip(raw.output_names, raw.outputs, strict=True))
+    results = {weight: _results(raw, names, weight) for weight in params}
+    if not any(results.values()):  # the gradients stay inside
+        return params
+    depends = _depends_on_backward(raw)
+    return {weight for weight in params if any(raw.root(value) in depends for value in results[weight])}
+
+
+def _results(raw: Raw, names: dict[str, int], weight: int) -> list[int]:
+    """The results that have the path and the shape of a parameter: its gradient, or its new value."""
+    value = raw.values[weight]
+    tail = value.name.removeprefix(value.argument)
+    return [n for name, n in names.items() if name.endswith(tail) and raw.values[n].shape == value.shape]
+
+
+def _depends_on_backward(raw: Raw) -> set[int]:
+    """The values that an equation of the backward pass computes from another value, and all computed from those."""
+    found: set[int] = set()
+    for eqn in raw.eqns:
+        roots = [raw.root(value) for value in eqn.ins]
+        reads = any(raw.values[root].kind not in ("literal", "const") for root in roots)
+        if (eqn.backward and reads) or any(root in found for root in roots):
+            found.update(raw.root(out) for out in eqn.outs)
+    return found
+
+
+def _read_by_optimizer(net: Net) -> set[int]:
+    """The inputs from which neither a differentiated layer nor a gradient is reached."""
+    layers = {draft.forward.at for draft in net.drafts if draft.forward is not None}
+    ends = (draft.at for draft in net.drafts if draft.at in layers or draft.op.endswith(BACKWARD))
+    reached = reach(ends, net.sources())
+    numbers = {draft.at: draft.value for draft in net.drafts if draft.op == "input"}
+    return {value for at, value in numbers.items() if at not in reached}
+
+
+def _output(net: Net, draft: Draft) -> int:
+    """Bytes of the output of a layer, in each turn of the loops around it."""
+    turns = math.prod(scope.times or 1 for scope in draft.scope if scope.is_region)
+    return net.raw.values[draft.value].bytes * turns
+
+
+def _bytes(raw: Raw, numbers: set[int]) -> int:
+    return sum(raw.values[number].bytes for number in numbers)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from .._graph import Edge, Graph, Node
 from .._read.costs import is_uncounted
 from .._read.raw import Raw
-from .arguments import leaf_of
+from .build import leaf_of
 from .names import name_drafts
 from .net import Draft, Net
 
@@ -28,7 +28,8 @@ def to_graph(net: Net) -> Graph:
         for weight in draft.weights:
             value = net.raw.values[weight]
             params, state = _sizes(net.raw, [weight])
-            node = Node(value.name, "weight", "", value.shape, value.dtype, params=params, state=state)
+            detail = "/".join(value.path) or leaf_of(value)
+            node = Node(value.name, "weight", detail, value.shape, value.dtype, params=params, state=state)
             weights.setdefault(weight, node)
             weight_edges.append(Edge(value.name, names[draft.at], value.shape, value.dtype))
     params, state = _sizes(net.raw, counted - net.state)
@@ -69,7 +70,7 @@ def _edges(net: Net, names: dict[int, str], shapes: _Shapes) -> tuple[Edge, ...]
     found: list[Edge] = []
     for (source, target), number in sorted(_one_each(net).items()):
         value, arrays = net.raw.values[number], count[source, target]
-        label = leaf_of(value.name) if source in joined and arrays == 1 else ""
+        label = leaf_of(value) if source in joined and arrays == 1 else ""
         found.append(Edge(names[source], names[target], shapes.get(number, value.shape), value.dtype, label, arrays))
     for source, target, number in net.carries:
         value = net.raw.values[number]

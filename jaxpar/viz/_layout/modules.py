@@ -1,7 +1,7 @@
-"""The modules around layers, by the paths of their parameters.
+"""The scopes of layers: named scopes, regions, and the modules of their parameters.
 
 Where a library names no scopes, the path of a layer's parameters does: `encoder.blocks[0].attn.query` is in the modules
-"encoder", "blocks.0" and "attn". A step without parameters is in the smallest module whose call it is made in. Which
+"encoder", "blocks.0" and "attn". A layer without parameters is in the smallest module whose call it is made in. Which
 call is of which module is known from the parameters that are read in it.
 """
 
@@ -11,14 +11,20 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from .._graph import is_region
+from .._fold.cells import Cell, Cells
+from .._graph import BACKWARD
+from .._read.paths import RANDOM
 from .._read.source import Frame
+from .._scopes import Path, Scope, common_prefix, main_prefix
+from .._searches import reach, readers
+from .names import name_of_weights
+from .net import Draft, Net
 
-_Path = tuple[str, ...]
+_Path = tuple[str, ...]  # of parameters
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class Layer:
     """A layer on its way to a module.
 
     Attributes:
@@ -30,89 +36,91 @@ class Step:
 
     frames: tuple[Frame, ...]
     path: _Path | None
-    scope: _Path
+    scope: Path
     levels: tuple[int, ...]
     modules: list[tuple[int, str]] = field(default_factory=list)
 
 
-def find_modules(steps: Sequence[Step]) -> bool:
-    """Write the modules of each step. False where named scopes already have the names of the modules."""
-    anchors = [step for step in steps if step.path]
-    named = sum(not set(step.path or ()).isdisjoint(step.scope) for step in anchors)
+def find_modules(layers: Sequence[Layer]) -> bool:
+    """Write the modules of each layer. False where named scopes already have the names of the modules."""
+    anchors = [layer for layer in layers if layer.path]
+    named = sum(not set(layer.path or ()).isdisjoint(layer.scope) for layer in anchors)
     if not anchors or 2 * named >= len(anchors):
         return False
-    for _, group in itertools.groupby(steps, lambda step: step.frames[0].function if step.frames else -1):
+    for _, group in itertools.groupby(layers, lambda layer: layer.frames[0].function if layer.frames else -1):
         inside = list(group)
         _visit(inside, max(0, _depth_of_all(inside) - 1), [])
     return True
 
 
-def _depth_of_all(steps: list[Step]) -> int:
-    """How many calls are around all steps."""
-    places = zip(*(step.frames for step in steps), strict=False)
+def _depth_of_all(layers: list[Layer]) -> int:
+    """How many calls are around all layers."""
+    places = zip(*(layer.frames for layer in layers), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda frames: len({frame.call for frame in frames}) == 1, places))
 
 
-def _visit(steps: list[Step], depth: int, modules: list[tuple[int, str]]) -> None:
+def _visit(layers: list[Layer], depth: int, modules: list[tuple[int, str]]) -> None:
     """Go through one call. `modules` are those around it, `depth` its place on the stack."""
-    for _, group in itertools.groupby(steps, lambda step: _place(step, depth)):
+    for _, group in itertools.groupby(layers, lambda layer: _place(layer, depth)):
         inside = list(group)
-        if len(inside[0].frames) <= depth + 1 or not any(step.path for step in inside):
-            for step in inside:
-                step.modules = _own(step, modules)
+        if len(inside[0].frames) <= depth + 1 or not any(layer.path for layer in inside):
+            for layer in inside:
+                layer.modules = _modules_of(layer, modules)
             continue
         for call in _calls(inside, depth + 1):
-            _visit(call, depth + 1, modules + _entered(call, depth + 1, [name for _, name in modules]))
+            _visit(call, depth + 1, modules + _modules_entered(call, depth + 1, [name for _, name in modules]))
 
 
-def _place(step: Step, depth: int) -> object:
-    """The call of a step from a frame: its place there and the function. A step of the frame itself has none."""
-    return (step.frames[depth].call, step.frames[depth + 1].function) if len(step.frames) > depth + 1 else None
+def _place(layer: Layer, depth: int) -> object:
+    """The call of a layer from a frame: its place there and the function. A layer of the frame itself has none."""
+    return (layer.frames[depth].call, layer.frames[depth + 1].function) if len(layer.frames) > depth + 1 else None
 
 
-def _own(step: Step, modules: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """The modules of a step: those of its parameters, else those around it."""
-    if step.path is None:
+def _modules_of(layer: Layer, modules: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """The modules of a layer: those of its parameters, else those around it."""
+    if layer.path is None:
         return modules
     names = tuple(name for _, name in modules)
-    same = len(_prefix([names, step.path]))
-    return [*modules[:same], *((len(step.frames) - 1, name) for name in step.path[same:])]
+    same = len(common_prefix([names, layer.path]))
+    return [*modules[:same], *((len(layer.frames) - 1, name) for name in layer.path[same:])]
 
 
-def _calls(steps: list[Step], depth: int) -> list[list[Step]]:
+def _calls(layers: list[Layer], depth: int) -> list[list[Layer]]:
     """The separate calls of a function at one place: a loop over modules calls it for each."""
-    shared = len(_prefix([step.path for step in steps if step.path is not None]))
-    marks = [(n, s.path[shared] if len(s.path) > shared else "") for n, s in enumerate(steps) if s.path is not None]
+    shared = len(common_prefix([layer.path for layer in layers if layer.path is not None]))
+    marks = [(n, s.path[shared] if len(s.path) > shared else "") for n, s in enumerate(layers) if s.path is not None]
     groups = [list(group) for _, group in itertools.groupby(marks, lambda mark: mark[1])]
     if len(groups) < 2 or len({group[0][1] for group in groups}) < len(groups):
-        return [steps]
-    places = [{tuple(frame.call for frame in steps[n].frames[depth:]) for n, _ in group} for group in groups]
+        return [layers]
+    places = [{tuple(frame.call for frame in layers[n].frames[depth:]) for n, _ in group} for group in groups]
     if any(a.isdisjoint(b) for a, b in itertools.pairwise(places)):
-        return [steps]
-    starts = [_start(steps, depth, before[-1][0], after[0][0]) for before, after in itertools.pairwise(groups)]
-    return [steps[a:b] for a, b in itertools.pairwise([0, *starts, len(steps)])]
+        return [layers]
+    starts = [
+        _where_lines_go_back(layers, depth, before[-1][0], after[0][0]) for before, after in itertools.pairwise(groups)
+    ]
+    return [layers[a:b] for a, b in itertools.pairwise([0, *starts, len(layers)])]
 
 
-def _start(steps: list[Step], depth: int, last: int, first: int) -> int:
-    """Where the next call begins, between the last step of one and the first of the next: where the lines go back."""
-    places = {n: [frame.call for frame in steps[n].frames[depth:]] for n in range(last, first + 1)}
+def _where_lines_go_back(layers: list[Layer], depth: int, last: int, first: int) -> int:
+    """Where the next call begins, between the last layer of one and the first of the next: where the lines go back."""
+    places = {n: [frame.call for frame in layers[n].frames[depth:]] for n in range(last, first + 1)}
     return next((n for n in range(last + 1, first + 1) if places[n] < places[n - 1]), first)
 
 
-def _entered(call: list[Step], depth: int, around: list[str]) -> list[tuple[int, str]]:
+def _modules_entered(call: list[Layer], depth: int, around: list[str]) -> list[tuple[int, str]]:
     """The modules that a call goes into.
 
     One that reads parameters at several places is of the module that these share. Another is a wrapper. It is of a
     module only where the calls inside are fewer than the modules on the path.
     """
-    anchors = [step for step in call if step.path is not None]
-    shared = _prefix([step.path for step in anchors if step.path is not None])
+    anchors = [layer for layer in call if layer.path is not None]
+    shared = common_prefix([layer.path for layer in anchors if layer.path is not None])
     if list(shared[: len(around)]) != around:
         return []
     new = shared[len(around) :]
-    innermost = any(len(step.frames) == depth + 1 for step in anchors)
-    if not innermost and len({_place(step, depth) for step in anchors}) < 2:
-        spare = [len(step.path or ()) - len(around) - _methods(step.frames[depth:]) + 1 for step in anchors]
+    innermost = any(len(layer.frames) == depth + 1 for layer in anchors)
+    if not innermost and len({_place(layer, depth) for layer in anchors}) < 2:
+        spare = [len(layer.path or ()) - len(around) - _methods(layer.frames[depth:]) + 1 for layer in anchors]
         new = new[: max(0, min(spare))] if _is_method(call[0].frames[depth]) else ()
     return [(depth, name) for name in new]
 
@@ -133,42 +141,219 @@ def _methods(frames: Sequence[Frame]) -> int:
     return count
 
 
-def _prefix(paths: Sequence[_Path]) -> _Path:
-    found: list[str] = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        found.append(parts[0])
-    return tuple(found)
+def join_scopes(layers: Sequence[Layer], is_junk: Callable[[Scope], bool]) -> list[Path]:
+    """The scope of each layer: its named scopes and regions, and its modules, as they are nested.
 
-
-def join_scopes(steps: Sequence[Step], is_junk: Callable[[str], bool]) -> list[_Path]:
-    """The scope of each step: its named scopes and regions, and its modules, as they are nested.
-
-    Args:
-        steps: with their modules.
-        is_junk: whether a named scope says nothing beside the modules.
+    A named scope that `is_junk` says nothing beside the modules.
     """
-    common: dict[_Path, tuple[int, ...]] = {}
-    for step in steps:
-        calls = tuple(frame.function for frame in step.frames)
-        for length in range(1, len(step.scope) + 1):
-            key = step.scope[:length]
+    common: dict[Path, tuple[int, ...]] = {}
+    for layer in layers:
+        calls = tuple(frame.function for frame in layer.frames)
+        for length in range(1, len(layer.scope) + 1):
+            key = layer.scope[:length]
             known = common.get(key, calls)
             same = next((n for n, (a, b) in enumerate(zip(known, calls, strict=False)) if a != b), None)
             common[key] = known[: min(len(known), len(calls)) if same is None else same]
-    return [_joined(step, common, is_junk) for step in steps]
+    return [_joined(layer, common, is_junk) for layer in layers]
 
 
-def _joined(step: Step, common: dict[_Path, tuple[int, ...]], is_junk: Callable[[str], bool]) -> _Path:
-    found: list[str] = []
-    modules = list(step.modules)
-    for number, (name, level) in enumerate(zip(step.scope, step.levels, strict=True)):
+def _joined(layer: Layer, common: dict[Path, tuple[int, ...]], is_junk: Callable[[Scope], bool]) -> Path:
+    found: list[Scope] = []
+    modules = list(layer.modules)
+    for number, (name, level) in enumerate(zip(layer.scope, layer.levels, strict=True)):
         if is_junk(name):
             continue
-        around = level if level >= 0 else len(common[step.scope[: number + 1]])
+        around = level if level >= 0 else len(common[layer.scope[: number + 1]])
         while modules and modules[0][0] < around:
-            found.append(modules.pop(0)[1])
-        if is_region(name) or name not in [module for _, module in step.modules]:
+            found.append(Scope(modules.pop(0)[1]))
+        if name.is_region or name not in [module for _, module in layer.modules]:
             found.append(name)
-    return (*found, *(name for _, name in modules))
+    return (*found, *(Scope(name) for _, name in modules))
+
+
+_KINDS = ("eqx.nn.",)  # scopes that a library names after a class, not after what its author called it
+
+
+def set_scopes(cells: Cells, by_cell: dict[int, Draft]) -> bool:
+    """Write the scopes of the drafts of a network. What comes after a gradient keeps the named scopes.
+
+    Returns whether the scopes are the modules of parameters.
+    """
+    known: dict[int, tuple[Frame, ...]] = {}
+    forward = _network(cells)
+    calls = {cell.id: frames_of(cells, cell, known) for cell in forward}
+    _mark_tied(cells, forward, calls, by_cell)
+    layers = [_layer(cells, cell, by_cell[cell.id], calls[cell.id]) for cell in forward]
+    if not find_modules(layers):
+        return False
+    for cell, scope in zip(forward, join_scopes(layers, lambda name: name.startswith(_KINDS)), strict=True):
+        by_cell[cell.id].scope = scope
+    return True
+
+
+def number_calls(drafts: list[Draft]) -> None:
+    """Number modules that are called again, "encoder (2)". One that goes on with other parameters is the same call."""
+    _number_calls([draft for draft in drafts if draft.op != "input" and draft.forward is None], (), {})
+
+
+def _number_calls(drafts: list[Draft], around: Path, calls: dict[Path, list[set[int]]]) -> None:
+    """Number the scopes inside `around`. `calls` has the parameters that each call of a module has read, and grows."""
+    depth = len(around)
+    for name, group in itertools.groupby(drafts, lambda draft: draft.scope[depth : depth + 1]):
+        run = list(group)
+        if not name:
+            continue
+        used = {weight for draft in run for weight in draft.weights}
+        known = calls.setdefault((*around, *name), [set()])
+        if name[0].is_region or known[-1].isdisjoint(used):
+            known[-1] |= used
+        else:
+            known.append(used)
+        numbered = (*around, name[0] if len(known) == 1 else name[0].numbered(len(known)))
+        for draft in run:
+            draft.scope = (*numbered, *draft.scope[depth + 1 :])
+        _number_calls(run, numbered, calls)
+
+
+def _network(cells: Cells) -> list[Cell]:
+    """The forward cells that read no gradient, in the order of the trace."""
+    gradients = (cell.id for cell in cells if cell.op.endswith(BACKWARD))
+    late = reach(gradients, readers(sources_of(cells)))
+    return sorted((cell for cell in cells if cell.id not in late), key=lambda cell: _first(cells, cell))
+
+
+def sources_of(cells: Cells) -> dict[int, set[int]]:
+    """The other cells that each cell reads."""
+    found: dict[int, set[int]] = {}
+    for cell in cells:
+        made = (cells.producer(root) for root in cells.inputs(cell))
+        found[cell.id] = {source.id for source in made if source is not None} - {cell.id}
+    return found
+
+
+def _first(cells: Cells, cell: Cell) -> int:
+    """The first equation of a cell in its scope."""
+    scope = cells.scope(cell)
+    return next(eqn.id for eqn in cells.steps(cell) if eqn.scope[: len(scope)] == scope)
+
+
+def _mark_tied(
+    cells: Cells, forward: list[Cell], calls: dict[int, tuple[Frame, ...]], by_cell: dict[int, Draft]
+) -> None:
+    """Mark layers that borrow the parameters of another kind of layer, and layers that share random state."""
+    owners: dict[int, tuple[str, int]] = {}
+    readers: dict[int, int] = {}
+    for cell in forward:
+        mine = (cell.op, calls[cell.id][-1].function if calls[cell.id] else -1)
+        weights = by_cell[cell.id].weights
+        by_cell[cell.id].tied = bool(weights) and all(owners.setdefault(weight, mine) != mine for weight in weights)
+        for weight in weights:
+            readers[weight] = readers.get(weight, 0) + 1
+    for cell in forward:
+        paths = {weight: cells.raw.values[weight].path for weight in by_cell[cell.id].weights}
+        random = bool(paths) and all(path[-1:] == (RANDOM,) for path in paths.values())
+        by_cell[cell.id].tied |= random and any(readers[weight] > 1 for weight in paths)
+
+
+def _layer(cells: Cells, cell: Cell, draft: Draft, frames: tuple[Frame, ...]) -> Layer:
+    eqn = cells.raw.eqns[_first(cells, cell)]
+    levels = tuple(level if level < 0 else len(plain_stack(eqn.stack[:level])) for level in eqn.levels)
+    paths = [path[:-1] for weight in draft.weights if (path := cells.raw.values[weight].path)]
+    path = common_prefix(paths) if paths and not draft.tied else None
+    return Layer(frames, path, draft.scope, levels[: len(draft.scope)])
+
+
+def set_paths(net: Net) -> None:
+    """Write the path of each layer: its modules and its own name. A module of one layer is the layer."""
+    members: dict[Path, int] = {}
+    forward = [draft for draft in net.layers if draft.forward is None]
+    for draft in forward:
+        for depth in range(1, len(draft.scope) + 1):
+            members[draft.scope[:depth]] = members.get(draft.scope[:depth], 0) + 1
+    for draft in forward:
+        scope = draft.scope
+        weights = () if draft.tied else draft.weights
+        own = name_of_weights([path for weight in weights if (path := net.raw.values[weight].path)])
+        if scope and members[scope] == 1 and not scope[-1].is_region:
+            own, draft.scope = scope[-1].name, scope[:-1]
+        if own:
+            draft.path = (*(part.name for part in draft.scope if not part.is_region), own)
+    for draft in net.layers:
+        if draft.forward is not None and draft.scope and members.get(draft.scope) == 1:
+            draft.scope = draft.forward.scope
+
+
+def fill_modules(drafts: list[Draft], edges: dict[tuple[int, int, int], None]) -> None:
+    """Give the scope of a call to layers that no scope has and that are inside it.
+
+    A layer without parameters is inside a call whose layers come before and after it. One that joins several results
+    of a call, directly after it, ends the call. One that joins the results of two modules is in none of them.
+    """
+    sources: dict[int, set[int]] = {}
+    for source, target, _ in edges:
+        sources.setdefault(target, set()).add(source)
+    by_at = {draft.at: draft for draft in drafts}
+    forward = [d for d in drafts if d.op != "input" and d.forward is None and not d.op.endswith(BACKWARD)]
+    _fill((), forward, {at: [by_at[source] for source in found] for at, found in sources.items()})
+
+
+def _fill(around: Path, drafts: list[Draft], sources: dict[int, list[Draft]]) -> None:
+    """Fill the calls directly inside a scope, then those inside them."""
+    depth = len(around)
+    runs = [(name, list(run)) for name, run in itertools.groupby(drafts, lambda draft: draft.scope[depth : depth + 1])]
+    for number, (name, run) in enumerate(runs):
+        before = runs[number - 1][0] if number else ()
+        if name or not before or before[0].is_region:
+            continue
+        scope = (*around, *before)
+        if number + 1 < len(runs) and runs[number + 1][0] == before and not any(draft.weights for draft in run):
+            for draft in run:
+                draft.scope = scope
+        for draft in run:
+            if draft.scope != scope and _ends(draft, scope, sources):
+                draft.scope = scope
+    for name, run in itertools.groupby(drafts, lambda draft: draft.scope[depth : depth + 1]):
+        if name:
+            _fill((*around, *name), list(run), sources)
+
+
+def _ends(draft: Draft, scope: Path, sources: dict[int, list[Draft]]) -> bool:
+    """Whether a layer without parameters joins several results of a call, and reads nothing else."""
+    read = sources.get(draft.at, [])
+    return not draft.weights and len(read) > 1 and all(source.scope[: len(scope)] == scope for source in read)
+
+
+def frames_of(cells: Cells, cell: Cell, known: dict[int, tuple[Frame, ...]]) -> tuple[Frame, ...]:
+    """The calls that most of a cell's FLOPs are in, without those of JAX. `known` has them by place, and grows.
+
+    The last one may be at several places of its function.
+    """
+    stacks: list[tuple[tuple[Frame, ...], int]] = []
+    for eqn in cells.steps(cell):
+        if eqn.position not in known:
+            known[eqn.position] = plain_stack(eqn.stack)
+        stacks.append((known[eqn.position], 1 + eqn.flops))
+    keys = {stack: tuple(key for frame in stack for key in (frame.function, frame.call)) for stack, _ in stacks}
+    shared = main_prefix((keys[stack], weight) for stack, weight in stacks)
+    inside = next(stack for stack in keys if keys[stack][: len(shared)] == shared)
+    return inside[: (len(shared) + 1) // 2]
+
+
+def plain_stack(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """A stack without the frames of JAX, and with those once that a nested jaxpr repeats."""
+    frames = [frame for frame in stack if frame.origin != "jax"]
+    starts = [n for n, frame in enumerate(frames) if frame.function == frames[0].function] or [0]
+    found: list[Frame] = []
+    for start, end in zip(starts, [*starts[1:], len(frames)], strict=True):
+        part = frames[start:end]
+        same = len(_common_calls(tuple(found), tuple(part)))
+        found += part[same:]
+    return tuple(found)
+
+
+def _common_calls(a: tuple[Frame, ...], b: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """What two stacks begin with. The last frame may be at two places of one function."""
+    length = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x.call != y.call), min(len(a), len(b)))
+    if length < min(len(a), len(b)) and a[length].function == b[length].function:
+        length += 1
+    return a[:length]

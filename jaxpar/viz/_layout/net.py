@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from .._graph import common_prefix
+from .._graph import Sizes
 from .._read.raw import Raw
-from .._sizes import Sizes
+from .._scopes import Path, common_prefix
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +32,7 @@ class Draft:
     op: str
     detail: str
     value: int
-    scope: tuple[str, ...] = ()
+    scope: Path = ()
     source: str = ""
     flops: int = 0
     bytes: int = 0
@@ -48,6 +48,11 @@ class Draft:
     eqns: list[int] = field(default_factory=list)
     tied: bool = False
     path: tuple[str, ...] = ()
+
+    @property
+    def layer(self) -> Draft:
+        """The layer that this is, or whose gradient it is."""
+        return self if self.forward is None else self.forward
 
 
 @dataclass(slots=True)
@@ -66,7 +71,7 @@ class Net:
     drafts: list[Draft]
     edges: dict[tuple[int, int, int], None]
     state: set[int] = field(default_factory=set)
-    repeats: dict[tuple[str, ...], int] = field(default_factory=dict)
+    repeats: dict[Path, int] = field(default_factory=dict[Path, int])
     carries: dict[tuple[int, int, int], None] = field(default_factory=dict)
     sizes: Sizes = field(default_factory=Sizes)
 
@@ -111,6 +116,6 @@ class Net:
         self.carries = {(s, t, value): None for s, t, own, value in ends if s != t or own}
 
 
-def shared_scope(*groups: list[Draft]) -> tuple[str, ...]:
+def shared_scope(*groups: list[Draft]) -> Path:
     """The scope that all drafts of all groups are in."""
     return common_prefix(draft.scope for group in groups for draft in group)

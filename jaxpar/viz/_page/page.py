@@ -1,22 +1,25 @@
-"""The HTML of a page: the layouts as data, and the script that draws them."""
+"""A page: where Graphviz puts the boxes and lines of each block, and the HTML that shows them."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import html
 import json
+import re
 import string
 from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from ..._core.text import plural
 from .._draw import style
-from .._draw.labels import cost, scope_label, tooltip
-from .._draw.style import SIZE, THEMES, Options, text_width
+from .._draw.labels import cost, label_lines, scope_label, tooltip
+from .._draw.render import NEXT, render
+from .._draw.style import SIZE, SMALL, THEMES, Options, quote, text_width
 from .._graph import Graph, human
-from .blocks import Block, Tree, tree
-from .layout import Layout, Point, is_oval, layouts, size, texts
-from .lines import draw_lines
+from .blocks import CROWDED, Block, Line, Text, Tree, draw_lines, tree
 
 _PACKAGE = "jaxpar.viz._page"
 _SCRIPTS = ("theme.js", "reading.js", "places.js", "drawing.js", "page.js", "events.js")
@@ -25,13 +28,7 @@ _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027", "\u20
 
 
 def to_page(graph: Graph, options: Options, depth: int | None, time_limit: float) -> str:
-    """One HTML file that needs nothing else.
-
-    Args:
-        graph: with all its blocks as scopes.
-        options: title, direction, heat and the like.
-        depth: how many levels are open at first. None for as many as fit.
-        time_limit: seconds that Graphviz may take.
+    """One HTML file that needs nothing else. `depth` levels are open at first, as many as fit for None.
 
     Raises:
         RenderError: there is no Graphviz, or it took longer than `time_limit`.
@@ -115,7 +112,7 @@ def _data(tree: Tree, options: Options, depth: int | None, time_limit: float) ->
         "depth": depth,
         "nodes": [_node(tree, item, options, most) for item in range(len(tree.nodes))],
         "blocks": [_block(tree, tree.root + at, layout, options, most) for at, layout in enumerate(which)],
-        "layouts": [_layout(layout) for layout in places],
+        "layouts": [_placed(layout) for layout in places],
         "edges": [end for edge in tree.edges for end in edge],
     }
 
@@ -154,7 +151,7 @@ def _lines(block: Block) -> Iterable[list[Any]]:
         yield [line.tail, line.head, line.tail_port, line.head_port, line.kind, line.label, keys]
 
 
-def _layout(layout: Layout) -> dict[str, Any]:
+def _placed(layout: Layout) -> dict[str, Any]:
     """A layout in whole points."""
     return {
         "w": round(layout.width),
@@ -168,3 +165,185 @@ def _layout(layout: Layout) -> dict[str, Any]:
 
 def _numbers(points: Iterable[Point]) -> list[float]:
     return [round(value) for point in points for value in point]
+
+
+_SHAPES = ":is(polygon,ellipse,path,polyline)"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def to_still_page(picture: str, table: str, title: str, theme: str) -> str:
+    """One HTML file that needs nothing else. Without scripts it has the colours of the system.
+
+    Args:
+        picture: SVG of Graphviz in the colours of `theme`, or HTML that says why there is none.
+        table: HTML below it.
+        title: the name of the page.
+        theme: "light" for the colours of the reader, "dark" for always dark.
+    """
+    svg = picture[picture.find("<svg") :] if "<svg" in picture else picture
+    plot = ' data-plot="dark" data-theme="dark"' if theme == "dark" else ""
+    head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+    head += f"<title>{html.escape(title)}</title><style>{_colours_of(theme)}{asset('still.css')}</style>"
+    body = f"{svg}{table}<script>{script('theme.js')}{script('still.js')}</script>"
+    return f'<!DOCTYPE html><html lang="en"{plot}><head>{head}</head><body>{body}</body></html>'
+
+
+def _colours_of(theme: str) -> str:
+    """Rules that give the reader's colours to what Graphviz drew in those of a theme. Boxes keep theirs."""
+    known = dataclasses.asdict(THEMES[theme])
+    rules = [f'text[fill="{known[name]}"]{{fill:var(--{name})}}' for name in ("text", "line", "carry")]
+    for name, colour in known.items():
+        rules.append(f'{_SHAPES}[fill="{colour}"]{{fill:var(--{name})}}')
+        rules.append(f'{_SHAPES}[stroke="{colour}"]{{stroke:var(--{name})}}')
+    dark = colours().split("data-theme=dark]", 1)[1].strip()
+    return colours() + f"@media (prefers-color-scheme:dark){{:root:not([data-theme]){dark}}}\n" + "".join(rules)
+
+
+Point = tuple[float, float]
+
+_START = re.compile(r"\S")  # of a document
+_POINTS = 72.0  # of an inch
+_MANY = 40  # items, above which dot works with limits, as it does in a crowd of lines
+_PORT = {"up": 0.4, "down": 0.4, "right": 0.02}  # inches, so that the labels of lines have room
+_RANKDIR = {"up": "TB", "down": "TB", "right": "LR"}  # the page turns it over for "up"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Places in points from the left and the top. The forward pass flows down, or to the right.
+
+    Attributes:
+        width, height: of all.
+        items, ports: centres, in the order of the block.
+        lines: the Bézier points of each line, from its tail to its head.
+        labels: the centre of each line's label. None for a line without one.
+    """
+
+    width: float
+    height: float
+    items: list[Point]
+    ports: list[Point]
+    lines: list[list[Point]]
+    labels: list[Point | None]
+
+
+def layouts(tree: Tree, direction: str, heat: str | None, time_limit: float) -> tuple[list[Layout], list[int]]:
+    """The layouts of all blocks, from one run of Graphviz.
+
+    Returns:
+        The layouts that differ, and which of them each block has.
+
+    Raises:
+        RenderError: there is no Graphviz, or it took longer than `time_limit`.
+    """
+    texts = [_dot(tree, block, direction, heat) for block in tree.blocks]
+    distinct = list(dict.fromkeys(texts))
+    drawn = _documents(render(NEXT.join(distinct), "json0", time_limit).decode())
+    first = {text: tree.blocks[texts.index(text)] for text in distinct}
+    found = [_layout(first[text], graph) for text, graph in zip(distinct, drawn, strict=True)]
+    at = {text: number for number, text in enumerate(distinct)}
+    return found, [at[text] for text in texts]
+
+
+def _documents(text: str) -> list[dict[str, Any]]:
+    """JSON documents that follow each other."""
+    found: list[dict[str, Any]] = []
+    decoder, start = json.JSONDecoder(), _START.search(text)
+    while start is not None:
+        document, at = decoder.raw_decode(text, start.start())
+        found.append(document)
+        start = _START.search(text, at)
+    return found
+
+
+def _dot(tree: Tree, block: Block, direction: str, heat: str | None) -> str:
+    """The boxes of a block without their words, and its lines. Equal shapes give equal texts."""
+    rows = ["digraph {", f"graph [rankdir={_RANKDIR[direction]} nodesep=0.3 ranksep=0.32{_limits(block)}]"]
+    rows += ['node [shape=box fixedsize=true label=""]', f"edge [dir=none fontsize={SMALL}]"]
+    for at, item in enumerate(block.items):
+        width, height = size(tree, item, heat)
+        shape = " shape=ellipse" if is_oval(tree, item) else ""
+        rows.append(f"i{at} [width={width / _POINTS:.3f} height={height / _POINTS:.3f}{shape}]")
+    for first, rank in ((True, "source"), (False, "sink")):
+        ports = [
+            f"p{at} [width={_PORT[direction]} height=.02];"
+            for port, at in block.ports.items()
+            if port.is_first is first
+        ]
+        rows += [f"{{ rank={rank}; {' '.join(ports)} }}"] if ports else []
+    place = {item: at for at, item in enumerate(block.items)}
+    rows += [f"{{ rank=same; i{place[layer]}; i{place[gradient]} }}" for layer, gradient in block.pairs]
+    rows += [_line(line, place, at) for at, line in enumerate(block.lines)]
+    return "\n".join([*rows, "}"])
+
+
+def _limits(block: Block) -> str:
+    if len(block.lines) > CROWDED:
+        return " nslimit=0.4 nslimit1=0.4 mclimit=0.1 splines=line"
+    return " nslimit=1 nslimit1=1 mclimit=0.2" if len(block.items) > _MANY else ""
+
+
+def _line(line: Line, place: dict[int, int], at: int) -> str:
+    tail = f"i{place[line.tail]}" if line.tail >= 0 else f"p{line.tail_port}"
+    head = f"i{place[line.head]}" if line.head >= 0 else f"p{line.head_port}"
+    ends = f"{head} -> {tail}" if line.kind == "back" else f"{tail} -> {head}"
+    constraint = " constraint=false" if line.kind in ("pair", "carry") and min(line.tail, line.head) >= 0 else ""
+    label = f" label={quote(re.sub(r'[^0-9]', 'x', f' {line.label} '))}" if line.label else ""
+    return f"{ends} [id={at}{label}{constraint}]"
+
+
+def texts(tree: Tree, item: int, heat: str | None) -> list[Text]:
+    """What is written in a box, closed where it is a block."""
+    if (item, heat) not in tree.words:
+        tree.words[item, heat] = _texts(tree, item, heat)
+    return tree.words[item, heat]
+
+
+def _texts(tree: Tree, item: int, heat: str | None) -> list[Text]:
+    if item in tree.signs:
+        return [(tree.signs[item], SIZE + 2, True)]
+    if not tree.is_block(item):
+        return list(label_lines(tree.nodes[item], heat))
+    inside = [tree.nodes[node] for node in tree.nodes_in(item)]
+    layers = sum(node.op not in ("input", "weight") for node in inside)
+    facts = [plural(layers, "layer")]
+    facts += [f"{params:,} params"] if (params := sum(n.params for n in inside if n.op != "weight")) else []
+    found = [(scope_label(tree.block(item).label), SIZE, True), (" · ".join(facts), SMALL, False)]
+    if heat:
+        total = human(sum(cost(node, heat) for node in inside), "FLOP" if heat == "flops" else "B")
+        found.append((total, SMALL, False))
+    return found
+
+
+def size(tree: Tree, item: int, heat: str | None) -> tuple[int, int]:
+    """Width and height of a closed box, in points."""
+    if item in tree.signs:
+        return 22, 22
+    lines = texts(tree, item, heat)
+    width = max(text_width(text, size, bold) for text, size, bold in lines) + 14 + 18 * tree.is_block(item)
+    height = sum(size for _, size, _ in lines) * 1.15 + 12
+    return round(max(94, width * (1.3 if is_oval(tree, item) else 1))), round(max(36, height))
+
+
+def is_oval(tree: Tree, item: int) -> bool:
+    """Whether an item is drawn as an oval or circle: arguments, parameters, and what only joins others."""
+    return not tree.is_block(item) and (item in tree.signs or tree.nodes[item].op in ("input", "weight"))
+
+
+def _layout(block: Block, graph: dict[str, Any]) -> Layout:
+    """What Graphviz wrote of one graph."""
+    _, _, width, height = map(float, graph["bb"].split(","))
+    place = {o["name"]: _point(o["pos"], height) for o in graph.get("objects", ()) if "pos" in o}
+    edges = {int(edge["id"]): edge for edge in graph.get("edges", ())}
+    lines: list[list[Point]] = []
+    for at, line in enumerate(block.lines):
+        points = [_point(part, height) for part in edges[at]["pos"].split() if part.count(",") == 1]
+        lines.append(points[::-1] if line.kind == "back" else points)
+    labels = [_point(edges[at]["lp"], height) if "lp" in edges[at] else None for at in range(len(block.lines))]
+    items = [place[f"i{at}"] for at in range(len(block.items))]
+    return Layout(width, height, items, [place[f"p{at}"] for at in range(len(block.ports))], lines, labels)
+
+
+def _point(text: str, height: float) -> Point:
+    x, y = text.split(",")
+    return float(x), height - float(y)

@@ -1,13 +1,15 @@
-"""Rules for layers: convolution, dense, embedding, activation, collectives, and factors that disappear."""
+"""Rules for layers: convolution, dense, embedding, collectives, kernels, attention, losses."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 
-from .._fold.cells import Cell, Cells
-from .._fold.patterns import Fold, axis_names, bias, by, is_float, is_scale, joined_weights, number, single, takes_scale
+from .._fold.cells import Cell, Cells, axis_names
+from .._fold.templates import Fold
+from .._fold.terms import bias, by, divides_by, is_convex, is_scale, joined_weights, number, single, tail, takes_scale
 from .._read.raw import Eqn
+from .._read.source import function_of
 
 _BIASED = ("add", "Convolution", "Deconvolution", "FullyConnected", "MatMul")
 
@@ -94,25 +96,9 @@ def embedding(cells: Cells, cell: Cell) -> Fold | None:
     return None
 
 
-def activation(cells: Cells, cell: Cell) -> Fold | None:
-    """An activation of one equation. A maximum is one where the other operand is 0."""
-    eqn = single(cells, cell)
-    if eqn is None:
-        return None
-    if eqn.prim == "max":
-        zero = any(number(cells, value) == 0 for value in eqn.ins)
-        return Fold((cell,), "Activation", "relu") if zero and is_float(cells, cell) else None
-    return Fold((cell,), "Activation", {"logistic": "sigmoid"}.get(eqn.prim, eqn.prim))
-
-
-def flatten(cells: Cells, cell: Cell) -> Fold | None:
-    """A reshape that keeps the first axis."""
-    return Fold((cell,), "Flatten", cell.detail)
-
-
-def concat(cells: Cells, cell: Cell) -> Fold | None:
-    """Arrays joined along an axis."""
-    return Fold((cell,), "Concat", cell.detail)
+def one_step(cells: Cells, cell: Cell) -> Fold | None:
+    """A reshape that keeps the first axis, or arrays joined along one."""
+    return Fold((cell,), "Concat" if cell.op == "stack" else cell.op, cell.detail)
 
 
 def collective(cells: Cells, cell: Cell) -> Fold | None:
@@ -140,8 +126,7 @@ def pallas(cells: Cells, cell: Cell) -> Fold | None:
     eqn = single(cells, cell)
     if eqn is None or eqn.prim != "pallas_call":
         return None
-    info = getattr(eqn.params["jaxpr"], "debug_info", None)
-    name = eqn.params.get("name") or str(getattr(info, "func_src_info", "") or "").partition(" at ")[0]
+    name = eqn.params.get("name") or function_of(eqn.params["jaxpr"]).partition(" at ")[0]
     return Fold((cell,), "Pallas", str(name))
 
 
@@ -152,3 +137,160 @@ def transform(cells: Cells, cell: Cell) -> Fold | None:
         return None
     kind = str(getattr(found[0].params["fft_type"], "name", found[0].params["fft_type"])).lower()
     return Fold((cell,), "FFT", f"{kind}, {by(found[0].params['fft_lengths'])}")
+
+
+_MASKS = frozenset(("where", "select_n", "add", "sub", "mul", "clamp", "min", "max", "div"))
+_UPDATES = frozenset(("dynamic_update_slice", "scatter", "Concat", "repeat", "dynamic_update_index_in_dim"))
+_COMPARED = frozenset("eq ne lt le gt ge and or not iota select_n broadcast_in_dim convert_element_type".split())
+
+
+def attention(cells: Cells, cell: Cell) -> Fold | None:
+    """A product, scaled and masked, its softmax, and the product of that with the values."""
+    above, scores = _chain(cells, cell, up=True)
+    below, mixed = _chain(cells, cell, up=False)
+    if scores is None or mixed is None or _reads_weights(cells, scores) or _reads_weights(cells, mixed):
+        return None
+    found = {part.id: part for part in (scores, *above, cell, *below, mixed)}
+    for part in tuple(found.values()):
+        _add_feeders(cells, part, found)
+    parts = tuple(found.values())
+    if not is_convex(cells, [eqn for part in parts for eqn in cells.eqns(part) if not eqn.view]):
+        parts = (scores, *above, cell, *below, mixed)
+    return Fold(parts, "Attention")
+
+
+def cache(cells: Cells, cell: Cell) -> Fold | None:
+    """The caches, repeated heads and masks that only a known attention function reads."""
+    found = {cell.id: cell}
+    _add_feeders(cells, cell, found)
+    parts = tuple(found.values())
+    convex = is_convex(cells, [eqn for part in parts for eqn in cells.eqns(part) if not eqn.view])
+    return Fold(parts, cell.op, cell.detail) if len(parts) > 1 and convex else None
+
+
+def _chain(cells: Cells, cell: Cell, *, up: bool) -> tuple[list[Cell], Cell | None]:
+    """The scales and masks between a softmax and the matrix product before or after it, and that product."""
+    found: list[Cell] = []
+    for _ in range(10):
+        step = _before(cells, cell) if up else cells.sole_user(cell)
+        if step is None or (up and cells.sole_user(step) is not cell):
+            break
+        if step.op == "MatMul":
+            return found, step
+        masks = step.op in _MASKS or is_scale(cells, step) or step.op == "Dropout"
+        if not masks and not (up and step.op in ("tanh", "Activation")):
+            break
+        found.append(step)
+        cell = step
+    return found, None
+
+
+def _before(cells: Cells, cell: Cell) -> Cell | None:
+    """The cell of the scores that a cell reads: the one with the most elements that only it reads."""
+    values = [value for value in cells.data(cell) if cells.raw.values[value].dtype != "bool"]
+    makers = {p.id: p for value in values if (p := cells.producer(value)) is not None}
+    own = [part for part in makers.values() if cells.sole_user(part) is cell and part.op not in ("OneHot", "where")]
+    masked = [part for part in makers.values() if cells.sole_user(part) is cell and part.op == "where"]
+    scored = [part for part in masked if any(cells.raw.values[v].dtype != "bool" for v in cells.data(part))]
+    return next((part for part in own if part.op == "MatMul"), next(iter([*own, *scored]), None))
+
+
+def _reads_weights(cells: Cells, cell: Cell) -> bool:
+    return any(
+        eqn.prim == "dot_general" and any(cells.raw.weight_of(value) is not None for value in eqn.ins)
+        for eqn in cells.eqns(cell)
+    )
+
+
+def _add_feeders(cells: Cells, part: Cell, found: dict[int, Cell]) -> None:
+    """Add what only these cells read: caches that are updated, heads that are repeated, masks that are compared."""
+    for value in cells.data(part):
+        before = cells.producer(value)
+        if before is None or before.id in found or before.major:
+            continue
+        compared = cells.prims(before) <= _COMPARED
+        updated = before.op in _UPDATES or bool(cells.prims(before) & {"dynamic_update_slice"})
+        position = part.op in ("le", "lt", "ge", "gt", "eq") and before.op in ("add", "sub")
+        if (compared or updated or position) and all(user.id in found for user in cells.users(before)):
+            found[before.id] = before
+            _add_feeders(cells, before, found)
+
+
+_REDUCTIONS = frozenset(("sum", "mean", "neg"))
+_PICKS = frozenset("take_along_axis take gather getitem rewriting_take mul where sum mean neg squeeze".split())
+_MEANS = ("mean", "sum", "pmean", "Pooling")
+_LABELS = ("OneHot", "eq", "neg", "arange", "iota")
+
+
+def mean(cells: Cells, cell: Cell) -> Fold | None:
+    """A sum divided by the number of its terms."""
+    user, eqn = cells.sole_user(cell), single(cells, cell)
+    if user is None or eqn is None or eqn.prim != "reduce_sum":
+        return None
+    if not divides_by(cells, user, math.prod(eqn.in_shapes[0]) / max(1, math.prod(eqn.out_shape))):
+        return None
+    return Fold((cell, user), "mean", "", major=False)
+
+
+def squared_error(cells: Cells, cell: Cell) -> Fold | None:
+    """A difference, its square, and the sum or mean of that. A variance is none, nor are distances of pairs."""
+    square = cells.sole_user(cell)
+    eqn = single(cells, square) if square is not None else None
+    if square is None or eqn is None or single(cells, cell) is None or len(cells.data(cell)) < 2:
+        return None
+    squares = eqn.prim == "square" or (eqn.prim == "integer_pow" and eqn.params["y"] == 2)
+    squares = squares or (eqn.prim == "mul" and cells.raw.root(eqn.ins[0]) == cells.raw.root(eqn.ins[1]))
+    rest = tail(cells, square, _REDUCTIONS)
+    if not squares or not any(part.op in _REDUCTIONS for part in rest) or _centres(cells, cell):
+        return None
+    if len(cells.raw.values[cells.output(rest[-1])].shape) > 1:
+        return None
+    return Fold((cell, square, *rest), "Loss", "squared error")
+
+
+def _centres(cells: Cells, cell: Cell) -> bool:
+    """Whether a difference is that of a value and its own mean."""
+    operands = cells.data(cell)
+    means = [below for value in operands if (below := cells.producer(value)) is not None and below.op in _MEANS]
+    return any(value in operands for below in means for value in cells.data(below))
+
+
+def cross_entropy(cells: Cells, cell: Cell) -> Fold | None:
+    """A log-softmax, the picked label, the mean, and what prepares the labels."""
+    found = [cell]
+    while (user := cells.sole_user(found[-1])) is not None:
+        if user.op not in _PICKS and not is_scale(cells, user):
+            break
+        found.append(user)
+    while len(found) > 1 and not _reduces(cells, found[-1]) and not is_scale(cells, found[-1]):
+        found.pop()
+    if not any(_reduces(cells, part) for part in found[1:]) or not _picks(cells, found):
+        return None
+    for part in tuple(found):
+        for value in cells.data(part):
+            label = cells.producer(value)
+            if label is not None and label not in found and label.op in _LABELS:
+                found += [label] if cells.sole_user(label) is not None else []
+    return Fold(tuple(found), "Loss", "softmax cross-entropy")
+
+
+def _picks(cells: Cells, found: list[Cell]) -> bool:
+    """Whether labels choose among the logits. An entropy weighs them by themselves."""
+    logits = set(cells.data(found[0]))
+    for part in found[1:]:
+        if "gather" in cells.prims(part):
+            return True
+        if part.op == "mul" and not is_scale(cells, part):
+            others = [cells.producer(value) for value in cells.data(part)]
+            return not any(o is not None and o not in found and logits & set(cells.data(o)) for o in others)
+    return False
+
+
+def _reduces(cells: Cells, cell: Cell) -> bool:
+    return bool(cells.prims(cell) & {"gather", "reduce_sum"})
+
+
+def reduction(cells: Cells, cell: Cell) -> Fold | None:
+    """The sum or mean of a loss."""
+    rest = tail(cells, cell, _REDUCTIONS)
+    return Fold((cell, *rest), "Loss", cell.detail) if rest else None

@@ -10,9 +10,21 @@ import math
 from dataclasses import dataclass, field
 
 from .._fold.cells import Cell, Cells
-from .._fold.patterns import Fold, number
+from .._fold.templates import Fold
+from .._fold.terms import (
+    elements,
+    is_convex,
+    is_fixed,
+    is_weight,
+    loose_ends,
+    maker,
+    number,
+    owners,
+    readers,
+    root,
+    squared,
+)
 from .._read.raw import Eqn
-from .terms import elements, is_convex, is_fixed, is_weight, loose_ends, maker, owners, readers, root, squared
 
 _ROOTS = ("rsqrt", "sqrt", "pow")
 _STEPS = frozenset(("add", "sub", "max", "div", "mul", "select_n", "square", "integer_pow", "abs"))
@@ -81,16 +93,12 @@ def _is_statistic(cells: Cells, eqn: Eqn, found: _Norm) -> bool:
                 return False
         elif part.prim in _STEPS:
             found.add(part)
-            found.averaged |= part.prim in ("div", "mul") and any(map(_is_count, [cells] * 2, part.ins))
+            found.averaged |= part.prim in ("div", "mul") and any(number(cells, v) is not None for v in part.ins)
             todo += part.ins
         else:
             return False
     found.running = stored == 1 and not found.reduces
     return not todo and (found.running or (bool(found.reduces) and not stored))
-
-
-def _is_count(cells: Cells, value: int) -> bool:
-    return number(cells, value) is not None
 
 
 def _is_square(cells: Cells, part: Eqn, found: _Norm) -> bool:

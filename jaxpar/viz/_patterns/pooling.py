@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from .._fold.cells import Cell, Cells
-from .._fold.patterns import Fold, by, divides_by, is_scale, single
+from .._fold.templates import Fold
+from .._fold.terms import by, divides_by, is_scale, single
 from .._read.raw import Eqn
 
 _KINDS = {"reduce_window_max": "max", "reduce_window_min": "min", "reduce_window_sum": "sum"}

@@ -1,7 +1,8 @@
-"""Which instruction reads which, through tuples, calls, loops and branches."""
+"""Which instruction reads which, through tuples, calls, loops and branches; how often each runs, and how long."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 
@@ -122,3 +123,92 @@ class Flow:
 def number_of(parameter: Instruction) -> int:
     """The number of a parameter. The reader of the text takes it for an operand."""
     return int(re.sub(r"\D", "", parameter.operands[0])) if parameter.operands else 0
+
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_MOVES = ("copy", "bitcast", "get-tuple-element", "tuple", "copy-start", "copy-done", "opt-barrier")
+
+
+def runs_of(program: Program) -> dict[str, tuple[int, bool]]:
+    """How often each computation runs, and whether that is known. A branch counts as taken."""
+    callers = _callers(program)
+    found: dict[str, tuple[int, bool]] = {program.entry: (1, True)}
+
+    def count(name: str) -> tuple[int, bool]:
+        if name not in found:
+            found[name] = (0, True)  # a computation that nothing calls does not run
+            times, known = 0, True
+            for caller, trips, exact in callers.get(name, ()):
+                outer, sure = count(caller)
+                times, known = times + outer * trips, known and exact and sure
+            found[name] = (times, known)
+        return found[name]
+
+    for name in program.computations:
+        count(name)
+    return found
+
+
+def cycles_of(program: Program) -> int | None:
+    """The cycles that the compiler of TPUs estimates for one step. None where the program says none.
+
+    It estimates fusions, products and the like. Collectives and most copies have no estimate. Of branches the longest
+    counts, and a loop of unknown length runs once.
+    """
+    flow = Flow(program)
+
+    @functools.cache
+    def cycles(computation: str) -> int:
+        return sum(map(of, program.computations[computation].instructions.values()))
+
+    def of(one: Instruction) -> int:
+        own = sum(map(int, _CYCLES.findall(one.attributes)))
+        inner = [cycles(name) for _, name in one.called if name in program.computations]
+        if one.opcode == "conditional":
+            return own + max(inner, default=0)
+        times = _trips(flow, one) or 1 if one.opcode == "while" else 1
+        return own + times * sum(inner)
+
+    return cycles(program.entry) or None
+
+
+def _callers(program: Program) -> dict[str, list[tuple[str, int, bool]]]:
+    """For each computation: who calls it, how often, and whether that is known."""
+    found: dict[str, list[tuple[str, int, bool]]] = {}
+    flow = Flow(program)
+    for one in program:
+        loops = one.opcode == "while"
+        for _, name in dict(one.called).items() if loops else one.called:
+            trips = _trips(flow, one) if loops else 1
+            found.setdefault(name, []).append((program.home[one.name], trips or 1, trips is not None))
+    return found
+
+
+def _trips(flow: Flow, loop: Instruction) -> int | None:
+    """How often a loop runs. None where that is not known.
+
+    The programs of GPUs and CPUs say it. Those of TPUs compare a counter with a constant: it must begin at a constant,
+    and the body must add one to it.
+    """
+    program, called = flow.program, dict(loop.called)
+    if loop.trips is not None or not {"condition", "body"} <= called.keys():
+        return loop.trips
+    test = program.computations[called["condition"]].root
+    counter, bound = (program[name] for name in test.operands) if len(test.operands) == 2 else (test, test)
+    if test.attribute("direction") != "LT" or counter.opcode != "get-tuple-element" or bound.value is None:
+        return None
+    first = program[_behind(flow, (loop.operands[0], counter.index))[0]].value
+    step = program[_behind(flow, (program.computations[called["body"]].root.name, counter.index))[0]]
+    added = [_behind(flow, (name, None)) for name in step.operands] if step.opcode == "add" else []
+    steps = [program[name].value for name, _ in added if program[name].value]
+    own = [at for name, at in added if program[name].opcode == "parameter" and program.home[name] == called["body"]]
+    if first is None or own != [counter.index] or len(steps) != 1 or (by := steps[0] or 0) < 1:
+        return None
+    return max(0, -(-(bound.value - first) // by))
+
+
+def _behind(flow: Flow, value: Value) -> Value:
+    """Where a value is computed, behind copies and tuples."""
+    while flow.program[value[0]].opcode in _MOVES and (sources := list(flow.sources(value))):
+        value = sources[0]
+    return value

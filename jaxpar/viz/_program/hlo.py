@@ -30,9 +30,14 @@ class Array:
     shape: tuple[int, ...]
 
     @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
     def bytes(self) -> int:
         """Without padding."""
-        return -(-_bits(self.dtype) * math.prod(self.shape) // 8)
+        return -(-_bits(self.dtype) * self.size // 8)
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +48,7 @@ class Instruction:
         number: its place in the text. Each computation is in the order in which it runs.
         arrays: the arrays of its result, those of a tuple one after the other.
         is_tuple: whether the result is a tuple.
+        value: of a constant integer.
         operands: the names of what it reads.
         called: (how, computation) for each computation that it calls, such as ("body", "region_0").
         op_name: where JAX made it: "jit(step)/transpose(jvp(net))/dot_general".
@@ -62,6 +68,7 @@ class Instruction:
     frames: tuple[tuple[str, int], ...] = ()
     trips: int | None = None
     index: int | None = None
+    value: int | None = None
     is_root: bool = False
 
     @property
@@ -188,6 +195,7 @@ def _instruction(
         frames=frames.get(int(frame[1]), ()) if frame else _own_frame(attributes),
         trips=int(trips[1]) if trips else None,
         index=int(index[1]) if index and opcode.strip() == "get-tuple-element" else None,
+        value=int(rest[:close]) if opcode.strip() == "constant" and re.fullmatch(r"-?\d+", rest[:close]) else None,
         is_root=bool(start[1]),
     )
 

@@ -1,11 +1,14 @@
-"""The collectives of a compiled program: what each sends, how often, between which devices."""
+"""The collectives of a compiled program: what each sends, how often, between which devices, and what hides it."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from .groups import axes_between, axes_of, groups_of
+from .flow import Flow, runs_of
 from .hlo import Array, Instruction, Program
 
 KINDS = (
@@ -31,6 +34,7 @@ class Send:
         axes: of the mesh. Empty where the devices are no set of its axes.
         times: how often it runs in a step.
         is_exact: whether `times` is known. A loop of unknown length counts once.
+        is_overlapped: whether the device computes while it runs.
     """
 
     instruction: Instruction
@@ -40,28 +44,36 @@ class Send:
     axes: tuple[str, ...]
     times: int
     is_exact: bool
+    is_overlapped: bool = False
 
     @property
     def bytes(self) -> int:
         """That one device hands in each time."""
         return sum(array.bytes for array in self.arrays)
 
+    @property
+    def sent(self) -> int:
+        """Bytes that go out of one device each time, around a ring of the devices."""
+        others = self.devices - 1
+        if self.kind == "all-gather":
+            return self.bytes * others
+        if self.kind in ("all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"):
+            return (1 + (self.kind == "all-reduce")) * self.bytes * others // self.devices
+        return self.bytes
+
 
 def sends_of(program: Program, mesh: Mapping[str, int], devices: int) -> list[Send]:
     """Every collective between at least two devices, in the order of the text.
 
-    An asynchronous collective counts where it begins. What an `async-start` wraps counts in its own computation.
-
-    Args:
-        program: as compiled.
-        mesh: the size of each axis.
-        devices: how many devices the program runs on.
+    An asynchronous collective counts where it begins. What an `async-start` wraps counts in its own computation. TPUs
+    write one collective into each of the fusions that compute while it runs. It counts in the first.
 
     Raises:
         ValueError: the devices of a collective cannot be read.
     """
-    runs = runs_of(program)
-    return [send for one in _collectives(program) if (send := _send(program, one, runs, mesh, devices)).devices > 1]
+    runs, overlaps = runs_of(program), Overlaps(program)
+    found = [_send(program, one, runs, mesh, devices, overlaps) for one in _collectives(program, overlaps)]
+    return [send for send in found if send.devices > 1]
 
 
 def kind_of(instruction: Instruction) -> str:
@@ -70,23 +82,31 @@ def kind_of(instruction: Instruction) -> str:
     return kind if kind in KINDS else ""
 
 
-def _collectives(program: Program) -> Iterator[Instruction]:
+def _collectives(program: Program, overlaps: Overlaps) -> Iterator[Instruction]:
     for one in program:
         wraps = [name for how, name in one.called if how == "calls"]
-        if kind_of(one) and not any(name in program.computations for name in wraps):
+        if kind_of(one) and not any(name in program.computations for name in wraps) and overlaps.is_first(one):
             yield one
 
 
 def _send(
-    program: Program, one: Instruction, runs: dict[str, tuple[int, bool]], mesh: Mapping[str, int], devices: int
+    program: Program,
+    one: Instruction,
+    runs: dict[str, tuple[int, bool]],
+    mesh: Mapping[str, int],
+    devices: int,
+    overlaps: Overlaps,
 ) -> Send:
-    times, is_exact = runs.get(program.home[one.name], (1, False))
+    home = program.home[one.name]
+    times, is_exact = runs.get(home, (1, False))
     kind, groups = kind_of(one), groups_of(one, devices)
     permutes = kind == "collective-permute"
     axes = axes_between(groups, mesh) if permutes else axes_of(groups, mesh)
     members = {device for group in groups for device in group}
     count = len(members) if permutes else max(map(len, groups), default=1)
-    return Send(one, kind, operand_arrays(program, one), count, axes, times, is_exact)
+    if kind == "all-reduce" and home.startswith("all-reduce-scatter"):
+        kind = "reduce-scatter"  # so TPUs write it: a sum of everything in a fusion that keeps a part
+    return Send(one, kind, operand_arrays(program, one), count, axes, times, is_exact, overlaps.is_hidden(one))
 
 
 def operand_arrays(program: Program, one: Instruction) -> tuple[Array, ...]:
@@ -95,33 +115,148 @@ def operand_arrays(program: Program, one: Instruction) -> tuple[Array, ...]:
     return tuple(array for operand in found for array in operand.arrays)
 
 
-def runs_of(program: Program) -> dict[str, tuple[int, bool]]:
-    """How often each computation runs, and whether that is known. A branch counts as taken."""
-    callers = _callers(program)
-    found: dict[str, tuple[int, bool]] = {program.entry: (1, True)}
-
-    def count(name: str) -> tuple[int, bool]:
-        if name not in found:
-            found[name] = (0, True)  # a computation that nothing calls does not run
-            times, known = 0, True
-            for caller, trips, exact in callers.get(name, ()):
-                outer, sure = count(caller)
-                times, known = times + outer * trips, known and exact and sure
-            found[name] = (times, known)
-        return found[name]
-
-    for name in program.computations:
-        count(name)
-    return found
+_COMPUTES = frozenset(("fusion", "custom-call", "dot", "convolution", "while", "call", "conditional", "sort"))
 
 
-def _callers(program: Program) -> dict[str, list[tuple[str, int, bool]]]:
-    """For each computation: who calls it, how often, and whether that is known."""
-    found: dict[str, list[tuple[str, int, bool]]] = {}
-    for one in program:
-        loops = one.opcode == "while"
-        for _, name in dict(one.called).items() if loops else one.called:
-            trips = (one.trips if one.trips is not None else 1) if loops else 1
-            exact = not loops or one.trips is not None
-            found.setdefault(name, []).append((program.home[one.name], trips, exact))
-    return found
+class Overlaps:
+    """From where to where the collectives of a program run."""
+
+    def __init__(self, program: Program) -> None:
+        self._flow = Flow(program)
+        self._steps: dict[str, list[Instruction]] = {}  # what a TPU does of a collective in each of several fusions
+        for one in program:
+            if channel := _channel_of_steps(one):
+                self._steps.setdefault(channel, []).append(one)
+
+    def is_first(self, one: Instruction) -> bool:
+        """Whether a collective is written here and in no fusion before."""
+        return not (steps := self._steps.get(_channel_of_steps(one))) or steps[0] is one
+
+    def is_hidden(self, one: Instruction) -> bool:
+        """Whether something is computed between the beginning and the end of a collective."""
+        if steps := self._steps.get(_channel_of_steps(one)):
+            ends = [caller for step in steps for caller in self._callers(step)]
+        else:
+            begin = one if one.opcode.endswith("-start") else next(iter(self._callers(one)), one)
+            ends = [begin, *self._done(begin)] if begin.opcode.endswith("-start") else [one]
+        home = self._flow.program.computations[self._flow.program.home[ends[0].name]].instructions
+        numbers = [end.number for end in ends if end.name in home]
+        between = (other for other in home.values() if min(numbers) < other.number < max(numbers))
+        return any(other.opcode in _COMPUTES for other in between)
+
+    def _callers(self, one: Instruction) -> list[Instruction]:
+        return [caller for _, caller in self._flow.callers.get(self._flow.program.home[one.name], ())]
+
+    def _done(self, begin: Instruction) -> list[Instruction]:
+        """The second half of an asynchronous instruction. Updates may be between."""
+        found = self._flow.users.get(begin.name, [])
+        updates = [done for one in found if one.opcode == "async-update" for done in self._done(one)]
+        return updates + [one for one in found if one.opcode.endswith("-done")]
+
+
+def _channel_of_steps(one: Instruction) -> str:
+    """The channel of a collective that is written into several fusions. Empty for others."""
+    return one.attribute("channel_id") if re.search(r"\basync_collective_fusion_config\b", one.attributes) else ""
+
+
+Groups = tuple[tuple[int, ...], ...]
+
+_IOTA = re.compile(r"^\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?$")
+_MESH = re.compile(
+    r"(?:^|, )replica_groups=@?mesh\[([^\]]*)\](?:, ?device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+)
+
+
+def groups_of(instruction: Instruction, devices: int) -> Groups:
+    """The devices that exchange something in a collective, in groups: of a permutation each (source, target).
+
+    Raises:
+        ValueError: the text of the groups is in no known form.
+    """
+    pairs = instruction.attribute("source_target_pairs")
+    if pairs:
+        return _lists(pairs)
+    if mesh := _MESH.search(instruction.attributes):
+        return _of_mesh(mesh)
+    text = instruction.attribute("replica_groups")
+    if not text or text == "{}":
+        return (tuple(range(devices)),)
+    if iota := _IOTA.match(text):
+        numbers, length = _iota(_ints(iota[2]), _ints(iota[3])), _ints(iota[1])[-1]
+        return tuple(tuple(numbers[start : start + length]) for start in range(0, len(numbers), length))
+    if text.startswith("{"):
+        return _lists(text)
+    raise ValueError(f"viz: the devices of {instruction.name} are in a form that is not known here: {text}")
+
+
+def axes_of(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of a mesh that these groups run along. Empty where they are no set of axes.
+
+    >>> axes_of(((0, 2), (1, 3)), {"data": 2, "model": 2})
+    ('data',)
+    """
+    wanted = {frozenset(group) for group in groups}
+    names = [name for name, size in sizes.items() if size > 1]
+    for count in range(1, len(names) + 1):
+        for axes in itertools.combinations(names, count):
+            if {frozenset(group) for group in _along(axes, sizes)} == wanted:
+                return axes
+    return ()
+
+
+def axes_between(pairs: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes in which the two devices of a pair of a permutation differ."""
+    places = list(itertools.product(*(range(size) for size in sizes.values())))
+    crossed: set[str] = set()
+    for pair in pairs:
+        if max(pair) >= len(places):
+            return ()
+        for number, name in enumerate(sizes):
+            if len({places[device][number] for device in pair}) > 1:
+                crossed.add(name)
+    return tuple(name for name in sizes if name in crossed)
+
+
+def _along(axes: tuple[str, ...], sizes: Mapping[str, int]) -> Groups:
+    """The groups of devices that differ only along these axes."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for device, place in enumerate(itertools.product(*(range(size) for size in sizes.values()))):
+        rest = tuple(at for name, at in zip(sizes, place, strict=True) if name not in axes)
+        found.setdefault(rest, []).append(device)
+    return tuple(map(tuple, found.values()))
+
+
+def _lists(text: str) -> Groups:
+    """`{{0,1},{2,3}}`."""
+    return tuple(_ints(group) for group in re.findall(r"\{([\d,]+)\}", text.replace(" ", "")))
+
+
+def _of_mesh(mesh: re.Match[str]) -> Groups:
+    """`mesh['data'=2,'model'=4] {'model'}`, where an axis may be split: `'model':(2)2` is its second half."""
+    named = re.findall(r"'([^']*)'=(\d+)", mesh[1])
+    order = _iota(_ints(mesh[2]), _ints(mesh[3])) if mesh[2] else list(range(math.prod(int(n) for _, n in named)))
+    refs: list[tuple[str, str, str]] = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", mesh[4])
+    wanted = {name: (int(before or 1), int(size or 0)) for name, before, size in refs}
+    sizes: dict[str, int] = {}
+    along: list[str] = []
+    for name, size in ((name, int(size)) for name, size in named):
+        before, part = wanted.get(name, (1, 1))
+        part = part or size // before
+        split = {f"{name}:0": before, f"{name}:1": part, f"{name}:2": size // before // part}
+        sizes |= split
+        along += [f"{name}:1"] if name in wanted else []
+    return tuple(tuple(order[device] for device in group) for group in _along(tuple(along), sizes))
+
+
+def _iota(shape: tuple[int, ...], order: tuple[int, ...]) -> list[int]:
+    """The numbers from 0 in this shape, its axes in another order, as one list."""
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    axes = order or tuple(range(len(shape)))
+    return [
+        sum(at * strides[axis] for at, axis in zip(place, axes, strict=True))
+        for place in itertools.product(*(range(shape[axis]) for axis in axes))
+    ]
+
+
+def _ints(text: str | None) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text or ""))

@@ -1,20 +1,103 @@
-"""A function and its arguments as a function of arrays, each with its name and kind."""
+"""A function and its arguments as a function of arrays, each with its name and kind; those that it captured too."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from types import MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import jax
 
-from ..._core.arguments import describe
 from ..._core.arrays import is_prng_key
-from .captured import captured_arrays, keras_models
-from .libraries import is_equinox, is_module, is_node, is_state, is_variable, keras_arguments, nnx, variable_kind
-from .paths import STATE_NAMES, Argument, in_store, is_array, is_in_state, is_store, name_of, path_of
+from ..._core.text import describe
+from .paths import (
+    STATE_NAMES,
+    Argument,
+    held_arrays,
+    in_store,
+    is_array,
+    is_equinox,
+    is_in_state,
+    is_keras,
+    is_module,
+    is_node,
+    is_state,
+    is_store,
+    is_variable,
+    keras_arguments,
+    name_of,
+    nnx,
+    path_of,
+    variable_kind,
+)
+
+_DEPTH = 4  # functions that hold functions
+_Held = Iterator[tuple[str, Any]]
+
+
+def captured_arrays(fn: Any) -> dict[int, tuple[Any, Argument]]:
+    """The arrays in modules and trees that a function holds, by their ids. The arrays are kept alive."""
+    found: dict[int, tuple[Any, Argument]] = {}
+    for name, value in _held(fn, _DEPTH):
+        with contextlib.suppress(TypeError, ValueError):  # a tree that JAX cannot sort holds no arrays of a network
+            for array, argument in held_arrays(name, value):
+                found.setdefault(id(array), (array, argument))
+    return found
+
+
+def keras_models(fn: Any) -> list[Any]:
+    """The models of Keras that a function holds."""
+    return [value for _, value in _held(fn, _DEPTH) if is_keras(value)]
+
+
+def _held(fn: Any, depth: int) -> _Held:
+    """What a function holds: in its closure, as a method, as a partial application, by the names of its module."""
+    if depth == 0 or isinstance(fn, (ModuleType, type)):
+        return
+    for name, value in _parts(fn):
+        wraps = callable(getattr(value, "__wrapped__", None))  # a jitted function, or a jitted module
+        if wraps or isinstance(value, (FunctionType, MethodType, functools.partial)):
+            yield from _held(value, depth - 1)
+        elif not isinstance(value, (ModuleType, type)):
+            yield name, value
+
+
+def _parts(fn: Any) -> _Held:
+    if isinstance(fn, functools.partial):
+        yield "fn", fn.func
+        yield from ((f"arg{number}", value) for number, value in enumerate(fn.args))
+        yield from fn.keywords.items()
+    elif isinstance(fn, MethodType):
+        yield "model", fn.__self__
+        yield "fn", fn.__func__
+    elif isinstance(fn, FunctionType):
+        yield from _names(fn)
+    elif callable(wrapped := getattr(fn, "__wrapped__", None)):
+        yield "model", wrapped
+    else:
+        yield "model", fn
+
+
+def _names(fn: FunctionType) -> _Held:
+    """The variables of enclosing functions and of the module that a function reads, and its defaults."""
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    for name in fn.__code__.co_names:
+        if name in fn.__globals__:
+            yield name, fn.__globals__[name]
+    defaults = fn.__defaults__ or ()
+    yield from zip(fn.__code__.co_varnames[fn.__code__.co_argcount - len(defaults) :], defaults, strict=False)
+    yield from (fn.__kwdefaults__ or {}).items()
+    if callable(wrapped := getattr(fn, "__wrapped__", None)):
+        yield "fn", wrapped
+
 
 _Rebuild = Callable[["_Values"], Any]
 
@@ -95,23 +178,21 @@ class _Binder:
 
     def variable(self, role: _Role, path: tuple[Any, ...], variable: Any) -> _Rebuild:
         """Take an NNX variable. Its type says what it is."""
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(variable)
         kind, state = variable_kind(variable, "weight" if role.trained else "input")
-        parts = list[_Rebuild]()
-        for inner, leaf in leaves:
-            whole = (*path, *inner)
-            name, shown = name_of(role.name, whole), path_of(role.name, whole)
-            parts.append(self.array(leaf, Argument(name, shown, kind, state, role.name)))
-        return lambda values: treedef.unflatten([part(values) for part in parts])
+
+        def take(inner: tuple[Any, ...], leaf: Any) -> _Rebuild:
+            name, shown = name_of(role.name, (*path, *inner)), path_of(role.name, (*path, *inner))
+            return self.array(leaf, Argument(name, shown, kind, state, role.name))
+
+        return _each(variable, take)
 
     def equinox(self, role: _Role, path: tuple[Any, ...], module: Any) -> _Rebuild:
         """Take a module of Equinox. Its numbers, functions and strings are a part of the function."""
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(module)
-        parts = list[_Rebuild]()
-        for inner, leaf in leaves:
-            whole = (*path, *inner)
-            parts.append(self.array(leaf, self.argument(role, whole, leaf)) if is_array(leaf) else _constant(leaf))
-        return lambda values: treedef.unflatten([part(values) for part in parts])
+
+        def take(inner: tuple[Any, ...], leaf: Any) -> _Rebuild:
+            return self.array(leaf, self.argument(role, (*path, *inner), leaf)) if is_array(leaf) else _constant(leaf)
+
+        return _each(module, take)
 
     def argument(self, role: _Role, path: tuple[Any, ...], leaf: Any) -> Argument:
         """The name and kind of a leaf."""
@@ -164,6 +245,13 @@ def _is_whole(value: Any) -> bool:
     return is_node(value) or is_variable(value) or is_equinox(value)
 
 
+def _each(tree: Any, take: Callable[[tuple[Any, ...], Any], _Rebuild]) -> _Rebuild:
+    """Take every leaf of a tree, given its path."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    parts = [take(path, leaf) for path, leaf in leaves]
+    return lambda values: treedef.unflatten([part(values) for part in parts])
+
+
 def _constant(value: Any) -> _Rebuild:
     return lambda values: value
 
@@ -171,14 +259,7 @@ def _constant(value: Any) -> _Rebuild:
 def bind(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str], argnums: Set[int]
 ) -> Bound:
-    """The function of arrays that `fn` is with these arguments.
-
-    Args:
-        fn: a function, or a module that is called itself.
-        args, kwargs: of the call.
-        names: of each positional argument.
-        argnums: which of them hold parameters.
-    """
+    """The function of arrays that a function or module is with these arguments. `argnums` hold parameters."""
     _refuse_iterators(fn, {**dict(zip(names, args, strict=True)), **kwargs})
     binder = _Binder(keras_models(fn), captured_arrays(fn))
     holder, method = _module_of(fn)
@@ -200,7 +281,7 @@ def bind(
         return result, changes()
 
     binder.bound.call = call
-    binder.bound.arguments = _apart(binder.bound.arguments)
+    binder.bound.arguments = _named_apart(binder.bound.arguments)
     return binder.bound
 
 
@@ -234,7 +315,7 @@ def _module_of(fn: Any) -> tuple[Any, Callable[[Any], Callable[..., Any]]]:
     return None, lambda module: module
 
 
-def _apart(arguments: Sequence[Argument]) -> list[Argument]:
+def _named_apart(arguments: Sequence[Argument]) -> list[Argument]:
     """Arguments with the same paths get their name in front: two networks that are trained together."""
     groups: dict[tuple[str, ...], set[str]] = {}
     for argument in arguments:

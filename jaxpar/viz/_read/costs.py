@@ -7,11 +7,69 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import solvers
-
 _Params = dict[str, Any]
 _Avals = Sequence[Any]  # what has a shape and a dtype
 _Formula = Callable[[_Params, _Avals, _Avals], int]
+
+
+def _matrices(aval: Any) -> tuple[int, int, int]:
+    """How many matrices, and their longer and shorter side. A complex operation is four."""
+    *batch, rows, columns = aval.shape
+    times = 4 if "complex" in str(aval.dtype) else 1
+    return times * math.prod(batch), max(rows, columns), min(rows, columns)
+
+
+def _cubic(factor: float) -> _Formula:
+    """The formula of a method that takes `factor` n³ operations for a square matrix."""
+
+    def formula(params: _Params, ins: _Avals, outs: _Avals) -> int:
+        count, n, _ = _matrices(ins[0])
+        return round(count * factor * n**3)
+
+    return formula
+
+
+def _lu(params: _Params, ins: _Avals, outs: _Avals) -> int:
+    count, m, n = _matrices(ins[0])
+    return round(count * (m * n**2 - n**3 / 3))
+
+
+def _geqrf(params: _Params, ins: _Avals, outs: _Avals) -> int:
+    count, m, n = _matrices(ins[0])
+    return round(count * (2 * m * n**2 - 2 * n**3 / 3))
+
+
+def _orthogonal(q: Any, reflectors: int) -> int:
+    """To multiply out this many Householder reflections, for m rows and n columns."""
+    count, m, n = _matrices(q)
+    k = reflectors
+    return round(count * (4 * m * n * k - 2 * (m + n) * k**2 + 4 * k**3 / 3))
+
+
+def _triangular_solve(params: _Params, ins: _Avals, outs: _Avals) -> int:
+    return size(ins[1]) * _matrices(ins[0])[1] * (4 if "complex" in str(ins[0].dtype) else 1)
+
+
+def _with_vectors(*names: str) -> _Formula:
+    """Of an eigenvalue problem, which takes more where one of these params asks for vectors too."""
+    return lambda params, ins, outs: _cubic(25 if any(params.get(n, True) for n in names) else 10)(params, ins, outs)
+
+
+def _svd(params: _Params, ins: _Avals, outs: _Avals) -> int:
+    count, m, n = _matrices(ins[0])
+    if not params.get("compute_uv", True):
+        return round(count * (4 * m * n**2 - 4 * n**3 / 3))
+    if params.get("full_matrices", False):
+        return count * (4 * m**2 * n + 8 * m * n**2 + 9 * n**3)
+    return count * (14 * m * n**2 + 8 * n**3)
+
+
+def _fft(params: _Params, ins: _Avals, outs: _Avals) -> int:
+    """5 n log2 n, half of that for real numbers. Several axes are one transform of their product."""
+    real = [aval for aval in (ins[0], outs[0]) if "complex" not in str(aval.dtype)]
+    elements = math.prod((real or outs)[0].shape)
+    return round((2.5 if real else 5) * elements * math.log2(max(1, math.prod(params["fft_lengths"]))))
+
 
 _ELEMENTWISE = frozenset(
     "add add_any sub mul div neg abs sign max min floor ceil round is_finite eq ne lt le gt ge and or xor not "
@@ -53,13 +111,7 @@ _FREE = frozenset(
 
 
 def flops(name: str, params: _Params, ins: _Avals, outs: _Avals) -> int:
-    """Floating-point operations of one equation. Moving data costs 0, and so do exp, tanh and the like.
-
-    Args:
-        name: of the primitive.
-        params: of the equation.
-        ins, outs: of each operand and result: anything with a `shape` and a `dtype`.
-    """
+    """Floating-point operations of one equation. Moving data costs 0, and so do exp, tanh and the like."""
     if not outs or is_uncounted(name, params):
         return 0
     dtype = dtype_name(ins[0]) if ins else ""
@@ -79,7 +131,7 @@ def flops(name: str, params: _Params, ins: _Avals, outs: _Avals) -> int:
 def is_uncounted(name: str, params: _Params) -> bool:
     """Whether there is no formula for a primitive, so that its 0 FLOPs say nothing."""
     if name == "pallas_call":
-        return params.get("cost_estimate") is None and _kernel(params) is None
+        return _kernel(params) is None
     known = name in _FREE or name in _ELEMENTWISE or name in _REDUCTIONS or name in _FORMULAS
     return not (known or name in _WRITTEN_OUT or name in _WRITTEN_OUT_COMPLEX)
 
@@ -158,38 +210,10 @@ def _integer_pow(params: _Params, ins: _Avals, outs: _Avals) -> int:
     return (products + (params["y"] < 0)) * size(outs[0])
 
 
-def _scatter_add(params: _Params, ins: _Avals, outs: _Avals) -> int:
-    return size(ins[2])
-
-
-def _all_reduce(params: _Params, ins: _Avals, outs: _Avals) -> int:
-    """One operation for each element that a device gets, on any number of devices."""
-    return sum(size(out) for out in outs)
-
-
-def _window(params: _Params, ins: _Avals, outs: _Avals) -> int:
-    return size(outs[0]) * (math.prod(params["window_dimensions"]) - 1)
-
-
-def _scatter_of_window(params: _Params, ins: _Avals, outs: _Avals) -> int:
-    """The gradient of max pooling: comparisons in each window, and one addition."""
-    return size(ins[0]) * math.prod(params["window_dimensions"])
-
-
 def _arg_reduction(params: _Params, ins: _Avals, outs: _Avals) -> int:
     """Of a value and its index. NaN is tested for too."""
     each = 7 if str(ins[0].dtype).startswith(("int", "uint", "bool")) else 9
     return each * (size(ins[0]) - size(outs[0]))
-
-
-def _sort(params: _Params, ins: _Avals, outs: _Avals) -> int:
-    """XLA takes the logarithm of all elements, also of those in other rows."""
-    return size(ins[0]) * max(0, size(ins[0]) - 1).bit_length()
-
-
-def _cumulative(params: _Params, ins: _Avals, outs: _Avals) -> int:
-    """One operation an element. XLA counts a window as long as the axis for each, or nothing, by the platform."""
-    return size(outs[0])
 
 
 def _random(each: int) -> _Formula:
@@ -197,24 +221,10 @@ def _random(each: int) -> _Formula:
     return lambda params, ins, outs: each * size(outs[0]) if "fry" in str(ins[0].dtype) else 0
 
 
-def _random_bits(params: _Params, ins: _Avals, outs: _Avals) -> int:
-    """Each further axis takes two operations for the place of an element."""
-    return _random(119 + 2 * max(1, len(outs[0].shape)))(params, ins, outs)
-
-
-def _ragged_dot(params: _Params, ins: _Avals, outs: _Avals) -> int:
-    """Each row meets one of the matrices."""
-    return 2 * size(outs[0]) * ins[0].shape[-1]
-
-
-def _pallas(params: _Params, ins: _Avals, outs: _Avals) -> int:
-    """The author's estimate. Else the body of the kernel for each place of the grid."""
-    estimate = params.get("cost_estimate")
-    return int(estimate.flops) if estimate is not None else _kernel(params) or 0
-
-
 def _kernel(params: _Params) -> int | None:
-    """FLOPs of a Pallas kernel. None where its grid or its body has no known cost."""
+    """FLOPs of a Pallas kernel: the author's estimate, else its body for each place of the grid. None if unknown."""
+    if (estimate := params.get("cost_estimate")) is not None:
+        return int(estimate.flops)
     grid = getattr(params.get("grid_mapping"), "grid", None)
     if grid is None or not all(isinstance(steps, int) for steps in grid):
         return None
@@ -240,41 +250,60 @@ def _nested_cost(eqn: Any) -> tuple[int, set[str]]:
 
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "body_jaxpr")
 _FORMULAS: dict[str, _Formula] = {
-    **solvers.FORMULAS,
+    # linear algebra
+    "fft": _fft,
+    "cholesky": _cubic(1 / 3),
+    "lu": _lu,
+    "geqrf": _geqrf,
+    "householder_product": lambda params, ins, outs: _orthogonal(ins[0], ins[1].shape[-1]),
+    "qr": lambda params, ins, outs: _geqrf(params, ins, outs) + _orthogonal(outs[0], min(ins[0].shape[-2:])),
+    "triangular_solve": _triangular_solve,
+    "tridiagonal_solve": lambda params, ins, outs: 8 * size(ins[3]),
+    "svd": _svd,
+    "eigh": _cubic(9),
+    "eig": _with_vectors("compute_left_eigenvectors", "compute_right_eigenvectors"),
+    "schur": _with_vectors("compute_schur_vectors"),
+    "hessenberg": _cubic(10 / 3),
+    "tridiagonal": _cubic(4 / 3),
+    # products. Each row of a ragged one meets one of the matrices
     "dot_general": _dot,
-    "ragged_dot": _ragged_dot,
-    "ragged_dot_general": _ragged_dot,
+    **dict.fromkeys(
+        ("ragged_dot", "ragged_dot_general"), lambda params, ins, outs: 2 * size(outs[0]) * ins[0].shape[-1]
+    ),
     "conv_general_dilated": _conv,
+    # elements
     "select_n": _select,
     "integer_pow": _integer_pow,
-    "scatter-add": _scatter_add,
-    "scatter-sub": _scatter_add,
-    "scatter-mul": _scatter_add,
-    "scatter-min": _scatter_add,
-    "scatter-max": _scatter_add,
-    "scatter_add": _scatter_add,
-    "addupdate": lambda params, ins, outs: size(ins[1]),
-    **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax", "pmin"), _all_reduce),
-    "sort": _sort,
-    "argmax": _arg_reduction,
-    "argmin": _arg_reduction,
-    "reduce_window": _window,
-    "reduce_window_sum": _window,
-    "reduce_window_max": _window,
-    "reduce_window_min": _window,
-    "select_and_scatter_add": _scatter_of_window,
-    "select_and_scatter": _scatter_of_window,
     "polynomial": lambda params, ins, outs: 2 * max(0, len(ins) - 2) * size(outs[0]),
+    **dict.fromkeys(
+        ("scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "scatter_add"),
+        lambda params, ins, outs: size(ins[2]),
+    ),
+    "addupdate": lambda params, ins, outs: size(ins[1]),
+    # one operation for each element that a device gets, on any number of devices
+    **dict.fromkeys(
+        ("psum", "psum2", "psum_invariant", "pmax", "pmin"), lambda params, ins, outs: sum(map(size, outs))
+    ),
+    # XLA takes the logarithm of all elements, also of those in other rows
+    "sort": lambda params, ins, outs: size(ins[0]) * max(0, size(ins[0]) - 1).bit_length(),
     "reduce": lambda params, ins, outs: size(ins[0]) - size(outs[0]),
-    "select_and_gather_add": _window,
-    "cumsum": _cumulative,
-    "cumprod": _cumulative,
-    "cummax": _cumulative,
-    "cummin": _cumulative,
+    **dict.fromkeys(("argmax", "argmin"), _arg_reduction),
+    **dict.fromkeys(
+        "reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_gather_add".split(),
+        lambda params, ins, outs: size(outs[0]) * (math.prod(params["window_dimensions"]) - 1),
+    ),
+    # the gradient of max pooling: comparisons in each window, and one addition
+    **dict.fromkeys(
+        ("select_and_scatter_add", "select_and_scatter"),
+        lambda params, ins, outs: size(ins[0]) * math.prod(params["window_dimensions"]),
+    ),
+    # XLA counts a window as long as the axis for each element, or nothing, by the platform
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), lambda params, ins, outs: size(outs[0])),
     "cumlogsumexp": lambda params, ins, outs: 8 * size(outs[0]),
-    "random_bits": _random_bits,
+    # each further axis takes two operations for the place of an element
+    "random_bits": lambda params, ins, outs: _random(119 + 2 * max(1, len(outs[0].shape)))(params, ins, outs),
     "random_split": _random(120),
     "random_fold_in": _random(118),
     "threefry2x32": lambda params, ins, outs: 118 * size(outs[0]),
-    "pallas_call": _pallas,
+    "pallas_call": lambda params, ins, outs: _kernel(params) or 0,
 }

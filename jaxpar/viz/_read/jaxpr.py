@@ -3,32 +3,80 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.extend.core as jex
 
-from .context import Context
+from .._scopes import Path, Scope
 from .costs import body_cost, dtype_name, flops, nbytes, size
-from .expansions import expand
-from .liveness import drop_dead, mark_residuals
 from .paths import Argument
-from .raw import Eqn, Raw, Value
+from .raw import Eqn, Raw, Value, drop_dead, mark_residuals, mark_view
 from .regions import (
     INLINE,
     Region,
     body_of,
     branches_of,
-    call_label,
     count_fillers,
     default_branch,
     is_inlined,
     maps_devices,
     region_of,
+    scope_of_call,
 )
-from .source import Sources, defined_in, is_jax_function
-from .views import mark_view
+from .source import Frame, Sources, function_of, is_jax_function, name_stack, short_path
+
+
+class Context(NamedTuple):
+    """Where an equation is, as far as its own jaxpr and those around it say."""
+
+    stack: tuple[Frame, ...] = ()
+    scope: Path = ()
+    levels: tuple[int, ...] = ()
+    backward: bool = False
+    tangent: bool = False
+    times: int = 1
+    enclosing: tuple[int, ...] = ()
+    again: bool = False
+
+    def of(self, eqn: Any, sources: Sources) -> Context:
+        """The context of an equation in a jaxpr of this context."""
+        info = getattr(eqn, "source_info", None)
+        names, backward, tangent, again = name_stack(info)
+        return Context(
+            self.stack + sources.stack(info),
+            self.scope + tuple(map(Scope, names)),
+            self.levels + (-1,) * len(names),
+            (self.backward or backward) and not again,
+            self.tangent or tangent,
+            self.times,
+            self.enclosing,
+            self.again or again,
+        )
+
+    def in_library(self, name: str, file: str, number: int) -> Context:
+        """The context inside a function of JAX. Its number is negative and its own, as it is a call of its own."""
+        return self._replace(stack=(*self.stack, Frame("jax", "jax", name, file, 0, number, number)))
+
+
+def expand(eqn: Any) -> tuple[str, Any] | None:
+    """The name of such a primitive, and the jaxpr that it stands for. None of other equations."""
+    if eqn.primitive.name != "call_hi_primitive":
+        return None
+    meant = eqn.params["_prim"]
+    if not all(hasattr(atom.aval, "shape") for atom in eqn.invars):
+        return None  # of types that are no arrays
+    arrays = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
+
+    def call(*arrays: Any) -> list[Any]:
+        return jax.tree.leaves(meant.expand(*jax.tree.unflatten(meant.in_tree, arrays)))
+
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(meant).__name__).lower()  # custom_root for CustomRoot
+    return name, jax.make_jaxpr(call)(*arrays)
 
 
 def read(
@@ -40,12 +88,7 @@ def read(
     """The flat form of a closed jaxpr.
 
     Nested jaxprs are written out in their place. Equations that no result needs are dropped.
-
-    Args:
-        closed: of the function.
-        arguments: the name and kind of each argument.
-        output_names: of each result.
-        captured: the arrays that the function holds, by id, each with its name and kind.
+    `captured` has the arrays that the function holds, by id.
     """
     reader = _Reader(captured or {}, any(argument.kind == "weight" for argument in arguments))
     env: dict[Any, int] = {}
@@ -71,7 +114,7 @@ class _Reader:
         self.sources = Sources()
         self.carried: set[int] = set()  # values that a loop needs although nothing reads them
         self.calls = itertools.count()
-        self.clusters: dict[tuple[str, ...], itertools.count[int]] = {}
+        self.clusters = Counter[Path]()
 
     def new_value(
         self, aval: Any, kind: str = "op", name: str = "", root: int | None = None, literal: Any = None
@@ -110,13 +153,10 @@ class _Reader:
         constant again, after folding.
         """
         floating = str(getattr(aval, "dtype", "")).startswith(("float", "bfloat", "complex"))
-        _, known = self.captured.get(id(array), (None, None))
-        name = known.name if known is not None else f"captured{len(self.constants)}"
-        module = known is not None and known.kind == "weight"
-        weight = not self.has_weights and (module or (floating and size(aval) > 1))
-        argument = Argument(name, known.path if known is not None else (), "weight" if weight else "const")
-        number = self.add_argument(aval, replace(argument, state=known.state if known is not None else False))
-        self.raw.values[number].captured = not module
+        _, known = self.captured.get(id(array), (None, Argument(f"captured{len(self.constants)}")))
+        weight = not self.has_weights and (known.kind == "weight" or (floating and size(aval) > 1))
+        number = self.add_argument(aval, replace(known, kind="weight" if weight else "const"))
+        self.raw.values[number].captured = known.kind != "weight"
         return number
 
     def walk(self, jaxpr: Any, env: dict[Any, int], context: Context) -> None:
@@ -136,7 +176,7 @@ class _Reader:
             elif name in INLINE and (body := body_of(eqn)) is not None:
                 self.add_call(eqn, body, env, inner)
             elif (expanded := expand(eqn)) is not None:
-                self.add_region(eqn, Region("", expanded[1]), env, inner.in_library(expanded[0], "", self.new_call()))
+                self.add_region(eqn, Region(None, expanded[1]), env, inner.in_library(expanded[0], "", self.new_call()))
             else:
                 self.add_leaf(eqn, env, inner)
 
@@ -189,10 +229,11 @@ class _Reader:
             enclosing = (*context.enclosing, self.raw.position(context.stack))
             context = context._replace(enclosing=enclosing)
         if library and name:
-            context = context.in_library(name, defined_in(jaxpr), self.new_call())
+            file = short_path(function_of(jaxpr).partition(" at ")[2].rpartition(":")[0])
+            context = context.in_library(name, file, self.new_call())
         elif not is_jax_function(jaxpr):
-            context = self.in_cluster(context, call_label(eqn, name))
-        self.add_region(eqn, Region("", body), env, context)
+            context = self.in_cluster(context, scope_of_call(eqn, name))
+        self.add_region(eqn, Region(None, body), env, context)
 
     def new_call(self) -> int:
         """The number of a call of a function of JAX, wherever it is made."""
@@ -200,7 +241,7 @@ class _Reader:
 
     def add_region(self, eqn: Any, region: Region, env: dict[Any, int], context: Context) -> None:
         """Write out a nested jaxpr. Its results become those of the equation."""
-        context = self.in_cluster(context, region.label)
+        context = self.in_cluster(context, region.scope)
         context = context._replace(times=context.times * region.times)
         args = [self.value_of(env, atom) for atom in eqn.invars]
         read = args
@@ -253,11 +294,11 @@ class _Reader:
 
     def add_branches(self, eqn: Any, env: dict[Any, int], context: Context) -> None:
         """Write out all branches of a `cond`, and the node that picks one."""
-        context = self.in_cluster(context, "cond")
+        context = self.in_cluster(context, Scope("cond", "region"))
         index, *args = (self.value_of(env, atom) for atom in eqn.invars)
         ins = [index]
-        for label, branch in branches_of(eqn):
-            ins += self.write_out(branch, args, self.in_cluster(context, label))
+        for scope, branch in branches_of(eqn):
+            ins += self.write_out(branch, args, self.in_cluster(context, scope))
         mark_view(self.raw, self.new_eqn("cond", tuple(ins), eqn.outvars, env, context))
 
     def write_out(self, body: Any, args: Iterable[int], context: Context) -> list[int]:
@@ -271,12 +312,11 @@ class _Reader:
         self.walk(jaxpr, inner, context)
         return [self.value_of(inner, atom) for atom in jaxpr.outvars]
 
-    def in_cluster(self, context: Context, label: str) -> Context:
+    def in_cluster(self, context: Context, scope: Scope | None) -> Context:
         """The context inside a cluster. A second one of this name gets a number, "scan ×4 (2)"."""
-        if not label:
+        if scope is None:
             return context
-        counter = self.clusters.setdefault((*context.scope, label), itertools.count(1))
-        number = next(counter)
-        label = label if number == 1 else f"{label} ({number})"
+        path = (*context.scope, scope)
+        self.clusters[path] += 1
         levels = (*context.levels, len(context.stack))
-        return context._replace(scope=(*context.scope, label), levels=levels)
+        return context._replace(scope=(*context.scope, scope.numbered(self.clusters[path])), levels=levels)

@@ -1,10 +1,14 @@
-"""The flat form of a function: its values and equations."""
+"""The flat form of a function: its values and equations, and which of them are no layers."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from .._scopes import Path
 from .source import Frame
 
 
@@ -35,6 +39,11 @@ class Value:
     group: str = ""
     captured: bool = False
 
+    @property
+    def argument(self) -> str:
+        """The argument that it is or is a leaf of."""
+        return self.group or self.name
+
 
 @dataclass(slots=True)
 class Eqn:
@@ -59,7 +68,7 @@ class Eqn:
     out_shape: tuple[int, ...]
     stack: tuple[Frame, ...]
     position: int
-    scope: tuple[str, ...]
+    scope: Path
     backward: bool
     tangent: bool
     flops: int
@@ -86,7 +95,7 @@ class Raw:
     output_names: list[str] = field(default_factory=list)
     count: int = 0
     uncounted: set[str] = field(default_factory=set)
-    carries: list[tuple[int, int, tuple[str, ...]]] = field(default_factory=list)
+    carries: list[tuple[int, int, Path]] = field(default_factory=list)
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
     _above: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _own_stacks: dict[int, tuple[Frame, ...]] = field(default_factory=dict)
@@ -131,3 +140,149 @@ class Raw:
 def place(stack: tuple[Frame, ...]) -> tuple[int, ...]:
     """The key of a place in the program. Two calls of one jitted function have the same."""
     return tuple(frame.call for frame in stack if frame.call >= 0)
+
+
+_VIEWS = frozenset(
+    "broadcast_in_dim convert_element_type squeeze expand_dims stop_gradient pvary pcast pbroadcast copy copy_p "
+    "transpose optimization_barrier sharding_constraint reduce_precision device_put reshape mesh_cast reshard "
+    "random_wrap random_unwrap".split()
+)
+
+# The operand of these with which nothing is computed, and its places. XLA drops such steps, and does not count them.
+_NEUTRAL = {"add": (0, 0, 1), "add_any": (0, 0, 1), "sub": (0, 1), "mul": (1, 0, 1)}
+_PICKS = frozenset("slice dynamic_slice gather unstack squeeze".split())
+
+
+def mark_view(raw: Raw, eqn: Eqn) -> None:
+    """Decide whether an equation is a view, and of which value. One without results shows none."""
+    if not eqn.outs:
+        return
+    if eqn.prim in _NEUTRAL and _computes_nothing(raw, eqn):
+        eqn.flops = 0
+    if _is_view(raw, eqn):
+        eqn.view = True
+        for out in eqn.outs:
+            raw.values[out].root = eqn.ins[0]
+    elif (index := _wrapped_index(raw, eqn)) is not None:
+        eqn.view = True
+        eqn.flops *= 3  # the test and the sum that it picks from are not drawn
+        raw.values[eqn.outs[0]].root = index
+    elif _is_constant(raw, eqn):
+        eqn.view = True
+        for out in eqn.outs:
+            raw.values[out].kind = "const"
+
+
+def mark_constants(raw: Raw) -> None:
+    """Mark equations of which all operands are constants by now."""
+    for eqn in raw.eqns:
+        if not eqn.view and eqn.ins and _is_constant(raw, eqn):
+            eqn.view = True
+            for out in eqn.outs:
+                raw.values[out].kind = "const"
+
+
+def _is_view(raw: Raw, eqn: Eqn) -> bool:
+    if eqn.prim in _PICKS and raw.of(eqn.ins[0]).dtype.startswith("key<"):
+        return True  # one of several random keys
+    if eqn.prim == "slice" or eqn.prim == "dynamic_slice":
+        return raw.weight_of(eqn.ins[0]) is not None and not eqn.backward
+    if eqn.prim == "reduce_sum" and math.prod(eqn.in_shapes[0]) == math.prod(eqn.out_shape):
+        return True  # over axes of length 1
+    if eqn.prim not in _VIEWS or not eqn.ins:
+        return False
+    return eqn.prim != "reshape" or not _flattens(eqn)
+
+
+def _computes_nothing(raw: Raw, eqn: Eqn) -> bool:
+    """Whether it adds a literal 0, or multiplies by a literal 1."""
+    neutral, *places = _NEUTRAL[eqn.prim]
+    shown = [raw.of(eqn.ins[at]) for at in places]
+    return any(v.kind == "literal" and np.ndim(v.literal) == 0 and bool(v.literal == neutral) for v in shown)
+
+
+def _flattens(eqn: Eqn) -> bool:
+    """Whether a reshape keeps the first axis and joins the others. A gradient splits them."""
+    shape, new = (eqn.out_shape, eqn.in_shapes[0]) if eqn.backward else (eqn.in_shapes[0], eqn.out_shape)
+    return len(shape) > 2 and len(new) == 2 and shape[0] == new[0] and sum(d != 1 for d in shape[1:]) > 1
+
+
+def _is_constant(raw: Raw, eqn: Eqn) -> bool:
+    """Whether all operands are constants: a mask, a scale. Random numbers and mesh positions do not count."""
+    if eqn.backward or eqn.prim in ("cond", "axis_index") or eqn.prim.startswith("random"):
+        return False
+    return all(raw.of(value).kind in ("literal", "const") for value in eqn.ins)
+
+
+def _wrapped_index(raw: Raw, eqn: Eqn) -> int | None:
+    """The `i` of `select_n(i < 0, i, i + N)`, JAX's reading of negative indices."""
+    if eqn.prim != "select_n" or len(eqn.ins) != 3:
+        return None
+    test, index, wrapped = (raw.root(value) for value in eqn.ins)
+    below, added = raw.values[test].producer, raw.values[wrapped].producer
+    if below is None or added is None:
+        return None
+    lt, add = raw.eqns[below], raw.eqns[added]
+    same = lt.prim == "lt" and add.prim == "add" and raw.root(lt.ins[0]) == index == raw.root(add.ins[0])
+    return eqn.ins[1] if same and raw.of(lt.ins[1]).kind == "literal" else None
+
+
+def drop_dead(raw: Raw, carried: set[int]) -> None:
+    """Drop the equations that no result needs.
+
+    What a loop carries is kept, and so are layers of which only the gradient is needed.
+    """
+    live = {raw.root(value) for value in (*raw.outputs, *carried)}
+    differentiated = {number for eqn in raw.eqns if eqn.backward for number in raw.above(eqn)}
+    differentiated -= {eqn.position for eqn in raw.eqns if eqn.again}
+    keep: list[Eqn] = []
+    for eqn in reversed(raw.eqns):
+        needed = any(out in live for out in eqn.outs) or (eqn.view and raw.root(eqn.outs[0]) in live)
+        eqn.dead = not needed
+        if needed and (not eqn.view or raw.of(eqn.outs[0]).kind == "const"):
+            live.update(raw.root(value) for value in eqn.ins)
+        if needed or (not eqn.backward and not eqn.view and eqn.position in differentiated):
+            eqn.flops = 0 if eqn.dead else eqn.flops
+            keep.append(eqn)
+    _renumber(raw, list(reversed(keep)))
+
+
+def _renumber(raw: Raw, eqns: list[Eqn]) -> None:
+    """Make these the equations, numbered from 0."""
+    order = {eqn.id: number for number, eqn in enumerate(eqns)}
+    for value in raw.values:
+        value.producer = order.get(value.producer) if value.producer is not None else None
+    raw.eqns = eqns
+    for number, eqn in enumerate(eqns):
+        eqn.id = number
+
+
+def mark_residuals(raw: Raw) -> None:
+    """Mark what differentiation computes next to an equation, only for its gradient."""
+    followers = _followers(raw)
+    readers: dict[int, list[Eqn]] = {}
+    results = {raw.root(value) for value in raw.outputs}
+    for eqn in raw.eqns:
+        for value in () if eqn.view else eqn.ins:
+            readers.setdefault(raw.root(value), []).append(eqn)
+    for eqn in reversed(raw.eqns):
+        if eqn.id in followers and results.isdisjoint(eqn.outs):
+            read = (reader for out in eqn.outs for reader in readers.get(out, ()))
+            eqn.residual = all(reader.backward or reader.residual for reader in read)
+
+
+def _followers(raw: Raw) -> set[int]:
+    """Differentiated equations that directly follow another one of the same place."""
+    found: set[int] = set()
+    first: Eqn | None = None
+    for eqn in raw.eqns:
+        if eqn.view or eqn.backward:
+            continue
+        places = {first.position, *first.enclosing}.difference(eqn.enclosing) if first is not None else set[int]()
+        again = first is not None and eqn.prim == first.prim and eqn.out_shape == first.out_shape
+        again = again and eqn.prim not in ("integer_pow", "pow")  # a power's derivative is one
+        if eqn.tangent and not eqn.dead and not again and not places.isdisjoint(raw.above(eqn)):
+            found.add(eqn.id)
+        else:
+            first = eqn
+    return found

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .source import Frame
+from .._scopes import Scope
+from .source import Frame, function_of
 
 INLINE = frozenset(
     "jit pjit closed_call core_call core_closed_call eval_jaxpr custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
@@ -19,7 +20,7 @@ class Region:
     """A nested jaxpr, written out in the place of its equation.
 
     Attributes:
-        label: of its cluster. Empty for none.
+        scope: of its cluster. None for no cluster.
         body: the jaxpr, open or closed.
         skip: how many operands of the equation come before those of the body.
         times: how often it runs, as far as that is known.
@@ -29,7 +30,7 @@ class Region:
         condition: the jaxpr that says whether there is another pass.
     """
 
-    label: str
+    scope: Scope | None
     body: Any
     skip: int = 0
     times: int = 1
@@ -41,14 +42,16 @@ class Region:
 
 def region_of(eqn: Any, stack: tuple[Frame, ...]) -> Region | None:
     """The region that an equation is, or None. A `cond` has several branches and is none."""
-    describe = _REGIONS.get(eqn.primitive.name)
-    return None if describe is None else describe(eqn, stack)
+    describe = _REGIONS.get(eqn.primitive.name, lambda eqn, stack: None)
+    return describe(eqn, stack)
 
 
 def _scan(eqn: Any, stack: tuple[Frame, ...]) -> Region:
     length = eqn.params["length"]
     first, carried = _scan_sizes(eqn.params)
-    return Region(f"scan ×{length}", eqn.params["jaxpr"], times=length, carried=range(carried), carry_at=first)
+    return Region(
+        Scope("scan", "region", length), eqn.params["jaxpr"], times=length, carried=range(carried), carry_at=first
+    )
 
 
 def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
@@ -66,23 +69,19 @@ def _while(eqn: Any, stack: tuple[Frame, ...]) -> Region:
     skip = eqn.params["cond_nconsts"]
     carry_at = skip + eqn.params["body_nconsts"]
     condition = eqn.params["cond_jaxpr"]
-    return Region("while", body, skip=skip, carried=carried, carry_at=carry_at, condition=condition)
+    return Region(Scope("while", "region"), body, skip=skip, carried=carried, carry_at=carry_at, condition=condition)
 
 
 def _shard_map(eqn: Any, stack: tuple[Frame, ...]) -> Region:
     axes = dict(getattr(eqn.params.get("mesh"), "shape", {}) or {})
-    by_pmap = any(f.file.endswith("/pmap.py") or f.name == "pmap" for f in stack) or _is_traced_by_pmap(eqn)
+    by_pmap = any(f.file.endswith("/pmap.py") or f.name == "pmap" for f in stack)
+    by_pmap = by_pmap or "pmap.py" in function_of(eqn.params["jaxpr"])
     label = ("pmap " if by_pmap else "shard_map ") + ", ".join(f"{name}={size}" for name, size in axes.items())
-    return Region(label.strip(), eqn.params["jaxpr"])
-
-
-def _is_traced_by_pmap(eqn: Any) -> bool:
-    info = getattr(getattr(eqn.params["jaxpr"], "debug_info", None), "func_src_info", "")
-    return "pmap.py" in str(info)
+    return Region(Scope(label.strip(), "region"), eqn.params["jaxpr"])
 
 
 def _pmap(eqn: Any, stack: tuple[Frame, ...]) -> Region:
-    return Region(f"pmap {eqn.params.get('axis_name')}={eqn.params.get('axis_size')}", body_of(eqn))
+    return Region(Scope(f"pmap {eqn.params.get('axis_name')}={eqn.params.get('axis_size')}", "region"), body_of(eqn))
 
 
 def _linear_solve(eqn: Any, stack: tuple[Frame, ...]) -> Region:
@@ -90,7 +89,7 @@ def _linear_solve(eqn: Any, stack: tuple[Frame, ...]) -> Region:
     lengths, count = eqn.params["const_lengths"], len(eqn.invars)
     start = lengths.matvec + lengths.vecmat
     right = range(start + lengths.solve + lengths.transpose_solve, count)
-    return Region("", eqn.params["jaxprs"].solve, operands=[*range(start, start + lengths.solve), *right])
+    return Region(None, eqn.params["jaxprs"].solve, operands=[*range(start, start + lengths.solve), *right])
 
 
 _REGIONS = {
@@ -124,11 +123,13 @@ def count_fillers(jaxpr: Any) -> int:
     return len(fillers)
 
 
-def branches_of(eqn: Any) -> list[tuple[str, Any]]:
-    """The label and the jaxpr of each branch of a `cond`."""
+def branches_of(eqn: Any) -> list[tuple[Scope, Any]]:
+    """The scope and the jaxpr of each branch of a `cond`."""
     branches = eqn.params["branches"]
     platforms = eqn.params.get("branches_platforms") or [(str(number),) for number in range(len(branches))]
-    return [("branch " + ", ".join(names), body) for names, body in zip(platforms, branches, strict=True)]
+    return [
+        (Scope("branch " + ", ".join(names), "region"), body) for names, body in zip(platforms, branches, strict=True)
+    ]
 
 
 def body_of(eqn: Any) -> Any:
@@ -152,11 +153,11 @@ def maps_devices(jaxpr: Any) -> bool:
     return False
 
 
-def call_label(eqn: Any, name: str) -> str:
-    """The label of a call: "remat", or the name of its function."""
+def scope_of_call(eqn: Any, name: str) -> Scope | None:
+    """The scope of a call of a function of this name. None for one without a name."""
     prim = eqn.primitive.name
     if prim in ("remat", "remat2", "checkpoint"):
-        return "remat"
-    if prim.startswith("custom_"):
-        return name or prim.removesuffix("_call").removesuffix("_jaxpr").replace("_call", "")
-    return "" if name == "<lambda>" else name
+        return Scope("remat", "region")
+    if prim.startswith("custom_") and not name:
+        return Scope(prim.removesuffix("_call").removesuffix("_jaxpr").replace("_call", ""), "region")
+    return Scope(name) if name not in ("", "<lambda>") else None

@@ -100,15 +100,10 @@ class Sources:
             origin = package = "jax"  # other loops are regions of the jaxpr
         if origin == "" or (origin == "library" and name.endswith(_WRAPPERS)):
             return None
-        name = _keras_name(name) if package == "keras" else name
+        if package == "keras" and name.endswith("Normalization.call"):
+            name = name.replace("Normalization.call", "Norm.__call__")  # as other libraries call it
         number = self._functions.setdefault(function, len(self._functions))
-        short = "/".join(file.replace(os.sep, "/").split("/")[-2:])
-        return Frame(origin, package, name, short, line, number, len(self._frames))
-
-
-def _keras_name(name: str) -> str:
-    """The name that other libraries have for a normalization: "BatchNorm.__call__" for BatchNormalization.call."""
-    return name.replace("Normalization.call", "Norm.__call__") if name.endswith("Normalization.call") else name
+        return Frame(origin, package, name, short_path(file), line, number, len(self._frames))
 
 
 def _origin(file: str) -> tuple[str, str]:
@@ -129,17 +124,24 @@ def _origin(file: str) -> tuple[str, str]:
     return "user", ""
 
 
-def defined_in(jaxpr: Any) -> str:
-    """The last two parts of the path of a jaxpr's function. Empty where JAX kept none."""
-    info = str(getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "") or "")
-    path = info.partition(" at ")[2].rpartition(":")[0]
-    return "/".join(path.replace(os.sep, "/").split("/")[-2:])
+def is_users(file: str) -> bool:
+    """Whether a file is the user's own, not one of a library."""
+    return _origin(file)[0] == "user"
+
+
+def short_path(file: str) -> str:
+    """The last two parts of a path."""
+    return "/".join(file.replace("\\", "/").split("/")[-2:])
+
+
+def function_of(jaxpr: Any) -> str:
+    """The function that a jaxpr was traced from: "relu at /path/to/activation.py:90". Empty where JAX kept none."""
+    return str(getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "") or "")
 
 
 def is_jax_function(jaxpr: Any) -> bool:
     """Whether a jaxpr is of a JAX function, such as `jax.nn.relu`."""
-    info = str(getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "") or "")
-    return _JAX in info
+    return _JAX in function_of(jaxpr)
 
 
 def describe(stack: tuple[Frame, ...]) -> str:

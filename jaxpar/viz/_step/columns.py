@@ -6,12 +6,14 @@ boxes, ways around rows, collectives of gradients, optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ..._core.text import plural
+from .._draw.labels import cut, own_name, shape_text
 from .._draw.style import text_width
-from .graph import Collective, StepGraph, StepLayer
-from .text import edge_text, layer_lines, sends_text, weights_text
+from .._graph import Node, human
+from .graph import Collective, StepArgument, StepEdge, StepGraph, StepLayer, StepPart
 
 BIG, SMALL = 12.0, 9.5  # points
 LINE = 13.0  # the height of a line
@@ -123,9 +125,7 @@ def _row(
         return [(text, "plain") for text in edge_text(edge)] if edge is not None else []
 
     boxes = [
-        [(text, "big" if bold else "plain") for text, bold in layer_lines(layer, part, heat, backward=back)]
-        if part
-        else []
+        layer_lines(layer, part, heat, backward=back) if part else []
         for part, back in ((layer.forward, False), (layer.backward, True))
     ]
     band: list[Line] = [(text, "plain") for text in weights_text(layer, graph.arguments)] if layer.params else []
@@ -188,10 +188,7 @@ def _place_columns(
     width["gradients"] = max(width["gradients"], shared)
     beside = {name: max((size(getattr(row, name))[0] for row in rows), default=0.0) for name in ("above", "below")}
     for optimizer in graph.optimizers:
-        lines: list[Line] = [
-            (text, "big" if bold else "plain")
-            for text, bold in layer_lines(optimizer, optimizer.forward, heat, backward=False)
-        ]
+        lines = layer_lines(optimizer, optimizer.forward, heat, backward=False)
         found.optimizers[optimizer.name] = (lines + _sent(sends.get(("optimizer", (optimizer.name,)), ()), mesh), 0.0)
     width["optimizer"] = max((size(lines)[0] for lines, _ in found.optimizers.values()), default=0.0)
     x = _LANE * (lanes["forward"] + 1)
@@ -243,3 +240,99 @@ def _free(y: float, height: float, taken: list[tuple[float, float]]) -> float:
         if abs(other - y) < (size + height) / 2 + 6:
             y = other + (size + height) / 2 + 6
     return y
+
+
+def spec_text(spec: tuple[str, ...] | None) -> str:
+    """ "(data, –)" for what is split over "data" along its first dimension. Empty for what is not split.
+
+    >>> spec_text(("data", ""))
+    '(data, –)'
+    """
+    if spec is None or not any(spec):
+        return ""
+    return f"({', '.join(part or '–' for part in spec)})"
+
+
+def edge_text(edge: StepEdge) -> tuple[str, ...]:
+    """The lines beside an edge: the shape, and each device's part of it."""
+    spec = spec_text(edge.spec)
+    kind = "" if edge.dtype in ("float32", "") else f" {edge.dtype}"
+    first = f"{shape_text(edge.shape)}{kind}"
+    return (first, spec) if spec else (first,)
+
+
+def sends_text(collectives: Sequence[Collective], mesh: dict[str, int]) -> list[str]:
+    """One line for each kind of collective and its axes: "all-reduce 1.2 MB over data=4"."""
+    groups: dict[tuple[str, str], list[Collective]] = {}
+    for one in collectives:
+        over = ", ".join(f"{name}={mesh[name]}" for name in one.axes) or f"{one.devices} devices"
+        groups.setdefault((one.kind, over), []).append(one)
+    return [_send_text(kind, over, group) for (kind, over), group in groups.items()]
+
+
+def _send_text(kind: str, over: str, group: list[Collective]) -> str:
+    runs, size = sum(one.times for one in group), human(sum(one.total_bytes for one in group), "B")
+    least = "" if all(one.is_exact for one in group) else "at least "
+    return f"{kind} {least}{size} over {over}" + (f", {runs} times" if runs > 1 else "")
+
+
+def weights_text(layer: StepLayer, arguments: Iterable[StepArgument]) -> list[str]:
+    """The lines of a cell of the band: how many parameters, and how they are split."""
+    named = {argument.name: argument for argument in arguments}
+    mine = [named[name] for name in layer.weights if name in named]
+    specs = list(dict.fromkeys(text for one in mine if (text := spec_text(one.spec))))
+    return [f"{layer.params:,} params", *specs[:2]]
+
+
+def layer_lines(layer: StepLayer, part: StepPart, heat: str | None, *, backward: bool) -> list[Line]:
+    """The lines of a box. A layer is called as in `plot_network`."""
+    name = own_name(Node(layer.name, layer.op, layer.detail, scope=layer.scope))
+    if backward:
+        words = [name or layer.op, "backward"]
+    else:
+        words = [name, f"{layer.op} {layer.detail}".strip()] if name else [layer.op, layer.detail]
+    lines = [(cut(text), "plain" if number else "big") for number, text in enumerate(words)]
+    if heat is not None and heat != "memory":
+        lines.append((cost_text(part, heat), "plain"))
+    if part.peak is not None:
+        lines.append((f"{human(part.peak, 'B')} live", "plain"))
+    return [line for line in lines if line[0]]
+
+
+def cost(part: StepPart, heat: str | None) -> float:
+    """What `heat` colours by."""
+    found = {"seconds": part.seconds, "flop/byte": part.flops_per_byte, "memory": part.peak}.get(heat or "")
+    return found or 0.0
+
+
+def cost_text(part: StepPart, heat: str) -> str:
+    """ "1.2 ms", "3.4 FLOP/B". Empty where it is not known."""
+    if heat == "seconds":
+        return human_seconds(part.seconds) if part.seconds is not None else ""
+    return f"{part.flops_per_byte:.3g} FLOP/B" if heat == "flop/byte" else ""
+
+
+def human_seconds(seconds: float) -> str:
+    """A time with three digits.
+
+    >>> human_seconds(0.00123)
+    '1.23 ms'
+    """
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def caption_lines(graph: StepGraph, heat: str | None) -> list[str]:
+    """The lines below the title."""
+    mesh = ", ".join(f"{name}={size}" for name, size in graph.mesh)
+    where = plural(graph.devices, "device") + (f" ({mesh})" if mesh else "")
+    sent = f"{human(graph.total_bytes, 'B')} handed in to collectives by each" if graph.collectives else "nothing sent"
+    lines = [f"{graph.total_params:,} parameters · {where} · {sent}"]
+    if graph.memory is not None:
+        memory = f"memory of a device: {human(graph.memory.total, 'B')}, live at most {human(graph.memory.peak, 'B')}"
+        lines.append(memory)
+    if heat is not None:
+        lines.append(f"colour: {heat}, white is none, red the most of all")
+    return lines

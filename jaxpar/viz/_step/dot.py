@@ -1,39 +1,47 @@
-"""From a `StepGraph` to the text of its picture, in the dot language, with the place of everything."""
+"""The picture of a step: a `Plot` of a `StepGraph`, with the place of everything."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from .._draw import style
+from .._draw import labels, style
 from .._draw.labels import cut, scope_label
-from .._draw.style import FONT, THEMES, Theme, ink
-from .._graph import Node
-from .columns import BIG, LINE, SMALL, Columns, Line, Row, columns_of, size
+from .._draw.picture import Plot
+from .._draw.style import FONT, THEMES, Options, Theme, attributes, ink, quote
+from .._graph import Graph, Node
+from .columns import BIG, LINE, SMALL, Columns, Line, Row, caption_lines, columns_of, cost, sends_text, size
 from .graph import StepGraph, StepLayer, StepPart
-from .shapes import Point, attributes, curve, label, line, node
-from .text import caption_lines, cost, sends_text
 
+Point = tuple[float, float]
+
+_POINTS = 72.0  # of an inch
 _SENT = "#c51b7d"
 _BAND, _BAND_LINE = "#ccebc5", "#5aa05a"
 
 
-@dataclass(frozen=True, slots=True)
-class StepOptions:
-    """How a step is drawn: arguments of `plot_step`."""
+class StepPlot(Plot):
+    """A drawn training step. A notebook shows it and `save` writes it.
 
-    title: str = "step"
-    heat: str | None = None
-    theme: str = "light"
+    Attributes:
+        step: the `StepGraph` that it was drawn from.
+        network: the `Graph` of the same function.
+    """
 
+    def __init__(self, step: StepGraph, network: Graph, options: Options, time_limit: float) -> None:
+        super().__init__(network, replace(options, heat=None), time_limit)
+        self.step: StepGraph = step
+        self.body: list[str] = ["\t" + line + "\n" for line in _Drawing(step, options).lines()]
+        self._drawn: str = self.source
 
-def to_dot(graph: StepGraph, options: StepOptions) -> list[str]:
-    """The lines between the braces of a digraph."""
-    return _Drawing(graph, options).lines()
+    def html(self) -> str:
+        """The picture as a static page."""
+        return self._static_page("")
 
 
 class _Drawing:
-    def __init__(self, graph: StepGraph, options: StepOptions) -> None:
+    def __init__(self, graph: StepGraph, options: Options) -> None:
         self.graph, self.options = graph, options
         self.theme: Theme = THEMES[options.theme]
         self.columns: Columns = columns_of(graph, options.heat)
@@ -267,3 +275,43 @@ def _tooltip(layer: StepLayer, part: StepPart) -> str:
     lines += [f"{part.peak:,} bytes live on a device"] if part.peak is not None else []
     lines += [f"{part.seconds:.3g} s"] if part.seconds is not None else []
     return "\n".join([*lines, layer.source])
+
+
+def node(name: str, at: Point, size: Point, **look: object) -> str:
+    """A node with its middle at a place."""
+    box = {"pos": f"{at[0]:.1f},{at[1]:.1f}", "width": f"{size[0] / _POINTS:.3f}", "height": f"{size[1] / _POINTS:.3f}"}
+    return f"{quote(name)} {attributes(**box, **look)}"
+
+
+def line(source: str, target: str, points: Sequence[Point], **look: object) -> str:
+    """An edge along straight lines."""
+    way = [points[0]]
+    for a, b in itertools.pairwise(points):
+        way += [_between(a, b, 1 / 3), _between(a, b, 2 / 3), b]
+    return _edge(source, target, way, **look)
+
+
+def curve(source: str, target: str, start: Point, end: Point, knee: float, **look: object) -> str:
+    """An edge that leaves and arrives level. It turns behind the knee."""
+    turn = (min(max(knee, start[0]), end[0] - 12), start[1])
+    middle = (turn[0] + end[0]) / 2
+    way = [start, _between(start, turn, 1 / 3), _between(start, turn, 2 / 3), turn]
+    return _edge(source, target, [*way, (middle, turn[1]), (middle, end[1]), end], **look)
+
+
+def _edge(source: str, target: str, way: list[Point], **look: object) -> str:
+    """The arrow's head begins 6 points before the end."""
+    tip, before = way[-1], way[-2]
+    length = max(1e-6, ((tip[0] - before[0]) ** 2 + (tip[1] - before[1]) ** 2) ** 0.5)
+    way = [*way[:-1], _between(tip, before, min(0.9, 6 / length))]
+    text = " ".join(f"{x:.1f},{y:.1f}" for x, y in way)
+    return f"{quote(source)} -> {quote(target)} {attributes(pos=f'e,{tip[0]:.1f},{tip[1]:.1f} {text}', **look)}"
+
+
+def _between(a: Point, b: Point, share: float) -> Point:
+    return a[0] + (b[0] - a[0]) * share, a[1] + (b[1] - a[1]) * share
+
+
+def label(lines: Sequence[Line], colour: str) -> str:
+    """The lines as one label."""
+    return labels.label([(text, BIG if kind == "big" else SMALL, kind == "big") for text, kind in lines], colour)

@@ -10,12 +10,12 @@ Phase = Literal["forward", "backward", "gradients", "parameters", "optimizer", "
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """What one layer does in one pass.
+    """The cost of one layer in the forward or the backward pass.
 
     Attributes:
-        flops, bytes: as of a `Node`, of the whole batch, or of one device inside of pmap and shard_map.
-        peak: bytes live on a device while it runs, arguments included. None where the program does not say.
-        seconds: that it took, from a profile. None without one.
+        flops, bytes: as in a `Node`, for the whole batch, or for one device inside pmap and shard_map.
+        peak: live bytes on a device while the part runs, including arguments. None if unknown.
+        seconds: the measured time, from a profile, or None.
     """
 
     flops: int = 0
@@ -25,7 +25,7 @@ class StepPart:
 
     @property
     def flops_per_byte(self) -> float:
-        """FLOPs for each byte that is read or written."""
+        """FLOPs per byte that is read or written."""
         return self.flops / self.bytes if self.bytes else 0.0
 
 
@@ -34,11 +34,11 @@ class StepLayer:
     """A layer, or an update of an optimizer.
 
     Attributes:
-        name, op, detail, shape, dtype, scope, source, repeat: as of a `Node`.
-        params: elements of the parameters that it is the first to use.
+        name, op, detail, shape, dtype, scope, source, repeat: as in a `Node`.
+        params: elements of its parameters. A shared parameter counts in the first layer.
         weights: the names of the parameters that it uses.
-        forward: what it does on the way to the loss. That of an optimizer is its update.
-        backward: its gradient, with what is computed again for it. None where there is none.
+        forward: the cost of the forward pass, or of the update of an optimizer.
+        backward: the cost of the gradient, including recomputation, or None.
     """
 
     name: str
@@ -60,11 +60,11 @@ class StepEdge:
     """An array that flows between two layers.
 
     Attributes:
-        source, target: the names of the layers, or of the argument that it comes from.
-        phase: "forward", "backward", or "gradients" from a gradient to the optimizer.
-        shape, dtype: as the function sees it.
-        local_shape: of one device's part in the compiled program. None where no instruction shows it.
-        spec: the axes of the mesh that each dimension is split over, "" for none. None where it is not known.
+        source, target: the names of the layers, or of an argument.
+        phase: "forward", "backward", or "gradients" for edges from a gradient to the optimizer.
+        shape, dtype: shape and dtype in the function.
+        local_shape: the shape of one device's part in the compiled program. None if unknown.
+        spec: the mesh axes that split each dimension, "" for none. None if unknown.
     """
 
     source: str
@@ -81,19 +81,19 @@ class Collective:
     """One collective of the compiled program.
 
     Attributes:
-        name: of its instruction.
-        kind: as XLA names it: "all-reduce", "all-gather", ...
-        bytes: that one device hands in, each time.
-        arrays: how many arrays travel in it.
-        devices: how many devices exchange it.
-        axes: of the mesh. Empty where the devices are no set of its axes.
-        times: how often it runs in a step.
-        is_exact: whether `times` is known. A loop of unknown length counts once.
-        phase: where it happens. "gradients" is between the gradients and the optimizer, "parameters" between the
-            parameters and the layers. "elsewhere" is what belongs to no layer.
-        layers: the names of the layers whose arrays travel. Empty for "elsewhere".
-        op_name: where JAX made it.
-        source: "file.py:12" of the code that it comes from. May be empty.
+        name: the name of the instruction.
+        kind: XLA's name: "all-reduce", "all-gather", ...
+        bytes: bytes of one device's input, for each run.
+        arrays: the number of arrays.
+        devices: the number of participating devices.
+        axes: the mesh axes. Empty if the devices do not form axes of the mesh.
+        times: the number of runs in a step.
+        is_exact: whether `times` is exact. A loop of unknown length counts once.
+        phase: "forward" or "backward"; "gradients", between the gradients and the optimizer; "parameters", between the
+            parameters and the layers; or "elsewhere", if it belongs to no layer.
+        layers: the names of the layers whose arrays are sent. Empty for "elsewhere".
+        op_name: JAX's name for the operation.
+        source: "file.py:12", the line of code. May be empty.
     """
 
     name: str
@@ -111,19 +111,19 @@ class Collective:
 
     @property
     def total_bytes(self) -> int:
-        """That one device hands in during a step."""
+        """Bytes of one device's inputs in a step."""
         return self.bytes * self.times
 
 
 @dataclass(frozen=True, slots=True)
 class StepArgument:
-    """An array that the step is called with.
+    """An array in the arguments of the step.
 
     Attributes:
-        name: as in the function: "params['conv1']['bias']".
-        shape, dtype: of the whole array.
-        local_shape: of one device's part.
-        spec: the axes of the mesh that each dimension is split over, "" for none. None for one device.
+        name: the name in the function: "params['conv1']['bias']".
+        shape, dtype: shape and dtype of the whole array.
+        local_shape: the shape of one device's part.
+        spec: the mesh axes that split each dimension, "" for none. None for one device.
     """
 
     name: str
@@ -138,14 +138,13 @@ class StepMemory:
     """The memory of one device during a step.
 
     Attributes:
-        total: bytes that the compiler sets aside: arguments, results that reuse none of them, temporaries.
-        peak: bytes of arguments, results and live temporaries where they are most. A temporary is live from the
-            instruction that fills it to the last one that reads it.
-        gaps: the rest of the total. They hold nothing that is live at that moment: the compiler gave them to values of
-            other moments, or no value fits.
-        is_exact: whether the places of all temporaries are known and make up the total within 2 %, and no two values
-            that are live at once share a byte. False where the backend does not tell the places. The peak is the total
-            then.
+        total: bytes that the compiler reserves: arguments, results that do not reuse arguments, temporaries.
+        peak: the largest sum of arguments, results and live temporaries. A temporary is live from the instruction that
+            writes it to the last instruction that reads it.
+        gaps: total minus peak: bytes without a live value at the peak. The compiler reserved them for values of other
+            times, or no value fits.
+        is_exact: whether the offsets of all temporaries are known, add up to the total within 2 %, and do not overlap
+            while live. False if the backend does not report the offsets. Then the peak is the total.
     """
 
     total: int
@@ -159,15 +158,15 @@ class StepGraph:
     """A training step on its devices.
 
     Attributes:
-        layers: from the batch to the loss.
-        optimizers: what follows the gradients.
+        layers: the layers from the batch to the loss.
+        optimizers: the updates after the gradients.
         edges: the arrays between them.
-        collectives: every one of the compiled program.
-        arguments: of the step.
+        collectives: all collectives of the compiled program.
+        arguments: the arrays in the arguments of the step.
         mesh: the name and the size of each axis.
-        devices: how many there are.
-        total_params: elements of the parameters, each counted once.
-        memory: of one device. None where the backend does not say.
+        devices: the number of devices.
+        total_params: elements of all parameters, each counted once.
+        memory: the memory of one device. None if the backend does not report it.
     """
 
     layers: tuple[StepLayer, ...]
@@ -194,7 +193,7 @@ class StepGraph:
 
     @property
     def total_bytes(self) -> int:
-        """That one device hands in to collectives during a step."""
+        """Bytes of one device's inputs to collectives in a step."""
         return sum(one.total_bytes for one in self.collectives)
 
     def __repr__(self) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .._fold.patterns import COLLECTIVES
+from .._fold.cells import COLLECTIVES
 from .._graph import BACKWARD
 from .._layout.net import Draft, Net
+from .._searches import reach, readers
 
 
 @dataclass(slots=True, eq=False)
@@ -44,11 +45,12 @@ class Phases:
 def phases_of(net: Net) -> Phases:
     """The phases of a step. A step without gradients has no backward part anywhere."""
     found = Phases()
-    readers = _readers(net)
-    gradients = {draft.at for draft in net.layers if _is_gradient(draft)}
-    after = _reached(gradients, readers)
-    again = {draft.at for draft in net.layers if _is_again(net, draft)}
-    before = _reached(gradients | again, net.sources())
+    sources = net.sources()
+    known = readers(sources)
+    gradients = {draft.at for draft in net.layers if draft.op.endswith(BACKWARD)}
+    after = reach(gradients, known)
+    again = {d.at for d in net.layers if d.eqns and all(net.raw.eqns[number].again for number in d.eqns)}  # by remat
+    before = reach(gradients | again, sources)
     layers = {draft.forward.at for draft in net.layers if draft.forward is not None}
     for draft in net.layers:
         if draft.at in gradients or draft.at in again:
@@ -60,37 +62,12 @@ def phases_of(net: Net) -> Phases:
             row = found.row_of[draft.at] = Row(draft)
             found.rows.append(row)
         else:  # a schedule of the optimizer, or a metric
-            found.of[draft.at] = "optimizer" if _reached({draft.at}, readers) & after else "elsewhere"
+            found.of[draft.at] = "optimizer" if reach([draft.at], known) & after else "elsewhere"
     _add_backward(net, found)
-    _sort_updates(net, found, gradients)
-    return found
-
-
-def _is_gradient(draft: Draft) -> bool:
-    return draft.op.endswith(BACKWARD)
-
-
-def _is_again(net: Net, draft: Draft) -> bool:
-    """Whether this is computed a second time, for the gradient."""
-    return bool(draft.eqns) and all(net.raw.eqns[number].again for number in draft.eqns)
-
-
-def _readers(net: Net) -> dict[int, set[int]]:
-    found: dict[int, set[int]] = {}
-    for source, target, _ in net.edges:
-        found.setdefault(source, set()).add(target)
-    return found
-
-
-def _reached(starts: set[int], readers: dict[int, set[int]]) -> set[int]:
-    """All that depends on one of these."""
-    found: set[int] = set()
-    work = list(starts)
-    while work:
-        for reader in readers.get(work.pop(), ()):
-            if reader not in found:
-                found.add(reader)
-                work.append(reader)
+    for draft in (draft for draft in net.layers if found.of[draft.at] == "optimizer"):
+        # What hands gradients on to an optimizer reads no parameters and returns no results, or is a collective.
+        updates = draft.op not in COLLECTIVES and (draft.weights or draft.outputs)
+        (found.glue if draft.at in after and not updates else found.optimizers).append(draft)
     return found
 
 
@@ -116,17 +93,3 @@ def _row_of(net: Net, draft: Draft, found: Phases, at_place: dict[int, Row]) -> 
     positions = [net.raw.eqns[number].position for one in (forward, draft) if one for number in one.eqns]
     above = [number for one in (forward, draft) if one for e in one.eqns for number in net.raw.above(net.raw.eqns[e])]
     return next((at_place[number] for number in (*positions, *above) if number in at_place), None)
-
-
-def _sort_updates(net: Net, found: Phases, gradients: set[int]) -> None:
-    """Tell the optimizers from what only hands gradients on to them."""
-    names = {draft.at: draft for draft in net.layers if found.of[draft.at] == "optimizer"}
-    readers = _readers(net)
-    for draft in names.values():
-        hands_on = draft.at in _reached(gradients, readers) and not _updates(net, draft)
-        (found.glue if hands_on else found.optimizers).append(draft)
-
-
-def _updates(net: Net, draft: Draft) -> bool:
-    """Whether a draft reads parameters or returns results, and is no collective."""
-    return draft.op not in COLLECTIVES and bool(draft.weights or draft.outputs)

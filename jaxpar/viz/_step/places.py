@@ -1,14 +1,20 @@
-"""Instructions of a compiled program found in the layers of its trace."""
+"""Instructions of a compiled program found in the layers of its trace, and where each collective happens."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 
-from .._layout.net import Net
+from .._layout.net import Draft, Net
 from .._program.flow import Flow, Value, number_of
 from .._program.hlo import Instruction, Program
+from .._program.sends import Send, kind_of
 from .._read.raw import Eqn
+from .._read.source import short_path
+from .._searches import reach, readers
+from .graph import Collective, Phase
+from .phases import Phases
 
 _Frame = tuple[str, int]  # the last two parts of a file's path, and a line
 
@@ -70,27 +76,23 @@ class Places:
 
     def _by_parameters(self, open_ones: dict[str, list[int]]) -> None:
         """Decide by the parameters that an instruction reads."""
-        weights: dict[str, set[int]] = {}
-        for draft in self.net.layers:
-            for weight in draft.weights:
-                weights.setdefault(self.net.raw.values[weight].name, set()).add(draft.at)
-        if not weights:
-            return
-        for name, drafts in list(open_ones.items()):
-            readers = [weights.get(parameter, set()) for parameter in self._parameters(name)]
-            fitting = [at for at in drafts if any(at in some and not some.issuperset(drafts) for some in readers)]
+        known = _readers_of_parameters(self.net, self.net.layers)
+        for name, drafts in list(open_ones.items()) if known else ():
+            reading = [known.get(parameter, set()) for parameter in self.arguments_of(name)]
+            fitting = [at for at in drafts if any(at in some and not some.issuperset(drafts) for some in reading)]
             if len(fitting) == 1:
                 self.found[name] = fitting[0]
                 del open_ones[name]
 
-    def _parameters(self, name: str) -> set[str]:
+    def arguments_of(self, name: str) -> set[str]:
         """The names of the arguments that an instruction reads."""
         near = self.near([(operand, None) for operand in self.program[name].operands], back=True)
         return {self.arguments[one] for one, _ in near if one in self.arguments}
 
     def _by_neighbours(self, open_ones: dict[str, list[int]]) -> None:
         """Decide by the layers before and after an instruction."""
-        before, after = self.net.sources(), _turned(self.net.sources())
+        before = self.net.sources()
+        after = readers(before)
         for name in [*open_ones, *reversed(open_ones)]:
             if name not in open_ones:
                 continue
@@ -100,7 +102,7 @@ class Places:
             votes: Counter[int] = Counter()
             for near, joined in ((inputs, before), (outputs, after)):
                 known = {self.found[one] for one, _ in near if one in self.found}
-                votes.update(at for at in drafts if known & (joined.get(at, set()) | {at}))
+                votes.update(at for at in drafts if known.intersection([at, *joined.get(at, ())]))
             if len(votes) == 1:
                 (self.found[name],) = votes
                 del open_ones[name]
@@ -147,7 +149,7 @@ class _Index:
 
     def drafts_of(self, instruction: Instruction) -> tuple[list[int], bool]:
         """The drafts that an instruction may be of, and whether it is of the code that was traced."""
-        sizes = tuple(math.prod(array.shape) for array in instruction.arrays)
+        sizes = tuple(array.size for array in instruction.arrays)
         key = (instruction.op_name, instruction.frames, sizes)
         if key not in self._known:
             found, is_same = self._equations(instruction)
@@ -160,7 +162,7 @@ class _Index:
 
         Code of another platform may have been compiled than traced. Then they share outer calls only.
         """
-        frames = tuple((_short(file), line) for file, line in instruction.frames)
+        frames = tuple((short_path(file), line) for file, line in instruction.frames)
         if frames and (candidates := self._inside.get(frames[-1])):
             shared = {eqn.id: _common_end(self._stacks[eqn.id], frames) for eqn in candidates}
             most = max(shared.values())
@@ -181,14 +183,15 @@ def _arguments(program: Program, net: Net) -> dict[str, str]:
     for one in sorted((one for one in inside if one.opcode == "parameter" and one.arrays), key=number_of):
         part, name = one.arrays[0].shape, one.op_name.replace("\\'", "'")
         named = (n for n, leaf in enumerate(leaves) if leaf.name == name)
-        next_one = (n for n in range(at, len(leaves)) if _is_part(part, leaves[n].shape))
+        next_one = (n for n in range(at, len(leaves)) if is_part(part, leaves[n].shape))
         number = next(named, next(next_one, None))
         if number is not None:
             found[one.name], at = leaves[number].name, number + 1
     return found
 
 
-def _is_part(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+def is_part(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether an array may be one device's part of another."""
     return len(part) == len(whole) and all(_divides(a, b) for a, b in zip(part, whole, strict=True))
 
 
@@ -208,7 +211,7 @@ def primitive_of(op_name: str) -> str:
 
 def _alike(eqns: list[Eqn], instruction: Instruction) -> list[Eqn]:
     """The equations of the same pass, and of the same primitive. Of those that are left, the ones of the same size."""
-    prim, sizes = primitive_of(instruction.op_name), {math.prod(array.shape) for array in instruction.arrays}
+    prim, sizes = primitive_of(instruction.op_name), {array.size for array in instruction.arrays}
     found = _same_pass(eqns, instruction)
     same = [eqn for eqn in found if eqn.prim == prim]
     if not same:  # the size of another primitive tells nothing
@@ -235,14 +238,153 @@ def _common_end(one: tuple[_Frame, ...], other: tuple[_Frame, ...]) -> int:
     return count
 
 
-def _turned(sources: dict[int, set[int]]) -> dict[int, set[int]]:
-    """The readers of each draft, from the sources of each."""
-    found: dict[int, set[int]] = {}
-    for target, names in sources.items():
-        for source in names:
-            found.setdefault(source, set()).add(target)
+# Instructions that put arrays together or take them apart. They are of no layer on the way of a gradient.
+_REARRANGES = frozenset("reshape transpose broadcast slice dynamic-slice dynamic-update-slice concatenate pad".split())
+_MOST = 4000  # instructions looked at for one collective
+_FAR = 12  # elementwise instructions between a gradient and the parameter that it changes
+_UNKNOWN = -2  # in place of a layer, for an instruction that computes and of which nothing tells the layer
+
+
+class Placing:
+    """Finds the layers and the phase of collectives."""
+
+    def __init__(self, places: Places, phases: Phases, names: dict[int, str]) -> None:
+        self.program, self.places, self.phases, self.names = places.program, places, phases, names
+        self._glue = {draft.at for draft in phases.glue}
+        self._optimizers = {draft.at for draft in phases.optimizers}
+        self._readers = _readers_of_parameters(places.net, (row.draft for row in phases.rows))
+
+    def place(self, send: Send) -> Collective:
+        """The collective, with its phase and its layers."""
+        one = send.instruction
+        phase, layers = self._where(one)
+        file, line = one.frames[-1] if one.frames else ("", 0)
+        return Collective(
+            name=one.name,
+            kind=send.kind,
+            bytes=send.bytes,
+            arrays=len(send.arrays),
+            devices=send.devices,
+            axes=send.axes,
+            times=send.times,
+            is_exact=send.is_exact,
+            phase=phase,
+            layers=tuple(dict.fromkeys(self.names[at] for at in layers)),
+            op_name=one.op_name,
+            source=f"{short_path(file)}:{line}" if file else "",
+        )
+
+    def _where(self, one: Instruction) -> tuple[Phase, list[int]]:
+        """Where most of the bytes go that are sent together, and the layers of all that go there."""
+        own = self.places.draft_of(one)
+        if own is not None and own in self._glue:
+            return "gradients", self._behind(own)
+        found: dict[Phase, tuple[int, list[int]]] = {}
+        for number, name in enumerate(one.operands):
+            phase, layers = self._way(one, own, name, number if one.is_tuple else None)
+            size, known = found.get(phase, (0, []))
+            found[phase] = (size + self.program[name].bytes, [*known, *layers])
+        if not found:
+            return "elsewhere", []
+        phase = max(found, key=lambda phase: found[phase][0])
+        return phase, sorted(found[phase][1])
+
+    def _way(self, one: Instruction, own: int | None, name: str, number: int | None) -> tuple[Phase, list[int]]:
+        """Where one array comes from and goes to."""
+        before = self._near([(name, None)], back=True)
+        after = self._near([(one.name, number)], back=False)
+        passes, goals = {phase for _, phase in before}, {phase for _, phase in after}
+        readers = [at for at, phase in after if phase in ("forward", "backward")]
+        if passes == {"argument"} and readers:
+            known = _known(readers)
+            return ("parameters", known) if known else ("elsewhere", [])
+        of_gradient = "backward" in passes or ("optimizer" in goals and is_backward(one.op_name))
+        if of_gradient and goals <= {"optimizer", "result"}:
+            layers = [at for at, phase in before if phase == "backward"]
+            return "gradients", self._by_parameter(one, number) or (_known(layers) if _UNKNOWN not in layers else [])
+        return self._by_own(one, own, [at for at, phase in before if phase in ("forward", "backward")])
+
+    def _by_parameter(self, one: Instruction, number: int | None) -> list[int]:
+        """The layers of the parameter that a gradient changes, through elementwise instructions of its size.
+
+        A device may go on with its own part of the gradient. None where several parameters are read on the way, or
+        none.
+        """
+        sizes = {one.arrays[number or 0].size}
+        work: list[Value] = self.places.near([(one.name, number)], back=False)
+        for _ in range(_FAR):
+            names = {name for value in work for name in self.places.arguments_of(value[0]) if name in self._readers}
+            if names or not work:
+                return sorted(self._readers[names.pop()]) if len(names) == 1 else []
+            near = [self.program[name] for name, _ in work]
+            sizes |= {part.arrays[0].size for part in near if part.opcode == "dynamic-slice"}
+            same = [
+                (part.name, at)
+                for part, (_, at) in zip(near, work, strict=True)
+                if any(array.size in sizes for array in part.arrays)
+            ]
+            work = list(dict.fromkeys(new for value in same for new in self.places.near([value], back=False)))
+        return []
+
+    def _by_own(self, one: Instruction, own: int | None, sources: list[int]) -> tuple[Phase, list[int]]:
+        """The place that the collective's own metadata says, else that of what it sends."""
+        if own in self._optimizers and own is not None:
+            return "optimizer", [own]
+        at = own if own in self.phases.row_of else next(iter(sources), None)
+        if at is None or at == _UNKNOWN:
+            return "elsewhere", []
+        backward = is_backward(one.op_name) or self.phases.of.get(at) == "backward"
+        return ("backward" if backward else "forward"), [self.phases.row_of[at].draft.at]
+
+    def _behind(self, glue: int) -> list[int]:
+        """The layers whose gradients reach what hands them on."""
+        row_of = self.phases.row_of
+        sources = {at: found for at, found in self.places.net.sources().items() if at not in row_of}
+        return sorted({row_of[at].draft.at for at in reach([glue], sources) if at in row_of})
+
+    def _near(self, start: list[Value], *, back: bool) -> list[tuple[int, str]]:
+        """The nearest layers in one direction, each with its phase. -1 is no layer, but an argument or a result.
+
+        What computes and is of no known layer ends the way too: what is beyond it is another layer.
+        """
+        found: dict[tuple[int, str], None] = {}
+        work, seen = self.places.near(start, back=back), set[Value]()
+        while work and len(seen) < _MOST:
+            value = work.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            here = self._meaning(value[0])
+            if here is not None:
+                found[here] = None
+            elif self.places.is_end(value[0], back=back):
+                found[-1, "argument" if back else "result"] = None
+            else:
+                operands: list[Value] = [(name, None) for name in self.program[value[0]].operands]
+                work += self.places.near(operands if back else [value], back=back)
+        return list(found)
+
+    def _meaning(self, name: str) -> tuple[int, str] | None:
+        """The layer that an instruction computes for, and its phase. None for one that only hands arrays on."""
+        one = self.program[name]
+        at = self.places.draft_of(one)
+        if one.opcode in MOVES or one.opcode in _REARRANGES or kind_of(one) or at in self._glue:
+            return None
+        if at is None:
+            phase = "backward" if is_backward(one.op_name) else "forward" if "jvp(" in one.op_name else None
+            return (_UNKNOWN, phase) if phase else None
+        row = self.phases.row_of.get(at)
+        return (row.draft.at if row else at), self.phases.of.get(at, "elsewhere")
+
+
+def _known(layers: list[int]) -> list[int]:
+    return [at for at in layers if at != _UNKNOWN]
+
+
+def _readers_of_parameters(net: Net, layers: Iterable[Draft]) -> dict[str, set[int]]:
+    """Which of these layers read each parameter, by its name."""
+    found: dict[str, set[int]] = {}
+    for draft in layers:
+        for weight in draft.weights:
+            found.setdefault(net.raw.values[weight].name, set()).add(draft.at)
     return found
-
-
-def _short(file: str) -> str:
-    return "/".join(file.replace("\\", "/").split("/")[-2:])

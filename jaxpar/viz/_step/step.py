@@ -1,34 +1,39 @@
-"""`trace_step`: from a step and its compiled program to its `StepGraph`."""
+"""`trace_step` and `plot_step`: from a step and its compiled program to its `StepGraph` and picture."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
-from ..._core.arguments import did_you_mean
 from ..._core.calls import answers
-from .. import _trace
-from .._fold.known import Call
-from .._fold.patterns import Rule
+from ..._core.checks import choice, describe, number
+from ..._core.text import did_you_mean, plural
+from ...viz import _trace
+from .._draw.style import THEMES, Options
+from .._fold.calls import Call
+from .._fold.templates import Pattern, Rule
 from .._graph import Graph
 from .._layout.graph import to_graph
 from .._layout.names import name_drafts
 from .._layout.net import Net
 from .._options import check_trace
-from .._program.fresh import compile_from_source
 from .._program.hlo import Program, parse
 from .._program.memory import Memory, memory_of
 from .._program.sends import sends_of
-from .edges import edges_of
+from .edges import arguments_of, device_count, edges_of, mesh_of
 from .graph import StepGraph, StepLayer, StepMemory, StepPart
 from .phases import Row, phases_of
-from .places import Places
-from .placing import Placing
-from .profile import Profile, check_profile, seconds_of
-from .shards import arguments_of, device_count, mesh_of
+from .places import Places, Placing
+from .profile import Profile, check_profile, is_folder, seconds_of
+
+if TYPE_CHECKING:
+    from .dot import StepPlot
+import threading
+
+_HEATS = ("flop/byte", "memory")
 
 
 @answers("trace_step")
@@ -40,26 +45,26 @@ def trace_step(
     depth: int | None = None,
     max_nodes: int | None = 200,
     repeats: bool = True,
-    rules: Sequence[Rule | Call] = (),
+    rules: Sequence[Call | Pattern | Rule] = (),
 ) -> StepGraph:
-    """What a training step does on its devices, read from its compiled program.
+    """Read a training step on its devices from its compiled program.
 
-    The step is traced and compiled, and not run. Layers are those of `trace`. Collectives, live memory and the parts of
-    arrays on each device are those of the program that XLA made, so that those of automatic sharding are there too.
+    The step is traced and compiled, and not run. Layers are found as in `trace`. Collectives, live memory and the parts
+    of arrays on each device come from XLA's program, so that automatic sharding is included.
 
     Args:
         step: a step of `jaxpar.train`, or any function that computes gradients, jitted or not: `step(state, batch)`,
             `step(params, opt_state, batch)`.
-        args: what it is called with, placed on the devices that it will run on.
-        params_argnums: which arguments hold the parameters.
-        profile: seconds of each layer, by its name ("conv1", "conv1 (backward)"). Or a directory that
-            `jax.profiler.trace` wrote while this step ran.
+        args: the arguments of the step, on the devices of the step.
+        params_argnums: the numbers of the arguments with parameters.
+        profile: a dict of seconds by layer ("conv1", "conv1 (backward)"), or a directory that `jax.profiler.trace`
+            wrote while this step ran.
         depth, max_nodes, repeats, rules: as for `trace`.
 
     Raises:
-        TypeError: an argument is no array. An option, or the seconds of a layer, has a wrong type.
-        ValueError: an option is out of range. The step cannot be traced or compiled with these arguments, or computes
-            no gradient. The profile has a layer that the step lacks, or no time of this step.
+        TypeError: an argument is not an array; an option, or the seconds of a layer, have the wrong type.
+        ValueError: an option is out of range; the step cannot be traced or compiled with these arguments, or computes
+            no gradient; the profile has an unknown layer, or no time of this step.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -73,13 +78,95 @@ def trace_step(
     return read_step(step, args, params_argnums, profile, (depth, max_nodes, repeats, rules))[0]
 
 
+@answers("plot_step")
+def plot_step(
+    step: Callable[..., Any],
+    *args: Any,
+    title: str = "step",
+    heat: Literal["flop/byte", "memory"] | Profile | None = None,
+    theme: Literal["light", "dark"] = "light",
+    time_limit: float = 30.0,
+    params_argnums: int | Sequence[int] | None = 0,
+    depth: int | None = None,
+    max_nodes: int | None = 200,
+    repeats: bool = True,
+    rules: Sequence[Call | Pattern | Rule] = (),
+) -> StepPlot:
+    """Draw what a training step does on its devices.
+
+    The forward pass is on the left and goes up. The backward pass is beside it and goes down. The parameters are a band
+    between them, and the optimizer is on the right. Collectives are purple, on the edge where the compiled program
+    sends the array. The step is compiled and not run.
+
+    Args:
+        step, args, params_argnums, depth, max_nodes, repeats, rules: as for `trace_step`.
+        title: the text below the picture, and the file name for `render`.
+        heat: colours the layers: "flop/byte"; "memory", the live bytes while a layer runs; a dict {layer: seconds}; or
+            the directory of a profile of `jax.profiler.trace`.
+        theme: "light" or "dark".
+        time_limit: seconds that the renderer may take.
+
+    Returns:
+        A `Plot` whose `step` is the `StepGraph`. `save("step.svg")` writes it.
+
+    Raises:
+        TypeError: as for `trace_step`; the title is not a str.
+        ValueError: as for `trace_step`; theme or heat is unknown; the time limit is not above 0.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> def step(params, batch):
+        ...     grads = jax.grad(lambda params: (batch @ params["w"]).sum())(params)
+        ...     return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+        >>> plot_step(step, {"w": jnp.ones((3, 2))}, jnp.ones((5, 3))).step.devices
+        1
+    """
+    if not isinstance(title, str):
+        raise TypeError(f"plot_step: title must be a string, got {describe(title)}")
+    choice(theme, "plot_step", "theme", THEMES)
+    number(time_limit, "plot_step", "time_limit", "a number of seconds above 0", lambda seconds: seconds > 0)
+    named = isinstance(heat, str) and heat in _HEATS
+    profile = None if named else heat
+    if isinstance(profile, str) and not is_folder(profile):
+        raise ValueError(
+            f"plot_step: heat must be one of {', '.join(_HEATS)}, a dict of layers and seconds, or the directory of a "
+            f"profile, got {profile!r}"
+        )
+    options = (depth, max_nodes, repeats, rules)
+    graph, network = read_step(step, args, params_argnums, profile, options)
+    shown = str(heat) if named else "seconds" if profile is not None else None
+    return plot_drawn(graph, network, title, shown, theme, time_limit)
+
+
+def plot_drawn(
+    graph: StepGraph,
+    network: Graph,
+    title: str,
+    heat: str | None = None,
+    theme: str = "light",
+    time_limit: float = 30.0,
+) -> StepPlot:
+    """The picture of a step that is read already."""
+    from .dot import StepPlot  # loads graphviz
+
+    return StepPlot(graph, network, Options(title, heat=heat, theme=theme), time_limit)
+
+
 def read_step(
-    step: Callable[..., Any], args: tuple[Any, ...], params_argnums: Any, profile: Any, options: tuple[Any, ...]
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    params_argnums: Any,
+    profile: Any,
+    options: tuple[Any, ...],
+    compiled: Any = None,
 ) -> tuple[StepGraph, Graph]:
-    """The step and the network of the same function. Arguments and errors as of `trace_step`."""
+    """The step and the network of the same function. Arguments and errors as of `trace_step`.
+
+    `compiled` is the program of the step, where there is one already.
+    """
     check_trace(step, len(args), params_argnums, *options, what="trace_step")
     check_profile(profile)
-    program, compiled, net, names = _read(step, args, params_argnums, options)
+    program, compiled, net, names = _read(step, args, params_argnums, options, compiled)
     phases, places = phases_of(net), Places(program, net)
     if not any(row.backward for row in phases.rows):
         raise ValueError(
@@ -107,7 +194,7 @@ def read_step(
 
 
 def _read(
-    step: Callable[..., Any], args: tuple[Any, ...], params_argnums: Any, options: tuple[Any, ...]
+    step: Callable[..., Any], args: tuple[Any, ...], params_argnums: Any, options: tuple[Any, ...], compiled: Any
 ) -> tuple[Program, Any, Net, dict[int, str]]:
     """The compiled program of a step, and its layers with their names."""
     try:
@@ -120,8 +207,9 @@ def _read(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
-            compiled = compile_from_source(jitted.lower(*args))
+            if compiled is None:
+                jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
+                compiled = compile_from_source(jitted.lower(*args))
     except Exception as error:
         raise _failure(step, args, "compiled", error) from error
     return parse(compiled.as_text() or ""), compiled, net, name_drafts(net)
@@ -129,15 +217,10 @@ def _read(
 
 def _failure(step: Any, args: tuple[Any, ...], what: str, error: Exception) -> ValueError:
     """What went wrong, with the shapes that the step was given."""
-    shown = [f"{_count(arg)} of shapes {_shapes(arg)}" for arg in args]
+    shown = [f"{plural(len(jax.tree.leaves(arg)), 'array')} of shapes {_shapes(arg)}" for arg in args]
     given = "; ".join(f"argument {number}: {text}" for number, text in enumerate(shown))
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ValueError(f"trace_step: {_name(step)} cannot be {what} with these arguments ({given}): {first}")
-
-
-def _count(arg: Any) -> str:
-    count = len(jax.tree.leaves(arg))
-    return f"{count} array{'s' * (count != 1)}"
 
 
 def _shapes(arg: Any) -> str:
@@ -195,3 +278,27 @@ class _Parts:
             peak=max(peaks, default=None),
             seconds=sum(seconds) if seconds else None,
         )
+
+
+_IN_KEY = "jax_compilation_cache_include_metadata_in_key"
+_LOCK = threading.Lock()
+_DEFAULT: dict[str, Any] = {"xla_dump_hlo_as_text": False}  # with any option jax compiles again what it has compiled
+
+
+def compile_from_source(lowered: Any) -> Any:
+    """The compiled program of a lowered one, with the names and lines that it was lowered from.
+
+    jax's persistent compilation cache takes no account of them. What it gives may have been compiled from the same
+    operations in other lines, or in another directory. So with such a cache it is compiled again, under a key that has
+    the lines.
+    """
+    config: Any = jax.config
+    if not (config.jax_enable_compilation_cache and config.jax_compilation_cache_dir):
+        return lowered.compile()
+    with _LOCK:
+        before = getattr(config, _IN_KEY)
+        config.update(_IN_KEY, True)
+        try:
+            return lowered.compile(compiler_options=_DEFAULT)
+        finally:
+            config.update(_IN_KEY, before)

@@ -1,0 +1,435 @@
+"""Finds loops of an LSTM and of a GRU: a scan whose body is exactly such a cell becomes a `recurrent.loop`.
+
+The body is evaluated once, with a symbol in place of each carried array. What does not depend on these is computed for
+all steps at once, before the loop: the products with the inputs, and the biases. What does depend on them has to be, in
+full, one of
+
+    c' = sigmoid(f) c + sigmoid(i) tanh(g),  h' = sigmoid(o) tanh(c')
+    h' = (1 - sigmoid(z)) tanh(x + sigmoid(r) q) + sigmoid(z) h
+
+with f, i, g, o, z, r, q each an `Affine` of h, up to the order of operands. Anything else stays the scan that it was: a
+further carried array or operation, another activation, another dtype than float32, a scan in reverse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Literal
+from jax.sharding import AxisType
+
+from . import kernels, recurrent
+
+_FLOAT32 = jnp.dtype("float32")
+_PROGRAMS = ("jit", "pjit", "closed_call", "core_call")
+_SAME = ("pvary", "pcast", "copy", "copy_p")
+# Measured: from so many rows of states on, all steps together, a wide weight is used often enough.
+_NARROW, _FEWEST = 64, 96
+# What draws random numbers. Drawn for all steps at once, keys of `rbg` give other numbers.
+_DRAWS = ("random_bits", "rng_bit_generator", "rng_uniform")
+# Products of float32 that XLA computes alike on CPUs.
+_PRECISIONS = (None, lax.Precision.DEFAULT, lax.Precision.HIGH, lax.Precision.HIGHEST)
+
+
+class NoCellError(Exception):
+    """The body is no cell that a loop computes."""
+
+
+def fused(eqn: Any) -> Any:
+    """The equation of a scan with a `recurrent.loop` in its place, or None where the scan is no loop of a cell."""
+    constants, carried = scan_sizes(eqn.params)
+    if not _may_be(eqn, carried):
+        return None
+    body, length = eqn.params["jaxpr"], eqn.params["length"]
+
+    def loop(*operands: Any) -> list[Any]:
+        first = constants + carried
+        return _loop(body, length, operands[:constants], operands[constants:first], operands[first:])
+
+    try:
+        program = jax.make_jaxpr(jax.jit(loop))(*(x.aval for x in eqn.invars))
+    except NoCellError:
+        return None
+    (call,) = program.eqns
+    if [_type(x) for x in program.jaxpr.outvars] != [_type(x) for x in eqn.outvars]:
+        return None
+    return eqn.replace(primitive=call.primitive, params=call.params, effects=call.effects)
+
+
+def _type(x: Any) -> Any:
+    return x.aval.shape, x.aval.dtype, getattr(x.aval, "vma", None)
+
+
+def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many it carries. Jax 0.12 has them as a tree."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = params["ft_in"].unpack()
+    return len(constants), len(carried)
+
+
+def _may_be(eqn: Any, carried: int) -> bool:
+    body, length = eqn.params["jaxpr"], eqn.params["length"]
+    if not kernels.are_loaded():
+        return False
+    if carried not in (1, 2) or eqn.params["reverse"] or length == 0 or body.effects or body.consts or eqn.effects:
+        return False
+    inside = getattr(body, "jaxpr", body)
+    states = inside.outvars[:carried]
+    if len(inside.outvars) != len(eqn.outvars) or any(isinstance(x, Literal) for x in states):
+        return False
+    avals = [x.aval for x in states]
+    if not _is_faster(length, avals[0].shape):
+        return False
+    if any(x.dtype != _FLOAT32 or x.shape != avals[0].shape or not x.shape or 0 in x.shape for x in avals):
+        return False
+    if any(AxisType.Explicit in x.aval.sharding.mesh.axis_types for x in eqn.invars if hasattr(x.aval, "sharding")):
+        return False
+    return not any(name in str(inside) for name in _DRAWS)
+
+
+def _is_faster(steps: int, shape: tuple[int, ...]) -> bool:
+    """Whether a kernel is faster than the scan, by the shape of the state. It lays out the weight once a call."""
+    if not shape or not all(isinstance(size, int) for size in shape) or steps < 2:
+        return False
+    *batch, width = shape
+    return width <= _NARROW or steps * math.prod(batch) >= _FEWEST
+
+
+def _varying_alike(operands: Sequence[Any]) -> list[Any]:
+    """Inside of a `shard_map` that checks it, a loop's arrays all vary along the same axes."""
+    axes = [getattr(jax.typeof(x), "vma", frozenset()) for x in operands]
+    union = frozenset().union(*axes)
+    return [
+        lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x
+        for x, own in zip(operands, axes, strict=True)
+    ]
+
+
+@dataclasses.dataclass(eq=False)
+class Affine:
+    """h times a weight, plus what does not depend on the state. Each is a list of columns of arrays, or None for zero.
+
+    `carry` is the number of h among the carried arrays.
+    """
+
+    carry: int
+    weight: Columns
+    rest: Columns | None
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(eq=False)
+class Columns:
+    """The columns from `first` on of the last axis of an array, `count` of them."""
+
+    array: Any
+    first: int
+    count: int
+    is_constant: bool
+
+    def cut(self, first: int, count: int) -> Columns:
+        return dataclasses.replace(self, first=self.first + first, count=count)
+
+    def value(self) -> Any:
+        if self.count == self.array.shape[-1]:
+            return self.array
+        return lax.slice_in_dim(self.array, self.first, self.first + self.count, axis=-1)
+
+
+@dataclasses.dataclass(eq=False)
+class Carried:
+    """A carried array before the step."""
+
+    number: int
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(eq=False)
+class Formula:
+    """Another value that depends on the state: what an operation gives for such values and others."""
+
+    operation: str
+    operands: tuple[Any, ...]
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(eq=False)
+class Known:
+    """A value that does not depend on the state. It is constant if it does not depend on the step either."""
+
+    value: Any
+    is_constant: bool
+
+
+def _loop(body: Any, length: int, constants: Sequence[Any], states: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """What the scan gives, by a loop. `NoCellError` where it cannot."""
+    plan: list[Any] = []
+
+    def step(constants: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, Any]:
+        found = [Known(x, True) for x in constants]
+        found += [Carried(i, x.shape) for i, x in enumerate(states)]
+        results = _evaluate(body, [*found, *(Known(x, False) for x in inputs)])
+        cell = _lstm(results) if len(states) == 2 else _gru(results)
+        of_step = [x.value for x in results[len(states) :] if isinstance(x, Known)]
+        plan[:] = cell, results
+        batch = states[0].shape[:-1]
+        fixed = [jnp.broadcast_to(cell.bias, states[0].shape)] if cell.bias is not None else []
+        return (cell.weight(), fixed), (cell.inputs(batch), of_step)
+
+    if inputs:
+        (weight, fixed), (x, of_step) = jax.vmap(step, (None, 0), (None, 0))(list(constants), list(inputs))
+    else:
+        (weight, fixed), per_step = step(constants, inputs)
+        x, of_step = jax.tree.map(lambda y: jnp.broadcast_to(y, (length, *y.shape)), per_step)
+    cell, results = plan
+    ordered = [states[i] for i in cell.order]
+    if cell.name == "gru":
+        ordered = [*(fixed or [jnp.zeros_like(states[0])]), *ordered]
+    found = recurrent.loop(cell.name, *_varying_alike([x, weight, *ordered]))
+    of_all = dict(zip(cell.order, found, strict=True))  # by the number of the carried array
+    carried, others = results[: len(states)], iter(of_step)
+    last = [of_all[i][-1] for i in range(len(states))]
+    stacked = [next(others) if isinstance(x, Known) else of_all[_place(x, carried)] for x in results[len(states) :]]
+    return [*last, *stacked]
+
+
+def _place(x: Any, values: Sequence[Any]) -> int:
+    """Which of the values it is."""
+    for i, value in enumerate(values):
+        if value is x:
+            return i
+    raise NoCellError
+
+
+@dataclasses.dataclass
+class Cell:
+    """What a loop needs to know of a cell: its gates in the order of `recurrent`, and which carried array is which."""
+
+    name: str
+    order: tuple[int, ...]
+    gates: list[Affine]
+    rests: list[Columns | None]
+    bias: Any = None
+
+    def weight(self) -> Any:
+        return _joined([gate.weight for gate in self.gates])
+
+    def inputs(self, batch: tuple[int, ...]) -> Any:
+        width = self.gates[0].weight.count
+        zeros = jnp.zeros((*batch, width), _FLOAT32)
+        if all(x is None for x in self.rests):
+            return jnp.zeros((*batch, width * len(self.gates)), _FLOAT32)
+        return _joined([Columns(zeros, 0, width, True) if x is None else x for x in self.rests])
+
+
+def _joined(parts: list[Columns]) -> Any:
+    """The columns beside each other: the array that they are cut from, where they are all of it in order."""
+    first, at = parts[0], 0
+    for part in parts:
+        if part.array is not first.array or part.first != at:
+            return jnp.concatenate([part.value() for part in parts], -1)
+        at += part.count
+    return first.array if at == first.array.shape[-1] else jnp.concatenate([part.value() for part in parts], -1)
+
+
+def _lstm(results: list[Any]) -> Cell:
+    for h, c in ((0, 1), (1, 0)):
+        try:
+            return _lstm_with(results, h, c)
+        except NoCellError:
+            continue
+    raise NoCellError
+
+
+def _lstm_with(results: list[Any], h: int, c: int) -> Cell:
+    new_h, new_c = results[h], results[c]
+    out, squashed = _two(new_h, "mul", lambda x: _is(x, "tanh"))[::-1]
+    if squashed.operands[0] is not new_c:
+        raise NoCellError
+    kept, added = _two(new_c, "add", lambda x: _is(x, "mul") and any(_is_carried(y, c) for y in x.operands))
+    forget = _two(kept, "mul", lambda x: _is_carried(x, c))[1]
+    update, into = _two(added, "mul", lambda x: _is(x, "tanh"))
+    gates = [
+        _gate(into, "logistic", h),
+        _gate(forget, "logistic", h),
+        _gate(update, "tanh", h),
+        _gate(out, "logistic", h),
+    ]
+    _check(gates, new_h, results[2:], (new_h, new_c))
+    return Cell("lstm", (h, c), gates, [gate.rest for gate in gates])
+
+
+def _gru(results: list[Any]) -> Cell:
+    (new_h,) = results[:1]
+    kept, added = _two(new_h, "add", lambda x: _is(x, "mul") and any(_is_carried(y, 0) for y in x.operands))
+    z = _two(kept, "mul", lambda x: _is_carried(x, 0))[1]
+    new, share = _two(added, "mul", lambda x: _is(x, "tanh"))
+    if not _is(share, "sub") or share.operands[1] is not z or not _is_one(share.operands[0]):
+        raise NoCellError
+    product, x = _two(new.operands[0], "add", lambda x: _is(x, "mul"))
+    r, q = _two(product, "mul", lambda x: _is(x, "logistic"))
+    if not isinstance(x, Known) or not isinstance(q, Affine) or (q.rest is not None and not q.rest.is_constant):
+        raise NoCellError
+    gates = [_gate(r, "logistic", 0), _gate(z, "logistic", 0), q]
+    _check(gates, new_h, results[1:], (new_h,))
+    added_to_n = jnp.broadcast_to(_array(x), new_h.shape)
+    rests = [gates[0].rest, gates[1].rest, Columns(added_to_n, 0, new_h.shape[-1], x.is_constant)]
+    return Cell("gru", (0,), gates, rests, None if q.rest is None else q.rest.value())
+
+
+def _check(gates: list[Affine], new_h: Any, others: Sequence[Any], states: tuple[Any, ...]) -> None:
+    """Whether the gates are as wide as the state, and the other results are known, or states."""
+    if any(gate.shape != new_h.shape or gate.weight.array.shape[0] != new_h.shape[-1] for gate in gates):
+        raise NoCellError
+    for x in others:
+        if not isinstance(x, Known):
+            _place(x, states)
+
+
+def _gate(x: Any, activation: str, h: int) -> Affine:
+    if not _is(x, activation) or not isinstance(x.operands[0], Affine) or x.operands[0].carry != h:
+        raise NoCellError
+    return x.operands[0]
+
+
+def _is(x: Any, operation: str) -> bool:
+    return isinstance(x, Formula) and x.operation == operation
+
+
+def _is_carried(x: Any, number: int) -> bool:
+    return isinstance(x, Carried) and x.number == number
+
+
+def _is_one(x: Any) -> bool:
+    return isinstance(x, Known) and isinstance(x.value, Literal) and x.value.val == 1
+
+
+def _two(x: Any, operation: str, is_first: Callable[[Any], bool]) -> tuple[Any, Any]:
+    """The operands of an operation of two, that for which `is_first` holds before the other."""
+    if not _is(x, operation):
+        raise NoCellError
+    a, b = x.operands
+    if is_first(a) == is_first(b):
+        raise NoCellError
+    return (a, b) if is_first(a) else (b, a)
+
+
+def _evaluate(program: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of a jaxpr whose operands are `Known` or symbols."""
+    inside = getattr(program, "jaxpr", program)
+    values: dict[Any, Any] = dict(zip(inside.invars, operands, strict=True))
+
+    def read(x: Any) -> Any:
+        return Known(x, True) if isinstance(x, Literal) else values[x]
+
+    for eqn in inside.eqns:
+        results = _results(eqn, [read(x) for x in eqn.invars])
+        values |= zip(eqn.outvars, results, strict=True)
+    return [Known(_array(read(x)), True) if isinstance(x, Literal) else read(x) for x in inside.outvars]
+
+
+def _results(eqn: Any, operands: list[Any]) -> list[Any]:
+    name, params = eqn.primitive.name, eqn.params
+    if all(isinstance(x, Known) for x in operands):
+        is_constant = all(x.is_constant for x in operands)
+        return [Known(x, is_constant) for x in _computed(eqn, operands)]
+    if name in _PROGRAMS:
+        inside = params.get("jaxpr", params.get("call_jaxpr"))
+        if inside.consts:
+            raise NoCellError
+        return _evaluate(inside, operands)
+    if any(x.aval.dtype != _FLOAT32 for x in (*eqn.invars, *eqn.outvars)):
+        raise NoCellError
+    if name in _SAME or (name == "convert_element_type" and params["sharding"] is None):
+        return operands
+    if name == "split":
+        return _parts(operands[0], params["axis"], params["sizes"])
+    shape = eqn.outvars[0].aval.shape
+    if name == "slice":
+        return [_slice(operands[0], params)]
+    if name == "dot_general":
+        return [_product(operands[0], operands[1], params, shape)]
+    if name == "add" and any(isinstance(x, Affine) for x in operands):
+        return [_sum(operands[0], operands[1], shape)]
+    is_known = name in ("logistic", "tanh") and params.get("accuracy") is None
+    if is_known or name in ("add", "sub", "mul"):
+        return [Formula(name, tuple(operands), shape)]
+    raise NoCellError
+
+
+def _computed(eqn: Any, operands: Sequence[Known]) -> list[Any]:
+    """The results of an equation."""
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # jax 0.12 has functions among the params
+    with eqn.ctx.manager:
+        values = [x.value.val if isinstance(x.value, Literal) else x.value for x in operands]
+        results = eqn.primitive.bind(*functions, *values, **params)
+    return results if eqn.primitive.multiple_results else [results]
+
+
+def _array(x: Known) -> Any:
+    value = x.value
+    if not isinstance(value, Literal):
+        return value
+    aval: Any = value.aval
+    return jnp.asarray(value.val, aval.dtype)
+
+
+def _parts(x: Any, axis: int, sizes: Sequence[int]) -> list[Affine]:
+    if not isinstance(x, Affine) or axis != len(x.shape) - 1:
+        raise NoCellError
+    starts = [sum(map(int, sizes[:i])) for i in range(len(sizes))]
+    return [_cut(x, start, int(size)) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _slice(x: Any, params: dict[str, Any]) -> Affine:
+    starts, limits, strides = params["start_indices"], params["limit_indices"], params["strides"]
+    if not isinstance(x, Affine) or (strides is not None and {*strides} != {1}):
+        raise NoCellError
+    if any(starts[:-1]) or tuple(limits[:-1]) != x.shape[:-1]:
+        raise NoCellError
+    return _cut(x, starts[-1], limits[-1] - starts[-1])
+
+
+def _cut(x: Affine, first: int, count: int) -> Affine:
+    rest = None if x.rest is None else x.rest.cut(first, count)
+    return Affine(x.carry, x.weight.cut(first, count), rest, (*x.shape[:-1], count))
+
+
+def _product(x: Any, weight: Any, params: dict[str, Any], shape: tuple[int, ...]) -> Affine:
+    """h times a weight that is the same at all steps, over the last axis of h."""
+    if (
+        not isinstance(x, Carried)
+        or not isinstance(weight, Known)
+        or not weight.is_constant
+        or len(weight.value.shape) != 2
+    ):
+        raise NoCellError
+    (over, weight_over), (batch, _) = params["dimension_numbers"]
+    precision = params["precision"]
+    given = precision if isinstance(precision, tuple) else (precision,)
+    if tuple(over) != (len(x.shape) - 1,) or batch or any(p not in _PRECISIONS for p in given):
+        raise NoCellError
+    if params["preferred_element_type"] not in (None, _FLOAT32):
+        raise NoCellError
+    value = weight.value if tuple(weight_over) == (0,) else weight.value.T
+    return Affine(x.number, Columns(value, 0, value.shape[1], True), None, shape)
+
+
+def _sum(a: Any, b: Any, shape: tuple[int, ...]) -> Affine:
+    """An affine value with a known one added."""
+    x, known = (a, b) if isinstance(a, Affine) else (b, a)
+    if not isinstance(known, Known) or x.shape != shape:
+        raise NoCellError
+    added = jnp.broadcast_to(_array(known), shape)
+    constant = known.is_constant
+    if x.rest is not None:
+        added, constant = x.rest.value() + added, constant and x.rest.is_constant
+    return Affine(x.carry, x.weight, Columns(added, 0, shape[-1], constant), shape)

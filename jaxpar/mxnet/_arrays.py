@@ -1,0 +1,311 @@
+"""What MXNet's symbols do with whole arrays: reshape, slice, join, reduce, look up, multiply.
+
+As in `_layers`, arguments and defaults are those of MXNet's operators.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_MOST_ELEMENTS = 2**27  # of an array that is made of attributes alone
+
+
+def reshape(
+    data: jax.Array,
+    *,
+    shape: tuple[int, ...] = (),
+    reverse: bool = False,
+    target_shape: tuple[int, ...] = (),
+    keep_highest: bool = False,
+) -> jax.Array:
+    if target_shape and not shape:  # the form before 0.9
+        rest = data.shape[:1] + target_shape[1:] if keep_highest else target_shape
+        return data.reshape([-1 if n == 0 else n for n in rest])
+    if reverse:  # all is read from behind, and the two numbers of a -4 stand before it
+        return data.reshape(_new_shape(data.shape[::-1], shape[::-1])[::-1])
+    return data.reshape(_new_shape(data.shape, shape))
+
+
+def _new_shape(old: tuple[int, ...], codes: tuple[int, ...]) -> list[int]:
+    """The shape of MXNet's codes.
+
+    0 keeps an axis, -1 is what is left, -2 keeps all further axes, -3 joins two, -4 splits one into the next two.
+    """
+    found: list[int] = []
+    at, code = 0, iter(codes)
+    try:
+        for n in code:
+            if n == -2:
+                found += old[at:]
+                at = len(old)
+            elif n == -3:
+                found.append(old[at] * old[at + 1])
+                at += 2
+            elif n == -4:
+                first, second = next(code), next(code)
+                first = old[at] // second if first == -1 else first
+                found += [first, old[at] // first if second == -1 else second]
+                at += 1
+            else:
+                found.append(old[at] if n == 0 else n)
+                at += 1
+    except (IndexError, StopIteration, ZeroDivisionError):
+        raise ValueError(f"Reshape: {codes} does not fit an array of shape {old}") from None
+    return found
+
+
+def transpose(data: jax.Array, *, axes: tuple[int, ...] = ()) -> jax.Array:
+    return data.transpose(axes or None)
+
+
+def swap_axes(data: jax.Array, *, dim1: int = 0, dim2: int = 0) -> jax.Array:
+    return data.swapaxes(dim1, dim2)
+
+
+def expand_dims(data: jax.Array, *, axis: int) -> jax.Array:
+    return jnp.expand_dims(data, axis)
+
+
+def squeeze(data: jax.Array, *, axis: tuple[int, ...] | None = None) -> jax.Array:
+    return data.squeeze(axis)
+
+
+def concat(*data: jax.Array, dim: int = 1) -> jax.Array:
+    return jnp.concatenate(data, dim)
+
+
+def stack(*data: jax.Array, axis: int = 0) -> jax.Array:
+    return jnp.stack(data, axis)
+
+
+def add_n(*args: jax.Array) -> jax.Array:
+    return sum(args[1:], args[0])
+
+
+def tile(data: jax.Array, *, reps: tuple[int, ...]) -> jax.Array:
+    return jnp.tile(data, reps)
+
+
+def repeat(data: jax.Array, *, repeats: int, axis: int | None = None) -> jax.Array:
+    return jnp.repeat(data, repeats, axis)
+
+
+def pad(data: jax.Array, *, mode: str, pad_width: tuple[int, ...], constant_value: float = 0.0) -> jax.Array:
+    pairs = list(zip(pad_width[::2], pad_width[1::2], strict=True))
+    return jnp.pad(data, pairs, mode, **({"constant_values": constant_value} if mode == "constant" else {}))
+
+
+def flip(data: jax.Array, *, axis: tuple[int, ...]) -> jax.Array:
+    return jnp.flip(data, axis)
+
+
+def slice_(
+    data: jax.Array, *, begin: tuple[int | None, ...], end: tuple[int | None, ...], step: tuple[int | None, ...] = ()
+) -> jax.Array:
+    steps = step or (None,) * len(begin)
+    return data[tuple(slice(b, e, s) for b, e, s in zip(begin, end, steps, strict=True))]
+
+
+def slice_axis(data: jax.Array, *, axis: int, begin: int, end: int | None) -> jax.Array:
+    return data[(slice(None),) * (axis % data.ndim) + (slice(begin, end),)]
+
+
+def slice_like(data: jax.Array, shape_like: jax.Array, *, axes: tuple[int, ...] = ()) -> jax.Array:
+    chosen = [a % data.ndim for a in axes] or range(data.ndim)
+    return data[tuple(slice(shape_like.shape[i] if i in chosen else None) for i in range(data.ndim))]
+
+
+def slice_channel(data: jax.Array, *, num_outputs: int, axis: int = 1, squeeze_axis: bool = False) -> Any:
+    if not 1 <= num_outputs <= data.shape[axis] or data.shape[axis] % num_outputs:
+        raise ValueError(f"SliceChannel: an axis of {data.shape[axis]} has no {num_outputs} equal parts")
+    parts = jnp.split(data, num_outputs, axis)
+    return tuple(part.squeeze(axis) for part in parts) if squeeze_axis else tuple(parts)
+
+
+def crop(
+    *data: jax.Array,
+    num_args: int = 1,
+    offset: tuple[int, int] = (0, 0),
+    h_w: tuple[int, int] = (0, 0),
+    center_crop: bool = False,
+) -> jax.Array:
+    image, *like = data
+    height, width = like[0].shape[-2:] if like else h_w
+    top, left = offset
+    if center_crop:
+        top, left = (image.shape[2] - height) // 2, (image.shape[3] - width) // 2
+    return image[:, :, top : top + height, left : left + width]
+
+
+def cast(data: jax.Array, *, dtype: str) -> jax.Array:
+    return data.astype(jax.dtypes.canonicalize_dtype(dtype))
+
+
+def reduction(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """An operator that reduces the given axes, or all others than these."""
+
+    def reduce(
+        data: jax.Array, *, axis: tuple[int, ...] | None = None, keepdims: bool = False, exclude: bool = False
+    ) -> jax.Array:
+        chosen = tuple(a % data.ndim for a in axis) if axis else tuple(range(data.ndim))
+        if exclude:
+            chosen = tuple(a for a in range(data.ndim) if a not in chosen) if axis else ()
+        out = function(data, axis=chosen, keepdims=keepdims)
+        return out if out.ndim else out.reshape(1)  # MXNet has no arrays without axes
+
+    return reduce
+
+
+def extreme(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`max` or `min`. As in MXNet, each of several equal largest values has the whole gradient."""
+
+    def apply(data: jax.Array, **options: Any) -> jax.Array:
+        found = lax.stop_gradient(function(data, axis=options["axis"], keepdims=True))
+        reached = jnp.where(data == found, data - lax.stop_gradient(data), 0).sum(**options)
+        return found.reshape(reached.shape) + reached
+
+    return apply
+
+
+def norm(data: jax.Array, *, ord: int = 2, axis: tuple[int, ...] | None = None, keepdims: bool = False) -> jax.Array:
+    def measure(x: jax.Array, **options: Any) -> jax.Array:
+        return jnp.abs(x).sum(**options) if ord == 1 else jnp.sqrt(jnp.square(x).sum(**options))
+
+    return reduction(measure)(data, axis=axis, keepdims=keepdims)
+
+
+def place(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`argmax` or `argmin`, whose result is floating as in MXNet."""
+
+    def find(data: jax.Array, *, axis: int | None = None, keepdims: bool = False) -> jax.Array:
+        out = function(data, axis=axis, keepdims=keepdims).astype(jnp.float32)
+        return out if out.ndim else out.reshape(1)
+
+    return find
+
+
+def broadcast_to(data: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.broadcast_to(data, [m if n == 0 else n for n, m in zip(shape, data.shape, strict=True)])
+
+
+def broadcast_axis(data: jax.Array, *, axis: tuple[int, ...] = (), size: tuple[int, ...] = ()) -> jax.Array:
+    sizes = dict(zip((a % data.ndim for a in axis), size, strict=True))
+    return jnp.broadcast_to(data, [sizes.get(i, n) for i, n in enumerate(data.shape)])
+
+
+def dot(lhs: jax.Array, rhs: jax.Array, *, transpose_a: bool = False, transpose_b: bool = False) -> jax.Array:
+    """The last axis of the left by the first of the right."""
+    left, right = 0 if transpose_a else lhs.ndim - 1, rhs.ndim - 1 if transpose_b else 0
+    out = lax.dot_general(lhs, rhs, (((left,), (right,)), ((), ())))
+    return out if out.ndim else out.reshape(1)
+
+
+def batch_dot(lhs: jax.Array, rhs: jax.Array, *, transpose_a: bool = False, transpose_b: bool = False) -> jax.Array:
+    return lax.dot_general(lhs, rhs, (((1 if transpose_a else 2,), (2 if transpose_b else 1,)), ((0,), (0,))))
+
+
+def _index(indices: jax.Array, size: int, mode: str) -> jax.Array:
+    whole = indices.astype(jnp.int32)
+    return whole % size if mode == "wrap" else whole.clip(0, size - 1)
+
+
+def embedding(
+    data: jax.Array, weight: jax.Array, *, input_dim: int, output_dim: int, dtype: str = "float32"
+) -> jax.Array:
+    return jnp.take(weight, data.astype(jnp.int32), axis=0, mode="clip")
+
+
+def take(a: jax.Array, indices: jax.Array, *, axis: int = 0, mode: str = "clip") -> jax.Array:
+    if mode == "raise":  # a compiled program cannot, so an index out of bounds gives NaN, of integers the smallest
+        whole = indices.astype(jnp.int32)
+        return jnp.take(a, jnp.where(whole < 0, a.shape[axis], whole), axis, mode="fill")
+    return jnp.take(a, _index(indices, a.shape[axis], mode), axis)
+
+
+def pick(
+    data: jax.Array, index: jax.Array, *, axis: int | None = -1, keepdims: bool = False, mode: str = "clip"
+) -> jax.Array:
+    axis = -1 if axis is None else axis
+    at = _index(index, data.shape[axis], mode)
+    if at.ndim < data.ndim:
+        at = jnp.expand_dims(at, axis)
+    found = jnp.take_along_axis(data, at, axis)
+    return found if keepdims else found.squeeze(axis)
+
+
+def one_hot(
+    indices: jax.Array, *, depth: int, on_value: float = 1.0, off_value: float = 0.0, dtype: str = "float32"
+) -> jax.Array:
+    hit = jax.nn.one_hot(indices.astype(jnp.int32), depth)
+    return jnp.where(hit > 0, on_value, off_value).astype(jax.dtypes.canonicalize_dtype(dtype))
+
+
+def where(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    if condition.ndim < x.ndim:  # a vector chooses rows
+        condition = condition.reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.where(condition != 0, x, y)
+
+
+def filled(value: float | None) -> Callable[..., jax.Array]:
+    """An operator that makes an array of one number; None: of its attribute `value`."""
+
+    def fill(*, shape: tuple[int, ...] = (), dtype: str | None = None, value: float = value or 0.0) -> jax.Array:
+        if math.prod(shape) > _MOST_ELEMENTS:
+            raise ValueError(f"an array of shape {shape} is too large")
+        return jnp.full(shape, value, jax.dtypes.canonicalize_dtype(dtype or "float32"))
+
+    return fill
+
+
+def arange(
+    *, start: float = 0.0, stop: float | None = None, step: float = 1.0, repeat: int = 1, dtype: str | None = None
+) -> jax.Array:
+    start, stop = (0.0, start) if stop is None else (start, stop)
+    if step == 0 or not abs((stop - start) / step) * repeat <= _MOST_ELEMENTS:
+        raise ValueError(f"_arange: from {start} to {stop} by {step} are too many numbers")
+    return jnp.repeat(jnp.arange(start, stop, step), repeat).astype(jax.dtypes.canonicalize_dtype(dtype or "float32"))
+
+
+def _steps(data: jax.Array, lengths: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """The number of each step along `axis`, and the length of each sequence along the axis of the batch."""
+    shape = [1] * data.ndim
+    shape[1 - axis] = -1
+    return lax.broadcasted_iota(jnp.int32, data.shape, axis), lengths.astype(jnp.int32).reshape(shape)
+
+
+def sequence_mask(
+    data: jax.Array,
+    sequence_length: jax.Array | None = None,
+    *,
+    use_sequence_length: bool = False,
+    value: float = 0.0,
+    axis: int = 0,
+) -> jax.Array:
+    if sequence_length is None:
+        return data
+    step, length = _steps(data, sequence_length, axis)
+    return jnp.where(step < length, data, value)
+
+
+def sequence_last(
+    data: jax.Array, sequence_length: jax.Array | None = None, *, use_sequence_length: bool = False, axis: int = 0
+) -> jax.Array:
+    if sequence_length is None:
+        return jnp.take(data, -1, axis)
+    step, length = _steps(data, sequence_length, axis)
+    return jnp.where(step == length - 1, data, 0).sum(axis)
+
+
+def sequence_reverse(
+    data: jax.Array, sequence_length: jax.Array | None = None, *, use_sequence_length: bool = False, axis: int = 0
+) -> jax.Array:
+    if sequence_length is None:
+        return jnp.flip(data, axis)
+    step, length = _steps(data, sequence_length, axis)
+    return jnp.take_along_axis(data, jnp.where(step < length, length - 1 - step, step), axis)

@@ -1,0 +1,288 @@
+"""The graph of a symbol file of MXNet, as plain data, and the attributes of its operators.
+
+A symbol file is JSON: nodes in the order of their computation, each with the numbers of the outputs that it takes. All
+attributes are strings. Nothing in it is run. Versions 0.8 to 2.0 are read: attributes were called `param` and `attr`
+before `attrs`, and running statistics were no nodes of their own before 0.9.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .._core import files
+from .._core.files import CheckpointError
+
+if TYPE_CHECKING:
+    from ._operators import Operator
+
+_MOST_BYTES = 1 << 28
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?|[-+]?(inf|nan)")
+_INTEGER = re.compile(r"([-+]?\d{1,19})L?")  # Python 2 wrote (1L, 2L)
+_MOST_NUMBERS = 64  # of a tuple
+_WEIGHTS = frozenset(("weight", "bias", "gamma", "beta", "parameters"))  # arrays of an operator that are trained
+_AXIS_OF_ARGMAX = 905  # the version since which an axis of -1 is the last one
+
+# Of no effect on what is computed: how MXNet runs an operator, and its own marks.
+_IGNORED = frozenset(
+    "cudnn_tune cudnn_off cudnn_algo_verbose cudnn_algo_fwd cudnn_algo_bwd_data cudnn_algo_bwd_filter workspace"
+    " sparse_grad ctx ctx_group force_mirroring mirror_stage num_args key_var_num_args infer_range"
+    " lstm_state_clip_nan out".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """One node of a symbol. A variable has the operator "null".
+
+    Attributes:
+        inputs: (number of the node, number of its output) of each value that it takes.
+        attrs: what the file says, strings by name.
+    """
+
+    op: str
+    name: str
+    inputs: tuple[tuple[int, int], ...]
+    attrs: Mapping[str, str]
+
+    @property
+    def is_variable(self) -> bool:
+        return self.op == "null"
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """A symbol: its nodes, each after those that it takes, and its outputs as (number of the node, of its output).
+
+    Attributes:
+        version: of the MXNet that wrote it, such as 10901 for 1.9.1. 0 before 0.9.
+    """
+
+    nodes: tuple[Node, ...]
+    heads: tuple[tuple[int, int], ...]
+    version: int
+
+
+def read_graph(path: Path) -> Graph:
+    """The graph of a symbol file.
+
+    Raises:
+        OSError: the file cannot be read.
+        CheckpointError: it is no symbol file, or it is damaged.
+    """
+    try:
+        found = json.loads(files.read(path, _MOST_BYTES).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+        raise CheckpointError(f"{path} is no symbol file of MXNet, or is cut: {reason}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("nodes"), list):
+        raise CheckpointError(f"{path} is no symbol file of MXNet: it has no list of nodes")
+    nodes = found["nodes"]
+    read: list[Node] = []
+    for number, node in enumerate(nodes):
+        read.append(_read_node(path, number, node, read))
+    heads = _references(path, "the outputs", found.get("heads"), len(nodes))
+    if not heads:
+        raise CheckpointError(f"{path} is damaged: it has no outputs")
+    return Graph(tuple(read), heads, _version(found.get("attrs")))
+
+
+def _read_node(path: Path, number: int, node: Any, before: list[Node]) -> Node:
+    where = f"node {number}"
+    if not isinstance(node, dict) or not isinstance(node.get("op"), str) or not isinstance(node.get("name"), str):
+        raise CheckpointError(f"{path} is damaged: {where} has no name or no operator")
+    attrs: dict[str, str] = {}
+    for key in ("attr", "param", "attrs"):
+        part = node.get(key) or {}
+        if not isinstance(part, dict) or not all(isinstance(value, str) for value in part.values()):
+            raise CheckpointError(f"{path} is damaged: the attributes of {where} are no strings by name")
+        attrs |= part
+    inputs = _references(path, where, node.get("inputs", []), len(before))
+    if node["op"] == "null" and inputs:
+        raise CheckpointError(f"{path} is damaged: {where} is a variable and takes {len(inputs)} values")
+    if any(number and before[i].is_variable for i, number in inputs):
+        raise CheckpointError(f"{path} is damaged: {where} takes a further output of a variable")
+    return Node(node["op"], node["name"], inputs, attrs)
+
+
+def _references(path: Path, where: str, given: Any, before: int) -> tuple[tuple[int, int], ...]:
+    """Pairs (node, output). A third number, a version, is left out."""
+    found: list[tuple[int, int]] = []
+    for entry in given if isinstance(given, list) else [None]:
+        if not isinstance(entry, list) or len(entry) not in (2, 3) or not all(type(n) is int for n in entry):
+            raise CheckpointError(f"{path} is damaged: {where} has no list of pairs of numbers")
+        if not 0 <= entry[0] < before or entry[1] < 0:
+            raise CheckpointError(f"{path} is damaged: {where} takes output {entry[1]} of node {entry[0]}")
+        found.append((entry[0], entry[1]))
+    return tuple(found)
+
+
+def _version(attrs: Any) -> int:
+    found = attrs.get("mxnet_version") if isinstance(attrs, dict) else None
+    return found[1] if isinstance(found, list) and len(found) == 2 and type(found[1]) is int else 0
+
+
+def parse_attributes(operator: Operator, node: Node) -> dict[str, Any]:
+    """The attributes of a node as arguments of its operator, by the types of these.
+
+    Raises:
+        ValueError: an attribute is unknown, missing or no such value.
+    """
+    known = operator.attributes
+    rest = any(p.kind == p.VAR_KEYWORD for p in operator.parameters.values())
+    found: dict[str, Any] = {}
+    for name, text in node.attrs.items():
+        if name in known:
+            form = known[name].annotation
+            form = form if isinstance(form, str) else inspect.formatannotation(form)
+            found[name] = parse(text, form, f"{_named(node)}: attribute {name}")
+        elif name.startswith("__") or name.endswith(("lr_mult", "wd_mult")) or (name in _IGNORED and not rest):
+            continue
+        elif rest:
+            found[name] = text
+        else:
+            raise ValueError(f"{_named(node)} has an unknown attribute {name}={text[:100]!r}")
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in found:
+            raise ValueError(f"{_named(node)} has no attribute {name}")
+    return found
+
+
+def _named(node: Node) -> str:
+    return f"{node.op} {node.name!r}"
+
+
+def parse(text: str, form: str, where: str) -> Any:
+    """The value of an attribute. `form` is the annotation of the argument; a string for one that has none."""
+    text = text.strip()
+    if "None" in form and text in ("None", ""):
+        return None
+    if form.startswith("bool") and text in ("True", "true", "1", "False", "false", "0"):
+        return text in ("True", "true", "1")
+    if form.startswith("int") and (match := _INTEGER.fullmatch(text)):
+        return int(match[1])
+    if form.startswith("float") and _NUMBER.fullmatch(text):
+        return float(text)
+    if form.startswith("tuple") and (found := _tuple(text, "int | None" in form)) is not None:
+        return found
+    if form.startswith(("bool", "int", "float", "tuple")):
+        raise ValueError(f"{where} must be of the form {form}, got {text[:100]!r}")
+    return text
+
+
+def _tuple(text: str, holes: bool) -> tuple[int | None, ...] | None:
+    """The integers of "(1, 2)", "[1, 2]" or "1". None: it is no such text."""
+    inner = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
+    parts = [part.strip() for part in inner.split(",", _MOST_NUMBERS)]
+    if parts[-1] == "":
+        parts.pop()
+    found: list[int | None] = []
+    for part in parts:
+        match = _INTEGER.fullmatch(part)
+        if match is None and not (holes and part == "None"):
+            return None
+        found.append(int(match[1]) if match else None)
+    return tuple(found) if len(found) <= _MOST_NUMBERS else None
+
+
+# The operators of the nodes, and the roles of the variables.
+
+Table = dict[int, "tuple[Operator, Mapping[str, Any]]"]
+
+
+def with_operators(path: Path, graph: Graph, own: Mapping[str, Callable[..., Any]]) -> tuple[Graph, Table]:
+    """The graph as the newest MXNet would have it, and the operator of each node with its attributes.
+
+    Raises:
+        ValueError: an operator is unknown, or an attribute of one.
+    """
+    from ._operators import OPERATORS, Operator
+
+    known = OPERATORS | {name: Operator(fn) for name, fn in own.items()}
+    missing: dict[str, list[str]] = {}
+    for node in graph.nodes:
+        if not node.is_variable and node.op not in known:
+            missing.setdefault(node.op, []).append(node.name)
+    if missing:
+        nodes = "; ".join(f"{op} in {', '.join(map(repr, names))}" for op, names in missing.items())
+        raise ValueError(f"{path} has operators that are unknown here: {nodes}. Give operators={{name: function}}")
+    graph = _upgraded(graph, known)
+    table: Table = {}
+    for number, node in enumerate(graph.nodes):
+        if not node.is_variable:
+            operator = known[node.op]
+            _check_count(path, node, operator)
+            table[number] = operator, parse_attributes(operator, node)
+    return graph, table
+
+
+def _upgraded(graph: Graph, known: Mapping[str, Operator]) -> Graph:
+    """A graph of an old version in the form of 1.0: running statistics are variables too."""
+    nodes: list[Node] = []
+    moved: list[int] = []
+    for node in graph.nodes:
+        inputs = tuple((moved[i], k) for i, k in node.inputs)
+        operator = known.get(node.op)
+        if operator and operator.state and len(inputs) == len(operator.slots) - len(operator.state):
+            for name in operator.state:
+                inputs += ((len(nodes), 0),)
+                nodes.append(Node("null", f"{node.name}_{name}", (), {}))
+        attrs = dict(node.attrs)
+        if graph.version < _AXIS_OF_ARGMAX and node.op in ("argmax", "argmin") and attrs.get("axis") == "-1":
+            del attrs["axis"]  # meant all axes
+        moved.append(len(nodes))
+        nodes.append(Node(node.op, node.name, inputs, attrs))
+    return Graph(tuple(nodes), tuple((moved[i], k) for i, k in graph.heads), graph.version)
+
+
+def _check_count(path: Path, node: Node, operator: Operator) -> None:
+    """`CheckpointError` for a node that takes too few or too many arrays."""
+    parameters, count = operator.parameters, len(node.inputs)
+    least = sum(parameters[name].default is inspect.Parameter.empty for name in operator.slots)
+    several = any(p.kind == p.VAR_POSITIONAL for p in parameters.values())
+    if count < max(least, several) or (count > len(operator.slots) and not several):
+        raise CheckpointError(f"{path} is damaged: {node.op} {node.name!r} takes {count} arrays")
+
+
+def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], frozenset[str]]:
+    """Names of variables: running statistics, weights, and all that is needed where nothing is trained."""
+    statistics: dict[str, None] = {}
+    weights: set[str] = {node.name for node in graph.nodes if node.is_variable and "__init__" in node.attrs}
+    needed: set[str] = {graph.nodes[i].name for i, _ in graph.heads}
+    for number, (operator, _) in table.items():
+        for place, (i, _) in enumerate(graph.nodes[number].inputs):
+            slot = operator.slots[place] if place < len(operator.slots) else ""
+            name = graph.nodes[i].name
+            if not graph.nodes[i].is_variable:
+                continue
+            if slot in operator.state:
+                statistics[name] = None
+            if place and slot in _WEIGHTS:
+                weights.add(name)
+            if not (operator.labels and place):
+                needed.add(name)
+    return list(statistics), weights, frozenset(needed)
+
+
+def convolved(graph: Graph, table: Table) -> frozenset[str]:
+    """The weights of convolutions of images."""
+    found: set[str] = set()
+    for number, (operator, attrs) in table.items():
+        if operator.slots[1:2] == ("weight",) and operator.last and operator.last(attrs):
+            found.add(graph.nodes[graph.nodes[number].inputs[1][0]].name)
+    return frozenset(found)
+
+
+def output_names(graph: Graph) -> tuple[str, ...]:
+    """MXNet's names: "fc_output", and numbered where a node has several."""
+    several = {i for i, k in graph.heads if k}
+    names: list[str] = []
+    for i, k in graph.heads:
+        node = graph.nodes[i]
+        names.append(node.name if node.is_variable else f"{node.name}_output{k if i in several else ''}")
+    return tuple(names)

@@ -1,0 +1,364 @@
+"""The layers of MXNet's symbols as JAX functions: convolutions, pooling, normalization, dense layers, dropout.
+
+The arguments of each are those of MXNet's operator of that name, with its defaults. Arrays come first, attributes are
+given by keyword, and their types say how the strings of a symbol file are read.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_SPATIAL = {1: "W", 2: "HW", 3: "DHW"}
+
+
+def per_channel(value: jax.Array, like: jax.Array, axis: int = 1) -> jax.Array:
+    """A vector with the axes of `like`, along one of them."""
+    shape = [1] * like.ndim
+    shape[axis] = -1
+    return value.reshape(shape)
+
+
+def _layout(layout: str | None, axes: int) -> str:
+    """The letters of the axes, batch and channels first if nothing else is said."""
+    if layout not in (None, "None"):
+        return layout
+    if axes not in _SPATIAL:
+        raise ValueError(f"an image has 1 to 3 axes beside those of batch and channels, not {axes}")
+    return "NC" + _SPATIAL[axes]
+
+
+def _filled(values: tuple[int, ...], count: int, value: int) -> tuple[int, ...]:
+    return values or (value,) * count
+
+
+def convolution(
+    data: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    kernel: tuple[int, ...],
+    num_filter: int,
+    stride: tuple[int, ...] = (),
+    dilate: tuple[int, ...] = (),
+    pad: tuple[int, ...] = (),
+    num_group: int = 1,
+    no_bias: bool = False,
+    layout: str | None = None,
+) -> jax.Array:
+    axes = len(kernel)
+    letters = _layout(layout, axes)
+    out = lax.conv_general_dilated(
+        data,
+        weight,
+        _filled(stride, axes, 1),
+        [(p, p) for p in _filled(pad, axes, 0)],
+        rhs_dilation=_filled(dilate, axes, 1),
+        dimension_numbers=(letters, letters.replace("N", "O").replace("C", "I"), letters),
+        feature_group_count=num_group,
+    )
+    return out if bias is None else out + per_channel(bias, out, letters.index("C"))
+
+
+def deconvolution(
+    data: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    kernel: tuple[int, ...],
+    num_filter: int,
+    stride: tuple[int, ...] = (),
+    dilate: tuple[int, ...] = (),
+    pad: tuple[int, ...] = (),
+    adj: tuple[int, ...] = (),
+    target_shape: tuple[int, ...] = (),
+    num_group: int = 1,
+    no_bias: bool = True,
+    layout: str | None = None,
+) -> jax.Array:
+    axes = len(kernel)
+    if _layout(layout, axes) != "NC" + _SPATIAL[axes]:
+        raise ValueError(f"Deconvolution: layout {layout} is not supported")
+    stride, dilate = _filled(stride, axes, 1), _filled(dilate, axes, 1)
+    pad, adj = _filled(pad, axes, 0), _filled(adj, axes, 0)
+    reach = [d * (k - 1) for d, k in zip(dilate, kernel, strict=True)]
+    if any(target_shape):
+        spare = [
+            s * (n - 1) + r + 1 - t for s, n, r, t in zip(stride, data.shape[2:], reach, target_shape, strict=True)
+        ]
+        adj = tuple(n % 2 for n in spare)
+        pad = tuple((n + 1) // 2 for n in spare)
+    # The gradient of a convolution: the kernel is mirrored, and its channels in and out are exchanged in each group.
+    grouped = weight.reshape(num_group, -1, *weight.shape[1:]).swapaxes(1, 2)
+    mirrored = jnp.flip(grouped.reshape(-1, *grouped.shape[2:]), range(2, 2 + axes))
+    letters = _layout(None, axes)
+    out = lax.conv_general_dilated(
+        data,
+        mirrored,
+        (1,) * axes,
+        [(r - p, r - p + a) for r, p, a in zip(reach, pad, adj, strict=True)],
+        lhs_dilation=stride,
+        rhs_dilation=dilate,
+        dimension_numbers=(letters, letters.replace("N", "O").replace("C", "I"), letters),
+        feature_group_count=num_group,
+    )
+    return out if bias is None else out + per_channel(bias, out)
+
+
+def fully_connected(
+    data: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    num_hidden: int,
+    no_bias: bool = False,
+    flatten: bool = True,
+) -> jax.Array:
+    if flatten:
+        data = data.reshape(data.shape[0], -1)
+    out = lax.dot_general(data, weight, (((data.ndim - 1,), (1,)), ((), ())))
+    return out if bias is None else out + per_channel(bias, out, -1)
+
+
+def batch_norm(
+    data: jax.Array,
+    gamma: jax.Array,
+    beta: jax.Array,
+    moving_mean: jax.Array,
+    moving_var: jax.Array,
+    *,
+    eps: float = 1e-3,
+    momentum: float = 0.9,
+    fix_gamma: bool = True,
+    use_global_stats: bool = False,
+    output_mean_var: bool = False,
+    axis: int = 1,
+    min_calib_range: float | None = None,
+    max_calib_range: float | None = None,
+    train: bool,
+) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+    """The outputs, and the new running mean and variance."""
+    x = data.astype(jnp.promote_types(data.dtype, jnp.float32))
+    running = (moving_mean, moving_var)
+    if train and not use_global_stats:
+        others = [i for i in range(x.ndim) if i != axis % x.ndim]
+        mean, var = x.mean(others), x.var(others)
+        fresh = zip(running, (mean, var), strict=True)
+        running = tuple(lax.stop_gradient(old * momentum + new * (1 - momentum)) for old, new in fresh)
+    else:
+        mean, var = moving_mean, moving_var
+    scale = jnp.ones_like(gamma) if fix_gamma else gamma
+    inverse = lax.rsqrt(var + eps)
+    out = (x - per_channel(mean, x, axis)) * per_channel(inverse * scale, x, axis) + per_channel(beta, x, axis)
+    out = out.astype(data.dtype)
+    # What MXNet calls the variance in its outputs is this inverse.
+    return ((out, mean, inverse) if output_mean_var else out), (running[0], running[1])
+
+
+def pooling(
+    data: jax.Array,
+    *,
+    kernel: tuple[int, ...] = (),
+    pool_type: str = "max",
+    global_pool: bool = False,
+    pooling_convention: str = "valid",
+    stride: tuple[int, ...] = (),
+    pad: tuple[int, ...] = (),
+    p_value: int | None = None,
+    count_include_pad: bool | None = True,
+    layout: str | None = None,
+) -> jax.Array:
+    letters = _layout(layout, data.ndim - 2)
+    at = [i for i, letter in enumerate(letters) if letter not in "NC"]
+    sizes = [data.shape[i] for i in at]
+    axes = len(at)
+    if global_pool:
+        kernel, stride, pad = tuple(sizes), (), ()
+    stride, pad = _filled(stride, axes, 1), _filled(pad, axes, 0)
+    window, strides, padding = [1] * data.ndim, [1] * data.ndim, [(0, 0)] * data.ndim
+    beyond = False  # whether a window begins behind the padding, where nothing is
+    whole = list(padding)
+    for i, n, k, s, p in zip(at, sizes, kernel, stride, pad, strict=True):
+        last = (_pooled(n, k, s, p, pooling_convention) - 1) * s
+        window[i], strides[i], padding[i], beyond = k, s, (p, p), beyond or last >= n + p
+        whole[i] = (p, max(p, last + k - n - p))
+
+    def sums(x: jax.Array, around: list[tuple[int, int]]) -> jax.Array:
+        return lax.reduce_window(x, 0.0, lax.add, window, strides, around)
+
+    if pool_type == "max":
+        out = lax.reduce_window(data, -jnp.inf, lax.max, window, strides, whole)
+        return jnp.maximum(out, jnp.finfo(data.dtype).min) if beyond else out
+    if pool_type == "lp":
+        power = p_value or 2
+        return sums(jnp.abs(data) ** power, whole) ** (1 / power)
+    if pool_type == "sum":
+        return sums(data, whole)
+    if pool_type != "avg":
+        raise ValueError(f"Pooling: pool_type must be max, avg, sum or lp, got {pool_type!r}")
+    if whole == padding and (count_include_pad is not False or not any(pad)):
+        return sums(data, whole) / math.prod(window)
+    # What lies behind the padding, where only a last, incomplete window reaches, is not counted.
+    ones = jnp.ones([data.shape[i] if i in at else 1 for i in range(data.ndim)], data.dtype)
+    rest = whole
+    if count_include_pad is not False:
+        ones = jnp.pad(ones, padding, constant_values=1)
+        rest = [(0, right - own) for (_, right), (_, own) in zip(whole, padding, strict=True)]
+    return sums(data, whole) / jnp.maximum(sums(ones, rest), 1)
+
+
+def _pooled(size: int, kernel: int, stride: int, pad: int, convention: str) -> int:
+    """The length of an axis after pooling."""
+    if convention not in ("valid", "full"):  # MXNet 1.9.1 itself fails at "same"
+        raise ValueError(f"Pooling: pooling_convention must be valid or full, got {convention!r}")
+    rest = size + 2 * pad - kernel
+    if rest < 0:
+        raise ValueError(f"Pooling: a kernel of {kernel} is larger than its input, {size} with a padding of {pad}")
+    return 1 + (-(-rest // stride) if convention == "full" else rest // stride)
+
+
+def dropout(
+    data: jax.Array,
+    *,
+    p: float = 0.5,
+    mode: str = "training",
+    axes: tuple[int, ...] = (),
+    train: bool,
+    rng: jax.Array | None,
+) -> jax.Array:
+    if not (train or mode == "always") or not p:
+        return data
+    if rng is None:
+        raise ValueError("Dropout needs rng=, a random key")
+    shape = [1 if i in axes else n for i, n in enumerate(data.shape)]
+    kept = jax.random.bernoulli(rng, 1 - p, shape)
+    return jnp.where(kept, data / (1 - p), 0).astype(data.dtype)
+
+
+def activation(data: jax.Array, *, act_type: str) -> jax.Array:
+    functions = {
+        "relu": jax.nn.relu,
+        "sigmoid": jax.nn.sigmoid,
+        "tanh": jnp.tanh,
+        "softrelu": jax.nn.softplus,
+        "softsign": jax.nn.soft_sign,
+        "log_sigmoid": jax.nn.log_sigmoid,
+        "mish": jax.nn.mish,
+    }
+    if act_type not in functions:
+        raise ValueError(f"Activation: act_type must be one of {', '.join(functions)}, got {act_type!r}")
+    return functions[act_type](data)
+
+
+def leaky_relu(
+    data: jax.Array,
+    gamma: jax.Array | None = None,
+    *,
+    act_type: str = "leaky",
+    slope: float = 0.25,
+    lower_bound: float = 0.125,
+    upper_bound: float = 0.334,
+    train: bool,
+    rng: jax.Array | None,
+) -> Any:
+    if act_type == "gelu":
+        return jax.nn.gelu(data, approximate=False)
+    if act_type == "selu":
+        return jax.nn.selu(data)
+    if act_type == "elu":
+        return jnp.where(data > 0, data, slope * jnp.expm1(jnp.minimum(data, 0)))
+    if act_type == "prelu" and gamma is not None:
+        factor = gamma if gamma.ndim == data.ndim else per_channel(gamma, data, min(1, data.ndim - 1))
+        return jnp.where(data > 0, data, factor * data)
+    if act_type == "rrelu":
+        factor = jnp.full_like(data, (lower_bound + upper_bound) / 2)
+        if train:
+            if rng is None:
+                raise ValueError("LeakyReLU of type rrelu needs rng=, a random key")
+            factor = jax.random.uniform(rng, data.shape, data.dtype, lower_bound, upper_bound)
+        return jnp.where(data > 0, data, factor * data), factor
+    if act_type != "leaky":
+        raise ValueError(f"LeakyReLU: act_type {act_type!r} is unknown, or lacks its gamma")
+    return jnp.where(data > 0, data, slope * data)
+
+
+def l2_normalization(data: jax.Array, *, eps: float = 1e-10, mode: str = "instance") -> jax.Array:
+    axes = {"instance": range(1, data.ndim), "channel": (1,), "spatial": range(2, data.ndim)}
+    if mode not in axes:
+        raise ValueError(f"L2Normalization: mode must be instance, channel or spatial, got {mode!r}")
+    return data * lax.rsqrt(jnp.square(data).sum(tuple(axes[mode]), keepdims=True) + eps)
+
+
+def lrn(data: jax.Array, *, nsize: int, alpha: float = 1e-4, beta: float = 0.75, knorm: float = 2.0) -> jax.Array:
+    window = (1, nsize) + (1,) * (data.ndim - 2)
+    padding = [(nsize // 2, nsize // 2) if i == 1 else (0, 0) for i in range(data.ndim)]
+    near = lax.reduce_window(jnp.square(data), 0.0, lax.add, window, (1,) * data.ndim, padding)
+    return data * (knorm + alpha / nsize * near) ** -beta
+
+
+def _standardized(x: jax.Array, axes: tuple[int, ...], eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(values less their mean over their deviation, mean, deviation)."""
+    mean = x.mean(axes, keepdims=True)
+    deviation = jnp.sqrt(x.var(axes, keepdims=True) + eps)
+    return (x - mean) / deviation, mean, deviation
+
+
+def layer_norm(
+    data: jax.Array,
+    gamma: jax.Array,
+    beta: jax.Array,
+    *,
+    axis: int = -1,
+    eps: float = 1e-5,
+    output_mean_var: bool = False,
+) -> Any:
+    x, mean, deviation = _standardized(data, (axis,), eps)
+    out = x * per_channel(gamma, x, axis) + per_channel(beta, x, axis)
+    return (out, mean.squeeze(axis), deviation.squeeze(axis)) if output_mean_var else out
+
+
+def instance_norm(data: jax.Array, gamma: jax.Array, beta: jax.Array, *, eps: float = 1e-3) -> jax.Array:
+    x, _, _ = _standardized(data, tuple(range(2, data.ndim)), eps)
+    return x * per_channel(gamma, x) + per_channel(beta, x)
+
+
+def group_norm(
+    data: jax.Array,
+    gamma: jax.Array,
+    beta: jax.Array,
+    *,
+    num_groups: int = 1,
+    eps: float = 1e-5,
+    output_mean_var: bool = False,
+) -> Any:
+    groups = data.reshape(data.shape[0], num_groups, -1)
+    x, mean, deviation = _standardized(groups, (2,), eps)
+    out = (x * per_channel(gamma, x) + per_channel(beta, x)).reshape(data.shape)
+    return (out, mean.squeeze(2), deviation.squeeze(2)) if output_mean_var else out
+
+
+def up_sampling(
+    *data: jax.Array,
+    scale: int,
+    sample_type: str,
+    num_filter: int = 0,
+    num_args: int = 1,
+    multi_input_mode: str = "concat",
+) -> jax.Array:
+    if sample_type == "bilinear":
+        return deconvolution(
+            data[0],
+            data[1],
+            kernel=(2 * scale - scale % 2,) * 2,
+            num_filter=data[0].shape[1],
+            stride=(scale, scale),
+            pad=(math.ceil((scale - 1) / 2),) * 2,
+            num_group=data[0].shape[1],
+        )
+    height = data[0].shape[2] * scale
+    grown = [x.repeat(height // x.shape[2], 2).repeat(height // x.shape[2], 3) for x in data]
+    return sum(grown[1:], grown[0]) if multi_input_mode == "sum" else jnp.concatenate(grown, 1)

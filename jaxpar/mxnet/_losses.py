@@ -1,0 +1,132 @@
+"""The loss layers of MXNet's symbols. They give predictions forward; backward, the gradient of a loss of their own.
+
+Except for `SoftmaxOutput` with `out_grad`, they ignore the gradient of what comes after them. So the gradient of the
+sum of a network's outputs is the gradient with which MXNet trains it. Without a label they are plain functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def _with_gradient(
+    forward: Callable[[jax.Array], jax.Array],
+    backward: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    data: jax.Array,
+    label: jax.Array | None,
+) -> jax.Array:
+    """`forward(data)`, with the gradient `backward(output, label, gradient of the output)` if there is a label."""
+    if label is None:
+        return forward(data)
+
+    @jax.custom_vjp
+    def layer(data: jax.Array, label: jax.Array) -> jax.Array:
+        return forward(data)
+
+    def there(data: jax.Array, label: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        out = forward(data)
+        return out, (out, label)
+
+    def back(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, Any]:
+        out, label = kept
+        whole = not jnp.issubdtype(label.dtype, jnp.inexact)
+        none = np.zeros(label.shape, jax.dtypes.float0) if whole else jnp.zeros_like(label)
+        return backward(out, label, gradient).reshape(out.shape).astype(out.dtype), none
+
+    layer.defvjp(there, back)
+    return layer(data, label)
+
+
+def softmax_output(
+    data: jax.Array,
+    label: jax.Array | None = None,
+    *,
+    grad_scale: float = 1.0,
+    ignore_label: float = -1.0,
+    multi_output: bool = False,
+    use_ignore: bool = False,
+    preserve_shape: bool = False,
+    normalization: str = "null",
+    out_grad: bool = False,
+    smooth_alpha: float = 0.0,
+) -> jax.Array:
+    if normalization not in ("null", "batch", "valid"):
+        raise ValueError(f"SoftmaxOutput: normalization must be null, batch or valid, got {normalization!r}")
+    rows = (data.shape[0], math.prod(data.shape[1:]), 1)  # of the batch, of classes, and places in an image
+    if multi_output:
+        rows = (data.shape[0], data.shape[1], math.prod(data.shape[2:]))
+    elif preserve_shape:
+        rows = (math.prod(data.shape[:-1]), data.shape[-1], 1)
+
+    def forward(x: jax.Array) -> jax.Array:
+        return jax.nn.softmax(x.reshape(rows), 1).reshape(x.shape)
+
+    def backward(out: jax.Array, label: jax.Array, gradient: jax.Array) -> jax.Array:
+        if label.shape == out.shape:  # a probability of each class
+            return (out - label) * grad_scale
+        y = out.reshape(rows)
+        label = label.reshape(rows[0], rows[2])
+        classes = label.astype(jnp.int32)
+        hit = jax.nn.one_hot(classes, rows[1], axis=1, dtype=y.dtype)
+        smooth = smooth_alpha / max(rows[1] - 1, 1)
+        grads = y - jnp.where(hit > 0, 1 - smooth_alpha, smooth) if smooth_alpha else y - hit
+        ignored = classes == int(ignore_label)
+        if use_ignore:
+            grads = jnp.where(jnp.expand_dims(ignored, 1), 0, grads)
+        count = label.shape[0] if normalization == "batch" else 1
+        if normalization == "valid":
+            count = jnp.maximum((~ignored).sum(), 1).astype(y.dtype)
+        elif multi_output:
+            count = count * rows[2]
+        grads = grads * (grad_scale / count)
+        return grads.reshape(out.shape) * gradient if out_grad else grads
+
+    return _with_gradient(forward, backward, data, label)
+
+
+def _regression(
+    forward: Callable[[jax.Array], jax.Array], slope: Callable[[jax.Array], jax.Array]
+) -> Callable[..., jax.Array]:
+    def layer(data: jax.Array, label: jax.Array | None = None, *, grad_scale: float = 1.0) -> jax.Array:
+        def backward(out: jax.Array, label: jax.Array, gradient: jax.Array) -> jax.Array:
+            outputs = max(label.size // label.shape[0], 1)  # a mean over what belongs to one example
+            return slope(out - label.reshape(out.shape)) * (grad_scale / outputs)
+
+        return _with_gradient(forward, backward, data, label)
+
+    return layer
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
+
+
+linear_regression = _regression(_same, _same)
+logistic_regression = _regression(jax.nn.sigmoid, _same)
+mae_regression = _regression(_same, jnp.sign)
+
+
+def make_loss(
+    data: jax.Array, *, grad_scale: float = 1.0, valid_thresh: float = 0.0, normalization: str = "null"
+) -> jax.Array:
+    """The data, whose gradient is `grad_scale` everywhere."""
+
+    def backward(out: jax.Array, label: jax.Array, gradient: jax.Array) -> jax.Array:
+        count = {"null": 1, "batch": out.shape[0] if out.ndim else 1}.get(normalization)
+        if count is None:
+            count = jnp.maximum((out > valid_thresh).sum(), 1).astype(out.dtype)
+        return jnp.ones_like(out) * (grad_scale / count)
+
+    return _with_gradient(_same, backward, data, jnp.zeros(()))
+
+
+def softmax_cross_entropy(data: jax.Array, label: jax.Array) -> jax.Array:
+    """The sum over the batch, as an array of one number."""
+    rows = jax.nn.log_softmax(data, -1)
+    return -jnp.take_along_axis(rows, label.astype(jnp.int32)[:, None], 1, mode="clip").sum().reshape(1)

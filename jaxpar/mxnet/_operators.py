@@ -1,0 +1,341 @@
+"""The table of MXNet's operators: what each computes, and the shapes that its arrays must have.
+
+An operator is a function of arrays, and of attributes by keyword. Two keywords are no attributes: `train` says whether
+the network is being trained, and `rng` is a random key of this node.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import _arrays as arrays, _layers as layers, _losses as losses, _rnn as recurrent
+
+_GIVEN = frozenset(("train", "rng"))  # keywords that the model gives itself
+Shape = tuple[int, ...]
+Shapes = Callable[[Shape, Mapping[str, Any]], Mapping[str, Shape]]
+Last = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operator:
+    """What a node computes.
+
+    Attributes:
+        fn: the function of its arrays and attributes.
+        shapes: the shapes of its other arrays, of the first one's shape and the attributes. None: they say nothing.
+        state: the names of the last arrays, if they are running statistics. Then `fn` gives (outputs, new ones).
+        labels: whether the arrays after the first may be missing where nothing is trained.
+        last: the attributes with which `fn` takes images whose channels are last, of those of the file. None, or a
+            function that gives None: such images have to be turned into MXNet's layout before.
+    """
+
+    fn: Callable[..., Any]
+    shapes: Shapes | None = None
+    state: tuple[str, ...] = ()
+    labels: bool = False
+    last: Last | None = None
+
+    @functools.cached_property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.fn).parameters
+
+    @functools.cached_property
+    def slots(self) -> tuple[str, ...]:
+        """The names of its arrays."""
+        return tuple(n for n, p in self.parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+
+    @functools.cached_property
+    def attributes(self) -> Mapping[str, inspect.Parameter]:
+        return {n: p for n, p in self.parameters.items() if p.kind == p.KEYWORD_ONLY and n not in _GIVEN}
+
+    @functools.cached_property
+    def given(self) -> frozenset[str]:
+        """Which of `train` and `rng` it takes."""
+        return _GIVEN & self.parameters.keys()
+
+
+def _convolution_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
+    last = (attrs.get("layout") or "NC").endswith("C") and "layout" in attrs
+    channels = (data[-1] if last else data[1]) // attrs.get("num_group", 1)
+    count, kernel = attrs["num_filter"], attrs["kernel"]
+    return {"weight": (count, *kernel, channels) if last else (count, channels, *kernel), "bias": (count,)}
+
+
+def _deconvolution_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
+    count = attrs["num_filter"]
+    return {"weight": (data[1], count // attrs.get("num_group", 1), *attrs["kernel"]), "bias": (count,)}
+
+
+def _dense_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
+    inputs = math.prod(data[1:]) if attrs.get("flatten", True) else data[-1]
+    return {"weight": (attrs["num_hidden"], inputs), "bias": (attrs["num_hidden"],)}
+
+
+def _channels(axis: int) -> Shapes:
+    def shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
+        one = (data[attrs.get("axis", axis)],)
+        return dict.fromkeys(("gamma", "beta", "moving_mean", "moving_var"), one)
+
+    return shapes
+
+
+def _group_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
+    return dict.fromkeys(("gamma", "beta"), (attrs.get("num_groups", 1),))
+
+
+def _embedding_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
+    return {"weight": (attrs["input_dim"], attrs["output_dim"])}
+
+
+def _rnn_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
+    directions = 2 if attrs.get("bidirectional") else 1
+    hidden, layers = attrs["state_size"], attrs["num_layers"]
+    count = recurrent.parameter_count(attrs["mode"], data[2], hidden, layers, directions)
+    state = (layers * directions, data[1], hidden)
+    return {"parameters": (count,), "state": state, "state_cell": state}
+
+
+# Images whose channels are last
+
+
+def _same(attrs: Mapping[str, Any]) -> Mapping[str, Any]:
+    return attrs
+
+
+def _axis(name: str, default: int) -> Last:
+    """The attribute `name` is an axis."""
+
+    def last(attrs: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**attrs, name: (0, 3, 1, 2)[attrs.get(name, default)]}
+
+    return last
+
+
+def _last_layout(attrs: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    own = attrs.get("layout") in (None, "None", "NCHW") and len(attrs.get("kernel") or (1, 1)) == 2
+    return {**attrs, "layout": "NHWC"} if own else None
+
+
+def _last_split(attrs: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return None if attrs.get("squeeze_axis") else _axis("axis", 1)(attrs)
+
+
+def _last_leaky(attrs: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """A factor of each channel has its axis in the operator, and random ones follow the order of the values."""
+    return None if attrs.get("act_type") in ("prelu", "rrelu") else attrs
+
+
+# Elementwise
+
+
+def _softmax(function: Callable[..., jax.Array], sign: float = 1) -> Callable[..., jax.Array]:
+    def softmax(
+        data: jax.Array,
+        *,
+        axis: int = -1,
+        temperature: float | None = None,
+        dtype: str | None = None,
+        use_length: bool | None = False,
+    ) -> jax.Array:
+        if use_length:
+            raise ValueError("softmax: use_length is not supported")
+        out = function(sign * data / temperature if temperature else sign * data, axis)
+        return out.astype(jax.dtypes.canonicalize_dtype(dtype)) if dtype else out
+
+    return softmax
+
+
+def _softmax_activation(data: jax.Array, *, mode: str = "instance") -> jax.Array:
+    return jax.nn.softmax(data, 1 if mode == "channel" else -1)
+
+
+def _clip(data: jax.Array, *, a_min: float, a_max: float) -> jax.Array:
+    """As in MXNet, a value at the bound has the whole gradient."""
+    return jnp.where(data > a_max, a_max, jnp.where(data < a_min, a_min, data))
+
+
+def _smooth_l1(data: jax.Array, *, scalar: float = 1.0) -> jax.Array:
+    square = scalar * scalar
+    return jnp.where(jnp.abs(data) > 1 / square, jnp.abs(data) - 0.5 / square, 0.5 * square * data * data)
+
+
+def _binary(function: Callable[[Any, Any], jax.Array], last: Last | None = _same) -> Operator:
+    def binary(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return function(lhs, rhs)
+
+    return Operator(binary, last=last)
+
+
+def _with_scalar(function: Callable[[Any, Any], jax.Array], reverse: bool) -> Operator:
+    def scalar_operator(data: jax.Array, *, scalar: float = 1.0, is_int: bool = True) -> jax.Array:
+        return function(scalar, data) if reverse else function(data, scalar)
+
+    return Operator(scalar_operator, last=_same)
+
+
+def _unary(function: Callable[[jax.Array], jax.Array], last: Last | None = _same) -> Operator:
+    def unary(data: jax.Array) -> jax.Array:
+        return function(data)
+
+    return Operator(unary, last=last)
+
+
+def _compare(function: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.Array]:
+    """A comparison that gives 1 and 0, of the dtype of what is compared."""
+
+    def compare(a: Any, b: Any) -> jax.Array:
+        return function(a, b).astype(jnp.result_type(a, b))
+
+    return compare
+
+
+def _hard_sigmoid(data: jax.Array, *, alpha: float = 0.2, beta: float = 0.5) -> jax.Array:
+    return _clip(alpha * data + beta, a_min=0.0, a_max=1.0)
+
+
+_UNARY: dict[str, Callable[[Any], jax.Array]] = {
+    **{n: getattr(jnp, n) for n in "abs sign ceil floor trunc square sqrt exp log log10 log2 log1p expm1".split()},
+    **{n: getattr(jnp, n) for n in "sin cos tan sinh cosh tanh arcsin arccos arctan arcsinh arccosh arctanh".split()},
+    **{n: getattr(jnp, n) for n in "negative reciprocal cbrt degrees radians".split()},
+    "rint": jnp.rint,
+    "fix": jnp.trunc,
+    "round": lambda x: jnp.trunc(x + jnp.where(x < 0, -0.5, 0.5)),  # halves go away from 0
+    "rsqrt": lax.rsqrt,
+    "rcbrt": lambda x: 1 / jnp.cbrt(x),
+    "relu": jax.nn.relu,
+    "sigmoid": jax.nn.sigmoid,
+    "softsign": jax.nn.soft_sign,
+    "erf": jax.scipy.special.erf,
+    "gammaln": jax.scipy.special.gammaln,
+    "zeros_like": jnp.zeros_like,
+    "ones_like": jnp.ones_like,
+    "BlockGrad stop_gradient": lax.stop_gradient,
+    "identity _copy": jnp.asarray,
+    "make_loss": losses.make_loss,
+}
+
+# name: (function, names before 1.0, names with a number)
+ARITHMETIC: dict[str, tuple[Callable[[Any, Any], jax.Array], str, str]] = {
+    "add": (jnp.add, "elemwise_add broadcast_plus _plus _Plus _add", "_plus_scalar _PlusScalar"),
+    "sub": (jnp.subtract, "elemwise_sub broadcast_minus _minus _Minus _sub", "_minus_scalar _MinusScalar"),
+    "mul": (jnp.multiply, "elemwise_mul _mul _Mul", "_mul_scalar _MulScalar"),
+    "div": (jnp.divide, "elemwise_div _div _Div", "_div_scalar _DivScalar"),
+    "mod": (jnp.mod, "_mod _Mod", "_mod_scalar _ModScalar"),
+    "power": (jnp.power, "_power _Power _pow", "_power_scalar _PowerScalar"),
+    "maximum": (jnp.maximum, "_maximum _Maximum", "_maximum_scalar _MaximumScalar"),
+    "minimum": (jnp.minimum, "_minimum _Minimum", "_minimum_scalar _MinimumScalar"),
+    "hypot": (jnp.hypot, "_hypot", "_hypot_scalar"),
+    "equal": (_compare(jnp.equal), "_equal", "_equal_scalar"),
+    "not_equal": (_compare(jnp.not_equal), "_not_equal", "_not_equal_scalar"),
+    "greater": (_compare(jnp.greater), "_greater", "_greater_scalar"),
+    "greater_equal": (_compare(jnp.greater_equal), "_greater_equal", "_greater_equal_scalar"),
+    "lesser": (_compare(jnp.less), "_lesser", "_lesser_scalar"),
+    "lesser_equal": (_compare(jnp.less_equal), "_lesser_equal", "_lesser_equal_scalar"),
+    "logical_and": (_compare(jnp.logical_and), "_logical_and", "_logical_and_scalar"),
+    "logical_or": (_compare(jnp.logical_or), "_logical_or", "_logical_or_scalar"),
+}
+_REVERSED = {
+    "_rminus_scalar _RMinusScalar": jnp.subtract,
+    "_rdiv_scalar _RDivScalar": jnp.divide,
+    "_rpower_scalar _RPowerScalar": jnp.power,
+    "_rmod_scalar _RModScalar": jnp.mod,
+}
+_REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
+    "sum sum_axis": jnp.sum,
+    "mean": jnp.mean,
+    "prod": jnp.prod,
+    "nansum": jnp.nansum,
+    "nanprod": jnp.nanprod,
+    "max max_axis": arrays.extreme(jnp.max),
+    "min min_axis": arrays.extreme(jnp.min),
+}
+
+_NAMED: dict[str, Operator] = {
+    "Convolution Convolution_v1": Operator(layers.convolution, _convolution_shapes, last=_last_layout),
+    "Deconvolution": Operator(layers.deconvolution, _deconvolution_shapes),
+    "FullyConnected": Operator(layers.fully_connected, _dense_shapes),
+    "BatchNorm BatchNorm_v1 CuDNNBatchNorm": Operator(
+        layers.batch_norm, _channels(1), state=("moving_mean", "moving_var"), last=_axis("axis", 1)
+    ),
+    "Pooling Pooling_v1": Operator(layers.pooling, last=_last_layout),
+    "Dropout": Operator(layers.dropout),
+    "Activation": Operator(layers.activation, last=_same),
+    "LeakyReLU": Operator(layers.leaky_relu, _channels(1), last=_last_leaky),
+    "L2Normalization": Operator(layers.l2_normalization),
+    "LRN": Operator(layers.lrn),
+    "LayerNorm": Operator(layers.layer_norm, _channels(-1)),
+    "InstanceNorm": Operator(layers.instance_norm, _channels(1)),
+    "GroupNorm": Operator(layers.group_norm, _group_shapes),
+    "UpSampling": Operator(layers.up_sampling),
+    "RNN": Operator(recurrent.rnn, _rnn_shapes),
+    "Embedding": Operator(arrays.embedding, _embedding_shapes),
+    "SoftmaxOutput Softmax": Operator(losses.softmax_output, labels=True),
+    "LinearRegressionOutput": Operator(losses.linear_regression, labels=True),
+    "LogisticRegressionOutput": Operator(losses.logistic_regression, labels=True),
+    "MAERegressionOutput": Operator(losses.mae_regression, labels=True),
+    "MakeLoss": Operator(losses.make_loss),
+    "softmax_cross_entropy": Operator(losses.softmax_cross_entropy),
+    "softmax": Operator(_softmax(jax.nn.softmax), last=_axis("axis", -1)),
+    "softmin": Operator(_softmax(jax.nn.softmax, -1), last=_axis("axis", -1)),
+    "log_softmax": Operator(_softmax(jax.nn.log_softmax), last=_axis("axis", -1)),
+    "SoftmaxActivation": Operator(_softmax_activation),
+    "smooth_l1": Operator(_smooth_l1, last=_same),
+    "clip": Operator(_clip, last=_same),
+    "hard_sigmoid": Operator(_hard_sigmoid, last=_same),
+    "Reshape reshape": Operator(arrays.reshape),
+    "reshape_like": _binary(lambda lhs, rhs: lhs.reshape(rhs.shape), last=None),
+    "broadcast_like": _binary(lambda lhs, rhs: jnp.broadcast_to(lhs, rhs.shape), last=None),
+    "Flatten flatten": _unary(lambda data: data.reshape(data.shape[0], -1), last=None),
+    "transpose": Operator(arrays.transpose),
+    "SwapAxis swapaxes SwapAxes": Operator(arrays.swap_axes),
+    "expand_dims": Operator(arrays.expand_dims),
+    "squeeze": Operator(arrays.squeeze),
+    "Concat concat _rnn_param_concat": Operator(arrays.concat, last=_axis("dim", 1)),
+    "stack": Operator(arrays.stack),
+    "add_n ElementWiseSum _sum": Operator(arrays.add_n, last=_same),
+    "tile": Operator(arrays.tile),
+    "repeat": Operator(arrays.repeat),
+    "Pad pad": Operator(arrays.pad),
+    "reverse flip": Operator(arrays.flip),
+    "slice crop": Operator(arrays.slice_),
+    "slice_axis": Operator(arrays.slice_axis, last=_axis("axis", 0)),
+    "slice_like": Operator(arrays.slice_like),
+    "SliceChannel split": Operator(arrays.slice_channel, last=_last_split),
+    "Crop": Operator(arrays.crop),
+    "Cast cast": Operator(arrays.cast, last=_same),
+    "norm": Operator(arrays.norm),
+    "argmax": Operator(arrays.place(jnp.argmax)),
+    "argmin": Operator(arrays.place(jnp.argmin)),
+    "broadcast_to": Operator(arrays.broadcast_to),
+    "broadcast_axis broadcast_axes": Operator(arrays.broadcast_axis),
+    "dot": Operator(arrays.dot),
+    "batch_dot": Operator(arrays.batch_dot),
+    "take": Operator(arrays.take),
+    "pick choose_element_0index": Operator(arrays.pick),
+    "gather_nd": _binary(lambda data, indices: data[tuple(indices.astype(jnp.int32))], last=None),
+    "one_hot": Operator(arrays.one_hot),
+    "where": Operator(arrays.where),
+    "_zeros": Operator(arrays.filled(0.0)),
+    "_ones": Operator(arrays.filled(1.0)),
+    "_full": Operator(arrays.filled(None)),
+    "_arange": Operator(arrays.arange),
+    "SequenceMask": Operator(arrays.sequence_mask),
+    "SequenceLast": Operator(arrays.sequence_last),
+    "SequenceReverse": Operator(arrays.sequence_reverse),
+    **{names: Operator(arrays.reduction(function)) for names, function in _REDUCTIONS.items()},
+    **{names: _with_scalar(function, True) for names, function in _REVERSED.items()},
+    **{names: _unary(function) for names, function in _UNARY.items()},
+    **{f"broadcast_{name} {names}": _binary(f) for name, (f, names, _) in ARITHMETIC.items()},
+    **{names: _with_scalar(f, False) for f, _, names in ARITHMETIC.values()},
+}
+
+OPERATORS: dict[str, Operator] = {name: found for names, found in _NAMED.items() for name in names.split()}

@@ -1,0 +1,457 @@
+"""Networks of MXNet from their files, as pure functions of named params."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core import checks, files
+from .._core.calls import answers
+from .._core.files import CheckpointError
+from . import _layout as layouts
+from ._compare import Difference, first_difference
+from ._graph import Graph, Node, convolved, output_names, parse, read_graph, roles, with_operators
+from ._params import load_params, to_bytes
+
+if TYPE_CHECKING:
+    from ._operators import Operator
+
+_MOST_NAMED = 8  # nodes or names in a message
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A network of MXNet: its graph, its arrays, and `apply`, a pure function of them.
+
+    `load_symbol` and `load_checkpoint` make one. It is never changed: train the params that you take from it.
+
+    Attributes:
+        params: what is trained, by MXNet's names. Empty without a params file.
+        state: the running statistics, MXNet's auxiliary states, by name: the `model_state` of a training step.
+        inputs: the names of what `apply` is given, data and labels, in MXNet's order.
+        outputs: the names of what it gives.
+        symbol: the graph as plain data: `nodes`, each with `op`, `name`, `inputs` and `attrs`, and `heads`.
+
+    Example:
+        >>> from jaxpar import mxnet
+        >>> model = mxnet.load_checkpoint("lenet", 10)  # doctest: +SKIP
+        >>> probabilities = model.apply(model.params, images)  # doctest: +SKIP
+    """
+
+    params: dict[str, jax.Array]
+    state: dict[str, jax.Array]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    symbol: Graph
+    _operators: Mapping[int, tuple[Operator, Mapping[str, Any]]]
+    _needed: frozenset[str]  # the inputs that are no labels
+    _arrays: Mapping[str, str]  # "arg" or "aux", by the names of params and state
+    _kernels: (
+        frozenset[str] | None
+    )  # the weights that are kept as (height, width, in, out). None: the layout is MXNet's
+
+    def __repr__(self) -> str:
+        return f"Model({len(self._operators)} operators, inputs {self.inputs}, outputs {self.outputs})"
+
+    @answers("Model.apply")
+    def apply(
+        self,
+        params: Mapping[str, Any],
+        *inputs: Any,
+        state: Mapping[str, Any] | None = None,
+        train: bool = False,
+        rng: Any = None,
+    ) -> Any:
+        """What the network gives, as MXNet computes it.
+
+        A loss layer such as SoftmaxOutput gives its predictions. With its label among the inputs, its gradient is that
+        of its loss, summed over the batch, and ignores what comes after it, as in MXNet. Without its label it is a
+        plain function, here the softmax: then the loss is yours, of what it gives.
+
+        Args:
+            params: `model.params`, or others of these names.
+            inputs: arrays in the order of `model.inputs`, or one dict {name: array}.
+            state: the running statistics. None: `model.state`.
+            train: whether statistics are those of the batch, and dropout drops. A Python bool.
+            rng: a random key for dropout, or an int that makes one.
+
+        Returns:
+            The output, a tuple if there are several. With `train=True`, (outputs, new state).
+
+        Raises:
+            ValueError: a param or an input is missing, or none of the network's.
+
+        Example:
+            >>> probabilities = model.apply(model.params, images)  # doctest: +SKIP
+            >>> outputs, new_state = model.apply(model.params, images, train=True, rng=0)  # doctest: +SKIP
+        """
+        given = self._inputs(inputs)
+        known = dict(self.state if state is None else state)
+        key = None if rng is None else checks.random_key(rng, "Model.apply: rng")
+        variables: dict[str, Any] = {n: jnp.asarray(x) for n, x in {**self._named(params, known), **given}.items()}
+        if self._kernels is not None:
+            variables |= {name: layouts.wrap(variables[name], layouts.KERNELS) for name in self._kernels}
+            variables |= {name: layouts.wrap(variables[name], layouts.IMAGES) for name in given}
+        values: list[tuple[Any, ...]] = []
+        for number, node in enumerate(self.symbol.nodes):
+            if node.is_variable:
+                values.append((variables.get(node.name),))
+                continue
+            operator, _ = self._operators[number]
+            found = self._run(number, [self._output(values, i, k) for i, k in node.inputs], train, key)
+            if operator.state:
+                found, fresh = found
+                names = [self.symbol.nodes[i].name for i, _ in node.inputs[-len(fresh) :]]
+                known.update(zip(names, fresh, strict=True))
+            values.append(found if isinstance(found, tuple) else (found,))
+        turned = layouts.own if self._kernels is None else layouts.image
+        outputs = tuple(turned(self._output(values, i, k)) for i, k in self.symbol.heads)
+        result = outputs[0] if len(outputs) == 1 else outputs
+        return (result, known) if train else result
+
+    @answers("Model.shapes")
+    def shapes(self, **input_shapes: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """The shape of each input, param and running statistic, from those of the inputs. Nothing is computed.
+
+        Args:
+            input_shapes: by name, such as `data=(32, 1, 28, 28)`. Labels of loss layers need none.
+
+        Raises:
+            ValueError: shapes do not fit together, or one more must be given.
+
+        Example:
+            >>> mxnet.load_symbol("lenet-symbol.json").shapes(data=(1, 1, 28, 28))  # doctest: +SKIP
+        """
+        names = {node.name for node in self.symbol.nodes if node.is_variable}
+        if unknown := [name for name in input_shapes if name not in names]:
+            raise ValueError(f"Model.shapes: the network has no {_listed(unknown)}; its inputs are {list(self.inputs)}")
+        known = {name: self._shape(name, shape, back=True) for name, shape in input_shapes.items()}
+        values: list[tuple[Any, ...]] = []
+        for number, node in enumerate(self.symbol.nodes):
+            if node.is_variable:
+                values.append(())
+                continue
+            arrays: list[Any] = []
+            for place, (i, k) in enumerate(node.inputs):
+                variable = self.symbol.nodes[i]
+                own = self._shaped(number, place, arrays, known) if variable.is_variable else self._output(values, i, k)
+                arrays.append(own)
+            found = jax.eval_shape(lambda *a, n=number: self._run(n, a, False, jax.random.key(0)), *arrays)
+            found = found[0] if self._operators[number][0].state else found
+            values.append(found if isinstance(found, tuple) else (found,))
+        found = (node.name for node in self.symbol.nodes if node.name in known)
+        return {name: self._shape(name, known[name], back=False) for name in found}
+
+    @answers("Model.save_params")
+    def save_params(
+        self,
+        file: str | os.PathLike[str],
+        params: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a `.params` file that MXNet reads, whole or not at all.
+
+        MXNet's `mx.model.load_checkpoint`, `Module.load` and `SymbolBlock.imports` take it, beside the symbol file.
+
+        Args:
+            file: its path, for a Module "prefix-0010.params".
+            params: the arrays to write, such as those that were trained. None: `model.params`.
+            state: the running statistics. None: `model.state`.
+
+        Raises:
+            OSError: the file cannot be written.
+            ValueError: an array is missing, or has a dtype that MXNet does not know.
+
+        Example:
+            >>> model.save_params("lenet-0011.params", state.store_params)  # doctest: +SKIP
+        """
+        arrays = self._named(params, state)
+        arrays |= {name: layouts.back(np.asarray(arrays[name]), layouts.KERNELS) for name in self._kernels or ()}
+        named = {f"{kind}:{name}": arrays[name] for name, kind in self._arrays.items()}
+        files.replace(files.as_path(file, "Model.save_params: file"), to_bytes(named))
+
+    @answers("Model.compare")
+    def compare(
+        self,
+        reference: str | os.PathLike[str] | Mapping[str, Any],
+        params: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | None = None,
+        *,
+        tolerance: float | None = None,
+    ) -> Difference | None:
+        """The first layer whose output is not MXNet's, in evaluation. None if all are.
+
+        Each layer is given what it is given in MXNet, so a difference is its own, or that of its params.
+
+        Args:
+            reference: what `tools/mxnet_outputs.py` of jaxpar's repository writes where MXNet runs, the inputs and the
+                outputs of all layers: a file, or {name: array}.
+            params: the params to compare. None: `model.params`.
+            state: the running statistics. None: `model.state`.
+            tolerance: the largest difference, over the largest absolute value of the output. None: 1e-4, and 1e-2
+                where an output has 16 bits.
+
+        Returns:
+            The layer, `print` shows what is different.
+
+        Raises:
+            OSError, CheckpointError: the file cannot be read, or is damaged.
+            ValueError: it lacks an input, or is of another network.
+
+        Example:
+            >>> print(model.compare("lenet-outputs.params"))  # doctest: +SKIP
+            None
+        """
+        found = reference if isinstance(reference, Mapping) else load_params(reference)
+        given = self._inputs([{name: found[name] for name in self.inputs if name in found}])
+        arrays = {name: jnp.asarray(array) for name, array in {**self._named(params, state), **given}.items()}
+        arrays |= {name: layouts.back(arrays[name], layouts.KERNELS) for name in self._kernels or ()}
+
+        def run(number: int, values: Sequence[Any]) -> Any:
+            outputs = self._run(number, values, False, None)
+            return outputs[0] if self._operators[number][0].state else outputs
+
+        return first_difference(self.symbol, run, arrays, found, tolerance)
+
+    @property
+    def lr_mult(self) -> dict[str, float]:
+        """The factors of the learning rate that the file gives to params, for `updaters.multipliers`."""
+        return self._factors("lr_mult")
+
+    @property
+    def wd_mult(self) -> dict[str, float]:
+        """The factors of weight decay with which MXNet trains the params, for `updaters.multipliers`.
+
+        A name that ends neither in `_weight` nor in `_gamma` has 0, unless the file says otherwise. Files of Gluon do.
+        """
+        rule = {name: 0.0 for name in self.frozen if not name.endswith(("_weight", "_gamma"))}
+        return rule | self._factors("wd_mult")
+
+    @property
+    def frozen(self) -> dict[str, bool]:
+        """Whether the file says `__grad_req__="null"` of a param, for `frozen=` of `train.start`."""
+        marks = self._marks("grad_req")
+        return {name: marks.get(name) == "null" for name, kind in self._arrays.items() if kind == "arg"}
+
+    def _factors(self, key: str) -> dict[str, float]:
+        marks = self._marks(key)
+        return {name: parse(marks[name], "float", f"{key} of {name!r}") for name in self.frozen if name in marks}
+
+    def _marks(self, key: str) -> dict[str, str]:
+        """An attribute of variables. Old files have it as `lr_mult`, or as `weight_lr_mult` of an operator."""
+        found: dict[str, str] = {}
+        for number, node in enumerate(self.symbol.nodes):
+            owners = {key: node.name, f"__{key}__": node.name}
+            if not node.is_variable:
+                arrays = zip(self._operators[number][0].slots, node.inputs)  # noqa: B905, the last may be missing
+                owners = {f"{slot}_{key}": self.symbol.nodes[i].name for slot, (i, _) in arrays}
+            found |= {owners[name]: text for name, text in node.attrs.items() if name in owners}
+        return found
+
+    def _output(self, values: Sequence[tuple[Any, ...]], number: int, place: int) -> Any:
+        """One output of a node. `CheckpointError` if it has fewer."""
+        if place >= len(values[number]):
+            node = self.symbol.nodes[number]
+            raise CheckpointError(f"the symbol is damaged: {node.op} {node.name!r} has no output {place}")
+        return values[number][place]
+
+    def _run(self, number: int, arrays: Sequence[Any], train: bool, key: jax.Array | None) -> Any:
+        """What one node gives."""
+        node = self.symbol.nodes[number]
+        operator, attrs = self._operators[number]
+        more: dict[str, Any] = {"train": train}
+        if "rng" in operator.given:
+            more["rng"] = None if key is None else jax.random.fold_in(key, number)
+        given = {name: more[name] for name in operator.given}
+        with jax.named_scope(node.name), _naming(node, arrays):
+            return layouts.run(operator, attrs, arrays, lambda a, own: operator.fn(*a, **own, **given))
+
+    def _inputs(self, given: Sequence[Any]) -> dict[str, Any]:
+        """The inputs by name."""
+        if len(given) == 1 and isinstance(given[0], Mapping):
+            named: dict[str, Any] = dict(given[0])
+        else:
+            if len(given) > len(self.inputs):
+                raise ValueError(f"Model.apply: {len(given)} inputs are given, the network has {list(self.inputs)}")
+            named = dict(zip(self.inputs, given))  # noqa: B905, labels may be missing
+        if unknown := [name for name in named if name not in self.inputs]:
+            raise ValueError(f"Model.apply: the network has no input {_listed(unknown)}; it has {list(self.inputs)}")
+        if missing := [name for name in self.inputs if name in self._needed and name not in named]:
+            raise ValueError(f"Model.apply: no array is given for input {_listed(missing)}")
+        return named
+
+    def _named(self, params: Mapping[str, Any] | None, state: Mapping[str, Any] | None) -> dict[str, Any]:
+        """All arrays by name, checked. None: the model's own."""
+        params, state = self.params if params is None else params, self.state if state is None else state
+        for what, given, kind in (("params", params, "arg"), ("state", state, "aux")):
+            if missing := [name for name, own in self._arrays.items() if own == kind and name not in given]:
+                raise ValueError(f"Model: {what} has no {_listed(missing)}")
+            if unknown := [name for name in given if self._arrays.get(name) != kind]:
+                raise ValueError(f"Model: {what} has {_listed(unknown)}, which the network has not")
+        return {**state, **params}
+
+    def _shape(self, name: str, shape: Sequence[int], *, back: bool) -> tuple[int, ...]:
+        """A shape in the layout of the network; with `back`, one of that layout in MXNet's."""
+        if self._kernels is None or len(shape) != 4 or not (name in self._kernels or name in self.inputs):
+            return tuple(shape)
+        axes = layouts.KERNELS if name in self._kernels else layouts.IMAGES
+        return tuple(shape[i] for i in (np.argsort(axes) if back else axes))
+
+    def _shaped(
+        self, number: int, place: int, before: Sequence[Any], known: dict[str, tuple[int, ...]]
+    ) -> jax.ShapeDtypeStruct | None:
+        """A variable that a node takes, as shape and dtype. None: a label of unknown shape."""
+        node = self.symbol.nodes[number]
+        operator, attrs = self._operators[number]
+        variable = self.symbol.nodes[node.inputs[place][0]]
+        if variable.name not in known:
+            shape = _declared(variable)
+            if shape is None and place and operator.shapes and place < len(operator.slots):
+                with _naming(node, before):
+                    shape = operator.shapes(before[0].shape, attrs).get(operator.slots[place])
+            if shape is None and operator.labels and place:
+                return None
+            if shape is None:
+                raise ValueError(f"Model.shapes: the shape of {variable.name!r} is unknown; give it too")
+            known[variable.name] = shape
+        return jax.ShapeDtypeStruct(known[variable.name], jnp.float32)
+
+
+@answers("mxnet.load_symbol")
+def load_symbol(
+    symbol_file: str | os.PathLike[str],
+    params_file: str | os.PathLike[str] | None = None,
+    *,
+    layout: str | None = None,
+    operators: Mapping[str, Callable[..., Any]] | None = None,
+) -> Model:
+    """A network of MXNet, from its symbol file and its params.
+
+    The files are those of `Module.save_checkpoint`, `symbol.save`, Gluon's `export` and `mx.nd.save`, of MXNet 1.0 to
+    2.0. MXNet itself is not needed, and nothing in the files is run.
+
+    Args:
+        symbol_file: the graph, "lenet-symbol.json".
+        params_file: its arrays, "lenet-0010.params". Arrays that the graph does not have are left out. None: the
+            network has no params, and `model.shapes(...)` says which it needs.
+        layout: None, for MXNet's own: images are (batch, channels, height, width). "NHWC": the network takes and gives
+            every array of four axes as (batch, height, width, channels), and the weights of its convolutions are
+            (height, width, in, out). The results are the same. `save_params` writes MXNet's layout.
+        operators: functions for operators that are missing here, or other ones for those that are not, by MXNet's
+            name. Such a function takes arrays by position, and attributes by keyword: as int, float, bool or tuple
+            where its annotation says so, else as strings. A keyword `train` or `rng` is given by the model.
+
+    Returns:
+        The model: `.params`, `.state`, `.apply(params, *inputs)`.
+
+    Raises:
+        OSError: a file cannot be read.
+        CheckpointError: a file is damaged, or of another network.
+        ValueError: an operator or an attribute is unknown. Every node that has the operator is named.
+
+    Example:
+        >>> from jaxpar import mxnet
+        >>> model = mxnet.load_symbol("lenet-symbol.json", "lenet-0010.params")  # doctest: +SKIP
+        >>> model.apply(model.params, images)  # doctest: +SKIP
+    """
+    if layout not in (None, "NCHW", "NHWC"):
+        raise ValueError(f"mxnet.load_symbol: layout must be None, which is MXNet's own, or 'NHWC', got {layout!r}")
+    path = files.as_path(symbol_file, "mxnet.load_symbol: symbol_file")
+    graph, table = with_operators(path, read_graph(path), operators or {})
+    statistics, weights, needed = roles(graph, table)
+    arrays: Mapping[str, Any] = {}
+    if params_file is not None:
+        arrays = load_params(params_file)
+    named = {name.split(":", 1)[-1] if name[:4] in ("arg:", "aux:") else name: a for name, a in arrays.items()}
+    variables = [node.name for node in graph.nodes if node.is_variable]
+    trained = [name for name in variables if name not in statistics and (name in named or name in weights)]
+    kinds = {name: "aux" if name in statistics else "arg" for name in (*trained, *statistics)}
+    if params_file is not None and (missing := [name for name in kinds if name not in named]):
+        raise CheckpointError(f"{params_file} has no array {_listed(missing)}, which {path} needs")
+    inputs = tuple(name for name in variables if name not in kinds)
+    kernels = convolved(graph, table) & frozenset(trained) if layout == "NHWC" else None
+    params = {name: jnp.asarray(named[name]) for name in trained if named}
+    return Model(
+        params | {name: layouts.turn(params[name], layouts.KERNELS) for name in kernels or () if named},
+        {name: jnp.asarray(named[name]) for name in statistics if named},
+        inputs,
+        output_names(graph),
+        graph,
+        table,
+        needed & frozenset(inputs),
+        kinds,
+        kernels,
+    )
+
+
+@answers("mxnet.load_checkpoint")
+def load_checkpoint(prefix: str | os.PathLike[str], epoch: int, *, layout: str | None = None) -> Model:
+    """A network that MXNet saved after an epoch, as `mx.model.load_checkpoint` reads it.
+
+    Args:
+        prefix: of the files "prefix-symbol.json" and "prefix-0010.params".
+        epoch: the number in the name of the latter, 10.
+        layout: as of `load_symbol`.
+
+    Raises:
+        OSError, CheckpointError, ValueError: as of `load_symbol`.
+
+    Example:
+        >>> from jaxpar import mxnet
+        >>> model = mxnet.load_checkpoint("resnet18", 10)  # doctest: +SKIP
+    """
+    epoch = checks.whole_number(epoch, "mxnet.load_checkpoint", "epoch", least=0)
+    prefix = files.as_path(prefix, "mxnet.load_checkpoint: prefix")
+    return load_symbol(f"{prefix}-symbol.json", f"{prefix}-{epoch:04d}.params", layout=layout)
+
+
+@answers("mxnet.operator")
+def operator(name: str) -> Callable[..., Any]:
+    """The function that computes an operator of MXNet.
+
+    It takes arrays by position and attributes by keyword. Where it has a keyword `train` or `rng`, give it too.
+
+    Raises:
+        ValueError: there is no such operator.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxpar import mxnet
+        >>> mxnet.operator("broadcast_greater")(jnp.array([1.0, 3.0]), jnp.array([2.0])).tolist()
+        [0.0, 1.0]
+    """
+    from ._operators import OPERATORS
+
+    checks.choice(name, "mxnet.operator", "name", OPERATORS)
+    return OPERATORS[name].fn
+
+
+@contextlib.contextmanager
+def _naming(node: Node, arrays: Sequence[Any]) -> Generator[None]:
+    """A block in which an error of an operator names its node. It may be of any kind, as attributes may be wrong."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        shapes = [None if a is None else tuple(a.shape) for a in map(layouts.own, arrays)]
+        said = str(error).split("\n")[0]
+        raise ValueError(f"{node.op} {node.name!r}, of arrays of shapes {shapes}: {said}") from error
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(repr(name) for name in names[:_MOST_NAMED]) + more
+
+
+def _declared(variable: Node) -> tuple[int, ...] | None:
+    """The shape that the file says a variable has. None: nothing, or not all of it."""
+    if "__shape__" not in variable.attrs:
+        return None
+    shape = parse(variable.attrs["__shape__"], "tuple[int, ...]", f"the shape of {variable.name!r}")
+    return shape if shape and all(n > 0 for n in shape) else None

@@ -1,0 +1,247 @@
+"""`train.plan` and `train.compare_plans`: does a step fit, what does it send, what would another choice give."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ... import viz
+from ..._core.calls import answers
+from ..._core.text import Table, describe
+from . import words
+from .child import ask
+from .slices import slice_of
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedCollective:
+    """One collective of a planned step.
+
+    Attributes:
+        kind: as XLA names it: "all-reduce", "all-gather", ...
+        axes: of the mesh. Empty where the devices are no set of its axes.
+        bytes: that a device sends each time, around a ring.
+        runs: how often it runs in a step. A branch counts as taken.
+        overlapped: whether the program computes something between its beginning and its end.
+        is_exact: whether `runs` is known. A loop of unknown length counts once.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    runs: int
+    overlapped: bool
+    is_exact: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a training step would be on accelerators, by their compiler. Nothing of it was measured on a chip.
+
+    Bytes, FLOPs and cycles are those of one device in one step. Where the compiler of TPUs refuses a program that does
+    not fit, what only a program says is None, and `collectives` is empty.
+
+    A step with `virtual_shards` is several programs. Its numbers are sums over all that a device runs. Its peak is the
+    highest of any program, with the gradients that wait to be added. It has no picture.
+
+    Attributes:
+        on, choices: as given to `train.plan`. Values of choices are strings.
+        devices, chip: how many devices, and their kind.
+        engine: of the step, what "auto" chooses.
+        fits: whether the step fits the memory.
+        peak_bytes: what it needs at once.
+        limit_bytes: what there is: of a TPU what its compiler allows, of a GPU the part of its memory that JAX takes,
+            0.75 or `XLA_PYTHON_CLIENT_MEM_FRACTION`.
+        argument_bytes, returned_bytes, temporary_bytes: state and batch, what the step returns, and the rest.
+        donated_bytes: what it returns in the memory of its arguments.
+        arguments: the five largest arrays of state and batch: `name`, `shape` of the whole, `bytes` of one device.
+        flops: counted from the traced step, as XLA counts them. Of branches the costliest counts.
+        cycles: the sum of the estimates of the compiler of TPUs, for comparisons only. Collectives and most copies have
+            no estimate. None for GPUs.
+        collectives: each of the program.
+        compile_seconds: of CPU time.
+    """
+
+    on: str
+    choices: dict[str, str]
+    devices: int
+    chip: str
+    engine: str
+    fits: bool
+    peak_bytes: int
+    limit_bytes: int
+    argument_bytes: int
+    arguments: tuple[dict[str, Any], ...]
+    flops: int
+    compile_seconds: float
+    returned_bytes: int | None = None
+    donated_bytes: int | None = None
+    temporary_bytes: int | None = None
+    cycles: int | None = None
+    collectives: tuple[PlannedCollective, ...] = ()
+    _picture: Any = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes that a device sends in one step, by kind of collective."""
+        found: dict[str, int] = {}
+        for one in self.collectives:
+            found[one.kind] = found.get(one.kind, 0) + one.bytes * one.runs
+        return found
+
+    @property
+    def alone_bytes(self) -> int:
+        """Those of `sent_bytes` during which the device computes nothing."""
+        return sum(one.bytes * one.runs for one in self.collectives if not one.overlapped)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "_picture"}
+        own["collectives"] = [dataclasses.asdict(one) for one in self.collectives]
+        return {**own, "sent_bytes": self.sent_bytes}
+
+    def plot(self) -> viz.Plot:
+        """The picture of the step, as of `viz.plot_step`, from the program of these devices.
+
+        Raises:
+            ValueError: there is none, with the reason.
+        """
+        if isinstance(self._picture, str):
+            raise ValueError(f"train.plan: no picture: {self._picture}")
+        return viz._plot_drawn(*self._picture, title=f"{words.name_of(self)}")
+
+    def __str__(self) -> str:
+        return str(words.table_of(self))
+
+    def _repr_html_(self) -> str:
+        if isinstance(self._picture, str):
+            return words.table_of(self)._repr_html_()
+        try:
+            picture = self.plot().pipe("svg", encoding="utf-8")
+        except viz.RenderError as error:
+            picture = f"<p>{html.escape(str(error))}</p>"
+        return f"<div>{words.table_of(self)._repr_html_()}{picture[picture.find('<svg') :]}</div>"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanComparison:
+    """Plans over several choices. It prints as a table.
+
+    Attributes:
+        rows: `(on, choices, plan)` for each. A string in place of the plan says why there is none.
+    """
+
+    rows: tuple[tuple[str, dict[str, Any], Plan | str], ...]
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Those that there are, in the order of the rows."""
+        return tuple(plan for _, _, plan in self.rows if isinstance(plan, Plan))
+
+    @property
+    def best(self) -> dict[str, Plan]:
+        """The best plan that fits on each of `on`. None for GPUs, whose programs have no estimate of time.
+
+        It has the fewest estimated cycles, then the fewest bytes sent alone, then the lowest peak.
+        """
+        found: dict[str, Plan] = {}
+        for plan in sorted(self.plans, key=words.rank):
+            if plan.fits and plan.cycles is not None:
+                found.setdefault(plan.on, plan)
+        return found
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """A dict for each row, for JSON."""
+        given = ({"on": on, "choices": {k: str(v) for k, v in choices.items()}} for on, choices, _ in self.rows)
+        rows = (plan.to_dict() if isinstance(plan, Plan) else {"error": plan} for _, _, plan in self.rows)
+        return [{**a, **b} for a, b in zip(given, rows, strict=True)]
+
+    def __str__(self) -> str:
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        return self._table()._repr_html_()
+
+    def _table(self) -> Table:
+        return words.comparison_of(self.rows, self.best)
+
+
+@answers("train.plan")
+def plan(make: Callable[..., Any], on: str = "v5e:2x4", **choices: Any) -> Plan:
+    """What a training step would be on accelerators that are not there: does it fit, what does it send.
+
+    The compiler of these devices compiles the step, in a process of its own. Nothing is drawn, moved or run, and the
+    model may be larger than this machine. It needs `libtpu` for TPUs, or JAX's CUDA plugin for GPUs: in this Python or
+    in the one that the environment variable `JAXPAR_PLAN_PYTHON` names, which `make plan-env` sets up.
+
+    Args:
+        make: `make(devices, **choices) -> (step, state, batch)`, the ordinary construction on these devices, meshes
+            included. It is evaluated for shapes. `batch` is the whole batch, of arrays or `jax.ShapeDtypeStruct`s.
+            A function of a notebook or a script needs the package `cloudpickle`.
+        on: `"v5e:2x4"` and the like, chips along each axis of a slice of v4, v5e, v5p, v6e or tpu7x; `"h100:8"`, or
+            `"h100:4x8"` for four hosts with eight each, of a100, h100, h200 or b200.
+        **choices: given to `make`.
+
+    Raises:
+        TypeError: `make` is no function.
+        ValueError: there is no such slice; `make` raises; it cannot be sent to the other process.
+        RuntimeError: there is no compiler for these devices.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from jaxpar import kv, models, train
+        >>> def make(devices, kind="device"):
+        ...     params = models.lenet.init(jax.random.key(0))
+        ...     store = kv.from_params(params, kind=kind, optimizer=optax.sgd(0.1), devices=devices)
+        ...     n = 128 * len(devices)
+        ...     batch = {"image": jax.ShapeDtypeStruct((n, 28, 28, 1), jnp.float32),
+        ...              "label": jax.ShapeDtypeStruct((n,), jnp.int32)}
+        ...     step = train.make_train_step(train.classification_loss(models.lenet.apply))
+        ...     return step, train.create_state(store, 0), batch
+        >>> print(train.plan(make, on="v5e:2x4"))  # doctest: +SKIP
+    """
+    if not callable(make):
+        raise TypeError(
+            f"train.plan: make must be a function make(devices) -> (step, state, batch), got {describe(make)}"
+        )
+    found, picture = ask(make, slice_of(on, "train.plan"), choices)
+    collectives = tuple(PlannedCollective(**one) for one in found.pop("collectives", ()))
+    return Plan(**found, collectives=collectives, _picture=picture)
+
+
+@answers("train.compare_plans")
+def compare_plans(
+    make: Callable[..., Any], on: str | Sequence[str] = "v5e:2x4", **choices: Sequence[Any]
+) -> PlanComparison:
+    """Plans for all combinations of devices and choices, as a table.
+
+    Args:
+        make: as for `train.plan`.
+        on: names of devices.
+        **choices: for each choice, its values: `kind=["device", "sharded"]`.
+
+    Raises:
+        TypeError, RuntimeError: as of `train.plan`.
+        ValueError: there is no such slice. What `make` raises for some choices is in their row.
+
+    Example:
+        >>> from jaxpar import train
+        >>> print(train.compare_plans(make, on=["v5e:2x4"], kind=["device", "sharded"]))  # doctest: +SKIP
+    """
+    slices = [on] if isinstance(on, str) else list(on)
+    for name in slices:
+        slice_of(name, "train.compare_plans")
+    for name, values in choices.items():
+        if isinstance(values, (str, Mapping)) or not isinstance(values, Sequence):
+            raise TypeError(f"train.compare_plans: {name} must be a list of values, got {describe(values)}")
+    rows: list[tuple[str, dict[str, Any], Plan | str]] = []
+    for name, *values in itertools.product(slices, *choices.values()):
+        chosen = dict(zip(choices, values, strict=True))
+        try:
+            rows.append((name, chosen, plan(make, name, **chosen)))
+        except ValueError as error:
+            rows.append((name, chosen, str(error)))
+    return PlanComparison(tuple(rows))

@@ -1,0 +1,353 @@
+"""Optimizers of a whole pytree of params, and what their states hold: averages to evaluate, the learning rate."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from .._core.calls import answers
+
+if TYPE_CHECKING:
+    import optax
+
+Tree = Any  # a pytree of params, with None in place of leaves that have no gradient
+State = TypeVar("State")
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Stands in a pytree for a param. It has no leaves, so functions that map over the params copy it."""
+
+    key: int
+
+
+class UnknownOwners(Exception):
+    """Why nobody can tell which leaf of an optimizer's state belongs to which param."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeOptimizer:
+    """An optax transform that sees all params at once. `kv.from_params(params, optimizer=tx)` makes it.
+
+    The same `tx` object makes an equal optimizer, another `optax.sgd(0.1)` does not.
+
+    Attributes:
+        tx: the transform.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from jaxpar import kv
+        >>> tx = optax.masked(optax.sgd(0.5), {"w": True, "b": False})
+        >>> store = kv.from_params({"w": jnp.ones(2), "b": jnp.ones(1)}, optimizer=tx)
+        >>> store.updater == TreeOptimizer(tx)
+        True
+    """
+
+    tx: optax.GradientTransformation
+
+    def init(self, params: Tree) -> Any:
+        """The state before the first update."""
+        import optax
+
+        state = self.tx.init(params)
+        return Lookahead(state, params) if isinstance(state, optax.LookaheadState) else state
+
+    def update(self, grads: Tree, state: Any, params: Tree, value: jax.Array | None = None) -> tuple[Tree, Any]:
+        """The next params, in their dtypes, and the next state. A transform that takes `value=` gets the loss."""
+        import optax
+
+        if isinstance(state, Lookahead):
+            both = optax.LookaheadParams(fast=params, slow=state.slow)
+            updates, inner = self._updates(grads, state.state, both, value)
+            both = optax.apply_updates(both, updates)
+            return both.fast, Lookahead(inner, both.slow)  # pyright: ignore[reportAttributeAccessIssue]
+        updates, state = self._updates(grads, state, params, value)
+        return optax.apply_updates(params, updates), state
+
+    def owners(self, params: Tree) -> list[int | None]:
+        """For each leaf of the state the position of the param that it belongs to. None: to no single one.
+
+        The state is a part of pytrees with the structure of the params, and the rest. `init` is evaluated on params
+        that have no leaves. What then stands in its place in the state belongs to the param. Nothing is computed.
+        `UnknownOwners` where `init` needs the params themselves, or puts several of them into one array.
+
+        Example:
+            >>> import jax.numpy as jnp, optax
+            >>> TreeOptimizer(optax.adam(0.1)).owners({"mu": jnp.ones(2), "nu": jnp.ones(3)})  # count, mu, nu
+            [None, 0, 1, 0, 1]
+        """
+        structure = jax.tree.structure(params)
+        found: list[int | None] = []
+
+        def note(place: Any, part: Any) -> None:
+            found.extend([place.key if isinstance(place, _Place) else None] * len(jax.tree.leaves(part)))
+            if not isinstance(place, _Place) and place.shape != part.shape:
+                raise UnknownOwners(f"its state has an array for several params together, of shape {part.shape}")
+
+        state = jax.eval_shape(self.init, params)
+        try:
+            places = jax.eval_shape(self.init, structure.unflatten(map(_Place, range(structure.num_leaves))))
+            jax.tree.map(note, places, state, is_leaf=lambda x: isinstance(x, _Place))
+        except UnknownOwners:
+            raise
+        except Exception as error:  # any error is the optimizer's own
+            first = str(error).strip().partition("\n")[0][:200]
+            raise UnknownOwners(
+                f"its init does not map over the params (jax.tree.map): {type(error).__name__}: {first}"
+            ) from error
+        return found
+
+    def evaluated(self, state: Any, params: Tree) -> Tree:
+        """The params to evaluate, where these are others than those that are trained."""
+        for average, node in _averages(state):
+            params = average(node, params)
+        return params
+
+    def reads_loss(self, params: Tree) -> bool:
+        """Whether an update depends on the loss. Nothing is computed."""
+
+        def update(value: jax.Array, grads: Tree, state: Any, params: Tree) -> Any:
+            return self.update(grads, state, params, value)
+
+        specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        state = jax.eval_shape(self.init, specs)
+        traced = jax.make_jaxpr(update)(jax.ShapeDtypeStruct((), jnp.float32), specs, state, specs).jaxpr
+        read = [v for eqn in traced.eqns for v in eqn.invars] + list(traced.outvars)
+        return any(v is traced.invars[0] for v in read if not isinstance(v, Literal))
+
+    def _updates(self, grads: Tree, state: Any, params: Tree, value: jax.Array | None) -> tuple[Tree, Any]:
+        import optax
+
+        plain = isinstance(self.tx, optax.GradientTransformation)  # `optax.MultiSteps` is none
+        update = optax.with_extra_args_support(self.tx).update if plain else self.tx.update
+        known = {} if value is None else {"value": value, "grad": grads}
+        try:
+            try:
+                return update(grads, state, params, **known)
+            except TypeError as error:
+                if not known or "unexpected keyword argument" not in str(error):
+                    raise
+                return update(grads, state, params)  # `optax.contrib.sam` takes no other arguments
+        except TypeError as error:
+            if "required keyword-only argument" not in str(error):
+                raise
+            given = "a training step gives value=, the loss, and grad=, and a push gives neither"
+            raise TypeError(f"this optimizer needs more than gradients ({error}); {given}") from error
+
+
+# Averages of params, which are evaluated in place of those that are trained.
+
+
+class Lookahead(NamedTuple):
+    """The state of `optax.lookahead`. The fast params are those of the store.
+
+    Attributes:
+        state: that of the transform.
+        slow: the slow params.
+    """
+
+    state: Any
+    slow: Tree
+
+
+class AverageState(NamedTuple):
+    """The state of `average_params`.
+
+    Attributes:
+        count: int32, the updates so far.
+        average: of the params.
+    """
+
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    average: Tree
+
+
+@answers("updaters.average_params", {"tx": "write optax.chain(tx, updaters.average_params(decay))"})
+def average_params(decay: float) -> optax.GradientTransformation:
+    """Keep an exponential moving average of the params for evaluation.
+
+    Make it the last transform of an `optax.chain`. Updates pass unchanged. After each update, average = decay · average
+    + (1 - decay) · params. The average starts at the first params. `kv.eval_params`, `state.eval_params`,
+    `train.evaluate` and `train.predict` use the average.
+
+    Args:
+        decay: between 0 and 1, such as 0.999.
+
+    Returns:
+        An optax transform.
+
+    Raises:
+        ValueError: the decay is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from jaxpar import kv, updaters
+        >>> tx = optax.chain(optax.sgd(1.0), updaters.average_params(0.5))
+        >>> store = kv.from_params({"w": jnp.zeros(1)}, optimizer=tx)
+        >>> store = kv.push(store, 0, -jnp.ones(1))
+        >>> kv.to_params(store)["w"].tolist(), kv.eval_params(store)["w"].tolist()
+        ([1.0], [0.5])
+    """
+    import optax
+
+    if not 0 <= decay < 1:
+        raise ValueError(f"average_params: decay must be at least 0 and below 1, got {decay!r}")
+
+    def init(params: Any) -> AverageState:
+        return AverageState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.asarray, params))
+
+    def update(updates: Any, state: AverageState, params: Any = None) -> tuple[Any, AverageState]:
+        if params is None:
+            raise ValueError("average_params: the update needs params")
+        new = optax.apply_updates(params, updates)
+        average = jax.tree.map(lambda a, p: (decay * a + (1 - decay) * p).astype(a.dtype), state.average, new)
+        return updates, AverageState(state.count + 1, average)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def has_average(state: Any) -> bool:
+    """Whether `TreeOptimizer.evaluated` gives other params than those that are trained."""
+    return bool(_averages(state))
+
+
+def _averages(state: Any) -> list[tuple[Callable[[Any, Tree], Tree], Any]]:
+    """The parts of an optimizer's state that hold averages, each with the function that reads it."""
+    import optax.contrib as contrib
+
+    known: dict[type, Callable[[Any, Tree], Tree]] = {
+        Lookahead: lambda node, params: node.slow,
+        AverageState: lambda node, params: _where_held(lambda held, _: held, node.average, params),
+        contrib.ScheduleFreeState: _schedule_free,
+        contrib.SAMState: _outside_perturbation,
+    }
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: type(x) in known)
+    return [(known[type(node)], node) for node in nodes if type(node) in known]
+
+
+def _schedule_free(state: Any, params: Tree) -> Tree:
+    from optax.contrib import schedule_free_eval_params
+
+    return _where_held(lambda z, param: schedule_free_eval_params(state._replace(z=z), param), state.z, params)
+
+
+def _where_held(average: Callable[[Any, Any], Any], held: Tree, params: Tree) -> Tree:
+    """`average(leaf of held, leaf of params)`. Params that are not held, as under `optax.masked`, stay as they are."""
+    import optax
+
+    def leaf(held: Any, param: Any) -> Any:
+        return param if held is None or isinstance(held, optax.MaskedNode) else average(held, param)
+
+    return jax.tree.map(leaf, held, params, is_leaf=lambda x: x is None or isinstance(x, optax.MaskedNode))
+
+
+def _outside_perturbation(state: Any, params: Tree) -> Tree:
+    """Of `optax.contrib.sam`: the params before its present round of adversarial steps."""
+    if state.cache is None:
+        return params
+    inside = state.steps_since_sync > 0
+    return _where_held(lambda cached, param: jnp.where(inside, cached, param), state.cache, params)
+
+
+# The learning rate, changed from outside.
+
+
+@answers("set_learning_rate")
+def set_learning_rate(state: State, learning_rate: float | jax.Array) -> State:
+    """Change the learning rate in a state, without recompilation.
+
+    Only the optimizer's rate changes. Parameters and other arrays named `learning_rate` stay unchanged.
+
+    Args:
+        state: a `TrainState`, a `KVStore`, or a part of these, with an optimizer made with `rate_in_state=True` or with
+            `optax.inject_hyperparams`; or an optimizer state, a list of states or a dict {key: state}.
+        learning_rate: a number or 0-d array.
+
+    Returns:
+        A pytree of the same structure, shapes and dtypes.
+
+    Raises:
+        ValueError: `state` has no rate, or the rate follows a schedule; `learning_rate` is not one finite number (the
+            value of a `jax.Array` is not checked).
+
+    Example:
+        >>> from jaxpar import updaters
+        >>> updater = updaters.mxnet_sgd(1.0, rate_in_state=True)
+        >>> state = set_learning_rate(updater.init(0, jnp.zeros(2)), 0.1)
+        >>> updater.update(0, jnp.ones(2), state, jnp.zeros(2))[0].tolist() == jnp.full(2, -0.1).tolist()
+        True
+    """
+    if np.ndim(learning_rate):
+        raise ValueError(f"set_learning_rate: learning_rate must be one number, got shape {np.shape(learning_rate)}")
+    if not isinstance(learning_rate, jax.Array) and not np.isfinite(learning_rate):
+        raise ValueError(f"set_learning_rate: learning_rate must be finite, got {learning_rate}")
+    found: list[tuple[Any, ...]] = []
+
+    def replace(path: tuple[Any, ...], leaf: Any) -> Any:
+        if _is_scheduled(path):
+            raise ValueError("set_learning_rate: this rate follows a schedule; give optax.inject_hyperparams a number")
+        if _is_rate(path):
+            found.append(path)
+            # In the array's own dtype and place, so that a compiled step takes it as it took the old one.
+            return jnp.zeros_like(leaf) + jnp.asarray(learning_rate, leaf.dtype)
+        return leaf
+
+    state = jax.tree_util.tree_map_with_path(replace, state)
+    if not found:
+        hint = "make the optimizer with rate_in_state=True, or by optax.inject_hyperparams"
+        raise ValueError(f"set_learning_rate: this state has no learning rate; {hint}")
+    return state
+
+
+@answers("updaters.learning_rates")
+def learning_rates(state: Any) -> dict[str, float]:
+    """The learning rates in a state, {path: rate}. Waits for the state.
+
+    Args:
+        state: as for `set_learning_rate`. The rate may follow a schedule.
+
+    Returns:
+        One rate for each optimizer with a rate in the state, or {}.
+
+    Example:
+        >>> import optax
+        >>> from jaxpar import kv
+        >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+        >>> store = kv.from_params({"w": jnp.zeros(2)}, optimizer=tx)
+        >>> list(learning_rates(store).values())
+        [0.5]
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    rates = {path: leaf for path, leaf in leaves if _is_rate(path) and jnp.ndim(leaf) == 0}
+    return {"/".join(map(str, _steps(path))): float(leaf) for path, leaf in rates.items()}
+
+
+def _is_rate(path: tuple[Any, ...]) -> bool:
+    """Whether this is where an optimizer has its rate.
+
+    That is in the hyperparameters of optax, or directly in the state of a key. All else of this name is a parameter, or
+    belongs to one.
+    """
+    steps = _steps(path)
+    if not steps or steps[-1] != "learning_rate" or "model_state" in steps:
+        return False
+    if steps[-2:-1] == ["hyperparams"] and isinstance(path[-2], jax.tree_util.GetAttrKey):
+        return True
+    inner = steps[steps.index("updater_state") + 1 : -1] if "updater_state" in steps else steps[:-1]
+    return all(isinstance(step, int) for step in inner)
+
+
+def _is_scheduled(path: tuple[Any, ...]) -> bool:
+    return ("hyperparams_states", "learning_rate") in itertools.pairwise(_steps(path))
+
+
+def _steps(path: tuple[Any, ...]) -> list[Any]:
+    return [getattr(p, "name", getattr(p, "key", getattr(p, "idx", None))) for p in path]

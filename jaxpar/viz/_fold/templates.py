@@ -1,0 +1,389 @@
+"""Patterns of equations as one layer: by a function that computes it, or by a match of cells.
+
+The function of a `Pattern` is traced, and compared with a network step by step, from the result backwards. A function
+of one array that works element by element has its values compared instead, so that it is found however it is spelled.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._read import jaxpr
+from .._read.paths import Argument
+from .._read.raw import Eqn, Raw
+from .calls import CALLS, fold_calls
+from .cells import Cell, Cells
+from .terms import constant, elements, is_convex, is_fixed, is_float, loose_ends, maker, owners, readers, root
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """A group of cells to draw as one layer.
+
+    Attributes:
+        cells: all cells of the layer.
+        op, detail: kind and detail of the layer, as in a `Node`.
+        major: True for a layer, False for a small operation between layers.
+    """
+
+    cells: tuple[Cell, ...]
+    op: str
+    detail: str = ""
+    major: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A pattern of cells that is folded into one layer. If a function computes the layer, use a `Pattern`.
+
+    Attributes:
+        name: a readable name.
+        ops: the kinds of cells to try. Empty: all kinds.
+        match: a function `match(cells, cell)` that returns a `Fold` with the cell, or None.
+    """
+
+    name: str
+    ops: frozenset[str]
+    match: Callable[[Cells, Cell], Fold | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """A layer that is found by a function that computes it.
+
+    The function is traced once. Operations match if they compute the same, up to the order of operands, views, casts,
+    axes and shapes. An elementwise function of one array matches every spelling with the same values.
+
+    Attributes:
+        op, detail: kind and detail of the layer, as in a `Node`.
+        fn: a function of arrays. An argument with a default matches any constant. If the function returns several
+            results, the first result is the output of the layer, and the others are intermediate values.
+        shapes: the shapes of the arrays that the function is traced with. An array without an entry has (4, 8).
+        where: a function `where(cells, values)` of the matched arrays, which returns whether the match counts.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxpar import viz
+        >>> swiglu = viz.Pattern("SwiGLU", lambda x, y: jax.nn.silu(x) * y)
+        >>> net = lambda x, y: jnp.sin(y * (x / (1 + jnp.exp(-x))))
+        >>> graph = viz.trace(net, jnp.ones((2, 4)), jnp.ones((2, 4)), params_argnums=None, rules=[swiglu])
+        >>> [node.op for node in graph.layers]
+        ['SwiGLU', 'sin']
+    """
+
+    op: str
+    fn: Callable[..., Any]
+    detail: str = ""
+    shapes: Sequence[tuple[int, ...]] = ()
+    where: Callable[[Cells, Sequence[int]], bool] | None = None
+
+
+_SHAPE = (4, 8)
+_PARTS = ("slice", "split", "gather", "dynamic_slice", "unstack")
+_COMMUTE = ("add", "mul", "max", "min")
+# What an equation may be called besides its primitive, and the primitives that are called so.
+_CALLED = {
+    "add": ("add", "add_any", "sub"),
+    "mul": ("mul", "div", "neg"),
+    "div": ("div", "integer_pow", "pow"),
+    "pow": ("pow", "integer_pow"),
+    "square": ("square", "mul", "integer_pow", "pow"),
+    "part": _PARTS,
+    "concatenate": ("concatenate", "stack"),
+    "sigmoid": ("logistic",),
+}
+_MOST = 20  # equations of an activation
+_X = np.array([-5.0, -3.0, -2.0, -1.0, -0.5, 0.5, 1.0, 2.0, 3.0, 5.0])  # where values are compared
+_ALONE = ("tanh", "logistic", "max")  # each is an activation by itself
+_COMPUTED: dict[str, Callable[..., Any]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "neg": np.negative, "abs": np.abs,
+    "max": np.maximum, "min": np.minimum, "exp": np.exp, "log": np.log, "log1p": np.log1p, "expm1": np.expm1,
+    "tanh": np.tanh, "sqrt": np.sqrt, "square": np.square, "pow": np.power, "logistic": lambda x: 1 / (1 + np.exp(-x)),
+    "erf": np.vectorize(math.erf), "erfc": np.vectorize(math.erfc), "lt": np.less, "le": np.less_equal,
+    "gt": np.greater, "ge": np.greater_equal, "ne": np.not_equal, "clamp": lambda low, x, high: np.clip(x, low, high),
+    "select_n": lambda which, *cases: np.where(which, cases[1], cases[0]), "integer_pow": np.power,
+}  # fmt: skip
+_Operand = int | complex  # a value, or a number
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """The function of a pattern.
+
+    Attributes:
+        cells: what it computes.
+        outs: its results.
+        arrays, numbers: its arguments.
+    """
+
+    cells: Cells
+    outs: list[int]
+    arrays: list[int]
+    numbers: list[int]
+
+
+@functools.lru_cache(maxsize=512)
+def _template_of(pattern: Pattern) -> _Template:
+    """Trace the function of a pattern."""
+    defaults = {name: each.default for name, each in inspect.signature(pattern.fn).parameters.items()}
+    arrays = [name for name, default in defaults.items() if default is inspect.Parameter.empty]
+    numbers = sorted(name for name, default in defaults.items() if type(default) in (int, float))
+    shapes = itertools.chain(pattern.shapes, itertools.repeat(_SHAPE))
+    specs = [jax.ShapeDtypeStruct(shape, jnp.float32) for _, shape in zip(arrays, shapes, strict=False)]
+    scalars = dict.fromkeys(numbers, jax.ShapeDtypeStruct((), jnp.float32))
+    try:
+        closed = jax.make_jaxpr(lambda arrays, scalars: pattern.fn(*arrays, **scalars))(specs, scalars)
+    except Exception as error:
+        given = ", ".join(f"{name}: {spec.shape}" for name, spec in zip(arrays, specs, strict=True)) or "no array"
+        hint = "give other shapes= to the Pattern"
+        raise ValueError(f"viz: viz.Pattern {pattern.op!r} cannot be traced with {given} ({hint}): {error}") from error
+    raw = jaxpr.read(closed, [Argument(name) for name in (*arrays, *numbers)], [""] * len(closed.out_avals))
+    cells = Cells(raw)
+    fold_calls(cells, CALLS)
+    given = list(range(len(arrays) + len(numbers)))
+    return _Template(cells, [raw.root(out) for out in raw.outputs], given[: len(arrays)], given[len(arrays) :])
+
+
+def fold_template(cells: Cells, pattern: Pattern) -> None:
+    """Make one cell wherever the equations of a network compute the function of a pattern."""
+    template = _template_of(pattern)
+    end = _step(template.cells, template.outs[0])
+    for value in _ends(cells, end.name) if end is not None else ():
+        found = _fold_at(cells, pattern, template, value)
+        if found is not None:
+            cells.fold(found.cells, found.op, found.detail, found.major)
+
+
+def _ends(cells: Cells, name: str) -> list[int]:
+    """The values that may be made by a step of this name."""
+    eqns = [eqn for prim in _CALLED.get(name, (name,)) for eqn in cells.by_prim.get(prim, ())]
+    activations = [cells.output(cell) for cell in cells.of_kinds(("Activation",)) if cell.detail == name]
+    return sorted({eqn.outs[0] for eqn in eqns if not (eqn.view or eqn.backward or eqn.residual)}.union(activations))
+
+
+def _fold_at(cells: Cells, pattern: Pattern, template: _Template, end: int) -> Fold | None:
+    found = _fit(template, cells, [(template.outs[0], end)], _Fit({}, {}))
+    if found is None:
+        return None
+    arrays = [value for at in template.arrays if isinstance(value := found.values.get(at), int)]
+    if pattern.where is not None and not pattern.where(cells, arrays):
+        return None
+    if any(out not in found.values for out in template.outs):
+        raise ValueError(
+            f"viz: each result of the function of viz.Pattern {pattern.op!r} must be a step to its first one"
+        )
+    outs = {found.values[out] for out in template.outs}
+    for eqns in (found.eqns | _parts_for(cells, arrays, found.eqns), found.eqns):
+        steps = list(eqns.values())
+        parts = owners(cells, steps, ("Activation",))
+        if parts is not None and loose_ends(cells, steps) <= outs and is_convex(cells, steps):
+            return Fold(parts, pattern.op, pattern.detail)
+    return None
+
+
+def _parts_for(cells: Cells, arrays: Sequence[int], eqns: dict[int, Eqn]) -> dict[int, Eqn]:
+    """The equations that take arrays apart for these equations alone."""
+    made = (maker(cells, value) for value in arrays)
+    parts = {eqn.id: eqn for eqn in made if eqn is not None and eqn.prim in _PARTS}
+    return {n: e for n, e in parts.items() if all(user.id in eqns for out in e.outs for user in readers(cells, out))}
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """What fits so far: a value of the network for each of the template, and the equations between them."""
+
+    values: dict[int, _Operand]
+    eqns: dict[int, Eqn]
+
+
+def _fit(template: _Template, cells: Cells, pairs: list[tuple[_Operand, _Operand]], fit: _Fit) -> _Fit | None:
+    """Fit each pair of a value of the template and one of the network. None where they differ.
+
+    Only arguments have to be the same value wherever they are read: a network may compute a step twice.
+    """
+    if not pairs:
+        return fit
+    (wanted, found), *rest = pairs
+    if not isinstance(wanted, int):
+        return _fit(template, cells, rest, fit) if _is_close(wanted, found) else None
+    values = fit.values | {wanted: found}
+    if wanted in template.arrays or wanted in template.numbers:
+        is_number = not isinstance(found, int) or constant(cells, found) is not None
+        known = fit.values.get(wanted, found)
+        same = known == found if isinstance(known, int) else _is_close(known, found)
+        fits = same and is_number == (wanted in template.numbers)
+        return _fit(template, cells, rest, _Fit(values, fit.eqns)) if fits else None
+    step = _step(template.cells, wanted)
+    made = _step(cells, found) if isinstance(found, int) else None
+    if step is None or made is None or (step.name, len(step.operands)) != (made.name, len(made.operands)):
+        return None
+    for operands in (made.operands, made.operands[::-1])[: 1 + (made.name in _COMMUTE)]:
+        new = [*zip(step.operands, operands, strict=True), *rest]
+        if (done := _fit(template, cells, new, _Fit(values, fit.eqns | made.eqns))) is not None:
+            return done
+    return None
+
+
+def _is_close(wanted: complex, found: _Operand) -> bool:
+    """Whether a number is another one, as far as 8 bits tell."""
+    return not isinstance(found, int) and abs(found - wanted) <= 1e-2 * abs(wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """How a value is computed. Its name is the same for all ways to write it."""
+
+    name: str
+    operands: tuple[_Operand, ...]
+    eqns: dict[int, Eqn]
+
+
+def _step(cells: Cells, value: int) -> _Step | None:
+    """How a value is computed. None for what is given."""
+    eqn = maker(cells, value)
+    if eqn is None:
+        return None
+    cell = cells.owner[eqn.id]
+    if cell is not None and cell.op == "Activation" and cells.output(cell) == value and len(cells.inputs(cell)) == 1:
+        given, eqns = cells.inputs(cell)[0], {one.id: one for one in cells.steps(cell)}
+        return _Step("max", (given, 0j), eqns) if cell.detail == "relu" else _Step(cell.detail, (given,), eqns)
+    operands = [cells.raw.root(at) if (known := constant(cells, at)) is None else known for at in eqn.ins]
+    return _Step(*_named(eqn, operands), {eqn.id: eqn})
+
+
+def _named(eqn: Eqn, operands: list[_Operand]) -> tuple[str, tuple[_Operand, ...]]:
+    """The name and the operands of a step: `x - 2` as `x + -2`, `x / 2` as `x * 0.5`, `x ** -1` as `1 / x`."""
+    first, last = (operands[0], operands[-1]) if operands else (0, 0)
+    number = last if not isinstance(last, int) else None
+    match eqn.prim:
+        case prim if prim in _PARTS:
+            return "part", (first,)
+        case "integer_pow" | "pow":
+            power = complex(eqn.params["y"]) if eqn.prim == "integer_pow" else last
+            if isinstance(power, int):
+                return "pow", (first, power)
+            return {2 + 0j: ("square", (first,)), -1 + 0j: ("div", (1 + 0j, first))}.get(power, ("pow", (first, power)))
+        case "mul" if isinstance(first, int) and first == last:
+            return "square", (first,)
+        case "neg":
+            return "mul", (first, -1 + 0j)
+        case "div" if number:
+            return "mul", (first, 1 / number)
+        case "sub" if number is not None:
+            return "add", (first, -number)
+        case "logistic":
+            return "sigmoid", (first,)
+        case _:
+            return {"add_any": "add", "stack": "concatenate"}.get(eqn.prim, eqn.prim), tuple(operands)
+
+
+@functools.lru_cache(maxsize=512)
+def is_elementwise(pattern: Pattern) -> bool:
+    """Whether a pattern is a function of one array that works element by element."""
+    template = _template_of(pattern)
+    steps = [eqn for eqn in template.cells.raw.eqns if not eqn.view]
+    shapes = {template.cells.raw.values[value].shape for value in template.arrays} | {()}
+    of_one = len(template.arrays) == 1 and (len(steps) > 1 or steps[0].prim in _ALONE)
+    return of_one and all(eqn.prim in _COMPUTED and eqn.out_shape in shapes for eqn in steps)
+
+
+def fold_elementwise(cells: Cells, patterns: Sequence[Pattern]) -> None:
+    """Make one cell of the equations that have the values of one of these patterns. The first pattern counts."""
+    for cell in list(cells):
+        if cell.id not in cells.cells or cell.major or not is_float(cells, cell):
+            continue
+        found = _activation_at(cells, patterns, cells.output(cell))
+        if found is not None:
+            cells.fold(found.cells, found.op, found.detail, found.major)
+
+
+def _activation_at(cells: Cells, patterns: Sequence[Pattern], end: int) -> Fold | None:
+    """The activation that ends in a value.
+
+    One of exponentials only is a small step: a function of the user's that does more keeps its name.
+    """
+    for value, eqns in _expressions(cells, end):
+        is_alone = len(eqns) == 1 and eqns[0].prim in _ALONE
+        could_be = is_alone or (len(eqns) > 1 and elements(cells, end) > 1)
+        pattern = _pattern_of(cells, patterns, value, end, eqns) if could_be else None
+        if pattern is None:
+            continue
+        inner = {owner for eqn in eqns if (owner := cells.owner[eqn.id]) is not None and owner.op == "Activation"}
+        eqns += [eqn for part in inner for eqn in cells.eqns(part) if eqn not in eqns]
+        parts = owners(cells, eqns, ("Activation",))
+        if parts is not None and loose_ends(cells, eqns) <= {end} and is_convex(cells, eqns):
+            is_layer = any(eqn.prim in _ALONE for eqn in eqns) or any(part.major for part in parts)
+            return Fold(parts, pattern.op, pattern.detail, is_layer or pattern.op != "Activation")
+    return None
+
+
+def _expressions(cells: Cells, end: int) -> Iterator[tuple[int, list[Eqn]]]:
+    """The single values that a value is computed from, element by element, and the equations between them."""
+    eqns, reads = list[Eqn](), {root(cells, end)}
+    while len(eqns) < _MOST:
+        makers = {value: maker(cells, value) for value in reads}
+        latest = max(reads, key=lambda value: -1 if (made := makers[value]) is None else made.id)
+        eqn = makers[latest]
+        if eqn is None or eqn.prim not in _COMPUTED or elements(cells, latest) != elements(cells, end):
+            return
+        eqns.append(eqn)
+        reads = (reads - {latest}) | {root(cells, value) for value in eqn.ins if not is_fixed(cells, value)}
+        if len(reads) == 1:
+            yield next(iter(reads)), list(eqns)
+
+
+def _pattern_of(cells: Cells, patterns: Sequence[Pattern], value: int, end: int, eqns: Sequence[Eqn]) -> Pattern | None:
+    """The first pattern whose function gives one value of another."""
+    with np.errstate(all="ignore"):
+        y = _computed(cells.raw, root(cells, end), {value: _X})
+        if y is None or np.shape(y) != _X.shape:
+            return None
+        known = [each.real for eqn in eqns for at in eqn.ins if (each := constant(cells, at)) and each.real]
+        known += [1 / each for each in known]
+        numbers = tuple(sorted({*known, *(-each for each in known)}))
+        fits = (p for p in patterns if _has_values(y, _values(p, numbers if _template_of(p).numbers else ())))
+        is_plain = any(np.allclose(y, plain) for plain in (_X, abs(_X)))  # a leaky ReLU of slope 1 or -1
+        return None if is_plain else next(fits, None)
+
+
+def _has_values(y: Any, known: Any) -> bool:
+    """Whether one of these rows of values is this one, as far as numbers of 8 bits tell."""
+    return bool((np.abs(known - y) <= 1e-3 + 1e-2 * np.abs(known)).all(-1).any())
+
+
+@functools.lru_cache(maxsize=4096)
+def _values(pattern: Pattern, numbers: tuple[float, ...]) -> Any:
+    """A row of values for each way to choose the numbers of a pattern among these."""
+    template = _template_of(pattern)
+    ways = list(itertools.product(numbers, repeat=len(template.numbers)))
+    given = {at: np.array([way[n] for way in ways])[:, None] for n, at in enumerate(template.numbers)}
+    return np.atleast_2d(_computed(template.cells.raw, template.outs[0], {template.arrays[0]: _X, **given}))
+
+
+def _computed(raw: Raw, value: int, known: dict[int, Any]) -> Any:
+    """What a value is, given others. None where it cannot be told."""
+    if value not in known:
+        shown = raw.values[value]
+        if shown.kind == "literal":
+            known[value] = None if shown.literal is None else np.asarray(shown.literal, np.float64)
+        else:
+            known[value] = None if shown.producer is None else _result(raw, raw.eqns[shown.producer], known)
+    return known[value]
+
+
+def _result(raw: Raw, eqn: Eqn, known: dict[int, Any]) -> Any:
+    operands = [_computed(raw, raw.root(operand), known) for operand in eqn.ins]
+    if eqn.prim not in _COMPUTED or any(operand is None for operand in operands):
+        return None
+    operands += [eqn.params["y"]] if eqn.prim == "integer_pow" else []
+    return np.asarray(_COMPUTED[eqn.prim](*operands), np.float64)

@@ -1,0 +1,197 @@
+"""Questions that patterns ask: of cells, and of the equations that a value is computed by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+
+from .._read.raw import Eqn
+from .cells import COLLECTIVES, Cell, Cells
+
+
+def single(cells: Cells, cell: Cell) -> Eqn | None:
+    """The equation of a cell that has one, or None."""
+    return cells.raw.eqns[cell.eqns[0]] if len(cell.eqns) == 1 else None
+
+
+def is_scalar(cells: Cells, value: int) -> bool:
+    """Whether a value is a literal or a constant of one element."""
+    shown = cells.raw.of(value)
+    return shown.kind in ("literal", "const") and math.prod(shown.shape) == 1
+
+
+def is_scale(cells: Cells, cell: Cell) -> bool:
+    """Whether a cell only scales, shifts by a constant, or changes the sign. The reciprocal of an array is no scale."""
+    eqn = single(cells, cell)
+    if eqn is None or eqn.prim not in ("mul", "div", "add", "sub", "neg", "copysign"):
+        return False
+    data = [value for value in eqn.ins if not is_scalar(cells, value)]
+    if eqn.prim == "div" and not is_scalar(cells, eqn.ins[1]):
+        return False
+    return len(data) == 1 and cells.raw.weight_of(data[0]) is None
+
+
+def divides_by(cells: Cells, cell: Cell, count: float) -> bool:
+    """Whether a cell only divides by this number, or multiplies by its inverse."""
+    eqn = single(cells, cell)
+    if eqn is None or eqn.prim not in ("div", "mul") or len(eqn.ins) != 2:
+        return False
+    sides = eqn.ins[1:] if eqn.prim == "div" else eqn.ins
+    known = [number(cells, value) for value in sides]
+    wanted = count if eqn.prim == "div" else 1 / max(count, 1)
+    return any(one is not None and math.isclose(one, wanted, rel_tol=1e-2) for one in known)
+
+
+def number(cells: Cells, value: int) -> float | None:
+    """A real literal of one element. None for all other values."""
+    known = constant(cells, value)
+    return None if known is None or known.imag else known.real
+
+
+def constant(cells: Cells, value: int) -> complex | None:
+    """A literal of one element. None for all other values."""
+    shown = cells.raw.of(value)
+    if shown.kind != "literal" or math.prod(shown.shape) != 1 or "key" in shown.dtype:
+        return None
+    try:
+        return complex(shown.literal)
+    except (TypeError, ValueError):
+        return None
+
+
+def is_float(cells: Cells, cell: Cell) -> bool:
+    """Whether the result of a cell is real and floating."""
+    return cells.raw.values[cells.output(cell)].dtype.startswith(("float", "bfloat"))
+
+
+def bias(cells: Cells, cell: Cell) -> tuple[Cell, ...]:
+    """The addition of a parameter that follows a cell, if any. Its parts may be joined before."""
+    user = cells.sole_user(cell)
+    eqn = single(cells, user) if user is not None and user.op == "add" else None
+    if user is None or eqn is None:
+        return ()
+    if any(cells.raw.weight_of(value) is not None for value in eqn.ins):
+        return (user,)
+    joined = next((found for value in eqn.ins if (found := joined_weights(cells, value, user)) is not None), None)
+    return (joined, user) if joined is not None else ()
+
+
+def joined_weights(cells: Cells, value: int, reader: Cell) -> Cell | None:
+    """The cell that only joins parameters along an axis to this value, for one reader. Else None."""
+    cell = cells.producer(value)
+    eqn = single(cells, cell) if cell is not None else None
+    if cell is None or eqn is None or eqn.prim != "concatenate" or cells.sole_user(cell) is not reader:
+        return None
+    return cell if all(cells.raw.weight_of(part) is not None for part in eqn.ins) else None
+
+
+def tail(cells: Cells, cell: Cell, ops: frozenset[str]) -> tuple[Cell, ...]:
+    """The chain of cells of these kinds, or changes of scale, that follows."""
+    found: list[Cell] = []
+    while (user := cells.sole_user(cell)) is not None and (user.op in ops or is_scale(cells, user)):
+        found.append(user)
+        cell = user
+    return tuple(found)
+
+
+def takes_scale(cells: Cells, cell: Cell, scale: Cell) -> bool:
+    """Whether a change of scale may become part of a cell."""
+    if cell.op in COLLECTIVES or cell.op in ("Flatten", "cond"):
+        return False
+    return cells.raw.eqns[cell.eqns[0]].scope == cells.raw.eqns[scale.eqns[0]].scope
+
+
+def by(sizes: Iterable[int]) -> str:
+    """ "2x3" for (2, 3)."""
+    return "x".join(map(str, sizes))
+
+
+def maker(cells: Cells, value: int) -> Eqn | None:
+    """The forward equation that computes a value, behind views. None for inputs, parameters and constants."""
+    shown = cells.raw.of(value)
+    eqn = None if shown.kind != "op" or shown.producer is None else cells.raw.eqns[shown.producer]
+    return None if eqn is None or eqn.backward else eqn
+
+
+def root(cells: Cells, value: int) -> int:
+    """The value behind views."""
+    return cells.raw.root(value)
+
+
+def is_fixed(cells: Cells, value: int) -> bool:
+    """Whether a value is a literal or a constant."""
+    return cells.raw.of(value).kind in ("literal", "const")
+
+
+def is_weight(cells: Cells, value: int, steps: int = 3) -> list[Eqn] | None:
+    """The equations that make a value of parameters and constants only, as `1 + scale`. None for other values."""
+    shown = cells.raw.of(value)
+    if shown.kind in ("literal", "const", "weight"):
+        return []
+    eqn = maker(cells, value)
+    if eqn is None or steps == 0 or eqn.prim not in ("add", "sub", "mul", "div", "neg", "exp", "integer_pow"):
+        return None
+    parts = [is_weight(cells, operand, steps - 1) for operand in eqn.ins]
+    known = [part for part in parts if part is not None]
+    return [*(eqn for part in known for eqn in part), eqn] if len(known) == len(parts) else None
+
+
+def squared(cells: Cells, value: int) -> tuple[int, Eqn] | None:
+    """The value that this is the square of, and the equation."""
+    eqn = maker(cells, value)
+    if eqn is None:
+        return None
+    twice = eqn.prim == "mul" and root(cells, eqn.ins[0]) == root(cells, eqn.ins[1])
+    power = eqn.prim == "integer_pow" and eqn.params["y"] == 2
+    power = power or (eqn.prim == "pow" and number(cells, eqn.ins[1]) == 2)
+    return (root(cells, eqn.ins[0]), eqn) if twice or power or eqn.prim == "square" else None
+
+
+def elements(cells: Cells, value: int) -> int:
+    """How many elements the array behind a value has."""
+    return math.prod(cells.raw.of(value).shape)
+
+
+def readers(cells: Cells, value: int) -> list[Eqn]:
+    """The forward equations that read a value, behind views."""
+    return [eqn for eqn in cells.consumers(value) if not (eqn.backward or eqn.residual)]
+
+
+def owners(cells: Cells, eqns: Iterable[Eqn], layers: Collection[str] = ()) -> tuple[Cell, ...] | None:
+    """The cells of these equations. None where one has other equations too, or is a layer of another kind."""
+    numbers = {eqn.id for eqn in eqns}
+    found: dict[int, Cell] = {}
+    for n in sorted(numbers):
+        cell = cells.owner[n]
+        if cell is None:
+            continue
+        if (cell.major and cell.op not in layers) or not numbers.issuperset(cell.eqns):
+            return None
+        found[cell.id] = cell
+    return tuple(found.values())
+
+
+def is_convex(cells: Cells, eqns: Collection[Eqn]) -> bool:
+    """Whether nothing outside of these equations reads one and is read by another."""
+    inside = {eqn.id for eqn in eqns}
+    outside: set[int] = set()
+    made = {out for eqn in eqns for out in eqn.outs}
+    for eqn in cells.raw.eqns[min(inside) : max(inside) + 1]:
+        roots = {root(cells, value) for value in eqn.ins}
+        if eqn.id in inside:
+            if roots & outside:
+                return False
+        elif not eqn.view and roots & (made | outside):
+            outside.update(eqn.outs)
+    return True
+
+
+def loose_ends(cells: Cells, eqns: Collection[Eqn]) -> set[int]:
+    """The values that these equations make and something else reads, or the function returns."""
+    inside = {eqn.id for eqn in eqns}
+    return {
+        out
+        for eqn in eqns
+        for out in eqn.outs
+        if cells.is_returned(out) or any(reader.id not in inside for reader in readers(cells, out))
+    }

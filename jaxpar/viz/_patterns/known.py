@@ -1,0 +1,202 @@
+"""The known patterns, in the order in which they are tried.
+
+Most are functions that compute a layer, written as users write them, a larger one before those that are in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..._core.checks import describe
+from .._fold.cells import COLLECTIVES, Cells
+from .._fold.templates import Fold, Pattern, Rule, fold_elementwise, fold_template, is_elementwise
+from .._fold.terms import maker, root
+from . import layers, norms, pooling
+
+_sigmoid, _exp = jax.nn.sigmoid, jnp.exp
+
+# Their values are compared, so one spelling of each is enough.
+ACTIVATIONS = (
+    Pattern("Activation", jnp.tanh, "tanh"),
+    Pattern("Activation", jax.nn.sigmoid, "sigmoid"),
+    Pattern("Activation", jax.nn.softplus, "softplus"),
+    Pattern("Activation", lambda x: jax.nn.gelu(x, approximate=True), "gelu"),
+    Pattern("Activation", jax.nn.mish, "mish"),
+    Pattern("Activation", jax.nn.hard_swish, "hard_swish"),
+    Pattern("Activation", lambda x: jax.nn.relu(x) ** 2, "squared_relu"),
+    Pattern("Activation", jax.nn.relu, "relu"),
+    Pattern("Activation", jax.nn.silu, "silu"),
+    Pattern("Activation", lambda x, c=1.0: x * _sigmoid(c * x), "swish"),
+    Pattern("Activation", lambda x, c=0.1: jnp.where(x < 0, c * x, x), "leaky_relu"),
+    Pattern("Activation", lambda x, c=1.0: jnp.where(x < 0, c * (_exp(x) - 1), x), "elu"),
+    Pattern("Activation", jax.nn.selu, "selu"),
+    Pattern("Activation", jax.nn.soft_sign, "soft_sign"),
+)
+
+
+def _shares(e: Any) -> Any:
+    return e / e.sum(-1, keepdims=True)
+
+
+def _products(e: Any) -> Any:
+    return e * (1 / e.sum(-1, keepdims=True))
+
+
+def _softmax(share: Callable[[Any], Any]) -> tuple[Pattern, ...]:
+    def largest(x: Any) -> Any:
+        return x.max(-1, keepdims=True)
+
+    return (
+        Pattern("Softmax", lambda x, c=0.0: share(_exp(x - jnp.maximum(largest(x), c)))),
+        Pattern("Softmax", lambda x: share(_exp(x - largest(x)))),
+        Pattern("Softmax", lambda x: share(_exp(x))),
+    )
+
+
+SOFTMAX = (*_softmax(_shares), *_softmax(_products))
+
+
+def _turned(x: Any, cos: Any, sin: Any, cos_2: Any, sin_2: Any) -> Any:
+    a, b = x[:, :4], x[:, 4:]
+    return jnp.concatenate([a * cos - b * sin, b * cos_2 + a * sin_2], -1)
+
+
+def _turned_back(x: Any, cos: Any, sin: Any, cos_2: Any, sin_2: Any) -> Any:
+    a, b = x[:, :4], x[:, 4:]
+    return jnp.concatenate([a * cos + b * sin, b * cos_2 - a * sin_2], -1)
+
+
+def _half_turned(x: Any, cos: Any, sin: Any) -> Any:
+    return x * cos + jnp.concatenate([-x[:, 4:], x[:, :4]], -1) * sin
+
+
+def _as_complex(x: Any, turns: Any) -> Any:
+    y = jax.lax.complex(x[:, :4], x[:, 4:]) * turns
+    return jnp.concatenate([y.real, y.imag], -1)
+
+
+def _as_sum(x: Any, turns: Any) -> Any:
+    y = (x[:, :4] + 1j * x[:, 4:]) * turns
+    return jnp.concatenate([y.real, y.imag], -1)
+
+
+def _are_tables(cells: Cells, values: Sequence[int]) -> bool:
+    """Whether all but the first may be sines and cosines, and the first has no array's shape of them."""
+    return all(_is_table(cells, value) for value in values[1:])
+
+
+def _is_table(cells: Cells, value: int) -> bool:
+    """Whether a value may be sines and cosines: constants, parameters, or what is computed from them or from ids."""
+    todo, steps = [root(cells, value)], 0
+    while todo:
+        at, steps = todo.pop(), steps + 1
+        shown = cells.raw.values[at]
+        eqn = maker(cells, at)
+        if steps > 24 or (eqn is None and shown.kind == "input" and shown.dtype.startswith(("float", "bfloat"))):
+            return steps == 1 and shown.kind == "input"
+        if eqn is not None:
+            if eqn.prim in ("cos", "sin", "exp"):
+                return True
+            if eqn.prim in ("dot_general", "conv_general_dilated", "reduce_sum", "rsqrt"):
+                return False
+            todo += [root(cells, operand) for operand in eqn.ins if eqn.prim != "gather" or operand == eqn.ins[0]]
+    return True
+
+
+_HALF = ((4, 8), (4, 4), (4, 4), (4, 4), (4, 4))
+ROTARY = (
+    Pattern("RoPE", _turned, shapes=_HALF, where=_are_tables),
+    Pattern("RoPE", _turned_back, shapes=_HALF, where=_are_tables),
+    Pattern("RoPE", _half_turned, where=_are_tables),
+    Pattern("RoPE", _as_complex, shapes=_HALF, where=_are_tables),
+    Pattern("RoPE", _as_sum, shapes=_HALF, where=_are_tables),
+)
+
+
+def _lstm(i: Any, f: Any, g: Any, o: Any, c: Any) -> Any:
+    state = _sigmoid(f) * c + _sigmoid(i) * jnp.tanh(g)
+    return _sigmoid(o) * jnp.tanh(state), state
+
+
+LSTM = tuple(
+    Pattern("LSTM", fn, "gates")
+    for fn in (
+        lambda i, f, g, o, c, i_2, f_2, g_2, o_2, more=1.0: _lstm(i + i_2, f + f_2 + more, g + g_2, o + o_2, c),
+        lambda i, f, g, o, c, i_2, f_2, g_2, o_2: _lstm(i + i_2, f + f_2, g + g_2, o + o_2, c),
+        lambda i, f, g, o, c, more=1.0: _lstm(i, f + more, g, o, c),
+        _lstm,
+    )
+)
+
+
+def _gru(mix: Callable[..., Any]) -> tuple[Pattern, ...]:
+    def new(r: Any, a: Any, b: Any) -> Any:
+        return jnp.tanh(a + _sigmoid(r) * b)
+
+    return (
+        Pattern("GRU", lambda z, r, a, b, h, z_2, r_2: mix(_sigmoid(z + z_2), new(r + r_2, a, b), h), "gates"),
+        Pattern("GRU", lambda z, r, a, b, h: mix(_sigmoid(z), new(r, a, b), h), "gates"),
+    )
+
+
+GRU = (
+    *_gru(lambda z, n, h: (1 - z) * n + z * h),
+    *_gru(lambda z, n, h: z * n + (1 - z) * h),
+    *_gru(lambda z, n, h: h + z * (n - h)),
+    *_gru(lambda z, n, h: n + z * (h - n)),
+)
+
+# A larger pattern comes before those that it has parts of: a convolution takes its bias before sums are looked at, and
+# gates are found behind their activations. What is left becomes part of a neighbour at the end.
+RULES: tuple[Rule | Pattern, ...] = (
+    Rule("normalization", frozenset(), norms.normalization),
+    *ROTARY,
+    Rule("convolution and its bias", frozenset(("conv",)), layers.convolution),
+    Rule("matrix product with a parameter, and its bias", frozenset(("MatMul",)), layers.fully_connected),
+    *SOFTMAX,
+    Rule("attention", frozenset(("Softmax",)), layers.attention),
+    Rule("cache of attention", frozenset(("Attention",)), layers.cache),
+    Rule("rows of a table", frozenset(), layers.embedding),
+    Rule("windows reduced", frozenset(), pooling.window_pooling),
+    Rule("slices added and scaled", frozenset(("add", "maximum")), pooling.slice_pooling),
+    Rule("axes split and reduced", frozenset(("sum", "mean", "max")), pooling.reshape_pooling),
+    *ACTIVATIONS,
+    Rule("mean", frozenset(("sum",)), layers.mean),
+    Rule("squared error", frozenset(("sub",)), layers.squared_error),
+    Rule("cross-entropy", frozenset(("LogSoftmax", "logsumexp")), layers.cross_entropy),
+    Rule("reduction of a loss", frozenset(("Loss",)), layers.reduction),
+    Rule("kernel", frozenset(("pallas_call",)), layers.pallas),
+    Rule("Fourier transform", frozenset(), layers.transform),
+    Rule("strided slices joined", frozenset(("Concat",)), pooling.space_to_depth),
+    Rule("one step", frozenset(("Flatten", "Concat", "stack")), layers.one_step),
+    Rule("collective", COLLECTIVES, layers.collective),
+    Rule("bias added late", frozenset(("add",)), layers.late_bias),
+    *LSTM,
+    *GRU,
+    Rule("constant factor", frozenset(("mul", "div", "add", "sub", "neg")), layers.scale),
+)
+
+
+def fold_patterns(cells: Cells, rules: Iterable[Rule | Pattern]) -> None:
+    """Apply each rule to all forward cells, one rule after the other. Activations beside each other are one search."""
+    for by_value, some in itertools.groupby(rules, lambda rule: isinstance(rule, Pattern) and is_elementwise(rule)):
+        if by_value:
+            fold_elementwise(cells, [rule for rule in some if isinstance(rule, Pattern)])
+        else:
+            for rule in some:
+                fold_template(cells, rule) if isinstance(rule, Pattern) else _fold_rule(cells, rule)
+
+
+def _fold_rule(cells: Cells, rule: Rule) -> None:
+    for cell in cells.of_kinds(rule.ops):
+        found = rule.match(cells, cell) if cell.id in cells.cells else None
+        if found is not None and not isinstance(found, Fold):
+            got = describe(found)
+            raise TypeError(f"viz: the match of viz.Rule {rule.name!r} must return a viz.Fold or None, got {got}")
+        if found is not None:
+            cells.fold(found.cells, found.op, found.detail, found.major)

@@ -1,0 +1,122 @@
+"""Searches in a graph of numbers: what is reached, an order, what is connected, and what reads itself.
+
+A graph is a mapping from each number to those that it reads, or to those that read it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def reach(starts: Iterable[T], wires: Mapping[T, Iterable[T]]) -> set[T]:
+    """These numbers, and all that a way leads to from them.
+
+    >>> sorted(reach([1], {1: [2], 2: [3], 4: [1]}))
+    [1, 2, 3]
+    """
+    found = set(starts)
+    work = list(found)
+    while work:
+        new = set(wires.get(work.pop(), ())) - found
+        found |= new
+        work += new
+    return found
+
+
+def readers(sources: Mapping[T, Iterable[T]]) -> dict[T, list[T]]:
+    """What reads each number.
+
+    >>> readers({1: [2], 3: [2, 1]})
+    {2: [1, 3], 1: [3]}
+    """
+    found: dict[T, list[T]] = {}
+    for number, read in sources.items():
+        for source in read:
+            found.setdefault(source, []).append(number)
+    return found
+
+
+def order(sources: Mapping[int, Collection[int]], rank: Callable[[int], int]) -> list[int]:
+    """The numbers after all that they read, the lowest rank first. A circle begins with its lowest rank.
+
+    Args:
+        sources: what each number reads. All that are read have an entry.
+        rank: of each number.
+
+    >>> order({1: [3], 2: [], 3: []}, rank=lambda number: number), order({1: [2], 2: [1]}, rank=lambda number: number)
+    ([2, 3, 1], [1, 2])
+    """
+    waiting = {number: len(read) for number, read in sources.items()}
+    known, later = readers(sources), iter(sorted(sources, key=rank))
+    ready = [(rank(number), number) for number, count in waiting.items() if count == 0]
+    heapq.heapify(ready)
+    found: dict[int, None] = {}
+    while len(found) < len(waiting):
+        number = heapq.heappop(ready)[1] if ready else next(number for number in later if number not in found)
+        if number in found:  # the first of a circle, which is ready once more
+            continue
+        found[number] = None
+        for reader in known.get(number, ()):
+            waiting[reader] -= 1
+            if waiting[reader] == 0:
+                heapq.heappush(ready, (rank(reader), reader))
+    return list(found)
+
+
+def connected(numbers: Iterable[int], edges: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """These numbers as sets that no edge joins, each in the given order.
+
+    >>> connected([3, 1, 2, 4], [(1, 4), (2, 3)])
+    [[3, 2], [1, 4]]
+    """
+    group = {number: number for number in numbers}
+
+    def find(number: int) -> int:
+        while group[number] != number:
+            group[number] = group[group[number]]
+            number = group[number]
+        return number
+
+    for a, b in edges:
+        group[find(a)] = find(b)
+    found: dict[int, list[int]] = {}
+    for number in group:
+        found.setdefault(find(number), []).append(number)
+    return list(found.values())
+
+
+def circles(sources: Mapping[int, Collection[int]]) -> list[list[int]]:
+    """Sets of two numbers or more that reach each other.
+
+    Args:
+        sources: what each number reads. All that are read have an entry.
+
+    >>> [sorted(circle) for circle in circles({1: [2], 2: [3], 3: [2], 4: [1]})]
+    [[2, 3]]
+    """
+    known, ended = readers(sources), dict[int, None]()  # in the order in which depth-first searches leave them
+    for root in sources:
+        way, met = [(root, iter(sources[root]))] if root not in ended else [], {root}
+        while way:
+            number, rest = way[-1]
+            new = next((other for other in rest if other not in ended and other not in met), None)
+            if new is None:
+                ended[way.pop()[0]] = None
+            else:
+                way.append((new, iter(sources[new])))
+                met.add(new)
+    found: list[list[int]] = []
+    while ended:  # what reaches the last one of those that are left (Kosaraju 1978)
+        circle, work = list[int](), [next(reversed(ended))]
+        while work:
+            if (number := work.pop()) in ended:
+                del ended[number]
+                circle.append(number)
+                work += known.get(number, ())
+        if len(circle) > 1:
+            found.append(circle)
+    return found

@@ -1,0 +1,66 @@
+// The kernels on threads of a pool, without JAX, for the compiler's sanitizers: random sizes, whose ends are ends of memory.
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <thread>
+
+#include "convolution.cc"
+
+namespace jaxpar {
+namespace {
+
+struct Threads {
+  std::vector<std::thread> threads;
+  int64_t num_threads() const { return 4; }
+  void Schedule(std::function<void()> work) { threads.emplace_back(work); }
+  ~Threads() {
+    for (std::thread& thread : threads) thread.join();
+  }
+};
+
+std::mt19937 random_bits(1);
+int64_t From(int64_t first, int64_t last) { return std::uniform_int_distribution<int64_t>(first, last)(random_bits); }
+
+std::vector<float> Normal(int64_t count) {
+  std::vector<float> values(count);
+  for (float& value : values) value = std::normal_distribution<float>()(random_bits);
+  return values;
+}
+
+// <y(x), dy> = <x, dx> would need three kernels; <y(x), dy> = <w, dw(x, dy)> needs the two that there are.
+bool IsRight() {
+  Problem p{From(1, 5), 0, 0, From(0, 2) ? 1 : From(2, 5), {}};
+  p.channels = p.groups * (From(0, 3) ? From(1, 40) : 1);
+  p.features = p.groups * (p.channels == p.groups ? 1 : From(1, 70));
+  for (Axis& axis : p.axes) {
+    axis = {From(1, 9), From(1, 4), 0, From(1, 3), From(1, 2), 1, From(-1, 3)};
+    const int64_t covered = (axis.window - 1) * axis.dilation + 1;
+    axis.results = std::max<int64_t>(0, axis.images + axis.low + From(-1, 3) - covered) / axis.stride + 1;
+  }
+  const auto x = Normal(p.examples * p.image()), w = Normal(p.window() * p.in() * p.features);
+  const auto dy = Normal(p.examples * p.result());
+  std::vector<float> y(dy.size()), again(dy.size()), dw(w.size());
+  {
+    Threads threads;
+    Forward(threads, p, x.data(), w.data(), y.data(), false);
+    Filter(threads, p, x.data(), dy.data(), dw.data());
+  }
+  Problem wide = p;  // and with gaps between the images
+  for (Axis& axis : wide.axes) axis.between = 2, axis.results = axis.images;
+  std::vector<float> spread(wide.examples * wide.result());
+  Threads threads;
+  Forward(threads, wide, x.data(), w.data(), spread.data(), false);
+  double left = 0, right = 0, size = 1;
+  for (size_t i = 0; i < y.size(); ++i) left += double(y[i]) * dy[i], size += std::abs(double(y[i]) * dy[i]);
+  for (size_t i = 0; i < w.size(); ++i) right += double(w[i]) * dw[i];
+  return std::abs(left - right) < 1e-4 * size;
+}
+
+}  // namespace
+}  // namespace jaxpar
+
+int main(int count, char** arguments) {
+  for (int i = 0; i < std::atoi(arguments[count - 1]); ++i)
+    if (!jaxpar::IsRight()) return std::printf("wrong at %d\n", i), 1;
+  std::printf("right\n");
+}

@@ -1,0 +1,57 @@
+"""The kernels build from their sources: a wheel for any Python, and a program for the compiler's sanitizers."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import jax
+import pytest
+
+HERE = Path(__file__).parent
+CPU = HERE.parents[1] / "cpu"
+COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler: install g++"),
+    pytest.mark.skipif(not CPU.exists(), reason="no folder cpu/ beside the tests"),
+]
+
+
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_a_program_under_sanitizers(sanitizer, tmp_path):
+    program = tmp_path / "sanitized"
+    flags = [
+        "-O1",
+        "-g",
+        "-std=c++17",
+        "-pthread",
+        "-Wno-psabi",
+        f"-fsanitize={sanitizer}",
+        "-fno-sanitize-recover=all",
+    ]
+    includes = ["-isystem", jax.ffi.include_dir(), "-I", CPU / "src"]
+    subprocess.run([COMPILER, *flags, *includes, HERE / "sanitized.cc", "-o", program], check=True)
+    done = subprocess.run([program, "60"], capture_output=True, text=True, timeout=900)
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
+
+
+def test_a_wheel_is_for_any_python(tmp_path):
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path]
+    subprocess.run(command, cwd=CPU, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith("jaxpar_cpu-0.1.0-py3-none-")
+    assert not wheel.name.endswith("-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert {"jaxpar_cpu/__init__.py", "jaxpar_cpu/libjaxpar_cpu.so"} < set(archive.namelist())
+
+
+def test_a_build_without_headers_says_what_to_do(tmp_path):
+    source = f"import sys; sys.path.insert(0, {str(CPU)!r}); import importlib.util, sysconfig, hatch_build\n"
+    source += "importlib.util.find_spec = lambda name: None; sysconfig.get_path = lambda name: '/nowhere'\n"
+    done = subprocess.run([sys.executable, "-c", source + "hatch_build.headers()"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "install jax in this environment first" in done.stderr

@@ -1,0 +1,248 @@
+"""Convolutions by the kernels of jaxpar-cpu: the numbers of float64, the same bits anywhere, lax's NaN and infinity."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import export, lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from reference import Case, error, missing, of_lax, ours, reference
+
+from jaxpar import kv, models, train
+from jaxpar.models import fast_on_cpus
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+NUMBERS = ("NHWC", "HWIO", "NHWC")
+
+
+def normal(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape, np.float32)
+
+
+def close(a, b, rtol=3e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * np.abs(y).max(initial=0)), a, b)
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def conv(x, w, strides=(1, 1), padding="SAME", by=lax, **options):
+    return by.conv_general_dilated(x, w, strides, padding, dimension_numbers=NUMBERS, **options)
+
+
+def loss(w, x):
+    return jnp.sin(conv(conv(x, w), w, (2, 2))).mean()
+
+
+X, W = normal(8, 10, 11, 16), normal(3, 3, 16, 16) / 12
+
+
+def text(function, *args):
+    return jax.jit(function).lower(*args).as_text()
+
+
+def calls(function, *args):
+    return text(function, *args).count("stablehlo.custom_call @jaxpar_cpu.Convolution")
+
+
+SEEDS = [*range(20), 156, 532, 604, 636]  # the last ones have one channel and one feature
+
+
+SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(1000) if seed not in SEEDS]
+
+
+@pytest.mark.parametrize("seed", [*SEEDS, *SLOW])
+def test_random_convolutions(seed):
+    case = Case(seed)
+    true, found = reference(case.x, case.w, case.dy, *case.geometry), ours(case)
+    assert [a.shape for a in found] == [a.shape for a in true], case
+    errors = [error(a, b) for a, b in zip(found, true, strict=True)]
+    if max(errors) > 1e-6 and jax.__version_info__ < (0, 11):  # XLA is wrong there if a window is all padding
+        errors = [e for e, a, b in zip(errors, of_lax(case), true, strict=True) if error(a, b) < 1e-3]
+    assert max(errors) < 1e-6, case
+
+
+SHAPES = {  # images, window, strides; many sums and long ones
+    "first layer": ((128, 32, 32, 3), (3, 3, 3, 32), (1, 1)),
+    "many channels": ((4, 9, 9, 100), (3, 3, 100, 64), (1, 1)),
+    "strides": ((16, 16, 16, 32), (3, 3, 32, 64), (2, 2)),
+    "1 x 1": ((8, 7, 7, 700), (1, 1, 700, 40), (1, 1)),
+    "large images": ((2, 112, 112, 8), (7, 7, 8, 16), (2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_rounding_is_no_worse_than_that_of_lax(name):
+    x_shape, w_shape, strides = SHAPES[name]
+    case = Case(0)
+    case.x, case.w = normal(*x_shape), normal(*w_shape)
+    padding = lax.padtype_to_pads(x_shape[1:3], w_shape[:2], strides, "SAME")
+    case.geometry, case.layouts, case.moved = (strides, padding, (1, 1), (1, 1), 1), NUMBERS, NUMBERS
+    case.dy = normal(*reference(case.x, case.w, None, *case.geometry).shape)
+    true = reference(case.x, case.w, case.dy, *case.geometry)
+    for ours_, laxs, right in zip(ours(case), of_lax(case), true, strict=True):
+        assert error(ours_, right) < 1.1 * error(laxs, right) + 5e-8
+
+
+def test_the_kernels_are_called():
+    x = text(jax.grad(lambda w: fast_on_cpus(loss)(w, X)), W)
+    assert "stablehlo.convolution" not in x
+    assert x.count("@jaxpar_cpu.ConvolutionFilter") == 2
+    assert calls(fast_on_cpus(jax.grad(loss, (0, 1))), W, X) == 6
+
+
+def transforms():
+    def scanned(f):
+        return lambda w, x: lax.scan(
+            lambda total, part: (total + f(w, part), None), 0.0, x.reshape(4, 2, *x.shape[1:])
+        )[0]
+
+    yield "jit", lambda f: f
+    yield "gradient", lambda f: jax.value_and_grad(f, (0, 1))
+    yield "remat", lambda f: jax.grad(jax.checkpoint(f), (0, 1))
+    yield "scan", lambda f: jax.grad(scanned(f), (0, 1))
+    yield "branches", lambda f: lambda w, x: lax.cond(x.sum() > 1e9, lambda: 0.0, lambda: f(w, x))
+    yield "vmap over images", lambda f: jax.vmap(jax.grad(f), (None, 0))
+    yield "vmap over filters", lambda f: lambda w, x: jax.vmap(jax.grad(f), (0, None))(jnp.stack([w, 2 * w]), x[0])
+    yield "vmap over both", lambda f: lambda w, x: jax.vmap(jax.grad(f))(jnp.stack([w] * 8), x)
+    yield "forward mode", lambda f: lambda w, x: jax.jvp(f, (w, x), (w + 1, x - 1))
+    yield "hessian times vector", lambda f: lambda w, x: jax.jvp(jax.grad(f), (w, x), (w + 1, x - 1))
+    yield "gradient of gradient", lambda f: jax.grad(lambda w, x: (jax.grad(f)(w, x) ** 2).sum(), (0, 1))
+
+
+TRANSFORMS = dict(transforms())
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_under_transforms(name):
+    x = X[:, None] if name in ("vmap over images", "vmap over filters", "vmap over both") else X
+    transformed = TRANSFORMS[name](loss)
+    found = jax.jit(fast_on_cpus(transformed))
+    assert "jaxpar_cpu.Convolution" in found.lower(W, x).as_text()
+    assert "stablehlo.convolution" not in found.lower(W, x).as_text()
+    close(found(W, x), jax.jit(transformed)(W, x), 1e-4)
+
+
+@pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_step_of_each_engine(engine, count):
+    def of_batch(params, batch, rng):
+        return loss(params["w"], batch), {}
+
+    step = train.make_train_step(of_batch, engine=engine)
+    state = train.create_state(kv.from_params({"w": W}, optimizer=optax.sgd(0.1)), 0, devices=jax.devices()[:count])
+    lowered = step.lower(state, X).as_text()
+    is_partitioned = engine == "jit" and count > 1
+    assert ("jaxpar_cpu.Convolution" in lowered) != is_partitioned
+    new, _ = step(state, X)
+    close(kv.to_params(new.store)["w"], W - 0.1 * jax.jit(jax.grad(loss))(W, X))
+
+
+def test_a_step_in_a_loop_is_not_slow():
+    step = train.make_train_step(lambda params, batch, rng: (loss(params["w"], batch), {}))
+    state = train.create_state(kv.from_params({"w": W}, optimizer=optax.sgd(0.1)), 0, devices=jax.devices()[:1])
+    assert not step.slow_in_a_loop(state, X[None])
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_sharded_arrays_are_not_gathered(kind):
+    types = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(types[kind],))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        compiled = jax.jit(fast_on_cpus(conv)).lower(x, W).compile()
+        assert "all-gather" not in compiled.as_text()
+        assert "jaxpar_cpu" not in compiled.as_text()
+        close(jax.device_get(compiled(x, W)), conv(X, W))
+
+
+def test_export_and_other_dtypes_take_the_kernels_of_xla():
+    exported = export.export(jax.jit(fast_on_cpus(conv)))(X, W)
+    assert "jaxpar_cpu" not in exported.mlir_module()
+    for dtype in (jnp.bfloat16, jnp.float16):
+        x, w = X.astype(dtype), W.astype(dtype)
+        assert "jaxpar_cpu" not in text(fast_on_cpus(conv), x, w)
+        same(jax.jit(fast_on_cpus(conv))(x, w), jax.jit(conv)(x, w))
+    with jax.enable_x64(True):
+        x, w = X.astype(np.float64), W.astype(np.float64)
+        assert "jaxpar_cpu" not in text(fast_on_cpus(conv), x, w)
+    tpu = jax.jit(fast_on_cpus(conv)).trace(X, W).lower(lowering_platforms=("tpu",)).as_text()
+    assert "jaxpar_cpu" not in tpu
+
+
+BAD = {"infinite": np.inf, "not a number": np.nan}
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("where", ["images", "filter", "cotangent"])
+@pytest.mark.parametrize("options", [{}, {"strides": (2, 2)}, {"lhs_dilation": (2, 2), "padding": ((1, 1), (2, 2))}])
+def test_what_is_not_finite_is_where_lax_has_it(value, where, options):
+    x, w = X.copy(), W.copy()
+    dy = normal(*jax.eval_shape(lambda x, w: conv(x, w, **options), x, w).shape)
+    bad, at = {"images": (x, (0, 3, 4, 5)), "filter": (w, (0, 2, 3, 4)), "cotangent": (dy, (1, 2, 3, 4))}[where]
+    bad[at] = BAD[value]
+
+    def all_three(x, w, dy, by):
+        y, back = jax.vjp(lambda x, w: conv(x, w, by=by, **options), x, w)
+        return y, *back(dy)
+
+    for ours_, laxs in zip(*(jax.jit(all_three, static_argnums=3)(x, w, dy, by) for by in (models, lax)), strict=True):
+        if (
+            where == "filter" and options
+        ):  # with strides, lax leaves out zeros around the images, and does not otherwise
+            assert np.isnan(ours_).sum() <= np.isnan(laxs).sum() + 2 * ours_.shape[1] * len(x)
+            assert (np.isnan(ours_) >= np.isnan(laxs)).all()
+            continue
+        same(np.isnan(ours_), np.isnan(laxs))
+        same(np.where(np.isinf(ours_), ours_, 0), np.where(np.isinf(laxs), laxs, 0))
+
+
+BITS = """
+import hashlib, sys
+import jax, jax.numpy as jnp, numpy as np
+from jaxpar.models import fast_on_cpus
+from test_convolution_kernels import W, X, loss, normal
+many = normal(37, 12, 12, 16)
+step = jax.jit(fast_on_cpus(jax.value_and_grad(loss, (0, 1))))
+for device in jax.devices():
+    for _ in range(3):
+        found = step(*jax.device_put((W, many), device))
+        print(hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(found))).hexdigest())
+"""
+
+
+@pytest.mark.parametrize(
+    "other", [{"JAX_NUM_CPU_DEVICES": "4"}, pytest.param({"threads": "1"}, marks=pytest.mark.slow)]
+)
+def test_the_same_bits_on_any_number_of_threads_and_devices(other):
+    def digests(threads=None, **environment):
+        command = [sys.executable, "-c", BITS]
+        paths = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+        command = ["taskset", "-c", "0", *command] if threads == "1" else command
+        done = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": paths, **environment}, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return set(done.stdout.split())
+
+    one = digests(JAX_NUM_CPU_DEVICES="1")
+    assert len(one) == 1
+    assert digests(**{"JAX_NUM_CPU_DEVICES": "1", **other}) == one
+
+
+@pytest.mark.slow
+def test_eight_devices_with_collectives_do_not_hang():
+    mesh = Mesh(jax.devices()[:8], "i")
+    whole = jax.jit(jax.shard_map(
+        lambda w, x: lax.pmean(fast_on_cpus(jax.grad(loss))(w, x), "i"),
+        mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=False,
+    ))  # fmt: skip
+    first = jax.block_until_ready(whole(W, X))
+    for _ in range(1000):
+        same(jax.block_until_ready(whole(W, X)), first)

@@ -1,0 +1,134 @@
+"""Whole networks beside MXNet 1.9.1: Gluon's model zoo, and training that goes on as there."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar import kv, mxnet, train, updaters
+
+sys.path.insert(0, str(Path(__file__).parent))
+from symbols import CASES, arrays_of, recorded, write
+
+QUICK = ("squeezenet1_1", "mobilenet0_25", "mobilenet_v2_0_25", "resnet18_v1", "resnet18_v2", "alexnet", "vgg11_bn")
+ZOO = [
+    pytest.param(name, marks=() if name[4:] in QUICK else pytest.mark.slow) for name in CASES if name.startswith("zoo")
+]
+
+
+def load(folder, name):
+    """The model of a case, saved and read with its arrays, and the arrays of its inputs."""
+    arrays = arrays_of(name)
+    symbol = write(folder, name)
+    bare = mxnet.load_symbol(symbol)
+    shapes = {n: arrays[n].shape for n in CASES[name]["inputs"]}
+    assert bare.shapes(**shapes) == {n: a.shape for n, a in arrays.items()}
+    state = {n: arrays[n] for n in CASES[name]["aux"]}
+    params = {n: a for n, a in arrays.items() if n not in state and n not in shapes}
+    bare.save_params(folder / "case-0007.params", params, state)
+    model = mxnet.load_checkpoint(folder / "case", 7)
+    assert list(model.inputs) == CASES[name]["inputs"]
+    return model, {n: arrays[n] for n in shapes}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_the_model_zoo_gives_the_same_logits(name, tmp_path):
+    model, inputs = load(tmp_path, name)
+    expected = recorded()[name]["eval0"]
+    found = jax.jit(model.apply)(model.params, inputs)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+    assert np.ptp(expected) > 1e-3
+
+
+def loss_of(model):
+    """The mean loss that MXNet's loss layer means, of its predictions."""
+
+    def loss_fn(params, batch, rng, model_state):
+        *data, label = batch
+        outputs, new = model.apply(params, *data, state=model_state, train=True, rng=rng)
+        if label.ndim == outputs.ndim:
+            return jnp.square(outputs - label).mean() / 2, {"outputs": outputs.mean()}, new
+        chosen = jnp.take_along_axis(outputs, label[:, None].astype(int), 1)
+        return -jnp.log(chosen).mean(), {}, new
+
+    return loss_fn
+
+
+def loss_there(outputs, label):
+    if label.shape[0] == outputs.size:
+        return np.square(outputs.reshape(-1) - label).mean() / 2
+    return -np.log(outputs[np.arange(len(label)), label.astype(int)]).mean()
+
+
+def go_on(model, inputs, count, rate):
+    """The losses of five steps on `count` devices, and the state at the end."""
+    devices = jax.devices()[:count]
+    store = kv.from_params(model.params, kind="device", devices=devices)
+    sgd = updaters.mxnet_sgd(rate, momentum=0.9, wd=1e-3, wd_mult=updaters.mxnet_wd_mult(kv.names(store)))
+    store = kv.set_updater(store, sgd)
+    state = train.create_state(store, jax.random.key(0), model_state=model.state)
+    step = train.make_train_step(loss_of(model), engine="shard_map", unused="skip")
+    batch = tuple(inputs[n] for n in model.inputs)
+    if batch[-1].ndim == 1 and "score" in inputs:
+        batch = (*batch[:-1], batch[-1][:, None])
+    losses = []
+    for _ in range(5):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+def check_training(name, count, tmp_path, rate=0.05):
+    model, inputs = load(tmp_path, name)
+    losses, state = go_on(model, inputs, count, rate)
+    there = recorded()[name]
+    label = inputs[model.inputs[-1]]
+    expected = [loss_there(there[f"step{i}"], label) for i in range(5)]
+    np.testing.assert_allclose(losses, expected, rtol=1e-3)
+    assert abs(expected[-1] / expected[0] - 1) > 0.002
+    return state
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("network", ["lenet", "factorization", "normalized"])
+def test_training_goes_on_as_in_mxnet(network, count, tmp_path):
+    name = f"{network} {count}"
+    state = check_training(name, count, tmp_path)
+    there = recorded()[name]
+    arrays = {**state.params, **(state.model_state or {})}
+    for n, array in arrays.items():
+        size = there[f"size {n}"]
+        np.testing.assert_allclose(np.abs(np.float64(array)).sum(), size, rtol=1e-4, err_msg=n)
+        np.testing.assert_allclose(np.float64(array).sum(), there[f"sum {n}"], atol=2e-4 * size, err_msg=n)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet18_v1", "resnet18_v2"])
+def test_a_network_of_the_zoo_goes_on_as_in_mxnet(name, tmp_path):
+    check_training(name, 1, tmp_path, 0.0002)
+
+
+def test_with_its_label_a_loss_layer_has_mxnets_gradient(tmp_path):
+    model, inputs = load(tmp_path, "normalized 1")
+    images, labels = (inputs[n] for n in model.inputs)
+    with_label = jax.grad(lambda p: model.apply(p, images, labels, train=True)[0].sum())(model.params)
+    own = jax.grad(lambda p: 8 * loss_of(model)(p, (images, labels), None, model.state)[0])(model.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), with_label, own)
+
+
+def test_the_example_of_the_guide(tmp_path, monkeypatch):
+    model, inputs = load(tmp_path, "lenet 1")
+    for path in tmp_path.iterdir():
+        path.rename(tmp_path / path.name.replace("case", "lenet").replace("0007", "0010"))
+    monkeypatch.chdir(tmp_path)
+    guide = (Path(__file__).parents[2] / "docs" / "from_mxnet.md").read_text()
+    (code,) = [block for block in guide.split("```")[1::2] if "load_checkpoint" in block]
+    images, labels = (np.tile(inputs[n], (4,) + (1,) * (inputs[n].ndim - 1)) for n in model.inputs)
+    found = {"images": images, "labels": labels.astype(int)}
+    exec(code.removeprefix("python\n"), found)
+    again = mxnet.load_checkpoint("lenet", 11)
+    assert not np.array_equal(again.params["fc2_bias"], model.params["fc2_bias"])
+    assert np.isfinite(again.apply(again.params, inputs["data"])).all()

@@ -1,0 +1,278 @@
+"""`mxnet.port` and `jaxpar port`: modules in plain JAX that give what the symbols give."""
+
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar import mxnet, viz
+from jaxpar.__main__ import main
+
+sys.path.insert(0, str(Path(__file__).parent))
+from symbols import CASES, arrays_of, write
+
+QUICK = ("lenet 1", "factorization 1", "normalized 1", "gluon lstm")
+ZOO = "resnet18_v1 squeezenet1_1 resnet18_v2 resnet50_v1 resnet50_v2"
+ZOO += " mobilenet0_25 mobilenet_v2_0_25 densenet121 vgg11_bn alexnet inception_v3"
+SLOW = [pytest.param(f"zoo {name}", marks=pytest.mark.slow) for name in ZOO.split()]
+# Lines of the layers of a network, without the functions that each module begins with.
+MOST_LINES = {"lenet 1": 12, "zoo resnet18_v1": 45, "zoo squeezenet1_1": 45, "zoo resnet50_v1": 65}
+MOST_LINES |= {"zoo densenet121": 45, "zoo inception_v3": 110, "zoo vgg11_bn": 40}
+
+
+@pytest.fixture(autouse=True)
+def rank_promotion():
+    with jax.numpy_rank_promotion("allow"):  # as users have it
+        yield
+
+
+def run(text):
+    """The names of a written module."""
+    found = {}
+    exec(compile(text, "ported.py", "exec"), found)
+    return found
+
+
+def check(symbol, text, params, state, inputs, file=None):
+    """Outputs and running statistics are those of the symbol, in training and else."""
+    model, module = mxnet.load_symbol(symbol, file), run(text)
+    for train in (False, True):
+        options = {"state": state, "train": train, "rng": jax.random.key(3)}
+        expected = jax.jit(lambda p, o=options: model.apply(p, inputs, **o))(params)
+        found = jax.jit(lambda p, o=options: module["apply"](p, *inputs.values(), **o))(params)
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            # Statistics of a small batch make the rounding of the two programs larger.
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=(5e-4 if train else 2e-5) * np.abs(b).max())
+
+
+def files_of(folder, name):
+    """(symbol file, params file, params, state, inputs without labels) of a case."""
+    symbol, arrays = write(folder, name), arrays_of(name)
+    state = {n: arrays.pop(n) for n in CASES[name]["aux"]}
+    inputs = {n: arrays.pop(n) for n in CASES[name]["inputs"]}
+    named = {f"{kind}:{n}": a for kind, some in (("arg", arrays), ("aux", state)) for n, a in some.items()}
+    (folder / "case.params").write_bytes(mxnet._params.to_bytes(named))
+    return (
+        symbol,
+        folder / "case.params",
+        arrays,
+        state,
+        {n: a for n, a in inputs.items() if n[-5:] not in "label score"},
+    )
+
+
+@pytest.mark.parametrize("name", [*QUICK, *SLOW])
+def test_a_module_gives_what_its_symbol_gives(name, tmp_path):
+    symbol, file, params, state, inputs = files_of(tmp_path, name)
+    text = mxnet.port(symbol, file, shapes={n: a.shape for n, a in inputs.items()})
+    check(symbol, text, params, state, inputs, file)
+    module = run(text)
+    for new, like in zip(module["init"](jax.random.key(0)), (params, state), strict=True):
+        assert {n: a.shape for n, a in new.items()} == {n: a.shape for n, a in like.items()}
+    loaded = module["load"](file)
+    assert all(np.array_equal(loaded[0][n], a) for n, a in params.items())
+    assert set(loaded[1]) == set(state)
+    if name in MOST_LINES:
+        layers = text.partition("def split(")[2].partition("def apply(")[0]
+        assert len([line for line in layers.splitlines() if line]) <= MOST_LINES[name]
+
+
+def test_the_gradient_is_that_of_the_symbol_without_labels(tmp_path):
+    symbol, file, params, state, inputs = files_of(tmp_path, "normalized 1")
+    model, module = mxnet.load_symbol(symbol), run(mxnet.port(symbol, file))
+
+    def loss(apply):
+        return lambda p: -jnp.log(apply(p, inputs["data"], state=state, train=True)[0][:, 0]).sum()
+
+    found, expected = (jax.grad(loss(apply))(params) for apply in (module["apply"], model.apply))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)
+
+
+def test_the_module_of_the_guide(tmp_path):
+    guide = (Path(__file__).parents[2] / "docs" / "from_gluon.md").read_text()
+    (shown,) = [block for block in guide.split("```")[1::2] if "written by `jaxpar port`" in block]
+    path = tmp_path / "lenet-symbol.json"
+    path.write_text(CASES["lenet 1"]["symbol"])
+    assert shown == "python\n" + mxnet.port(path, shapes={"data": (1, 1, 28, 28)})
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "wrong"), [("lenet 1", (1, 1, 28, 28), ["fc1"]), ("zoo resnet18_v1", (1, 3, 224, 224), [])]
+)
+def test_the_tables_of_layers_in_the_guide(name, size, wrong, tmp_path):
+    model = mxnet.load_symbol(write(tmp_path, name))
+    shapes = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in model.shapes(data=size).items()}
+    data, state = shapes.pop("data"), {n: shapes.pop(n) for n in CASES[name]["aux"]}
+
+    def network(params, data, state):
+        return model.apply(params, data, state=state)
+
+    graph = viz.trace(network, shapes, data, state, depth=0, repeats=False)
+    guide = (Path(__file__).parents[2] / "docs" / "from_gluon.md").read_text().partition("## The table of layers")[2]
+    tables = [table.splitlines() for table in re.findall(r"(?:^\| `.*\n)+", guide, re.MULTILINE)]
+    rows = [[cell.strip(" `").replace(",", "") for cell in row.split("|")] for row in tables[name != "lenet 1"]]
+    assert {row[1]: int(row[6]) for row in rows} == {n.name: n.params for n in graph.layers if n.op != "input"}
+    assert [row[1] for row in rows if row[4] != row[6]] == wrong
+    assert graph.layers[-1].shape == (1, 10) or name == "lenet 1"
+
+
+# Symbols of one's own
+
+
+def node(op, name, *inputs, **attrs):
+    return {"op": op, "name": name, "inputs": [list(i) for i in inputs], "attrs": attrs}
+
+
+def symbol_of(folder, *nodes, heads=None):
+    path = folder / "own-symbol.json"
+    heads = [[len(nodes) - 1, 0, 0]] if heads is None else heads
+    path.write_text(json.dumps({"nodes": nodes, "heads": heads, "attrs": {"mxnet_version": ["int", 10901]}}))
+    return path
+
+
+def mlp(names=("fc1", "fc2", "fc3", "out"), data="data"):
+    """Dense layers with ReLU and dropout, and a softmax at the end."""
+    nodes = [node("null", data)]
+    at = 0
+    for name in names:
+        nodes += [node("null", f"{name}_weight"), node("null", f"{name}_bias")]
+        weights = (len(nodes) - 2, 0), (len(nodes) - 1, 0)
+        nodes.append(node("FullyConnected", name, (at, 0), *weights, num_hidden="6"))
+        nodes.append(node("Activation", f"{name}_act", (len(nodes) - 1, 0), act_type="relu"))
+        nodes.append(node("Dropout", f"{name}_drop", (len(nodes) - 1, 0), p="0.4"))
+        at = len(nodes) - 1
+    label = node("null", "softmax_label")
+    return [*nodes, label, node("SoftmaxOutput", "softmax", (at, 0), (len(nodes), 0))]
+
+
+def test_an_mlp_is_a_loop_and_its_dropout_that_of_the_symbol(tmp_path):
+    path = symbol_of(tmp_path, *mlp())
+    text = mxnet.port(path, shapes={"data": (5, 6)})
+    assert "def network(net, data):" in text
+    assert 'for name, key in (("fc1", 5), ("fc2", 10), ("fc3", 15), ("out", 20)):' in text
+    module = run(text)
+    params, state = module["init"](jax.random.key(0))
+    check(path, text, params, state, {"data": np.float32(np.random.RandomState(0).standard_normal((5, 6)))})
+    with pytest.raises(ValueError, match="dropout needs rng="):
+        module["apply"](params, jnp.ones((5, 6)), train=True)
+
+
+HOSTILE = ('a"; import os; "', "a{net.__class__}", "a\\", "a\nb", "{s[0].value}", "it's", "007", "\u2028x", "a1b02")
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_are_never_code(name, tmp_path):
+    path = symbol_of(tmp_path, *mlp((f"{name}1", f"{name}2", f"{name}x"), data=name))
+    text = mxnet.port(path, shapes={name: (2, 6)})
+    params, state = run(text)["init"](jax.random.key(0))
+    assert f"{name}1_weight" in params
+    check(path, text, params, state, {name: jnp.ones((2, 6))})
+
+
+@pytest.mark.parametrize("name", ["net", "x", "class", "dense", "n", "1st", "y"])
+def test_inputs_whose_names_python_or_the_module_has(name, tmp_path):
+    path = symbol_of(tmp_path, *mlp(data=name))
+    text = mxnet.port(path, shapes={name: (2, 6)})
+    check(path, text, *run(text)["init"](jax.random.key(0)), {name: jnp.ones((2, 6))})
+
+
+def test_rare_operators_several_outputs_and_inputs(tmp_path):
+    nodes = [
+        node("null", "a-b"),
+        node("null", "a_b"),
+        node("null", "l_gamma", __shape__="(4,)"),
+        node("LeakyReLU", "l", (0, 0), (2, 0), act_type="prelu"),
+        node("SliceChannel", "s", (3, 0), num_outputs="2"),
+        node("LRN", "lrn", (1, 0), nsize="3", alpha="0.1"),
+        node("broadcast_mul", "m", (4, 1), (5, 0)),
+        node("elemwise_add", "p", (6, 0), (4, 0)),
+        node("_rminus_scalar", "r", (7, 0), scalar="2"),
+    ]
+    path = symbol_of(tmp_path, *nodes, heads=[[8, 0, 0], [4, 1, 0], [1, 0, 0]])
+    text = mxnet.port(path, shapes={"a-b": (2, 4), "a_b": (2, 2)})
+    assert 'mx_lrn = operator("LRN")' in text
+    module = run(text)
+    params, state = module["init"](jax.random.key(0))
+    assert params["l_gamma"].shape == (4,)
+    random = np.random.RandomState(0)
+    inputs = {"a-b": np.float32(random.randn(2, 4)), "a_b": np.float32(random.randn(2, 2))}
+    check(path, text, {"l_gamma": jnp.array([0.5, 1, 2, 3])}, state, inputs)
+
+
+OPERATORS = [name for name in CASES if " " in name and not name.startswith(("zoo", "resnet", "lenet", "fact", "rnn"))]
+
+
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.slow
+def test_every_operator(part, tmp_path):
+    for name in OPERATORS[part::4]:
+        arrays = arrays_of(name)
+        symbol = write(tmp_path, name)
+        model = mxnet.load_symbol(symbol)
+        state = {n: arrays.pop(n) for n in CASES[name]["aux"]}
+        inputs = {n: arrays.pop(n) for n in model.inputs}
+        model.save_params(tmp_path / "w.params", arrays, state)
+        shapes = {n: a.shape for n, a in inputs.items()}
+        try:
+            text = mxnet.port(symbol, tmp_path / "w.params", shapes=shapes)
+        except ValueError as error:
+            assert "output_mean_var" in str(error)  # noqa: PT017
+            continue
+        taken = inspect.signature(run(text)["apply"]).parameters
+        used = {n: a for n, a in inputs.items() if n in taken}  # labels are left out
+        check(symbol, text, arrays, state, used, tmp_path / "w.params")
+
+
+# The command
+
+
+def test_the_command_and_the_test_that_it_writes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    symbol, file, *_ = files_of(tmp_path, "normalized 1")
+    words = ["port", symbol.name, file.name, "-o", "small_net.py", "--shape", "data=4x3x9x9"]
+    assert main([*words, "--test"]) == 0
+    assert "small_net.py and test_small_net.py: written from case-symbol.json" in capsys.readouterr().out
+    written = run((tmp_path / "test_small_net.py").read_text())
+    test = written["test_the_module_gives_what_the_symbol_gives"]
+    test(False)
+    test(True)
+    changed = (tmp_path / "small_net.py").read_text().replace("jax.nn.relu", "jnp.tanh")
+    monkeypatch.setitem(written, "small_net", type("Module", (), run(changed)))
+    with pytest.raises(AssertionError, match="Not equal"):
+        test(False)
+    assert main(words) == 1
+    assert capsys.readouterr().err == "jaxpar port: small_net.py exists; choose another name, or give --force\n"
+    assert main([*words, "--force"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "line"),
+    [
+        (["no.json", "-o", "m.py"], 1, "No such file or directory: 'no.json'"),
+        (["case-symbol.json", "no.params", "-o", "m.py"], 1, "'no.params'"),
+        (["case-symbol.json", "-o", "m.txt"], 2, "expected the name of a module such as model.py, got m.txt"),
+        (["case-symbol.json", "-o", "m.py", "--shape", "data:3"], 2, "expected NAME=SHAPE"),
+        (["case-symbol.json", "-o", "m.py", "--shape", "dat=3"], 2, "no 'dat'"),
+        (["case-symbol.json", "-o", "m.py", "--test"], 2, "--test needs the shapes"),
+        (["odd-symbol.json", "-o", "m.py"], 2, "Odd in 'c'"),
+        (["case-symbol.json", "-o", "no/m.py"], 1, "No such file or directory"),
+    ],
+)
+def test_errors_are_one_line(words, status, line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "dense")
+    symbol_of(tmp_path, node("null", "x"), node("Odd", "c", (0, 0))).rename("odd-symbol.json")
+    assert main(["port", *words]) == status
+    shown = capsys.readouterr()
+    assert shown.err.startswith("jaxpar port: ")
+    assert line in shown.err
+    assert shown.err.count("\n") == 1
+    assert not (tmp_path / "m.py").exists()

@@ -1,0 +1,251 @@
+"""Models from symbol files: what they hold, as pure functions, on several devices; and files that are no such."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar import checkpoint, mxnet
+
+sys.path.insert(0, str(Path(__file__).parent))
+from symbols import CASES, arrays_of, write
+
+
+def node(op, name, *inputs, **more):
+    return {"op": op, "name": name, "inputs": [list(i) for i in inputs], **more}
+
+
+def symbol(folder, *nodes, heads=None, version=10901, name="net"):
+    path = folder / f"{name}-symbol.json"
+    attrs = {"mxnet_version": ["int", version]} if version else {}
+    heads = [[len(nodes) - 1, 0, 0]] if heads is None else heads
+    path.write_text(json.dumps({"nodes": nodes, "heads": heads, "attrs": attrs}))
+    return path
+
+
+def dense(folder, key="attrs", **more):
+    x, w, b = (node("null", n) for n in ("data", "fc_weight", "fc_bias"))
+    attrs = {"num_hidden": "2", "__lr_mult__": "2", **more}
+    return symbol(folder, x, w, b, node("FullyConnected", "fc", (0, 0, 0), (1, 0), (2, 0, 0), **{key: attrs}))
+
+
+@pytest.fixture
+def model(tmp_path):
+    name = "normalized 1"
+    bare = mxnet.load_symbol(write(tmp_path, name))
+    arrays = arrays_of(name)
+    state = {n: arrays[n] for n in CASES[name]["aux"]}
+    params = {n: a for n, a in arrays.items() if n not in state and n not in bare.inputs}
+    bare.save_params(tmp_path / "case-0003.params", params, state)
+    return mxnet.load_checkpoint(tmp_path / "case", 3)
+
+
+IMAGES = np.float32(np.random.RandomState(0).standard_normal((8, 3, 9, 9)))
+
+
+def test_what_a_model_holds(model, tmp_path):
+    assert model.inputs == ("data", "softmax_label")
+    assert model.outputs == ("softmax_output",)
+    assert set(model.state) == {"bn_moving_mean", "bn_moving_var"}
+    assert set(model.params) == {"conv_weight", "bn_gamma", "bn_beta", "fc_weight", "fc_bias"}
+    assert [n.op for n in model.symbol.nodes if not n.is_variable][:2] == ["Convolution", "BatchNorm"]
+    assert repr(model).startswith("Model(6 operators, inputs ('data', 'softmax_label')")
+    model.save_params(tmp_path / "again.params")
+    again = checkpoint.load_mxnet(tmp_path / "again.params")
+    assert set(again) == {f"arg:{n}" for n in model.params} | {f"aux:{n}" for n in model.state}
+    assert all(np.array_equal(again[f"arg:{n}"], a) for n, a in model.params.items())
+
+
+def test_apply_is_pure(model):
+    out = model.apply(model.params, IMAGES)
+    np.testing.assert_allclose(jax.jit(model.apply)(model.params, {"data": IMAGES}), out, rtol=1e-5)
+    outs, state = model.apply(model.params, IMAGES, train=True)
+    assert outs.shape == out.shape
+    assert not np.array_equal(state["bn_moving_mean"], model.state["bn_moving_mean"])
+    assert np.array_equal(model.apply(model.params, IMAGES), out)
+    whole = jax.grad(lambda p: -jnp.log(model.apply(p, IMAGES)[:, 0]).mean())(model.params)
+    assert set(whole) == set(model.params)
+    assert all(np.isfinite(g).all() for g in whole.values())
+    by_row = jax.vmap(lambda x: model.apply(model.params, x[None])[0])(jnp.asarray(IMAGES))
+    np.testing.assert_allclose(by_row, out, rtol=1e-4)
+
+
+def test_arguments_of_apply(model):
+    missing = {n: a for n, a in model.params.items() if n != "fc_bias"}
+    for run, words in (
+        (lambda: model.apply(missing, IMAGES), "params has no 'fc_bias'"),
+        (lambda: model.apply({**model.params, "fc": 1.0}, IMAGES), "params has 'fc', which the network has not"),
+        (lambda: model.apply(model.params), "no array is given for input 'data'"),
+        (lambda: model.apply(model.params, {"dat": IMAGES}), r"no input 'dat'; it has \['data', 'softmax_label'\]"),
+        (lambda: model.apply(model.params, IMAGES, 1, 2), "3 inputs are given"),
+        (lambda: model.apply(model.params, IMAGES, state={}), "state has no 'bn_moving_mean'"),
+        (lambda: model.shapes(dat=(1, 3, 9, 9)), "no 'dat'"),
+        (lambda: model.shapes(), "shape of 'data' is unknown"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run()
+
+
+def test_shapes_without_params(tmp_path):
+    model = mxnet.load_symbol(write(tmp_path, "lenet 1"))
+    assert (model.params, model.state) == ({}, {})
+    shapes = model.shapes(data=(2, 1, 28, 28))
+    assert (shapes["conv1_weight"], shapes["fc1_weight"]) == ((50, 20, 5, 5), (128, 800))
+    assert "softmax_label" not in shapes
+
+
+@pytest.mark.parametrize("key", ["attr", "param", "attrs"])
+def test_attributes_of_every_version(key, tmp_path):
+    model = mxnet.load_symbol(dense(tmp_path, key))
+    params = {"fc_weight": jnp.ones((2, 3)), "fc_bias": jnp.zeros(2)}
+    assert model.apply(params, jnp.ones((1, 3))).tolist() == [[3, 3]]
+
+
+def test_statistics_that_old_files_do_not_name(tmp_path):
+    nodes = [node("null", n) for n in ("data", "bn_gamma", "bn_beta")]
+    path = symbol(
+        tmp_path, *nodes, node("BatchNorm", "bn", (0, 0), (1, 0), (2, 0)), node("relu", "out", (3, 0)), version=0
+    )
+    model = mxnet.load_symbol(path)
+    shapes = model.shapes(data=(4, 2))
+    assert list(shapes) == ["data", "bn_gamma", "bn_beta", "bn_moving_mean", "bn_moving_var"]
+    ones = {n: jnp.ones(2) for n in shapes}
+    state = {n: ones.pop(n) for n in ("bn_moving_mean", "bn_moving_var")}
+    del ones["data"]
+    assert model.apply(ones, jnp.ones((4, 2)), state=state).tolist() == [[1, 1]] * 4
+
+
+def test_an_axis_of_minus_one_meant_all_axes_before_0_9_5(tmp_path):
+    path = symbol(tmp_path, node("null", "x"), node("argmax", "a", (0, 0), attr={"axis": "-1"}), version=904)
+    assert mxnet.load_symbol(path).apply({}, jnp.array([[1.0, 2], [4, 3]])).tolist() == [2]
+    path = symbol(tmp_path, node("null", "x"), node("argmax", "a", (0, 0), attr={"axis": "-1"}), version=905)
+    assert mxnet.load_symbol(path).apply({}, jnp.array([[1.0, 2], [4, 3]])).tolist() == [1, 0]
+
+
+def test_operators_that_are_missing_or_ones_own(tmp_path):
+    nodes = [
+        node("null", "x"),
+        node("Twice", "a", (0, 0), attrs={"by": "3"}),
+        node("Twice", "b", (1, 0)),
+        node("Odd", "c", (2, 0)),
+    ]
+    path = symbol(tmp_path, *nodes)
+    with pytest.raises(ValueError, match=r"Twice in 'a', 'b'; Odd in 'c'\. Give operators="):
+        mxnet.load_symbol(path)
+
+    def twice(x, *, by: int = 2):
+        return x * by
+
+    model = mxnet.load_symbol(path, operators={"Twice": twice, "Odd": lambda x: x + 1})
+    assert model.apply({}, jnp.ones(2)).tolist() == [7, 7]
+
+
+def test_dropout_needs_a_key(tmp_path):
+    path = symbol(tmp_path, node("null", "x"), node("Dropout", "d", (0, 0), attrs={"p": "0.5", "axes": "(1,)"}))
+    model, x = mxnet.load_symbol(path), jnp.ones((40, 5))
+    assert (model.apply({}, x) == 1).all()
+    with pytest.raises(ValueError, match="Dropout needs rng="):
+        model.apply({}, x, train=True)
+    out, _ = model.apply({}, x, train=True, rng=0)
+    assert set(np.unique(out)) == {0, 2}
+    assert (out == out[:, :1]).all()
+    assert not np.array_equal(out, model.apply({}, x, train=True, rng=1)[0])
+
+
+@pytest.mark.parametrize(
+    ("attrs", "words"),
+    [
+        ({"num_hidden": "two"}, "attribute num_hidden must be of the form int, got 'two'"),
+        ({"num_hidden": "9" * 30}, "num_hidden must be"),
+        ({"flatten": "maybe"}, "attribute flatten must be of the form bool"),
+        ({"no_such": "1"}, "unknown attribute no_such='1'"),
+    ],
+)
+def test_attributes_that_are_wrong(attrs, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        mxnet.load_symbol(dense(tmp_path, **attrs))
+
+
+def test_files_of_another_network(tmp_path, model):
+    (tmp_path / "w.params").write_bytes(mxnet._params.to_bytes({"arg:other": np.ones(2, np.float32)}))
+    with pytest.raises(checkpoint.CheckpointError, match="has no array 'fc_weight', 'fc_bias'"):
+        mxnet.load_symbol(dense(tmp_path), tmp_path / "w.params")
+    with pytest.raises(ValueError, match="layout must be None, which is MXNet's own, or 'NHWC', got 'NCWH'"):
+        mxnet.load_symbol(dense(tmp_path), layout="NCWH")
+    with pytest.raises(FileNotFoundError):
+        mxnet.load_checkpoint(tmp_path / "case", 4)
+    with pytest.raises(TypeError, match="epoch must be"):
+        mxnet.load_checkpoint(tmp_path / "case", "3")
+    with pytest.raises(ValueError, match="MXNet saves no array of dtype complex64"):
+        model.save_params(tmp_path / "x", {**model.params, "fc_bias": np.ones(5, np.complex64)})
+
+
+X = '{"nodes": [{"op": "null", "name": "x"}, '
+HOSTILE = {
+    "text": "no json",
+    "deep": "[" * 100000,
+    "deep nodes": '{"nodes": ' + "[" * 50000 + "]" * 50000 + "}",
+    "a list": "[]",
+    "no nodes": "{}",
+    "a huge number": '{"nodes": [], "heads": [[' + "9" * 5000 + ", 0]]}",
+    "no heads": '{"nodes": []}',
+    "node": '{"nodes": [3], "heads": [[0, 0]]}',
+    "names": '{"nodes": [{"op": 1, "name": 2}], "heads": [[0, 0]]}',
+    "attrs": '{"nodes": [{"op": "null", "name": "x", "attrs": {"a": []}}], "heads": [[0, 0]]}',
+    "itself": '{"nodes": [{"op": "relu", "name": "x", "inputs": [[0, 0, 0]]}], "heads": [[0, 0]]}',
+    "later": '{"nodes": [{"op": "relu", "name": "x", "inputs": [[7, 0, 0]]}], "heads": [[0, 0]]}',
+    "negative": '{"nodes": [{"op": "relu", "name": "x", "inputs": [[-1, 0, 0]]}], "heads": [[0, 0]]}',
+    "a variable's inputs": X + '{"op": "null", "name": "y", "inputs": [[0, 0]]}], "heads": [[0, 0]]}',
+    "further": X + '{"op": "relu", "name": "y", "inputs": [[0, 5]]}], "heads": [[1, 0]]}',
+    "no arrays": '{"nodes": [{"op": "relu", "name": "x", "inputs": []}], "heads": [[0, 0]]}',
+    "pairs": '{"nodes": [{"op": "relu", "name": "x", "inputs": [["a", 0]]}], "heads": [[0, 0]]}',
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=list(HOSTILE))
+def test_what_is_no_symbol_file(content, tmp_path):
+    path = tmp_path / "x-symbol.json"
+    path.write_text(content)
+    with pytest.raises(checkpoint.CheckpointError, match=r"x-symbol\.json"):
+        mxnet.load_symbol(path)
+
+
+def test_an_output_that_no_node_has(tmp_path):
+    model = mxnet.load_symbol(symbol(tmp_path, node("null", "x"), node("relu", "y", (0, 0)), heads=[[1, 10**9]]))
+    with pytest.raises(checkpoint.CheckpointError, match="relu 'y' has no output 1000000000"):
+        model.apply({}, jnp.ones(2))
+
+
+def test_no_cut_file_is_read(tmp_path):
+    whole = CASES["dense"]["symbol"].rstrip().encode()
+    path = tmp_path / "x-symbol.json"
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(checkpoint.CheckpointError):
+            mxnet.load_symbol(path)
+
+
+@pytest.mark.parametrize(
+    ("op", "attrs"),
+    [
+        ("_zeros", {"shape": "(100000, 100000, 100000)"}),
+        ("_arange", {"start": "0", "stop": "1e15"}),
+        ("_arange", {"start": "0", "stop": "1", "step": "0"}),
+        ("SliceChannel", {"num_outputs": "1000000000000"}),
+        ("RNN", {"state_size": "1000000000", "num_layers": "1000000000", "mode": "lstm"}),
+        ("Reshape", {"shape": "(-3, -3, -3)"}),
+    ],
+)
+def test_attributes_that_ask_for_too_much(op, attrs, tmp_path):
+    inputs = {"SliceChannel": 1, "Reshape": 1, "RNN": 4}.get(op, 0)
+    names = [node("null", f"x{i}") for i in range(inputs)]
+    path = symbol(tmp_path, *names, node(op, "n", *[(i, 0) for i in range(inputs)], attrs=attrs))
+    model = mxnet.load_symbol(path)
+    given = {n: jnp.ones((2, 2, 2)) for n in model.inputs}
+    params = {node.name: jnp.ones(4) for node in model.symbol.nodes if node.is_variable and node.name not in given}
+    with pytest.raises((ValueError, TypeError)):
+        model.apply(params, given)

@@ -1,0 +1,350 @@
+"""Params that are not trained: no gradient, no state, no byte between devices, for every engine, kind and option."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpar import checkpoint, kv, parallel, train, updaters, viz
+
+X = np.random.default_rng(0).normal(size=(48, 6)).astype("float32")
+BATCH = {"x": X, "y": X[:, :2].sum(1)}
+TEACHER = 4096  # elements, far more than the student has
+
+
+def network(net, x):
+    return jnp.tanh(x @ net["in"]) @ net["out"]
+
+
+def loss_fn(params, batch, rng):
+    student = network(params["student"], batch["x"])
+    wanted = network(params["teacher"], batch["x"]) + batch["y"]
+    return ((student - wanted) ** 2).mean(), {}
+
+
+def init():
+    def net(seed, width):
+        first, second = jax.random.split(jax.random.key(seed))
+        return {"in": jax.random.normal(first, (6, width)), "out": jax.random.normal(second, (width,)) / width}
+
+    return {"student": net(0, 8), "teacher": net(1, TEACHER // 8)}
+
+
+def alone():
+    """The same training without the teacher among the params."""
+
+    def student_loss(params, batch, rng):
+        teacher = jax.tree.map(lambda x: x.astype(batch["x"].dtype), init()["teacher"])
+        return loss_fn({"student": params, "teacher": teacher}, batch, rng)
+
+    return init()["student"], student_loss
+
+
+def steps(state, step, count=3):
+    metrics = None
+    for _ in range(count):
+        state, metrics = step(state, BATCH)
+    return state, metrics
+
+
+OPTIONS = {
+    "plain": {},
+    "pmap": {"engine": "pmap"},
+    "jit": {"engine": "jit"},
+    "local": {"kind": "local"},
+    "sharded": {"kind": "sharded"},
+    "sharded by jit": {"kind": "sharded", "engine": "jit"},
+    "dist_async": {"kind": "dist_async"},
+    "accumulate": {"accumulate": 3},
+    "loss scale": {"loss_scale": "dynamic"},
+    "nonfinite": {"nonfinite": "skip"},
+    "remat": {"remat": True},
+    "bfloat16": {"compute_dtype": jnp.bfloat16},
+    "transform": {"grad_transform": optax.clip_by_global_norm(0.1)},
+    "unused": {"unused": "skip"},
+    "local steps": {"local_steps": 2},
+    "diloco": {"local_steps": 2, "outer_optimizer": optax.sgd(0.7, momentum=0.9, nesterov=True)},
+    "virtual shards": {"virtual_shards": 4},
+    "2bit": {"compression": {"type": "2bit", "threshold": 0.1}},
+    "2bit sharded": {"compression": {"type": "2bit", "threshold": 0.1}, "kind": "sharded"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_others_train_as_if_the_frozen_were_constants(name):
+    four = {"devices": jax.devices()[:4]}
+    params, student_loss = alone()
+    state, metrics = steps(*train.start(init(), optax.adamw(0.05), loss_fn, frozen="teacher", **four, **OPTIONS[name]))
+    other, expected = steps(*train.start(params, optax.adamw(0.05), student_loss, **four, **OPTIONS[name]))
+    assert_equal(state.params["teacher"], init()["teacher"])
+    assert jax.tree.structure(state.params) == jax.tree.structure(init())
+    for one, two in zip(jax.tree.leaves(state.params["student"]), jax.tree.leaves(other.params), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-4)
+
+
+def assert_equal(one, two):
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
+@pytest.mark.parametrize("updater", [updaters.mxnet_adam(0.05), updaters.from_optax(optax.adam(0.05))])
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+def test_an_updater_of_each_key_has_no_state_of_a_frozen_one(updater, kind):
+    state, step = train.start(init(), updater, loss_fn, frozen="teacher", kind=kind)
+    params, student_loss = alone()
+    other, other_step = train.start(params, updater, student_loss, kind=kind)
+    assert state.store.updater_state[2] == state.store.updater_state[3] == ()
+    state, other = steps(state, step)[0], steps(other, other_step)[0]
+    assert_equal(state.params["teacher"], init()["teacher"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state.params["student"], other.params)
+
+
+def test_the_schedule_of_mxnet_counts_without_them():
+    state, step = train.start(init(), updaters.mxnet_sgd(lambda count: 0.1 / (1 + count)), loss_fn, frozen="teacher")
+    params, student_loss = alone()
+    other, other_step = train.start(params, updaters.mxnet_sgd(lambda count: 0.1 / (1 + count)), student_loss)
+    state, other = steps(state, step)[0], steps(other, other_step)[0]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state.params["student"], other.params)
+
+
+def elements_sent(text):
+    """How many elements the collectives of a compiled program have."""
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    found = re.findall(rf"= (\(?[^=]*?) (?:{kinds})[-(]", text)
+    shapes = [shape for line in found for shape in re.findall(r"\w+\[([\d,]*)\]", line)]
+    return sum(int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"engine": "pmap"},
+        {"engine": "jit"},
+        {"kind": "sharded"},
+        {"kind": "dist_async"},
+        {"local_steps": 2},
+        {"compression": {"type": "int8"}},
+        {"kind": "sharded", "engine": "jit"},
+    ],
+    ids=str,
+)
+def test_devices_send_nothing_of_them(options):
+    params, student_loss = alone()
+    tx = optax.lamb(0.1) if options == {"kind": "sharded", "engine": "jit"} else optax.adam(0.1)
+    state, step = train.start(init(), tx, loss_fn, frozen="teacher", **options)
+    other, other_step = train.start(params, tx, student_loss, **options)
+    sent = elements_sent(step.lower(state, BATCH).compile().as_text())
+    assert 0 < sent <= elements_sent(other_step.lower(other, BATCH).compile().as_text()) + 8
+    assert sent < TEACHER
+
+
+def test_the_optimizer_has_no_state_of_them():
+    state, _ = train.start(init(), optax.adam(0.1), loss_fn, frozen="teacher")
+    sizes = [leaf.size for leaf in jax.tree.leaves(state.store.optimizer_state)]
+    assert sum(sizes) == 1 + 2 * (6 * 8 + 8)
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        "teacher",
+        "teacher/*",
+        ["teacher/in", "teacher/out"],
+        lambda name, leaf: name.startswith("teacher"),
+        lambda name, leaf: leaf.size > 100 or name == "teacher/out",
+        {"student": False, "teacher": True},
+        {"student": {"in": False, "out": False}, "teacher": {"in": np.True_, "out": True}},
+    ],
+    ids=range(7),
+)
+def test_what_is_frozen_may_be_said_in_several_ways(frozen):
+    assert kv.from_params(init(), frozen=frozen).frozen == (2, 3)
+
+
+@pytest.mark.parametrize("frozen", [None, [], (), False, lambda name, leaf: False])
+def test_nothing_may_be_frozen(frozen):
+    assert kv.from_params(init(), frozen=frozen).frozen == ()
+
+
+@pytest.mark.parametrize(
+    ("frozen", "kind", "words"),
+    [
+        ("techer", ValueError, "'techer' matches no param; did you mean teacher?"),
+        (["teacher", "head"], ValueError, "'head' matches no param"),
+        ({"teacher": True}, ValueError, "must have the structure of the params"),
+        ({"student": 0, "teacher": 1}, TypeError, "must give True or False for each param, got 0 for 'student/in'"),
+        (lambda name, leaf: None, TypeError, "must give True or False"),
+        (True, ValueError, "leaves no floating param to train"),
+        ("*", ValueError, "leaves no floating param to train"),
+    ],
+    ids=range(7),
+)
+def test_what_says_nothing_of_the_params_is_refused(frozen, kind, words):
+    with pytest.raises(kind, match=re.escape(words)):
+        kv.from_params(init(), frozen=frozen)
+
+
+@pytest.mark.parametrize("name", ["trainable", "requires_grad", "freeze"])
+def test_the_words_of_other_libraries_are_answered(name):
+    with pytest.raises(TypeError, match='frozen="body"'):
+        train.start(init(), optax.sgd(0.1), loss_fn, **{name: "student"})
+    with pytest.raises(TypeError, match='frozen="body"'):
+        kv.from_params(init(), **{name: "student"})
+
+
+def test_a_push_to_a_frozen_key_is_refused_and_a_pull_gives_its_value():
+    store = kv.from_params(init(), optimizer=optax.sgd(1.0), frozen="teacher")
+    with pytest.raises(ValueError, match=r"kv.push: key 3 \('teacher/out'\) is frozen"):
+        kv.push(store, "teacher/out", jnp.ones(TEACHER // 8))
+    np.testing.assert_array_equal(kv.pull(store, "teacher/out"), init()["teacher"]["out"])
+    grads = [jnp.ones((6, 8)), jnp.ones(8)]
+    pushed = kv.push(store, ["student/in", "student/out"], grads)
+    np.testing.assert_allclose(kv.to_params(pushed)["student"]["out"], init()["student"]["out"] - 1, rtol=1e-6)
+    assert "teacher/in (frozen)" in repr(store)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "device"])
+def test_a_store_goes_to_other_devices_with_them(kind):
+    store = kv.from_params(init(), optimizer=optax.adam(0.1), frozen="teacher", kind=kind)
+    moved = kv.place(store, jax.devices()[:3])
+    assert_equal(kv.to_params(moved), init())
+    assert moved.frozen == (2, 3)
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    assert_equal(kv.to_params(kv.place(store, mesh=mesh)), init())
+
+
+def test_frozen_params_may_be_split_over_a_mesh():
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    rule = parallel.fsdp("data", min_size=1)
+    state, step = train.start(init(), optax.adamw(0.05), loss_fn, frozen="teacher", mesh=mesh, sharding=rule)
+    params, student_loss = alone()
+    state, other = steps(state, step)[0], steps(*train.start(params, optax.adamw(0.05), student_loss))[0]
+    assert not state.store.values[2].sharding.is_fully_replicated
+    assert_equal(state.params["teacher"], init()["teacher"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.params["student"], other.params)
+
+
+def states_of(state, name):
+    """The arrays that an optimizer has for a param."""
+    store = state.store
+    key = next(k for k, called in kv.names(store).items() if called == name)
+    whole = jax.tree_util.tree_leaves_with_path(store.optimizer_state)
+    own = [leaf for path, leaf in whole if jax.tree_util.keystr(path, simple=True, separator="/").endswith(name)]
+    return [np.asarray(leaf) for leaf in (*own, *jax.tree.leaves(store.updater_state[key])) if leaf.ndim]
+
+
+@pytest.mark.parametrize(
+    "tx", [optax.adamw(0.05), optax.sgd(0.1, momentum=0.9), updaters.mxnet_adam(0.05)], ids=range(3)
+)
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+def test_a_checkpoint_goes_to_a_run_that_freezes_others(tx, kind, tmp_path, capsys):
+    few = ["teacher", "student/out"]
+    first, _ = steps(*train.start(init(), tx, loss_fn, frozen=few, kind=kind))
+    checkpoint.save(tmp_path / "few", first)
+    new, step = train.start(init(), tx, loss_fn, frozen="teacher", kind=kind)
+    second = checkpoint.restore(tmp_path / "few", new)
+    said = capsys.readouterr()
+    assert "'student/out': frozen in the checkpoint" in said.out + said.err
+    assert_equal(second.params, jax.device_get(first.params))
+    assert_equal(states_of(second, "student/in"), states_of(first, "student/in"))
+    assert states_of(second, "student/in")
+    assert all((leaf == 0).all() for leaf in states_of(second, "student/out"))
+    assert second.store.frozen == (2, 3)
+
+    second, _ = steps(second, step)
+    assert not np.array_equal(second.params["student"]["out"], init()["student"]["out"])
+    checkpoint.save(tmp_path / "more", second)
+    third = checkpoint.restore(tmp_path / "more", train.start(init(), tx, loss_fn, frozen=few, kind=kind)[0])
+    said = capsys.readouterr()
+    assert "anew" not in said.out + said.err
+    assert_equal(third.params, jax.device_get(second.params))
+    assert_equal(states_of(third, "student/in"), states_of(second, "student/in"))
+    assert states_of(third, "student/out") == []
+
+
+def test_another_optimizer_is_refused_beside_other_frozen_params(tmp_path):
+    checkpoint.save(tmp_path / "a", train.start(init(), optax.adamw(0.05), loss_fn, frozen="teacher")[0])
+    for tx, words in ((optax.sgd(0.1, momentum=0.9), "optimizer"), (optax.nadamw(0.05), "another optimizer")):
+        new, _ = train.start(init(), tx, loss_fn, frozen="*/out")
+        with pytest.raises(ValueError, match=words):
+            checkpoint.restore(tmp_path / "a", new)
+
+
+def test_the_store_passes_through_jit_and_the_table_knows_them():
+    store = kv.from_params(init(), optimizer=optax.sgd(1.0), frozen="teacher")
+    grads = [jnp.ones((6, 8)), jnp.ones(8)]
+    inside = jax.jit(lambda store, grads: kv.push(store, [0, 1], grads))(store, grads)
+    assert_equal(kv.to_params(inside), kv.to_params(kv.push(store, [0, 1], grads)))
+    assert inside.frozen == (2, 3)
+
+
+def test_a_picture_of_a_step_has_no_update_of_them():
+    state, step = train.start(init(), optax.adam(0.1), loss_fn, frozen="teacher")
+    source = viz.plot_network(step, state, BATCH).source
+    assert "student" in source
+    assert "teacher" in source
+
+
+def links(folder):
+    """How many names the files of the frozen arrays in each checkpoint have."""
+    return [
+        sorted({f.stat().st_nlink for f in path.rglob("frozen/**/*") if f.is_file()}) for path in folder.glob("step*")
+    ]
+
+
+def test_the_checkpoints_of_a_run_have_them_once_on_disk(tmp_path):
+    def run(epochs):
+        state, step = train.start(init(), optax.adam(0.1), loss_fn, frozen="teacher")
+        options = {"checkpoint_dir": tmp_path / "run", "keep": 2, "progress": False}
+        return train.fit(state, step, BATCH, epochs=epochs, batch_size=16, **options)[0]
+
+    run(3)
+    assert links(tmp_path / "run") == [[2], [2]]  # the third name went with the first checkpoint
+    state = run(4)
+    assert links(tmp_path / "run") == [[2], [2]]
+    new, _ = train.start(init(), optax.adam(0.1), loss_fn, frozen="teacher")
+    restored = checkpoint.restore(checkpoint.latest(tmp_path / "run"), new)
+    assert_equal(jax.device_get(restored.params), jax.device_get(state.params))
+
+
+def test_other_frozen_params_and_damaged_ones_are_written(tmp_path):
+    state, _ = train.start(init(), optax.adam(0.1), loss_fn, frozen="teacher")
+    other = {**init(), "teacher": jax.tree.map(lambda x: x + 1, init()["teacher"])}
+    checkpoint.save(tmp_path / "step_1", state)
+    checkpoint.save(tmp_path / "step_2", train.start(other, optax.adam(0.1), loss_fn, frozen="teacher")[0])
+    assert links(tmp_path) == [[1], [1]]
+    for path in tmp_path.glob("step_1/frozen/d/*"):
+        path.write_bytes(b"?" + path.read_bytes()[1:])
+    checkpoint.save(tmp_path / "step_3", state)
+    assert links(tmp_path) == [[1], [1], [1]]
+    with pytest.raises(checkpoint.CheckpointError, match=r"frozen/\S+ does not have the checksum"):
+        checkpoint.restore(tmp_path / "step_1", state)
+    assert_equal(jax.device_get(checkpoint.restore(tmp_path / "step_3", state).params), init())
+
+
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+def test_what_is_pulled_may_be_donated(kind):
+    store = kv.from_params(init(), optimizer=optax.adam(0.1), frozen="teacher", kind=kind)
+    jax.jit(lambda tree: jax.tree.map(jnp.sin, tree), donate_argnums=0)(kv.to_params(store))
+    for copy in kv.pull(store, "teacher/in", devices=jax.devices()[:2]):
+        jax.jit(jnp.sin, donate_argnums=0)(copy)
+    assert_equal(kv.to_params(store), init())
+
+
+def test_a_module_that_can_be_called_is_a_pytree_of_bools():
+    eqx = pytest.importorskip("equinox")
+    net = eqx.nn.MLP(2, 1, 3, 1, key=jax.random.key(0))
+    params, _ = eqx.partition(net, eqx.is_inexact_array)
+    flags = eqx.tree_at(lambda tree: tree.layers[0].weight, jax.tree.map(lambda _: False, params), True)
+    assert len(kv.from_params(params, frozen=flags).frozen) == 1
+
+
+def test_a_checkpoint_of_a_smaller_model_is_refused_in_words(tmp_path):
+    small = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    checkpoint.save(tmp_path / "small", kv.from_params(small, optimizer=optax.adam(0.1)))
+    with pytest.raises(checkpoint.CheckpointError, match="does not fit `like`"):
+        checkpoint.restore(tmp_path / "small", kv.from_params({**small, "c": jnp.ones(4)}, optimizer=optax.adam(0.1)))

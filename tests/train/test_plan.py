@@ -1,0 +1,294 @@
+"""`train.plan`: names of slices, what is read of a compiled step, tables, and the process that compiles.
+
+Where this machine has no compiler for absent devices, CPU devices stand in for them.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpar import kv, parallel, train
+from jaxpar.__main__ import main
+from jaxpar.train._plan import child, examine, slices
+from jaxpar.train._plan.slices import slice_of
+
+COUNT = 4
+
+
+def make(devices, kind="device", rows=16, read=False, fsdp=False, **options):
+    """A layer of 64 x 64, Adam."""
+    params = {"w": jnp.ones((64, 64)), "b": jnp.zeros(64)}
+    if read:
+        float(params["b"][0])
+    place = {"devices": devices}
+    if fsdp:
+        mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
+        place = {"sharding": parallel.fsdp("data", min_size=0), "mesh": mesh}
+    store = kv.from_params(params, kind=kind, optimizer=optax.adam(0.1), **place)
+
+    def loss(params, batch, rng):
+        return ((jnp.tanh(batch["x"] @ params["w"]) + params["b"][None]) ** 2).mean(), {}
+
+    batch = {"x": jax.ShapeDtypeStruct((rows, 64), jnp.float32)}
+    return train.make_train_step(loss, **options), train.create_state(store, 0), batch
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """CPU devices in place of those of a slice, and this process in place of the one that compiles."""
+    monkeypatch.setattr(slices.Slice, "devices", lambda self: tuple(jax.devices()[:COUNT]))
+    monkeypatch.setattr("jaxpar.train._plan.plan.ask", lambda *request: _checked(*request))
+
+
+def _checked(make, where, choices):
+    try:
+        return examine.examine(make, where, choices, 0.75)
+    except Exception as error:
+        raise ValueError(child._words(error)) from None
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("v5x:2x4", "unknown accelerator 'v5x' in on='v5x:2x4'; did you mean v5"),
+        ("rtx:1", "known are v4, v5e"),
+        ("v5e", "must have the number of chips, such as v5e:4x4"),
+        ("v5e:0x4", "must have the number of chips"),
+        ("v5e:3x5", "unknown slice 'v5e:3x5'; v5e has 1x1, 2x2"),
+        ("v5p:4x4", "v5p has three sizes"),
+        ("v5p:4x4x6", "multiples of 4"),
+        ("v4:32x32x32", "at most 4,096 chips"),
+        ("h100:3", "a host has 1, 2, 4 or 8 GPUs"),
+        ("h100:2x2x8", "a host has 1, 2, 4 or 8 GPUs"),
+    ],
+)
+def test_slices_that_nobody_rents(name, words):
+    for call in (train.plan, train.compare_plans):
+        with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+            call(make, on=name)
+
+
+def test_names():
+    assert slice_of("v5p:8x8x16", "x").shape == (8, 8, 16)
+    assert slice_of("h100:4x8", "x").shape == (4, 8)
+    assert slice_of("h100:8", "x").shape == (1, 8)
+    assert slice_of("h100:8", "x").limit(0.75) == int(0.75 * 84_942_979_072)
+    assert slice_of("v5e:2x4", "x").limit(0.75) == int(15.75 * 2**30)
+
+
+def test_a_plan():
+    plan = train.plan(make, on="v5e:2x2")
+    arrays = 3 * 4 * (64 * 64 + 64)
+    assert plan.fits
+    assert (plan.devices, plan.engine) == (COUNT, "shard_map")
+    assert plan.argument_bytes >= arrays + 4 * 16 // COUNT * 64
+    assert arrays <= plan.donated_bytes <= plan.returned_bytes
+    assert plan.argument_bytes < plan.peak_bytes < plan.limit_bytes
+    (one,) = [c for c in plan.collectives if c.bytes > 100]
+    assert (one.kind, one.axes, one.runs) == ("all-reduce", ("data",), 1)
+    assert one.bytes == pytest.approx(2 * 4 * (64 * 64 + 64) * 3 / 4, rel=0.01)
+    assert plan.sent_bytes == {"all-reduce": sum(c.bytes for c in plan.collectives)}
+    # Forward, and the gradient of the weights: two products of (4, 64) by (64, 64) on each device, and little else.
+    assert 2 * 2 * 4 * 64 * 64 <= plan.flops <= 3 * 2 * 4 * 64 * 64 + 30 * 64 * 64
+    assert plan.arguments[0]["name"] in ("params/w", "optimizer_state[0].mu['w']", "optimizer_state[0].nu['w']")
+    assert plan.arguments[0]["bytes"] == 4 * 64 * 64
+    assert "fits" in str(plan)
+    assert "over data" in str(plan)
+    assert json.loads(json.dumps(plan.to_dict()))["sent_bytes"] == plan.sent_bytes
+    assert plan.plot().step.devices == COUNT
+    assert "<svg" in plan._repr_html_()
+
+
+def test_flops_and_arguments_are_of_one_device_under_each_engine():
+    """Engine `jit` traces whole arrays, and the others those of a device."""
+    by_jit, by_map = train.plan(make, on="v5e:2x2", fsdp=True), train.plan(make, on="v5e:2x2")
+    assert by_jit.flops == pytest.approx(by_map.flops, rel=0.8)
+    assert by_jit.arguments[0]["bytes"] == 4 * 64 * 64 // COUNT
+    assert by_jit.choices == {"fsdp": "True"}
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"kind": "loocal"}, "unknown kind 'loocal'.*test_plan.py"),
+        ({"rows": 15}, "a batch of 15 cannot be divided by 4"),
+        ({"read": True}, "make reads the values of an array .test_plan.py"),
+    ],
+)
+def test_what_make_cannot_do(choices, words):
+    with pytest.raises(ValueError, match=words):
+        train.plan(make, on="v5e:2x2", **choices)
+
+
+@pytest.mark.parametrize("shards", [4, 8, 6])
+def test_virtual_shards_are_several_programs(shards):
+    """As often as a device runs each: the gradient of a shard, the exchange of sums, the update."""
+    one, plan = (train.plan(make, on="v5e:2x2", rows=48, **more) for more in ({}, {"virtual_shards": shards}))
+    slots, grads = -(-shards // COUNT), 4 * (64 * 64 + 64)
+    rows = slots * COUNT * 48 // shards  # with those of the padding
+    assert plan.fits
+    assert plan.flops == pytest.approx(one.flops * rows / 48, rel=0.5)
+    assert plan.donated_bytes >= 3 * grads
+    assert 3 * grads < plan.argument_bytes < plan.argument_bytes + slots.bit_length() * grads < plan.peak_bytes
+    sent = sum(plan.sent_bytes.values())
+    kept = 2 if shards == 6 else 1  # sums that a device cannot add
+    assert 0.75 * grads * kept <= sent <= 2.1 * COUNT * grads * kept
+    assert {c.axes for c in plan.collectives} == {("data",)} or {c.axes for c in plan.collectives} == {("devices",)}
+    with pytest.raises(ValueError, match="several programs"):
+        plan.plot()
+
+
+def test_make_must_use_the_devices_and_return_three():
+    with pytest.raises(ValueError, match=r"make puts the state on .*; give the store the devices"):
+        train.plan(lambda devices: make(jax.devices()[4:6]), on="v5e:2x2")
+    with pytest.raises(ValueError, match=r"make must return \(step, state, batch\), got a tuple of 2"):
+        train.plan(lambda devices: make(devices)[:2], on="v5e:2x2")
+    with pytest.raises(TypeError, match="make must be a function"):
+        train.plan(3, on="v5e:2x2")
+
+
+def test_options_that_keep_parts_in_the_state_and_arrays_as_a_batch():
+    def with_arrays(devices):
+        step, state, _ = make(devices, nonfinite="skip", loss_scale="dynamic", grad_transform=optax.ema(0.9))
+        return step, state, {"x": np.ones((16, 64))}
+
+    plan = train.plan(with_arrays, on="v5e:2x2")
+    assert plan.argument_bytes > train.plan(make, on="v5e:2x2").argument_bytes + 4 * 64 * 64
+
+
+def test_what_does_not_fit(monkeypatch):
+    chip = slices.CHIPS["h100"]
+    monkeypatch.setitem(slices.CHIPS, "h100", slices.Chip(50_000, numbers=chip.numbers))
+    plan = train.plan(make, on="h100:4")
+    assert not plan.fits
+    assert plan.peak_bytes > plan.limit_bytes == 37_500
+    assert "does NOT fit" in str(plan)
+    assert "split them over the devices" in str(plan)
+
+
+def test_the_words_of_the_compiler_of_tpus(monkeypatch):
+    """It refuses. The peak is what it says, and what only a program says is None."""
+    words = (
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (36.50G) exceeds available HBM (15.75G). HLO module: jit_train_step."
+    )
+
+    def refuse(lowered):
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    plan = train.plan(make, on="v5e:2x2")
+    assert (plan.fits, plan.peak_bytes, plan.donated_bytes, plan.collectives) == (False, int(36.5 * 2**30), None, ())
+    assert "temporaries are the most" in str(plan)
+    assert "NOT fit" in plan._repr_html_()
+    with pytest.raises(ValueError, match="no picture: the program does not fit"):
+        plan.plot()
+
+
+def test_a_comparison():
+    table = train.compare_plans(make, on=["v5e:2x2", "h100:4"], kind=["device", "sharded", "loocal"])
+    assert len(table.rows) == 6
+    assert len(table.plans) == 4
+    assert table.best == {}  # CPUs estimate no cycles
+    assert str(table).count("with this") == 2
+    assert "0.5" in str(table).split("sharded")[1]  # of the memory
+    rows = [(on, chosen, dataclasses.replace(plan, cycles=10)) for on, chosen, plan in table.rows[:2]]
+    assert train.PlanComparison(tuple(rows)).best["v5e:2x2"] in (rows[0][2], rows[1][2])
+    fast = dataclasses.replace(rows[1][2], cycles=5)
+    ranked = train.PlanComparison((rows[0], ("v5e:2x2", {"kind": "sharded"}, fast)))
+    assert ranked.best == {"v5e:2x2": fast}
+    assert "2.00 x cycles" in str(ranked)
+    refused = dataclasses.replace(fast, fits=False, peak_bytes=fast.limit_bytes + 10**9)
+    ranked = train.PlanComparison((rows[0], ("v5e:2x2", {"kind": "sharded"}, refused)))
+    assert ranked.best == {"v5e:2x2": rows[0][2]}
+    assert "does not fit by 1.00 GB" in str(ranked)
+    assert "unknown kind 'loocal'" in str(table)
+    assert "<table" in table._repr_html_()
+    rows = json.loads(json.dumps(table.to_dict()))
+    assert [("error" in row, row["choices"]["kind"]) for row in rows[:3]] == [
+        (False, "device"), (False, "sharded"), (True, "loocal"),
+    ]  # fmt: skip
+    with pytest.raises(TypeError, match="kind must be a list of values, got 'device'"):
+        train.compare_plans(make, kind="device")
+
+
+def test_the_command_line(capsys, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    here = ["plan", "test_plan:make", "--on", "v5e:2x2"]
+    assert main([*here, "--json", "--choose", "rows=32", "-o", str(tmp_path / "step.svg")]) == 0
+    assert json.loads(capsys.readouterr().out)["choices"] == {"rows": "32"}
+    assert (tmp_path / "step.svg").read_text().count("<svg") == 1
+    assert main([*here, "--choose", "kind=device,sharded"]) == 0
+    assert "compared" in capsys.readouterr().out
+    for words, message in [
+        (["plan", "test_plan:make", "--on", "v5e:3x5"], "unknown slice"),
+        ([*here, "--choose", "kind"], "expected NAME=VALUE"),
+        ([*here, "--choose", "rows=16,32", "-o", "a.svg"], "-o draws one plan"),
+    ]:
+        assert main(words) == 2
+        assert message in capsys.readouterr().err
+
+
+def ask(on, python=sys.executable, **choices):
+    """`train.plan` in a fresh process, which starts the one that compiles."""
+    env = {**os.environ, "JAXPAR_PLAN_PYTHON": str(python), "JAX_PLATFORMS": "cpu"}
+    program = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import json, test_plan\nfrom jaxpar import train\n"
+        f"try:\n  print(json.dumps(train.plan(test_plan.make, {on!r}, **{choices!r}).to_dict()))\n"
+        "except Exception as error:\n  print(type(error).__name__, error)"
+    )
+    found = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
+@pytest.mark.slow
+def test_without_a_compiler(tmp_path):
+    if child._missing(slice_of("v5e:2x4", "x")):
+        assert "RuntimeError train.plan, on='v5e:2x4': " in (words := ask("v5e:2x4"))
+        assert "has no libtpu, the compiler for TPUs" in words
+        assert "make plan-env" in words
+    if child._missing(slice_of("h100:8", "x")):
+        assert "has no CUDA plugin of JAX, the compiler for GPUs" in ask("h100:8")
+    assert "JAXPAR_PLAN_PYTHON cannot be started" in ask("h100:8", tmp_path / "nothing")
+    ends = tmp_path / "python"
+    ends.write_text("#!/bin/sh\necho out of luck >&2\nexit 3\n")
+    ends.chmod(0o755)
+    assert "ended with 3: out of luck" in ask("h100:8", ends)
+
+
+def compiler(on):
+    """A Python with the compiler for these devices, or skip with the reason."""
+    root = Path(__file__).parents[2]
+    python = Path(os.environ.get("JAXPAR_PLAN_PYTHON") or root / ".venv-plan" / "bin" / "python")
+    module = "libtpu" if on.startswith("v") else "jax_cuda12_plugin"
+    other = f"sys.version_info[:2] != {sys.version_info[:2]} or not importlib.util.find_spec({module!r})"
+    probe = [python, "-c", f"import importlib.util, sys; sys.exit({other})"]
+    if not python.exists() or subprocess.run(probe, capture_output=True, check=False).returncode:
+        pytest.skip(f"needs {module} of this Python's version: make plan-env, or JAXPAR_PLAN_PYTHON")
+    return python
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", ["v5e:2x4", "h100:8"])
+@pytest.mark.parametrize("choices", [{}, {"kind": "sharded"}, {"fsdp": True}, {"engine": "jit", "nonfinite": "skip"}])
+def test_with_the_compiler(on, choices):
+    plan = json.loads(ask(on, compiler(on), **choices, rows=64))
+    assert plan["fits"]
+    assert plan["devices"] == 8
+    assert plan["chip"] == ("TPU v5 lite" if on == "v5e:2x4" else "NVIDIA H100 80GB HBM3")
+    assert plan["sent_bytes"].get("all-reduce", 1) > 0
+    assert (plan["cycles"] is None) == (on == "h100:8")
+    assert all(one["axes"] == ["data"] for one in plan["collectives"])
+    # All that the state has is donated, except its key.
+    split = 8 if "kind" in choices or "fsdp" in choices else 1
+    assert plan["donated_bytes"] >= 3 * 4 * 64 * 64 // split

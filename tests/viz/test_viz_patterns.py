@@ -1,0 +1,160 @@
+"""A layer is found by a function that computes it: those of the package, and the user's."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from viz_models import Spec, f32
+
+from jaxpar import viz
+from jaxpar.viz._fold.templates import _template_of
+
+X = Spec((3, 8), f32)
+PATTERNS = [rule for rule in viz.RULES if isinstance(rule, viz.Pattern)]
+
+
+def labels(fn, *args, rules=()):
+    return [(node.op, node.detail) for node in viz.trace(fn, *args, params_argnums=None, rules=rules).layers]
+
+
+@pytest.mark.parametrize("number", range(len(PATTERNS)))
+def test_the_function_of_a_pattern_is_its_layer(number):
+    pattern, template = PATTERNS[number], _template_of(PATTERNS[number])
+    args = [Spec(template.cells.raw.values[at].shape, f32) for at in template.arrays]
+    found = labels(lambda *args: jnp.sin(jax.tree.leaves(pattern.fn(*args))[0]), *args)
+    named = {"swish": "silu", "hard_swish": "hard_silu"}  # a number is 1 by default; jax.nn calls it so
+    detail = named.get(pattern.detail, pattern.detail)
+    assert found == [(pattern.op, detail), ("sin", "")]
+
+
+def _exp(x):
+    return jnp.exp(x - jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True)))
+
+
+SPELLINGS = {  # of one layer, by people who did not see its pattern
+    ("Softmax", ""): [
+        lambda x: _exp(x) / jnp.sum(_exp(x), axis=-1, keepdims=True),
+        lambda x: (1 / jnp.sum(jnp.exp(x), 1, keepdims=True)) * jnp.exp(x),
+        lambda x: jnp.exp(x) * jnp.exp(x).sum(0, keepdims=True) ** -1.0,
+    ],
+    ("Activation", "elu"): [
+        lambda x: jnp.where(x > 0, x, jnp.exp(x) - 1),
+        lambda x: jnp.where(x > 0, x, 0.7 * jnp.expm1(jnp.minimum(x, 0))),
+        lambda x: jnp.maximum(x, 0) + jnp.minimum(jnp.exp(x) - 1, 0),
+    ],
+    ("Activation", "selu"): [
+        lambda x: 1.0507 * jnp.where(x > 0, x, 1.67326 * jnp.expm1(x)),
+        lambda x: jnp.where(x >= 0, 1.0507009873 * x, 1.7580993408 * (jnp.exp(x) - 1)),
+    ],
+    ("Activation", "soft_sign"): [lambda x: x / (1 + jnp.abs(x)), lambda x: x / (jnp.maximum(x, -x) + 1.0)],
+    ("Activation", "relu"): [lambda x: jnp.where(x > 0, x, 0), lambda x: (x + jnp.abs(x)) / 2],
+    ("LayerNorm", ""): [
+        lambda x: (
+            (x - x.mean(-1, keepdims=True)) / jnp.sqrt(((x - x.mean(-1, keepdims=True)) ** 2).mean(-1, keepdims=True))
+        ),
+        lambda x: (x - x.mean(1, keepdims=True)) * jax.lax.rsqrt(jnp.var(x, 1, keepdims=True) + 1e-6),
+        lambda x: (x - x.mean(1, keepdims=True)) / (x.std(1, keepdims=True) + 1e-6),
+    ],
+    ("Loss", "squared error"): [
+        lambda x, y: jnp.mean((x - y) ** 2),
+        lambda x, y: jnp.square(y - x).sum() / 24,
+        lambda x, y: (lambda d: 0.5 * jnp.sum(d * d, -1).mean())(x - y),
+    ],
+}
+
+
+@pytest.mark.parametrize(("label", "fn"), [(label, fn) for label, fns in SPELLINGS.items() for fn in fns])
+def test_a_layer_is_one_node_however_it_is_spelled(label, fn):
+    args = [X] * fn.__code__.co_argcount
+    assert labels(lambda *args: jnp.sin(fn(*args)), *args) == [label, ("sin", "")]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jnp.exp(x) / jnp.exp(2 * x).sum(-1, keepdims=True),
+        lambda x: jnp.exp(x) / jnp.exp(x[::-1]).sum(-1, keepdims=True),
+        lambda x: jnp.exp(x).sum(-1, keepdims=True) / jnp.exp(x),
+        lambda x: x * 3 / 3,
+        lambda x: jnp.where(x < 0, x, 0.1 * x),
+    ],
+)
+def test_what_computes_something_else_is_none(fn):
+    assert not {"Softmax", "Activation"} & {op for op, _ in labels(fn, X)}
+
+
+def test_a_softmax_whose_sum_is_returned_stays_in_steps():
+    def fn(x):
+        total = jnp.exp(x).sum(-1, keepdims=True)
+        return jnp.exp(x) / total, total
+
+    assert "Softmax" not in [op for op, _ in labels(fn, X)]
+
+
+SWIGLU = viz.Pattern("SwiGLU", lambda x, y: jax.nn.silu(x) * y)
+HALF = Spec((3, 4), f32)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fn", "args"),
+    [
+        (SWIGLU, lambda x, y: y * jax.nn.silu(x), (X, X)),
+        (SWIGLU, lambda x, y: y * (x / (1 + jnp.exp(-x))), (X, X)),
+        (SWIGLU, lambda x, y: y.astype(jnp.bfloat16) * jax.nn.swish(x.astype(jnp.bfloat16)), (X, X)),
+        (SWIGLU, lambda x: (lambda a, b: jax.nn.silu(a) * b)(*jnp.split(x, 2, -1)), (X,)),
+        (viz.Pattern("Cap", lambda x, c=1.0: c * jnp.tanh(x / c)), lambda x: jnp.tanh(x / 30.0) * 30.0, (X,)),
+        (viz.Pattern("Cap", lambda x, c=1.0: c * jnp.tanh(x / c)), lambda x: 3 * jnp.tanh(x / 3), (X,)),
+        (viz.Pattern("Square", lambda x: x * x), lambda x: x**2, (X,)),
+        (viz.Pattern("Gate", lambda a, b, c=0.5, d=0.5: a * c + b * d), lambda a, b: 0.9 * a + b / 10, (X, X)),
+        (viz.Pattern("Distance", lambda x, c=2.0: jnp.abs(x + c)), lambda x: jnp.abs(x - 3), (X,)),
+        (viz.Pattern("Scores", lambda q, k: q @ k.T), lambda q, k: q @ k.T, (X, X)),
+    ],
+)
+def test_a_layer_of_the_user(pattern, fn, args):
+    last = labels(lambda *args: jnp.sin(fn(*args)), *args, rules=[pattern])
+    assert last == [(pattern.op, ""), ("sin", "")]
+    assert pattern.op not in [op for op, _ in labels(fn, *args)]
+    gradient = viz.trace(
+        jax.grad(lambda *args: jnp.sin(fn(*args)).sum().astype(f32)), *args, params_argnums=None, rules=[pattern]
+    )
+    assert [node.op for node in gradient.layers].count(f"{pattern.op} (backward)") == 1
+
+
+def test_numbers_of_a_pattern_are_the_same_wherever_it_has_them():
+    cap = viz.Pattern("Cap", lambda x, c=1.0: c * jnp.tanh(x / c) + c)
+    assert labels(lambda x: 3 * jnp.tanh(x / 3) + 3, X, rules=[cap]) == [("Cap", "")]
+    for fn in (lambda x: 3 * jnp.tanh(x / 2) + 3, jnp.tanh, lambda x: jnp.tanh(x) + 2):
+        assert ("Cap", "") not in labels(fn, X, rules=[cap])
+
+
+def test_where_decides_and_several_results_may_be_read():
+    def turn(x, y):
+        turned = jnp.cos(x)
+        return turned * y, turned
+
+    assert labels(turn, X, X, rules=[viz.Pattern("Turn", turn)]) == [("Turn", "")]
+    assert ("Turn", "") not in labels(turn, X, X, rules=[viz.Pattern("Turn", lambda x, y: turn(x, y)[0])])
+    seen = []
+    refused = viz.Pattern("Turn", turn, where=lambda cells, values: bool(seen.append(len(values))))
+    assert ("Turn", "") not in labels(turn, X, X, rules=[refused])
+    assert set(seen) == {2}
+
+
+@pytest.mark.parametrize("pattern", [viz.Pattern(3, jnp.sin), viz.Pattern("Sine", "sin")])
+def test_a_pattern_that_is_none(pattern):
+    with pytest.raises(TypeError, match=r"a viz.Pattern has a string op and a function that computes it, got"):
+        viz.trace(jnp.sin, X, rules=[pattern])
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (
+            lambda x: x.reshape(5, 7),
+            r"viz.Pattern 'Mine' cannot be traced with x: \(4, 8\) \(give other shapes=",
+        ),
+        (lambda x: (jnp.sin(x), jnp.cos(x)), r"each result of the function of viz.Pattern 'Mine' must be a step to"),
+    ],
+)
+def test_a_function_that_is_no_pattern(fn, message):
+    with pytest.raises(ValueError, match=message):
+        viz.trace(jnp.sin, X, rules=[viz.Pattern("Mine", fn)])
