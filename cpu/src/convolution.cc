@@ -237,6 +237,8 @@ struct Problem {
   int64_t in() const { return channels / groups; }    // of a group
   int64_t out() const { return features / groups; }
   bool is_depthwise() const { return in() == 1 && out() == 1; }
+  // Whether the channels of places that are neighbours are one run of numbers, which one result sums.
+  bool has_long_runs() const { return groups == 1 && !is_depthwise(); }
 };
 
 // numbers: strides, dilation, between, low of the three axes, and groups.
@@ -351,7 +353,7 @@ struct Phase {
     for (const Tap& i : d)
       for (const Tap& j : h)
         for (const Tap& k : w) {
-          const bool is_next = p.groups == 1 && &k != &w[0] && (&k)[-1].at + 1 == k.at;
+          const bool is_next = p.has_long_runs() && &k != &w[0] && (&k)[-1].at + 1 == k.at;
           if (is_next && runs.back().length + p.in() <= kChain)
             runs.back().length += p.in();
           else
@@ -553,7 +555,7 @@ void Filter(Pool& pool, const Problem& p, const float* x, const float* dy, float
 
   // Runs of the window, which are rows of the gradient too.
   std::vector<Run> runs;
-  const bool in_rows = !depthwise && p.groups == 1 && p.axes[2].dilation == 1;
+  const bool in_rows = p.has_long_runs() && p.axes[2].dilation == 1;
   for (int64_t i = 0; i < p.axes[0].window; ++i)
     for (int64_t j = 0; j < p.axes[1].window; ++j)
       for (int64_t k = 0; k < (in_rows ? 1 : p.axes[2].window); ++k)
