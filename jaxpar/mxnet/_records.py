@@ -66,6 +66,9 @@ class RecordFile(Sequence[bytes]):
         >>> len(records), records[0], records.unpack(0).label  # doctest: +SKIP
     """
 
+    path: Path
+    keys: np.ndarray
+
     def __init__(self, rec: str | os.PathLike[str], idx: str | os.PathLike[str] | None = None):
         self.path = files.as_path(rec, "mxnet.RecordFile: rec")
         self._size = os.stat(self.path).st_size
