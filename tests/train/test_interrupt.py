@@ -289,7 +289,7 @@ def test_in_processes(tmp_path):
             process.process.send_signal(number)
         # It sleeps in the callback of a step for 1000 seconds: the first Ctrl-C waits for it, the second does not.
         for line in started[3].process.stderr:
-            if "noted" in line:
+            if "second interrupt" in line:
                 break
         started[3].process.send_signal(signal.SIGINT)
         terminated, caught, plain, twice = [process.end() for process in started]
