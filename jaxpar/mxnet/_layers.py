@@ -51,16 +51,16 @@ def convolution(
     layout: str | None = None,
 ) -> jax.Array:
     axes = len(kernel)
-    letters = _layout(layout, axes)
-    out = lax.conv_general_dilated(
-        data,
-        weight,
-        _filled(stride, axes, 1),
-        [(p, p) for p in _filled(pad, axes, 0)],
-        rhs_dilation=_filled(dilate, axes, 1),
-        dimension_numbers=(letters, letters.replace("N", "O").replace("C", "I"), letters),
-        feature_group_count=num_group,
-    )
+    padding = [(p, p) for p in _filled(pad, axes, 0)]
+    more = {"rhs_dilation": _filled(dilate, axes, 1), "feature_group_count": num_group}
+    return _convolved(data, weight, bias, _layout(layout, axes), _filled(stride, axes, 1), padding, **more)
+
+
+def _convolved(
+    data: jax.Array, weight: jax.Array, bias: jax.Array | None, letters: str, *window: Any, **more: Any
+) -> jax.Array:
+    numbers = (letters, letters.replace("N", "O").replace("C", "I"), letters)
+    out = lax.conv_general_dilated(data, weight, *window, dimension_numbers=numbers, **more)
     return out if bias is None else out + per_channel(bias, out, letters.index("C"))
 
 
@@ -95,18 +95,9 @@ def deconvolution(
     # The gradient of a convolution: the kernel is mirrored, and its channels in and out are exchanged in each group.
     grouped = weight.reshape(num_group, -1, *weight.shape[1:]).swapaxes(1, 2)
     mirrored = jnp.flip(grouped.reshape(-1, *grouped.shape[2:]), range(2, 2 + axes))
-    letters = _layout(None, axes)
-    out = lax.conv_general_dilated(
-        data,
-        mirrored,
-        (1,) * axes,
-        [(r - p, r - p + a) for r, p, a in zip(reach, pad, adj, strict=True)],
-        lhs_dilation=stride,
-        rhs_dilation=dilate,
-        dimension_numbers=(letters, letters.replace("N", "O").replace("C", "I"), letters),
-        feature_group_count=num_group,
-    )
-    return out if bias is None else out + per_channel(bias, out)
+    padding = [(r - p, r - p + a) for r, p, a in zip(reach, pad, adj, strict=True)]
+    more = {"lhs_dilation": stride, "rhs_dilation": dilate, "feature_group_count": num_group}
+    return _convolved(data, mirrored, bias, _layout(None, axes), (1,) * axes, padding, **more)
 
 
 def fully_connected(
@@ -271,19 +262,19 @@ def leaky_relu(
         return jax.nn.selu(data)
     if act_type == "elu":
         return jnp.where(data > 0, data, slope * jnp.expm1(jnp.minimum(data, 0)))
+    factor: Any = slope
     if act_type == "prelu" and gamma is not None:
         factor = gamma if gamma.ndim == data.ndim else per_channel(gamma, data, min(1, data.ndim - 1))
-        return jnp.where(data > 0, data, factor * data)
-    if act_type == "rrelu":
+    elif act_type == "rrelu":
         factor = jnp.full_like(data, (lower_bound + upper_bound) / 2)
         if train:
             if rng is None:
                 raise ValueError("LeakyReLU of type rrelu needs rng=, a random key")
             factor = jax.random.uniform(rng, data.shape, data.dtype, lower_bound, upper_bound)
-        return jnp.where(data > 0, data, factor * data), factor
-    if act_type != "leaky":
+    elif act_type != "leaky":
         raise ValueError(f"LeakyReLU: act_type {act_type!r} is unknown, or lacks its gamma")
-    return jnp.where(data > 0, data, slope * data)
+    out = jnp.where(data > 0, data, factor * data)
+    return (out, factor) if act_type == "rrelu" else out
 
 
 def l2_normalization(data: jax.Array, *, eps: float = 1e-10, mode: str = "instance") -> jax.Array:
@@ -300,11 +291,14 @@ def lrn(data: jax.Array, *, nsize: int, alpha: float = 1e-4, beta: float = 0.75,
     return data * (knorm + alpha / nsize * near) ** -beta
 
 
-def _standardized(x: jax.Array, axes: tuple[int, ...], eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(values less their mean over their deviation, mean, deviation)."""
-    mean = x.mean(axes, keepdims=True)
-    deviation = jnp.sqrt(x.var(axes, keepdims=True) + eps)
-    return (x - mean) / deviation, mean, deviation
+def _standardized(
+    x: jax.Array, gamma: jax.Array, beta: jax.Array, eps: float, over: tuple[int, ...], axis: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(values less their mean over their deviation, scaled and moved along an axis; mean; deviation)."""
+    mean = x.mean(over, keepdims=True)
+    deviation = jnp.sqrt(x.var(over, keepdims=True) + eps)
+    out = (x - mean) / deviation * per_channel(gamma, x, axis) + per_channel(beta, x, axis)
+    return out, mean.squeeze(over), deviation.squeeze(over)
 
 
 def layer_norm(
@@ -316,14 +310,12 @@ def layer_norm(
     eps: float = 1e-5,
     output_mean_var: bool = False,
 ) -> Any:
-    x, mean, deviation = _standardized(data, (axis,), eps)
-    out = x * per_channel(gamma, x, axis) + per_channel(beta, x, axis)
-    return (out, mean.squeeze(axis), deviation.squeeze(axis)) if output_mean_var else out
+    found = _standardized(data, gamma, beta, eps, (axis,), axis)
+    return found if output_mean_var else found[0]
 
 
 def instance_norm(data: jax.Array, gamma: jax.Array, beta: jax.Array, *, eps: float = 1e-3) -> jax.Array:
-    x, _, _ = _standardized(data, tuple(range(2, data.ndim)), eps)
-    return x * per_channel(gamma, x) + per_channel(beta, x)
+    return _standardized(data, gamma, beta, eps, tuple(range(2, data.ndim)), 1)[0]
 
 
 def group_norm(
@@ -335,10 +327,8 @@ def group_norm(
     eps: float = 1e-5,
     output_mean_var: bool = False,
 ) -> Any:
-    groups = data.reshape(data.shape[0], num_groups, -1)
-    x, mean, deviation = _standardized(groups, (2,), eps)
-    out = (x * per_channel(gamma, x) + per_channel(beta, x)).reshape(data.shape)
-    return (out, mean.squeeze(2), deviation.squeeze(2)) if output_mean_var else out
+    out, *statistics = _standardized(data.reshape(data.shape[0], num_groups, -1), gamma, beta, eps, (2,), 1)
+    return (out.reshape(data.shape), *statistics) if output_mean_var else out.reshape(data.shape)
 
 
 def up_sampling(

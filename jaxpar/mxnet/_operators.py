@@ -88,14 +88,6 @@ def _channels(axis: int) -> Shapes:
     return shapes
 
 
-def _group_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
-    return dict.fromkeys(("gamma", "beta"), (attrs.get("num_groups", 1),))
-
-
-def _embedding_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
-    return {"weight": (attrs["input_dim"], attrs["output_dim"])}
-
-
 def _rnn_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
     directions = 2 if attrs.get("bidirectional") else 1
     hidden, layers = attrs["state_size"], attrs["num_layers"]
@@ -274,10 +266,10 @@ _NAMED: dict[str, Operator] = {
     "LRN": Operator(layers.lrn),
     "LayerNorm": Operator(layers.layer_norm, _channels(-1)),
     "InstanceNorm": Operator(layers.instance_norm, _channels(1)),
-    "GroupNorm": Operator(layers.group_norm, _group_shapes),
+    "GroupNorm": Operator(layers.group_norm, lambda _, a: dict.fromkeys(("gamma", "beta"), (a.get("num_groups", 1),))),
     "UpSampling": Operator(layers.up_sampling),
     "RNN": Operator(recurrent.rnn, _rnn_shapes),
-    "Embedding": Operator(arrays.embedding, _embedding_shapes),
+    "Embedding": Operator(arrays.embedding, lambda _, a: {"weight": (a["input_dim"], a["output_dim"])}),
     "SoftmaxOutput Softmax": Operator(losses.softmax_output, labels=True),
     "LinearRegressionOutput": Operator(losses.linear_regression, labels=True),
     "LogisticRegressionOutput": Operator(losses.logistic_regression, labels=True),

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ._layers import dropout
+
 _GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 _MOST_LAYERS = 1000
 _Carry = tuple[jax.Array, ...]
@@ -95,8 +97,8 @@ def rnn(
     weights = _unpack(parameters, _GATES[mode], inputs, state_size, num_layers, directions)
     x, last, cell = data, [[] for _ in states], _cell(mode)
     for layer in range(num_layers):
-        if layer and p and train:
-            x = _dropped(x, p, layer, rng)
+        if layer:
+            x = dropout(x, p=p, train=train, rng=None if rng is None else jax.random.fold_in(rng, layer))
         halves: list[jax.Array] = []
         for at in range(layer * directions, (layer + 1) * directions):
             out, end = _run(cell, x, weights[at], tuple(s[at] for s in states), at % directions == 1)
@@ -120,10 +122,3 @@ def _run(
 
     end, out = lax.scan(step, start, projected, reverse=reverse)
     return out, end
-
-
-def _dropped(x: jax.Array, p: float, layer: int, rng: jax.Array | None) -> jax.Array:
-    if rng is None:
-        raise ValueError("RNN with dropout needs rng=, a random key")
-    kept = jax.random.bernoulli(jax.random.fold_in(rng, layer), 1 - p, x.shape)
-    return jnp.where(kept, x / (1 - p), 0)
