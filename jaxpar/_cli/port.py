@@ -11,7 +11,7 @@ from .. import mxnet
 from .._core import files
 from .arguments import fail, new_parser
 
-_ABOUT = "Write a network of MXNet as a module in plain JAX. Nothing of the files is run."
+_ABOUT = "Write a network of MXNet as a module in plain JAX, or of Flax. Nothing of the files is run."
 _TEST = '''"""{module} gives what {symbol} gives, while it is trained and else."""
 
 import jax
@@ -48,6 +48,7 @@ def add_parser(commands: Any) -> None:
     add("-o", "--output", required=True, metavar="FILE", help="the module to write, such as model.py")
     shape = "the shape of an input, such as data=1x3x224x224, the default of the module's init"
     add("--shape", action="append", default=[], metavar="NAME=SHAPE", help=f"{shape}; once for each input")
+    add("--nnx", action="store_true", help="write classes of flax.nnx (default: functions of plain JAX)")
     add("--test", action="store_true", help="write a test beside it, test_model.py; needs --shape")
     add("--force", action="store_true", help="replace files that exist (default: exit with an error)")
 
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         if args.test and not args.shape:
             raise ValueError("--test needs the shapes of the inputs; give --shape data=1x3x224x224")
         shapes = dict(map(_shape, args.shape))
-        texts = {output: mxnet.port(args.symbol, args.params, shapes=shapes)}
+        texts = {output: mxnet.port(args.symbol, args.params, shapes=shapes, nnx=args.nnx)}
         if args.test:
             arrays = f"{output.stem}.{f'load({args.params!r})' if args.params else 'init(jax.random.key(1))'}"
             found = _TEST.format(module=output.stem, symbol=args.symbol, shapes=shapes, arrays=arrays)

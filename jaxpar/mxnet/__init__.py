@@ -7,9 +7,9 @@
     _compare      the first layer that differs from MXNet's outputs
     _graph        such a file as plain data, with what its nodes and variables are
     _layout       images with their channels last
-    _operators    the table of MXNet's operators; _layers, _arrays, _losses and _rnn compute them
+    _operators    the table of MXNet's operators; _layers, _arrays and _losses compute them
     _records      RecordIO files; _images are their images as training data
-    _port         a network as the text of a Python module; _port_calls, _port_blocks and _port_layers are its parts
+    _port         a network as the text of a Python module, by _port_calls, _port_blocks, _port_nnx and _port_layers
     _names        kinds, arguments and methods of MXNet, and what they are here
 
 `jp.mxnet.sgd` is also `jp.updaters.mxnet_sgd`, and so on, and `load_params` is `jp.checkpoint.load_mxnet`. So each has

@@ -156,10 +156,13 @@ def reduction(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         chosen = tuple(a % data.ndim for a in axis) if axis else tuple(range(data.ndim))
         if exclude:
             chosen = tuple(a for a in range(data.ndim) if a not in chosen) if axis else ()
-        out = function(data, axis=chosen, keepdims=keepdims)
-        return out if out.ndim else out.reshape(1)  # MXNet has no arrays without axes
+        return _with_axis(function(data, axis=chosen, keepdims=keepdims))
 
     return reduce
+
+
+def _with_axis(out: jax.Array) -> jax.Array:
+    return out if out.ndim else out.reshape(1)  # MXNet has no arrays without axes
 
 
 def extreme(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -184,8 +187,7 @@ def place(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """`argmax` or `argmin`, whose result is floating as in MXNet."""
 
     def find(data: jax.Array, *, axis: int | None = None, keepdims: bool = False) -> jax.Array:
-        out = function(data, axis=axis, keepdims=keepdims).astype(jnp.float32)
-        return out if out.ndim else out.reshape(1)
+        return _with_axis(function(data, axis=axis, keepdims=keepdims).astype(jnp.float32))
 
     return find
 
@@ -202,8 +204,7 @@ def broadcast_axis(data: jax.Array, *, axis: tuple[int, ...] = (), size: tuple[i
 def dot(lhs: jax.Array, rhs: jax.Array, *, transpose_a: bool = False, transpose_b: bool = False) -> jax.Array:
     """The last axis of the left by the first of the right."""
     left, right = 0 if transpose_a else lhs.ndim - 1, rhs.ndim - 1 if transpose_b else 0
-    out = lax.dot_general(lhs, rhs, (((left,), (right,)), ((), ())))
-    return out if out.ndim else out.reshape(1)
+    return _with_axis(lax.dot_general(lhs, rhs, (((left,), (right,)), ((), ()))))
 
 
 def batch_dot(lhs: jax.Array, rhs: jax.Array, *, transpose_a: bool = False, transpose_b: bool = False) -> jax.Array:
@@ -272,8 +273,9 @@ def arange(
     return jnp.repeat(jnp.arange(start, stop, step), repeat).astype(jax.dtypes.canonicalize_dtype(dtype or "float32"))
 
 
-def _steps(data: jax.Array, lengths: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """The number of each step along `axis`, and the length of each sequence along the axis of the batch."""
+def _steps(data: jax.Array, lengths: jax.Array | None, axis: int) -> tuple[jax.Array, jax.Array]:
+    """The number of each step along `axis`, and the length of each sequence along the axis of the batch: the whole."""
+    lengths = jnp.full(data.shape[1 - axis], data.shape[axis]) if lengths is None else lengths
     shape = [1] * data.ndim
     shape[1 - axis] = -1
     return lax.broadcasted_iota(jnp.int32, data.shape, axis), lengths.astype(jnp.int32).reshape(shape)
@@ -287,8 +289,6 @@ def sequence_mask(
     value: float = 0.0,
     axis: int = 0,
 ) -> jax.Array:
-    if sequence_length is None:
-        return data
     step, length = _steps(data, sequence_length, axis)
     return jnp.where(step < length, data, value)
 
@@ -296,8 +296,6 @@ def sequence_mask(
 def sequence_last(
     data: jax.Array, sequence_length: jax.Array | None = None, *, use_sequence_length: bool = False, axis: int = 0
 ) -> jax.Array:
-    if sequence_length is None:
-        return jnp.take(data, -1, axis)
     step, length = _steps(data, sequence_length, axis)
     return jnp.where(step == length - 1, data, 0).sum(axis)
 
@@ -305,7 +303,5 @@ def sequence_last(
 def sequence_reverse(
     data: jax.Array, sequence_length: jax.Array | None = None, *, use_sequence_length: bool = False, axis: int = 0
 ) -> jax.Array:
-    if sequence_length is None:
-        return jnp.flip(data, axis)
     step, length = _steps(data, sequence_length, axis)
     return jnp.take_along_axis(data, jnp.where(step < length, length - 1 - step, step), axis)

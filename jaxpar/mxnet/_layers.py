@@ -1,4 +1,4 @@
-"""The layers of MXNet's symbols as JAX functions: convolutions, pooling, normalization, dense layers, dropout.
+"""The layers of MXNet's symbols as JAX functions: convolution, pooling, normalization, dense, dropout, recurrent ones.
 
 The arguments of each are those of MXNet's operator of that name, with its defaults. Arrays come first, attributes are
 given by keyword, and their types say how the strings of a symbol file are read.
@@ -7,6 +7,7 @@ given by keyword, and their types say how the strings of a symbol file are read.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 _SPATIAL = {1: "W", 2: "HW", 3: "DHW"}
+_GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
+_MOST_LAYERS = 1000
+_Carry = tuple[jax.Array, ...]
 
 
 def per_channel(value: jax.Array, like: jax.Array, axis: int = 1) -> jax.Array:
@@ -51,16 +55,16 @@ def convolution(
     layout: str | None = None,
 ) -> jax.Array:
     axes = len(kernel)
-    letters = _layout(layout, axes)
-    out = lax.conv_general_dilated(
-        data,
-        weight,
-        _filled(stride, axes, 1),
-        [(p, p) for p in _filled(pad, axes, 0)],
-        rhs_dilation=_filled(dilate, axes, 1),
-        dimension_numbers=(letters, letters.replace("N", "O").replace("C", "I"), letters),
-        feature_group_count=num_group,
-    )
+    padding = [(p, p) for p in _filled(pad, axes, 0)]
+    more = {"rhs_dilation": _filled(dilate, axes, 1), "feature_group_count": num_group}
+    return _convolved(data, weight, bias, _layout(layout, axes), _filled(stride, axes, 1), padding, **more)
+
+
+def _convolved(
+    data: jax.Array, weight: jax.Array, bias: jax.Array | None, letters: str, *window: Any, **more: Any
+) -> jax.Array:
+    numbers = (letters, letters.replace("N", "O").replace("C", "I"), letters)
+    out = lax.conv_general_dilated(data, weight, *window, dimension_numbers=numbers, **more)
     return out if bias is None else out + per_channel(bias, out, letters.index("C"))
 
 
@@ -95,18 +99,9 @@ def deconvolution(
     # The gradient of a convolution: the kernel is mirrored, and its channels in and out are exchanged in each group.
     grouped = weight.reshape(num_group, -1, *weight.shape[1:]).swapaxes(1, 2)
     mirrored = jnp.flip(grouped.reshape(-1, *grouped.shape[2:]), range(2, 2 + axes))
-    letters = _layout(None, axes)
-    out = lax.conv_general_dilated(
-        data,
-        mirrored,
-        (1,) * axes,
-        [(r - p, r - p + a) for r, p, a in zip(reach, pad, adj, strict=True)],
-        lhs_dilation=stride,
-        rhs_dilation=dilate,
-        dimension_numbers=(letters, letters.replace("N", "O").replace("C", "I"), letters),
-        feature_group_count=num_group,
-    )
-    return out if bias is None else out + per_channel(bias, out)
+    padding = [(r - p, r - p + a) for r, p, a in zip(reach, pad, adj, strict=True)]
+    more = {"lhs_dilation": stride, "rhs_dilation": dilate, "feature_group_count": num_group}
+    return _convolved(data, mirrored, bias, _layout(None, axes), (1,) * axes, padding, **more)
 
 
 def fully_connected(
@@ -271,19 +266,19 @@ def leaky_relu(
         return jax.nn.selu(data)
     if act_type == "elu":
         return jnp.where(data > 0, data, slope * jnp.expm1(jnp.minimum(data, 0)))
+    factor: Any = slope
     if act_type == "prelu" and gamma is not None:
         factor = gamma if gamma.ndim == data.ndim else per_channel(gamma, data, min(1, data.ndim - 1))
-        return jnp.where(data > 0, data, factor * data)
-    if act_type == "rrelu":
+    elif act_type == "rrelu":
         factor = jnp.full_like(data, (lower_bound + upper_bound) / 2)
         if train:
             if rng is None:
                 raise ValueError("LeakyReLU of type rrelu needs rng=, a random key")
             factor = jax.random.uniform(rng, data.shape, data.dtype, lower_bound, upper_bound)
-        return jnp.where(data > 0, data, factor * data), factor
-    if act_type != "leaky":
+    elif act_type != "leaky":
         raise ValueError(f"LeakyReLU: act_type {act_type!r} is unknown, or lacks its gamma")
-    return jnp.where(data > 0, data, slope * data)
+    out = jnp.where(data > 0, data, factor * data)
+    return (out, factor) if act_type == "rrelu" else out
 
 
 def l2_normalization(data: jax.Array, *, eps: float = 1e-10, mode: str = "instance") -> jax.Array:
@@ -300,11 +295,14 @@ def lrn(data: jax.Array, *, nsize: int, alpha: float = 1e-4, beta: float = 0.75,
     return data * (knorm + alpha / nsize * near) ** -beta
 
 
-def _standardized(x: jax.Array, axes: tuple[int, ...], eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(values less their mean over their deviation, mean, deviation)."""
-    mean = x.mean(axes, keepdims=True)
-    deviation = jnp.sqrt(x.var(axes, keepdims=True) + eps)
-    return (x - mean) / deviation, mean, deviation
+def _standardized(
+    x: jax.Array, gamma: jax.Array, beta: jax.Array, eps: float, over: tuple[int, ...], axis: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(values less their mean over their deviation, scaled and moved along an axis; mean; deviation)."""
+    mean = x.mean(over, keepdims=True)
+    deviation = jnp.sqrt(x.var(over, keepdims=True) + eps)
+    out = (x - mean) / deviation * per_channel(gamma, x, axis) + per_channel(beta, x, axis)
+    return out, mean.squeeze(over), deviation.squeeze(over)
 
 
 def layer_norm(
@@ -316,14 +314,12 @@ def layer_norm(
     eps: float = 1e-5,
     output_mean_var: bool = False,
 ) -> Any:
-    x, mean, deviation = _standardized(data, (axis,), eps)
-    out = x * per_channel(gamma, x, axis) + per_channel(beta, x, axis)
-    return (out, mean.squeeze(axis), deviation.squeeze(axis)) if output_mean_var else out
+    found = _standardized(data, gamma, beta, eps, (axis,), axis)
+    return found if output_mean_var else found[0]
 
 
 def instance_norm(data: jax.Array, gamma: jax.Array, beta: jax.Array, *, eps: float = 1e-3) -> jax.Array:
-    x, _, _ = _standardized(data, tuple(range(2, data.ndim)), eps)
-    return x * per_channel(gamma, x) + per_channel(beta, x)
+    return _standardized(data, gamma, beta, eps, tuple(range(2, data.ndim)), 1)[0]
 
 
 def group_norm(
@@ -335,10 +331,8 @@ def group_norm(
     eps: float = 1e-5,
     output_mean_var: bool = False,
 ) -> Any:
-    groups = data.reshape(data.shape[0], num_groups, -1)
-    x, mean, deviation = _standardized(groups, (2,), eps)
-    out = (x * per_channel(gamma, x) + per_channel(beta, x)).reshape(data.shape)
-    return (out, mean.squeeze(2), deviation.squeeze(2)) if output_mean_var else out
+    out, *statistics = _standardized(data.reshape(data.shape[0], num_groups, -1), gamma, beta, eps, (2,), 1)
+    return (out.reshape(data.shape), *statistics) if output_mean_var else out.reshape(data.shape)
 
 
 def up_sampling(
@@ -362,3 +356,111 @@ def up_sampling(
     height = data[0].shape[2] * scale
     grown = [x.repeat(height // x.shape[2], 2).repeat(height // x.shape[2], 3) for x in data]
     return sum(grown[1:], grown[0]) if multi_input_mode == "sum" else jnp.concatenate(grown, 1)
+
+
+# Fused recurrent layers. Their weights are packed into one vector: first come the weights of all layers and directions,
+# for each those from its input and those from its state, then the biases in the same order.
+
+
+def parameter_count(mode: str, inputs: int, hidden: int, layers: int, directions: int) -> int:
+    """The length of the vector of packed weights."""
+    if mode not in _GATES or hidden < 1 or not 1 <= layers <= _MOST_LAYERS:
+        known = f"mode one of {', '.join(_GATES)}, state_size at least 1, num_layers 1 to {_MOST_LAYERS}"
+        raise ValueError(f"RNN: expected {known}; got {mode!r}, {hidden} and {layers}")
+    rows = _GATES[mode] * hidden * directions
+    first = rows * (inputs + hidden + 2)
+    return first + (layers - 1) * rows * (hidden * directions + hidden + 2)
+
+
+def _unpack(packed: jax.Array, gates: int, inputs: int, hidden: int, layers: int, directions: int) -> list[Any]:
+    """(weight of the input, of the state, bias of the input, of the state) of each layer and direction."""
+    rows, at, weights = gates * hidden, 0, []
+    for layer in range(layers):
+        for _ in range(directions):
+            pair: list[jax.Array] = []
+            for width in (hidden * directions if layer else inputs, hidden):
+                pair.append(packed[at : at + rows * width].reshape(rows, width))
+                at += rows * width
+            weights.append(pair)
+    biases = packed[at:].reshape(layers * directions, 2, rows)
+    return [(*pair, bias[0], bias[1]) for pair, bias in zip(weights, biases, strict=True)]
+
+
+def _cell(mode: str) -> Callable[[_Carry, jax.Array, jax.Array], _Carry]:
+    """A function of the state and of what comes from input and state, to the new state."""
+
+    def lstm(carry: _Carry, x: jax.Array, h: jax.Array) -> _Carry:
+        into, forget, new, out = jnp.split(x + h, 4, 1)
+        cell = jax.nn.sigmoid(forget) * carry[1] + jax.nn.sigmoid(into) * jnp.tanh(new)
+        return jax.nn.sigmoid(out) * jnp.tanh(cell), cell
+
+    def gru(carry: _Carry, x: jax.Array, h: jax.Array) -> _Carry:
+        (reset_x, update_x, new_x), (reset_h, update_h, new_h) = jnp.split(x, 3, 1), jnp.split(h, 3, 1)
+        update = jax.nn.sigmoid(update_x + update_h)
+        new = jnp.tanh(new_x + jax.nn.sigmoid(reset_x + reset_h) * new_h)
+        return ((1 - update) * new + update * carry[0],)
+
+    def plain(carry: _Carry, x: jax.Array, h: jax.Array) -> _Carry:
+        return (jax.nn.relu(x + h) if mode == "rnn_relu" else jnp.tanh(x + h),)
+
+    return {"lstm": lstm, "gru": gru}.get(mode, plain)
+
+
+def rnn(
+    data: jax.Array,
+    parameters: jax.Array,
+    state: jax.Array,
+    state_cell: jax.Array | None = None,
+    *,
+    state_size: int,
+    num_layers: int,
+    mode: str,
+    bidirectional: bool = False,
+    p: float = 0.0,
+    state_outputs: bool = False,
+    projection_size: int | None = None,
+    use_sequence_length: bool = False,
+    lstm_state_clip_min: float | None = None,
+    lstm_state_clip_max: float | None = None,
+    train: bool,
+    rng: jax.Array | None,
+) -> Any:
+    if projection_size is not None or use_sequence_length or lstm_state_clip_min is not None:
+        raise ValueError("RNN: projection_size, use_sequence_length and lstm_state_clip_min are not supported")
+    directions = 2 if bidirectional else 1
+    _, batch, inputs = data.shape
+    expected = parameter_count(mode, inputs, state_size, num_layers, directions)
+    if parameters.shape != (expected,):
+        raise ValueError(f"RNN: its packed weights must have the shape ({expected},), got {parameters.shape}")
+    shape = (num_layers * directions, batch, state_size)
+    given = [state] if state_cell is None else [state, state_cell]
+    # An exported network has zeros for states, of a batch of 0: as many as the data has.
+    states = [jnp.zeros(shape, data.dtype) if 0 in s.shape else s for s in given]
+    weights = _unpack(parameters, _GATES[mode], inputs, state_size, num_layers, directions)
+    x, last, cell = data, [[] for _ in states], _cell(mode)
+    for layer in range(num_layers):
+        if layer:
+            x = dropout(x, p=p, train=train, rng=None if rng is None else jax.random.fold_in(rng, layer))
+        halves: list[jax.Array] = []
+        for at in range(layer * directions, (layer + 1) * directions):
+            out, end = _direction(cell, x, weights[at], tuple(s[at] for s in states), at % directions == 1)
+            halves.append(out)
+            for kept, value in zip(last, end, strict=True):
+                kept.append(value)
+        x = jnp.concatenate(halves, 2)
+    return (x, *(jnp.stack(s) for s in last)) if state_outputs else x
+
+
+def _direction(
+    cell: Callable[[_Carry, jax.Array, jax.Array], _Carry], x: jax.Array, weight: Any, start: _Carry, reverse: bool
+) -> tuple[jax.Array, _Carry]:
+    """One direction of one layer over all steps."""
+    from_input, from_state, input_bias, state_bias = weight
+    projected = x @ from_input.T[None] + input_bias[None, None]
+
+    def step(carry: _Carry, now: jax.Array) -> tuple[_Carry, jax.Array]:
+        carry = cell(carry, now, carry[0] @ from_state.T + state_bias[None])
+        return carry, carry[0]
+
+    end, out = lax.scan(step, start, projected, reverse=reverse)
+    return out, end

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _arrays as arrays, _layers as layers, _losses as losses, _rnn as recurrent
+from . import _arrays as arrays, _layers as layers, _losses as losses
 
 _GIVEN = frozenset(("train", "rng"))  # keywords that the model gives itself
 Shape = tuple[int, ...]
@@ -88,19 +88,11 @@ def _channels(axis: int) -> Shapes:
     return shapes
 
 
-def _group_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
-    return dict.fromkeys(("gamma", "beta"), (attrs.get("num_groups", 1),))
-
-
-def _embedding_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
-    return {"weight": (attrs["input_dim"], attrs["output_dim"])}
-
-
 def _rnn_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
     directions = 2 if attrs.get("bidirectional") else 1
-    hidden, layers = attrs["state_size"], attrs["num_layers"]
-    count = recurrent.parameter_count(attrs["mode"], data[2], hidden, layers, directions)
-    state = (layers * directions, data[1], hidden)
+    hidden, depth = attrs["state_size"], attrs["num_layers"]
+    count = layers.parameter_count(attrs["mode"], data[2], hidden, depth, directions)
+    state = (depth * directions, data[1], hidden)
     return {"parameters": (count,), "state": state, "state_cell": state}
 
 
@@ -274,10 +266,10 @@ _NAMED: dict[str, Operator] = {
     "LRN": Operator(layers.lrn),
     "LayerNorm": Operator(layers.layer_norm, _channels(-1)),
     "InstanceNorm": Operator(layers.instance_norm, _channels(1)),
-    "GroupNorm": Operator(layers.group_norm, _group_shapes),
+    "GroupNorm": Operator(layers.group_norm, lambda _, a: dict.fromkeys(("gamma", "beta"), (a.get("num_groups", 1),))),
     "UpSampling": Operator(layers.up_sampling),
-    "RNN": Operator(recurrent.rnn, _rnn_shapes),
-    "Embedding": Operator(arrays.embedding, _embedding_shapes),
+    "RNN": Operator(layers.rnn, _rnn_shapes),
+    "Embedding": Operator(arrays.embedding, lambda _, a: {"weight": (a["input_dim"], a["output_dim"])}),
     "SoftmaxOutput Softmax": Operator(losses.softmax_output, labels=True),
     "LinearRegressionOutput": Operator(losses.linear_regression, labels=True),
     "LogisticRegressionOutput": Operator(losses.logistic_regression, labels=True),

@@ -109,15 +109,10 @@ class _Reader:
         if min(shape, default=0) < 0 or math.prod(max(n, 1) for n in shape) >= _MOST_ELEMENTS:
             raise CheckpointError(f"{self._path} is damaged: array {number} has the shape {shape}")
         _, _, flag = self.numbers("iii")  # a device and its number come first
-        dtype = self._dtype(number, flag)
-        return np.frombuffer(self._take(math.prod(shape) * dtype.itemsize), dtype).reshape(shape).copy()
-
-    def _dtype(self, number: int, flag: int) -> np.dtype:
-        if flag == _BFLOAT16:
-            return np.dtype(jnp.bfloat16)
-        if not 0 <= flag < len(_DTYPES):
+        if not 0 <= flag < len(_DTYPES) and flag != _BFLOAT16:
             raise CheckpointError(f"{self._path}: array {number} has dtype {flag}, which MXNet 1.9 does not know")
-        return np.dtype(_DTYPES[flag])
+        dtype = np.dtype(jnp.bfloat16 if flag == _BFLOAT16 else _DTYPES[flag])
+        return np.frombuffer(self._take(math.prod(shape) * dtype.itemsize), dtype).reshape(shape).copy()
 
     def _take(self, size: int) -> bytes:
         part = self._content[self._at : self._at + size]

@@ -11,12 +11,16 @@ from pathlib import Path
 from .._core import files
 from .._core.calls import answers
 from . import _port_layers
-from ._port_blocks import Block, fold, parameters, written
-from ._port_calls import Line, lines_of
+from ._port_blocks import Block, about, fold, indented, parameters, written
+from ._port_calls import Line, Value, lines_of
+from ._port_nnx import classes
 from ._symbol import load_symbol
 
-_OWN = frozenset("net params state train rng arrays shapes jax jnp lax math operator load_params network".split())
-_MODULE = '''"""{name}, a network of MXNet in plain JAX, written by `jaxpar port`.
+_OWN = frozenset(
+    "net params state train rng arrays shapes jax jnp lax math operator load_params network"
+    " self rngs nnx partial model Network arrays_of".split()
+)
+_MODULE = '''"""{name}, a network of MXNet in {kind}, written by `jaxpar port`.
 
 Arrays have MXNet's names and layout. `apply` is a pure function of them.
 """
@@ -24,19 +28,12 @@ Arrays have MXNet's names and layout. `apply` is a pure function of them.
 {imports}
 
 
-{layers}
-
-
-def network(net, {inputs}):
-{body}
+{text}
 
 
 def apply(params, {inputs}, *, state=None, train=False, rng=None):
     """What the network gives. With `train=True`, (outputs, new running statistics)."""
-    state = dict(state or {{}})
-    arrays = {{**params, **state}}
-    net = Net(lambda name, *shape: arrays[name], state, train, rng)
-    outputs = network(net, {inputs})
+    {run}
     return (outputs, state) if train else outputs
 
 
@@ -49,12 +46,20 @@ def init(rng, {given}):
         return jnp.zeros(shape)
 
     inputs = [jnp.zeros(shape) for shape in ({inputs},)]
-    jax.eval_shape(lambda: network(Net(array, {{}}, False, None), *inputs))
+    jax.eval_shape(lambda: {new})
     keys = dict(zip(shapes, jax.random.split(rng, len(shapes))))
     return split({{name: new_array(keys[name], name, shape) for name, shape in shapes.items()}})
 
 
 {load}'''
+_PLAIN = """state = dict(state or {{}})
+    arrays = {{**params, **state}}
+    net = Net(lambda name, *shape: arrays[name], state, train, rng)
+    outputs = network(net, {inputs})"""
+_NNX = """model = Network(params, state)
+    model.train() if train else model.eval()
+    outputs = model({inputs}, rngs=rng)
+    state = arrays_of(model)[1]"""
 
 
 @answers("mxnet.port")
@@ -63,17 +68,20 @@ def port(
     params_file: str | Path | None = None,
     *,
     shapes: Mapping[str, Sequence[int]] | None = None,
+    nnx: bool = False,
 ) -> str:
-    """The text of a Python module that computes a network of MXNet in plain JAX.
+    """The text of a Python module that computes a network of MXNet.
 
     The module has `apply(params, data, state=..., train=False, rng=None)`, which gives what `Model.apply` gives without
     labels, `init(rng)` for new arrays and `load(file)` for those of MXNet, all by MXNet's names. What repeats is
-    written as functions and loops. Rare operators come from `mxnet.operator`. `jaxpar port` writes the text to a file.
+    written as functions and loops, or with `nnx=True` as classes of Flax: then `Network(params, state)` is an
+    `nnx.Module`. Rare operators come from `mxnet.operator`. `jaxpar port` writes the text to a file.
 
     Args:
         symbol_file: the graph, "lenet-symbol.json".
         params_file: its arrays, "lenet-0010.params". Rare operators need their shapes, or those of the inputs.
         shapes: of the inputs by name. They are the defaults of the module's `init`.
+        nnx: whether the module is of `flax.nnx`, and not of plain JAX.
 
     Raises:
         OSError, CheckpointError: as of `load_symbol`.
@@ -100,17 +108,19 @@ def port(
     names: dict[tuple[int, int], str] = {}
     for value, name in inputs.items():
         names[value] = _identifier(name, [*names.values(), *(function.name for function in functions)])
-    layers = [_function(function) for function in functions]
-    body = _indented(written(items, names, heads))
-    text = "\n\n\n".join([*_copied("\n".join([*layers, body])), *layers])
+    parts = (classes if nnx else _functions)(functions, items, names, heads)
+    text = "\n\n\n".join([*_copied("\n".join(parts)), *parts])
     defaults = [names[v] + (f"={known[name]}" if name in known else "") for v, name in inputs.items()]
+    arguments = ", ".join(names.values())
     return _MODULE.format(
         name=re.sub(r"[^\w.-]", "_", files.as_path(symbol_file, "mxnet.port: symbol_file").name),
-        imports=_imports(text + body, rare),
-        layers=text,
-        inputs=", ".join(names.values()),
-        body=body,
+        kind="Flax's nnx" if nnx else "plain JAX",
+        imports=_imports(text, rare, nnx),
+        text=text,
+        inputs=arguments,
+        run=(_NNX if nnx else _PLAIN).format(inputs=arguments),
         given=", ".join(sorted(defaults, key=lambda default: "=" in default)),
+        new="Network(array)(*inputs)" if nnx else "network(Net(array, {}, False, None), *inputs)",
         load=inspect.getsource(_port_layers.load),
     )
 
@@ -134,23 +144,21 @@ def _identifier(name: str, taken: Sequence[str]) -> str:
     return text
 
 
-def _indented(lines: Sequence[str]) -> str:
-    return "\n".join(f"    {line}" for line in lines)
-
-
 def _copied(text: str) -> list[str]:
     """The source of the functions that a text calls, and of those that each module has."""
     found: list[str] = []
     for name, value in reversed(list(vars(_port_layers).items())):
         own = (inspect.isroutine(value) or inspect.isclass(value)) and value.__module__ == _port_layers.__name__
-        used = name in ("Net", "new_array", "split") or re.search(rf"\b{name}\(", "\n".join([text, *found]))
+        used = name in ("Net", "new_array", "split") or re.search(rf"\b{name}[(,]", "\n".join([text, *found]))
         if own and used and name != "load":
             found.insert(0, inspect.getsource(value).strip())
     return found
 
 
-def _imports(text: str, rare: Mapping[str, str]) -> str:
-    lines = ["import math", "from typing import Any, NamedTuple", "", "import jax", "import jax.numpy as jnp"]
+def _imports(text: str, rare: Mapping[str, str], nnx: bool) -> str:
+    lines = ["import math", *(["from functools import partial"] if "partial(" in text else [])]
+    lines += ["from typing import Any, NamedTuple", "", "import jax", "import jax.numpy as jnp"]
+    lines += ["from flax import nnx"] if nnx else []
     lines += ["from jax import lax"] if "lax." in text else []
     lines += ["", f"from jaxpar.mxnet import load_params{', operator' if rare else ''}"]
     if rare:
@@ -158,8 +166,14 @@ def _imports(text: str, rare: Mapping[str, str]) -> str:
     return "\n".join([*lines, *(f'{own} = operator("{op}")' for own, op in rare.items())])
 
 
-def _function(function: Block) -> str:
-    body = written(function.lines, {function.inputs[0]: "x"}, function.outputs)
-    layers = ", ".join(dict.fromkeys(line.layer for line in function.lines))
-    about = f'"""{layers}: {function.count} times in the network."""'
-    return f"def {function.name}({', '.join(['net', 'x', *parameters(function)])}):\n    {about}\n{_indented(body)}"
+def _functions(
+    functions: Sequence[Block], items: Sequence[Line | Block], names: Mapping[Value, str], heads: Sequence[Value]
+) -> list[str]:
+    """The texts of the functions of a module, and of the network."""
+    found: list[str] = []
+    for function in functions:
+        body = written(function.lines, {function.inputs[0]: "x"}, function.outputs)
+        given = ", ".join(["net", "x", *parameters(function)])
+        found.append("\n".join([f"def {function.name}({given}):", *indented([f'"""{about(function)}"""', *body])]))
+    body = written(items, names, heads)
+    return [*found, "\n".join([f"def network(net, {', '.join(names.values())}):", *indented(body)])]

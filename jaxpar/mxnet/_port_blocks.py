@@ -17,6 +17,7 @@ from typing import Any
 from ._port_calls import KEYWORD, POSITION, Line, Slot, Value
 
 _LONGEST, _MOST_TARGETS, _WIDTH = 4, 4, 88  # of a chain, of a loop, of a line
+_LONGEST_NAME = 32
 _SHORT = {"convolution": "conv", "batch_norm": "bn", "max_pool": "pool", "avg_pool": "pool"}
 _SAFE = re.compile(r"[A-Za-z0-9_./: -]*")  # of names that need no escapes
 _NAMES = "x y z u v w a b c d e f g h".split()
@@ -34,7 +35,7 @@ class Variable:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Repeated lines, of one input: those of the first time, whose forms have the texts of the slots.
+    """Repeated lines, of one input: those of the first time, with the texts of their slots.
 
     Attributes:
         outputs: of the first time.
@@ -135,16 +136,14 @@ def _block(name: str, windows: _Windows) -> Block:
     lines: list[Line] = []
     for line, *others in zip(*windows, strict=True):
         slots = zip(line.slots, *(other.slots for other in others), strict=True)
-        texts = [variables.text(same).replace("{", "{{").replace("}", "}}") for same in slots]
-        places = [f"{{v[{i}]}}" for i in range(len(line.inputs))]  # they stay
-        lines.append(dataclasses.replace(line, form=line.form.format(v=places, s=texts)))
+        lines.append(dataclasses.replace(line, texts=tuple(map(variables.text, slots))))
     first, last = windows[0], windows[-1]
     return Block(name, variables.found, lines, len(windows), first[0].inputs[:1], first[-1].outputs, last[-1].outputs)
 
 
 def _replaced(lines: list[Line], windows: _Windows, functions: list[Block]) -> list[Line]:
     """The lines with calls of a new function in the place of these windows."""
-    function = _block(_free(_name_of(windows[0]), [other.name for other in functions]), windows)
+    function = _block(free(name_of(windows[0]), [other.name for other in functions]), windows)
     functions.append(function)
     slots = [variable.slot for variable in function.variables]
     places = [f", {{s[{i}]}}" for i, slot in enumerate(slots) if slot.default is POSITION]
@@ -216,7 +215,7 @@ class _Variables:
                 return text
         taken = [variable.name for variable in self.found]
         word = slot.key if slot.kind != "index" or slot.key in ("stage", "unit", "block", "key") else "n"
-        self.found.append(Variable(_free(word, taken), slot, values))
+        self.found.append(Variable(free(word, taken), slot, values))
         return self.found[-1].name
 
     def _name(self, slot: Slot, values: tuple[str, ...]) -> str:
@@ -265,11 +264,11 @@ def _text(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) and _SAFE.fullmatch(value) else repr(value)
 
 
-def _free(word: str, taken: Sequence[str]) -> str:
+def free(word: str, taken: Sequence[str]) -> str:
     return next(name for name in [word, *(f"{word}{n}" for n in range(2, len(taken) + 3))] if name not in taken)
 
 
-def _name_of(lines: Sequence[Line]) -> str:
+def name_of(lines: Sequence[Line]) -> str:
     sums = [line for line in lines if " + " in line.form]
     joined = [line for line in lines if line.form.startswith("jnp.concatenate")]
     if sums:
@@ -277,8 +276,8 @@ def _name_of(lines: Sequence[Line]) -> str:
     if joined:
         return "dense_layer" if lines[0].inputs[0] in joined[-1].inputs else "branches"
     names = [line.form.partition("(")[0].rpartition(".")[2] for line in lines]
-    short = len(lines) <= _LONGEST and all(name.isidentifier() for name in names)
-    return "_".join(_SHORT.get(name, name) for name in names) if short else "block"
+    name = "_".join(_SHORT.get(name, name) for name in names)
+    return name if len(name) < _LONGEST_NAME and name.isidentifier() else "block"
 
 
 def parameters(function: Block) -> list[str]:
@@ -297,29 +296,32 @@ def written(
         line = lines[at]
         at += 1
         if isinstance(line, Block):
-            code += _loop(line, known[line.inputs[0]])
+            code += [] if known[line.inputs[0]] == "x" else [f"x = {known[line.inputs[0]]}"]
+            *first, last_line = head(line)
+            body = written(line.lines, {line.inputs[0]: "x"}, line.outputs, returns=False)
+            code += [*first, f"{last_line}:", *indented(body)]
             known[line.last[0]] = "x"
             continue
-        expression = line.form.format(v=[known[value] for value in line.inputs])
+        expression = line.form.format(v=[known[value] for value in line.inputs], s=line.texts)
         outputs = line.outputs
         while at < len(lines) and isinstance(after := lines[at], Line) and _is_wrapper(after):
-            around = after.form.format(v=[expression])
+            around = after.form.format(v=[expression], s=after.texts)
             if after.inputs != outputs or last[outputs[0]] != at or len(around) > _WIDTH:
                 break
             expression, outputs, at = around, after.outputs, at + 1
         if returns and at == len(lines) and tuple(heads) == outputs:
-            return [*code, *_wrapped("return ", expression)]
+            return [*code, *wrapped("return ", expression)]
         taken = {name for value, name in known.items() if last.get(value, -1) >= at}
         dying = [known[value] for value in line.inputs if known[value] in _NAMES]
         for output in outputs:
             order = [*([] if taken else ["x"]), *dying, *_NAMES, *(f"x{n}" for n in range(len(lines)))]
             known[output] = next(name for name in order if name not in taken) if output in last else "_"
             taken.add(known[output])
-        code += _wrapped(f"{', '.join(known[o] for o in outputs)} = ", expression)
+        code += wrapped(f"{', '.join(known[o] for o in outputs)} = ", expression)
     return [*code, f"return {', '.join(known[head] for head in heads)}"] if returns else code
 
 
-def _wrapped(start: str, expression: str) -> list[str]:
+def wrapped(start: str, expression: str) -> list[str]:
     """A line, or several of a long call."""
     if len(start + expression) <= _WIDTH:
         return [start + expression]
@@ -327,22 +329,28 @@ def _wrapped(start: str, expression: str) -> list[str]:
     parts = [arguments[:-1]]
     if len(parts[0]) > _WIDTH:
         parts = [f"{part}," for part in re.split(r", (?![^(]*\))", parts[0])]
-    return [f"{start}{function}(", *(f"    {part}" for part in parts), ")"]
+    return [f"{start}{function}(", *indented(parts), ")"]
 
 
-def _loop(loop: Block, name: str) -> list[str]:
+def head(loop: Block) -> list[str]:
+    """The beginning of a loop, without a colon."""
     rows = list(zip(*(variable.values for variable in loop.variables), strict=True))
     targets = ", ".join(variable.name for variable in loop.variables)
-    if len(loop.variables) > 1:
-        head = [f"for {targets} in ({', '.join(map(_text, rows))}):"]
-        if len(head[0]) > _WIDTH:
-            head = [f"for {targets} in (", *(f"    {_text(row)}," for row in rows), "):"]
-    elif rows:
-        head = [f"for {targets} in {_series([row[0] for row in rows])}:"]
-    else:
-        head = [f"for _ in range({loop.count}):"]
-    body = written(loop.lines, {loop.inputs[0]: "x"}, loop.outputs, returns=False)
-    return [*([] if name == "x" else [f"x = {name}"]), *head, *(f"    {line}" for line in body)]
+    if not rows:
+        return [f"for _ in range({loop.count})"]
+    if len(loop.variables) == 1:
+        return [f"for {targets} in {_series([row[0] for row in rows])}"]
+    line = f"for {targets} in ({', '.join(map(_text, rows))})"
+    return [line] if len(line) < _WIDTH else [f"for {targets} in (", *indented([f"{_text(row)}," for row in rows]), ")"]
+
+
+def indented(lines: Iterable[str]) -> list[str]:
+    return [f"    {line}" if line else "" for line in lines]
+
+
+def about(block: Block) -> str:
+    layers = ", ".join(dict.fromkeys(line.layer for line in block.lines))
+    return f"{layers}: {block.count} times in the network."
 
 
 def _series(values: list[Any]) -> str:

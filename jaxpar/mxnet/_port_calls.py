@@ -36,13 +36,19 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One assignment. `form` has the places {v[0]}, ... of its inputs and {s[0]}, ... of its slots."""
+    """One assignment. `form` has the places {v[0]}, ... of its inputs and {s[0]}, ... of its slots.
+
+    Attributes:
+        layer: MXNet's operator, or the function of repeated lines.
+        texts: of the slots, as `_port_blocks` writes them.
+    """
 
     form: str
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     slots: tuple[Slot, ...]
-    layer: str  # MXNet's operator
+    layer: str
+    texts: tuple[str, ...] = ()
 
 
 def lines_of(

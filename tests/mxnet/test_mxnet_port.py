@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxpar import mxnet, viz
 from jaxpar.__main__ import main
+from jaxpar.train import start
 
 sys.path.insert(0, str(Path(__file__).parent))
 from symbols import CASES, arrays_of, write
@@ -228,6 +230,72 @@ def test_every_operator(part, tmp_path):
         taken = inspect.signature(run(text)["apply"]).parameters
         used = {n: a for n, a in inputs.items() if n in taken}  # labels are left out
         check(symbol, text, arrays, state, used, tmp_path / "w.params")
+        text = mxnet.port(symbol, tmp_path / "w.params", shapes=shapes, nnx=True)
+        if "own_array" in text or "switched" in text:
+            check(symbol, text, arrays, state, used, tmp_path / "w.params")
+
+
+# In Flax
+
+
+def grouped():
+    """A grouped convolution, normalized, beside a factor of its own for each channel."""
+    names = ("data", "c_weight", "c_bias", "n_gamma", "n_beta", "n_moving_mean", "n_moving_var", "own_scale")
+    shape = {"own_scale": {"__shape__": "(1, 6, 1, 1)", "__init__": "One"}}
+    return [
+        *(node("null", name, **shape.get(name, {})) for name in names),
+        node("Convolution", "c", (0, 0), (1, 0), (2, 0), kernel="(3, 3)", num_filter="6", num_group="2"),
+        node("BatchNorm", "n", (8, 0), *((i, 0) for i in range(3, 7)), fix_gamma="False"),
+        node("broadcast_mul", "m", (9, 0), (7, 0)),
+        node("Pooling", "p", (10, 0), pool_type="avg", global_pool="True", kernel="(1, 1)"),
+        node("Flatten", "f", (11, 0)),
+    ]
+
+
+# Two layers of the MLP share their arrays.
+OWN = {"mlp": (mlp(("fc1", "fc1", "fc2", "out")), (5, 6)), "grouped": (grouped(), (4, 4, 5, 5))}
+NNX = [*OWN, *(pytest.param(name, marks=pytest.mark.slow) for name in ("lenet 1", "resnet18_v1"))]
+
+
+@pytest.mark.parametrize("name", NNX)
+def test_a_network_of_flax_is_trained_as_its_symbol(name, tmp_path):
+    if name in OWN:
+        path, shape = symbol_of(tmp_path, *OWN[name][0]), OWN[name][1]
+        params, state = run(mxnet.port(path, shapes={"data": shape}))["init"](jax.random.key(0))
+        inputs = {"data": np.float32(np.random.RandomState(0).standard_normal(shape))}
+    else:
+        path, _, params, state, inputs = files_of(tmp_path, name)
+    text = mxnet.port(path, shapes={n: a.shape for n, a in inputs.items()}, nnx=True)
+    check(path, text, params, state, inputs)
+    module = run(text)
+    for new, like in zip(module["init"](jax.random.key(0)), (params, state), strict=True):
+        assert {n: a.shape for n, a in new.items()} == {n: a.shape for n, a in like.items()}
+    assert max(map(len, text.splitlines())) <= 100
+
+    plain = run(mxnet.port(path, shapes={n: a.shape for n, a in inputs.items()}))["apply"]
+    graphdef, *variables = nnx.split(module["Network"](params, state), nnx.Param, ...)
+
+    def of_plain(params, state, images, rng):
+        return plain(params, images, state=state, train=True, rng=rng)
+
+    def of_flax(params, state, images, rng):
+        network = nnx.merge(graphdef, params, state, copy=True)
+        network.train()
+        return network(images, rngs=rng), nnx.split(network, nnx.Param, ...)[2]
+
+    def trained(apply, params, state):
+        def loss_fn(params, batch, rng, state):
+            outputs, state = apply(params, state, batch["data"], rng)
+            return (outputs * jnp.cos(jnp.arange(outputs.size)).reshape(outputs.shape)).sum(), {}, state
+
+        state, step = start(params, mxnet.sgd(0.01), loss_fn, model_state=state, devices=jax.devices()[:1])
+        state, _ = step(state, inputs)
+        return state.params, state.model_state
+
+    expected = trained(of_plain, params, state)
+    found = module["arrays_of"](nnx.merge(graphdef, *trained(of_flax, *variables)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+    assert any(np.any(a != params[n]) for n, a in found[0].items())
 
 
 # The command
@@ -250,7 +318,8 @@ def test_the_command_and_the_test_that_it_writes(tmp_path, monkeypatch, capsys):
         test(False)
     assert main(words) == 1
     assert capsys.readouterr().err == "jaxpar port: small_net.py exists; choose another name, or give --force\n"
-    assert main([*words, "--force"]) == 0
+    assert main([*words, "--force", "--nnx"]) == 0
+    assert "class Network(nnx.Module):" in (tmp_path / "small_net.py").read_text()
 
 
 @pytest.mark.parametrize(
