@@ -159,11 +159,7 @@ def steps_per_execution(text: str) -> int | str:
 
 
 def metrics_path(text: str) -> Path:
-    """A path for JSON lines.
-
-    Raises:
-        argparse.ArgumentTypeError: its ending is that of a table.
-    """
+    """A path for JSON lines, whose ending is not that of a table."""
     if Path(text).suffix.lower() in (".csv", ".tsv"):
         raise argparse.ArgumentTypeError(
             f"{text} must end in .jsonl, because it gets JSON lines; pandas.read_json(path, lines=True) makes a table"
@@ -172,11 +168,9 @@ def metrics_path(text: str) -> Path:
 
 
 def words_of_file(path: Path, parser: argparse.ArgumentParser) -> list[str]:
-    """The options of a file as words of the command line.
-
-    A key is the name of an option without the two dashes, with `-` or `_` in it. A switch is true or false. What the
-    file says wrongly ends with status 2.
-    """
+    """The options of a file as words of the command line."""
+    # A key is the name of an option without the two dashes, with `-` or `_` in it. A switch is true or false. What the
+    # file says wrongly ends with status 2.
     try:
         with path.open("rb") as file:
             options = tomllib.load(file)

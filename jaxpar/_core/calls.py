@@ -15,7 +15,8 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
@@ -103,6 +104,36 @@ def answers_class(where: str) -> Callable[[C], C]:
     return decorate
 
 
+def renamed(where: str, **names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator for functions whose arguments have new names. A call with an old one warns and says the new one.
+
+    Example:
+        >>> @renamed("area", breadth="width")
+        ... def area(width, height):
+        ...     return width * height
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     print(area(breadth=2, height=3), caught[0].message)
+        6 area: breadth= is now called width=
+    """
+
+    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(fn)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            given: dict[str, Any] = kwargs  # pyright: ignore[reportAssignmentType]
+            for old in names.keys() & given.keys():
+                new = names[old]
+                if new in given:
+                    raise TypeError(f"{where}: {old}= is now called {new}=; give only {new}=")
+                warnings.warn(f"{where}: {old}= is now called {new}=", DeprecationWarning, stacklevel=2)
+                given[new] = given.pop(old)
+            return fn(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
 def _is_guarded() -> bool:
     """Whether the user has set `jax.transfer_guard`."""
     config: Any = jax.config
@@ -114,10 +145,8 @@ def _is_guarded() -> bool:
 
 
 def _own_transfers() -> contextlib.ExitStack:
-    """A block whose transfers are explicit for `jax.transfer_guard`: what a call is given goes to its devices.
-
-    A guard that disallows explicit transfers too stays.
-    """
+    """A block whose transfers are explicit for `jax.transfer_guard`: what a call is given goes to its devices."""
+    # A guard that disallows explicit transfers too stays.
     block = contextlib.ExitStack()
     for way in ("host_to_device", "device_to_host", "device_to_device"):
         if getattr(jax.config, f"jax_transfer_guard_{way}") in ("disallow", "log"):
@@ -299,7 +328,7 @@ def _words(hint: Any) -> str:
         return f"a function of {len(parts[0])} arguments" if isinstance(parts[0], list) else "a function"
     if isinstance(origin, type) and parts:
         item = parts[-1] if issubclass(origin, Mapping) else parts[0]
-        name = "a dict" if issubclass(origin, Mapping) else "a list"
+        name = "a dict" if issubclass(origin, Mapping) else "an iterable" if origin is Iterable else "a list"
         return name if _is_free(item) else f"{name}, each of it {_words(item)}"
     return _WORDS.get(hint) or f"a {getattr(hint, '__name__', hint)}"
 

@@ -32,9 +32,9 @@ def copies_on(devices: Sequence[Device]) -> NamedSharding:
     return _sharding(tuple(devices), PartitionSpec())
 
 
-def split_over(devices: Sequence[Device], axis: int = 0) -> NamedSharding:
-    """The sharding that gives each device an equal part along one axis."""
-    return _sharding(tuple(devices), PartitionSpec(*[None] * axis, STORE_AXIS))
+def split_over(devices: Sequence[Device]) -> NamedSharding:
+    """The sharding that gives each device an equal part along the first axis."""
+    return _sharding(tuple(devices), PartitionSpec(STORE_AXIS))
 
 
 def are_on(tree: Any, devices: Sequence[Device]) -> bool:
@@ -91,10 +91,8 @@ def put(tree: Any, sharding: Sharding | None) -> Any:
 
 
 def put_copy(tree: Any, sharding: Sharding) -> Any:
-    """Copies of the arrays with that sharding. Donating the copies leaves the given arrays valid.
-
-    `device_put(may_alias=False)` is not enough. From one device to several it keeps the buffer of the first.
-    """
+    """Copies of the arrays with that sharding. Donating the copies leaves the given arrays valid."""
+    # `device_put(may_alias=False)` is not enough. From one device to several it keeps the buffer of the first.
     return put(jax.tree.map(jnp.copy, tree), sharding)
 
 

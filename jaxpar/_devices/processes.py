@@ -123,10 +123,8 @@ def exchange(text: str) -> list[str]:
 
 @on_own_mesh
 def from_first(tree: Any) -> Any:
-    """The arrays of process 0, in host memory. Other processes must give arrays of the same shapes and dtypes.
-
-    An array that spans processes is already equal in all of them and stays unchanged.
-    """
+    """The arrays of process 0, in host memory. Other processes must give arrays of the same shapes and dtypes."""
+    # An array that spans processes is already equal in all of them and stays unchanged.
     if count() == 1:
         return tree
     leaves, structure = jax.tree.flatten(tree)
@@ -184,10 +182,8 @@ def gather_rows(tree: Any, counts: Sequence[int]) -> Any:
 
 
 def to_share(tree: Any, devices: Sequence[Device]) -> bool:
-    """Whether the devices belong to several processes, while each process has separate arrays.
-
-    Then `from_first` must send the values of one process, because values could differ.
-    """
+    """Whether the devices belong to several processes, while each process has separate arrays."""
+    # Then `from_first` must send the values of one process, because values could differ.
     several = len({d.process_index for d in devices}) > 1
     return several and not all(map(spans_processes, jax.tree.leaves(tree)))
 

@@ -66,17 +66,11 @@ def shardings_of(params: Any, sharding: Any, mesh: AnyMesh, *, where: str = "par
 
 
 class _Leaf(NamedTuple):
-    """A parameter.
+    """A parameter."""
 
-    Attributes:
-        path: in the pytree.
-        array: or anything with a shape.
-        spec: of its metadata, or None.
-    """
-
-    path: str
-    array: Any
-    spec: Any
+    path: str  # in the pytree
+    array: Any  # or anything with a shape
+    spec: Any  # of its metadata, or None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -146,10 +140,8 @@ def _checked(spec: Any, leaf: _Leaf, mesh: AnyMesh, where: str) -> NamedSharding
 
 
 def specs_in(params: Any) -> list[PartitionSpec | None]:
-    """The spec in the metadata of Flax for each leaf, or None.
-
-    Flax is imported only if some node of the pytree is of Flax.
-    """
+    """The spec in the metadata of Flax for each leaf, or None."""
+    # Flax is imported only if some node of the pytree is of Flax.
     specs: list[PartitionSpec | None] = []
     for node in jax.tree.leaves(params, is_leaf=_has_metadata):
         count = len(jax.tree.leaves(node))

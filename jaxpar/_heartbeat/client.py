@@ -97,22 +97,18 @@ class HeartbeatClient:
         self.thread.join()
 
     def send_resume_hint(self, hint: str | None) -> None:
-        """Send all processes what to resume from."""
         self.hint = None if hint is None else clean("hint", hint)
         self._send(hint=self.hint)
 
     def report_failure(self, status: int, why: str) -> None:
-        """Report that this process failed by itself.
-
-        After an interrupt the others have time to end by themselves, since they were probably interrupted too.
-        """
+        """Report that this process failed by itself."""
+        # After an interrupt the others have time to end by themselves, since they were probably interrupted too.
         self.status = status
         if not self._has_failed:
             self._has_failed = True
             self._send(**{"interrupted" if status in INTERRUPTED else "failed": why})
 
     def report_working(self) -> None:
-        """Report that this process does its work."""
         self._send(working=1)
 
     def wait_for_loss_report(self) -> None:
@@ -297,10 +293,8 @@ class _Exit(SystemExit):
 
 
 def watch_exit(client: HeartbeatClient) -> None:
-    """Report an uncaught exception, `sys.exit` with a status, or an end without a failure.
-
-    A process that failed ends without jax's shutdown, which would wait minutes for the others.
-    """
+    """Report an uncaught exception, `sys.exit` with a status, or an end without a failure."""
+    # A process that failed ends without jax's shutdown, which would wait minutes for the others.
     show, process = sys.excepthook, os.getpid()
 
     def on_exception(kind: type[BaseException], value: BaseException, trace: Any) -> None:

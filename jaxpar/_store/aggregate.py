@@ -189,10 +189,8 @@ def held_residual(store: KVStore, key: int, axis_name: str) -> Any:
 
 
 def _own_residuals(store: KVStore, keys: list[int], axis_name: str) -> tuple[list[Any], list[Any]]:
-    """This device's states in the compressor's shapes, and the same as the store holds them.
-
-    Under `shard_map` the first axis, the devices, is there with length 1. Under `pmap` it is gone.
-    """
+    """This device's states in the compressor's shapes, and the same as the store holds them."""
+    # Under `shard_map` the first axis, the devices, is there with length 1. Under `pmap` it is gone.
     own, held = _start_on_device(store, keys, lax.axis_index(axis_name), lax.axis_size(axis_name)), []
     for i, k in enumerate(keys):
         if k in store.residuals:
@@ -208,10 +206,8 @@ def _start_all(store: KVStore, keys: list[int], count: int) -> list[Any]:
 
 
 def _start_on_device(store: KVStore, keys: list[int], device: Any, count: int) -> list[Any]:
-    """What the compressor remembers for these keys on one of `count` devices before the first push.
-
-    Where rows are compressed one by one, each of them has a state of its own.
-    """
+    """What the compressor remembers for these keys on one of `count` devices before the first push."""
+    # Where rows are compressed one by one, each of them has a state of its own.
     compressor, shapes, states = store.compressor, shapes_of(store), list[Any]()
     assert compressor is not None
     rows = rows_of(store) if is_split(store) and not compressor.linear else {}
@@ -249,19 +245,14 @@ def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Cha
     if is_split(store):
         rows = rows_of(store)
         pairs = {k: _update_rows(store, k, rows[k], pushed[k]) for k in keys}
-    elif isinstance(store.updater, Updater):
-        pairs = {k: store.updater.update(k, pushed[k], store.updater_state[k], store.values[k]) for k in keys}
-        pairs = check_results(pairs, store.values)
     else:
         pairs = {k: update_one(store.updater, k, pushed[k], store.updater_state[k], store.values[k]) for k in keys}
     return Changes({k: new for k, (new, _) in pairs.items()}, {k: state for k, (_, state) in pairs.items()})
 
 
 def counted(store: KVStore, keys: Iterable[int]) -> KVStore:
-    """The store whose states hold the count that a schedule of MXNet's is asked with: the largest of any key.
-
-    A push of several keys counts them in ascending order. The number is there while a push runs, see `uncounted`.
-    """
+    """The store whose states hold the count that a schedule of MXNet's is asked with: the largest of any key."""
+    # A push of several keys counts them in ascending order. The number is there while a push runs, see `uncounted`.
     keys = sorted(keys)
     asks = getattr(getattr(store.updater, "update", None), "asks_all_counts", False)
     if not asks or not keys or _NUMBER in store.updater_state[keys[0]]:
@@ -284,33 +275,23 @@ def uncounted(changes: Changes) -> Changes:
 
 
 def update_one(updater: Any, key: int, pushed: jax.Array, state: Any, stored: jax.Array) -> Pair:
-    """One call of the updater, and the check of its result."""
+    """What the updater gives for one key, checked, and in the dtype of the stored value."""
     if isinstance(updater, Updater):
-        pair = updater.update(key, pushed, state, stored)
+        new, state = updater.update(key, pushed, state, stored)
     else:
-        pair = updater(key, pushed, stored), state
-    return check_results({key: pair}, {key: stored})[key]
-
-
-def check_results(pairs: dict[int, Pair], stored: Arrays) -> dict[int, Pair]:
-    """What the updater returned, in the dtypes of the stored values."""
-    results: dict[int, Pair] = {}
-    for key, (new, state) in pairs.items():
-        where = f"kv.push: the updater's result for key {key}"
-        if new is None:
-            raise TypeError(f"{where} is None; an updater returns the new value, it cannot change `stored` in place")
-        value = checks.array(new, where)
-        checks.same_shape(value, stored[key].shape, where)
-        checks.castable(value.dtype, stored[key].dtype, where)
-        results[key] = value.astype(stored[key].dtype), state
-    return results
+        new = updater(key, pushed, stored)
+    where = f"kv.push: the updater's result for key {key}"
+    if new is None:
+        raise TypeError(f"{where} is None; an updater returns the new value, it cannot change `stored` in place")
+    value = checks.array(new, where)
+    checks.same_shape(value, stored.shape, where)
+    checks.castable(value.dtype, stored.dtype, where)
+    return value.astype(stored.dtype), state
 
 
 def _update_rows(store: KVStore, key: int, rows: Rows, pushed: jax.Array) -> Pair:
-    """As `update_one`, of a value that is held in these rows. An `Updater` gets each row as a flat share.
-
-    A plain function gets the whole value if all rows are here. Elsewhere it must be elementwise.
-    """
+    """As `update_one`, of a value that is held in these rows. An `Updater` gets each row as a flat share."""
+    # A plain function gets the whole value if all rows are here. Elsewhere it must be elementwise.
     updater, state, stored = store.updater, store.updater_state[key], store.values[key]
     if not isinstance(updater, Updater):
         if stored.size == rows.count * rows.chunk:

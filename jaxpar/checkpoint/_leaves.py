@@ -15,15 +15,7 @@ import numpy as np
 
 from .._core import checks
 from .._core.arrays import check_plain, is_prng_key, without_keys
-from .._core.portable import (
-    PARTS,
-    SavedArray,
-    adapt,
-    describe_record,
-    format_of,
-    is_registered,
-    path_name,
-)
+from .._core.portable import PARTS, SavedArray, adapt, describe_record, format_of, is_registered, path_name
 from .._devices.mesh import put, to_host
 from .._devices.user_mesh import on_own_mesh
 
@@ -32,10 +24,8 @@ _SCALARS = (bool, int, float, complex)
 
 @on_own_mesh
 def to_leaves(tree: Any, keep: bool = True) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
-    """A record and an array of its own memory for each leaf, so that the state can be donated right after.
-
-    Without `keep` the result has no arrays: this process writes nothing and only sends its parts to the others.
-    """
+    """A record and an array of its own memory for each leaf, so that the state can be donated right after."""
+    # Without `keep` the result has no arrays: this process writes nothing and only sends its parts to the others.
     slots = slots_of(tree)
     plain, _ = without_keys([slot.leaf for slot in slots])
     on_host = list(map(to_host, plain))
@@ -44,13 +34,9 @@ def to_leaves(tree: Any, keep: bool = True) -> tuple[list[dict[str, Any]], list[
 
 
 def from_leaves(records: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray], like: Any) -> tuple[Any, list[str]]:
-    """The saved arrays in the structure, and on the devices, of `like`.
+    """The saved arrays in the structure, and on the devices, of `like`, and remarks about what could not be taken up.
 
-    Returns:
-        (the state, remarks for the user about what could not be taken up).
-
-    Raises:
-        ValueError: a leaf that only one of the two has, or another name, shape or dtype of one.
+    `ValueError` for a leaf that only one of the two has, or of another name, shape or dtype.
     """
     remarks: list[str] = []
     saved = {record["name"]: (record, array) for record, array in zip(records, arrays, strict=True)}

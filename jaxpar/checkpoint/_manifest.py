@@ -75,16 +75,14 @@ def dumps(body: dict[str, Any]) -> str:
 
 
 def digest(body: dict[str, Any]) -> str:
-    """The SHA-256 of the content of a manifest."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def check(body: Any) -> None:
     """Check the content of a manifest: each entry is there, of its type and within bounds.
 
-    Raises:
-        ValueError: the message names the entry, what was expected and what was found. Of a newer format only its
-            number is checked.
+    The `ValueError` names the entry, what was expected and what was found. Of a newer format only its number is
+    checked.
     """
     _expect(type(body) is dict, "its content", "an object", body)
     _int(body, "format", 1)
@@ -148,7 +146,6 @@ def check_depth(value: Any) -> None:
 
 
 def _entry(body: dict[str, Any], name: str, kind: type) -> Any:
-    """An entry of a type."""
     _expect(type(body.get(name)) is kind, name, _EXPECTED[kind], body.get(name))
     return body[name]
 

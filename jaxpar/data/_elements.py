@@ -36,17 +36,9 @@ _ADVICE = {
 
 
 def as_arrays(given: Any, where: str) -> Any:
-    """A table as a dict of arrays. All other data stays as it is.
-
-    A table is a DataFrame of pandas or polars, or a list of dicts with one example each.
-
-    Args:
-        where: the function that asks, for messages.
-
-    Raises:
-        TypeError: a table has a column that is no array of numbers. Data that can be read in several ways: the message
-            has a line for each.
-    """
+    """A table as a dict of arrays: a DataFrame of pandas or polars, or a list of dicts with one example each."""
+    # All other data stays as it is. `TypeError` for a column that is no array of numbers, and for data that can be read
+    # in several ways: the message has a line for each.
     if _is_of(given, "pandas", "DataFrame") or _is_of(given, "polars", "DataFrame"):
         return _columns(given, where)
     if _is_rows(given):
@@ -121,12 +113,10 @@ def as_array(leaf: Any, name: str) -> Any:
 
 
 def stack(examples: Sequence[Any], where: str = _WHERE) -> Any:
-    """Examples of one structure and shape as one batch."""
     return _join(np.stack, examples, 0, where)
 
 
 def concatenate(batches: Sequence[Any], where: str = _WHERE) -> Any:
-    """Batches of any lengths as one."""
     return _join(np.concatenate, batches, 1, where)
 
 

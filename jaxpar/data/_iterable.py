@@ -18,18 +18,10 @@ from .._core.calls import answers, takes
 from .._devices import processes
 from .._devices.mesh import STORE_AXIS
 from .._devices.virtual_shards import pad_rows
+from ._batches import Subset, epochs_from, rows_of_parts
 from ._dataset import Dataset
 from ._elements import as_dict, concatenate, stack
-from ._order import Subset, epochs_from, rows_of_parts
-from ._sharding import (
-    as_batch,
-    batch_struct,
-    check_virtual_shards,
-    path_name,
-    placed_batch,
-    share_sharding,
-    split_of,
-)
+from ._sharding import as_batch, batch_struct, check_virtual_shards, path_name, placed_batch, share_sharding, split_of
 
 _WHERE = "data.from_iterable"
 READ_ONCE = "an iterator can be read only once; give a list, a loader, or a function that returns an iterator"
@@ -108,7 +100,6 @@ class IterableSource:
         `start` skips batches. Earlier epochs are not read. The earlier batches of this epoch are read and dropped,
         unless `set_state` set a position within the epoch. An iterator cannot be rewound, so it skips nothing.
         """
-        del rng
         check_virtual_shards(batch_size, virtual_shards, _WHERE)
         share, steps = self._shares(batch_size)
         split = split_of(devices, STORE_AXIS, sharding, virtual_shards, _WHERE)
@@ -295,7 +286,8 @@ def from_iterable(
     """
     if isinstance(source, (str, bytes)):
         raise TypeError(f"{_WHERE}: {source!r} is a name, not data; write data.load({source!r})")
-    if isinstance(source, dict) or hasattr(source, "dtype") or _is_tuple_of_arrays(source):
+    is_tuple_of_arrays = type(source) is tuple and all(hasattr(each, "dtype") for each in source)
+    if isinstance(source, dict) or hasattr(source, "dtype") or is_tuple_of_arrays:
         kind = f"a tuple of {len(source)}" if isinstance(source, tuple) else f"{_describe(source)} of"
         raise TypeError(
             f"{_WHERE}: {kind} arrays is data, not a loader; use data.Dataset(images, labels) "
@@ -327,8 +319,6 @@ def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
     >>> collect(loader)
     Dataset(5 images float64 (2,), labels int32, source='arrays')
     """
-    if not isinstance(elements, Iterable):
-        raise TypeError(f"data.collect: expected an iterable, got {_describe(elements)}")
     found = [as_dict(element, ("image", "label")) for element in elements]
     if not found:
         raise ValueError("data.collect: expected elements, got none")
@@ -343,10 +333,6 @@ def _set_state(iterator: Any, state: dict[str, Any]) -> None:
 
 def _is_function(source: Any) -> bool:
     return callable(source) and not isinstance(source, Iterable) and not hasattr(source, "__getitem__")
-
-
-def _is_tuple_of_arrays(source: Any) -> bool:
-    return type(source) is tuple and all(hasattr(each, "dtype") for each in source)
 
 
 def _check_lengths(batch: Any, share: int, at: int) -> None:

@@ -191,11 +191,9 @@ def prepared_dir(name: str, data_dir: Path) -> Path | None:
 
 
 def prepare(name: str, data_dir: Path, idx_files: Path | None) -> None:
-    """Write TFDS's `name` into `data_dir` from the `idx_files`. None: from TFDS's own download.
-
-    TFDS writes into `incomplete.*` next to the target and renames it at the end. A process that finds the target there
-    by then deletes its own, so that several may prepare at once.
-    """
+    """Write TFDS's `name` into `data_dir` from the `idx_files`. None: from TFDS's own download."""
+    # TFDS writes into `incomplete.*` next to the target and renames it at the end. A process that finds the target
+    # there by then deletes its own, so that several may prepare at once.
     with contextlib.ExitStack() as stack:
         manual_dir = None
         if idx_files is not None:
@@ -217,13 +215,8 @@ def prepare(name: str, data_dir: Path, idx_files: Path | None) -> None:
 
 
 def read(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Images and labels of a prepared data set, in its stored order, each record's checksum verified.
-
-    The first time a whole split is decoded, a copy is kept for the next time.
-
-    Raises:
-        ValueError: the split does not exist, lacks `image` or `label`, or is damaged on disk.
-    """
+    """Images and labels of a prepared data set, in its stored order, each record's checksum verified."""
+    # The first time a whole split is decoded, a copy is kept for the next time.
     folder = prepared_dir(name, data_dir)
     if folder is not None and (copy := load_copy(folder, split)) is not None:
         return copy
@@ -289,12 +282,9 @@ def download_url(name: str) -> str | None:
 
 
 def check_reachable(url: str, seconds: float = 5.0) -> None:
-    """Ask for `url` once, where TFDS would retry for minutes. Proxies count, as they do for TFDS.
+    """Ask for `url` once, where TFDS would retry for minutes. `ConnectionError` says what came in place of an answer.
 
-    It runs in a thread of its own because a name look-up cannot be given a time limit. No body is read.
-
-    Raises:
-        ConnectionError: there is no answer within `seconds`, or the answer is an error.
+    Proxies count, as they do for TFDS. A name look-up cannot be given a time limit, so this is a thread of its own.
     """
     import requests
 

@@ -18,10 +18,10 @@ from .._core.calls import answers
 from .._devices import processes
 from .._devices.user_mesh import each_in_user_mesh
 from . import _batches
+from ._batches import rows_of_parts
 from ._dataset import Dataset
 from ._elements import as_array, as_arrays
 from ._iterable import IterableSource, from_iterable
-from ._order import rows_of_parts
 from ._sharding import as_batch, batch_struct, path_name, placed_batch
 
 
@@ -59,13 +59,8 @@ class Source(Protocol):
 def batch_options(
     source: Source, devices: Sequence[Any] | None, sharding: NamedSharding | None, virtual_shards: int | None
 ) -> dict[str, Any]:
-    """The options of `source.batches` for a step: where its batches go, and for how many virtual shards.
-
-    A source of the user's own need not have `sharding=` and `virtual_shards=`.
-
-    Raises:
-        TypeError: the devices cannot share the shards evenly, and the source cannot pad batches.
-    """
+    """The options of `source.batches` for a step: where its batches go, and for how many virtual shards."""
+    # A source of the user's own need not have `sharding=` and `virtual_shards=`.
     if sharding is not None and _takes(source, "sharding"):
         return {"sharding": sharding}
     if virtual_shards is None:
@@ -231,11 +226,9 @@ class _OfArrays:
     dtype: Any
 
     def examples(self, batch_size: int) -> int:
-        del batch_size
         return len(jax.tree.leaves(self.arrays)[0])
 
     def batch_shapes(self, batch_size: int) -> Any:
-        """The shapes and dtypes of a batch."""
         return batch_struct(self.arrays, batch_size, self.dtype)
 
     def place(self, batch: Any, sharding: NamedSharding | None) -> Any:
@@ -412,11 +405,7 @@ def place_in(source: Any) -> list[Any] | None:
 
 
 def go_to(source: Any, places: list[Any] | None) -> None:
-    """Set a source to the position from `place_in`.
-
-    Raises:
-        ValueError: there are more or fewer processes than places.
-    """
+    """Set a source to the position from `place_in`. `ValueError` for another number of processes."""
     if places is None or not hasattr(source, "set_state"):
         return
     if len(places) != processes.count():

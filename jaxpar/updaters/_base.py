@@ -19,17 +19,14 @@ if TYPE_CHECKING:
 
 
 def _no_state(key: int, value: jax.Array) -> State:
-    del key, value
     return ()
 
 
 def _assign(key: int, pushed: jax.Array, state: State, stored: jax.Array) -> tuple[jax.Array, State]:
-    del key, stored
     return pushed, state
 
 
 def _accumulate(key: int, pushed: jax.Array, state: State, stored: jax.Array) -> tuple[jax.Array, State]:
-    del key
     return stored + pushed, state
 
 
@@ -74,7 +71,6 @@ class _OptaxInit:
     uses_key = False
 
     def __call__(self, key: int, value: jax.Array) -> State:
-        del key
         return self.tx.init(value)
 
 
@@ -84,7 +80,6 @@ class _OptaxUpdate:
     uses_key = False
 
     def __call__(self, key: int, pushed: jax.Array, state: State, stored: jax.Array) -> tuple[jax.Array, State]:
-        del key
         updates, state = self.tx.update(pushed, state, stored)
         return (stored + updates).astype(stored.dtype), state  # pyright: ignore[reportOperatorIssue]
 
@@ -144,10 +139,8 @@ _HINTS: dict[tuple[str, ...], str] = {
 
 
 def check_updater(updater: Any, where: str) -> None:
-    """`TypeError` for what is no updater, or for a function that does not take the arguments of a push.
-
-    A function that Python cannot inspect is taken.
-    """
+    """`TypeError` for what is no updater, or for a function that does not take the arguments of a push."""
+    # A function that Python cannot inspect is taken.
     if isinstance(updater, Updater):
         _check_takes(updater.init, ("key", "value"), f"{where}: Updater.init")
         _check_takes(updater.update, _WITH_STATE, f"{where}: Updater.update")

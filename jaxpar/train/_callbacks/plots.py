@@ -30,14 +30,7 @@ _MOST = 8  # metrics that are drawn
 
 
 def new_figure(name: str, width: float, height: float) -> Any:
-    """An empty figure of this size in inches.
-
-    Args:
-        name: the function that draws, for the message.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    """An empty figure of this size in inches. `name` is the function that draws, for the message without matplotlib."""
     try:
         return _figure_type()(figsize=(width, height), layout="constrained")
     except ModuleNotFoundError as error:
@@ -64,10 +57,9 @@ def save_figure(figure: Any, path: str | os.PathLike[str] | None) -> Any:
     return figure
 
 
-def png(figure: Any, dpi: float = 100) -> bytes:
-    """The figure as the bytes of a PNG file."""
+def png(figure: Any) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi)
+    figure.savefig(buffer, format="png", dpi=100)
     return buffer.getvalue()
 
 
@@ -180,7 +172,6 @@ class LivePlot:
 
     def on_end(self, history: History) -> None:
         """Draw the remaining points. The next run begins a new plot."""
-        del history
         if not self._is_current:
             self._draw()
         self._clear()

@@ -38,21 +38,14 @@ class EvalBatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """A pass over a source.
+    """A pass over a source."""
 
-    Attributes:
-        where: the function that asks, for messages.
-        source: a data set or arrays, of which each process has all. Or batches, of which each reads its own share.
-        batch_size: of examples, over all processes. Batches that a source gives stay as long as they are.
-        mesh: of the parameters, if they have one.
-        user: the user's mesh, in which an iterable is read.
-    """
-
-    where: str
+    where: str  # the function that asks, for messages
+    # A data set or arrays, of which each process has all. Or batches, of which each reads its own share.
     source: data.DatasetSource | data.ArraySource | data.IterableSource
-    batch_size: int
-    mesh: Mesh | None
-    user: Mesh | None
+    batch_size: int  # of examples, over all processes. Batches that a source gives stay as long as they are.
+    mesh: Mesh | None  # of the parameters, if they have one
+    user: Mesh | None  # the user's mesh, in which an iterable is read
 
     @property
     def devices(self) -> tuple[Device, ...] | None:
@@ -91,11 +84,10 @@ class Pass:
 
     def batches(self, is_exact: IsExact) -> Iterator[EvalBatch]:
         """Every example, in order. With several processes the batches of all of them side by side."""
-        if not isinstance(self.source, data.IterableSource):
-            return self._of_arrays(self.source, is_exact)
-        return self._of_stream(self.source, is_exact)
-
-    def _of_arrays(self, source: data.DatasetSource | data.ArraySource, is_exact: IsExact) -> Iterator[EvalBatch]:
+        source = self.source
+        if isinstance(source, data.IterableSource):
+            yield from self._of_stream(source, is_exact)
+            return
         exact = is_exact(self.shapes())
         full, rest = divmod(source.examples(self.size), self.size)
         mask = self._mask(self.size, self.size, self.split)
@@ -138,7 +130,8 @@ class Pass:
             filled = source.place(_fill(base, share - max(own, 1)), self.split)
             yield EvalBatch(filled, source.place(np.arange(share) < own, self.split), sum(sizes))
         if not rows:
-            raise processes.in_all(self._no_batch(source))
+            hint = data._READ_ONCE if source.is_read_once else "give at least one"
+            raise processes.in_all(ValueError(f"{self.where}: expected examples, got no batch; {hint}"))
 
     def _placed(self, source: Any, batch: Any, valid: int, rows: int, exact: bool) -> Iterator[EvalBatch]:
         """A batch of host memory with `valid` examples, filled up to `rows` unless exact."""
@@ -207,10 +200,6 @@ class Pass:
             if checks.batch_length(batch, self.where):
                 yield batch
 
-    def _no_batch(self, source: data.IterableSource) -> ValueError:
-        hint = data._READ_ONCE if source.is_read_once else "give at least one"
-        return ValueError(f"{self.where}: expected examples, got no batch; {hint}")
-
 
 def _fill(batch: Any, count: int) -> Any:
     """The batch with so many copies of its last example behind it."""
@@ -221,11 +210,7 @@ def _fill(batch: Any, count: int) -> Any:
 
 
 def pass_over(where: str, model: tuple[Any, ...], given: Any, batch_size: int, user: Mesh | None) -> Pass:
-    """A pass over data of any origin, on the devices of the model's parameters.
-
-    Raises:
-        TypeError, ValueError: as `as_eval_source`, a batch size below 1, no examples.
-    """
+    """A pass over data of any origin, on the devices of the model's parameters."""
     batch_size = checks.whole_number(batch_size, where, "batch_size")
     source = as_eval_source(where, given)
     if not isinstance(source, data.IterableSource) and not source.examples(batch_size):
@@ -235,12 +220,7 @@ def pass_over(where: str, model: tuple[Any, ...], given: Any, batch_size: int, u
 
 
 def as_eval_source(where: str, given: Any) -> Any:
-    """A data set, arrays or batches as a `DatasetSource`, an `ArraySource` or an `IterableSource`.
-
-    Raises:
-        TypeError: nothing of these, or a source that may leave out examples.
-        ValueError: arrays of different lengths.
-    """
+    """A data set, arrays or batches as a `DatasetSource`, an `ArraySource` or an `IterableSource`."""
     if isinstance(given, data.Dataset):
         return data.DatasetSource(given)
     if isinstance(given, (data.DatasetSource, data.ArraySource, data.IterableSource)):
@@ -286,10 +266,8 @@ def _mesh_of(params: Any) -> Mesh | None:
 
 
 def with_axes(fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
-    """The function, which may use collectives over these axes.
-
-    A batch is whole here, as if one device had it. So each axis has one part, and the sum over it is the sum itself.
-    """
+    """The function, which may use collectives over these axes."""
+    # A batch is whole here, as if one device had it. So each axis has one part, and the sum over it is the sum itself.
 
     def call(*args: Any) -> Any:
         try:

@@ -26,7 +26,6 @@ from ..._devices import processes
 from ..._devices.emulated import can_hang, wait_before_collectives
 from ..._devices.user_mesh import check_traced, outside_mesh
 from .._step.loss import Mean
-from .classifier import Classification
 from .every_example import Pass, model_of, pass_over, with_axes
 
 _AHEAD = 8  # batches whose sums are not read yet, so that the host need not wait
@@ -35,14 +34,7 @@ Values = dict[str, Any]  # a Mean, or an object with merge and compute, for each
 
 
 def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int) -> dict[str, Any]:
-    """What `eval_fn` gives over every example of the source.
-
-    Args:
-        where: the function that asks, for messages.
-
-    Returns:
-        Floats by name, and NumPy arrays where a value has columns.
-    """
+    """What `eval_fn` gives over every example: floats by name, and NumPy arrays for values with columns."""
     with outside_mesh() as user:
         if user is None:
             check_traced(state_or_params, where)
@@ -68,8 +60,7 @@ def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_s
 def check(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int) -> list[str]:
     """Raise what `measure` would raise, as far as shapes are known. Nothing is computed.
 
-    Returns:
-        The names of the values. Empty where the shapes are not known.
+    The result is the names of the values, none where the shapes are not known.
     """
     with outside_mesh() as user:
         model = model_of(state_or_params)
@@ -87,20 +78,14 @@ def _prepare(where: str, model: Any, eval_fn: Any, source: Any, batch_size: int,
 
 
 class _Program:
-    """The sums of an `eval_fn` over a batch, compiled for each shape of a batch.
-
-    Args:
-        model_key: of the model.
-        copies: the sharding of the sums. None: one device.
-        axes: over which `eval_fn` may sum.
-    """
+    """The sums of an `eval_fn` over a batch, compiled for each shape of a batch. `copies`: the sharding of the sums."""
 
     def __init__(self, eval_fn: Any, model_key: Any, copies: NamedSharding | None, axes: tuple[str, ...]):
         self._kinds: dict[Any, tuple[list[str], bool]] = {}  # by the shapes of a batch, filled when traced
         self._copies = copies
         self._values = functools.partial(_values, with_axes(eval_fn, axes), model_key[0])
         self._run = jax.jit(functools.partial(_sums, self._values, copies, self._kinds))
-        self._is_by_example = isinstance(eval_fn, Classification)  # known to return a row for each example
+        self._is_by_example = getattr(eval_fn, "is_by_example", False)  # known to return a row for each example
         self._checked: set[Any] = set()
 
     def __call__(self, leaves: list[Any], batch: Any, mask: Any) -> Any:
@@ -120,8 +105,11 @@ class _Program:
         return self._kinds[key]
 
     def _check(self, leaves: list[Any], batch: Any) -> None:
+        shapes = batch, jax.ShapeDtypeStruct((_rows(batch),), bool)
+        if self._copies is not None:  # as batches have it, so that the trace is that of the first call
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._copies), shapes)
         try:
-            self._run.eval_shape(leaves, *self._on_devices((batch, jax.ShapeDtypeStruct((_rows(batch),), bool))))
+            self._run.eval_shape(leaves, *shapes)
         except Exception as error:
             error.add_note(f"eval_fn or apply_fn was traced for a batch {_describe(batch)}")
             raise
@@ -136,12 +124,6 @@ class _Program:
         except Exception:  # a function for batches of one size
             return
 
-    def _on_devices(self, shapes: Any) -> Any:
-        """The shapes with the shardings of batches, so that the trace is that of the first call."""
-        if self._copies is None:
-            return shapes
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._copies), shapes)
-
 
 def _values(eval_fn: Any, structure: Any, leaves: list[Any], batch: Any) -> Any:
     params, *model_state = structure.unflatten(leaves)
@@ -150,7 +132,9 @@ def _values(eval_fn: Any, structure: Any, leaves: list[Any], batch: Any) -> Any:
 
 def _sums(values_of: Any, copies: Any, found: dict[Any, Any], leaves: list[Any], batch: Any, mask: jax.Array) -> Any:
     values = values_of(leaves, batch)
-    found[_key(batch)] = list(values), needs_exact(values)
+    # A value without rows is right only for a batch that was not filled up.
+    is_exact = any(not isinstance(value, Mean) or not np.ndim(value.total) for value in values.values())
+    found[_key(batch)] = list(values), is_exact
     sums = list(sum_up(values, mask).values())  # a dict would come back in the order of its names
     return sums if copies is None else lax.with_sharding_constraint(sums, copies)
 
@@ -188,14 +172,8 @@ _WANTED = (
 
 
 def as_values(returned: Any, n: int) -> Values:
-    """What an `eval_fn` returned for n examples, with a `Mean` or a metric for each name.
-
-    A metric in place of the dict has the name "". Its `compute` gives the dict.
-
-    Raises:
-        TypeError: no dict, a name that is no string, a value that is nothing of the above.
-        ValuesError: an array that does not have one value for each example.
-    """
+    """What an `eval_fn` returned for n examples, with a `Mean` or a metric for each name."""
+    # A metric in place of the dict has the name "". Its `compute` gives the dict.
     if _is_metric(returned):
         return {"": returned}
     if not isinstance(returned, Mapping):
@@ -204,11 +182,6 @@ def as_values(returned: Any, n: int) -> Values:
         if not isinstance(name, str) or not name:
             raise TypeError(f"eval_fn: the names that it returns must be strings, got {name!r}")
     return {name: _as_value(value, n, f"eval_fn: {name!r}") for name, value in returned.items()}
-
-
-def needs_exact(values: Values) -> bool:
-    """Whether some value is right only for a batch that was not filled up."""
-    return any(not isinstance(value, Mean) or not np.ndim(value.total) for value in values.values())
 
 
 def sum_up(values: Values, mask: jax.Array) -> Values:

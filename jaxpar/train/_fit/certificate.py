@@ -29,11 +29,7 @@ _VECTORS = ("avx512f", "avx2", "avx", "sve", "asimd")
 
 
 class Certificate:
-    """The certificate that `fit` writes. Without a path, nothing is written.
-
-    Args:
-        path, every: `certificate` and `certificate_every` of `fit`. The errors are those of `fit`.
-    """
+    """The certificate that `fit` writes. Without a path, nothing is written."""
 
     def __init__(self, path: str | os.PathLike[str] | None, every: int):
         every = checks.whole_number(every, "fit", "certificate_every")
@@ -44,9 +40,7 @@ class Certificate:
     def begin(self, step: Any, state: TrainState, at: int) -> None:
         """Create the file, or continue it. The lines of steps after `at` are dropped, because the run repeats them.
 
-        Raises:
-            ValueError: the file belongs to a run whose bits may differ from those of this run, or has other content.
-            OSError: the file cannot be written.
+        `ValueError` for the file of a run whose bits may differ from those of this run, and for other content.
         """
         header = None if self.path is None else header_of(step, state)
         processes.agree("fit: certificate= needs the same settings in all processes", json.dumps(header))
@@ -70,7 +64,7 @@ class Certificate:
                 raise ValueError(f"{what}; give another file, or delete it")
             header = before
         kept = {step: state for step, state in lines.items() if step <= at}
-        text = "".join(json.dumps(line) + "\n" for line in [header, *map(_line, kept.items())]).encode()
+        text = (json.dumps(header) + "\n" + "".join(_line(*item) for item in kept.items())).encode()
         with explain_errors(path, "the certificate"):
             if text == content:
                 files.append(path, b"")  # only to see that it can be written
@@ -86,7 +80,7 @@ class Certificate:
         """Write the lines up to a step. Waits for their hashes."""
         while self._unwritten and self._unwritten[0][0] <= until:
             at, state = self._unwritten.popleft()
-            line = (json.dumps(_line((at, str(state)))) + "\n").encode()
+            line = _line(at, str(state)).encode()
             if self.path is not None and jax.process_index() == 0:
                 with explain_errors(self.path, "the certificate"):
                     files.append(self.path, line)
@@ -97,8 +91,8 @@ class Certificate:
         self._unwritten.clear()
 
 
-def _line(item: tuple[int, str]) -> dict[str, Any]:
-    return {"step": item[0], "state": item[1]}
+def _line(step: int, state: str) -> str:
+    return json.dumps({"step": step, "state": state}) + "\n"
 
 
 def header_of(step: Any, state: TrainState) -> dict[str, Any]:

@@ -30,13 +30,10 @@ class Interrupts:
 
     If one of several processes stopped by itself, the others would wait in a collective forever. So they exchange their
     signals now and then, and all stop after the same step.
-
-    Attributes:
-        asked: the signal to obey, once `should_stop` has returned True.
     """
 
     def __init__(self) -> None:
-        self.asked: int | None = None
+        self.asked: int | None = None  # the signal to obey, once `should_stop` has returned True
         self._several = jax.process_count() > 1
         self._service = (  # then SIGTERM is jax's
             self._several and jax.config.jax_enable_preemption_service  # pyright: ignore[reportAttributeAccessIssue]
@@ -87,14 +84,8 @@ class Interrupts:
 def finish_interrupted(
     number: int, state: Any, history: Any, where: str, on_interrupt: str, who: str = "fit"
 ) -> tuple[Any, Any]:
-    """Return or raise as `fit` does after a signal.
-
-    Args:
-        where: at which step it stopped and what was saved.
-        on_interrupt: "return", "raise" or "auto". "auto" returns in a notebook or at a prompt, where an exception would
-            lose the state, and raises in a script.
-        who: the name before the message.
-    """
+    """Return or raise as `fit` does after a signal. `where` says at which step it stopped and what was saved."""
+    # "auto" returns in a notebook or at a prompt, where an exception would lose the state, and raises in a script.
     if number == signal.SIGTERM:
         say(f"{who}: SIGTERM: stopped {where}")
         sys.exit(128 + signal.SIGTERM)  # not `raise SystemExit`: the heartbeat client watches `sys.exit`
@@ -119,7 +110,6 @@ def describe_stop(step: int, epoch: int, epochs: int, saved: str | os.PathLike[s
 
 
 def _is_at_prompt() -> bool:
-    """Whether this is a notebook or a prompt of Python."""
     if hasattr(sys, "ps1"):
         return True
     return "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None

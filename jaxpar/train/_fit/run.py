@@ -18,8 +18,7 @@ from ..._devices.user_mesh import outside_mesh
 from ...updaters import assign
 from .._callbacks.callbacks import Callbacks, OnStep, collect_callbacks
 from .._callbacks.history import NO_METRICS
-from .._evaluate.classifier import check_training_classes
-from .._evaluate.evaluate import Evaluation, plan_evaluation
+from .._evaluate.evaluate import Evaluation, check_training_classes, plan_evaluation
 from .._step.state import TrainState, check_is_state
 from .._step.train_step import TrainStep
 from .certificate import Certificate
@@ -59,40 +58,26 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A call of `fit`, checked.
+    """A call of `fit`, checked."""
 
-    Attributes:
-        options: as given, with an `int` for each whole number.
-        step: as given.
-        source: the training data.
-        callbacks: the metrics file and what was given.
-        evaluation: where scores come from.
-        certificate: where hashes of the state go.
-        epochs: how many the run goes into.
-        examples: of an epoch.
-        steps: of an epoch.
-        per_program: how many steps one compiled program makes. "auto": as many as take a fifth of a second.
-        make_steps: opens a block with the steps of a `Loop`: a pair of the new state and its metrics for each, and the
-            rows where these are of several steps. None: the loop calls the step by itself.
-        behind: how many steps later their metrics are read.
-    """
-
-    options: Options
+    options: Options  # as given, with an `int` for each whole number
     step: TrainStep
     source: data.Source
-    callbacks: Callbacks
-    evaluation: Evaluation
-    certificate: Certificate
-    epochs: int
-    examples: int
-    steps: int
+    callbacks: Callbacks  # the metrics file and what was given
+    evaluation: Evaluation  # where scores come from
+    certificate: Certificate  # where hashes of the state go
+    epochs: int  # how many the run goes into
+    examples: int  # of an epoch
+    steps: int  # of an epoch
+    # How many steps one compiled program makes. "auto": as many as take a fifth of a second.
     per_program: int | Literal["auto"]
+    # Opens a block with the steps of a `Loop`: a pair of the new state and its metrics for each, and the rows where
+    # these are of several steps. None: the loop calls the step by itself.
     make_steps: Callable[[Any], contextlib.AbstractContextManager[Iterator[Made]]] | None = None
-    behind: int = BEHIND
+    behind: int = BEHIND  # how many steps later their metrics are read
 
     @property
     def num_steps(self) -> int:
-        """How many steps the whole run has."""
         return min(self.epochs * self.steps, self.options.max_steps or sys.maxsize)
 
     @property
@@ -111,12 +96,7 @@ class Run:
         return "images" if isinstance(self.source, data.DatasetSource) else "examples"
 
     def batches(self, rng: jax.Array, start: int, **where: Any) -> Iterator[data.Batch]:
-        """The batches after the first `start` steps, without an end.
-
-        Args:
-            rng: of the state.
-            where: the devices that they go to. Without it they are in host memory.
-        """
+        """The batches after the first `start` steps, without an end, in host memory or where `where` says."""
         batch_size = self.options.batch_size
         return iter(self.source.batches(batch_size, rng=shuffle_key(rng), epochs=None, start=start, **where))
 
@@ -200,18 +180,13 @@ def _check_inputs(state: Any, step: Any) -> None:
             "fit: the store has no optimizer, so every step would replace the parameters by their gradients; "
             "make it by kv.from_params(params, optimizer=optax.sgd(0.1))"
         )
-    if not callable(step):
-        raise TypeError(f"fit: expected a step, train.make_train_step(loss_fn); got {checks.describe(step)}")
     check_takes(step, ("state", "batch"), "fit: the step", "; make one by train.make_train_step(loss_fn)")
 
 
 def _steps_per_program(asked: Any, step: Any, source: data.Source, state: TrainState) -> int | Literal["auto"]:
     """How many steps one compiled program makes."""
     if asked != "auto":
-        try:
-            asked = checks.whole_number(asked, "fit", "steps_per_execution")
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{error}; or give 'auto'") from None
+        asked = checks.whole_number(asked, "fit", "steps_per_execution")
     if asked == 1:
         return 1
     devices = state.store.devices

@@ -27,16 +27,7 @@ from ..._store import aggregate, queue
 from ..._store.aggregate import update
 from ..._store.placing import by_key, trained_keys, tree_of
 from ..._store.store import is_split, with_changes
-from .loss import (
-    Mean,
-    call_loss,
-    finish,
-    model_state_mean,
-    model_state_terms,
-    over_microbatches,
-    wide,
-    widen,
-)
+from .loss import Mean, call_loss, finish, model_state_mean, model_state_terms, over_microbatches, wide, widen
 from .nonfinite import DynamicLossScale, Guard, nonfinite_flags
 from .state import TrainState, carries, everywhere, trained_params
 
@@ -47,19 +38,14 @@ _LIMITS = BucketLimits()  # of what is summed beside the gradients: metrics, mod
 
 
 class ShareResult(NamedTuple):
-    """What one device computed for its share of the batch.
+    """What one device computed for its share of the batch."""
 
-    Attributes:
-        grads: the gradient of the share's loss for the key of each trained parameter, in its dtype. Of a loss
-            `(sum, weight)` it is the gradient of the sum.
-        metrics: `loss`, and `aux` of `loss_fn`. What came as `(sum, weight)` is a `Mean` of two scalars.
-        model_state: the new one, or ().
-        unread: the keys of parameters that the loss does not depend on. Their gradients are zeros.
-    """
-
+    # The gradient of the share's loss for the key of each trained parameter, in its dtype. Of a loss `(sum, weight)` it
+    # is the gradient of the sum.
     grads: Arrays
-    metrics: dict[str, Any]
-    model_state: Any
+    metrics: dict[str, Any]  # `loss`, and `aux` of `loss_fn`. What came as `(sum, weight)` is a `Mean` of two scalars.
+    model_state: Any  # the new one, or ()
+    # The keys of parameters that the loss does not depend on. Their gradients are zeros.
     unread: frozenset[int] = frozenset()
 
     @property
@@ -71,24 +57,15 @@ class ShareResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DeviceStep:
-    """The step inside the mapped axis: `step(state, batch) -> (state, metrics)`.
+    """The step inside the mapped axis: `step(state, batch) -> (state, metrics)`."""
 
-    Attributes:
-        gradient: computes the gradient of this device's share.
-        axis_name: the axis.
-        grad_transform: an optax transform of the summed gradients, or None.
-        scaling: the loss scale: None, a number, or a `DynamicLossScale`.
-        guard: decides whether the update is made. None: always.
-        unused: what happens to parameters that the loss does not depend on: "warn" or "skip".
-        named: those that a warning has named, so that each is named once for all programs of a step.
-    """
-
-    gradient: Gradient
+    gradient: Gradient  # computes the gradient of this device's share
     axis_name: str
-    grad_transform: Any = None
-    scaling: float | DynamicLossScale | None = None
-    guard: Guard | None = None
-    unused: str = "warn"
+    grad_transform: Any = None  # an optax transform of the summed gradients, or None
+    scaling: float | DynamicLossScale | None = None  # the loss scale: None, a number, or a `DynamicLossScale`
+    guard: Guard | None = None  # decides whether the update is made. None: always.
+    unused: str = "warn"  # what happens to parameters that the loss does not depend on: "warn" or "skip"
+    # Those that a warning has named, so that each is named once for all programs of a step.
     named: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     has_local_part: ClassVar[bool] = False  # whether it keeps the part `local` of a state
@@ -152,10 +129,8 @@ class DeviceStep:
     def _mean_over_devices(
         self, state: TrainState, share: ShareResult, grads: Arrays, summed: Arrays
     ) -> tuple[dict[str, Any], Any, Any]:
-        """The metrics and the model state as means over the devices, and the flags of what is not finite.
-
-        All of them share one collective. To check what is pushed is enough unless there is a compressor.
-        """
+        """The metrics and the model state as means over the devices, and the flags of what is not finite."""
+        # All of them share one collective. To check what is pushed is enough unless there is a compressor.
         found = None
         if self.guard is not None:
             found = nonfinite_flags(share.metrics["loss"], grads, summed if state.store.compressor else {})
@@ -242,7 +217,6 @@ class DeviceStep:
 
     def lay_out(self, batch: Any, devices: int, along: NamedSharding, axis: int = 0) -> Any:
         """The arrays of a batch in the rows that the devices take of it. `along` is their sharding."""
-        del devices, along, axis
         return batch
 
     def check_batch(self, batch: Any, devices: int, axis: int = 0) -> None:

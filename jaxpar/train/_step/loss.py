@@ -251,17 +251,12 @@ def model_state_mean(model_state: Any, sums: list[tuple[jax.Array, ...]], count:
 
 @dataclasses.dataclass(frozen=True)
 class ClassificationLoss:
-    """What `classification_loss` gives.
-
-    Attributes:
-        apply_fn: as given.
-    """
+    """What `classification_loss` gives."""
 
     apply_fn: Callable[[Any, jax.Array], jax.Array]
     label_smoothing: float
 
     def __call__(self, params: Any, batch: dict[str, jax.Array], rng: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
-        del rng
         if not isinstance(batch, dict) or not {"image", "label"} <= batch.keys():
             raise TypeError(
                 'classification_loss: a batch must be a dict with "image" and "label", as data.batches makes them; got '

@@ -32,10 +32,7 @@ Engine = Literal["auto", "pmap", "shard_map", "jit"]
 
 _HINTS = {
     **dict.fromkeys(("optimizer", "tx", "learning_rate", "lr"), IN_STORE),
-    **dict.fromkeys(
-        ("kind", "kvstore", "compression", "staleness"),
-        "give it to train.start or kv.from_params",
-    ),
+    **dict.fromkeys(("kind", "kvstore", "compression", "staleness"), "give it to train.start or kv.from_params"),
     **dict.fromkeys(("dtype", "precision"), "write compute_dtype="),
     **dict.fromkeys(("clip_norm", "max_grad_norm"), "give grad_transform=optax.clip_by_global_norm(1.0)"),
     "apply_fn": "write loss_fn=train.classification_loss(apply_fn)",
@@ -293,16 +290,13 @@ def start(
     """
     _check_known(options)
     of_store, of_state, of_step = ({k: v for k, v in options.items() if k in names} for names in _NAMES)
-    step = make_train_step(loss_fn, **_without_mesh(of_step))
+    if of_step.get("engine", "auto") not in ("auto", "jit"):
+        of_step.pop("mesh", None)  # it is that of the store, of which these engines need no word
+    step = make_train_step(loss_fn, **of_step)
     store = kv.from_params(params, optimizer=optimizer, **of_store)
     if compression is not None:
         store = kv.set_gradient_compression(store, compression)
     return create_state(store, rng, **of_state), step
-
-
-def _without_mesh(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of the step. A mesh of the store is that of engine `jit`, which needs no other word."""
-    return {k: v for k, v in options.items() if k != "mesh" or options.get("engine", "auto") in ("auto", "jit")}
 
 
 def _check_known(options: dict[str, Any]) -> None:

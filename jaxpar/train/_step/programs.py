@@ -69,27 +69,21 @@ ENGINES: dict[str, Engine] = {"pmap": run_by_pmap, "shard_map": run_by_shard_map
 
 
 class BatchPlacement:
-    """Checks the batches of a step and puts them on its devices.
-
-    Attributes:
-        shares: in how many parts a batch is split.
-        along: the sharding of a batch, and that of several batches, whose number is the first axis.
-    """
+    """Checks the batches of a step and puts them on its devices."""
 
     def __init__(self, step: DeviceStep, store: KVStore):
         mesh, axes = step.spread(store)
         first = axes[0] if len(axes) == 1 else axes
-        self.shares: int = math.prod([mesh.shape[name] for name in axes])
+        self.shares: int = math.prod([mesh.shape[name] for name in axes])  # in how many parts a batch is split
+        # The sharding of a batch, and that of several batches, whose number is the first axis.
         self.along: tuple[NamedSharding, ...] = NamedSharding(mesh, P(first)), NamedSharding(mesh, P(None, first))
         self._step, self._devices = step, tuple(mesh.devices.flat)
         self._last: list[Any] = []  # how the leaves of the last batch were placed, if they could stay where they were
 
     def __call__(self, batch: Batch, axis: int = 0) -> Batch:
-        """The batch on the devices. `axis` is that of the examples.
-
-        Nothing is checked where its arrays are placed as those of the last batch, since this is asked at every step.
-        A program checks the shapes when it is traced for them.
-        """
+        """The batch on the devices. `axis` is that of the examples."""
+        # Nothing is checked where its arrays are placed as those of the last batch, since this is asked at every step.
+        # A program checks the shapes when it is traced for them.
         batch = self._step.lay_out(batch, self.shares, self.along[axis], axis)
         leaves = jax.tree.leaves(batch)
         placed = [getattr(leaf, "sharding", None) or (type(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
@@ -111,17 +105,11 @@ class BatchPlacement:
 
 
 class Part(NamedTuple):
-    """A program of a step, for shapes on the devices of a state.
-
-    Attributes:
-        traced: the program.
-        runs: how often a device runs it in a step.
-        held: bytes that a device holds meanwhile and that are no arguments of it.
-    """
+    """A program of a step, for shapes on the devices of a state."""
 
     traced: jax.stages.Traced
-    runs: int = 1
-    held: int = 0
+    runs: int = 1  # how often a device runs it in a step
+    held: int = 0  # bytes that a device holds meanwhile and that are no arguments of it
 
 
 class Program:
@@ -185,7 +173,6 @@ class Program:
 
     def compile_own(self, leaves: list[jax.Array], batch: Batch) -> list[str]:
         """Compile what each device runs by itself: nothing, as this is one program over all of them."""
-        del leaves, batch
         return []
 
 
