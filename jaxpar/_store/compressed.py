@@ -67,7 +67,8 @@ def allreduce(
         return allreduce_two_way(values, states, axis_name, limits)
     shapes = [v.shape for v in values]
     groups = buckets.plan_of(values, limits) if compressor.elementwise else tuple((i,) for i in range(len(values)))
-    flat = [array.reshape(-1) for array in buckets.pack(values, groups)]
+    packed = buckets.pack(values, groups)
+    flat = [array.reshape(-1) for array in packed]
     joined = [_join([states[i] for i in g]) for g in groups]
     if isinstance(compressor, ElementCompressor):
         coded = [compressor.quantize(v, s) for v, s in zip(flat, joined, strict=True)]
@@ -76,6 +77,7 @@ def allreduce(
     else:
         coded = [compressor.encode(v, s) for v, s in zip(flat, joined, strict=True)]
         sums = _sum_payloads(compressor, [payload for payload, _ in coded], flat, axis_name, limits)
+    sums = [_alone(s.reshape(array.shape)) for s, array in zip(sums, packed, strict=True)]
     return buckets.unpack(sums, shapes, groups), _split([state for _, state in coded], shapes, groups)
 
 
@@ -119,6 +121,14 @@ def _linear(
 
     both = [compressor.allreduce(v, s, psum) for v, s in zip(values, states, strict=True)]
     return [total for total, _ in both], [state for _, state in both]
+
+
+def _alone(total: jax.Array) -> jax.Array:
+    """A sum that a TPU computes before the update, which it would else compute in lines of 128 and fuse with nothing.
+
+    On CPUs a barrier would change the last bits of the update.
+    """
+    return lax.platform_dependent(total, cpu=lambda x: x, default=lax.optimization_barrier)
 
 
 def _join(states: Sequence[State]) -> State:

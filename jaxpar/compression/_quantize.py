@@ -222,6 +222,8 @@ class Int8(RowCompressor):
         codes, size = row["codes"].astype(jnp.float32), row["codes"].size
         if size % _INT8_BLOCK == 0:
             return (codes.reshape(-1, _INT8_BLOCK) * row["scales"][: size // _INT8_BLOCK, None]).reshape(-1)
+        if _INT8_BLOCK % size == 0:  # a part of one block
+            return codes * row["scales"][0]
         # A row may begin and end within a block. What is padded has no scale.
         scales = jnp.pad(row["scales"], (0, max(0, words((size,), _INT8_BLOCK) + 1 - row["scales"].size)))
         scales = jnp.broadcast_to(scales[:, None], (scales.size, _INT8_BLOCK)).reshape(-1)

@@ -194,6 +194,15 @@ def test_the_words_of_the_compiler_of_tpus(monkeypatch):
         plan.plot()
 
 
+def test_split_weights_that_travel_whole():
+    """FSDP over many chips, as the compiler of TPUs has it. CPUs estimate no cycles."""
+    split = train.plan(make, on="v5e:2x2", fsdp=True)
+    copies = train.plan(make, on="v5e:2x2", engine="jit")
+    reduce = next(one for one in copies.collectives if one.kind == "all-reduce")
+    whole = [dataclasses.replace(plan, cycles=10, collectives=(reduce,)) for plan in (split, copies)]
+    assert ["keep copies over the rest" in str(plan) for plan in whole] == [True, False]
+
+
 def test_a_comparison():
     table = train.compare_plans(make, on=["v5e:2x2", "h100:4"], kind=["device", "sharded", "loocal"])
     assert len(table.rows) == 6

@@ -48,9 +48,10 @@ def expected(on, name):
     split = {"reduce-scatter": once, "all-gather": weights}
     groups = devices // 4
     codes = {
-        "2bit": (once / 16, once * 5 / 32), "1bit": (once / 32, once / 8), "int3": (once * 3 / 32, once * 3 / 32),
-        "int8": (once / 4 * 1.004, once), "bf16": (once / 2, once),
-    }  # fmt: skip
+        "2bit": (once / 16, once * 5 / 32),
+        "int3": (once * 3 / 32, once * 3 / 32),
+        "int8": (once / 4 * 1.004, once),
+    }
     if name in codes:  # there, and the sums back
         return dict(zip(("all-to-all", "all-gather"), codes[name], strict=True))
     return {
@@ -103,7 +104,7 @@ def test_a_convolution_is_one_of_the_compiler(on):
 @pytest.mark.parametrize(
     ("name", "hand"),
     [
-        *((name, "by hand") for name in ("pmap", "shard_map", "jit")),
+        *((name, "by hand") for name in ("pmap", "jit")),
         *((name, "by hand, fsdp") for name in ("sharded", "fsdp")),
     ],
 )
@@ -114,6 +115,14 @@ def test_beside_a_step_by_hand(on, name, hand):
     assert mine["arguments"] == pytest.approx(other["arguments"], rel=0.01)
     total = [sum(size * times for _, _, size, times in one["sends"]) for one in (mine, other)]
     assert total[0] == pytest.approx(total[1], rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["2bit", "int8"])
+def test_codes_on_a_tpu(name):
+    """They cost at most 30 cycles for 1,000 bytes of gradients, and their temporaries are less than these."""
+    found = programs("v5e:2x4")
+    assert found[name]["cycles"] - found["pmap"]["cycles"] < 0.03 * GRADIENTS
+    assert found[name]["temporary"] < GRADIENTS
 
 
 @pytest.mark.parametrize("on", ["v5e:2x4", "h100:8"])
@@ -127,10 +136,10 @@ def test_a_decoder_sums_one_gradient_of_its_table(on):
 def test_what_fits_is_what_the_compiler_takes():
     """Models around the memory of a chip, by their params and by their examples."""
     found = programs("v5e:1x1")
-    assert len(found) == len(MODELS) == 10
+    assert len(found) == len(MODELS)
     for name, one in found.items():
         assert (one["peak"] > one["limit"]) == one["refused"] == (not one["fits"]), name
-    assert 3 <= sum(one["refused"] for one in found.values()) <= 7
+    assert sum(one["refused"] for one in found.values()) == 3
     # The peak of a program that fits and the one in a refusal come from different places, and are one measure.
     for kind, least in (("params", 12.0), ("examples", 22e3)):
         peaks = [(size, found[f"{kind} {size}"]["peak"]) for which, size in MODELS if which == kind]

@@ -266,4 +266,5 @@ def test_what_runs_between_the_halves_of_a_collective():
 
 def test_cycles_of_loops():
     assert cycles_of(parse(TPU)) == 5 * 1000 + 70
+    assert cycles_of(parse(TPU.replace('"70"', f'"{2**63 - 1}"'))) == 5 * 1000  # no estimate
     assert cycles_of(parse(GPU)) is None

@@ -106,7 +106,8 @@ def _arguments(state: Any, batch: Any) -> list[dict[str, Any]]:
             local = leaf.sharding.shard_shape(leaf.shape)
             size = int(np.prod(local)) * getattr(leaf.dtype, "itemsize", 8)
             shape = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-            found.append({"name": name.removeprefix(".store."), "shape": shape, "bytes": size})
+            one = {"name": name.removeprefix(".store."), "shape": shape, "bytes": size}
+            found.append({**one, "is_split": local != leaf.shape})
     return found
 
 

@@ -57,7 +57,8 @@ class Plan:
             0.75 or `XLA_PYTHON_CLIENT_MEM_FRACTION`.
         argument_bytes, returned_bytes, temporary_bytes: state and batch, what the step returns, and the rest.
         donated_bytes: what it returns in the memory of its arguments.
-        arguments: the five largest arrays of state and batch: `name`, `shape` of the whole, `bytes` of one device.
+        arguments: the five largest arrays of state and batch: `name`, `shape` of the whole, `bytes` of one device,
+            `is_split` over devices.
         flops: counted from the traced step, as XLA counts them. Of branches the costliest counts.
         cycles: the sum of the estimates of the compiler of TPUs, for comparisons only. Collectives and most copies have
             no estimate. None for GPUs.

@@ -78,11 +78,12 @@ def hints(plan: Any) -> list[str]:
             "temporaries are the most: jax.checkpoint (remat) around the layers, accumulate=N in make_train_step, or "
             "fewer examples for each device"
         ]
-    is_split = plan.engine == "jit" and plan.cycles is not None
-    if is_split and sent.get("all-gather", 0) and sent.get("all-reduce", 0) > sent["all-gather"] / 2:
+    whole = sent.get("all-reduce", 0)
+    is_split = any(one["is_split"] for one in plan.arguments if one["name"].startswith("params/"))
+    if is_split and plan.engine == "jit" and plan.cycles is not None and whole > sent.get("all-gather", 0) / 2:
         return [
-            f"all-reduces of {size(sent['all-reduce'])} beside the gathers: gradients are summed whole where reduce-"
-            "scatters would send half. Split over fewer devices, an axis of the mesh, and keep copies over the rest"
+            f"all-reduces of {size(whole)}: split weights or gradients travel whole, where gathers and reduce-scatters "
+            "would send half. Split over fewer devices, an axis of the mesh, and keep copies over the rest"
         ]
     return []
 

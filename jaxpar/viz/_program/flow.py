@@ -125,7 +125,7 @@ def number_of(parameter: Instruction) -> int:
     return int(re.sub(r"\D", "", parameter.operands[0])) if parameter.operands else 0
 
 
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_CYCLES = re.compile(r'"estimated_cycles":"(\d{1,18})"')  # the largest number of 64 bits says that there is no estimate
 _MOVES = ("copy", "bitcast", "get-tuple-element", "tuple", "copy-start", "copy-done", "opt-barrier")
 
 
