@@ -29,33 +29,19 @@ def scaled_for_relu(rng: jax.Array) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What the options begin with.
+    """What the options begin with."""
 
-    Attributes:
-        about: one line for the help.
-        network: its name, for people.
-        init: the parameters for a random key.
-        apply: the logits of images.
-        optimizer: its name in optax.
-        sgd: the learning rate and the momentum of SGD.
-        epochs: how often the training data is seen.
-        batch_size: examples in a batch, over all devices.
-        schedule: of the learning rate.
-        label_smoothing: of the loss, see `train.classification_loss`.
-        engine: of the step, see `train.make_train_step`.
-    """
-
-    about: str
-    network: str
-    init: Callable[[jax.Array], Any]
-    apply: Callable[[Any, jax.Array], jax.Array]
-    optimizer: str
-    sgd: tuple[float, float]
-    epochs: int = 5
-    batch_size: int = 256
-    schedule: str = "constant"
-    label_smoothing: float = 0.0
-    engine: str = "auto"
+    about: str  # one line for the help
+    network: str  # its name, for people
+    init: Callable[[jax.Array], Any]  # the parameters for a random key
+    apply: Callable[[Any, jax.Array], jax.Array]  # the logits of images
+    optimizer: str  # its name in optax
+    sgd: tuple[float, float]  # the learning rate and the momentum of SGD
+    epochs: int = 5  # how often the training data is seen
+    batch_size: int = 256  # examples in a batch, over all devices
+    schedule: str = "constant"  # of the learning rate
+    label_smoothing: float = 0.0  # of the loss, see `train.classification_loss`
+    engine: str = "auto"  # of the step, see `train.make_train_step`
 
 
 _FAST = "a small network of strided convolutions and Muon, for 90 %% of Fashion-MNIST in seconds"

@@ -21,27 +21,16 @@ PARTS = ("residual", "pending")  # what belongs to the devices that pushed, see 
 
 @dataclasses.dataclass(frozen=True)
 class SavedArray:
-    """One array of a state, as a checkpoint has it.
+    """One array of a state, as a checkpoint has it."""
 
-    Attributes:
-        name: its path in the state.
-        words: what a message calls it.
-        leaf: what is there: an array, a `jax.ShapeDtypeStruct` or a Python number.
-        shape: of the array as it is saved.
-        rows: whether the leaf has this array flat, padded and cut into one row for each device.
-        part: one of `PARTS` for what belongs to the devices that pushed, else None.
-        rule: what identifies the computation of its next value, if that is known.
-        frozen: whether it is not trained, so that checkpoints of a run have it once on disk.
-    """
-
-    name: str
-    words: str
-    leaf: Any
-    shape: tuple[int, ...]
-    rows: bool = False
-    part: str | None = None
-    rule: str | None = None
-    frozen: bool = False
+    name: str  # its path in the state
+    words: str  # what a message calls it
+    leaf: Any  # what is there: an array, a `jax.ShapeDtypeStruct` or a Python number
+    shape: tuple[int, ...]  # of the array as it is saved
+    rows: bool = False  # whether the leaf has this array flat, padded and cut into one row for each device
+    part: str | None = None  # one of `PARTS` for what belongs to the devices that pushed, else None
+    rule: str | None = None  # what identifies the computation of its next value, if that is known
+    frozen: bool = False  # whether it is not trained, so that checkpoints of a run have it once on disk
 
     @property
     def dtype(self) -> str:
@@ -58,19 +47,15 @@ class SavedArray:
 
 @dataclasses.dataclass(frozen=True)
 class NodeFormat:
-    """How the nodes of a type are saved and restored.
+    """How the nodes of a type are saved and restored."""
 
-    Attributes:
-        slots: `slots(node, prefix)` gives one `SavedArray` for each leaf, in the order of the leaves.
-        bare: `bare(node)` is the node without what `complete` restores.
-        complete: `complete(filled, like, saved, prefix, remarks)` is the bare node with the rest of what was saved,
-            for the devices of `like`. It adds a remark for the user where something could not be taken up.
-        adapt: `adapt(like, saved, prefix, remarks) -> saved` brings what an older version saved to the names of today.
-    """
-
+    # `slots(node, prefix)` gives one `SavedArray` for each leaf, in the order of the leaves.
     slots: Callable[[Any, str], Iterable[SavedArray]]
-    bare: Callable[[Any], Any]
+    bare: Callable[[Any], Any]  # `bare(node)` is the node without what `complete` restores
+    # `complete(filled, like, saved, prefix, remarks)` is the bare node with the rest of what was saved, for the devices
+    # of `like`. It adds a remark for the user where something could not be taken up.
     complete: Callable[[Any, Any, Saved, str, list[str]], Any]
+    # `adapt(like, saved, prefix, remarks) -> saved` brings what an older version saved to the names of today.
     adapt: Callable[[Any, Saved, str, list[str]], Saved] = lambda like, saved, prefix, remarks: saved
 
 

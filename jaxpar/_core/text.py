@@ -18,14 +18,6 @@ from typing import Any
 class Table:
     """Rows under a title, as text for a prompt and as HTML for a notebook.
 
-    Attributes:
-        title: the line above the rows.
-        columns: the head of each column, shown in HTML only.
-        rows: the cells of each row, as many as `columns`.
-        most: how many rows are shown. Longer tables are cut.
-        align: of the cells in HTML, `left` or `right`.
-        first: how many of the shown rows are before the cut. None: all of them.
-
     Example:
         >>> print(Table("two keys", ("key", "bytes"), [("0", "8"), ("1", "1,024")]))
         two keys
@@ -33,12 +25,12 @@ class Table:
           1  1,024
     """
 
-    title: str
-    columns: tuple[str, ...]
-    rows: Sequence[Sequence[str]]
-    most: int = 20
-    align: str = "left"
-    first: int | None = None
+    title: str  # the line above the rows
+    columns: tuple[str, ...]  # the head of each column, shown in HTML only
+    rows: Sequence[Sequence[str]]  # the cells of each row, as many as `columns`
+    most: int = 20  # how many rows are shown. Longer tables are cut.
+    align: str = "left"  # of the cells in HTML, `left` or `right`
+    first: int | None = None  # how many of the shown rows are before the cut. None: all of them.
 
     def __str__(self) -> str:
         above, cut, below = self._parts()

@@ -27,19 +27,10 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class BucketLimits:
-    """The sizes that decide which values share a bucket.
+    """The sizes that decide which values share a bucket."""
 
-    Attributes:
-        bucket_bytes: no bucket of several values is larger than this.
-        alone_bytes: a value of this many bytes or more never shares a bucket.
-
-    Raises:
-        TypeError: a limit is not a number.
-        ValueError: a limit is negative or NaN.
-    """
-
-    bucket_bytes: int = 4 << 20
-    alone_bytes: int = 16 << 10
+    bucket_bytes: int = 4 << 20  # no bucket of several values is larger than this
+    alone_bytes: int = 16 << 10  # a value of this many bytes or more never shares a bucket
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "alone_bytes"):

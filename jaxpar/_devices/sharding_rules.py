@@ -25,17 +25,11 @@ _WHOLE = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FullyShardedRule:
-    """What `fsdp` gives: a rule `(path, shape, mesh) -> PartitionSpec`.
+    """What `fsdp` gives: a rule `(path, shape, mesh) -> PartitionSpec`."""
 
-    Attributes:
-        axes: the names of the mesh axes that a parameter is split over.
-        min_size: a parameter with fewer elements stays whole.
-        stacked_dims: how many leading dimensions are never split.
-    """
-
-    axes: tuple[str, ...]
-    min_size: int = _MIN_SIZE
-    stacked_dims: int = 0
+    axes: tuple[str, ...]  # the names of the mesh axes that a parameter is split over
+    min_size: int = _MIN_SIZE  # a parameter with fewer elements stays whole
+    stacked_dims: int = 0  # how many leading dimensions are never split
 
     def __call__(self, path: str, shape: Shape, mesh: AnyMesh) -> PartitionSpec:
         return self.fill(path, shape, mesh, _WHOLE)
@@ -73,17 +67,12 @@ class FullyShardedRule:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NameRules:
-    """What `sharding_rules` gives: a rule `(path, shape, mesh) -> PartitionSpec`.
+    """What `sharding_rules` gives: a rule `(path, shape, mesh) -> PartitionSpec`."""
 
-    Attributes:
-        patterns: pairs of a pattern and the spec or rule of the parameters that it matches. The first match counts.
-        default: the spec or rule of all other parameters.
-        then: a rule that splits one more dimension of every parameter, or None.
-    """
-
+    # Pairs of a pattern and the spec or rule of the parameters that it matches. The first match counts.
     patterns: tuple[tuple[str, PartitionSpec | ShardingRule], ...]
-    default: PartitionSpec | ShardingRule = _WHOLE
-    then: FullyShardedRule | None = None
+    default: PartitionSpec | ShardingRule = _WHOLE  # the spec or rule of all other parameters
+    then: FullyShardedRule | None = None  # a rule that splits one more dimension of every parameter, or None
 
     def __call__(self, path: str, shape: Shape, mesh: AnyMesh) -> PartitionSpec:
         place = self.first_match(path)

@@ -66,17 +66,11 @@ def shardings_of(params: Any, sharding: Any, mesh: AnyMesh, *, where: str = "par
 
 
 class _Leaf(NamedTuple):
-    """A parameter.
+    """A parameter."""
 
-    Attributes:
-        path: in the pytree.
-        array: or anything with a shape.
-        spec: of its metadata, or None.
-    """
-
-    path: str
-    array: Any
-    spec: Any
+    path: str  # in the pytree
+    array: Any  # or anything with a shape
+    spec: Any  # of its metadata, or None
 
     @property
     def shape(self) -> tuple[int, ...]:

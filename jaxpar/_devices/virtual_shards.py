@@ -28,15 +28,10 @@ Node = tuple[int, int]  # (first term, level): the block of 2**level terms
 
 @dataclasses.dataclass(frozen=True)
 class Deal:
-    """The distribution of numbered terms over devices: in order, at most `slots` for each.
-
-    Attributes:
-        terms: n.
-        devices: how many.
-    """
+    """The distribution of numbered terms over devices: in order, at most `slots` for each."""
 
     terms: int
-    devices: int
+    devices: int  # how many
 
     @property
     def slots(self) -> int:

@@ -22,27 +22,19 @@ Arrays = Sequence[jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How a store sums what is pushed, and where its values are.
+    """How a store sums what is pushed, and where its values are."""
 
-    Attributes:
-        name: as given to `create`.
-        reduce: `reduce(values, axis_name, limits) -> sums`, inside a mapped axis.
-        reduce_compressed: the same of compressed values, see `compressed.allreduce`.
-        in_rows: whether a value is cut into one row for each device.
-        on_one_device: whether a value is on the first device only, and pushes at the prompt are gathered there.
-        over_processes: whether a push at the prompt is summed over all processes.
-        within_process: the kind by which a process then sums its own values first.
-        delayed: whether pushes may be applied later.
-    """
-
-    name: str
+    name: str  # as given to `create`
+    # `reduce(values, axis_name, limits) -> sums`, inside a mapped axis.
     reduce: Callable[[Arrays, str, BucketLimits], list[jax.Array]]
+    # The same of compressed values, see `compressed.allreduce`.
     reduce_compressed: Callable[..., tuple[list[jax.Array], list[Any]]] = compressed.allreduce
-    in_rows: bool = False
+    in_rows: bool = False  # whether a value is cut into one row for each device
+    # Whether a value is on the first device only, and pushes at the prompt are gathered there.
     on_one_device: bool = False
-    over_processes: bool = False
-    within_process: str = ""
-    delayed: bool = False
+    over_processes: bool = False  # whether a push at the prompt is summed over all processes
+    within_process: str = ""  # the kind by which a process then sums its own values first
+    delayed: bool = False  # whether pushes may be applied later
 
 
 KINDS = {

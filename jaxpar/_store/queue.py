@@ -27,15 +27,12 @@ Send = Callable[[KVStore, Lists], Changes]
 
 
 class PendingPushes(NamedTuple):
-    """The pushes of one key that are not applied yet.
+    """The pushes of one key that are not applied yet."""
 
-    Attributes:
-        values: tau arrays (devices, *shape) of the stored dtype, the oldest first. At the prompt the first axis has
-            the positions in the pushed list. Places to which nothing was pushed yet hold zeros.
-        count: int32 scalar, how many of them (the last ones) were pushed. At most tau.
-    """
-
+    # Tau arrays (devices, *shape) of the stored dtype, the oldest first. At the prompt the first axis has the positions
+    # in the pushed list. Places to which nothing was pushed yet hold zeros.
     values: tuple[jax.Array, ...]
+    # Int32 scalar, how many of them (the last ones) were pushed. At most tau.
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
 
 

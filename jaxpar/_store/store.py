@@ -62,15 +62,10 @@ class Split(Whole):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A value as (count, chunk): flat, padded, one row on each device. So any shape is shared evenly.
+    """A value as (count, chunk): flat, padded, one row on each device. So any shape is shared evenly."""
 
-    Attributes:
-        shape: of the whole value.
-        count: of the rows.
-    """
-
-    shape: Shape
-    count: int
+    shape: Shape  # of the whole value
+    count: int  # of the rows
 
     @property
     def chunk(self) -> int:
@@ -199,12 +194,7 @@ _NONE: dict[int, Any] = {}  # a pytree, as the fields of a store are
 
 
 class Changes(NamedTuple):
-    """What a push replaces.
-
-    Attributes:
-        values, updater_state, residuals, pending: as the fields of `KVStore`. Keys that are missing stay as they are.
-        optimizer_state: the new one, or None: it stays as it is.
-    """
+    """What a push replaces, by the fields of `KVStore`. What is missing, or None, stays as it is."""
 
     values: Arrays = _NONE
     updater_state: dict[int, Any] = _NONE

@@ -50,11 +50,7 @@ class Found(NamedTuple):
 
 
 def write(path: Path, content: dict[str, Any], records: list[dict[str, Any]], arrays: list[np.ndarray]) -> None:
-    """Write a checkpoint, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written: no space, no permission, no directory.
-    """
+    """Write a checkpoint, whole or not at all. `OSError` where it cannot be written."""
     unfinished = _unfinished_path(path.parent)
     try:
         unfinished.mkdir(parents=True)
@@ -79,11 +75,7 @@ def write(path: Path, content: dict[str, Any], records: list[dict[str, Any]], ar
 
 
 def read(path: Path) -> Found:
-    """The checkpoint at a path, all verified.
-
-    Raises:
-        CheckpointError: the path has no good checkpoint. The message gives the reason.
-    """
+    """The checkpoint at a path, all verified. A `CheckpointError` says why there is no good one."""
     body = _manifest.load(path)
     verify(path, body)
     try:
@@ -97,11 +89,7 @@ def read(path: Path) -> Found:
 
 
 def verify(path: Path, body: dict[str, Any]) -> None:
-    """Compare every file with what the manifest says.
-
-    Raises:
-        CheckpointError: a file is missing, has another size or content, or cannot be read. The message names it.
-    """
+    """Compare every file with what the manifest says. A `CheckpointError` names the file that differs."""
     for name, (size, digest) in body["files"].items():
         try:
             found = files.fingerprint(path / name, size)
@@ -191,11 +179,7 @@ def whole_copy(path: Path) -> Generator[Path]:
 def adopt(source: Path, directory: Path) -> None:
     """Copy a checkpoint into a directory, unless a good one of the same step and content is there.
 
-    It is there whole or not at all. Several processes may do so at once.
-
-    Raises:
-        CheckpointError: the source is damaged.
-        OSError: it cannot be copied.
+    It is there whole or not at all. Several processes may do so at once. `CheckpointError` for a damaged source.
     """
     body = _manifest.load(source)
     verify(source, body)
@@ -318,11 +302,7 @@ def _write_arrays(path: Path, arrays: dict[int, np.ndarray]) -> None:
 
 
 def _read_arrays(path: Path, layouts: dict[int, tuple[tuple[int, ...], np.dtype[Any]]]) -> dict[int, np.ndarray]:
-    """Arrays with the shapes and dtypes of the manifest.
-
-    Raises:
-        ValueError: orbax's arrays differ from the manifest, or exceed this machine's memory.
-    """
+    """Arrays with the shapes and dtypes of the manifest. `ValueError` for others, and for more than the memory."""
     import orbax.checkpoint as ocp
 
     expected = {str(i): layout for i, layout in layouts.items() if 0 not in layout[0]}
@@ -349,11 +329,7 @@ def _read_arrays(path: Path, layouts: dict[int, tuple[tuple[int, ...], np.dtype[
 
 
 def _layout(record: dict[str, Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype of the array that is stored for a leaf. Random keys are stored as their data.
-
-    Raises:
-        ValueError: the dtype or the kind of random key is unknown.
-    """
+    """Shape and dtype of the array that is stored for a leaf. Random keys are stored as their data."""
     shape = tuple(record["shape"])
     if "impl" in record:
         key = jax.eval_shape(lambda: jax.random.key(0, impl=record["impl"]))

@@ -32,15 +32,10 @@ _SAID = ("name", "shape", "dtype", "impl")  # what the hash takes of what a chec
 
 @dataclasses.dataclass(frozen=True)
 class StateHash:
-    """A hash that the devices may still compute. `str` waits for it. The state can be donated meanwhile.
+    """A hash that the devices may still compute. `str` waits for it. The state can be donated meanwhile."""
 
-    Attributes:
-        records: what a checkpoint says of each array.
-        groups: the numbers of arrays, and two sums of each of them.
-    """
-
-    records: list[dict[str, Any]]
-    groups: list[tuple[list[int], Any]]
+    records: list[dict[str, Any]]  # what a checkpoint says of each array
+    groups: list[tuple[list[int], Any]]  # the numbers of arrays, and two sums of each of them
 
     def __str__(self) -> str:
         sums = np.zeros((len(self.records), 2), np.uint32)

@@ -44,13 +44,9 @@ def to_leaves(tree: Any, keep: bool = True) -> tuple[list[dict[str, Any]], list[
 
 
 def from_leaves(records: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray], like: Any) -> tuple[Any, list[str]]:
-    """The saved arrays in the structure, and on the devices, of `like`.
+    """The saved arrays in the structure, and on the devices, of `like`, and remarks about what could not be taken up.
 
-    Returns:
-        (the state, remarks for the user about what could not be taken up).
-
-    Raises:
-        ValueError: a leaf that only one of the two has, or another name, shape or dtype of one.
+    `ValueError` for a leaf that only one of the two has, or of another name, shape or dtype.
     """
     remarks: list[str] = []
     saved = {record["name"]: (record, array) for record, array in zip(records, arrays, strict=True)}

@@ -41,19 +41,12 @@ _UNKNOWN = "0" * 16
 
 @dataclasses.dataclass(frozen=True)
 class _Holder:
-    """What the file of another process says.
+    """What the file of another process says."""
 
-    Attributes:
-        tag: see `process_tag`.
-        words: which process that is, for people.
-        content: all bytes.
-        changed: when it was touched, by the clock of the file system.
-    """
-
-    tag: str
-    words: str
-    content: bytes
-    changed: float
+    tag: str  # see `process_tag`
+    words: str  # which process that is, for people
+    content: bytes  # all bytes
+    changed: float  # when it was touched, by the clock of the file system
 
 
 class DirectoryLock:
@@ -67,11 +60,7 @@ class DirectoryLock:
         self._ended: threading.Event | None = None
 
     def acquire(self) -> None:
-        """Take the lock, or keep it. The directory is made where it does not exist.
-
-        Raises:
-            OSError: another process writes there, or has taken this lock over. Nothing can be written there.
-        """
+        """Take the lock, or keep it, and make the directory. `OSError` where another process has it."""
         while not self._is_mine() and not self._create():
             if (holder := self._holder()) is None:
                 time.sleep(_AGAIN)  # it was given up meanwhile, which a network's file system shows late

@@ -82,9 +82,8 @@ def digest(body: dict[str, Any]) -> str:
 def check(body: Any) -> None:
     """Check the content of a manifest: each entry is there, of its type and within bounds.
 
-    Raises:
-        ValueError: the message names the entry, what was expected and what was found. Of a newer format only its
-            number is checked.
+    The `ValueError` names the entry, what was expected and what was found. Of a newer format only its number is
+    checked.
     """
     _expect(type(body) is dict, "its content", "an object", body)
     _int(body, "format", 1)

@@ -31,15 +31,11 @@ _LONGEST = 16 << 20  # bytes of a line
 
 
 class RecordWriter:
-    """Appends the new records of a run to the file of a directory.
-
-    Attributes:
-        place: the place of the last record, or None.
-    """
+    """Appends the new records of a run to the file of a directory."""
 
     def __init__(self, directory: Path):
         self._path = directory / NAME
-        self.place: Place | None = None
+        self.place: Place | None = None  # of the last record
         self._last = ""  # the record there, as JSON
 
     def resume(self, place: Place, records: Sequence[dict[str, Any]]) -> None:
@@ -47,11 +43,7 @@ class RecordWriter:
         self.place, self._last = place, json.dumps(records[-1])
 
     def new(self, records: Sequence[dict[str, Any]]) -> list[str]:
-        """Those of a run's records that are not in the file yet, as JSON. All, where they begin otherwise.
-
-        Raises:
-            TypeError: a record is not JSON.
-        """
+        """Those of a run's records that are not in the file yet, as JSON. All, where they begin otherwise."""
         try:
             number = 0 if self.place is None else self.place["number"]
             if number > len(records) or (number and json.dumps(records[number - 1]) != self._last):
@@ -63,8 +55,7 @@ class RecordWriter:
     def append(self, records: Sequence[str]) -> Place | None:
         """Append records, as JSON, and return the place of the last one. The disk has them on return.
 
-        Raises:
-            OSError: the file cannot be written. Its content is as before.
+        After an `OSError` the file is as before.
         """
         if not records:
             return self.place
@@ -96,11 +87,7 @@ class RecordWriter:
 
 
 def read(directory: Path, place: Place) -> list[dict[str, Any]]:
-    """All records up to a place, the oldest first.
-
-    Raises:
-        CheckpointError: a line is missing, damaged or cannot be read. The message names the file.
-    """
+    """All records up to a place, the oldest first. A `CheckpointError` names the file that is missing or damaged."""
     path, found = directory / NAME, []
     try:
         with files.opened(path) as file:

@@ -212,14 +212,10 @@ def from_devices(
     most: int | None = None,
     stacked: bool = False,
 ) -> Iterator[tuple[Any, int]]:
-    """Batches gathered from the copies on the devices, several at a time.
+    """Batches gathered from the copies on the devices, several at a time, and how many of these count.
 
-    Args:
-        most: how many batches at a time. None: as many as one program should gather.
-        stacked: as in `gather`.
-
-    Returns:
-        (batches, how many of them count). At the end of a run fewer count, and the rest are copies of the last example.
+    At the end of a run fewer count, and the rest are copies of the last example. `most`: how many at a time, where that
+    is not left to `_batches_per_program`.
     """
     mesh = split and split.mesh
     images, labels = _copies(dataset, mesh)
@@ -245,16 +241,11 @@ def _batches_per_program(dataset: Examples, count: int, dtype: Any) -> int:
 def gather(
     count: int, several: int, split: Split | None, dtype: Any, stacked: bool
 ) -> Callable[..., tuple[Any, jax.Array]]:
-    """The program `(images, labels, rows, cursor) -> (the next batches, the new cursor)`.
+    """The program `(images, labels, rows, cursor) -> (several batches of count examples, the new cursor)`.
 
     Each device gathers its share. The cursor stays on the devices, so that a batch needs nothing from the host. Past
-    the end of the order comes its last example, again and again. The rows of a padding are any examples.
-
-    Args:
-        count: examples in a batch, over all devices.
-        several: how many batches.
-        split: how a batch is split over devices. None: the default device.
-        stacked: the batches are one pytree with one more axis in front. Otherwise they are a list.
+    the end of the order comes its last example, again and again. The rows of a padding are any examples. `stacked`: the
+    batches are one pytree with one more axis in front, otherwise a list.
     """
 
     def local(

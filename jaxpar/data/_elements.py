@@ -36,16 +36,10 @@ _ADVICE = {
 
 
 def as_arrays(given: Any, where: str) -> Any:
-    """A table as a dict of arrays. All other data stays as it is.
+    """A table as a dict of arrays: a DataFrame of pandas or polars, or a list of dicts with one example each.
 
-    A table is a DataFrame of pandas or polars, or a list of dicts with one example each.
-
-    Args:
-        where: the function that asks, for messages.
-
-    Raises:
-        TypeError: a table has a column that is no array of numbers. Data that can be read in several ways: the message
-            has a line for each.
+    All other data stays as it is. `TypeError` for a column that is no array of numbers, and for data that can be read
+    in several ways: the message has a line for each.
     """
     if _is_of(given, "pandas", "DataFrame") or _is_of(given, "polars", "DataFrame"):
         return _columns(given, where)

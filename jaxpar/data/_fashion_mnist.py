@@ -66,10 +66,7 @@ def official_bytes(path: Path) -> bytes:
     """The published .gz file, byte for byte, which is what TFDS asks for.
 
     Debian's package has the same compressed bytes after a header without file name and time stamp. With the published
-    header they have the published sha256.
-
-    Raises:
-        ValueError: the file is another one, half-written or damaged. The message has both checksums.
+    header they have the published sha256. `ValueError` for a file that is another one, half-written or damaged.
     """
     sha256, mtime = OFFICIAL[path.name]
     raw = path.read_bytes()
@@ -86,11 +83,7 @@ def official_bytes(path: Path) -> bytes:
 
 
 def read(path: str | os.PathLike[str]) -> np.ndarray:
-    """The uint8 array in a gzipped idx file: images `(n, rows, columns)` or labels `(n,)`.
-
-    Raises:
-        ValueError: the file is not an idx file of unsigned bytes, or its length differs from its header.
-    """
+    """The uint8 array in a gzipped idx file: images `(n, rows, columns)` or labels `(n,)`."""
     with gzip.open(path, "rb") as file:
         content = file.read()
     ndim = content[3] if len(content) > 3 else 0

@@ -220,9 +220,6 @@ def read(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np.ndarray]
     """Images and labels of a prepared data set, in its stored order, each record's checksum verified.
 
     The first time a whole split is decoded, a copy is kept for the next time.
-
-    Raises:
-        ValueError: the split does not exist, lacks `image` or `label`, or is damaged on disk.
     """
     folder = prepared_dir(name, data_dir)
     if folder is not None and (copy := load_copy(folder, split)) is not None:
@@ -289,12 +286,9 @@ def download_url(name: str) -> str | None:
 
 
 def check_reachable(url: str, seconds: float = 5.0) -> None:
-    """Ask for `url` once, where TFDS would retry for minutes. Proxies count, as they do for TFDS.
+    """Ask for `url` once, where TFDS would retry for minutes. `ConnectionError` says what came in place of an answer.
 
-    It runs in a thread of its own because a name look-up cannot be given a time limit. No body is read.
-
-    Raises:
-        ConnectionError: there is no answer within `seconds`, or the answer is an error.
+    Proxies count, as they do for TFDS. A name look-up cannot be given a time limit, so this is a thread of its own.
     """
     import requests
 

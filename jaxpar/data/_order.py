@@ -20,11 +20,7 @@ Order = Callable[[int], Any]  # of an epoch: int32 (examples,), in host memory o
 
 @on_own_mesh
 def order_of(rng: Any, size: int) -> Order:
-    """The order of each epoch.
-
-    Args:
-        rng: a random key. Epoch e is in the order `permutation(fold_in(rng, e), size)`. None: the stored order.
-    """
+    """The order of each epoch: `permutation(fold_in(rng, epoch), size)`, or the stored one if there is no key."""
     if rng is None:
         stored = np.arange(size, dtype=np.int32)
         return lambda epoch: stored
@@ -93,12 +89,7 @@ def epochs_from(start: int, steps: int, epochs: int | None) -> Iterator[tuple[in
 
 
 def rows_of_parts(size: int, fraction: Any, rng: Any, shuffle: bool, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of the two parts, in ascending order. Options and errors are as in `data.split`.
-
-    Args:
-        size: how many rows there are.
-        where: the function that asks, for messages.
-    """
+    """The rows of the two parts, in ascending order. Options and errors are as in `data.split`."""
     if checks.is_int(fraction):
         count = int(fraction)
     else:

@@ -23,18 +23,13 @@ from .._devices.virtual_shards import PaddedBatch, padded_rows
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The devices of a batch, and which of them share it.
+    """The devices of a batch, and which of them share it."""
 
-    Attributes:
-        mesh: a mesh without types, on which batches are made.
-        axes: the axes of the mesh that split the first axis of a batch. Empty: each device has the whole batch.
-        given: the sharding that the user asked for, if it is another than that of this mesh.
-        virtual_shards: V, where a batch is for a step with virtual shards and the parts cannot share these evenly.
-    """
-
-    mesh: Mesh
+    mesh: Mesh  # a mesh without types, on which batches are made
+    # The axes of the mesh that split the first axis of a batch. Empty: each device has the whole batch.
     axes: tuple[str, ...]
-    given: NamedSharding | None = None
+    given: NamedSharding | None = None  # the sharding that the user asked for, if it is another than that of this mesh
+    # V, where a batch is for a step with virtual shards and the parts cannot share these evenly.
     virtual_shards: int | None = None
 
     @property
@@ -59,12 +54,7 @@ class Split:
 def split_of(
     devices: Sequence[Device] | None, axis_name: str, sharding: Any, virtual_shards: int | None, where: str
 ) -> Split | None:
-    """The split for the options of `data.batches`. None: the default device.
-
-    Raises:
-        TypeError: `devices` is not a list of devices, `sharding` is not a sharding, or `virtual_shards` is not an int.
-        ValueError: both are given, the sharding splits more than the first axis, `virtual_shards` is below 1.
-    """
+    """The split for the options of `data.batches`. None: the default device."""
     if sharding is None:
         chosen = None if devices is None else checks.devices(devices, where)
         checks.text(axis_name, where, "axis_name")
@@ -96,11 +86,7 @@ def _split_of_sharding(sharding: NamedSharding, where: str) -> Split:
 
 
 def check_sharding(sharding: Any, where: str) -> NamedSharding:
-    """`sharding`, or that of a `PartitionSpec` over the mesh that the user has set.
-
-    Raises:
-        TypeError: it is something else, or no mesh is set.
-    """
+    """`sharding`, or that of a `PartitionSpec` over the mesh that the user has set. `TypeError` for anything else."""
     if isinstance(sharding, P) and not jax.sharding.get_mesh().empty:
         sharding = NamedSharding(jax.sharding.get_mesh(), sharding)
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
@@ -168,9 +154,6 @@ def share_sharding(rows: int, split: Split | None, where: str) -> NamedSharding 
 
     Where a sharding gives one row to several processes, the batch is split over all devices, and a step sends the rows
     on.
-
-    Raises:
-        ValueError: the devices cannot share the rows evenly.
     """
     if split is None:
         return None
@@ -187,8 +170,7 @@ def share_sharding(rows: int, split: Split | None, where: str) -> NamedSharding 
 def placed_batch(batch: Any, sharding: NamedSharding | None, dtype: Any, *, whole: bool) -> Any:
     """The batch on the devices, split along its first axis, with "image" in `dtype`.
 
-    Args:
-        whole: each process has the whole batch and takes its rows. Otherwise each has its own share.
+    `whole`: each process has the whole batch and takes its rows. Otherwise each has its own share.
     """
 
     def put(array: Any) -> jax.Array:

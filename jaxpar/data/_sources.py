@@ -62,9 +62,6 @@ def batch_options(
     """The options of `source.batches` for a step: where its batches go, and for how many virtual shards.
 
     A source of the user's own need not have `sharding=` and `virtual_shards=`.
-
-    Raises:
-        TypeError: the devices cannot share the shards evenly, and the source cannot pad batches.
     """
     if sharding is not None and _takes(source, "sharding"):
         return {"sharding": sharding}
@@ -412,11 +409,7 @@ def place_in(source: Any) -> list[Any] | None:
 
 
 def go_to(source: Any, places: list[Any] | None) -> None:
-    """Set a source to the position from `place_in`.
-
-    Raises:
-        ValueError: there are more or fewer processes than places.
-    """
+    """Set a source to the position from `place_in`. `ValueError` for another number of processes."""
     if places is None or not hasattr(source, "set_state"):
         return
     if len(places) != processes.count():

@@ -39,9 +39,6 @@ class TreeOptimizer:
 
     The same `tx` object makes an equal optimizer, another `optax.sgd(0.1)` does not.
 
-    Attributes:
-        tx: the transform.
-
     Example:
         >>> import jax.numpy as jnp, optax
         >>> from jaxpar import kv
@@ -147,27 +144,17 @@ class TreeOptimizer:
 
 
 class Lookahead(NamedTuple):
-    """The state of `optax.lookahead`. The fast params are those of the store.
+    """The state of `optax.lookahead`. The fast params are those of the store."""
 
-    Attributes:
-        state: that of the transform.
-        slow: the slow params.
-    """
-
-    state: Any
-    slow: Tree
+    state: Any  # that of the transform
+    slow: Tree  # the slow params
 
 
 class AverageState(NamedTuple):
-    """The state of `average_params`.
+    """The state of `average_params`."""
 
-    Attributes:
-        count: int32, the updates so far.
-        average: of the params.
-    """
-
-    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    average: Tree
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]  # int32, the updates so far
+    average: Tree  # of the params
 
 
 @answers("updaters.average_params", {"tx": "write optax.chain(tx, updaters.average_params(decay))"})

@@ -107,12 +107,7 @@ def _parts(rule: str | None) -> tuple[str, str, str]:
 
 
 def _results(jaxpr: Jaxpr, given: Sequence[Name], constants: Sequence[Name] | None = None) -> list[Name]:
-    """The names of what a program returns.
-
-    Args:
-        given: the names of its arguments.
-        constants: those of its constants. None: numbers have no names.
-    """
+    """The names of what a program returns, for those of its arguments and constants. None: numbers have no names."""
     known: dict[Any, Name] = dict(zip(jaxpr.invars, given, strict=True))
     known |= zip(jaxpr.constvars, constants or [None] * len(jaxpr.constvars), strict=True)
 

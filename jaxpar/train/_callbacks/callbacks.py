@@ -53,15 +53,11 @@ class WithMemory(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Callbacks:
-    """The callbacks of a run.
+    """The callbacks of a run."""
 
-    Attributes:
-        each: called with the state and the record after each epoch, the metrics file first.
-        on_step: called with the number and the metrics of each step.
-    """
-
+    # Called with the state and the record after each epoch, the metrics file first.
     each: tuple[Any, ...] = ()  # of Callback and WithMemory
-    on_step: OnStep | None = None
+    on_step: OnStep | None = None  # called with the number and the metrics of each step
 
     def init(self, state: TrainState, saved: list[Any] | None, resumed: bool) -> Memories:
         """The memories of all callbacks: the saved ones, or else new ones.
@@ -109,11 +105,9 @@ class Callbacks:
         return found
 
     def run(self, memories: Memories, state: TrainState, record: Record) -> tuple[Memories, bool]:
-        """Call each callback.
+        """Call each callback. The memories, and whether one of them asked to stop, by a True of Python, NumPy or JAX.
 
-        Returns:
-            The memories, and whether one of them asked to stop, by a True of Python, NumPy or JAX. With several
-            processes, an exception in any process is raised in every process, and one request to stop stops all.
+        An exception in any process is raised in every process, and one request to stop stops all.
         """
         new, answers = list(memories), list[Any]()
         with processes.raise_together():
@@ -140,15 +134,10 @@ class Callbacks:
         return next((value["step"] for callback, value in pairs if _keeps_best(callback)), None)
 
     def check(self, checkpoint_dir: Any, certificate: Path | None, measures: dict[str, bool]) -> None:
-        """Check before the first step what can be known.
+        """`ValueError` for what can be known before the first step: two write one file, or keep a best checkpoint.
 
-        Args:
-            certificate: another file that the run writes.
-            measures: for each beginning of a score's name, such as `test_`, whether there are such scores.
-
-        Raises:
-            ValueError: two would write one file, a `KeepBest` without checkpoints, two of them, or a metric that is
-                never measured.
+        `certificate` is another file that the run writes. `measures`: for each beginning of a score's name, such as
+        `test_`, whether there are such scores.
         """
         files = set() if certificate is None else {certificate.absolute()}
         for path in [callback.path for callback in self.each if isinstance(callback, JsonLines)]:
@@ -177,10 +166,8 @@ class Callbacks:
     def check_metrics(self, metrics: Sequence[str], scores: Sequence[str], measures: dict[str, bool]) -> None:
         """`ValueError` for a callback that looks at a metric that there is not.
 
-        Args:
-            metrics: the names of those of a step. One with columns has further names: "name/0".
-            scores: those of the evaluation, as far as they are known.
-            measures: as for `check`.
+        `metrics` are those of a step, and `scores` those of the evaluation, as far as they are known. One with columns
+        has further names: "name/0".
         """
         names = [*metrics, *scores]
         unknown = [
@@ -242,11 +229,7 @@ def _is_true(answer: Any) -> bool:
 
 
 def collect_callbacks(metrics_file: str | os.PathLike[str] | None, callbacks: Any, on_step: Any) -> Callbacks:
-    """All callbacks of a run.
-
-    Raises:
-        TypeError: a callback is neither a function nor an object with a memory, or `on_step` is no function.
-    """
+    """All callbacks of a run. `TypeError` for one that is neither a function nor an object with a memory."""
     if callable(callbacks) or has_memory(callbacks) or not isinstance(callbacks, Iterable):
         callbacks = [callbacks]
     given = list(callbacks)
@@ -294,15 +277,7 @@ def _check_callback(callback: Any) -> None:
 
 
 def memory_to_json(memory: Any, who: str) -> dict[str, Any]:
-    """A memory as JSON: the path and the value of each leaf.
-
-    Args:
-        who: the callback, for the message.
-
-    Raises:
-        TypeError: a leaf is not an array, number, text or None.
-        ValueError: more than 16 MiB of arrays.
-    """
+    """A memory as JSON: the path and the value of each leaf. `who` is the callback, for messages."""
     leaves = _leaves(memory)
     size = sum(value.nbytes for _, value in leaves if _is_numbers(value))
     if size > _MOST_BYTES:
@@ -314,11 +289,7 @@ def memory_to_json(memory: Any, who: str) -> dict[str, Any]:
 
 
 def memory_from_json(saved: Any, fresh: Any) -> Any:
-    """A saved memory in the structure of a fresh one.
-
-    Raises:
-        ValueError: the saved memory has another structure, or an array of another shape or dtype.
-    """
+    """A saved memory in the structure of a fresh one. `ValueError` where it does not fit."""
     leaves = _leaves(fresh)
     if saved["names"] != [name for name, _ in leaves]:
         raise ValueError("the structure differs")

@@ -143,9 +143,6 @@ def _look(
     """The memory with the best value so far, and whether this record has it.
 
     A memory of another metric begins anew. That happens if a run is resumed with another `monitor`.
-
-    Raises:
-        ValueError: the record does not have the metric. The message lists the metrics of the record.
     """
     name = monitor or memory["monitor"] or default_monitor(record)
     direction = resolve_mode(name, mode, where)
@@ -175,13 +172,7 @@ _FIRST = ("eval_loss", "test_loss")
 
 
 def check_monitor(monitor: Any, mode: Any, where: str) -> None:
-    """Check both as they were given.
-
-    Raises:
-        TypeError: `monitor` is not a string.
-        ValueError: `mode` is unknown, `mode` is given without `monitor`, or `mode` is "auto" and the name of the metric
-            does not tell whether more or less is better.
-    """
+    """Check both as they were given. `ValueError` where the name does not tell which direction is better."""
     if monitor is not None and not isinstance(monitor, str):
         raise TypeError(f"{where}: monitor must be the name of a metric, got {checks.describe(monitor)}")
     checks.choice(mode, where, "mode", get_args(Mode))

@@ -48,10 +48,7 @@ def number_text(value: Any) -> str:
 
 
 def line(record: Record, epochs: int | None = None) -> str:
-    """One line about an epoch: its metrics, except columns such as `eval_recall/0`, and its speed.
-
-    Args:
-        epochs: how many the run has.
+    """One line about an epoch of so many: its metrics, except columns such as `eval_recall/0`, and its speed.
 
     >>> line({"epoch": 1, "loss": 2.3, "accuracy": 0.1, "seconds": 2.0, "images_per_second": 30000.0}, 5)
     'epoch 1/5  loss 2.3000  accuracy 0.1000  2.0 s  30,000 images/s'

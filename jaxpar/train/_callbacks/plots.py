@@ -30,14 +30,7 @@ _MOST = 8  # metrics that are drawn
 
 
 def new_figure(name: str, width: float, height: float) -> Any:
-    """An empty figure of this size in inches.
-
-    Args:
-        name: the function that draws, for the message.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    """An empty figure of this size in inches. `name` is the function that draws, for the message without matplotlib."""
     try:
         return _figure_type()(figsize=(width, height), layout="constrained")
     except ModuleNotFoundError as error:

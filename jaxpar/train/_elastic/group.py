@@ -48,15 +48,10 @@ Program = dict[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """What the processes of a group agreed on.
+    """What the processes of a group agreed on."""
 
-    Attributes:
-        devices: of all these processes, in an order that no group had before.
-        offer: what process 0 says about the run.
-    """
-
-    devices: tuple[Device, ...]
-    offer: dict[str, Any]
+    devices: tuple[Device, ...]  # of all these processes, in an order that no group had before
+    offer: dict[str, Any]  # what process 0 says about the run
 
 
 class OrdersUsedUp(RuntimeError):
@@ -64,20 +59,13 @@ class OrdersUsedUp(RuntimeError):
 
 
 class Group:
-    """This process and those that compute with it, its members.
-
-    Attributes:
-        starts: the number that jax gave to the start of each member, by its index.
-        agreement: what they agreed on, or None where they must agree again.
-        lost: the processes that were lost in the last block.
-        joined: the processes that join after the last block.
-    """
+    """This process and those that compute with it, its members."""
 
     def __init__(self, client: Any = None):
-        self.starts: dict[int, int] = {}
-        self.agreement: Agreement | None = None
-        self.lost: list[int] = []
-        self.joined: list[int] = []
+        self.starts: dict[int, int] = {}  # the number that jax gave to the start of each member, by its index
+        self.agreement: Agreement | None = None  # what they agreed on, or None where they must agree again
+        self.lost: list[int] = []  # the processes that were lost in the last block
+        self.joined: list[int] = []  # those that join after it
         self._board = distributed._Board(client)
         self._rank = jax.process_index()
         self._live: Any = multihost_utils.live_devices
@@ -156,9 +144,7 @@ class Group:
     def run(self, at: int, work: Callable[[], Result]) -> Result | None:
         """The result of `work` in all processes. None: it failed in one, so it counts in none.
 
-        Args:
-            at: the number of the step.
-            work: must be over when it returns, its collectives too.
+        `work` must be over when it returns, its collectives too.
         """
         before = self.starts
         made = self._in_all(str(at), work, invites=True)
@@ -330,14 +316,9 @@ def _is_terms(found: Any) -> bool:
 
 
 def describe(run: Any, seed: jax.Array, state: TrainState, texts: Iterable[str], batch: Any) -> Program:
-    """What decides the numbers of a run, by names for people.
+    """What decides the numbers of a run of `fit`, by names for people.
 
-    Args:
-        run: of `fit`, a `train._fit.run.Run`.
-        seed: the random key that `fit` was given.
-        state: any of the run.
-        texts: the programs of a device before compilation.
-        batch: the first one of the run, in host memory.
+    `texts` are the programs of a device before compilation, `batch` is the first one of the run, in host memory.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state)
     shapes = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape}" for path, x in leaves]

@@ -36,19 +36,7 @@ Made = tuple[TrainState, dict[str, jax.Array]]
 
 
 class Member:
-    """The steps of this process in an elastic run.
-
-    Args:
-        run: of `fit`, a `train._fit.run.Run`.
-        state: as `fit` was given it.
-
-    Attributes:
-        first: how many steps were made when the run began.
-
-    Raises:
-        ValueError: a step, data or a state that cannot go on after a loss.
-        RuntimeError: a second call of `fit`.
-    """
+    """The steps of this process in an elastic run. `ValueError` for a run that cannot go on after a loss."""
 
     def __init__(self, run: Any, state: TrainState):
         processes.check_first_fit()
@@ -61,7 +49,7 @@ class Member:
         self._is_new = True  # whether the next step is the first one over these devices
         self._batches: Any = None  # an iterator
         self._batch: Any = None  # of the step under way, whole in this process, in host memory
-        self.first: int = 0
+        self.first: int = 0  # steps that were made when the run began
         self._at = self._last = 0  # steps that were made, and at the end of the run
         self._made = 0  # steps of this process
         self._is_turn_first = False  # whether process 0 says before the next step if the run goes on
@@ -76,8 +64,7 @@ class Member:
     def lead(self, loop: Any) -> Generator[Iterator[tuple[TrainState, dict[str, jax.Array], None]]]:
         """A block with the steps of process 0. After it the others know that the run is over.
 
-        Args:
-            loop: of `fit`, a `train._fit.loop.Loop`. It stopped by itself where the block ends without an exception.
+        `loop` is a `train._fit.loop.Loop`. It stopped by itself where the block ends without an exception.
         """
         self._at, self.first, self._last, self._history = loop.at, loop.first, loop.last, loop.history
         self._is_turn_first = loop.at == loop.last or loop.must_evaluate
@@ -91,12 +78,8 @@ class Member:
     def follow(self, state: TrainState, signals: Any) -> tuple[TrainState, History, int]:
         """Make the steps of process 0 until it says that the run is over, or a signal came here.
 
-        Args:
-            state: with the shapes of that of process 0.
-            signals: a `train._fit.interrupt.Interrupts`. Its `asked` is the signal that ended the run here.
-
-        Returns:
-            What process 0 has: the state and the history. And the number of the last step.
+        `signals` is a `train._fit.interrupt.Interrupts`. The result is what process 0 has: the state, the history, and
+        the number of the last step.
         """
         with self._under_way(state), signals:
             steps, stop = self._steps(), self._is_turn_first and self._hear()["stop"]
@@ -188,8 +171,7 @@ class Member:
     def _compile(self, state: TrainState) -> Program:
         """Compile what each device runs by itself: later the others would wait for the compiler in a collective.
 
-        Returns:
-            What is computed, in short.
+        The result is what is computed, in short.
         """
         batch = _to_host(next(self._run.batches(self._seed, 0)))
         local = place_state(_to_host(state), tuple(jax.local_devices()))

@@ -55,13 +55,10 @@ class Watchdog:
     def watch(
         self, what: str, is_stuck: Callable[[], bool] = lambda: True, times: int = 1, ends: bool = True
     ) -> Generator[None]:
-        """A block that must be over within the limit, or some times of it.
+        """A block that must be over within the limit, or some `times` of it.
 
-        Args:
-            what: what the process does, as a verb and its object.
-            is_stuck: asked when the limit is over. False: it only takes long.
-            times: how many times the limit.
-            ends: whether a stuck process ends. Otherwise it only says so, once until `note_progress`.
+        `what` is a verb and its object. `is_stuck` is asked when the limit is over: False if it only takes long. A
+        stuck process `ends`, or only says so, once until `note_progress`.
         """
         before, self._work = self._work, Work(what, times * self._limit, is_stuck, ends, self._clock.now)
         try:

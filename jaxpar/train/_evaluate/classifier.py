@@ -62,18 +62,10 @@ def check_classified(dataset: Any, where: str, hint: str = "") -> None:
 
 
 def check_classes(where: str, apply_fn: Any, model: tuple[Any, ...], dataset: Any) -> None:
-    """Check that integer labels are classes of the model. Nothing is computed.
+    """`ValueError` unless integer labels are classes of the model (params, *rest). Nothing is computed.
 
-    JAX takes an index out of range as another one, or gives NaN, and no error.
-
-    Args:
-        where: the words that the message begins with.
-        apply_fn: `apply_fn(params, images, *rest) -> logits`, which is traced only.
-        model: (params, *rest), arrays or their shapes.
-        dataset: a `data.Dataset`. Of any other data the labels are not known.
-
-    Raises:
-        ValueError: a label is below 0, or the model has no such class.
+    JAX takes an index out of range as another one, or gives NaN, and no error. Of data other than a `data.Dataset` the
+    labels are not known.
     """
     if isinstance(dataset, data.DatasetSource):
         dataset = dataset.dataset

@@ -110,11 +110,7 @@ def evaluate(
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The data and functions that scores come from.
-
-    Attributes:
-        test_data, apply_fn, eval_data, eval_fn, batch_size: as given to `fit`.
-    """
+    """The data and functions that scores come from, as given to `fit`."""
 
     test_data: Dataset | None
     apply_fn: Callable[..., Any] | None

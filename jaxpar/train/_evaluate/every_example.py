@@ -38,21 +38,14 @@ class EvalBatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """A pass over a source.
+    """A pass over a source."""
 
-    Attributes:
-        where: the function that asks, for messages.
-        source: a data set or arrays, of which each process has all. Or batches, of which each reads its own share.
-        batch_size: of examples, over all processes. Batches that a source gives stay as long as they are.
-        mesh: of the parameters, if they have one.
-        user: the user's mesh, in which an iterable is read.
-    """
-
-    where: str
+    where: str  # the function that asks, for messages
+    # A data set or arrays, of which each process has all. Or batches, of which each reads its own share.
     source: data.DatasetSource | data.ArraySource | data.IterableSource
-    batch_size: int
-    mesh: Mesh | None
-    user: Mesh | None
+    batch_size: int  # of examples, over all processes. Batches that a source gives stay as long as they are.
+    mesh: Mesh | None  # of the parameters, if they have one
+    user: Mesh | None  # the user's mesh, in which an iterable is read
 
     @property
     def devices(self) -> tuple[Device, ...] | None:
@@ -221,11 +214,7 @@ def _fill(batch: Any, count: int) -> Any:
 
 
 def pass_over(where: str, model: tuple[Any, ...], given: Any, batch_size: int, user: Mesh | None) -> Pass:
-    """A pass over data of any origin, on the devices of the model's parameters.
-
-    Raises:
-        TypeError, ValueError: as `as_eval_source`, a batch size below 1, no examples.
-    """
+    """A pass over data of any origin, on the devices of the model's parameters."""
     batch_size = checks.whole_number(batch_size, where, "batch_size")
     source = as_eval_source(where, given)
     if not isinstance(source, data.IterableSource) and not source.examples(batch_size):
@@ -235,12 +224,7 @@ def pass_over(where: str, model: tuple[Any, ...], given: Any, batch_size: int, u
 
 
 def as_eval_source(where: str, given: Any) -> Any:
-    """A data set, arrays or batches as a `DatasetSource`, an `ArraySource` or an `IterableSource`.
-
-    Raises:
-        TypeError: nothing of these, or a source that may leave out examples.
-        ValueError: arrays of different lengths.
-    """
+    """A data set, arrays or batches as a `DatasetSource`, an `ArraySource` or an `IterableSource`."""
     if isinstance(given, data.Dataset):
         return data.DatasetSource(given)
     if isinstance(given, (data.DatasetSource, data.ArraySource, data.IterableSource)):

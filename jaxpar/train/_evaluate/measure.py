@@ -35,14 +35,7 @@ Values = dict[str, Any]  # a Mean, or an object with merge and compute, for each
 
 
 def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int) -> dict[str, Any]:
-    """What `eval_fn` gives over every example of the source.
-
-    Args:
-        where: the function that asks, for messages.
-
-    Returns:
-        Floats by name, and NumPy arrays where a value has columns.
-    """
+    """What `eval_fn` gives over every example: floats by name, and NumPy arrays for values with columns."""
     with outside_mesh() as user:
         if user is None:
             check_traced(state_or_params, where)
@@ -68,8 +61,7 @@ def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_s
 def check(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int) -> list[str]:
     """Raise what `measure` would raise, as far as shapes are known. Nothing is computed.
 
-    Returns:
-        The names of the values. Empty where the shapes are not known.
+    The result are the names of the values. It is empty where the shapes are not known.
     """
     with outside_mesh() as user:
         model = model_of(state_or_params)
@@ -87,13 +79,7 @@ def _prepare(where: str, model: Any, eval_fn: Any, source: Any, batch_size: int,
 
 
 class _Program:
-    """The sums of an `eval_fn` over a batch, compiled for each shape of a batch.
-
-    Args:
-        model_key: of the model.
-        copies: the sharding of the sums. None: one device.
-        axes: over which `eval_fn` may sum.
-    """
+    """The sums of an `eval_fn` over a batch, compiled for each shape of a batch. `copies`: the sharding of the sums."""
 
     def __init__(self, eval_fn: Any, model_key: Any, copies: NamedSharding | None, axes: tuple[str, ...]):
         self._kinds: dict[Any, tuple[list[str], bool]] = {}  # by the shapes of a batch, filled when traced
@@ -191,10 +177,6 @@ def as_values(returned: Any, n: int) -> Values:
     """What an `eval_fn` returned for n examples, with a `Mean` or a metric for each name.
 
     A metric in place of the dict has the name "". Its `compute` gives the dict.
-
-    Raises:
-        TypeError: no dict, a name that is no string, a value that is nothing of the above.
-        ValuesError: an array that does not have one value for each example.
     """
     if _is_metric(returned):
         return {"": returned}

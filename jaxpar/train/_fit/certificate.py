@@ -29,11 +29,7 @@ _VECTORS = ("avx512f", "avx2", "avx", "sve", "asimd")
 
 
 class Certificate:
-    """The certificate that `fit` writes. Without a path, nothing is written.
-
-    Args:
-        path, every: `certificate` and `certificate_every` of `fit`. The errors are those of `fit`.
-    """
+    """The certificate that `fit` writes. Without a path, nothing is written."""
 
     def __init__(self, path: str | os.PathLike[str] | None, every: int):
         every = checks.whole_number(every, "fit", "certificate_every")
@@ -44,9 +40,7 @@ class Certificate:
     def begin(self, step: Any, state: TrainState, at: int) -> None:
         """Create the file, or continue it. The lines of steps after `at` are dropped, because the run repeats them.
 
-        Raises:
-            ValueError: the file belongs to a run whose bits may differ from those of this run, or has other content.
-            OSError: the file cannot be written.
+        `ValueError` for the file of a run whose bits may differ from those of this run, and for other content.
         """
         header = None if self.path is None else header_of(step, state)
         processes.agree("fit: certificate= needs the same settings in all processes", json.dumps(header))

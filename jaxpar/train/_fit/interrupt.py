@@ -30,13 +30,10 @@ class Interrupts:
 
     If one of several processes stopped by itself, the others would wait in a collective forever. So they exchange their
     signals now and then, and all stop after the same step.
-
-    Attributes:
-        asked: the signal to obey, once `should_stop` has returned True.
     """
 
     def __init__(self) -> None:
-        self.asked: int | None = None
+        self.asked: int | None = None  # the signal to obey, once `should_stop` has returned True
         self._several = jax.process_count() > 1
         self._service = (  # then SIGTERM is jax's
             self._several and jax.config.jax_enable_preemption_service  # pyright: ignore[reportAttributeAccessIssue]
@@ -87,13 +84,9 @@ class Interrupts:
 def finish_interrupted(
     number: int, state: Any, history: Any, where: str, on_interrupt: str, who: str = "fit"
 ) -> tuple[Any, Any]:
-    """Return or raise as `fit` does after a signal.
+    """Return or raise as `fit` does after a signal. `where` says at which step it stopped and what was saved.
 
-    Args:
-        where: at which step it stopped and what was saved.
-        on_interrupt: "return", "raise" or "auto". "auto" returns in a notebook or at a prompt, where an exception would
-            lose the state, and raises in a script.
-        who: the name before the message.
+    "auto" returns in a notebook or at a prompt, where an exception would lose the state, and raises in a script.
     """
     if number == signal.SIGTERM:
         say(f"{who}: SIGTERM: stopped {where}")

@@ -132,28 +132,15 @@ def _attach_state(error: BaseException, loop: Loop) -> None:
 
 
 class Loop:
-    """The steps of a run, and where it is.
-
-    Attributes:
-        run: the inputs.
-        state: the state after the last step.
-        history: the records so far.
-        at: the number of steps that were made.
-        first: the value of `at` where the run began, before it was resumed.
-        began: the value of `at` where this call of `fit` began.
-        last: the value of `at` at the end.
-        epoch: the sums of the epoch under way.
-        memories: of the callbacks.
-        signal: the one that ended the run, or None.
-    """
+    """The steps of a run, and where it is."""
 
     def __init__(self, run: Run, state: TrainState, past: RunHistory):
         self.run, self.state, self.history = run, state, History(past.history)
-        self.first, self.epoch = past.first, past.epoch
-        self.at = self.began = int(state.step)
+        self.first, self.epoch = past.first, past.epoch  # the first step of the run, the sums of the epoch under way
+        self.at = self.began = int(state.step)  # steps that were made, and before this call of `fit`
         self.last = self.began if past.stopped else max(self.began, past.first + run.num_steps)
         self.memories = self._before = run.callbacks.init(state, past.memories, past.resumed)
-        self.signal: int | None = None
+        self.signal: int | None = None  # the one that ended the run
         self._progress = Progress(run.options.progress, run.unit)
         self._trace = Trace(run.options.profile, self.began, self.last)
         self._pace, self._read = float("inf"), 0.0  # seconds of a step, and when the last one was read

@@ -36,23 +36,17 @@ _NOTHING = contextlib.nullcontext()
 
 @dataclasses.dataclass
 class Epoch:
-    """What the steps of one epoch add up to. Their metrics are read several steps late.
+    """What the steps of one epoch add up to. Their metrics are read several steps late."""
 
-    Attributes:
-        sums: of each metric. A step that left its update out counts under `skipped` only.
-        counted: how many steps were read and counted.
-        seconds: of training, up to the last `pause`.
-        since: the time at which training went on, by `time.perf_counter`. None: it pauses, as during an evaluation.
-        unread: the metrics of the other steps. With a range they are those of several steps along their first axis.
-        num_unread: how many these steps are.
-    """
-
+    # Of each metric. A step that left its update out counts under `skipped` only.
     sums: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    counted: int = 0
-    seconds: float = 0.0
+    counted: int = 0  # how many steps were read and counted
+    seconds: float = 0.0  # of training, up to the last `pause`
+    # The time at which training went on, by `time.perf_counter`. None: it pauses, as during an evaluation.
     since: float | None = None
+    # The metrics of the other steps. With a range they are those of several steps along their first axis.
     unread: collections.deque[tuple[Metrics, range | None]] = dataclasses.field(default_factory=collections.deque)
-    num_unread: int = 0
+    num_unread: int = 0  # how many these steps are
 
     def pause(self) -> None:
         """Stop the clock. It is started by `since`."""
@@ -99,12 +93,7 @@ def _rows(metrics: Metrics, part: range | None) -> list[dict[str, float]]:
 class Progress:
     """Bars that count steps, in a terminal or a notebook, and lines above them. Elsewhere there are lines only.
 
-    Args:
-        show: whether to show anything. Of several processes only the first does.
-        unit: what the data consists of, "images" or "examples".
-
-    Attributes:
-        is_shown: whether there is anything to see.
+    Of several processes only the first shows something. `unit` is what the data consists of: "images" or "examples".
     """
 
     def __init__(self, show: bool, unit: str = "examples"):
@@ -163,18 +152,10 @@ class Progress:
 
 
 class Trace:
-    """Traces some of the steps of a run, for XProf.
+    """Traces some of the steps of a run by jax's profiler. `ValueError` if the run does not have them.
 
-    Args:
-        profile: a directory, or (directory, first step, number of steps) with steps counted from 0 at the start of this
-            call of `fit`. None: no trace.
-        began, last: how many steps were made at this start, and will be at the end.
-
-    Attributes:
-        is_on: whether there is a trace at all.
-
-    Raises:
-        ValueError: it asks for steps that the run does not have.
+    `profile` is a directory, or (directory, first step, number of steps) with steps counted from 0 at the start of this
+    call of `fit`. `began` steps were made there, and `last` will be at the end.
     """
 
     def __init__(self, profile: Profile | None, began: int, last: int):
@@ -191,7 +172,7 @@ class Trace:
             self._directory = os.fspath(as_path(profile, "fit: profile"))
             first, num = min(_FIRST_TRACED, max(0, steps - _NUM_TRACED)), _NUM_TRACED
         self._traced = range(began + first, began + first + num)
-        self.is_on: bool = profile is not None
+        self.is_on: bool = profile is not None  # whether there is a trace at all
         self._is_tracing = False
 
     def step(self, at: int, state: Any) -> contextlib.AbstractContextManager[Any]:

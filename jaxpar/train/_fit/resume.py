@@ -24,31 +24,18 @@ from .run import Run
 
 @dataclasses.dataclass(frozen=True)
 class RunHistory:
-    """What happened before this call of `fit`.
+    """What happened before this call of `fit`."""
 
-    Attributes:
-        first: the step at which the run began.
-        history: the records of the epochs that are over.
-        epoch: the one that is not.
-        stopped: whether a callback ended the training.
-        memories: of the callbacks, as `Callbacks.to_json` gave them. None: they were not saved.
-        resumed: whether it goes on from a checkpoint of `fit`.
-    """
-
-    first: int
-    history: list[Record] = dataclasses.field(default_factory=list)
-    epoch: Epoch = dataclasses.field(default_factory=Epoch)
-    stopped: bool = False
-    memories: list[Any] | None = None
-    resumed: bool = False
+    first: int  # the step at which the run began
+    history: list[Record] = dataclasses.field(default_factory=list)  # the records of the epochs that are over
+    epoch: Epoch = dataclasses.field(default_factory=Epoch)  # the one that is not
+    stopped: bool = False  # whether a callback ended the training
+    memories: list[Any] | None = None  # of the callbacks, as `Callbacks.to_json` gave them. None: they were not saved.
+    resumed: bool = False  # whether it goes on from a checkpoint of `fit`
 
 
 class RunCheckpoints:
-    """The checkpoints of a run. There are none without a directory.
-
-    Args:
-        run: a checkpoint of a run with other batches is refused.
-    """
+    """The checkpoints of a run. There are none without a directory. One of a run with other batches is refused."""
 
     def __init__(self, run: Run):
         self._run, self.directory = run, run.options.checkpoint_dir
@@ -121,12 +108,9 @@ class RunCheckpoints:
             self._manager._claim_directory()
 
     def save(self, state: TrainState, about: dict[str, Any], history: list[Record], best: bool) -> None:
-        """Save a state.
+        """Save a state, `about` beside it as JSON, and the history. `best`: it stays when later ones come.
 
-        Args:
-            about: what to keep beside the state and the sizes of the run, as JSON.
-            history: most of it is in a file of its own, which a save does not write again.
-            best: whether the checkpoint stays when later ones come.
+        Most of the history is in a file of its own, which a save does not write again.
         """
         if self._manager is not None:
             about = {**about, **self._sizes, "rates": self._rates}

@@ -59,36 +59,23 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A call of `fit`, checked.
+    """A call of `fit`, checked."""
 
-    Attributes:
-        options: as given, with an `int` for each whole number.
-        step: as given.
-        source: the training data.
-        callbacks: the metrics file and what was given.
-        evaluation: where scores come from.
-        certificate: where hashes of the state go.
-        epochs: how many the run goes into.
-        examples: of an epoch.
-        steps: of an epoch.
-        per_program: how many steps one compiled program makes. "auto": as many as take a fifth of a second.
-        make_steps: opens a block with the steps of a `Loop`: a pair of the new state and its metrics for each, and the
-            rows where these are of several steps. None: the loop calls the step by itself.
-        behind: how many steps later their metrics are read.
-    """
-
-    options: Options
+    options: Options  # as given, with an `int` for each whole number
     step: TrainStep
     source: data.Source
-    callbacks: Callbacks
-    evaluation: Evaluation
-    certificate: Certificate
-    epochs: int
-    examples: int
-    steps: int
+    callbacks: Callbacks  # the metrics file and what was given
+    evaluation: Evaluation  # where scores come from
+    certificate: Certificate  # where hashes of the state go
+    epochs: int  # how many the run goes into
+    examples: int  # of an epoch
+    steps: int  # of an epoch
+    # How many steps one compiled program makes. "auto": as many as take a fifth of a second.
     per_program: int | Literal["auto"]
+    # Opens a block with the steps of a `Loop`: a pair of the new state and its metrics for each, and the rows where
+    # these are of several steps. None: the loop calls the step by itself.
     make_steps: Callable[[Any], contextlib.AbstractContextManager[Iterator[Made]]] | None = None
-    behind: int = BEHIND
+    behind: int = BEHIND  # how many steps later their metrics are read
 
     @property
     def num_steps(self) -> int:
@@ -111,12 +98,7 @@ class Run:
         return "images" if isinstance(self.source, data.DatasetSource) else "examples"
 
     def batches(self, rng: jax.Array, start: int, **where: Any) -> Iterator[data.Batch]:
-        """The batches after the first `start` steps, without an end.
-
-        Args:
-            rng: of the state.
-            where: the devices that they go to. Without it they are in host memory.
-        """
+        """The batches after the first `start` steps, without an end, in host memory or where `where` says."""
         batch_size = self.options.batch_size
         return iter(self.source.batches(batch_size, rng=shuffle_key(rng), epochs=None, start=start, **where))
 

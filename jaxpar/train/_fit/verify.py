@@ -22,31 +22,18 @@ class NotComparableError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """What a verification found.
+    """What a verification found."""
 
-    Attributes:
-        start: the checkpoint that it began at. None: the state that was given.
-        steps: the certified steps that were compared.
-        differs: the last of them, if it differs. None: all are the same.
-    """
-
-    start: Path | None
-    steps: list[int]
-    differs: int | None
+    start: Path | None  # the checkpoint that it began at. None: the state that was given.
+    steps: list[int]  # the certified steps that were compared
+    differs: int | None  # the last of them, if it differs. None: all are the same.
 
 
 def verify(path: Path, arguments: Any, first: int | None = None, last: int | None = None) -> Verified:
-    """Compute certified steps again, and compare the hashes.
+    """Compute certified steps again by these arguments of `fit`, and compare the hashes. Nothing is shown or written.
 
-    Args:
-        path: the certificate.
-        arguments: those of `fit`, by name. What shows, evaluates or writes is left out.
-        first, last: the range of the steps. It begins at the last checkpoint that is not after `first`. None: it begins
-            at the state that is given, and ends at the last line.
-
-    Raises:
-        NotComparableError: no such steps, a damaged certificate, or another machine, version or program.
-        TypeError, ValueError: arguments that `fit` refuses.
+    It begins at the last checkpoint that is not after step `first`, or at the state that is given, and ends at step
+    `last` or at the last line. `NotComparableError` without such steps, and for another machine, version or program.
     """
     try:
         header, lines = parse(path.read_bytes(), path)

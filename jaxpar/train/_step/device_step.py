@@ -47,19 +47,14 @@ _LIMITS = BucketLimits()  # of what is summed beside the gradients: metrics, mod
 
 
 class ShareResult(NamedTuple):
-    """What one device computed for its share of the batch.
+    """What one device computed for its share of the batch."""
 
-    Attributes:
-        grads: the gradient of the share's loss for the key of each trained parameter, in its dtype. Of a loss
-            `(sum, weight)` it is the gradient of the sum.
-        metrics: `loss`, and `aux` of `loss_fn`. What came as `(sum, weight)` is a `Mean` of two scalars.
-        model_state: the new one, or ().
-        unread: the keys of parameters that the loss does not depend on. Their gradients are zeros.
-    """
-
+    # The gradient of the share's loss for the key of each trained parameter, in its dtype. Of a loss `(sum, weight)` it
+    # is the gradient of the sum.
     grads: Arrays
-    metrics: dict[str, Any]
-    model_state: Any
+    metrics: dict[str, Any]  # `loss`, and `aux` of `loss_fn`. What came as `(sum, weight)` is a `Mean` of two scalars.
+    model_state: Any  # the new one, or ()
+    # The keys of parameters that the loss does not depend on. Their gradients are zeros.
     unread: frozenset[int] = frozenset()
 
     @property
@@ -71,24 +66,15 @@ class ShareResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DeviceStep:
-    """The step inside the mapped axis: `step(state, batch) -> (state, metrics)`.
+    """The step inside the mapped axis: `step(state, batch) -> (state, metrics)`."""
 
-    Attributes:
-        gradient: computes the gradient of this device's share.
-        axis_name: the axis.
-        grad_transform: an optax transform of the summed gradients, or None.
-        scaling: the loss scale: None, a number, or a `DynamicLossScale`.
-        guard: decides whether the update is made. None: always.
-        unused: what happens to parameters that the loss does not depend on: "warn" or "skip".
-        named: those that a warning has named, so that each is named once for all programs of a step.
-    """
-
-    gradient: Gradient
+    gradient: Gradient  # computes the gradient of this device's share
     axis_name: str
-    grad_transform: Any = None
-    scaling: float | DynamicLossScale | None = None
-    guard: Guard | None = None
-    unused: str = "warn"
+    grad_transform: Any = None  # an optax transform of the summed gradients, or None
+    scaling: float | DynamicLossScale | None = None  # the loss scale: None, a number, or a `DynamicLossScale`
+    guard: Guard | None = None  # decides whether the update is made. None: always.
+    unused: str = "warn"  # what happens to parameters that the loss does not depend on: "warn" or "skip"
+    # Those that a warning has named, so that each is named once for all programs of a step.
     named: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     has_local_part: ClassVar[bool] = False  # whether it keeps the part `local` of a state

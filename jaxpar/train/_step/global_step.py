@@ -36,12 +36,9 @@ class GlobalGradient(Gradient):
     sums over the shares too.
 
     Batch, `rng` and model state have a first axis for each name in `axes`, of the lengths of the mesh.
-
-    Attributes:
-        axes: the axes of the mesh that the batch is split over.
     """
 
-    axes: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()  # the axes of the mesh that the batch is split over
 
     def _call(self, params: Any, batch: Any, rng: Any, model_state: Any, step: Any) -> tuple[dict[str, Any], Any]:
         def of_share(batch: Any, rng: Any, model_state: Any) -> Any:

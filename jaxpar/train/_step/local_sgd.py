@@ -35,15 +35,10 @@ from .state import TrainState, carries, everywhere
 
 @dataclasses.dataclass(frozen=True)
 class LocalSGD(DeviceStep):
-    """The step of one device in a round of local steps.
+    """The step of one device in a round of local steps."""
 
-    Attributes:
-        steps: H, the updates of a round.
-        outer: the optax transform of the outer gradient. None averages.
-    """
-
-    steps: int = 1
-    outer: Any = None
+    steps: int = 1  # H, the updates of a round
+    outer: Any = None  # the optax transform of the outer gradient. None averages.
 
     has_local_part: ClassVar[bool] = True
 

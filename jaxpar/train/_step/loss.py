@@ -251,11 +251,7 @@ def model_state_mean(model_state: Any, sums: list[tuple[jax.Array, ...]], count:
 
 @dataclasses.dataclass(frozen=True)
 class ClassificationLoss:
-    """What `classification_loss` gives.
-
-    Attributes:
-        apply_fn: as given.
-    """
+    """What `classification_loss` gives."""
 
     apply_fn: Callable[[Any, jax.Array], jax.Array]
     label_smoothing: float

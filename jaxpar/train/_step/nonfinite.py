@@ -113,14 +113,10 @@ class NonFiniteError(FloatingPointError):
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """Decides, the same on all devices, whether the update of a step is made.
+    """Decides, the same on all devices, whether the update of a step is made."""
 
-    Attributes:
-        stop: whether nothing changes after a bad step. Otherwise only its update is skipped.
-        scaling: the dynamic loss scale, or None. An overflow that a smaller scale can cure stops nothing.
-    """
-
-    stop: bool
+    stop: bool  # whether nothing changes after a bad step. Otherwise only its update is skipped.
+    # The dynamic loss scale, or None. An overflow that a smaller scale can cure stops nothing.
     scaling: DynamicLossScale | None = None
 
     def start(self, store: KVStore) -> dict[str, jax.Array]:

@@ -111,17 +111,11 @@ class BatchPlacement:
 
 
 class Part(NamedTuple):
-    """A program of a step, for shapes on the devices of a state.
-
-    Attributes:
-        traced: the program.
-        runs: how often a device runs it in a step.
-        held: bytes that a device holds meanwhile and that are no arguments of it.
-    """
+    """A program of a step, for shapes on the devices of a state."""
 
     traced: jax.stages.Traced
-    runs: int = 1
-    held: int = 0
+    runs: int = 1  # how often a device runs it in a step
+    held: int = 0  # bytes that a device holds meanwhile and that are no arguments of it
 
 
 class Program:

@@ -50,28 +50,17 @@ _TRACED = (
 
 
 class ShardGradients(NamedTuple):
-    """What is added up over the shards.
+    """What is added up over the shards."""
 
-    Attributes:
-        grads: the gradient of the shard for each key, in float32 or wider. That of a mean is divided by V.
-        metrics: `loss` and `aux`, in float32 or wider.
-        floating: the terms of the floating leaves of the model state.
-        found: the flags of what is not finite, or None.
-    """
-
-    grads: Arrays
-    metrics: dict[str, Any]
-    floating: list[tuple[jax.Array, ...]]
-    found: jax.Array | None
+    grads: Arrays  # the gradient of the shard for each key, in float32 or wider. That of a mean is divided by V.
+    metrics: dict[str, Any]  # `loss` and `aux`, in float32 or wider
+    floating: list[tuple[jax.Array, ...]]  # the terms of the floating leaves of the model state
+    found: jax.Array | None  # the flags of what is not finite, or None
 
 
 @dataclasses.dataclass(frozen=True)
 class VirtualStep(DeviceStep):
-    """What the programs of a step over virtual shards compute.
-
-    Attributes:
-        shards: V.
-    """
+    """What the programs of a step over virtual shards compute."""
 
     shards: int = 1
 
