@@ -44,14 +44,7 @@ def fail(command: str, status: int, why: BaseException | str) -> int:
 
 
 def find_function(text: str, others: str = "") -> Callable[..., Any]:
-    """The function of "module:function". The current folder is searched too.
-
-    Args:
-        others: what may be given in its place, for the message.
-
-    Raises:
-        ArgumentError: there is none.
-    """
+    """The function of "module:function", or an `ArgumentError` that names the `others` too."""
     module_name, colon, name = text.partition(":")
     if not colon or not module_name or not name:
         raise ArgumentError(f"expected MODULE:FUNCTION{others}, got {text!r}")
@@ -89,9 +82,6 @@ def parse_shape(text: str) -> Any:
     ShapeDtypeStruct(shape=(2, 3), dtype=bfloat16)
     >>> parse_shape('{"w": "4x3", "b": "3"}')["w"].shape
     (4, 3)
-
-    Raises:
-        ArgumentError: it is none, or its dtype is unknown.
     """
     if text.lstrip()[:1] not in ("{", "["):
         return _parse_one(text)
@@ -119,14 +109,9 @@ def _parse_one(text: Any) -> jax.ShapeDtypeStruct:
 
 
 def make_params(text: str, shapes: list[Any]) -> Any:
-    """The shapes of the parameters that an init function makes. Nothing is computed.
+    """The shapes of the parameters that the init function of "module:function" makes. Nothing is computed.
 
-    Args:
-        text: "module:function". It takes nothing, a random key, or a key and what the network takes.
-        shapes: what the network takes.
-
-    Raises:
-        ArgumentError: there is no such function, it takes something else, or it fails.
+    It takes nothing, a random key, or a key and what the network takes, of these shapes.
     """
     init, key = find_function(text), jax.eval_shape(lambda: jax.random.key(0))
     choices: list[list[Any]] = [[key], [key, *shapes], []]

@@ -159,11 +159,7 @@ def steps_per_execution(text: str) -> int | str:
 
 
 def metrics_path(text: str) -> Path:
-    """A path for JSON lines.
-
-    Raises:
-        argparse.ArgumentTypeError: its ending is that of a table.
-    """
+    """A path for JSON lines, whose ending is not that of a table."""
     if Path(text).suffix.lower() in (".csv", ".tsv"):
         raise argparse.ArgumentTypeError(
             f"{text} must end in .jsonl, because it gets JSON lines; pandas.read_json(path, lines=True) makes a table"

@@ -29,11 +29,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan, or the table of several.
-
-    Returns:
-        0, or 2 for bad arguments, or 1 where there is no compiler. An error is one line on standard error.
-    """
+    """Print the plan, or the table of several. Return 0, or 2 for bad arguments, or 1 where there is no compiler."""
     from .. import train
 
     try:

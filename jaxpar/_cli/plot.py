@@ -31,18 +31,12 @@ _MODELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[str]]] = {
 
 @dataclass(frozen=True)
 class Request:
-    """What to draw.
-
-    Attributes:
-        fn, args: the function and its arguments.
-        params_argnums: which of the arguments holds the parameters.
-        name: of the function, for the title and the file.
-    """
+    """What to draw."""
 
     fn: Callable[..., Any]
     args: list[Any]
-    params_argnums: int | None
-    name: str
+    params_argnums: int | None  # which of the arguments holds the parameters
+    name: str  # of the function, for the title and the file
 
 
 def add_parser(commands: Any) -> None:
@@ -69,11 +63,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the picture.
-
-    Returns:
-        0, or 2 for bad arguments, or 1 where tracing or drawing fails. An error is one line on standard error.
-    """
+    """Write the picture. Return 0, or 2 for bad arguments, or 1 where tracing or drawing fails."""
     try:
         request = _request(args)
         path = viz.Plot.check_path(args.output or f"{request.name}.svg")

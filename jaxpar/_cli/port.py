@@ -53,11 +53,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the module.
-
-    Returns:
-        0, or 2 for bad arguments, or 1 where a file cannot be read or written. An error is one line on standard error.
-    """
+    """Write the module. Return 0, or 2 for bad arguments, or 1 where a file cannot be read or written."""
     output = Path(args.output)
     try:
         if output.suffix != ".py" or not output.stem.isidentifier():

@@ -95,12 +95,7 @@ def fill(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def optimizer(args: argparse.Namespace, steps: int) -> optax.GradientTransformation:
-    """The optimizer of all parameters.
-
-    Args:
-        args: of the command line, after `fill`.
-        steps: of the whole training, for the schedule.
-    """
+    """The optimizer of all parameters, for a schedule over so many steps."""
     import optax
 
     rate = _schedule(args, steps)

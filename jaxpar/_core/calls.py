@@ -15,6 +15,7 @@ import inspect
 import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -99,6 +100,36 @@ def answers_class(where: str) -> Callable[[C], C]:
     def decorate(cls: C) -> C:
         cls.__init__ = answers(where)(cls.__init__)
         return cls
+
+    return decorate
+
+
+def renamed(where: str, **names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator for functions whose arguments have new names. A call with an old one warns and says the new one.
+
+    Example:
+        >>> @renamed("area", breadth="width")
+        ... def area(width, height):
+        ...     return width * height
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     print(area(breadth=2, height=3), caught[0].message)
+        6 area: breadth= is now called width=
+    """
+
+    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(fn)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            given: dict[str, Any] = kwargs  # pyright: ignore[reportAssignmentType]
+            for old in names.keys() & given.keys():
+                new = names[old]
+                if new in given:
+                    raise TypeError(f"{where}: {old}= is now called {new}=; give only {new}=")
+                warnings.warn(f"{where}: {old}= is now called {new}=", DeprecationWarning, stacklevel=2)
+                given[new] = given.pop(old)
+            return fn(*args, **kwargs)
+
+        return call
 
     return decorate
 

@@ -42,12 +42,6 @@ def as_key(key: Any) -> int:
     return operator.index(key)
 
 
-def as_keys(key: Any) -> tuple[list[int], bool]:
-    """The keys as a list, and whether a list was given."""
-    many = isinstance(key, (list, range))
-    return [as_key(k) for k in (key if many else (key,))], many
-
-
 def as_values(keys: Sequence[int], value: Any, many: bool, what: str, name: str = "value") -> list[Any]:
     """One value for each key. `many`: whether a list of keys was given, so that there must be a list of values."""
     if not many:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from .._core.arrays import Device, without_keys
+from .._core.arrays import Device, is_traced, nbytes, without_keys
 from .._core.calls import answers
-from .._core.text import Table
+from .._core.text import Table, plural
 from .._devices import collectives
 from .._devices.buckets import BucketLimits, Shape
 from .._devices.mesh import copies_on, split_over, to_host
 from ..compression import Compressor, LinearCompressor
 from ..mxnet import _STORE_ARGUMENTS, _line_for
-from ..updaters import assign
-from . import display
+from ..updaters import accumulate, assign
 from .kinds import KINDS, Kind
 
 # How one value is kept on the devices. A layout is static and hashable, since a store has those of its values as a
@@ -182,8 +181,7 @@ class KVStore:
         return self._table()._repr_html_()
 
     def _table(self) -> Table:
-        arrays = all(hasattr(v, "shape") for v in self.values.values())
-        return display.table(self, names(self), shapes_of(self) if arrays else {})
+        return Table(f"KVStore({_summary(self)})", ("key", "name", "value", "bytes", "devices"), list(_rows(self)))
 
 
 _DATA = ("values", "updater_state", "residuals", "pending", "optimizer_state")
@@ -316,3 +314,64 @@ def _is_same(a: Any, b: Any) -> bool:
 def _on_host(leaf: jax.Array) -> np.ndarray:
     plain, _ = without_keys(leaf)
     return np.asarray(to_host(plain))
+
+
+# What a store looks like at the prompt and in a notebook.
+
+
+def _summary(store: KVStore) -> str:
+    """One line about a store, or about a pytree of its structure."""
+    words = [f"kind={store.kind!r}", f"updater={_updater_name(store.updater)}"]
+    words += [f"compression={store.compressor}"] if store.compressor is not None else []
+    words += [f"staleness={store.staleness}"] if store.staleness else []
+    if not store.values:
+        return ", ".join([*words, "empty"])
+    words.append(f"{plural(len(store.values), 'key')}, {_bytes(store.values):,} bytes")
+    state = _bytes((store.updater_state, store.optimizer_state))
+    pending = _bytes([leaf for leaf in jax.tree.leaves(store.pending) if getattr(leaf, "ndim", 0)])  # not the counts
+    words += [f"updater state {state:,} bytes"] if state else []
+    words += [f"pending {pending:,} bytes"] if pending else []
+    return ", ".join(words)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(nbytes(leaf) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
+
+
+def _updater_name(updater: Any) -> str:
+    for name, known in (("assign", assign), ("accumulate", accumulate)):
+        if updater == known:
+            return name
+    inner = getattr(updater, "update", updater)
+    if hasattr(updater, "tx"):
+        return "optax transform of all params"
+    if hasattr(inner, "tx"):
+        return "optax transform"
+    if hasattr(inner, "rule"):
+        return f"mxnet_{inner.rule.__name__}"
+    inner = getattr(inner, "fn", inner)
+    return getattr(inner, "__name__", type(inner).__name__)
+
+
+def _rows(store: KVStore) -> Iterator[tuple[str, ...]]:
+    """A row of the table for each key."""
+    called = names(store)
+    shapes = shapes_of(store) if all(hasattr(v, "shape") for v in store.values.values()) else {}
+    for key in sorted(store.values):
+        value: Any = store.values[key]
+        if not hasattr(value, "dtype"):
+            yield str(key), called[key], repr(value), "", ""
+            continue
+        shape = ",".join(map(str, shapes[key]))
+        name = f"{called[key]} (frozen)" if key in store.frozen else called[key]
+        yield str(key), name, f"{value.dtype}[{shape}]", f"{nbytes(value):,}", _place(value)
+
+
+def _place(value: Any) -> str:
+    if is_traced(value) or not isinstance(value, jax.Array):
+        return "traced"
+    devices = sorted(value.sharding.device_set, key=lambda d: d.id)
+    place = ", ".join(f"{d.platform}:{d.id}" for d in devices[:8]) + (", ..." if len(devices) > 8 else "")
+    if len(devices) == 1:
+        return place
+    return f"a copy on {place}" if value.sharding.is_fully_replicated else f"spread over {place}"

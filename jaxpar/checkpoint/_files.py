@@ -234,10 +234,6 @@ def _unfinished_path(directory: Path) -> Path:
     return directory / f"{_UNFINISHED}{_lock.process_tag()}-{secrets.token_hex(4)}"
 
 
-def _files(directory: Path) -> list[Path]:
-    return sorted(p for p in directory.rglob("*") if p.is_file())
-
-
 def _flush_all(directory: Path) -> None:
     for part in [*directory.rglob("*"), directory]:
         flush_to_disk(part)
@@ -245,7 +241,7 @@ def _flush_all(directory: Path) -> None:
 
 def _prints(directory: Path) -> dict[str, list[Any]]:
     """Size and SHA-256 of each file in a directory, by name."""
-    each = [(f, f.stat().st_size) for f in _files(directory)]
+    each = [(f, f.stat().st_size) for f in sorted(directory.rglob("*")) if f.is_file()]
     return {f.relative_to(directory).as_posix(): list(files.fingerprint(f, size)) for f, size in each}
 
 

@@ -295,7 +295,8 @@ def from_iterable(
     """
     if isinstance(source, (str, bytes)):
         raise TypeError(f"{_WHERE}: {source!r} is a name, not data; write data.load({source!r})")
-    if isinstance(source, dict) or hasattr(source, "dtype") or _is_tuple_of_arrays(source):
+    is_tuple_of_arrays = type(source) is tuple and all(hasattr(each, "dtype") for each in source)
+    if isinstance(source, dict) or hasattr(source, "dtype") or is_tuple_of_arrays:
         kind = f"a tuple of {len(source)}" if isinstance(source, tuple) else f"{_describe(source)} of"
         raise TypeError(
             f"{_WHERE}: {kind} arrays is data, not a loader; use data.Dataset(images, labels) "
@@ -327,8 +328,6 @@ def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
     >>> collect(loader)
     Dataset(5 images float64 (2,), labels int32, source='arrays')
     """
-    if not isinstance(elements, Iterable):
-        raise TypeError(f"data.collect: expected an iterable, got {_describe(elements)}")
     found = [as_dict(element, ("image", "label")) for element in elements]
     if not found:
         raise ValueError("data.collect: expected elements, got none")
@@ -343,10 +342,6 @@ def _set_state(iterator: Any, state: dict[str, Any]) -> None:
 
 def _is_function(source: Any) -> bool:
     return callable(source) and not isinstance(source, Iterable) and not hasattr(source, "__getitem__")
-
-
-def _is_tuple_of_arrays(source: Any) -> bool:
-    return type(source) is tuple and all(hasattr(each, "dtype") for each in source)
 
 
 def _check_lengths(batch: Any, share: int, at: int) -> None:

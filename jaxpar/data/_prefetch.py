@@ -51,12 +51,14 @@ def prefetch(iterator: Iterable[Any], sharding: Any = None, size: int = 2) -> It
     >>> [batch["x"].sharding == sharding for batch in prefetch(loader, sharding)]
     [True, True, True]
     """
-    if not isinstance(iterator, Iterable):
-        raise TypeError(f"{_WHERE}: expected an iterable, got {checks.describe(iterator)}")
+    elements = iter(iterator)
     size = checks.whole_number(size, _WHERE, "size", least=0)
     if sharding is not None:
-        sharding = jax.tree.map(lambda one: check_sharding(one, _WHERE), sharding, is_leaf=_is_sharding)
-    return _prefetch(iter(iterator), sharding, size)
+        kinds = Sharding, PartitionSpec
+        sharding = jax.tree.map(
+            lambda one: check_sharding(one, _WHERE), sharding, is_leaf=lambda x: isinstance(x, kinds)
+        )
+    return _prefetch(elements, sharding, size)
 
 
 def _prefetch(elements: Iterator[Any], sharding: Any, size: int) -> Iterator[Any]:
@@ -103,10 +105,6 @@ def _put(path: Any, leaf: Any, sharding: Any) -> jax.Array:
             f"{_WHERE}: {path_name(path)} {checks.describe(leaf)} cannot be laid out as {spec} over a mesh of {mesh}"
             f"{own}; use batches that its axes divide, or give a pytree of shardings, one for each array"
         ) from error
-
-
-def _is_sharding(leaf: Any) -> bool:
-    return isinstance(leaf, (Sharding, PartitionSpec))
 
 
 def _on_host(leaf: Any) -> Any:

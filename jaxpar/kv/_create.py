@@ -144,7 +144,8 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
         >>> kv.pull(store, 3).tolist()
         [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]
     """
-    keys, many = checks.as_keys(key)
+    many = isinstance(key, (list, range))
+    keys = [checks.as_key(k) for k in (key if many else (key,))]
     given = checks.as_values(keys, value, many, "kv.init")
     whole = isinstance(store.updater, TreeOptimizer)
     if whole or (is_on_mesh(store) and not set(keys) <= dict(store.layouts).keys()):

@@ -179,7 +179,9 @@ def copies(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool) 
     absent = [i for i, copies_of_value in enumerate(held) if copies_of_value is None]
     for start in range(0, len(absent), _MOST_VALUES):
         some = absent[start : start + _MOST_VALUES]
-        for i, sent in zip(some, _send([_in_process(values[i]) for i in some], wanted), strict=True):
+        # Every process must call this for values that span them: then each has all of them.
+        here = [jnp.asarray(to_host(values[i])) if spans_processes(values[i]) else values[i] for i in some]
+        for i, sent in zip(some, _send(here, wanted), strict=True):
             held[i] = sent
     return [[copies_of_value[d] for d in devices] for copies_of_value in held]
 
@@ -191,11 +193,6 @@ def _find_copies(value: jax.Array, wanted: set[Device]) -> dict[Device, jax.Arra
     if len(value.sharding.device_set) == 1:
         return dict.fromkeys(wanted, value)
     return {shard.device: shard.data for shard in value.addressable_shards}
-
-
-def _in_process(value: jax.Array) -> jax.Array:
-    """The value, of which this process has all. Every process must call this for one that spans them."""
-    return jnp.asarray(to_host(value)) if spans_processes(value) else value
 
 
 def _send(values: list[jax.Array], devices: set[Device]) -> list[dict[Device, jax.Array]]:

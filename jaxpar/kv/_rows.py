@@ -138,17 +138,12 @@ def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: S
         [[0, 1], [2]]
     """
     keys, many = find_keys(key, store.values, store.paths, "kv.row_sparse_pull")
-    wanted = _ids_of_keys(keys, many, row_ids, devices)
+    given = row_ids if many and _is_list_of_arrays(row_ids) else [row_ids] * len(keys)
+    checks.as_values(keys, given, True, "kv.row_sparse_pull", "row_ids")
+    wanted = [_ids_of_devices(key, ids, devices) for key, ids in zip(keys, given, strict=True)]
     values = [to_host(value) for value in pull_whole(store, keys, None)]
     pulled = [_rows(value, ids, devices) for value, ids in zip(values, wanted, strict=True)]
     return pulled if many else pulled[0]
-
-
-def _ids_of_keys(keys: list[int], many: bool, row_ids: Any, devices: Sequence[Device] | None) -> list[list[Any]]:
-    """For each key the ids of each device, or one entry for all of them."""
-    given = row_ids if many and _is_list_of_arrays(row_ids) else [row_ids] * len(keys)
-    checks.as_values(keys, given, True, "kv.row_sparse_pull", "row_ids")
-    return [_ids_of_devices(key, ids, devices) for key, ids in zip(keys, given, strict=True)]
 
 
 def _ids_of_devices(key: int, ids: Any, devices: Sequence[Device] | None) -> list[Any]:

@@ -342,7 +342,12 @@ def lazy_update(
     def scatter(leaf: Any, new: Any) -> Any:
         if by_row(leaf) and np.shape(new) != rows.values.shape:
             raise ValueError(f"lazy_update: the update got rows of {rows.values.shape}, gave {np.shape(new)}")
-        return _scatter(jnp.asarray(leaf), indices, new.astype(leaf.dtype)) if by_row(leaf) else new
+        if not by_row(leaf):
+            return new
+        # The indices are all different. A table that is split over a user's mesh stays so.
+        leaf = jnp.asarray(leaf)
+        split = jax.typeof(leaf).sharding.spec if is_split(leaf) else None
+        return leaf.at[indices].set(new.astype(leaf.dtype), mode="drop", unique_indices=True, out_sharding=split)
 
     new = update(rows.values, jax.tree.map(gather, state), gather(stored))
     # All reads come before all writes. A read after a scatter would cost a copy of the table.
@@ -453,9 +458,3 @@ def _gather(table: jax.Array, indices: jax.Array) -> jax.Array:
     """Rows of a table, zeros beyond it. They are whole, also where the table is split over a user's mesh."""
     whole = PartitionSpec() if is_split(table) else None
     return table.at[indices].get(mode="fill", fill_value=0, out_sharding=whole)
-
-
-def _scatter(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """The table with other rows, split over a user's mesh as it was. The indices are all different."""
-    split = jax.typeof(table).sharding.spec if is_split(table) else None
-    return table.at[indices].set(rows, mode="drop", unique_indices=True, out_sharding=split)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core import checks
-from ..._core.arrays import is_prng_key
+from ..._core.arrays import is_of_numbers
 from ..._core.calls import check_takes
 from ..._core.text import say
 from ..._devices import processes
@@ -354,9 +354,7 @@ def _in_place_of(like: Any, found: Any) -> Any:
 
 
 def _is_numbers(value: Any) -> bool:
-    if not _is_array(value) or is_prng_key(value):
-        return False
-    return bool(jnp.issubdtype(value.dtype, jnp.number) or value.dtype == np.bool_)
+    return _is_array(value) and is_of_numbers(value)
 
 
 def _is_array(value: Any) -> bool:

@@ -9,8 +9,7 @@ from typing import Any, overload
 import jax
 import numpy as np
 
-from ..._core.calls import answers, check_takes
-from ..._core.renamed import renamed
+from ..._core.calls import answers, renamed
 from ...data import _READ_ONCE, Dataset, IterableSource, Source
 from .._step.state import TrainState
 from .classifier import check_classes, check_classified, classification
@@ -161,11 +160,7 @@ def plan_evaluation(*, test_data: Any, apply_fn: Any, eval_data: Any, eval_fn: A
         )
     if test_data is not None:
         check_classified(test_data, "fit: test_data", "; for other models give eval_data and eval_fn")
-        if not callable(apply_fn):
-            check_takes(apply_fn, ("params", "images"), "fit: apply_fn")
     if eval_data is not None:
-        if not callable(eval_fn):
-            check_takes(eval_fn, ("params", "batch"), "fit: eval_fn")
         _check_read_again(eval_data)
     return Evaluation(test_data, apply_fn, eval_data, eval_fn, batch_size)
 

@@ -84,11 +84,10 @@ class Pass:
 
     def batches(self, is_exact: IsExact) -> Iterator[EvalBatch]:
         """Every example, in order. With several processes the batches of all of them side by side."""
-        if not isinstance(self.source, data.IterableSource):
-            return self._of_arrays(self.source, is_exact)
-        return self._of_stream(self.source, is_exact)
-
-    def _of_arrays(self, source: data.DatasetSource | data.ArraySource, is_exact: IsExact) -> Iterator[EvalBatch]:
+        source = self.source
+        if isinstance(source, data.IterableSource):
+            yield from self._of_stream(source, is_exact)
+            return
         exact = is_exact(self.shapes())
         full, rest = divmod(source.examples(self.size), self.size)
         mask = self._mask(self.size, self.size, self.split)
@@ -131,7 +130,8 @@ class Pass:
             filled = source.place(_fill(base, share - max(own, 1)), self.split)
             yield EvalBatch(filled, source.place(np.arange(share) < own, self.split), sum(sizes))
         if not rows:
-            raise processes.in_all(self._no_batch(source))
+            hint = data._READ_ONCE if source.is_read_once else "give at least one"
+            raise processes.in_all(ValueError(f"{self.where}: expected examples, got no batch; {hint}"))
 
     def _placed(self, source: Any, batch: Any, valid: int, rows: int, exact: bool) -> Iterator[EvalBatch]:
         """A batch of host memory with `valid` examples, filled up to `rows` unless exact."""
@@ -199,10 +199,6 @@ class Pass:
             batch = without_types(batch)
             if checks.batch_length(batch, self.where):
                 yield batch
-
-    def _no_batch(self, source: data.IterableSource) -> ValueError:
-        hint = data._READ_ONCE if source.is_read_once else "give at least one"
-        return ValueError(f"{self.where}: expected examples, got no batch; {hint}")
 
 
 def _fill(batch: Any, count: int) -> Any:

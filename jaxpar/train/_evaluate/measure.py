@@ -61,7 +61,7 @@ def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_s
 def check(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int) -> list[str]:
     """Raise what `measure` would raise, as far as shapes are known. Nothing is computed.
 
-    The result are the names of the values. It is empty where the shapes are not known.
+    The result is the names of the values, none where the shapes are not known.
     """
     with outside_mesh() as user:
         model = model_of(state_or_params)
@@ -106,8 +106,11 @@ class _Program:
         return self._kinds[key]
 
     def _check(self, leaves: list[Any], batch: Any) -> None:
+        shapes = batch, jax.ShapeDtypeStruct((_rows(batch),), bool)
+        if self._copies is not None:  # as batches have it, so that the trace is that of the first call
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._copies), shapes)
         try:
-            self._run.eval_shape(leaves, *self._on_devices((batch, jax.ShapeDtypeStruct((_rows(batch),), bool))))
+            self._run.eval_shape(leaves, *shapes)
         except Exception as error:
             error.add_note(f"eval_fn or apply_fn was traced for a batch {_describe(batch)}")
             raise
@@ -122,12 +125,6 @@ class _Program:
         except Exception:  # a function for batches of one size
             return
 
-    def _on_devices(self, shapes: Any) -> Any:
-        """The shapes with the shardings of batches, so that the trace is that of the first call."""
-        if self._copies is None:
-            return shapes
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._copies), shapes)
-
 
 def _values(eval_fn: Any, structure: Any, leaves: list[Any], batch: Any) -> Any:
     params, *model_state = structure.unflatten(leaves)
@@ -136,7 +133,9 @@ def _values(eval_fn: Any, structure: Any, leaves: list[Any], batch: Any) -> Any:
 
 def _sums(values_of: Any, copies: Any, found: dict[Any, Any], leaves: list[Any], batch: Any, mask: jax.Array) -> Any:
     values = values_of(leaves, batch)
-    found[_key(batch)] = list(values), needs_exact(values)
+    # A value without rows is right only for a batch that was not filled up.
+    is_exact = any(not isinstance(value, Mean) or not np.ndim(value.total) for value in values.values())
+    found[_key(batch)] = list(values), is_exact
     sums = list(sum_up(values, mask).values())  # a dict would come back in the order of its names
     return sums if copies is None else lax.with_sharding_constraint(sums, copies)
 
@@ -186,11 +185,6 @@ def as_values(returned: Any, n: int) -> Values:
         if not isinstance(name, str) or not name:
             raise TypeError(f"eval_fn: the names that it returns must be strings, got {name!r}")
     return {name: _as_value(value, n, f"eval_fn: {name!r}") for name, value in returned.items()}
-
-
-def needs_exact(values: Values) -> bool:
-    """Whether some value is right only for a batch that was not filled up."""
-    return any(not isinstance(value, Mean) or not np.ndim(value.total) for value in values.values())
 
 
 def sum_up(values: Values, mask: jax.Array) -> Values:

@@ -14,9 +14,8 @@ import numpy as np
 from jax import lax
 
 from ..._core import checks
-from ..._core.calls import answers
+from ..._core.calls import answers, renamed
 from ..._core.recent import Recent
-from ..._core.renamed import renamed
 from ..._core.text import Table
 from ..._devices import processes
 from ..._devices.emulated import wait_before_collectives

@@ -182,18 +182,13 @@ def _check_inputs(state: Any, step: Any) -> None:
             "fit: the store has no optimizer, so every step would replace the parameters by their gradients; "
             "make it by kv.from_params(params, optimizer=optax.sgd(0.1))"
         )
-    if not callable(step):
-        raise TypeError(f"fit: expected a step, train.make_train_step(loss_fn); got {checks.describe(step)}")
     check_takes(step, ("state", "batch"), "fit: the step", "; make one by train.make_train_step(loss_fn)")
 
 
 def _steps_per_program(asked: Any, step: Any, source: data.Source, state: TrainState) -> int | Literal["auto"]:
     """How many steps one compiled program makes."""
     if asked != "auto":
-        try:
-            asked = checks.whole_number(asked, "fit", "steps_per_execution")
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{error}; or give 'auto'") from None
+        asked = checks.whole_number(asked, "fit", "steps_per_execution")
     if asked == 1:
         return 1
     devices = state.store.devices

@@ -293,16 +293,13 @@ def start(
     """
     _check_known(options)
     of_store, of_state, of_step = ({k: v for k, v in options.items() if k in names} for names in _NAMES)
-    step = make_train_step(loss_fn, **_without_mesh(of_step))
+    if of_step.get("engine", "auto") not in ("auto", "jit"):
+        of_step.pop("mesh", None)  # it is that of the store, of which these engines need no word
+    step = make_train_step(loss_fn, **of_step)
     store = kv.from_params(params, optimizer=optimizer, **of_store)
     if compression is not None:
         store = kv.set_gradient_compression(store, compression)
     return create_state(store, rng, **of_state), step
-
-
-def _without_mesh(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of the step. A mesh of the store is that of engine `jit`, which needs no other word."""
-    return {k: v for k, v in options.items() if k != "mesh" or options.get("engine", "auto") in ("auto", "jit")}
 
 
 def _check_known(options: dict[str, Any]) -> None:

@@ -69,17 +69,13 @@ ENGINES: dict[str, Engine] = {"pmap": run_by_pmap, "shard_map": run_by_shard_map
 
 
 class BatchPlacement:
-    """Checks the batches of a step and puts them on its devices.
-
-    Attributes:
-        shares: in how many parts a batch is split.
-        along: the sharding of a batch, and that of several batches, whose number is the first axis.
-    """
+    """Checks the batches of a step and puts them on its devices."""
 
     def __init__(self, step: DeviceStep, store: KVStore):
         mesh, axes = step.spread(store)
         first = axes[0] if len(axes) == 1 else axes
-        self.shares: int = math.prod([mesh.shape[name] for name in axes])
+        self.shares: int = math.prod([mesh.shape[name] for name in axes])  # in how many parts a batch is split
+        # The sharding of a batch, and that of several batches, whose number is the first axis.
         self.along: tuple[NamedSharding, ...] = NamedSharding(mesh, P(first)), NamedSharding(mesh, P(None, first))
         self._step, self._devices = step, tuple(mesh.devices.flat)
         self._last: list[Any] = []  # how the leaves of the last batch were placed, if they could stay where they were
