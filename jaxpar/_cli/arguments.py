@@ -69,7 +69,6 @@ def find_function(text: str, others: str = "") -> Callable[..., Any]:
 
 
 def one_line(error: BaseException | str) -> str:
-    """The message of an error on one line."""
     return " ".join(str(error).split())
 
 

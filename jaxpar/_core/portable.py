@@ -65,7 +65,6 @@ _ADAPTERS: dict[type, Callable[[Any, Saved, list[str]], Saved]] = {}
 
 
 def register_node(kind: type, format: NodeFormat) -> None:
-    """Say how the nodes of a type are saved."""
     _NODES[kind] = format
 
 
@@ -83,7 +82,6 @@ def format_of(node: Any) -> NodeFormat | None:
 
 
 def is_registered(node: Any) -> bool:
-    """Whether a node is of a type that says how it is saved."""
     return type(node) in _NODES
 
 

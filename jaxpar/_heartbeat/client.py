@@ -97,7 +97,6 @@ class HeartbeatClient:
         self.thread.join()
 
     def send_resume_hint(self, hint: str | None) -> None:
-        """Send all processes what to resume from."""
         self.hint = None if hint is None else clean("hint", hint)
         self._send(hint=self.hint)
 
@@ -112,7 +111,6 @@ class HeartbeatClient:
             self._send(**{"interrupted" if status in INTERRUPTED else "failed": why})
 
     def report_working(self) -> None:
-        """Report that this process does its work."""
         self._send(working=1)
 
     def wait_for_loss_report(self) -> None:

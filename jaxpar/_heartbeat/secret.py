@@ -44,7 +44,6 @@ def new(source: str) -> Secret:
 
 
 def challenge() -> str:
-    """A random text that is used once."""
     return secrets.token_hex(16)
 
 

@@ -39,7 +39,6 @@ class Output:
                     self.is_broken = True
 
     def write(self, descriptor: int, data: bytes) -> None:
-        """Have the thread write bytes."""
         self._queue.put((descriptor, data))
 
     def say(self, line: str) -> None:
@@ -127,7 +126,6 @@ class Child:
 
     @property
     def is_read(self) -> bool:
-        """Whether all output has been read."""
         return not any(stream.is_open for stream in self._streams)
 
 

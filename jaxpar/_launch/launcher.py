@@ -99,7 +99,6 @@ class Deaths:
         return ""
 
     def end_row(self, rank: int) -> None:
-        """Note that a process works."""
         self._in_a_row[rank].clear()
 
 

@@ -68,7 +68,6 @@ class Rows:
 
     @property
     def chunk(self) -> int:
-        """The length of a row."""
         return collectives.chunk_size(math.prod(self.shape), self.count)
 
     def stored(self, value: jax.Array) -> jax.Array:
@@ -234,17 +233,14 @@ def names(store: KVStore) -> dict[int, str]:
 
 
 def kind_of(store: KVStore) -> Kind:
-    """The kind of a store as an object."""
     return KINDS[store.kind]
 
 
 def layouts_of(store: KVStore) -> dict[int, Layout]:
-    """How each value is kept."""
     return {**dict.fromkeys(store.values, WHOLE), **dict(store.layouts)}
 
 
 def layout_of(store: KVStore, key: int) -> Layout:
-    """How the value of a key is kept."""
     return dict(store.layouts).get(key, WHOLE)
 
 

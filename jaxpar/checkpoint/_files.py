@@ -230,7 +230,6 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
 
 
 def _unfinished_path(directory: Path) -> Path:
-    """A new name in a directory, of this process."""
     return directory / f"{_UNFINISHED}{_lock.process_tag()}-{secrets.token_hex(4)}"
 
 

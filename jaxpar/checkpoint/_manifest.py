@@ -75,7 +75,6 @@ def dumps(body: dict[str, Any]) -> str:
 
 
 def digest(body: dict[str, Any]) -> str:
-    """The SHA-256 of the content of a manifest."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
@@ -147,7 +146,6 @@ def check_depth(value: Any) -> None:
 
 
 def _entry(body: dict[str, Any], name: str, kind: type) -> Any:
-    """An entry of a type."""
     _expect(type(body.get(name)) is kind, name, _EXPECTED[kind], body.get(name))
     return body[name]
 

@@ -262,5 +262,4 @@ def fill(found: Found, like: Any) -> Any:
 
 
 def say(message: str) -> None:
-    """Write a line to standard error."""
     text.say(text.for_terminal(message, _manifest.MOST_SHOWN), "jaxpar: checkpoint")

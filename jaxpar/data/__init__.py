@@ -9,8 +9,8 @@ A batch passes through these modules:
     _load      finds, prepares and reads a data set by its name. `_fashion_mnist` has the files of one
     _dataset   `Dataset`: images, labels and their origin
     _sources   `Source`, the interface that `train.fit` needs, for a data set or arrays
-    _order     the order of the examples in an epoch, and the examples of each batch
-    _batches   batches that are streamed from the host, or gathered from a copy of the data set on each device
+    _batches   the order of the examples, and batches that are streamed from the host, or gathered from a copy of the
+               data set on each device
     _sharding  splits a batch over the devices of a mesh
 
 `_iterable` reads loaders and data sets of other libraries. `_elements` converts their elements, and tables of pandas
@@ -24,6 +24,7 @@ Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017, https://arxiv.org/abs/1708.07747.
 from .._devices.virtual_shards import PaddedBatch as PaddedBatch
 from ._batches import (
     Batch as Batch,
+    draws_of as _draws_of,
     from_host as _from_host,
     num_batches as num_batches,
     plan_batches as _plan_batches,
@@ -38,7 +39,6 @@ from ._iterable import (
     from_iterable as from_iterable,
 )
 from ._load import load as load
-from ._order import draws_of as _draws_of
 from ._prefetch import prefetch as prefetch
 from ._sources import (
     ArraySource as ArraySource,

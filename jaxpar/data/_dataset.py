@@ -11,8 +11,7 @@ import numpy as np
 
 from .._core.arrays import check_plain
 from .._core.calls import answers_class
-from ._batches import Batch, dataset_batches
-from ._order import rows_of_parts
+from ._batches import Batch, dataset_batches, rows_of_parts
 
 
 @answers_class("data.Dataset")

@@ -115,12 +115,10 @@ def as_array(leaf: Any, name: str) -> Any:
 
 
 def stack(examples: Sequence[Any], where: str = _WHERE) -> Any:
-    """Examples of one structure and shape as one batch."""
     return _join(np.stack, examples, 0, where)
 
 
 def concatenate(batches: Sequence[Any], where: str = _WHERE) -> Any:
-    """Batches of any lengths as one."""
     return _join(np.concatenate, batches, 1, where)
 
 

@@ -18,9 +18,9 @@ from .._core.calls import answers, takes
 from .._devices import processes
 from .._devices.mesh import STORE_AXIS
 from .._devices.virtual_shards import pad_rows
+from ._batches import Subset, epochs_from, rows_of_parts
 from ._dataset import Dataset
 from ._elements import as_dict, concatenate, stack
-from ._order import Subset, epochs_from, rows_of_parts
 from ._sharding import (
     as_batch,
     batch_struct,

@@ -34,7 +34,6 @@ class Split:
 
     @property
     def parts(self) -> int:
-        """In how many parts a batch is split."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
@@ -43,7 +42,6 @@ class Split:
 
     @property
     def sharding(self) -> NamedSharding:
-        """The sharding of a batch on `mesh`."""
         return NamedSharding(self.mesh, P(self.axes[0] if len(self.axes) == 1 else self.axes or None))
 
     def rows(self, count: int) -> int:
@@ -111,7 +109,6 @@ def check_virtual_shards(examples: int, virtual_shards: int | None, where: str) 
 
 
 def path_name(path: Any) -> str:
-    """A leaf of a batch, for messages."""
     return repr(jax.tree_util.keystr(path, simple=True, separator="/")) if path else "an element"
 
 

@@ -18,10 +18,10 @@ from .._core.calls import answers
 from .._devices import processes
 from .._devices.user_mesh import each_in_user_mesh
 from . import _batches
+from ._batches import rows_of_parts
 from ._dataset import Dataset
 from ._elements import as_array, as_arrays
 from ._iterable import IterableSource, from_iterable
-from ._order import rows_of_parts
 from ._sharding import as_batch, batch_struct, path_name, placed_batch
 
 
@@ -232,7 +232,6 @@ class _OfArrays:
         return len(jax.tree.leaves(self.arrays)[0])
 
     def batch_shapes(self, batch_size: int) -> Any:
-        """The shapes and dtypes of a batch."""
         return batch_struct(self.arrays, batch_size, self.dtype)
 
     def place(self, batch: Any, sharding: NamedSharding | None) -> Any:

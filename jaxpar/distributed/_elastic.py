@@ -104,7 +104,6 @@ class Board:
         self.client: Any = client or multihost_utils.distributed.global_state.client  # pyright: ignore[reportPrivateImportUsage]
 
     def set(self, name: str, value: Any) -> None:
-        """Write a value."""
         self.client.key_value_set(f"{_KEYS}/{name}", json.dumps(value), allow_overwrite=True)
 
     def get(self, name: str, is_valid: Callable[[Any], bool] = bool) -> Any:

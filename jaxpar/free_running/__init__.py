@@ -8,19 +8,22 @@ usually the better choice. docs/free_running.md compares both.
 This module needs Ray (`pip install "jaxpar[ray]"`) and imports it when servers start. Arrays are sent as NumPy arrays
 through host memory. Gradient compression is not available.
 
-    _servers   the servers, and the placement of parameters on them
-    _workers   worker processes, which pull and push
+    _servers   the servers, the placement of parameters on them, and the workers, which pull and push
     _ray       starts Ray on this machine
 """
 
 from ._servers import (
     SPLIT as SPLIT,
+    Outcome as Outcome,
     Piece as Piece,
+    Running as Running,
     ServerLost as ServerLost,
     Servers as Servers,
+    Worker as Worker,
+    finish as finish,
     placement as placement,
+    run as run,
     start as start,
     status as status,
     stop as stop,
 )
-from ._workers import Outcome as Outcome, Running as Running, Worker as Worker, finish as finish, run as run

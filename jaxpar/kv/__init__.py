@@ -17,8 +17,8 @@ A push passes through these modules:
     _store.store       makes the next store
 
 `_eager` runs a push outside `jit` as compiled programs. `_processes` sums such a push over processes.
-`_store.tree_optimizer` updates the whole pytree with one optimizer. `_store.queue` delays a push, and `_rows` pushes
-some rows of a table. `_store.kinds` has the differences between the kinds of store.
+`_store.tree_optimizer` updates the whole pytree with one optimizer, and `_store.queue` delays a push. `_store.kinds`
+has the differences between the kinds of store.
 """
 
 from .._store.kinds import _KIND_NAMES as _KIND_NAMES, KINDS as KINDS
@@ -39,6 +39,5 @@ from ._params import (
 )
 from ._place import partition_specs as partition_specs, place as place
 from ._processes import barrier as barrier, num_workers as num_workers, rank as rank
-from ._pull import broadcast as broadcast, pull as pull
+from ._pull import broadcast as broadcast, pull as pull, row_sparse_pull as row_sparse_pull
 from ._push import flush as flush, push as push, pushpull as pushpull
-from ._rows import row_sparse_pull as row_sparse_pull

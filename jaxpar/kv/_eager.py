@@ -172,7 +172,6 @@ def _run(store: KVStore, updater: Any, before: Changes, sent: Any, devices: Devi
 
 
 def _renamed(changes: Changes, names: Mapping[int, int]) -> Changes:
-    """The changes under other keys."""
     return Changes(*[{names[k]: x for k, x in new.items()} for new in changes[:-1]])
 
 

@@ -1,4 +1,4 @@
-"""Pushes: check the request, choose how to sum, apply the changes."""
+"""Pushes: check the request, choose how to sum, apply the changes. Of rows too."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from typing import Any, overload
 
 import jax
 
+from .. import sparse, updaters
 from .._core import checks
 from .._core.arrays import Device, is_at_prompt
 from .._core.calls import answers
 from .._core.checks import Key, Keys, find_keys
+from .._core.recent import Recent
 from .._devices.mesh import spans_processes
 from .._devices.processes import refuse_elastic
-from .._devices.user_mesh import in_user_mesh, now_if_constant
+from .._devices.user_mesh import in_user_mesh, now_if_constant, split_like
 from .._store import aggregate, queue, tree_optimizer
-from .._store.store import Changes, KVStore, kind_of, names, shapes_of, with_changes
+from .._store.store import Changes, KVStore, is_on_mesh, is_split, kind_of, names, shapes_of, with_changes
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse
-from ..updaters import _TreeOptimizer as TreeOptimizer
-from . import _eager, _processes, _rows
+from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, assign
+from . import _eager, _processes
 from ._pull import RETURNED, read
 
 
@@ -125,7 +127,7 @@ def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | 
     known = aggregate.counted(store, pushed)  # here, since the program of some keys does not see the counts of others
     changes = Changes()
     if rows:
-        changes |= _rows.push(known, _processes.rows(known, rows) if across else rows, axis_name)
+        changes |= _push_rows(known, _processes.rows(known, rows) if across else rows, axis_name)
     if dense:
         send = _send(known, axis_name, at_prompt)
         changes |= queue.push(known, dense, axis_name, send) if store.staleness else send(known, dense)
@@ -262,3 +264,67 @@ def _check(value: Any, key: int, shape: tuple[int, ...], dtype: Any) -> Any:
     checks.same_shape(value, shape, where)
     checks.castable(value.dtype, dtype, where)
     return value
+
+
+# Rows of a table: a sum over devices that stays sparse, and an update of these rows.
+
+
+def _push_rows(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | None) -> Changes:
+    """What a push of rows changes. It makes no residuals.
+
+    With the default updater the rows replace the whole value, as in MXNet: the other rows become 0. Any other updater
+    sees the rows that are pushed, of the stored value and of its own state. Some of MXNet's optimizers update the whole
+    table instead, as MXNet does.
+    """
+    refused = {
+        "values of this store are split over a mesh and take no RowSparse; make the store of this table without mesh= "
+        "and sharding=": is_on_mesh(store),
+        f"a store of kind {store.kind!r} cuts values across their rows and takes no RowSparse; use kind 'device' or "
+        "'local' for this table": is_split(store),
+        "gradient compression does not take a RowSparse, as in MXNet; keep this table in a separate store without "
+        "compression, or push dense values": store.compressor is not None,
+        f"a RowSparse names other rows with each push, so a store of staleness {store.staleness} cannot delay it; push "
+        "dense values, or use kind 'dist_sync' for this table": store.staleness,
+    }
+    for reason, holds in refused.items():
+        if holds:
+            raise ValueError(f"kv.push: keys {sorted(pushed)}: {reason}")
+    for key in pushed:
+        try:
+            updaters._check_rows(store.updater, key)
+        except ValueError as error:
+            raise ValueError(f"kv.push: key {key}: {error}") from None
+    values: dict[int, jax.Array] = {}
+    states: dict[int, Any] = {}
+    for key, rows in pushed.items():
+        stored, state = store.values[key], store.updater_state[key]
+        if axis_name is not None:
+            aggregate.axis_size(axis_name, "kv.push")
+        concrete = is_at_prompt((rows, stored, state))
+        if concrete:
+            rows = [jax.device_put(r, stored.sharding) for r in rows]
+        compiled = concrete and isinstance(store.updater, Updater)
+        run = _compiled(store.updater) if compiled else functools.partial(_add_and_update, store.updater)
+        values[key], states[key] = run(key, axis_name, rows, state, stored)
+    return Changes(values, states)
+
+
+def _add_and_update(
+    updater: Any, key: int, axis_name: str | None, rows: list[RowSparse], state: Any, stored: jax.Array
+) -> tuple[jax.Array, Any]:
+    rows = [RowSparse(r.indices, r.values.astype(stored.dtype), r.shape) for r in rows]
+    total = sparse.add(rows, size=sum(r.indices.shape[0] for r in rows))
+    if axis_name is not None:
+        total = sparse.allreduce(total, axis_name)
+    if updater == assign:
+        return split_like(sparse.to_dense(total), stored), state
+
+    def update(pushed: jax.Array, state: Any, stored: jax.Array) -> tuple[jax.Array, Any]:
+        return aggregate.update_one(updater, key, pushed, state, stored)
+
+    if not updaters._is_lazy(updater, state):
+        return update(sparse.to_dense(total), state, stored)
+    return sparse.lazy_update(update, total, state, stored, coalesced=True)
+
+
+_compiled = Recent(lambda updater: jax.jit(functools.partial(_add_and_update, updater), static_argnums=(0, 1)))

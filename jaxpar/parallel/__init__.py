@@ -1,8 +1,5 @@
 """Emulate devices, split batches and params over devices, sum over devices, run one function on all.
 
-_devices   emulated CPU devices, batches split over devices, copies of params, sums
-_spmd      runs one function on every device, by `pmap` or `shard_map`
-
 How parameters are split over a mesh is in `_devices`, because a store needs it too: `sharding_rules`, `shardings`.
 """
 
@@ -13,6 +10,6 @@ from ._devices import (
     copy_to as copy_to,
     replicate as replicate,
     split_and_load as split_and_load,
+    spmd as spmd,
     use_cpu_devices as use_cpu_devices,
 )
-from ._spmd import spmd as spmd

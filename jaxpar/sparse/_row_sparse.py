@@ -398,7 +398,6 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
 
 
 def _with_values(rows: RowSparse, values: Any) -> RowSparse:
-    """The same rows with other values."""
     return _make_unchecked(rows.shape, (rows.indices, values))
 
 

@@ -138,7 +138,6 @@ def _equation(eqn: Any, given: list[Name], named: bool) -> list[Name]:
 
 
 def _number(value: Any) -> str:
-    """The name of a number, or of an array of them."""
     array = np.asarray(value)
     return f"{array.dtype}{array.tolist()}"
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxpar import data
-from jaxpar.data import Dataset, _batches, _order, batches
+from jaxpar.data import Dataset, _batches, batches
 
 
 def make(size=37, shape=(3, 2, 1), dtype=np.uint8):
@@ -154,7 +154,7 @@ def test_runs_cover_each_epoch_once(size, batch_size, epochs, drop):
         return
     found = [
         (run.epoch, run.first + i * run.batch_size, run.batch_size)
-        for run in _order.runs(size, batch_size, epochs, 0, drop)
+        for run in _batches.runs(size, batch_size, epochs, 0, drop)
         for i in range(run.number)
     ]
     count = data.num_batches(size, batch_size, drop_remainder=drop)

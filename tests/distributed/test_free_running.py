@@ -125,7 +125,7 @@ def test_a_push_that_would_spoil_the_parameters_is_refused(dtype, value, words):
     shapes, paths = ((2,), (2,)), ("a", "layer.w")
     servers = free_running.Servers((), (), shapes, (np.dtype(np.int32), np.dtype(dtype)), paths, treedef, 1.0)
     kind = np.complex64 if dtype is np.complex64 else np.float32
-    check = free_running._workers._check_grads
+    check = free_running._servers._check_grads
     assert check(servers, {"a": np.ones(2, np.int32), "w": np.ones(2, kind)})[1].dtype == dtype
     with pytest.raises(ValueError, match=f"'layer.w': {words}"):
         check(servers, {"a": np.ones(2, np.int32), "w": np.array([1, value], kind)})

@@ -15,7 +15,7 @@ from kv_model import put, whole_numbers
 
 from jaxpar import parallel
 from jaxpar._core import checks
-from jaxpar.parallel import _devices, _spmd
+from jaxpar.parallel import _devices
 
 _HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 HUGE_PAGES = _HUGE.read_text() if _HUGE.exists() else ""
@@ -225,7 +225,7 @@ def test_memory_that_cannot_be_kept_is_said(monkeypatch):
 def test_spmd_waits_for_its_inputs_where_older_jax_can_hang(monkeypatch):
     """A program with collectives that was started while its inputs were being computed hung in a notebook."""
     ready = []
-    monkeypatch.setattr(_spmd, "wait_before_collectives", lambda args, devices: ready.append((args, devices)))
+    monkeypatch.setattr(_devices, "wait_before_collectives", lambda args, devices: ready.append((args, devices)))
     devices, values = tuple(jax.devices()[:2]), jnp.arange(2.0)
     total = parallel.spmd(lambda x: jax.lax.psum(x, "i"), axis_name="i", devices=devices)
     assert total(values).tolist() == [1.0, 1.0]

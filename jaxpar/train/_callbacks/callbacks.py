@@ -217,7 +217,6 @@ def _take(left: list[Any], callback: Any, fresh: Any, missed: list[str]) -> Any:
 
 
 def name_of(callback: Any) -> str:
-    """The name of a callback in messages and checkpoints."""
     return type(callback).__name__
 
 

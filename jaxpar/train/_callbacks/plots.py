@@ -58,7 +58,6 @@ def save_figure(figure: Any, path: str | os.PathLike[str] | None) -> Any:
 
 
 def png(figure: Any, dpi: float = 100) -> bytes:
-    """The figure as the bytes of a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi)
     return buffer.getvalue()

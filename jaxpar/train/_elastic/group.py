@@ -87,7 +87,6 @@ class Group:
 
     @property
     def devices(self) -> list[Device]:
-        """The devices of the members."""
         return [d for d in jax.devices() if d.process_index in self.starts]
 
     def check_program(self, own: Program) -> None:
@@ -294,7 +293,6 @@ class Group:
 
 
 def _by_rank(entries: dict[str, Any]) -> dict[int, Any]:
-    """Those of the entries that are named by a process."""
     return {rank: entries[str(rank)] for rank in range(jax.process_count()) if str(rank) in entries}
 
 
@@ -356,6 +354,5 @@ def digest(tree: Any) -> str:
 
 
 def _thinned(array: Any) -> Any:
-    """The array, or some of its rows where it is large."""
     host: np.ndarray = array if isinstance(array, np.ndarray) else np.asarray(array)
     return host[:: max(1, -(-host.nbytes // _MOST_BYTES))]

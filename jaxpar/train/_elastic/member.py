@@ -57,7 +57,6 @@ class Member:
 
     @property
     def leads(self) -> bool:
-        """Whether this is process 0."""
         return self._group.is_first
 
     @contextlib.contextmanager

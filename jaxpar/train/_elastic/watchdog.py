@@ -91,7 +91,6 @@ class Watchdog:
         self._watching.start()
 
     def stop(self) -> None:
-        """End this thread."""
         processes.watch_progress()
         self._stopped.set()
 

@@ -26,7 +26,6 @@ from ..._devices import processes
 from ..._devices.emulated import can_hang, wait_before_collectives
 from ..._devices.user_mesh import check_traced, outside_mesh
 from .._step.loss import Mean
-from .classifier import Classification
 from .every_example import Pass, model_of, pass_over, with_axes
 
 _AHEAD = 8  # batches whose sums are not read yet, so that the host need not wait
@@ -86,7 +85,7 @@ class _Program:
         self._copies = copies
         self._values = functools.partial(_values, with_axes(eval_fn, axes), model_key[0])
         self._run = jax.jit(functools.partial(_sums, self._values, copies, self._kinds))
-        self._is_by_example = isinstance(eval_fn, Classification)  # known to return a row for each example
+        self._is_by_example = getattr(eval_fn, "is_by_example", False)  # known to return a row for each example
         self._checked: set[Any] = set()
 
     def __call__(self, leaves: list[Any], batch: Any, mask: Any) -> Any:

@@ -22,7 +22,7 @@ from ..._devices.emulated import wait_before_collectives
 from ..._devices.user_mesh import check_traced, on_own_mesh, outside_mesh
 from ...data import ArraySource, Dataset, IterableSource
 from .._callbacks.plots import new_figure, readable, save_figure
-from .classifier import check_classes, check_classified, check_logits
+from .evaluate import check_classes, check_classified, check_logits
 from .every_example import Pass, model_of, pass_over, with_axes
 
 ApplyFn = Callable[..., Any]
@@ -213,7 +213,6 @@ def _inputs(examples: Pass, batch: Any) -> Any:
 
 
 def _on_host(outputs: Any, count: int) -> Any:
-    """The first `count` rows."""
     return jax.tree.map(lambda x: np.asarray(x)[:count], outputs)
 
 

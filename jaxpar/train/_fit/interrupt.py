@@ -112,7 +112,6 @@ def describe_stop(step: int, epoch: int, epochs: int, saved: str | os.PathLike[s
 
 
 def _is_at_prompt() -> bool:
-    """Whether this is a notebook or a prompt of Python."""
     if hasattr(sys, "ps1"):
         return True
     return "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None

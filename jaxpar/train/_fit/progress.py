@@ -53,7 +53,6 @@ class Epoch:
         self.seconds, self.since = self.elapsed(), None
 
     def elapsed(self) -> float:
-        """Seconds of training in this epoch."""
         return self.seconds + (0.0 if self.since is None else time.perf_counter() - self.since)
 
     def add(self, metrics: Metrics, part: range | None = None) -> None:
@@ -69,7 +68,6 @@ class Epoch:
             yield rows
 
     def count(self, metrics: dict[str, float]) -> None:
-        """Count one step."""
         self.sums.update(metrics)
         self.counted += 1
 

@@ -18,8 +18,7 @@ from ..._devices.user_mesh import outside_mesh
 from ...updaters import assign
 from .._callbacks.callbacks import Callbacks, OnStep, collect_callbacks
 from .._callbacks.history import NO_METRICS
-from .._evaluate.classifier import check_training_classes
-from .._evaluate.evaluate import Evaluation, plan_evaluation
+from .._evaluate.evaluate import Evaluation, check_training_classes, plan_evaluation
 from .._step.state import TrainState, check_is_state
 from .._step.train_step import TrainStep
 from .certificate import Certificate
@@ -79,7 +78,6 @@ class Run:
 
     @property
     def num_steps(self) -> int:
-        """How many steps the whole run has."""
         return min(self.epochs * self.steps, self.options.max_steps or sys.maxsize)
 
     @property

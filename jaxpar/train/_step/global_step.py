@@ -103,7 +103,6 @@ class GlobalStep(DeviceStep):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes of the mesh that the batch is split over."""
         return self.gradient.axes
 
     def _shares(self, state: TrainState, batch: Any, mesh: Mesh) -> tuple[Any, Any, Any]:

@@ -230,7 +230,6 @@ def without_failure(state: TrainState) -> TrainState:
 
 
 def _parameter_names(store: KVStore) -> list[str]:
-    """The paths of the parameters that are trained."""
     paths = dict(store.paths)
     return [paths[k] for k in trained_keys(store)]
 
