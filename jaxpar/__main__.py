@@ -15,14 +15,10 @@ from ._launch import command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command of the command line.
+    """Run a command of the command line. Return 0 where it worked, and 1 where it failed, with one line on standard
+    error.
 
-    Args:
-        argv: the arguments. None takes those of this process.
-
-    Returns:
-        0 where it worked. 1 where it failed, with one line on standard error. Bad arguments end with status 2. `launch`
-        and `verify` have statuses of their own.
+    Bad arguments end with status 2. `launch` and `verify` have statuses of their own.
     """
     args = _arguments(sys.argv[1:] if argv is None else list(argv))
     try:

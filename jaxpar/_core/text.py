@@ -75,10 +75,8 @@ def say_news(message: str) -> None:
 
 
 def say_before_exit(line: str) -> None:
-    """Write a line to standard error and flush both streams.
-
-    If another thread holds their locks for a second, the line is written past them.
-    """
+    """Write a line to standard error and flush both streams."""
+    # If another thread holds their locks for a second, the line is written past them.
 
     def write() -> None:
         sys.stdout.flush()

@@ -33,10 +33,8 @@ _LINE = 128
 def map_buckets(
     collective: Callable[[jax.Array], jax.Array], values: Sequence[jax.Array], limits: BucketLimits
 ) -> list[jax.Array]:
-    """The results of an elementwise collective, called once for each bucket.
-
-    A value that is split over another axis of the user's mesh shares no bucket and stays split.
-    """
+    """The results of an elementwise collective, called once for each bucket."""
+    # A value that is split over another axis of the user's mesh shares no bucket and stays split.
     apart = {i: collective(v) for i, v in enumerate(values) if is_split(v)}
     rest = [v for i, v in enumerate(values) if i not in apart]
     groups = buckets.plan_of(rest, limits)
@@ -51,10 +49,8 @@ def allreduce(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits)
 
 
 def gather_sum(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
-    """The sum over the axis of each value, added in the order of the devices (kind `local`).
-
-    Every device gathers the values and adds them itself, so the order does not depend on the backend.
-    """
+    """The sum over the axis of each value, added in the order of the devices (kind `local`)."""
+    # Every device gathers the values and adds them itself, so the order does not depend on the backend.
     return map_buckets(lambda x: _gather_and_sum(unsplit(x), axis_name), values, limits)
 
 
@@ -70,11 +66,9 @@ def reduce_scatter(values: Sequence[jax.Array], axis_name: str, limits: BucketLi
 def all_gather(
     chunks: Sequence[jax.Array], shapes: Sequence[Shape], axis_name: str, limits: BucketLimits
 ) -> list[jax.Array]:
-    """Gather the values of these shapes from every device's (chunk,): the inverse of a scatter.
-
-    Values in a bucket are copied out of it after the gather, so large values use no bucket, even if their chunks are
-    small.
-    """
+    """Gather the values of these shapes from every device's (chunk,): the inverse of a scatter."""
+    # Values in a bucket are copied out of it after the gather, so large values use no bucket, even if their chunks are
+    # small.
     shards = lax.axis_size(axis_name)
     groups = buckets.plan(tuple(((shards, *c.shape), c.dtype) for c in chunks), limits)
     whole = [gather_stack(array, axis_name) for array in buckets.pack(chunks, groups)]
@@ -83,11 +77,9 @@ def all_gather(
 
 
 def sum_apart(x: jax.Array, axis_name: str) -> jax.Array:
-    """The sum over the axis, by a collective that XLA joins with no other.
-
-    XLA joins all-reduces, and also all-gathers. A joined sum of delayed pushes would wait for this step's gradients.
-    XLA does not join all-to-alls.
-    """
+    """The sum over the axis, by a collective that XLA joins with no other."""
+    # XLA joins all-reduces, and also all-gathers. A joined sum of delayed pushes would wait for this step's gradients.
+    # XLA does not join all-to-alls.
     count = lax.axis_size(axis_name)
 
     def of_all(x: jax.Array) -> jax.Array:
@@ -101,10 +93,8 @@ def sum_apart(x: jax.Array, axis_name: str) -> jax.Array:
 
 
 def gather_stack(value: jax.Array, axis_name: str) -> jax.Array:
-    """The value of every device, along a new first axis, on every device.
-
-    Under `shard_map(check_vma=True)` the result has the type of a value that is equal on all devices.
-    """
+    """The value of every device, along a new first axis, on every device."""
+    # Under `shard_map(check_vma=True)` the result has the type of a value that is equal on all devices.
     device = jax.typeof(lax.axis_index(axis_name)).manual_axis_type
     to = "invarying" if axis_name in device.varying else "varying"
     lines = lax.all_gather(in_lines(value.reshape(1, -1))[0], axis_name, tiled=True, to=to)
@@ -118,10 +108,8 @@ def send_rows(rows: jax.Array, axis_name: str) -> jax.Array:
 
 
 def sum_in_order(term: Callable[[Any], jax.Array], count: int) -> jax.Array:
-    """term(0) + term(1) + ... + term(count - 1), added from left to right.
-
-    Few terms are unrolled, so that XLA fuses them. Many terms are a loop, so that the program does not grow.
-    """
+    """term(0) + term(1) + ... + term(count - 1), added from left to right."""
+    # Few terms are unrolled, so that XLA fuses them. Many terms are a loop, so that the program does not grow.
     if count <= _UNROLLED_TERMS:
         return functools.reduce(operator.add, map(term, range(count)))
     return sum_by_loop(term, count)
@@ -156,11 +144,9 @@ def own_chunk(value: jax.Array, axis_name: str) -> jax.Array:
 
 
 def in_lines(rows: jax.Array) -> jax.Array:
-    """Rows (count, chunk) as lines (count, m, width) in the same order. A row of no such width is one line.
-
-    Of an array (devices, chunk) a TPU has the rows of eight devices in each tile. Then a reduce-scatter becomes an
-    all-reduce, and what a gather gives has to be copied. Lines of one device fill tiles by themselves.
-    """
+    """Rows (count, chunk) as lines (count, m, width) in the same order. A row of no such width is one line."""
+    # Of an array (devices, chunk) a TPU has the rows of eight devices in each tile. Then a reduce-scatter becomes an
+    # all-reduce, and what a gather gives has to be copied. Lines of one device fill tiles by themselves.
     count, chunk = rows.shape
     width = next((n for n in range(min(_LINE, chunk), _LINE // 2, -1) if chunk % n == 0), chunk)
     return rows.reshape(count, chunk // width if width else 1, width)

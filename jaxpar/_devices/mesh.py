@@ -91,10 +91,8 @@ def put(tree: Any, sharding: Sharding | None) -> Any:
 
 
 def put_copy(tree: Any, sharding: Sharding) -> Any:
-    """Copies of the arrays with that sharding. Donating the copies leaves the given arrays valid.
-
-    `device_put(may_alias=False)` is not enough. From one device to several it keeps the buffer of the first.
-    """
+    """Copies of the arrays with that sharding. Donating the copies leaves the given arrays valid."""
+    # `device_put(may_alias=False)` is not enough. From one device to several it keeps the buffer of the first.
     return put(jax.tree.map(jnp.copy, tree), sharding)
 
 

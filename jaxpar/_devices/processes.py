@@ -184,10 +184,8 @@ def gather_rows(tree: Any, counts: Sequence[int]) -> Any:
 
 
 def to_share(tree: Any, devices: Sequence[Device]) -> bool:
-    """Whether the devices belong to several processes, while each process has separate arrays.
-
-    Then `from_first` must send the values of one process, because values could differ.
-    """
+    """Whether the devices belong to several processes, while each process has separate arrays."""
+    # Then `from_first` must send the values of one process, because values could differ.
     several = len({d.process_index for d in devices}) > 1
     return several and not all(map(spans_processes, jax.tree.leaves(tree)))
 

@@ -140,10 +140,8 @@ def _checked(spec: Any, leaf: _Leaf, mesh: AnyMesh, where: str) -> NamedSharding
 
 
 def specs_in(params: Any) -> list[PartitionSpec | None]:
-    """The spec in the metadata of Flax for each leaf, or None.
-
-    Flax is imported only if some node of the pytree is of Flax.
-    """
+    """The spec in the metadata of Flax for each leaf, or None."""
+    # Flax is imported only if some node of the pytree is of Flax.
     specs: list[PartitionSpec | None] = []
     for node in jax.tree.leaves(params, is_leaf=_has_metadata):
         count = len(jax.tree.leaves(node))

@@ -58,11 +58,9 @@ def _outside(fn: Callable[Args, Result], *, has_typed_result: bool) -> Callable[
 
 
 def now_if_constant(fn: Callable[Args, Result]) -> Callable[Args, Result]:
-    """The function, computed as at the prompt where no argument is traced, inside of a `jit` too.
-
-    There JAX would record the operations on constants, and what it records has no devices. Inside of a `shard_map` it
-    does: no program over several devices can run there.
-    """
+    """The function, computed as at the prompt where no argument is traced, inside of a `jit` too."""
+    # There JAX would record the operations on constants, and what it records has no devices. Inside of a `shard_map` it
+    # does: no program over several devices can run there.
 
     @functools.wraps(fn)
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:

@@ -101,10 +101,8 @@ class HeartbeatClient:
         self._send(hint=self.hint)
 
     def report_failure(self, status: int, why: str) -> None:
-        """Report that this process failed by itself.
-
-        After an interrupt the others have time to end by themselves, since they were probably interrupted too.
-        """
+        """Report that this process failed by itself."""
+        # After an interrupt the others have time to end by themselves, since they were probably interrupted too.
         self.status = status
         if not self._has_failed:
             self._has_failed = True
@@ -295,10 +293,8 @@ class _Exit(SystemExit):
 
 
 def watch_exit(client: HeartbeatClient) -> None:
-    """Report an uncaught exception, `sys.exit` with a status, or an end without a failure.
-
-    A process that failed ends without jax's shutdown, which would wait minutes for the others.
-    """
+    """Report an uncaught exception, `sys.exit` with a status, or an end without a failure."""
+    # A process that failed ends without jax's shutdown, which would wait minutes for the others.
     show, process = sys.excepthook, os.getpid()
 
     def on_exception(kind: type[BaseException], value: BaseException, trace: Any) -> None:

@@ -232,10 +232,8 @@ class _Run:
             self._send_signal(signal.SIGKILL)
 
     def _end_others(self, failed: Child, why: str, from_server: bool = False) -> None:
-        """End all after the first failure.
-
-        Processes with a heartbeat client get a report and end by themselves. The others get SIGTERM.
-        """
+        """End all after the first failure."""
+        # Processes with a heartbeat client get a report and end by themselves. The others get SIGTERM.
         if self.first is not None:
             return
         self.first = failed

@@ -189,10 +189,8 @@ def held_residual(store: KVStore, key: int, axis_name: str) -> Any:
 
 
 def _own_residuals(store: KVStore, keys: list[int], axis_name: str) -> tuple[list[Any], list[Any]]:
-    """This device's states in the compressor's shapes, and the same as the store holds them.
-
-    Under `shard_map` the first axis, the devices, is there with length 1. Under `pmap` it is gone.
-    """
+    """This device's states in the compressor's shapes, and the same as the store holds them."""
+    # Under `shard_map` the first axis, the devices, is there with length 1. Under `pmap` it is gone.
     own, held = _start_on_device(store, keys, lax.axis_index(axis_name), lax.axis_size(axis_name)), []
     for i, k in enumerate(keys):
         if k in store.residuals:

@@ -32,10 +32,8 @@ _SCALARS = (bool, int, float, complex)
 
 @on_own_mesh
 def to_leaves(tree: Any, keep: bool = True) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
-    """A record and an array of its own memory for each leaf, so that the state can be donated right after.
-
-    Without `keep` the result has no arrays: this process writes nothing and only sends its parts to the others.
-    """
+    """A record and an array of its own memory for each leaf, so that the state can be donated right after."""
+    # Without `keep` the result has no arrays: this process writes nothing and only sends its parts to the others.
     slots = slots_of(tree)
     plain, _ = without_keys([slot.leaf for slot in slots])
     on_host = list(map(to_host, plain))

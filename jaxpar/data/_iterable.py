@@ -108,7 +108,6 @@ class IterableSource:
         `start` skips batches. Earlier epochs are not read. The earlier batches of this epoch are read and dropped,
         unless `set_state` set a position within the epoch. An iterator cannot be rewound, so it skips nothing.
         """
-        del rng
         check_virtual_shards(batch_size, virtual_shards, _WHERE)
         share, steps = self._shares(batch_size)
         split = split_of(devices, STORE_AXIS, sharding, virtual_shards, _WHERE)

@@ -217,10 +217,8 @@ def prepare(name: str, data_dir: Path, idx_files: Path | None) -> None:
 
 
 def read(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Images and labels of a prepared data set, in its stored order, each record's checksum verified.
-
-    The first time a whole split is decoded, a copy is kept for the next time.
-    """
+    """Images and labels of a prepared data set, in its stored order, each record's checksum verified."""
+    # The first time a whole split is decoded, a copy is kept for the next time.
     folder = prepared_dir(name, data_dir)
     if folder is not None and (copy := load_copy(folder, split)) is not None:
         return copy

@@ -228,7 +228,6 @@ class _OfArrays:
     dtype: Any
 
     def examples(self, batch_size: int) -> int:
-        del batch_size
         return len(jax.tree.leaves(self.arrays)[0])
 
     def batch_shapes(self, batch_size: int) -> Any:

@@ -109,10 +109,8 @@ def _by_jax_names(env: Mapping[str, str]) -> Settings:
 
 
 def _slurm(env: Mapping[str, str]) -> Settings:
-    """The settings of `srun`, as jax reads them: the first host of the step, a port by the number of the job.
-
-    Only the host of a step on one machine is another one: the loopback address.
-    """
+    """The settings of `srun`, as jax reads them: the first host of the step, a port by the number of the job."""
+    # Only the host of a step on one machine is another one: the loopback address.
     needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
     if not all(name in env for name in needed):
         return {}
@@ -160,10 +158,8 @@ def _open_mpi(env: Mapping[str, str]) -> Settings:
 
 
 def _skypilot(env: Mapping[str, str]) -> Settings:
-    """The settings of SkyPilot: one process for each node, and the addresses of the nodes in their order.
-
-    They have priority over the variables of SLURM, on which SkyPilot can run, but not over an `mpirun` in the task.
-    """
+    """The settings of SkyPilot: one process for each node, and the addresses of the nodes in their order."""
+    # They have priority over the variables of SLURM, on which SkyPilot can run, but not over an `mpirun` in the task.
     if "SKYPILOT_NODE_RANK" not in env or "SKYPILOT_NODE_IPS" not in env or "OMPI_COMM_WORLD_SIZE" in env:
         return {}
     nodes, task = env["SKYPILOT_NODE_IPS"].split(), env.get("SKYPILOT_TASK_ID", "")
@@ -237,10 +233,8 @@ def _one_gpu(env: Mapping[str, str], local_rank: str, is_only_one: bool) -> tupl
 
 
 def ray_worker() -> Any | None:
-    """The module `ray.train` in a worker of Ray Train, None elsewhere.
-
-    In such a worker Ray has imported it. In other programs it need not even be installed.
-    """
+    """The module `ray.train` in a worker of Ray Train, None elsewhere."""
+    # In such a worker Ray has imported it. In other programs it need not even be installed.
     train = sys.modules.get("ray.train")
     if train is None or not hasattr(train, "get_context"):
         return None

@@ -304,10 +304,8 @@ def _start_jax(cluster: Cluster, is_watched: bool, options: dict[str, Any]) -> N
 
 
 def reserve_port(address: str) -> socket.socket:
-    """Reserve the coordinator's port until jax takes it. Close the socket then.
-
-    Without this gRPC would silently share the port with another run.
-    """
+    """Reserve the coordinator's port until jax takes it. Close the socket then."""
+    # Without this gRPC would silently share the port with another run.
     _, port = split(address)
     reserved = socket.socket()
     try:

@@ -38,10 +38,8 @@ def get_ray() -> Any:
 
 @contextlib.contextmanager
 def _on_loopback(ray: Any) -> Generator[None]:
-    """A block in which Ray starts for this machine only. The user's own setting of the variable stays.
-
-    `_node_ip_address="127.0.0.1"` is not enough: on Linux Ray puts the address of the network in its place.
-    """
+    """A block in which Ray starts for this machine only. The user's own setting of the variable stays."""
+    # `_node_ip_address="127.0.0.1"` is not enough: on Linux Ray puts the address of the network in its place.
     if os.environ.get(_ON_NETWORK):
         yield
         return

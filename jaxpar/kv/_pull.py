@@ -36,26 +36,18 @@ _MOST_VALUES = 256  # XLA compiles a kernel for each, so a program that packs th
 def pull(
     store: KVStore, key: Key, *, devices: None = None, axis_name: str | None = None, copy: bool = True
 ) -> jax.Array: ...
-
-
 @overload
 def pull(
     store: KVStore, key: Key, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
 ) -> list[jax.Array]: ...
-
-
 @overload
 def pull(
     store: KVStore, key: Keys, *, devices: None = None, axis_name: str | None = None, copy: bool = True
 ) -> list[jax.Array]: ...
-
-
 @overload
 def pull(
     store: KVStore, key: Keys, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
 ) -> list[list[jax.Array]]: ...
-
-
 @answers("kv.pull", MXNET_ARGUMENTS, RETURNED)
 @now_if_constant
 @in_user_mesh
@@ -239,26 +231,18 @@ _unpack = jax.jit(buckets.unpack, static_argnums=(1, 2))
 
 @overload
 def broadcast(store: KVStore, key: int, value: Any, *, devices: None = None) -> tuple[KVStore, jax.Array]: ...
-
-
 @overload
 def broadcast(
     store: KVStore, key: int, value: Any, *, devices: Sequence[Device]
 ) -> tuple[KVStore, list[jax.Array]]: ...
-
-
 @overload
 def broadcast(
     store: KVStore, key: Sequence[int], value: Any, *, devices: None = None
 ) -> tuple[KVStore, list[jax.Array]]: ...
-
-
 @overload
 def broadcast(
     store: KVStore, key: Sequence[int], value: Any, *, devices: Sequence[Device]
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
-
-
 @answers("kv.broadcast", MXNET_ARGUMENTS, RETURNED)
 @in_user_mesh
 def broadcast(
@@ -292,20 +276,12 @@ def broadcast(
 
 @overload
 def row_sparse_pull(store: KVStore, key: Key, row_ids: Any, *, devices: None = None) -> RowSparse: ...
-
-
 @overload
 def row_sparse_pull(store: KVStore, key: Key, row_ids: Any, *, devices: Sequence[Device]) -> list[RowSparse]: ...
-
-
 @overload
 def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: None = None) -> list[RowSparse]: ...
-
-
 @overload
 def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: Sequence[Device]) -> list[list[RowSparse]]: ...
-
-
 @answers("kv.row_sparse_pull", MXNET_ARGUMENTS, RETURNED)
 @now_if_constant
 @in_user_mesh

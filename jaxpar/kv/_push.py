@@ -174,26 +174,18 @@ def _check_within_process(store: KVStore, pushed: Any) -> None:
 def pushpull(
     store: KVStore, key: Key, value: Any, *, devices: None = None, axis_name: str | None = None
 ) -> tuple[KVStore, jax.Array]: ...
-
-
 @overload
 def pushpull(
     store: KVStore, key: Key, value: Any, *, devices: Sequence[Device], axis_name: str | None = None
 ) -> tuple[KVStore, list[jax.Array]]: ...
-
-
 @overload
 def pushpull(
     store: KVStore, key: Keys, value: Any, *, devices: None = None, axis_name: str | None = None
 ) -> tuple[KVStore, list[jax.Array]]: ...
-
-
 @overload
 def pushpull(
     store: KVStore, key: Keys, value: Any, *, devices: Sequence[Device], axis_name: str | None = None
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
-
-
 @answers("kv.pushpull", MXNET_ARGUMENTS, RETURNED)
 @now_if_constant
 @in_user_mesh

@@ -19,17 +19,14 @@ if TYPE_CHECKING:
 
 
 def _no_state(key: int, value: jax.Array) -> State:
-    del key, value
     return ()
 
 
 def _assign(key: int, pushed: jax.Array, state: State, stored: jax.Array) -> tuple[jax.Array, State]:
-    del key, stored
     return pushed, state
 
 
 def _accumulate(key: int, pushed: jax.Array, state: State, stored: jax.Array) -> tuple[jax.Array, State]:
-    del key
     return stored + pushed, state
 
 
@@ -74,7 +71,6 @@ class _OptaxInit:
     uses_key = False
 
     def __call__(self, key: int, value: jax.Array) -> State:
-        del key
         return self.tx.init(value)
 
 
@@ -84,7 +80,6 @@ class _OptaxUpdate:
     uses_key = False
 
     def __call__(self, key: int, pushed: jax.Array, state: State, stored: jax.Array) -> tuple[jax.Array, State]:
-        del key
         updates, state = self.tx.update(pushed, state, stored)
         return (stored + updates).astype(stored.dtype), state  # pyright: ignore[reportOperatorIssue]
 

@@ -318,11 +318,9 @@ def learning_rates(state: Any) -> dict[str, float]:
 
 
 def _is_rate(path: tuple[Any, ...]) -> bool:
-    """Whether this is where an optimizer has its rate.
-
-    That is in the hyperparameters of optax, or directly in the state of a key. All else of this name is a parameter, or
-    belongs to one.
-    """
+    """Whether this is where an optimizer has its rate."""
+    # That is in the hyperparameters of optax, or directly in the state of a key. All else of this name is a parameter,
+    # or belongs to one.
     steps = _steps(path)
     if not steps or steps[-1] != "learning_rate" or "model_state" in steps:
         return False

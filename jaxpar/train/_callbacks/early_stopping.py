@@ -71,12 +71,10 @@ class EarlyStopping:
 
     def init(self, state: Any) -> Memory:
         """The callback's state before the first record."""
-        del state
         return {**_nothing(), "without": 0, **({"step": 0} if self.restore_best else {})}
 
     def on_epoch(self, memory: Memory, state: Any, record: Record) -> tuple[Memory, bool]:
         """(the callback's state after a record, whether to stop)."""
-        del state
         memory, better = _look(memory, record, self.monitor, self.mode, float(self.min_delta), "train.EarlyStopping")
         without = 0 if better else memory["without"] + 1
         step = {"step": record["step"]} if better and self.restore_best else {}
@@ -123,12 +121,10 @@ class KeepBest:
 
     def init(self, state: Any) -> Memory:
         """The callback's state before the first record."""
-        del state
         return {**_nothing(), "step": 0}
 
     def on_epoch(self, memory: Memory, state: Any, record: Record) -> tuple[Memory, bool]:
         """(the callback's state after a record, with the best step, False)."""
-        del state
         memory, better = _look(memory, record, self.monitor, self.mode, 0.0, "train.KeepBest")
         return {**memory, "step": record["step"] if better else memory["step"]}, False
 
@@ -140,10 +136,8 @@ def _nothing() -> Memory:
 def _look(
     memory: Memory, record: Record, monitor: str | None, mode: Mode, min_delta: float, where: str
 ) -> tuple[Memory, bool]:
-    """The memory with the best value so far, and whether this record has it.
-
-    A memory of another metric begins anew. That happens if a run is resumed with another `monitor`.
-    """
+    """The memory with the best value so far, and whether this record has it."""
+    # A memory of another metric begins anew. That happens if a run is resumed with another `monitor`.
     name = monitor or memory["monitor"] or default_monitor(record)
     direction = resolve_mode(name, mode, where)
     if (name, direction) != (memory["monitor"], memory["mode"]):

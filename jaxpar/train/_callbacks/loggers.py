@@ -53,7 +53,6 @@ class Logger:
 
     def on_end(self, history: History) -> None:
         """Close the place. Another run opens it again."""
-        del history
         if self._is_open:
             self._is_open = False
             self._close()

@@ -172,7 +172,6 @@ class LivePlot:
 
     def on_end(self, history: History) -> None:
         """Draw the remaining points. The next run begins a new plot."""
-        del history
         if not self._is_current:
             self._draw()
         self._clear()

@@ -73,7 +73,6 @@ class RayReport:
 
     def on_end(self, history: Sequence[Record]) -> None:
         """Report what is left where no step was to be made."""
-        del history
         ray = distributed._ray_worker()
         if ray is not None and sys.exception() is None:
             self._report_missing(ray)

@@ -27,12 +27,8 @@ EvalFn = Callable[..., Any]
 def evaluate(
     state_or_params: Any, apply_fn: Callable[..., jax.Array], data: Dataset, *, batch_size: int = ...
 ) -> dict[str, float]: ...
-
-
 @overload
 def evaluate(state_or_params: Any, *, data: Any, eval_fn: EvalFn, batch_size: int = ...) -> dict[str, Any]: ...
-
-
 @renamed("evaluate", source="data", dataset="data")
 @answers("evaluate")
 def evaluate(
@@ -230,11 +226,9 @@ def check_classified(dataset: Any, where: str, hint: str = "") -> None:
 
 
 def check_classes(where: str, apply_fn: Any, model: tuple[Any, ...], dataset: Any) -> None:
-    """`ValueError` unless integer labels are classes of the model (params, *rest). Nothing is computed.
-
-    JAX takes an index out of range as another one, or gives NaN, and no error. Of data other than a `data.Dataset` the
-    labels are not known.
-    """
+    """`ValueError` unless integer labels are classes of the model (params, *rest). Nothing is computed."""
+    # JAX takes an index out of range as another one, or gives NaN, and no error. Of data other than a `data.Dataset`
+    # the labels are not known.
     if isinstance(dataset, DatasetSource):
         dataset = dataset.dataset
     if not isinstance(dataset, Dataset) or not len(dataset) or dataset.labels.dtype.kind not in "iu":

@@ -266,10 +266,8 @@ def _mesh_of(params: Any) -> Mesh | None:
 
 
 def with_axes(fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
-    """The function, which may use collectives over these axes.
-
-    A batch is whole here, as if one device had it. So each axis has one part, and the sum over it is the sum itself.
-    """
+    """The function, which may use collectives over these axes."""
+    # A batch is whole here, as if one device had it. So each axis has one part, and the sum over it is the sum itself.
 
     def call(*args: Any) -> Any:
         try:

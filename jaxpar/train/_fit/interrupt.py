@@ -84,10 +84,8 @@ class Interrupts:
 def finish_interrupted(
     number: int, state: Any, history: Any, where: str, on_interrupt: str, who: str = "fit"
 ) -> tuple[Any, Any]:
-    """Return or raise as `fit` does after a signal. `where` says at which step it stopped and what was saved.
-
-    "auto" returns in a notebook or at a prompt, where an exception would lose the state, and raises in a script.
-    """
+    """Return or raise as `fit` does after a signal. `where` says at which step it stopped and what was saved."""
+    # "auto" returns in a notebook or at a prompt, where an exception would lose the state, and raises in a script.
     if number == signal.SIGTERM:
         say(f"{who}: SIGTERM: stopped {where}")
         sys.exit(128 + signal.SIGTERM)  # not `raise SystemExit`: the heartbeat client watches `sys.exit`

@@ -334,11 +334,9 @@ class Loop:
         return stopped and not record.get("interrupted")
 
     def save(self, checkpoints: RunCheckpoints, *, stopped: bool = False, interrupted: bool = False) -> None:
-        """Save the state if it is due, with what `fit` needs to go on. Waits for the steps of an epoch under way.
-
-        The record of an epoch that `max_steps` cuts short, and what callbacks made of it, are not saved: a longer run
-        has neither.
-        """
+        """Save the state if it is due, with what `fit` needs to go on. Waits for the steps of an epoch under way."""
+        # The record of an epoch that `max_steps` cuts short, and what callbacks made of it, are not saved: a longer run
+        # has neither.
         if checkpoints.directory is None:
             return
         every, interrupted = self.run.options.checkpoint_every, interrupted or self.is_cut

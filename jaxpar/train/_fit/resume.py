@@ -72,10 +72,8 @@ class RunCheckpoints:
         return state, RunHistory(int(state.step) if first is None else first)  # no epoch of that state is known
 
     def _say_other_rates(self, saved: dict[str, float], state: TrainState) -> None:
-        """Say that a resumed run keeps the rate of its checkpoint, if `fit` is now given another rate than at first.
-
-        Compares the rates given to the two calls of `fit`, because a callback may have changed the rate since.
-        """
+        """Say that a resumed run keeps the rate of its checkpoint, if `fit` is now given another rate than at first."""
+        # Compares the rates given to the two calls of `fit`, because a callback may have changed the rate since.
         if saved and self._rates and saved != self._rates:
             given, before, now = (
                 ", ".join(f"{rate:g}" for rate in rates.values())
@@ -108,10 +106,8 @@ class RunCheckpoints:
             self._manager._claim_directory()
 
     def save(self, state: TrainState, about: dict[str, Any], history: list[Record], best: bool) -> None:
-        """Save a state, `about` beside it as JSON, and the history. `best`: it stays when later ones come.
-
-        Most of the history is in a file of its own, which a save does not write again.
-        """
+        """Save a state, `about` beside it as JSON, and the history. `best`: it stays when later ones come."""
+        # Most of the history is in a file of its own, which a save does not write again.
         if self._manager is not None:
             about = {**about, **self._sizes, "rates": self._rates}
             place = data._place_in(self._run.source)

@@ -138,10 +138,8 @@ class DeviceStep:
     def _mean_over_devices(
         self, state: TrainState, share: ShareResult, grads: Arrays, summed: Arrays
     ) -> tuple[dict[str, Any], Any, Any]:
-        """The metrics and the model state as means over the devices, and the flags of what is not finite.
-
-        All of them share one collective. To check what is pushed is enough unless there is a compressor.
-        """
+        """The metrics and the model state as means over the devices, and the flags of what is not finite."""
+        # All of them share one collective. To check what is pushed is enough unless there is a compressor.
         found = None
         if self.guard is not None:
             found = nonfinite_flags(share.metrics["loss"], grads, summed if state.store.compressor else {})
@@ -228,7 +226,6 @@ class DeviceStep:
 
     def lay_out(self, batch: Any, devices: int, along: NamedSharding, axis: int = 0) -> Any:
         """The arrays of a batch in the rows that the devices take of it. `along` is their sharding."""
-        del devices, along, axis
         return batch
 
     def check_batch(self, batch: Any, devices: int, axis: int = 0) -> None:

@@ -257,7 +257,6 @@ class ClassificationLoss:
     label_smoothing: float
 
     def __call__(self, params: Any, batch: dict[str, jax.Array], rng: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
-        del rng
         if not isinstance(batch, dict) or not {"image", "label"} <= batch.keys():
             raise TypeError(
                 'classification_loss: a batch must be a dict with "image" and "label", as data.batches makes them; got '

@@ -175,7 +175,6 @@ class Program:
 
     def compile_own(self, leaves: list[jax.Array], batch: Batch) -> list[str]:
         """Compile what each device runs by itself: nothing, as this is one program over all of them."""
-        del leaves, batch
         return []
 
 

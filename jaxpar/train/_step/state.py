@@ -193,11 +193,9 @@ def place_on_mesh(state: TrainState, mesh: Mesh | None, other: Mesh) -> TrainSta
 
 
 def regroup_local(local: Any, count: int) -> Any:
-    """The part `local` for another number of devices. Each gets the mean of all.
-
-    The outer gradient depends only on the mean of the parameters. Integers, such as counts of steps, are those of the
-    first device.
-    """
+    """The part `local` for another number of devices. Each gets the mean of all."""
+    # The outer gradient depends only on the mean of the parameters. Integers, such as counts of steps, are those of the
+    # first device.
 
     def mean(x: jax.Array) -> jax.Array:
         if x.shape[0] == count:

@@ -255,10 +255,8 @@ class TrainStep:
             return program.finish(leaves)
 
     def _prepare(self, state: TrainState, user: Mesh | None) -> tuple[Program | VirtualProgram, list[jax.Array]]:
-        """The program for a state, and the leaves of the complete state.
-
-        Where there is a program for the structure of a state, the state is complete and on the program's devices.
-        """
+        """The program for a state, and the leaves of the complete state."""
+        # Where there is a program for the structure of a state, the state is complete and on the program's devices.
         # What a step returned has no types of a user's mesh, and to look takes longer than a small step.
         if self._returned is None or state is not self._returned():
             state = without_types(state)
