@@ -168,11 +168,9 @@ def metrics_path(text: str) -> Path:
 
 
 def words_of_file(path: Path, parser: argparse.ArgumentParser) -> list[str]:
-    """The options of a file as words of the command line.
-
-    A key is the name of an option without the two dashes, with `-` or `_` in it. A switch is true or false. What the
-    file says wrongly ends with status 2.
-    """
+    """The options of a file as words of the command line."""
+    # A key is the name of an option without the two dashes, with `-` or `_` in it. A switch is true or false. What the
+    # file says wrongly ends with status 2.
     try:
         with path.open("rb") as file:
             options = tomllib.load(file)

@@ -69,10 +69,8 @@ _ADAM_SHARE = 0.06  # of Muon's rate, for the biases, which Adam updates
 
 
 def fill(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Give the options that were not given the recipe's values.
-
-    An option that is not for the optimizer ends with status 2.
-    """
+    """Give the options that were not given the recipe's values."""
+    # An option that is not for the optimizer ends with status 2.
     recipe = RECIPES[args.recipe]
     name = args.optimizer or recipe.optimizer
     if args.momentum is not None and name != "sgd":

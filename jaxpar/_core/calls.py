@@ -145,10 +145,8 @@ def _is_guarded() -> bool:
 
 
 def _own_transfers() -> contextlib.ExitStack:
-    """A block whose transfers are explicit for `jax.transfer_guard`: what a call is given goes to its devices.
-
-    A guard that disallows explicit transfers too stays.
-    """
+    """A block whose transfers are explicit for `jax.transfer_guard`: what a call is given goes to its devices."""
+    # A guard that disallows explicit transfers too stays.
     block = contextlib.ExitStack()
     for way in ("host_to_device", "device_to_host", "device_to_device"):
         if getattr(jax.config, f"jax_transfer_guard_{way}") in ("disallow", "log"):

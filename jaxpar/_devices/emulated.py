@@ -88,11 +88,9 @@ def share_or_put(arrays: Sequence[jax.Array], where: Sharding) -> list[jax.Array
 
 
 def views(arrays: Iterable[jax.Array]) -> list[np.ndarray]:
-    """The arrays of devices of one memory as NumPy arrays, without copies.
-
-    A program takes them as arguments without copies too, faster than arrays that are put on its device first. Call it
-    inside `on` that device. The call waits until the arrays are computed.
-    """
+    """The arrays of devices of one memory as NumPy arrays, without copies."""
+    # A program takes them as arguments without copies too, faster than arrays that are put on its device first. Call it
+    # inside `on` that device. The call waits until the arrays are computed.
     return [np.asarray(a) for a in arrays]
 
 

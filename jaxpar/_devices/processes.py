@@ -123,10 +123,8 @@ def exchange(text: str) -> list[str]:
 
 @on_own_mesh
 def from_first(tree: Any) -> Any:
-    """The arrays of process 0, in host memory. Other processes must give arrays of the same shapes and dtypes.
-
-    An array that spans processes is already equal in all of them and stays unchanged.
-    """
+    """The arrays of process 0, in host memory. Other processes must give arrays of the same shapes and dtypes."""
+    # An array that spans processes is already equal in all of them and stays unchanged.
     if count() == 1:
         return tree
     leaves, structure = jax.tree.flatten(tree)

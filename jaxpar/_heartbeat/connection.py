@@ -177,11 +177,10 @@ class JsonConnection:
 
 
 class AwakeClock:
-    """Seconds during which this process ran.
+    """Seconds during which this process ran."""
 
-    A peer seems silent to a process that is stopped itself (SIGSTOP, a laptop's sleep) or whose interpreter lock is
-    held for seconds. That time is not counted.
-    """
+    # A peer seems silent to a process that is stopped itself (SIGSTOP, a laptop's sleep) or whose interpreter lock is
+    # held for seconds. That time is not counted.
 
     def __init__(self) -> None:
         self._last, self.now = time.monotonic(), 0.0

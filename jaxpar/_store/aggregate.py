@@ -206,10 +206,8 @@ def _start_all(store: KVStore, keys: list[int], count: int) -> list[Any]:
 
 
 def _start_on_device(store: KVStore, keys: list[int], device: Any, count: int) -> list[Any]:
-    """What the compressor remembers for these keys on one of `count` devices before the first push.
-
-    Where rows are compressed one by one, each of them has a state of its own.
-    """
+    """What the compressor remembers for these keys on one of `count` devices before the first push."""
+    # Where rows are compressed one by one, each of them has a state of its own.
     compressor, shapes, states = store.compressor, shapes_of(store), list[Any]()
     assert compressor is not None
     rows = rows_of(store) if is_split(store) and not compressor.linear else {}
@@ -256,10 +254,8 @@ def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Cha
 
 
 def counted(store: KVStore, keys: Iterable[int]) -> KVStore:
-    """The store whose states hold the count that a schedule of MXNet's is asked with: the largest of any key.
-
-    A push of several keys counts them in ascending order. The number is there while a push runs, see `uncounted`.
-    """
+    """The store whose states hold the count that a schedule of MXNet's is asked with: the largest of any key."""
+    # A push of several keys counts them in ascending order. The number is there while a push runs, see `uncounted`.
     keys = sorted(keys)
     asks = getattr(getattr(store.updater, "update", None), "asks_all_counts", False)
     if not asks or not keys or _NUMBER in store.updater_state[keys[0]]:
@@ -305,10 +301,8 @@ def check_results(pairs: dict[int, Pair], stored: Arrays) -> dict[int, Pair]:
 
 
 def _update_rows(store: KVStore, key: int, rows: Rows, pushed: jax.Array) -> Pair:
-    """As `update_one`, of a value that is held in these rows. An `Updater` gets each row as a flat share.
-
-    A plain function gets the whole value if all rows are here. Elsewhere it must be elementwise.
-    """
+    """As `update_one`, of a value that is held in these rows. An `Updater` gets each row as a flat share."""
+    # A plain function gets the whole value if all rows are here. Elsewhere it must be elementwise.
     updater, state, stored = store.updater, store.updater_state[key], store.values[key]
     if not isinstance(updater, Updater):
         if stored.size == rows.count * rows.chunk:

@@ -112,10 +112,8 @@ def by_key(store: KVStore, tree: Any) -> Arrays:
 
 
 def state_layouts(store: KVStore) -> list[Layout]:
-    """How each leaf of the optimizer's state is kept.
-
-    What belongs to a param and has its shape is kept as the param. Each device has a copy of the rest.
-    """
+    """How each leaf of the optimizer's state is kept."""
+    # What belongs to a param and has its shape is kept as the param. Each device has a copy of the rest.
     count = len(jax.tree.leaves(store.optimizer_state))
     if not count or not store.layouts:
         return [WHOLE] * count

@@ -168,11 +168,9 @@ def pending_at(store: KVStore, i: int, axis_name: str | None) -> tuple[Lists, Ar
 
 
 def regroup(held: PendingPushes, count: int) -> PendingPushes:
-    """The queue for another number of devices, with the same sums.
-
-    Device i takes the values of the devices i, i + count, i + 2 count, ... If there are more devices than before, the
-    others have zeros.
-    """
+    """The queue for another number of devices, with the same sums."""
+    # Device i takes the values of the devices i, i + count, i + 2 count, ... If there are more devices than before, the
+    # others have zeros.
 
     def spread(rows: jax.Array) -> jax.Array:
         if rows.shape[0] == count:
@@ -187,10 +185,8 @@ def regroup(held: PendingPushes, count: int) -> PendingPushes:
 
 
 def _stack(store: KVStore, key: int, values: Sequence[jax.Array]) -> jax.Array:
-    """(n, *shape): each row stays on its device if these are different ones, those of the store if it has some.
-
-    Else all go to the devices of the stored value, or to the first one that pushes if that value is anywhere.
-    """
+    """(n, *shape): each row stays on its device if these are different ones, those of the store if it has some."""
+    # Else all go to the devices of the stored value, or to the first one that pushes if that value is anywhere.
     stored = store.values[key]
     shardings = [v.sharding for v in values]
     devices = tuple(next(iter(s.device_set)) for s in shardings)

@@ -20,12 +20,7 @@
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
 from ..mxnet import load_mxnet as load_mxnet
-from ._files import (
-    adopt as _adopt,
-    check_writable as _check_writable,
-    of_step as _of_step,
-    whole_copy as _whole_copy,
-)
+from ._files import adopt as _adopt, check_writable as _check_writable, of_step as _of_step, whole_copy as _whole_copy
 from ._hash import StateHash as _StateHash, hash_of as _hash_of
 from ._manager import Manager as Manager
 from ._manifest import CheckpointError as CheckpointError

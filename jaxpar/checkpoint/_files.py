@@ -162,10 +162,8 @@ def check_writable(directory: Path, where: str) -> None:
 
 @contextlib.contextmanager
 def whole_copy(path: Path) -> Generator[Path]:
-    """A block with a directory that has a checkpoint and the records of its run. `adopt` takes both.
-
-    Its files are hard links, where the file system has those.
-    """
+    """A block with a directory that has a checkpoint and the records of its run. `adopt` takes both."""
+    # Its files are hard links, where the file system has those.
     copy = _unfinished_path(path.parent)
     try:
         shutil.copytree(path, copy, copy_function=_link_or_copy)

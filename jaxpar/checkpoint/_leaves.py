@@ -15,15 +15,7 @@ import numpy as np
 
 from .._core import checks
 from .._core.arrays import check_plain, is_prng_key, without_keys
-from .._core.portable import (
-    PARTS,
-    SavedArray,
-    adapt,
-    describe_record,
-    format_of,
-    is_registered,
-    path_name,
-)
+from .._core.portable import PARTS, SavedArray, adapt, describe_record, format_of, is_registered, path_name
 from .._devices.mesh import put, to_host
 from .._devices.user_mesh import on_own_mesh
 

@@ -131,10 +131,7 @@ class Manager:
         return self._restore(like, wanted=_save.is_best)
 
     def _restore(
-        self,
-        like: Tree,
-        accepts: Accepts = lambda found: None,
-        wanted: Wanted = lambda body: True,
+        self, like: Tree, accepts: Accepts = lambda found: None, wanted: Wanted = lambda body: True
     ) -> tuple[Tree, dict[str, Any]] | None:
         """As `restore_latest`. One that `accepts` refuses by a `CheckpointError` is passed over too."""
         self.wait()

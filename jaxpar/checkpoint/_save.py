@@ -178,10 +178,7 @@ def is_best(body: dict[str, Any]) -> bool:
 
 
 def newest_good(
-    directory: Path,
-    bad: set[Path],
-    accepts: Accepts = lambda found: None,
-    wanted: Wanted = lambda body: True,
+    directory: Path, bad: set[Path], accepts: Accepts = lambda found: None, wanted: Wanted = lambda body: True
 ) -> Found | None:
     """The newest good checkpoint. Newer ones are named on standard error, put into `bad` and passed over.
 

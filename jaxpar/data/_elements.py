@@ -36,11 +36,9 @@ _ADVICE = {
 
 
 def as_arrays(given: Any, where: str) -> Any:
-    """A table as a dict of arrays: a DataFrame of pandas or polars, or a list of dicts with one example each.
-
-    All other data stays as it is. `TypeError` for a column that is no array of numbers, and for data that can be read
-    in several ways: the message has a line for each.
-    """
+    """A table as a dict of arrays: a DataFrame of pandas or polars, or a list of dicts with one example each."""
+    # All other data stays as it is. `TypeError` for a column that is no array of numbers, and for data that can be read
+    # in several ways: the message has a line for each.
     if _is_of(given, "pandas", "DataFrame") or _is_of(given, "polars", "DataFrame"):
         return _columns(given, where)
     if _is_rows(given):

@@ -63,11 +63,9 @@ def missing(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def official_bytes(path: Path) -> bytes:
-    """The published .gz file, byte for byte, which is what TFDS asks for.
-
-    Debian's package has the same compressed bytes after a header without file name and time stamp. With the published
-    header they have the published sha256. `ValueError` for a file that is another one, half-written or damaged.
-    """
+    """The published .gz file, byte for byte, which is what TFDS asks for."""
+    # Debian's package has the same compressed bytes after a header without file name and time stamp. With the published
+    # header they have the published sha256. `ValueError` for a file that is another one, half-written or damaged.
     sha256, mtime = OFFICIAL[path.name]
     raw = path.read_bytes()
     name = path.name.removesuffix(".gz").encode()

@@ -21,15 +21,7 @@ from .._devices.virtual_shards import pad_rows
 from ._batches import Subset, epochs_from, rows_of_parts
 from ._dataset import Dataset
 from ._elements import as_dict, concatenate, stack
-from ._sharding import (
-    as_batch,
-    batch_struct,
-    check_virtual_shards,
-    path_name,
-    placed_batch,
-    share_sharding,
-    split_of,
-)
+from ._sharding import as_batch, batch_struct, check_virtual_shards, path_name, placed_batch, share_sharding, split_of
 
 _WHERE = "data.from_iterable"
 READ_ONCE = "an iterator can be read only once; give a list, a loader, or a function that returns an iterator"

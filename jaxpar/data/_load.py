@@ -191,11 +191,9 @@ def prepared_dir(name: str, data_dir: Path) -> Path | None:
 
 
 def prepare(name: str, data_dir: Path, idx_files: Path | None) -> None:
-    """Write TFDS's `name` into `data_dir` from the `idx_files`. None: from TFDS's own download.
-
-    TFDS writes into `incomplete.*` next to the target and renames it at the end. A process that finds the target there
-    by then deletes its own, so that several may prepare at once.
-    """
+    """Write TFDS's `name` into `data_dir` from the `idx_files`. None: from TFDS's own download."""
+    # TFDS writes into `incomplete.*` next to the target and renames it at the end. A process that finds the target
+    # there by then deletes its own, so that several may prepare at once.
     with contextlib.ExitStack() as stack:
         manual_dir = None
         if idx_files is not None:

@@ -147,11 +147,9 @@ def batch_struct(arrays: Any, batch_size: int, dtype: Any) -> Any:
 
 
 def share_sharding(rows: int, split: Split | None, where: str) -> NamedSharding | None:
-    """The sharding of a batch whose rows are shared equally by the processes. None: the default device.
-
-    Where a sharding gives one row to several processes, the batch is split over all devices, and a step sends the rows
-    on.
-    """
+    """The sharding of a batch whose rows are shared equally by the processes. None: the default device."""
+    # Where a sharding gives one row to several processes, the batch is split over all devices, and a step sends the
+    # rows on.
     if split is None:
         return None
     here = split.sharding.addressable_devices_indices_map((rows,)).values() if rows % split.parts == 0 else ()

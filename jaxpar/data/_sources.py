@@ -59,10 +59,8 @@ class Source(Protocol):
 def batch_options(
     source: Source, devices: Sequence[Any] | None, sharding: NamedSharding | None, virtual_shards: int | None
 ) -> dict[str, Any]:
-    """The options of `source.batches` for a step: where its batches go, and for how many virtual shards.
-
-    A source of the user's own need not have `sharding=` and `virtual_shards=`.
-    """
+    """The options of `source.batches` for a step: where its batches go, and for how many virtual shards."""
+    # A source of the user's own need not have `sharding=` and `virtual_shards=`.
     if sharding is not None and _takes(source, "sharding"):
         return {"sharding": sharding}
     if virtual_shards is None:

@@ -68,12 +68,10 @@ def configure(heartbeat_timeout: float) -> dict[str, Any]:
 
 
 def forget(address: str, processes: int, rank: int) -> None:
-    """Have jax's coordination service forget a lost process. Called in process 0, where the service is.
-
-    The service is meant to notice a loss by jax's own heartbeats. But it takes a run that was stopped for a loss of
-    every process, and ends them with SIGABRT. So its time limit is a week, and our heartbeats say who is lost: this
-    connects in the place of the lost process, and leaves in order.
-    """
+    """Have jax's coordination service forget a lost process. Called in process 0, where the service is."""
+    # The service is meant to notice a loss by jax's own heartbeats. But it takes a run that was stopped for a loss of
+    # every process, and ends them with SIGABRT. So its time limit is a week, and our heartbeats say who is lost: this
+    # connects in the place of the lost process, and leaves in order.
     one = type(multihost_utils.distributed.global_state)()  # pyright: ignore[reportPrivateImportUsage]
     one.initialize_preemption_sync_manager = lambda: None
     options: dict[str, Any] = {"cluster_detection_method": "deactivate", "local_device_ids": []}

@@ -33,10 +33,7 @@ class Cluster:
 
 
 def find(
-    coordinator: str | None,
-    num_processes: int | None,
-    process_id: int | None,
-    env: Mapping[str, str] = os.environ,
+    coordinator: str | None, num_processes: int | None, process_id: int | None, env: Mapping[str, str] = os.environ
 ) -> Cluster | str | None:
     """The settings of this process. An argument goes before the environment.
 
@@ -246,10 +243,8 @@ def ray_worker() -> Any | None:
 
 
 def meet_by_ray(train: Any) -> Cluster:
-    """The settings of this worker of Ray Train.
-
-    Worker 0 chooses a free port. Ray sends its address to the others, so all of them must call this.
-    """
+    """The settings of this worker of Ray Train."""
+    # Worker 0 chooses a free port. Ray sends its address to the others, so all of them must call this.
     try:
         collective = importlib.import_module("ray.train.collective")
     except ModuleNotFoundError:

@@ -155,10 +155,8 @@ def _find_timeouts(initialization: float | None, heartbeat: float | None, elasti
 
 
 def _attach(num_processes: int | None, process_id: int | None) -> None:
-    """Go on in the processes that jax has already. Nothing is started: no heartbeats, no hooks at the end.
-
-    The code that started jax also ends it. In Ray Train, one line reports that.
-    """
+    """Go on in the processes that jax has already. Nothing is started: no heartbeats, no hooks at the end."""
+    # The code that started jax also ends it. In Ray Train, one line reports that.
     if _process.this.is_joined:  # by ourselves
         return
     size, rank = _process.numbers_of_jax()

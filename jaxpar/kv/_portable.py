@@ -17,15 +17,7 @@ import numpy as np
 
 from .. import updaters
 from .._core import checks
-from .._core.portable import (
-    NodeFormat,
-    Saved,
-    SavedArray,
-    describe_record,
-    join_names,
-    path_name,
-    register_node,
-)
+from .._core.portable import NodeFormat, Saved, SavedArray, describe_record, join_names, path_name, register_node
 from .._devices.mesh import copies_on, put, split_over
 from .._store import aggregate, placing, queue
 from .._store.store import WHOLE, KVStore, Rows, layouts_of, names, shapes_of, specs_of
@@ -191,11 +183,9 @@ def _restore_pending(store: KVStore, k: int, found: Saved, count: int | None) ->
 
 
 def adapt(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved:
-    """What was saved with one optimizer state a key, for a store whose optimizer has one state for the whole pytree.
-
-    What a run saved that froze other params is for those that are frozen now. Where nothing fits, it stays as it is,
-    and the comparison with `like` says what is missing.
-    """
+    """What was saved with one optimizer state a key, for a store whose optimizer has one state for the whole pytree."""
+    # What a run saved that froze other params is for those that are frozen now. Where nothing fits, it stays as it is,
+    # and the comparison with `like` says what is missing.
     saved = _for_frozen(like, dict(saved), prefix, remarks)
     before = join_names(prefix, "updater_state") + "/"
     old = {name.removeprefix(before): entry for name, entry in saved.items() if name.startswith(before)}

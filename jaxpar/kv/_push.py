@@ -262,12 +262,10 @@ def _check(value: Any, key: int, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def _push_rows(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | None) -> Changes:
-    """What a push of rows changes. It makes no residuals.
-
-    With the default updater the rows replace the whole value, as in MXNet: the other rows become 0. Any other updater
-    sees the rows that are pushed, of the stored value and of its own state. Some of MXNet's optimizers update the whole
-    table instead, as MXNet does.
-    """
+    """What a push of rows changes. It makes no residuals."""
+    # With the default updater the rows replace the whole value, as in MXNet: the other rows become 0. Any other updater
+    # sees the rows that are pushed, of the stored value and of its own state. Some of MXNet's optimizers update the
+    # whole table instead, as MXNet does.
     refused = {
         "values of this store are split over a mesh and take no RowSparse; make the store of this table without mesh= "
         "and sharding=": is_on_mesh(store),

@@ -139,10 +139,8 @@ _HINTS: dict[tuple[str, ...], str] = {
 
 
 def check_updater(updater: Any, where: str) -> None:
-    """`TypeError` for what is no updater, or for a function that does not take the arguments of a push.
-
-    A function that Python cannot inspect is taken.
-    """
+    """`TypeError` for what is no updater, or for a function that does not take the arguments of a push."""
+    # A function that Python cannot inspect is taken.
     if isinstance(updater, Updater):
         _check_takes(updater.init, ("key", "value"), f"{where}: Updater.init")
         _check_takes(updater.update, _WITH_STATE, f"{where}: Updater.update")

@@ -60,11 +60,9 @@ class Callbacks:
     on_step: OnStep | None = None  # called with the number and the metrics of each step
 
     def init(self, state: TrainState, saved: list[Any] | None, resumed: bool) -> Memories:
-        """The memories of all callbacks: the saved ones, or else new ones.
-
-        A resumed run names on standard error the callbacks without a saved memory, and the saved memories without a
-        callback.
-        """
+        """The memories of all callbacks: the saved ones, or else new ones."""
+        # A resumed run names on standard error the callbacks without a saved memory, and the saved memories without a
+        # callback.
         left, missed, found = list(saved or []), list[str](), list[Any]()
         for callback in self.each:
             fresh = callback.init(state) if has_memory(callback) else None

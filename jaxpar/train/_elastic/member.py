@@ -168,10 +168,8 @@ class Member:
             self._batch = _to_host(next(self._batches))
 
     def _compile(self, state: TrainState) -> Program:
-        """Compile what each device runs by itself: later the others would wait for the compiler in a collective.
-
-        The result is what is computed, in short.
-        """
+        """Compile what each device runs by itself: later the others would wait for the compiler in a collective."""
+        # The result is what is computed, in short.
         batch = _to_host(next(self._run.batches(self._seed, 0)))
         local = place_state(_to_host(state), tuple(jax.local_devices()))
         texts = self._run.step.on(jax.local_devices()).compile_own(local, batch)

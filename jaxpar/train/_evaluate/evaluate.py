@@ -242,10 +242,8 @@ def check_classes(where: str, apply_fn: Any, model: tuple[Any, ...], dataset: An
 
 
 def check_training_classes(step: Any, state: TrainState, train_data: Any) -> None:
-    """The same for the training data of a step whose loss is that of `train.classification_loss`.
-
-    The state may be donated.
-    """
+    """The same for the training data of a step whose loss is that of `train.classification_loss`."""
+    # The state may be donated.
     loss_fn = getattr(step, "loss_fn", None)
     if isinstance(loss_fn, ClassificationLoss):
         check_classes("fit: train_data", loss_fn.apply_fn, (params_shapes(state),), train_data)

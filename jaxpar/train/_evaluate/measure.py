@@ -172,10 +172,8 @@ _WANTED = (
 
 
 def as_values(returned: Any, n: int) -> Values:
-    """What an `eval_fn` returned for n examples, with a `Mean` or a metric for each name.
-
-    A metric in place of the dict has the name "". Its `compute` gives the dict.
-    """
+    """What an `eval_fn` returned for n examples, with a `Mean` or a metric for each name."""
+    # A metric in place of the dict has the name "". Its `compute` gives the dict.
     if _is_metric(returned):
         return {"": returned}
     if not isinstance(returned, Mapping):

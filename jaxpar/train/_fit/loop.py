@@ -49,11 +49,7 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
     with processes.raise_together():  # after all that may refuse this call, so that the file of another run stays
         run.callbacks.call("on_start", loop.history)
     try:
-        with (
-            Interrupts() as signals,
-            contextlib.closing(checkpoints),
-            contextlib.ExitStack() as at_end,
-        ):
+        with Interrupts() as signals, contextlib.closing(checkpoints), contextlib.ExitStack() as at_end:
             # They end in the reverse order: the steps, `on_end`, the checkpoints, and last the signals.
             at_end.callback(run.callbacks.call, "on_end", loop.history)
             calls = run.make_steps(loop) if run.make_steps is not None else contextlib.nullcontext(loop.calls())

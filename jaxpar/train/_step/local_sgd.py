@@ -96,9 +96,7 @@ class LocalSGD(DeviceStep):
         trained = list(state.local["values"])
         values, residuals, outer, local = lax.cond(due, agree, keep, state)
         store = dataclasses.replace(
-            state.store,
-            values={**state.store.values, **values},
-            residuals={**state.store.residuals, **residuals},
+            state.store, values={**state.store.values, **values}, residuals={**state.store.residuals, **residuals}
         )
         return dataclasses.replace(state, store=store, outer=outer, local=local)
 

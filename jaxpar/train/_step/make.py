@@ -32,10 +32,7 @@ Engine = Literal["auto", "pmap", "shard_map", "jit"]
 
 _HINTS = {
     **dict.fromkeys(("optimizer", "tx", "learning_rate", "lr"), IN_STORE),
-    **dict.fromkeys(
-        ("kind", "kvstore", "compression", "staleness"),
-        "give it to train.start or kv.from_params",
-    ),
+    **dict.fromkeys(("kind", "kvstore", "compression", "staleness"), "give it to train.start or kv.from_params"),
     **dict.fromkeys(("dtype", "precision"), "write compute_dtype="),
     **dict.fromkeys(("clip_norm", "max_grad_norm"), "give grad_transform=optax.clip_by_global_norm(1.0)"),
     "apply_fn": "write loss_fn=train.classification_loss(apply_fn)",

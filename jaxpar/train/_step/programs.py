@@ -81,11 +81,9 @@ class BatchPlacement:
         self._last: list[Any] = []  # how the leaves of the last batch were placed, if they could stay where they were
 
     def __call__(self, batch: Batch, axis: int = 0) -> Batch:
-        """The batch on the devices. `axis` is that of the examples.
-
-        Nothing is checked where its arrays are placed as those of the last batch, since this is asked at every step.
-        A program checks the shapes when it is traced for them.
-        """
+        """The batch on the devices. `axis` is that of the examples."""
+        # Nothing is checked where its arrays are placed as those of the last batch, since this is asked at every step.
+        # A program checks the shapes when it is traced for them.
         batch = self._step.lay_out(batch, self.shares, self.along[axis], axis)
         leaves = jax.tree.leaves(batch)
         placed = [getattr(leaf, "sharding", None) or (type(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]

@@ -206,12 +206,11 @@ class ShardPrograms:
 
 
 class VirtualProgram:
-    """One step over virtual shards.
+    """One step over virtual shards."""
 
-    Each device computes the terms of its shards one after the other, and adds those that are neighbours in the tree at
-    once. So it holds the logarithm of their number at most. One program over all devices exchanges what is left, and
-    each device makes the update.
-    """
+    # Each device computes the terms of its shards one after the other, and adds those that are neighbours in the tree
+    # at once. So it holds the logarithm of their number at most. One program over all devices exchanges what is left,
+    # and each device makes the update.
 
     def __init__(self, step: VirtualStep, treedef: Any):
         state = treedef.unflatten(range(treedef.num_leaves))
