@@ -1,6 +1,6 @@
 """What every room uses, and what knows nothing of the rooms.
 
-calls      what is answered to a call with wrong arguments
+calls      what is answered to a call with wrong arguments, or with an old name of one
 checks     keys, arrays, devices and options that users give, and the messages about them
 arrays     what an array is, random keys as plain integers
 updater    the type of an updater

@@ -245,9 +245,6 @@ def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Cha
     if is_split(store):
         rows = rows_of(store)
         pairs = {k: _update_rows(store, k, rows[k], pushed[k]) for k in keys}
-    elif isinstance(store.updater, Updater):
-        pairs = {k: store.updater.update(k, pushed[k], store.updater_state[k], store.values[k]) for k in keys}
-        pairs = check_results(pairs, store.values)
     else:
         pairs = {k: update_one(store.updater, k, pushed[k], store.updater_state[k], store.values[k]) for k in keys}
     return Changes({k: new for k, (new, _) in pairs.items()}, {k: state for k, (_, state) in pairs.items()})
@@ -278,26 +275,18 @@ def uncounted(changes: Changes) -> Changes:
 
 
 def update_one(updater: Any, key: int, pushed: jax.Array, state: Any, stored: jax.Array) -> Pair:
-    """One call of the updater, and the check of its result."""
+    """What the updater gives for one key, checked, and in the dtype of the stored value."""
     if isinstance(updater, Updater):
-        pair = updater.update(key, pushed, state, stored)
+        new, state = updater.update(key, pushed, state, stored)
     else:
-        pair = updater(key, pushed, stored), state
-    return check_results({key: pair}, {key: stored})[key]
-
-
-def check_results(pairs: dict[int, Pair], stored: Arrays) -> dict[int, Pair]:
-    """What the updater returned, in the dtypes of the stored values."""
-    results: dict[int, Pair] = {}
-    for key, (new, state) in pairs.items():
-        where = f"kv.push: the updater's result for key {key}"
-        if new is None:
-            raise TypeError(f"{where} is None; an updater returns the new value, it cannot change `stored` in place")
-        value = checks.array(new, where)
-        checks.same_shape(value, stored[key].shape, where)
-        checks.castable(value.dtype, stored[key].dtype, where)
-        results[key] = value.astype(stored[key].dtype), state
-    return results
+        new = updater(key, pushed, stored)
+    where = f"kv.push: the updater's result for key {key}"
+    if new is None:
+        raise TypeError(f"{where} is None; an updater returns the new value, it cannot change `stored` in place")
+    value = checks.array(new, where)
+    checks.same_shape(value, stored.shape, where)
+    checks.castable(value.dtype, stored.dtype, where)
+    return value.astype(stored.dtype), state
 
 
 def _update_rows(store: KVStore, key: int, rows: Rows, pushed: jax.Array) -> Pair:
