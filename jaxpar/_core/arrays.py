@@ -61,11 +61,6 @@ def is_gone(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
-def any_gone(tree: Any) -> bool:
-    """Whether `is_gone` holds for one of the leaves."""
-    return any(map(is_gone, jax.tree.leaves(tree)))
-
-
 def check_not_gone(value: jax.Array, where: str) -> jax.Array:
     """The array, if it has values. `RuntimeError` if it was deleted, `TypeError` if its trace has ended."""
     if not is_gone(value):

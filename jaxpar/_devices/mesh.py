@@ -32,9 +32,9 @@ def copies_on(devices: Sequence[Device]) -> NamedSharding:
     return _sharding(tuple(devices), PartitionSpec())
 
 
-def split_over(devices: Sequence[Device], axis: int = 0) -> NamedSharding:
-    """The sharding that gives each device an equal part along one axis."""
-    return _sharding(tuple(devices), PartitionSpec(*[None] * axis, STORE_AXIS))
+def split_over(devices: Sequence[Device]) -> NamedSharding:
+    """The sharding that gives each device an equal part along the first axis."""
+    return _sharding(tuple(devices), PartitionSpec(STORE_AXIS))
 
 
 def are_on(tree: Any, devices: Sequence[Device]) -> bool:

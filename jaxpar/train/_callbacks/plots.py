@@ -57,9 +57,9 @@ def save_figure(figure: Any, path: str | os.PathLike[str] | None) -> Any:
     return figure
 
 
-def png(figure: Any, dpi: float = 100) -> bytes:
+def png(figure: Any) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi)
+    figure.savefig(buffer, format="png", dpi=100)
     return buffer.getvalue()
 
 

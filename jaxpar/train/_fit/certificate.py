@@ -64,7 +64,7 @@ class Certificate:
                 raise ValueError(f"{what}; give another file, or delete it")
             header = before
         kept = {step: state for step, state in lines.items() if step <= at}
-        text = "".join(json.dumps(line) + "\n" for line in [header, *map(_line, kept.items())]).encode()
+        text = (json.dumps(header) + "\n" + "".join(_line(*item) for item in kept.items())).encode()
         with explain_errors(path, "the certificate"):
             if text == content:
                 files.append(path, b"")  # only to see that it can be written
@@ -80,7 +80,7 @@ class Certificate:
         """Write the lines up to a step. Waits for their hashes."""
         while self._unwritten and self._unwritten[0][0] <= until:
             at, state = self._unwritten.popleft()
-            line = (json.dumps(_line((at, str(state)))) + "\n").encode()
+            line = _line(at, str(state)).encode()
             if self.path is not None and jax.process_index() == 0:
                 with explain_errors(self.path, "the certificate"):
                     files.append(self.path, line)
@@ -91,8 +91,8 @@ class Certificate:
         self._unwritten.clear()
 
 
-def _line(item: tuple[int, str]) -> dict[str, Any]:
-    return {"step": item[0], "state": item[1]}
+def _line(step: int, state: str) -> str:
+    return json.dumps({"step": step, "state": state}) + "\n"
 
 
 def header_of(step: Any, state: TrainState) -> dict[str, Any]:

@@ -58,12 +58,7 @@ class LocalSGD(DeviceStep):
         transform = transform if jax.tree.leaves(transform) else state.local["transform"]
         store = with_changes(mine.store, update(mine.store, self._without_unused(state, share, updates), loss))
         metrics, model_state, bad = self._mean_over_devices(state, share, grads, {})
-        local = {
-            "values": {k: store.values[k] for k in state.local["values"]},
-            "updater_state": {k: store.updater_state[k] for k in state.local["updater_state"]},
-            "optimizer_state": store.optimizer_state,
-            "transform": transform,
-        }
+        local = _local_part(store, list(state.local["values"]), transform)
         new = dataclasses.replace(
             state,
             step=state.step + 1,
@@ -123,13 +118,7 @@ class LocalSGD(DeviceStep):
             if jax.tree.structure(fresh) != jax.tree.structure(state.outer["state"]):
                 raise ValueError(f"train step: the state belongs to another outer_optimizer; {END_OF_ROUND}")
             return state
-        keys = trained_keys(store)
-        local = {
-            "values": {k: store.values[k] for k in keys},
-            "updater_state": {k: store.updater_state[k] for k in keys},
-            "optimizer_state": store.optimizer_state,
-            "transform": state.transform,
-        }
+        local = _local_part(store, trained_keys(store), state.transform)
         outer = {
             "state": () if self.outer is None else self.outer.init(tree_of(store, store.values)),
             "since": jnp.zeros((), jnp.int32),
@@ -158,6 +147,16 @@ def _check_store(store: KVStore) -> None:
     if store.staleness:
         late = f"a store of staleness {store.staleness}"
         raise ValueError(f"train step: local_steps and {late} cannot go together; use kind 'dist_sync', or staleness=0")
+
+
+def _local_part(store: KVStore, keys: list[int], transform: Any) -> dict[str, Any]:
+    """The part `local` of a state, out of a store with the values of a device."""
+    return {
+        "values": {k: store.values[k] for k in keys},
+        "updater_state": {k: store.updater_state[k] for k in keys},
+        "optimizer_state": store.optimizer_state,
+        "transform": transform,
+    }
 
 
 def own_state(state: TrainState) -> TrainState:
