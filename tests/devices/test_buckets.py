@@ -123,7 +123,6 @@ def test_layouts_on_devices():
     assert mesh.copies_on(devices) is mesh.copies_on(tuple(devices))
     assert mesh.copies_on(devices).shard_shape((8, 4)) == (8, 4)
     assert mesh.split_over(devices).shard_shape((8, 4)) == (2, 4)
-    assert mesh.split_over(devices, 1).shard_shape((8, 4)) == (8, 1)
     assert list(mesh.split_over(devices[::-1]).mesh.devices) == devices[::-1]
 
 
