@@ -16,7 +16,7 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
@@ -328,7 +328,7 @@ def _words(hint: Any) -> str:
         return f"a function of {len(parts[0])} arguments" if isinstance(parts[0], list) else "a function"
     if isinstance(origin, type) and parts:
         item = parts[-1] if issubclass(origin, Mapping) else parts[0]
-        name = "a dict" if issubclass(origin, Mapping) else "a list"
+        name = "a dict" if issubclass(origin, Mapping) else "an iterable" if origin is Iterable else "a list"
         return name if _is_free(item) else f"{name}, each of it {_words(item)}"
     return _WORDS.get(hint) or f"a {getattr(hint, '__name__', hint)}"
 

@@ -519,7 +519,12 @@ MISTAKES = {
         "(state, batch)",
         "make_train_step",
     ),
-    "an optimizer for a step": (lambda: train.fit(state(), TX, ARRAYS, **FIT), TypeError, "expected a step"),
+    "an optimizer for a step": (
+        lambda: train.fit(state(), TX, ARRAYS, **FIT),
+        TypeError,
+        "the step must be a function of (state, batch)",
+        "train.make_train_step(loss_fn)",
+    ),
     "no epochs": (lambda: train.fit(state(), STEP, ARRAYS, batch_size=8), ValueError, "epochs= or max_steps="),
     "epochs without a name": (
         lambda: train.fit(state(), STEP, ARRAYS, 5, 8),
@@ -591,7 +596,7 @@ MISTAKES = {
     "shuffled batches": (lambda: data.batches(ARRAYS, 8, shuffle=True), TypeError, "give rng=jax.random.key(0)"),
     "batches of words": (lambda: data.batches(ARRAYS, "8"), TypeError, "batch_size must be an int", "got '8'"),
     "a number for a loader": (lambda: data.from_iterable(3), TypeError, "expected an iterable"),
-    "a number to collect": (lambda: data.collect(3), TypeError, "expected an iterable"),
+    "a number to collect": (lambda: data.collect(3), TypeError, "elements must be an iterable, got 3"),
     # parallel
     "a word for a device": (
         lambda: parallel.copy_to(PARAMS, "cpu"),

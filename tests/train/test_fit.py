@@ -146,7 +146,7 @@ def test_a_failing_step_leaves_no_bar_behind():
         (
             {"steps_per_execution": 0},
             ValueError,
-            "steps_per_execution must be an int of 1 or more, got 0; or give 'auto'",
+            "steps_per_execution must be an int of 1 or more, got 0",
         ),
         ({"state": {}}, TypeError, "fit: expected a state, train.create_state"),
     ],

@@ -200,10 +200,11 @@ class Classification:
 
 def classification(apply_fn: Any, has_state: bool, where: str) -> Classification:
     """The `eval_fn` of a classifier. `TypeError` for an `apply_fn` that cannot be one."""
+    checks.function(apply_fn, f"{where}: apply_fn")
     names = ("params", "images", "model_state") if has_state else ("params", "images")
     hint = ", since the state has a model_state" if has_state else ""
     check_takes(apply_fn, names, f"{where}: apply_fn", hint)
-    return Classification(checks.hashable(apply_fn, f"{where}: apply_fn"))
+    return Classification(apply_fn)
 
 
 def check_logits(logits: Any, n: int) -> Any:
