@@ -61,6 +61,14 @@ def programs_are_compiled():
         pytest.fail(f"the test left {name} at {after!r}")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def large_programs_are_dropped(request):
+    """Whole networks and a thousand convolutions: gigabytes of programs, which no test after them uses."""
+    yield
+    if request.path.parent.name in ("mxnet", "cpu_kernels"):
+        jax.clear_caches()
+
+
 CORE = (
     "test_kv_push_pull test_kv_kinds test_kv_compression test_kv_async test_kv_shard_map test_kv_sparse "
     "test_compression test_owners test_parallel test_sharing test_train_step test_step_many test_local_steps "

@@ -123,7 +123,7 @@ def undisturbed(folder, steps):
 
 @pytest.mark.slow  # two minutes
 def test_kills_stops_and_joins_change_no_bit(tmp_path):
-    run = Run(tmp_path / "disturbed", "slow:0.05:10000")
+    run = Run(tmp_path / "disturbed", "slow:0.2:10000")
     found = attack(run, EVENTS.values())
     assert run.steps() == [*range(1, run.steps()[-1] + 1)]  # each counted once
     assert "Traceback" not in run.output
@@ -142,36 +142,33 @@ def test_all_stop_after_the_same_step(tmp_path, who):
     assert len({step for _, step, _ in said}) == 1, run.output
 
 
-@pytest.mark.slow  # more than two minutes
+@pytest.mark.slow  # four minutes, of which two are standstill
 def test_a_minute_of_standstill_changes_no_bit(tmp_path):
-    run = Run(tmp_path / "disturbed", "slow:0.05:10000")
-    minute = [
-        (lambda run: pause(run, 60, signal.SIGTSTP, run.launcher.pid), 0),
-        (lambda run: pause(run, 60, signal.SIGSTOP, *everything(run)), 0),
-    ]
-    found = attack(run, minute)
-    assert run.steps() == [*range(1, run.steps()[-1] + 1)]
-    assert "lost" not in run.output
-    assert "stuck" not in run.output
-    assert found == undisturbed(tmp_path / "undisturbed", run.steps()[-1])
+    """All of a run stops, or its launcher alone: nothing is lost. One process of a rigid run stops: all begin again."""
+    elastic = Run(tmp_path / "elastic", "slow:0.3:10000")
+    rigid = Run(tmp_path / "rigid", "rigid", "slow:0.3:10000", processes=2, way=("--max-restarts", "3"))
+    both = (elastic, rigid)
 
+    def wait_for_steps(*runs):
+        for run in runs:
+            run.wait(r"STEP \d+", len(run.steps()) + 10)
 
-@pytest.mark.slow  # four minutes
-def test_a_rigid_run_comes_through_a_minute_of_standstill(tmp_path):
-    """All of it stops, or the launcher alone: nothing is lost. One process stops: it is lost, and all begin again."""
-    run = Run(tmp_path / "disturbed", "rigid", "slow:0.05:10000", processes=2, way=("--max-restarts", "3"))
-    run.wait("STEP 20")
-    for pids in (everything(run), [run.launcher.pid]):
-        pause(run, 60, signal.SIGSTOP, *pids)
-        run.wait(r"STEP \d+", len(run.steps()) + 10)
-    assert "lost" not in run.output
-    assert "stuck" not in run.output
-    stopped = run.pid(1)
-    run.send(signal.SIGSTOP, stopped)
-    run.wait("restart 1 of 3")
-    run.wait(r"PID 1 \d+", 2)
-    run.wait(r"STEP \d+", len(run.steps()) + 10)
-    (run.folder / "over").touch()
-    assert run.end() == undisturbed(tmp_path / "undisturbed", run.steps()[-1])
-    assert "no heartbeat" in run.output
-    assert "Traceback" not in run.output
+    wait_for_steps(*both)
+    elastic.wait(r"PID \d+ \d+", PROCESSES)
+    for number, of_run in ((signal.SIGSTOP, everything), (signal.SIGTSTP, lambda run: [run.launcher.pid])):
+        pause(elastic, 60, number, *of_run(elastic), *of_run(rigid))
+        wait_for_steps(*both)
+    for run in both:
+        assert "lost" not in run.output
+        assert "stuck" not in run.output
+    rigid.send(signal.SIGSTOP, rigid.pid(1))
+    rigid.wait("restart 1 of 3")
+    rigid.wait(r"PID 1 \d+", 2)
+    wait_for_steps(rigid)
+    assert "no heartbeat" in rigid.output
+    for run in both:
+        (run.folder / "over").touch()
+        found = run.end()
+        assert found == undisturbed(tmp_path / f"undisturbed {run.folder.name}", run.steps()[-1])
+        assert "Traceback" not in run.output
+    assert elastic.steps() == [*range(1, elastic.steps()[-1] + 1)]  # each counted once
