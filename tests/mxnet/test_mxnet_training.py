@@ -29,6 +29,12 @@ ROUGH = ("mobilenet0_25", "mobilenet_v2_0_25", "resnet50_v1", "inception_v3")
 ZOO = [name for name in CASES if f"{name}/eval" in RECORDED]
 
 
+def row_of(name):
+    """Minutes of compiling are for a release."""
+    long = name in ("resnet50_v1", "inception_v3")
+    return pytest.param(name, marks=pytest.mark.release if long else pytest.mark.slow)
+
+
 def load(folder, name, layout=None):
     """The model of a case, whose arrays follow the rule."""
     case = CASES[name]
@@ -91,8 +97,7 @@ def steps_of(model, name, dtype):
     return first, found, jax.jit(model.apply)(kv.to_params(store), images, state=state)[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", [*map(row_of, ZOO)])
 def test_gradients_and_five_steps_of_the_zoo(name, tmp_path):
     there = of_case(name)
     tolerance = 1e-3 if name in ROUGH else 1e-4
@@ -104,8 +109,7 @@ def test_gradients_and_five_steps_of_the_zoo(name, tmp_path):
     check(evaluated, there["eval"], tolerance, "logits of evaluation")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ROUGH)
+@pytest.mark.parametrize("name", [*map(row_of, ROUGH)])
 def test_in_float64_gradients_and_steps_are_those_of_mxnet(name, tmp_path):
     with jax.enable_x64(True):
         grads, logits, evaluated = steps_of(load(tmp_path, name), name, "float64")
