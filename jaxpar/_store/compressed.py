@@ -124,11 +124,9 @@ def _linear(
 
 
 def _alone(total: jax.Array) -> jax.Array:
-    """A sum that a TPU computes before the update, which it would else compute in lines of 128 and fuse with nothing.
-
-    On CPUs a barrier would change the last bits of the update.
-    """
-    return lax.platform_dependent(total, cpu=lambda x: x, default=lax.optimization_barrier)
+    """A sum, which a TPU computes before the update. It would else compute the update in lines of 128."""
+    # Elsewhere a barrier wins nothing, and on CPUs it would change the last bits of the update.
+    return lax.platform_dependent(total, tpu=lax.optimization_barrier, default=lambda x: x)
 
 
 def _join(states: Sequence[State]) -> State:

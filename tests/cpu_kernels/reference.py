@@ -2,6 +2,9 @@
 
 import importlib.util
 import math
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -144,3 +147,18 @@ def ours(case):
 def error(found, true):
     """Root mean square, relative."""
     return float(np.sqrt(np.mean((np.asarray(found, np.float64) - true) ** 2) / max(np.mean(true**2), 1e-30)))
+
+
+def digests(program, threads=None, **environment):
+    """What a program prints, each line once. It runs in a process of its own, on one thread or as many as there are."""
+    command = ["taskset", "-c", "0"] if threads == "1" else []
+    environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    done = subprocess.run(
+        [*command, sys.executable, "-c", program],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return {*done.stdout.splitlines()}

@@ -1,9 +1,5 @@
 """Convolutions by the kernels of jaxpar-cpu: the numbers of float64, the same bits anywhere, lax's NaN and infinity."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +7,7 @@ import optax
 import pytest
 from jax import export, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from reference import Case, error, missing, of_lax, ours, reference
+from reference import Case, digests, error, missing, of_lax, ours, reference
 
 from jaxpar import kv, models, train
 from jaxpar.models import fast_on_cpus
@@ -221,19 +217,9 @@ for device in jax.devices():
     "other", [{"JAX_NUM_CPU_DEVICES": "4"}, pytest.param({"threads": "1"}, marks=pytest.mark.slow)]
 )
 def test_the_same_bits_on_any_number_of_threads_and_devices(other):
-    def digests(threads=None, **environment):
-        command = [sys.executable, "-c", BITS]
-        paths = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-        command = ["taskset", "-c", "0", *command] if threads == "1" else command
-        done = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": paths, **environment}, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        return set(done.stdout.split())
-
-    one = digests(JAX_NUM_CPU_DEVICES="1")
+    one = digests(BITS, JAX_NUM_CPU_DEVICES="1")
     assert len(one) == 1
-    assert digests(**{"JAX_NUM_CPU_DEVICES": "1", **other}) == one
+    assert digests(BITS, **{"JAX_NUM_CPU_DEVICES": "1", **other}) == one
 
 
 @pytest.mark.slow

@@ -1,9 +1,6 @@
 """The loop of an LSTM and of a GRU by the kernels: float64's numbers, all transforms, cells that are almost such."""
 
 import functools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +9,7 @@ import optax
 import pytest
 from jax import export, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from reference import error, missing
+from reference import digests, error, missing
 
 from jaxpar import kv, train
 from jaxpar._cpu import recurrent
@@ -697,19 +694,9 @@ for cell, gates in (("lstm", 4), ("gru", 3)):
 
 @pytest.mark.parametrize("other", [{"JAX_NUM_CPU_DEVICES": "4"}, {"threads": "1"}])
 def test_the_same_bits_on_any_number_of_threads_and_devices(other):
-    def digests(threads=None, **environment):
-        command = [sys.executable, "-c", BITS]
-        paths = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-        command = ["taskset", "-c", "0", *command] if threads == "1" else command
-        done = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": paths, **environment}, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        return {*done.stdout.splitlines()}
-
-    one = digests(JAX_NUM_CPU_DEVICES="1")
+    one = digests(BITS, JAX_NUM_CPU_DEVICES="1")
     assert len(one) == len(CELLS)
-    assert digests(**{"JAX_NUM_CPU_DEVICES": "1", **other}) == one
+    assert digests(BITS, **{"JAX_NUM_CPU_DEVICES": "1", **other}) == one
 
 
 @pytest.mark.parametrize("cell", CELLS)
