@@ -194,13 +194,32 @@ def test_the_words_of_the_compiler_of_tpus(monkeypatch):
         plan.plot()
 
 
-def test_split_weights_that_travel_whole():
+@pytest.mark.parametrize(
+    ("split", "sent", "is_said"),
+    [
+        (["data"], ("data",), True),
+        (["data"], ("copies", "data"), True),
+        (["data"], ("copies",), False),  # the gradients of copies
+        (["data", "model"], ("model",), False),  # activations under tensor parallelism
+        (["model"], ("model",), False),
+        ([], ("data",), False),
+    ],
+)
+def test_split_weights_that_travel_whole(split, sent, is_said):
     """FSDP over many chips, as the compiler of TPUs has it. CPUs estimate no cycles."""
-    split = train.plan(make, on="v5e:2x2", fsdp=True)
-    copies = train.plan(make, on="v5e:2x2", engine="jit")
-    reduce = next(one for one in copies.collectives if one.kind == "all-reduce")
-    whole = [dataclasses.replace(plan, cycles=10, collectives=(reduce,)) for plan in (split, copies)]
-    assert ["keep copies over the rest" in str(plan) for plan in whole] == [True, False]
+    plan = train.plan(make, on="v5e:2x2", fsdp=True)
+    weights = next(one for one in plan.arguments if one["name"] == "params/w")
+    assert weights["axes"] == ["data"]
+    assert plan.batch_axes == ("data",)
+    reduce = train.PlannedCollective("all-reduce", sent, 1000, 1, False, True)
+    plan = dataclasses.replace(
+        plan,
+        cycles=10,
+        collectives=(reduce,),
+        arguments=({**weights, "axes": split},),
+        batch_axes=("copies", "data"),
+    )
+    assert ("keep copies over the rest" in str(plan)) == is_said
 
 
 def test_a_comparison():

@@ -12,6 +12,7 @@ import numpy as np
 
 from ... import viz
 from ..._core.text import describe
+from ..._devices.sharding_rules import axes_of
 from .._step.train_step import TrainStep
 from .slices import Slice
 
@@ -40,6 +41,7 @@ def examine(make: Callable[..., Any], where: Slice, choices: dict[str, Any], fra
         "devices": len(devices),
         "chip": devices[0].device_kind,
         "engine": engine,
+        "batch_axes": tuple(sorted({name for leaf in jax.tree.leaves(batch) for name in _split_axes(leaf)})),
         "limit_bytes": limit,
         "argument_bytes": sum(one["bytes"] for one in arguments),
         "arguments": arguments[:5],
@@ -107,8 +109,14 @@ def _arguments(state: Any, batch: Any) -> list[dict[str, Any]]:
             size = int(np.prod(local)) * getattr(leaf.dtype, "itemsize", 8)
             shape = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
             one = {"name": name.removeprefix(".store."), "shape": shape, "bytes": size}
-            found.append({**one, "is_split": local != leaf.shape})
+            found.append({**one, "axes": _split_axes(leaf)})
     return found
+
+
+def _split_axes(leaf: Any) -> list[str]:
+    """The axes of the mesh over which an array is split."""
+    sizes = leaf.sharding.mesh.shape
+    return [name for name in axes_of(leaf.sharding.spec) if sizes[name] > 1]
 
 
 def _memory(compiled: Any, where: Slice, limit: int) -> dict[str, Any]:

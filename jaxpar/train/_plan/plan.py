@@ -51,6 +51,7 @@ class Plan:
         on, choices: as given to `train.plan`. Values of choices are strings.
         devices, chip: how many devices, and their kind.
         engine: of the step, what "auto" chooses.
+        batch_axes: of the mesh, over which the batch is split.
         fits: whether the step fits the memory.
         peak_bytes: what it needs at once.
         limit_bytes: what there is: of a TPU what its compiler allows, of a GPU the part of its memory that JAX takes,
@@ -58,7 +59,7 @@ class Plan:
         argument_bytes, returned_bytes, temporary_bytes: state and batch, what the step returns, and the rest.
         donated_bytes: what it returns in the memory of its arguments.
         arguments: the five largest arrays of state and batch: `name`, `shape` of the whole, `bytes` of one device,
-            `is_split` over devices.
+            `axes` of the mesh over which it is split.
         flops: counted from the traced step, as XLA counts them. Of branches the costliest counts.
         cycles: the sum of the estimates of the compiler of TPUs, for comparisons only. Collectives and most copies have
             no estimate. None for GPUs.
@@ -71,6 +72,7 @@ class Plan:
     devices: int
     chip: str
     engine: str
+    batch_axes: tuple[str, ...]
     fits: bool
     peak_bytes: int
     limit_bytes: int

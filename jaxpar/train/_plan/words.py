@@ -67,7 +67,6 @@ def _sent(plan: Any) -> Iterable[tuple[str, str]]:
 
 def hints(plan: Any) -> list[str]:
     """What to try where it does not fit, and what is remarkable where it does."""
-    sent = plan.sent_bytes
     if not plan.fits:
         if plan.argument_bytes > plan.limit_bytes / 2:
             return [
@@ -78,9 +77,11 @@ def hints(plan: Any) -> list[str]:
             "temporaries are the most: jax.checkpoint (remat) around the layers, accumulate=N in make_train_step, or "
             "fewer examples for each device"
         ]
-    whole = sent.get("all-reduce", 0)
-    is_split = any(one["is_split"] for one in plan.arguments if one["name"].startswith("params/"))
-    if is_split and plan.engine == "jit" and plan.cycles is not None and whole > sent.get("all-gather", 0) / 2:
+    # Other axes have all-reduces of their own: of gradients over copies, of activations under tensor parallelism.
+    params = [one for one in plan.arguments if one["name"].startswith("params/")]
+    axes = {name for one in params for name in one["axes"]} & set(plan.batch_axes)
+    whole = sum(one.bytes * one.runs for one in plan.collectives if one.kind == "all-reduce" and axes & set(one.axes))
+    if plan.engine == "jit" and plan.cycles is not None and whole > plan.sent_bytes.get("all-gather", 0) / 2:
         return [
             f"all-reduces of {size(whole)}: split weights or gradients travel whole, where gathers and reduce-scatters "
             "would send half. Split over fewer devices, an axis of the mesh, and keep copies over the rest"
