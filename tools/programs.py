@@ -242,10 +242,11 @@ def _digest(text: str) -> str:
 
 
 def _processor() -> str:
-    """The make of the processor and what it can, which decide what XLA compiles."""
+    """The make of the processor, what it can and its cores, which decide what XLA compiles."""
     about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
-    model = re.search("model name.*", about)
-    return f"{model[0] if model else about}, avx512: {'avx512f' in about}"
+    model, flags = re.search(r"model name\s*: (.*)", about), re.search(r"flags\s*: (.*)", about)
+    can = f", flags {_digest(flags[1])}" if flags else ""
+    return f"{model[1] if model else platform.processor()}{can}, {os.cpu_count()} cores"
 
 
 def differences(old: dict[str, dict], new: dict[str, dict]) -> list[str]:
