@@ -38,7 +38,8 @@ void PackPanel(const float* w, int64_t K, int64_t N, bool transposed, int64_t p,
     for (int64_t j = p; j < p + kPanel; ++j) *out++ = j >= N ? 0.0f : transposed ? w[j * K + k] : w[k * N + j];
 }
 
-const float* Pack(ffi::ThreadPool& pool, const float* w, int64_t K, int64_t N, bool transposed) {
+template <class Pool>
+const float* Pack(Pool& pool, const float* w, int64_t K, int64_t N, bool transposed) {
   thread_local std::vector<float> kept;
   float* out = Kept(kept, K * UpTo(N, kPanel));
   ForBlocks(pool, UpTo(N, kPanel) / kPanel, [=](int64_t block) {
@@ -328,11 +329,19 @@ struct Functions {
 constexpr Functions kFunctions[] = {JAXPAR_TARGETS(NAMED)};
 
 // Examples in blocks, of which each thread has one if they are few. A block reads the whole weight at each step.
-void ForExamples(ffi::ThreadPool& pool, const Loop& loop, Functions::Blocks work) {
+template <class Pool>
+void ForExamples(Pool& pool, const Loop& loop, Functions::Blocks work) {
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
   const int64_t rows = std::clamp<int64_t>(UpTo((loop.B + threads - 1) / threads, 8), 8, 32);
   ForBlocks(pool, (loop.B + rows - 1) / rows,
             [=, &loop](int64_t i) { work(loop, i * rows, std::min(rows, loop.B - i * rows)); });
+}
+
+template <class Pool>
+void ForWeight(Pool& pool, const Loop& loop) {
+  const int64_t down = (loop.H + kRows - 1) / kRows, across = (loop.G + kColumns - 1) / kColumns;
+  const auto work = kFunctions[instructions()].weight;
+  ForBlocks(pool, down * across, [=, &loop](int64_t i) { work(loop, i / across * kRows, i % across * kColumns); });
 }
 
 const float* Given(const F32& x) { return x.element_count() ? x.typed_data() : nullptr; }
@@ -389,9 +398,7 @@ ffi::Error RecurrentWeight(ffi::ThreadPool pool, F32 h0, F32 states, F32 ds, F32
   l.T = ds.dimensions()[0], l.B = ds.dimensions()[1], l.H = h0.dimensions()[1], l.G = ds.dimensions()[2];
   l.h0 = h0.typed_data(), l.states = states.typed_data();
   l.ds = const_cast<float*>(ds.typed_data()), l.dw = dw->typed_data();
-  const int64_t down = (l.H + kRows - 1) / kRows, across = (l.G + kColumns - 1) / kColumns;
-  const auto work = kFunctions[instructions()].weight;
-  ForBlocks(pool, down * across, [=, &l](int64_t i) { work(l, i / across * kRows, i % across * kColumns); });
+  ForWeight(pool, l);
   return ffi::Error::Success();
 }
 

@@ -21,8 +21,9 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("kernels", ["convolution", "recurrent"])
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_a_program_under_sanitizers(sanitizer, tmp_path):
+def test_a_program_under_sanitizers(sanitizer, kernels, tmp_path):
     program = tmp_path / "sanitized"
     flags = [
         "-O1",
@@ -34,7 +35,7 @@ def test_a_program_under_sanitizers(sanitizer, tmp_path):
         "-fno-sanitize-recover=all",
     ]
     includes = ["-isystem", jax.ffi.include_dir(), "-I", CPU / "src"]
-    subprocess.run([COMPILER, *flags, *includes, HERE / "sanitized.cc", "-o", program], check=True)
+    subprocess.run([COMPILER, *flags, *includes, HERE / f"sanitized_{kernels}.cc", "-o", program], check=True)
     done = subprocess.run([program, "60"], capture_output=True, text=True, timeout=900)
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
 

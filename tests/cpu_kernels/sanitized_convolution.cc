@@ -1,31 +1,9 @@
-// The kernels on threads of a pool, without JAX, for the compiler's sanitizers: random sizes, whose ends are ends of memory.
-#include <cstdio>
-#include <cstdlib>
-#include <random>
-#include <thread>
-
+// Convolutions on threads, without JAX, for the compiler's sanitizers.
 #include "convolution.cc"
+#include "sanitized.h"
 
 namespace jaxpar {
 namespace {
-
-struct Threads {
-  std::vector<std::thread> threads;
-  int64_t num_threads() const { return 4; }
-  void Schedule(std::function<void()> work) { threads.emplace_back(work); }
-  ~Threads() {
-    for (std::thread& thread : threads) thread.join();
-  }
-};
-
-std::mt19937 random_bits(1);
-int64_t From(int64_t first, int64_t last) { return std::uniform_int_distribution<int64_t>(first, last)(random_bits); }
-
-std::vector<float> Normal(int64_t count) {
-  std::vector<float> values(count);
-  for (float& value : values) value = std::normal_distribution<float>()(random_bits);
-  return values;
-}
 
 // <y(x), dy> = <x, dx> would need three kernels; <y(x), dy> = <w, dw(x, dy)> needs the two that there are.
 bool IsRight() {
@@ -58,9 +36,3 @@ bool IsRight() {
 
 }  // namespace
 }  // namespace jaxpar
-
-int main(int count, char** arguments) {
-  for (int i = 0; i < std::atoi(arguments[count - 1]); ++i)
-    if (!jaxpar::IsRight()) return std::printf("wrong at %d\n", i), 1;
-  std::printf("right\n");
-}
