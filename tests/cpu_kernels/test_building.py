@@ -1,4 +1,4 @@
-"""The kernels build from their sources: a wheel for any Python, and a program for the compiler's sanitizers."""
+"""The kernels build from their sources: a wheel for any Python, and programs for sanitizers and for ARM."""
 
 import os
 import shutil
@@ -21,23 +21,28 @@ pytestmark = [
 ]
 
 
+def run(compiler, flags, kernels, tmp_path, start=()):
+    """Compile the program of these kernels and run it."""
+    program = tmp_path / kernels
+    flags = ["-std=c++17", "-pthread", "-Wno-psabi", "-isystem", jax.ffi.include_dir(), "-I", CPU / "src", *flags]
+    subprocess.run([compiler, *flags, HERE / f"program_{kernels}.cc", "-o", program], check=True)
+    done = subprocess.run([*start, program, "60"], capture_output=True, text=True, timeout=900)
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
+
+
 @pytest.mark.parametrize("kernels", ["convolution", "recurrent"])
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_a_program_under_sanitizers(sanitizer, kernels, tmp_path):
-    program = tmp_path / "sanitized"
-    flags = [
-        "-O1",
-        "-g",
-        "-std=c++17",
-        "-pthread",
-        "-Wno-psabi",
-        f"-fsanitize={sanitizer}",
-        "-fno-sanitize-recover=all",
-    ]
-    includes = ["-isystem", jax.ffi.include_dir(), "-I", CPU / "src"]
-    subprocess.run([COMPILER, *flags, *includes, HERE / f"sanitized_{kernels}.cc", "-o", program], check=True)
-    done = subprocess.run([program, "60"], capture_output=True, text=True, timeout=900)
-    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
+    run(COMPILER, ["-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"], kernels, tmp_path)
+
+
+@pytest.mark.parametrize("kernels", ["convolution", "recurrent"])
+@pytest.mark.skipif(
+    not (shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64")),
+    reason="no aarch64-linux-gnu-g++ and qemu-aarch64: install g++-aarch64-linux-gnu and qemu-user",
+)
+def test_a_program_for_arm(kernels, tmp_path):
+    run("aarch64-linux-gnu-g++", ["-O2", "-static"], kernels, tmp_path, start=["qemu-aarch64"])
 
 
 def test_a_wheel_is_for_any_python(tmp_path):

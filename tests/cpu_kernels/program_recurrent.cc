@@ -1,8 +1,8 @@
-// The loops of an LSTM and of a GRU on threads, without JAX, for the compiler's sanitizers.
+// The loops of an LSTM and of a GRU on threads, without JAX: for sanitizers, and for other processors.
 #include <cmath>
 
 #include "recurrent.cc"
-#include "sanitized.h"
+#include "program.h"
 
 namespace jaxpar {
 namespace {

@@ -1,6 +1,6 @@
-// Convolutions on threads, without JAX, for the compiler's sanitizers.
+// Convolutions on threads, without JAX: for sanitizers, and for other processors.
 #include "convolution.cc"
-#include "sanitized.h"
+#include "program.h"
 
 namespace jaxpar {
 namespace {
