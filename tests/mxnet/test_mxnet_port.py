@@ -208,7 +208,7 @@ def test_rare_operators_several_outputs_and_inputs(tmp_path):
     check(path, text, {"l_gamma": jnp.array([0.5, 1, 2, 3])}, state, inputs)
 
 
-OPERATORS = [name for name in CASES if " " in name and not name.startswith(("zoo", "resnet", "lenet", "fact", "rnn"))]
+OPERATORS = [name for name in CASES if " " in name and not name.startswith(("zoo", "lenet", "fact", "rnn"))]
 
 
 @pytest.mark.parametrize("part", range(4))
