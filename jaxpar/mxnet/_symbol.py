@@ -17,7 +17,7 @@ from .._core.calls import answers
 from .._core.files import CheckpointError
 from . import _layout as layouts
 from ._compare import Difference, first_difference
-from ._graph import Graph, Node, convolved, output_names, parse, read_graph, roles, with_operators
+from ._graph import Graph, Node, output_names, parse, read_graph, roles, with_operators
 from ._params import load_params, to_bytes
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ class Model:
     _operators: Mapping[int, tuple[Operator, Mapping[str, Any]]]
     _needed: frozenset[str]  # the inputs that are no labels
     _arrays: Mapping[str, str]  # "arg" or "aux", by the names of params and state
-    _kernels: (
-        frozenset[str] | None
-    )  # the weights that are kept as (height, width, in, out). None: the layout is MXNet's
+    _kernels: frozenset[str] | None  # weights kept as (height, width, in, out). None: the layout is MXNet's
 
     def __repr__(self) -> str:
         return f"Model({len(self._operators)} operators, inputs {self.inputs}, outputs {self.outputs})"
@@ -361,10 +359,8 @@ def load_symbol(
         raise ValueError(f"mxnet.load_symbol: layout must be None, which is MXNet's own, or 'NHWC', got {layout!r}")
     path = files.as_path(symbol_file, "mxnet.load_symbol: symbol_file")
     graph, table = with_operators(path, read_graph(path), operators or {})
-    statistics, weights, needed = roles(graph, table)
-    arrays: Mapping[str, Any] = {}
-    if params_file is not None:
-        arrays = load_params(params_file)
+    statistics, weights, kernels, needed = roles(graph, table)
+    arrays = {} if params_file is None else load_params(params_file)
     named = {name.split(":", 1)[-1] if name[:4] in ("arg:", "aux:") else name: a for name, a in arrays.items()}
     variables = [node.name for node in graph.nodes if node.is_variable]
     trained = [name for name in variables if name not in statistics and (name in named or name in weights)]
@@ -372,7 +368,7 @@ def load_symbol(
     if params_file is not None and (missing := [name for name in kinds if name not in named]):
         raise CheckpointError(f"{params_file} has no array {_listed(missing)}, which {path} needs")
     inputs = tuple(name for name in variables if name not in kinds)
-    kernels = convolved(graph, table) & frozenset(trained) if layout == "NHWC" else None
+    kernels = frozenset(kernels & {*trained}) if layout == "NHWC" else None
     params = {name: jnp.asarray(named[name]) for name in trained if named}
     return Model(
         params | {name: layouts.turn(params[name], layouts.KERNELS) for name in kernels or () if named},
