@@ -13,7 +13,7 @@ from jaxpar import kv, mxnet, train, updaters
 sys.path.insert(0, str(Path(__file__).parent))
 from symbols import CASES, arrays_of, recorded, write
 
-QUICK = ("squeezenet1_1", "mobilenet0_25", "mobilenet_v2_0_25", "resnet18_v1", "resnet18_v2", "alexnet", "vgg11_bn")
+QUICK = ("squeezenet1_1", "mobilenet_v2_0_25", "resnet18_v1")
 ZOO = [
     pytest.param(name, marks=() if name[4:] in QUICK else pytest.mark.slow) for name in CASES if name.startswith("zoo")
 ]
