@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar import kv, updaters
+from jaxpar import kv, mxnet, updaters
 
 ARGS = {
     "sgd": (updaters.mxnet_sgd, {"learning_rate": 0.1}),
@@ -217,81 +217,42 @@ def test_pmap_and_vmap_give_the_eager_values():
     np.testing.assert_allclose(jax.vmap(push)(gradients), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda: updaters.mxnet_sgd("0.1"),
-            TypeError,
-            "mxnet_sgd: learning_rate must be a number of 0 or more or a schedule, got",
-        ),
-        (
-            lambda: updaters.mxnet_sgd(-0.1),
-            ValueError,
-            "learning_rate must be a number of 0 or more or a schedule, got -0.1",
-        ),
-        (
-            lambda: updaters.mxnet_sgd(0.1, momentum=-1),
-            ValueError,
-            "mxnet_sgd: momentum must be a number of 0 or more, got -1",
-        ),
-        (lambda: updaters.mxnet_sgd(0.1, wd=float("nan")), ValueError, "wd must be a number of 0 or more, got nan"),
-        (
-            lambda: updaters.mxnet_adam(0.1, clip_gradient=-1),
-            ValueError,
-            "mxnet_adam: clip_gradient must be a number of 0 or more",
-        ),
-        (
-            lambda: updaters.mxnet_adam(0.1, momentum=0.9),
-            TypeError,
-            "mxnet_adam: unknown argument 'momentum'. Accepted are learning_rate, beta1, beta2, epsilon, wd, lazy_",
-        ),
-        (
-            lambda: updaters.mxnet_sgd(lr=0.1),
-            TypeError,
-            "mxnet_sgd: unknown argument 'lr'; write learning_rate=0.1. Acc",
-        ),
-        (lambda: updaters.mxnet_adam(eps=1e-8), TypeError, "mxnet_adam: unknown argument 'eps'; write epsilon=1e-08"),
-        (lambda: updaters.mxnet_sgd(weight_decay=0.1), TypeError, "unknown argument 'weight_decay'; write wd=0.1"),
-        (lambda: updaters.mxnet_sgd(clip_gradients=1), TypeError, "'clip_gradients'; write clip_gradient=1"),
-        (lambda: updaters.mxnet_sgd(nesterov=True), TypeError, "unknown argument 'nesterov'; use mxnet_nag"),
-        (lambda: updaters.mxnet_nag(lazy_update=False), TypeError, "'lazy_update'; MXNet has it for SGD and Adam only"),
-        (
-            lambda: updaters.mxnet_sgd(lr_scheduler=halved),
-            TypeError,
-            r"lr_scheduler=f is learning_rate=lambda count: f\(count \+ 1\)",
-        ),
-        (
-            lambda: updaters.mxnet_sgd(param_idx2name={0: "a_bias"}),
-            TypeError,
-            r"write wd_mult=updaters.mxnet_wd_mult\(names\)",
-        ),
-        (lambda: updaters.mxnet_sgd(sym=object()), TypeError, r"updaters.multipliers\(names, patterns\) makes them"),
-        (
-            lambda: updaters.mxnet_adagrad(epsilon=1e-3, eps=1e-4),
-            TypeError,
-            "mxnet_adagrad: eps is another name of epsilon; give one of them",
-        ),
-        (lambda: updaters.mxnet_rmsprop(gamma1=0.8, gamma=0.7), TypeError, "gamma is another name of gamma1"),
-        (
-            lambda: updaters.mxnet_adagrad(clip_gradient=0),
-            ValueError,
-            "clip_gradient must be a number above 0, or None",
-        ),
-        (lambda: updaters.mxnet_adam(beta1=1.0), ValueError, "beta1 must be a number from 0 to below 1, got 1.0"),
-        (lambda: updaters.mxnet_adam(beta2=1.1), ValueError, "beta2 must be a number from 0 to 1, got 1.1"),
-        (lambda: updaters.mxnet_adam(begin_num_update=-1), ValueError, "begin_num_update must be an int of 0 or more"),
-        (lambda: updaters.mxnet_rmsprop(clip_weights=-1), ValueError, "clip_weights must be a number of 0 or more"),
-        (lambda: updaters.mxnet_sgd(0.1, lr_mult={"bias": 2.0}), TypeError, "lr_mult maps keys to factors"),
-        (lambda: updaters.mxnet_sgd(halved, rate_in_state=True), TypeError, "takes a number to start with"),
-        (
-            lambda: updaters.mxnet_sgd(0.1).init(3, jnp.ones(2, int)),
-            TypeError,
-            "key 3: an optimizer needs a floating",
-        ),
+WRONG = {
+    TypeError: [
+        (lambda: mxnet.sgd("0.1"), "mxnet_sgd: learning_rate must be a number of 0 or more or a schedule, got"),
+        (lambda: mxnet.adam(momentum=0.9), "mxnet_adam: unknown argument 'momentum'. Accepted are learning_rate, "),
+        (lambda: mxnet.adam(momentum=0.9), "Accepted are learning_rate, beta1, beta2, epsilon, wd, lazy_update, resc"),
+        (lambda: mxnet.sgd(lr=0.1), "mxnet_sgd: unknown argument 'lr'; write learning_rate=0.1. Acc"),
+        (lambda: mxnet.adam(eps=1e-8), "mxnet_adam: unknown argument 'eps'; write epsilon=1e-08"),
+        (lambda: mxnet.sgd(weight_decay=0.1), "unknown argument 'weight_decay'; write wd=0.1"),
+        (lambda: mxnet.sgd(clip_gradients=1), "'clip_gradients'; write clip_gradient=1"),
+        (lambda: mxnet.sgd(nesterov=True), "unknown argument 'nesterov'; use mxnet_nag"),
+        (lambda: mxnet.nag(lazy_update=False), "'lazy_update'; MXNet has it for SGD and Adam only"),
+        (lambda: mxnet.sgd(lr_scheduler=halved), r"lr_scheduler=f is learning_rate=lambda count: f\(count \+ 1\)"),
+        (lambda: mxnet.sgd(param_idx2name={0: "a_bias"}), r"write wd_mult=updaters.mxnet_wd_mult\(names\)"),
+        (lambda: mxnet.sgd(sym=object()), r"updaters.multipliers\(names, patterns\) makes them"),
+        (lambda: mxnet.adagrad(epsilon=1e-3, eps=1e-4), "mxnet_adagrad: eps is another name of epsilon; give one of"),
+        (lambda: mxnet.rmsprop(gamma1=0.8, gamma=0.7), "gamma is another name of gamma1"),
+        (lambda: mxnet.sgd(0.1, lr_mult={"bias": 2.0}), "lr_mult maps keys to factors"),
+        (lambda: mxnet.sgd(halved, rate_in_state=True), "takes a number to start with"),
+        (lambda: mxnet.sgd(0.1).init(3, jnp.ones(2, int)), "key 3: an optimizer needs a floating"),
     ],
-)
-def test_bad_arguments_are_named(call, error, message):
+    ValueError: [
+        (lambda: mxnet.sgd(-0.1), "learning_rate must be a number of 0 or more or a schedule, got -0.1"),
+        (lambda: mxnet.sgd(0.1, momentum=-1), "mxnet_sgd: momentum must be a number of 0 or more, got -1"),
+        (lambda: mxnet.sgd(0.1, wd=float("nan")), "wd must be a number of 0 or more, got nan"),
+        (lambda: mxnet.adam(0.1, clip_gradient=-1), "mxnet_adam: clip_gradient must be a number of 0 or more"),
+        (lambda: mxnet.adagrad(clip_gradient=0), "clip_gradient must be a number above 0, or None"),
+        (lambda: mxnet.adam(beta1=1.0), "beta1 must be a number from 0 to below 1, got 1.0"),
+        (lambda: mxnet.adam(beta2=1.1), "beta2 must be a number from 0 to 1, got 1.1"),
+        (lambda: mxnet.adam(begin_num_update=-1), "begin_num_update must be an int of 0 or more"),
+        (lambda: mxnet.rmsprop(clip_weights=-1), "clip_weights must be a number of 0 or more"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("error", "call", "message"), [(error, *row) for error, rows in WRONG.items() for row in rows])
+def test_bad_arguments_are_named(error, call, message):
     with pytest.raises(error, match=message):
         call()
 
