@@ -90,6 +90,7 @@ def slice_channel(data: jax.Array, *, num_outputs: int, axis: int = 1, squeeze_a
 
 def crop(
     *data: jax.Array,
+    num_args: int = 1,
     offset: tuple[int, int] = (0, 0),
     h_w: tuple[int, int] = (0, 0),
     center_crop: bool = False,

@@ -338,6 +338,7 @@ def up_sampling(
     scale: int,
     sample_type: str,
     num_filter: int = 0,
+    num_args: int = 1,
     multi_input_mode: str = "concat",
 ) -> jax.Array:
     if sample_type == "bilinear":

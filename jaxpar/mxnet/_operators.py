@@ -187,8 +187,7 @@ def _compare(function: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], 
 _UNARY: dict[str, Callable[[Any], jax.Array]] = {
     **{n: getattr(jnp, n) for n in "abs sign ceil floor trunc square sqrt exp log log10 log2 log1p expm1".split()},
     **{n: getattr(jnp, n) for n in "sin cos tan sinh cosh tanh arcsin arccos arctan arcsinh arccosh arctanh".split()},
-    **{n: getattr(jnp, n) for n in "negative reciprocal cbrt degrees radians".split()},
-    "rint": jnp.rint,
+    **{n: getattr(jnp, n) for n in "negative reciprocal cbrt degrees radians rint zeros_like ones_like".split()},
     "fix": jnp.trunc,
     "round": lambda x: jnp.trunc(x + jnp.where(x < 0, -0.5, 0.5)),  # halves go away from 0
     "rsqrt": lax.rsqrt,
@@ -198,8 +197,6 @@ _UNARY: dict[str, Callable[[Any], jax.Array]] = {
     "softsign": jax.nn.soft_sign,
     "erf": jax.scipy.special.erf,
     "gammaln": jax.scipy.special.gammaln,
-    "zeros_like": jnp.zeros_like,
-    "ones_like": jnp.ones_like,
     "BlockGrad stop_gradient": lax.stop_gradient,
     "identity _copy": jnp.asarray,
     "make_loss": losses.make_loss,
@@ -216,14 +213,10 @@ ARITHMETIC: dict[str, tuple[Callable[[Any, Any], jax.Array], str, str]] = {
     "maximum": (jnp.maximum, "_maximum _Maximum", "_maximum_scalar _MaximumScalar"),
     "minimum": (jnp.minimum, "_minimum _Minimum", "_minimum_scalar _MinimumScalar"),
     "hypot": (jnp.hypot, "_hypot", "_hypot_scalar"),
-    "equal": (_compare(jnp.equal), "_equal", "_equal_scalar"),
-    "not_equal": (_compare(jnp.not_equal), "_not_equal", "_not_equal_scalar"),
-    "greater": (_compare(jnp.greater), "_greater", "_greater_scalar"),
-    "greater_equal": (_compare(jnp.greater_equal), "_greater_equal", "_greater_equal_scalar"),
-    "lesser": (_compare(jnp.less), "_lesser", "_lesser_scalar"),
-    "lesser_equal": (_compare(jnp.less_equal), "_lesser_equal", "_lesser_equal_scalar"),
-    "logical_and": (_compare(jnp.logical_and), "_logical_and", "_logical_and_scalar"),
-    "logical_or": (_compare(jnp.logical_or), "_logical_or", "_logical_or_scalar"),
+    **{
+        n: (_compare(getattr(jnp, n.replace("lesser", "less"))), f"_{n}", f"_{n}_scalar")
+        for n in "equal not_equal greater greater_equal lesser lesser_equal logical_and logical_or".split()
+    },
 }
 _REVERSED: dict[str, Callable[[Any, Any], jax.Array]] = {
     "_rminus_scalar _RMinusScalar": lambda data, scalar: jnp.subtract(scalar, data),
