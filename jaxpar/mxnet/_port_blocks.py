@@ -88,10 +88,6 @@ def _cuts(lines: Sequence[Line], inputs: Sequence[Value], heads: Sequence[Value]
     return found
 
 
-def _has_arrays(lines: Sequence[Line]) -> bool:
-    return any(slot.kind in ("name", "index") for line in lines for slot in line.slots)
-
-
 def _is_wrapper(line: Line) -> bool:
     """Whether a line is a function of JAX of one value, which may be written around the line before."""
     return line.form.startswith(("jax.nn.", "jnp.")) and line.form.count("{v[") == 1
@@ -110,7 +106,7 @@ def _chains(lines: list[Line], heads: Sequence[Value], own: Sequence[str]) -> _W
             if not follows or not plain or line.form in [other.form for other in before]:
                 break
             key = _key(window)
-            if ends.get(key, 0) <= at and _has_arrays(window):
+            if ends.get(key, 0) <= at:
                 groups.setdefault(key, []).append(window)
                 ends[key] = at + length
     often = [windows for windows in groups.values() if len(windows) > 2]
@@ -125,7 +121,7 @@ def _between_cuts(lines: list[Line], inputs: Sequence[Value], heads: Sequence[Va
         if end + 1 in places and _is_wrapper(lines[end]):
             end += 1  # the activation of a residual unit
         window = lines[start:end]
-        if len(window) > 2 and _has_arrays(window):
+        if len(window) > 2:
             groups.setdefault(_key(window), []).append(window)
     return [windows for windows in groups.values() if len(windows) > 1]
 
