@@ -266,7 +266,8 @@ def test_a_network_of_flax_is_trained_as_its_symbol(name, tmp_path):
     module = run(text)
     params, state = module["init"](jax.random.key(0))
     inputs = {"data": np.float32(np.random.RandomState(0).standard_normal(shape))}
-    check(path, text, params, state, inputs)
+    if name == "grouped":  # the functions of the MLP are checked above
+        check(path, text, params, state, inputs)
     network = module["Network"](params, state)
     network.eval()
     np.testing.assert_array_equal(network(inputs["data"]), module["apply"](params, inputs["data"], state=state))
