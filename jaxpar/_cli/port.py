@@ -48,7 +48,7 @@ def add_parser(commands: Any) -> None:
     add("-o", "--output", required=True, metavar="FILE", help="the module to write, such as model.py")
     shape = "the shape of an input, such as data=1x3x224x224, the default of the module's init"
     add("--shape", action="append", default=[], metavar="NAME=SHAPE", help=f"{shape}; once for each input")
-    add("--nnx", action="store_true", help="write classes of flax.nnx (default: functions of plain JAX)")
+    add("--nnx", action="store_true", help="add a module of flax.nnx (default: functions of plain JAX)")
     add("--test", action="store_true", help="write a test beside it, test_model.py; needs --shape")
     add("--force", action="store_true", help="replace files that exist (default: exit with an error)")
 

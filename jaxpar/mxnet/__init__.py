@@ -9,7 +9,7 @@
     _layout       images with their channels last
     _operators    the table of MXNet's operators; _layers, _arrays and _losses compute them
     _records      RecordIO files; _images are their images as training data
-    _port         a network as the text of a Python module, by _port_calls, _port_blocks, _port_nnx and _port_layers
+    _port         a network as the text of a Python module, by _port_calls, _port_blocks and _port_layers
     _names        kinds, arguments and methods of MXNet, and what they are here
 
 `jp.mxnet.sgd` is also `jp.updaters.mxnet_sgd`, and so on, and `load_params` is `jp.checkpoint.load_mxnet`. So each has

@@ -60,49 +60,9 @@ def _new_shape(old: tuple[int, ...], codes: tuple[int, ...]) -> list[int]:
     return found
 
 
-def transpose(data: jax.Array, *, axes: tuple[int, ...] = ()) -> jax.Array:
-    return data.transpose(axes or None)
-
-
-def swap_axes(data: jax.Array, *, dim1: int = 0, dim2: int = 0) -> jax.Array:
-    return data.swapaxes(dim1, dim2)
-
-
-def expand_dims(data: jax.Array, *, axis: int) -> jax.Array:
-    return jnp.expand_dims(data, axis)
-
-
-def squeeze(data: jax.Array, *, axis: tuple[int, ...] | None = None) -> jax.Array:
-    return data.squeeze(axis)
-
-
-def concat(*data: jax.Array, dim: int = 1) -> jax.Array:
-    return jnp.concatenate(data, dim)
-
-
-def stack(*data: jax.Array, axis: int = 0) -> jax.Array:
-    return jnp.stack(data, axis)
-
-
-def add_n(*args: jax.Array) -> jax.Array:
-    return sum(args[1:], args[0])
-
-
-def tile(data: jax.Array, *, reps: tuple[int, ...]) -> jax.Array:
-    return jnp.tile(data, reps)
-
-
-def repeat(data: jax.Array, *, repeats: int, axis: int | None = None) -> jax.Array:
-    return jnp.repeat(data, repeats, axis)
-
-
 def pad(data: jax.Array, *, mode: str, pad_width: tuple[int, ...], constant_value: float = 0.0) -> jax.Array:
     pairs = list(zip(pad_width[::2], pad_width[1::2], strict=True))
     return jnp.pad(data, pairs, mode, **({"constant_values": constant_value} if mode == "constant" else {}))
-
-
-def flip(data: jax.Array, *, axis: tuple[int, ...]) -> jax.Array:
-    return jnp.flip(data, axis)
 
 
 def slice_(
@@ -141,10 +101,6 @@ def crop(
     if center_crop:
         top, left = (image.shape[2] - height) // 2, (image.shape[3] - width) // 2
     return image[:, :, top : top + height, left : left + width]
-
-
-def cast(data: jax.Array, *, dtype: str) -> jax.Array:
-    return data.astype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def reduction(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

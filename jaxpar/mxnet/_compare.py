@@ -47,7 +47,7 @@ class Difference:
 
 def first_difference(
     graph: Graph,
-    run: Callable[[int, Sequence[Any]], Any],
+    run: Callable[[int, Sequence[Any]], Sequence[Any]],
     arrays: Mapping[str, Any],
     reference: Mapping[str, Any],
     tolerance: float | None,
@@ -55,7 +55,7 @@ def first_difference(
     """The first node whose output is not that of the reference. Each gets the values of the reference.
 
     Args:
-        run: what a node gives, of its number and the values that it takes.
+        run: the outputs of a node, of its number and the values that it takes.
         arrays: by the names of variables.
         reference: outputs by MXNet's names.
 
@@ -68,8 +68,7 @@ def first_difference(
         if node.is_variable:
             values.append([arrays.get(node.name)])
             continue
-        found = run(number, [values[i][k] for i, k in node.inputs])
-        outputs = list(found) if isinstance(found, tuple) else [found]
+        outputs = list(run(number, [values[i][k] for i, k in node.inputs]))
         for k, output in enumerate(outputs):
             names = (f"{node.name}_output", f"{node.name}_output0") if k == 0 else (f"{node.name}_output{k}",)
             expected = next((np.asarray(reference[name]) for name in names if name in reference), None)

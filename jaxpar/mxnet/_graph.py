@@ -32,7 +32,7 @@ _AXIS_OF_ARGMAX = 905  # the version since which an axis of -1 is the last one
 _IGNORED = frozenset(
     "cudnn_tune cudnn_off cudnn_algo_verbose cudnn_algo_fwd cudnn_algo_bwd_data cudnn_algo_bwd_filter workspace"
     " sparse_grad ctx ctx_group force_mirroring mirror_stage num_args key_var_num_args infer_range"
-    " lstm_state_clip_nan out".split()
+    " lstm_state_clip_nan min_calib_range max_calib_range out".split()
 )
 
 
@@ -249,12 +249,13 @@ def _check_count(path: Path, node: Node, operator: Operator) -> None:
         raise CheckpointError(f"{path} is damaged: {node.op} {node.name!r} takes {count} arrays")
 
 
-def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], frozenset[str]]:
-    """Names of variables: running statistics, weights, and all that is needed where nothing is trained."""
+def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], set[str], frozenset[str]]:
+    """Names of variables: running statistics, weights, those of convolutions, and all that evaluation needs."""
     statistics: dict[str, None] = {}
     weights: set[str] = {node.name for node in graph.nodes if node.is_variable and "__init__" in node.attrs}
+    kernels: set[str] = set()
     needed: set[str] = {graph.nodes[i].name for i, _ in graph.heads}
-    for number, (operator, _) in table.items():
+    for number, (operator, attrs) in table.items():
         for place, (i, _) in enumerate(graph.nodes[number].inputs):
             slot = operator.slots[place] if place < len(operator.slots) else ""
             name = graph.nodes[i].name
@@ -264,18 +265,10 @@ def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], frozenset[st
                 statistics[name] = None
             if place and slot in _WEIGHTS:
                 weights.add(name)
+                kernels |= {name} if slot == "weight" and operator.last and operator.last(attrs) else set()
             if not (operator.labels and place):
                 needed.add(name)
-    return list(statistics), weights, frozenset(needed)
-
-
-def convolved(graph: Graph, table: Table) -> frozenset[str]:
-    """The weights of convolutions of images."""
-    found: set[str] = set()
-    for number, (operator, attrs) in table.items():
-        if operator.slots[1:2] == ("weight",) and operator.last and operator.last(attrs):
-            found.add(graph.nodes[graph.nodes[number].inputs[1][0]].name)
-    return frozenset(found)
+    return list(statistics), weights, kernels, frozenset(needed)
 
 
 def output_names(graph: Graph) -> tuple[str, ...]:

@@ -113,8 +113,9 @@ def image_record_source(
         >>> state, history = train.fit(state, step, source, epochs=5)  # doctest: +SKIP
     """
     records = RecordFile(rec, idx)
-    numbers = {"batch_size": batch_size, "label_width": label_width, "preprocess_threads": preprocess_threads}
-    numbers = {name: checks.whole_number(value, _WHERE, name) for name, value in numbers.items()}
+    batch_size = checks.whole_number(batch_size, _WHERE, "batch_size")
+    width = checks.whole_number(label_width, _WHERE, "label_width")
+    threads = checks.whole_number(preprocess_threads, _WHERE, "preprocess_threads")
     sizes = [checks.whole_number(n, _WHERE, "data_shape") for n in data_shape]
     if len(sizes) != 3 or sizes[0] not in (1, 3):
         raise ValueError(f"{_WHERE}: data_shape must be (1 or 3, height, width), got {tuple(sizes)}")
@@ -137,7 +138,7 @@ def image_record_source(
         np.float32(scale) / std,
         checks.choice(layout, _WHERE, "layout", ("NHWC", "NCHW")) == "NCHW",
     )
-    rows, threads, width = np.arange(len(records)), numbers["preprocess_threads"], numbers["label_width"]
+    rows = np.arange(len(records))
     images = _Column(crop.image, crop.shape, rows, threads)
 
     def label(number: int, *drawn: float) -> np.ndarray:
@@ -147,7 +148,7 @@ def image_record_source(
         return found if width > 1 else found[0]
 
     labels = _Column(label, (width,) if width > 1 else (), rows, 1)
-    return ImageRecordSource({"image": images, "label": labels}, jnp.float32, numbers["batch_size"], shuffle)
+    return ImageRecordSource({"image": images, "label": labels}, jnp.float32, batch_size, shuffle)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

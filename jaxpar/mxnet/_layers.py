@@ -132,8 +132,6 @@ def batch_norm(
     use_global_stats: bool = False,
     output_mean_var: bool = False,
     axis: int = 1,
-    min_calib_range: float | None = None,
-    max_calib_range: float | None = None,
     train: bool,
 ) -> tuple[Any, tuple[jax.Array, jax.Array]]:
     """The outputs, and the new running mean and variance."""

@@ -27,20 +27,15 @@ class Turned:
     array: Any
     axes: tuple[int, ...]
 
-    @property
-    def own(self) -> Any:
-        """The array in MXNet's order."""
-        return back(self.array, self.axes)
+
+def turn(array: Any, axes: tuple[int, ...]) -> Any:
+    """An array of MXNet's order in this order. An array that has not four axes is the same in both."""
+    return array.transpose(axes) if array.ndim == 4 else array
 
 
 def back(array: Any, axes: tuple[int, ...]) -> Any:
-    """An array of this order in MXNet's order. An array that has not four axes is the same in both."""
-    return array.transpose(tuple(np.argsort(axes))) if array.ndim == 4 else array
-
-
-def turn(array: Any, axes: tuple[int, ...]) -> Any:
-    """An array of MXNet's order in this order."""
-    return array.transpose(axes) if array.ndim == 4 else array
+    """An array of this order in MXNet's order."""
+    return turn(array, tuple(np.argsort(axes)))
 
 
 def wrap(array: Any, axes: tuple[int, ...]) -> Any:
@@ -49,7 +44,7 @@ def wrap(array: Any, axes: tuple[int, ...]) -> Any:
 
 
 def own(value: Any) -> Any:
-    return value.own if isinstance(value, Turned) else value
+    return back(value.array, value.axes) if isinstance(value, Turned) else value
 
 
 def image(value: Any) -> Any:

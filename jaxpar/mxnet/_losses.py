@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 
 def _with_gradient(
@@ -33,11 +31,9 @@ def _with_gradient(
         out = forward(data)
         return out, (out, label)
 
-    def back(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, Any]:
+    def back(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, None]:
         out, label = kept
-        whole = not jnp.issubdtype(label.dtype, jnp.inexact)
-        none = np.zeros(label.shape, jax.dtypes.float0) if whole else jnp.zeros_like(label)
-        return backward(out, label, gradient).reshape(out.shape).astype(out.dtype), none
+        return backward(out, label, gradient).reshape(out.shape).astype(out.dtype), None
 
     layer.defvjp(there, back)
     return layer(data, label)

@@ -146,10 +146,6 @@ def _softmax(function: Callable[..., jax.Array], sign: float = 1) -> Callable[..
     return softmax
 
 
-def _softmax_activation(data: jax.Array, *, mode: str = "instance") -> jax.Array:
-    return jax.nn.softmax(data, 1 if mode == "channel" else -1)
-
-
 def _clip(data: jax.Array, *, a_min: float, a_max: float) -> jax.Array:
     """As in MXNet, a value at the bound has the whole gradient."""
     return jnp.where(data > a_max, a_max, jnp.where(data < a_min, a_min, data))
@@ -160,25 +156,23 @@ def _smooth_l1(data: jax.Array, *, scalar: float = 1.0) -> jax.Array:
     return jnp.where(jnp.abs(data) > 1 / square, jnp.abs(data) - 0.5 / square, 0.5 * square * data * data)
 
 
-def _binary(function: Callable[[Any, Any], jax.Array], last: Last | None = _same) -> Operator:
-    def binary(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return function(lhs, rhs)
-
-    return Operator(binary, last=last)
-
-
-def _with_scalar(function: Callable[[Any, Any], jax.Array], reverse: bool) -> Operator:
-    def scalar_operator(data: jax.Array, *, scalar: float = 1.0, is_int: bool = True) -> jax.Array:
-        return function(scalar, data) if reverse else function(data, scalar)
-
-    return Operator(scalar_operator, last=_same)
+def _row(fn: Callable[..., Any], last: Last | None = None, **forms: str) -> Operator:
+    """An operator in one line. Its attributes are read as `forms` say, and else as their defaults are."""
+    attributes = [p for p in inspect.signature(fn).parameters.values() if p.kind == p.KEYWORD_ONLY]
+    fn.__annotations__ = {p.name: type(p.default).__name__ for p in attributes} | forms
+    return Operator(fn, last=last)
 
 
-def _unary(function: Callable[[jax.Array], jax.Array], last: Last | None = _same) -> Operator:
-    def unary(data: jax.Array) -> jax.Array:
-        return function(data)
+def _unary(function: Callable[[Any], Any]) -> Operator:
+    return _row(lambda data: function(data), _same)
 
-    return Operator(unary, last=last)
+
+def _binary(function: Callable[[Any, Any], Any]) -> Operator:
+    return _row(lambda lhs, rhs: function(lhs, rhs), _same)
+
+
+def _with_scalar(function: Callable[[Any, Any], Any]) -> Operator:
+    return _row(lambda data, *, scalar=1.0, is_int=True: function(data, scalar), _same)
 
 
 def _compare(function: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.Array]:
@@ -190,15 +184,10 @@ def _compare(function: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], 
     return compare
 
 
-def _hard_sigmoid(data: jax.Array, *, alpha: float = 0.2, beta: float = 0.5) -> jax.Array:
-    return _clip(alpha * data + beta, a_min=0.0, a_max=1.0)
-
-
 _UNARY: dict[str, Callable[[Any], jax.Array]] = {
     **{n: getattr(jnp, n) for n in "abs sign ceil floor trunc square sqrt exp log log10 log2 log1p expm1".split()},
     **{n: getattr(jnp, n) for n in "sin cos tan sinh cosh tanh arcsin arccos arctan arcsinh arccosh arctanh".split()},
-    **{n: getattr(jnp, n) for n in "negative reciprocal cbrt degrees radians".split()},
-    "rint": jnp.rint,
+    **{n: getattr(jnp, n) for n in "negative reciprocal cbrt degrees radians rint zeros_like ones_like".split()},
     "fix": jnp.trunc,
     "round": lambda x: jnp.trunc(x + jnp.where(x < 0, -0.5, 0.5)),  # halves go away from 0
     "rsqrt": lax.rsqrt,
@@ -208,8 +197,6 @@ _UNARY: dict[str, Callable[[Any], jax.Array]] = {
     "softsign": jax.nn.soft_sign,
     "erf": jax.scipy.special.erf,
     "gammaln": jax.scipy.special.gammaln,
-    "zeros_like": jnp.zeros_like,
-    "ones_like": jnp.ones_like,
     "BlockGrad stop_gradient": lax.stop_gradient,
     "identity _copy": jnp.asarray,
     "make_loss": losses.make_loss,
@@ -226,20 +213,16 @@ ARITHMETIC: dict[str, tuple[Callable[[Any, Any], jax.Array], str, str]] = {
     "maximum": (jnp.maximum, "_maximum _Maximum", "_maximum_scalar _MaximumScalar"),
     "minimum": (jnp.minimum, "_minimum _Minimum", "_minimum_scalar _MinimumScalar"),
     "hypot": (jnp.hypot, "_hypot", "_hypot_scalar"),
-    "equal": (_compare(jnp.equal), "_equal", "_equal_scalar"),
-    "not_equal": (_compare(jnp.not_equal), "_not_equal", "_not_equal_scalar"),
-    "greater": (_compare(jnp.greater), "_greater", "_greater_scalar"),
-    "greater_equal": (_compare(jnp.greater_equal), "_greater_equal", "_greater_equal_scalar"),
-    "lesser": (_compare(jnp.less), "_lesser", "_lesser_scalar"),
-    "lesser_equal": (_compare(jnp.less_equal), "_lesser_equal", "_lesser_equal_scalar"),
-    "logical_and": (_compare(jnp.logical_and), "_logical_and", "_logical_and_scalar"),
-    "logical_or": (_compare(jnp.logical_or), "_logical_or", "_logical_or_scalar"),
+    **{
+        n: (_compare(getattr(jnp, n.replace("lesser", "less"))), f"_{n}", f"_{n}_scalar")
+        for n in "equal not_equal greater greater_equal lesser lesser_equal logical_and logical_or".split()
+    },
 }
-_REVERSED = {
-    "_rminus_scalar _RMinusScalar": jnp.subtract,
-    "_rdiv_scalar _RDivScalar": jnp.divide,
-    "_rpower_scalar _RPowerScalar": jnp.power,
-    "_rmod_scalar _RModScalar": jnp.mod,
+_REVERSED: dict[str, Callable[[Any, Any], jax.Array]] = {
+    "_rminus_scalar _RMinusScalar": lambda data, scalar: jnp.subtract(scalar, data),
+    "_rdiv_scalar _RDivScalar": lambda data, scalar: jnp.divide(scalar, data),
+    "_rpower_scalar _RPowerScalar": lambda data, scalar: jnp.power(scalar, data),
+    "_rmod_scalar _RModScalar": lambda data, scalar: jnp.mod(scalar, data),
 }
 _REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
     "sum sum_axis": jnp.sum,
@@ -279,31 +262,31 @@ _NAMED: dict[str, Operator] = {
     "softmax": Operator(_softmax(jax.nn.softmax), last=_axis("axis", -1)),
     "softmin": Operator(_softmax(jax.nn.softmax, -1), last=_axis("axis", -1)),
     "log_softmax": Operator(_softmax(jax.nn.log_softmax), last=_axis("axis", -1)),
-    "SoftmaxActivation": Operator(_softmax_activation),
+    "SoftmaxActivation": _row(lambda data, *, mode="instance": jax.nn.softmax(data, 1 if mode == "channel" else -1)),
     "smooth_l1": Operator(_smooth_l1, last=_same),
     "clip": Operator(_clip, last=_same),
-    "hard_sigmoid": Operator(_hard_sigmoid, last=_same),
+    "hard_sigmoid": _row(lambda data, *, alpha=0.2, beta=0.5: _clip(alpha * data + beta, a_min=0.0, a_max=1.0), _same),
     "Reshape reshape": Operator(arrays.reshape),
-    "reshape_like": _binary(lambda lhs, rhs: lhs.reshape(rhs.shape), last=None),
-    "broadcast_like": _binary(lambda lhs, rhs: jnp.broadcast_to(lhs, rhs.shape), last=None),
-    "Flatten flatten": _unary(lambda data: data.reshape(data.shape[0], -1), last=None),
-    "transpose": Operator(arrays.transpose),
-    "SwapAxis swapaxes SwapAxes": Operator(arrays.swap_axes),
-    "expand_dims": Operator(arrays.expand_dims),
-    "squeeze": Operator(arrays.squeeze),
-    "Concat concat _rnn_param_concat": Operator(arrays.concat, last=_axis("dim", 1)),
-    "stack": Operator(arrays.stack),
-    "add_n ElementWiseSum _sum": Operator(arrays.add_n, last=_same),
-    "tile": Operator(arrays.tile),
-    "repeat": Operator(arrays.repeat),
+    "reshape_like": _row(lambda lhs, rhs: lhs.reshape(rhs.shape)),
+    "broadcast_like": _row(lambda lhs, rhs: jnp.broadcast_to(lhs, rhs.shape)),
+    "Flatten flatten": _row(lambda data: data.reshape(data.shape[0], -1)),
+    "transpose": _row(lambda data, *, axes=(): data.transpose(axes or None)),
+    "SwapAxis swapaxes SwapAxes": _row(lambda data, *, dim1=0, dim2=0: data.swapaxes(dim1, dim2)),
+    "expand_dims": _row(lambda data, *, axis: jnp.expand_dims(data, axis), axis="int"),
+    "squeeze": _row(lambda data, *, axis=None: data.squeeze(axis), axis="tuple | None"),
+    "Concat concat _rnn_param_concat": _row(lambda *data, dim=1: jnp.concatenate(data, dim), _axis("dim", 1)),
+    "stack": _row(lambda *data, axis=0: jnp.stack(data, axis)),
+    "add_n ElementWiseSum _sum": _row(lambda *args: sum(args[1:], args[0]), _same),
+    "tile": _row(lambda data, *, reps: jnp.tile(data, reps), reps="tuple"),
+    "repeat": _row(lambda data, *, repeats, axis=None: data.repeat(repeats, axis), repeats="int", axis="int | None"),
     "Pad pad": Operator(arrays.pad),
-    "reverse flip": Operator(arrays.flip),
+    "reverse flip": _row(lambda data, *, axis: jnp.flip(data, axis), axis="tuple"),
     "slice crop": Operator(arrays.slice_),
     "slice_axis": Operator(arrays.slice_axis, last=_axis("axis", 0)),
     "slice_like": Operator(arrays.slice_like),
     "SliceChannel split": Operator(arrays.slice_channel, last=_last_split),
     "Crop": Operator(arrays.crop),
-    "Cast cast": Operator(arrays.cast, last=_same),
+    "Cast cast": _row(lambda data, *, dtype: data.astype(jax.dtypes.canonicalize_dtype(dtype)), _same, dtype="str"),
     "norm": Operator(arrays.norm),
     "argmax": Operator(arrays.place(jnp.argmax)),
     "argmin": Operator(arrays.place(jnp.argmin)),
@@ -313,7 +296,7 @@ _NAMED: dict[str, Operator] = {
     "batch_dot": Operator(arrays.batch_dot),
     "take": Operator(arrays.take),
     "pick choose_element_0index": Operator(arrays.pick),
-    "gather_nd": _binary(lambda data, indices: data[tuple(indices.astype(jnp.int32))], last=None),
+    "gather_nd": _row(lambda data, indices: data[tuple(indices.astype(jnp.int32))]),
     "one_hot": Operator(arrays.one_hot),
     "where": Operator(arrays.where),
     "_zeros": Operator(arrays.filled(0.0)),
@@ -324,10 +307,10 @@ _NAMED: dict[str, Operator] = {
     "SequenceLast": Operator(arrays.sequence_last),
     "SequenceReverse": Operator(arrays.sequence_reverse),
     **{names: Operator(arrays.reduction(function)) for names, function in _REDUCTIONS.items()},
-    **{names: _with_scalar(function, True) for names, function in _REVERSED.items()},
+    **{names: _with_scalar(function) for names, function in _REVERSED.items()},
     **{names: _unary(function) for names, function in _UNARY.items()},
     **{f"broadcast_{name} {names}": _binary(f) for name, (f, names, _) in ARITHMETIC.items()},
-    **{names: _with_scalar(f, False) for f, _, names in ARITHMETIC.values()},
+    **{names: _with_scalar(f) for f, _, names in ARITHMETIC.values()},
 }
 
 OPERATORS: dict[str, Operator] = {name: found for names, found in _NAMED.items() for name in names.split()}

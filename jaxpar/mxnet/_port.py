@@ -11,14 +11,13 @@ from pathlib import Path
 from .._core import files
 from .._core.calls import answers
 from . import _port_layers
-from ._port_blocks import Block, about, fold, indented, parameters, written
-from ._port_calls import Line, Value, lines_of
-from ._port_nnx import classes
+from ._port_blocks import fold, functions_of
+from ._port_calls import Line, lines_of
 from ._symbol import load_symbol
 
 _OWN = frozenset(
     "net params state train rng arrays shapes jax jnp lax math operator load_params network"
-    " self rngs nnx partial model Network arrays_of".split()
+    " self rngs nnx outputs Network arrays_of".split()
 )
 _MODULE = '''"""{name}, a network of MXNet in {kind}, written by `jaxpar port`.
 
@@ -33,7 +32,10 @@ Arrays have MXNet's names and layout. `apply` is a pure function of them.
 
 def apply(params, {inputs}, *, state=None, train=False, rng=None):
     """What the network gives. With `train=True`, (outputs, new running statistics)."""
-    {run}
+    state = dict(state or {{}})
+    arrays = {{**params, **state}}
+    net = Net(lambda name, *shape: arrays[name], state, train, rng)
+    outputs = network(net, {inputs})
     return (outputs, state) if train else outputs
 
 
@@ -46,20 +48,38 @@ def init(rng, {given}):
         return jnp.zeros(shape)
 
     inputs = [jnp.zeros(shape) for shape in ({inputs},)]
-    jax.eval_shape(lambda: {new})
+    jax.eval_shape(lambda: network(Net(array, {{}}, False, None), *inputs))
     keys = dict(zip(shapes, jax.random.split(rng, len(shapes))))
     return split({{name: new_array(keys[name], name, shape) for name, shape in shapes.items()}})
 
 
 {load}'''
-_PLAIN = """state = dict(state or {{}})
-    arrays = {{**params, **state}}
-    net = Net(lambda name, *shape: arrays[name], state, train, rng)
-    outputs = network(net, {inputs})"""
-_NNX = """model = Network(params, state)
-    model.train() if train else model.eval()
-    outputs = model({inputs}, rngs=rng)
-    state = arrays_of(model)[1]"""
+_NNX = '''
+
+class Network(nnx.Module):
+    """The network with its arrays. `train()` and `eval()` switch it."""
+
+    def __init__(self, params, state=None):
+        self.params = nnx.Dict({{n: nnx.Param(jnp.asarray(a)) for n, a in params.items()}})
+        statistics = {{n: nnx.BatchStat(jnp.asarray(a)) for n, a in (state or {{}}).items()}}
+        self.statistics = nnx.Dict(statistics)
+        self.deterministic = True
+
+    def __call__(self, {inputs}, *, rngs=None):
+        params, state = arrays_of(self)
+        if self.deterministic:
+            return apply(params, {inputs}, state=state, rng=rngs)
+        outputs, new = apply(params, {inputs}, state=state, train=True, rng=rngs)
+        for name, array in new.items():
+            self.statistics[name][...] = array
+        return outputs
+
+
+def arrays_of(model):
+    """(params, running statistics) of a model, by MXNet's names."""
+    parts = model.params, model.statistics
+    return tuple({{name: part[name][...] for name in part}} for part in parts)
+'''
 
 
 @answers("mxnet.port")
@@ -74,14 +94,14 @@ def port(
 
     The module has `apply(params, data, state=..., train=False, rng=None)`, which gives what `Model.apply` gives without
     labels, `init(rng)` for new arrays and `load(file)` for those of MXNet, all by MXNet's names. What repeats is
-    written as functions and loops, or with `nnx=True` as classes of Flax: then `Network(params, state)` is an
-    `nnx.Module`. Rare operators come from `mxnet.operator`. `jaxpar port` writes the text to a file.
+    written as functions and loops. With `nnx=True`, `Network(params, state)` is an `nnx.Module` of Flax. Rare
+    operators come from `mxnet.operator`. `jaxpar port` writes the text to a file.
 
     Args:
         symbol_file: the graph, "lenet-symbol.json".
         params_file: its arrays, "lenet-0010.params". Rare operators need their shapes, or those of the inputs.
         shapes: of the inputs by name. They are the defaults of the module's `init`.
-        nnx: whether the module is of `flax.nnx`, and not of plain JAX.
+        nnx: whether the module has the network as an `nnx.Module` too.
 
     Raises:
         OSError, CheckpointError: as of `load_symbol`.
@@ -108,19 +128,17 @@ def port(
     names: dict[tuple[int, int], str] = {}
     for value, name in inputs.items():
         names[value] = _identifier(name, [*names.values(), *(function.name for function in functions)])
-    parts = (classes if nnx else _functions)(functions, items, names, heads)
+    parts = functions_of(functions, items, names, heads)
     text = "\n\n\n".join([*_copied("\n".join(parts)), *parts])
     defaults = [names[v] + (f"={known[name]}" if name in known else "") for v, name in inputs.items()]
     arguments = ", ".join(names.values())
-    return _MODULE.format(
+    return (_MODULE + (_NNX if nnx else "")).format(
         name=re.sub(r"[^\w.-]", "_", files.as_path(symbol_file, "mxnet.port: symbol_file").name),
         kind="Flax's nnx" if nnx else "plain JAX",
         imports=_imports(text, rare, nnx),
         text=text,
         inputs=arguments,
-        run=(_NNX if nnx else _PLAIN).format(inputs=arguments),
         given=", ".join(sorted(defaults, key=lambda default: "=" in default)),
-        new="Network(array)(*inputs)" if nnx else "network(Net(array, {}, False, None), *inputs)",
         load=inspect.getsource(_port_layers.load),
     )
 
@@ -156,24 +174,10 @@ def _copied(text: str) -> list[str]:
 
 
 def _imports(text: str, rare: Mapping[str, str], nnx: bool) -> str:
-    lines = ["import math", *(["from functools import partial"] if "partial(" in text else [])]
-    lines += ["from typing import Any, NamedTuple", "", "import jax", "import jax.numpy as jnp"]
+    lines = ["import math", "from typing import Any, NamedTuple", "", "import jax", "import jax.numpy as jnp"]
     lines += ["from flax import nnx"] if nnx else []
     lines += ["from jax import lax"] if "lax." in text else []
     lines += ["", f"from jaxpar.mxnet import load_params{', operator' if rare else ''}"]
     if rare:
         lines += ["", "# Operators that are rare: jaxpar's functions, with MXNet's arguments."]
     return "\n".join([*lines, *(f'{own} = operator("{op}")' for own, op in rare.items())])
-
-
-def _functions(
-    functions: Sequence[Block], items: Sequence[Line | Block], names: Mapping[Value, str], heads: Sequence[Value]
-) -> list[str]:
-    """The texts of the functions of a module, and of the network."""
-    found: list[str] = []
-    for function in functions:
-        body = written(function.lines, {function.inputs[0]: "x"}, function.outputs)
-        given = ", ".join(["net", "x", *parameters(function)])
-        found.append("\n".join([f"def {function.name}({given}):", *indented([f'"""{about(function)}"""', *body])]))
-    body = written(items, names, heads)
-    return [*found, "\n".join([f"def network(net, {', '.join(names.values())}):", *indented(body)])]

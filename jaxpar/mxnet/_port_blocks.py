@@ -88,10 +88,6 @@ def _cuts(lines: Sequence[Line], inputs: Sequence[Value], heads: Sequence[Value]
     return found
 
 
-def _has_arrays(lines: Sequence[Line]) -> bool:
-    return any(slot.kind in ("name", "index") for line in lines for slot in line.slots)
-
-
 def _is_wrapper(line: Line) -> bool:
     """Whether a line is a function of JAX of one value, which may be written around the line before."""
     return line.form.startswith(("jax.nn.", "jnp.")) and line.form.count("{v[") == 1
@@ -110,7 +106,7 @@ def _chains(lines: list[Line], heads: Sequence[Value], own: Sequence[str]) -> _W
             if not follows or not plain or line.form in [other.form for other in before]:
                 break
             key = _key(window)
-            if ends.get(key, 0) <= at and _has_arrays(window):
+            if ends.get(key, 0) <= at:
                 groups.setdefault(key, []).append(window)
                 ends[key] = at + length
     often = [windows for windows in groups.values() if len(windows) > 2]
@@ -125,7 +121,7 @@ def _between_cuts(lines: list[Line], inputs: Sequence[Value], heads: Sequence[Va
         if end + 1 in places and _is_wrapper(lines[end]):
             end += 1  # the activation of a residual unit
         window = lines[start:end]
-        if len(window) > 2 and _has_arrays(window):
+        if len(window) > 2:
             groups.setdefault(_key(window), []).append(window)
     return [windows for windows in groups.values() if len(windows) > 1]
 
@@ -143,7 +139,7 @@ def _block(name: str, windows: _Windows) -> Block:
 
 def _replaced(lines: list[Line], windows: _Windows, functions: list[Block]) -> list[Line]:
     """The lines with calls of a new function in the place of these windows."""
-    function = _block(free(name_of(windows[0]), [other.name for other in functions]), windows)
+    function = _block(_free(_name_of(windows[0]), [other.name for other in functions]), windows)
     functions.append(function)
     slots = [variable.slot for variable in function.variables]
     places = [f", {{s[{i}]}}" for i, slot in enumerate(slots) if slot.default is POSITION]
@@ -215,7 +211,7 @@ class _Variables:
                 return text
         taken = [variable.name for variable in self.found]
         word = slot.key if slot.kind != "index" or slot.key in ("stage", "unit", "block", "key") else "n"
-        self.found.append(Variable(free(word, taken), slot, values))
+        self.found.append(Variable(_free(word, taken), slot, values))
         return self.found[-1].name
 
     def _name(self, slot: Slot, values: tuple[str, ...]) -> str:
@@ -264,11 +260,11 @@ def _text(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) and _SAFE.fullmatch(value) else repr(value)
 
 
-def free(word: str, taken: Sequence[str]) -> str:
+def _free(word: str, taken: Sequence[str]) -> str:
     return next(name for name in [word, *(f"{word}{n}" for n in range(2, len(taken) + 3))] if name not in taken)
 
 
-def name_of(lines: Sequence[Line]) -> str:
+def _name_of(lines: Sequence[Line]) -> str:
     sums = [line for line in lines if " + " in line.form]
     joined = [line for line in lines if line.form.startswith("jnp.concatenate")]
     if sums:
@@ -280,14 +276,29 @@ def name_of(lines: Sequence[Line]) -> str:
     return name if len(name) < _LONGEST_NAME and name.isidentifier() else "block"
 
 
-def parameters(function: Block) -> list[str]:
+def functions_of(
+    functions: Sequence[Block], items: Sequence[Line | Block], names: Mapping[Value, str], heads: Sequence[Value]
+) -> list[str]:
+    """The texts of the functions of a module, and of the network."""
+    found: list[str] = []
+    for function in functions:
+        layers = ", ".join(dict.fromkeys(line.layer for line in function.lines))
+        about = f'"""{layers}: {function.count} times in the network."""'
+        body = _written(function.lines, {function.inputs[0]: "x"}, function.outputs)
+        given = ", ".join(["net", "x", *_parameters(function)])
+        found.append("\n".join([f"def {function.name}({given}):", *_indented([about, *body])]))
+    body = _written(items, names, heads)
+    return [*found, "\n".join([f"def network(net, {', '.join(names.values())}):", *_indented(body)])]
+
+
+def _parameters(function: Block) -> list[str]:
     """The parameters of a function after `net` and `x`, in the order in which `_replaced` gives them."""
     slots = {variable.name: variable.slot.default for variable in function.variables}
     plain = [name for default in (POSITION, KEYWORD) for name, own in slots.items() if own is default]
     return [*plain, *(f"{name}={_text(own)}" for name, own in slots.items() if name not in plain)]
 
 
-def written(
+def _written(
     lines: Sequence[Line | Block], names: Mapping[Value, str], heads: Sequence[Value], returns: bool = True
 ) -> list[str]:
     """Lines of Python. `names` are those of the values that are there before."""
@@ -297,9 +308,9 @@ def written(
         at += 1
         if isinstance(line, Block):
             code += [] if known[line.inputs[0]] == "x" else [f"x = {known[line.inputs[0]]}"]
-            *first, last_line = head(line)
-            body = written(line.lines, {line.inputs[0]: "x"}, line.outputs, returns=False)
-            code += [*first, f"{last_line}:", *indented(body)]
+            *first, last_line = _head(line)
+            body = _written(line.lines, {line.inputs[0]: "x"}, line.outputs, returns=False)
+            code += [*first, f"{last_line}:", *_indented(body)]
             known[line.last[0]] = "x"
             continue
         expression = line.form.format(v=[known[value] for value in line.inputs], s=line.texts)
@@ -310,18 +321,17 @@ def written(
                 break
             expression, outputs, at = around, after.outputs, at + 1
         if returns and at == len(lines) and tuple(heads) == outputs:
-            return [*code, *wrapped("return ", expression)]
+            return [*code, *_wrapped("return ", expression)]
         taken = {name for value, name in known.items() if last.get(value, -1) >= at}
-        dying = [known[value] for value in line.inputs if known[value] in _NAMES]
         for output in outputs:
-            order = [*([] if taken else ["x"]), *dying, *_NAMES, *(f"x{n}" for n in range(len(lines)))]
+            order = [*_NAMES, *(f"x{n}" for n in range(len(lines)))]
             known[output] = next(name for name in order if name not in taken) if output in last else "_"
             taken.add(known[output])
-        code += wrapped(f"{', '.join(known[o] for o in outputs)} = ", expression)
+        code += _wrapped(f"{', '.join(known[o] for o in outputs)} = ", expression)
     return [*code, f"return {', '.join(known[head] for head in heads)}"] if returns else code
 
 
-def wrapped(start: str, expression: str) -> list[str]:
+def _wrapped(start: str, expression: str) -> list[str]:
     """A line, or several of a long call."""
     if len(start + expression) <= _WIDTH:
         return [start + expression]
@@ -329,10 +339,10 @@ def wrapped(start: str, expression: str) -> list[str]:
     parts = [arguments[:-1]]
     if len(parts[0]) > _WIDTH:
         parts = [f"{part}," for part in re.split(r", (?![^(]*\))", parts[0])]
-    return [f"{start}{function}(", *indented(parts), ")"]
+    return [f"{start}{function}(", *_indented(parts), ")"]
 
 
-def head(loop: Block) -> list[str]:
+def _head(loop: Block) -> list[str]:
     """The beginning of a loop, without a colon."""
     rows = list(zip(*(variable.values for variable in loop.variables), strict=True))
     targets = ", ".join(variable.name for variable in loop.variables)
@@ -341,16 +351,13 @@ def head(loop: Block) -> list[str]:
     if len(loop.variables) == 1:
         return [f"for {targets} in {_series([row[0] for row in rows])}"]
     line = f"for {targets} in ({', '.join(map(_text, rows))})"
-    return [line] if len(line) < _WIDTH else [f"for {targets} in (", *indented([f"{_text(row)}," for row in rows]), ")"]
+    return (
+        [line] if len(line) < _WIDTH else [f"for {targets} in (", *_indented([f"{_text(row)}," for row in rows]), ")"]
+    )
 
 
-def indented(lines: Iterable[str]) -> list[str]:
+def _indented(lines: Iterable[str]) -> list[str]:
     return [f"    {line}" if line else "" for line in lines]
-
-
-def about(block: Block) -> str:
-    layers = ", ".join(dict.fromkeys(line.layer for line in block.lines))
-    return f"{layers}: {block.count} times in the network."
 
 
 def _series(values: list[Any]) -> str:

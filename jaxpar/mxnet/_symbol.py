@@ -17,7 +17,7 @@ from .._core.calls import answers
 from .._core.files import CheckpointError
 from . import _layout as layouts
 from ._compare import Difference, first_difference
-from ._graph import Graph, Node, convolved, output_names, parse, read_graph, roles, with_operators
+from ._graph import Graph, Node, output_names, parse, read_graph, roles, with_operators
 from ._params import load_params, to_bytes
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ class Model:
     _operators: Mapping[int, tuple[Operator, Mapping[str, Any]]]
     _needed: frozenset[str]  # the inputs that are no labels
     _arrays: Mapping[str, str]  # "arg" or "aux", by the names of params and state
-    _kernels: (
-        frozenset[str] | None
-    )  # the weights that are kept as (height, width, in, out). None: the layout is MXNet's
+    _kernels: frozenset[str] | None  # weights kept as (height, width, in, out). None: the layout is MXNet's
 
     def __repr__(self) -> str:
         return f"Model({len(self._operators)} operators, inputs {self.inputs}, outputs {self.outputs})"
@@ -104,13 +102,10 @@ class Model:
             if node.is_variable:
                 values.append((variables.get(node.name),))
                 continue
-            operator, _ = self._operators[number]
-            found = self._run(number, [self._output(values, i, k) for i, k in node.inputs], train, key)
-            if operator.state:
-                found, fresh = found
-                names = [self.symbol.nodes[i].name for i, _ in node.inputs[-len(fresh) :]]
-                known.update(zip(names, fresh, strict=True))
-            values.append(found if isinstance(found, tuple) else (found,))
+            found, fresh = self._run(number, [self._output(values, i, k) for i, k in node.inputs], train, key)
+            names = [self.symbol.nodes[i].name for i, _ in node.inputs[len(node.inputs) - len(fresh) :]]
+            known.update(zip(names, fresh, strict=True))
+            values.append(found)
         turned = layouts.own if self._kernels is None else layouts.image
         outputs = tuple(turned(self._output(values, i, k)) for i, k in self.symbol.heads)
         result = outputs[0] if len(outputs) == 1 else outputs
@@ -143,9 +138,7 @@ class Model:
                 variable = self.symbol.nodes[i]
                 own = self._shaped(number, place, arrays, known) if variable.is_variable else self._output(values, i, k)
                 arrays.append(own)
-            found = jax.eval_shape(lambda *a, n=number: self._run(n, a, False, jax.random.key(0)), *arrays)
-            found = found[0] if self._operators[number][0].state else found
-            values.append(found if isinstance(found, tuple) else (found,))
+            values.append(jax.eval_shape(lambda *a, n=number: self._run(n, a, False, jax.random.key(0))[0], *arrays))
         found = (node.name for node in self.symbol.nodes if node.name in known)
         return {name: self._shape(name, known[name], back=False) for name in found}
 
@@ -213,12 +206,9 @@ class Model:
         given = self._inputs([{name: found[name] for name in self.inputs if name in found}])
         arrays = {name: jnp.asarray(array) for name, array in {**self._named(params, state), **given}.items()}
         arrays |= {name: layouts.back(arrays[name], layouts.KERNELS) for name in self._kernels or ()}
-
-        def run(number: int, values: Sequence[Any]) -> Any:
-            outputs = self._run(number, values, False, None)
-            return outputs[0] if self._operators[number][0].state else outputs
-
-        return first_difference(self.symbol, run, arrays, found, tolerance)
+        return first_difference(
+            self.symbol, lambda number, values: self._run(number, values, False, None)[0], arrays, found, tolerance
+        )
 
     @property
     def lr_mult(self) -> dict[str, float]:
@@ -262,8 +252,10 @@ class Model:
             raise CheckpointError(f"the symbol is damaged: {node.op} {node.name!r} has no output {place}")
         return values[number][place]
 
-    def _run(self, number: int, arrays: Sequence[Any], train: bool, key: jax.Array | None) -> Any:
-        """What one node gives."""
+    def _run(
+        self, number: int, arrays: Sequence[Any], train: bool, key: jax.Array | None
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The outputs of one node, and its new running statistics."""
         node = self.symbol.nodes[number]
         operator, attrs = self._operators[number]
         more: dict[str, Any] = {"train": train}
@@ -271,7 +263,9 @@ class Model:
             more["rng"] = None if key is None else jax.random.fold_in(key, number)
         given = {name: more[name] for name in operator.given}
         with jax.named_scope(node.name), _naming(node, arrays):
-            return layouts.run(operator, attrs, arrays, lambda a, own: operator.fn(*a, **own, **given))
+            found = layouts.run(operator, attrs, arrays, lambda a, own: operator.fn(*a, **own, **given))
+        outputs, fresh = found if operator.state else (found, ())
+        return outputs if isinstance(outputs, tuple) else (outputs,), fresh
 
     def _inputs(self, given: Sequence[Any]) -> dict[str, Any]:
         """The inputs by name."""
@@ -365,10 +359,8 @@ def load_symbol(
         raise ValueError(f"mxnet.load_symbol: layout must be None, which is MXNet's own, or 'NHWC', got {layout!r}")
     path = files.as_path(symbol_file, "mxnet.load_symbol: symbol_file")
     graph, table = with_operators(path, read_graph(path), operators or {})
-    statistics, weights, needed = roles(graph, table)
-    arrays: Mapping[str, Any] = {}
-    if params_file is not None:
-        arrays = load_params(params_file)
+    statistics, weights, kernels, needed = roles(graph, table)
+    arrays = {} if params_file is None else load_params(params_file)
     named = {name.split(":", 1)[-1] if name[:4] in ("arg:", "aux:") else name: a for name, a in arrays.items()}
     variables = [node.name for node in graph.nodes if node.is_variable]
     trained = [name for name in variables if name not in statistics and (name in named or name in weights)]
@@ -376,7 +368,7 @@ def load_symbol(
     if params_file is not None and (missing := [name for name in kinds if name not in named]):
         raise CheckpointError(f"{params_file} has no array {_listed(missing)}, which {path} needs")
     inputs = tuple(name for name in variables if name not in kinds)
-    kernels = convolved(graph, table) & frozenset(trained) if layout == "NHWC" else None
+    kernels = frozenset(kernels & {*trained}) if layout == "NHWC" else None
     params = {name: jnp.asarray(named[name]) for name in trained if named}
     return Model(
         params | {name: layouts.turn(params[name], layouts.KERNELS) for name in kernels or () if named},

@@ -87,11 +87,11 @@ def test_outputs_have_the_dtype_of_the_arrays(dtype, tmp_path):
         assert [out.dtype for out in outs] == expected, name
 
 
-@pytest.mark.parametrize("name", ["resnet18_v1", "mobilenet_v2_0_25", "squeezenet1_1"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_network_in_a_narrow_dtype(name, dtype, tmp_path):
-    model = mxnet.load_symbol(write(tmp_path, f"zoo {name}"))
-    arrays, state = given(f"zoo {name}", dtype)
+def test_a_network_in_a_narrow_dtype(dtype, tmp_path):
+    name = "zoo mobilenet_v2_0_25"
+    model = mxnet.load_symbol(write(tmp_path, name))
+    arrays, state = given(name, dtype)
     arrays = {n: jnp.asarray(a, dtype) for n, a in arrays.items()}
     (out,) = jax.eval_shape(lambda a: outputs_of(model, a, state), arrays)
     assert out.dtype == dtype

@@ -1,6 +1,5 @@
 """RecordIO files that MXNet wrote, read as it reads them; and damaged ones, which end in an error that says where."""
 
-import re
 import struct
 import sys
 from pathlib import Path
@@ -117,40 +116,6 @@ def test_a_file_that_is_cut_while_it_is_read(rec, tmp_path):
     (tmp_path / "x.rec").write_bytes(part(0, b"a" * 5000)[:3000])
     with pytest.raises(checkpoint.CheckpointError, match="was cut since it was opened"):
         records[0]
-
-
-def test_500_damaged_files(files, tmp_path):
-    """Bytes are changed, cut out, doubled. Every file is read, or its error is one of jaxpar's."""
-    folder, _ = files
-    random = np.random.RandomState(0)
-    outcomes = []
-    for i in range(500):
-        name = ("parts", "labels")[i % 2]
-        content = bytearray((folder / f"{name}.rec").read_bytes()[: 4000 if i % 2 else None])
-        index = bytearray((folder / f"{name}.idx").read_bytes())
-        for damaged in (content, index)[: 1 + i % 3]:
-            for at in random.randint(0, len(damaged), random.randint(1, 6)):
-                match random.randint(4):
-                    case 0:
-                        damaged[at : at + 1] = bytes([random.randint(256)])
-                    case 1:
-                        del damaged[at:]
-                        break
-                    case 2:
-                        del damaged[at : at + random.randint(1, 9)]
-                    case 3:
-                        damaged[at:at] = damaged[at : at + random.randint(1, 60)]
-        for end, damaged in ((".rec", content), (".idx", index)):
-            with open(f"{tmp_path}/x{end}", "wb") as file:
-                file.write(damaged)
-        try:
-            records = mxnet.RecordFile(f"{tmp_path}/x.rec", f"{tmp_path}/x.idx" if i % 3 else None)
-            for number in range(len(records)):
-                records.unpack(number) if i % 2 else records[number]
-            outcomes.append("read")
-        except checkpoint.CheckpointError as error:
-            outcomes.append(re.search(r"x\.(rec is damaged at byte|idx, line) \d+", str(error))[1])
-    assert min(map(outcomes.count, ("read", "rec is damaged at byte", "idx, line"))) > 10
 
 
 def test_lists(tmp_path):
