@@ -66,23 +66,10 @@ def _sum(group: list[Draft], op: str, scope: Path) -> Draft:
     """One draft for a group, with the sums of its costs. Gradients become the gradient of what their layers become."""
     last = next((draft for draft in reversed(group) if draft.outputs), group[-1])
     layers = sum(draft.layers for draft in group)
-    return Draft(
-        at=group[0].at,
-        op=op,
-        detail=f"{layers} layers",
-        value=last.value,
-        scope=scope,
-        source=group[0].source,
-        flops=sum(draft.flops for draft in group),
-        bytes=sum(draft.bytes for draft in group),
-        equations=sum(draft.equations for draft in group),
-        eqns=[number for draft in group for number in draft.eqns],
-        weights=list(dict.fromkeys(weight for draft in group for weight in draft.weights)),
-        outputs=[output for draft in group for output in draft.outputs],
-        name=op,
-        forward=group[0].forward,
-        layers=layers,
-    )
+    made = Draft(group[0].at, op, f"{layers} layers", last.value, scope, group[0].source, name=op, layers=layers)
+    made.equations, made.forward = sum(draft.equations for draft in group), group[0].forward
+    made.add(group)
+    return made
 
 
 def limit_nodes(net: Net, most: int) -> None:

@@ -190,7 +190,9 @@ class _Pass:
         for same in found:
             self.copy_of |= {draft.at: (block, copy) for copy, draft in same.items()}
             kept, *others = same.values()
-            _add(kept, others)
+            kept.own = len(kept.weights) if kept.own is None else kept.own
+            kept.add(others)
+            kept.repeat *= len(same)
             self.into |= {draft.at: kept for draft in others}
 
     def _layer_of(self, draft: Draft) -> Draft:
@@ -205,15 +207,11 @@ class _Pass:
 
     def _finish(self) -> None:
         """Drop the copies, and send their edges to what replaces them."""
-        net = self.net
-        for edge in list(net.edges):  # from one copy to the next
+        for edge in list(self.net.edges):  # from one copy to the next
             source, target = self.copy_of.get(edge[0]), self.copy_of.get(edge[1])
             if source is not None and target is not None and source[0] == target[0] and source[1] != target[1]:
-                del net.edges[edge]
-        net.drafts = [draft for draft in net.drafts if draft.at not in self.into]
-        for draft in (draft for draft in net.drafts if draft.forward is not None):
-            draft.forward = self._layer_of(draft)
-        net.redirect({at: kept.at for at, kept in self.into.items()})
+                del self.net.edges[edge]
+        self.net.substitute(self.into)
 
 
 def _sources(net: Net) -> dict[int, set[int]]:
@@ -289,18 +287,6 @@ def _scopes_of_all(first: Path, others: list[Path]) -> Path:
         own if is_same else Scope(name, own.kind, own.times)
         for name, own, is_same in zip(names, first, same, strict=True)
     )
-
-
-def _add(kept: Draft, others: list[Draft]) -> None:
-    """Add what the copies of a layer cost."""
-    same = [kept, *others]
-    kept.own = len(kept.weights) if kept.own is None else kept.own
-    kept.flops = sum(draft.flops for draft in same)
-    kept.bytes = sum(draft.bytes for draft in same)
-    kept.weights = list(dict.fromkeys(weight for draft in same for weight in draft.weights))
-    kept.outputs = [output for draft in same for output in draft.outputs]
-    kept.eqns = [eqn for draft in same for eqn in draft.eqns]
-    kept.repeat *= len(same)
 
 
 def gradients_of(
