@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core import checks
+from .._core.text import plural
 from ._draw.style import DIRECTIONS, THEMES
 from ._fold.calls import Call
 from ._fold.templates import Pattern, Rule
@@ -90,14 +91,10 @@ def _argnum(number: Any, count: int, what: str) -> int:
     if not -count <= number < max(count, 1):
         there = checks.shorten(range(count)) if count else "none"
         raise ValueError(
-            f"{what}: params_argnums is {number}, and {_arguments(count)}: {there}; None says that no argument holds "
-            "parameters"
+            f"{what}: params_argnums is {number}, and there {'is' if count == 1 else 'are'} "
+            f"{plural(count, 'positional argument')}: {there}; None says that no argument holds parameters"
         )
     return number + count if number < 0 else number
-
-
-def _arguments(count: int) -> str:
-    return "there is 1 positional argument" if count == 1 else f"there are {count} positional arguments"
 
 
 def true_or_false(value: Any, what: str, name: str) -> None:

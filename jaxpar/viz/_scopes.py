@@ -81,16 +81,6 @@ class Block(Generic[_Leaf]):
     path: Path = ()
     items: list[_Leaf | Block[_Leaf]] = field(default_factory=list[Any])
 
-    @property
-    def leaves(self) -> list[_Leaf]:
-        """The leaves directly in it."""
-        return [item for item in self.items if not isinstance(item, Block)]
-
-    @property
-    def blocks(self) -> list[Block[_Leaf]]:
-        """The blocks directly in it."""
-        return [item for item in self.items if isinstance(item, Block)]
-
     def all_leaves(self) -> Iterator[_Leaf]:
         """The leaves in it, at any depth."""
         for item in self.items:

@@ -2,48 +2,76 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Set
+from dataclasses import replace
+from typing import Any, Literal
 
 from ..._core.text import cut_middle
-from .._draw.dot import MANY, carry_label, clusters, head, join_carries, side_by_side
-from .._draw.labels import caption_of, edge_label, label, scope_label, title_lines
+from .._draw import dot
+from .._draw.dot import join_carries
+from .._draw.labels import Line, caption_of, title_lines
 from .._draw.picture import Plot
-from .._draw.style import THEMES, Options, Theme, attributes, ink, quote, text_width
-from .._graph import BACKWARD, Edge, Graph, human
-from .._scopes import Block, nest, paths_of
+from .._draw.style import Options
+from .._graph import Edge, Graph, Node, human
+from .._scopes import Path, Scope, paths_of
 from .changes import Change, Diff, Status, arrow, change_texts, delta_text, to_html
 
 COLOURS: dict[Status, str] = {"same": "#d9d9d9", "changed": "#fdc162", "added": "#8fd694", "removed": "#f2918c"}
-_LINES: dict[Status, str] = {"same": "", "changed": "#b36b00", "added": "#1a7f37", "removed": "#cf222e"}
+_LINES: dict[Status, str] = {"added": "#1a7f37", "removed": "#cf222e"}
 _MOST = 44  # characters in a line of a box
-_Line = tuple[str, float, bool]  # text, size, bold
-_Path = tuple[str, ...]
 _Ends = tuple[str, str, bool]  # the names of two nodes, and whether the edge goes back
 
 
 def to_dot(diff: Diff, options: Options) -> list[str]:
     """The lines between the braces of a digraph. Equal comparisons give equal lines."""
-    theme, names, scopes = THEMES[options.theme], _names(diff), _scopes(diff)
-    ids = {id(change): name for name, change in names.items()}
-    tree = nest((change, paths_of(_scope(change, scopes))) for change in diff.changes)
-
-    def draw(inside: list[Change]) -> list[str]:
-        known = [ids[id(change)] for change in inside]
-        return [_node(change, ids[id(change)], options) for change in inside] + side_by_side(known)
-
-    lines = head(_caption(diff, options), options, theme, large=len(diff.changes) > MANY)
-    lines += clusters(tree, draw, lambda block, level: _frame(block, theme, level))
-    return [*lines, *_edges(diff, ids, theme)]
+    changes, scopes = _names(diff), _scopes(diff)
+    nodes = (replace(one.node, name=name, scope=_scope(one, scopes)) for name, one in changes.items())
+    before, after = _edges(diff, changes, "before"), _edges(diff, changes, "after")
+    edges = after | {ends: edge for ends, edge in before.items() if ends not in after}
+    graph = Graph(tuple(nodes), tuple(edges.values()))
+    return dot.to_dot(graph, options, _Look(diff, options, changes, before.keys(), after.keys()))
 
 
-def _frame(block: Block[Change], theme: Theme, level: int) -> dict[str, Any] | None:
-    """The attributes of a cluster. A scope of one node has none."""
-    if len(list(block.all_leaves())) == 1:
-        return None
-    name = block.path[-1]
-    attrs = {"label": cut_middle(name, _MOST), "labeljust": "r", "labelloc": "b", "fontsize": 13}
-    attrs |= {"style": "rounded,filled", "color": theme.faint, "margin": 10, "tooltip": name}
-    return attrs | {"fillcolor": theme.region if level % 2 else theme.cluster}
+def _edges(diff: Diff, changes: dict[str, Change], side: Literal["before", "after"]) -> dict[_Ends, Edge]:
+    """The edges of one network, with the names of the picture."""
+    names = {node.name: name for name, change in changes.items() if (node := getattr(change, side)) is not None}
+    graph: Graph = getattr(diff, side)
+    edges = (replace(edge, source=names[edge.source], target=names[edge.target]) for edge in join_carries(graph.edges))
+    return {_ends(edge): edge for edge in edges}
+
+
+def _ends(edge: Edge) -> _Ends:
+    return edge.source, edge.target, edge.carry
+
+
+class _Look(dot.Look):
+    """Boxes and arrows in the colours of what changed."""
+
+    def __init__(
+        self, diff: Diff, options: Options, changes: dict[str, Change], before: Set[_Ends], after: Set[_Ends]
+    ) -> None:
+        self.options, self.signs, self.caption = options, dict[str, str](), _caption(diff, options)
+        self._changes, self._before, self._after = changes, before, after
+
+    def fill(self, node: Node) -> str:
+        return COLOURS[self._changes[node.name].status]
+
+    def is_dashed(self, node: Node) -> bool:
+        return node.is_backward or self._changes[node.name].status == "removed"
+
+    def lines(self, node: Node) -> list[Line]:
+        return _label_lines(self._changes[node.name])
+
+    def tooltip(self, node: Node) -> str:
+        change = self._changes[node.name]
+        return "\n".join([f"{change.status}: {change.node.name}", *(text for text, _, _ in _label_lines(change))])
+
+    def arrow(self, edge: Edge) -> dict[str, Any]:
+        if _ends(edge) in self._before and _ends(edge) in self._after:
+            return {"tooltip": "same"}
+        status: Status = "added" if _ends(edge) in self._after else "removed"
+        found = {"color": _LINES[status], "penwidth": 1.6, "fontcolor": _LINES[status], "tooltip": status}
+        return found | ({"style": "dashed"} if status == "removed" else {})
 
 
 def _names(diff: Diff) -> dict[str, Change]:
@@ -58,53 +86,36 @@ def _names(diff: Diff) -> dict[str, Change]:
     return found
 
 
-def _scopes(diff: Diff) -> dict[_Path, _Path]:
+def _scopes(diff: Diff) -> dict[Path, Path]:
     """What each scope of the first network is called in the second."""
-    found: dict[_Path, _Path] = {}
+    found: dict[Path, Path] = {}
     for change in diff.changes:
-        if change.before is None or change.after is None:
-            continue
-        old, new = change.before.scope, change.after.scope
-        for length in range(1, len(old) + 1 if len(old) == len(new) else 1):
-            found.setdefault(old[:length], new[:length])
+        if change.before is not None and change.after is not None:
+            old, new = paths_of(change.before.scope), paths_of(change.after.scope)
+            for path, other in zip(old, new, strict=True) if len(old) == len(new) else ():
+                found.setdefault(path, other)
     return found
 
 
-def _scope(change: Change, scopes: dict[_Path, _Path]) -> tuple[str, ...]:
-    """The labels of the clusters around a node, "×12 → ×24" where a scope has another name in the second network."""
+def _scope(change: Change, scopes: dict[Path, Path]) -> Path:
+    """The scopes around a node, "×12 → ×24" where one has another name in the second network."""
     back = {new: old for old, new in scopes.items()}
-    path = change.node.scope
-    old, new = [path[:length] for length in range(1, len(path) + 1)], list[_Path]()
+    paths = paths_of(change.node.scope)
     if change.after is None:
-        new = [scopes.get(scope, scope) for scope in old]
-    else:
-        new, old = old, [back.get(scope, scope) for scope in old]
-    return tuple(_both(scope_label(a[-1]), scope_label(b[-1])) for a, b in zip(old, new, strict=True))
+        return tuple(_both(path[-1], scopes.get(path, path)[-1]) for path in paths)
+    return tuple(_both(back.get(path, path)[-1], path[-1]) for path in paths)
 
 
-def _both(before: str, after: str) -> str:
-    """What a scope is called in two networks: "layers ×12 → ×24"."""
-    (name, _, count), (other, _, new) = before.rpartition(" "), after.rpartition(" ")
-    return f"{name} {arrow(count, new)}".strip() if name == other else arrow(before, after)
+def _both(before: Scope, after: Scope) -> Scope:
+    """A scope in two networks: "layers ×12 → ×24"."""
+    if before == after:
+        return after
+    (name, _, count), (other, _, new) = (str(one.numbered(1)).rpartition(" ") for one in (before, after))
+    text = f"{name} {arrow(count, new)}".strip() if name == other else arrow(before.numbered(1), after.numbered(1))
+    return Scope(text.removesuffix(f" ×{after.times}"), after.kind, after.times, after.call)
 
 
-def _node(change: Change, name: str, options: Options) -> str:
-    lines = _label_lines(change)
-    attrs: dict[str, Any] = {
-        "label": label(lines, ink(COLOURS[change.status])),
-        "fillcolor": COLOURS[change.status],
-        "width": f"{max(1.3, max(text_width(*line) for line in lines) / 72 + 0.2):.2f}",
-        "tooltip": "\n".join([f"{change.status}: {change.node.name}", *(text for text, _, _ in lines)]),
-    }
-    if change.node.op == "input":
-        attrs["shape"] = "oval"
-    if change.node.is_backward or change.status == "removed":
-        attrs["style"] = "filled,rounded,dashed" if change.node.op != "input" else "filled,dashed"
-    attrs |= dict(options.node_attrs or {})
-    return f"{quote(name)} {attributes(**attrs)}"
-
-
-def _label_lines(change: Change) -> list[_Line]:
+def _label_lines(change: Change) -> list[Line]:
     """The lines of a box: name, kind, and of what changed the output and what it costs more."""
     name, layer, shape = change_texts(change)
     if change.node.op == "input":
@@ -118,46 +129,6 @@ def _label_lines(change: Change) -> list[_Line]:
         f"{n:+,} params".replace("-", "−") if unit == " params" else delta_text(n, unit) for n, unit in deltas if n
     ]
     return [*found, *((", ".join(costs[at : at + 2]), 9.5, False) for at in range(0, len(costs), 2))]
-
-
-def _edges(diff: Diff, ids: dict[int, str], theme: Theme) -> list[str]:
-    """The edges of both networks, each once. Those of only one have its colour."""
-    names = {
-        side: {node.name: ids[id(c)] for c in diff.changes if (node := getattr(c, side)) is not None}
-        for side in ("before", "after")
-    }
-    before, after = _joined(diff.before, names["before"]), _joined(diff.after, names["after"])
-    lines: list[str] = []
-    for ends in [*after, *(ends for ends in before if ends not in after)]:
-        status: Status = "same" if ends in before and ends in after else "added" if ends in after else "removed"
-        lines.append(_edge(ends, *(after.get(ends) or before[ends]), status))
-    return lines
-
-
-def _edge(ends: _Ends, edge: Edge, text: str, status: Status) -> str:
-    """An edge. Between two gradients it goes down, next to the layers. To a layer's own gradient it goes aside."""
-    source, target, carry = ends
-    attrs: dict[str, Any] = {"label": f" {text} ", "tooltip": status}
-    if status != "same":
-        attrs |= {"color": _LINES[status], "penwidth": 1.6, "fontcolor": _LINES[status]}
-    attrs |= {"style": "dashed"} if status == "removed" else {}
-    if carry:
-        attrs |= {"style": "dashed", "constraint": "false"}
-    elif edge.target.endswith(BACKWARD):
-        if edge.source.endswith(BACKWARD):
-            return f"{quote(target)} -> {quote(source)} {attributes(**attrs, dir='back')}"
-        if edge.source == edge.target.removesuffix(BACKWARD):
-            attrs |= {"label": "", "penwidth": 0.6, "constraint": "false"}
-    return f"{quote(source)} -> {quote(target)} {attributes(**attrs)}"
-
-
-def _joined(graph: Graph, names: dict[str, str]) -> dict[_Ends, tuple[Edge, str]]:
-    """The edges of a graph and their labels, by the names of their ends in the picture."""
-    nodes, found = {node.name: node for node in graph.nodes}, dict[_Ends, tuple[Edge, str]]()
-    for edge in join_carries(graph.edges):
-        text = carry_label(edge) if edge.carry else edge_label(edge, nodes[edge.source])
-        found[names[edge.source], names[edge.target], edge.carry] = edge, text
-    return found
 
 
 def _caption(diff: Diff, options: Options) -> str:
@@ -183,10 +154,8 @@ class DiffPlot(Plot):
     """
 
     def __init__(self, diff: Diff, options: Options, time_limit: float) -> None:
-        super().__init__(diff.after, options, time_limit)
+        super().__init__(diff.after, options, time_limit, lines=to_dot(diff, options))
         self.diff: Diff = diff
-        self.body: list[str] = ["\t" + line + "\n" for line in to_dot(diff, options)]
-        self._drawn: str = self.source
 
     def __repr__(self) -> str:
         return repr(self.diff)

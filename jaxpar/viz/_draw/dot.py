@@ -4,51 +4,79 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 from .._graph import BACKWARD, Edge, Graph, Node
 from .._scopes import Block, Path, nest, paths_of
 from .._searches import reach
 from . import style
-from .labels import caption, cost, edge_label, join_sign, label, label_lines, scope_label, tooltip
+from .labels import Line, caption, cost, edge_label, join_sign, label, label_lines, scope_label, tooltip
 from .style import DIRECTIONS, FONT, SIZE, SMALL, THEMES, Options, Theme, attributes, ink, quote, text_width
 
-_Leaf = TypeVar("_Leaf")
 _POINTS = 72.0  # of an inch
-MANY, _MANY_EDGES = 150, 220  # nodes and edges, above which dot works with limits
+_MANY, _MANY_EDGES = 150, 220  # nodes and edges, above which dot works with limits
 _MANY_READERS = 4  # of an input of several arrays, above which its edges give way
 _FEW = 2  # readers of an array, above which only one edge names it
 
 
-def to_dot(graph: Graph, options: Options) -> list[str]:
+class Look:
+    """How boxes and arrows look: in the colours of their kinds or costs. A comparison has another look."""
+
+    def __init__(self, graph: Graph, nodes: list[Node], options: Options) -> None:
+        self.options, self.signs = options, join_sign(graph)  # of nodes that only join others
+        self.most = max((cost(node, options.heat) for node in nodes), default=0) or 1
+        self.caption = caption(graph, nodes, options)
+
+    def fill(self, node: Node) -> str:
+        """The colour of a box."""
+        heat = self.options.heat if node.op not in ("input", "weight") else None
+        return style.heat(cost(node, heat) / self.most) if heat else style.fill(node)
+
+    def is_dashed(self, node: Node) -> bool:
+        """Whether a box has a dashed line around it."""
+        return node.is_backward
+
+    def lines(self, node: Node) -> list[Line]:
+        """What is written in a box."""
+        return label_lines(node, self.options.heat)
+
+    def tooltip(self, node: Node) -> str:
+        """What is shown where the mouse is on a box."""
+        return tooltip(node)
+
+    def arrow(self, edge: Edge) -> dict[str, Any]:
+        """The attributes of an arrow, besides those of its way."""
+        return {}
+
+
+def to_dot(graph: Graph, options: Options, look: Look | None = None) -> list[str]:
     """The lines between the braces of a digraph. Equal graphs give equal lines."""
     theme = THEMES[options.theme]
     edges = join_carries(graph.edges) + ([] if options.hide_weights else list(graph.weight_edges))
     nodes = _drawn(graph, edges) + ([] if options.hide_weights else list(graph.weights))
-    large = len(nodes) > MANY or len(graph.edges) > _MANY_EDGES
-    lines = head(caption(graph, nodes, options), options, theme, large=large)
-    lines += _nodes(graph, nodes, options, theme)
+    large = len(nodes) > _MANY or len(graph.edges) > _MANY_EDGES
+    look = look or Look(graph, nodes, options)
+    lines = _head(look.caption, options, theme, large=large)
+    lines += _nodes(graph, nodes, look, theme)
     by_name = {node.name: node for node in nodes}
     edges = [edge for edge in edges if not _is_residual(by_name, edge)]
     joined = {node.name for node in nodes if node.leaves}
     carried = Counter(edge.source for edge in edges if edge.carry)
     for edge, named in zip(edges, _named(edges, joined), strict=True):
         if edge.carry:
-            lines.append(_carry(edge, theme, bool(named), carried[edge.source] > _FEW))
+            lines.append(_carry(edge, theme, look, bool(named), carried[edge.source] > _FEW))
         elif named is not None:
-            lines.append(_edge(by_name, edge, theme, named))
+            lines.append(_edge(by_name, edge, theme, look, named))
         else:  # an argument for most layers, such as statistics: they keep their places
-            line = attributes(color=theme.faint, constraint="false", penwidth=0.6)
-            lines.append(f"{quote(edge.source)} -> {quote(edge.target)} {line}")
-    return lines + _pairs(nodes, theme)
-
-
-def nothing(options: Options) -> str:
-    """A node that says why the picture is empty."""
-    text = "Nothing is computed from the arguments."
-    return f'"nothing" {attributes(label=text, shape="plaintext", style="", fontcolor=THEMES[options.theme].text)}'
+            line = {"color": theme.faint, "constraint": "false", "penwidth": 0.6} | look.arrow(edge)
+            lines.append(f"{quote(edge.source)} -> {quote(edge.target)} {attributes(**line)}")
+    lines += _pairs(nodes, theme)
+    if not graph.layers:
+        text = "Nothing is computed from the arguments."
+        lines.append(f'"nothing" {attributes(label=text, shape="plaintext", style="", fontcolor=theme.text)}')
+    return lines
 
 
 def _named(edges: list[Edge], inputs: set[str]) -> list[bool | None]:
@@ -76,14 +104,8 @@ def _drawn(graph: Graph, edges: list[Edge]) -> list[Node]:
     return [node for node in graph.nodes if node.name in joined or node.shape or not joined]
 
 
-def head(caption: str, options: Options, theme: Theme, *, large: bool) -> list[str]:
-    """The attributes of all graphs, nodes and edges.
-
-    Args:
-        caption: the label of the graph.
-        options, theme: of the picture.
-        large: whether dot works with limits.
-    """
+def _head(caption: str, options: Options, theme: Theme, *, large: bool) -> list[str]:
+    """The attributes of all graphs, nodes and edges. In a large one dot works with limits."""
     whole = {
         "rankdir": DIRECTIONS[options.direction],
         "bgcolor": theme.background,
@@ -106,47 +128,24 @@ def head(caption: str, options: Options, theme: Theme, *, large: bool) -> list[s
     ]
 
 
-def _nodes(graph: Graph, nodes: list[Node], options: Options, theme: Theme) -> list[str]:
+def _nodes(graph: Graph, nodes: list[Node], look: Look, theme: Theme) -> list[str]:
     """Nodes inside the clusters of their scopes."""
-    most = max((cost(node, options.heat) for node in nodes), default=0) or 1
-    pen, drawn = _Pen(options, theme, most, join_sign(graph)), _clusters(graph, nodes)
-    tree = nest((node, (path for path in paths_of(node.scope) if path in drawn)) for node in nodes)
+    drawn, numbers = _clusters(graph, nodes), itertools.count()
 
-    def draw(inside: list[Node]) -> list[str]:
-        return [_node(node, pen) for node in inside] + side_by_side([node.name for node in inside])
-
-    return clusters(tree, draw, lambda block, level: _frame(block.path, theme, level))
-
-
-def clusters(
-    block: Block[_Leaf],
-    draw: Callable[[list[_Leaf]], list[str]],
-    frame: Callable[[Block[_Leaf], int], dict[str, Any] | None],
-) -> list[str]:
-    """The lines of what is in a block, each block in it as a cluster.
-
-    Args:
-        block: the outermost one, which has no cluster.
-        draw: the lines of the leaves that are directly in a block.
-        frame: the attributes of a block's cluster, given how deep it is. None for no cluster.
-    """
-    numbers = itertools.count()
-
-    def write(block: Block[_Leaf], level: int) -> Iterator[str]:
-        leaves = block.leaves
+    def write(block: Block[Node], level: int) -> Iterator[str]:
+        leaves = [item for item in block.items if isinstance(item, Node)]
         for item in block.items:
-            if not isinstance(item, Block):
-                yield from draw(leaves)  # all of them where the first one is
+            if isinstance(item, Node):  # all of them where the first one is
+                yield from (_node(node, look) for node in leaves)
+                yield from _side_by_side([node.name for node in leaves])
                 leaves = []
-            elif (attrs := frame(item, level)) is None:
-                yield from write(item, level)
             else:
                 yield f"subgraph {quote(f'cluster_{next(numbers)}')} {{"
-                yield "graph " + attributes(**attrs)
+                yield "graph " + attributes(**_frame(item.path, theme, level))
                 yield from write(item, level + 1)
                 yield "}"
 
-    return list(write(block, 0))
+    return list(write(nest((node, (path for path in paths_of(node.scope) if path in drawn)) for node in nodes), 0))
 
 
 def _frame(path: Path, theme: Theme, level: int) -> dict[str, Any]:
@@ -168,46 +167,28 @@ def _clusters(graph: Graph, nodes: list[Node]) -> set[Path]:
     return special | {path for path, count in members.items() if 1 < count < layers and path not in around}
 
 
-@dataclass(frozen=True, slots=True)
-class _Pen:
-    """What is the same for all nodes: the largest cost, and the signs of those that only join others."""
-
-    options: Options
-    theme: Theme
-    most: int
-    signs: dict[str, str]
-
-
-def _node(node: Node, pen: _Pen) -> str:
-    heat = pen.options.heat
-    lines = label_lines(node, heat)
-    colour = style.fill(node)
-    if heat and node.op not in ("input", "weight"):
-        colour = style.heat(cost(node, heat) / pen.most)
+def _node(node: Node, look: Look) -> str:
+    lines, colour, dashed = look.lines(node), look.fill(node), ",dashed" if look.is_dashed(node) else ""
     width = max(text_width(text, size, bold) for text, size, bold in lines) / _POINTS + 0.2
     attrs = {
         "label": label(lines, ink(colour)),
         "fillcolor": colour,
         "width": f"{max(1.3, width * (1.3 if node.op == 'input' else 1)):.2f}",
         "height": f"{max(0.5, sum(size for _, size, _ in lines) * 1.15 / _POINTS + 0.16):.2f}",
-        "tooltip": tooltip(node),
+        "tooltip": look.tooltip(node),
     }
     if node.op in ("input", "weight"):
-        attrs |= {"shape": "oval", "style": "filled" + (",dashed" if node.op == "weight" else "")}
-    elif node.is_backward:
+        attrs |= {"shape": "oval", "style": "filled" + (",dashed" if node.op == "weight" else dashed)}
+    elif dashed:
         attrs |= {"style": "filled,rounded,dashed"}
-    if node.name in pen.signs:
-        attrs |= _circle(node, pen.signs[node.name], colour)
+    if node.name in look.signs:
+        sign = label([(look.signs[node.name], SIZE + 2, True)], ink(colour))
+        attrs |= {"label": sign, "shape": "circle", "style": "filled" + dashed}
+        attrs |= {"width": "0.3", "height": "0.3", "fixedsize": "true", "margin": "0"}
     if node.outputs and not node.is_backward:
         attrs |= {"penwidth": 2}
-    attrs |= dict(pen.options.node_attrs or {})
+    attrs |= dict(look.options.node_attrs or {})
     return f"{quote(node.name)} {attributes(**attrs)}"
-
-
-def _circle(node: Node, sign: str, colour: str) -> dict[str, str]:
-    dashed = ",dashed" if node.is_backward else ""
-    attrs = {"label": label([(sign, SIZE + 2, True)], ink(colour)), "shape": "circle", "style": "filled" + dashed}
-    return attrs | {"width": "0.3", "height": "0.3", "fixedsize": "true", "margin": "0"}
 
 
 def _forward(by_name: dict[str, Node], node: Node) -> Node | None:
@@ -235,29 +216,30 @@ def _pairs(nodes: list[Node], theme: Theme) -> list[str]:
     ]
 
 
-def side_by_side(names: list[str]) -> list[str]:
+def _side_by_side(names: list[str]) -> list[str]:
     """Layers and their gradients at the same height. Written elsewhere, it would take them out of their cluster."""
     pairs = ((name.removesuffix(BACKWARD), name) for name in names if name.endswith(BACKWARD))
     return [f"{{ rank=same {quote(layer)} {quote(name)} }}" for layer, name in pairs if layer in names]
 
 
-def _carry(edge: Edge, theme: Theme, named: bool, is_one_of_many: bool) -> str:
+def _carry(edge: Edge, theme: Theme, look: Look, named: bool, is_one_of_many: bool) -> str:
     """An edge back. Many from one layer begin at one point."""
     line = {"style": "dashed", "constraint": "false", "color": theme.carry, "fontcolor": theme.carry, "penwidth": 1.2}
     line |= {"label": f" {carry_label(edge)} "} if named else {}
-    line |= {"sametail": "carry"} if is_one_of_many else {}
+    line |= ({"sametail": "carry"} if is_one_of_many else {}) | look.arrow(edge)
     return f"{quote(edge.source)} -> {quote(edge.target)} {attributes(**line)}"
 
 
-def _edge(by_name: dict[str, Node], edge: Edge, theme: Theme, named: bool) -> str:
+def _edge(by_name: dict[str, Node], edge: Edge, theme: Theme, look: Look, named: bool) -> str:
     source, target = by_name[edge.source], by_name[edge.target]
-    text = {"label": f" {edge_label(edge, source)} "} if named else {}
+    own = look.arrow(edge)
+    text = ({"label": f" {edge_label(edge, source)} "} if named and source.op != "weight" else {}) | own
     ends = f"{quote(edge.source)} -> {quote(edge.target)}"
     if source.is_backward and target.is_backward:  # downwards, next to the layers
         return f"{quote(edge.target)} -> {quote(edge.source)} " + attributes(**text, dir="back")
     if source.is_backward and style.is_update(target):  # from each layer with parameters
-        return f"{ends} " + attributes(color=theme.faint, penwidth=0.6, weight=0)
-    return ends if source.op == "weight" or not named else f"{ends} " + attributes(**text)
+        return f"{ends} " + attributes(**{"color": theme.faint, "penwidth": 0.6, "weight": 0} | own)
+    return f"{ends} " + attributes(**text) if text else ends
 
 
 def join_carries(edges: Iterable[Edge]) -> list[Edge]:

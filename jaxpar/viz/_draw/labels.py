@@ -14,29 +14,29 @@ from .style import SIZE, SMALL, Html, Options, text_width
 _MOST_LEAVES = 12  # in a tooltip
 _LINE = 24  # letters, for a kind and its details on one line
 _LONGEST = 24  # times the size of the letters: 36 letters or so
-_Line = tuple[str, float, bool]  # text, size, bold
+Line = tuple[str, float, bool]  # text, size, bold
 _TITLE = 40  # times the size of the letters: 50 letters or so
 
 
-def label_lines(node: Node, heat: str | None) -> list[_Line]:
+def label_lines(node: Node, heat: str | None) -> list[Line]:
     """The lines of a node's label: its own name where it has one, its kind, its parameters."""
     if node.op == "input":
         return [(cut(node.name), SIZE, False), (node.detail or node.dtype, SMALL, False)]
     if node.op == "weight":
-        text = f"{dimensions(node.shape)} {node.dtype}"
+        text = f"{times(shape_text(node.shape))} {node.dtype}"
         return [(cut(node.detail or node.name), SIZE - 1, False), (text, SMALL, False)]
     found = _kind_lines(node, own_name(node))
     if node.params:
         each, rest = divmod(node.params, node.repeat)
-        times = f"{node.repeat} × " if node.repeat > 1 and not rest else ""
-        found.append((f"{times}{each if times else node.params:,} params", SMALL, False))
+        copies = f"{node.repeat} × " if node.repeat > 1 and not rest else ""
+        found.append((f"{copies}{each if copies else node.params:,} params", SMALL, False))
     if heat:
         unit = "FLOP" if heat == "flops" else "B"
         found.append((human(cost(node, heat), unit), SMALL, False))
     return found
 
 
-def _kind_lines(node: Node, name: str) -> list[_Line]:
+def _kind_lines(node: Node, name: str) -> list[Line]:
     kind, detail = cut(node.kind), cut("" if node.is_backward else times(node.detail))
     if not name:
         rest = [("backward", SMALL, False)] if node.is_backward else []
@@ -85,7 +85,7 @@ def join_sign(graph: Graph) -> dict[str, str]:
     return found | {name + BACKWARD: sign for name, sign in found.items()}
 
 
-def label(lines: list[_Line], colour: str) -> str:
+def label(lines: list[Line], colour: str) -> str:
     """The lines as one of Graphviz's HTML-like labels."""
     return Html(f"<{'<BR/>'.join(_font(*line, colour) for line in lines)}>")
 
@@ -96,14 +96,14 @@ def _font(text: str, size: float, bold: bool = False, colour: str = "") -> str:
     return f'<FONT POINT-SIZE="{size:g}"{on}>{f"<B>{shown}</B>" if bold else shown}</FONT>'
 
 
-def caption_of(lines: list[_Line], legend: list[tuple[str, str]]) -> str:
+def caption_of(lines: list[Line], legend: list[tuple[str, str]]) -> str:
     """Lines, and colours with their names below, as a table of Graphviz."""
     rows = [f"<TR><TD>{_font(*line)}</TD></TR>" for line in lines]
     rows += [_legend_row(legend[start : start + 4]) for start in range(0, len(legend), 4)]
     return Html(f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="2">{"".join(rows)}</TABLE>>')
 
 
-def title_lines(title: str) -> list[_Line]:
+def title_lines(title: str) -> list[Line]:
     """The lines of a title that say something."""
     return [(cut(line, _TITLE), 14, True) for line in title.splitlines() if line.strip()]
 
@@ -112,7 +112,7 @@ def edge_label(edge: Edge, source: Node) -> str:
     """What flows along an edge: its shape, or how many arrays of an argument."""
     if source.leaves and edge.arrays > 1:
         return f"{edge.arrays} arrays"
-    shape = dimensions(edge.shape) + ("" if edge.dtype in ("float32", "") else f" {edge.dtype}")
+    shape = times(shape_text(edge.shape)) + ("" if edge.dtype in ("float32", "") else f" {edge.dtype}")
     return f"{cut(edge.label)} {shape}".strip()
 
 
@@ -124,11 +124,6 @@ def output_text(node: Node) -> str:
 def cost(node: Node, heat: str | None) -> int:
     """What `heat` colours by."""
     return {"flops": node.flops, "bytes": node.bytes}.get(heat or "", 0)
-
-
-def dimensions(shape: tuple[int, ...]) -> str:
-    """ "2×3" for (2, 3)."""
-    return "×".join(map(str, shape)) or "scalar"
 
 
 def times(detail: str) -> str:

@@ -18,7 +18,7 @@ import graphviz
 from ..._core.text import cut_middle
 from .._graph import Graph
 from .._page.page import to_frame, to_page, to_still_page
-from .dot import nothing, to_dot
+from .dot import to_dot
 from .render import (
     PAGES,
     TEXTS,
@@ -56,6 +56,7 @@ class Plot(graphviz.Digraph):
         time_limit: float,
         whole: Callable[[], Graph] | None = None,
         depth: int | None = None,
+        lines: list[str] | None = None,
     ) -> None:
         name = cut_middle(re.sub(r"[^\w .-]+", "_", options.title).strip(), _NAME)
         super().__init__(name=name or "plot", format="svg")
@@ -64,9 +65,8 @@ class Plot(graphviz.Digraph):
         self.time_limit: float = time_limit
         self.whole: Callable[[], Graph] = whole or functools.partial(_whole, network)
         self.depth: int | None = depth
-        self.body: list[str] = ["\t" + line + "\n" for line in to_dot(network, options)]
-        if not network.layers:
-            self.body.append("\t" + nothing(options) + "\n")
+        lines = to_dot(network, options) if lines is None else lines
+        self.body: list[str] = ["\t" + line + "\n" for line in lines]
         self._drawn: str = self.source
 
     def __copy__(self) -> Plot:

@@ -126,7 +126,8 @@ def _rows_of(module: Block[Node], level: int, depth: int | None, facts: _Facts) 
 def _is_one_layer(module: Block[Node]) -> bool:
     """Whether a module is one layer, or its gradient, or both."""
     forward = sum(not node.is_backward for node in module.all_leaves())
-    return not module.blocks and (forward == 1 or (not forward and len(module.items) == 1))
+    has_blocks = any(isinstance(item, Block) for item in module.items)
+    return not has_blocks and (forward == 1 or (not forward and len(module.items) == 1))
 
 
 def _is_around_all(outer: Block[Node], inner: Block[Node]) -> bool:
@@ -290,7 +291,8 @@ def to_html(graph: Graph, title: str = "", depth: int | None = None, frozen: fro
     found = rows(graph, depth, frozen)
     cells = [HEAD, *map(_cells, found)]
     widths = [max(map(columns, column)) for column in zip(*cells, strict=True)]
-    widths[0] = max(columns(row[0]) + 2 * level for row, level in zip(cells, [0, *_levels(found)], strict=True)) + 3
+    levels = [row.level for row in found]
+    widths[0] = max(columns(row[0]) + 2 * level for row, level in zip(cells, [0, *levels], strict=True)) + 3
     grid = " ".join(f"{width + 1}ch" for width in widths)
     body = _row(HEAD, grid, 0, "columnheader") + _body(found, grid)
     body += "" if graph.layers else f"<div>{EMPTY}</div>"
@@ -299,10 +301,6 @@ def to_html(graph: Graph, title: str = "", depth: int | None = None, frozen: fro
     foot = "".join(f"<p>{html.escape(' · '.join(lines))}</p>" for lines in (counts(graph, frozen), memory(graph)))
     table = f"<style>{_STYLE}</style>{caption}<div role='table'>{body}</div><p><b>{facts}</b></p>{foot}"
     return f"<div class='jaxpar-table'>{table}</div>"
-
-
-def _levels(found: Sequence[Row]) -> list[int]:
-    return [row.level for row in found]
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -314,7 +312,7 @@ def _body(found: Sequence[Row], grid: str) -> str:
     """The rows, each module around what is in it."""
     parts: list[str] = []
     ends: list[int] = []  # the levels of the modules that are not complete
-    for row, after in zip(found, [*_levels(found), 0][1:], strict=True):
+    for row, after in zip(found, [*(row.level for row in found), 0][1:], strict=True):
         while ends and ends[-1] >= row.level:
             parts.append("</details>")
             ends.pop()
@@ -328,11 +326,10 @@ def _body(found: Sequence[Row], grid: str) -> str:
 
 
 def _row(cells: Sequence[str], grid: str, level: int, role: str, source: str = "", tag: str = "div") -> str:
-    shown = [_cell(text, role, number in NUMBERS, 2 * level if number == 0 else 0) for number, text in enumerate(cells)]
+    shown = ""
+    for number, text in enumerate(cells):
+        indent = f" style='padding-left:{2 * level}ch'" if number == 0 and level else ""
+        look = " class='n'" if number in NUMBERS else indent
+        shown += f"<span role='{role}'{look}>{html.escape(text)}</span>"
     tip = f" title='{html.escape(printable(source), quote=True)}'" if source else ""
-    return f"<{tag} role='row'{tip} style='grid-template-columns:{grid}'>{''.join(shown)}</{tag}>"
-
-
-def _cell(text: str, role: str, is_number: bool, indent: int) -> str:
-    look = " class='n'" if is_number else f" style='padding-left:{indent}ch'" if indent else ""
-    return f"<span role='{role}'{look}>{html.escape(text)}</span>"
+    return f"<{tag} role='row'{tip} style='grid-template-columns:{grid}'>{shown}</{tag}>"

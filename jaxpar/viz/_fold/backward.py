@@ -59,7 +59,8 @@ def _targets(cells: Cells) -> dict[int, Cell]:
             several.setdefault((place, _rematted(eqn.scope)), []).append(eqn)
     places: list[tuple[list[Cell], list[Eqn]]] = []
     for (place, rematted), eqns in several.items():  # JAX 0.10 keeps no lines inside vmap: a network is at one place
-        here = _inside(cells, layers[place], rematted)
+        again = [cell for cell in layers[place] if _rematted(cells.raw.eqns[cell.eqns[0]].scope) == rematted]
+        here = again if rematted and again else layers[place]  # gradients in a remat are of what it computes again
         differentiated = [cell for cell in here if any(eqn.tangent for eqn in cells.eqns(cell))]
         places.append((differentiated or here, eqns))
     _which_times(cells, [*places, *_not_computed_again(near, elsewhere)], found)
@@ -68,7 +69,7 @@ def _targets(cells: Cells) -> dict[int, Cell]:
             continue
         if candidates := near.get(_users_place(eqn.stack)):
             after = _followed(cells, eqn, found)
-            behind = [source for cell in after for root in cells.inputs(cell) if (source := cells.producer(root))]
+            behind = [source for cell in after for source in cells.sources(cell)]
             found[eqn.id] = next((cell for cell in (*after, *behind) if cell in candidates), candidates[-1])
     return found
 
@@ -77,12 +78,6 @@ def _rematted(scope: tuple[str, ...]) -> tuple[str, ...]:
     """The scope as far as the innermost remat. Empty where there is none."""
     ends = [depth for depth, name in enumerate(scope, 1) if name.split(" (")[0] == "remat"]
     return scope[: ends[-1]] if ends else ()
-
-
-def _inside(cells: Cells, layers: list[Cell], rematted: tuple[str, ...]) -> list[Cell]:
-    """The layers that a remat computes again, where there are some. The gradients in it are theirs."""
-    inner = [cell for cell in layers if _rematted(cells.raw.eqns[cell.eqns[0]].scope) == rematted]
-    return inner if rematted and inner else layers
 
 
 def _not_computed_again(

@@ -46,17 +46,6 @@ class Call:
     lacks: Collection[str] = ()
     tree: bool = False
 
-    def is_of(self, frame: Frame) -> bool:
-        """Whether a frame may be this function, by its file."""
-        return not self.files or frame.file.endswith(self.files)
-
-    def is_meant(self, frame: Frame, eqns: list[Eqn]) -> bool:
-        """Whether these equations of a call may be what its name says."""
-        prims = {eqn.prim for eqn in eqns}
-        if frame.origin == "jax" or prims & _OPAQUE:
-            return True
-        return all(prims.intersection(some.split()) for some in self.needs) and prims.isdisjoint(self.lacks)
-
 
 def _calls(
     names: str, op: str, detail: str | None = "", *needs: str, lacks: Collection[str] = (), files: tuple[str, ...] = ()
@@ -190,21 +179,17 @@ def _key(stack: tuple[Frame, ...], table: Mapping[str, Call], start: int) -> _Ke
     boundary = None
     for depth, frame in enumerate(stack):
         call = table.get(normalize(frame.name)) if depth >= start else None
-        if call is not None and "<locals>" not in frame.name and call.is_of(frame):
+        if call and "<locals>" not in frame.name and (not call.files or frame.file.endswith(call.files)):
             return _Key(_place(stack, depth), frame, call, depth)
         if frame.origin != "jax":
             boundary = None
-        elif boundary is None and _is_public(frame):
+        elif boundary is None and not ("<" in frame.name or "." in frame.name or frame.name.startswith("_operator")):
             boundary = depth
     return None if boundary is None else _Key(_place(stack, boundary), stack[boundary], None, boundary)
 
 
 def _place(stack: tuple[Frame, ...], depth: int) -> tuple[int, ...]:
     return (*(frame.call for frame in stack[:depth]), -2 - stack[depth].function)
-
-
-def _is_public(frame: Frame) -> bool:
-    return "<" not in frame.name and "." not in frame.name and not frame.name.startswith("_operator")
 
 
 def _fold_run(cells: Cells, key: _Key | None, run: list[Eqn]) -> None:
@@ -235,7 +220,11 @@ def _is_layer(cells: Cells, frame: Frame, call: Call, run: list[Eqn]) -> bool:
     """Whether a call of a known name is the layer, and no module around layers with parameters."""
     products = [eqn for eqn in run if eqn.prim in MATRIX and not call.matrices]
     weights = (cells.raw.weight_of(value) for eqn in products for value in eqn.ins)
-    return call.is_meant(frame, run) and all(weight is None for weight in weights)
+    if any(weight is not None for weight in weights):
+        return False
+    prims = {eqn.prim for eqn in run}
+    computes = all(prims.intersection(some.split()) for some in call.needs) and prims.isdisjoint(call.lacks)
+    return computes or frame.origin == "jax" or bool(prims & _OPAQUE)
 
 
 _UPDATES = frozenset(("update", "update_fn", "apply_updates", "apply"))
@@ -276,8 +265,7 @@ def fold_optimizers(cells: Cells) -> None:
     last: Cell | None = None
     for (_, function), run in runs((eqn for eqn in cells.raw.eqns if not eqn.view), _update):
         cell = cells.new([eqn.id for eqn in run], _name(run), major=True)
-        makers = {maker.id for value in cells.data(cell) if (maker := cells.producer(value)) is not None}
-        if function == "apply_updates" and last is not None and makers == {last.id}:
+        if function == "apply_updates" and last is not None and cells.sources(cell) == [last]:
             cell = cells.fold((last, cell), last.op, major=True)
         cell.detail = plural(sum(cells.raw.values[value].kind == "op" for value in cells.data(cell)), "array")
         last = cell
@@ -323,10 +311,9 @@ def updates(cells: Cells, ordered: Iterable[Cell]) -> dict[int, int]:
     """
     late, found = set[int](), dict[int, int]()
     for cell in ordered if any(cell.op.endswith(BACKWARD) for cell in cells) else ():
-        sources = (cells.producer(value) for value in cells.inputs(cell))
         if cell.op.endswith(BACKWARD):
             late.add(cell.id)
-        elif any(source is not None and source.id in late for source in sources):
+        elif any(source.id in late for source in cells.sources(cell)):
             late.add(cell.id)
             made = {cells.raw.values[out].shape for eqn in cells.eqns(cell) for out in eqn.outs}
             count = sum(cells.raw.values[weight].shape in made for weight in cells.weights(cell))

@@ -43,6 +43,7 @@ COLLECTIVES = frozenset(
 SENT = COLLECTIVES - {"axis_index"}
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key")
+# Scopes that run another number of times, or elsewhere.
 _LOOPS = ("scan ×", "while", "cond", "branch ", "pmap ", "shard_map ")
 
 
@@ -181,21 +182,18 @@ class Cells:
         shown = self.raw.of(value)
         return None if shown.kind != "op" or shown.producer is None else self.owner[shown.producer]
 
+    def sources(self, cell: Cell) -> list[Cell]:
+        """The cells that a cell reads, in order."""
+        made = (self.producer(root) for root in self.inputs(cell))
+        return list({one.id: one for one in made if one is not None and one is not cell}.values())
+
     def users(self, cell: Cell) -> list[Cell]:
         """The forward cells that read a cell, in order."""
-        found: dict[int, Cell] = {}
-        for eqn in self.eqns(cell):
-            for out in () if eqn.view else eqn.outs:
-                for reader in self._consumers.get(out, ()):
-                    owner = self.owner[reader]
-                    if (
-                        owner is not None
-                        and owner is not cell
-                        and not self.raw.eqns[reader].backward
-                        and not self.raw.eqns[reader].residual
-                    ):
-                        found[owner.id] = owner
-        return list(found.values())
+        readers = (
+            reader for eqn in self.eqns(cell) if not eqn.view for out in eqn.outs for reader in self.consumers(out)
+        )
+        owners = (self.owner[reader.id] for reader in readers if not (reader.backward or reader.residual))
+        return list({one.id: one for one in owners if one is not None and one is not cell}.values())
 
     def consumers(self, root: int) -> list[Eqn]:
         """The equations that read a value, behind views."""
@@ -208,14 +206,11 @@ class Cells:
     def sole_user(self, cell: Cell) -> Cell | None:
         """The only forward cell that reads a cell. None for a result of the function, or of a pass of a loop."""
         users = self.users(cell)
-        if len(users) != 1 or self.is_result(cell):
+        if len(users) != 1 or any(out in self._results for eqn in self.eqns(cell) for out in eqn.outs):
             return None
-        loops, others = (_loops_of(self.raw.eqns[one.eqns[0]].scope) for one in (cell, users[0]))
+        scopes = (self.raw.eqns[one.eqns[0]].scope for one in (cell, users[0]))
+        loops, others = ([part for part in scope if part.startswith(_LOOPS)] for scope in scopes)
         return users[0] if loops == others else None
-
-    def is_result(self, cell: Cell) -> bool:
-        """Whether the function returns a value of a cell."""
-        return any(out in self._results for eqn in self.eqns(cell) for out in eqn.outs)
 
     def output(self, cell: Cell) -> int:
         """The value that a cell is known by.
@@ -230,11 +225,6 @@ class Cells:
         forward = [o for o in outs if any(backward or not self.raw.eqns[r].backward for r in readers[o])]
         results = [out for out in outs if out in self._results]
         return next(iter([*forward, *results, *(out for out in outs if readers[out]), *outs]))
-
-
-def _loops_of(scope: tuple[str, ...]) -> tuple[str, ...]:
-    """The parts of a scope that run another number of times, or elsewhere."""
-    return tuple(part for part in scope if part.startswith(_LOOPS)) if scope else ()
 
 
 def runs(
@@ -280,12 +270,8 @@ def power_of(raw: Raw, eqn: Eqn) -> tuple[str, str]:
 
 def components(cells: Cells, part: list[Cell]) -> list[list[Cell]]:
     """These cells as connected sets."""
-    inside = {cell.id for cell in part}
-    edges: list[tuple[int, int]] = []
-    for cell in part:
-        made = (cells.producer(value) for value in cells.inputs(cell))
-        edges += [(cell.id, other.id) for other in made if other is not None and other.id in inside]
     by_id = {cell.id: cell for cell in part}
+    edges = ((cell.id, other.id) for cell in part for other in cells.sources(cell) if other.id in by_id)
     return [[by_id[number] for number in found] for found in connected(by_id, edges)]
 
 
@@ -339,8 +325,5 @@ def _singles(cells: Cells, victim: Cell) -> list[Cell]:
 def _cycles(cells: Cells, among: list[Cell]) -> list[list[Cell]]:
     """Sets of these cells that reach each other."""
     by_id = {cell.id: cell for cell in among}
-    sources: dict[int, list[int]] = {}
-    for cell in among:
-        producers = (cells.producer(value) for value in cells.inputs(cell))
-        sources[cell.id] = list(dict.fromkeys(p.id for p in producers if p is not None and p.id in by_id))
+    sources = {cell.id: [one.id for one in cells.sources(cell) if one.id in by_id] for cell in among}
     return [[by_id[number] for number in circle] for circle in circles(sources)]

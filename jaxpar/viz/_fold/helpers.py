@@ -84,8 +84,7 @@ def _begins_again(cells: Cells, cell: Cell, run: list[Cell]) -> bool:
 
 def _reads(cells: Cells, part: list[Cell], others: set[int]) -> bool:
     """Whether one of these cells reads one of those, which are given by their ids."""
-    made = (cells.producer(value) for cell in part for value in cells.inputs(cell))
-    return any(source is not None and source.id in others for source in made)
+    return any(source.id in others for cell in part for source in cells.sources(cell))
 
 
 def _ids(part: Iterable[Cell]) -> set[int]:
@@ -149,8 +148,8 @@ def _is_of_leaves(cells: Cells, parts: list[list[Cell]]) -> bool:
 def _reads_another(cells: Cells, parts: list[list[Cell]]) -> bool:
     """Whether one of these parts reads another one."""
     whose = {cell.id: number for number, part in enumerate(parts) for cell in part}
-    made = ((n, cells.producer(value)) for n, part in enumerate(parts) for c in part for value in cells.inputs(c))
-    return any(source is not None and whose.get(source.id, number) != number for number, source in made)
+    read = ((n, source.id) for n, part in enumerate(parts) for cell in part for source in cells.sources(cell))
+    return any(whose.get(source, number) != number for number, source in read)
 
 
 def _arrays(cells: Cells, part: list[Cell]) -> set[int]:

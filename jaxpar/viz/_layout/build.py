@@ -12,7 +12,6 @@ from .._fold.cells import SENT, Cell, Cells, plain_name
 from .._graph import BACKWARD, Sizes, human
 from .._read.raw import Eqn, Raw, Value
 from .._read.source import describe
-from .._scopes import Path
 from .._searches import order, reach
 from .modules import fill_modules, number_calls, set_paths, set_scopes, sources_of
 from .net import Draft, Net
@@ -25,7 +24,8 @@ def build(cells: Cells) -> Net:
     inputs = {n: value for n, value in enumerate(raw.values) if value.kind == "input"}
     for number, value in inputs.items():
         drafts.append(Draft(number - len(raw.values), "input", "", number, name=value.name))
-    ordered = _topological(cells)
+    first = {cell.id: next((e.id for e in cells.eqns(cell) if not e.view), cell.eqns[0]) for cell in cells}
+    ordered = [cells.cells[number] for number in order(sources_of(cells), first.__getitem__)]
     updated = updates(cells, ordered)
     for cell in ordered:
         draft = _draft(cells, cell, len(by_cell))
@@ -42,15 +42,15 @@ def build(cells: Cells) -> Net:
         owner = cells.producer(raw.root(output))
         if owner is not None:
             by_cell[owner.id].outputs.append(name)
-    if set_scopes(cells, by_cell):
-        number_calls(drafts)
-        fill_modules(drafts, edges)
-    else:
-        _number_scopes(drafts)
+    net = Net(raw, drafts, edges, _optimizer_state(cells), carries=carries)
+    forward = [draft for draft in net.layers if not draft.op.endswith(BACKWARD)]
+    are_modules = set_scopes(cells, by_cell)
+    number_calls(forward, are_modules)
+    if are_modules:
+        fill_modules(net, forward)
     for draft in drafts:
         if draft.forward is not None and not any(part.is_region for part in draft.scope):
             draft.scope = draft.forward.scope
-    net = Net(raw, drafts, edges, _optimizer_state(cells), carries=carries)
     _drop_unused(net)
     set_paths(net)
     return net
@@ -68,12 +68,6 @@ def _edges(cells: Cells, by_cell: dict[int, Draft]) -> dict[tuple[int, int, int]
             elif raw.values[root].kind == "input":
                 found[root - len(raw.values), by_cell[cell.id].at, root] = None
     return found
-
-
-def _topological(cells: Cells) -> list[Cell]:
-    """Cells after all that they read, otherwise in the order of the trace."""
-    first = {cell.id: next((e.id for e in cells.eqns(cell) if not e.view), cell.eqns[0]) for cell in cells}
-    return [cells.cells[number] for number in order(sources_of(cells), first.__getitem__)]
 
 
 def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
@@ -118,25 +112,6 @@ def _bytes_read(raw: Raw, eqns: list[Eqn], *, converted: bool) -> int:
                 share = whole.bytes * math.prod(shape) // max(1, math.prod(whole.shape))
                 reads[root] = max(reads.get(root, 0), min(share, whole.bytes))
     return sum(reads.values())
-
-
-def _number_scopes(drafts: list[Draft]) -> None:
-    """Number scopes that are entered again: "Linear", "Linear (2)"."""
-    seen: dict[Path, int] = {}
-    last_plain: Path = ()
-    last: Path = ()
-    for draft in (d for d in drafts if d.op != "input" and not d.op.endswith(BACKWARD)):
-        plain, numbered = draft.scope, ()
-        same = True
-        for depth, name in enumerate(plain):
-            same = same and last_plain[: depth + 1] == plain[: depth + 1]
-            path = (*numbered, name)
-            if same:
-                numbered = last[: depth + 1]
-                continue
-            count = seen[path] = seen.get(path, 0) + 1
-            numbered = (*numbered, name if count == 1 or name.is_region else name.numbered(count))
-        last_plain, last, draft.scope = plain, numbered, numbered
 
 
 def _optimizer_state(cells: Cells) -> set[int]:

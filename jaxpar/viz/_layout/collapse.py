@@ -16,7 +16,7 @@ _EDGES, _FEW = 4, 20  # edges for each layer, and layers from which that matters
 
 def collapse_scopes(net: Net, depth: int) -> None:
     """Merge each scope deeper than `depth`. A scope around everything does not count."""
-    depth += _depth_of_all(net)
+    depth += len(shared_scope(net.layers))
     groups: dict[tuple[Path, bool], list[Draft]] = {}
     for draft in net.drafts:
         if len(draft.scope) > depth:
@@ -29,11 +29,6 @@ def collapse_scopes(net: Net, depth: int) -> None:
             op = path[-1].numbered(1) + (BACKWARD if is_backward else "")
             merged.append((part, _sum(part, op, path[:-1])))
     net.merge(merged)
-
-
-def _depth_of_all(net: Net) -> int:
-    """How many scopes are around everything."""
-    return len(shared_scope(net.layers))
 
 
 def _without_circles(ordered: list[Draft], sources: dict[int, set[int]], parts: list[_Part]) -> list[_Part]:
@@ -71,23 +66,10 @@ def _sum(group: list[Draft], op: str, scope: Path) -> Draft:
     """One draft for a group, with the sums of its costs. Gradients become the gradient of what their layers become."""
     last = next((draft for draft in reversed(group) if draft.outputs), group[-1])
     layers = sum(draft.layers for draft in group)
-    return Draft(
-        at=group[0].at,
-        op=op,
-        detail=f"{layers} layers",
-        value=last.value,
-        scope=scope,
-        source=group[0].source,
-        flops=sum(draft.flops for draft in group),
-        bytes=sum(draft.bytes for draft in group),
-        equations=sum(draft.equations for draft in group),
-        eqns=[number for draft in group for number in draft.eqns],
-        weights=list(dict.fromkeys(weight for draft in group for weight in draft.weights)),
-        outputs=[output for draft in group for output in draft.outputs],
-        name=op,
-        forward=group[0].forward,
-        layers=layers,
-    )
+    made = Draft(group[0].at, op, f"{layers} layers", last.value, scope, group[0].source, name=op, layers=layers)
+    made.equations, made.forward = sum(draft.equations for draft in group), group[0].forward
+    made.add(group)
+    return made
 
 
 def limit_nodes(net: Net, most: int) -> None:
@@ -108,7 +90,7 @@ def limit_nodes(net: Net, most: int) -> None:
 
 
 def _close_deepest(net: Net, most: int) -> None:
-    depth = max((len(draft.scope) for draft in net.drafts), default=0) - _depth_of_all(net)
+    depth = max((len(draft.scope) for draft in net.drafts), default=0) - len(shared_scope(net.layers))
     while _is_too_much(net, most) and depth > 0:
         depth -= 1
         collapse_scopes(net, depth)

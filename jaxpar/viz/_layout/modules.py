@@ -191,28 +191,32 @@ def set_scopes(cells: Cells, by_cell: dict[int, Draft]) -> bool:
     return True
 
 
-def number_calls(drafts: list[Draft]) -> None:
-    """Number modules that are called again, "encoder (2)". One that goes on with other parameters is the same call."""
-    _number_calls([draft for draft in drafts if draft.op != "input" and draft.forward is None], (), {})
+def number_calls(
+    drafts: list[Draft], are_modules: bool, around: Path = (), calls: dict[Path, list[set[int]]] | None = None
+) -> None:
+    """Number scopes that are entered again, "encoder (2)". A module that goes on with other parameters is not.
 
-
-def _number_calls(drafts: list[Draft], around: Path, calls: dict[Path, list[set[int]]]) -> None:
-    """Number the scopes inside `around`. `calls` has the parameters that each call of a module has read, and grows."""
-    depth = len(around)
+    Args:
+        drafts: the layers in a scope.
+        are_modules: whether the scopes are those of parameters.
+        around: the scope.
+        calls: the parameters that each call has read. It grows.
+    """
+    depth, calls = len(around), {} if calls is None else calls
     for name, group in itertools.groupby(drafts, lambda draft: draft.scope[depth : depth + 1]):
         run = list(group)
         if not name:
             continue
         used = {weight for draft in run for weight in draft.weights}
-        known = calls.setdefault((*around, *name), [set()])
-        if name[0].is_region or known[-1].isdisjoint(used):
+        known = calls.setdefault((*around, *name), [])
+        if known and (name[0].is_region or (are_modules and known[-1].isdisjoint(used))):
             known[-1] |= used
         else:
             known.append(used)
         numbered = (*around, name[0] if len(known) == 1 else name[0].numbered(len(known)))
         for draft in run:
             draft.scope = (*numbered, *draft.scope[depth + 1 :])
-        _number_calls(run, numbered, calls)
+        number_calls(run, are_modules, numbered, calls)
 
 
 def _network(cells: Cells) -> list[Cell]:
@@ -224,11 +228,7 @@ def _network(cells: Cells) -> list[Cell]:
 
 def sources_of(cells: Cells) -> dict[int, set[int]]:
     """The other cells that each cell reads."""
-    found: dict[int, set[int]] = {}
-    for cell in cells:
-        made = (cells.producer(root) for root in cells.inputs(cell))
-        found[cell.id] = {source.id for source in made if source is not None} - {cell.id}
-    return found
+    return {cell.id: {source.id for source in cells.sources(cell)} for cell in cells}
 
 
 def _first(cells: Cells, cell: Cell) -> int:
@@ -283,18 +283,14 @@ def set_paths(net: Net) -> None:
             draft.scope = draft.forward.scope
 
 
-def fill_modules(drafts: list[Draft], edges: dict[tuple[int, int, int], None]) -> None:
+def fill_modules(net: Net, layers: list[Draft]) -> None:
     """Give the scope of a call to layers that no scope has and that are inside it.
 
     A layer without parameters is inside a call whose layers come before and after it. One that joins several results
     of a call, directly after it, ends the call. One that joins the results of two modules is in none of them.
     """
-    sources: dict[int, set[int]] = {}
-    for source, target, _ in edges:
-        sources.setdefault(target, set()).add(source)
-    by_at = {draft.at: draft for draft in drafts}
-    forward = [d for d in drafts if d.op != "input" and d.forward is None and not d.op.endswith(BACKWARD)]
-    _fill((), forward, {at: [by_at[source] for source in found] for at, found in sources.items()})
+    by_at = {draft.at: draft for draft in net.drafts}
+    _fill((), layers, {at: [by_at[source] for source in found] for at, found in net.sources().items()})
 
 
 def _fill(around: Path, drafts: list[Draft], sources: dict[int, list[Draft]]) -> None:
@@ -346,14 +342,9 @@ def plain_stack(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
     found: list[Frame] = []
     for start, end in zip(starts, [*starts[1:], len(frames)], strict=True):
         part = frames[start:end]
-        same = len(_common_calls(tuple(found), tuple(part)))
+        pairs = list(zip(found, part, strict=False))
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0].call == pair[1].call, pairs))
+        if same < len(pairs) and found[same].function == part[same].function:
+            same += 1  # the last frame may be at two places of one function
         found += part[same:]
     return tuple(found)
-
-
-def _common_calls(a: tuple[Frame, ...], b: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """What two stacks begin with. The last frame may be at two places of one function."""
-    length = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x.call != y.call), min(len(a), len(b)))
-    if length < min(len(a), len(b)) and a[length].function == b[length].function:
-        length += 1
-    return a[:length]

@@ -12,6 +12,7 @@ from .._scopes import Scope, common_prefix
 from .net import Draft, Net
 
 _NUMBER = re.compile(r"([._\- ]?\d+)")
+_WORDS = re.compile(r"[^\W\d_]+|\d+|.")  # words, numbers and what is between them
 _LONGEST = 3  # kinds that are all named
 _LONG = 24  # letters in the name of a layer that has the parameters of several modules
 GENERIC = frozenset(
@@ -137,20 +138,7 @@ def _common_start(keys: Sequence[str]) -> str:
     >>> _common_start(["conv2_block1", "conv2_block12"]), _common_start(["conv", "corr"])
     ('conv2_block', '')
     """
-    length = 0
-    while all(len(key) > length for key in keys) and len({key[length] for key in keys}) == 1:
-        length += 1
-    while length and any(_same_word(key, length) for key in keys):
-        length -= 1
-    return keys[0][:length]
-
-
-def _same_word(key: str, at: int) -> bool:
-    """Whether a cut here would be inside a word or a number."""
-    if at >= len(key):
-        return False
-    before, after = key[at - 1], key[at]
-    return (before.isalpha() and after.isalpha()) or (before.isdigit() and after.isdigit())
+    return "".join(common_prefix(tuple(_WORDS.findall(key)) for key in keys))
 
 
 def name_copies(scopes: Sequence[Scope], beside: Iterable[Scope]) -> Scope:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from .._graph import Sizes
@@ -54,6 +55,15 @@ class Draft:
         """The layer that this is, or whose gradient it is."""
         return self if self.forward is None else self.forward
 
+    def add(self, others: Iterable[Draft]) -> None:
+        """Add what others cost, read and return."""
+        same = [self, *others]
+        self.flops = sum(draft.flops for draft in same)
+        self.bytes = sum(draft.bytes for draft in same)
+        self.weights = list(dict.fromkeys(weight for draft in same for weight in draft.weights))
+        self.outputs = [output for draft in same for output in draft.outputs]
+        self.eqns = [eqn for draft in same for eqn in draft.eqns]
+
 
 @dataclass(slots=True)
 class Net:
@@ -96,9 +106,12 @@ class Net:
 
     def merge(self, groups: list[tuple[list[Draft], Draft]]) -> None:
         """Replace each group of drafts by one. Edges inside a group vanish."""
-        into = {draft.at: new for group, new in groups for draft in group}
-        kept = [draft for draft in self.drafts if draft.at not in into]
-        self.drafts = sorted([*kept, *(new for _, new in groups)], key=lambda draft: draft.at)
+        self.drafts = sorted([*self.drafts, *(new for _, new in groups)], key=lambda draft: draft.at)
+        self.substitute({draft.at: new for group, new in groups for draft in group})
+
+    def substitute(self, into: dict[int, Draft]) -> None:
+        """Drop drafts for what they become, and send their edges there."""
+        self.drafts = [draft for draft in self.drafts if into.get(draft.at, draft) is draft]
         for draft in self.drafts:
             if draft.forward is not None:
                 draft.forward = into.get(draft.forward.at, draft.forward)

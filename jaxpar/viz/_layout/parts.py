@@ -97,12 +97,9 @@ _WORDS = re.compile(r"[A-Za-z]+|\d+")
 _Wires = list[set[int]]  # the items that each one reads
 
 
-def divide(items: list[Item], wires: _Wires, most: int) -> list[Part]:
-    """Nested parts of all items, at most about `most` on each level."""
-    return _Divider(items, wires, most).divide(list(range(len(items))))
-
-
 class _Divider:
+    """Makes nested parts of items, at most about `most` on each level."""
+
     def __init__(self, items: list[Item], wires: _Wires, most: int) -> None:
         self.items = items
         self.wires = wires
@@ -128,7 +125,8 @@ class _Divider:
         if len(numbers) <= self.most:
             return list(numbers)
         inside, join = numbers[:-1], numbers[-1]
-        branches = self._components(inside)
+        members = set(inside)
+        branches = connected(inside, ((n, source) for n in inside for source in self.wires[n] & members))
         if len(branches) > 1:
             parts: list[Part] = [branch[0] if len(branch) == 1 else self.divide(branch) for branch in branches]
             return self.coarsen([*parts, join])
@@ -167,11 +165,6 @@ class _Divider:
                 sections.append([])
         useful = max(map(len, sections)) <= _LEAST_CUT * len(numbers)
         return sections if useful else [numbers]
-
-    def _components(self, numbers: list[int]) -> list[list[int]]:
-        """The items as sets that no edge joins."""
-        inside = set(numbers)
-        return connected(numbers, ((n, source) for n in numbers for source in self.wires[n] if source in inside))
 
     def _with_activations(self, sections: list[list[int]]) -> list[list[int]]:
         """An activation right after branches meet is part of their block."""
@@ -213,7 +206,9 @@ class _Divider:
 
     def _by_names(self, parts: list[Part]) -> list[list[Part]] | None:
         """Neighbours whose parameters begin with the same words. The longest names that are few enough."""
-        best, words = None, [self._words(part) for part in parts]
+        best, words = None, list[tuple[str, ...]]()  # of the first name in each part: ("conv", "2", "block", "1")
+        for part in parts:
+            words.append(next((own for number in _numbers(part) if (own := self.words[number])), ()))
         for length in range(1, 1 + min(6, max(map(len, words), default=0))):
             groups = self._by(parts, [found[:length] or None for found in words])
             if groups is not None:
@@ -242,10 +237,6 @@ class _Divider:
         count = math.ceil(len(parts) ** (1 / levels))
         cuts = [part * len(parts) // count for part in range(count + 1)]
         return [parts[start:end] for start, end in itertools.pairwise(cuts)]
-
-    def _words(self, part: Part) -> tuple[str, ...]:
-        """The words and numbers of the first name in a part: ("conv", "2", "block", "1")."""
-        return next((words for number in _numbers(part) if (words := self.words[number])), ())
 
 
 def _numbers(part: Part) -> list[int]:
@@ -307,7 +298,8 @@ def _add_in_scope(
             _add_in_scope(net, sources, item.drafts, item.scope, most, inserts)
     if len(items) > most:
         items, wires = wires_of(items, sources)
-        _name_parts(net, items, divide(items, wires, most), (), len(scope), inserts, set())
+        parts = _Divider(items, wires, most).divide(list(range(len(items))))
+        _name_parts(net, items, parts, (), len(scope), inserts, set())
 
 
 def _name_parts(

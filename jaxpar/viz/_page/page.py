@@ -142,13 +142,11 @@ def _block(tree: Tree, item: int, layout: int, options: Options, most: int) -> l
         colour = style.heat(min(1.0, total / most))
     ink = style.ink(colour) if colour else None
     box = [*size(tree, item, options.heat), width, label, words, tip, colour, ink]
-    return [*box, layout, block.items, [int(port.is_first) for port in block.ports], list(_lines(block))]
-
-
-def _lines(block: Block) -> Iterable[list[Any]]:
-    for line in block.lines:
-        keys = sorted({node for node, _ in line.keys})
-        yield [line.tail, line.head, line.tail_port, line.head_port, line.kind, line.label, keys]
+    lines = [
+        [line.tail, line.head, line.tail_port, line.head_port, line.kind, line.label, sorted({n for n, _ in line.keys})]
+        for line in block.lines
+    ]
+    return [*box, layout, block.items, [int(port.is_first) for port in block.ports], lines]
 
 
 def _placed(layout: Layout) -> dict[str, Any]:

@@ -39,14 +39,6 @@ ACTIVATIONS = (
 )
 
 
-def _shares(e: Any) -> Any:
-    return e / e.sum(-1, keepdims=True)
-
-
-def _products(e: Any) -> Any:
-    return e * (1 / e.sum(-1, keepdims=True))
-
-
 def _softmax(share: Callable[[Any], Any]) -> tuple[Pattern, ...]:
     def largest(x: Any) -> Any:
         return x.max(-1, keepdims=True)
@@ -58,7 +50,10 @@ def _softmax(share: Callable[[Any], Any]) -> tuple[Pattern, ...]:
     )
 
 
-SOFTMAX = (*_softmax(_shares), *_softmax(_products))
+SOFTMAX = (
+    *_softmax(lambda e: e / e.sum(-1, keepdims=True)),
+    *_softmax(lambda e: e * (1 / e.sum(-1, keepdims=True))),
+)
 
 
 def _turned(x: Any, cos: Any, sin: Any, cos_2: Any, sin_2: Any) -> Any:

@@ -204,9 +204,8 @@ def _reads_weights(cells: Cells, cell: Cell) -> bool:
 
 def _add_feeders(cells: Cells, part: Cell, found: dict[int, Cell]) -> None:
     """Add what only these cells read: caches that are updated, heads that are repeated, masks that are compared."""
-    for value in cells.data(part):
-        before = cells.producer(value)
-        if before is None or before.id in found or before.major:
+    for before in cells.sources(part):
+        if before.id in found or before.major:
             continue
         compared = cells.prims(before) <= _COMPARED
         updated = before.op in _UPDATES or bool(cells.prims(before) & {"dynamic_update_slice"})
@@ -251,7 +250,7 @@ def squared_error(cells: Cells, cell: Cell) -> Fold | None:
 def _centres(cells: Cells, cell: Cell) -> bool:
     """Whether a difference is that of a value and its own mean."""
     operands = cells.data(cell)
-    means = [below for value in operands if (below := cells.producer(value)) is not None and below.op in _MEANS]
+    means = (below for below in cells.sources(cell) if below.op in _MEANS)
     return any(value in operands for below in means for value in cells.data(below))
 
 
@@ -267,10 +266,9 @@ def cross_entropy(cells: Cells, cell: Cell) -> Fold | None:
     if not any(_reduces(cells, part) for part in found[1:]) or not _picks(cells, found):
         return None
     for part in tuple(found):
-        for value in cells.data(part):
-            label = cells.producer(value)
-            if label is not None and label not in found and label.op in _LABELS:
-                found += [label] if cells.sole_user(label) is not None else []
+        for label in cells.sources(part):
+            if label not in found and label.op in _LABELS and cells.sole_user(label) is not None:
+                found.append(label)
     return Fold(tuple(found), "Loss", "softmax cross-entropy")
 
 
@@ -281,8 +279,7 @@ def _picks(cells: Cells, found: list[Cell]) -> bool:
         if "gather" in cells.prims(part):
             return True
         if part.op == "mul" and not is_scale(cells, part):
-            others = [cells.producer(value) for value in cells.data(part)]
-            return not any(o is not None and o not in found and logits & set(cells.data(o)) for o in others)
+            return not any(o not in found and logits & set(cells.data(o)) for o in cells.sources(part))
     return False
 
 

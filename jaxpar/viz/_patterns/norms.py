@@ -111,19 +111,15 @@ def _is_square(cells: Cells, part: Eqn, found: _Norm) -> bool:
         found.reduces.append(part)
     else:
         found.centred = True
-    value = _uncentred(cells, _behind_abs(cells, value, found), found)
+    absolute = maker(cells, value)
+    if absolute is not None and absolute.prim in ("abs", "real", "conj"):
+        found.add(absolute)
+        value = root(cells, absolute.ins[0])
+    value = _uncentred(cells, value, found)
     if found.source not in (-1, value):
         return False
     found.source = value
     return True
-
-
-def _behind_abs(cells: Cells, value: int, found: _Norm) -> int:
-    eqn = maker(cells, value)
-    if eqn is None or eqn.prim not in ("abs", "real", "conj"):
-        return value
-    found.add(eqn)
-    return root(cells, eqn.ins[0])
 
 
 def _uncentred(cells: Cells, value: int, found: _Norm) -> int:

@@ -38,8 +38,7 @@ def _division(cells: Cells, cell: Cell, count: int) -> tuple[Cell, ...]:
         return (user,) if divides_by(cells, user, count) else ()
     if _divides_by_counts(cells, user):
         return (user,)
-    others = [cells.producer(value) for value in cells.inputs(user)]
-    counts = [other for other in others if other is not None and other is not cell]
+    counts = [other for other in cells.sources(user) if other is not cell]
     if len(counts) == 1 and not cells.data(counts[0]) and cells.sole_user(counts[0]) is user:
         return counts[0], user
     return ()

@@ -16,10 +16,9 @@ _CALLED = re.compile(
 )
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
-_FILE = re.compile(r'\bsource_file="([^"]*)"')
-_LINE = re.compile(r"\bsource_line=(\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
+_Frames = tuple[tuple[str, int], ...]  # the file and the line of each call, from the outside in
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,42 +139,23 @@ def parse(text: str) -> Program:
     frames = _read_frames(lines)
     inside: Computation | None = None
     for line in lines:
-        if inside is None:
-            inside = _begin(program, line)
+        if inside is None and (head := _HEAD.match(line)) is not None:
+            inside = program.computations[head[2]] = Computation(head[2])
+            program.entry = head[2] if head[1] else program.entry
         elif line.startswith("}"):
             inside = None
-        else:
-            _add(program, inside, line, frames)
+        elif inside is not None and (start := _START.match(line)) is not None:
+            made = _instruction(line, start, len(program.home), frames)
+            inside.instructions[made.name] = made
+            program.home[made.name] = inside.name
     if not program.entry:
         raise ValueError("viz: the text of the compiled program has no ENTRY, so it cannot be read")
     return program
 
 
-def _begin(program: Program, line: str) -> Computation | None:
-    """The computation that begins in this line, or None."""
-    head = _HEAD.match(line) if line.endswith("{") and not line.startswith(" ") else None
-    if head is None:
-        return None
-    computation = program.computations[head[2]] = Computation(head[2])
-    if head[1]:
-        program.entry = head[2]
-    return computation
-
-
-def _add(program: Program, inside: Computation, line: str, frames: dict[int, tuple[tuple[str, int], ...]]) -> None:
-    start = _START.match(line)
-    if start is None:
-        return
-    made = _instruction(line, start, len(program.home), frames)
-    inside.instructions[made.name] = made
-    program.home[made.name] = inside.name
-
-
-def _instruction(
-    line: str, start: re.Match[str], number: int, frames: dict[int, tuple[tuple[str, int], ...]]
-) -> Instruction:
+def _instruction(line: str, start: re.Match[str], number: int, frames: dict[int, _Frames]) -> Instruction:
     rest = re.sub(r"/\*.*?\*/", "", line[start.end() :])
-    end = _end_of_type(rest)
+    end = next((at for at, character in _outside(rest) if character == " "), len(rest))  # of the type
     shape, rest = rest[:end], rest[end:].lstrip()
     opcode, _, rest = rest.partition("(")
     close = next((at for at, character in _outside(rest) if character == ")"), len(rest))
@@ -190,9 +170,11 @@ def _instruction(
         is_tuple=shape.startswith("("),
         operands=_operands(rest[:close]) if opcode.strip() != "constant" else (),
         attributes=attributes,
-        called=_called(attributes),
+        called=tuple(
+            (how, name) for how, names in _CALLED.findall(attributes) for name in re.findall(r"[\w.-]+", names)
+        ),
         op_name=op_name[1] if op_name else "",
-        frames=frames.get(int(frame[1]), ()) if frame else _own_frame(attributes),
+        frames=frames.get(int(frame[1]), ()) if frame else (),
         trips=int(trips[1]) if trips else None,
         index=int(index[1]) if index and opcode.strip() == "get-tuple-element" else None,
         value=int(rest[:close]) if opcode.strip() == "constant" and re.fullmatch(r"-?\d+", rest[:close]) else None,
@@ -213,16 +195,6 @@ def arrays_of(shape: str) -> tuple[Array, ...]:
 def _bits(dtype: str) -> int:
     found = re.match(r"[a-z]+(\d+)", dtype)
     return _BITS[dtype] if dtype in _BITS else int(found[1]) if found else 0
-
-
-def _end_of_type(text: str) -> int:
-    """Where the type at the beginning of a text ends."""
-    depth = 0
-    for at, character in enumerate(text):
-        depth += (character in "({[") - (character in ")}]")
-        if depth == 0 and character == " ":
-            return at
-    return len(text)
 
 
 def _outside(text: str) -> Iterator[tuple[int, str]]:
@@ -250,34 +222,19 @@ def _operands(text: str) -> tuple[str, ...]:
     return tuple(part.split()[-1].lstrip("%") for part in parts if part)
 
 
-def _called(attributes: str) -> tuple[tuple[str, str], ...]:
-    found: list[tuple[str, str]] = []
-    for how, names in _CALLED.findall(attributes):
-        found += [(how, name) for name in re.findall(r"[\w.-]+", names)]
-    return tuple(found)
-
-
-def _own_frame(attributes: str) -> tuple[tuple[str, int], ...]:
-    file, line = _FILE.search(attributes), _LINE.search(attributes)
-    return ((file[1], int(line[1])),) if file and line else ()
-
-
-def _read_frames(lines: list[str]) -> dict[int, tuple[tuple[str, int], ...]]:
+def _read_frames(lines: list[str]) -> dict[int, _Frames]:
     """The calls of each stack frame, from the tables at the beginning of the text."""
     files = {n: text.strip('"') for n, text in _table(lines, "FileNames")}
     places: dict[int, tuple[str, int]] = {}
     for number, text in _table(lines, "FileLocations"):
         entry = _numbers(text)
         places[number] = (files.get(entry.get("file_name_id", 0), ""), entry.get("line", 0))
-    above: dict[int, tuple[int, int]] = {}
+    found: dict[int, _Frames] = {}
     for number, text in _table(lines, "StackFrames"):
         entry = _numbers(text)
-        above[number] = (entry.get("file_location_id", 0), entry.get("parent_frame_id", 0))
-    shift = 1 if any(parent >= number for number, (_, parent) in above.items()) else 0  # 1 stands for "none" then
-    found: dict[int, tuple[tuple[str, int], ...]] = {}
-    for number, (place, parent) in sorted(above.items()):
-        outer = found.get(parent - shift, ())
-        found[number] = (*outer, places[place]) if place in places else outer
+        outer = found.get(entry.get("parent_frame_id", 0) - 1, ())  # 1 stands for "none"
+        place = places.get(entry.get("file_location_id", 0))
+        found[number] = outer if place is None else (*outer, place)
     return found
 
 

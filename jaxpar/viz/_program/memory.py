@@ -55,30 +55,7 @@ class _Buffer:
     index: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """A buffer, and the time of the last instruction that reads it."""
-
-    buffer: _Buffer
-    last: int
-
-    def place(self) -> tuple[int, int, int]:
-        """Its allocation, and its range there."""
-        return self.buffer.allocation, self.buffer.start, self.buffer.end
-
-
-@dataclass(frozen=True, slots=True)
-class _Moment:
-    """What is live while an instruction runs.
-
-    Attributes:
-        live: bytes of temporaries.
-        is_clear: whether no two of their values share a byte.
-    """
-
-    name: str
-    live: int
-    is_clear: bool
+_Span = tuple[int, int, int, int]  # an allocation, a range of it, and when the last instruction reads that
 
 
 def memory_of(program: Program, compiled: Any) -> Memory | None:
@@ -93,11 +70,11 @@ def memory_of(program: Program, compiled: Any) -> Memory | None:
         return Memory(total, total, 0, False)
     buffers, values = found
     moments = list(_moments(program, buffers, values))
-    at = {one.name: kept + one.live for one in moments}
+    at = {name: kept + live for name, live, _ in moments}
     peak = max(at.values(), default=kept)
     is_whole = abs(kept + _extent(buffers) - total) <= _TOLERANCE * total
     is_known = all(buffer.name in program.home for buffer in buffers)
-    is_exact = is_whole and is_known and all(one.is_clear for one in moments)
+    is_exact = is_whole and is_known and all(is_clear for _, _, is_clear in moments)
     return Memory(total, peak, total - peak, is_exact, at)
 
 
@@ -138,17 +115,20 @@ def _assigned(allocation: Message, values: dict[int, Value]) -> Iterator[_Buffer
         yield _Buffer(integer(allocation, 1), start, start + integer(one, 3), name, index)
 
 
-def _moments(program: Program, buffers: list[_Buffer], values: set[Value]) -> Iterator[_Moment]:
-    """What is live while each instruction runs."""
+def _moments(program: Program, buffers: list[_Buffer], values: set[Value]) -> Iterator[tuple[str, int, bool]]:
+    """Each instruction, the bytes of temporaries that are live while it runs, and whether no two of them share one."""
     lives = _Lives(program, values)
     starts: dict[int, list[_Span]] = {}
     for buffer in buffers:
         if buffer.name in lives.begin:
-            starts.setdefault(lives.first(buffer), []).append(_Span(buffer, lives.last(buffer)))
+            span = buffer.allocation, buffer.start, buffer.end, lives.last(buffer)
+            starts.setdefault(lives.first(buffer), []).append(span)
     live: list[_Span] = []
     for time, name in enumerate(lives.order):
-        live = sorted([span for span in live if span.last >= time] + starts.get(time, []), key=_Span.place)
-        yield _Moment(name, _union(live), _is_clear(live, time))
+        live = sorted([span for span in live if span[3] >= time] + starts.get(time, []))
+        later = [span for span in live if span[3] > time]
+        is_clear = all(one[0] != other[0] or one[2] <= other[1] for one, other in pairwise(later))
+        yield name, _union(live), is_clear
 
 
 def _times(program: Program) -> tuple[dict[str, int], dict[str, int], list[str]]:
@@ -224,19 +204,12 @@ class _Lives:
 
 def _union(live: list[_Span]) -> int:
     """The bytes that at least one of the buffers covers. They are in the order of their places."""
-    total, covered, allocation = 0, 0, -1
-    for place in map(_Span.place, live):
-        if place[0] != allocation:
-            allocation, covered = place[0], 0
-        total += max(0, place[2] - max(covered, place[1]))
-        covered = max(covered, place[2])
+    total, covered, last = 0, 0, -1
+    for allocation, start, end, _ in live:
+        covered = covered if allocation == last else 0
+        total += max(0, end - max(covered, start))
+        covered, last = max(covered, end), allocation
     return total
-
-
-def _is_clear(live: list[_Span], time: int) -> bool:
-    """Whether the values that are live beyond a moment are apart."""
-    places = [span.place() for span in live if span.last > time]
-    return all(one[0] != other[0] or one[2] <= other[1] for one, other in pairwise(places))
 
 
 def _extent(buffers: list[_Buffer]) -> int:

@@ -106,13 +106,8 @@ def _send(
     count = len(members) if permutes else max(map(len, groups), default=1)
     if kind == "all-reduce" and home.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # so TPUs write it: a sum of everything in a fusion that keeps a part
-    return Send(one, kind, operand_arrays(program, one), count, axes, times, is_exact, overlaps.is_hidden(one))
-
-
-def operand_arrays(program: Program, one: Instruction) -> tuple[Array, ...]:
-    """The arrays that an instruction reads."""
-    found = (program[name] for name in one.operands if name in program.home)
-    return tuple(array for operand in found for array in operand.arrays)
+    arrays = tuple(array for name in one.operands if name in program.home for array in program[name].arrays)
+    return Send(one, kind, arrays, count, axes, times, is_exact, overlaps.is_hidden(one))
 
 
 _COMPUTES = frozenset(("fusion", "custom-call", "dot", "convolution", "while", "call", "conditional", "sort"))

@@ -49,11 +49,6 @@ def captured_arrays(fn: Any) -> dict[int, tuple[Any, Argument]]:
     return found
 
 
-def keras_models(fn: Any) -> list[Any]:
-    """The models of Keras that a function holds."""
-    return [value for _, value in _held(fn, _DEPTH) if is_keras(value)]
-
-
 def _held(fn: Any, depth: int) -> _Held:
     """What a function holds: in its closure, as a method, as a partial application, by the names of its module."""
     if depth == 0 or isinstance(fn, (ModuleType, type)):
@@ -261,7 +256,7 @@ def bind(
 ) -> Bound:
     """The function of arrays that a function or module is with these arguments. `argnums` hold parameters."""
     _refuse_iterators(fn, {**dict(zip(names, args, strict=True)), **kwargs})
-    binder = _Binder(keras_models(fn), captured_arrays(fn))
+    binder = _Binder([value for _, value in _held(fn, _DEPTH) if is_keras(value)], captured_arrays(fn))
     holder, method = _module_of(fn)
     make_fn = binder.tree(_Role("model", trained=True), holder) if holder is not None else None
     holds = holder is not None or any(argument.kind == "weight" for _, argument in binder.bound.captured.values())

@@ -168,7 +168,9 @@ class _Reader:
             if (region := region_of(eqn, inner.stack)) is not None:
                 self.add_region(eqn, region, env, inner)
             elif (branch := default_branch(eqn)) is not None:
-                self.add_default(eqn, branch, env, inner)
+                # As if the function had no other branch. The choice does not count.
+                self.raw.count -= count_fillers(branch.jaxpr)
+                self.add_in_place(eqn, branch, eqn.invars[1:], env, inner)
             elif name == "cond":
                 self.add_branches(eqn, env, inner)
             elif is_inlined(eqn) and not is_jax_function((body := eqn.params["jaxpr"]).jaxpr):
@@ -277,11 +279,6 @@ class _Reader:
         number = len(self.raw.values)
         self.raw.values.append(Value(first.shape, first.dtype, first.bytes, "op", root=number if constant else value))
         return number
-
-    def add_default(self, eqn: Any, branch: Any, env: dict[Any, int], context: Context) -> None:
-        """Write out the default branch, as if the function had no other. The choice does not count."""
-        self.raw.count -= count_fillers(branch.jaxpr)
-        self.add_in_place(eqn, branch, eqn.invars[1:], env, context)
 
     def add_in_place(self, eqn: Any, body: Any, operands: Sequence[Any], env: dict[Any, int], context: Context) -> None:
         """Write out a nested jaxpr as if it were part of this one. Its equation does not count."""

@@ -5,7 +5,6 @@ Flax NNX, Equinox and Keras know these of their arrays. None of them is imported
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -94,13 +93,9 @@ def in_store(entries: Sequence[Any], stores: Sequence[tuple[int, Any]]) -> Seque
     for depth, store in stores:
         if len(entries) == depth + 2 and getattr(entries[depth], "name", "") == "values":
             name = dict(store.paths).get(_key(entries[depth + 1]))
-            return entries if name is None else _entries(name)
+            index, key = jax.tree_util.SequenceKey, jax.tree_util.DictKey
+            return entries if name is None else [index(int(p)) if p.isdigit() else key(p) for p in name.split("/")]
     return entries
-
-
-def _entries(name: str) -> list[Any]:
-    parts = name.split("/")
-    return [jax.tree_util.SequenceKey(int(p)) if p.isdigit() else jax.tree_util.DictKey(p) for p in parts]
 
 
 def is_in_state(entries: Sequence[Any]) -> bool:
@@ -130,12 +125,7 @@ def nnx() -> Any:
 
 def _has_base(value: Any, module: str, names: tuple[str, ...] = ()) -> bool:
     """Whether a class of a value is of a module, and has one of these names if there are any."""
-    return _derives(type(value), module, names)
-
-
-@functools.lru_cache(maxsize=4096)
-def _derives(cls: type, module: str, names: tuple[str, ...]) -> bool:
-    bases = cls.__mro__[:-1]
+    bases = type(value).__mro__[:-1]
     return any(base.__module__.startswith(module) and (not names or base.__name__ in names) for base in bases)
 
 

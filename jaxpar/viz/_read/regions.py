@@ -80,10 +80,6 @@ def _shard_map(eqn: Any, stack: tuple[Frame, ...]) -> Region:
     return Region(Scope(label.strip(), "region"), eqn.params["jaxpr"])
 
 
-def _pmap(eqn: Any, stack: tuple[Frame, ...]) -> Region:
-    return Region(Scope(f"pmap {eqn.params.get('axis_name')}={eqn.params.get('axis_size')}", "region"), body_of(eqn))
-
-
 def _linear_solve(eqn: Any, stack: tuple[Frame, ...]) -> Region:
     """The solver. The products with the matrix are only for its gradient."""
     lengths, count = eqn.params["const_lengths"], len(eqn.invars)
@@ -97,7 +93,6 @@ _REGIONS = {
     "scan": _scan,
     "while": _while,
     "shard_map": _shard_map,
-    "xla_pmap": _pmap,
 }
 
 
@@ -146,7 +141,7 @@ def maps_devices(jaxpr: Any) -> bool:
     """Whether a map over devices is directly inside, or inside a call."""
     for eqn in jaxpr.eqns:
         body = body_of(eqn) if eqn.primitive.name in INLINE else None
-        if eqn.primitive.name in ("shard_map", "xla_pmap"):
+        if eqn.primitive.name == "shard_map":
             return True
         if body is not None and maps_devices(getattr(body, "jaxpr", body)):
             return True

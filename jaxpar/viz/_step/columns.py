@@ -7,7 +7,7 @@ boxes, ways around rows, collectives of gradients, optimizers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..._core.text import plural
 from .._draw.labels import cut, own_name, shape_text
@@ -47,7 +47,6 @@ class Row:
     height: float = 0.0
 
 
-@dataclass(slots=True)
 class Columns:
     """The places of all columns.
 
@@ -60,33 +59,119 @@ class Columns:
         lanes: for each edge that passes rows, by phase, source and target: its way.
         knee: where the words beside the edges between gradients end.
         top, right: of the whole.
+        sends: the collectives by phase and layers. Only those of gradients are shared by several layers.
     """
 
-    rows: dict[str, Row] = field(default_factory=dict)
-    shared: list[tuple[list[Line], tuple[str, ...], float]] = field(default_factory=list)
-    optimizers: dict[str, tuple[list[Line], float]] = field(default_factory=dict)
-    x: dict[str, float] = field(default_factory=dict)
-    width: dict[str, float] = field(default_factory=dict)
-    lanes: dict[tuple[str, str, str], float] = field(default_factory=dict)
-    knee: float = 0.0
-    top: float = 0.0
-    right: float = 0.0
+    def __init__(self, graph: StepGraph, heat: str | None) -> None:
+        self.graph, self.heat, self.mesh = graph, heat, dict(graph.mesh)
+        self.sends: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
+        for one in (one for one in graph.collectives if one.devices > 1):
+            layers = one.layers if one.phase == "gradients" else one.layers[:1]
+            self.sends.setdefault((one.phase, layers), []).append(one)
+        self.rows: dict[str, Row] = {layer.name: self._row(layer) for layer in graph.layers}
+        several = [layers for phase, layers in self.sends if phase == "gradients" and len(layers) != 1]
+        self.shared = [(self._sent("gradients", layers), layers, 0.0) for layers in several]
+        self.optimizers: dict[str, tuple[list[Line], float]] = {}
+        for one in graph.optimizers:
+            lines = layer_lines(one, one.forward, heat, backward=False) + self._sent("optimizer", (one.name,))
+            self.optimizers[one.name] = (lines, 0.0)
+        self.x, self.width = dict[str, float](), dict[str, float]()
+        self.lanes: dict[tuple[str, str, str], float] = {}
+        self.knee = self.top = self.right = 0.0
+        self._place_rows()
+        self._place_columns({phase: self._place_lanes(phase) for phase in ("forward", "backward")})
+        self._place_updates()
 
+    def _sent(self, phase: str, layers: tuple[str, ...]) -> list[Line]:
+        parts = (text.partition(" over ") for text in sends_text(self.sends.get((phase, layers), ()), self.mesh))
+        return [line for what, _, where in parts for line in ((what, "sent"), (f"over {where}", "sent"))]
 
-def columns_of(graph: StepGraph, heat: str | None) -> Columns:
-    """Lay out a step."""
-    found = Columns()
-    sends = _by_place(graph)
-    mesh = dict(graph.mesh)
-    for layer in graph.layers:
-        found.rows[layer.name] = _row(graph, layer, heat, sends, mesh)
-    _place_rows(found)
-    lanes = _place_lanes(graph, found)
-    for (phase, layers), group in sends.items():
-        if phase == "gradients" and len(layers) != 1:
-            found.shared.append((_sent(group, mesh), layers, 0.0))
-    _place_columns(graph, found, heat, sends, mesh, lanes)
-    return found
+    def _row(self, layer: StepLayer) -> Row:
+        def sent(phase: str) -> list[Line]:
+            return self._sent(phase, (layer.name,))
+
+        def leaving(phase: str) -> list[Line]:
+            edge = next((e for e in self.graph.edges if e.phase == phase and e.source == layer.name), None)
+            return [(text, "plain") for text in edge_text(edge)] if edge is not None else []
+
+        boxes = [
+            layer_lines(layer, part, self.heat, backward=back) if part else []
+            for part, back in ((layer.forward, False), (layer.backward, True))
+        ]
+        weights = weights_text(layer, self.graph.arguments) if layer.params else ()
+        band: list[Line] = [(text, "plain") for text in weights]
+        above, below = [*leaving("forward"), *sent("forward")], [*leaving("backward"), *sent("backward")]
+        return Row(layer, boxes[0], boxes[1], band, above, below, sent("parameters"), sent("gradients"))
+
+    def _place_rows(self) -> None:
+        y = 0.0
+        below: Row | None = None
+        for row in self.rows.values():
+            boxes = (row.forward, row.backward, row.band, row.gather, row.gradients)
+            row.height = max(size(lines)[1] for lines in boxes)
+            lines = max(len(below.above) if below else 1, len(row.below))
+            y += _GAP + LINE * lines + row.height / 2
+            row.y = y
+            y += row.height / 2
+            below = row
+        self.top = y + (LINE * len(below.above) if below else 0)
+
+    def _place_lanes(self, phase: str) -> int:
+        """Give each edge of a phase that passes rows a way of its own. Returns how many ways there are."""
+        order = {name: number for number, name in enumerate(self.rows, 1)}
+        spans: list[list[tuple[int, int, str]]] = []  # what is in each lane: from, to and the source
+        edges = [edge for edge in self.graph.edges if edge.phase == phase]
+        for edge in sorted(edges, key=lambda edge: abs(order.get(edge.source, 0) - order[edge.target])):
+            low, high = sorted((order.get(edge.source, 0), order[edge.target]))
+            if high - low < 2:
+                continue
+            free = (  # what is there has the same source, or ends before, or begins behind
+                n
+                for n, lane in enumerate(spans)
+                if all(source == edge.source or high <= begin or end <= low for begin, end, source in lane)
+            )
+            lane = next(free, len(spans))
+            spans += [[]] if lane == len(spans) else []
+            spans[lane].append((low, high, edge.source))
+            self.lanes[phase, edge.source, edge.target] = float(lane)
+        return len(spans)
+
+    def _place_columns(self, lanes: dict[str, int]) -> None:
+        """Place the columns from the left to the right, given how many ways are on each side."""
+        width, rows = self.width, self.rows.values()
+        for name in ("forward", "gather", "band", "backward", "gradients"):
+            width[name] = max((size(lines)[0] for row in rows if (lines := getattr(row, name))), default=0.0)
+        width["gradients"] = max([width["gradients"], *(size(lines)[0] for lines, _, _ in self.shared)])
+        width["optimizer"] = max((size(lines)[0] for lines, _ in self.optimizers.values()), default=0.0)
+        beside = {name: max((size(getattr(row, name))[0] for row in rows), default=0.0) for name in ("above", "below")}
+        x = _LANE * (lanes["forward"] + 1)
+        x = self._put("forward", x, max(0.0, beside["above"] - width["forward"] / 2))
+        for name in ("gather", "band"):
+            x = self._put(name, x, 0.0) if width[name] else x
+        x = self._put("backward", x, max(_LANE * (lanes["backward"] + 1), beside["below"] - width["backward"] / 2))
+        self.knee, x = x - _GAP, x + _GAP
+        for name in ("gradients", "optimizer"):
+            x = self._put(name, x, 0.0) if width[name] else x
+        self.right = x
+        left, right = self.x["forward"] - width["forward"] / 2, self.x["backward"] + width["backward"] / 2
+        for key, lane in self.lanes.items():
+            self.lanes[key] = left - _LANE * (lane + 1) if key[0] == "forward" else right + _LANE * (lane + 1)
+
+    def _put(self, name: str, x: float, extra: float) -> float:
+        """Place a column to the right of x. Returns where it ends, with a gap."""
+        self.x[name] = x + self.width[name] / 2
+        return x + self.width[name] + extra + _GAP
+
+    def _place_updates(self) -> None:
+        """Place what several gradients go through, and the optimizers, at the middle of where they come from."""
+        taken = [(row.y, row.height) for row in self.rows.values() if row.gradients]
+        for number, (lines, layers, _) in enumerate(self.shared):
+            ys = [self.rows[name].y for name in layers if name in self.rows]
+            self.shared[number] = (lines, layers, _free(ys or [self.top / 2], size(lines)[1], taken))
+        taken = []
+        for name, (lines, _) in self.optimizers.items():
+            ys = [self.rows[e.source].y for e in self.graph.edges if e.phase == "gradients" and e.target == name]
+            self.optimizers[name] = (lines, _free(ys or [0.0], size(lines)[1], taken))
 
 
 def size(lines: Sequence[Line]) -> tuple[float, float]:
@@ -95,150 +180,13 @@ def size(lines: Sequence[Line]) -> tuple[float, float]:
     return max(widths, default=0.0) + _PAD, LINE * len(lines) + 10
 
 
-def _by_place(graph: StepGraph) -> dict[tuple[str, tuple[str, ...]], list[Collective]]:
-    """The collectives by phase and layers. Only those of gradients are shared by several layers."""
-    found: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
-    for one in graph.collectives:
-        if one.devices > 1:
-            layers = one.layers if one.phase == "gradients" else one.layers[:1]
-            found.setdefault((one.phase, layers), []).append(one)
-    return found
-
-
-def _sent(group: Sequence[Collective], mesh: dict[str, int]) -> list[Line]:
-    parts = (text.partition(" over ") for text in sends_text(group, mesh))
-    return [line for what, _, where in parts for line in ((what, "sent"), (f"over {where}", "sent"))]
-
-
-def _row(
-    graph: StepGraph,
-    layer: StepLayer,
-    heat: str | None,
-    sends: dict[tuple[str, tuple[str, ...]], list[Collective]],
-    mesh: dict[str, int],
-) -> Row:
-    def sent(phase: str) -> list[Line]:
-        return _sent(sends.get((phase, (layer.name,)), ()), mesh)
-
-    def leaving(phase: str) -> list[Line]:
-        edge = next((e for e in graph.edges if e.phase == phase and e.source == layer.name), None)
-        return [(text, "plain") for text in edge_text(edge)] if edge is not None else []
-
-    boxes = [
-        layer_lines(layer, part, heat, backward=back) if part else []
-        for part, back in ((layer.forward, False), (layer.backward, True))
-    ]
-    band: list[Line] = [(text, "plain") for text in weights_text(layer, graph.arguments)] if layer.params else []
-    above, below = [*leaving("forward"), *sent("forward")], [*leaving("backward"), *sent("backward")]
-    return Row(layer, boxes[0], boxes[1], band, above, below, sent("parameters"), sent("gradients"))
-
-
-def _place_rows(found: Columns) -> None:
-    y = 0.0
-    below: Row | None = None
-    for row in found.rows.values():
-        boxes = (row.forward, row.backward, row.band, row.gather, row.gradients)
-        row.height = max(size(lines)[1] for lines in boxes)
-        lines = max(len(below.above) if below else 1, len(row.below))
-        y += _GAP + LINE * lines + row.height / 2
-        row.y = y
-        y += row.height / 2
-        below = row
-    found.top = y + (LINE * len(below.above) if below else 0)
-
-
-def _place_lanes(graph: StepGraph, found: Columns) -> dict[str, int]:
-    """Give each edge that passes rows a way of its own. Returns how many ways there are on each side."""
-    order = {name: number for number, name in enumerate(found.rows, 1)}
-    count: dict[str, int] = {}
-    for phase in ("forward", "backward"):
-        spans: list[list[tuple[int, int, str]]] = []  # what is in each lane: from, to and the source
-        edges = [edge for edge in graph.edges if edge.phase == phase]
-        for edge in sorted(edges, key=lambda edge: abs(order.get(edge.source, 0) - order[edge.target])):
-            low, high = sorted((order.get(edge.source, 0), order[edge.target]))
-            if high - low < 2:
-                continue
-            free = (n for n, lane in enumerate(spans) if all(_apart((low, high, edge.source), one) for one in lane))
-            lane = next(free, len(spans))
-            spans += [[]] if lane == len(spans) else []
-            spans[lane].append((low, high, edge.source))
-            found.lanes[phase, edge.source, edge.target] = float(lane)
-        count[phase] = len(spans)
-    return count
-
-
-def _apart(one: tuple[int, int, str], other: tuple[int, int, str]) -> bool:
-    """Whether two edges can share a way: they do not meet, or have one source."""
-    return one[2] == other[2] or one[1] <= other[0] or other[1] <= one[0]
-
-
-def _place_columns(
-    graph: StepGraph,
-    found: Columns,
-    heat: str | None,
-    sends: dict[tuple[str, tuple[str, ...]], list[Collective]],
-    mesh: dict[str, int],
-    lanes: dict[str, int],
-) -> None:
-    rows = list(found.rows.values())
-    width = found.width
-    for name in ("forward", "gather", "band", "backward", "gradients"):
-        width[name] = max((size(lines)[0] for row in rows if (lines := getattr(row, name))), default=0.0)
-    shared = max((size(lines)[0] for lines, _, _ in found.shared), default=0.0)
-    width["gradients"] = max(width["gradients"], shared)
-    beside = {name: max((size(getattr(row, name))[0] for row in rows), default=0.0) for name in ("above", "below")}
-    for optimizer in graph.optimizers:
-        lines = layer_lines(optimizer, optimizer.forward, heat, backward=False)
-        found.optimizers[optimizer.name] = (lines + _sent(sends.get(("optimizer", (optimizer.name,)), ()), mesh), 0.0)
-    width["optimizer"] = max((size(lines)[0] for lines, _ in found.optimizers.values()), default=0.0)
-    x = _LANE * (lanes["forward"] + 1)
-    x = _put(found, "forward", x, max(0.0, beside["above"] - width["forward"] / 2))
-    for name in ("gather", "band"):
-        x = _put(found, name, x, 0.0) if width[name] else x
-    x = _put(found, "backward", x, max(_LANE * (lanes["backward"] + 1), beside["below"] - width["backward"] / 2))
-    found.knee, x = x - _GAP, x + _GAP
-    for name in ("gradients", "optimizer"):
-        x = _put(found, name, x, 0.0) if width[name] else x
-    found.right = x
-    _place_updates(graph, found)
-    _set_lanes(found)
-
-
-def _put(found: Columns, name: str, x: float, extra: float) -> float:
-    """Place a column to the right of x. Returns where it ends, with a gap."""
-    found.x[name] = x + found.width[name] / 2
-    return x + found.width[name] + extra + _GAP
-
-
-def _set_lanes(found: Columns) -> None:
-    left = found.x["forward"] - found.width["forward"] / 2
-    right = found.x["backward"] + found.width["backward"] / 2
-    for key, lane in found.lanes.items():
-        found.lanes[key] = left - _LANE * (lane + 1) if key[0] == "forward" else right + _LANE * (lane + 1)
-
-
-def _place_updates(graph: StepGraph, found: Columns) -> None:
-    """Place what several gradients go through, and the optimizers, at the middle of where they come from."""
-    taken = [(row.y, row.height) for row in found.rows.values() if row.gradients]
-    middle = found.top / 2
-    for number, (lines, layers, _) in enumerate(found.shared):
-        ys = [found.rows[name].y for name in layers if name in found.rows]
-        y = _free(sum(ys) / len(ys) if ys else middle, size(lines)[1], taken)
-        taken.append((y, size(lines)[1]))
-        found.shared[number] = (lines, layers, y)
-    taken = []
-    for name, (lines, _) in found.optimizers.items():
-        ys = [found.rows[e.source].y for e in graph.edges if e.phase == "gradients" and e.target == name]
-        y = _free(sum(ys) / len(ys) if ys else 0.0, size(lines)[1], taken)
-        taken.append((y, size(lines)[1]))
-        found.optimizers[name] = (lines, y)
-
-
-def _free(y: float, height: float, taken: list[tuple[float, float]]) -> float:
-    """The next place upwards from y where nothing is."""
+def _free(ys: Sequence[float], height: float, taken: list[tuple[float, float]]) -> float:
+    """The next place upwards from the middle of these where nothing is. `taken` grows."""
+    y = sum(ys) / len(ys)
     for other, size in sorted(taken):
         if abs(other - y) < (size + height) / 2 + 6:
             y = other + (size + height) / 2 + 6
+    taken.append((y, height))
     return y
 
 

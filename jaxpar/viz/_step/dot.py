@@ -11,7 +11,7 @@ from .._draw.labels import cut, scope_label
 from .._draw.picture import Plot
 from .._draw.style import FONT, THEMES, Options, Theme, attributes, ink, quote
 from .._graph import Graph, Node
-from .columns import BIG, LINE, SMALL, Columns, Line, Row, caption_lines, columns_of, cost, sends_text, size
+from .columns import BIG, LINE, SMALL, Columns, Line, Row, caption_lines, cost, sends_text, size
 from .graph import StepGraph, StepLayer, StepPart
 
 Point = tuple[float, float]
@@ -30,10 +30,8 @@ class StepPlot(Plot):
     """
 
     def __init__(self, step: StepGraph, network: Graph, options: Options, time_limit: float) -> None:
-        super().__init__(network, replace(options, heat=None), time_limit)
+        super().__init__(network, replace(options, heat=None), time_limit, lines=_Drawing(step, options).lines())
         self.step: StepGraph = step
-        self.body: list[str] = ["\t" + line + "\n" for line in _Drawing(step, options).lines()]
-        self._drawn: str = self.source
 
     def html(self) -> str:
         """The picture as a static page."""
@@ -44,7 +42,7 @@ class _Drawing:
     def __init__(self, graph: StepGraph, options: Options) -> None:
         self.graph, self.options = graph, options
         self.theme: Theme = THEMES[options.theme]
-        self.columns: Columns = columns_of(graph, options.heat)
+        self.columns = Columns(graph, options.heat)
         self.x, self.width = self.columns.x, self.columns.width
         parts = [part for layer in (*graph.layers, *graph.optimizers) for part in (layer.forward, layer.backward)]
         self.most = max((cost(part, options.heat) for part in parts if part is not None), default=0) or 1

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from .._graph import BACKWARD
 from .._layout.net import Draft, Net
 from .._program.hlo import Program
-from .._read.raw import Eqn
+from .._searches import reach
 from .graph import Phase, StepArgument, StepEdge
 from .phases import Phases
 from .places import Places, is_part, primitive_of
@@ -34,7 +34,11 @@ def edges_of(
 ) -> tuple[StepEdge, ...]:
     """The edges of a step: between layers, between their gradients, and from gradients to the optimizer."""
     drafts = {draft.at: draft for draft in net.drafts}
-    wanted = {at: made for at, draft in drafts.items() if (made := _result(net, draft)) is not None}
+    wanted = {
+        at: (net.raw.eqns[made].prim, net.raw.values[draft.value].shape)
+        for at, draft in drafts.items()
+        if (made := net.raw.values[draft.value].producer) is not None
+    }
     local = local_shapes(program, places, wanted, devices)
     found: dict[tuple[str, str, Phase], StepEdge] = {}
     for source, target, number in sorted(net.edges):
@@ -42,14 +46,12 @@ def edges_of(
         value = net.raw.values[number]
         if ends is None or ends in found or (drafts[source].op == "input" and ends[2] != "forward"):
             continue
-        part = local.get(source) if drafts[source].value == number else None
-        if any(name.startswith(_MAPPED) for name in drafts[source].scope):
-            part = value.shape
+        is_mapped = any(name.startswith(_MAPPED) for name in drafts[source].scope)
+        part = value.shape if is_mapped else local.get(source) if drafts[source].value == number else None
         whole = part != value.shape or drafts[source].scope == drafts[target].scope
-        spec = spec_from_shapes(value.shape, part, mesh) if part is not None and whole else None
-        mapped = part == value.shape and any(name.startswith(_MAPPED) for name in drafts[source].scope)
-        found[ends] = StepEdge(*ends, value.shape, value.dtype, part, None if mapped else spec)
-    return (*found.values(), *_gradients(net, phases, names, drafts, found))
+        spec = spec_from_shapes(value.shape, part, mesh) if part is not None and whole and not is_mapped else None
+        found[ends] = StepEdge(*ends, value.shape, value.dtype, part, spec)
+    return (*found.values(), *_gradients(net, phases, names))
 
 
 def _ends(source: Draft, target: Draft, phases: Phases, names: dict[int, str]) -> tuple[str, str, Phase] | None:
@@ -76,39 +78,21 @@ def _gradients(
     net: Net,
     phases: Phases,
     names: dict[int, str],
-    drafts: dict[int, Draft],
-    known: dict[tuple[str, str, Phase], StepEdge],
 ) -> list[StepEdge]:
     """One edge from each layer's gradient to each optimizer that reads it, through what hands it on."""
     readers: dict[int, list[tuple[int, int]]] = {}
     for source, target, value in sorted(net.edges):
         readers.setdefault(source, []).append((target, value))
-    glue = {draft.at for draft in phases.glue}
     goals = {draft.at for draft in phases.optimizers}
+    on = {draft.at: [target for target, _ in readers.get(draft.at, ())] for draft in phases.glue}
     found: dict[tuple[str, str], StepEdge] = {}
     for row in phases.rows:
-        for draft in row.backward:
-            work = [(target, value) for target, value in readers.get(draft.at, ()) if target in glue | goals]
-            seen: set[int] = set()
-            while work:
-                at, value = work.pop(0)
-                if at in goals:
-                    array = net.raw.values[value]
-                    ends = names[row.draft.at], names[at]
-                    found.setdefault(ends, StepEdge(*ends, "gradients", array.shape, array.dtype))
-                elif at not in seen:
-                    seen.add(at)
-                    work += [(target, value) for target, _ in readers.get(at, ()) if target in glue | goals]
+        for target, value in (way for draft in row.backward for way in readers.get(draft.at, ())):
+            array = net.raw.values[value]
+            for at in sorted(reach([target], on) & goals):
+                ends = names[row.draft.at], names[at]
+                found.setdefault(ends, StepEdge(*ends, "gradients", array.shape, array.dtype))
     return list(found.values())
-
-
-def _result(net: Net, draft: Draft) -> tuple[str, tuple[int, ...]] | None:
-    """The primitive and the shape of what a draft is known by."""
-    value = net.raw.values[draft.value]
-    if value.producer is None:
-        return None
-    eqn: Eqn = net.raw.eqns[value.producer]
-    return eqn.prim, value.shape
 
 
 def mesh_of(compiled: Any, args: Any) -> dict[str, int]:
@@ -152,16 +136,9 @@ def _argument(name: str, leaf: Any, sharding: Any, inside: Mapping[str, tuple[in
         return StepArgument(name, shape, dtype, inside[name], None)
     if not isinstance(sharding, NamedSharding):
         return StepArgument(name, shape, dtype, shape, None)
-    return StepArgument(name, shape, dtype, tuple(sharding.shard_shape(shape)), spec_of(sharding, len(shape)))
-
-
-def spec_of(sharding: Any, dimensions: int) -> tuple[str, ...] | None:
-    """The axes that each dimension is split over, "" for none. None without a mesh."""
-    if not isinstance(sharding, NamedSharding):
-        return None
-    parts = [*sharding.spec, *(None for _ in range(dimensions - len(sharding.spec)))]
-    names = tuple("+".join(map(str, part)) if isinstance(part, tuple) else str(part or "") for part in parts)
-    return names[:dimensions]
+    parts = [*sharding.spec, *(None for _ in shape)][: len(shape)]
+    spec = tuple("+".join(map(str, part)) if isinstance(part, tuple) else str(part or "") for part in parts)
+    return StepArgument(name, shape, dtype, tuple(sharding.shard_shape(shape)), spec)
 
 
 def spec_from_shapes(shape: tuple[int, ...], local: tuple[int, ...], mesh: Mapping[str, int]) -> tuple[str, ...] | None:
@@ -177,18 +154,11 @@ def spec_from_shapes(shape: tuple[int, ...], local: tuple[int, ...], mesh: Mappi
     factors = [length // part if part else 1 for length, part in zip(shape, local, strict=True)]
     names = [name for name, size in mesh.items() if size > 1]
     every = itertools.product(range(-1, len(shape)), repeat=len(names))
-    ways = [way for way in every if _fits(way, names, factors, mesh)]
-    if len(ways) != 1:
-        return None
-    return tuple("+".join(n for n, at in zip(names, ways[0], strict=True) if at == axis) for axis in range(len(shape)))
-
-
-def _fits(way: tuple[int, ...], names: list[str], factors: list[int], mesh: Mapping[str, int]) -> bool:
-    made = [1] * len(factors)
-    for name, at in zip(names, way, strict=True):
-        if at >= 0:
-            made[at] *= mesh[name]
-    return made == factors
+    ways = (
+        [[n for n, at in zip(names, way, strict=True) if at == axis] for axis in range(len(shape))] for way in every
+    )
+    fitting = [way for way in ways if [math.prod(mesh[name] for name in split) for split in way] == factors]
+    return tuple(map("+".join, fitting[0])) if len(fitting) == 1 else None
 
 
 def local_shapes(

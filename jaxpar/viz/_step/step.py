@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -9,17 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 
 from ..._core.calls import answers
-from ..._core.checks import choice, describe, number
 from ..._core.text import did_you_mean, plural
 from ...viz import _trace
-from .._draw.style import THEMES, Options
+from .._draw.style import Options
 from .._fold.calls import Call
 from .._fold.templates import Pattern, Rule
 from .._graph import Graph
 from .._layout.graph import to_graph
 from .._layout.names import name_drafts
 from .._layout.net import Net
-from .._options import check_trace
+from .._options import check_picture, check_trace
 from .._program.hlo import Program, parse
 from .._program.memory import Memory, memory_of
 from .._program.sends import sends_of
@@ -31,7 +31,6 @@ from .profile import Profile, check_profile, is_folder, seconds_of
 
 if TYPE_CHECKING:
     from .dot import StepPlot
-import threading
 
 _HEATS = ("flop/byte", "memory")
 
@@ -121,10 +120,7 @@ def plot_step(
         >>> plot_step(step, {"w": jnp.ones((3, 2))}, jnp.ones((5, 3))).step.devices
         1
     """
-    if not isinstance(title, str):
-        raise TypeError(f"plot_step: title must be a string, got {describe(title)}")
-    choice(theme, "plot_step", "theme", THEMES)
-    number(time_limit, "plot_step", "time_limit", "a number of seconds above 0", lambda seconds: seconds > 0)
+    check_picture(title, None, theme, None, time_limit, True, True, "up", what="plot_step")
     named = isinstance(heat, str) and heat in _HEATS
     profile = None if named else heat
     if isinstance(profile, str) and not is_folder(profile):
