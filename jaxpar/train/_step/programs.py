@@ -171,10 +171,6 @@ class Program:
         wait_before_collectives(leaves, self.devices)
         return self._treedef.unflatten(self._finish(leaves))
 
-    def compile_own(self, leaves: list[jax.Array], batch: Batch) -> list[str]:
-        """Compile what each device runs by itself: nothing, as this is one program over all of them."""
-        return []
-
 
 def _step_of_leaves(step: DeviceStep, run: Engine, shares: int, treedef: Any, rng_at: int) -> Callable[..., Any]:
     """`train_step(leaves, rng, batch) -> (leaves, metrics)`."""

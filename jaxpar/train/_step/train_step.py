@@ -176,8 +176,9 @@ class TrainStep:
             return program.check(leaves, shapes)
 
     def compile_own(self, state: TrainState, batch: Batch) -> list[str]:
-        """Compile the program of this process's devices, and return its text."""
+        """Compile what each device of a step over virtual shards runs by itself, and return the texts."""
         program, leaves = self._prepare(state, None)
+        assert isinstance(program, VirtualProgram)
         return program.compile_own(leaves, batch)
 
     def slow_in_a_loop(self, state: TrainState, batches: Batch) -> bool:

@@ -222,7 +222,6 @@ class VirtualProgram:
         self._programs: ShardPrograms = step.programs(jax.tree.structure(bare), self.devices[0].platform)
         self._deal = Deal(step.shards, len(self.devices))
         self._ranks = {d: i for i, d in enumerate(self.devices) if d.process_index == jax.process_index()}
-        self._numbers = functools.lru_cache(maxsize=None)(lambda i, d: jax.device_put(np.int32(i), d))
         self._exchange = exchange(self._deal, mesh_of(self.devices))
 
     def __call__(self, leaves: list[jax.Array], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
@@ -318,9 +317,8 @@ class VirtualProgram:
         if not deal.merges[rank]:
             return self._nothing(device, leaves, rng, batch)
         for i, merges in enumerate(deal.merges[rank]):
-            shard = batch if deal.slots == 1 else _slice(batch, self._numbers(i, device), deal.slots)
-            number = self._numbers(deal.range_of(rank)[0] + i, device)
-            node, others = self._programs.term(leaves, rng, shard, number)
+            shard = batch if deal.slots == 1 else _slice(batch, np.int32(i), deal.slots)
+            node, others = self._programs.term(leaves, rng, shard, np.int32(deal.range_of(rank)[0] + i))
             first = first or others
             for _ in range(merges):
                 node = self._programs.add(nodes.pop(), node)
