@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxpar import kv, models, parallel, train, viz
 from jaxpar.models import transformer
-from jaxpar.train._plan import examine
+from jaxpar.train._plan import child
 from jaxpar.train._plan.slices import slice_of
 
 LAYERS, WIDTH, SHARE = 4, 1024, 128
@@ -149,7 +149,7 @@ def lowered(name, devices, options):
     if name.startswith("by hand"):
         return by_hand(devices, **options)
     make = {"lenet": lenet, "decoder": decoder}.get(name, mlp)
-    step, state, _, parts = examine._construct(make, devices, options)
+    step, state, _, parts = child._construct(make, devices, options)
     mesh = {str(axis): size for axis, size in state.step.sharding.mesh.shape.items()}
     if many := options.get("many"):
         return [step.lower(state, batch_of(devices, many), many=True)], mesh
@@ -160,7 +160,7 @@ def case(name, where, devices, options):
     programs, mesh = lowered(name, devices, options)
     compiled = [program.compile() for program in programs]
     texts = [one.as_text() for one in compiled]
-    last = examine._memory(compiled[-1], where, where.limit(0.75))
+    last = child._memory(compiled[-1], where, where.limit(0.75))
     sends = [one for text in texts for one in viz._sends_of(viz._parse_program(text), mesh, len(devices))]
     return {
         "sends": [(one.kind, list(one.axes), one.sent, one.times) for one in sends],
@@ -180,7 +180,7 @@ def case(name, where, devices, options):
 def model(where, kind, size):
     """Whether a model fits, as `train.plan` says and as the compiler does."""
     options = {"width": size} if kind == "params" else {"share": size}
-    found, _ = examine.examine(mlp, where, options, 0.75)
+    found, _ = child.examine(mlp, where, options, 0.75)
     peak, limit = found["peak_bytes"], found["limit_bytes"]
     return {"fits": found["fits"], "peak": peak, "limit": limit, "refused": "donated_bytes" not in found}
 
@@ -189,7 +189,7 @@ def main(on, word=""):
     where = slice_of(on, "plan_programs")
     devices = where.devices()
     if on == "v5e:1x1":
-        examine._picture = lambda *_: ""
+        child._picture = lambda *_: ""
         found = {f"{kind} {size}": model(where, kind, size) for kind, size in MODELS}
     else:
         found = {name: case(name, where, devices, options) for name, options in CASES[on].items() if word in name}

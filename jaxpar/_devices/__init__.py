@@ -8,9 +8,5 @@ buckets         joins small values into one array
 collectives     sums over the devices of a mapped axis, in buckets
 virtual_shards  sums in a fixed order, and batches for these sums
 processes       values, decisions and errors shared by all processes
-
-How parameters are split over a mesh:
-
-sharding_rules  rules by size and by name, and whether a `PartitionSpec` fits
-shardings       the sharding of each parameter of a pytree
+shardings       the sharding of each parameter of a pytree, and rules by size and by name
 """

@@ -1,19 +1,282 @@
-"""The sharding of each parameter: by a rule, by a pytree of specs, or kept."""
+"""The sharding of each parameter: by a rule of its size or name, by a pytree of specs, or kept."""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import difflib
+import fnmatch
 import importlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._core import checks
 from .._core.arrays import is_traced
 from .._core.calls import answers
-from .sharding_rules import AnyMesh, check_rule_paths, check_spec, describe_mesh
+
+Shape = tuple[int, ...]
+AnyMesh = Mesh | AbstractMesh
+ShardingRule = Callable[[str, Shape, AnyMesh], PartitionSpec]
+
+_MIN_SIZE = 1024
+_WHOLE = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class FullyShardedRule:
+    """What `fsdp` gives: a rule `(path, shape, mesh) -> PartitionSpec`."""
+
+    axes: tuple[str, ...]  # the names of the mesh axes that a parameter is split over
+    min_size: int = _MIN_SIZE  # a parameter with fewer elements stays whole
+    stacked_dims: int = 0  # how many leading dimensions are never split
+
+    def __call__(self, path: str, shape: Shape, mesh: AnyMesh) -> PartitionSpec:
+        return self.fill(path, shape, mesh, _WHOLE)
+
+    def fill(self, path: str, shape: Shape, mesh: AnyMesh, spec: PartitionSpec) -> PartitionSpec:
+        """Split one more dimension of a valid spec, over axes that the spec does not use."""
+        if unknown := [name for name in self.axes if name not in mesh.shape]:
+            raise ValueError(
+                f"parallel.fsdp: {path!r} of shape {shape} cannot be split over axis {unknown[0]!r}, which the "
+                f"{describe_mesh(mesh)} lacks; give fsdp an axis of the mesh"
+            )
+        used = axes_of(spec)
+        axes = tuple(name for name in self.axes if name not in used)
+        if not axes:
+            return spec
+        held = math.prod(shape) // math.prod(mesh.shape[name] for name in used)
+        parts = math.prod(mesh.shape[name] for name in axes)
+        entries = [*spec, *[None] * (len(shape) - len(spec))]
+        free = [i for i in range(self.stacked_dims, len(shape)) if entries[i] is None and shape[i] % parts == 0]
+        if not free or held < self.min_size:
+            return spec
+        largest = max(free, key=lambda i: shape[i])  # the first of equal ones
+        entries[largest] = axes[0] if len(axes) == 1 else axes
+        while entries[-1] is None:
+            entries.pop()
+        return PartitionSpec(*entries)
+
+    def __repr__(self) -> str:
+        axis = self.axes[0] if len(self.axes) == 1 else self.axes
+        words = [repr(axis)]
+        words += [f"min_size={self.min_size}"] if self.min_size != _MIN_SIZE else []
+        words += [f"stacked_dims={self.stacked_dims}"] if self.stacked_dims else []
+        return f"fsdp({', '.join(words)})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class NameRules:
+    """What `sharding_rules` gives: a rule `(path, shape, mesh) -> PartitionSpec`."""
+
+    # Pairs of a pattern and the spec or rule of the parameters that it matches. The first match counts.
+    patterns: tuple[tuple[str, PartitionSpec | ShardingRule], ...]
+    default: PartitionSpec | ShardingRule = _WHOLE  # the spec or rule of all other parameters
+    then: FullyShardedRule | None = None  # a rule that splits one more dimension of every parameter, or None
+
+    def __call__(self, path: str, shape: Shape, mesh: AnyMesh) -> PartitionSpec:
+        place = self.first_match(path)
+        pattern, chosen = ("", self.default) if place is None else self.patterns[place]
+        origin = f"pattern {pattern!r}" if place is not None else "its default"
+        spec = chosen if isinstance(chosen, PartitionSpec) else chosen(path, shape, mesh)
+        check_spec(spec, path, shape, mesh, f"parallel.sharding_rules, {origin}")
+        return spec if self.then is None else self.then.fill(path, shape, mesh, spec)
+
+    def first_match(self, path: str) -> int | None:
+        """The position of the first pattern that matches, or None."""
+        matches = (i for i, (pattern, _) in enumerate(self.patterns) if fnmatch.fnmatchcase(path, pattern))
+        return next(matches, None)
+
+    def check_paths(self, paths: Sequence[str]) -> None:
+        """`ValueError` for a pattern that decides for no parameter."""
+        decisive = {self.first_match(path) for path in paths}
+        for i, (pattern, chosen) in enumerate(self.patterns):
+            if i not in decisive:
+                raise ValueError(f"parallel.sharding_rules: pattern {pattern!r} {self._idle(i, paths)}")
+            check_rule_paths(chosen, [path for path in paths if self.first_match(path) == i])
+        check_rule_paths(self.default, [path for path in paths if self.first_match(path) is None])
+
+    def _idle(self, place: int, paths: Sequence[str]) -> str:
+        """The reason why a pattern decides for no parameter."""
+        pattern = self.patterns[place][0]
+        if matched := [path for path in paths if fnmatch.fnmatchcase(path, pattern)]:
+            earlier = self.patterns[self.first_match(matched[0]) or 0][0]
+            return (
+                f"is never used, because the first match counts and {earlier!r} comes before it and matches "
+                f"{checks.shorten([*map(repr, matched)])}; put {pattern!r} first"
+            )
+        near = difflib.get_close_matches(pattern, paths, 3, cutoff=0.0)
+        return f"matches no parameter; near are {checks.shorten([*map(repr, near)])}, of {len(paths)} in all"
+
+    def __repr__(self) -> str:
+        words = [repr(dict(self.patterns))]
+        words += [f"default={self.default!r}"] if self.default != _WHOLE else []
+        words += [f"then={self.then!r}"] if self.then is not None else []
+        return f"sharding_rules({', '.join(words)})"
+
+
+@answers("parallel.fsdp")
+def fsdp(axis: str | Iterable[str] = "data", *, min_size: int = _MIN_SIZE, stacked_dims: int = 0) -> FullyShardedRule:
+    """Make a rule that splits each large parameter over one mesh axis.
+
+    The rule splits the largest dimension that the size of the axis divides. Among equal dimensions it splits the first,
+    whose parts are contiguous in memory. A parameter without such a dimension stays whole.
+
+    Args:
+        axis: the name of a mesh axis, or several names. Several names split the dimension by the product of their
+            sizes.
+        min_size: a parameter with fewer elements stays whole, because gathering it costs more than it saves. After
+            another rule, `min_size` counts the elements that one device holds.
+        stacked_dims: how many leading dimensions are never split. Use 1 for layers that are stacked for `jax.lax.scan`:
+            every device needs its part of each layer.
+
+    Returns:
+        A rule `(path, shape, mesh) -> PartitionSpec`, for `kv.from_params(sharding=)`, `sharding_rules` and
+        `shardings_of`. Rules made alike are equal and have the same hash. The rule raises `ValueError` for a mesh that
+        lacks the axis.
+
+    Raises:
+        TypeError: `axis` is neither a name nor a list of names; `min_size` or `stacked_dims` is not an int.
+        ValueError: `axis` is empty or repeats a name; `min_size` or `stacked_dims` is negative.
+
+    Example:
+        >>> import jax
+        >>> mesh = jax.make_mesh((2, 2), ("data", "model"))
+        >>> rule = fsdp("data")
+        >>> rule("dense/kernel", (768, 3072), mesh)
+        P(None, 'data')
+        >>> rule("dense/bias", (12,), mesh)
+        P()
+        >>> fsdp(("data", "model"))("dense/kernel", (768, 3072), mesh)
+        P(None, ('data', 'model'))
+    """
+    axes = tuple(axis) if isinstance(axis, Iterable) and not isinstance(axis, str) else (axis,)
+    are_names = all(isinstance(name, str) for name in axes)
+    if not axes or not are_names or len(set(axes)) < len(axes):
+        kind = ValueError if are_names else TypeError
+        raise kind(f"parallel.fsdp: axis must be one or more different names of mesh axes, got {axis!r}")
+    return FullyShardedRule(
+        axes,
+        checks.whole_number(min_size, "parallel.fsdp", "min_size", least=0),
+        checks.whole_number(stacked_dims, "parallel.fsdp", "stacked_dims", least=0),
+    )
+
+
+@answers("parallel.sharding_rules")
+def sharding_rules(
+    patterns: Mapping[str, PartitionSpec | ShardingRule],
+    *,
+    default: PartitionSpec | ShardingRule | None = None,
+    then: FullyShardedRule | None = None,
+) -> NameRules:
+    """Make a sharding rule from patterns of parameter names.
+
+    A pattern must match the whole path of a parameter, as `kv.names` gives it: `"decoder/attention/kernel"`.
+    `*` matches any text, also `/`. `?` matches one character, and `[ab]` matches `a` or `b`. The first matching pattern
+    decides. The names of Flax NNX, and of boxed parameters of Linen, end in `/value`: `"*/kernel/value"`.
+
+    Args:
+        patterns: a dict from patterns to a `PartitionSpec` or to another rule.
+        default: the spec or rule for parameters that no pattern matches. None keeps them whole.
+        then: a rule of `fsdp` that splits one more dimension of every parameter. `then=fsdp("data")` adds FSDP to
+            patterns for tensor parallelism.
+
+    Returns:
+        A rule `(path, shape, mesh) -> PartitionSpec`. Rules made alike are equal and have the same hash. The rule
+        raises `ValueError` for a spec that does not fit the shape or the mesh. `kv.from_params` and `shardings_of`
+        raise `ValueError` for a pattern that decides for no parameter.
+
+    Raises:
+        TypeError: a pattern is not a str; a value is neither a `PartitionSpec` nor a function; `then` was not made by
+            `fsdp`.
+
+    Example:
+        >>> import jax
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((2, 2), ("data", "model"))
+        >>> attention = {"*/attention/*/kernel": P(None, "model")}
+        >>> rule = sharding_rules(attention, default=fsdp("data"))
+        >>> rule("layer_0/attention/query/kernel", (768, 768), mesh)
+        P(None, 'model')
+        >>> rule("layer_0/mlp/kernel", (768, 3072), mesh)
+        P(None, 'data')
+        >>> sharding_rules(attention, then=fsdp("data"))("layer_0/attention/query/kernel", (768, 768), mesh)
+        P('data', 'model')
+    """
+    for pattern, chosen in patterns.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"parallel.sharding_rules: a pattern must be a str, got {pattern!r}")
+        _check_chosen(chosen, f"pattern {pattern!r}")
+    default = _WHOLE if default is None else default
+    _check_chosen(default, "default")
+    if then is not None and not isinstance(then, FullyShardedRule):
+        raise TypeError(f"parallel.sharding_rules: then must be made by parallel.fsdp, got {checks.describe(then)}")
+    return NameRules(tuple(patterns.items()), default, then)
+
+
+def check_rule_paths(rule: object, paths: Sequence[str]) -> None:
+    """`ValueError` if a pattern of the rule decides for no parameter."""
+    if isinstance(rule, NameRules):
+        rule.check_paths(paths)
+
+
+def _check_chosen(chosen: object, what: str) -> None:
+    if not isinstance(chosen, PartitionSpec) and not callable(chosen):
+        wanted = "a PartitionSpec or a rule"
+        raise TypeError(f"parallel.sharding_rules: {what} must have {wanted}, got {checks.describe(chosen)}")
+    checks.hashable(chosen, f"parallel.sharding_rules: {what}")
+
+
+# Whether a spec fits a shape and a mesh.
+
+
+def describe_mesh(mesh: AnyMesh) -> str:
+    """A mesh in words: `mesh (data=2, model=4)`."""
+    return f"mesh ({', '.join(f'{name}={size}' for name, size in mesh.shape.items())})"
+
+
+def axes_of(spec: PartitionSpec) -> list[Any]:
+    """The mesh axes that a spec names, in its order."""
+    return [name for entry in spec for name in _axes(entry)]
+
+
+def check_spec(spec: Any, path: str, shape: Shape, mesh: AnyMesh, where: str) -> None:
+    """Check that a `PartitionSpec` can split the array."""
+    what = f"{where}: {path!r} of shape {shape}"
+    if not isinstance(spec, PartitionSpec):
+        raise TypeError(f"{what}: expected a PartitionSpec, got {spec!r}")
+    if problem := _problem(spec, shape, mesh.shape):
+        raise ValueError(f"{what} cannot be split as {spec} on the {describe_mesh(mesh)}: {problem}")
+
+
+def _problem(spec: PartitionSpec, shape: Shape, sizes: Mapping[str, int]) -> str:
+    """The problem and its remedy, or ""."""
+    if spec.unreduced or spec.reduced or PartitionSpec.UNCONSTRAINED in tuple(spec):
+        return "a stored array needs a full layout; name axes or None for each dimension"
+    names = axes_of(spec)
+    if unknown := [name for name in names if name not in sizes]:
+        return f"the mesh has no axis {unknown[0]!r}; its axes are {', '.join(map(repr, sizes))}"
+    if twice := [name for name, count in collections.Counter(names).items() if count > 1]:
+        return f"axis {twice[0]!r} is used twice; one axis can split one dimension"
+    if len(spec) > len(shape):
+        return f"it has {len(spec)} entries for {len(shape)} dimensions; give at most one for each"
+    for i, (length, entry) in enumerate(zip(shape, spec, strict=False)):
+        parts = math.prod(sizes[name] for name in _axes(entry))
+        if length % parts:
+            padded = -(-length // parts) * parts
+            return f"dimension {i} of {length} cannot be divided by {parts}; pad it to {padded} or put None there"
+    return ""
+
+
+def _axes(entry: Any) -> tuple[Any, ...]:
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+# The shardings of a pytree of parameters.
 
 
 @answers("parallel.shardings_of")

@@ -1,6 +1,5 @@
 """`python -m jaxpar launch`: several processes on this machine. No JAX here.
 
 command   the arguments
-launcher  starts the processes, ends them after a failure, starts them again
-child     one process and its output
+launcher  starts the processes, reads their output, ends them after a failure, starts them again
 """

@@ -1,7 +1,7 @@
 """Save and restore a training state, through orbax and without pickle.
 
     _save      saves and restores one checkpoint, and finds the newest good one
-    _leaves    a state as named arrays, and back; `_hash` gives a hash of them
+    _leaves    a state as named arrays, and back, and a hash of them
     _files     writes, verifies, reads and copies the directory of a checkpoint
     _manifest  the JSON that describes a checkpoint
     _manager   the checkpoints of a run; `_records` has the records of its epochs, and `_lock` lets one process write
@@ -21,7 +21,7 @@
 # Names for other rooms have an underscore, so that Tab shows the API only.
 from ..mxnet import load_mxnet as load_mxnet
 from ._files import adopt as _adopt, check_writable as _check_writable, of_step as _of_step, whole_copy as _whole_copy
-from ._hash import StateHash as _StateHash, hash_of as _hash_of
+from ._leaves import StateHash as _StateHash, hash_of as _hash_of
 from ._manager import Manager as Manager
 from ._manifest import CheckpointError as CheckpointError
 from ._save import (

@@ -16,8 +16,7 @@ from .._core.calls import answers
 from .._core.checks import check_stored
 from .._devices import processes
 from .._devices.mesh import auto_mesh, put_copy, split_over, to_host
-from .._devices.sharding_rules import ShardingRule, fsdp
-from .._devices.shardings import shardings_of
+from .._devices.shardings import ShardingRule, fsdp, shardings_of
 from .._devices.user_mesh import in_user_mesh
 from .._store import aggregate, placing, queue, tree_optimizer
 from .._store.store import (

@@ -1,10 +1,9 @@
 """Emulate devices, split batches and params over devices, sum over devices, run one function on all.
 
-How parameters are split over a mesh is in `_devices`, because a store needs it too: `sharding_rules`, `shardings`.
+How parameters are split over a mesh is in `_devices.shardings`, because a store needs it too.
 """
 
-from .._devices.sharding_rules import fsdp as fsdp, sharding_rules as sharding_rules
-from .._devices.shardings import shardings_of as shardings_of
+from .._devices.shardings import fsdp as fsdp, sharding_rules as sharding_rules, shardings_of as shardings_of
 from ._devices import (
     allreduce as allreduce,
     copy_to as copy_to,

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from step_model import adam, line, start, step_of
 
 from jaxpar import checkpoint, kv, train
-from jaxpar.checkpoint import _hash
+from jaxpar.checkpoint import _leaves
 
 
 def hash_of(tree):
@@ -148,7 +148,7 @@ def test_a_few_words_come_to_the_host():
 def test_devices_exchange_sums_only(spec):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
     split = jax.device_put(jnp.zeros((64, 64)), NamedSharding(mesh, spec))
-    program = _hash._sums.lower([split], (None,)).compile().as_text()
+    program = _leaves._sums.lower([split], (None,)).compile().as_text()
     shapes = re.findall(r"= \(?(\w+\[[\d,]*\])\S* (?:all-|collective-|reduce-scatter)", program)
     assert shapes
     assert {math.prod(map(int, shape[4:-1].split(","))) for shape in shapes} <= {2, 4}

@@ -19,7 +19,7 @@ from step_model import ENGINES, adam, line, squares, start, step_of
 
 import jaxpar.__main__
 from jaxpar import checkpoint, data, train
-from jaxpar.checkpoint import _hash
+from jaxpar.checkpoint import _leaves
 from jaxpar.train._fit import certificate
 
 EVERY = 5
@@ -119,7 +119,7 @@ def test_steps_that_do_not_count_have_no_line(tmp_path):
 def test_one_program_is_compiled_beside_the_step(tmp_path, caplog):
     """The step is the program that it is without a certificate."""
     train.fit(**arguments())
-    _hash._sums.clear_cache()
+    _leaves._sums.clear_cache()
     with jax.log_compiles():
         run(tmp_path / "a")
     assert re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text) == ["_sums"]

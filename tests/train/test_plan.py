@@ -18,7 +18,7 @@ import pytest
 
 from jaxpar import kv, parallel, train
 from jaxpar.__main__ import main
-from jaxpar.train._plan import child, examine, slices
+from jaxpar.train._plan import child, slices
 from jaxpar.train._plan.slices import slice_of
 
 COUNT = 4
@@ -51,7 +51,7 @@ def here(monkeypatch):
 
 def _checked(make, where, choices):
     try:
-        return examine.examine(make, where, choices, 0.75)
+        return child.examine(make, where, choices, 0.75)
     except Exception as error:
         raise ValueError(child._words(error)) from None
 
