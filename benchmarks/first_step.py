@@ -56,7 +56,7 @@ def child(started: float, devices: int, batch: int, cache: str | None, examples:
 
     from jaxpar import data, kv, train
     from jaxpar._devices.emulated import can_hang
-    from jaxpar.data import _fashion_mnist
+    from jaxpar.data import _load
     from jaxpar.models import lenet
 
     jax.monitoring.register_event_duration_secs_listener(stages.compiled)
@@ -64,7 +64,7 @@ def child(started: float, devices: int, batch: int, cache: str | None, examples:
         train.use_compilation_cache(cache)
     chosen = jax.devices()[:devices]
     stages.end("import")
-    if examples is None and _fashion_mnist.DEBIAN_DIR.exists():
+    if examples is None and _load.DEBIAN_DIR.exists():
         dataset = data.load("fashion_mnist", "train", verbose=False)
     else:
         rng, n = np.random.default_rng(0), examples or 60_000
@@ -123,9 +123,9 @@ def run_child(devices: int, batch: int, cache: str | None, examples: int | None)
 def prepare() -> None:
     """Reads the data set once: the very first time it is written into TFDS's folder, which no run is to pay for."""
     from jaxpar import data
-    from jaxpar.data import _fashion_mnist
+    from jaxpar.data import _load
 
-    if _fashion_mnist.DEBIAN_DIR.exists():
+    if _load.DEBIAN_DIR.exists():
         data.load("fashion_mnist", "train", verbose=False)
 
 

@@ -6,15 +6,15 @@
 
 A batch passes through these modules:
 
-    _load      finds, prepares and reads a data set by its name. `_fashion_mnist` has the files of one
+    _load      finds, prepares and reads a data set by its name
     _dataset   `Dataset`: images, labels and their origin
     _sources   `Source`, the interface that `train.fit` needs, for a data set or arrays
     _batches   the order of the examples, and batches that are streamed from the host, or gathered from a copy of the
                data set on each device
     _sharding  splits a batch over the devices of a mesh
 
-`_iterable` reads loaders and data sets of other libraries. `_elements` converts their elements, and tables of pandas
-and polars, to arrays. `_prefetch` sends batches of any iterator to the devices ahead of their use.
+`_iterable` reads loaders and data sets of other libraries, and converts their elements, and tables of pandas and
+polars, to arrays. `_prefetch` sends batches of any iterator to the devices ahead of their use.
 
 Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017, https://arxiv.org/abs/1708.07747.
 """
@@ -30,15 +30,14 @@ from ._batches import (
     plan_batches as _plan_batches,
 )
 from ._dataset import Dataset as Dataset
-from ._elements import as_arrays as _as_arrays
-from ._fashion_mnist import FASHION_MNIST_CLASSES as FASHION_MNIST_CLASSES
 from ._iterable import (
     READ_ONCE as _READ_ONCE,
     IterableSource as IterableSource,
+    as_arrays as _as_arrays,
     collect as collect,
     from_iterable as from_iterable,
 )
-from ._load import load as load
+from ._load import FASHION_MNIST_CLASSES as FASHION_MNIST_CLASSES, load as load
 from ._prefetch import prefetch as prefetch
 from ._sources import (
     ArraySource as ArraySource,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gzip
+import hashlib
 import importlib.metadata
 import io
 import json
 import logging
 import os
+import struct
 import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +26,6 @@ from .._core.calls import answers
 from .._core.checks import choice
 from .._core.files import as_path
 from .._core.text import did_you_mean, say_news
-from . import _fashion_mnist
 from ._dataset import Dataset
 
 _HINTS = {
@@ -73,8 +75,8 @@ def load(
     found, idx_files = _find(name, folder, source)
     prepared = found == "prepared" or prepared_dir(name, folder) is not None
     if idx_files is not None:
-        for file in _fashion_mnist.OFFICIAL:
-            _fashion_mnist.official_bytes(idx_files / file)
+        for file in OFFICIAL:
+            official_bytes(idx_files / file)
     elif found == "download" and (url := download_url(name)):
         try:
             check_reachable(url)
@@ -97,12 +99,12 @@ def _find(name: str, folder: Path, source: str) -> tuple[str, Path | None]:
         raise FileNotFoundError(f"{folder} holds no {name!r} prepared by tensorflow-datasets. {_advice(name)}")
     if source in ("files", "debian") and name != "fashion_mnist":
         raise ValueError(f"source={source!r} is for 'fashion_mnist' only; got name {name!r}")
-    for word, place in _fashion_mnist.places().items():
+    for word, place in idx_places().items():
         if name == "fashion_mnist" and source in ("auto", word):
-            missing = _fashion_mnist.missing(place) if place else list(_fashion_mnist.OFFICIAL)
+            missing = missing_idx(place) if place else list(OFFICIAL)
             if place and not missing:
                 return word, place
-            if source == word or len(missing) < len(_fashion_mnist.OFFICIAL):
+            if source == word or len(missing) < len(OFFICIAL):
                 lack = f"{place} lacks {', '.join(missing)}" if place else "$JAXPAR_DATA_DIR is not set"
                 raise FileNotFoundError(f"source {word!r}: {lack}. {_advice(name)}")
     return "download", None
@@ -115,7 +117,7 @@ def _advice(name: str) -> str:
         return f"Without a network: {elsewhere}."
     return (
         "Without a network: install Debian's package (apt-get install dataset-fashion-mnist), or set "
-        f"$JAXPAR_DATA_DIR to a folder with {', '.join(_fashion_mnist.OFFICIAL)}, or {elsewhere}."
+        f"$JAXPAR_DATA_DIR to a folder with {', '.join(OFFICIAL)}, or {elsewhere}."
     )
 
 
@@ -156,7 +158,7 @@ def _builder_class(name: str) -> Any:
             return super()._split_generators(_WithoutExtraction(dl_manager))
 
         def _generate_examples(self, num_examples: int, data_path: Any, label_path: Any) -> Iterator[tuple[int, Any]]:
-            images, labels = _fashion_mnist.read(data_path), _fashion_mnist.read(label_path)
+            images, labels = read_idx(data_path), read_idx(label_path)
             if not len(images) == len(labels) == num_examples:
                 raise ValueError(f"expected {num_examples} images and labels, got {len(images)} and {len(labels)}")
             for index, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
@@ -198,8 +200,8 @@ def prepare(name: str, data_dir: Path, idx_files: Path | None) -> None:
         manual_dir = None
         if idx_files is not None:
             manual_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxpar-")))
-            for file in _fashion_mnist.OFFICIAL:
-                (manual_dir / file).write_bytes(_fashion_mnist.official_bytes(idx_files / file))
+            for file in OFFICIAL:
+                (manual_dir / file).write_bytes(official_bytes(idx_files / file))
             # TFDS prints, and draws bars, in a notebook too, for a download; here there is none.
             _tfds().disable_progress_bar()
             stack.callback(_tfds().enable_progress_bar)
@@ -366,3 +368,88 @@ def _origin(folder: Path) -> str | None:
     except (OSError, importlib.metadata.PackageNotFoundError):
         return None
     return json.dumps([version, about])
+
+
+# The four idx files of Fashion-MNIST: where they are, their published checksums, reading them without TensorFlow.
+
+FASHION_MNIST_CLASSES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+DEBIAN_DIR = Path("/usr/share/datasets/fashion-mnist")
+
+
+class Official(NamedTuple):
+    """What the authors published: the sha256 of the .gz file and the time stamp in its gzip header."""
+
+    sha256: str
+    mtime: int
+
+
+OFFICIAL = {
+    "train-images-idx3-ubyte.gz": Official(
+        "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84", 1504176606
+    ),
+    "train-labels-idx1-ubyte.gz": Official(
+        "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845", 1504176606
+    ),
+    "t10k-images-idx3-ubyte.gz": Official(
+        "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073", 1504176627
+    ),
+    "t10k-labels-idx1-ubyte.gz": Official(
+        "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5", 1504176627
+    ),
+}
+
+_BARE_HEADER = 10  # bytes of a gzip header without a file name, RFC 1952
+
+
+def idx_places() -> dict[str, Path | None]:
+    """Folders of the four files, by the word for them, in the order of search."""
+    given = os.environ.get("JAXPAR_DATA_DIR")
+    return {"files": Path(given).expanduser() if given else None, "debian": DEBIAN_DIR}
+
+
+def missing_idx(folder: str | os.PathLike[str]) -> list[str]:
+    """The missing names among the four files. All four if `folder` does not exist."""
+    return [name for name in OFFICIAL if not (Path(folder) / name).is_file()]
+
+
+def official_bytes(path: Path) -> bytes:
+    """The published .gz file, byte for byte, which is what TFDS asks for."""
+    # Debian's package has the same compressed bytes after a header without file name and time stamp. With the published
+    # header they have the published sha256. `ValueError` for a file that is another one, half-written or damaged.
+    sha256, mtime = OFFICIAL[path.name]
+    raw = path.read_bytes()
+    name = path.name.removesuffix(".gz").encode()
+    header = struct.pack("<4BLBB", 0x1F, 0x8B, 8, 8, mtime, 0, 3) + name + b"\0"
+    for candidate in (raw, header + raw[_BARE_HEADER:]):
+        if hashlib.sha256(candidate).hexdigest() == sha256:
+            return candidate
+    raise ValueError(
+        f"{path} is not the official Fashion-MNIST file, or is damaged: expected sha256 {sha256}, "
+        f"got {hashlib.sha256(raw).hexdigest()} ({len(raw)} bytes). Nothing was written. "
+        "Put the file there again (Debian: apt-get install --reinstall dataset-fashion-mnist)."
+    )
+
+
+def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
+    """The uint8 array in a gzipped idx file: images `(n, rows, columns)` or labels `(n,)`."""
+    with gzip.open(path, "rb") as file:
+        content = file.read()
+    ndim = content[3] if len(content) > 3 else 0
+    start = 4 + 4 * ndim
+    if content[:3] != b"\0\0\x08" or len(content) < start:
+        raise ValueError(f"{path} is not an idx file of unsigned bytes: it begins with {content[:4]!r}")
+    shape = struct.unpack(f">{ndim}I", content[4:start])
+    if len(content) - start != int(np.prod(shape, dtype=np.int64)):
+        raise ValueError(f"{path} says shape {shape} but holds {len(content) - start} bytes")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)

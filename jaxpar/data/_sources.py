@@ -20,8 +20,7 @@ from .._devices.user_mesh import each_in_user_mesh
 from . import _batches
 from ._batches import rows_of_parts
 from ._dataset import Dataset
-from ._elements import as_array, as_arrays
-from ._iterable import IterableSource, from_iterable
+from ._iterable import IterableSource, as_array, as_arrays, from_iterable
 from ._sharding import as_batch, batch_struct, path_name, placed_batch
 
 

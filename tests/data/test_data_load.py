@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from jaxpar import data
-from jaxpar.data import _fashion_mnist, _load
-from jaxpar.data._fashion_mnist import DEBIAN_DIR, OFFICIAL
+from jaxpar.data import _load
+from jaxpar.data._load import DEBIAN_DIR, OFFICIAL
 
 needs_files = pytest.mark.skipif(
-    bool(_fashion_mnist.missing(DEBIAN_DIR)),
+    bool(_load.missing_idx(DEBIAN_DIR)),
     reason="Debian's package dataset-fashion-mnist is not installed",
 )
 pytestmark = pytest.mark.data
@@ -50,7 +50,7 @@ def offline(monkeypatch):
 
 @pytest.fixture
 def no_debian(monkeypatch, tmp_path):
-    monkeypatch.setattr(_fashion_mnist, "DEBIAN_DIR", tmp_path / "no-such-package")
+    monkeypatch.setattr(_load, "DEBIAN_DIR", tmp_path / "no-such-package")
 
 
 LOAD = "import sys, jaxpar; print(len(jaxpar.data.load('fashion_mnist', 'test[:10]', data_dir=sys.argv[1])))"
@@ -116,8 +116,8 @@ def check_it_is_fashion_mnist(train):
     assert train.labels.dtype == np.int32
     assert np.bincount(train.labels).tolist() == [6000] * 10
     assert (train.name, train.part) == ("fashion_mnist", "train")
-    images = _fashion_mnist.read(DEBIAN_DIR / "train-images-idx3-ubyte.gz")[..., None]
-    labels = _fashion_mnist.read(DEBIAN_DIR / "train-labels-idx1-ubyte.gz")
+    images = _load.read_idx(DEBIAN_DIR / "train-images-idx3-ubyte.gz")[..., None]
+    labels = _load.read_idx(DEBIAN_DIR / "train-labels-idx1-ubyte.gz")
     for mine, original in zip(in_file_order(train.images, train.labels), in_file_order(images, labels), strict=True):
         np.testing.assert_array_equal(mine, original)
 
@@ -198,10 +198,10 @@ def test_the_default_folder_is_the_one_tfds_has(prepared, monkeypatch):
 @needs_files
 def test_the_official_files_have_the_official_checksum(idx_files):
     name = "t10k-labels-idx1-ubyte.gz"
-    official = _fashion_mnist.official_bytes(idx_files / name)
+    official = _load.official_bytes(idx_files / name)
     assert official != (idx_files / name).read_bytes()
     (idx_files / name).write_bytes(official)
-    assert _fashion_mnist.official_bytes(idx_files / name) == official
+    assert _load.official_bytes(idx_files / name) == official
 
 
 def truncate(path):
@@ -452,7 +452,7 @@ def web(monkeypatch, idx_files):
         def do_GET(self):
             self.send_response(200)
             path = idx_files / self.path.rsplit("/", 1)[1]
-            content = _fashion_mnist.official_bytes(path) if path.name not in damaged else path.read_bytes()
+            content = _load.official_bytes(path) if path.name not in damaged else path.read_bytes()
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the probe reads no body

@@ -21,8 +21,8 @@ import pytest
 
 import jaxpar
 from jaxpar import data
-from jaxpar.data import _fashion_mnist
-from jaxpar.data._fashion_mnist import DEBIAN_DIR
+from jaxpar.data import _load
+from jaxpar.data._load import DEBIAN_DIR
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -39,7 +39,7 @@ LONG = tuple(
 )
 EXAMPLES = 512
 needs_data = pytest.mark.skipif(
-    bool(_fashion_mnist.missing(DEBIAN_DIR)),
+    bool(_load.missing_idx(DEBIAN_DIR)),
     reason="Debian's package dataset-fashion-mnist is not installed",
 )
 
