@@ -122,7 +122,11 @@ def without_types(tree: Any) -> Any:
 
 def with_types(tree: Any, mesh: Mesh) -> Any:
     """The arrays on all devices of a mesh as arrays of that mesh, if it has types. All else stays."""
-    return _with_shardings(tree, functools.partial(_user_sharding_of, mesh)) if has_types(mesh) else tree
+
+    def sharding_of(array: jax.Array) -> Sharding | None:
+        return _user_sharding(mesh, array.sharding) if isinstance(array.sharding, NamedSharding) else None
+
+    return _with_shardings(tree, sharding_of) if has_types(mesh) else tree
 
 
 # Traced values inside of a user's mesh, where axes of the type Explicit are a part of the type of a value.
@@ -203,13 +207,9 @@ def _own_sharding(sharding: NamedSharding) -> NamedSharding | None:
     return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec)
 
 
-def _user_sharding_of(user: Mesh, array: jax.Array) -> Sharding | None:
-    """The equivalent sharding over the user's mesh, or None."""
-    return _user_sharding(user, array.sharding) if isinstance(array.sharding, NamedSharding) else None
-
-
 @functools.lru_cache(maxsize=1024)
 def _user_sharding(user: Mesh, sharding: NamedSharding) -> NamedSharding | None:
+    """The equivalent sharding over the user's mesh, or None."""
     # There is one for the same devices in the same order. So the arrays of a store, which go into one program, stay
     # together.
     mesh = sharding.mesh

@@ -292,7 +292,7 @@ def shards(store: KVStore) -> int:
 
 def shapes_of(store: KVStore) -> dict[int, Shape]:
     """The shape of each value as the user sees it."""
-    return {k: v.shape for k, v in store.values.items()} | dict(store.shapes)
+    return {k: v.shape for k, v in store.values.items()} | {k: rows.shape for k, rows in rows_of(store).items()}
 
 
 def specs_of(store: KVStore) -> dict[int, jax.ShapeDtypeStruct]:

@@ -25,7 +25,7 @@ from ..._core.recent import Recent
 from ..._devices import processes
 from ..._devices.emulated import can_hang, wait_before_collectives
 from ..._devices.user_mesh import check_traced, outside_mesh
-from .._step.loss import Mean
+from .._step.loss import Mean, wide
 from .every_example import Pass, model_of, pass_over, with_axes
 
 _AHEAD = 8  # batches whose sums are not read yet, so that the host need not wait
@@ -188,7 +188,7 @@ def sum_up(values: Values, mask: jax.Array) -> Values:
     """The sums over the examples that count, in float32 or wider."""
 
     def sum_rows(rows: Any, columns: bool) -> jax.Array:
-        rows = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+        rows = rows.astype(wide(rows))
         if not rows.ndim:
             return rows
         valid = mask.reshape(-1, *[1] * (rows.ndim - 1))

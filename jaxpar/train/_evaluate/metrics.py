@@ -11,7 +11,7 @@ from jax import lax
 
 from ..._core import checks
 from ..._core.calls import answers
-from .._step.loss import Mean
+from .._step.loss import Mean, wide
 
 
 @answers("accuracy")
@@ -137,7 +137,7 @@ def mean_squared_error(predictions: jax.Array, targets: jax.Array, mask: jax.Arr
             f"mean_squared_error: predictions {jnp.shape(predictions)} and targets {jnp.shape(targets)} must be of one "
             "shape; drop an axis of length 1 by predictions[:, 0], or add one by targets[:, None]"
         )
-    error = jnp.asarray(predictions, _wide(predictions)) - jnp.asarray(targets, _wide(targets))
+    error = jnp.asarray(predictions, wide(predictions)) - jnp.asarray(targets, wide(targets))
     return _mean(error**2, mask, "mean_squared_error")
 
 
@@ -187,12 +187,12 @@ def _nats(logits: Any, labels: Any, where: str) -> jax.Array:
     from optax import losses
 
     _check_labels(logits, labels, where)
-    return losses.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits, _wide(logits)), labels)
+    return losses.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits, wide(logits)), labels)
 
 
 def _mean(values: jax.Array, mask: Any, where: str) -> jax.Array | Mean:
     """One value for each example, or the mean over what counts."""
-    values = values.astype(_wide(values))
+    values = values.astype(wide(values))
     if mask is None:
         return values.mean(axis=tuple(range(1, values.ndim)))
     weight = _mask(mask, values, where)
@@ -202,14 +202,9 @@ def _mean(values: jax.Array, mask: Any, where: str) -> jax.Array | Mean:
 def _mask(mask: Any, values: jax.Array, where: str) -> jax.Array:
     if jnp.shape(mask) != values.shape:
         raise ValueError(f"{where}: the mask must be of shape {values.shape}, got {jnp.shape(mask)}")
-    return jnp.asarray(mask, _wide(mask))
+    return jnp.asarray(mask, wide(mask))
 
 
 def _weighted(values: jax.Array, weight: jax.Array) -> jax.Array:
     """Values times weights. What does not count may be NaN."""
     return jnp.where(weight == 0, 0, values * weight)
-
-
-def _wide(x: Any) -> Any:
-    """The dtype of values: float32 or wider."""
-    return jnp.promote_types(jnp.result_type(x), jnp.float32)

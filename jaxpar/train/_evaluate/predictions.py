@@ -65,7 +65,8 @@ def predict(state_or_params: Any, apply_fn: ApplyFn, data: Any, *, batch_size: i
     with outside_mesh() as user:
         if user is None:
             check_traced(state_or_params, "predict")
-        return _predict("predict", state_or_params, apply_fn, data, batch_size, user)
+        model = model_of(state_or_params)
+        return _predict("predict", model, apply_fn, pass_over("predict", model, data, batch_size, user))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -178,12 +179,10 @@ def _logits(name: str, state_or_params: Any, apply_fn: ApplyFn, data: Dataset, b
     logits = jax.eval_shape(with_axes(apply_fn, examples.axes), params, image, *model_state)
     check_logits(logits, examples.size)
     check_classes(name, apply_fn, model, data)
-    return _predict(name, state_or_params, apply_fn, data, batch_size).astype(np.float32)
+    return _predict(name, model, apply_fn, examples).astype(np.float32)
 
 
-def _predict(name: str, state_or_params: Any, apply_fn: ApplyFn, data: Any, batch_size: int, user: Any = None) -> Any:
-    model = model_of(state_or_params)
-    examples = pass_over(name, model, data, batch_size, user)
+def _predict(name: str, model: Any, apply_fn: ApplyFn, examples: Pass) -> Any:
     if isinstance(examples.source, IterableSource) and processes.count() > 1:
         raise ValueError(
             f"{name}: each process reads its own share of the batches, so the order of all examples is unknown; give "
