@@ -11,10 +11,10 @@ A batch passes through these modules:
     _sources   `Source`, the interface that `train.fit` needs, for a data set or arrays
     _batches   the order of the examples, and batches that are streamed from the host, or gathered from a copy of the
                data set on each device
-    _sharding  splits a batch over the devices of a mesh
+    _sharding  splits a batch over the devices of a mesh, and sends batches of any iterator ahead of their use
 
 `_iterable` reads loaders and data sets of other libraries, and converts their elements, and tables of pandas and
-polars, to arrays. `_prefetch` sends batches of any iterator to the devices ahead of their use.
+polars, to arrays.
 
 Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017, https://arxiv.org/abs/1708.07747.
 """
@@ -38,7 +38,7 @@ from ._iterable import (
     from_iterable as from_iterable,
 )
 from ._load import FASHION_MNIST_CLASSES as FASHION_MNIST_CLASSES, load as load
-from ._prefetch import prefetch as prefetch
+from ._sharding import prefetch as prefetch
 from ._sources import (
     ArraySource as ArraySource,
     DatasetSource as DatasetSource,

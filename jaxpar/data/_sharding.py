@@ -1,24 +1,29 @@
-"""Splits a batch over devices along its first axis, and sends it."""
+"""Splits a batch over devices along its first axis, and sends it, ahead of its use too."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding
 
 from .._core import checks
 from .._core.arrays import Device
+from .._core.calls import answers
 from .._devices import processes
 from .._devices.emulated import wait_before_collectives
-from .._devices.mesh import split_over
-from .._devices.user_mesh import has_types, in_user_mesh, with_sharding
+from .._devices.mesh import put, spans_processes, split_over
+from .._devices.user_mesh import has_types, in_user_mesh, outside_mesh, with_sharding
 from .._devices.virtual_shards import PaddedBatch, padded_rows
+
+_PREFETCH = "data.prefetch"
+_END: Any = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +173,7 @@ def placed_batch(batch: Any, sharding: NamedSharding | None, dtype: Any, *, whol
     `whole`: each process has the whole batch and takes its rows. Otherwise each has its own share.
     """
 
-    def put(array: Any) -> jax.Array:
+    def send(array: Any) -> jax.Array:
         if sharding is None:
             return jnp.asarray(array)
         if isinstance(array, jax.Array) and processes.count() == 1:
@@ -178,7 +183,7 @@ def placed_batch(batch: Any, sharding: NamedSharding | None, dtype: Any, *, whol
             return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
         return jax.make_array_from_process_local_data(sharding, array)
 
-    batch = convert_images(jax.tree.map(put, batch), dtype)
+    batch = convert_images(jax.tree.map(send, batch), dtype)
     if sharding is not None:
         wait_before_collectives(batch, tuple(sharding.device_set))
     return batch
@@ -196,3 +201,99 @@ def ready(arrays: Any, split: Split | None) -> Any:
 def as_batch(arrays: Any, split: Split | None) -> Any:
     """The arrays of a batch, marked if they are padded."""
     return arrays if split is None or split.virtual_shards is None else PaddedBatch(arrays, split.virtual_shards)
+
+
+# Batches of any iterator, sent ahead of their use.
+
+
+@answers("data.prefetch")
+def prefetch(iterator: Iterable[Any], sharding: Any = None, size: int = 2) -> Iterator[Any]:
+    """Send batches to the devices ahead of their use.
+
+    Transfers run while earlier batches are in use, without a thread. The first batch is read at the first `next`. At
+    most `size` batches are read ahead of the batch in use.
+
+    Args:
+        iterator: an iterable of pytrees of NumPy or JAX arrays, such as batches of a loader. With several processes,
+            each process gives the rows of its own devices.
+        sharding: the sharding of each array: a `NamedSharding` over any mesh, or a `PartitionSpec` inside
+            `jax.set_mesh(mesh)`; or a pytree of these, a prefix of the batches. None: the default device.
+        size: the number of batches that are sent ahead. 0: a batch is sent at its `next`.
+
+    Returns:
+        An iterator of the same pytrees on the devices. An exception of `iterator` is raised after the batches before
+        it.
+
+    Raises:
+        TypeError: `iterator` is not iterable, `size` is not an int, or `sharding` is not a sharding.
+        ValueError: `size` is below 0. At reading: the sharding cannot divide an array.
+
+    >>> import jax, numpy as np
+    >>> from jax.sharding import NamedSharding, PartitionSpec
+    >>> sharding = NamedSharding(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), PartitionSpec("data"))
+    >>> loader = ({"x": np.full((4, 3), i)} for i in range(3))
+    >>> [batch["x"].sharding == sharding for batch in prefetch(loader, sharding)]
+    [True, True, True]
+    """
+    elements = iter(iterator)
+    size = checks.whole_number(size, _PREFETCH, "size", least=0)
+    if sharding is not None:
+        kinds = Sharding, P
+        sharding = jax.tree.map(
+            lambda one: check_sharding(one, _PREFETCH), sharding, is_leaf=lambda x: isinstance(x, kinds)
+        )
+    return _prefetch(elements, sharding, size)
+
+
+def _prefetch(elements: Iterator[Any], sharding: Any, size: int) -> Iterator[Any]:
+    ahead: collections.deque[Any] = collections.deque()
+    error, over = None, False
+    while True:
+        while not over and len(ahead) <= size:
+            try:
+                element = next(elements, _END)
+                over = element is _END
+                ahead.extend([] if over else [_to_devices(element, sharding)])
+            except Exception as raised:  # it comes after the batches before it
+                error, over = raised, True
+        if not ahead:
+            break
+        yield _ready_batch(ahead.popleft())
+    if error is not None:
+        raise error
+
+
+def _to_devices(batch: Any, sharding: Any) -> Any:
+    """The batch on the devices. The transfer is only started."""
+    batch = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else as_jax_dtype(np.asarray(x)), batch)
+    checks.arrays_of_numbers(batch, f"{_PREFETCH}: batch")
+    with outside_mesh():
+        if sharding is None:
+            return jax.device_put(batch)
+        try:
+            shardings = jax.tree.broadcast(sharding, batch)
+        except ValueError as error:
+            raise ValueError(f"{_PREFETCH}: sharding must have one for each array of a batch: {error}") from error
+        return jax.tree_util.tree_map_with_path(_put, batch, shardings)
+
+
+def _put(path: Any, leaf: Any, sharding: Any) -> jax.Array:
+    try:
+        if processes.count() == 1 or spans_processes(leaf):
+            return put(leaf, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+    except ValueError as error:
+        spec, mesh = sharding.spec, dict(sharding.mesh.shape)
+        own = ", of which each process gives the part of its own devices" if processes.count() > 1 else ""
+        raise ValueError(
+            f"{_PREFETCH}: {path_name(path)} {checks.describe(leaf)} cannot be laid out as {spec} over a mesh of {mesh}"
+            f"{own}; use batches that its axes divide, or give a pytree of shardings, one for each array"
+        ) from error
+
+
+def _ready_batch(batch: Any) -> Any:
+    """The batch, safe to start a program with collectives on."""
+    leaves = jax.tree.leaves(batch)
+    if leaves:
+        wait_before_collectives(batch, tuple(leaves[0].sharding.device_set))
+    return batch
