@@ -53,11 +53,6 @@ class Deal:
         """The most nodes that a device has at the end."""
         return max(map(len, self.nodes))
 
-    @property
-    def is_aligned(self) -> bool:
-        """Whether each device that has terms has one node, and these are a level of the tree."""
-        return self.slots & (self.slots - 1) == 0 and self.kept == 1
-
     def range_of(self, device: int) -> tuple[int, int]:
         """The first of its terms, and one more than the last."""
         return min(device * self.slots, self.terms), min((device + 1) * self.slots, self.terms)
@@ -82,21 +77,18 @@ def sum_everywhere(deal: Deal, nodes: jax.Array, axis_name: str) -> jax.Array:
         return _root(deal, nodes[None])
     if nbytes(nodes[0]) < _SHARED_BYTES or (deal.devices == 2 and deal.kept == 1):
         return _root(deal, lax.all_gather(nodes, axis_name))
-    rows = _to_rows(nodes, deal.devices)
+    kept, size = nodes.shape
+    chunk = -(-size // deal.devices)  # each node is padded, and cut in a row for each device
+    rows = jnp.pad(nodes, ((0, 0), (0, deal.devices * chunk - size))).reshape(kept, deal.devices, chunk)
     share = _root(deal, lax.all_to_all(rows, axis_name, split_axis=1, concat_axis=0))
-    return lax.all_gather(share, axis_name).reshape(-1)[: nodes.shape[1]]
-
-
-def _to_rows(nodes: jax.Array, devices: int) -> jax.Array:
-    """(kept, devices, chunk): each node padded and cut in a row for each device."""
-    count, size = nodes.shape
-    chunk = -(-size // devices)
-    return jnp.pad(nodes, ((0, 0), (0, devices * chunk - size))).reshape(count, devices, chunk)
+    return lax.all_gather(share, axis_name).reshape(-1)[:size]
 
 
 def _root(deal: Deal, nodes: jax.Array) -> jax.Array:
     """The sum of all terms, from the nodes (devices, kept, ...) of all devices."""
-    if deal.is_aligned:
+    if (
+        deal.slots & (deal.slots - 1) == 0 and deal.kept == 1
+    ):  # one node of each device, and these are a level of the tree
         level = nodes[: sum(map(len, deal.nodes)), 0]
         while level.shape[0] > 1:
             pairs = level.shape[0] // 2

@@ -239,20 +239,16 @@ class HeartbeatServer:
             self._handle_fault(peer, peer.connection.fault)
         elif peer.connection.is_closed:
             self._drop(peer)
-            if self._can_be_lost(peer):
-                self._handle_close(peer.rank)
+            if self._can_be_lost(peer) and not self._launched:
+                self.report(peer.rank, "its connection closed (killed?)")
+            elif self._can_be_lost(peer) and self._on_leave is not None and peer.rank:
+                self.forget(peer.rank)
         elif peer.connection.is_flooding:
             peer.is_paused = True
             self._selector.unregister(peer.connection.sock)
 
     def _can_be_lost(self, peer: Peer) -> bool:
         return peer.rank >= 0 and not peer.is_leaving and self._refused is None
-
-    def _handle_close(self, rank: int) -> None:
-        if not self._launched:
-            self.report(rank, "its connection closed (killed?)")
-        elif self._on_leave is not None and rank:
-            self.forget(rank)
 
     def _handle_fault(self, peer: Peer, fault: str) -> None:
         """Drop a connection that sent an invalid message. Before the run begins, the process may connect again."""

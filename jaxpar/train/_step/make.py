@@ -288,7 +288,12 @@ def start(
         >>> float(metrics["loss"]), float(state.params["w"])
         (1.0, 0.5)
     """
-    _check_known(options)
+    known = sorted(set().union(*_NAMES) | {"compression", "rng"})
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
+            hint = f"; {kv._NOT_TRAINED[name]}" if name in kv._NOT_TRAINED else hint
+            raise TypeError(f"train.start: unknown option {name}={hint}")
     of_store, of_state, of_step = ({k: v for k, v in options.items() if k in names} for names in _NAMES)
     if of_step.get("engine", "auto") not in ("auto", "jit"):
         of_step.pop("mesh", None)  # it is that of the store, of which these engines need no word
@@ -297,12 +302,3 @@ def start(
     if compression is not None:
         store = kv.set_gradient_compression(store, compression)
     return create_state(store, rng, **of_state), step
-
-
-def _check_known(options: dict[str, Any]) -> None:
-    known = sorted(set().union(*_NAMES) | {"compression", "rng"})
-    for name in options:
-        if name not in known:
-            hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
-            hint = f"; {kv._NOT_TRAINED[name]}" if name in kv._NOT_TRAINED else hint
-            raise TypeError(f"train.start: unknown option {name}={hint}")
