@@ -25,6 +25,11 @@ def nbytes(value: Any) -> int:
     return math.prod(value.shape) * np.dtype(value.dtype).itemsize
 
 
+def tree_nbytes(tree: Any) -> int:
+    """Bytes of the arrays in a pytree."""
+    return sum(nbytes(leaf) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
+
+
 def is_of_numbers(value: Any) -> bool:
     """Whether this has the dtype of numbers, or of truth values."""
     dtype = getattr(value, "dtype", None)

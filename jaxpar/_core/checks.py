@@ -163,11 +163,6 @@ def device_list(given: Any, where: str) -> tuple[Any, ...]:
     raise TypeError(f"{where}: devices must be a list of devices such as jax.devices(), got {given!r}{hint}")
 
 
-def check_devices(given: Sequence[Device] | None, what: str) -> tuple[Device, ...]:
-    """The devices as a tuple, all local ones for None. Errors as of `devices`."""
-    return devices(jax.local_devices() if given is None else given, what)
-
-
 def check_own(devices: Iterable[Device], what: str) -> None:
     """`ValueError` for a device of another process, to which nothing can be sent. `TypeError` for what is no device."""
     for d in device_list(devices, what):

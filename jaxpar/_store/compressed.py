@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._core.arrays import tree_nbytes
 from .._devices import buckets, collectives
 from .._devices.buckets import BucketLimits, Shape
 from .._devices.user_mesh import unsplit
@@ -305,17 +306,13 @@ def chunk_of(size: int, per_word: int, grid: Grid | None, count: int) -> int:
 def _way_of_value(compressor: Compressor, payload: Any, value: jax.Array, count: int) -> str:
     chunk = collectives.chunk_size(value.size, count)
     cost = {
-        "gather": count * _nbytes(payload),
+        "gather": count * tree_nbytes(payload),
         "dense": count * 2 * _FLOAT32 * chunk,
     }
     if isinstance(compressor, RowCompressor):
         rows = jax.eval_shape(functools.partial(compressor.cut, shape=value.shape, count=count), payload)
-        cost["owners"] = _nbytes(rows) + count * chunk * value.dtype.itemsize
+        cost["owners"] = tree_nbytes(rows) + count * chunk * value.dtype.itemsize
     return min(cost, key=lambda way: cost[way])
-
-
-def _nbytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _gather_values(

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from .._core.arrays import Device, is_traced, nbytes, without_keys
+from .._core.arrays import Device, is_traced, nbytes, tree_nbytes, without_keys
 from .._core.calls import answers
 from .._core.text import Table, plural
 from .._devices import collectives
@@ -322,16 +322,14 @@ def _summary(store: KVStore) -> str:
     words += [f"staleness={store.staleness}"] if store.staleness else []
     if not store.values:
         return ", ".join([*words, "empty"])
-    words.append(f"{plural(len(store.values), 'key')}, {_bytes(store.values):,} bytes")
-    state = _bytes((store.updater_state, store.optimizer_state))
-    pending = _bytes([leaf for leaf in jax.tree.leaves(store.pending) if getattr(leaf, "ndim", 0)])  # not the counts
+    words.append(f"{plural(len(store.values), 'key')}, {tree_nbytes(store.values):,} bytes")
+    state = tree_nbytes((store.updater_state, store.optimizer_state))
+    pending = tree_nbytes(
+        [leaf for leaf in jax.tree.leaves(store.pending) if getattr(leaf, "ndim", 0)]
+    )  # not the counts
     words += [f"updater state {state:,} bytes"] if state else []
     words += [f"pending {pending:,} bytes"] if pending else []
     return ", ".join(words)
-
-
-def _bytes(tree: Any) -> int:
-    return sum(nbytes(leaf) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
 
 
 def _updater_name(updater: Any) -> str:

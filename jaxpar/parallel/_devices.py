@@ -17,7 +17,7 @@ from .. import kv
 from .._core import checks, memory
 from .._core.arrays import Device
 from .._core.calls import answers
-from .._core.checks import ENGINES, Engine, check_devices, choice
+from .._core.checks import ENGINES, Engine, choice
 from .._core.recent import Recent, forget
 from .._core.text import describe
 from .._devices.emulated import wait_before_collectives
@@ -247,7 +247,7 @@ def spmd(
     if not callable(fn):
         raise TypeError(f"spmd: expected the function of one device, got {describe(fn)}")
     choice(engine, "spmd", "engine", ENGINES)
-    chosen = check_devices(devices, "spmd")
+    chosen = checks.devices(jax.local_devices() if devices is None else devices, "spmd")
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     if min(donate, default=0) < 0:
         raise ValueError(f"spmd: donate_argnums counts arguments from 0, got {donate_argnums}")

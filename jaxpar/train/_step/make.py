@@ -164,7 +164,7 @@ def make_train_step(
     _check_loss_fn(loss_fn)
     checks.choice(engine, "make_train_step", "engine", get_args(Engine))
     axes = _check_axes(axis_name, engine, mesh, devices)
-    chosen = None if devices is None else checks.check_devices(devices, "make_train_step")
+    chosen = None if devices is None else checks.devices(devices, "make_train_step")
     _check_options(accumulate, compute_dtype, remat, nonfinite)
     if grad_transform is not None:
         checks.transform(grad_transform, "make_train_step: grad_transform")

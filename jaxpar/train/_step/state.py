@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from ... import distributed, kv
 from ..._core import checks, portable
-from ..._core.arrays import Device, check_plain, is_traced, nbytes
+from ..._core.arrays import Device, check_plain, is_traced, tree_nbytes
 from ..._core.calls import answers
 from ..._core.text import plural
 from ..._devices import processes
@@ -98,10 +98,9 @@ class TrainState:
     def _other_parts(self) -> Iterator[tuple[str, str]]:
         """The name of each part next to the store that holds arrays, and how much it holds."""
         for name in [field.name for field in dataclasses.fields(self)][3:]:
-            leaves = jax.tree.leaves(getattr(self, name))
-            if leaves:
-                size = sum(nbytes(leaf) for leaf in leaves if hasattr(leaf, "dtype"))
-                yield name, f"{plural(len(leaves), 'array')}, {size:,} bytes"
+            part = getattr(self, name)
+            if leaves := jax.tree.leaves(part):
+                yield name, f"{plural(len(leaves), 'array')}, {tree_nbytes(part):,} bytes"
 
 
 @answers("train.create_state", {"optimizer": IN_STORE})

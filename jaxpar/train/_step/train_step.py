@@ -205,7 +205,7 @@ class TrainStep:
         Raises:
             ValueError: the step has a mesh, or a device is repeated.
         """
-        chosen = checks.check_devices(devices, "train step, on")
+        chosen = checks.devices(devices, "train step, on")
         if self.mesh is not None:
             raise ValueError("train step, on: this step was made for a mesh; make another by make_train_step(mesh=...)")
         return dataclasses.replace(self, devices=chosen)

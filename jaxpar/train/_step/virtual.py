@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 
 from ... import kv
 from ..._core import checks
-from ..._core.arrays import Device, is_traced, nbytes, without_keys
+from ..._core.arrays import Device, is_traced, tree_nbytes, without_keys
 from ..._core.recent import Recent
 from ..._cpu import for_platform
 from ..._devices import buckets
@@ -278,7 +278,7 @@ class VirtualProgram:
         node, others = _shapes_of(jax.eval_shape(programs.term, like, rng, shard, number), first)
         totals = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=first) for x in node]
         rows = [_shapes_of(totals, along, deal.devices)] * deal.kept
-        state, share, of_node = _bytes_of(like), deal.slots * _bytes_of(shard), _bytes_of(node)
+        state, share, of_node = tree_nbytes(like), deal.slots * tree_nbytes(shard), tree_nbytes(node)
         most = max(sum(1 - n for n in merges[:i]) for merges in deal.merges for i in range(len(merges)))
         return [
             Part(term, deal.slots, share * (deal.slots > 1) + most * of_node),
@@ -375,10 +375,6 @@ def _slice(batch: Any, i: jax.Array, slots: int) -> Any:
 def _shapes_of(tree: Any, sharding: Any, *lead: int) -> Any:
     """The same shapes with this sharding, behind other axes."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype, sharding=sharding), tree)
-
-
-def _bytes_of(tree: Any) -> int:
-    return sum(map(nbytes, jax.tree.leaves(tree)))
 
 
 def _shard_struct(x: Any, slots: int) -> jax.ShapeDtypeStruct:
