@@ -324,9 +324,8 @@ def _summary(store: KVStore) -> str:
         return ", ".join([*words, "empty"])
     words.append(f"{plural(len(store.values), 'key')}, {tree_nbytes(store.values):,} bytes")
     state = tree_nbytes((store.updater_state, store.optimizer_state))
-    pending = tree_nbytes(
-        [leaf for leaf in jax.tree.leaves(store.pending) if getattr(leaf, "ndim", 0)]
-    )  # not the counts
+    sums = [leaf for leaf in jax.tree.leaves(store.pending) if getattr(leaf, "ndim", 0)]  # without the counts
+    pending = tree_nbytes(sums)
     words += [f"updater state {state:,} bytes"] if state else []
     words += [f"pending {pending:,} bytes"] if pending else []
     return ", ".join(words)
