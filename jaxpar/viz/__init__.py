@@ -12,8 +12,7 @@ A function passes through these modules:
     _trace      makes the jaxpr, and runs the passes below in order
     _failure    the traced part of a function that raises
     _read       flattens nested jaxprs into one list of equations
-    _fold       folds equations into layers: known calls, patterns, small helpers, gradients
-    _patterns   the patterns: functions that compute a layer, and rules for norms, attention, losses, ...
+    _fold       folds equations into layers: known calls, patterns that are functions, small helpers, gradients
     _layout     makes nodes and edges with names, and collapses repeats and deep scopes
     _graph      the `Graph`
     _draw       dot text, the picture, the table
@@ -34,10 +33,10 @@ from ._diff.changes import Change as Change, Diff as Diff
 from ._diff.compare import diff as diff
 from ._draw.render import RenderError as RenderError
 from ._fold.calls import CALLS as CALLS, Call as Call
+from ._fold.known import RULES as RULES
 from ._fold.templates import Fold as Fold, Pattern as Pattern, Rule as Rule
 from ._graph import Edge as Edge, Graph as Graph, Node as Node, Sizes as Sizes
 from ._lazy import *  # `Plot`, which loads graphviz
-from ._patterns.known import RULES as RULES
 from ._program.flow import cycles_of as _cycles_of
 from ._program.hlo import parse as _parse_program
 from ._program.sends import sends_of as _sends_of

@@ -14,23 +14,21 @@ from .._core.text import did_you_mean
 from ..viz import _failure as failure
 from ._draw.style import Options
 from ._fold.backward import attach_residuals, attach_views, fold_backward
-from ._fold.calls import CALLS, Call, fold_calls, fold_optimizers
+from ._fold.calls import CALLS, Call, fold_calls, fold_helpers, fold_optimizers, fold_siblings, fold_statements
 from ._fold.cells import Cells, break_cycles
-from ._fold.helpers import fold_helpers, fold_siblings, fold_statements
+from ._fold.known import RULES, fold_patterns
 from ._fold.templates import Pattern, Rule
 from ._graph import Graph
 from ._layout.build import build, demote_constants, join_arguments, mark_state, sizes_of
-from ._layout.collapse import collapse_scopes, limit_nodes
+from ._layout.collapse import add_parts, collapse_scopes, limit_nodes
 from ._layout.graph import to_graph
 from ._layout.net import Net
-from ._layout.parts import add_parts
 from ._layout.repeats import collapse_repeats
 from ._options import argnums, check_dtype, check_picture, check_trace
-from ._patterns.known import RULES, fold_patterns
 from ._read import jaxpr
 from ._read.bind import bind
 from ._read.paths import called_method
-from ._read.raw import Raw, mark_constants
+from ._read.raw import Raw, mark_constant
 
 if TYPE_CHECKING:
     from ._draw.picture import Plot
@@ -129,7 +127,8 @@ def all_layers(raw: Raw, repeats: bool, rules: Sequence[Call | Pattern | Rule]) 
     patterns = [rule for rule in rules if not isinstance(rule, Call)]
     cells = _layers(raw, calls, patterns)
     if demote_constants(cells):
-        mark_constants(raw)
+        for eqn in raw.eqns:
+            mark_constant(raw, eqn)
         cells = _layers(raw, calls, patterns)
     mark_state(cells)
     net = build(cells)

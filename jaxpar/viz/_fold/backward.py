@@ -203,19 +203,15 @@ def _function(stack: tuple[Frame, ...]) -> str:
 
 @dataclass(slots=True)
 class _Sent:
-    """Collectives of gradients, while equations are read in order.
+    """Collectives of gradients, while equations are read in order."""
 
-    Attributes:
-        groups: those alike, none computed from another: by name, axes, scope, and how many are on the way to them.
-        depths: of each value, how many of each kind are on the way to it.
-        past: of each value, the layers whose gradients were sent on the way to it, a bit for each.
-        after: the equations of a layer's gradient that need what was sent of it.
-    """
-
+    # those alike, none computed from another: by name, axes, scope, and how many are on the way to them
     groups: dict[object, list[int]] = field(default_factory=dict)
+    # of each value, how many of each kind are on the way to it
     depths: dict[int, dict[object, int]] = field(default_factory=dict)
+    # of each value, the layers whose gradients were sent on the way to it, a bit for each
     past: dict[int, int] = field(default_factory=dict)
-    after: set[int] = field(default_factory=set)
+    after: set[int] = field(default_factory=set)  # the equations of a layer's gradient that need what was sent of it
 
 
 def _fold_sent(cells: Cells, targets: dict[int, Cell]) -> tuple[set[int], set[int]]:

@@ -1,15 +1,21 @@
-"""The first folds: a call of a known function is one cell, and so is an optimizer's update of all parameters."""
+"""The folds by the place in the program: calls of known functions, optimizers, and the user's own small functions.
+
+A stack has places, not calls. So the order of the places tells where a function began again, and what was read tells
+branches of a network from the leaves of a tree.
+"""
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..._core.text import plural
 from .._graph import BACKWARD
 from .._read.raw import Eqn
-from .._read.source import Frame
-from .cells import COLLECTIVES, Cell, Cells, components, plain_name, power_of, runs
+from .._read.source import ANONYMOUS, Frame
+from .cells import COLLECTIVES, Cell, Cells, after_gradients, components, plain_name, power_of, runs
 
 MATRIX = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
 WINDOWS = frozenset(("reduce_window_max", "reduce_window_sum", "reduce_window_min", "reduce_window"))
@@ -130,48 +136,32 @@ def fold_calls(cells: Cells, calls: Iterable[Call]) -> None:
     _fold_calls(cells, table, forward, 0)
 
 
-def _fold_calls(cells: Cells, table: Mapping[str, Call], eqns: list[Eqn], depth: int) -> None:
-    for key, run in _runs(eqns, table, depth):
-        call = key if isinstance(key, _Key) else None
-        if call is not None and call.call is not None and not _is_layer(cells, call.frame, call.call, run):
-            _fold_calls(cells, table, run, call.depth + 1)  # look inside
-        else:
-            _fold_run(cells, call, run)
+_Key = tuple[tuple[int, ...], int, Call | None]  # the place of a call, its depth on the stack, its entry in the table
 
 
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """A call on the stack. `depth` is its place there, `call` its entry in the table."""
-
-    place: tuple[int, ...]
-    frame: Frame = field(compare=False)
-    call: Call | None
-    depth: int
-
-
-def _runs(eqns: list[Eqn], table: Mapping[str, Call], depth: int) -> list[tuple[_Key | int, list[Eqn]]]:
-    """The calls of equations, each with those of one call. Where they begin again, it was called again.
-
-    The key of an equation that is in no call is its own number.
-    """
+def _fold_calls(cells: Cells, table: Mapping[str, Call], eqns: list[Eqn], start: int) -> None:
+    """Fold the calls of equations from a depth of the stack on. An equation that is in no call has its own number."""
     keys: dict[object, _Key | None] = {}
 
     def key(eqn: Eqn) -> _Key | int:
         place = (eqn.position, *(frame.call for frame in eqn.stack if frame.call < 0))
         if place not in keys:
-            keys[place] = _key(eqn.stack, table, depth)
+            keys[place] = _key(eqn.stack, table, start)
         return keys[place] or eqn.id
 
     def begins_again(eqn: Eqn, run: list[Eqn]) -> bool:
-        known = key(eqn)
-        first, last = run[0], run[-1]
-        if eqn.position != first.position or eqn.prim != first.prim or plain_name(eqn.prim) in COLLECTIVES:
+        if eqn.position != run[0].position or eqn.prim != run[0].prim or plain_name(eqn.prim) in COLLECTIVES:
             return False
-        if isinstance(known, _Key) and known.call is not None and known.call.tree:
-            return last.position != first.position
-        return last.position != first.position or (last.prim == eqn.prim and not eqn.tangent)
+        known, last = key(eqn), run[-1]
+        is_tree = not isinstance(known, int) and known[2] is not None and known[2].tree
+        return last.position != eqn.position or (not is_tree and last.prim == eqn.prim and not eqn.tangent)
 
-    return runs(eqns, key, begins_again)
+    for known, run in runs(eqns, key, begins_again):
+        _, depth, call = known if not isinstance(known, int) else (None, -1, None)
+        if call is not None and not _is_layer(cells, run[0].stack[depth], call, run):
+            _fold_calls(cells, table, run, depth + 1)  # look inside
+        else:
+            _fold_run(cells, run[0].stack[depth].name if depth >= 0 else "", call, run)
 
 
 def _key(stack: tuple[Frame, ...], table: Mapping[str, Call], start: int) -> _Key | None:
@@ -180,32 +170,33 @@ def _key(stack: tuple[Frame, ...], table: Mapping[str, Call], start: int) -> _Ke
     for depth, frame in enumerate(stack):
         call = table.get(normalize(frame.name)) if depth >= start else None
         if call and "<locals>" not in frame.name and (not call.files or frame.file.endswith(call.files)):
-            return _Key(_place(stack, depth), frame, call, depth)
+            return _place(stack, depth), depth, call
         if frame.origin != "jax":
             boundary = None
         elif boundary is None and not ("<" in frame.name or "." in frame.name or frame.name.startswith("_operator")):
             boundary = depth
-    return None if boundary is None else _Key(_place(stack, boundary), stack[boundary], None, boundary)
+    return None if boundary is None else (_place(stack, boundary), boundary, None)
 
 
 def _place(stack: tuple[Frame, ...], depth: int) -> tuple[int, ...]:
+    """The place of a call: those around it, and its function, which may be called at several places."""
     return (*(frame.call for frame in stack[:depth]), -2 - stack[depth].function)
 
 
-def _fold_run(cells: Cells, key: _Key | None, run: list[Eqn]) -> None:
+def _fold_run(cells: Cells, name: str, call: Call | None, run: list[Eqn]) -> None:
+    """Make cells of a call of a function of this name."""
     prims = {eqn.prim for eqn in run}
-    if key is not None and key.call is not None:
-        detail = key.frame.name.removesuffix(".__call__").strip("_") if key.call.detail is None else key.call.detail
-        cells.new([eqn.id for eqn in run], key.call.op, detail, major=key.call.op not in MINOR)
-        return
-    if key is None or len(run) == 1 or (prims & (MATRIX | WINDOWS) and not prims & SOLVERS):
+    if call is not None:
+        detail = name.removesuffix(".__call__").strip("_") if call.detail is None else call.detail
+        cells.new([eqn.id for eqn in run], call.op, detail, major=call.op not in MINOR)
+    elif not name or len(run) == 1 or (prims & (MATRIX | WINDOWS) and not prims & SOLVERS):
         for eqn in run:
             op, detail = power_of(cells.raw, eqn) if eqn.prim in ("integer_pow", "pow") else (plain_name(eqn.prim), "")
             cells.new([eqn.id], op, detail, major=eqn.prim in SOLVERS)
     elif COLLECTIVES.intersection(map(plain_name, prims)):
-        _fold_collective(cells, key.frame.name.strip("_"), run)
+        _fold_collective(cells, name.strip("_"), run)
     else:
-        cells.new([eqn.id for eqn in run], key.frame.name.strip("_"), major=not prims.isdisjoint(SOLVERS))
+        cells.new([eqn.id for eqn in run], name.strip("_"), major=not prims.isdisjoint(SOLVERS))
 
 
 def _fold_collective(cells: Cells, name: str, run: list[Eqn]) -> None:
@@ -276,7 +267,7 @@ def _update(eqn: Eqn) -> tuple[tuple[int, ...], str] | None:
     stack = () if eqn.backward or eqn.prim in COLLECTIVES else eqn.stack
     for depth, frame in enumerate(stack):
         if frame.origin == "library" and _is_optimizer(frame):
-            return (*(f.call for f in stack[:depth]), -2 - frame.function), _last(frame.name)
+            return _place(stack, depth), _last(frame.name)
     return None
 
 
@@ -303,20 +294,188 @@ def _name(run: list[Eqn]) -> str:
     return _TRUSTED.get(core, core) if "scale_by_trust_ratio" in parts else core
 
 
-def updates(cells: Cells, ordered: Iterable[Cell]) -> dict[int, int]:
+def updates(cells: Cells) -> dict[int, int]:
     """The functions of the user's that update parameters, by cell, and how many parameters each updates.
 
-    They come after a gradient, read parameters, and make arrays of their shapes. `ordered` has all cells, each after
-    those that it reads.
+    They come after a gradient, read parameters, and make arrays of their shapes.
     """
-    late, found = set[int](), dict[int, int]()
-    for cell in ordered if any(cell.op.endswith(BACKWARD) for cell in cells) else ():
-        if cell.op.endswith(BACKWARD):
-            late.add(cell.id)
-        elif any(source.id in late for source in cells.sources(cell)):
-            late.add(cell.id)
-            made = {cells.raw.values[out].shape for eqn in cells.eqns(cell) for out in eqn.outs}
-            count = sum(cells.raw.values[weight].shape in made for weight in cells.weights(cell))
-            if count and not cell.major and cell.op not in COLLECTIVES:
-                found[cell.id] = count
+    found = dict[int, int]()
+    late = after_gradients(cells)
+    for cell in (cell for cell in cells if cell.id in late and not (cell.major or cell.op in COLLECTIVES)):
+        made = {cells.raw.values[out].shape for eqn in cells.eqns(cell) for out in eqn.outs}
+        count = sum(cells.raw.values[weight].shape in made for weight in cells.weights(cell))
+        if count and not cell.op.endswith(BACKWARD):
+            found[cell.id] = count
     return found
+
+
+_DEEPEST = 12  # calls around a step, below which functions stay as they are
+
+
+def fold_helpers(cells: Cells) -> None:
+    """Make one cell of each function call that has only small steps."""
+    deepest = max((len(own_stack(cells, cell)) for cell in cells), default=0)
+    for depth in range(1, min(deepest, _DEEPEST)):
+
+        def call(cell: Cell, depth: int = depth) -> tuple[object, ...] | None:
+            stack = own_stack(cells, cell)
+            if len(stack) <= depth or stack[depth].name.endswith(ANONYMOUS):
+                return None
+            return _place(stack, depth)
+
+        for _, run in runs((cell for cell in cells if not cells.is_backward(cell)), call):
+            small = not any(cell.major or cell.op in COLLECTIVES for cell in run)
+            for part in _split_calls(cells, run, depth) if small else ():
+                if len(part) > 1 and sum(len(cell.eqns) for cell in part) >= 3:
+                    cells.fold(part, _helper_name(own_stack(cells, part[0])[depth]))
+
+
+def _helper_name(frame: Frame) -> str:
+    parts = [part for part in frame.name.split(".") if part not in ("<locals>", "__call__")]
+    name = parts[-1].strip("_")
+    if frame.origin != "library":
+        return name
+    return f"{frame.package}.{'update' if name == 'update_fn' else name}"
+
+
+def fold_statements(cells: Cells) -> None:
+    """Make one cell of three or more connected steps of one line."""
+
+    def line(cell: Cell) -> tuple[object, ...] | None:
+        stack = own_stack(cells, cell)
+        if cells.is_backward(cell) or cell.major or cell.op in (*COLLECTIVES, "cond", "Activation") or not stack:
+            return None
+        return (cells.raw.eqns[cell.eqns[0]].scope, *(f.call for f in stack[:-1]), stack[-1].function, stack[-1].line)
+
+    for _, run in runs(cells, line, lambda cell, run: _begins_again(cells, cell, run)):
+        for part in components(cells, run):
+            if len(part) >= 3:
+                names = list(dict.fromkeys(cell.op for cell in part))
+                cells.fold(part, "Elementwise", ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
+
+
+def fold_siblings(cells: Cells) -> None:
+    """Make one cell "×8" of the steps that one line does for each leaf."""
+    for _, run in runs(cells, lambda cell: None if cell.major or cells.is_backward(cell) else True):
+        groups: dict[tuple[str, str, object], list[Cell]] = {}
+        for cell in run:
+            place = (cells.raw.eqns[cell.eqns[0]].scope, *(frame.call for frame in own_stack(cells, cell)))
+            groups.setdefault((cell.op, cell.detail, place), []).append(cell)
+        for (op, detail, _), same in groups.items():
+            if len(same) > 1 and _is_of_leaves(cells, [[cell] for cell in same]):
+                cells.fold(same, op, f"{detail} ×{len(same)}".strip())
+
+
+def own_stack(cells: Cells, cell: Cell) -> tuple[Frame, ...]:
+    """The calls around a cell, without those inside of JAX."""
+    return cells.raw.own_stack(cells.raw.eqns[cell.eqns[0]])
+
+
+def _begins_again(cells: Cells, cell: Cell, run: list[Cell]) -> bool:
+    """Whether a cell repeats the first of a run, and reads the run."""
+    first, new = cells.raw.eqns[run[0].eqns[0]], cells.raw.eqns[cell.eqns[0]]
+    return first.position == new.position and first.prim == new.prim and _reads(cells, [cell], _ids(run))
+
+
+def _reads(cells: Cells, part: list[Cell], others: set[int]) -> bool:
+    """Whether one of these cells reads one of those, which are given by their ids."""
+    return any(source.id in others for cell in part for source in cells.sources(cell))
+
+
+def _ids(part: Iterable[Cell]) -> set[int]:
+    return {cell.id for cell in part}
+
+
+def _split_calls(cells: Cells, run: list[Cell], depth: int) -> list[list[Cell]]:
+    """The calls of one function. Those that each handle a leaf of a tree are one."""
+    parts = _equal_parts(cells, run) or _returns(cells, run, depth)
+    return [run] if len(parts) > 1 and _is_of_leaves(cells, parts) else parts
+
+
+def _equal_parts(cells: Cells, run: list[Cell]) -> list[list[Cell]]:
+    """The run as the largest number of equal sequences of steps. Empty where it is none."""
+    steps = [(cells.raw.eqns[cell.eqns[0]].position, cell.op) for cell in run]
+    for size in (size for size in range(1, len(run) // 2 + 1) if len(run) % size == 0):
+        if steps[size:] == steps[:-size]:
+            return [run[at : at + size] for at in range(0, len(run), size)]
+    return []
+
+
+def _returns(cells: Cells, run: list[Cell], depth: int) -> list[list[Cell]]:
+    """The run, split where a step returns to the first one.
+
+    A call begins where the step reads what came before, or where nothing does until the next return.
+    """
+    calls = [own_stack(cells, cell)[depth].call for cell in run]
+    position = cells.raw.eqns[run[0].eqns[0]].position
+    parts: list[list[Cell]] = []
+    for number, cell in enumerate(run):
+        first = cells.raw.eqns[cell.eqns[0]].position == position
+        if number == 0 or (first and (calls[number - 1] != calls[0] or _begins_again(cells, cell, parts[-1]))):
+            parts.append([])
+        parts[-1].append(cell)
+    found, before = parts[:1], _ids(parts[0])
+    for part in parts[1:]:
+        if _reads(cells, part[:1], before) or not _reads(cells, part, before):
+            found.append(part)
+        else:
+            found[-1] += part
+        before |= _ids(part)
+    return found
+
+
+def _is_of_leaves(cells: Cells, parts: list[list[Cell]]) -> bool:
+    """Whether equal steps each handle a leaf of a tree, as an optimizer does, and are no branches of a network.
+
+    Each has arrays of its own: parameters, gradients, arguments, or what such steps made of them. Most come after a
+    gradient: some parameters are frozen, or have none. Where fewer do, nothing may read two of them.
+    """
+    own = [_arrays(cells, part) for part in parts]
+    shared = sum(map(len, own)) > len(set[int]().union(*own))
+    if shared or _reads_another(cells, parts):
+        return False
+    others = [arrays for arrays in own if arrays.isdisjoint(cells.after_gradient)]
+    if 2 * len(others) < len(own):
+        return True
+    return all(others) and not any(_layer_reads(cells, arrays) for arrays in others) and not _joins(cells, parts)
+
+
+def _reads_another(cells: Cells, parts: list[list[Cell]]) -> bool:
+    """Whether one of these parts reads another one."""
+    whose = {cell.id: number for number, part in enumerate(parts) for cell in part}
+    read = ((n, source.id) for n, part in enumerate(parts) for cell in part for source in cells.sources(cell))
+    return any(whose.get(source, number) != number for number, source in read)
+
+
+def _arrays(cells: Cells, part: list[Cell]) -> set[int]:
+    """The arrays that these cells read from outside. Scalars do not count."""
+    made = {out for cell in part for eqn in cells.eqns(cell) for out in eqn.outs}
+    roots = {root for cell in part for root in cells.inputs(cell)} - made
+    return {root for root in roots if math.prod(cells.raw.values[root].shape) != 1 or cells.producer(root) is None}
+
+
+def _layer_reads(cells: Cells, roots: set[int]) -> bool:
+    """Whether one of these values is of a layer. An optimizer is none."""
+    made = (cells.producer(root) for root in roots)
+    return any(cell is not None and cell.major and cell.op not in OPTIMIZERS for cell in made)
+
+
+def _joins(cells: Cells, parts: list[list[Cell]]) -> bool:
+    """Whether something is computed from two of these."""
+    whose: dict[int, int] = {
+        out: n for n, part in enumerate(parts) for c in part for e in cells.eqns(c) for out in e.outs
+    }
+    inside = {number for part in parts for cell in part for number in cell.eqns}
+    waiting = {eqn.id for value in whose for eqn in cells.consumers(value)} - inside
+    queue = sorted(waiting)
+    while queue:
+        eqn = cells.raw.eqns[heapq.heappop(queue)]
+        found = {whose[root] for value in eqn.ins if (root := cells.raw.root(value)) in whose}
+        if len(found) > 1:
+            return True
+        whose |= dict.fromkeys(eqn.outs, found.pop())
+        new = {reader.id for out in eqn.outs for reader in cells.consumers(out)} - inside - waiting
+        waiting |= new
+        for number in new:
+            heapq.heappush(queue, number)
+    return False

@@ -13,7 +13,7 @@ import numpy as np
 from .._graph import BACKWARD
 from .._read.raw import Eqn, Raw
 from .._scopes import Path, main_prefix
-from .._searches import circles, connected
+from .._searches import circles, connected, reach, readers
 
 _PLAIN_NAMES = {
     "add_any": "add",
@@ -49,21 +49,14 @@ _LOOPS = ("scan ×", "while", "cond", "branch ", "pmap ", "shard_map ")
 
 @dataclass(slots=True, eq=False)
 class Cell:
-    """Equations that are drawn as one node.
-
-    Attributes:
-        op, detail: the kind of layer, as in a `Node`.
-        eqns: the ids of its equations, in order.
-        major: whether it is a layer, not a small step between layers.
-        forward: of a backward cell, the layer whose gradient it is.
-    """
+    """Equations that are drawn as one node."""
 
     id: int
-    op: str
-    eqns: list[int]
+    op: str  # the kind of layer, as in a `Node`
+    eqns: list[int]  # the ids of its equations, in order
     detail: str = ""
-    major: bool = False
-    forward: Cell | None = None
+    major: bool = False  # whether it is a layer, not a small step between layers
+    forward: Cell | None = None  # of a backward cell, the layer whose gradient it is
 
 
 class Cells:
@@ -266,6 +259,16 @@ def power_of(raw: Raw, eqn: Eqn) -> tuple[str, str]:
     if exponent is None or np.ndim(exponent):
         return "pow", ""
     return ("square", "") if exponent == 2 else ("pow", f"x^{float(exponent):g}")
+
+
+def sources_of(cells: Cells) -> dict[int, set[int]]:
+    """The other cells that each cell reads."""
+    return {cell.id: {source.id for source in cells.sources(cell)} for cell in cells}
+
+
+def after_gradients(cells: Cells) -> set[int]:
+    """The cells of gradients, and those that read one."""
+    return reach((cell.id for cell in cells if cell.op.endswith(BACKWARD)), readers(sources_of(cells)))
 
 
 def components(cells: Cells, part: list[Cell]) -> list[list[Cell]]:

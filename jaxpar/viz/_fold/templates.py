@@ -118,17 +118,11 @@ _Operand = int | complex  # a value, or a number
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """The function of a pattern.
+    """The function of a pattern."""
 
-    Attributes:
-        cells: what it computes.
-        outs: its results.
-        arrays, numbers: its arguments.
-    """
-
-    cells: Cells
-    outs: list[int]
-    arrays: list[int]
+    cells: Cells  # what it computes
+    outs: list[int]  # its results
+    arrays: list[int]  # its arguments
     numbers: list[int]
 
 

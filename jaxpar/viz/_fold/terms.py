@@ -123,19 +123,6 @@ def is_fixed(cells: Cells, value: int) -> bool:
     return cells.raw.of(value).kind in ("literal", "const")
 
 
-def is_weight(cells: Cells, value: int, steps: int = 3) -> list[Eqn] | None:
-    """The equations that make a value of parameters and constants only, as `1 + scale`. None for other values."""
-    shown = cells.raw.of(value)
-    if shown.kind in ("literal", "const", "weight"):
-        return []
-    eqn = maker(cells, value)
-    if eqn is None or steps == 0 or eqn.prim not in ("add", "sub", "mul", "div", "neg", "exp", "integer_pow"):
-        return None
-    parts = [is_weight(cells, operand, steps - 1) for operand in eqn.ins]
-    known = [part for part in parts if part is not None]
-    return [*(eqn for part in known for eqn in part), eqn] if len(known) == len(parts) else None
-
-
 def squared(cells: Cells, value: int) -> tuple[int, Eqn] | None:
     """The value that this is the square of, and the equation."""
     eqn = maker(cells, value)

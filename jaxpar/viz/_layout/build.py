@@ -8,12 +8,12 @@ from collections.abc import Container
 
 from ..._core.text import plural
 from .._fold.calls import OPTIMIZERS, updates
-from .._fold.cells import SENT, Cell, Cells, plain_name
+from .._fold.cells import SENT, Cell, Cells, plain_name, sources_of
 from .._graph import BACKWARD, Sizes, human
 from .._read.raw import Eqn, Raw, Value
 from .._read.source import describe
 from .._searches import order, reach
-from .modules import fill_modules, number_calls, set_paths, set_scopes, sources_of
+from .modules import fill_modules, number_calls, set_paths, set_scopes
 from .net import Draft, Net
 
 
@@ -26,7 +26,7 @@ def build(cells: Cells) -> Net:
         drafts.append(Draft(number - len(raw.values), "input", "", number, name=value.name))
     first = {cell.id: next((e.id for e in cells.eqns(cell) if not e.view), cell.eqns[0]) for cell in cells}
     ordered = [cells.cells[number] for number in order(sources_of(cells), first.__getitem__)]
-    updated = updates(cells, ordered)
+    updated = updates(cells)
     for cell in ordered:
         draft = _draft(cells, cell, len(by_cell))
         if count := updated.get(cell.id):

@@ -1,16 +1,25 @@
-"""Large graphs made small: deep scopes first, then whole stretches."""
+"""Large graphs made small: deep scopes close first, then parts with one way in and one way out, then whole stretches.
+
+The items of a scope, layers and scopes, are in an order in which they can be computed. Where only one value is needed
+on both sides of a place, the sequence is cut there: that value dominates all that follows. What a part does beside each
+other is divided again.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from .._graph import BACKWARD
-from .._scopes import Path
-from .._searches import circles, order
-from .net import Draft, Net, shared_scope
-from .parts import MOST, add_parts, items_of, name_part
+from .._scopes import Path, Scope, unique
+from .._searches import circles, connected, order
+from .net import Draft, Net, name_kinds, shared_name, shared_scope
 
-_Part = tuple[tuple[Path, bool], list[Draft]]  # the scope that closes, whether these are gradients, and drafts of it
+_Closing = tuple[tuple[Path, bool], list[Draft]]  # the scope that closes, whether these are gradients, and drafts of it
 _EDGES, _FEW = 4, 20  # edges for each layer, and layers from which that matters
 
 
@@ -31,7 +40,7 @@ def collapse_scopes(net: Net, depth: int) -> None:
     net.merge(merged)
 
 
-def _without_circles(ordered: list[Draft], sources: dict[int, set[int]], parts: list[_Part]) -> list[_Part]:
+def _without_circles(ordered: list[Draft], sources: dict[int, set[int]], parts: list[_Closing]) -> list[_Closing]:
     """The parts, cut where a path leaves one and comes back, so that what they become has no circle.
 
     `ordered` has all drafts, each after those that it reads.
@@ -48,7 +57,7 @@ def _without_circles(ordered: list[Draft], sources: dict[int, set[int]], parts: 
     for at in (draft.at for draft in ordered if whose[draft.at] in circle_of):
         inside = [s for s in sources.get(at, ()) if circle_of.get(whose[s]) == circle_of[whose[at]]]
         level[at] = max((level[s] + (whose[s] != whose[at] and whose[s] in large) for s in inside), default=0)
-    found: dict[tuple[int, int], _Part] = {}
+    found: dict[tuple[int, int], _Closing] = {}
     for key, part in parts:
         for draft in part:
             found.setdefault((part[0].at, level.get(draft.at, 0)), (key, []))[1].append(draft)
@@ -109,3 +118,315 @@ def _cut(net: Net, most: int) -> None:
     parts = [ordered[start:end] for start, end in itertools.pairwise(cuts) if end - start > 1]
     groups = ((part, name_part(items_of(net, part, 0))) for part in parts)
     net.merge([(part, _sum(part, name, ())) for part, name in groups])
+
+
+@dataclass(slots=True)
+class Item:
+    """A layer or a scope."""
+
+    drafts: list[Draft]  # the layers in it
+    scope: Path | None  # of a scope, its path. None for a layer.
+    kind: str  # of layer or of scope, without numbers
+    name: str  # its own, without the modules around it. Empty where nothing names it.
+    shape: tuple[int, ...]  # of its last layer
+
+    @property
+    def flops(self) -> int:
+        """Of all its layers."""
+        return sum(draft.flops for draft in self.drafts)
+
+
+def items_of(net: Net, drafts: list[Draft], depth: int) -> list[Item]:
+    """The items in a scope of this depth, in the order of their first layers."""
+    groups: dict[object, list[Draft]] = {}
+    for draft in drafts:
+        key: object = draft.scope[: depth + 1] if len(draft.scope) > depth else draft.at
+        groups.setdefault(key, []).append(draft)
+    return [_item(net, group, depth) for group in groups.values()]
+
+
+def _item(net: Net, group: list[Draft], depth: int) -> Item:
+    first, shape = group[0], net.raw.values[group[-1].value].shape
+    if len(first.scope) > depth:
+        scope = first.scope[depth]
+        return Item(group, first.scope[: depth + 1], scope.stem, scope, shape)
+    return Item(group, None, first.op, first.name or "".join(first.layer.path[-1:]), shape)
+
+
+def wires_of(items: list[Item], sources: dict[int, set[int]]) -> tuple[list[Item], list[set[int]]]:
+    """The items that each one reads, by number, all of them before it.
+
+    Items that read each other become one, with all between them.
+    """
+    owner = {draft.at: number for number, item in enumerate(items) for draft in item.drafts}
+    reads = [
+        {owner[s] for draft in item.drafts for s in sources.get(draft.at, ()) if owner.get(s, number) != number}
+        for number, item in enumerate(items)
+    ]
+    last = list(range(len(items)))  # the last item that has to be in one with this
+    for number, found in enumerate(reads):
+        last[number] = max(number, *found) if found else number
+    into, joined, end = [0] * len(items), list[Item](), -1
+    for number, item in enumerate(items):
+        if number > end:
+            joined.append(item)
+        else:
+            before = joined[-1]
+            joined[-1] = Item(before.drafts + item.drafts, None, before.kind, before.name, item.shape)
+        into[number] = len(joined) - 1
+        end = max(end, last[number])
+    wires: list[set[int]] = [set() for _ in joined]
+    for number, found in enumerate(reads):
+        wires[into[number]] |= {into[source] for source in found} - {into[number]}
+    return joined, wires
+
+
+Part: TypeAlias = "int | list[Part]"  # the number of an item, or a part
+_LEAST_CUT = 0.95  # of all items, in the largest section
+_NAMED = 3  # groups of one name, from which names tell more than edges
+_WORDS = re.compile(r"[A-Za-z]+|\d+")
+_Wires = list[set[int]]  # the items that each one reads
+
+
+class _Divider:
+    """Makes nested parts of items, at most about `most` on each level."""
+
+    def __init__(self, items: list[Item], wires: _Wires, most: int) -> None:
+        self.items = items
+        self.wires = wires
+        self.most = max(2, most)
+        self.words = [tuple(_WORDS.findall(item.name)) for item in items]
+
+    def divide(self, numbers: list[int]) -> list[Part]:
+        """The parts of these items."""
+        if len(numbers) <= self.most:
+            return list(numbers)
+        sections = self._sections(numbers)
+        return self._divide_block(numbers) if len(sections) == 1 else self._divide_row(sections)
+
+    def _divide_row(self, sections: list[list[int]]) -> list[Part]:
+        """The parts of sections that follow each other."""
+        parts = self._join_runs(self._with_activations(sections))
+        if len(parts) > 1:
+            return self.coarsen(parts)
+        return parts if isinstance(parts[0], int) else parts[0]
+
+    def _divide_block(self, numbers: list[int]) -> list[Part]:
+        """The parts between the only way in and the only way out: its branches, or else the sections inside."""
+        if len(numbers) <= self.most:
+            return list(numbers)
+        inside, join = numbers[:-1], numbers[-1]
+        members = set(inside)
+        branches = connected(inside, ((n, source) for n in inside for source in self.wires[n] & members))
+        if len(branches) > 1:
+            parts: list[Part] = [branch[0] if len(branch) == 1 else self.divide(branch) for branch in branches]
+            return self.coarsen([*parts, join])
+        if len(self._by_names([*numbers]) or ()) < _NAMED:
+            if len(sections := self._sections(inside)) > 1:
+                return [*self._divide_row(sections), join]
+            if len(sections := self._sections(numbers, ignore_far=True)) > 1:
+                return self._divide_row(sections)
+        return self.coarsen([*numbers])
+
+    def _sections(self, numbers: list[int], ignore_far: bool = False) -> list[list[int]]:
+        """The items, cut where at most one value crosses. One section, if next to nothing can be cut off.
+
+        Args:
+            numbers: of the items.
+            ignore_far: do not count values that items in more than half of the row read, such as a mask.
+        """
+        place = {number: at for at, number in enumerate(numbers)}
+        last, readers = [-1] * len(numbers), [0] * len(numbers)
+        for at, number in enumerate(numbers):
+            for source in self.wires[number]:
+                if source in place:
+                    last[place[source]] = at
+                    readers[place[source]] += 1
+        change = [0] * (len(numbers) + 1)
+        for at, end in enumerate(last):
+            far = ignore_far and readers[at] > 2 and 2 * (end - at) > len(numbers)
+            if end > at and not far:
+                change[at] += 1
+                change[end] -= 1
+        crossing = list(itertools.accumulate(change))
+        sections: list[list[int]] = [[]]
+        for at, number in enumerate(numbers):
+            sections[-1].append(number)
+            if crossing[at] <= 1 and at + 1 < len(numbers):
+                sections.append([])
+        useful = max(map(len, sections)) <= _LEAST_CUT * len(numbers)
+        return sections if useful else [numbers]
+
+    def _with_activations(self, sections: list[list[int]]) -> list[list[int]]:
+        """An activation right after branches meet is part of their block."""
+        found: list[list[int]] = []
+        for section in sections:
+            alone = len(section) == 1 and self.items[section[0]].kind == "Activation"
+            if alone and found and len(found[-1]) > 1:
+                found[-1].append(section[0])
+            else:
+                found.append(section)
+        return found
+
+    def _join_runs(self, sections: list[list[int]]) -> list[Part]:
+        """Blocks, and what is in a row between two blocks as one part."""
+        if all(len(section) == 1 for section in sections):
+            return [part for section in sections for part in section]
+        parts: list[Part] = []
+        for single, group in itertools.groupby(sections, lambda section: len(section) == 1):
+            group = list(group)
+            if not single:
+                parts += [self._divide_block(section) for section in group]
+            elif len(group) == 1:
+                parts.append(group[0][0])
+            else:
+                parts.append(self.coarsen([section[0] for section in group]))
+        return parts
+
+    def coarsen(self, parts: list[Part]) -> list[Part]:
+        """At most `most` parts: grouped by their names, else by their shapes, else by their number."""
+        if len(parts) <= self.most:
+            return parts
+        shapes = [self.items[_numbers(part)[-1]].shape for part in parts]
+        groups = self._by_names(parts) or self._by(parts, shapes) or self._evenly(parts)
+        return [group[0] if len(group) == 1 else self._again(group) for group in groups]
+
+    def _again(self, parts: list[Part]) -> list[Part]:
+        numbers = [part for part in parts if isinstance(part, int)]
+        return self.divide(numbers) if len(numbers) == len(parts) else self.coarsen(parts)
+
+    def _by_names(self, parts: list[Part]) -> list[list[Part]] | None:
+        """Neighbours whose parameters begin with the same words. The longest names that are few enough."""
+        best, words = None, list[tuple[str, ...]]()  # of the first name in each part: ("conv", "2", "block", "1")
+        for part in parts:
+            words.append(next((own for number in _numbers(part) if (own := self.words[number])), ()))
+        for length in range(1, 1 + min(6, max(map(len, words), default=0))):
+            groups = self._by(parts, [found[:length] or None for found in words])
+            if groups is not None:
+                best = groups
+        return best
+
+    def _by(self, parts: list[Part], keys: Sequence[object]) -> list[list[Part]] | None:
+        """Neighbours with the same key. None if that is no help.
+
+        An item without a key goes with those before it, but not with a part.
+        """
+        groups: list[list[Part]] = []
+        last: object = None
+        for part, new in zip(parts, keys, strict=True):
+            if new is None and groups and not isinstance(groups[-1][-1], int):
+                new = "after a part"
+            if groups and (new is None or last is None or new == last):
+                groups[-1].append(part)
+            else:
+                groups.append([part])
+            last = last if new is None else new
+        return groups if 1 < len(groups) <= self.most else None
+
+    def _evenly(self, parts: list[Part]) -> list[list[Part]]:
+        levels = math.ceil(math.log(len(parts)) / math.log(self.most))
+        count = math.ceil(len(parts) ** (1 / levels))
+        cuts = [part * len(parts) // count for part in range(count + 1)]
+        return [parts[start:end] for start, end in itertools.pairwise(cuts)]
+
+
+def _numbers(part: Part) -> list[int]:
+    if isinstance(part, int):
+        return [part]
+    return [number for inner in part for number in _numbers(inner)]
+
+
+MOST = 24  # children of a scope that a person can overlook
+
+_Inserts = dict[int, list[tuple[int, Path]]]  # of each draft: parts, and the depth of the scope that they are in
+
+
+def add_parts(net: Net, most: int = MOST) -> None:
+    """Give each scope that holds more than `most` layers or scopes parts inside.
+
+    A part is a scope like any other: clusters, `depth` and closing see no difference. Gradients follow their layers.
+    """
+    forward = [draft for draft in net.layers if draft.forward is None and not draft.op.endswith(BACKWARD)]
+    sources, inserts = net.sources(), _Inserts()
+    _add_in_scope(net, sources, forward, (), most, inserts)
+    first, renamed = _first_inside(net), dict[Path, Path]()
+    for path in net.repeats:
+        inside = first.get(path)
+        renamed[path] = _inserted(path, _of(inserts, inside), len(path) - 1) if inside is not None else path
+    net.repeats = {renamed[path]: count for path, count in net.repeats.items()}
+    for draft in net.drafts:
+        draft.scope = _inserted(draft.scope, _of(inserts, draft), len(draft.scope))
+
+
+def _first_inside(net: Net) -> dict[Path, Draft]:
+    """The first draft of each scope, at any depth."""
+    found: dict[Path, Draft] = {}
+    for draft in net.drafts:
+        for length in range(len(draft.scope) + 1):
+            found.setdefault(draft.scope[:length], draft)
+    return found
+
+
+def _of(inserts: _Inserts, draft: Draft) -> list[tuple[int, Path]]:
+    return inserts.get(draft.layer.at, [])
+
+
+def _inserted(scope: Path, inserts: list[tuple[int, Path]], deepest: int) -> Path:
+    """A scope with parts in it, as far as `deepest`."""
+    for depth, path in sorted(inserts, reverse=True):
+        if depth <= deepest:
+            scope = (*scope[:depth], *path, *scope[depth:])
+    return scope
+
+
+def _add_in_scope(
+    net: Net, sources: dict[int, set[int]], drafts: list[Draft], scope: Path, most: int, inserts: _Inserts
+) -> None:
+    """Find the parts directly inside a scope, and those in the scopes inside it."""
+    items = items_of(net, drafts, len(scope))
+    for item in items:
+        if item.scope is not None:
+            _add_in_scope(net, sources, item.drafts, item.scope, most, inserts)
+    if len(items) > most:
+        items, wires = wires_of(items, sources)
+        parts = _Divider(items, wires, most).divide(list(range(len(items))))
+        _name_parts(net, items, parts, (), len(scope), inserts, set())
+
+
+def _name_parts(
+    net: Net, items: list[Item], parts: list[Part], path: Path, depth: int, inserts: _Inserts, taken: set[Scope]
+) -> None:
+    """Write the path of its parts on each draft."""
+    for part in parts:
+        if isinstance(part, int):
+            for draft in items[part].drafts if path else ():
+                inserts.setdefault(draft.at, []).append((depth, path))
+            continue
+        inside = [items[number] for number in _numbers(part)]
+        name = name_part(inside)
+        if (scope := _only_scope(inside, name)) is not None:
+            for draft in (draft for item in inside for draft in item.drafts):
+                added = path if draft in scope.drafts else (*path, name)
+                inserts.setdefault(draft.at, []).append((depth, added))
+            continue
+        name = unique(name, taken.__contains__)
+        taken.add(name)
+        _name_parts(net, items, part, (*path, name), depth, inserts, {name})
+
+
+def _only_scope(items: list[Item], name: Scope) -> Item | None:
+    """The scope of this name, where it is the only one and no layer beside it has parameters. They belong to it."""
+    scopes = [item for item in items if item.scope is not None]
+    others = any(item.name for item in items if item.scope is None)
+    return scopes[0] if len(scopes) == 1 and scopes[0].name == name and not others else None
+
+
+def name_part(items: Sequence[Item]) -> Scope:
+    """A scope for a part of these items.
+
+    It is what the names of its parameters or scopes begin with ("conv2_block1", "blocks.0-5"), where they share
+    something. Else it is what is inside: "3 Convolution, 3 Activation", "Convolution + 3".
+    """
+    if name := shared_name([item.name for item in items if item.name]):
+        return Scope.of(name)
+    return Scope(name_kinds((item.kind, item.flops) for item in items), "part")

@@ -10,8 +10,7 @@ from .._graph import Edge, Graph, Node
 from .._read.costs import is_uncounted
 from .._read.raw import Raw
 from .build import leaf_of
-from .names import name_drafts
-from .net import Draft, Net
+from .net import Draft, Net, name_drafts
 
 _Shapes = dict[int, tuple[int, ...]]  # of values
 

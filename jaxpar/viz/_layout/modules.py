@@ -11,33 +11,24 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from .._fold.cells import Cell, Cells
-from .._graph import BACKWARD
+from .._fold.cells import Cell, Cells, after_gradients
 from .._read.paths import RANDOM
 from .._read.source import Frame
 from .._scopes import Path, Scope, common_prefix, main_prefix
-from .._searches import reach, readers
-from .names import name_of_weights
-from .net import Draft, Net
+from .net import Draft, Net, name_of_weights
 
 _Path = tuple[str, ...]  # of parameters
 
 
 @dataclass(slots=True, eq=False)
 class Layer:
-    """A layer on its way to a module.
+    """A layer on its way to a module."""
 
-    Attributes:
-        frames: the calls around it, from the outside in.
-        path: the modules of its parameters. None where it has none with a name.
-        scope, levels: the named scopes and regions around it, and how many frames are around each. -1 for unknown.
-        modules: what is found: each module, and the frame that calls it.
-    """
-
-    frames: tuple[Frame, ...]
-    path: _Path | None
-    scope: Path
-    levels: tuple[int, ...]
+    frames: tuple[Frame, ...]  # the calls around it, from the outside in
+    path: _Path | None  # the modules of its parameters. None where it has none with a name.
+    scope: Path  # the named scopes and regions around it
+    levels: tuple[int, ...]  # how many frames are around each of these. -1 for unknown.
+    # what is found: each module, and the frame that calls it
     modules: list[tuple[int, str]] = field(default_factory=list)
 
 
@@ -180,7 +171,8 @@ def set_scopes(cells: Cells, by_cell: dict[int, Draft]) -> bool:
     Returns whether the scopes are the modules of parameters.
     """
     known: dict[int, tuple[Frame, ...]] = {}
-    forward = _network(cells)
+    late = after_gradients(cells)
+    forward = sorted((cell for cell in cells if cell.id not in late), key=lambda cell: _first(cells, cell))
     calls = {cell.id: frames_of(cells, cell, known) for cell in forward}
     _mark_tied(cells, forward, calls, by_cell)
     layers = [_layer(cells, cell, by_cell[cell.id], calls[cell.id]) for cell in forward]
@@ -217,18 +209,6 @@ def number_calls(
         for draft in run:
             draft.scope = (*numbered, *draft.scope[depth + 1 :])
         number_calls(run, are_modules, numbered, calls)
-
-
-def _network(cells: Cells) -> list[Cell]:
-    """The forward cells that read no gradient, in the order of the trace."""
-    gradients = (cell.id for cell in cells if cell.op.endswith(BACKWARD))
-    late = reach(gradients, readers(sources_of(cells)))
-    return sorted((cell for cell in cells if cell.id not in late), key=lambda cell: _first(cells, cell))
-
-
-def sources_of(cells: Cells) -> dict[int, set[int]]:
-    """The other cells that each cell reads."""
-    return {cell.id: {source.id for source in cells.sources(cell)} for cell in cells}
 
 
 def _first(cells: Cells, cell: Cell) -> int:

@@ -1,53 +1,57 @@
-"""The graph while it is made: drafts, which collapsing merges."""
+"""The graph while it is made: drafts, which collapsing merges, and the names of layers and scopes.
+
+They are called after their parameters and modules, or after what they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from .._graph import Sizes
+from .._graph import BACKWARD, Sizes
+from .._read.paths import RANDOM
 from .._read.raw import Raw
-from .._scopes import Path, common_prefix
+from .._scopes import Path, Scope, common_prefix
+
+_NUMBER = re.compile(r"([._\- ]?\d+)")
+_WORDS = re.compile(r"[^\W\d_]+|\d+|.")  # words, numbers and what is between them
+_LONGEST = 3  # kinds that are all named
+_LONG = 24  # letters in the name of a layer that has the parameters of several modules
+GENERIC = frozenset(
+    "w W weight weights kernel b B bias scale offset embedding embeddings table gamma beta g mean var average "
+    "moving_mean moving_variance hidden counter".split()
+) | {RANDOM}
 
 
 @dataclass(slots=True, eq=False)
 class Draft:
     """A node in the making.
 
-    Attributes:
-        at: its place in the trace. Inputs are below 0.
-        value: the array it is known by.
-        weights: the parameters that it reads.
-        layers: how many it stands for, where a scope is closed.
-        leaves: of an input with several arrays, those arrays.
-        eqns: the ids of its equations, those of all copies.
-        own: how many of the weights are of the first copy, where it is repeated.
-        forward: of a backward draft, the draft whose gradient it is.
-        tied: whether its parameters are another layer's.
-        path: the modules around it and its own name, from the outside in. Empty where nothing names it.
-
     The others are as in a `Node`.
     """
 
-    at: int
+    at: int  # its place in the trace. Inputs are below 0.
     op: str
     detail: str
-    value: int
+    value: int  # the array it is known by
     scope: Path = ()
     source: str = ""
     flops: int = 0
     bytes: int = 0
     equations: int = 0
-    weights: list[int] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)  # the parameters that it reads
     outputs: list[str] = field(default_factory=list)
     repeat: int = 1
-    forward: Draft | None = None
+    forward: Draft | None = None  # of a backward draft, the draft whose gradient it is
     name: str = ""
-    own: int | None = None
-    layers: int = 1
-    leaves: list[int] = field(default_factory=list)
-    eqns: list[int] = field(default_factory=list)
-    tied: bool = False
+    own: int | None = None  # how many of the weights are of the first copy, where it is repeated
+    layers: int = 1  # how many it stands for, where a scope is closed
+    leaves: list[int] = field(default_factory=list)  # of an input with several arrays, those arrays
+    eqns: list[int] = field(default_factory=list)  # the ids of its equations, those of all copies
+    tied: bool = False  # whether its parameters are another layer's
+    # the modules around it and its own name, from the outside in. Empty where nothing names it.
     path: tuple[str, ...] = ()
 
     @property
@@ -67,23 +71,17 @@ class Draft:
 
 @dataclass(slots=True)
 class Net:
-    """Drafts, and the edges between them.
-
-    Attributes:
-        edges: (from, to, value), in order.
-        carries: as `edges`, from what computes a value in one pass of a loop to what reads it in the next.
-        state: weights that only an optimizer reads. They are no parameters of the network.
-        repeats: the number of copies of each repeated scope.
-        sizes: the bytes of its arrays, before anything is collapsed.
-    """
+    """Drafts, and the edges between them."""
 
     raw: Raw
     drafts: list[Draft]
-    edges: dict[tuple[int, int, int], None]
+    edges: dict[tuple[int, int, int], None]  # (from, to, value), in order
+    # weights that only an optimizer reads. They are no parameters of the network.
     state: set[int] = field(default_factory=set)
-    repeats: dict[Path, int] = field(default_factory=dict[Path, int])
+    repeats: dict[Path, int] = field(default_factory=dict[Path, int])  # the number of copies of each repeated scope
+    # as `edges`, from what computes a value in one pass of a loop to what reads it in the next
     carries: dict[tuple[int, int, int], None] = field(default_factory=dict)
-    sizes: Sizes = field(default_factory=Sizes)
+    sizes: Sizes = field(default_factory=Sizes)  # the bytes of its arrays, before anything is collapsed
 
     @property
     def layers(self) -> list[Draft]:
@@ -132,3 +130,186 @@ class Net:
 def shared_scope(*groups: list[Draft]) -> Path:
     """The scope that all drafts of all groups are in."""
     return common_prefix(draft.scope for group in groups for draft in group)
+
+
+def name_drafts(net: Net) -> dict[int, str]:
+    """A unique name for each draft, the same for the same function."""
+    names: dict[int, str] = {draft.at: draft.name for draft in net.drafts if draft.op == "input"}
+    taken = set(names.values()) | {value.name for value in net.raw.values if value.kind == "weight"}
+    ends = _ends(net)
+    numbers: dict[str, int] = {}
+    for draft in net.drafts:
+        if draft.op != "input" and draft.forward is None:
+            names[draft.at] = _unique(draft.name or _short(draft, ends), _base(draft), taken, numbers)
+    for draft in net.drafts:
+        if draft.forward is not None:
+            base = names.get(draft.forward.at, _base(draft)) + BACKWARD
+            names[draft.at] = _unique(base, base, taken, numbers)
+    return names
+
+
+def _ends(net: Net) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
+    """The paths of layers that end alike."""
+    found: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for draft in net.drafts:
+        for start in range(len(draft.path)):
+            found.setdefault(draft.path[start:], set()).add(draft.path)
+    return found
+
+
+def _short(draft: Draft, ends: dict[tuple[str, ...], set[tuple[str, ...]]]) -> str:
+    """The end of a draft's path, as much of it as no other layer has. Empty for none."""
+    for start in range(len(draft.path) - 1, -1, -1):
+        if len(ends[draft.path[start:]]) == 1:
+            return "/".join(draft.path[start:])
+    return "/".join(draft.path)
+
+
+def _base(draft: Draft) -> str:
+    """The name of a draft without its own, before the number."""
+    name = draft.detail if draft.op == "Activation" and draft.detail else draft.op
+    return re.sub(r"[^\w.]+", "_", name).strip("_").lower()
+
+
+def _unique(wanted: str, base: str, taken: set[str], numbers: dict[str, int]) -> str:
+    """The wanted name, with a number where it is taken or empty. `taken` and `numbers` grow."""
+    if wanted and wanted not in taken:
+        taken.add(wanted)
+        return wanted
+    base = wanted or base
+    while True:
+        number = numbers[base] = numbers.get(base, -1) + 1
+        name = f"{base}{number}" if not wanted else f"{base} {number + 2}"
+        if name not in taken:
+            taken.add(name)
+            return name
+
+
+def name_of_weights(paths: list[tuple[str, ...]]) -> str:
+    """A name for a layer with these weights: that of the weight, or of the module around "kernel" and "bias".
+
+    >>> name_of_weights([("conv1", "weight"), ("conv1", "bias")]), name_of_weights([("attn", "q")])
+    ('conv1', 'q')
+    >>> name_of_weights([("lstm", "hi", "kernel"), ("lstm", "hf", "kernel")])
+    'hi, hf'
+    """
+    if not paths:
+        return ""
+    around = common_prefix(path[:-1] for path in paths)
+    inner = dict.fromkeys(path[len(around)] for path in paths)
+    if len(inner) > 1 and all(len(path) == len(around) + 2 and path[-1] in GENERIC for path in paths):
+        joined = ", ".join(inner)  # modules whose parameters are used together
+        return joined if len(joined) <= _LONG else around[-1] if around else ""
+    if {path[-1] for path in paths} <= GENERIC or any(path[:-1] != around for path in paths):
+        return around[-1] if around else ""
+    stems = {path[-1].rstrip("0123456789") for path in paths}
+    pair = len(paths) > 1 and len(stems) == 1 and paths[0][-1] not in stems
+    return stems.pop().rstrip(".") if pair else paths[0][-1]  # "enc" for the pair enc[0], enc[1]
+
+
+def name_kinds(layers: Iterable[tuple[str, int]]) -> str:
+    """What is in a part of a network, given as kinds and FLOPs. The kind with most FLOPs comes first.
+
+    >>> name_kinds([("Activation", 1), ("Dense", 9), ("Dense", 9)]), name_kinds([("a", 1), ("b", 2), ("c", 3)])
+    ('2 Dense, Activation', 'c + 2')
+    """
+    count, cost = Counter[str](), Counter[str]()
+    for kind, flops in layers:
+        count[kind] += 1
+        cost[kind] += flops
+    kinds = sorted(count, key=lambda kind: -cost[kind])
+    if len(kinds) < _LONGEST:
+        return ", ".join(_counted(kind, count[kind]) for kind in kinds)
+    return f"{_counted(kinds[0], count[kinds[0]])} + {count.total() - count[kinds[0]]}"
+
+
+def _counted(kind: str, number: int) -> str:
+    return kind if number == 1 else f"{number} {kind}"
+
+
+def shared_name(names: Sequence[str]) -> str:
+    """What all names begin with, and their numbers where nothing else follows. Empty for nothing.
+
+    >>> shared_name(["conv2_block1_conv", "conv2_block1_norm"]), shared_name(["c3_1", "c3_2"]), shared_name(["0", "1"])
+    ('conv2_block1', 'c3_1-2', '')
+    """
+    if len(set(names)) < 2:
+        return names[0] if names else ""
+    prefix = _common_start(names)
+    numbers = [number.group() for name in names if (number := re.match(r"\d+", name[len(prefix) :])) is not None]
+    if not prefix or len(numbers) < len(names):
+        return prefix.rstrip("_-. ")
+    found = sorted(map(int, numbers))
+    return f"{prefix}{found[0]}" + (f"-{found[-1]}" if found[0] < found[-1] else "")
+
+
+def _common_start(keys: Sequence[str]) -> str:
+    """What all of these begin with, up to the end of a word or the beginning of a number.
+
+    >>> _common_start(["conv2_block1", "conv2_block12"]), _common_start(["conv", "corr"])
+    ('conv2_block', '')
+    """
+    return "".join(common_prefix(tuple(_WORDS.findall(key)) for key in keys))
+
+
+def name_copies(scopes: Sequence[Scope], beside: Iterable[Scope]) -> Scope:
+    """The scope of a block that is drawn once.
+
+    Args:
+        scopes: those of its copies.
+        beside: the scopes that stay, next to the copies.
+
+    >>> def name(scopes, beside=()):
+    ...     return str(name_copies(list(map(Scope, scopes)), list(map(Scope, beside))))
+    >>> name(["layers.0", "layers.1"], ["norm"]), name(["layers.2", "layers.1"], ["layers.0"]), name(["relu", "relu"])
+    ('layers ×2', 'layers.1–2 ×2', 'relu ×2')
+    >>> name_copies([Scope("block", times=3), Scope("block", times=3)], [])
+    'block ×3 ×2'
+    """
+    names = [scope.numbered(1) for scope in scopes]  # a repeat of repeats keeps both counts
+    words, places = _numbers(names)
+    name = without_numbers(names)
+    if len(places) == 1:
+        at = places[0]
+        dot, numbers = words[0][at].rstrip("0123456789"), {int(own[at].lstrip("._- ")) for own in words}
+        before, after = "".join(words[0][:at]) + dot, "".join(words[0][at + 1 :])
+        same = re.compile(rf"{re.escape(before)}(\d+)(?:–(\d+))?{re.escape(after)}")
+        others = (match for other in beside if (match := same.fullmatch(other.name)))
+        if not all(set(range(int(match[1]), int(match[2] or match[1]) + 1)) <= numbers for match in others):
+            name = f"{before}{min(numbers)}–{max(numbers)}{after}"
+    return Scope(name, scopes[0].kind, len(names))
+
+
+def without_numbers(names: Sequence[str]) -> str:
+    """The name of all copies: without the numbers that tell them apart. That of the first, where they differ in more.
+
+    >>> without_numbers(["layer_0_norm", "layer_1_norm"]), without_numbers(["conv1", "conv1"])
+    ('layer_norm', 'conv1')
+    >>> without_numbers(["up1", "down2"])
+    'up1'
+    """
+    words, places = _numbers(names)
+    kept = (word for at, word in enumerate(words[0]) if at not in places)
+    return ("".join(kept).lstrip("._- ") if places else "") or names[0]
+
+
+def names_of_parameters(copies: Sequence[Sequence[tuple[str, ...]]]) -> list[str]:
+    """What the parameters of the copies of a block are called. Nothing where they differ in more than numbers.
+
+    >>> names_of_parameters([[("enc", "layer_0", "kernel")], [("enc", "layer_1", "kernel")]])
+    ['layer_0', 'layer_1']
+    >>> names_of_parameters([[("up.0",), ("down.0",)], [("up.1",), ("down.1",)]])
+    []
+    """
+    depth = len(common_prefix(common_prefix(paths) for paths in copies))
+    names = list(dict.fromkeys(path[depth] for paths in copies for path in paths if len(path) > depth))
+    return names if names and _numbers(names)[1] and without_numbers(names) not in GENERIC else []
+
+
+def _numbers(names: Sequence[str]) -> tuple[list[list[str]], list[int]]:
+    """The words and numbers of names, and where they differ. In no place, if they differ in more than numbers."""
+    words = [_NUMBER.split(name) for name in names]
+    if len(set(map(len, words))) > 1:
+        return words, []
+    places = [at for at, own in enumerate(zip(*words, strict=True)) if len(set(own)) > 1]
+    return words, places if all(at % 2 for at in places) else []

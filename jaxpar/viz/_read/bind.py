@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -94,32 +95,17 @@ def _names(fn: FunctionType) -> _Held:
         yield "fn", wrapped
 
 
-_Rebuild = Callable[["_Values"], Any]
-
-
-@dataclass(slots=True)
-class _Values:
-    """The arrays of one call, and the NNX objects made of them."""
-
-    arrays: Sequence[Any]
-    objects: Sequence[Any] = ()
-
-
 @dataclass(slots=True)
 class Bound:
-    """A function whose arguments are a flat list of arrays. What is no array is a part of the function.
-
-    Attributes:
-        arrays, arguments: each array, and its name and kind.
-        captured: the named arrays that the function holds, by id.
-        static: each argument that is no array, number, flag or function, as "name=value".
-        call: called with the list. Returns the result, and what the function changed in NNX objects, by name.
-    """
+    """A function whose arguments are a flat list of arrays. What is no array is a part of the function."""
 
     arrays: list[Any] = field(default_factory=list)
-    arguments: list[Argument] = field(default_factory=list)
+    arguments: list[Argument] = field(default_factory=list)  # the name and kind of each array
+    # the named arrays that the function holds, by id
     captured: dict[int, tuple[Any, Argument]] = field(default_factory=dict)
+    # each argument that is no array, number, flag or function, as "name=value"
     static: list[str] = field(default_factory=list)
+    # called with the list. Returns the result, and what the function changed in NNX objects, by name.
     call: Callable[[Sequence[Any]], tuple[Any, dict[str, Any]]] = lambda arrays: (None, {})
 
 
@@ -133,122 +119,14 @@ class _Role:
     bare: bool = False
 
 
-class _Binder:
-    """Collects the arrays of all arguments. Methods return how to rebuild an argument of them."""
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A leaf of an argument, and the NNX variable or the module of Equinox that it is in."""
 
-    def __init__(self, models: Sequence[Any], captured: Mapping[int, tuple[Any, Argument]]) -> None:
-        self.bound = Bound(captured=dict(captured))
-        self.models = models
-        self.objects: list[tuple[_Role, Any]] = []
-        self.stores: list[tuple[int, Any]] = []  # those in the present argument, and how deep
-
-    def tree(self, role: _Role, value: Any) -> _Rebuild:
-        """Take an argument apart."""
-        stores = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_store)
-        self.stores = [(len(path), store) for path, store in stores if is_store(store)]
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_whole)
-        known = next((k for m in self.models if (k := keras_arguments(m, role.name, [v for _, v in leaves]))), None)
-        if known is not None and not role.bare:
-            parts = [self.array(leaf, argument) for (_, leaf), argument in zip(leaves, known, strict=True)]
-        else:
-            parts = [self.leaf(role, path, leaf) for path, leaf in leaves]
-        return lambda values: treedef.unflatten([part(values) for part in parts])
-
-    def leaf(self, role: _Role, path: tuple[Any, ...], leaf: Any) -> _Rebuild:
-        """Take a leaf: an NNX object or variable, an array, or what is a part of the function."""
-        if is_node(leaf):
-            number = len(self.objects)
-            self.objects.append((replace(role, name=name_of(role.name, path)), leaf))
-            return lambda values: values.objects[number]
-        if is_variable(leaf):
-            return self.variable(role, path, leaf)
-        if is_equinox(leaf):
-            return self.equinox(role, path, leaf)
-        number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
-        if is_array(leaf) or (number and (role.trained or path)):
-            return self.array(leaf, self.argument(role, path, leaf))
-        if not isinstance(leaf, (bool, int, float, complex)) and not inspect.isroutine(leaf):
-            self.bound.static.append(f"{name_of(role.name, path)}={describe(leaf)}")
-        return _constant(leaf)
-
-    def variable(self, role: _Role, path: tuple[Any, ...], variable: Any) -> _Rebuild:
-        """Take an NNX variable. Its type says what it is."""
-        kind, state = variable_kind(variable, "weight" if role.trained else "input")
-
-        def take(inner: tuple[Any, ...], leaf: Any) -> _Rebuild:
-            name, shown = name_of(role.name, (*path, *inner)), path_of(role.name, (*path, *inner))
-            return self.array(leaf, Argument(name, shown, kind, state, role.name))
-
-        return _each(variable, take)
-
-    def equinox(self, role: _Role, path: tuple[Any, ...], module: Any) -> _Rebuild:
-        """Take a module of Equinox. Its numbers, functions and strings are a part of the function."""
-
-        def take(inner: tuple[Any, ...], leaf: Any) -> _Rebuild:
-            return self.array(leaf, self.argument(role, (*path, *inner), leaf)) if is_array(leaf) else _constant(leaf)
-
-        return _each(module, take)
-
-    def argument(self, role: _Role, path: tuple[Any, ...], leaf: Any) -> Argument:
-        """The name and kind of a leaf."""
-        _, known = self.bound.captured.get(id(leaf), (None, None))
-        name = name_of(role.name, path)
-        if known is not None and role.trained and "flat index" not in name and name.startswith("model._"):
-            return known  # a wrapped module hides the names
-        weight = (role.trained or role.state) and not role.bare and not is_prng_key(leaf)
-        state = weight and (role.state or is_in_state(path))
-        group = "" if role.bare else role.name
-        shown = path_of(role.name, in_store(path, self.stores)) if weight and "flat index" not in name else ()
-        return Argument(name, shown, "weight" if weight else "input", state, group)
-
-    def array(self, leaf: Any, argument: Argument) -> _Rebuild:
-        """Take one array."""
-        number = len(self.bound.arrays)
-        self.bound.arrays.append(leaf)
-        self.bound.arguments.append(argument)
-        return lambda values: values.arrays[number]
-
-    def objects_of(self) -> Callable[[_Values], tuple[Sequence[Any], Callable[[], dict[str, Any]]]]:
-        """Take all NNX objects apart together, since they may share variables."""
-        if not self.objects:
-            return lambda values: ((), dict)
-        graphdef, state = nnx().split(tuple(value for _, value in self.objects))
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)
-        parts = list[_Rebuild]()
-        for (first, *path), leaf in leaves:
-            parts.append(self.leaf(self.objects[first.key][0], tuple(path), leaf))
-
-        def build(values: _Values) -> tuple[Sequence[Any], Callable[[], dict[str, Any]]]:
-            built = treedef.unflatten([part(values) for part in parts])
-            given = {id(leaf) for leaf in jax.tree.leaves(built)}
-            objects = nnx().merge(graphdef, built)
-            return objects, lambda: self.changes(objects, given)
-
-        return build
-
-    def changes(self, objects: Sequence[Any], given: set[int]) -> dict[str, Any]:
-        """The arrays in NNX objects that are others than before, by name."""
-        found: dict[str, Any] = {}
-        _, state = nnx().split(tuple(objects))
-        for (first, *path), leaf in jax.tree_util.tree_leaves_with_path(state):
-            if id(leaf) not in given:
-                found[name_of(self.objects[first.key][0].name, path)] = leaf
-        return found
-
-
-def _is_whole(value: Any) -> bool:
-    return is_node(value) or is_variable(value) or is_equinox(value)
-
-
-def _each(tree: Any, take: Callable[[tuple[Any, ...], Any], _Rebuild]) -> _Rebuild:
-    """Take every leaf of a tree, given its path."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    parts = [take(path, leaf) for path, leaf in leaves]
-    return lambda values: treedef.unflatten([part(values) for part in parts])
-
-
-def _constant(value: Any) -> _Rebuild:
-    return lambda values: value
+    role: _Role
+    path: tuple[Any, ...]
+    value: Any
+    holder: Any = None
 
 
 def bind(
@@ -256,28 +134,124 @@ def bind(
 ) -> Bound:
     """The function of arrays that a function or module is with these arguments. `argnums` hold parameters."""
     _refuse_iterators(fn, {**dict(zip(names, args, strict=True)), **kwargs})
-    binder = _Binder([value for _, value in _held(fn, _DEPTH) if is_keras(value)], captured_arrays(fn))
-    holder, method = _module_of(fn)
-    make_fn = binder.tree(_Role("model", trained=True), holder) if holder is not None else None
-    holds = holder is not None or any(argument.kind == "weight" for _, argument in binder.bound.captured.values())
-    alone = holds or (len(args) == 1 and not kwargs)
-    parts = list[_Rebuild]()
-    for number, (name, arg) in enumerate(zip(names, args, strict=True)):
-        parts.append(binder.tree(_role(name, arg, number in argnums, alone), arg))
-    keywords = {name: binder.tree(_role(name, arg, False, False), arg) for name, arg in kwargs.items()}
-    make_objects = binder.objects_of()
+    bound = Bound(captured=captured_arrays(fn))
+    keras = [value for _, value in _held(fn, _DEPTH) if is_keras(value)]
+    module, method = _module_of(fn)
+    weights = any(argument.kind == "weight" for _, argument in bound.captured.values())
+    alone = module is not None or weights or (len(args) == 1 and not kwargs)
+    roles = [_role(name, arg, at in argnums, alone) for at, (name, arg) in enumerate(zip(names, args, strict=True))]
+    roles += [_role(name, arg, False, False) for name, arg in kwargs.items()]
+    given = [(_Role("model", trained=True), module), *zip(roles, (*args, *kwargs.values()), strict=True)]
+    leaves = [(role, value, list(_leaves(role, value))) for role, value in given]
+    nodes = [leaf for _, _, found in leaves for leaf in found if is_node(leaf.value)]
+    parts = [_part(bound, value, found, _known(keras, role, found)) for role, value, found in leaves]
+    make_nodes = _nodes(bound, nodes)
+    bound.arguments = _named_apart(bound.arguments)
 
     def call(arrays: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
-        values = _Values(arrays)
-        values.objects, changes = make_objects(values)
-        run = fn if make_fn is None else method(make_fn(values))
-        positional = [part(values) for part in parts]
-        result = run(*positional, **{name: part(values) for name, part in keywords.items()})
+        made, changes = make_nodes(arrays)
+        built, *values = (part(arrays, made) for part in parts)
+        run = fn if module is None else method(built)
+        result = run(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
         return result, changes()
 
-    binder.bound.call = call
-    binder.bound.arguments = _named_apart(binder.bound.arguments)
-    return binder.bound
+    bound.call = call
+    return bound
+
+
+def _is_whole(value: Any) -> bool:
+    return is_node(value) or is_variable(value) or is_equinox(value)
+
+
+def _leaves(role: _Role, value: Any, around: tuple[Any, ...] = ()) -> Iterator[_Leaf]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_whole):
+        if is_variable(leaf) or is_equinox(leaf):
+            for inner, array in jax.tree_util.tree_leaves_with_path(leaf):
+                yield _Leaf(role, (*around, *path, *inner), array, leaf)
+        else:
+            yield _Leaf(role, (*around, *path), leaf)
+
+
+def _known(keras: Sequence[Any], role: _Role, leaves: Sequence[_Leaf]) -> Sequence[Argument | None]:
+    """The arguments that leaves are, where they are a list of the variables of a model of Keras."""
+    values = [leaf.value for leaf in leaves]
+    found = (known for model in keras if (known := keras_arguments(model, role.name, values)))
+    return next(found, ()) if not role.bare else ()
+
+
+_Part = Callable[[Sequence[Any], Mapping[int, Any]], Any]
+
+
+def _part(bound: Bound, value: Any, leaves: Sequence[_Leaf], known: Sequence[Argument | None] = ()) -> _Part:
+    """Note the arrays of a value. Returns how to make it of others, and of other NNX objects, by their ids."""
+    stores = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_store)
+    depths = [(len(path), store) for path, store in stores if is_store(store)]
+    places: dict[int, int] = {}  # of the leaves that are arrays, in the list of arrays
+    for number, (leaf, argument) in enumerate(zip_longest(leaves, known)):
+        argument = argument or _argument(bound, leaf, depths)
+        if argument is not None:
+            places[number] = len(bound.arrays)
+            bound.arrays.append(leaf.value)
+            bound.arguments.append(argument)
+    treedef = jax.tree.structure(value, is_leaf=is_node)
+
+    def make(arrays: Sequence[Any], nodes: Mapping[int, Any]) -> Any:
+        values = (nodes.get(id(leaf.value), leaf.value) for leaf in leaves)
+        return treedef.unflatten([arrays[places[n]] if n in places else own for n, own in enumerate(values)])
+
+    return make
+
+
+def _argument(bound: Bound, leaf: _Leaf, stores: Sequence[tuple[int, Any]]) -> Argument | None:
+    """The name and kind of a leaf. None where it is a part of the function."""
+    role, path, value = leaf.role, leaf.path, leaf.value
+    name = name_of(role.name, path)
+    if is_variable(leaf.holder):
+        kind, state = variable_kind(leaf.holder, "weight" if role.trained else "input")
+        return Argument(name, path_of(role.name, path), kind, state, role.name)
+    plain = isinstance(value, (bool, int, float, complex))
+    number = plain and not isinstance(value, bool) and (role.trained or path)
+    if not is_array(value) and (leaf.holder is not None or not number):
+        if leaf.holder is None and not (plain or is_node(value) or inspect.isroutine(value)):
+            bound.static.append(f"{name}={describe(value)}")
+        return None
+    flat = "flat index" in name
+    _, known = bound.captured.get(id(value), (None, None))
+    if known is not None and role.trained and not flat and name.startswith("model._"):
+        return known  # a wrapped module hides the names
+    weight = (role.trained or role.state) and not role.bare and not is_prng_key(value)
+    state = weight and (role.state or is_in_state(path))
+    shown = path_of(role.name, in_store(path, stores)) if weight and not flat else ()
+    return Argument(name, shown, "weight" if weight else "input", state, "" if role.bare else role.name)
+
+
+_Changes = Callable[[], dict[str, Any]]
+
+
+def _nodes(bound: Bound, nodes: Sequence[_Leaf]) -> Callable[[Sequence[Any]], tuple[dict[int, Any], _Changes]]:
+    """Take all NNX objects apart together, since they may share variables.
+
+    Returns how to make them of other arrays, by the ids of the given ones, and what is changed in them, by name.
+    """
+    if not nodes:
+        return lambda arrays: ({}, dict)
+    named = [replace(node.role, name=name_of(node.role.name, node.path)) for node in nodes]
+    graphdef, state = nnx().split(tuple(node.value for node in nodes))
+    leaves = [replace(leaf, role=named[leaf.path[0].key], path=leaf.path[1:]) for leaf in _leaves(named[0], state)]
+    part = _part(bound, state, leaves)
+
+    def make(arrays: Sequence[Any]) -> tuple[dict[int, Any], _Changes]:
+        built = part(arrays, {})
+        old, made = {id(leaf) for leaf in jax.tree.leaves(built)}, nnx().merge(graphdef, built)
+
+        def changes() -> dict[str, Any]:
+            now = jax.tree_util.tree_leaves_with_path(nnx().split(tuple(made))[1])
+            new = ((path, leaf) for path, leaf in now if id(leaf) not in old)
+            return {name_of(named[first.key].name, path): leaf for (first, *path), leaf in new}
+
+        return {id(node.value): one for node, one in zip(nodes, made, strict=True)}, changes
+
+    return make
 
 
 def _refuse_iterators(fn: Callable[..., Any], args: Mapping[str, Any]) -> None:

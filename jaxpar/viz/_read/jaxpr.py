@@ -1,4 +1,4 @@
-"""From a closed jaxpr to one flat list of equations."""
+"""From a closed jaxpr to one flat list of equations: loops, branches, calls and device maps are written out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,19 +16,15 @@ from .._scopes import Path, Scope
 from .costs import body_cost, dtype_name, flops, nbytes, size
 from .paths import Argument
 from .raw import Eqn, Raw, Value, drop_dead, mark_residuals, mark_view
-from .regions import (
-    INLINE,
-    Region,
-    body_of,
-    branches_of,
-    count_fillers,
-    default_branch,
-    is_inlined,
-    maps_devices,
-    region_of,
-    scope_of_call,
-)
 from .source import Frame, Sources, function_of, is_jax_function, name_stack, short_path
+
+INLINE = frozenset(
+    "jit pjit closed_call core_call core_closed_call eval_jaxpr custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
+    "remat remat2 checkpoint custom_lin run_state composite custom_vmap_call".split()
+)
+
+
+_Shapes = tuple[tuple[int, ...], ...]
 
 
 class Context(NamedTuple):
@@ -169,12 +165,13 @@ class _Reader:
                 self.add_region(eqn, region, env, inner)
             elif (branch := default_branch(eqn)) is not None:
                 # As if the function had no other branch. The choice does not count.
-                self.raw.count -= count_fillers(branch.jaxpr)
-                self.add_in_place(eqn, branch, eqn.invars[1:], env, inner)
+                self.raw.count -= 1 + count_fillers(branch.jaxpr)
+                self.add_region(eqn, Region(None, branch, operands=range(1, len(eqn.invars))), env, inner)
             elif name == "cond":
                 self.add_branches(eqn, env, inner)
             elif is_inlined(eqn) and not is_jax_function((body := eqn.params["jaxpr"]).jaxpr):
-                self.add_in_place(eqn, body, eqn.invars, env, inner)
+                self.raw.count -= 1
+                self.add_region(eqn, Region(None, body), env, inner)
             elif name in INLINE and (body := body_of(eqn)) is not None:
                 self.add_call(eqn, body, env, inner)
             elif (expanded := expand(eqn)) is not None:
@@ -186,41 +183,33 @@ class _Reader:
         """Add an equation that has no nested jaxpr."""
         ins = tuple(self.value_of(env, atom) for atom in eqn.invars)
         in_avals, out_avals = [a.aval for a in eqn.invars], [v.aval for v in eqn.outvars]
+        shapes = tuple(tuple(getattr(aval, "shape", ())) for aval in in_avals)
         cost = flops(eqn.primitive.name, eqn.params, in_avals, out_avals) * context.times
-        new = self.new_eqn(eqn.primitive.name, ins, eqn.outvars, env, context)
-        new.params, new.flops = eqn.params, cost
-        new.in_shapes = tuple(tuple(getattr(aval, "shape", ())) for aval in in_avals)
-        mark_view(self.raw, new)
+        self.add_eqn(eqn, ins, shapes, cost, env, context)
 
-    def new_eqn(
-        self, prim: str, ins: tuple[int, ...], outvars: Sequence[Any], env: dict[Any, int], context: Context
-    ) -> Eqn:
-        """Append an equation. It costs nothing yet."""
+    def add_eqn(
+        self, eqn: Any, ins: Sequence[int], shapes: _Shapes, cost: int, env: dict[Any, int], context: Context
+    ) -> None:
+        """Append an equation."""
         raw, number = self.raw, len(self.raw.eqns)
-        outs = tuple(self.new_value(var.aval) for var in outvars)
-        for var, out in zip(outvars, outs, strict=True):
+        outs = tuple(self.new_value(var.aval) for var in eqn.outvars)
+        for var, out in zip(eqn.outvars, outs, strict=True):
             env[var] = out
             raw.values[out].producer = number
         new = Eqn(
             id=number,
-            prim=prim,
-            params={},
-            ins=ins,
+            prim=eqn.primitive.name,
+            params=eqn.params,
+            ins=tuple(ins),
             outs=outs,
-            in_shapes=(),
+            in_shapes=shapes,
             out_shape=raw.values[outs[0]].shape if outs else (),
-            stack=context.stack,
             position=raw.position(context.stack),
-            scope=context.scope,
-            backward=context.backward,
-            tangent=context.tangent,
-            flops=0,
-            enclosing=context.enclosing,
-            again=context.again,
-            levels=context.levels,
+            flops=cost,
+            **{name: value for name, value in context._asdict().items() if name != "times"},
         )
         raw.eqns.append(new)
-        return new
+        mark_view(raw, new)
 
     def add_call(self, eqn: Any, body: Any, env: dict[Any, int], context: Context) -> None:
         """Write out a jitted function, a custom gradient or a remat."""
@@ -246,11 +235,9 @@ class _Reader:
         context = self.in_cluster(context, region.scope)
         context = context._replace(times=context.times * region.times)
         args = [self.value_of(env, atom) for atom in eqn.invars]
-        read = args
-        if region.carried:
-            carried = {region.carry_at + number for number in region.carried}
-            read = [self.carried_value(value) if at in carried else value for at, value in enumerate(args)]
-        operands = read[region.skip :] if region.operands is None else [read[number] for number in region.operands]
+        carried = {region.carry_at + number for number in region.carried}
+        read = [self.carried_value(value) if at in carried else value for at, value in enumerate(args)]
+        operands = read if region.operands is None else [read[number] for number in region.operands]
         results = self.write_out(region.body, operands, context)
         if region.condition is not None:
             self.add_condition(region.condition, results, context.times)
@@ -280,15 +267,6 @@ class _Reader:
         self.raw.values.append(Value(first.shape, first.dtype, first.bytes, "op", root=number if constant else value))
         return number
 
-    def add_in_place(self, eqn: Any, body: Any, operands: Sequence[Any], env: dict[Any, int], context: Context) -> None:
-        """Write out a nested jaxpr as if it were part of this one. Its equation does not count."""
-        self.raw.count -= 1
-        inner = {var: self.value_of(env, atom) for var, atom in zip(body.jaxpr.invars, operands, strict=True)}
-        self.add_constants(inner, body)
-        self.walk(body.jaxpr, inner, context)
-        for var, atom in zip(eqn.outvars, body.jaxpr.outvars, strict=True):
-            env[var] = self.value_of(inner, atom)
-
     def add_branches(self, eqn: Any, env: dict[Any, int], context: Context) -> None:
         """Write out all branches of a `cond`, and the node that picks one."""
         context = self.in_cluster(context, Scope("cond", "region"))
@@ -296,7 +274,7 @@ class _Reader:
         ins = [index]
         for scope, branch in branches_of(eqn):
             ins += self.write_out(branch, args, self.in_cluster(context, scope))
-        mark_view(self.raw, self.new_eqn("cond", tuple(ins), eqn.outvars, env, context))
+        self.add_eqn(eqn, ins, (), 0, env, context)
 
     def write_out(self, body: Any, args: Iterable[int], context: Context) -> list[int]:
         """Walk a nested jaxpr. Returns the values of its results."""
@@ -317,3 +295,135 @@ class _Reader:
         self.clusters[path] += 1
         levels = (*context.levels, len(context.stack))
         return context._replace(scope=(*context.scope, scope.numbered(self.clusters[path])), levels=levels)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A nested jaxpr, written out in the place of its equation."""
+
+    scope: Scope | None  # of its cluster. None for no cluster.
+    body: Any  # the jaxpr, open or closed
+    times: int = 1  # how often it runs, as far as that is known
+    carried: Sequence[int] = ()  # the results that the next pass reads, by position
+    operands: Sequence[int] | None = None  # the positions of those that the body has. None for all.
+    carry_at: int = 0  # the operand that is the first of these in the first pass
+    condition: Any = None  # the jaxpr that says whether there is another pass
+
+
+def region_of(eqn: Any, stack: tuple[Frame, ...]) -> Region | None:
+    """The region that an equation is, or None. A `cond` has several branches and is none."""
+    describe = _REGIONS.get(eqn.primitive.name, lambda eqn, stack: None)
+    return describe(eqn, stack)
+
+
+def _scan(eqn: Any, stack: tuple[Frame, ...]) -> Region:
+    length = eqn.params["length"]
+    first, carried = _scan_sizes(eqn.params)
+    return Region(
+        Scope("scan", "region", length), eqn.params["jaxpr"], times=length, carried=range(carried), carry_at=first
+    )
+
+
+def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many it carries. Jax 0.12 has them as a tree."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = params["ft_in"].unpack()
+    return len(constants), len(carried)
+
+
+def _while(eqn: Any, stack: tuple[Frame, ...]) -> Region:
+    """One pass and one condition, as XLA counts it. The condition is not drawn, nor are counters."""
+    body = eqn.params["body_jaxpr"]
+    carried = [n for n, var in enumerate(body.jaxpr.outvars) if getattr(var.aval, "shape", ()) != ()]
+    skip = eqn.params["cond_nconsts"]
+    carry_at = skip + eqn.params["body_nconsts"]
+    condition = eqn.params["cond_jaxpr"]
+    operands = range(skip, len(eqn.invars))
+    return Region(Scope("while", "region"), body, 1, carried, operands, carry_at, condition)
+
+
+def _shard_map(eqn: Any, stack: tuple[Frame, ...]) -> Region:
+    axes = dict(getattr(eqn.params.get("mesh"), "shape", {}) or {})
+    by_pmap = any(f.file.endswith("/pmap.py") or f.name == "pmap" for f in stack)
+    by_pmap = by_pmap or "pmap.py" in function_of(eqn.params["jaxpr"])
+    label = ("pmap " if by_pmap else "shard_map ") + ", ".join(f"{name}={size}" for name, size in axes.items())
+    return Region(Scope(label.strip(), "region"), eqn.params["jaxpr"])
+
+
+def _linear_solve(eqn: Any, stack: tuple[Frame, ...]) -> Region:
+    """The solver. The products with the matrix are only for its gradient."""
+    lengths, count = eqn.params["const_lengths"], len(eqn.invars)
+    start = lengths.matvec + lengths.vecmat
+    right = range(start + lengths.solve + lengths.transpose_solve, count)
+    return Region(None, eqn.params["jaxprs"].solve, operands=[*range(start, start + lengths.solve), *right])
+
+
+_REGIONS = {
+    "custom_linear_solve": _linear_solve,
+    "scan": _scan,
+    "while": _while,
+    "shard_map": _shard_map,
+}
+
+
+def is_inlined(eqn: Any) -> bool:
+    """Whether this calls a function jitted with `inline=True`. Jax 0.12 keeps such calls in the jaxpr."""
+    inline = eqn.params.get("inline")
+    return getattr(inline, "name", inline) in (True, "JAX_EARLY", "JAX_LATE")
+
+
+def default_branch(eqn: Any) -> Any:
+    """The jaxpr of the default of a `jax.lax.platform_dependent`, or None."""
+    platforms = eqn.params.get("branches_platforms") or () if eqn.primitive.name == "cond" else ()
+    return eqn.params["branches"][platforms.index(None)] if None in platforms else None
+
+
+def count_fillers(jaxpr: Any) -> int:
+    """How many equations only fill in residuals of another branch."""
+    fillers: set[int] = set()  # the ids of variables, since literals cannot be hashed
+    for eqn in jaxpr.eqns:
+        empty = eqn.primitive.name.startswith("empty") and not eqn.invars
+        if empty or (eqn.invars and all(id(atom) in fillers for atom in eqn.invars)):
+            fillers.update(map(id, eqn.outvars))
+    return len(fillers)
+
+
+def branches_of(eqn: Any) -> list[tuple[Scope, Any]]:
+    """The scope and the jaxpr of each branch of a `cond`."""
+    branches = eqn.params["branches"]
+    platforms = eqn.params.get("branches_platforms") or [(str(number),) for number in range(len(branches))]
+    return [
+        (Scope("branch " + ", ".join(names), "region"), body) for names, body in zip(platforms, branches, strict=True)
+    ]
+
+
+def body_of(eqn: Any) -> Any:
+    """The nested jaxpr whose arguments are those of the equation, or None."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
+        body = eqn.params.get(name)
+        inner = getattr(body, "jaxpr", body)
+        if inner is not None and len(getattr(inner, "invars", ())) == len(eqn.invars):
+            return body
+    return None
+
+
+def maps_devices(jaxpr: Any) -> bool:
+    """Whether a map over devices is directly inside, or inside a call."""
+    for eqn in jaxpr.eqns:
+        body = body_of(eqn) if eqn.primitive.name in INLINE else None
+        if eqn.primitive.name == "shard_map":
+            return True
+        if body is not None and maps_devices(getattr(body, "jaxpr", body)):
+            return True
+    return False
+
+
+def scope_of_call(eqn: Any, name: str) -> Scope | None:
+    """The scope of a call of a function of this name. None for one without a name."""
+    prim = eqn.primitive.name
+    if prim in ("remat", "remat2", "checkpoint"):
+        return Scope("remat", "region")
+    if prim.startswith("custom_") and not name:
+        return Scope(prim.removesuffix("_call").removesuffix("_jaxpr").replace("_call", ""), "region")
+    return Scope(name) if name not in ("", "<lambda>") else None

@@ -25,21 +25,13 @@ _VALUES = frozenset(("value", "raw_value"))  # what a Flax Variable keeps its ar
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An array that a function takes.
+    """An array that a function takes."""
 
-    Attributes:
-        name: "params['conv1']['bias']".
-        path: its modules and its own name, ("conv1", "bias"). Empty where nothing names it.
-        kind: "weight" or "input".
-        state: whether it is a weight that no optimizer trains, such as a running mean.
-        group: the name of the argument that it is a leaf of. Empty for a bare array.
-    """
-
-    name: str
-    path: tuple[str, ...] = ()
-    kind: str = "input"
-    state: bool = False
-    group: str = ""
+    name: str  # "params['conv1']['bias']"
+    path: tuple[str, ...] = ()  # its modules and its own name, ("conv1", "bias"). Empty where nothing names it.
+    kind: str = "input"  # "weight" or "input"
+    state: bool = False  # whether it is a weight that no optimizer trains, such as a running mean
+    group: str = ""  # the name of the argument that it is a leaf of. Empty for a bare array.
 
 
 def name_of(argument: str, entries: Sequence[Any]) -> str:

@@ -14,30 +14,20 @@ from .source import Frame
 
 @dataclass(slots=True)
 class Value:
-    """One array.
-
-    Attributes:
-        kind: "op", "input", "weight", "const" or "literal".
-        path: of an argument: its modules and its own name.
-        state: whether it is a weight that no optimizer trains.
-        group: of an argument: the name of the tree that it is a leaf of.
-        captured: whether the function captured it.
-        producer: the id of the equation that computes it.
-        root: the value that it shows, where it is a view. Else its own number.
-    """
+    """One array."""
 
     shape: tuple[int, ...]
     dtype: str
     bytes: int
-    kind: str
+    kind: str  # "op", "input", "weight", "const" or "literal"
     name: str = ""
     literal: Any = None
-    producer: int | None = None
-    root: int = -1
-    path: tuple[str, ...] = ()
-    state: bool = False
-    group: str = ""
-    captured: bool = False
+    producer: int | None = None  # the id of the equation that computes it
+    root: int = -1  # the value that it shows, where it is a view. Else its own number.
+    path: tuple[str, ...] = ()  # of an argument: its modules and its own name
+    state: bool = False  # whether it is a weight that no optimizer trains
+    group: str = ""  # of an argument: the name of the tree that it is a leaf of
+    captured: bool = False  # whether the function captured it
 
     @property
     def argument(self) -> str:
@@ -47,17 +37,7 @@ class Value:
 
 @dataclass(slots=True)
 class Eqn:
-    """One equation. Its operands and results are numbers of values.
-
-    Attributes:
-        position: the number of its place in the program.
-        enclosing: the places of the calls that it was written out of.
-        levels: for each part of the scope, how many frames of the stack are around it. -1 where that is not known.
-        view: whether its result only shows an operand, so that it is part of an edge.
-        residual: whether it is computed next to another equation, only for the gradient.
-        again: whether it is computed again for the gradient, by remat.
-        dead: whether no result needs it. It is kept because its gradient is computed.
-    """
+    """One equation. Its operands and results are numbers of values."""
 
     id: int
     prim: str
@@ -67,34 +47,32 @@ class Eqn:
     in_shapes: tuple[tuple[int, ...], ...]
     out_shape: tuple[int, ...]
     stack: tuple[Frame, ...]
-    position: int
+    position: int  # the number of its place in the program
     scope: Path
     backward: bool
     tangent: bool
     flops: int
-    enclosing: tuple[int, ...] = ()
-    view: bool = False
-    residual: bool = False
-    again: bool = False
-    dead: bool = False
+    enclosing: tuple[int, ...] = ()  # the places of the calls that it was written out of
+    view: bool = False  # whether its result only shows an operand, so that it is part of an edge
+    residual: bool = False  # whether it is computed next to another equation, only for the gradient
+    again: bool = False  # whether it is computed again for the gradient, by remat
+    dead: bool = False  # whether no result needs it. It is kept because its gradient is computed.
+    # for each part of the scope, how many frames of the stack are around it. -1 where that is not known.
     levels: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class Raw:
-    """Every equation that reaches a result, in order, and every value.
-
-    Attributes:
-        uncounted: primitives without a formula in the condition of a loop, which is not drawn.
-        carries: what one pass of a loop reads of the pass before, the value that it is there, and the loop's scope.
-    """
+    """Every equation that reaches a result, in order, and every value."""
 
     eqns: list[Eqn] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     output_names: list[str] = field(default_factory=list)
     count: int = 0
+    # primitives without a formula in the condition of a loop, which is not drawn
     uncounted: set[str] = field(default_factory=set)
+    # what one pass of a loop reads of the pass before, the value that it is there, and the loop's scope
     carries: list[tuple[int, int, Path]] = field(default_factory=list)
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
     _above: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -167,19 +145,18 @@ def mark_view(raw: Raw, eqn: Eqn) -> None:
         eqn.view = True
         eqn.flops *= 3  # the test and the sum that it picks from are not drawn
         raw.values[eqn.outs[0]].root = index
-    elif _is_constant(raw, eqn):
+    else:
+        mark_constant(raw, eqn)
+
+
+def mark_constant(raw: Raw, eqn: Eqn) -> None:
+    """Make constants of the results where all operands are: a mask, a scale. Random numbers and places are none."""
+    if eqn.backward or eqn.prim in ("cond", "axis_index") or eqn.prim.startswith("random"):
+        return
+    if all(raw.of(value).kind in ("literal", "const") for value in eqn.ins):
         eqn.view = True
         for out in eqn.outs:
             raw.values[out].kind = "const"
-
-
-def mark_constants(raw: Raw) -> None:
-    """Mark equations of which all operands are constants by now."""
-    for eqn in raw.eqns:
-        if not eqn.view and eqn.ins and _is_constant(raw, eqn):
-            eqn.view = True
-            for out in eqn.outs:
-                raw.values[out].kind = "const"
 
 
 def _is_view(raw: Raw, eqn: Eqn) -> bool:
@@ -205,13 +182,6 @@ def _flattens(eqn: Eqn) -> bool:
     """Whether a reshape keeps the first axis and joins the others. A gradient splits them."""
     shape, new = (eqn.out_shape, eqn.in_shapes[0]) if eqn.backward else (eqn.in_shapes[0], eqn.out_shape)
     return len(shape) > 2 and len(new) == 2 and shape[0] == new[0] and sum(d != 1 for d in shape[1:]) > 1
-
-
-def _is_constant(raw: Raw, eqn: Eqn) -> bool:
-    """Whether all operands are constants: a mask, a scale. Random numbers and mesh positions do not count."""
-    if eqn.backward or eqn.prim in ("cond", "axis_index") or eqn.prim.startswith("random"):
-        return False
-    return all(raw.of(value).kind in ("literal", "const") for value in eqn.ins)
 
 
 def _wrapped_index(raw: Raw, eqn: Eqn) -> int | None:

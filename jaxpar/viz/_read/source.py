@@ -30,31 +30,21 @@ _JUNK_SCOPES = frozenset(("checkpoint", "closed_call", "remat", "core_call", "~"
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A call on the stack.
+    """A call on the stack."""
 
-    Attributes:
-        origin: "user", "library" or "jax".
-        package: of a library: "flax", "optax", ...
-        name: qualified: "LayerNorm.__call__".
-        file: the last two parts of its path.
-        function: the same number for every call in a function.
-        call: another number for every place in it.
-    """
-
-    origin: str
-    package: str
-    name: str
-    file: str
+    origin: str  # "user", "library" or "jax"
+    package: str  # of a library: "flax", "optax", ...
+    name: str  # qualified: "LayerNorm.__call__"
+    file: str  # the last two parts of its path
     line: int
-    function: int
-    call: int
+    function: int  # the same number for every call in a function
+    call: int  # another number for every place in it
 
 
 class Sources:
     """Reads stacks, and numbers functions and places so that stacks compare fast.
 
-    The instruction offset of a frame (`raw_frames`) tells two calls on one line apart. A version of JAX without it
-    gives the line only.
+    The instruction offset of a frame (`raw_frames`) tells two calls on one line apart.
     """
 
     def __init__(self) -> None:
@@ -74,11 +64,8 @@ class Sources:
         return known[1]
 
     def _read(self, traceback: Any) -> tuple[Frame, ...]:
-        try:
-            codes, offsets = traceback.raw_frames()
-            found = [self._by_code(traceback, code, at) for code, at in zip(codes, offsets, strict=True)]
-        except (AttributeError, TypeError, ValueError):
-            found = [self._by_line(f.file_name, f.function_name, f.line_num) for f in getattr(traceback, "frames", ())]
+        codes, offsets = traceback.raw_frames()
+        found = [self._by_code(traceback, code, at) for code, at in zip(codes, offsets, strict=True)]
         return tuple(frame for frame in reversed(found) if frame is not None)
 
     def _by_code(self, traceback: Any, code: Any, offset: int) -> Frame | None:
@@ -86,12 +73,6 @@ class Sources:
         if key not in self._frames:
             line = traceback.code_addr2line(code, offset)
             self._frames[key] = self._frame(code.co_filename, code.co_qualname, line, key[:3])
-        return self._frames[key]
-
-    def _by_line(self, file: str, name: str, line: int) -> Frame | None:
-        key = (file, name, line)
-        if key not in self._frames:
-            self._frames[key] = self._frame(file, name, line, key[:2])
         return self._frames[key]
 
     def _frame(self, file: str, name: str, line: int, function: Any) -> Frame | None:

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.checks import describe
-from .._fold.cells import COLLECTIVES, Cells
-from .._fold.templates import Fold, Pattern, Rule, fold_elementwise, fold_template, is_elementwise
-from .._fold.terms import maker, root
-from . import layers, norms, pooling
+from . import layers, norms
+from .cells import COLLECTIVES, Cells
+from .templates import Fold, Pattern, Rule, fold_elementwise, fold_template, is_elementwise
+from .terms import maker, root
 
 _sigmoid, _exp = jax.nn.sigmoid, jnp.exp
 
@@ -157,9 +157,9 @@ RULES: tuple[Rule | Pattern, ...] = (
     Rule("attention", frozenset(("Softmax",)), layers.attention),
     Rule("cache of attention", frozenset(("Attention",)), layers.cache),
     Rule("rows of a table", frozenset(), layers.embedding),
-    Rule("windows reduced", frozenset(), pooling.window_pooling),
-    Rule("slices added and scaled", frozenset(("add", "maximum")), pooling.slice_pooling),
-    Rule("axes split and reduced", frozenset(("sum", "mean", "max")), pooling.reshape_pooling),
+    Rule("windows reduced", frozenset(), layers.window_pooling),
+    Rule("slices added and scaled", frozenset(("add", "maximum")), layers.slice_pooling),
+    Rule("axes split and reduced", frozenset(("sum", "mean", "max")), layers.reshape_pooling),
     *ACTIVATIONS,
     Rule("mean", frozenset(("sum",)), layers.mean),
     Rule("squared error", frozenset(("sub",)), layers.squared_error),
@@ -167,7 +167,7 @@ RULES: tuple[Rule | Pattern, ...] = (
     Rule("reduction of a loss", frozenset(("Loss",)), layers.reduction),
     Rule("kernel", frozenset(("pallas_call",)), layers.pallas),
     Rule("Fourier transform", frozenset(), layers.transform),
-    Rule("strided slices joined", frozenset(("Concat",)), pooling.space_to_depth),
+    Rule("strided slices joined", frozenset(("Concat",)), layers.space_to_depth),
     Rule("one step", frozenset(("Flatten", "Concat", "stack")), layers.one_step),
     Rule("collective", COLLECTIVES, layers.collective),
     Rule("bias added late", frozenset(("add",)), layers.late_bias),

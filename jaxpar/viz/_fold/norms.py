@@ -1,0 +1,178 @@
+"""The rule for normalization, however it is written: layer, RMS, group, instance, batch, and unit length.
+
+It begins at the root. Above it is the mean of squares of a source, centred or plain, or a stored variance. Below it the
+source is divided by the root, and scaled and shifted by parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .._read.raw import Eqn
+from .cells import Cell, Cells
+from .templates import Fold
+from .terms import elements, is_convex, is_fixed, loose_ends, maker, number, owners, readers, root, squared
+
+_ROOTS = ("rsqrt", "sqrt", "pow")
+_STEPS = frozenset("add sub max div mul neg abs real conj select_n square integer_pow exp reduce_sum".split())
+_DEEPEST = 12  # steps from a statistic to the source
+_Eqns = dict[int, Eqn]
+
+
+@dataclass(slots=True)
+class _Norm:
+    """A normalization that is being found."""
+
+    source: int  # the value that is normalized. -1 for stored statistics, until it is found.
+    eqns: _Eqns
+    squares: Eqn | None  # the sum of squares. None for stored statistics.
+    averaged: bool  # whether the sum of squares is divided by a number
+
+    @property
+    def is_centred(self) -> bool:
+        """Whether the mean is subtracted: another sum than that of squares, or a stored one."""
+        prims = [eqn.prim for eqn in self.eqns.values()]
+        return "sub" in prims or "neg" in prims if self.squares is None else prims.count("reduce_sum") > 1
+
+
+def normalization(cells: Cells, cell: Cell) -> Fold | None:
+    """A layer, RMS, group, instance or batch normalization, or a division by the length."""
+    for eqn in () if cell.major else cells.eqns(cell):
+        if eqn.prim in _ROOTS and not eqn.residual:
+            found = _statistic(cells, eqn)
+            if found is not None and _divides(cells, eqn, found):
+                return _fold(cells, found)
+    return None
+
+
+def _fold(cells: Cells, found: _Norm) -> Fold | None:
+    eqns = list(found.eqns.values())
+    parts = owners(cells, eqns)
+    full = [out for out in loose_ends(cells, eqns) if elements(cells, out) >= elements(cells, found.source)]
+    if parts is None or len(full) > 1 or not is_convex(cells, eqns):
+        return None
+    return Fold(parts, *_label(cells, found))
+
+
+def _statistic(cells: Cells, eqn: Eqn) -> _Norm | None:
+    """What is above a root: a mean of squares, or one stored array. None for something else."""
+    if eqn.prim == "pow" and number(cells, eqn.ins[1]) not in (0.5, -0.5):
+        return None
+    sums, given, todo = list[Eqn](), set[int](), [eqn.ins[0]]
+    while todo and len(sums) < _DEEPEST:
+        value = todo.pop()
+        part = maker(cells, value)
+        if part is None and not is_fixed(cells, value):
+            given.add(root(cells, value))
+        elif part is not None and part.prim == "reduce_sum":
+            sums.append(part)
+        elif part is not None and part.prim in _STEPS:
+            todo += part.ins
+        elif part is not None:
+            return None
+    squares = next((part for part in sums if squared(cells, part.ins[0]) is not None), None)
+    if (squares is None and (sums or len(given) != 1)) or (squares is not None and given):
+        return None
+    source = given.pop() if squares is None else _source(cells, squares)
+    above = _made_of(cells, eqn.ins[0], source, {})
+    if above is None:
+        return None
+    divided = [part for part in above.values() if part.prim in ("div", "mul")]
+    averaged = any(number(cells, value) is not None for part in divided for value in part.ins)
+    return _Norm(-1 if squares is None else source, {eqn.id: eqn, **above}, squares, averaged)
+
+
+def _source(cells: Cells, squares: Eqn) -> int:
+    """The array whose squares are summed, before its mean was subtracted."""
+    square = squared(cells, squares.ins[0])
+    value = root(cells, squares.ins[0]) if square is None else square[0]
+    eqn = maker(cells, value)
+    if eqn is not None and eqn.prim in ("abs", "real", "conj"):
+        value = root(cells, eqn.ins[0])
+        eqn = maker(cells, value)
+    if eqn is not None and eqn.prim == "sub":
+        mean = _made_of(cells, eqn.ins[1], root(cells, eqn.ins[0]), {})
+        if mean is not None and any(part.prim == "reduce_sum" for part in mean.values()):
+            return root(cells, eqn.ins[0])
+    return value
+
+
+def _made_of(cells: Cells, value: int, source: int, known: _Eqns, steps: int = _DEEPEST) -> _Eqns | None:
+    """The equations, but for known ones, that make a value of a source, parameters and constants. None for others."""
+    if root(cells, value) == source or cells.raw.of(value).kind in ("literal", "const", "weight"):
+        return {}
+    eqn = maker(cells, value)
+    if eqn is not None and eqn.id in known:
+        return {}
+    if eqn is None or steps == 0 or eqn.prim not in _STEPS:
+        return None
+    made = {eqn.id: eqn}
+    for operand in eqn.ins:
+        part = _made_of(cells, operand, source, known | made, steps - 1)
+        if part is None:
+            return None
+        made |= part
+    return made
+
+
+def _divides(cells: Cells, eqn: Eqn, found: _Norm) -> bool:
+    """Whether the source is divided by the root. Adds that, and the parameters that scale and shift."""
+    value, is_full, shifts = eqn.outs[0], False, 0
+    while not (is_full and cells.is_returned(value)):
+        users = [user for user in readers(cells, value) if user.id not in found.eqns]
+        if not users or (is_full and len(users) > 1):
+            break
+        step = max(users, key=lambda user: elements(cells, user.outs[0]))
+        others = [other for other in step.ins if root(cells, other) != root(cells, value)]
+        shift = step.prim in ("add", "sub")
+        inverted = step.prim == "integer_pow" and step.params["y"] == -1
+        extra, is_whole = (_Eqns(), False) if inverted else _other(cells, step, others, found)
+        if extra is None or (is_full and is_whole):
+            break
+        if shift and (shifts if is_full else not is_fixed(cells, others[0])):
+            break
+        shifts += shift and is_full
+        found.eqns |= {step.id: step, **extra}
+        is_full, value = is_full or is_whole, step.outs[0]
+    return is_full and (found.squares is not None or found.is_centred)
+
+
+def _other(cells: Cells, step: Eqn, others: list[int], found: _Norm) -> tuple[_Eqns | None, bool]:
+    """The equations of what a step reads besides, None where it is something else, and whether it is the source."""
+    if step.prim not in ("mul", "div", "add", "sub") or len(others) != 1:
+        return None, False
+    value = others[0]
+    eqn, own = maker(cells, value), _made_of(cells, value, -1, {})
+    if own is not None:
+        return own, False
+    if found.source == -1:  # the first array that meets what is stored, less its stored mean
+        centred = eqn is not None and eqn.prim == "sub" and cells.raw.of(eqn.ins[1]).kind in ("weight", "input")
+        found.source = root(cells, eqn.ins[0] if eqn is not None and centred else value)
+        return ({eqn.id: eqn} if eqn is not None and centred else {}), True
+    is_whole = elements(cells, value) >= elements(cells, found.source)
+    if is_whole and root(cells, value) != found.source and (eqn is None or eqn.prim not in ("sub", "mul")):
+        return None, True
+    return _made_of(cells, value, found.source, found.eqns), is_whole
+
+
+def _label(cells: Cells, found: _Norm) -> tuple[str, str]:
+    """The kind of normalization, by the axes that are reduced."""
+    if found.squares is None:
+        return ("Normalization" if cells.raw.values[found.source].kind == "input" else "BatchNorm"), ""
+    shape, axes = found.squares.in_shapes[0], set(found.squares.params["axes"])
+    rank = len(shape)
+    kept = [axis for axis in range(rank) if axis not in axes and shape[axis] != 1]
+    weights = [cells.raw.weight_of(value) for eqn in found.eqns.values() for value in eqn.ins]
+    plain = "" if found.is_centred or found.averaged else "unit length"
+    if len(axes) == rank and all(weight is None for weight in weights):  # a vector of rewards
+        return "Normalization", plain
+    if not found.is_centred:
+        return ("RMSNorm", "") if found.averaged and axes == {rank - 1} else ("Normalization", plain)
+    if kept and math.prod(shape) == elements(cells, found.source) and rank > len(cells.raw.of(found.source).shape):
+        return "GroupNorm", f"{shape[kept[-1]]} groups"
+    if axes in ({rank - 1}, set(range(1, rank))):
+        return "LayerNorm", ""
+    if 0 in axes and len(axes) == rank - 1:
+        return "BatchNorm", ""
+    return ("InstanceNorm", "") if 0 not in axes and rank > 2 else ("Normalization", "")
