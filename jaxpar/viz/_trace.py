@@ -19,7 +19,7 @@ from ._fold.cells import Cells, break_cycles
 from ._fold.known import RULES, fold_patterns
 from ._fold.templates import Pattern, Rule
 from ._graph import Graph
-from ._layout.build import build, demote_constants, join_arguments, mark_state, sizes_of
+from ._layout.build import build, demote_constants, join_arguments, mark_state, set_sizes
 from ._layout.collapse import add_parts, collapse_scopes, limit_nodes
 from ._layout.graph import to_graph
 from ._layout.net import Net
@@ -132,7 +132,7 @@ def all_layers(raw: Raw, repeats: bool, rules: Sequence[Call | Pattern | Rule]) 
         cells = _layers(raw, calls, patterns)
     mark_state(cells)
     net = build(cells)
-    net.sizes = sizes_of(net)  # before anything in it is joined
+    set_sizes(net)  # before anything in it is joined
     join_arguments(net)
     if repeats:
         collapse_repeats(net)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from .._graph import BACKWARD
 from .._read.raw import Eqn, Raw
 from .._read.source import ANONYMOUS, Frame
-from .cells import COLLECTIVES, SENT, Cell, Cells, axis_names, plain_name
+from .cells import COLLECTIVES, SENT, Cell, Cells, axis_names, label_of, plain_name
 
 _Place = tuple[int, tuple[str, ...]]  # in the program, and the remat around it
 
@@ -83,10 +83,7 @@ def _rematted(scope: tuple[str, ...]) -> tuple[str, ...]:
 def _not_computed_again(
     near: dict[tuple[int, ...], list[Cell]], eqns: list[Eqn]
 ) -> Iterator[tuple[list[Cell], list[Eqn]]]:
-    """The gradients in a remat of layers outside of it, and those layers.
-
-    Their stack has the call of the remat too, which that of the layer may lack.
-    """
+    """The gradients in a remat of layers outside of it, whose stack may lack the call of the remat, and the layers."""
     groups: dict[tuple[int, ...], list[Eqn]] = {}
     for eqn in (eqn for eqn in eqns if _rematted(eqn.scope)):
         calls = _users_place(eqn.stack)
@@ -120,12 +117,10 @@ def _users_place(stack: tuple[Frame, ...]) -> tuple[int, ...]:
 
 
 def _which_times(cells: Cells, places: list[tuple[list[Cell], list[Eqn]]], found: dict[int, Cell]) -> None:
-    """Find the layer of each equation, for several layers of one place. `found` grows.
-
-    Equations that read one cotangent belong to one layer. A value that only one layer reads or makes tells which.
-    Else they follow what they read: a sum that goes through all layers is of the later of two. Where nothing tells,
-    the gradient of the last layer comes first.
-    """
+    """Find the layer of each equation, for several layers of one place. `found` grows."""
+    # Equations that read one cotangent belong to one layer. A value that only one layer reads or makes tells which.
+    # Else they follow what they read: a sum that goes through all layers is of the later of two. Where nothing tells,
+    # the gradient of the last layer comes first.
     waiting: list[tuple[list[Eqn], set[int], Cell]] = []
     for layers, eqns in places:
         open_groups, ids = _vote(cells, layers, eqns, found), {cell.id for cell in layers}
@@ -215,19 +210,14 @@ class _Sent:
 
 
 def _fold_sent(cells: Cells, targets: dict[int, Cell]) -> tuple[set[int], set[int]]:
-    """Make cells of what differentiation sends for layers that are no collectives.
-
-    Returns:
-        The ids of their equations, and of those that come after what was sent of the same layer.
-    """
+    """Make cells of what differentiation sends. Their equations, and those after what was sent of the same layer."""
     found = _Sent()
     for eqn in cells.raw.eqns:
         if eqn.backward:
             _note(cells, eqn, targets.get(eqn.id), found)
     for eqns in found.groups.values():
-        eqn = cells.raw.eqns[eqns[0]]
-        times = f" ×{len(eqns)}" if len(eqns) > 1 else ""
-        cells.new(eqns, plain_name(eqn.prim), f"over {axis_names(eqn)}{times}")
+        op, detail = label_of(cells.raw, cells.raw.eqns[eqns[0]])
+        cells.new(eqns, op, f"{detail} ×{len(eqns)}" if len(eqns) > 1 else detail)
     return {number for eqns in found.groups.values() for number in eqns}, found.after
 
 

@@ -6,7 +6,6 @@ branches of a network from the leaves of a tree.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from ..._core.text import plural
 from .._graph import BACKWARD
 from .._read.raw import Eqn
 from .._read.source import ANONYMOUS, Frame
-from .cells import COLLECTIVES, Cell, Cells, after_gradients, components, plain_name, power_of, runs
+from .cells import COLLECTIVES, Cell, Cells, after_gradients, components, label_of, plain_name, runs
 
 MATRIX = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
 WINDOWS = frozenset(("reduce_window_max", "reduce_window_sum", "reduce_window_min", "reduce_window"))
@@ -126,11 +125,7 @@ def normalize(name: str) -> str:
 
 
 def fold_calls(cells: Cells, calls: Iterable[Call]) -> None:
-    """Make the first cells.
-
-    A call in the table is one cell, and so is a call of JAX's own functions. Every other equation is one by itself.
-    Gradients get no cells yet.
-    """
+    """Make one cell of each call in the table or of JAX's own functions, and of each other equation but gradients."""
     table = {normalize(call.function): call for call in calls}
     forward = [e for e in cells.raw.eqns if not (e.view or e.backward or e.residual or cells.owner[e.id])]
     _fold_calls(cells, table, forward, 0)
@@ -191,8 +186,7 @@ def _fold_run(cells: Cells, name: str, call: Call | None, run: list[Eqn]) -> Non
         cells.new([eqn.id for eqn in run], call.op, detail, major=call.op not in MINOR)
     elif not name or len(run) == 1 or (prims & (MATRIX | WINDOWS) and not prims & SOLVERS):
         for eqn in run:
-            op, detail = power_of(cells.raw, eqn) if eqn.prim in ("integer_pow", "pow") else (plain_name(eqn.prim), "")
-            cells.new([eqn.id], op, detail, major=eqn.prim in SOLVERS)
+            cells.new([eqn.id], *label_of(cells.raw, eqn), major=eqn.prim in SOLVERS)
     elif COLLECTIVES.intersection(map(plain_name, prims)):
         _fold_collective(cells, name.strip("_"), run)
     else:
@@ -201,10 +195,9 @@ def _fold_run(cells: Cells, name: str, call: Call | None, run: list[Eqn]) -> Non
 
 def _fold_collective(cells: Cells, name: str, run: list[Eqn]) -> None:
     """One cell of each array that a call sends, as `pmean` of a tree is a sum and a division of each leaf."""
-    singles = [cells.new([eqn.id], plain_name(eqn.prim)) for eqn in run]
-    for part in components(cells, singles):
+    for part in components(cells, [cells.new([eqn.id], *label_of(cells.raw, eqn)) for eqn in run]):
         if len(part) > 1:
-            cells.new([number for cell in part for number in cell.eqns], name)
+            cells.fold(part, name, next((cell.detail for cell in part if cell.op in COLLECTIVES), ""))
 
 
 def _is_layer(cells: Cells, frame: Frame, call: Call, run: list[Eqn]) -> bool:
@@ -249,10 +242,7 @@ OPTIMIZERS = frozenset((*_CORES.values(), "AdamW", "LAMB", "LARS", _PLAIN_UPDATE
 
 
 def fold_optimizers(cells: Cells) -> None:
-    """Make one cell of each call of an optimizer of optax or of this package.
-
-    What is added to the parameters is part of the update that computed it.
-    """
+    """Make one cell of each call of an optimizer, with the addition of the updates that it computed."""
     last: Cell | None = None
     for (_, function), run in runs((eqn for eqn in cells.raw.eqns if not eqn.view), _update):
         cell = cells.new([eqn.id for eqn in run], _name(run), major=True)
@@ -295,10 +285,7 @@ def _name(run: list[Eqn]) -> str:
 
 
 def updates(cells: Cells) -> dict[int, int]:
-    """The functions of the user's that update parameters, by cell, and how many parameters each updates.
-
-    They come after a gradient, read parameters, and make arrays of their shapes.
-    """
+    """The user's functions that make parameters anew after a gradient, by cell, and how many of them each makes."""
     found = dict[int, int]()
     late = after_gradients(cells)
     for cell in (cell for cell in cells if cell.id in late and not (cell.major or cell.op in COLLECTIVES)):
@@ -402,10 +389,7 @@ def _equal_parts(cells: Cells, run: list[Cell]) -> list[list[Cell]]:
 
 
 def _returns(cells: Cells, run: list[Cell], depth: int) -> list[list[Cell]]:
-    """The run, split where a step returns to the first one.
-
-    A call begins where the step reads what came before, or where nothing does until the next return.
-    """
+    """The run, split where a step returns to the first one, and reads what came before, or nothing after it does."""
     calls = [own_stack(cells, cell)[depth].call for cell in run]
     position = cells.raw.eqns[run[0].eqns[0]].position
     parts: list[list[Cell]] = []
@@ -466,16 +450,10 @@ def _joins(cells: Cells, parts: list[list[Cell]]) -> bool:
         out: n for n, part in enumerate(parts) for c in part for e in cells.eqns(c) for out in e.outs
     }
     inside = {number for part in parts for cell in part for number in cell.eqns}
-    waiting = {eqn.id for value in whose for eqn in cells.consumers(value)} - inside
-    queue = sorted(waiting)
-    while queue:
-        eqn = cells.raw.eqns[heapq.heappop(queue)]
+    for eqn in cells.raw.eqns[min(inside) :]:
         found = {whose[root] for value in eqn.ins if (root := cells.raw.root(value)) in whose}
-        if len(found) > 1:
+        if eqn.id not in inside and len(found) > 1:
             return True
-        whose |= dict.fromkeys(eqn.outs, found.pop())
-        new = {reader.id for out in eqn.outs for reader in cells.consumers(out)} - inside - waiting
-        waiting |= new
-        for number in new:
-            heapq.heappush(queue, number)
+        if eqn.id not in inside and found:
+            whose |= dict.fromkeys(eqn.outs, found.pop())
     return False

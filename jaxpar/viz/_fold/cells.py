@@ -25,7 +25,7 @@ _PLAIN_NAMES = {
     "reduce_or": "any",
     "max": "maximum",
     "min": "minimum",
-    "integer_pow": "pow",  # `power_of` says which
+    "integer_pow": "pow",  # `label_of` says which
     "select_n": "where",
     "dot_general": "MatMul",
     "conv_general_dilated": "conv",
@@ -253,12 +253,17 @@ def axis_names(eqn: Eqn) -> str:
     return ", ".join(map(str, known if isinstance(known, (tuple, list, frozenset)) else (known,)))
 
 
-def power_of(raw: Raw, eqn: Eqn) -> tuple[str, str]:
-    """The name of a power, and what a label adds: "pow" and "x^3". A square has a name of its own."""
-    exponent = eqn.params["y"] if eqn.prim == "integer_pow" else raw.of(eqn.ins[1]).literal
+def label_of(raw: Raw, eqn: Eqn) -> tuple[str, str]:
+    """The kind and the detail of an equation by itself: "pow" and "x^3", "psum" and "over data"."""
+    op = plain_name(eqn.prim)
+    if op in SENT and (axes := axis_names(eqn)):
+        return op, f"over {axes}"
+    exponent = None
+    if op == "pow":
+        exponent = eqn.params["y"] if eqn.prim == "integer_pow" else raw.of(eqn.ins[1]).literal
     if exponent is None or np.ndim(exponent):
-        return "pow", ""
-    return ("square", "") if exponent == 2 else ("pow", f"x^{float(exponent):g}")
+        return op, ""
+    return ("square", "") if exponent == 2 else (op, f"x^{float(exponent):g}")
 
 
 def sources_of(cells: Cells) -> dict[int, set[int]]:
@@ -319,8 +324,8 @@ def _singles(cells: Cells, victim: Cell) -> list[Cell]:
     made: list[Cell] = []
     for eqn in eqns:
         if not eqn.view:
-            detail = f"over {axis_names(eqn)}" if plain_name(eqn.prim) in SENT else ""
-            made.append(cells.new([eqn.id, *views], plain_name(eqn.prim) + suffix, detail))
+            op, detail = label_of(cells.raw, eqn)
+            made.append(cells.new([eqn.id, *views], op + suffix, detail))
             made[-1].forward, views = forward, []
     return made
 

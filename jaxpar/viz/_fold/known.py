@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ..._core.checks import describe
 from . import layers, norms
-from .cells import COLLECTIVES, Cells
+from .cells import Cells
 from .templates import Fold, Pattern, Rule, fold_elementwise, fold_template, is_elementwise
 from .terms import maker, root
 
@@ -169,7 +169,6 @@ RULES: tuple[Rule | Pattern, ...] = (
     Rule("Fourier transform", frozenset(), layers.transform),
     Rule("strided slices joined", frozenset(("Concat",)), layers.space_to_depth),
     Rule("one step", frozenset(("Flatten", "Concat", "stack")), layers.one_step),
-    Rule("collective", COLLECTIVES, layers.collective),
     Rule("bias added late", frozenset(("add",)), layers.late_bias),
     *LSTM,
     *GRU,

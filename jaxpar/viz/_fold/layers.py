@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from .._read.raw import Eqn
 from .._read.source import function_of
-from .cells import Cell, Cells, axis_names
+from .cells import Cell, Cells
 from .templates import Fold
 from .terms import bias, by, divides_by, is_convex, is_scale, joined_weights, number, single, tail, takes_scale
 
@@ -99,12 +99,6 @@ def embedding(cells: Cells, cell: Cell) -> Fold | None:
 def one_step(cells: Cells, cell: Cell) -> Fold | None:
     """A reshape that keeps the first axis, or arrays joined along one."""
     return Fold((cell,), "Concat" if cell.op == "stack" else cell.op, cell.detail)
-
-
-def collective(cells: Cells, cell: Cell) -> Fold | None:
-    """A collective, with the names of its axes."""
-    axes = next((names for eqn in cells.eqns(cell) if (names := axis_names(eqn))), "")
-    return Fold((cell,), cell.op, f"over {axes}", major=False) if axes and cell.op != "axis_index" else None
 
 
 def scale(cells: Cells, cell: Cell) -> Fold | None:

@@ -201,10 +201,7 @@ class _Fit:
 
 
 def _fit(template: _Template, cells: Cells, pairs: list[tuple[_Operand, _Operand]], fit: _Fit) -> _Fit | None:
-    """Fit each pair of a value of the template and one of the network. None where they differ.
-
-    Only arguments have to be the same value wherever they are read: a network may compute a step twice.
-    """
+    """Fit each pair of a value of the template and one of the network. A network may compute a step twice."""
     if not pairs:
         return fit
     (wanted, found), *rest = pairs

@@ -42,7 +42,7 @@ def build(cells: Cells) -> Net:
         owner = cells.producer(raw.root(output))
         if owner is not None:
             by_cell[owner.id].outputs.append(name)
-    net = Net(raw, drafts, edges, _optimizer_state(cells), carries=carries)
+    net = Net(raw, drafts, edges, carries=carries)
     forward = [draft for draft in net.layers if not draft.op.endswith(BACKWARD)]
     are_modules = set_scopes(cells, by_cell)
     number_calls(forward, are_modules)
@@ -96,10 +96,7 @@ def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
 
 
 def _bytes_read(raw: Raw, eqns: list[Eqn], *, converted: bool) -> int:
-    """Bytes of the distinct arrays that these equations read from outside.
-
-    A layer reads an array before it is converted to another dtype, a collective after (`converted`).
-    """
+    """Bytes of the arrays that these equations read, by a layer before a conversion, by a collective `converted`."""
     inside = {out for eqn in eqns for out in eqn.outs}
     reads: dict[int, int] = {}
     for eqn in [eqn for eqn in eqns if not eqn.view] or eqns:
@@ -112,19 +109,6 @@ def _bytes_read(raw: Raw, eqns: list[Eqn], *, converted: bool) -> int:
                 share = whole.bytes * math.prod(shape) // max(1, math.prod(whole.shape))
                 reads[root] = max(reads.get(root, 0), min(share, whole.bytes))
     return sum(reads.values())
-
-
-def _optimizer_state(cells: Cells) -> set[int]:
-    """Weights that no gradient depends on, where there are gradients. A frozen layer's are parameters."""
-    backward = [cell for cell in cells if cell.op.endswith(BACKWARD)]
-    layers = [cell.forward for cell in backward if cell.forward is not None]
-    read = {w for cell in cells for w in cells.weights(cell)}
-    optimizers = {cell.id for cell in cells if cell.op in OPTIMIZERS}
-    before = {number: found - optimizers for number, found in sources_of(cells).items()}
-    reached = reach((cell.id for cell in (*backward, *layers)), before)
-    needed = {w for number in reached for w in cells.weights(cells.cells[number])}
-    state = {w for w in read if cells.raw.values[w].state}
-    return read - needed - state if backward else set()
 
 
 def _drop_unused(net: Net) -> None:
@@ -268,20 +252,19 @@ def _is_statistic(cells: Cells, root: int, readers: list[Cell]) -> bool:
     )
 
 
-def sizes_of(net: Net) -> Sizes:
-    """The sizes of a net, before anything in it is collapsed."""
-    raw = net.raw
+def set_sizes(net: Net) -> None:
+    """Write the sizes of a net, before anything in it is collapsed, and what only an optimizer reads."""
+    raw, loose = net.raw, _read_by_optimizer(net)
     numbers = {kind: [n for n, v in enumerate(raw.values) if v.kind == kind] for kind in ("weight", "input")}
     used = {weight for draft in net.drafts for weight in draft.weights}
     state = {weight for weight in used if raw.values[weight].state}
+    net.state = loose & used - state
     params = used - net.state - state
-    steps = _read_by_optimizer(net) if any(eqn.backward for eqn in raw.eqns) else set[int]()
-    loose = {number for number in numbers["input"] if number in steps}
     unused = [raw.values[number] for number in numbers["weight"] if number not in used]
-    return Sizes(
+    net.sizes = Sizes(
         params=_bytes(raw, params),
         inputs=_bytes(raw, set(numbers["input"]) - loose),
-        optimizer=_bytes(raw, loose | net.state),
+        optimizer=_bytes(raw, loose - state),
         forward=sum(_output(net, draft) for draft in net.layers if not draft.op.endswith(BACKWARD)),
         backward=sum(_output(net, draft) for draft in net.layers if draft.op.endswith(BACKWARD)),
         trained=frozenset(raw.values[weight].name for weight in trained(raw, params)),
@@ -321,12 +304,15 @@ def _depends_on_backward(raw: Raw) -> set[int]:
 
 
 def _read_by_optimizer(net: Net) -> set[int]:
-    """The inputs from which neither a differentiated layer nor a gradient is reached."""
-    layers = {draft.forward.at for draft in net.drafts if draft.forward is not None}
-    ends = (draft.at for draft in net.drafts if draft.at in layers or draft.op.endswith(BACKWARD))
-    reached = reach(ends, net.sources())
-    numbers = {draft.at: draft.value for draft in net.drafts if draft.op == "input"}
-    return {value for at, value in numbers.items() if at not in reached}
+    """The arguments from which neither a differentiated layer nor a gradient is reached, where there are gradients."""
+    gradients = [draft for draft in net.layers if draft.op.endswith(BACKWARD)]
+    updates = {draft.at for draft in net.layers if draft.op in OPTIMIZERS}
+    sources = {at: found - updates for at, found in net.sources().items()}
+    reached = reach((end.at for draft in gradients for end in (draft, draft.layer)), sources)
+    read: dict[bool, set[int]] = {True: set(), False: set()}  # by what reaches a gradient, and by what does not
+    for draft in net.drafts:
+        read[draft.at in reached] |= {draft.value} if draft.op == "input" else set(draft.weights)
+    return read[False] - read[True] if gradients else set()
 
 
 def _output(net: Net, draft: Draft) -> int:

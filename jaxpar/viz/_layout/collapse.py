@@ -154,10 +154,7 @@ def _item(net: Net, group: list[Draft], depth: int) -> Item:
 
 
 def wires_of(items: list[Item], sources: dict[int, set[int]]) -> tuple[list[Item], list[set[int]]]:
-    """The items that each one reads, by number, all of them before it.
-
-    Items that read each other become one, with all between them.
-    """
+    """The items before it that each one reads. Items that read each other become one, with all between them."""
     owner = {draft.at: number for number, item in enumerate(items) for draft in item.drafts}
     reads = [
         {owner[s] for draft in item.drafts for s in sources.get(draft.at, ()) if owner.get(s, number) != number}
@@ -231,9 +228,7 @@ class _Divider:
     def _sections(self, numbers: list[int], ignore_far: bool = False) -> list[list[int]]:
         """The items, cut where at most one value crosses. One section, if next to nothing can be cut off.
 
-        Args:
-            numbers: of the items.
-            ignore_far: do not count values that items in more than half of the row read, such as a mask.
+        With `ignore_far`, values do not count that items in more than half of the row read, such as a mask.
         """
         place = {number: at for at, number in enumerate(numbers)}
         last, readers = [-1] * len(numbers), [0] * len(numbers)
@@ -307,10 +302,7 @@ class _Divider:
         return best
 
     def _by(self, parts: list[Part], keys: Sequence[object]) -> list[list[Part]] | None:
-        """Neighbours with the same key. None if that is no help.
-
-        An item without a key goes with those before it, but not with a part.
-        """
+        """Neighbours with the same key. None if that is no help. What has no key goes with items before it."""
         groups: list[list[Part]] = []
         last: object = None
         for part, new in zip(parts, keys, strict=True):
@@ -342,10 +334,7 @@ _Inserts = dict[int, list[tuple[int, Path]]]  # of each draft: parts, and the de
 
 
 def add_parts(net: Net, most: int = MOST) -> None:
-    """Give each scope that holds more than `most` layers or scopes parts inside.
-
-    A part is a scope like any other: clusters, `depth` and closing see no difference. Gradients follow their layers.
-    """
+    """Give each scope that holds more than `most` layers or scopes parts inside, which are scopes like any other."""
     forward = [draft for draft in net.layers if draft.forward is None and not draft.op.endswith(BACKWARD)]
     sources, inserts = net.sources(), _Inserts()
     _add_in_scope(net, sources, forward, (), most, inserts)
@@ -422,11 +411,7 @@ def _only_scope(items: list[Item], name: Scope) -> Item | None:
 
 
 def name_part(items: Sequence[Item]) -> Scope:
-    """A scope for a part of these items.
-
-    It is what the names of its parameters or scopes begin with ("conv2_block1", "blocks.0-5"), where they share
-    something. Else it is what is inside: "3 Convolution, 3 Activation", "Convolution + 3".
-    """
+    """A scope for a part of these items: what their names share, as "conv2_block1", else what is in it."""
     if name := shared_name([item.name for item in items if item.name]):
         return Scope.of(name)
     return Scope(name_kinds((item.kind, item.flops) for item in items), "part")

@@ -64,29 +64,21 @@ def _written_shapes(raw: Raw) -> _Shapes:
 
 def _edges(net: Net, names: dict[int, str], shapes: _Shapes) -> tuple[Edge, ...]:
     """One edge from each node to each that reads it."""
-    count = Counter((source, target) for source, target, _ in net.edges)
-    joined = {draft.at for draft in net.drafts if draft.leaves}
-    found: list[Edge] = []
-    for (source, target), number in sorted(_one_each(net).items()):
-        value, arrays = net.raw.values[number], count[source, target]
-        label = leaf_of(value) if source in joined and arrays == 1 else ""
-        found.append(Edge(names[source], names[target], shapes.get(number, value.shape), value.dtype, label, arrays))
+    arrays: dict[tuple[int, int], list[int]] = {}
+    for source, target, value in sorted(net.edges):
+        arrays.setdefault((source, target), []).append(value)
+    drafts, found = {draft.at: draft for draft in net.drafts}, list[Edge]()
+    for (source, target), numbers in arrays.items():
+        draft = drafts[source]  # the array that it is known by comes first, then the largest
+        number = max(numbers, key=lambda number: (number == draft.value, net.raw.values[number].bytes))
+        value = net.raw.values[number]
+        label = leaf_of(value) if draft.leaves and len(numbers) == 1 else ""
+        shape = shapes.get(number, value.shape)
+        found.append(Edge(names[source], names[target], shape, value.dtype, label, len(numbers)))
     for source, target, number in net.carries:
         value = net.raw.values[number]
         found.append(Edge(names[source], names[target], value.shape, value.dtype, carry=True))
     return tuple(found)
-
-
-def _one_each(net: Net) -> dict[tuple[int, int], int]:
-    """One array for each edge. The one that the source is known by comes first, then the largest."""
-    known = {draft.at: draft.value for draft in net.drafts}
-    found: dict[tuple[int, int], int] = {}
-    for source, target, value in sorted(net.edges):
-        old = found.get((source, target))
-        larger = old is not None and net.raw.values[value].bytes > net.raw.values[old].bytes
-        if old is None or value == known.get(source) or (larger and old != known.get(source)):
-            found[source, target] = value
-    return found
 
 
 def _sizes(raw: Raw, weights: Iterable[int]) -> tuple[int, int]:

@@ -99,10 +99,9 @@ def _where_lines_go_back(layers: list[Layer], depth: int, last: int, first: int)
 
 
 def _modules_entered(call: list[Layer], depth: int, around: list[str]) -> list[tuple[int, str]]:
-    """The modules that a call goes into.
+    """The modules that a call goes into: what its parameters share, where it reads them at several places.
 
-    One that reads parameters at several places is of the module that these share. Another is a wrapper. It is of a
-    module only where the calls inside are fewer than the modules on the path.
+    Another is a wrapper, which is of a module only where the calls inside are fewer than the modules on the path.
     """
     anchors = [layer for layer in call if layer.path is not None]
     shared = common_prefix([layer.path for layer in anchors if layer.path is not None])
@@ -166,10 +165,7 @@ _KINDS = ("eqx.nn.",)  # scopes that a library names after a class, not after wh
 
 
 def set_scopes(cells: Cells, by_cell: dict[int, Draft]) -> bool:
-    """Write the scopes of the drafts of a network. What comes after a gradient keeps the named scopes.
-
-    Returns whether the scopes are the modules of parameters.
-    """
+    """Write the scopes of the drafts before a gradient. Whether these are the modules of parameters."""
     known: dict[int, tuple[Frame, ...]] = {}
     late = after_gradients(cells)
     forward = sorted((cell for cell in cells if cell.id not in late), key=lambda cell: _first(cells, cell))
@@ -188,11 +184,7 @@ def number_calls(
 ) -> None:
     """Number scopes that are entered again, "encoder (2)". A module that goes on with other parameters is not.
 
-    Args:
-        drafts: the layers in a scope.
-        are_modules: whether the scopes are those of parameters.
-        around: the scope.
-        calls: the parameters that each call has read. It grows.
+    `drafts` are the layers in the scope `around`. `calls` has the parameters that each call has read, and grows.
     """
     depth, calls = len(around), {} if calls is None else calls
     for name, group in itertools.groupby(drafts, lambda draft: draft.scope[depth : depth + 1]):
@@ -264,10 +256,9 @@ def set_paths(net: Net) -> None:
 
 
 def fill_modules(net: Net, layers: list[Draft]) -> None:
-    """Give the scope of a call to layers that no scope has and that are inside it.
+    """Give layers without a scope that of the call that they are in, between its layers, or that they end.
 
-    A layer without parameters is inside a call whose layers come before and after it. One that joins several results
-    of a call, directly after it, ends the call. One that joins the results of two modules is in none of them.
+    One that joins several results of a call, directly after it, ends it. One that joins those of two is in neither.
     """
     by_at = {draft.at: draft for draft in net.drafts}
     _fill((), layers, {at: [by_at[source] for source in found] for at, found in net.sources().items()})
@@ -300,10 +291,7 @@ def _ends(draft: Draft, scope: Path, sources: dict[int, list[Draft]]) -> bool:
 
 
 def frames_of(cells: Cells, cell: Cell, known: dict[int, tuple[Frame, ...]]) -> tuple[Frame, ...]:
-    """The calls that most of a cell's FLOPs are in, without those of JAX. `known` has them by place, and grows.
-
-    The last one may be at several places of its function.
-    """
+    """The calls that most of a cell's FLOPs are in, without those of JAX. `known` has them by place, and grows."""
     stacks: list[tuple[tuple[Frame, ...], int]] = []
     for eqn in cells.steps(cell):
         if eqn.position not in known:
@@ -312,7 +300,7 @@ def frames_of(cells: Cells, cell: Cell, known: dict[int, tuple[Frame, ...]]) -> 
     keys = {stack: tuple(key for frame in stack for key in (frame.function, frame.call)) for stack, _ in stacks}
     shared = main_prefix((keys[stack], weight) for stack, weight in stacks)
     inside = next(stack for stack in keys if keys[stack][: len(shared)] == shared)
-    return inside[: (len(shared) + 1) // 2]
+    return inside[: (len(shared) + 1) // 2]  # the last one may be at several places of its function
 
 
 def plain_stack(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:

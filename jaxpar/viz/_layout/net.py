@@ -253,11 +253,7 @@ def _common_start(keys: Sequence[str]) -> str:
 
 
 def name_copies(scopes: Sequence[Scope], beside: Iterable[Scope]) -> Scope:
-    """The scope of a block that is drawn once.
-
-    Args:
-        scopes: those of its copies.
-        beside: the scopes that stay, next to the copies.
+    """The scope of a block that is drawn once, of those of its copies and of those that stay beside them.
 
     >>> def name(scopes, beside=()):
     ...     return str(name_copies(list(map(Scope, scopes)), list(map(Scope, beside))))
@@ -283,10 +279,8 @@ def name_copies(scopes: Sequence[Scope], beside: Iterable[Scope]) -> Scope:
 def without_numbers(names: Sequence[str]) -> str:
     """The name of all copies: without the numbers that tell them apart. That of the first, where they differ in more.
 
-    >>> without_numbers(["layer_0_norm", "layer_1_norm"]), without_numbers(["conv1", "conv1"])
-    ('layer_norm', 'conv1')
-    >>> without_numbers(["up1", "down2"])
-    'up1'
+    >>> without_numbers(["layer_0_norm", "layer_1_norm"]), without_numbers(["up1", "down2"])
+    ('layer_norm', 'up1')
     """
     words, places = _numbers(names)
     kept = (word for at, word in enumerate(words[0]) if at not in places)

@@ -94,11 +94,7 @@ class _Pass:
                 yield at
 
     def _count(self, start: int, period: int, most: int) -> int:
-        """How many copies of this length follow each other, with the same layers and the same edges.
-
-        Those are the edges inside, from the copy before, and from others that are the same for all copies. Few copies
-        beside each other are no repeat.
-        """
+        """How many copies of this length follow each other, with the same layers, which read the same."""
         kinds = self.signs[start : start + period]
         if most < 2 or self.signs[start + period : start + 2 * period] != kinds:
             return 1
@@ -113,13 +109,10 @@ class _Pass:
             and self._wires(where, start, period, count) == second
         ):
             count += 1
-        return count if count > _FEW_BRANCHES or _is_row(second) else 1
+        return count if count > _FEW_BRANCHES or _is_row(second) else 1  # few copies beside each other are no repeat
 
     def _wires(self, where: dict[int, int], start: int, period: int, copy: int) -> _Wires:
-        """What each layer of a copy reads: in the copy, n copies back, or outside.
-
-        `where` has the places of the layers of the copies before, and grows.
-        """
+        """What each layer of a copy reads: in it, n copies back, or outside. `where` has their places, and grows."""
         block = self.layers[start + copy * period : start + (copy + 1) * period]
         where |= {draft.at: copy * period + n for n, draft in enumerate(block)}
         found: _Wires = []
@@ -291,20 +284,12 @@ def _scopes_of_all(first: Path, others: list[Path]) -> Path:
 def gradients_of(
     copies: list[list[Draft]], backward: dict[int, list[Draft]], read: Callable[[int], set[int]]
 ) -> list[dict[int, Draft]]:
-    """The gradients of each layer of a block, by the number of the copy, which become one as the layers do.
+    """The gradients of each layer of a block, by the number of the copy, the first to be computed in front.
 
-    A copy may read less than the others, as where a sum begins that goes through all of them. One copy may lack a
-    gradient, as what begins a network has none for its input.
-
-    Args:
-        copies: the layers of each copy.
-        backward: by the place of a layer, its gradients.
-        read: what a draft reads, by its place.
-
-    Returns:
-        Each with the first to be computed in front. Nothing where the copies have different gradients, or where what
-        is between them would be in a circle.
+    They become one as the layers do. None where they differ, or where what is between them would be in a circle.
     """
+    # A copy may read less than the others, as where a sum begins that goes through all of them, and one copy may lack
+    # a gradient, as what begins a network has none for its input.
     found: list[dict[int, Draft]] = []
     for layers in zip(*copies, strict=True):
         for same in zip_longest(*(backward.get(layer.at, ()) for layer in layers)):

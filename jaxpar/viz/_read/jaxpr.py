@@ -81,11 +81,7 @@ def read(
     output_names: Sequence[str],
     captured: Mapping[int, tuple[Any, Argument]] | None = None,
 ) -> Raw:
-    """The flat form of a closed jaxpr.
-
-    Nested jaxprs are written out in their place. Equations that no result needs are dropped.
-    `captured` has the arrays that the function holds, by id.
-    """
+    """The flat form of a closed jaxpr, without what no result needs. `captured` are arrays by id."""
     reader = _Reader(captured or {}, any(argument.kind == "weight" for argument in arguments))
     env: dict[Any, int] = {}
     for var, argument in zip(closed.jaxpr.invars, arguments, strict=True):
@@ -143,11 +139,7 @@ class _Reader:
             env[var] = self.constants[id(array)]
 
     def add_constant(self, aval: Any, array: Any) -> int:
-        """Add a captured array.
-
-        It is a parameter where no argument is one and it is floating. What no layer reads as its weights becomes a
-        constant again, after folding.
-        """
+        """Add a captured array, as a parameter where no argument is one, until no layer reads it as its weights."""
         floating = str(getattr(aval, "dtype", "")).startswith(("float", "bfloat", "complex"))
         _, known = self.captured.get(id(array), (None, Argument(f"captured{len(self.constants)}")))
         weight = not self.has_weights and (known.kind == "weight" or (floating and size(aval) > 1))
@@ -256,10 +248,7 @@ class _Reader:
             self.raw.eqns[max(made)].flops += cost * times
 
     def carried_value(self, value: int) -> int:
-        """What a loop reads: a view of an operand in the first pass, later what the pass before computed.
-
-        It is no constant, even if the loop begins with one. A counter is, as it is not drawn.
-        """
+        """What a pass of a loop reads. It is no constant, even if the loop begins with one. A counter is, not drawn."""
         first = self.raw.values[value]
         counts = first.shape == () and first.dtype.startswith(("int", "uint"))
         constant = not counts and self.raw.of(value).kind in ("const", "literal")

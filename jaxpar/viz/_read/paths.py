@@ -76,12 +76,7 @@ def is_store(value: object) -> bool:
 
 
 def in_store(entries: Sequence[Any], stores: Sequence[tuple[int, Any]]) -> Sequence[Any]:
-    """The entries of a path. In the values of a store they are those of the parameter, as `kv.from_params` got it.
-
-    Args:
-        entries: from the argument to the array.
-        stores: each store in the argument, after the number of entries that lead to it.
-    """
+    """The entries of a path. In the values of a store, given with its depth, they are those of the parameter."""
     for depth, store in stores:
         if len(entries) == depth + 2 and getattr(entries[depth], "name", "") == "values":
             name = dict(store.paths).get(_key(entries[depth + 1]))
@@ -142,10 +137,7 @@ def is_module(value: Any) -> bool:
 
 
 def called_method(fn: Any) -> tuple[Any, int]:
-    """The method that `Module.apply` of Flax Linen or a model of Keras runs, and how many arguments come before its.
-
-    None for another function.
-    """
+    """The method that `apply` of Flax Linen or a model of Keras runs, or None, and how many arguments come before."""
     owner, name = getattr(fn, "__self__", fn), getattr(fn, "__name__", "")
     if name == "apply" and _has_base(owner, "flax.linen.", ("Module",)):
         return owner.__call__, 1

@@ -83,10 +83,7 @@ class Raw:
         return self.places.setdefault(place(stack), len(self.places))
 
     def above(self, eqn: Eqn) -> tuple[int, ...]:
-        """Its place and those that it was called from, innermost first.
-
-        A rule of differentiation is called from the place of the equation that it differentiates.
-        """
+        """Its place and those that it was called from, innermost first. A gradient is called from its equation's."""
         if eqn.position not in self._above:
             key = place(eqn.stack)
             shorter = (self.places.get(key[:length]) for length in range(len(key), 0, -1))
@@ -198,10 +195,7 @@ def _wrapped_index(raw: Raw, eqn: Eqn) -> int | None:
 
 
 def drop_dead(raw: Raw, carried: set[int]) -> None:
-    """Drop the equations that no result needs.
-
-    What a loop carries is kept, and so are layers of which only the gradient is needed.
-    """
+    """Drop the equations that no result needs, no loop carries, and of which not even the gradient is needed."""
     live = {raw.root(value) for value in (*raw.outputs, *carried)}
     differentiated = {number for eqn in raw.eqns if eqn.backward for number in raw.above(eqn)}
     differentiated -= {eqn.position for eqn in raw.eqns if eqn.again}

@@ -135,10 +135,7 @@ def describe(stack: tuple[Frame, ...]) -> str:
 
 
 def name_stack(info: Any) -> tuple[tuple[str, ...], bool, bool, bool]:
-    """The user's scopes, and three marks of an equation.
-
-    The marks are: it is of a gradient, it was differentiated, it is computed again.
-    """
+    """The user's scopes, and whether an equation is of a gradient, was differentiated, or is computed again."""
     entries = getattr(getattr(info, "name_stack", None), "stack", ())
     names, backward, tangent, again = [], False, False, False
     for entry in entries:
