@@ -7,7 +7,6 @@ times, as in a loop over layers, what the equation reads tells which time it was
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from .._graph import BACKWARD
 from .._read.raw import Eqn, Raw
@@ -196,50 +195,29 @@ def _function(stack: tuple[Frame, ...]) -> str:
     return frame.name.rsplit(".", 1)[-1].strip("_")
 
 
-@dataclass(slots=True)
-class _Sent:
-    """Collectives of gradients, while equations are read in order."""
-
-    # those alike, none computed from another: by name, axes, scope, and how many are on the way to them
-    groups: dict[object, list[int]] = field(default_factory=dict)
-    # of each value, how many of each kind are on the way to it
-    depths: dict[int, dict[object, int]] = field(default_factory=dict)
-    # of each value, the layers whose gradients were sent on the way to it, a bit for each
-    past: dict[int, int] = field(default_factory=dict)
-    after: set[int] = field(default_factory=set)  # the equations of a layer's gradient that need what was sent of it
-
-
 def _fold_sent(cells: Cells, targets: dict[int, Cell]) -> tuple[set[int], set[int]]:
     """Make cells of what differentiation sends. Their equations, and those after what was sent of the same layer."""
-    found = _Sent()
-    for eqn in cells.raw.eqns:
-        if eqn.backward:
-            _note(cells, eqn, targets.get(eqn.id), found)
-    for eqns in found.groups.values():
+    groups: dict[object, list[int]] = {}  # those alike of which none is computed from another
+    ways: dict[int, frozenset[int]] = {}  # of each value, the collectives on the way to it
+    kinds: dict[int, tuple[object, int]] = {}  # of each collective, and how many of its kind are on the way to it
+    after: set[int] = set()
+    for eqn in (eqn for eqn in cells.raw.eqns if eqn.backward):
+        way = frozenset[int]().union(*(ways.get(cells.raw.root(value), ()) for value in eqn.ins))
+        op, target = plain_name(eqn.prim), targets.get(eqn.id)
+        if target is not None and any(targets.get(number) is target for number in way):
+            after.add(eqn.id)
+        if op in SENT and (target is None or target.op not in COLLECTIVES):
+            kind = (op, axis_names(eqn), eqn.scope)
+            depth = 1 + max((kinds[number][1] for number in way if kinds[number][0] == kind), default=0)
+            kinds[eqn.id] = kind, depth
+            groups.setdefault((kind, depth), []).append(eqn.id)
+            way |= {eqn.id}
+        if way:
+            ways |= dict.fromkeys(eqn.outs, way)
+    for eqns in groups.values():
         op, detail = label_of(cells.raw, cells.raw.eqns[eqns[0]])
         cells.new(eqns, op, f"{detail} ×{len(eqns)}" if len(eqns) > 1 else detail)
-    return {number for eqns in found.groups.values() for number in eqns}, found.after
-
-
-def _note(cells: Cells, eqn: Eqn, target: Cell | None, found: _Sent) -> None:
-    roots = [cells.raw.root(value) for value in eqn.ins]
-    known = [found.depths[root] for root in roots if root in found.depths]
-    depths = {kind: max(way.get(kind, 0) for way in known) for way in known for kind in way}
-    past = 0
-    for root in roots:
-        past |= found.past.get(root, 0)
-    bit = 1 << target.id if target is not None else 0
-    if past & bit:
-        found.after.add(eqn.id)
-    op = plain_name(eqn.prim)
-    if op in SENT and (target is None or target.op not in COLLECTIVES):
-        kind = (op, axis_names(eqn), eqn.scope)
-        found.groups.setdefault((*kind, depths.get(kind, 0)), []).append(eqn.id)
-        depths[kind] = depths.get(kind, 0) + 1
-        past |= bit
-    for out in eqn.outs:
-        found.depths |= {out: depths} if depths else {}
-        found.past |= {out: past} if past else {}
+    return set(kinds), after
 
 
 def attach_views(cells: Cells) -> None:

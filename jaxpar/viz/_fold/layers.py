@@ -9,7 +9,7 @@ from .._read.raw import Eqn
 from .._read.source import function_of
 from .cells import Cell, Cells
 from .templates import Fold
-from .terms import bias, by, divides_by, is_convex, is_scale, joined_weights, number, single, tail, takes_scale
+from .terms import bias, by, divides_by, is_convex, is_scale, joined_weights, number, single, squared, tail, takes_scale
 
 _BIASED = ("add", "Convolution", "Deconvolution", "FullyConnected", "MatMul")
 
@@ -228,13 +228,12 @@ def mean(cells: Cells, cell: Cell) -> Fold | None:
 def squared_error(cells: Cells, cell: Cell) -> Fold | None:
     """A difference, its square, and the sum or mean of that. A variance is none, nor are distances of pairs."""
     square = cells.sole_user(cell)
-    eqn = single(cells, square) if square is not None else None
-    if square is None or eqn is None or single(cells, cell) is None or len(cells.data(cell)) < 2:
+    if square is None or single(cells, square) is None or squared(cells, cells.output(square)) is None:
         return None
-    squares = eqn.prim == "square" or (eqn.prim == "integer_pow" and eqn.params["y"] == 2)
-    squares = squares or (eqn.prim == "mul" and cells.raw.root(eqn.ins[0]) == cells.raw.root(eqn.ins[1]))
+    if single(cells, cell) is None or len(cells.data(cell)) < 2:
+        return None
     rest = tail(cells, square, _REDUCTIONS)
-    if not squares or not any(part.op in _REDUCTIONS for part in rest) or _centres(cells, cell):
+    if not any(part.op in _REDUCTIONS for part in rest) or _centres(cells, cell):
         return None
     if len(cells.raw.values[cells.output(rest[-1])].shape) > 1:
         return None

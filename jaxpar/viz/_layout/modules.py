@@ -8,7 +8,7 @@ call is of which module is known from the parameters that are read in it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .._fold.cells import Cell, Cells, after_gradients
@@ -131,11 +131,8 @@ def _methods(frames: Sequence[Frame]) -> int:
     return count
 
 
-def join_scopes(layers: Sequence[Layer], is_junk: Callable[[Scope], bool]) -> list[Path]:
-    """The scope of each layer: its named scopes and regions, and its modules, as they are nested.
-
-    A named scope that `is_junk` says nothing beside the modules.
-    """
+def join_scopes(layers: Sequence[Layer]) -> list[Path]:
+    """The scope of each layer: its named scopes and regions, and its modules, as they are nested."""
     common: dict[Path, tuple[int, ...]] = {}
     for layer in layers:
         calls = tuple(frame.function for frame in layer.frames)
@@ -144,14 +141,17 @@ def join_scopes(layers: Sequence[Layer], is_junk: Callable[[Scope], bool]) -> li
             known = common.get(key, calls)
             same = next((n for n, (a, b) in enumerate(zip(known, calls, strict=False)) if a != b), None)
             common[key] = known[: min(len(known), len(calls)) if same is None else same]
-    return [_joined(layer, common, is_junk) for layer in layers]
+    return [_joined(layer, common) for layer in layers]
 
 
-def _joined(layer: Layer, common: dict[Path, tuple[int, ...]], is_junk: Callable[[Scope], bool]) -> Path:
+_KINDS = ("eqx.nn.",)  # scopes that a library names after a class, not after what its author called it
+
+
+def _joined(layer: Layer, common: dict[Path, tuple[int, ...]]) -> Path:
     found: list[Scope] = []
     modules = list(layer.modules)
     for number, (name, level) in enumerate(zip(layer.scope, layer.levels, strict=True)):
-        if is_junk(name):
+        if name.startswith(_KINDS):
             continue
         around = level if level >= 0 else len(common[layer.scope[: number + 1]])
         while modules and modules[0][0] < around:
@@ -159,9 +159,6 @@ def _joined(layer: Layer, common: dict[Path, tuple[int, ...]], is_junk: Callable
         if name.is_region or name not in [module for _, module in layer.modules]:
             found.append(name)
     return (*found, *(Scope(name) for _, name in modules))
-
-
-_KINDS = ("eqx.nn.",)  # scopes that a library names after a class, not after what its author called it
 
 
 def set_scopes(cells: Cells, by_cell: dict[int, Draft]) -> bool:
@@ -174,7 +171,7 @@ def set_scopes(cells: Cells, by_cell: dict[int, Draft]) -> bool:
     layers = [_layer(cells, cell, by_cell[cell.id], calls[cell.id]) for cell in forward]
     if not find_modules(layers):
         return False
-    for cell, scope in zip(forward, join_scopes(layers, lambda name: name.startswith(_KINDS)), strict=True):
+    for cell, scope in zip(forward, join_scopes(layers), strict=True):
         by_cell[cell.id].scope = scope
     return True
 

@@ -7,7 +7,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -52,30 +51,22 @@ def captured_arrays(fn: Any) -> dict[int, tuple[Any, Argument]]:
 
 def _held(fn: Any, depth: int) -> _Held:
     """What a function holds: in its closure, as a method, as a partial application, by the names of its module."""
-    if depth == 0 or isinstance(fn, (ModuleType, type)):
-        return
-    for name, value in _parts(fn):
+    parts: list[tuple[str, Any]] = [("model", fn)]
+    if isinstance(fn, functools.partial):
+        positional = ((f"arg{number}", value) for number, value in enumerate(fn.args))
+        parts = [("fn", fn.func), *positional, *fn.keywords.items()]
+    elif isinstance(fn, MethodType):
+        parts = [("model", fn.__self__), ("fn", fn.__func__)]
+    elif isinstance(fn, FunctionType):
+        parts = list(_names(fn))
+    elif callable(wrapped := getattr(fn, "__wrapped__", None)):
+        parts = [("model", wrapped)]
+    for name, value in parts if depth else ():
         wraps = callable(getattr(value, "__wrapped__", None))  # a jitted function, or a jitted module
         if wraps or isinstance(value, (FunctionType, MethodType, functools.partial)):
             yield from _held(value, depth - 1)
         elif not isinstance(value, (ModuleType, type)):
             yield name, value
-
-
-def _parts(fn: Any) -> _Held:
-    if isinstance(fn, functools.partial):
-        yield "fn", fn.func
-        yield from ((f"arg{number}", value) for number, value in enumerate(fn.args))
-        yield from fn.keywords.items()
-    elif isinstance(fn, MethodType):
-        yield "model", fn.__self__
-        yield "fn", fn.__func__
-    elif isinstance(fn, FunctionType):
-        yield from _names(fn)
-    elif callable(wrapped := getattr(fn, "__wrapped__", None)):
-        yield "model", wrapped
-    else:
-        yield "model", fn
 
 
 def _names(fn: FunctionType) -> _Held:
@@ -141,19 +132,31 @@ def bind(
     alone = module is not None or weights or (len(args) == 1 and not kwargs)
     roles = [_role(name, arg, at in argnums, alone) for at, (name, arg) in enumerate(zip(names, args, strict=True))]
     roles += [_role(name, arg, False, False) for name, arg in kwargs.items()]
-    given = [(_Role("model", trained=True), module), *zip(roles, (*args, *kwargs.values()), strict=True)]
-    leaves = [(role, value, list(_leaves(role, value))) for role, value in given]
-    nodes = [leaf for _, _, found in leaves for leaf in found if is_node(leaf.value)]
-    parts = [_part(bound, value, found, _known(keras, role, found)) for role, value, found in leaves]
-    make_nodes = _nodes(bound, nodes)
-    bound.arguments = _named_apart(bound.arguments)
+    leaves, arguments = list[_Leaf](), list[Argument | None]()
+    for role, value in zip([_Role("model", trained=True), *roles], [module, *args, *kwargs.values()], strict=True):
+        found, stores = list(_leaves(role, value)), _stores(value)
+        leaves += found
+        arguments += _of_keras(keras, role, found) or [_argument(bound, leaf, stores) for leaf in found]
+    nodes, count = [leaf for leaf in leaves if is_node(leaf.value)], len(leaves)
+    # All NNX objects are taken apart together, since they may share variables.
+    graphdef, state = nnx().split(tuple(node.value for node in nodes)) if nodes else (None, ())
+    holders = [replace(node.role, name=name_of(node.role.name, node.path)) for node in nodes]
+    leaves += [replace(leaf, role=holders[leaf.path[0].key], path=leaf.path[1:]) for leaf in _leaves(_Role(""), state)]
+    arguments += [_argument(bound, leaf, ()) for leaf in leaves[count:]]
+    pairs = [(leaf.value, argument) for leaf, argument in zip(leaves, arguments, strict=True) if argument is not None]
+    bound.arrays, bound.arguments = [array for array, _ in pairs], _named_apart([argument for _, argument in pairs])
+    whole = jax.tree.structure((module, args, list(kwargs.values())), is_leaf=is_node)
 
     def call(arrays: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
-        made, changes = make_nodes(arrays)
-        built, *values = (part(arrays, made) for part in parts)
+        given = iter(arrays)
+        values = [leaf.value if known is None else next(given) for leaf, known in zip(leaves, arguments, strict=True)]
+        before = jax.tree.structure(state).unflatten(values[count:])
+        made = nnx().merge(graphdef, before) if nodes else ()
+        objects = {id(node.value): one for node, one in zip(nodes, made, strict=True)}
+        built, positional, keywords = whole.unflatten([objects.get(id(value), value) for value in values[:count]])
         run = fn if module is None else method(built)
-        result = run(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-        return result, changes()
+        result = run(*positional, **dict(zip(kwargs, keywords, strict=True)))
+        return result, _changes(holders, made, before)
 
     bound.call = call
     return bound
@@ -163,43 +166,35 @@ def _is_whole(value: Any) -> bool:
     return is_node(value) or is_variable(value) or is_equinox(value)
 
 
-def _leaves(role: _Role, value: Any, around: tuple[Any, ...] = ()) -> Iterator[_Leaf]:
+def _leaves(role: _Role, value: Any) -> Iterator[_Leaf]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_whole):
         if is_variable(leaf) or is_equinox(leaf):
             for inner, array in jax.tree_util.tree_leaves_with_path(leaf):
-                yield _Leaf(role, (*around, *path, *inner), array, leaf)
+                yield _Leaf(role, (*path, *inner), array, leaf)
         else:
-            yield _Leaf(role, (*around, *path), leaf)
+            yield _Leaf(role, path, leaf)
 
 
-def _known(keras: Sequence[Any], role: _Role, leaves: Sequence[_Leaf]) -> Sequence[Argument | None]:
+def _stores(value: Any) -> list[tuple[int, Any]]:
+    """The stores of `jaxpar.kv` in an argument, after the number of entries that lead to each."""
+    found = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_store)
+    return [(len(path), store) for path, store in found if is_store(store)]
+
+
+def _of_keras(keras: Sequence[Any], role: _Role, leaves: Sequence[_Leaf]) -> Sequence[Argument]:
     """The arguments that leaves are, where they are a list of the variables of a model of Keras."""
     values = [leaf.value for leaf in leaves]
     found = (known for model in keras if (known := keras_arguments(model, role.name, values)))
     return next(found, ()) if not role.bare else ()
 
 
-_Part = Callable[[Sequence[Any], Mapping[int, Any]], Any]
-
-
-def _part(bound: Bound, value: Any, leaves: Sequence[_Leaf], known: Sequence[Argument | None] = ()) -> _Part:
-    """Note the arrays of a value. Returns how to make it of others, and of other NNX objects, by their ids."""
-    stores = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_store)
-    depths = [(len(path), store) for path, store in stores if is_store(store)]
-    places: dict[int, int] = {}  # of the leaves that are arrays, in the list of arrays
-    for number, (leaf, argument) in enumerate(zip_longest(leaves, known)):
-        argument = argument or _argument(bound, leaf, depths)
-        if argument is not None:
-            places[number] = len(bound.arrays)
-            bound.arrays.append(leaf.value)
-            bound.arguments.append(argument)
-    treedef = jax.tree.structure(value, is_leaf=is_node)
-
-    def make(arrays: Sequence[Any], nodes: Mapping[int, Any]) -> Any:
-        values = (nodes.get(id(leaf.value), leaf.value) for leaf in leaves)
-        return treedef.unflatten([arrays[places[n]] if n in places else own for n, own in enumerate(values)])
-
-    return make
+def _changes(holders: Sequence[_Role], made: Sequence[Any], before: Any) -> dict[str, Any]:
+    """The arrays in NNX objects that are others than before, by name."""
+    if not made:
+        return {}
+    old, now = {id(leaf) for leaf in jax.tree.leaves(before)}, nnx().split(tuple(made))[1]
+    new = ((path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(now) if id(leaf) not in old)
+    return {name_of(holders[first.key].name, path): leaf for (first, *path), leaf in new}
 
 
 def _argument(bound: Bound, leaf: _Leaf, stores: Sequence[tuple[int, Any]]) -> Argument | None:
@@ -223,35 +218,6 @@ def _argument(bound: Bound, leaf: _Leaf, stores: Sequence[tuple[int, Any]]) -> A
     state = weight and (role.state or is_in_state(path))
     shown = path_of(role.name, in_store(path, stores)) if weight and not flat else ()
     return Argument(name, shown, "weight" if weight else "input", state, "" if role.bare else role.name)
-
-
-_Changes = Callable[[], dict[str, Any]]
-
-
-def _nodes(bound: Bound, nodes: Sequence[_Leaf]) -> Callable[[Sequence[Any]], tuple[dict[int, Any], _Changes]]:
-    """Take all NNX objects apart together, since they may share variables.
-
-    Returns how to make them of other arrays, by the ids of the given ones, and what is changed in them, by name.
-    """
-    if not nodes:
-        return lambda arrays: ({}, dict)
-    named = [replace(node.role, name=name_of(node.role.name, node.path)) for node in nodes]
-    graphdef, state = nnx().split(tuple(node.value for node in nodes))
-    leaves = [replace(leaf, role=named[leaf.path[0].key], path=leaf.path[1:]) for leaf in _leaves(named[0], state)]
-    part = _part(bound, state, leaves)
-
-    def make(arrays: Sequence[Any]) -> tuple[dict[int, Any], _Changes]:
-        built = part(arrays, {})
-        old, made = {id(leaf) for leaf in jax.tree.leaves(built)}, nnx().merge(graphdef, built)
-
-        def changes() -> dict[str, Any]:
-            now = jax.tree_util.tree_leaves_with_path(nnx().split(tuple(made))[1])
-            new = ((path, leaf) for path, leaf in now if id(leaf) not in old)
-            return {name_of(named[first.key].name, path): leaf for (first, *path), leaf in new}
-
-        return {id(node.value): one for node, one in zip(nodes, made, strict=True)}, changes
-
-    return make
 
 
 def _refuse_iterators(fn: Callable[..., Any], args: Mapping[str, Any]) -> None:
