@@ -186,7 +186,7 @@ def _fold_run(cells: Cells, name: str, call: Call | None, run: list[Eqn]) -> Non
         cells.new([eqn.id for eqn in run], call.op, detail, major=call.op not in MINOR)
     elif not name or len(run) == 1 or (prims & (MATRIX | WINDOWS) and not prims & SOLVERS):
         for eqn in run:
-            cells.new([eqn.id], *label_of(cells.raw, eqn), major=eqn.prim in SOLVERS)
+            cells.new([eqn.id], *label_of(cells.raw, eqn), major=eqn.prim in SOLVERS or eqn.prim == "pallas_call")
     elif COLLECTIVES.intersection(map(plain_name, prims)):
         _fold_collective(cells, name.strip("_"), run)
     else:

@@ -12,6 +12,7 @@ import numpy as np
 
 from .._graph import BACKWARD
 from .._read.raw import Eqn, Raw
+from .._read.source import function_of
 from .._scopes import Path, main_prefix
 from .._searches import circles, connected, reach, readers
 
@@ -31,6 +32,7 @@ _PLAIN_NAMES = {
     "conv_general_dilated": "conv",
     "concatenate": "Concat",
     "reshape": "Flatten",
+    "pallas_call": "Pallas",
     "psum2": "psum",
     "psum_invariant": "psum",
     "all_gather_invariant": "all_gather",
@@ -256,6 +258,8 @@ def axis_names(eqn: Eqn) -> str:
 def label_of(raw: Raw, eqn: Eqn) -> tuple[str, str]:
     """The kind and the detail of an equation by itself: "pow" and "x^3", "psum" and "over data"."""
     op = plain_name(eqn.prim)
+    if op == "Pallas":
+        return op, str(eqn.params.get("name") or function_of(eqn.params["jaxpr"]).partition(" at ")[0])
     if op in SENT and (axes := axis_names(eqn)):
         return op, f"over {axes}"
     exponent = None

@@ -165,7 +165,6 @@ RULES: tuple[Rule | Pattern, ...] = (
     Rule("squared error", frozenset(("sub",)), layers.squared_error),
     Rule("cross-entropy", frozenset(("LogSoftmax", "logsumexp")), layers.cross_entropy),
     Rule("reduction of a loss", frozenset(("Loss",)), layers.reduction),
-    Rule("kernel", frozenset(("pallas_call",)), layers.pallas),
     Rule("Fourier transform", frozenset(), layers.transform),
     Rule("strided slices joined", frozenset(("Concat",)), layers.space_to_depth),
     Rule("one step", frozenset(("Flatten", "Concat", "stack")), layers.one_step),

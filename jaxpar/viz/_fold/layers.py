@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 
 from .._read.raw import Eqn
-from .._read.source import function_of
 from .cells import Cell, Cells
 from .templates import Fold
 from .terms import bias, by, divides_by, is_convex, is_scale, joined_weights, number, single, squared, tail, takes_scale
@@ -113,15 +112,6 @@ def scale(cells: Cells, cell: Cell) -> Fold | None:
     if after is not None and takes_scale(cells, after, cell):
         return Fold((cell, after), after.op, after.detail, after.major)
     return None
-
-
-def pallas(cells: Cells, cell: Cell) -> Fold | None:
-    """A Pallas kernel, by its name."""
-    eqn = single(cells, cell)
-    if eqn is None or eqn.prim != "pallas_call":
-        return None
-    name = eqn.params.get("name") or function_of(eqn.params["jaxpr"]).partition(" at ")[0]
-    return Fold((cell,), "Pallas", str(name))
 
 
 def transform(cells: Cells, cell: Cell) -> Fold | None:

@@ -23,7 +23,7 @@ from .._read.paths import Argument
 from .._read.raw import Eqn, Raw
 from .calls import CALLS, fold_calls
 from .cells import Cell, Cells
-from .terms import constant, elements, is_convex, is_fixed, is_float, loose_ends, maker, owners, readers, root
+from .terms import constant, elements, is_convex, is_fixed, loose_ends, maker, owners, readers, root
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,10 +291,11 @@ def is_elementwise(pattern: Pattern) -> bool:
 def fold_elementwise(cells: Cells, patterns: Sequence[Pattern]) -> None:
     """Make one cell of the equations that have the values of one of these patterns. The first pattern counts."""
     for cell in list(cells):
-        if cell.id not in cells.cells or cell.major or not is_float(cells, cell):
+        if cell.id not in cells.cells or cell.major:
             continue
-        found = _activation_at(cells, patterns, cells.output(cell))
-        if found is not None:
+        end = cells.output(cell)
+        is_float = cells.raw.values[end].dtype.startswith(("float", "bfloat"))
+        if is_float and (found := _activation_at(cells, patterns, end)) is not None:
             cells.fold(found.cells, found.op, found.detail, found.major)
 
 

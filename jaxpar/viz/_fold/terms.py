@@ -59,11 +59,6 @@ def constant(cells: Cells, value: int) -> complex | None:
         return None
 
 
-def is_float(cells: Cells, cell: Cell) -> bool:
-    """Whether the result of a cell is real and floating."""
-    return cells.raw.values[cells.output(cell)].dtype.startswith(("float", "bfloat"))
-
-
 def bias(cells: Cells, cell: Cell) -> tuple[Cell, ...]:
     """The addition of a parameter that follows a cell, if any. Its parts may be joined before."""
     user = cells.sole_user(cell)

@@ -108,16 +108,12 @@ class Net:
         self.substitute({draft.at: new for group, new in groups for draft in group})
 
     def substitute(self, into: dict[int, Draft]) -> None:
-        """Drop drafts for what they become, and send their edges there."""
+        """Drop drafts for what they become, and send their edges there. Loops vanish."""
         self.drafts = [draft for draft in self.drafts if into.get(draft.at, draft) is draft]
         for draft in self.drafts:
             if draft.forward is not None:
                 draft.forward = into.get(draft.forward.at, draft.forward)
-        self.redirect({at: new.at for at, new in into.items()})
-
-    def redirect(self, names: dict[int, int]) -> None:
-        """Send the ends of edges to other drafts. Loops vanish."""
-        edges: dict[tuple[int, int, int], None] = {}
+        names, edges = {at: new.at for at, new in into.items()}, dict[tuple[int, int, int], None]()
         for source, target, value in self.edges:
             source, target = names.get(source, source), names.get(target, target)
             if source != target:

@@ -153,8 +153,8 @@ class _Reader:
             inner = context.of(eqn, self.sources)
             name = eqn.primitive.name
             self.raw.count += name != "platform_index"
-            if (region := region_of(eqn, inner.stack)) is not None:
-                self.add_region(eqn, region, env, inner)
+            if name in _REGIONS:
+                self.add_region(eqn, _REGIONS[name](eqn, inner.stack), env, inner)
             elif (branch := default_branch(eqn)) is not None:
                 # As if the function had no other branch. The choice does not count.
                 self.raw.count -= 1 + count_fillers(branch.jaxpr)
@@ -261,7 +261,10 @@ class _Reader:
         context = self.in_cluster(context, Scope("cond", "region"))
         index, *args = (self.value_of(env, atom) for atom in eqn.invars)
         ins = [index]
-        for scope, branch in branches_of(eqn):
+        branches = eqn.params["branches"]
+        platforms = eqn.params.get("branches_platforms") or [(str(number),) for number in range(len(branches))]
+        for names, branch in zip(platforms, branches, strict=True):
+            scope = Scope("branch " + ", ".join(names), "region")
             ins += self.write_out(branch, args, self.in_cluster(context, scope))
         self.add_eqn(eqn, ins, (), 0, env, context)
 
@@ -299,26 +302,15 @@ class Region:
     condition: Any = None  # the jaxpr that says whether there is another pass
 
 
-def region_of(eqn: Any, stack: tuple[Frame, ...]) -> Region | None:
-    """The region that an equation is, or None. A `cond` has several branches and is none."""
-    describe = _REGIONS.get(eqn.primitive.name, lambda eqn, stack: None)
-    return describe(eqn, stack)
-
-
 def _scan(eqn: Any, stack: tuple[Frame, ...]) -> Region:
     length = eqn.params["length"]
-    first, carried = _scan_sizes(eqn.params)
+    if "num_carry" in eqn.params:
+        first, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+    else:  # jax 0.12 has them as a tree
+        first, carried = map(len, eqn.params["ft_in"].unpack()[:2])
     return Region(
         Scope("scan", "region", length), eqn.params["jaxpr"], times=length, carried=range(carried), carry_at=first
     )
-
-
-def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many it carries. Jax 0.12 has them as a tree."""
-    if "num_carry" in params:
-        return params["num_consts"], params["num_carry"]
-    constants, carried, _ = params["ft_in"].unpack()
-    return len(constants), len(carried)
 
 
 def _while(eqn: Any, stack: tuple[Frame, ...]) -> Region:
@@ -376,15 +368,6 @@ def count_fillers(jaxpr: Any) -> int:
         if empty or (eqn.invars and all(id(atom) in fillers for atom in eqn.invars)):
             fillers.update(map(id, eqn.outvars))
     return len(fillers)
-
-
-def branches_of(eqn: Any) -> list[tuple[Scope, Any]]:
-    """The scope and the jaxpr of each branch of a `cond`."""
-    branches = eqn.params["branches"]
-    platforms = eqn.params.get("branches_platforms") or [(str(number),) for number in range(len(branches))]
-    return [
-        (Scope("branch " + ", ".join(names), "region"), body) for names, body in zip(platforms, branches, strict=True)
-    ]
 
 
 def body_of(eqn: Any) -> Any:

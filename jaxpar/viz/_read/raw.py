@@ -208,17 +208,12 @@ def drop_dead(raw: Raw, carried: set[int]) -> None:
         if needed or (not eqn.backward and not eqn.view and eqn.position in differentiated):
             eqn.flops = 0 if eqn.dead else eqn.flops
             keep.append(eqn)
-    _renumber(raw, list(reversed(keep)))
-
-
-def _renumber(raw: Raw, eqns: list[Eqn]) -> None:
-    """Make these the equations, numbered from 0."""
-    order = {eqn.id: number for number, eqn in enumerate(eqns)}
+    raw.eqns = keep[::-1]
+    numbers = {eqn.id: number for number, eqn in enumerate(raw.eqns)}
     for value in raw.values:
-        value.producer = order.get(value.producer) if value.producer is not None else None
-    raw.eqns = eqns
-    for number, eqn in enumerate(eqns):
-        eqn.id = number
+        value.producer = numbers.get(value.producer) if value.producer is not None else None
+    for eqn in raw.eqns:
+        eqn.id = numbers[eqn.id]
 
 
 def mark_residuals(raw: Raw) -> None:
