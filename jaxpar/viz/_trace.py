@@ -26,8 +26,7 @@ from ._layout.net import Net
 from ._layout.repeats import collapse_repeats
 from ._options import argnums, check_dtype, check_picture, check_trace
 from ._read import jaxpr
-from ._read.bind import bind
-from ._read.paths import called_method
+from ._read.bind import bind, called_method
 from ._read.raw import Raw, mark_constant
 
 if TYPE_CHECKING:

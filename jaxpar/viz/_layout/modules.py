@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .._fold.cells import Cell, Cells, after_gradients
-from .._read.paths import RANDOM
+from .._read.bind import RANDOM
 from .._read.source import Frame
 from .._scopes import Path, Scope, common_prefix, main_prefix
 from .net import Draft, Net, name_of_weights
@@ -138,9 +138,7 @@ def join_scopes(layers: Sequence[Layer]) -> list[Path]:
         calls = tuple(frame.function for frame in layer.frames)
         for length in range(1, len(layer.scope) + 1):
             key = layer.scope[:length]
-            known = common.get(key, calls)
-            same = next((n for n, (a, b) in enumerate(zip(known, calls, strict=False)) if a != b), None)
-            common[key] = known[: min(len(known), len(calls)) if same is None else same]
+            common[key] = common_prefix([common.get(key, calls), calls])
     return [_joined(layer, common) for layer in layers]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from .._graph import BACKWARD, Sizes
-from .._read.paths import RANDOM
+from .._read.bind import RANDOM
 from .._read.raw import Raw
 from .._scopes import Path, Scope, common_prefix
 

@@ -13,8 +13,8 @@ import jax
 import jax.extend.core as jex
 
 from .._scopes import Path, Scope
+from .bind import Argument
 from .costs import body_cost, dtype_name, flops, nbytes, size
-from .paths import Argument
 from .raw import Eqn, Raw, Value, drop_dead, mark_residuals, mark_view
 from .source import Frame, Sources, function_of, is_jax_function, name_stack, short_path
 
