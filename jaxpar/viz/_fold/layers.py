@@ -134,22 +134,13 @@ def attention(cells: Cells, cell: Cell) -> Fold | None:
     below, mixed = _chain(cells, cell, up=False)
     if scores is None or mixed is None or _reads_weights(cells, scores) or _reads_weights(cells, mixed):
         return None
-    found = {part.id: part for part in (scores, *above, cell, *below, mixed)}
-    for part in tuple(found.values()):
-        _add_feeders(cells, part, found)
-    parts = tuple(found.values())
-    if not is_convex(cells, [eqn for part in parts for eqn in cells.eqns(part) if not eqn.view]):
-        parts = (scores, *above, cell, *below, mixed)
-    return Fold(parts, "Attention")
+    return Fold(_with_feeders(cells, (scores, *above, cell, *below, mixed)), "Attention")
 
 
 def cache(cells: Cells, cell: Cell) -> Fold | None:
     """The caches, repeated heads and masks that only a known attention function reads."""
-    found = {cell.id: cell}
-    _add_feeders(cells, cell, found)
-    parts = tuple(found.values())
-    convex = is_convex(cells, [eqn for part in parts for eqn in cells.eqns(part) if not eqn.view])
-    return Fold(parts, cell.op, cell.detail) if len(parts) > 1 and convex else None
+    parts = _with_feeders(cells, (cell,))
+    return Fold(parts, cell.op, cell.detail) if len(parts) > 1 else None
 
 
 def _chain(cells: Cells, cell: Cell, *, up: bool) -> tuple[list[Cell], Cell | None]:
@@ -186,8 +177,16 @@ def _reads_weights(cells: Cells, cell: Cell) -> bool:
     )
 
 
+def _with_feeders(cells: Cells, parts: tuple[Cell, ...]) -> tuple[Cell, ...]:
+    """These cells and what only they read: updated caches, repeated heads, compared masks."""
+    found = {part.id: part for part in parts}
+    for part in parts:
+        _add_feeders(cells, part, found)
+    eqns = [eqn for part in found.values() for eqn in cells.steps(part)]
+    return tuple(found.values()) if is_convex(cells, eqns) else parts
+
+
 def _add_feeders(cells: Cells, part: Cell, found: dict[int, Cell]) -> None:
-    """Add what only these cells read: caches that are updated, heads that are repeated, masks that are compared."""
     for before in cells.sources(part):
         if before.id in found or before.major:
             continue

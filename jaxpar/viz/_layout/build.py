@@ -102,9 +102,8 @@ def _bytes_read(raw: Raw, eqns: list[Eqn], *, converted: bool) -> int:
     for eqn in [eqn for eqn in eqns if not eqn.view] or eqns:
         for value, shape in zip(eqn.ins, eqn.in_shapes, strict=False):
             root = raw.root(value)
-            if (
-                root not in inside and raw.values[root].kind != "literal"
-            ):  # a slice or a device's share is smaller than the whole array, a broadcast larger
+            if root not in inside and raw.values[root].kind != "literal":
+                # A slice or a device's share is smaller than the whole array, a broadcast larger.
                 whole = raw.values[value if converted else root]
                 share = whole.bytes * math.prod(shape) // max(1, math.prod(whole.shape))
                 reads[root] = max(reads.get(root, 0), min(share, whole.bytes))

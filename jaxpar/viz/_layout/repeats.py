@@ -296,13 +296,9 @@ def gradients_of(
             there = [(copy, gradient) for copy, gradient in enumerate(same) if gradient is not None]
             found.append(dict(sorted(there, key=lambda each: each[1].at)))
     few = any(len(same) < max(2, len(copies) - 1) for same in found)
-    alike = all(len({_kind(gradient) for gradient in same.values()}) == 1 for same in found)
+    alike = all(len({(one.op, one.detail, one.repeat) for one in same.values()}) == 1 for same in found)
     in_place = all(g.forward is not None and g.scope == g.forward.scope for same in found for g in same.values())
     return found if alike and in_place and not few and _is_in_order(found, read) else []
-
-
-def _kind(gradient: Draft) -> tuple[str, str, int]:
-    return gradient.op, gradient.detail, gradient.repeat
 
 
 def _is_in_order(found: list[dict[int, Draft]], read: Callable[[int], set[int]]) -> bool:
