@@ -322,13 +322,12 @@ def bind(
     def call(arrays: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
         given = iter(arrays)
         values = [leaf.value if known is None else next(given) for leaf, known in zip(leaves, arguments, strict=True)]
-        before = jax.tree.structure(state).unflatten(values[count:])
-        made = nnx().merge(graphdef, before) if nodes else ()
+        made = nnx().merge(graphdef, jax.tree.structure(state).unflatten(values[count:])) if nodes else ()
         objects = {id(node.value): one for node, one in zip(nodes, made, strict=True)}
         built, positional, keywords = whole.unflatten([objects.get(id(value), value) for value in values[:count]])
         run = fn if module is None else method(built)
         result = run(*positional, **dict(zip(kwargs, keywords, strict=True)))
-        return result, _changes(holders, made, before)
+        return result, _changes(holders, made, set(map(id, values[count:])))
 
     bound.call = call
     return bound
@@ -360,11 +359,11 @@ def _of_keras(keras: Sequence[Any], role: _Role, leaves: Sequence[_Leaf]) -> Seq
     return next(found, ()) if not role.bare else ()
 
 
-def _changes(holders: Sequence[_Role], made: Sequence[Any], before: Any) -> dict[str, Any]:
-    """The arrays in NNX objects that are others than before, by name."""
+def _changes(holders: Sequence[_Role], made: Sequence[Any], old: Set[int]) -> dict[str, Any]:
+    """The arrays in NNX objects that are others than before, of which the ids are given, by name."""
     if not made:
         return {}
-    old, now = {id(leaf) for leaf in jax.tree.leaves(before)}, nnx().split(tuple(made))[1]
+    now = nnx().split(tuple(made))[1]
     new = ((path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(now) if id(leaf) not in old)
     return {name_of(holders[first.key].name, path): leaf for (first, *path), leaf in new}
 
