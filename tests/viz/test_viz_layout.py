@@ -447,8 +447,8 @@ def test_a_net_and_its_copy_change_apart():
 
 def test_all_repeats_of_a_pass_change_the_edges_once(monkeypatch):
     """Forty stages of other sizes, each of four equal layers."""
-    calls, redirect = [], Net.redirect
-    monkeypatch.setattr(Net, "redirect", lambda net, names: calls.append(len(names)) or redirect(net, names))
+    calls, substitute = [], Net.substitute
+    monkeypatch.setattr(Net, "substitute", lambda net, into: calls.append(len(into)) or substitute(net, into))
     weights = [m.Spec((size, size), m.f32) for size in range(3, 43)]
 
     def stages(weights, x):

@@ -338,31 +338,20 @@ def add_parts(net: Net, most: int = MOST) -> None:
     forward = [draft for draft in net.layers if draft.forward is None and not draft.op.endswith(BACKWARD)]
     sources, inserts = net.sources(), _Inserts()
     _add_in_scope(net, sources, forward, (), most, inserts)
-    first, renamed = _first_inside(net), dict[Path, Path]()
-    for path in net.repeats:
-        inside = first.get(path)
-        renamed[path] = _inserted(path, _of(inserts, inside), len(path) - 1) if inside is not None else path
-    net.repeats = {renamed[path]: count for path, count in net.repeats.items()}
+    renamed: dict[Path, Path] = {}
     for draft in net.drafts:
-        draft.scope = _inserted(draft.scope, _of(inserts, draft), len(draft.scope))
-
-
-def _first_inside(net: Net) -> dict[Path, Draft]:
-    """The first draft of each scope, at any depth."""
-    found: dict[Path, Draft] = {}
-    for draft in net.drafts:
-        for length in range(len(draft.scope) + 1):
-            found.setdefault(draft.scope[:length], draft)
-    return found
-
-
-def _of(inserts: _Inserts, draft: Draft) -> list[tuple[int, Path]]:
-    return inserts.get(draft.layer.at, [])
+        parts = sorted(inserts.get(draft.layer.at, ()), reverse=True)
+        for length in range(1, len(draft.scope) + 1):
+            path = draft.scope[:length]
+            if path in net.repeats and path not in renamed:
+                renamed[path] = _inserted(path, parts, length - 1)
+        draft.scope = _inserted(draft.scope, parts, len(draft.scope))
+    net.repeats = {renamed.get(path, path): count for path, count in net.repeats.items()}
 
 
 def _inserted(scope: Path, inserts: list[tuple[int, Path]], deepest: int) -> Path:
-    """A scope with parts in it, as far as `deepest`."""
-    for depth, path in sorted(inserts, reverse=True):
+    """A scope with parts in it, the deepest first, as far as `deepest`."""
+    for depth, path in inserts:
         if depth <= deepest:
             scope = (*scope[:depth], *path, *scope[depth:])
     return scope

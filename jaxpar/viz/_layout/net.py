@@ -224,28 +224,21 @@ def _counted(kind: str, number: int) -> str:
 
 
 def shared_name(names: Sequence[str]) -> str:
-    """What all names begin with, and their numbers where nothing else follows. Empty for nothing.
+    """What all names begin with, up to whole words, and their numbers where nothing else follows. Empty for nothing.
 
     >>> shared_name(["conv2_block1_conv", "conv2_block1_norm"]), shared_name(["c3_1", "c3_2"]), shared_name(["0", "1"])
     ('conv2_block1', 'c3_1-2', '')
+    >>> shared_name(["conv2_block1_conv", "conv2_block12_conv"]), shared_name(["conv", "corr"])
+    ('conv2_block1-12', '')
     """
     if len(set(names)) < 2:
         return names[0] if names else ""
-    prefix = _common_start(names)
+    prefix = "".join(common_prefix(tuple(_WORDS.findall(name)) for name in names))
     numbers = [number.group() for name in names if (number := re.match(r"\d+", name[len(prefix) :])) is not None]
     if not prefix or len(numbers) < len(names):
         return prefix.rstrip("_-. ")
     found = sorted(map(int, numbers))
     return f"{prefix}{found[0]}" + (f"-{found[-1]}" if found[0] < found[-1] else "")
-
-
-def _common_start(keys: Sequence[str]) -> str:
-    """What all of these begin with, up to the end of a word or the beginning of a number.
-
-    >>> _common_start(["conv2_block1", "conv2_block12"]), _common_start(["conv", "corr"])
-    ('conv2_block', '')
-    """
-    return "".join(common_prefix(tuple(_WORDS.findall(key)) for key in keys))
 
 
 def name_copies(scopes: Sequence[Scope], beside: Iterable[Scope]) -> Scope:
