@@ -21,8 +21,7 @@ from ._fold.templates import Pattern, Rule
 from ._graph import Graph
 from ._layout.build import build, demote_constants, join_arguments, mark_state, set_sizes
 from ._layout.collapse import add_parts, collapse_scopes, limit_nodes
-from ._layout.graph import to_graph
-from ._layout.net import Net
+from ._layout.net import Net, to_graph
 from ._layout.repeats import collapse_repeats
 from ._options import argnums, check_dtype, check_picture, check_trace
 from ._read import jaxpr

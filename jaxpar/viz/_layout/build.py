@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Container
 
 from ..._core.text import plural
 from .._fold.calls import OPTIMIZERS, updates
 from .._fold.cells import SENT, Cell, Cells, plain_name, sources_of
 from .._graph import BACKWARD, Sizes, human
-from .._read.raw import Eqn, Raw, Value
+from .._read.raw import Eqn, Raw
 from .._read.source import describe
 from .._searches import order, reach
 from .modules import fill_modules, number_calls, set_paths, set_scopes
@@ -177,15 +176,6 @@ def _join(name: str, group: list[Draft]) -> Draft:
     outputs = [output for draft in group for output in draft.outputs]
     values = [draft.value for draft in group]
     return Draft(first.at, "input", f"{len(group)} arrays", first.value, name=name, outputs=outputs, leaves=values)
-
-
-def leaf_of(value: Value) -> str:
-    """The path of a leaf in its argument, for people.
-
-    >>> leaf_of(Value((), "int32", 4, "input", "batch['image'].data[0]", group="batch"))
-    'image.data[0]'
-    """
-    return re.sub(r"\['([^']*)'\]", r".\1", value.name.removeprefix(value.argument)).lstrip(".")
 
 
 _NORMS = frozenset(("BatchNorm", "InstanceNorm", "Normalization", "GroupNorm", "LayerNorm", "RMSNorm"))

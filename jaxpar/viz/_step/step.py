@@ -16,8 +16,7 @@ from .._draw.style import Options
 from .._fold.calls import Call
 from .._fold.templates import Pattern, Rule
 from .._graph import Graph
-from .._layout.graph import to_graph
-from .._layout.net import Net, name_drafts
+from .._layout.net import Net, name_drafts, to_graph
 from .._options import check_picture, check_trace
 from .._program.hlo import Program, parse
 from .._program.memory import Memory, memory_of
