@@ -2,6 +2,7 @@
 
 import graphlib
 import io
+import itertools
 import re
 import xml.etree.ElementTree as ET
 from functools import partial
@@ -443,6 +444,27 @@ def test_a_net_and_its_copy_change_apart():
     close(made, 0, 3)
     assert len(made.layers) <= 3 < len(net.layers)
     assert all(draft.forward in (None, *net.drafts) for draft in net.drafts)
+
+
+def test_a_network_without_names_is_cut_between_its_blocks():
+    """An activation where branches meet ends its block. A mask that all blocks read is no way into them."""
+
+    def residual(weights, x, mask):
+        for a, b in weights:
+            x = jnp.tanh(x + jnp.sin(x @ a) @ b)
+        return x
+
+    def masked(weights, x, mask):
+        mask = mask > 0
+        for a, b in weights:
+            x = x + jnp.where(mask, jnp.sin(x @ a), 0) @ b
+        return x
+
+    weights = [(m.Spec((4, 4), m.f32), m.Spec((4, 4), m.f32)) for _ in range(12)]
+    for fn, last in ((residual, "Activation"), (masked, "add")):
+        net = all_layers(read(fn, weights, m.Spec((2, 4), m.f32), m.Spec((2, 4), m.f32)), False, ())
+        parts = itertools.groupby(whole_of(net).layers, lambda node: node.scope[:1])
+        assert {list(part)[-1].op for _, part in parts} == {last}
 
 
 def test_all_repeats_of_a_pass_change_the_edges_once(monkeypatch):

@@ -300,7 +300,7 @@ _DEEPEST = 12  # calls around a step, below which functions stay as they are
 
 
 def fold_helpers(cells: Cells) -> None:
-    """Make one cell of each function call that has only small steps."""
+    """Make one cell of each function call that has only small steps, and one of calls that each handle a leaf."""
     deepest = max((len(own_stack(cells, cell)) for cell in cells), default=0)
     for depth in range(1, min(deepest, _DEEPEST)):
 
@@ -311,8 +311,10 @@ def fold_helpers(cells: Cells) -> None:
             return _place(stack, depth)
 
         for _, run in runs((cell for cell in cells if not cells.is_backward(cell)), call):
-            small = not any(cell.major or cell.op in COLLECTIVES for cell in run)
-            for part in _split_calls(cells, run, depth) if small else ():
+            if any(cell.major or cell.op in COLLECTIVES for cell in run):
+                continue
+            parts = _equal_parts(cells, run) or _returns(cells, run, depth)
+            for part in [run] if len(parts) > 1 and _is_of_leaves(cells, parts) else parts:
                 if len(part) > 1 and sum(len(cell.eqns) for cell in part) >= 3:
                     cells.fold(part, _helper_name(own_stack(cells, part[0])[depth]))
 
@@ -373,12 +375,6 @@ def _ids(part: Iterable[Cell]) -> set[int]:
     return {cell.id for cell in part}
 
 
-def _split_calls(cells: Cells, run: list[Cell], depth: int) -> list[list[Cell]]:
-    """The calls of one function. Those that each handle a leaf of a tree are one."""
-    parts = _equal_parts(cells, run) or _returns(cells, run, depth)
-    return [run] if len(parts) > 1 and _is_of_leaves(cells, parts) else parts
-
-
 def _equal_parts(cells: Cells, run: list[Cell]) -> list[list[Cell]]:
     """The run as the largest number of equal sequences of steps. Empty where it is none."""
     steps = [(cells.raw.eqns[cell.eqns[0]].position, cell.op) for cell in run]
@@ -421,7 +417,9 @@ def _is_of_leaves(cells: Cells, parts: list[list[Cell]]) -> bool:
     others = [arrays for arrays in own if arrays.isdisjoint(cells.after_gradient)]
     if 2 * len(others) < len(own):
         return True
-    return all(others) and not any(_layer_reads(cells, arrays) for arrays in others) and not _joins(cells, parts)
+    made = [cell for arrays in others for root in arrays if (cell := cells.producer(root)) is not None]
+    of_layers = any(cell.major and cell.op not in OPTIMIZERS for cell in made)
+    return all(others) and not of_layers and not _joins(cells, parts)
 
 
 def _reads_another(cells: Cells, parts: list[list[Cell]]) -> bool:
@@ -436,12 +434,6 @@ def _arrays(cells: Cells, part: list[Cell]) -> set[int]:
     made = {out for cell in part for eqn in cells.eqns(cell) for out in eqn.outs}
     roots = {root for cell in part for root in cells.inputs(cell)} - made
     return {root for root in roots if math.prod(cells.raw.values[root].shape) != 1 or cells.producer(root) is None}
-
-
-def _layer_reads(cells: Cells, roots: set[int]) -> bool:
-    """Whether one of these values is of a layer. An optimizer is none."""
-    made = (cells.producer(root) for root in roots)
-    return any(cell is not None and cell.major and cell.op not in OPTIMIZERS for cell in made)
 
 
 def _joins(cells: Cells, parts: list[list[Cell]]) -> bool:

@@ -221,19 +221,13 @@ def squared_error(cells: Cells, cell: Cell) -> Fold | None:
         return None
     if single(cells, cell) is None or len(cells.data(cell)) < 2:
         return None
+    means = [value for below in cells.sources(cell) if below.op in _MEANS for value in cells.data(below)]
     rest = tail(cells, square, _REDUCTIONS)
-    if not any(part.op in _REDUCTIONS for part in rest) or _centres(cells, cell):
+    if not any(part.op in _REDUCTIONS for part in rest) or set(means) & set(cells.data(cell)):
         return None
     if len(cells.raw.values[cells.output(rest[-1])].shape) > 1:
         return None
     return Fold((cell, square, *rest), "Loss", "squared error")
-
-
-def _centres(cells: Cells, cell: Cell) -> bool:
-    """Whether a difference is that of a value and its own mean."""
-    operands = cells.data(cell)
-    means = (below for below in cells.sources(cell) if below.op in _MEANS)
-    return any(value in operands for below in means for value in cells.data(below))
 
 
 def cross_entropy(cells: Cells, cell: Cell) -> Fold | None:

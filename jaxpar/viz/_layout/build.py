@@ -17,7 +17,7 @@ from .net import Draft, Net
 
 
 def build(cells: Cells) -> Net:
-    """The net of all cells and inputs. Parameters are lists on the drafts that read them."""
+    """The net of all cells and inputs that something reads. Parameters are lists on the drafts that read them."""
     raw = cells.raw
     drafts, by_cell = list[Draft](), dict[int, Draft]()
     inputs = {n: value for n, value in enumerate(raw.values) if value.kind == "input"}
@@ -50,7 +50,10 @@ def build(cells: Cells) -> Net:
     for draft in drafts:
         if draft.forward is not None and not any(part.is_region for part in draft.scope):
             draft.scope = draft.forward.scope
-    _drop_unused(net)
+    used = {end for source, target, _ in net.edges for end in (source, target)}
+    net.drafts = [draft for draft in drafts if draft.at in used or draft.outputs or draft.flops]
+    drawn = {draft.at for draft in net.drafts}
+    net.carries = {ends: None for ends in net.carries if drawn.issuperset(ends[:2])}
     set_paths(net)
     return net
 
@@ -107,14 +110,6 @@ def _bytes_read(raw: Raw, eqns: list[Eqn], *, converted: bool) -> int:
                 share = whole.bytes * math.prod(shape) // max(1, math.prod(whole.shape))
                 reads[root] = max(reads.get(root, 0), min(share, whole.bytes))
     return sum(reads.values())
-
-
-def _drop_unused(net: Net) -> None:
-    """Drop arguments that nothing reads, and layers without edges that cost nothing."""
-    used = {end for source, target, _ in net.edges for end in (source, target)}
-    net.drafts = [d for d in net.drafts if d.at in used or d.outputs or d.flops]
-    drawn = {draft.at for draft in net.drafts}
-    net.carries = {ends: None for ends in net.carries if drawn.issuperset(ends[:2])}
 
 
 _Edges = dict[tuple[int, int, int], None]

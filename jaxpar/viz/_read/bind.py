@@ -306,7 +306,9 @@ def bind(
     roles += [_role(name, arg, False, False) for name, arg in kwargs.items()]
     leaves, arguments = list[_Leaf](), list[Argument | None]()
     for role, value in zip([_Role("model", trained=True), *roles], [module, *args, *kwargs.values()], strict=True):
-        found, stores = list(_leaves(role, value)), _stores(value)
+        found = list(_leaves(role, value))
+        whole = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_store)
+        stores = [(len(path), store) for path, store in whole if is_store(store)]
         leaves += found
         arguments += _of_keras(keras, role, found) or [_argument(bound, leaf, stores) for leaf in found]
     nodes, count = [leaf for leaf in leaves if is_node(leaf.value)], len(leaves)
@@ -317,14 +319,14 @@ def bind(
     arguments += [_argument(bound, leaf, ()) for leaf in leaves[count:]]
     pairs = [(leaf.value, argument) for leaf, argument in zip(leaves, arguments, strict=True) if argument is not None]
     bound.arrays, bound.arguments = [array for array, _ in pairs], _named_apart([argument for _, argument in pairs])
-    whole = jax.tree.structure((module, args, list(kwargs.values())), is_leaf=is_node)
+    structure = jax.tree.structure((module, args, list(kwargs.values())), is_leaf=is_node)
 
     def call(arrays: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
         given = iter(arrays)
         values = [leaf.value if known is None else next(given) for leaf, known in zip(leaves, arguments, strict=True)]
         made = nnx().merge(graphdef, jax.tree.structure(state).unflatten(values[count:])) if nodes else ()
         objects = {id(node.value): one for node, one in zip(nodes, made, strict=True)}
-        built, positional, keywords = whole.unflatten([objects.get(id(value), value) for value in values[:count]])
+        built, positional, keywords = structure.unflatten([objects.get(id(value), value) for value in values[:count]])
         run = fn if module is None else method(built)
         result = run(*positional, **dict(zip(kwargs, keywords, strict=True)))
         return result, _changes(holders, made, set(map(id, values[count:])))
@@ -344,12 +346,6 @@ def _leaves(role: _Role, value: Any) -> Iterator[_Leaf]:
                 yield _Leaf(role, (*path, *inner), array, leaf)
         else:
             yield _Leaf(role, path, leaf)
-
-
-def _stores(value: Any) -> list[tuple[int, Any]]:
-    """The stores of `jaxpar.kv` in an argument, after the number of entries that lead to each."""
-    found = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_store)
-    return [(len(path), store) for path, store in found if is_store(store)]
 
 
 def _of_keras(keras: Sequence[Any], role: _Role, leaves: Sequence[_Leaf]) -> Sequence[Argument]:
