@@ -16,7 +16,7 @@ from .terms import elements, is_convex, is_fixed, loose_ends, maker, number, own
 
 _ROOTS = ("rsqrt", "sqrt", "pow")
 _STEPS = frozenset("add sub max div mul neg abs real conj select_n square integer_pow exp reduce_sum".split())
-_DEEPEST = 12  # steps from a statistic to the source
+_MOST, _DEEPEST = 24, 12  # steps of a statistic, and between it and its source
 _Eqns = dict[int, Eqn]
 
 
@@ -59,18 +59,18 @@ def _statistic(cells: Cells, eqn: Eqn) -> _Norm | None:
     """What is above a root: a mean of squares, or one stored array. None for something else."""
     if eqn.prim == "pow" and number(cells, eqn.ins[1]) not in (0.5, -0.5):
         return None
-    sums, given, todo = list[Eqn](), set[int](), [eqn.ins[0]]
-    while todo and len(sums) < _DEEPEST:
+    sums, given, seen, todo = list[Eqn](), set[int](), set[int](), [eqn.ins[0]]
+    while todo:
         value = todo.pop()
         part = maker(cells, value)
         if part is None and not is_fixed(cells, value):
             given.add(root(cells, value))
-        elif part is not None and part.prim == "reduce_sum":
-            sums.append(part)
-        elif part is not None and part.prim in _STEPS:
-            todo += part.ins
-        elif part is not None:
-            return None
+        elif part is not None and part.id not in seen:
+            seen.add(part.id)
+            if part.prim not in _STEPS or len(seen) > _MOST:
+                return None
+            sums += [part] if part.prim == "reduce_sum" else []
+            todo += part.ins if part.prim != "reduce_sum" else ()
     squares = next((part for part in sums if squared(cells, part.ins[0]) is not None), None)
     if (squares is None and (sums or len(given) != 1)) or (squares is not None and given):
         return None
