@@ -23,8 +23,7 @@ from .._core.calls import answers, takes
 from .._devices import processes
 from .._devices.mesh import STORE_AXIS
 from .._devices.virtual_shards import pad_rows
-from ._batches import Subset, epochs_from, rows_of_parts
-from ._dataset import Dataset
+from ._batches import Dataset, Subset, epochs_from, rows_of_parts
 from ._sharding import as_batch, batch_struct, check_virtual_shards, path_name, placed_batch, share_sharding, split_of
 
 _WHERE = "data.from_iterable"
@@ -124,8 +123,8 @@ class IterableSource:
         check_virtual_shards(batch_size, virtual_shards, _WHERE)
         share, steps = self._shares(batch_size)
         split = split_of(devices, STORE_AXIS, sharding, virtual_shards, _WHERE)
-        padding = 0 if split is None else split.rows(batch_size) - batch_size
-        if padding and split is not None and processes.count() > 1:
+        padding = split.rows(batch_size) - batch_size
+        if padding and processes.count() > 1:
             raise ValueError(
                 f"{_WHERE}: each of {processes.count()} processes reads an equal share of a batch, and the "
                 f"{virtual_shards} virtual shards of the step cannot be shared equally by {split.parts} devices; use a "

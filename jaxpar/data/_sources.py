@@ -18,8 +18,7 @@ from .._core.calls import answers
 from .._devices import processes
 from .._devices.user_mesh import each_in_user_mesh
 from . import _batches
-from ._batches import rows_of_parts
-from ._dataset import Dataset
+from ._batches import Dataset, rows_of_parts
 from ._iterable import IterableSource, as_array, as_arrays, from_iterable
 from ._sharding import as_batch, batch_struct, path_name, placed_batch
 
@@ -379,10 +378,8 @@ def usual_batch_size(asked: int | None, source: Any) -> int:
     """The size of a batch. Where none is asked for, that of the batches or of the source, otherwise 32."""
     if asked is not None:
         return asked
-    if isinstance(source, ArraySource):
-        return getattr(source, "batch_size", 32)
     if not isinstance(source, IterableSource):
-        return 32
+        return getattr(source, "batch_size", 32) if isinstance(source, ArraySource) else 32
     size: Any = getattr(source.source, "batch_size", None)
     if not checks.is_int(size):
         first = source.first_batch()
@@ -394,12 +391,9 @@ def usual_batch_size(asked: int | None, source: Any) -> int:
 
 def place_in(source: Any) -> list[Any] | None:
     """The positions of all processes in a source with `get_state`, as JSON for a checkpoint, or None."""
-    own = source.get_state() if hasattr(source, "get_state") else None
-    if processes.count() == 1:
-        return None if own is None else [own]
     if not hasattr(source, "get_state"):
         return None
-    states = [json.loads(text) for text in processes.exchange(json.dumps(own))]
+    states = [json.loads(text) for text in processes.exchange(json.dumps(source.get_state()))]
     return None if None in states else states
 
 

@@ -61,7 +61,6 @@ EDGE = [
     "__main__",
     "data",
     "checkpoint",
-    "mxnet._images",
     "mxnet._params",
     "mxnet._records",
     "mxnet._symbol",
