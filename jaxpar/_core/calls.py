@@ -55,15 +55,20 @@ _WORDS: dict[Any, str] = {
 }
 
 
-def answers(where: str, hints: Mapping[str, str] = _NONE, many: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+def answers(
+    where: str, hints: Mapping[str, str] = _NONE, many: str = "", renamed: Mapping[str, str] = _NONE
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator for functions whose calls with wrong arguments are answered in words, which begin with `where`.
 
     `hints`: what to do instead of an argument that is not there, by its name. `many`: instead of too many by position.
+    `renamed`: the new names of arguments by their old ones, which work and warn.
     """
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(fn)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            if renamed:
+                _use_new_names(where, renamed, kwargs)
             try:
                 if not _is_guarded():
                     return fn(*args, **kwargs)
@@ -90,24 +95,13 @@ def answers_class(where: str) -> Callable[[C], C]:
     return decorate
 
 
-def renamed(where: str, **names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator for functions whose arguments have new names. A call with an old one warns and says the new one."""
-
-    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(fn)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            given: dict[str, Any] = kwargs  # pyright: ignore[reportAssignmentType]
-            for old in names.keys() & given.keys():
-                new = names[old]
-                if new in given:
-                    raise TypeError(f"{where}: {old}= is now called {new}=; give only {new}=")
-                warnings.warn(f"{where}: {old}= is now called {new}=", DeprecationWarning, stacklevel=2)
-                given[new] = given.pop(old)
-            return fn(*args, **kwargs)
-
-        return call
-
-    return decorate
+def _use_new_names(where: str, names: Mapping[str, str], given: Any) -> None:
+    """Give the keywords of a call their new names. An old one warns, at the line of the caller."""
+    for old in names.keys() & given.keys():
+        if (new := names[old]) in given:
+            raise TypeError(f"{where}: {old}= is now called {new}=; give only {new}=")
+        warnings.warn(f"{where}: {old}= is now called {new}=", DeprecationWarning, stacklevel=3)
+        given[new] = given.pop(old)
 
 
 def _is_guarded() -> bool:

@@ -74,16 +74,12 @@ def load(
     choice(source, "data.load", "source", _SOURCES)
     folder = as_path(data_dir, "data.load: data_dir").expanduser() if data_dir is not None else default_data_dir()
     found, idx_files = _find(name, folder, source)
-    prepared = found == "prepared" or prepared_dir(name, folder) is not None
-    if idx_files is not None:
-        for file in OFFICIAL:
-            official_bytes(idx_files / file)
-    elif found == "download" and (url := download_url(name)):
-        try:
-            check_reachable(url)
-        except ConnectionError as error:
-            raise ConnectionError(f"{error}. {_advice(name)}") from None
-    if not prepared:
+    if found != "prepared" and prepared_dir(name, folder) is None:
+        if found == "download" and (url := download_url(name)):
+            try:
+                check_reachable(url)
+            except ConnectionError as error:
+                raise ConnectionError(f"{error}. {_advice(name)}") from None
         prepare(name, folder, idx_files)
     dataset = Dataset(*read(name, split, folder), source=found, name=name, part=split)
     if verbose:

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from ..._core import checks
-from ..._core.calls import answers, check_takes, renamed
+from ..._core.calls import answers, check_takes
 from ..._core.recent import Recent
 from ..._devices import processes
 from ..._devices.emulated import can_hang, wait_before_collectives
@@ -35,8 +35,7 @@ def evaluate(
 ) -> dict[str, float]: ...
 @overload
 def evaluate(state_or_params: Any, *, data: Any, eval_fn: EvalFn, batch_size: int = ...) -> dict[str, Any]: ...
-@renamed("evaluate", source="data", dataset="data")
-@answers("evaluate")
+@answers("evaluate", renamed={"source": "data", "dataset": "data"})
 def evaluate(
     state_or_params: Any,
     apply_fn: Callable[..., jax.Array] | None = None,

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from ..._core import checks
-from ..._core.calls import answers, renamed
+from ..._core.calls import answers
 from ..._core.recent import Recent
 from ..._core.text import Table
 from ..._devices import processes
@@ -30,8 +30,7 @@ _NUMBERED = 25  # classes up to which the cells hold their counts
 _COLUMNS = 5
 
 
-@renamed("predict", source="data")
-@answers("predict")
+@answers("predict", renamed={"source": "data"})
 def predict(state_or_params: Any, apply_fn: ApplyFn, data: Any, *, batch_size: int = 256) -> Any:
     """The outputs of a model for every example, in order.
 
@@ -98,8 +97,7 @@ class Mistakes:
         return Table(repr(self), ("index", "predicted", "label", "probability"), rows, _MOST, "right")._repr_html_()
 
 
-@renamed("confusion_matrix", dataset="data")
-@answers("confusion_matrix")
+@answers("confusion_matrix", renamed={"dataset": "data"})
 @on_own_mesh
 def confusion_matrix(state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, batch_size: int = 256) -> np.ndarray:
     """Count the examples of each class by predicted class.
@@ -127,8 +125,7 @@ def confusion_matrix(state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, 
     return matrix
 
 
-@renamed("mistakes", dataset="data")
-@answers("mistakes")
+@answers("mistakes", renamed={"dataset": "data"})
 @on_own_mesh
 def mistakes(
     state_or_params: Any,
@@ -285,8 +282,7 @@ def plot_confusion_matrix(
     return save_figure(figure, path)
 
 
-@renamed("plot_mistakes", dataset="data")
-@answers("plot_mistakes")
+@answers("plot_mistakes", renamed={"dataset": "data"})
 @readable()
 def plot_mistakes(
     mistakes: Mistakes,
