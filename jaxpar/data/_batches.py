@@ -240,8 +240,9 @@ def dataset_batches(
     plan = plan_batches(len(dataset), batch_size, "data.batches", **options)
     dtype = None if dtype is None else np.dtype(dtype)
     if has_room(dataset, plan.split) if resident is None else resident:
-        return each_in_user_mesh(_one_by_one(from_devices(dataset, *plan, dtype), plan.split))
-    return each_in_user_mesh(from_host({"image": dataset.images, "label": dataset.labels}, *plan, dtype))
+        groups = from_devices(dataset, *plan, dtype)
+        return each_in_user_mesh(batch for batches, number in groups for batch in batches[:number])
+    return from_host({"image": dataset.images, "label": dataset.labels}, *plan, dtype)
 
 
 class Plan(NamedTuple):
@@ -291,11 +292,6 @@ def plan_batches(
     return Plan(runs(size, batch_size, epochs, start, drop_remainder), order_of(rng, size), split)
 
 
-def _one_by_one(groups: Iterator[tuple[Any, int]], split: Split) -> Iterator[Any]:
-    for batches, number in groups:
-        yield from (as_batch(batch, split) for batch in batches[:number])
-
-
 def from_host(arrays: Any, all_runs: Iterator[Run], order: Order, split: Split, dtype: Any) -> Iterator[Any]:
     """Batches of a pytree of arrays in host memory. Transfers run while earlier batches are in use."""
     sharding = split.sharding
@@ -311,8 +307,7 @@ def from_host(arrays: Any, all_runs: Iterator[Run], order: Order, split: Split, 
                 batch = jax.tree.map(lambda array, wanted=wanted: send(array, wanted, sharding), arrays)
                 yield convert_images(batch, dtype)
 
-    for batch in ahead(sent(), _AHEAD):
-        yield as_batch(ready(batch, split), split)
+    return each_in_user_mesh(as_batch(ready(batch, split), split) for batch in ahead(sent(), _AHEAD))
 
 
 # Batches that are gathered from copies on the devices.
@@ -389,7 +384,9 @@ def from_devices(
         cursor = send(np.array(run.first, np.int32), None, whole)
         for done in range(0, run.number, several):
             found, cursor = gather(run.batch_size, several, split, dtype, stacked)(images, labels, rows, cursor)
-            yield ready(found, split), min(several, run.number - done)
+            found = ready(found, split)
+            batches = as_batch(found, split) if stacked else [as_batch(batch, split) for batch in found]
+            yield batches, min(several, run.number - done)
 
 
 def _batches_per_program(dataset: Dataset, count: int, dtype: Any) -> int:

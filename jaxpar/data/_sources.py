@@ -20,7 +20,7 @@ from .._devices.user_mesh import each_in_user_mesh
 from . import _batches
 from ._batches import Dataset, rows_of_parts
 from ._iterable import IterableSource, as_array, as_arrays, from_iterable
-from ._sharding import as_batch, batch_struct, path_name, placed_batch
+from ._sharding import batch_struct, path_name, placed_batch
 
 
 @runtime_checkable
@@ -295,8 +295,7 @@ def batch_groups(
         checks.whole_number(most, where, "most")
     if not _batches.has_room(dataset, plan.split):
         return None
-    several = _batches.from_devices(dataset, *plan, np.dtype(jnp.float32), most=most, stacked=True)
-    return each_in_user_mesh((as_batch(batches, plan.split), number) for batches, number in several)
+    return each_in_user_mesh(_batches.from_devices(dataset, *plan, np.dtype(jnp.float32), most=most, stacked=True))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -331,7 +330,7 @@ class ArraySource(_OfArrays):
     def batches(self, batch_size: int, **options: Any) -> Iterator[Any]:
         """Batches on the devices. Takes the options of `data.batches` except `dtype` and `resident`."""
         plan = _batches.plan_batches(self.examples(1), batch_size, "data.from_arrays", **options)
-        return each_in_user_mesh(_batches.from_host(self.arrays, *plan, self.dtype))
+        return _batches.from_host(self.arrays, *plan, self.dtype)
 
     def split(
         self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True

@@ -13,6 +13,7 @@ from .._core import files
 from .._core.calls import answers
 from .._core.files import CheckpointError
 from . import _port_layers
+from ._layers import ACTIVATIONS
 from ._operators import ARITHMETIC
 from ._port_blocks import KEYWORD, POSITION, Line, Slot, Value, fold, functions_of
 from ._symbol import Model, load_symbol
@@ -321,11 +322,7 @@ def _pooling(call: _Call) -> _Form:
 
 
 _ACTIVATIONS = {
-    "relu": "jax.nn.relu({})",
-    "sigmoid": "jax.nn.sigmoid({})",
-    "tanh": "jnp.tanh({})",
-    "softrelu": "jax.nn.softplus({})",
-    "softsign": "jax.nn.soft_sign({})",
+    **{name: f"jax.nn.{own}({{}})" for name, own in ACTIVATIONS.items()},
     "leaky": "jax.nn.leaky_relu({}, {slope})",
     "elu": "jax.nn.elu({}, {slope})",
     "selu": "jax.nn.selu({})",

@@ -24,7 +24,6 @@ from .. import data
 from .._core import checks, files
 from .._core.calls import answers, answers_class
 from .._core.files import CheckpointError
-from .._devices.user_mesh import each_in_user_mesh
 
 _MAGIC = 0xCED7230A
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)  # kinds of parts
@@ -357,7 +356,7 @@ class ImageRecordSource(data.ArraySource):
             rows["top"], rows["left"], rows["mirror"] = np.asarray(draws(epoch))[numbers].T
             return rows
 
-        return each_in_user_mesh(data._from_host(self.arrays, plan.all_runs, order, plan.split, self.dtype))
+        return data._from_host(self.arrays, plan.all_runs, order, plan.split, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
