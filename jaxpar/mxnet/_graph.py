@@ -55,6 +55,9 @@ class Node:
     def is_variable(self) -> bool:
         return self.op == "null"
 
+    def __str__(self) -> str:
+        return f"{self.op} {self.name!r}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
@@ -132,21 +135,17 @@ def parse_attributes(operator: Operator, node: Node) -> dict[str, Any]:
         if name in known:
             form = known[name].annotation
             form = form if isinstance(form, str) else inspect.formatannotation(form)
-            found[name] = parse(text, form, f"{_named(node)}: attribute {name}")
+            found[name] = parse(text, form, f"{node}: attribute {name}")
         elif name.startswith("__") or name.endswith(("lr_mult", "wd_mult")) or (name in _IGNORED and not rest):
             continue
         elif rest:
             found[name] = text
         else:
-            raise ValueError(f"{_named(node)} has an unknown attribute {name}={text[:100]!r}")
+            raise ValueError(f"{node} has an unknown attribute {name}={text[:100]!r}")
     for name, parameter in known.items():
         if parameter.default is parameter.empty and name not in found:
-            raise ValueError(f"{_named(node)} has no attribute {name}")
+            raise ValueError(f"{node} has no attribute {name}")
     return found
-
-
-def _named(node: Node) -> str:
-    return f"{node.op} {node.name!r}"
 
 
 def parse(text: str, form: str, where: str) -> Any:
@@ -232,7 +231,7 @@ def _check_count(path: Path, node: Node, operator: Operator) -> None:
     least = sum(parameters[name].default is inspect.Parameter.empty for name in operator.slots)
     several = any(p.kind == p.VAR_POSITIONAL for p in parameters.values())
     if count < max(least, several) or (count > len(operator.slots) and not several):
-        raise CheckpointError(f"{path} is damaged: {node.op} {node.name!r} takes {count} arrays")
+        raise CheckpointError(f"{path} is damaged: {node} takes {count} arrays")
 
 
 def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], set[str], frozenset[str]]:

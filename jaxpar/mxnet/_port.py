@@ -219,7 +219,7 @@ def _lines_of(
     made = {value for line in lines for value in line.outputs}
     for number, place in {*heads, *(value for line in lines for value in line.inputs)} - made:
         if not (node := model.symbol.nodes[number]).is_variable:
-            raise CheckpointError(f"the symbol is damaged: {node.op} {node.name!r} has no output {place}")
+            raise CheckpointError(f"the symbol is damaged: {node} has no output {place}")
     return lines, heads, rare
 
 

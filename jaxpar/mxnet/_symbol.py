@@ -256,7 +256,7 @@ class Model:
         """One output of a node. `CheckpointError` if it has fewer."""
         if place >= len(values[number]):
             node = self.symbol.nodes[number]
-            raise CheckpointError(f"the symbol is damaged: {node.op} {node.name!r} has no output {place}")
+            raise CheckpointError(f"the symbol is damaged: {node} has no output {place}")
         return values[number][place]
 
     def _run(
@@ -438,7 +438,7 @@ def _naming(node: Node, arrays: Sequence[Any]) -> Generator[None]:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         shapes = [None if a is None else tuple(a.shape) for a in map(ops.own, arrays)]
         said = str(error).split("\n")[0]
-        raise ValueError(f"{node.op} {node.name!r}, of arrays of shapes {shapes}: {said}") from error
+        raise ValueError(f"{node}, of arrays of shapes {shapes}: {said}") from error
 
 
 def _listed(names: Sequence[str]) -> str:
