@@ -10,7 +10,7 @@ from typing import Any
 
 import jaxpar
 
-from ._core.parsers import HelpFormatter, parse
+from ._core.text import HelpFormatter, parse
 from ._launch import command
 
 

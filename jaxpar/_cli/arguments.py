@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.parsers import HelpFormatter
-from .._core.text import did_you_mean
+from .._core.text import HelpFormatter, did_you_mean
 
 _SHORT = "f16 bf16 f32 f64 i4 i8 i16 i32 i64 u8 u16 u32 u64 c64 bool key".split()
 _LONG = (

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import compression, kv
-from .._core.parsers import HelpFormatter, number
-from .._core.text import did_you_mean
+from .._core.text import HelpFormatter, did_you_mean, number
 from .recipes import DECAYS, OPTIMIZERS, RATES, RECIPES, SCHEDULES, Recipe
 
 POSITIVE, RATE, NOT_NEGATIVE = number(int, 1), number(float, 0, above=True), number(float, 0)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from .. import models, viz
-from .._core.parsers import number
+from .._core.text import number
 from .arguments import ArgumentError, check_takes, fail, find_function, make_params, new_parser, one_line, parse_shape
 
 _ABOUT = "Draw a function as the network it computes. Nothing is run."

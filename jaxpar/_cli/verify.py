@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .._core.parsers import number
+from .._core.text import number
 from .arguments import fail, find_function, new_parser
 
 _ABOUT = (

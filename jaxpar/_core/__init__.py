@@ -9,9 +9,7 @@ recent     programs of the last few things that a user made
 
 Without jax:
 
-text       words of messages, tables, lines on standard error
+text       words of messages, tables, printed lines, options of commands
 files      write whole or not at all, read regular files
-parsers    options of the command line
-signals    signals that are recorded
-memory     freed memory that a process keeps
+process    signals that are recorded, freed memory that is kept
 """

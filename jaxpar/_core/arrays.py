@@ -42,25 +42,12 @@ def is_traced(tree: Any) -> bool:
 
 
 def is_at_prompt(tree: Any) -> bool:
-    """Whether operations on these arrays are computed at once. In a traced function JAX records them, of constants too.
-
-    Example:
-        >>> one = jax.numpy.ones(())
-        >>> is_at_prompt(one), int(jax.jit(lambda: is_at_prompt(one))())
-        (True, 0)
-    """
+    """Whether operations on these arrays are computed at once. A traced function records them, of constants too."""
     return not is_tracing() and not is_traced(tree)
 
 
 def is_gone(leaf: Any) -> bool:
-    """Whether an array has no values any more: it was deleted, or it left the traced function that made it.
-
-    Example:
-        >>> x = jax.numpy.ones(3)
-        >>> _ = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
-        >>> is_gone(x), is_gone(jax.numpy.ones(3))
-        (True, False)
-    """
+    """Whether an array has no values any more: it was deleted, or it left the traced function that made it."""
     if isinstance(leaf, jax.core.Tracer):
         return not is_tracing()
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
@@ -92,12 +79,7 @@ def check_plain(value: Any, where: str) -> None:
 
 
 def is_tracing() -> bool:
-    """Whether this runs inside a function that is traced: under `jit`, `vmap`, `grad`, ...
-
-    Example:
-        >>> is_tracing(), int(jax.jit(is_tracing)()), bool(jax.vmap(lambda x: x + is_tracing())(jax.numpy.zeros(1)))
-        (False, 1, True)
-    """
+    """Whether this runs inside a function that is traced: under `jit`, `vmap`, `grad`, ..."""
     return get_opaque_trace_state() != _AT_PROMPT
 
 
@@ -107,13 +89,7 @@ def is_prng_key(leaf: Any) -> bool:
 
 
 def without_keys(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """The pytree with uint32 arrays in place of random keys, and a function of such a pytree that restores them.
-
-    Example:
-        >>> plain, restore = without_keys({"rng": jax.random.key(0), "x": jax.numpy.ones(2)})
-        >>> plain["rng"].dtype, restore(plain)["rng"].dtype
-        (dtype('uint32'), key<fry>)
-    """
+    """The pytree with uint32 arrays in place of random keys, and a function of such a pytree that restores them."""
     leaves, treedef = jax.tree.flatten(tree)
     impls = [jax.random.key_impl(leaf) if is_prng_key(leaf) else None for leaf in leaves]
 

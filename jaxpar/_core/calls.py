@@ -55,29 +55,20 @@ _WORDS: dict[Any, str] = {
 }
 
 
-def answers(where: str, hints: Mapping[str, str] = _NONE, many: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator for functions whose calls with wrong arguments are answered in words.
+def answers(
+    where: str, hints: Mapping[str, str] = _NONE, many: str = "", renamed: Mapping[str, str] = _NONE
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator for functions whose calls with wrong arguments are answered in words, which begin with `where`.
 
-    Args:
-        where: the name of the function, for messages.
-        hints: what to do instead, by the name of an argument that it does not have.
-        many: the end of the message where too many arguments come without a name.
-
-    Example:
-        >>> @answers("area", {"x": "call it width"})
-        ... def area(width, *, height=1):
-        ...     return width * height
-        >>> area(2, heigth=3)
-        Traceback (most recent call last):
-        TypeError: area: there is no argument 'heigth'; did you mean height?
-        >>> area()
-        Traceback (most recent call last):
-        TypeError: area: width is missing; write area(width)
+    `hints`: what to do instead of an argument that is not there, by its name. `many`: instead of too many by position.
+    `renamed`: the new names of arguments by their old ones, which work and warn.
     """
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(fn)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            if renamed:
+                _use_new_names(where, renamed, kwargs)
             try:
                 if not _is_guarded():
                     return fn(*args, **kwargs)
@@ -104,34 +95,13 @@ def answers_class(where: str) -> Callable[[C], C]:
     return decorate
 
 
-def renamed(where: str, **names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator for functions whose arguments have new names. A call with an old one warns and says the new one.
-
-    Example:
-        >>> @renamed("area", breadth="width")
-        ... def area(width, height):
-        ...     return width * height
-        >>> with warnings.catch_warnings(record=True) as caught:
-        ...     warnings.simplefilter("always")
-        ...     print(area(breadth=2, height=3), caught[0].message)
-        6 area: breadth= is now called width=
-    """
-
-    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(fn)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            given: dict[str, Any] = kwargs  # pyright: ignore[reportAssignmentType]
-            for old in names.keys() & given.keys():
-                new = names[old]
-                if new in given:
-                    raise TypeError(f"{where}: {old}= is now called {new}=; give only {new}=")
-                warnings.warn(f"{where}: {old}= is now called {new}=", DeprecationWarning, stacklevel=2)
-                given[new] = given.pop(old)
-            return fn(*args, **kwargs)
-
-        return call
-
-    return decorate
+def _use_new_names(where: str, names: Mapping[str, str], given: Any) -> None:
+    """Give the keywords of a call their new names. An old one warns, at the line of the caller."""
+    for old in names.keys() & given.keys():
+        if (new := names[old]) in given:
+            raise TypeError(f"{where}: {old}= is now called {new}=; give only {new}=")
+        warnings.warn(f"{where}: {old}= is now called {new}=", DeprecationWarning, stacklevel=3)
+        given[new] = given.pop(old)
 
 
 def _is_guarded() -> bool:
@@ -342,19 +312,9 @@ def takes(fn: Callable[..., Any], count: int) -> bool:
 
 
 def check_takes(fn: Any, names: Sequence[str], what: str, hint: str = "", also: Sequence[str] = ()) -> None:
-    """`TypeError` unless this is a function that can be called with arguments of these names, in their order.
+    """`TypeError` unless a call by position with arguments of these names fits the function, as Python knows it.
 
-    A function that Python cannot inspect is taken.
-
-    Args:
-        what: whose argument it is and which, such as "fit: eval_fn".
-        hint: further words, with what separates them from the message.
-        also: names of arguments that follow by keyword where the function has them.
-
-    Example:
-        >>> check_takes(lambda b, a: a, ("a", "b"), "it")
-        Traceback (most recent call last):
-        TypeError: it must be a function of (a, b), and <lambda>(b, a) names them in another order; reorder them
+    `what` and `hint` begin and end the message. `also`: arguments that follow by keyword where the function has them.
     """
     words = f"{what} must be a function of ({', '.join(names)})"
     if not callable(fn):
@@ -369,12 +329,7 @@ def check_takes(fn: Any, names: Sequence[str], what: str, hint: str = "", also: 
 
 
 def has_parameter(fn: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of this name that a keyword can give, and that `partial` has not given.
-
-    Example:
-        >>> has_parameter(lambda a, step: a, "step"), has_parameter(lambda a, **rest: a, "step")
-        (True, False)
-    """
+    """Whether a function has a parameter of this name that a keyword can give, and that `partial` has not given."""
     try:
         own, inner = (inspect.signature(fn, follow_wrapped=wrapped) for wrapped in (False, True))
     except (TypeError, ValueError):  # a builtin

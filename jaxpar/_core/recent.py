@@ -19,12 +19,6 @@ class Recent:
     """The values of the last few keys, each made by `make` from the parts of its key.
 
     A key is a tuple. It is compared, not hashed, so its parts need no hash.
-
-    Example:
-        >>> made = []
-        >>> double = Recent(lambda x: made.append(x) or 2 * x)
-        >>> [double(x) for x in (1, 2, 1)], made
-        ([2, 4, 2], [1, 2])
     """
 
     def __init__(self, make: Callable[..., Any]):

@@ -1,29 +1,24 @@
-"""Text for people: tables, words of messages, lines on standard output and standard error. No JAX here."""
+"""Text for people and by people: tables, words of messages, printed lines, options of commands. No JAX here."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import fnmatch
 import html
+import math
 import os
 import sys
 import threading
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows under a title, as text for a prompt and as HTML for a notebook.
-
-    Example:
-        >>> print(Table("two keys", ("key", "bytes"), [("0", "8"), ("1", "1,024")]))
-        two keys
-          0  8
-          1  1,024
-    """
+    """Rows under a title, as text for a prompt and as HTML for a notebook."""
 
     title: str  # the line above the rows
     columns: tuple[str, ...]  # the head of each column, shown in HTML only
@@ -135,12 +130,7 @@ def did_you_mean(word: Any, known: Iterable[str]) -> str:
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a pattern is of a parameter, or of a module around it.
-
-    Example:
-        >>> [matches("teacher/conv1/bias", pattern) for pattern in ("conv1", "*/bias", "teacher/conv1", "conv")]
-        [True, True, True, False]
-    """
+    """Whether a pattern is of a parameter, or of a module around it."""
     keys, count = path.split("/"), pattern.count("/") + 1
     runs = ("/".join(keys[at : at + count]) for at in range(len(keys) - count + 1))
     return any(fnmatch.fnmatchcase(part, pattern) for part in (path, *runs))
@@ -152,12 +142,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def cut_middle(text: str, width: int) -> str:
-    """A text of at most `width` characters. What is too long loses its middle.
-
-    Example:
-        >>> cut_middle("encoder/block_11/attention/query", 17)
-        'encoder/…on/query'
-    """
+    """A text of at most `width` characters. What is too long loses its middle."""
     if len(text) <= width:
         return text
     first = width // 2
@@ -165,23 +150,14 @@ def cut_middle(text: str, width: int) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with its control characters written as Python does, and without half of a surrogate pair.
-
-    Example:
-        >>> printable("a" + chr(27) + "[31m")
-        'a\\\\x1b[31m'
-    """
+    """The text with its control characters written as Python does, and without half of a surrogate pair."""
     return "".join(repr(c)[1:-1] if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
 
 
 def for_terminal(text: str, most: int = 1 << 16) -> str:
-    r"""The text as a terminal may show it: what cannot be printed is escaped, and what is longer than `most` is cut.
+    """The text as a terminal may show it: what cannot be printed is escaped, and what is longer than `most` is cut.
 
     Stricter than `printable`, for what other processes and files say: a mark that turns the direction is escaped too.
-
-    Example:
-        >>> print(for_terminal("runs/\x1b[2J"))
-        runs/\x1b[2J
     """
     text = text if len(text) < most else text[:most] + "..."
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
@@ -201,3 +177,48 @@ def fit(text: str, width: int) -> str:
     while columns(shown := cut_middle(text, most)) > width:
         most -= 1
     return shown
+
+
+# Options of commands.
+
+
+def number(kind: type, least: float = 0, above: bool = False) -> Callable[[str], Any]:
+    """A parser of a finite number of at least `least`, or above it."""
+    size = f"above {least}" if above else f"of {least} or more"
+    expected = f"{'an int' if kind is int else 'a number'} {size}"
+    most = 2**63 if kind is int else math.inf
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (value > least or (value == least and not above)) or value >= most:
+            raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
+        return value
+
+    return parse
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Writes the default of an option after its help, unless the help has it or there is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        shown = action.default is not None and action.default is not argparse.SUPPRESS and action.option_strings
+        if not shown or "(default" in text:
+            return text
+        default = "%(default)s"
+        if isinstance(action.default, bool):
+            default = "yes" if action.default else "no"
+        return f"{text} (default: {default})"
+
+
+def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """The arguments. An option that a command does not have ends with status 2 and the nearest that it has."""
+    found, rest = parser.parse_known_args(words)
+    if rest:
+        wrong = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
+        asked: argparse.ArgumentParser = getattr(found, "parser", parser)
+        asked.error(f"unrecognized arguments: {' '.join(rest)}{did_you_mean(wrong, asked._option_string_actions)}")
+    return found

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._core.parsers import number
+from .._core.text import number
 from .._heartbeat.server import ELASTIC_TIMEOUT, HEARTBEAT_TIMEOUT
 from . import launcher
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-from .._core.signals import Signals
+from .._core.process import Signals
 from .._heartbeat import secret, thread
 from .._heartbeat.connection import LOST, REFUSED
 from .._heartbeat.server import HEARTBEAT_TIMEOUT, INTERRUPT_GRACE, INTERRUPTED, HeartbeatServer

@@ -7,10 +7,9 @@
 A batch passes through these modules:
 
     _load      finds, prepares and reads a data set by its name
-    _dataset   `Dataset`: images, labels and their origin
-    _sources   `Source`, the interface that `train.fit` needs, for a data set or arrays
-    _batches   the order of the examples, and batches that are streamed from the host, or gathered from a copy of the
-               data set on each device
+    _sources   `Source`, the interface that `train.fit` needs, for a data set or other arrays
+    _batches   `Dataset`, the order of the examples, and batches that are streamed from the host, or gathered from a
+               copy of the data set on each device
     _sharding  splits a batch over the devices of a mesh, and sends batches of any iterator ahead of their use
 
 `_iterable` reads loaders and data sets of other libraries, and converts their elements, and tables of pandas and
@@ -24,12 +23,12 @@ Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017, https://arxiv.org/abs/1708.07747.
 from .._devices.virtual_shards import PaddedBatch as PaddedBatch
 from ._batches import (
     Batch as Batch,
+    Dataset as Dataset,
     draws_of as _draws_of,
     from_host as _from_host,
     num_batches as num_batches,
     plan_batches as _plan_batches,
 )
-from ._dataset import Dataset as Dataset
 from ._iterable import (
     READ_ONCE as _READ_ONCE,
     IterableSource as IterableSource,
@@ -38,7 +37,7 @@ from ._iterable import (
     from_iterable as from_iterable,
 )
 from ._load import FASHION_MNIST_CLASSES as FASHION_MNIST_CLASSES, load as load
-from ._sharding import prefetch as prefetch
+from ._sharding import ahead as _ahead, prefetch as prefetch
 from ._sources import (
     ArraySource as ArraySource,
     DatasetSource as DatasetSource,

@@ -1,8 +1,8 @@
-"""Which examples come when, and batches of them: streamed from the host, or gathered from copies on the devices."""
+"""A data set, which of its examples come when, and batches: streamed from the host, or gathered on the devices."""
 
 from __future__ import annotations
 
-import collections
+import dataclasses
 import functools
 import itertools
 import math
@@ -15,28 +15,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from .._core import checks
-from .._core.arrays import Device, is_prng_key
-from .._core.calls import answers
+from .._core.arrays import Device, check_plain, is_prng_key
+from .._core.calls import answers, answers_class
 from .._devices import processes
 from .._devices.mesh import STORE_AXIS, put
 from .._devices.user_mesh import each_in_user_mesh, on_own_mesh, outside_mesh
 from ._sharding import (
     Split,
+    ahead,
     as_batch,
     as_jax_dtype,
     check_virtual_shards,
     convert_image,
     convert_images,
     ready,
+    send,
     split_of,
 )
 
 Order = Callable[[int], Any]  # of an epoch: int32 (examples,), in host memory or on the default device
 Batch = dict[str, jax.Array]
-Examples = Any  # with the arrays `images` and `labels` in host memory and a length, as a `Dataset` has them
 
 HINTS = {"shuffle": "give rng=jax.random.key(0) for a random order"}
 _AHEAD = 2  # batches on their way to the devices while one is in use
@@ -45,45 +46,32 @@ _MOST_BATCHES = 8  # of one program,
 _MOST_BYTES = 16 << 20  # and their size on all devices together, except for one batch
 
 
-@on_own_mesh
 def order_of(rng: Any, size: int) -> Order:
     """The order of each epoch: `permutation(fold_in(rng, epoch), size)`, or the stored one if there is no key."""
-    if rng is None:
-        stored = np.arange(size, dtype=np.int32)
-        return lambda epoch: stored
-    return _each_epoch(rng, _permutation, size)
+    stored = np.arange(size, dtype=np.int32)
+    return (lambda epoch: stored) if rng is None else draws_of(rng, size, None)
 
 
 @on_own_mesh
-def draws_of(rng: Any, size: int, count: int) -> Order:
-    """`count` numbers for each example, in each epoch others: float32 (size, count) from 0 and below 1."""
-    return _each_epoch(rng, _uniform, (size, count))
-
-
-def _each_epoch(rng: Any, program: Callable[[Any, str | None], Callable[..., jax.Array]], size: Any) -> Order:
+def draws_of(rng: Any, size: int, count: int | None) -> Order:
+    """In each epoch other draws: an order, or `count` numbers from 0 and below 1 for each example, (size, count)."""
     if not isinstance(rng, jax.Array | np.ndarray):
         raise TypeError(f"rng must be a random key, such as jax.random.key(0); got {type(rng).__name__}")
     checks.random_key(rng, "data.batches")
     # The key goes through host memory, since it may be on other devices than the default one.
     impl = str(jax.random.key_impl(rng)) if is_prng_key(rng) else None
     words = np.asarray(rng if impl is None else jax.random.key_data(rng))
-    return lambda epoch: program(size, impl)(words, np.uint32(epoch))
+    return lambda epoch: _drawing(size, count, impl)(words, np.uint32(epoch))
 
 
 @functools.lru_cache(maxsize=32)
-def _permutation(size: int, impl: str | None) -> Callable[..., jax.Array]:
+def _drawing(size: int, count: int | None, impl: str | None) -> Callable[..., jax.Array]:
     def draw(words: jax.Array, epoch: jax.Array) -> jax.Array:
-        rng = jax.random.fold_in(jax.random.wrap_key_data(words, impl=impl), epoch)
-        return jax.random.permutation(rng, size).astype(np.int32)
-
-    return jax.jit(draw)
-
-
-@functools.lru_cache(maxsize=32)
-def _uniform(shape: tuple[int, int], impl: str | None) -> Callable[..., jax.Array]:
-    def draw(words: jax.Array, epoch: jax.Array) -> jax.Array:
-        rng = jax.random.fold_in(jax.random.wrap_key_data(words, impl=impl), 0xD4A35)  # not the key of an order
-        return jax.random.uniform(jax.random.fold_in(rng, epoch), shape, np.float32)
+        rng = jax.random.wrap_key_data(words, impl=impl)
+        if count is None:
+            return jax.random.permutation(jax.random.fold_in(rng, epoch), size).astype(np.int32)
+        rng = jax.random.fold_in(rng, 0xD4A35)  # not the key of an order
+        return jax.random.uniform(jax.random.fold_in(rng, epoch), (size, count), np.float32)
 
     return jax.jit(draw)
 
@@ -155,7 +143,82 @@ class Subset:
         return map(self._elements.__getitem__, self._places)
 
 
-# Batches of arrays.
+# A data set in memory, and batches of it.
+
+
+@answers_class("data.Dataset")
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Dataset:
+    """Images and labels in host memory.
+
+    `Dataset(images, labels)` takes your own arrays, of any shape and dtype. Do not change the arrays afterwards, since
+    the devices may hold copies.
+
+    Attributes:
+        images: `(n, ...)`. `load` gives uint8 `(n, 28, 28, 1)` for Fashion-MNIST.
+        labels: `(n, ...)`. Integers become int32.
+        source: the origin: "prepared", "files", "debian", "download", or "arrays".
+        name: the data set's name.
+        part: the part of the data set, such as "train".
+
+    Raises:
+        ValueError: the numbers of images and labels differ, or int32 cannot hold a label.
+
+    >>> import numpy as np
+    >>> Dataset(np.zeros((6, 28, 28, 1), np.uint8), np.arange(6))
+    Dataset(6 images uint8 (28, 28, 1), labels int32, source='arrays')
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+    source: str = "arrays"
+    name: str = ""
+    part: str = ""
+
+    def __post_init__(self) -> None:
+        check_plain(self.images, "Dataset: images")
+        check_plain(self.labels, "Dataset: labels")
+        images, labels = np.asarray(self.images), np.asarray(self.labels)
+        if images.ndim == 0 or labels.ndim == 0 or len(images) != len(labels):
+            raise ValueError(f"a data set needs one label per image: images {images.shape}, labels {labels.shape}")
+        if np.issubdtype(labels.dtype, np.integer) and labels.dtype != np.int32:
+            limits = np.iinfo(np.int32)
+            if labels.size and not limits.min <= labels.min() <= labels.max() <= limits.max:
+                raise ValueError(f"labels are stored as int32; these run from {labels.min()} to {labels.max()}")
+            labels = labels.astype(np.int32)
+        object.__setattr__(self, "images", images)
+        object.__setattr__(self, "labels", labels)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def batches(self, batch_size: int, **options: Any) -> Iterator[Batch]:
+        """`data.batches(dataset, batch_size, **options)`."""
+        return dataset_batches(self, batch_size, **options)
+
+    def split(
+        self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
+    ) -> tuple[Dataset, Dataset]:
+        """`data.split(dataset, fraction, rng, shuffle=shuffle)`, as two data sets.
+
+        >>> import numpy as np
+        >>> dataset = Dataset(np.zeros((10, 2)), np.arange(10))
+        >>> some, rest = dataset.split(0.8)
+        >>> len(some), len(rest), sorted([*some.labels.tolist(), *rest.labels.tolist()]) == list(range(10))
+        (8, 2, True)
+        """
+        first, rest = rows_of_parts(len(self), fraction, rng, shuffle, "Dataset.split")
+        return self._take(first), self._take(rest)
+
+    def _take(self, rows: np.ndarray) -> Dataset:
+        return dataclasses.replace(self, images=self.images[rows], labels=self.labels[rows])
+
+    def __repr__(self) -> str:
+        name = f"{self.name} {self.part}: " if self.name else ""
+        return (
+            f"Dataset({name}{len(self)} images {self.images.dtype} {self.images.shape[1:]}, "
+            f"labels {self.labels.dtype}, source={self.source!r})"
+        )
 
 
 @answers("data.num_batches")
@@ -171,14 +234,15 @@ def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> i
 
 
 def dataset_batches(
-    dataset: Examples, batch_size: int, *, dtype: Any = jnp.float32, resident: bool | None = None, **options: Any
+    dataset: Dataset, batch_size: int, *, dtype: Any = jnp.float32, resident: bool | None = None, **options: Any
 ) -> Iterator[Batch]:
     """`data.batches` of a data set."""
     plan = plan_batches(len(dataset), batch_size, "data.batches", **options)
     dtype = None if dtype is None else np.dtype(dtype)
     if has_room(dataset, plan.split) if resident is None else resident:
-        return each_in_user_mesh(_one_by_one(from_devices(dataset, *plan, dtype), plan.split))
-    return each_in_user_mesh(from_host({"image": dataset.images, "label": dataset.labels}, *plan, dtype))
+        groups = from_devices(dataset, *plan, dtype)
+        return each_in_user_mesh(batch for batches, number in groups for batch in batches[:number])
+    return from_host({"image": dataset.images, "label": dataset.labels}, *plan, dtype)
 
 
 class Plan(NamedTuple):
@@ -186,7 +250,7 @@ class Plan(NamedTuple):
 
     all_runs: Iterator[Run]
     order: Order
-    split: Split | None
+    split: Split
 
 
 @answers("data.batches", HINTS)
@@ -210,7 +274,7 @@ def plan_batches(
     rest = 0 if drop_remainder else size % batch_size
     check_virtual_shards(batch_size, virtual_shards, where)
     check_virtual_shards(rest, virtual_shards, where)
-    parts = split.parts if split is not None and virtual_shards is None else 1
+    parts = split.parts if virtual_shards is None else 1
     checks.even_share(batch_size, parts, where)
     if size < (batch_size if drop_remainder else 1):
         raise ValueError(
@@ -228,79 +292,57 @@ def plan_batches(
     return Plan(runs(size, batch_size, epochs, start, drop_remainder), order_of(rng, size), split)
 
 
-def _one_by_one(groups: Iterator[tuple[Any, int]], split: Split | None) -> Iterator[Any]:
-    for batches, number in groups:
-        yield from (as_batch(batch, split) for batch in batches[:number])
-
-
-def from_host(arrays: Any, all_runs: Iterator[Run], order: Order, split: Split | None, dtype: Any) -> Iterator[Any]:
+def from_host(arrays: Any, all_runs: Iterator[Run], order: Order, split: Split, dtype: Any) -> Iterator[Any]:
     """Batches of a pytree of arrays in host memory. Transfers run while earlier batches are in use."""
-    ahead: collections.deque[Any] = collections.deque()
-    epoch, rows = None, np.empty(0, np.int32)
-    for run in all_runs:
-        if run.epoch != epoch:
-            epoch, rows = run.epoch, np.asarray(order(run.epoch))
-        for i in range(run.number):
-            at = run.first + i * run.batch_size
-            wanted = rows[at : at + run.batch_size]
-            batch = jax.tree.map(lambda array, wanted=wanted: _transfer(array, wanted, split), arrays)
-            ahead.append(convert_images(batch, dtype))
-            if len(ahead) > _AHEAD:
-                yield as_batch(ready(ahead.popleft(), split), split)
-    for batch in ahead:
-        yield as_batch(ready(batch, split), split)
+    sharding = split.sharding
 
+    def sent() -> Iterator[Any]:
+        epoch, rows = None, np.empty(0, np.int32)
+        for run in all_runs:
+            if run.epoch != epoch:
+                epoch, rows = run.epoch, np.asarray(order(run.epoch))
+            for at in range(run.first, run.first + run.number * run.batch_size, run.batch_size):
+                wanted = rows[at : at + run.batch_size]
+                wanted = np.pad(wanted, (0, split.rows(len(wanted)) - len(wanted)), mode="edge")
+                batch = jax.tree.map(lambda array, wanted=wanted: send(array, wanted, sharding), arrays)
+                yield convert_images(batch, dtype)
 
-def _transfer(array: np.ndarray, rows: np.ndarray, split: Split | None) -> jax.Array:
-    """Send `array[rows]` to the devices, to each its own share."""
-    if split is None:
-        return jnp.asarray(as_jax_dtype(array[rows]))
-    rows = np.pad(rows, (0, split.rows(len(rows)) - len(rows)), mode="edge")
-    shape = (len(rows), *array.shape[1:])
-
-    def share(index: Any) -> np.ndarray:
-        return as_jax_dtype(array[rows[index[0]]])
-
-    return jax.make_array_from_callback(shape, split.sharding, share)
+    return each_in_user_mesh(as_batch(ready(batch, split), split) for batch in ahead(sent(), _AHEAD))
 
 
 # Batches that are gathered from copies on the devices.
 
 
 # Device copies by data set. They go when the data set goes.
-_residents: weakref.WeakKeyDictionary[Examples, dict[Any, tuple[jax.Array, jax.Array]]]
-_residents = weakref.WeakKeyDictionary()
+_residents: weakref.WeakKeyDictionary[Dataset, dict[Any, tuple[jax.Array, jax.Array]]] = weakref.WeakKeyDictionary()
 
 
-def _copies(dataset: Examples, mesh: Mesh | None) -> tuple[jax.Array, jax.Array]:
+def _copies(dataset: Dataset, split: Split) -> tuple[jax.Array, jax.Array]:
     """Images and labels, whole on each device. They are sent once in the data set's life."""
     placed = _residents.setdefault(dataset, {})
-    key = _placement(mesh)
+    key = _placement(split)
     if key not in placed:
         if len(placed) == _COPIES:
             del placed[next(iter(placed))]
-        placed[key] = (_place(dataset.images, mesh), _place(dataset.labels, mesh))
+        images, labels = (send(as_jax_dtype(x), None, _whole(split)) for x in (dataset.images, dataset.labels))
+        placed[key] = images, labels
     return placed[key]
 
 
-def _placement(mesh: Mesh | None) -> Any:
-    return jax.config.jax_default_device if mesh is None else mesh  # pyright: ignore[reportAttributeAccessIssue]
+def _placement(split: Split) -> Any:
+    return split.mesh or jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _place(array: np.ndarray, mesh: Mesh | None) -> jax.Array:
-    """A copy of the array on each device of the mesh, or an uncommitted one on the default device."""
-    array = as_jax_dtype(array)
-    if mesh is None:
-        return jnp.asarray(array)
-    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, P()), lambda index: array[index])
+def _whole(split: Split) -> NamedSharding | None:
+    """The sharding of what each device has whole."""
+    return None if split.mesh is None else NamedSharding(split.mesh, P())
 
 
-def has_room(dataset: Examples, split: Split | None) -> bool:
+def has_room(dataset: Dataset, split: Split) -> bool:
     """Whether each device has room for two copies of the data set. A device that does not say has."""
-    mesh = split and split.mesh
-    if _placement(mesh) in _residents.get(dataset, {}):
-        room = True
-    else:
+    mesh = split.mesh
+    room = _placement(split) in _residents.get(dataset, {})
+    if not room:
         devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
         free = [size for size in map(free_bytes, devices) if size is not None]
         room = 2 * (dataset.images.nbytes + dataset.labels.nbytes) <= min(free, default=float("inf"))
@@ -318,10 +360,10 @@ def free_bytes(device: Any) -> int | None:
 
 
 def from_devices(
-    dataset: Examples,
+    dataset: Dataset,
     all_runs: Iterable[Run],
     order: Order,
-    split: Split | None,
+    split: Split,
     dtype: Any,
     *,
     most: int | None = None,
@@ -332,30 +374,29 @@ def from_devices(
     At the end of a run fewer count, and the rest are copies of the last example. `most`: how many at a time, where that
     is not left to `_batches_per_program`.
     """
-    mesh = split and split.mesh
-    images, labels = _copies(dataset, mesh)
+    whole = _whole(split)
+    images, labels = _copies(dataset, split)
     epoch = rows = None
     for run in all_runs:
         if run.epoch != epoch:
-            epoch, rows = run.epoch, order(run.epoch)
-            rows = jnp.asarray(rows) if mesh is None else put(rows, NamedSharding(mesh, P()))
+            epoch, rows = run.epoch, put(order(run.epoch), whole)
         several = most or _batches_per_program(dataset, run.batch_size, dtype)
-        cursor = _place(np.array(run.first, np.int32), mesh)
+        cursor = send(np.array(run.first, np.int32), None, whole)
         for done in range(0, run.number, several):
             found, cursor = gather(run.batch_size, several, split, dtype, stacked)(images, labels, rows, cursor)
-            yield ready(found, split), min(several, run.number - done)
+            found = ready(found, split)
+            batches = as_batch(found, split) if stacked else [as_batch(batch, split) for batch in found]
+            yield batches, min(several, run.number - done)
 
 
-def _batches_per_program(dataset: Examples, count: int, dtype: Any) -> int:
+def _batches_per_program(dataset: Dataset, count: int, dtype: Any) -> int:
     """How many batches of `count` one program gathers: starting it costs as much as a small batch."""
     size = dataset.images[:1].size * (dataset.images.dtype if dtype is None else dtype).itemsize
     return max(1, min(_MOST_BATCHES, _MOST_BYTES // max(1, count * size)))
 
 
 @functools.lru_cache(maxsize=32)
-def gather(
-    count: int, several: int, split: Split | None, dtype: Any, stacked: bool
-) -> Callable[..., tuple[Any, jax.Array]]:
+def gather(count: int, several: int, split: Split, dtype: Any, stacked: bool) -> Callable[..., tuple[Any, jax.Array]]:
     """The program `(images, labels, rows, cursor) -> (several batches of count examples, the new cursor)`.
 
     Each device gathers its share. The cursor stays on the devices, so that a batch needs nothing from the host. Past
@@ -382,7 +423,7 @@ def gather(
         found = batch(firsts[:, None]) if stacked else [batch(first) for first in firsts]
         return found, cursor + several * count
 
-    if split is None:
+    if split.mesh is None:
         return jax.jit(local)
 
     def local_share(*args: jax.Array) -> tuple[Any, jax.Array]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,8 +23,7 @@ from .._core.calls import answers, takes
 from .._devices import processes
 from .._devices.mesh import STORE_AXIS
 from .._devices.virtual_shards import pad_rows
-from ._batches import Subset, epochs_from, rows_of_parts
-from ._dataset import Dataset
+from ._batches import Dataset, Subset, epochs_from, rows_of_parts
 from ._sharding import as_batch, batch_struct, check_virtual_shards, path_name, placed_batch, share_sharding, split_of
 
 _WHERE = "data.from_iterable"
@@ -124,8 +123,8 @@ class IterableSource:
         check_virtual_shards(batch_size, virtual_shards, _WHERE)
         share, steps = self._shares(batch_size)
         split = split_of(devices, STORE_AXIS, sharding, virtual_shards, _WHERE)
-        padding = 0 if split is None else split.rows(batch_size) - batch_size
-        if padding and split is not None and processes.count() > 1:
+        padding = split.rows(batch_size) - batch_size
+        if padding and processes.count() > 1:
             raise ValueError(
                 f"{_WHERE}: each of {processes.count()} processes reads an equal share of a batch, and the "
                 f"{virtual_shards} virtual shards of the step cannot be shared equally by {split.parts} devices; use a "
@@ -253,7 +252,7 @@ class IterableSource:
         while some := [as_dict(e, self.names) for e in itertools.islice(elements, share)]:
             if len(some) < share and not rest:
                 return
-            yield stack(some)
+            yield join(some)
 
 
 @answers("data.from_iterable")
@@ -343,8 +342,7 @@ def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
     found = [as_dict(element, ("image", "label")) for element in elements]
     if not found:
         raise ValueError("data.collect: expected elements, got none")
-    join = concatenate if batched else stack
-    whole = join([{"image": each["image"], "label": each["label"]} for each in found])
+    whole = join([{"image": each["image"], "label": each["label"]} for each in found], batched=batched)
     return Dataset(whole["image"], whole["label"])
 
 
@@ -389,7 +387,7 @@ def as_arrays(given: Any, where: str) -> Any:
     if _is_of(given, "pandas", "DataFrame") or _is_of(given, "polars", "DataFrame"):
         return _columns(given, where)
     if _is_rows(given):
-        return stack([as_dict(row, (), where) for row in given], where)
+        return join([as_dict(row, (), where) for row in given], where)
     for (library, name), advice in _ADVICE.items():
         if _is_of(given, library, name):
             raise TypeError(f"{where}: {advice}")
@@ -459,24 +457,17 @@ def as_array(leaf: Any, name: str) -> Any:
     return array
 
 
-def stack(examples: Sequence[Any], where: str = _WHERE) -> Any:
-    return _join(np.stack, examples, 0, where)
-
-
-def concatenate(batches: Sequence[Any], where: str = _WHERE) -> Any:
-    return _join(np.concatenate, batches, 1, where)
-
-
-def _join(join: Callable[[list[np.ndarray]], np.ndarray], trees: Sequence[Any], first: int, where: str) -> Any:
-    """The trees leaf by leaf as one. Shapes must agree from axis `first` on."""
+def join(trees: Sequence[Any], where: str = _WHERE, *, batched: bool = False) -> Any:
+    """Examples, or batches, leaf by leaf as one batch. Their shapes must agree."""
 
     def join_leaves(path: Any, *leaves: Any) -> np.ndarray:
-        shapes = {np.shape(leaf)[first:] for leaf in leaves}
+        shapes = {np.shape(leaf)[batched:] for leaf in leaves}
         if len(shapes) > 1:
             raise ValueError(
                 f"{where}: {path_name(path)} has examples of different shapes, {sorted(shapes)}, which make "
                 "no batch; pad, crop or resize them first"
             )
-        return join([np.asarray(leaf) for leaf in leaves])
+        arrays = [np.asarray(leaf) for leaf in leaves]
+        return np.concatenate(arrays) if batched else np.stack(arrays)
 
     return jax.tree_util.tree_map_with_path(join_leaves, *trees)

@@ -14,6 +14,7 @@ import os
 import struct
 import tempfile
 import threading
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from .._core.calls import answers
 from .._core.checks import choice
 from .._core.files import as_path
 from .._core.text import did_you_mean, say_news
-from ._dataset import Dataset
+from ._batches import Dataset
 
 _HINTS = {
     **dict.fromkeys(("batch_size", "shuffle"), "data.batches and train.fit make batches, and shuffle"),
@@ -73,16 +74,12 @@ def load(
     choice(source, "data.load", "source", _SOURCES)
     folder = as_path(data_dir, "data.load: data_dir").expanduser() if data_dir is not None else default_data_dir()
     found, idx_files = _find(name, folder, source)
-    prepared = found == "prepared" or prepared_dir(name, folder) is not None
-    if idx_files is not None:
-        for file in OFFICIAL:
-            official_bytes(idx_files / file)
-    elif found == "download" and (url := download_url(name)):
-        try:
-            check_reachable(url)
-        except ConnectionError as error:
-            raise ConnectionError(f"{error}. {_advice(name)}") from None
-    if not prepared:
+    if found != "prepared" and prepared_dir(name, folder) is None:
+        if found == "download" and (url := download_url(name)):
+            try:
+                check_reachable(url)
+            except ConnectionError as error:
+                raise ConnectionError(f"{error}. {_advice(name)}") from None
         prepare(name, folder, idx_files)
     dataset = Dataset(*read(name, split, folder), source=found, name=name, part=split)
     if verbose:
@@ -155,7 +152,8 @@ def _builder_class(name: str) -> Any:
         name = stock.name
 
         def _split_generators(self, dl_manager: Any) -> Any:
-            return super()._split_generators(_WithoutExtraction(dl_manager))
+            # TFDS's extraction of .gz files needs TensorFlow, so they stay as they are.
+            return super()._split_generators(types.SimpleNamespace(download_and_extract=dl_manager.download))
 
         def _generate_examples(self, num_examples: int, data_path: Any, label_path: Any) -> Iterator[tuple[int, Any]]:
             images, labels = read_idx(data_path), read_idx(label_path)
@@ -175,13 +173,6 @@ def _png(image: np.ndarray) -> io.BytesIO:
     Image.fromarray(image).save(file, "PNG", compress_level=3)  # the default takes twice as long, saves 3 %
     file.seek(0)
     return file
-
-
-class _WithoutExtraction:
-    """A download manager that leaves .gz files as they are. TFDS's extraction needs TensorFlow."""
-
-    def __init__(self, dl_manager: Any):
-        self.download_and_extract = dl_manager.download
 
 
 def prepared_dir(name: str, data_dir: Path) -> Path | None:

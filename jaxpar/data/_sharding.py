@@ -23,31 +23,31 @@ from .._devices.user_mesh import has_types, in_user_mesh, outside_mesh, with_sha
 from .._devices.virtual_shards import PaddedBatch, padded_rows
 
 _PREFETCH = "data.prefetch"
-_END: Any = object()
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The devices of a batch, and which of them share it."""
+    """The devices of a batch, and which of them share it. Without a mesh: the default device."""
 
-    mesh: Mesh  # a mesh without types, on which batches are made
+    mesh: Mesh | None = None  # a mesh without types, on which batches are made
     # The axes of the mesh that split the first axis of a batch. Empty: each device has the whole batch.
-    axes: tuple[str, ...]
+    axes: tuple[str, ...] = ()
     given: NamedSharding | None = None  # the sharding that the user asked for, if it is another than that of this mesh
     # V, where a batch is for a step with virtual shards and the parts cannot share these evenly.
     virtual_shards: int | None = None
 
     @property
     def parts(self) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        return tuple(np.ravel(self.mesh.devices))
+        return () if self.mesh is None else tuple(np.ravel(self.mesh.devices))
 
     @property
-    def sharding(self) -> NamedSharding:
-        return NamedSharding(self.mesh, P(self.axes[0] if len(self.axes) == 1 else self.axes or None))
+    def sharding(self) -> NamedSharding | None:
+        axes = self.axes[0] if len(self.axes) == 1 else self.axes or None
+        return None if self.mesh is None else NamedSharding(self.mesh, P(axes))
 
     def rows(self, count: int) -> int:
         """How many rows the arrays of a batch of `count` examples have."""
@@ -56,12 +56,12 @@ class Split:
 
 def split_of(
     devices: Sequence[Device] | None, axis_name: str, sharding: Any, virtual_shards: int | None, where: str
-) -> Split | None:
-    """The split for the options of `data.batches`. None: the default device."""
+) -> Split:
+    """The split for the options of `data.batches`."""
     if sharding is None:
         chosen = None if devices is None else checks.devices(devices, where)
         checks.text(axis_name, where, "axis_name")
-        split = None if chosen is None else Split(Mesh(np.array(chosen), (axis_name,)), (axis_name,))
+        split = Split() if chosen is None else Split(Mesh(np.array(chosen), (axis_name,)), (axis_name,))
     elif devices is not None:
         raise ValueError(f"{where}: give devices or a sharding, not both; a sharding has the devices of its mesh")
     else:
@@ -69,7 +69,7 @@ def split_of(
     if virtual_shards is None:
         return split
     virtual_shards = checks.whole_number(virtual_shards, where, "virtual_shards")
-    if split is None or virtual_shards % split.parts == 0:  # whole shards fit each part, so nothing is padded
+    if virtual_shards % split.parts == 0:  # whole shards fit each part, so nothing is padded
         return split
     return dataclasses.replace(split, virtual_shards=virtual_shards)
 
@@ -151,11 +151,11 @@ def batch_struct(arrays: Any, batch_size: int, dtype: Any) -> Any:
     return jax.tree_util.tree_map_with_path(struct, arrays)
 
 
-def share_sharding(rows: int, split: Split | None, where: str) -> NamedSharding | None:
+def share_sharding(rows: int, split: Split, where: str) -> NamedSharding | None:
     """The sharding of a batch whose rows are shared equally by the processes. None: the default device."""
     # Where a sharding gives one row to several processes, the batch is split over all devices, and a step sends the
     # rows on.
-    if split is None:
+    if split.sharding is None:
         return None
     here = split.sharding.addressable_devices_indices_map((rows,)).values() if rows % split.parts == 0 else ()
     own = {index[0].indices(rows)[:2] for index in here if index}
@@ -166,6 +166,18 @@ def share_sharding(rows: int, split: Split | None, where: str) -> NamedSharding 
     return split_over(split.devices)
 
 
+def send(array: Any, rows: np.ndarray | None, sharding: NamedSharding | None) -> jax.Array:
+    """The array, or these rows of it, on the devices. Each process has it whole, and reads what its devices get."""
+
+    def part(index: Any) -> np.ndarray:
+        return as_jax_dtype(array[index if rows is None else rows[index[0]]])
+
+    if sharding is None:
+        return jnp.asarray(part((...,)))
+    shape = array.shape if rows is None else (len(rows), *array.shape[1:])
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
 @in_user_mesh
 def placed_batch(batch: Any, sharding: NamedSharding | None, dtype: Any, *, whole: bool) -> Any:
     """The batch on the devices, split along its first axis, with "image" in `dtype`.
@@ -173,37 +185,43 @@ def placed_batch(batch: Any, sharding: NamedSharding | None, dtype: Any, *, whol
     `whole`: each process has the whole batch and takes its rows. Otherwise each has its own share.
     """
 
-    def send(array: Any) -> jax.Array:
+    def placed(array: Any) -> jax.Array:
         if sharding is None:
             return jnp.asarray(array)
         if isinstance(array, jax.Array) and processes.count() == 1:
             return jax.device_put(array, sharding)
         array = as_jax_dtype(np.asarray(array))
-        if whole:
-            return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-        return jax.make_array_from_process_local_data(sharding, array)
+        return send(array, None, sharding) if whole else jax.make_array_from_process_local_data(sharding, array)
 
-    batch = convert_images(jax.tree.map(send, batch), dtype)
+    batch = convert_images(jax.tree.map(placed, batch), dtype)
     if sharding is not None:
         wait_before_collectives(batch, tuple(sharding.device_set))
     return batch
 
 
-def ready(arrays: Any, split: Split | None) -> Any:
+def ready(arrays: Any, split: Split) -> Any:
     """The arrays of a batch as the user asked for them, safe to start a program with collectives on. None is copied."""
-    if split is None:
-        return arrays
     wait_before_collectives(arrays, split.devices)
     given = split.given
     return arrays if given is None else jax.tree.map(lambda array: with_sharding(array, given), arrays)
 
 
-def as_batch(arrays: Any, split: Split | None) -> Any:
+def as_batch(arrays: Any, split: Split) -> Any:
     """The arrays of a batch, marked if they are padded."""
-    return arrays if split is None or split.virtual_shards is None else PaddedBatch(arrays, split.virtual_shards)
+    return arrays if split.virtual_shards is None else PaddedBatch(arrays, split.virtual_shards)
 
 
-# Batches of any iterator, sent ahead of their use.
+# Batches that are sent ahead of their use.
+
+
+def ahead(batches: Iterable[Any], size: int) -> Iterator[Any]:
+    """The batches, of which `size` are made ahead of the one in use."""
+    waiting: collections.deque[Any] = collections.deque()
+    for batch in batches:
+        waiting.append(batch)
+        if len(waiting) > size:
+            yield waiting.popleft()
+    yield from waiting
 
 
 @answers("data.prefetch")
@@ -246,21 +264,21 @@ def prefetch(iterator: Iterable[Any], sharding: Any = None, size: int = 2) -> It
 
 
 def _prefetch(elements: Iterator[Any], sharding: Any, size: int) -> Iterator[Any]:
-    ahead: collections.deque[Any] = collections.deque()
-    error, over = None, False
-    while True:
-        while not over and len(ahead) <= size:
-            try:
-                element = next(elements, _END)
-                over = element is _END
-                ahead.extend([] if over else [_to_devices(element, sharding)])
-            except Exception as raised:  # it comes after the batches before it
-                error, over = raised, True
-        if not ahead:
-            break
-        yield _ready_batch(ahead.popleft())
-    if error is not None:
-        raise error
+    errors: list[Exception] = []
+
+    def sent() -> Iterator[Any]:
+        try:
+            for element in elements:
+                yield _to_devices(element, sharding)
+        except Exception as error:  # it comes after the batches before it
+            errors.append(error)
+
+    for batch in ahead(sent(), size):
+        leaves = jax.tree.leaves(batch)
+        wait_before_collectives(batch, tuple(leaves[0].sharding.device_set) if leaves else ())
+        yield batch
+    if errors:
+        raise errors[0]
 
 
 def _to_devices(batch: Any, sharding: Any) -> Any:
@@ -289,11 +307,3 @@ def _put(path: Any, leaf: Any, sharding: Any) -> jax.Array:
             f"{_PREFETCH}: {path_name(path)} {checks.describe(leaf)} cannot be laid out as {spec} over a mesh of {mesh}"
             f"{own}; use batches that its axes divide, or give a pytree of shardings, one for each array"
         ) from error
-
-
-def _ready_batch(batch: Any) -> Any:
-    """The batch, safe to start a program with collectives on."""
-    leaves = jax.tree.leaves(batch)
-    if leaves:
-        wait_before_collectives(batch, tuple(leaves[0].sharding.device_set))
-    return batch

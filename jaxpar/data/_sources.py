@@ -18,10 +18,9 @@ from .._core.calls import answers
 from .._devices import processes
 from .._devices.user_mesh import each_in_user_mesh
 from . import _batches
-from ._batches import rows_of_parts
-from ._dataset import Dataset
+from ._batches import Dataset, rows_of_parts
 from ._iterable import IterableSource, as_array, as_arrays, from_iterable
-from ._sharding import as_batch, batch_struct, path_name, placed_batch
+from ._sharding import batch_struct, path_name, placed_batch
 
 
 @runtime_checkable
@@ -296,8 +295,7 @@ def batch_groups(
         checks.whole_number(most, where, "most")
     if not _batches.has_room(dataset, plan.split):
         return None
-    several = _batches.from_devices(dataset, *plan, np.dtype(jnp.float32), most=most, stacked=True)
-    return each_in_user_mesh((as_batch(batches, plan.split), number) for batches, number in several)
+    return each_in_user_mesh(_batches.from_devices(dataset, *plan, np.dtype(jnp.float32), most=most, stacked=True))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -332,7 +330,7 @@ class ArraySource(_OfArrays):
     def batches(self, batch_size: int, **options: Any) -> Iterator[Any]:
         """Batches on the devices. Takes the options of `data.batches` except `dtype` and `resident`."""
         plan = _batches.plan_batches(self.examples(1), batch_size, "data.from_arrays", **options)
-        return each_in_user_mesh(_batches.from_host(self.arrays, *plan, self.dtype))
+        return _batches.from_host(self.arrays, *plan, self.dtype)
 
     def split(
         self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
@@ -379,10 +377,8 @@ def usual_batch_size(asked: int | None, source: Any) -> int:
     """The size of a batch. Where none is asked for, that of the batches or of the source, otherwise 32."""
     if asked is not None:
         return asked
-    if isinstance(source, ArraySource):
-        return getattr(source, "batch_size", 32)
     if not isinstance(source, IterableSource):
-        return 32
+        return getattr(source, "batch_size", 32) if isinstance(source, ArraySource) else 32
     size: Any = getattr(source.source, "batch_size", None)
     if not checks.is_int(size):
         first = source.first_batch()
@@ -394,12 +390,9 @@ def usual_batch_size(asked: int | None, source: Any) -> int:
 
 def place_in(source: Any) -> list[Any] | None:
     """The positions of all processes in a source with `get_state`, as JSON for a checkpoint, or None."""
-    own = source.get_state() if hasattr(source, "get_state") else None
-    if processes.count() == 1:
-        return None if own is None else [own]
     if not hasattr(source, "get_state"):
         return None
-    states = [json.loads(text) for text in processes.exchange(json.dumps(own))]
+    states = [json.loads(text) for text in processes.exchange(json.dumps(source.get_state()))]
     return None if None in states else states
 
 

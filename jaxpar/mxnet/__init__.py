@@ -4,12 +4,10 @@
     _rules        their formulas, and the options that all of them share
     _params       arrays from `.params` files, and back
     _symbol       networks from symbol files: the model and its `apply`
-    _compare      the first layer that differs from MXNet's outputs
-    _graph        such a file as plain data, with what its nodes and variables are
-    _layout       images with their channels last
-    _operators    the table of MXNet's operators; _layers, _arrays and _losses compute them
-    _records      RecordIO files; _images are their images as training data
-    _port         a network as the text of a Python module, by _port_calls, _port_blocks and _port_layers
+    _graph        such a file as plain data, its operators and variables, the first layer that differs from MXNet's
+    _operators    the table of MXNet's operators, with channels last too; _layers, _arrays and _losses compute them
+    _records      RecordIO files, and their images as training data
+    _port         a network as the text of a Python module, by _port_blocks and _port_layers
     _names        kinds, arguments and methods of MXNet, and what they are here
 
 `jp.mxnet.sgd` is also `jp.updaters.mxnet_sgd`, and so on, and `load_params` is `jp.checkpoint.load_mxnet`. So each has
@@ -18,8 +16,7 @@ two names here, for those doors to take. The guide is docs/from_mxnet.md.
 
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
-from ._compare import Difference as Difference
-from ._images import image_record_source as image_record_source
+from ._graph import Difference as Difference
 from ._names import (
     ALIASES as _KIND_ALIASES,
     ARGUMENTS as _STORE_ARGUMENTS,
@@ -43,7 +40,12 @@ from ._optimizers import (
 )
 from ._params import load_mxnet as load_mxnet, load_params as load_params
 from ._port import port as port
-from ._records import ImageRecord as ImageRecord, RecordFile as RecordFile, load_list as load_list
+from ._records import (
+    ImageRecord as ImageRecord,
+    RecordFile as RecordFile,
+    image_record_source as image_record_source,
+    load_list as load_list,
+)
 from ._symbol import (
     Model as Model,
     load_checkpoint as load_checkpoint,

@@ -11,20 +11,21 @@ import dataclasses
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from .._core import files
 from .._core.files import CheckpointError
-
-if TYPE_CHECKING:
-    from ._operators import Operator
+from ._operators import OPERATORS, Operator
 
 _MOST_BYTES = 1 << 28
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?|[-+]?(inf|nan)")
 _INTEGER = re.compile(r"([-+]?\d{1,19})L?")  # Python 2 wrote (1L, 2L)
 _MOST_NUMBERS = 64  # of a tuple
+_TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-4, 1e-2
 _WEIGHTS = frozenset(("weight", "bias", "gamma", "beta", "parameters"))  # arrays of an operator that are trained
 _AXIS_OF_ARGMAX = 905  # the version since which an axis of -1 is the last one
 
@@ -54,6 +55,9 @@ class Node:
     def is_variable(self) -> bool:
         return self.op == "null"
 
+    def __str__(self) -> str:
+        return f"{self.op} {self.name!r}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
@@ -69,12 +73,7 @@ class Graph:
 
 
 def read_graph(path: Path) -> Graph:
-    """The graph of a symbol file.
-
-    Raises:
-        OSError: the file cannot be read.
-        CheckpointError: it is no symbol file, or it is damaged.
-    """
+    """The graph of a symbol file. `CheckpointError` if it is none, or damaged."""
     try:
         found = json.loads(files.read(path, _MOST_BYTES).decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -128,11 +127,7 @@ def _version(attrs: Any) -> int:
 
 
 def parse_attributes(operator: Operator, node: Node) -> dict[str, Any]:
-    """The attributes of a node as arguments of its operator, by the types of these.
-
-    Raises:
-        ValueError: an attribute is unknown, missing or no such value.
-    """
+    """The attributes of a node as arguments of its operator, by the types of these."""
     known = operator.attributes
     rest = any(p.kind == p.VAR_KEYWORD for p in operator.parameters.values())
     found: dict[str, Any] = {}
@@ -140,21 +135,17 @@ def parse_attributes(operator: Operator, node: Node) -> dict[str, Any]:
         if name in known:
             form = known[name].annotation
             form = form if isinstance(form, str) else inspect.formatannotation(form)
-            found[name] = parse(text, form, f"{_named(node)}: attribute {name}")
+            found[name] = parse(text, form, f"{node}: attribute {name}")
         elif name.startswith("__") or name.endswith(("lr_mult", "wd_mult")) or (name in _IGNORED and not rest):
             continue
         elif rest:
             found[name] = text
         else:
-            raise ValueError(f"{_named(node)} has an unknown attribute {name}={text[:100]!r}")
+            raise ValueError(f"{node} has an unknown attribute {name}={text[:100]!r}")
     for name, parameter in known.items():
         if parameter.default is parameter.empty and name not in found:
-            raise ValueError(f"{_named(node)} has no attribute {name}")
+            raise ValueError(f"{node} has no attribute {name}")
     return found
-
-
-def _named(node: Node) -> str:
-    return f"{node.op} {node.name!r}"
 
 
 def parse(text: str, form: str, where: str) -> Any:
@@ -192,17 +183,11 @@ def _tuple(text: str, holes: bool) -> tuple[int | None, ...] | None:
 
 # The operators of the nodes, and the roles of the variables.
 
-Table = dict[int, "tuple[Operator, Mapping[str, Any]]"]
+Table = dict[int, tuple[Operator, Mapping[str, Any]]]
 
 
 def with_operators(path: Path, graph: Graph, own: Mapping[str, Callable[..., Any]]) -> tuple[Graph, Table]:
-    """The graph as the newest MXNet would have it, and the operator of each node with its attributes.
-
-    Raises:
-        ValueError: an operator is unknown, or an attribute of one.
-    """
-    from ._operators import OPERATORS, Operator
-
+    """The graph as the newest MXNet would have it, and the operator of each node with its attributes."""
     known = OPERATORS | {name: Operator(fn) for name, fn in own.items()}
     missing: dict[str, list[str]] = {}
     for node in graph.nodes:
@@ -246,7 +231,7 @@ def _check_count(path: Path, node: Node, operator: Operator) -> None:
     least = sum(parameters[name].default is inspect.Parameter.empty for name in operator.slots)
     several = any(p.kind == p.VAR_POSITIONAL for p in parameters.values())
     if count < max(least, several) or (count > len(operator.slots) and not several):
-        raise CheckpointError(f"{path} is damaged: {node.op} {node.name!r} takes {count} arrays")
+        raise CheckpointError(f"{path} is damaged: {node} takes {count} arrays")
 
 
 def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], set[str], frozenset[str]]:
@@ -279,3 +264,91 @@ def output_names(graph: Graph) -> tuple[str, ...]:
         node = graph.nodes[i]
         names.append(node.name if node.is_variable else f"{node.name}_output{k if i in several else ''}")
     return tuple(names)
+
+
+# Where a network differs from MXNet's own outputs: the first layer, and by how much.
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A layer whose output is not MXNet's. Its text says the same.
+
+    Attributes:
+        name, op: of the node.
+        shape, expected_shape: of its output here, and in MXNet.
+        max_abs: the largest difference. NaN where the shapes differ.
+        relative: that over the largest absolute value of MXNet's output.
+        index: where it is. value, expected: the numbers there, here and in MXNet.
+        equal: how many layers before it give what they give in MXNet.
+    """
+
+    name: str
+    op: str
+    shape: tuple[int, ...]
+    expected_shape: tuple[int, ...]
+    max_abs: float
+    relative: float
+    index: tuple[int, ...]
+    value: float
+    expected: float
+    equal: int
+
+    def __str__(self) -> str:
+        before = f"{self.op} {self.name!r} differs from MXNet, after {self.equal} equal layers: "
+        if self.shape != self.expected_shape:
+            return f"{before}its output has the shape {self.shape}, in MXNet {self.expected_shape}"
+        at = f"{self.value:.7g} in place of {self.expected:.7g} at {self.index}"
+        return f"{before}by up to {self.max_abs:.3g}, {self.relative:.2g} of the largest value: {at}, {self.shape}"
+
+
+def first_difference(
+    graph: Graph,
+    run: Callable[[int, Sequence[Any]], Sequence[Any]],
+    arrays: Mapping[str, Any],
+    reference: Mapping[str, Any],
+    tolerance: float | None,
+) -> Difference | None:
+    """The first node whose output is not that of the reference, where each gets the values of the reference.
+
+    `run` gives the outputs of a node, of its number and the values that it takes. `arrays` are those of variables.
+    """
+    values: list[list[Any]] = []
+    equal = 0
+    for number, node in enumerate(graph.nodes):
+        if node.is_variable:
+            values.append([arrays.get(node.name)])
+            continue
+        outputs = list(run(number, [values[i][k] for i, k in node.inputs]))
+        for k, output in enumerate(outputs):
+            names = (f"{node.name}_output", f"{node.name}_output0") if k == 0 else (f"{node.name}_output{k}",)
+            expected = next((np.asarray(reference[name]) for name in names if name in reference), None)
+            if expected is None:
+                continue
+            if (difference := _difference(node, np.asarray(output), expected, tolerance, equal)) is not None:
+                return difference
+            outputs[k], equal = expected, equal + 1
+        values.append(outputs)
+    if not equal:
+        raise ValueError(f"Model.compare: the reference has no output of the network, but {list(reference)[:8]}")
+    return None
+
+
+def _difference(
+    node: Node, here: np.ndarray, there: np.ndarray, tolerance: float | None, equal: int
+) -> Difference | None:
+    shapes = here.shape, there.shape
+    if here.shape != there.shape:
+        return Difference(node.name, node.op, *shapes, np.nan, np.nan, (), np.nan, np.nan, equal)
+    if tolerance is None:
+        tolerance = _TOLERANCE_OF_16_BITS if min(here.dtype.itemsize, there.dtype.itemsize) == 2 else _TOLERANCE
+    a, b = here.astype(np.float64), there.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # inf - inf
+        gap = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.abs(a - b))
+    gap = np.where(np.isnan(gap), np.inf, gap)
+    largest = float(np.abs(b[np.isfinite(b)]).max(initial=0))
+    if gap.max(initial=0) <= tolerance * largest:
+        return None
+    at = np.unravel_index(gap.argmax(), gap.shape)
+    relative = float(gap[at]) / largest if largest else np.inf
+    index = tuple(int(i) for i in at)
+    return Difference(node.name, node.op, *shapes, float(gap[at]), relative, index, float(a[at]), float(b[at]), equal)

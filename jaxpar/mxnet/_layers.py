@@ -14,6 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+# MXNet's names of functions of `jax.nn`
+ACTIVATIONS = {
+    "softrelu": "softplus",
+    "softsign": "soft_sign",
+    **{name: name for name in ("relu", "sigmoid", "tanh", "log_sigmoid", "mish")},
+}
 _SPATIAL = {1: "W", 2: "HW", 3: "DHW"}
 _GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 _MOST_LAYERS = 1000
@@ -233,18 +239,9 @@ def dropout(
 
 
 def activation(data: jax.Array, *, act_type: str) -> jax.Array:
-    functions = {
-        "relu": jax.nn.relu,
-        "sigmoid": jax.nn.sigmoid,
-        "tanh": jnp.tanh,
-        "softrelu": jax.nn.softplus,
-        "softsign": jax.nn.soft_sign,
-        "log_sigmoid": jax.nn.log_sigmoid,
-        "mish": jax.nn.mish,
-    }
-    if act_type not in functions:
-        raise ValueError(f"Activation: act_type must be one of {', '.join(functions)}, got {act_type!r}")
-    return functions[act_type](data)
+    if act_type not in ACTIVATIONS:
+        raise ValueError(f"Activation: act_type must be one of {', '.join(ACTIVATIONS)}, got {act_type!r}")
+    return getattr(jax.nn, ACTIVATIONS[act_type])(data)
 
 
 def leaky_relu(

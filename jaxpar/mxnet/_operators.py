@@ -1,4 +1,4 @@
-"""The table of MXNet's operators: what each computes, and the shapes that its arrays must have.
+"""The table of MXNet's operators: what each computes, the shapes of its arrays, how it takes images.
 
 An operator is a function of arrays, and of attributes by keyword. Two keywords are no attributes: `train` says whether
 the network is being trained, and `rng` is a random key of this node.
@@ -10,11 +10,12 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from . import _arrays as arrays, _layers as layers, _losses as losses
@@ -27,21 +28,14 @@ Last = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
 
 @dataclasses.dataclass(frozen=True)
 class Operator:
-    """What a node computes.
+    """What a node computes."""
 
-    Attributes:
-        fn: the function of its arrays and attributes.
-        shapes: the shapes of its other arrays, of the first one's shape and the attributes. None: they say nothing.
-        state: the names of the last arrays, if they are running statistics. Then `fn` gives (outputs, new ones).
-        labels: whether the arrays after the first may be missing where nothing is trained.
-        last: the attributes with which `fn` takes images whose channels are last, of those of the file. None, or a
-            function that gives None: such images have to be turned into MXNet's layout before.
-    """
-
-    fn: Callable[..., Any]
-    shapes: Shapes | None = None
-    state: tuple[str, ...] = ()
-    labels: bool = False
+    fn: Callable[..., Any]  # of its arrays and attributes
+    shapes: Shapes | None = None  # of its other arrays, of the first one's shape and the attributes
+    state: tuple[str, ...] = ()  # the last arrays, if they are running statistics. Then `fn` gives (outputs, new ones)
+    labels: bool = False  # whether the arrays after the first may be missing where nothing is trained
+    # The attributes with which `fn` takes images whose channels are last, of those of the file. None, or a function
+    # that gives None: such images have to be turned into MXNet's layout before.
     last: Last | None = None
 
     @functools.cached_property
@@ -96,7 +90,7 @@ def _rnn_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
     return {"parameters": (count,), "state": state, "state_cell": state}
 
 
-# Images whose channels are last
+# The attributes for images whose channels are last
 
 
 def _same(attrs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -314,3 +308,59 @@ _NAMED: dict[str, Operator] = {
 }
 
 OPERATORS: dict[str, Operator] = {name: found for names, found in _NAMED.items() for name in names.split()}
+
+
+# Images whose channels are last. A network of layout "NHWC" has images as (batch, height, width, channels) and the
+# weights of convolutions as (height, width, in, out). An image stays so from operator to operator, as long as these
+# commute with the change. Before any other it is turned into MXNet's layout, so what a network computes is the same.
+
+IMAGES, KERNELS = (0, 2, 3, 1), (2, 3, 1, 0)  # MXNet's axes, in the order in which they are kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Turned:
+    """An array of MXNet with its axes in another order."""
+
+    array: Any
+    axes: tuple[int, ...]
+
+
+def turn(array: Any, axes: tuple[int, ...]) -> Any:
+    """An array of MXNet's order in this order. An array that has not four axes is the same in both."""
+    return array.transpose(axes) if array.ndim == 4 else array
+
+
+def back(array: Any, axes: tuple[int, ...]) -> Any:
+    """An array of this order in MXNet's order."""
+    return turn(array, tuple(np.argsort(axes)))
+
+
+def wrap(array: Any, axes: tuple[int, ...]) -> Any:
+    """An array that a network of this layout is given."""
+    return Turned(array, axes) if array.ndim == 4 else array
+
+
+def own(value: Any) -> Any:
+    return back(value.array, value.axes) if isinstance(value, Turned) else value
+
+
+def image(value: Any) -> Any:
+    """A value of a network as one of layout NHWC."""
+    if isinstance(value, Turned) and value.axes == IMAGES:
+        return value.array
+    return None if value is None else turn(own(value), IMAGES)
+
+
+def run(
+    operator: Operator,
+    attrs: Mapping[str, Any],
+    values: Sequence[Any],
+    compute: Callable[[Sequence[Any], Mapping[str, Any]], Any],
+) -> Any:
+    """What an operator gives, by `compute(arrays, attributes)`: in the layout of its images where it can."""
+    last = operator.last(attrs) if operator.last and any(isinstance(v, Turned) for v in values) else None
+    data = values[:1] if operator.shapes else values  # the others are vectors and weights
+    if last is None or not all(isinstance(v, Turned) or np.ndim(v) == 4 for v in data):
+        return compute([own(v) for v in values], attrs)
+    found = compute([image(v) for v in values], last)
+    return jax.tree.map(lambda x: wrap(x, IMAGES), found)

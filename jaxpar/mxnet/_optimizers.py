@@ -43,7 +43,7 @@ from .._core.calls import answers
 from .._core.updater import Updater
 from . import _rules
 from ._names import renamed
-from ._rules import AdaGradOptions, Options, Rate, RMSPropOptions, Rows, common_of, make
+from ._rules import AdaGradOptions, Options, Rate, RMSPropOptions, make
 
 Tree = TypeVar("Tree")
 
@@ -88,9 +88,9 @@ def mxnet_sgd(
         -4.71
         -6.439
     """
-    shared = common_of(mxnet_sgd, learning_rate, wd, common)
     slots = ("momentum",) if momentum else ()
-    return make(shared, _rules.sgd, slots, {"momentum": momentum}, Rows(bool(lazy_update), with_master=False))
+    options = {"momentum": momentum}
+    return make(mxnet_sgd, _rules.sgd, learning_rate, wd, common, options, slots, lazy=bool(lazy_update))
 
 
 @answers("updaters.mxnet_nag")
@@ -108,9 +108,8 @@ def mxnet_nag(
         >>> updater.update(0, jnp.ones(2), updater.init(0, value), value)[0].round(3).tolist()
         [-0.15000000596046448, -0.15000000596046448]
     """
-    shared = common_of(mxnet_nag, learning_rate, wd, common)
     slots = ("momentum",) if momentum else ()
-    return make(shared, _rules.nag, slots, {"momentum": momentum}, Rows(are_lazy=not momentum, with_master=False))
+    return make(mxnet_nag, _rules.nag, learning_rate, wd, common, {"momentum": momentum}, slots, lazy=not momentum)
 
 
 @answers("mxnet_adam")
@@ -132,12 +131,12 @@ def mxnet_adam(
         >>> updater.update(0, jnp.ones(2), updater.init(0, value), value)[0].round(3).tolist()
         [-0.5, -0.5]
     """
-    shared = common_of(mxnet_adam, learning_rate, wd, common)
     checks.number(beta1, "mxnet_adam", "beta1", "a number from 0 to below 1", lambda n: 0 <= n < 1)
     checks.number(beta2, "mxnet_adam", "beta2", "a number from 0 to 1", lambda n: 0 <= n <= 1)
     options = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    rows = Rows(bool(lazy_update), with_master=bool(lazy_update))
-    return make(shared, _rules.adam, ("mean", "variance"), options, rows, counted=True)
+    slots, lazy = ("mean", "variance"), bool(lazy_update)
+    rows = {"lazy": lazy, "lazy_with_master": lazy}
+    return make(mxnet_adam, _rules.adam, learning_rate, wd, common, options, slots, is_counted=True, **rows)
 
 
 @answers("updaters.mxnet_rmsprop")
@@ -171,12 +170,11 @@ def mxnet_rmsprop(
     """
     given: dict[str, Any] = {**common}
     gamma1 = renamed(mxnet_rmsprop, given, "gamma", "gamma1", gamma1)
-    shared = common_of(mxnet_rmsprop, learning_rate, wd, given)
     options = {"gamma1": gamma1, "epsilon": epsilon, "clip_weights": 0.0 if clip_weights is None else clip_weights}
-    rows = Rows(are_lazy=False, with_master=False)
+    rule, slots = _rules.rmsprop, ("square",)
     if centered:
-        return make(shared, _rules.centered_rmsprop, ("square", "mean", "delta"), {**options, "gamma2": gamma2}, rows)
-    return make(shared, _rules.rmsprop, ("square",), options, rows)
+        rule, slots, options["gamma2"] = _rules.centered_rmsprop, ("square", "mean", "delta"), gamma2
+    return make(mxnet_rmsprop, rule, learning_rate, wd, given, options, slots, lazy=False)
 
 
 @answers("mxnet_adagrad")
@@ -201,11 +199,10 @@ def mxnet_adagrad(
     """
     given: dict[str, Any] = {**common}
     epsilon = renamed(mxnet_adagrad, given, "eps", "epsilon", epsilon)
-    shared = common_of(mxnet_adagrad, learning_rate, wd, given)
-    if given.get("clip_gradient") is not None and shared.clip_gradient is None:
+    if given.get("clip_gradient") == 0:
         raise ValueError("mxnet_adagrad: clip_gradient must be a number above 0, or None for no clipping, got 0")
-    rows = Rows(are_lazy=True, with_master=True, decay=False)
-    return make(shared, _rules.adagrad, ("history",), {"epsilon": epsilon}, rows)
+    rows = {"lazy": True, "lazy_with_master": True, "takes_decay": False}
+    return make(mxnet_adagrad, _rules.adagrad, learning_rate, wd, given, {"epsilon": epsilon}, ("history",), **rows)
 
 
 @answers("multipliers")

@@ -5,15 +5,21 @@ from __future__ import annotations
 import inspect
 import keyword
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from .._core import files
 from .._core.calls import answers
+from .._core.files import CheckpointError
 from . import _port_layers
-from ._port_blocks import fold, functions_of
-from ._port_calls import Line, lines_of
-from ._symbol import load_symbol
+from ._layers import ACTIVATIONS
+from ._operators import ARITHMETIC
+from ._port_blocks import KEYWORD, POSITION, Line, Slot, Value, fold, functions_of
+from ._symbol import Model, load_symbol
+
+_MOST_OUTPUTS = 10_000  # of a node
+_OF_IMAGES = ("kernel", "stride", "pad", "dilate")  # one number where it is the same for all axes
 
 _OWN = frozenset(
     "net params state train rng arrays shapes jax jnp lax math operator load_params network"
@@ -120,7 +126,7 @@ def port(
         if given and params_file is None:
             raise
         known |= given
-    lines, heads, rare = lines_of(model, known)
+    lines, heads, rare = _lines_of(model, known)
     lines = _needed(lines, heads)
     used = {value for value in [*heads, *(value for line in lines for value in line.inputs)] if value[1] == 0}
     inputs = {(n, 0): node.name for n, node in enumerate(model.symbol.nodes) if node.is_variable and (n, 0) in used}
@@ -181,3 +187,234 @@ def _imports(text: str, rare: Mapping[str, str], nnx: bool) -> str:
     if rare:
         lines += ["", "# Operators that are rare: jaxpar's functions, with MXNet's arguments."]
     return "\n".join([*lines, *(f'{own} = operator("{op}")' for own, op in rare.items())])
+
+
+# The nodes of a symbol as lines: which function of JAX, or of the written module, each of them calls.
+
+
+def _lines_of(
+    model: Model, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[list[Line], tuple[Value, ...], dict[str, str]]:
+    """The lines of a network, its outputs, and the rare operators: {name in the module: MXNet's name}.
+
+    `shapes` are those of the arrays that no common layer makes, by name.
+    """
+    lines: list[Line] = []
+    rare: dict[str, str] = {}
+    same: dict[Value, Value] = {}
+    for number, node in enumerate(model.symbol.nodes):
+        if node.is_variable:
+            continue
+        call = _Call(model, number, shapes, same)
+        form = _COMMON[node.op](call) if node.op in _COMMON else None
+        if form is None:
+            form = _rare(call)
+            rare[form.partition("(")[0]] = node.op
+        if isinstance(form, str):
+            outputs = tuple((number, place) for place in range(_count(node.op, call.attrs)))
+            lines.append(Line(form, tuple(call.inputs), outputs, tuple(call.slots), node.op))
+        else:
+            same[number, 0] = form
+    heads = tuple(same.get(head, head) for head in model.symbol.heads)
+    made = {value for line in lines for value in line.outputs}
+    for number, place in {*heads, *(value for line in lines for value in line.inputs)} - made:
+        if not (node := model.symbol.nodes[number]).is_variable:
+            raise CheckpointError(f"the symbol is damaged: {node} has no output {place}")
+    return lines, heads, rare
+
+
+def _count(op: str, attrs: Mapping[str, Any]) -> int:
+    """How many values a node gives."""
+    if op in ("SliceChannel", "split"):
+        return min(attrs["num_outputs"], _MOST_OUTPUTS)
+    if op == "RNN" and attrs["state_outputs"]:
+        return 3 if attrs["mode"] == "lstm" else 2
+    return 3 if attrs.get("output_mean_var") else 2 if attrs.get("act_type") == "rrelu" else 1
+
+
+class _Call:
+    """A node that becomes a line. Its methods give the texts of the form, and collect the inputs and slots."""
+
+    def __init__(self, model: Model, number: int, shapes: Mapping[str, Any], same: Mapping[Value, Value]):
+        self.node, self.number, self._shapes = model.symbol.nodes[number], number, shapes
+        self.operator, given = model._operators[number]
+        defaults = {name: parameter.default for name, parameter in self.operator.attributes.items()}
+        self.attrs = {**defaults, **given}
+        if self.attrs.get("layout") in ("None", "NCW", "NCHW", "NCDHW"):
+            self.attrs["layout"] = None
+        self.given = {key: self.attrs[key] for key in given if self.attrs[key] != defaults[key]}
+        self.refs = [same.get(ref, ref) for ref in self.node.inputs]
+        named = [model.symbol.nodes[i] for i, _ in self.node.inputs]
+        self.arrays = [node.name if node.is_variable and node.name in model._arrays else None for node in named]
+        self.before = named[0].op if named else ""
+        self.inputs: list[Value] = []
+        self.slots: list[Slot] = []
+
+    def slot(self, kind: str, key: str, value: Any, default: Any = POSITION) -> str:
+        self.slots.append(Slot(kind, key, value, default))
+        return f"{{s[{len(self.slots) - 1}]}}"
+
+    def value(self, place: int = 0) -> str:
+        name = self.arrays[place]
+        if name is None:
+            self.inputs.append(self.refs[place])
+            return f"{{v[{len(self.inputs) - 1}]}}"
+        if name not in self._shapes:
+            raise ValueError(f"the shape of {name!r} is unknown; give the params file too, or the shapes of the inputs")
+        return f"net.array({self.slot('name', 'name', name)}, *{self.slot('value', 'shape', self._shapes[name])})"
+
+    def values(self, between: str = ", ") -> str:
+        return between.join(self.value(place) for place in range(len(self.refs)))
+
+    def layer(self, function: str, endings: str = "", without: tuple[str, ...] = (), by: str = "") -> str | None:
+        """A call of a function of `_port_layers`, by the name of its arrays, `without` attributes that say nothing.
+
+        None where it lacks an attribute, or where its arrays have other endings than these.
+        """
+        parameters = inspect.signature(getattr(_port_layers, function)).parameters
+        ends = [end for end in endings.split() if not (end == "bias" and self.attrs["no_bias"])]
+        stem = (self.arrays[1] or "").removesuffix(f"_{ends[0]}") if len(self.arrays) > 1 else ""
+        named = self.arrays[1:] == [f"{stem}_{end}" for end in ends]
+        if not named or not parameters.keys() >= self.given.keys() - {*without}:
+            return None
+        own: dict[str, tuple[str, Any]] = {"name": ("name", stem), "key": ("index", self.number), "by": ("value", by)}
+        text = ""
+        for key, parameter in parameters.items():
+            if key in ("net", "x"):
+                text += f", {self.value() if key == 'x' else key}"
+                continue
+            size = key.startswith("num_") or key.endswith("_dim")
+            kind, value = own[key] if key in own else ("size" if size else "value", self.attrs[key])
+            if key in _OF_IMAGES and len(set(value)) < 2:
+                value = value[0] if value else parameter.default
+            if parameter.kind == parameter.POSITIONAL_OR_KEYWORD:
+                text += f", {self.slot(kind, key, value)}"
+            else:
+                usual = KEYWORD if parameter.default is parameter.empty else parameter.default
+                text += self.slot(kind, key, value, usual)
+        return f"{function}({text[2:]})"
+
+
+_Form = str | Value | None  # None: the operator of jaxpar is called
+
+
+def _batch_norm(call: _Call) -> _Form:
+    by = "moving" if (call.arrays[3] or "").endswith("moving_mean") else "running"
+    form = call.layer("batch_norm", f"gamma beta {by}_mean {by}_var", by=by)
+    if form is None:
+        raise ValueError(
+            f"BatchNorm {call.node.name!r} cannot be written: its arrays must have the names NAME_gamma, NAME_beta, "
+            f"NAME_{by}_mean and NAME_{by}_var, and output_mean_var must be False"
+        )
+    return form
+
+
+def _pooling(call: _Call) -> _Form:
+    a, kind = call.attrs, call.attrs["pool_type"]
+    if kind not in ("max", "avg") or a["layout"]:
+        return None
+    if a["global_pool"]:
+        value = call.value()
+        axes = "(2, 3)" if len(a["kernel"]) == 2 else f"range(2, {value}.ndim)"
+        return f"{value}.{kind.replace('avg', 'mean')}({axes}, keepdims=True)"
+    uncounted = kind == "avg" and any(a["pad"])
+    return call.layer(f"{kind}_pool", without=("pool_type", *(() if uncounted else ("count_include_pad",))))
+
+
+_ACTIVATIONS = {
+    **{name: f"jax.nn.{own}({{}})" for name, own in ACTIVATIONS.items()},
+    "leaky": "jax.nn.leaky_relu({}, {slope})",
+    "elu": "jax.nn.elu({}, {slope})",
+    "selu": "jax.nn.selu({})",
+    "gelu": "jax.nn.gelu({}, approximate=False)",
+}
+
+
+def _activation(call: _Call) -> _Form:
+    form = _ACTIVATIONS.get(call.attrs["act_type"])
+    return form and form.format(call.value(), **call.attrs)
+
+
+def _softmax_output(call: _Call) -> _Form:
+    """Its prediction. The label is left out, for it acts on the gradient only."""
+    a, value = call.attrs, call.value()
+    if a["multi_output"] or a["preserve_shape"]:
+        return f"jax.nn.softmax({value}, axis={1 if a['multi_output'] else -1})"
+    if call.before in ("FullyConnected", "Flatten"):
+        return f"jax.nn.softmax({value})"
+    return f"jax.nn.softmax({value}.reshape({value}.shape[0], -1)).reshape({value}.shape)"
+
+
+def _reshape(call: _Call) -> _Form:
+    shape = call.attrs["shape"]
+    if call.attrs["reverse"] or min(shape, default=-2) < -1:
+        return None
+    value = call.value()
+    return f"{value}.reshape({', '.join(str(n) if n else f'{value}.shape[{i}]' for i, n in enumerate(shape))})"
+
+
+def _reduction(call: _Call) -> _Form:
+    """MXNet gives an array of one number in place of a scalar, so the first axis must be left."""
+    axes = call.attrs["axis"] or (0,)
+    if not call.given.keys() <= {"axis"} or min(axes) < 1:
+        return None
+    return f"{call.value()}.{call.node.op.removesuffix('_axis')}({axes[0] if len(axes) == 1 else axes})"
+
+
+def _same(call: _Call) -> _Form:
+    """A node that computes nothing."""
+    return call.refs[0] if call.arrays[0] is None else call.value()
+
+
+def _infix(sign: str) -> Callable[[_Call], _Form]:
+    return lambda call: call.values(f" {sign} ")
+
+
+def _plain(form: str, *attributes: str) -> Callable[[_Call], _Form]:
+    """A form of one value, {x}, and of attributes. With attributes, None for a node that has others."""
+
+    def plain(call: _Call) -> _Form:
+        known = not attributes or call.given.keys() <= {*attributes}
+        return form.format(x=call.value(), op=call.node.op, **call.attrs) if known else None
+
+    return plain
+
+
+def _rare(call: _Call) -> str:
+    """A call of jaxpar's function, without labels."""
+    places = [call.value(place) for place in range(1 if call.operator.labels else len(call.refs))]
+    places += [f"{key}={call.slot('value', key, value)}" for key, value in call.given.items()]
+    places += ["train=net.train"] if "train" in call.operator.given else []
+    places += [f"rng=net.key({call.slot('index', 'key', call.number)})"] if "rng" in call.operator.given else []
+    return f"mx_{call.node.op.strip('_').lower()}({', '.join(places)})"
+
+
+_SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
+_TABLE: dict[str, Callable[[_Call], _Form]] = {
+    "Convolution Convolution_v1": lambda call: call.layer("convolution", "weight bias"),
+    "FullyConnected": lambda call: call.layer("dense", "weight bias"),
+    "BatchNorm": _batch_norm,
+    "Pooling": _pooling,
+    "Dropout": lambda call: call.layer("dropout") if call.attrs["p"] else _same(call),
+    "Embedding": lambda call: call.layer("embedding", "weight"),
+    "Activation LeakyReLU": _activation,
+    "SoftmaxOutput Softmax": _softmax_output,
+    "LinearRegressionOutput MAERegressionOutput identity _copy": _same,
+    "LogisticRegressionOutput sigmoid": _plain("jax.nn.sigmoid({x})"),
+    "relu": _plain("jax.nn.relu({x})"),
+    "BlockGrad stop_gradient": _plain("lax.stop_gradient({x})"),
+    "softmax log_softmax": _plain("jax.nn.{op}({x}, axis={axis})", "axis"),
+    "Flatten flatten": _plain("{x}.reshape({x}.shape[0], -1)"),
+    "Reshape reshape": _reshape,
+    "transpose": lambda call: f"{call.value()}.transpose({', '.join(map(str, call.attrs['axes']))})",
+    "SwapAxis swapaxes": _plain("{x}.swapaxes({dim1}, {dim2})"),
+    "expand_dims": _plain("jnp.expand_dims({x}, {axis})"),
+    "clip": _plain("jnp.clip({x}, {a_min}, {a_max})"),
+    "Concat concat": lambda call: f"jnp.concatenate([{call.values()}], axis={call.attrs['dim']})",
+    "sum sum_axis mean": _reduction,
+    **{f"broadcast_{name} {ARITHMETIC[name][1]}": _infix(sign) for name, sign in _SIGNS.items()},
+    **{ARITHMETIC[name][2]: _plain(f"{{x}} {sign} {{scalar}}") for name, sign in _SIGNS.items()},
+    "_rminus_scalar _RMinusScalar": _plain("{scalar} - {x}"),
+    "_rdiv_scalar _RDivScalar": _plain("{scalar} / {x}"),
+}
+_COMMON = {name: form for names, form in _TABLE.items() for name in names.split()}

@@ -14,13 +14,37 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ._port_calls import KEYWORD, POSITION, Line, Slot, Value
-
+Value = tuple[int, int]  # an output of a node
+POSITION, KEYWORD = object(), object()  # the defaults of what each call gives
 _LONGEST, _MOST_TARGETS, _WIDTH = 4, 4, 88  # of a chain, of a loop, of a line
 _LONGEST_NAME = 32
 _SHORT = {"convolution": "conv", "batch_norm": "bn", "max_pool": "pool", "avg_pool": "pool"}
 _SAFE = re.compile(r"[A-Za-z0-9_./: -]*")  # of names that need no escapes
 _NAMES = "x y z u v w a b c d e f g h".split()
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """What may differ between two lines of one form."""
+
+    kind: str  # "name" of an array, "index" (a number in such a name, or of a random key), "size", or "value"
+    key: str  # the word for it where it is a parameter
+    value: Any
+    default: Any = POSITION  # a value that is left out; POSITION or KEYWORD for none, by how it is given
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One assignment. `form` has the places {v[0]}, ... of its inputs and {s[0]}, ... of its slots."""
+
+    form: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    slots: tuple[Slot, ...]
+    layer: str  # MXNet's operator, or the function of repeated lines
+    texts: tuple[str, ...] = ()  # of the slots, as they are written
+
+
 _Windows = list[list[Line]]
 
 
@@ -35,20 +59,15 @@ class Variable:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Repeated lines, of one input: those of the first time, with the texts of their slots.
-
-    Attributes:
-        outputs: of the first time.
-        last: the outputs of the last time.
-    """
+    """Repeated lines, of one input: those of the first time, with the texts of their slots."""
 
     name: str
     variables: Sequence[Variable]
     lines: Sequence[Line]
     count: int
     inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    last: tuple[Value, ...]
+    outputs: tuple[Value, ...]  # of the first time
+    last: tuple[Value, ...]  # of the last time
 
 
 def fold(lines: list[Line], inputs: Sequence[Value], heads: Sequence[Value]) -> tuple[list[Block], list[Line | Block]]:

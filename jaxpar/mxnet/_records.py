@@ -1,4 +1,4 @@
-"""MXNet's RecordIO files: the records of a `.rec`, their places in a `.idx`, and `.lst`, the lists of images.
+"""MXNet's RecordIO files: the records of a `.rec`, their places in a `.idx`, `.lst`, and images as training data.
 
 A record is one part or several. A part is a magic number, a word of its kind and its length, the bytes, and zeros up to
 a multiple of four. Where the bytes of a record have the magic number, MXNet leaves it out and begins a part there.
@@ -6,16 +6,22 @@ a multiple of four. Where the bytes of a record have the magic number, MXNet lea
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
+import io
 import os
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from .._core import files
+from .. import data
+from .._core import checks, files
 from .._core.calls import answers, answers_class
 from .._core.files import CheckpointError
 
@@ -190,3 +196,289 @@ def load_list(path: str | os.PathLike[str]) -> list[tuple[int, np.ndarray, str]]
             words = "expected an id, labels and a path with tabs between them, and the labels finite float32"
             raise CheckpointError(f"{path}, line {number}: {words}, got {line[:100]!r}") from None
     return found
+
+
+# Images of records as training data: what MXNet's ImageRecordIter does, as a source of `train.fit`.
+
+_WHERE = "mxnet.image_record_source"
+# The number of an example, and what was drawn for it.
+_ROW = np.dtype([("row", np.int64), ("top", np.float32), ("left", np.float32), ("mirror", np.float32)])
+
+_HINTS = {
+    name: hint
+    for names, hint in {
+        "path_imgrec": "give the file as first argument, image_record_source(rec, batch_size, ...)",
+        "path_imgidx": "call it idx",
+        "path_imglist": "leave it out. Labels are read from the records; mxnet.load_list reads a list",
+        "num_parts part_index": "leave it out. Each process has the same file, and reads what its own devices get",
+        "seed seed_aug shuffle_chunk_seed": "leave it out. What is drawn comes from the rng of train.create_state",
+        "shuffle_chunk_size": "leave it out. shuffle=True draws from the whole file",
+        "round_batch": "leave it out. Training drops a last, smaller batch, and evaluation counts its examples once",
+        "ctx device_id prefetch_buffer verbose aug_seq": "leave it out. Batches go to the devices of the step, ahead",
+        "dtype": "write data.batches(source, dtype=...), or cast in loss_fn",
+        "data_name label_name": 'leave it out. A batch is {"image", "label"}',
+        "mean_img": "subtract the mean image in loss_fn; mxnet.load_params reads it",
+        "inter_method": "leave it out. Images are resized by MXNet's default, 1",
+        "random_resized_crop max_rotate_angle max_aspect_ratio min_aspect_ratio max_shear_ratio max_crop_size"
+        " min_crop_size max_random_scale min_random_scale max_random_area min_random_area max_img_size min_img_size"
+        " brightness contrast saturation pca_noise random_h random_s random_l rotate mean_a std_a max_random_contrast"
+        " max_random_illumination": "change images in loss_fn, by its rng, or write a loader for data.from_iterable",
+    }.items()
+    for name in names.split()
+}
+
+
+@answers(_WHERE, _HINTS)
+def image_record_source(
+    rec: str | os.PathLike[str],
+    batch_size: int,
+    *,
+    data_shape: tuple[int, int, int],
+    idx: str | os.PathLike[str] | None = None,
+    label_width: int = 1,
+    shuffle: bool = False,
+    resize: int = -1,
+    pad: int = 0,
+    fill_value: int = 255,
+    rand_crop: bool = False,
+    rand_mirror: bool = False,
+    mirror: bool = False,
+    mean_r: float = 0.0,
+    mean_g: float = 0.0,
+    mean_b: float = 0.0,
+    std_r: float = 1.0,
+    std_g: float = 1.0,
+    std_b: float = 1.0,
+    scale: float = 1.0,
+    layout: str = "NHWC",
+    preprocess_threads: int = 4,
+) -> ImageRecordSource:
+    """Training data out of a `.rec`, with the options of `mx.io.ImageRecordIter`.
+
+    An image is decoded, resized, padded, cropped, mirrored, and becomes `(pixel - mean) * (scale / std)`, with MXNet's
+    bits. Pillow decodes JPEG, PNG and BMP. Where it and MXNet's OpenCV may differ, at JPEG in CMYK and at images in
+    colour that are read as grey, they do so by at most 2 of 255.
+
+    What is drawn depends on the key, the epoch and the record only. So any number of devices and processes gives the
+    same bits, and so does a run that is resumed. `train.fit` gives the key. Without one, as in evaluation, the order is
+    the stored one, crops are in the middle, and `rand_mirror` does nothing.
+
+    Args:
+        rec: the `.rec` file.
+        batch_size: over all devices and processes. `fit` takes it where it is given none.
+        data_shape: (channels, height, width), as in MXNet, whatever the layout. Channels are 1 or 3.
+        idx: its `.idx`. Without it the headers of all records are read first.
+        label_width: labels of each record. One gives labels of shape (n,), else (n, label_width).
+        shuffle: whether each epoch has an order of its own.
+        resize: the length of the shorter side before the crop. -1: images stay as large as they are.
+        pad, fill_value: pixels around the image, and their value.
+        rand_crop: whether the place of the crop is drawn.
+        rand_mirror, mirror: whether every second image is mirrored, by chance, or all of them.
+        mean_r, mean_g, mean_b, std_r, std_g, std_b, scale: see above. Pixels are from 0 to 255. Grey images have r.
+        layout: of a batch, "NHWC", or "NCHW" for networks that `load_symbol` gives.
+        preprocess_threads: how many images are decoded at once.
+
+    Returns:
+        A `data.Source`: batches `{"image", "label"}`, both float32.
+
+    Raises:
+        OSError, CheckpointError: as of `RecordFile`; when read: a record without an image, or with other labels.
+        TypeError: an option of ImageRecordIter that is not here. The message has the line to write.
+        ValueError: a wrong `data_shape`, `layout` or number; when read: an image smaller than `data_shape`.
+
+    Example:
+        >>> from jaxpar import mxnet
+        >>> options = dict(data_shape=(3, 224, 224), resize=256, rand_crop=True, rand_mirror=True, shuffle=True)
+        >>> source = mxnet.image_record_source("train.rec", 256, **options)  # doctest: +SKIP
+        >>> state, history = train.fit(state, step, source, epochs=5)  # doctest: +SKIP
+    """
+    records = RecordFile(rec, idx)
+    batch_size = checks.whole_number(batch_size, _WHERE, "batch_size")
+    width = checks.whole_number(label_width, _WHERE, "label_width")
+    threads = checks.whole_number(preprocess_threads, _WHERE, "preprocess_threads")
+    sizes = [checks.whole_number(n, _WHERE, "data_shape") for n in data_shape]
+    if len(sizes) != 3 or sizes[0] not in (1, 3):
+        raise ValueError(f"{_WHERE}: data_shape must be (1 or 3, height, width), got {tuple(sizes)}")
+    if resize != -1:
+        checks.whole_number(resize, _WHERE, "resize")
+    channels = sizes[0]
+    mean, std = (np.array(rgb[:channels], np.float32) for rgb in ((mean_r, mean_g, mean_b), (std_r, std_g, std_b)))
+    if not (np.isfinite([*mean, *std, scale]).all() and std.all()):
+        raise ValueError(f"{_WHERE}: mean, std and scale must be finite, and std not 0, got {mean}, {std} and {scale}")
+    crop = _Crop(
+        records,
+        (sizes[1], sizes[2], channels),
+        resize,
+        checks.whole_number(pad, _WHERE, "pad", least=0),
+        checks.whole_number(fill_value, _WHERE, "fill_value", least=0, most=255),
+        rand_crop,
+        rand_mirror,
+        mirror,
+        mean,
+        np.float32(scale) / std,
+        checks.choice(layout, _WHERE, "layout", ("NHWC", "NCHW")) == "NCHW",
+    )
+    rows = np.arange(len(records))
+    images = _Column(crop.image, crop.shape, rows, threads)
+
+    def label(number: int, *drawn: float) -> np.ndarray:
+        found = records.unpack(number).label
+        if len(found) != width:
+            raise CheckpointError(f"{records.path}: record {number} has {len(found)} labels, label_width is {width}")
+        return found if width > 1 else found[0]
+
+    labels = _Column(label, (width,) if width > 1 else (), rows, 1)
+    return ImageRecordSource({"image": images, "label": labels}, jnp.float32, batch_size, shuffle)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class ImageRecordSource(data.ArraySource):
+    """What `image_record_source` returns.
+
+    Attributes:
+        batch_size, shuffle: as given.
+    """
+
+    batch_size: int
+    shuffle: bool
+
+    def batches(self, batch_size: int, *, rng: jax.Array | None = None, **options: Any) -> Iterator[Any]:
+        """Batches on the devices. The options are those of `data.batches`, without `resident`."""
+        plan = data._plan_batches(len(self), batch_size, _WHERE, rng=rng if self.shuffle else None, **options)
+        draws = None if rng is None else data._draws_of(rng, len(self), 3)
+
+        def order(epoch: int) -> np.ndarray:
+            numbers = np.asarray(plan.order(epoch))
+            if draws is None:
+                return numbers
+            rows = np.empty(len(self), _ROW)
+            rows["row"] = numbers
+            rows["top"], rows["left"], rows["mirror"] = np.asarray(draws(epoch))[numbers].T
+            return rows
+
+        return data._from_host(self.arrays, plan.all_runs, order, plan.split, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Column:
+    """An array with a value for each record, which is read when rows are asked for."""
+
+    value: Callable[..., np.ndarray]  # of the number of a record, and of what was drawn for it
+    one: tuple[int, ...]  # the shape of a value
+    numbers: np.ndarray  # of the records, int64 (rows,)
+    threads: int  # how many values are read at once
+    dtype = np.dtype(np.float32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.numbers), *self.one)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[:].astype(dtype or self.dtype)
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        """The values of rows: a slice, numbers, or a row of `_ROW` for each."""
+        drawn = isinstance(rows, np.ndarray) and rows.dtype == _ROW
+        tasks = rows.tolist() if drawn else [(row,) for row in np.arange(len(self))[rows].tolist()]
+        out = np.empty((len(tasks), *self.one), self.dtype)
+        with concurrent.futures.ThreadPoolExecutor(self.threads) as pool:
+            for i, value in enumerate(pool.map(lambda task: self.value(int(self.numbers[task[0]]), *task[1:]), tasks)):
+                out[i] = value
+        return out
+
+    def take(self, rows: np.ndarray, axis: int) -> _Column:
+        """These rows, not read yet."""
+        return dataclasses.replace(self, numbers=self.numbers[rows])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Crop:
+    """How a record becomes an image. The fields are the options of `image_record_source`."""
+
+    records: RecordFile
+    size: tuple[int, int, int]  # height, width, channels
+    resize: int
+    pad: int
+    fill_value: int
+    rand_crop: bool
+    rand_mirror: bool
+    mirror: bool
+    mean: np.ndarray
+    factor: np.ndarray
+    channels_first: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        height, width, channels = self.size
+        return (channels, height, width) if self.channels_first else self.size
+
+    def image(self, number: int, *drawn: float) -> np.ndarray:
+        """float32 of `shape`. `drawn` are three numbers from 0 and below 1, or nothing."""
+        pixels = self._decoded(number)
+        old = new = pixels.shape[:2]
+        if self.resize > 0:
+            new = tuple(self.resize * n // min(old) for n in old)
+        places: list[np.ndarray] = []
+        for axis in (0, 1):
+            spare = new[axis] + 2 * self.pad - self.size[axis]
+            if spare < 0:
+                raise ValueError(
+                    f"{self.records.path}: the image of record {number}, {new[0]} x {new[1]} before padding, is too "
+                    f"small for a crop of {self.size[0]} x {self.size[1]}; give resize=, or a smaller data_shape"
+                )
+            first = int(drawn[axis] * (spare + 1)) if self.rand_crop and drawn else spare // 2
+            places.append(np.arange(first, first + self.size[axis]) - self.pad)
+        inside = [(at >= 0) & (at < n) for at, n in zip(places, new, strict=True)]
+        rows, columns = (at.clip(0, n - 1) for at, n in zip(places, new, strict=True))
+        out = pixels[rows][:, columns] if old == new else _resized(pixels, new, rows, columns)
+        if self.pad:
+            out = np.where((inside[0][:, None] & inside[1])[..., None], out, self.fill_value)
+        if self.mirror or (self.rand_mirror and drawn and drawn[2] < 0.5):
+            out = out[:, ::-1]
+        out = (out.astype(np.float32) - self.mean) * self.factor
+        return out.transpose(2, 0, 1) if self.channels_first else out
+
+    def _decoded(self, number: int) -> np.ndarray:
+        """uint8 (height, width, channels)."""
+        from PIL import Image, ImageOps
+
+        content = self.records.unpack(number).content
+        try:
+            # Further formats are left out, since Pillow has programs run for some.
+            with Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "BMP")) as image:
+                if image.mode[0] in "IF":
+                    raise ValueError(f"pixels of mode {image.mode} have more than 8 bits")
+                upright = ImageOps.exif_transpose(image)  # as OpenCV does
+                found = np.asarray(upright.convert("L" if self.size[2] == 1 else "RGB"))
+        except Exception as error:  # Pillow raises errors of many kinds at damaged images
+            reason = f"expected an image, JPEG or PNG, of which Pillow says: {error}"
+            raise CheckpointError(f"{self.records.path}: record {number}: {reason}") from error
+        return found.reshape(*found.shape[:2], self.size[2])
+
+
+def _resized(pixels: np.ndarray, new: tuple[int, ...], rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Rows and columns of the image in its new size, with the bits of OpenCV's bilinear interpolation of uint8."""
+    above, below, upper, lower = _neighbours(pixels.shape[0], new[0], rows)
+    left, right, before, after = _neighbours(pixels.shape[1], new[1], columns)
+    edge = (left == right)[:, None]  # where OpenCV has all the weight on one of two equal places
+    before, after = np.where(edge, 2048, before[:, None]), np.where(edge, 0, after[:, None])
+
+    def along(places: np.ndarray) -> np.ndarray:
+        lines = pixels[places].astype(np.int32)
+        return (lines[:, left] * before + lines[:, right] * after) >> 4
+
+    upper, lower = upper[:, None, None], lower[:, None, None]
+    return (((along(above) * upper) >> 16) + ((along(below) * lower) >> 16) + 2) >> 2
+
+
+def _neighbours(old: int, new: int, at: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The two places of an axis between which new ones lie, and their weights of 2048."""
+    exact = ((at + 0.5) * (1 / (new / old)) - 0.5).astype(np.float32)
+    first = np.floor(exact)
+    share = exact - first
+    weights = (np.rint(x * np.float32(2048)).astype(np.int32) for x in (np.float32(1) - share, share))
+    places = first.astype(np.int64)
+    return (places.clip(0, old - 1), (places + 1).clip(0, old - 1), *weights)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -48,64 +47,146 @@ class AdaGradOptions(Options, total=False):
     eps: float
 
 
+Rule = Callable[..., tuple[Array, State]]  # of a `Push` and the options, gives (new value, new slots)
+
+
 @dataclasses.dataclass(frozen=True)
-class Common:
-    """What every optimizer has. Multipliers are sorted pairs, so that equal ones are equal static fields."""
+class Optimizer:
+    """An optimizer with its options: the `update` of its updater. Equal options make equal ones."""
 
     where: str
+    rule: Rule
+    slots: tuple[str, ...]  # the arrays of its state in the shape of the value
+    options: tuple[tuple[str, float], ...]  # of the rule
+    is_counted: bool  # whether the rule or a schedule needs the number of earlier pushes
+    # Whether a push of rows updates these rows only, of a value and of one with a float32 copy. Otherwise it updates
+    # the whole table, as a dense push with zeros does.
+    lazy: bool
+    lazy_with_master: bool
+    takes_decay: bool  # whether rows may have weight decay
     learning_rate: Rate
     wd: float
     rescale_grad: float
     clip_gradient: float | None
-    lr_mult: tuple[tuple[int, float], ...]
+    lr_mult: tuple[tuple[int, float], ...]  # sorted
     wd_mult: tuple[tuple[int, float], ...]
     multi_precision: bool
     begin_num_update: int
     rate_in_state: bool
 
-    @functools.cached_property
-    def factors(self) -> tuple[dict[int, float], dict[int, float]]:
-        """The multipliers of rate and decay by key."""
-        return dict(self.lr_mult), dict(self.wd_mult)
+    @property
+    def uses_key(self) -> bool:
+        return bool(self.lr_mult or self.wd_mult)
 
-    def rate(self, key: int, state: State) -> Any:
+    @property
+    def asks_all_counts(self) -> bool:
+        """Whether the rate follows the largest count of any key of the store."""
+        return callable(self.learning_rate)
+
+    def program_of(self, key: int) -> tuple[float, float]:
+        """All that the update takes from the key: its factors of rate and decay."""
+        return dict(self.lr_mult).get(key, 1.0), dict(self.wd_mult).get(key, 1.0)
+
+    def is_lazy(self, state: State) -> bool:
+        """Whether a push of rows updates these rows only."""
+        return self.lazy_with_master if "master" in state else self.lazy
+
+    def check_rows(self, key: int) -> None:
+        """`ValueError` if the optimizer takes no rows of this key."""
+        decay = self.wd * self.program_of(key)[1]
+        if decay and not self.takes_decay:
+            raise ValueError(
+                f"{self.where} takes no RowSparse with weight decay, as in MXNet, and that of this key is "
+                f"{decay}; write wd=0 or wd_mult={{{key}: 0}}, or push dense values"
+            )
+
+    def __call__(self, key: int, pushed: Array, state: State, stored: Array) -> tuple[Array, State]:
+        wide = _wide(stored.dtype)
+        gradient = pushed.astype(wide) * self.rescale_grad
+        of_rate, of_decay = self.program_of(key)
+        rate: Any = self.learning_rate
         if self.rate_in_state:
             rate = state["learning_rate"]
-        elif callable(self.learning_rate):
-            rate = self.learning_rate(state.get("num_update", state["count"]))  # in a store that of all keys
-        else:
-            rate = self.learning_rate
-        return rate * self.factors[0].get(key, 1.0)
+        elif callable(rate):
+            rate = rate(state.get("num_update", state["count"]))  # in a store that of all keys
+        rate = jnp.asarray(rate * of_rate, wide)
+        value = _master(state["master"], stored) if "master" in state else stored.astype(wide)
+        push = Push(gradient, value, state, rate, self.wd * of_decay, self.clip_gradient)
+        value, slots = self.rule(push, **dict(self.options))
+        state = {**state, **slots}
+        if "master" in state:
+            state["master"] = value
+        if "count" in state:
+            state["count"] = state["count"] + 1
+        return value.astype(stored.dtype), state
 
-    def decay(self, key: int) -> float:
-        return self.wd * self.factors[1].get(key, 1.0)
+
+@dataclasses.dataclass(frozen=True)
+class _Init:
+    optimizer: Optimizer
+    uses_key = False
+
+    def __call__(self, key: int, value: Array) -> State:
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            hint = "cast it before kv.init, or use an updater for this key"
+            raise TypeError(f"key {key}: an optimizer needs a floating value, got {value.dtype}; {hint}")
+        own, wide = self.optimizer, _wide(value.dtype)
+        state = {slot: jnp.zeros(value.shape, wide) for slot in own.slots}
+        if own.multi_precision and value.dtype != wide:
+            state["master"] = value.astype(wide)
+        if own.is_counted:
+            state["count"] = jnp.asarray(own.begin_num_update, jnp.int32)
+        if own.rate_in_state:
+            state["learning_rate"] = jnp.asarray(own.learning_rate, jnp.float32)
+        return state
 
 
-def common_of(function: Callable[..., Any], learning_rate: Rate | None, wd: float, given: Mapping[str, Any]) -> Common:
-    """The options that are common to all, checked. `function` is the optimizer that is called."""
+def make(
+    function: Callable[..., Any],
+    rule: Rule,
+    learning_rate: Rate | None,
+    wd: float,
+    given: Mapping[str, Any],
+    options: Mapping[str, float],
+    slots: tuple[str, ...] = (),
+    *,
+    lazy: bool,
+    lazy_with_master: bool = False,
+    takes_decay: bool = True,
+    is_counted: bool = False,
+) -> Updater:
+    """The updater of the optimizer `function`. `given` are the options that all share, which are checked here."""
     check_names(function, given, Options.__annotations__)
     where, rate_in_state = function.__name__, bool(given.get("rate_in_state", False))
     if callable(learning_rate) and rate_in_state:
         raise TypeError(f"{where}: rate_in_state takes a number to start with, got a schedule")
     if not callable(learning_rate):
         rate = 0.01 if learning_rate is None else learning_rate
-        learning_rate = number(where, "learning_rate", rate, f"{_AT_LEAST_ZERO} or a schedule")
+        learning_rate = _number(where, "learning_rate", rate, f"{_AT_LEAST_ZERO} or a schedule")
     limit = given.get("clip_gradient")
-    return Common(
-        where=where,
+    optimizer = Optimizer(
+        where,
+        rule,
+        slots,
+        options=tuple((name, _number(where, name, value)) for name, value in options.items()),
+        is_counted=is_counted or callable(learning_rate),
+        lazy=lazy,
+        lazy_with_master=lazy_with_master,
+        takes_decay=takes_decay,
         learning_rate=learning_rate,
-        wd=number(where, "wd", wd),
+        wd=_number(where, "wd", wd),
         rescale_grad=checks.number(given.get("rescale_grad", 1.0), where, "rescale_grad", "a number", lambda _: True),
-        clip_gradient=None if limit is None else number(where, "clip_gradient", limit) or None,
+        clip_gradient=None if limit is None else _number(where, "clip_gradient", limit) or None,
         lr_mult=_factors(where, "lr_mult", given.get("lr_mult")),
         wd_mult=_factors(where, "wd_mult", given.get("wd_mult")),
         multi_precision=bool(given.get("multi_precision", False)),
         begin_num_update=checks.whole_number(given.get("begin_num_update", 0), where, "begin_num_update", 0),
         rate_in_state=rate_in_state,
     )
+    return Updater(_Init(optimizer), optimizer)
 
 
-def number(where: str, name: str, value: Any, expected: str = _AT_LEAST_ZERO) -> float:
+def _number(where: str, name: str, value: Any, expected: str = _AT_LEAST_ZERO) -> float:
     """`value` as a float that is not negative."""
     return checks.number(value, where, name, expected, lambda n: n >= 0)
 
@@ -114,95 +195,7 @@ def _factors(where: str, name: str, factors: Mapping[int, float] | None) -> tupl
     if factors is not None and not all(isinstance(key, numbers.Integral) for key in factors):
         hint = "multipliers(names, patterns) makes one"
         raise TypeError(f"{where}: {name} maps keys to factors, got {factors!r}; {hint}")
-    return tuple(sorted((int(key), number(where, name, value)) for key, value in (factors or {}).items()))
-
-
-_Rule = Callable[..., tuple[Array, State]]  # of a `Push` and the options, gives (new value, new slots)
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """What a push of rows updates.
-
-    Attributes:
-        are_lazy: only the rows that are pushed. Otherwise the whole table, as a dense push with zeros does.
-        with_master: the same for values with a float32 copy of their own.
-        decay: whether there may be weight decay.
-    """
-
-    are_lazy: bool
-    with_master: bool
-    decay: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class _Init:
-    common: Common
-    slots: tuple[str, ...]
-    counted: bool
-    uses_key = False
-
-    def __call__(self, key: int, value: Array) -> State:
-        if not jnp.issubdtype(value.dtype, jnp.floating):
-            hint = "cast it before kv.init, or use an updater for this key"
-            raise TypeError(f"key {key}: an optimizer needs a floating value, got {value.dtype}; {hint}")
-        wide = _wide(value.dtype)
-        state = {slot: jnp.zeros(value.shape, wide) for slot in self.slots}
-        if self.common.multi_precision and value.dtype != wide:
-            state["master"] = value.astype(wide)
-        if self.counted:
-            state["count"] = jnp.asarray(self.common.begin_num_update, jnp.int32)
-        if self.common.rate_in_state:
-            state["learning_rate"] = jnp.asarray(self.common.learning_rate, jnp.float32)
-        return state
-
-
-@dataclasses.dataclass(frozen=True)
-class _Update:
-    common: Common
-    rule: _Rule
-    options: tuple[tuple[str, float], ...]
-    rows: Rows
-
-    @property
-    def uses_key(self) -> bool:
-        return bool(self.common.lr_mult or self.common.wd_mult)
-
-    @property
-    def asks_all_counts(self) -> bool:
-        """Whether the rate follows the largest count of any key of the store."""
-        return callable(self.common.learning_rate)
-
-    def program_of(self, key: int) -> tuple[float, ...]:
-        """All that the update takes from the key."""
-        return tuple(factors.get(key, 1.0) for factors in self.common.factors)
-
-    def is_lazy(self, state: State) -> bool:
-        """Whether a push of rows updates these rows only."""
-        return self.rows.with_master if "master" in state else self.rows.are_lazy
-
-    def check_rows(self, key: int) -> None:
-        """`ValueError` if the optimizer takes no rows of this key."""
-        decay = self.common.decay(key)
-        if decay and not self.rows.decay:
-            raise ValueError(
-                f"{self.common.where} takes no RowSparse with weight decay, as in MXNet, and that of this key is "
-                f"{decay}; write wd=0 or wd_mult={{{key}: 0}}, or push dense values"
-            )
-
-    def __call__(self, key: int, pushed: Array, state: State, stored: Array) -> tuple[Array, State]:
-        wide = _wide(stored.dtype)
-        gradient = pushed.astype(wide) * self.common.rescale_grad
-        rate = jnp.asarray(self.common.rate(key, state), wide)
-        value = _master(state["master"], stored) if "master" in state else stored.astype(wide)
-        push = Push(gradient, value, state, rate, self.common.decay(key), self.common.clip_gradient)
-        value, slots = self.rule(push, **dict(self.options))
-        state = {**state, **slots}
-        if "master" in state:
-            state["master"] = value
-        if "count" in state:
-            state["count"] = state["count"] + 1
-        return value.astype(stored.dtype), state
+    return tuple(sorted((int(key), _number(where, name, value)) for key, value in (factors or {}).items()))
 
 
 class Push(NamedTuple):
@@ -296,25 +289,6 @@ def _rest(factor: float, dtype: jnp.dtype) -> Any:
 def _one_less_power(beta: float, t: Array) -> Array:
     """1 - beta^t, without the digits that a subtraction in float32 would lose."""
     return -jnp.expm1(t * (math.log(beta) if beta > 0 else -math.inf))
-
-
-def make(
-    common: Common,
-    rule: _Rule,
-    slots: tuple[str, ...],
-    options: Mapping[str, float],
-    rows: Rows,
-    *,
-    counted: bool = False,
-) -> Updater:
-    """An updater out of a rule, the names of its arrays of state in the shape of the value, and its options.
-
-    `rows` is what a push of rows updates, `counted` whether the rule needs the number of earlier pushes. A schedule
-    needs it always.
-    """
-    checked = tuple((name, number(common.where, name, value)) for name, value in options.items())
-    counted = counted or callable(common.learning_rate)
-    return Updater(_Init(common, slots, counted), _Update(common, rule, checked, rows))
 
 
 def _wide(dtype: Any) -> jnp.dtype:

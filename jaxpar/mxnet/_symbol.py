@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,20 @@ import numpy as np
 from .._core import checks, files
 from .._core.calls import answers
 from .._core.files import CheckpointError
-from . import _layout as layouts
-from ._compare import Difference, first_difference
-from ._graph import Graph, Node, output_names, parse, read_graph, roles, with_operators
+from . import _operators as ops
+from ._graph import (
+    Difference,
+    Graph,
+    Node,
+    first_difference,
+    output_names,
+    parse,
+    read_graph,
+    roles,
+    with_operators,
+)
+from ._operators import OPERATORS, Operator
 from ._params import load_params, to_bytes
-
-if TYPE_CHECKING:
-    from ._operators import Operator
 
 _MOST_NAMED = 8  # nodes or names in a message
 
@@ -95,8 +102,8 @@ class Model:
         key = None if rng is None else checks.random_key(rng, "Model.apply: rng")
         variables: dict[str, Any] = {n: jnp.asarray(x) for n, x in {**self._named(params, known), **given}.items()}
         if self._kernels is not None:
-            variables |= {name: layouts.wrap(variables[name], layouts.KERNELS) for name in self._kernels}
-            variables |= {name: layouts.wrap(variables[name], layouts.IMAGES) for name in given}
+            variables |= {name: ops.wrap(variables[name], ops.KERNELS) for name in self._kernels}
+            variables |= {name: ops.wrap(variables[name], ops.IMAGES) for name in given}
         values: list[tuple[Any, ...]] = []
         for number, node in enumerate(self.symbol.nodes):
             if node.is_variable:
@@ -106,7 +113,7 @@ class Model:
             names = [self.symbol.nodes[i].name for i, _ in node.inputs[len(node.inputs) - len(fresh) :]]
             known.update(zip(names, fresh, strict=True))
             values.append(found)
-        turned = layouts.own if self._kernels is None else layouts.image
+        turned = ops.own if self._kernels is None else ops.image
         outputs = tuple(turned(self._output(values, i, k)) for i, k in self.symbol.heads)
         result = outputs[0] if len(outputs) == 1 else outputs
         return (result, known) if train else result
@@ -166,7 +173,7 @@ class Model:
             >>> model.save_params("lenet-0011.params", state.store_params)  # doctest: +SKIP
         """
         arrays = self._named(params, state)
-        arrays |= {name: layouts.back(np.asarray(arrays[name]), layouts.KERNELS) for name in self._kernels or ()}
+        arrays |= {name: ops.back(np.asarray(arrays[name]), ops.KERNELS) for name in self._kernels or ()}
         named = {f"{kind}:{name}": arrays[name] for name, kind in self._arrays.items()}
         files.replace(files.as_path(file, "Model.save_params: file"), to_bytes(named))
 
@@ -205,7 +212,7 @@ class Model:
         found = reference if isinstance(reference, Mapping) else load_params(reference)
         given = self._inputs([{name: found[name] for name in self.inputs if name in found}])
         arrays = {name: jnp.asarray(array) for name, array in {**self._named(params, state), **given}.items()}
-        arrays |= {name: layouts.back(arrays[name], layouts.KERNELS) for name in self._kernels or ()}
+        arrays |= {name: ops.back(arrays[name], ops.KERNELS) for name in self._kernels or ()}
         return first_difference(
             self.symbol, lambda number, values: self._run(number, values, False, None)[0], arrays, found, tolerance
         )
@@ -249,7 +256,7 @@ class Model:
         """One output of a node. `CheckpointError` if it has fewer."""
         if place >= len(values[number]):
             node = self.symbol.nodes[number]
-            raise CheckpointError(f"the symbol is damaged: {node.op} {node.name!r} has no output {place}")
+            raise CheckpointError(f"the symbol is damaged: {node} has no output {place}")
         return values[number][place]
 
     def _run(
@@ -263,7 +270,7 @@ class Model:
             more["rng"] = None if key is None else jax.random.fold_in(key, number)
         given = {name: more[name] for name in operator.given}
         with jax.named_scope(node.name), _naming(node, arrays):
-            found = layouts.run(operator, attrs, arrays, lambda a, own: operator.fn(*a, **own, **given))
+            found = ops.run(operator, attrs, arrays, lambda a, own: operator.fn(*a, **own, **given))
         outputs, fresh = found if operator.state else (found, ())
         return outputs if isinstance(outputs, tuple) else (outputs,), fresh
 
@@ -295,7 +302,7 @@ class Model:
         """A shape in the layout of the network; with `back`, one of that layout in MXNet's."""
         if self._kernels is None or len(shape) != 4 or not (name in self._kernels or name in self.inputs):
             return tuple(shape)
-        axes = layouts.KERNELS if name in self._kernels else layouts.IMAGES
+        axes = ops.KERNELS if name in self._kernels else ops.IMAGES
         return tuple(shape[i] for i in (np.argsort(axes) if back else axes))
 
     def _shaped(
@@ -371,7 +378,7 @@ def load_symbol(
     kernels = frozenset(kernels & {*trained}) if layout == "NHWC" else None
     params = {name: jnp.asarray(named[name]) for name in trained if named}
     return Model(
-        params | {name: layouts.turn(params[name], layouts.KERNELS) for name in kernels or () if named},
+        params | {name: ops.turn(params[name], ops.KERNELS) for name in kernels or () if named},
         {name: jnp.asarray(named[name]) for name in statistics if named},
         inputs,
         output_names(graph),
@@ -419,8 +426,6 @@ def operator(name: str) -> Callable[..., Any]:
         >>> mxnet.operator("broadcast_greater")(jnp.array([1.0, 3.0]), jnp.array([2.0])).tolist()
         [0.0, 1.0]
     """
-    from ._operators import OPERATORS
-
     checks.choice(name, "mxnet.operator", "name", OPERATORS)
     return OPERATORS[name].fn
 
@@ -431,9 +436,9 @@ def _naming(node: Node, arrays: Sequence[Any]) -> Generator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        shapes = [None if a is None else tuple(a.shape) for a in map(layouts.own, arrays)]
+        shapes = [None if a is None else tuple(a.shape) for a in map(ops.own, arrays)]
         said = str(error).split("\n")[0]
-        raise ValueError(f"{node.op} {node.name!r}, of arrays of shapes {shapes}: {said}") from error
+        raise ValueError(f"{node}, of arrays of shapes {shapes}: {said}") from error
 
 
 def _listed(names: Sequence[str]) -> str:

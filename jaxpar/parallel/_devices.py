@@ -14,10 +14,11 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P, SingleDeviceSharding
 
 from .. import kv
-from .._core import checks, memory
+from .._core import checks
 from .._core.arrays import Device
 from .._core.calls import answers
 from .._core.checks import ENGINES, Engine, choice
+from .._core.process import keep_freed_memory
 from .._core.recent import Recent, forget
 from .._core.text import describe
 from .._devices.emulated import wait_before_collectives
@@ -64,7 +65,7 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
         runs = f"JAX runs already, on {len(devices)} {devices[0].platform} device(s)"
         hint = "restart the Python process or the notebook's kernel and call this first"
         raise RuntimeError(f"use_cpu_devices({n}): {runs}; {hint}") from error
-    if keep_memory and not memory.keep_freed_memory():
+    if keep_memory and not keep_freed_memory():
         warnings.warn("use_cpu_devices: keep_memory needs the GNU C library; nothing is kept", RuntimeWarning, 2)
 
 

@@ -98,8 +98,8 @@ def test_streamed_batches_are_the_resident_ones(devices):
 
 def test_streaming_keeps_two_batches_ahead(monkeypatch):
     sent = []
-    transfer = _batches._transfer
-    monkeypatch.setattr(_batches, "_transfer", lambda *a: sent.append(len(a[1])) or transfer(*a))
+    send = _batches.send
+    monkeypatch.setattr(_batches, "send", lambda *a: sent.append(len(a[1])) or send(*a))
     found = batches(make(40), 8, resident=False)
     next(found)
     assert len(sent) == 2 * 3  # images and labels of the one handed out and of the two behind it
@@ -142,7 +142,7 @@ def test_start_skips_exactly_that_many_batches(rng, resident):
 
 def test_start_sends_nothing_of_what_it_skips(monkeypatch):
     rows = []
-    monkeypatch.setattr(_batches, "_transfer", lambda array, index, mesh: rows.extend(index) or jnp.zeros(1))
+    monkeypatch.setattr(_batches, "send", lambda array, index, mesh: rows.extend(index) or jnp.zeros(1))
     list(batches(make(40), 8, start=4, resident=False))
     assert rows == [*range(32, 40)] * 2
 

@@ -48,13 +48,12 @@ PRIVATE = ("_core", "_cpu", "_devices", "_heartbeat", "_launch", "_store", "_cli
 WITHOUT_JAX = (
     "_heartbeat",
     "_launch",
-    *(f"_core.{m}" for m in ("text", "files", "memory", "parsers", "signals")),
+    *(f"_core.{m}" for m in ("text", "files", "process")),
 )
 # Rooms and modules that may touch the world.
 EDGE = [
     "_core.files",
-    "_core.memory",
-    "_core.signals",
+    "_core.process",
     "_core.text",
     "_heartbeat",
     "_launch",
@@ -62,7 +61,6 @@ EDGE = [
     "__main__",
     "data",
     "checkpoint",
-    "mxnet._images",
     "mxnet._params",
     "mxnet._records",
     "mxnet._symbol",

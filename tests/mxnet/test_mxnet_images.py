@@ -15,7 +15,7 @@ import several_processes
 from PIL import Image
 
 from jaxpar import checkpoint, data, mxnet, train
-from jaxpar.mxnet import _images
+from jaxpar.mxnet import _records
 
 sys.path.insert(0, str(Path(__file__).parent))
 from records import RECORDED, write
@@ -58,7 +58,7 @@ def test_batches_are_those_of_mxnet(files, name):
 def test_every_option_of_imagerecorditer_is_here_or_answered(source):
     here = set(mxnet.image_record_source.__wrapped__.__annotations__)
     for name in RECORDED["options"]:
-        assert (name in here) != (name in _images._HINTS), name
+        assert (name in here) != (name in _records._HINTS), name
         if name not in here:
             with pytest.raises(TypeError, match=f"there is no argument '{name}'; "):
                 source(**{name: 1})

@@ -216,7 +216,7 @@ def test_a_step_touches_no_new_pages_where_memory_is_kept():
 
 
 def test_memory_that_cannot_be_kept_is_said(monkeypatch):
-    monkeypatch.setattr(_devices.memory, "keep_freed_memory", lambda: False)
+    monkeypatch.setattr(_devices, "keep_freed_memory", lambda: False)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     with pytest.warns(RuntimeWarning, match="keep_memory needs the GNU C library"):
         parallel.use_cpu_devices(8, keep_memory=True)

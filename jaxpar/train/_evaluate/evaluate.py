@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
 
 from ..._core import checks
-from ..._core.calls import answers, check_takes, renamed
-from ..._devices.user_mesh import outside_mesh
-from ...data import _READ_ONCE, Dataset, DatasetSource, IterableSource, Source
-from .._step.loss import ClassificationLoss
+from ..._core.calls import answers, check_takes
+from ..._core.recent import Recent
+from ..._devices import processes
+from ..._devices.emulated import can_hang, wait_before_collectives
+from ..._devices.user_mesh import check_traced, outside_mesh
+from ...data import _READ_ONCE, Dataset, DatasetSource, IterableSource, Source, _ahead
+from .._step.loss import ClassificationLoss, Mean
 from .._step.state import TrainState, params_shapes
-from .every_example import has_model_state, model_of
-from .measure import add_scores, check, measure
+from .every_example import Pass, has_model_state, model_of, with_axes
+from .metrics import Values, ValuesError, as_values, sum_up
 
 EvalFn = Callable[..., Any]
+_AHEAD = 8  # batches whose sums are not read yet, so that the host need not wait
 
 
 @overload
@@ -29,8 +35,7 @@ def evaluate(
 ) -> dict[str, float]: ...
 @overload
 def evaluate(state_or_params: Any, *, data: Any, eval_fn: EvalFn, batch_size: int = ...) -> dict[str, Any]: ...
-@renamed("evaluate", source="data", dataset="data")
-@answers("evaluate")
+@answers("evaluate", renamed={"source": "data", "dataset": "data"})
 def evaluate(
     state_or_params: Any,
     apply_fn: Callable[..., jax.Array] | None = None,
@@ -109,44 +114,34 @@ def evaluate(
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The data and functions that scores come from, as given to `fit`."""
+    """The functions and data that scores come from, as given to `fit`."""
 
-    test_data: Dataset | None
-    apply_fn: Callable[..., Any] | None
-    eval_data: Any
-    eval_fn: Callable[..., Any] | None
+    parts: tuple[tuple[str, Any, Any], ...]  # the beginning of the names of its scores, `eval_fn`, data
     batch_size: int
 
     @property
     def measures(self) -> dict[str, bool]:
         """For each beginning of a score's name, whether there are such scores."""
-        return {"test_": self.test_data is not None, "eval_": self.eval_data is not None}
+        return {prefix: any(prefix == own for own, _, _ in self.parts) for prefix in ("test_", "eval_")}
 
     def check(self, state: TrainState) -> list[str]:
         """Raise what `scores` would raise, as far as shapes are known. Return the names of the scores, if known."""
-        if self.test_data is not None:
-            check_classes("fit: test_data", self.apply_fn, model_of(state), self.test_data)
-        return [
-            f"{prefix}_{name}"
-            for prefix, eval_fn, data in self._parts(state)
-            for name in check("fit", state, eval_fn, data, self.batch_size)
-        ]
+        names: list[str] = []
+        for prefix, eval_fn, data in self.parts:
+            if isinstance(eval_fn, Classification):
+                check_classes("fit: test_data", eval_fn.apply_fn, model_of(state), data)
+                classification(eval_fn.apply_fn, has_model_state(state), "fit")
+            names += [prefix + name for name in _names_of("fit", state, eval_fn, data, self.batch_size)]
+        return names
 
     def scores(self, state: TrainState) -> dict[str, float]:
         """The scores as a record names them. Empty where there is nothing to evaluate."""
         found: dict[str, float] = {}
-        for prefix, eval_fn, data in self._parts(state):
+        for prefix, eval_fn, data in self.parts:
             for name, value in measure("fit", state, eval_fn, data, self.batch_size).items():
-                add_scores(found, _numbers(f"{prefix}_{name}", value))
+                own = {"": value} if not np.ndim(value) else {f"/{i}": x for i, x in enumerate(np.ravel(value))}
+                _add_scores(found, {f"{prefix}{name}{place}": float(x) for place, x in own.items()})
         return found
-
-    def _parts(self, state: TrainState) -> list[tuple[str, Any, Any]]:
-        parts: list[tuple[str, Any, Any]] = []
-        if self.test_data is not None:
-            parts.append(("test", classification(self.apply_fn, has_model_state(state), "fit"), self.test_data))
-        if self.eval_data is not None:
-            parts.append(("eval", self.eval_fn, self.eval_data))
-        return parts
 
 
 def plan_evaluation(*, test_data: Any, apply_fn: Any, eval_data: Any, eval_fn: Any, batch_size: int) -> Evaluation:
@@ -158,11 +153,14 @@ def plan_evaluation(*, test_data: Any, apply_fn: Any, eval_data: Any, eval_fn: A
             "fit: evaluation takes both eval_data and eval_fn, got only one of them; for the loss and the accuracy of "
             "a classifier give test_data and apply_fn"
         )
+    parts: list[tuple[str, Any, Any]] = []
     if test_data is not None:
         check_classified(test_data, "fit: test_data", "; for other models give eval_data and eval_fn")
+        parts.append(("test_", Classification(apply_fn), test_data))
     if eval_data is not None:
         _check_read_again(eval_data)
-    return Evaluation(test_data, apply_fn, eval_data, eval_fn, batch_size)
+        parts.append(("eval_", eval_fn, eval_data))
+    return Evaluation(tuple(parts), batch_size)
 
 
 def _check_read_again(eval_data: Any) -> None:
@@ -174,10 +172,174 @@ def _check_read_again(eval_data: Any) -> None:
         raise TypeError(f"fit: eval_data is read after each epoch, got a {kind}; {_READ_ONCE}")
 
 
-def _numbers(name: str, value: Any) -> dict[str, float]:
-    if not np.ndim(value):
-        return {name: float(value)}
-    return {f"{name}/{i}": float(x) for i, x in enumerate(np.ravel(value))}
+# One pass of an `eval_fn` over every example: the compiled program of a batch, and the sums on the host.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """What an `eval_fn` gives over the examples of a batch that count, in its order."""
+
+    values: list[Any]
+    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    is_exact: bool = dataclasses.field(metadata={"static": True})  # whether the batch must not be filled up
+
+
+def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int) -> dict[str, Any]:
+    """What `eval_fn` gives over every example: floats by name, and NumPy arrays for values with columns."""
+    with outside_mesh() as user:
+        if user is None:
+            check_traced(state_or_params, where)
+        model = model_of(state_or_params)
+        examples = Pass(where, model, source, batch_size, user)
+        sums_of, shapes_of = _program(where, model, eval_fn, examples)
+        leaves = jax.tree.leaves(model)
+
+        def each() -> Iterator[_Sums]:
+            for batch, mask, _ in examples.batches(lambda shapes: shapes_of(leaves, shapes).is_exact):
+                wait_before_collectives((leaves, batch, mask), examples.devices)
+                yield sums_of(leaves, batch, mask)
+
+        totals: dict[str, Any] = {}
+        for sums in _ahead(each(), 0 if can_hang(examples.devices) else _AHEAD):
+            _add(totals, sums)
+        scores: dict[str, Any] = {}
+        for name, value in totals.items():
+            _add_scores(scores, _named(name, value.compute()))
+        return scores
+
+
+def _names_of(where: str, state: TrainState, eval_fn: Any, source: Any, batch_size: int) -> tuple[str, ...]:
+    """Raise what `measure` would raise, as far as shapes are known. The names of the values, none if they are not."""
+    with outside_mesh() as user:
+        model = model_of(state)
+        examples = Pass(where, model, source, batch_size, user)
+        _, shapes_of = _program(where, model, eval_fn, examples)
+        shapes = examples.shapes()
+        return () if shapes is None else shapes_of(jax.tree.leaves(model), shapes).names
+
+
+def _program(where: str, model: tuple[Any, ...], eval_fn: Any, examples: Pass) -> Any:
+    checks.hashable(eval_fn, f"{where}: eval_fn")
+    names = ("params", "batch", "model_state")[: len(model) + 1]
+    check_takes(eval_fn, names, f"{where}: eval_fn", "" if len(names) == 2 else ", since the state has a model_state")
+    return _programs(eval_fn, _key(model), examples.copies, examples.axes)
+
+
+def _make_program(eval_fn: Any, model_key: Any, copies: NamedSharding | None, axes: tuple[str, ...]) -> Any:
+    """The program of a batch, and a function of the shapes of a batch that raises what is wrong with its values.
+
+    `copies`: the sharding of the sums.
+    """
+    own, structure = with_axes(eval_fn, axes), model_key[0]
+    found: dict[Any, _Sums] = {}  # by the shapes of a batch
+
+    def values_of(leaves: list[Any], batch: Any) -> Values:
+        params, *model_state = structure.unflatten(leaves)
+        return as_values(own(params, batch, *model_state), _rows(batch))
+
+    @jax.jit
+    def sums(leaves: list[Any], batch: Any, mask: jax.Array) -> _Sums:
+        values = values_of(leaves, batch)
+        is_exact = any(not isinstance(value, Mean) or not np.ndim(value.total) for value in values.values())
+        summed = list(sum_up(values, mask).values())
+        summed = summed if copies is None else lax.with_sharding_constraint(summed, copies)
+        return _Sums(summed, tuple(values), is_exact)
+
+    def shapes(leaves: list[Any], batch: Any) -> _Sums:
+        if (key := _key(batch)) not in found:
+            given = batch, jax.ShapeDtypeStruct((_rows(batch),), bool)
+            if copies is not None:  # as batches have it, so that the trace is that of the first call
+                given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=copies), given)
+            try:
+                own_shapes = sums.eval_shape(leaves, *given)
+            except Exception as error:
+                error.add_note(f"eval_fn or apply_fn was traced for a batch {_describe(batch)}")
+                raise
+            if not isinstance(eval_fn, Classification):  # which is known to return a row for each example
+                _check_twice(values_of, leaves, batch)
+            found[key] = own_shapes
+        return found[key]
+
+    return sums, shapes
+
+
+_programs = Recent(_make_program)
+
+
+def _check_twice(values_of: Callable[..., Values], leaves: list[Any], batch: Any) -> None:
+    """`ValuesError` for a value whose first axis is only by chance as long as the batch: twice as many show it."""
+    twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), batch)
+    try:
+        jax.eval_shape(lambda batch: sum_up(values_of(leaves, batch), jnp.ones(_rows(batch), bool)), twice)
+    except ValuesError:
+        raise
+    except Exception:  # a function for batches of one size
+        return
+
+
+def _rows(batch: Any) -> int:
+    return jax.tree.leaves(batch)[0].shape[0]
+
+
+def _key(tree: Any) -> Any:
+    """The structure, the shapes and the dtypes of a pytree."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves)
+
+
+def _describe(batch: Any) -> str:
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    return ", ".join(
+        f"{jax.tree_util.keystr(path, simple=True, separator='/')} {checks.describe(x)}" for path, x in leaves
+    )
+
+
+@dataclasses.dataclass
+class _Total:
+    """The sums of a `Mean` in float64, as a metric."""
+
+    total: np.ndarray
+    weight: np.ndarray
+    finish: Callable[[Any], Any] | None
+
+    def merge(self, other: _Total) -> _Total:
+        return _Total(self.total + other.total, self.weight + other.weight, self.finish)
+
+    def compute(self) -> Any:
+        """The mean. NaN where nothing counts."""
+        with np.errstate(all="ignore"):
+            mean = np.divide(self.total, self.weight)
+            return mean if self.finish is None else self.finish(mean)
+
+
+def _add(totals: dict[str, Any], sums: _Sums) -> None:
+    """Add the sums of one batch to those of all batches before it, in host memory. Metrics are merged."""
+    for name, value in zip(sums.names, sums.values, strict=True):
+        value = jax.tree.map(np.asarray, value)
+        if isinstance(value, Mean):
+            value = _Total(value.total.astype(np.float64), value.weight.astype(np.float64), value.finish)
+        totals[name] = totals[name].merge(value) if name in totals else value
+    processes.note_progress()
+
+
+def _add_scores(found: dict[str, Any], more: dict[str, Any]) -> None:
+    """Add scores to those that were found. `ValueError` for a name that both have."""
+    both = found.keys() & more.keys()
+    if both:
+        raise ValueError(f"eval_fn: two of its values give the score {min(both)!r}; rename one of them")
+    found |= more
+
+
+def _named(name: str, result: Any) -> dict[str, Any]:
+    """A result, or those of a metric that gives a dict of them."""
+    if isinstance(result, Mapping):
+        both = {f"{name}_{key}" if name else str(key): part for key, part in result.items()}
+        return {key: part for name, inner in both.items() for key, part in _named(name, inner).items()}
+    array = np.asarray(result)
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"evaluate: {name!r} must be a number or an array of them, got {checks.describe(result)}")
+    return {name: float(array) if not array.ndim else array}
 
 
 # Classifiers: the `eval_fn` of an `apply_fn` that gives logits, and whether labels are classes of the model.
@@ -188,7 +350,6 @@ class Classification:
     """`eval_fn(params, batch) -> {"loss", "accuracy"}` of an `apply_fn`."""
 
     apply_fn: Callable[..., jax.Array]
-    is_by_example = True
 
     def __call__(self, params: Any, batch: Any, *model_state: Any) -> dict[str, jax.Array]:
         logits = check_logits(self.apply_fn(params, batch["image"], *model_state), len(batch["image"]))

@@ -8,7 +8,6 @@ evenly. Otherwise each device has all of them, so that any number is possible on
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -36,42 +35,31 @@ class EvalBatch(NamedTuple):
     valid: int  # how many count. In one process they are the first ones
 
 
-@dataclasses.dataclass(frozen=True)
 class Pass:
-    """A pass over a source."""
+    """A pass over data of any origin, on the devices of a model's parameters. `where` begins messages.
 
-    where: str  # the function that asks, for messages
-    # A data set or arrays, of which each process has all. Or batches, of which each reads its own share.
-    source: data.DatasetSource | data.ArraySource | data.IterableSource
-    batch_size: int  # of examples, over all processes. Batches that a source gives stay as long as they are.
-    mesh: Mesh | None  # of the parameters, if they have one
-    user: Mesh | None  # the user's mesh, in which an iterable is read
+    The model is what `model_of` gives. An iterable is read inside of `user`, the user's mesh.
+    """
 
-    @property
-    def devices(self) -> tuple[Device, ...] | None:
-        """Of the parameters, if they have a mesh."""
-        return None if self.mesh is None else tuple(self.mesh.devices.flat)
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes over which a function of a batch may sum: that of the step, and those of the mesh."""
-        names = () if self.mesh is None else self.mesh.axis_names
-        return tuple(dict.fromkeys((STORE_AXIS, *names)))
-
-    @property
-    def copies(self) -> NamedSharding | None:
-        """The sharding of what each device has a copy of."""
-        return None if self.devices is None else copies_on(self.devices)
-
-    @property
-    def split(self) -> NamedSharding | None:
-        """The sharding of a batch that the devices share."""
-        return None if self.devices is None else split_over(self.devices)
-
-    @property
-    def size(self) -> int:
-        """How many rows a whole batch of arrays has."""
-        return min(self._round_up(self.batch_size), self._round_up(self.source.examples(self.batch_size)))
+    def __init__(self, where: str, model: tuple[Any, ...], given: Any, batch_size: int, user: Mesh | None):
+        # The size counts the examples of all processes. Batches that a source gives stay as long as they are.
+        self._where, self._user = where, user
+        self._batch_size = checks.whole_number(batch_size, where, "batch_size")
+        # A data set or arrays, of which each process has all. Or batches, of which each reads its own share.
+        self.source: data.DatasetSource | data.ArraySource | data.IterableSource = _as_eval_source(where, given)
+        mesh = _mesh_of(model[0])
+        self.devices: tuple[Device, ...] = () if mesh is None else tuple(mesh.devices.flat)
+        self._count = max(1, len(self.devices))
+        self._split = split_over(self.devices) if self.devices else None
+        self.copies = copies_on(self.devices) if self.devices else None
+        # The axes over which a function of a batch may sum: that of the step, and those of the mesh.
+        self.axes = tuple(dict.fromkeys((STORE_AXIS, *(() if mesh is None else mesh.axis_names))))
+        if not isinstance(self.source, data.IterableSource):
+            examples = self.source.examples(self._batch_size)
+            if not examples:
+                kind = "an empty data set" if isinstance(self.source, data.DatasetSource) else "empty arrays"
+                raise ValueError(f"{where}: expected examples, got {kind}")
+            self.size = min(self._round_up(self._batch_size), self._round_up(examples))  # rows of a whole batch
 
     def shapes(self) -> Any:
         """A whole batch as `jax.ShapeDtypeStruct`s. None if nothing is known before it is read."""
@@ -80,7 +68,7 @@ class Pass:
         first = self.source.first_batch() if processes.count() == 1 else None
         if first is None:
             return None
-        return self.source.batch_shapes(self._round_up(checks.batch_length(first, self.where)), first)
+        return self.source.batch_shapes(self._round_up(checks.batch_length(first, self._where)), first)
 
     def batches(self, is_exact: IsExact) -> Iterator[EvalBatch]:
         """Every example, in order. With several processes the batches of all of them side by side."""
@@ -90,8 +78,8 @@ class Pass:
             return
         exact = is_exact(self.shapes())
         full, rest = divmod(source.examples(self.size), self.size)
-        mask = self._mask(self.size, self.size, self.split)
-        for batch in source.batches(self.size, devices=self.devices) if full else ():
+        mask = put(np.ones(self.size, bool), self._split)
+        for batch in source.batches(self.size, devices=self.devices or None) if full else ():
             yield EvalBatch(batch, mask, self.size)
         if rest:
             last = jax.tree.map(lambda x: x[full * self.size :], source.arrays)
@@ -110,7 +98,7 @@ class Pass:
                 break
             if not all(sizes) and not rows:
                 raise processes.in_all(
-                    ValueError(f"{self.where}: each process must have batches; they have {sizes} examples")
+                    ValueError(f"{self._where}: each process must have batches; they have {sizes} examples")
                 )
             last = batch if batch is not None else last
             own = sizes[me]
@@ -127,36 +115,29 @@ class Pass:
                 yield from self._placed(arrays, whole, sum(sizes), rows * sum(mine), exact=True)
                 continue
             base = last if own else jax.tree.map(lambda x: x[:1], last)
-            filled = source.place(_fill(base, share - max(own, 1)), self.split)
-            yield EvalBatch(filled, source.place(np.arange(share) < own, self.split), sum(sizes))
+            filled = source.place(_fill(base, share - max(own, 1)), self._split)
+            yield EvalBatch(filled, source.place(np.arange(share) < own, self._split), sum(sizes))
         if not rows:
             hint = data._READ_ONCE if source.is_read_once else "give at least one"
-            raise processes.in_all(ValueError(f"{self.where}: expected examples, got no batch; {hint}"))
+            raise processes.in_all(ValueError(f"{self._where}: expected examples, got no batch; {hint}"))
 
     def _placed(self, source: Any, batch: Any, valid: int, rows: int, exact: bool) -> Iterator[EvalBatch]:
         """A batch of host memory with `valid` examples, filled up to `rows` unless exact."""
         if valid == rows or not exact:
             filled = _fill(batch, rows - valid)
-            yield EvalBatch(source.place(filled, self.split), self._mask(rows, valid, self.split), valid)
+            yield EvalBatch(source.place(filled, self._split), put(np.arange(rows) < valid, self._split), valid)
             return
         # In parts that need no more memory than a whole batch does.
         shared = valid - valid % self._count
         parts = [range(shared), range(shared, valid)] if shared and valid > rows // self._count else [range(valid)]
         for part in filter(None, parts):
-            sharding = self.copies if len(part) % self._count else self.split
+            sharding = self.copies if len(part) % self._count else self._split
             some = jax.tree.map(lambda x, part=part: x[part.start : part.stop], batch)
-            yield EvalBatch(source.place(some, sharding), self._mask(len(part), len(part), sharding), len(part))
-
-    @property
-    def _count(self) -> int:
-        return len(self.devices or (None,))
+            yield EvalBatch(source.place(some, sharding), put(np.ones(len(part), bool), sharding), len(part))
 
     def _round_up(self, n: int) -> int:
         """The next number that the devices can share evenly."""
         return -(-n // self._count) * self._count
-
-    def _mask(self, rows: int, valid: int, sharding: NamedSharding | None) -> Any:
-        return put(np.arange(rows) < valid, sharding)
 
     def _sizes(self, batch: Any) -> list[int]:
         """How many examples each process has. `ValueError` where their batches are of different shapes."""
@@ -165,39 +146,39 @@ class Pass:
             if batch is not None:
                 if any(map(spans_processes, jax.tree.leaves(batch))):
                     raise ValueError(
-                        f"{self.where}: a batch is on devices of several processes; each process gives its own share, "
+                        f"{self._where}: a batch is on devices of several processes; each process gives its own share, "
                         "in host memory or on its own devices"
                     )
-                n = checks.batch_length(batch, self.where)
+                n = checks.batch_length(batch, self._where)
                 shapes = str(jax.tree.map(lambda x: f"{x.dtype}{list(np.shape(x)[1:])}", batch))
         found = [json.loads(text) for text in processes.exchange(json.dumps([n, shapes]))]
         if len({each for _, each in found if each}) > 1:
-            raise processes.in_all(ValueError(f"{self.where}: all processes must have the same arrays, got {found}"))
+            raise processes.in_all(ValueError(f"{self._where}: all processes must have the same arrays, got {found}"))
         return [n for n, _ in found]
 
     def _local_devices(self) -> list[int]:
         """How many of the devices each process has."""
         if processes.count() == 1:
             return [self._count]
-        owners = [d.process_index for d in self.devices or ()]
+        owners = [d.process_index for d in self.devices]
         counts = [owners.count(i) for i in range(processes.count())]
         if not all(counts):
             raise ValueError(
-                f"{self.where}: each process reads its own share of the batches, so the params must be on devices of "
+                f"{self._where}: each process reads its own share of the batches, so the params must be on devices of "
                 "all processes, as in a TrainState; or give a data.Dataset or arrays"
             )
         return counts
 
     def _read(self, source: data.IterableSource) -> Iterator[Any]:
         """This process's batches in host memory, read inside of the user's mesh. Empty ones are left out."""
-        batches = source.every_batch(-(-self.batch_size // processes.count()))
+        batches = source.every_batch(-(-self._batch_size // processes.count()))
         while True:
-            with contextlib.nullcontext() if self.user is None else jax.set_mesh(self.user):
+            with contextlib.nullcontext() if self._user is None else jax.set_mesh(self._user):
                 batch = next(batches, None)
             if batch is None:
                 return
             batch = without_types(batch)
-            if checks.batch_length(batch, self.where):
+            if checks.batch_length(batch, self._where):
                 yield batch
 
 
@@ -209,17 +190,7 @@ def _fill(batch: Any, count: int) -> Any:
     return jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[-1:], count, axis=0)]), arrays)
 
 
-def pass_over(where: str, model: tuple[Any, ...], given: Any, batch_size: int, user: Mesh | None) -> Pass:
-    """A pass over data of any origin, on the devices of the model's parameters."""
-    batch_size = checks.whole_number(batch_size, where, "batch_size")
-    source = as_eval_source(where, given)
-    if not isinstance(source, data.IterableSource) and not source.examples(batch_size):
-        kind = "an empty data set" if isinstance(source, data.DatasetSource) else "empty arrays"
-        raise ValueError(f"{where}: expected examples, got {kind}")
-    return Pass(where, source, batch_size, _mesh_of(model[0]), user)
-
-
-def as_eval_source(where: str, given: Any) -> Any:
+def _as_eval_source(where: str, given: Any) -> Any:
     """A data set, arrays or batches as a `DatasetSource`, an `ArraySource` or an `IterableSource`."""
     if isinstance(given, data.Dataset):
         return data.DatasetSource(given)

@@ -1,7 +1,13 @@
-"""Metrics for an `eval_fn`: values per example, and means with a weight or a last function."""
+"""Metrics for an `eval_fn`, the values that it may return, and their sums over a batch.
+
+A value is one number for each example, a pair (sum, weight), a `Mean`, or an object with `merge` and `compute`, as the
+metrics of clu and metrax are. Rows that fill up a batch can be left out of a value with one row for each example. A
+value without such rows is right only for a batch that was not filled up, so it needs exact batches.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,6 +18,8 @@ from jax import lax
 from ..._core import checks
 from ..._core.calls import answers
 from .._step.loss import Mean, wide
+
+Values = dict[str, Any]  # a Mean, or an object with merge and compute, for each name
 
 
 @answers("accuracy")
@@ -208,3 +216,93 @@ def _mask(mask: Any, values: jax.Array, where: str) -> jax.Array:
 def _weighted(values: jax.Array, weight: jax.Array) -> jax.Array:
     """Values times weights. What does not count may be NaN."""
     return jnp.where(weight == 0, 0, values * weight)
+
+
+# What an `eval_fn` returns.
+
+
+class ValuesError(ValueError):
+    """An `eval_fn` returned an array that does not have one value for each example."""
+
+
+_WANTED = (
+    "return the values of the examples, of shape (n,), or a pair (sum, weight), or a metric with merge and compute"
+)
+
+
+def as_values(returned: Any, n: int) -> Values:
+    """What an `eval_fn` returned for n examples, with a `Mean` or a metric for each name."""
+    # A metric in place of the dict has the name "". Its `compute` gives the dict.
+    if _is_metric(returned):
+        return {"": returned}
+    if not isinstance(returned, Mapping):
+        raise TypeError(f"eval_fn must return a dict {{name: values}}, got {checks.describe(returned)}")
+    for name in returned:
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"eval_fn: the names that it returns must be strings, got {name!r}")
+    return {name: _as_value(value, n, f"eval_fn: {name!r}") for name, value in returned.items()}
+
+
+def sum_up(values: Values, mask: jax.Array) -> Values:
+    """The sums over the examples that count, in float32 or wider."""
+
+    def sum_rows(rows: Any, columns: bool) -> jax.Array:
+        rows = rows.astype(wide(rows))
+        if not rows.ndim:
+            return rows
+        valid = mask.reshape(-1, *[1] * (rows.ndim - 1))
+        return jnp.where(valid, rows, 0).sum(axis=0 if columns else None)
+
+    def sum_value(value: Any) -> Any:
+        if not isinstance(value, Mean):
+            return jax.tree.map(jnp.asarray, value)
+        total, weight = (sum_rows(part, value.columns) for part in (value.total, value.weight))
+        return Mean(total, weight, value.finish, value.columns)
+
+    return {name: sum_value(value) for name, value in values.items()}
+
+
+def _is_metric(value: Any) -> bool:
+    return callable(getattr(value, "merge", None)) and callable(getattr(value, "compute", None))
+
+
+def _as_value(value: Any, n: int, where: str) -> Any:
+    if isinstance(value, Mean):
+        return _checked(value, n, where)
+    if _is_metric(value):
+        return value
+    if isinstance(value, (tuple, list)):
+        if len(value) != 2:
+            raise TypeError(f"{where}: expected a pair (sum, weight), got {checks.describe(value)}; {_WANTED}")
+        return _checked(Mean(*value), n, where)
+    array = _array(value, where)
+    if array.shape == (n,):
+        return Mean(array, jnp.ones(n, jnp.float32))
+    hint = "a mean over the batch cannot be averaged exactly; leave out the mean" if not array.ndim else ""
+    if array.shape[:1] == (n,):
+        hint = "take the mean over the other axes, or give the pair (values, ones_like(values))"
+    raise ValuesError(f"{where} has shape {array.shape} for {n} examples; {hint + '; ' if hint else ''}{_WANTED}")
+
+
+def _checked(value: Mean, n: int, where: str) -> Mean:
+    """The mean with arrays, of which both have a row for each example, or none has."""
+    total, weight = (_array(part, where) for part in (value.total, value.weight))
+    rows = total.shape[:1] == weight.shape[:1] == (n,)
+    if value.columns and not (rows and total.ndim == 2 and total.shape == weight.shape):
+        raise ValuesError(f"{where}: columns need totals and weights (n, k), got {total.shape} and {weight.shape}")
+    if not rows and (total.ndim or weight.ndim):
+        raise ValuesError(
+            f"{where}: the sum has shape {total.shape} and the weight {weight.shape} for {n} examples; return both "
+            "with a row for each example, so that padding can be left out, or both as scalars"
+        )
+    return Mean(total, weight, value.finish, value.columns)
+
+
+def _array(value: Any, where: str) -> Any:
+    try:
+        array = jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{where}: expected an array, got {checks.describe(value)}; {_WANTED}") from None
+    if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == jnp.bool_) or jnp.iscomplexobj(array):
+        raise TypeError(f"{where}: expected real numbers, got {checks.describe(array)}")
+    return array

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,16 +13,16 @@ import numpy as np
 from jax import lax
 
 from ..._core import checks
-from ..._core.calls import answers, renamed
+from ..._core.calls import answers
 from ..._core.recent import Recent
 from ..._core.text import Table
 from ..._devices import processes
 from ..._devices.emulated import wait_before_collectives
 from ..._devices.user_mesh import check_traced, on_own_mesh, outside_mesh
-from ...data import ArraySource, Dataset, IterableSource
+from ...data import ArraySource, Dataset, IterableSource, _ahead
 from .._callbacks.plots import new_figure, readable, save_figure
 from .evaluate import check_classes, check_classified, check_logits
-from .every_example import Pass, model_of, pass_over, with_axes
+from .every_example import Pass, model_of, with_axes
 
 ApplyFn = Callable[..., Any]
 _MOST = 10  # rows of the table
@@ -31,8 +30,7 @@ _NUMBERED = 25  # classes up to which the cells hold their counts
 _COLUMNS = 5
 
 
-@renamed("predict", source="data")
-@answers("predict")
+@answers("predict", renamed={"source": "data"})
 def predict(state_or_params: Any, apply_fn: ApplyFn, data: Any, *, batch_size: int = 256) -> Any:
     """The outputs of a model for every example, in order.
 
@@ -66,7 +64,7 @@ def predict(state_or_params: Any, apply_fn: ApplyFn, data: Any, *, batch_size: i
         if user is None:
             check_traced(state_or_params, "predict")
         model = model_of(state_or_params)
-        return _predict("predict", model, apply_fn, pass_over("predict", model, data, batch_size, user))
+        return _predict("predict", model, apply_fn, Pass("predict", model, data, batch_size, user))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -99,8 +97,7 @@ class Mistakes:
         return Table(repr(self), ("index", "predicted", "label", "probability"), rows, _MOST, "right")._repr_html_()
 
 
-@renamed("confusion_matrix", dataset="data")
-@answers("confusion_matrix")
+@answers("confusion_matrix", renamed={"dataset": "data"})
 @on_own_mesh
 def confusion_matrix(state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, batch_size: int = 256) -> np.ndarray:
     """Count the examples of each class by predicted class.
@@ -128,8 +125,7 @@ def confusion_matrix(state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, 
     return matrix
 
 
-@renamed("mistakes", dataset="data")
-@answers("mistakes")
+@answers("mistakes", renamed={"dataset": "data"})
 @on_own_mesh
 def mistakes(
     state_or_params: Any,
@@ -174,7 +170,7 @@ def _logits(name: str, state_or_params: Any, apply_fn: ApplyFn, data: Dataset, b
     check_classified(data, name)
     checks.function(apply_fn, f"{name}: apply_fn")
     params, *model_state = model = model_of(state_or_params)
-    examples = pass_over(name, model, data, batch_size, None)
+    examples = Pass(name, model, data, batch_size, None)
     image = jax.ShapeDtypeStruct((examples.size, *data.images.shape[1:]), jnp.float32)
     logits = jax.eval_shape(with_axes(apply_fn, examples.axes), params, image, *model_state)
     check_logits(logits, examples.size)
@@ -190,17 +186,17 @@ def _predict(name: str, model: Any, apply_fn: ApplyFn, examples: Pass) -> Any:
         )
     leaves, structure = jax.tree.flatten(model)
     outputs_of = _programs(checks.function(apply_fn, f"{name}: apply_fn"), structure, examples.copies, examples.axes)
+
+    def each() -> Iterator[tuple[Any, int]]:
+        for batch, _, valid in examples.batches(lambda shapes: False):
+            inputs = _inputs(examples, batch)
+            wait_before_collectives(inputs, examples.devices)
+            yield outputs_of(leaves, inputs), valid
+
     parts: list[Any] = []
-    last = None
-    for batch, _, valid in examples.batches(lambda shapes: False):
-        inputs = _inputs(examples, batch)
-        wait_before_collectives(inputs, examples.devices or ())
-        made = outputs_of(leaves, inputs), valid
-        if last is not None:  # while the devices compute the next one
-            parts.append(_on_host(*last))
-            processes.note_progress()
-        last = made
-    parts.append(_on_host(*last)) if last is not None else None
+    for outputs, valid in _ahead(each(), 1):  # the devices compute the next ones
+        parts.append(jax.tree.map(lambda x, count=valid: np.asarray(x)[:count], outputs))
+        processes.note_progress()
     return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
 
 
@@ -211,27 +207,26 @@ def _inputs(examples: Pass, batch: Any) -> Any:
     return batch["image"] if batch.keys() == {"image", "label"} else batch
 
 
-def _on_host(outputs: Any, count: int) -> Any:
-    return jax.tree.map(lambda x: np.asarray(x)[:count], outputs)
+def _make_program(apply_fn: ApplyFn, structure: Any, copies: Any, axes: tuple[str, ...]) -> Callable[..., Any]:
+    """The program of a batch, which gives the outputs with a copy on each device."""
+
+    @jax.jit
+    def outputs_of(leaves: list[jax.Array], inputs: Any) -> Any:
+        params, *model_state = structure.unflatten(leaves)
+        outputs = with_axes(apply_fn, axes)(params, inputs, *model_state)
+        n = len(jax.tree.leaves(inputs)[0])
+        for leaf in jax.tree.leaves(outputs):
+            if jnp.shape(leaf)[:1] != (n,):
+                raise ValueError(
+                    "predict: apply_fn must return arrays with one row per example; got shape "
+                    f"{jnp.shape(leaf)} for a batch of {n}"
+                )
+        return outputs if copies is None else lax.with_sharding_constraint(outputs, copies)
+
+    return outputs_of
 
 
-def _outputs(
-    apply_fn: ApplyFn, structure: Any, copies: Any, axes: tuple[str, ...], leaves: list[jax.Array], inputs: Any
-) -> Any:
-    """The outputs for a batch, with a copy on each device."""
-    params, *model_state = structure.unflatten(leaves)
-    outputs = with_axes(apply_fn, axes)(params, inputs, *model_state)
-    n = len(jax.tree.leaves(inputs)[0])
-    for leaf in jax.tree.leaves(outputs):
-        if jnp.shape(leaf)[:1] != (n,):
-            raise ValueError(
-                f"predict: apply_fn must return arrays with one row per example; got shape {jnp.shape(leaf)} for a "
-                f"batch of {n}"
-            )
-    return outputs if copies is None else lax.with_sharding_constraint(outputs, copies)
-
-
-_programs = Recent(lambda *key: jax.jit(functools.partial(_outputs, *key)))
+_programs = Recent(_make_program)
 
 
 # Pictures.
@@ -287,8 +282,7 @@ def plot_confusion_matrix(
     return save_figure(figure, path)
 
 
-@renamed("plot_mistakes", dataset="data")
-@answers("plot_mistakes")
+@answers("plot_mistakes", renamed={"dataset": "data"})
 @readable()
 def plot_mistakes(
     mistakes: Mistakes,

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from ..._core import checks
 from ..._core.calls import answers
-from ..._core.signals import Signals
+from ..._core.process import Signals
 from ..._core.text import say
 from ..._devices import processes
 

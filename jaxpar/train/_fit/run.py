@@ -109,7 +109,7 @@ class Run:
             shapes = getattr(self.source, "batch_shapes", lambda batch_size: None)(self.options.batch_size)
             metrics = self.step.check(state, shapes)
         scores = self.evaluation.check(state)
-        own = ("eval_",) if self.evaluation.eval_fn is not None else ()
+        own = ("eval_",) if self.evaluation.measures["eval_"] else ()
         taken = [name for name in metrics if name in _TAKEN or name.startswith(own)]
         if taken:
             raise ValueError(

@@ -1,32 +1,23 @@
-"""Signals that are recorded while a block runs, for a loop that obeys them later."""
+"""What a process does with signals, which are recorded for a loop that obeys them later, and with freed memory."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterable
 from typing import Any
 
+# The GNU C library's names of options, in <malloc.h>, and what they are set to; see mallopt(3). Blocks must come from
+# the one heap that grows without limit, whichever thread asks, and stay there.
+_ARENA_MAX, _MMAP_MAX, _TRIM_THRESHOLD = -8, -4, -1
+_OPTIONS = {_ARENA_MAX: 1, _MMAP_MAX: 0, _TRIM_THRESHOLD: -1}
+
 
 class Signals:
-    """A block in which signals are recorded. It must be in the main thread, unless there are no numbers.
-
-    Args:
-        numbers: which signals.
-        on_signal: is called with the number of each. It may run inside of any call of the main thread.
-        once: whether the second one of a kind acts as it did before the block.
-        wakes: whether a signal makes `wake` readable, a socket for a selector. `clear` makes it unreadable again.
-
-    Attributes:
-        received: those that came, in their order.
-
-    Example:
-        >>> with Signals([signal.SIGTERM]) as signals:
-        ...     signal.raise_signal(signal.SIGTERM)
-        >>> signals.received == [signal.SIGTERM]
-        True
-    """
+    """A block in which signals are recorded. It must be in the main thread, unless there are no numbers."""
 
     def __init__(
         self,
@@ -36,14 +27,15 @@ class Signals:
         once: bool = False,
         wakes: bool = False,
     ):
-        self.received: list[int] = []
+        """`on_signal` may run inside of any call of the main thread. `once`: a second one acts as before."""
+        self.received: list[int] = []  # those that came, in their order
         self._numbers, self._on_signal, self._once, self._wakes = tuple(numbers), on_signal, once, wakes
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
         for number in self._numbers:
             self._handlers[number] = signal.signal(number, self._record)
-        if self._wakes:
+        if self._wakes:  # `wake`, a socket for a selector, is readable after a signal
             self.wake, self._waker = socket.socketpair()
             for end in (self.wake, self._waker):
                 end.setblocking(False)
@@ -71,3 +63,15 @@ class Signals:
 
     def _restore_handler(self, number: int) -> None:
         signal.signal(number, self._handlers.pop(number))
+
+
+def keep_freed_memory() -> bool:
+    """Have `malloc` keep what is freed, in the whole process. The result is whether this C library can."""
+    # XLA takes the memory of all intermediate values of a program at once. The C library hands blocks of that size back
+    # to the kernel, and the thread that computes fills each page of the next block with zeros: 84,000 pages in a step
+    # of ResNet-18, a tenth of its time (`benchmarks/NOTES.md`). Threads that have allocated before go on as they did.
+    library = ctypes.CDLL(None) if os.name == "posix" else None
+    if not hasattr(library, "gnu_get_libc_version"):
+        return False
+    done = [library.mallopt(option, value) for option, value in _OPTIONS.items()]
+    return all(done)
