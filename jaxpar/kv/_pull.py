@@ -1,4 +1,4 @@
-"""Read a store: whole values, copies on devices, rows of a table."""
+"""Read a store: whole values, and copies on devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from .._core import checks
 from .._core.arrays import Device, is_at_prompt
 from .._core.calls import answers
 from .._core.checks import Key, Keys, find_keys
-from .._core.text import plural
 from .._devices import buckets, collectives, emulated
 from .._devices.donation import donatable
 from .._devices.mesh import STORE_AXIS, copies_on, mesh_of, spans_processes, to_host
@@ -23,7 +22,6 @@ from .._devices.user_mesh import in_user_mesh, now_if_constant
 from .._store.aggregate import axis_size
 from .._store.store import KVStore, is_split, rows_of
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
-from ..sparse import RowSparse, take
 from ._create import init
 
 # The end of a message about too many arguments: MXNet writes to out=.
@@ -269,83 +267,3 @@ def broadcast(
     """
     store, read = init(store, key, value), cast(Any, pull)
     return store, read(store, key, devices=devices)
-
-
-# Rows of a table.
-
-
-@overload
-def row_sparse_pull(store: KVStore, key: Key, row_ids: Any, *, devices: None = None) -> RowSparse: ...
-@overload
-def row_sparse_pull(store: KVStore, key: Key, row_ids: Any, *, devices: Sequence[Device]) -> list[RowSparse]: ...
-@overload
-def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: None = None) -> list[RowSparse]: ...
-@overload
-def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: Sequence[Device]) -> list[list[RowSparse]]: ...
-@answers("kv.row_sparse_pull", MXNET_ARGUMENTS, RETURNED)
-@now_if_constant
-@in_user_mesh
-def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: Sequence[Device] | None = None) -> Any:
-    """Some rows of a stored value.
-
-    Args:
-        store: any store.
-        key: as in `pull`. The values must have at least one axis.
-        row_ids: (m,) integers, for all devices; or a list of arrays, one for each of `devices`, of any lengths. For a
-            list of keys, one array for all keys, or a list with one such entry for each key.
-        devices: the devices that get the rows, as in `pull`.
-
-    Returns:
-        A `RowSparse` of the unique, sorted rows. With `devices`, a list with one for each device. For a list of keys, a
-        list of these results.
-
-    Raises:
-        KeyError, TypeError, RuntimeError: as for `pull`.
-        ValueError: an id is negative or out of range, as for `jaxpar.sparse.take`; or the number of lists of ids fits
-            neither the keys nor the devices.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from jaxpar import kv
-        >>> store = kv.init(kv.create(), 0, jnp.arange(8.0).reshape(4, 2))
-        >>> kv.row_sparse_pull(store, 0, jnp.array([3, 0, 3])).indices.tolist()
-        [0, 3]
-        >>> pulled = kv.row_sparse_pull(store, 0, [[0, 1], [2, 2]], devices=jax.devices()[:2])
-        >>> [rows.indices.tolist() for rows in pulled]
-        [[0, 1], [2]]
-    """
-    keys, many = find_keys(key, store.values, store.paths, "kv.row_sparse_pull")
-    given = row_ids if many and _is_list_of_arrays(row_ids) else [row_ids] * len(keys)
-    checks.as_values(keys, given, True, "kv.row_sparse_pull", "row_ids")
-    wanted = [_ids_of_devices(key, ids, devices) for key, ids in zip(keys, given, strict=True)]
-    values = [to_host(value) for value in pull_whole(store, keys, None)]
-    pulled = [_rows(value, ids, devices) for value, ids in zip(values, wanted, strict=True)]
-    return pulled if many else pulled[0]
-
-
-def _ids_of_devices(key: int, ids: Any, devices: Sequence[Device] | None) -> list[Any]:
-    """The ids of each device, or one entry for all of them."""
-    if not _is_list_of_arrays(ids):
-        return [ids]
-    if len(ids) not in (1, 1 if devices is None else len(devices)):
-        where = "no devices=" if devices is None else plural(len(devices), "device")
-        raise ValueError(
-            f"kv.row_sparse_pull: key {key}: expected one array of ids, or one for each device, got {len(ids)} lists "
-            f"of ids and {where}"
-        )
-    return list(ids)
-
-
-def _rows(value: jax.Array, wanted: list[Any], devices: Sequence[Device] | None) -> Any:
-    """The rows on each device. Without devices one `RowSparse`, where the value is."""
-    pulled = [take(value, ids) for ids in wanted]
-    if devices is None:
-        return pulled[0]
-    each = pulled if len(pulled) == len(devices) else pulled * len(devices)
-    return [jax.device_put(rows, d) if is_at_prompt(rows) else rows for rows, d in zip(each, devices, strict=True)]
-
-
-def _is_list_of_arrays(row_ids: Any) -> bool:
-    return isinstance(row_ids, (list, tuple)) and any(
-        (hasattr(ids, "shape") and ids.shape) or isinstance(ids, (list, tuple)) for ids in row_ids
-    )

@@ -25,8 +25,7 @@ from ..._devices.buckets import BucketLimits
 from ..._devices.mesh import STORE_AXIS, mesh_of
 from ..._store import aggregate, queue
 from ..._store.aggregate import update
-from ..._store.placing import by_key, trained_keys, tree_of
-from ..._store.store import is_split, with_changes
+from ..._store.store import by_key, is_split, trained_keys, tree_of, with_changes
 from .loss import Mean, call_loss, finish, model_state_mean, model_state_terms, over_microbatches, wide, widen
 from .nonfinite import DynamicLossScale, Guard, nonfinite_flags
 from .state import TrainState, carries, everywhere, trained_params
