@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._core.calls import answers
 from .._devices import collectives
@@ -24,6 +23,7 @@ class Compressor(Protocol):
     """A frozen, hashable compressor. Its residual between pushes is a separate `State`.
 
     Attributes:
+        name: the type in a specification, see `make`.
         elementwise: whether encoding a concatenation gives the concatenated encodings, up to padding. If so, a store
             may compress whole flat buckets.
         linear: whether the codes themselves are summed, as in `LinearCompressor.allreduce`.
@@ -31,6 +31,7 @@ class Compressor(Protocol):
         per_word: how many elements one word of the payload has, for an elementwise compressor.
     """
 
+    name: ClassVar[str] = ""
     elementwise: ClassVar[bool] = False
     linear: ClassVar[bool] = False
     two_way: ClassVar[bool] = False
@@ -46,7 +47,7 @@ class Compressor(Protocol):
         Raises:
             TypeError: the dtype is not floating.
         """
-        ...
+        return start_residual(self.name, shape, dtype)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         """The payload for `value` plus the residual, and the state for the next push."""
@@ -167,9 +168,3 @@ def plain_bytes(shape: Shape, dtype: Any) -> int:
 def is_floating(dtype: Any) -> bool:
     """Whether values of this dtype can be compressed."""
     return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-
-
-def as_float32(value: float) -> float:
-    """A parameter of a compressor, rounded to float32, which may give 0 or infinity."""
-    with np.errstate(over="ignore", under="ignore"):
-        return float(np.float32(value))

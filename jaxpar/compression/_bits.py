@@ -117,11 +117,6 @@ def _shifts(values: jax.Array, axis: int, count: int, bits: int) -> np.ndarray:
 # Codes beside each other in a word, with room for the sum of several words.
 
 
-def lanes(bits: int) -> int:
-    """How many codes of so many bits a word holds beside each other."""
-    return 32 // bits
-
-
 def pack_lanes(codes: jax.Array, bits: int) -> jax.Array:
     """Flat uint32 codes in words that may be summed, as long as each sum of codes is below 2**bits.
 
@@ -130,7 +125,7 @@ def pack_lanes(codes: jax.Array, bits: int) -> jax.Array:
         >>> unpack_lanes(words + words, 4, 3).tolist()
         [2, 4, 6]
     """
-    rows = pad(codes, lanes(bits)).reshape(lanes(bits), -1)
+    rows = pad(codes, 32 // bits).reshape(32 // bits, -1)
     return (rows << _lane_shifts(bits)).sum(0, dtype=jnp.uint32)
 
 
@@ -140,7 +135,7 @@ def unpack_lanes(packed: jax.Array, bits: int, size: int) -> jax.Array:
 
 
 def _lane_shifts(bits: int) -> jax.Array:
-    return np.uint32(bits) * jnp.arange(lanes(bits), dtype=jnp.uint32)[:, None]
+    return np.uint32(bits) * jnp.arange(32 // bits, dtype=jnp.uint32)[:, None]
 
 
 # Sums of equal steps as integers: what an owner sends back in place of float32 numbers.
