@@ -39,9 +39,9 @@ from .store import (
     is_split,
     kind_of,
     lay_out,
+    layout_of_each,
     names,
     owners,
-    partition_specs,
     rows_of,
     shapes_of,
     shards,
@@ -95,7 +95,7 @@ def _make_program(updater: Any, compressor: Any) -> Any:
             lists = {k: [value.reshape(shapes[k])] for k, value in zip(store.values, own, strict=True)}
             return push(store, lists, STORE_AXIS)
 
-        specs = partition_specs(store, STORE_AXIS)
+        specs = jax.tree.map(operator.methodcaller("spec", STORE_AXIS), layout_of_each(store))
         changes = Changes(specs.values, specs.updater_state, specs.residuals)
         mesh, args = mesh_of(devices), (specs, P(STORE_AXIS))
         return jax.shard_map(body, mesh=mesh, in_specs=args, out_specs=changes, check_vma=False)(store, sent)

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -354,16 +353,6 @@ def layout_of_each(store: KVStore) -> KVStore:
         residuals=jax.tree.map(lambda _: OfDevices(), store.residuals),
         pending={k: p._replace(values=(OfDevices(),) * len(p.values), count=rest) for k, p in store.pending.items()},
     )
-
-
-def leaf_shardings(store: KVStore) -> KVStore:
-    """The store, which has devices, with the `NamedSharding` of each array in place of it."""
-    return jax.tree.map(operator.methodcaller("sharding", store.devices), layout_of_each(store))
-
-
-def partition_specs(store: KVStore, axis_name: str) -> KVStore:
-    """The store with how each array is spread over a mapped axis in place of it."""
-    return jax.tree.map(operator.methodcaller("spec", axis_name), layout_of_each(store))
 
 
 # The state of an optimizer that sees the whole pytree of params.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from .._devices import processes
 from .._devices.mesh import auto_mesh, copies_on, put, put_copy, split_over, to_host
 from .._devices.shardings import ShardingRule, fsdp, shardings_of
 from .._devices.user_mesh import in_user_mesh
-from .._store import aggregate, queue, store as stores
+from .._store import aggregate, queue
 from .._store.store import (
     KVStore,
     Layouts,
@@ -107,8 +108,13 @@ def place(
             raise ValueError("kv.place: sharding= splits values over a mesh; give mesh= with it, not devices=")
         mesh = mesh_of_values(store)
     if mesh is not None:
-        layouts = _layouts_on_mesh(store, mesh, sharding)
-        target = tuple(mesh.devices.flat)
+        specs, target = specs_of(store), tuple(mesh.devices.flat)
+        like: Any = {names(store)[k]: spec for k, spec in specs.items()}
+        if store.treedef is not None:
+            like = store.treedef.unflatten([specs[k] for k, _ in store.paths])
+        if sharding is None:
+            sharding = default_rule(store, mesh) if kind_of(store).in_rows else PartitionSpec()
+        layouts = split_layouts(store, sorted(specs), like, mesh, sharding, "kv.place")
     else:
         target = create(store.kind, devices=devices).devices
         if target is None:
@@ -118,20 +124,13 @@ def place(
             raise ValueError(f"kv.place: the values are split over a mesh with other devices; {hint}")
         rows = {k: Rows(layout.shape, len(target)) for k, layout in rows_of(store).items()}
         layouts = tuple({**dict(store.layouts), **rows}.items())
-    store = _values_of_first(store, target)
+    arrays = (store.values, store.updater_state, store.optimizer_state)
+    if processes.to_share(arrays, target):  # those of this process only, for devices of several
+        processes.agree("kv.place: every process must hold the same keys, in the same shapes", signature(store.values))
+        values, states, whole = processes.from_first(arrays)
+        store = dataclasses.replace(store, values=values, updater_state=states, optimizer_state=whole)
     moved = _move(store, target, layouts)
     return _with_pending(_with_residuals(moved, store.residuals), store.pending)
-
-
-def _layouts_on_mesh(store: KVStore, mesh: Mesh, sharding: Any) -> Layouts:
-    """The layout of each value on a mesh, by a rule or a pytree. None: kind `sharded` splits, the others copy."""
-    specs = specs_of(store)
-    like: Any = {names(store)[k]: spec for k, spec in specs.items()}
-    if store.treedef is not None:
-        like = store.treedef.unflatten([specs[k] for k, _ in store.paths])
-    if sharding is None:
-        sharding = default_rule(store, mesh) if kind_of(store).in_rows else PartitionSpec()
-    return split_layouts(store, sorted(specs), like, mesh, sharding, "kv.place")
 
 
 def default_rule(store: KVStore, mesh: Mesh) -> ShardingRule:
@@ -142,7 +141,15 @@ def default_rule(store: KVStore, mesh: Mesh) -> ShardingRule:
 
 def split_layouts(store: KVStore, keys: Iterable[int], params: Any, mesh: Mesh, sharding: Any, where: str) -> Layouts:
     """The layouts of a pytree of params that is split over a mesh, for the keys of its leaves."""
-    check_mesh_options(store)
+    kind, fault = kind_of(store), ""
+    if kind.on_one_device:
+        fault = f"kind {kind.name!r} keeps a value on one device; use kind 'device', or 'sharded'"
+    elif store.staleness:
+        fault = "delayed pushes belong to the devices that pushed; use kind 'dist_sync', or engine 'shard_map'"
+    elif store.compressor is not None:
+        fault = "a compressor needs the gradient of each device; use engine 'pmap' or 'shard_map'"
+    if fault:
+        raise ValueError(f"a store whose values are split over a mesh: {fault}")
     found = jax.tree.leaves(shardings_of(params, sharding, auto_mesh(mesh), where=where))
     return tuple((k, Split(s)) for k, s in zip(keys, found, strict=True))
 
@@ -174,19 +181,6 @@ def _move(store: KVStore, target: tuple[Device, ...], layouts: Layouts) -> KVSto
     return dataclasses.replace(moved, optimizer_state=structure.unflatten(leaves))
 
 
-def check_mesh_options(store: KVStore) -> None:
-    """`ValueError` for a store whose values cannot be split over a mesh in their own shapes."""
-    kind, fault = kind_of(store), ""
-    if kind.on_one_device:
-        fault = f"kind {kind.name!r} keeps a value on one device; use kind 'device', or 'sharded'"
-    elif store.staleness:
-        fault = "delayed pushes belong to the devices that pushed; use kind 'dist_sync', or engine 'shard_map'"
-    elif store.compressor is not None:
-        fault = "a compressor needs the gradient of each device; use engine 'pmap' or 'shard_map'"
-    if fault:
-        raise ValueError(f"a store whose values are split over a mesh: {fault}")
-
-
 @answers("kv.partition_specs", MXNET_ARGUMENTS)
 def partition_specs(store: KVStore, axis_name: str) -> KVStore:
     """The `PartitionSpec`s of a store, for `shard_map`'s in_specs and out_specs.
@@ -205,17 +199,7 @@ def partition_specs(store: KVStore, axis_name: str) -> KVStore:
         >>> kv.partition_specs(kv.init(kv.create("device"), 3, jnp.ones(2)), "data").values
         {3: P()}
     """
-    return stores.partition_specs(store, axis_name)
-
-
-def _values_of_first(store: KVStore, target: Sequence[Device]) -> KVStore:
-    """The store with process 0's values and states, if they are local and go to devices of several processes."""
-    arrays = (store.values, store.updater_state, store.optimizer_state)
-    if not processes.to_share(arrays, target):
-        return store
-    processes.agree("kv.place: every process must hold the same keys, in the same shapes", signature(store.values))
-    values, states, whole = processes.from_first(arrays)
-    return dataclasses.replace(store, values=values, updater_state=states, optimizer_state=whole)
+    return jax.tree.map(operator.methodcaller("spec", axis_name), layout_of_each(store))
 
 
 def _with_residuals(store: KVStore, before: dict[int, Any]) -> KVStore:
@@ -223,12 +207,10 @@ def _with_residuals(store: KVStore, before: dict[int, Any]) -> KVStore:
     if store.compressor is None:
         return store
     assert store.devices is not None
-    residuals = {}
-    for k in sorted(aggregate.compressed_keys(store, store.values)):
-        (fresh,) = aggregate.start_residuals(store, [k], len(store.devices))
-        old = before.get(k)
-        fits = old is not None and jax.tree.map(jnp.shape, old) == jax.tree.map(jnp.shape, fresh)
-        residuals[k] = put_copy(old if fits else fresh, split_over(store.devices))
+    keys, residuals = sorted(aggregate.compressed_keys(store, store.values)), dict[int, Any]()
+    for k, fresh in zip(keys, aggregate.start_residuals(store, keys, len(store.devices)), strict=True):
+        fits = k in before and jax.tree.map(jnp.shape, before[k]) == jax.tree.map(jnp.shape, fresh)
+        residuals[k] = put_copy(before[k] if fits else fresh, split_over(store.devices))
     return dataclasses.replace(store, residuals=residuals)
 
 
@@ -336,39 +318,31 @@ def _residuals(store: KVStore, like: KVStore, saved: dict[int, Saved], remarks: 
         hint = "use kv.set_gradient_compression on it as before (and again after restoring, to change it)"
         found = f"found {describe_record(record)}, but the store of `like` compresses nothing"
         raise ValueError(f"{record['words']}: {found}; {hint}")
-    both = {k: _residual(store, like, k, saved.get(k, {})) for k in sorted({*like.residuals, *saved})}
-    new = [k for k, (_, fits) in both.items() if not fits]
+    residuals, new = dict[int, Any](), list[int]()
+    for k in sorted({*like.residuals, *saved}):
+        own, held = saved.get(k, {}), jax.tree.leaves(like.residuals.get(k))
+        for record, array in own.values():
+            if not array.ndim or not array.shape[0]:
+                found = f"expected a row for each device, found the shape {list(array.shape)}"
+                raise ValueError(f"{record['words']}: {found}")
+        count = held[0].shape[0] if held else len(store.devices or next(iter(own.values()))[1])
+        (fresh,) = aggregate.start_residuals(store, [k], count)
+        expected = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(fresh)}
+        fits = {name: (tuple(r["shape"]), r["dtype"]) for name, (r, _) in own.items()} == {
+            name: (leaf.shape, str(leaf.dtype)) for name, leaf in expected.items()
+        }
+        new += [] if fits else [k]
+        where = split_over(store.devices) if store.devices else None
+        shardings = [getattr(leaf, "sharding", where) for leaf in held] or [where] * len(expected)
+        leaves = [own[name][1] if fits else np.asarray(leaf) for name, leaf in expected.items()]
+        placed = [put(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+        residuals[k] = jax.tree.structure(fresh).unflatten(placed)
     if new:
         remarks.append(
             f"the compressor's residuals of keys {checks.shorten(new)} start anew, because the saved residuals belong "
             "to another number of devices or another compressor"
         )
-    return {k: residual for k, (residual, _) in both.items()}
-
-
-def _residual(store: KVStore, like: KVStore, k: int, own: Saved) -> tuple[Any, bool]:
-    """The residual of a key, and whether it is the saved one."""
-    _check_rows(own)
-    held = jax.tree.leaves(like.residuals.get(k))
-    first = held[0].shape[0] if held else None
-    count = first or (len(store.devices) if store.devices else next(iter(own.values()))[0]["shape"][0])
-    (fresh,) = aggregate.start_residuals(store, [k], count)
-    expected = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(fresh)[0]}
-    fits = {name: (tuple(r["shape"]), r["dtype"]) for name, (r, _) in own.items()} == {
-        name: (leaf.shape, str(leaf.dtype)) for name, leaf in expected.items()
-    }
-    where = split_over(store.devices) if store.devices else None
-    shardings = [getattr(leaf, "sharding", where) for leaf in held] or [where] * len(expected)
-    leaves = [own[name][1] if fits else np.asarray(leaf) for name, leaf in expected.items()]
-    placed = [put(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
-    return jax.tree.structure(fresh).unflatten(placed), fits
-
-
-def _check_rows(saved: Saved) -> None:
-    """`ValueError` for an array that does not have a row for each device."""
-    for record, array in saved.values():
-        if not array.ndim or not array.shape[0]:
-            raise ValueError(f"{record['words']}: expected a row for each device, found the shape {list(array.shape)}")
+    return residuals
 
 
 def _pending(store: KVStore, like: KVStore, saved: dict[int, Saved]) -> dict[int, queue.PendingPushes]:
