@@ -123,7 +123,6 @@ def push(store: KVStore, pushed: Lists, axis_name: str | None) -> Changes:
     if axis_name is None:
         sums, residuals = _sums_of_lists(store, pushed)
     else:
-        axis_size(axis_name, "kv.push")
         sums, residuals = reduce(store, local_sums(store, pushed), axis_name)
     return update(store, sums)._replace(residuals=residuals)
 
@@ -147,7 +146,7 @@ def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict
     if is_on_mesh(store):  # a mapped axis would give a device parts of them that fit no push
         hint = 'push without axis_name, or train by make_train_step(loss_fn, engine="jit")'
         raise ValueError(f"kv.push: values of this store are split over a mesh in their own shapes; {hint}")
-    if is_split(store) and axis_size(axis_name, "kv.push") != shards(store):
+    if is_split(store) and lax.axis_size(axis_name) != shards(store):
         raise ValueError(
             f"kv.push: the axis {axis_name!r} has {lax.axis_size(axis_name)} devices, but the store of kind "
             f"{store.kind!r} was made for {shards(store)}"

@@ -224,8 +224,14 @@ class Changes(NamedTuple):
 
 def with_changes(store: KVStore, changes: Changes) -> KVStore:
     """The store after a push."""
-    held = Changes(store.values, store.updater_state, store.residuals, store.pending, store.optimizer_state)
-    return dataclasses.replace(store, **(held | changes)._asdict())
+    return dataclasses.replace(
+        store,
+        values=store.values | changes.values,
+        updater_state=store.updater_state | changes.updater_state,
+        residuals=store.residuals | changes.residuals,
+        pending=store.pending | changes.pending,
+        optimizer_state=store.optimizer_state if changes.optimizer_state is None else changes.optimizer_state,
+    )
 
 
 @answers("kv.names", _STORE_ARGUMENTS)

@@ -129,8 +129,12 @@ def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     """
     if not store.pending:
         return store
+    if axis_name is not None:
+        aggregate.axis_size(axis_name, "kv.flush")
     at_prompt = axis_name is None and is_at_prompt((store.pending, store.values))
-    return queue.flush(store, axis_name, _send(store, axis_name, at_prompt, depth=6))
+    across = at_prompt and _is_across_processes(store)
+    send = _push_across if across else _push_here if at_prompt else _traced(store, axis_name, depth=6)
+    return queue.flush(store, axis_name, send)
 
 
 @overload
@@ -190,6 +194,8 @@ def pushpull(
 def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | None) -> KVStore:
     """What `push` returns."""
     pushed = _request(store, key, value)
+    if axis_name is not None:
+        aggregate.axis_size(axis_name, "kv.push")
     held = [(store.values[k], store.updater_state[k], store.residuals.get(k)) for k in pushed]
     at_prompt = axis_name is None and is_at_prompt((held, store.optimizer_state, pushed))
     across = at_prompt and _is_across_processes(store)
@@ -211,7 +217,7 @@ def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | 
     if rows:
         parts.append(_rows.push(known, rows, axis_name, across))
     if dense:
-        send = _send(known, axis_name, at_prompt)
+        send = _push_across if across else _push_here if at_prompt else _traced(known, axis_name, depth=7)
         parts.append(queue.push(known, dense, axis_name, send) if store.staleness else send(known, dense))
     changes = functools.reduce(operator.or_, parts)
     return with_changes(store, changes if known is store else aggregate.uncounted(changes))
@@ -292,13 +298,8 @@ def _agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
     processes.agree(where, signature(like) + (f", of keys {rows} rows" if rows else ""))
 
 
-def _send(store: KVStore, axis_name: str | None, at_prompt: bool, depth: int = 7) -> queue.Send:
-    """What gives the changes of a push without a delay. It is called with a store and the lists of values.
-
-    `depth` is how many calls above this one the user's code is, for a warning.
-    """
-    if at_prompt:
-        return _push_across if _is_across_processes(store) else _push_here
+def _traced(store: KVStore, axis_name: str | None, depth: int) -> queue.Send:
+    """A push that is recorded. `depth` is how many calls above this one the user's code is, for a warning."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axis_name is None and axes and not kind_of(store).on_one_device:  # it is allowed, but rarely meant
         warnings.warn(
@@ -374,12 +375,13 @@ def _on_one(value: jax.Array, where: SingleDeviceSharding) -> jax.Array:
 
 def _pushing_devices(store: KVStore, pushed: Lists) -> Devices | None:
     """The devices in their order, if each key has one value on each of the same several ones."""
-    first = [v.sharding for v in next(iter(pushed.values()))]
+    shardings = [[v.sharding for v in values] for values in pushed.values()]
+    first = shardings[0]
     if len(first) < 2 or is_on_mesh(store) or {type(s) for s in first} != {SingleDeviceSharding}:
         return None
     devices = tuple([next(iter(s.device_set)) for s in first])
-    alike = all([v.sharding for v in vs] == first for vs in pushed.values())
-    return devices if alike and len(set(devices)) == len(devices) else None
+    is_same = shardings.count(first) == len(shardings) and len(set(devices)) == len(devices)
+    return devices if is_same else None
 
 
 def _target(store: KVStore, key: int) -> Sharding:

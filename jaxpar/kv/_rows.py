@@ -50,8 +50,6 @@ def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | No
             updaters._check_rows(store.updater, key)
         except ValueError as error:
             raise ValueError(f"kv.push: key {key}: {error}") from None
-    if axis_name is not None:
-        aggregate.axis_size(axis_name, "kv.push")
     changes = Changes({}, {})
     for key, rows in pushed.items():
         stored, state = store.values[key], store.updater_state[key]
