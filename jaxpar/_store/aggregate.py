@@ -24,7 +24,7 @@ from .._core.recent import Recent
 from .._devices import collectives
 from .._devices.mesh import STORE_AXIS, mesh_of
 from .._devices.user_mesh import split_like, unsplit
-from ..compression import _is_two_way as is_two_way, _start_owner as start_owner
+from ..compression import _start_owner as start_owner
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, accumulate, assign, stateless
 from .store import (
     WHOLE,
@@ -281,7 +281,7 @@ def _start_on_device(store: KVStore, keys: list[int], device: Any, count: int) -
             states.append(jax.vmap(lambda seed, init=init: init(seed=seed))(seeds))
             continue
         state = compressor.init(shapes[k], dtype, seed=seed)
-        if is_two_way(compressor):  # each device owns a share of a value, whose sum it compresses too
+        if compressor.two_way:  # each device owns a share of a value, whose sum it compresses too
             state = {**state, **start_owner(shapes[k], count)}
         states.append(state)
     return states

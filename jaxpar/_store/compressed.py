@@ -35,7 +35,6 @@ from ..compression import (
     _ElementCompressor as ElementCompressor,
     _Grid as Grid,
     _in_order as in_order,
-    _is_two_way as is_two_way,
     _pack_lanes as pack_lanes,
     _pack_planes as pack_planes,
     _reduce_scatter_two_way as reduce_scatter_two_way,
@@ -64,7 +63,7 @@ def allreduce(
     values = [unsplit(v) for v in values]
     if isinstance(compressor, LinearCompressor):
         return _linear(compressor, values, states, axis_name, limits)
-    if is_two_way(compressor):
+    if compressor.two_way:
         return allreduce_two_way(values, states, axis_name, limits)
     shapes = [v.shape for v in values]
     groups = buckets.plan_of(values, limits) if compressor.elementwise else tuple((i,) for i in range(len(values)))
@@ -94,7 +93,7 @@ def reduce_scatter(
     if isinstance(compressor, LinearCompressor):
         sums, states = _linear(compressor, values, states, axis_name, limits)
         return [collectives.own_chunk(s, axis_name) for s in sums], states
-    if is_two_way(compressor):
+    if compressor.two_way:
         return reduce_scatter_two_way(values, states, axis_name, limits)
     shards = lax.axis_size(axis_name)
     rows = [collectives.to_rows(v, shards) for v in values]

@@ -31,7 +31,6 @@ from ._base import (
     LinearCompressor as LinearCompressor,
     RowCompressor as _RowCompressor,
     decode_sum as decode_sum,
-    is_two_way as _is_two_way,
 )
 from ._bits import (
     Grid as _Grid,

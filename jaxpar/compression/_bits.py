@@ -199,9 +199,20 @@ class Grid:
         distance = (codes % np.uint32(self._places)).astype(jnp.float32) - self._slack
         return k * upper + (k * lower + distance * unit)
 
-    @property
+    @functools.cached_property
     def _slack(self) -> int:
-        return _slack(self.step, self.count)
+        """The largest error, in units, of a sum of `count` steps that is rounded after each step."""
+        upper, lower, _ = _parts(self.step)
+        largest, slack = upper + lower, 0
+        if self.count * largest < 1 << 24:
+            return 0
+        for terms in range(2, self.count + 1):
+            extra = max(0, (largest + upper + lower).bit_length() - 24)
+            slack += (1 << extra) >> 1 if terms > 2 else 0  # twice a float32 number is one
+            largest = -(-(largest + upper + lower) >> extra) << extra  # rounded up: no less than float32 has it
+            if slack >= 1 << _FLOAT:
+                break
+        return slack
 
     @property
     def _places(self) -> int:
@@ -221,19 +232,3 @@ def _parts(step: float) -> tuple[int, int, int]:
     while digits % 2 == 0:
         digits, unit = digits // 2, unit + 1
     return digits >> 12 << 12, digits & 0xFFF, unit
-
-
-@functools.lru_cache(maxsize=1024)
-def _slack(step: float, count: int) -> int:
-    """The largest error, in units, of a sum of `count` steps that is rounded after each step."""
-    upper, lower, _ = _parts(step)
-    largest, slack = upper + lower, 0
-    if count * largest < 1 << 24:
-        return 0
-    for terms in range(2, count + 1):
-        extra = max(0, (largest + upper + lower).bit_length() - 24)
-        slack += (1 << extra) >> 1 if terms > 2 else 0  # twice a float32 number is one
-        largest = -(-(largest + upper + lower) >> extra) << extra  # rounded up: no less than float32 has it
-        if slack >= 1 << _FLOAT:
-            break
-    return slack

@@ -25,8 +25,7 @@ from ._base import (
     RowCompressor,
     Shape,
     State,
-    is_floating,
-    plain_bytes,
+    is_smaller,
     start_residual,
     with_residual,
 )
@@ -430,8 +429,7 @@ class PowerSGD(LinearCompressor):
         return 4 * self._rank(rows, columns) * (rows + columns)
 
     def pays(self, shape: Shape, dtype: Any) -> bool:
-        smaller = self.wire_bytes(shape, dtype) < plain_bytes(shape, dtype)
-        return is_floating(dtype) and len(shape) >= 2 and smaller
+        return len(shape) >= 2 and is_smaller(self.wire_bytes(shape, dtype), shape, dtype)
 
     def _rank(self, rows: int, columns: int) -> int:
         return min(self.rank, rows, columns)
