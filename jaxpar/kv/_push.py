@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import jax
@@ -245,7 +245,7 @@ def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]
             checks.castable(v.dtype, store.values[k].dtype, where)
             checked.append(v)
     pushed = {k: pushed[k] for k in sorted(pushed) if pushed[k]}
-    rows = [k for k, values in pushed.items() if {type(v) for v in values} & {RowSparse}]
+    rows = [k for k, values in pushed.items() if RowSparse in map(type, values)]
     for k in rows:
         if not all(isinstance(v, RowSparse) for v in pushed[k]):
             raise TypeError(f"kv.push: key {k}: RowSparse and dense values cannot be pushed together")
@@ -315,30 +315,30 @@ def _traced(store: KVStore, axis_name: str | None, depth: int) -> queue.Send:
 
 def _push_here(store: KVStore, pushed: Lists) -> Changes:
     """What a push by this process changes."""
-    ways: list[tuple[Callable[..., Changes], list[int]]] = []
     devices = _pushing_devices(store, pushed)
     if devices is not None and not kind_of(store).on_one_device and store.devices in (None, devices):
-        large = [k for k in pushed if store.values[k].nbytes >= emulated.LARGE]
-        if large and not is_split(store) and emulated.one_memory(devices):
-            compressed = aggregate.compressed_keys(store, large)
-            large = [k for k in large if k not in compressed]
-            ways.append((functools.partial(_push_on_first, devices), large))
-        else:
-            large = []
-        ways.append((functools.partial(_push_over, devices), [k for k in pushed if k not in large]))
-    elif is_on_mesh(store):  # their shardings differ, and one program over their mesh has all keys
-        ways.append((functools.partial(_push_at_home, None), list(pushed)))
+        # Of a large value each device has a copy. In one memory one device does the work of all.
+        large = {k for k in pushed if store.values[k].nbytes >= emulated.LARGE}
+        if is_split(store) or not large or not emulated.one_memory(devices):
+            large = set[int]()
+        large -= aggregate.compressed_keys(store, large)
+        ways: list[tuple[Callable[..., Changes], list[int]]] = [
+            (functools.partial(_push_on_first, devices), [k for k in pushed if k in large]),
+            (functools.partial(_push_over, devices), [k for k in pushed if k not in large]),
+        ]
     else:
-        keys_at: dict[Sharding, list[int]] = {}
+        # Where values are split over a mesh their shardings differ, and one program over the mesh has all keys.
+        keys_at: dict[Sharding | None, list[int]] = {}
         for k in pushed:
-            keys_at.setdefault(_target(store, k), []).append(k)
+            keys_at.setdefault(None if is_on_mesh(store) else _target(store, k), []).append(k)
         ways = [(functools.partial(_push_at_home, devices), keys) for keys in keys_at.values()]
     in_program = isinstance(store.updater, Updater)
     parts: list[Changes] = []
     for way, keys in ways:
         for start in range(0, len(keys), _MOST_KEYS):
             some = {k: pushed[k] for k in keys[start : start + _MOST_KEYS]}
-            parts.append(way(_part(store, some), store.updater if in_program else assign, some))
+            part = _part(store, {k: len(values) for k, values in some.items()})
+            parts.append(way(part, store.updater if in_program else assign, some))
     changes = functools.reduce(operator.or_, parts)
     return changes if in_program else _update_by(store, changes)
 
@@ -359,7 +359,8 @@ def _push_across(store: KVStore, pushed: Lists) -> Changes:
     own_sums = {k: [_on_one(sums[k] if k in sums else vs[0], leader)] for k, vs in pushed.items()}
     values = {k: assemble([v], copies_on(leaders)) for k, v in here.items()}
     over = dataclasses.replace(store, values=values, updater_state=dict.fromkeys(values, ()), layouts=())
-    summed = emulated.run_by_itself(_push_over, leaders, _part(over, own_sums), assign, own_sums)
+    over = _part(over, dict.fromkeys(pushed, len(leaders)))
+    summed = emulated.run_by_itself(_push_over, leaders, over, assign, own_sums)
     totals = {k: [put(v.addressable_data(0), store.values[k].sharding)] for k, v in summed.values.items()}
     changes = _push_here(dataclasses.replace(store, compressor=None, residuals={}), totals)
     return changes._replace(residuals=summed.residuals)
@@ -392,22 +393,22 @@ def _target(store: KVStore, key: int) -> Sharding:
     return store.values[key].sharding
 
 
-def _part(store: KVStore, pushed: Lists) -> KVStore:
-    """The store of these keys only, with a residual for each of the values that are pushed to a compressed key."""
+def _part(store: KVStore, counts: Mapping[int, int]) -> KVStore:
+    """The store of these keys only, with as many residuals of a compressed key as `counts` says."""
     layouts, residuals = dict(store.layouts), dict[int, Any]()
     if store.compressor is not None:
-        compressed = aggregate.compressed_keys(store, pushed)
-        residuals = aggregate.residuals_for(store, {k: len(vs) for k, vs in pushed.items() if k in compressed})
+        compressed = aggregate.compressed_keys(store, counts)
+        residuals = aggregate.residuals_for(store, {k: n for k, n in counts.items() if k in compressed})
     return dataclasses.replace(
         store,
-        values={k: store.values[k] for k in pushed},
-        updater_state={k: store.updater_state[k] for k in pushed},
+        values={k: store.values[k] for k in counts},
+        updater_state={k: store.updater_state[k] for k in counts},
         residuals=residuals,
         pending={},
         optimizer_state=(),
         paths=(),
         treedef=None,
-        layouts=tuple([(k, layouts[k]) for k in pushed if k in layouts]),
+        layouts=tuple([(k, layouts[k]) for k in counts if k in layouts]),
     )
 
 
