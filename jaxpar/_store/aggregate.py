@@ -25,7 +25,7 @@ from .._devices import collectives
 from .._devices.mesh import STORE_AXIS, mesh_of
 from .._devices.user_mesh import split_like, unsplit
 from ..compression import _start_owner as start_owner
-from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, accumulate, assign, stateless
+from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, stateless
 from .store import (
     WHOLE,
     Arrays,
@@ -58,32 +58,17 @@ Devices = tuple[Device, ...]
 POSITION = "position"  # the axis of a pushed list of values
 
 
-def run(store: KVStore, updater: Any, sent: Any, devices: Devices | None) -> Changes:
+def run(store: KVStore, sent: Any, devices: Devices | None) -> Changes:
     """What a push at the prompt changes: the functions below, compiled. The store has the keys that are pushed only.
 
     `sent` has a list of values for each key, or with `devices` one array, of which each of them has its value.
     """
-    # Where the updater does not see the keys, one program serves all: with keys 0, 1, ... a loop over the keys of a
-    # model compiles one program for each shape, not one for each key.
-    shared = updater in (assign, accumulate) or not getattr(updater.update, "uses_key", True)
-    numbers = {k: n if shared else k for n, k in enumerate(store.values)}
-    fields = {name: getattr(store, name) for name in ("values", "updater_state", "residuals")}
-    part = dataclasses.replace(
-        store,
-        **{name: {numbers[k]: x for k, x in held.items()} for name, held in fields.items()},
-        layouts=tuple([(numbers[k], layout) for k, layout in store.layouts]),
-        updater=None,
-        compressor=None,
-    )
-    changes = _programs(updater, store.compressor)(part, sent, devices)
-    keys = {n: k for k, n in numbers.items()}
-    renamed = [{keys[n]: x for n, x in new.items()} for new in changes[:-1]]
-    return Changes(*renamed)._replace(optimizer_state=changes.optimizer_state)
+    # JAX keeps the structures of arguments forever, so the store comes without these two.
+    bare = dataclasses.replace(store, updater=None, compressor=None)
+    return _programs(store.updater, store.compressor)(bare, sent, devices)
 
 
 def _make_program(updater: Any, compressor: Any) -> Any:
-    """The program of a push. JAX keeps the structures of arguments forever, so the store comes without these two."""
-
     def run(store: KVStore, sent: list[Any], devices: Devices | None) -> Changes:
         store = dataclasses.replace(store, updater=updater, compressor=compressor)
         if devices is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -415,10 +415,14 @@ def _for_frozen(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) ->
     held = {name for name in saved if name.startswith(fields)}
     if wanted.keys() == held or not isinstance(like.updater, (TreeOptimizer, updaters.Updater)):
         return saved
+    whole = dataclasses.replace(like, frozen=())
+    state = jax.eval_shape(functools.partial(_first_state, whole), specs_of(like))
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     try:
-        owner = _owners_of_names(dataclasses.replace(like, frozen=()), prefix)
+        keys = owners(whole) if _OPTIMIZER in state else [path[1].key for path in paths]
     except UnknownOwners:
         return saved
+    owner = dict(zip([join_names(prefix, path_name(path)) for path in paths], keys, strict=True))
     frozen_then = {owner[name] for name in owner.keys() - held}
     values = join_names(prefix, "values")
     if not held <= owner.keys() or not saved.keys() >= {f"{values}/{k}" for k in like.values}:
@@ -428,7 +432,10 @@ def _for_frozen(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) ->
     # The rule of a param that an optimizer of the whole pytree updates depends on the others. So it is compared here.
     then = dataclasses.replace(like, frozen=tuple(sorted(k for k in frozen_then if k is not None)))
     _check_rules(then, by_key(saved, values, like), remarks)
-    fresh, thawed = _fresh_states(like, saved, prefix), wanted.keys() - held
+    now = {k: jnp.asarray(saved[f"{values}/{k}"][1]) for k in like.values if k not in like.frozen}
+    leaves = jax.tree_util.tree_leaves_with_path(_first_state(like, now))
+    fresh = {join_names(prefix, path_name(path)): np.asarray(leaf) for path, leaf in leaves}
+    thawed = wanted.keys() - held
     saved |= {name: (wanted[name].record(), fresh[name]) for name in thawed}
     for k in like.values:
         record, array = saved[f"{values}/{k}"]
@@ -439,28 +446,11 @@ def _for_frozen(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) ->
     return {name: entry for name, entry in saved.items() if name in wanted or name not in held}
 
 
-def _owners_of_names(store: KVStore, prefix: str) -> dict[str, int | None]:
-    """The name of each leaf of the updater's state, and the key to which it belongs."""
-    specs = specs_of(store)
+def _first_state(store: KVStore, values: Mapping[int, Any]) -> dict[str, Any]:
+    """The updater's state before the first update of these values, by the store's field that has it."""
     if isinstance(store.updater, TreeOptimizer):
-        state = jax.eval_shape(store.updater.init, tree_of(store, specs))
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path({_OPTIMIZER: state})]
-        return dict(zip([join_names(prefix, path_name(p)) for p in paths], owners(store), strict=True))
-    states = {k: jax.eval_shape(lambda x, k=k: store.updater.init(k, x), spec) for k, spec in specs.items()}
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path({"updater_state": states})]
-    return {join_names(prefix, path_name(path)): path[1].key for path in paths}
-
-
-def _fresh_states(like: KVStore, saved: Saved, prefix: str) -> dict[str, np.ndarray]:
-    """By name, the updater's state before the first update of the values that were saved."""
-    trained = trained_keys(like)
-    values = {k: jnp.asarray(saved[join_names(prefix, f"values/{k}")][1]) for k in trained}
-    if isinstance(like.updater, TreeOptimizer):
-        state: Any = {_OPTIMIZER: like.updater.init(tree_of(like, values))}
-    else:
-        state = {"updater_state": {k: like.updater.init(k, v) for k, v in values.items()}}
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {join_names(prefix, path_name(path)): np.asarray(leaf) for path, leaf in leaves}
+        return {_OPTIMIZER: store.updater.init(tree_of(store, values))}
+    return {"updater_state": {k: store.updater.init(k, v) for k, v in values.items()}}
 
 
 def _names_of_keys(store: KVStore) -> list[list[str]]:

@@ -39,7 +39,7 @@ from .._store.store import (
 )
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse
-from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, assign
+from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, accumulate, assign
 from . import _rows
 from ._create import signature
 from ._pull import RETURNED, read
@@ -332,15 +332,13 @@ def _push_here(store: KVStore, pushed: Lists) -> Changes:
         for k in pushed:
             keys_at.setdefault(None if is_on_mesh(store) else _target(store, k), []).append(k)
         ways = [(functools.partial(_push_at_home, devices), keys) for keys in keys_at.values()]
-    in_program = isinstance(store.updater, Updater)
     parts: list[Changes] = []
     for way, keys in ways:
         for start in range(0, len(keys), _MOST_KEYS):
             some = {k: pushed[k] for k in keys[start : start + _MOST_KEYS]}
-            part = _part(store, {k: len(values) for k, values in some.items()})
-            parts.append(way(part, store.updater if in_program else assign, some))
+            parts.append(_push_part(way, store, some, {k: len(values) for k, values in some.items()}))
     changes = functools.reduce(operator.or_, parts)
-    return changes if in_program else _update_by(store, changes)
+    return changes if isinstance(store.updater, Updater) else _update_by(store, changes)
 
 
 def _push_across(store: KVStore, pushed: Lists) -> Changes:
@@ -358,9 +356,9 @@ def _push_across(store: KVStore, pushed: Lists) -> Changes:
     sums = _push_here(own, several).values if several else {}
     own_sums = {k: [_on_one(sums[k] if k in sums else vs[0], leader)] for k, vs in pushed.items()}
     values = {k: assemble([v], copies_on(leaders)) for k, v in here.items()}
-    over = dataclasses.replace(store, values=values, updater_state=dict.fromkeys(values, ()), layouts=())
-    over = _part(over, dict.fromkeys(pushed, len(leaders)))
-    summed = emulated.run_by_itself(_push_over, leaders, over, assign, own_sums)
+    states, counts = dict.fromkeys(values, ()), dict.fromkeys(values, len(leaders))
+    over = dataclasses.replace(store, values=values, updater_state=states, layouts=(), updater=assign)
+    summed = emulated.run_by_itself(_push_part, functools.partial(_push_over, leaders), over, own_sums, counts)
     totals = {k: [put(v.addressable_data(0), store.values[k].sharding)] for k, v in summed.values.items()}
     changes = _push_here(dataclasses.replace(store, compressor=None, residuals={}), totals)
     return changes._replace(residuals=summed.residuals)
@@ -393,29 +391,41 @@ def _target(store: KVStore, key: int) -> Sharding:
     return store.values[key].sharding
 
 
-def _part(store: KVStore, counts: Mapping[int, int]) -> KVStore:
-    """The store of these keys only, with as many residuals of a compressed key as `counts` says."""
-    layouts, residuals = dict(store.layouts), dict[int, Any]()
+def _push_part(
+    way: Callable[[KVStore, Lists], Changes], store: KVStore, pushed: Lists, counts: Mapping[int, int]
+) -> Changes:
+    """What a way changes, which sees these keys only. `counts`: how many residuals each has, if it is compressed."""
+    # Where the updater does not see the keys they are 0, 1, ... in the program. So a loop over the keys of a model
+    # compiles one program for each shape, not one for each key.
+    updater = store.updater if isinstance(store.updater, Updater) else assign
+    shared = updater in (assign, accumulate) or not getattr(updater.update, "uses_key", True)
+    numbers, layouts = {k: n if shared else k for n, k in enumerate(pushed)}, dict(store.layouts)
+    residuals: dict[int, Any] = {}
     if store.compressor is not None:
         compressed = aggregate.compressed_keys(store, counts)
         residuals = aggregate.residuals_for(store, {k: n for k, n in counts.items() if k in compressed})
-    return dataclasses.replace(
+    part = dataclasses.replace(
         store,
-        values={k: store.values[k] for k in counts},
-        updater_state={k: store.updater_state[k] for k in counts},
-        residuals=residuals,
+        values={n: store.values[k] for k, n in numbers.items()},
+        updater_state={n: store.updater_state[k] for k, n in numbers.items()},
+        residuals={numbers[k]: state for k, state in residuals.items()},
         pending={},
         optimizer_state=(),
+        updater=updater,
         paths=(),
         treedef=None,
-        layouts=tuple([(k, layouts[k]) for k in counts if k in layouts]),
+        frozen=(),
+        layouts=tuple([(n, layouts[k]) for k, n in numbers.items() if k in layouts]),
     )
+    changes = way(part, {n: pushed[k] for k, n in numbers.items()})
+    keys = {n: k for k, n in numbers.items()}
+    return Changes(*[{keys[n]: x for n, x in new.items()} for new in changes[:-1]])
 
 
-# The ways. Each is given a store of some keys, the updater of its program, and these keys' lists.
+# The ways. Each is given a store of some keys and their lists.
 
 
-def _push_over(devices: Devices, store: KVStore, updater: Updater, pushed: Lists) -> Changes:
+def _push_over(devices: Devices, store: KVStore, pushed: Lists) -> Changes:
     """A program over these devices sums what each of them pushed. Those of this process have one value of each key."""
     along = split_over(devices)
     if not is_split(store):
@@ -429,27 +439,27 @@ def _push_over(devices: Devices, store: KVStore, updater: Updater, pushed: Lists
         values = [v if v.dtype == dtype else v.astype(dtype) for v in values]
         sent.append(assemble([v if v.ndim else v.reshape(1) for v in values], along))
     emulated.wait_before_collectives((store, sent), devices)
-    return aggregate.run(store, updater, sent, devices)
+    return aggregate.run(store, sent, devices)
 
 
-def _push_at_home(devices: Devices | None, store: KVStore, updater: Updater, pushed: Lists) -> Changes:
+def _push_at_home(devices: Devices | None, store: KVStore, pushed: Lists) -> Changes:
     """A program where the stored values are sums what is sent there. `devices`: those that push one value each."""
     where = _target(store, next(iter(pushed)))
     # A program takes views of one memory without a copy, and faster than arrays that are put on its device first.
     if devices and isinstance(where, SingleDeviceSharding) and emulated.one_memory({*devices, *where.device_set}):
         sent = [emulated.views(values) for values in pushed.values()]
         with emulated.on(where):
-            return aggregate.run(store, updater, sent, None)
+            return aggregate.run(store, sent, None)
     sent = [emulated.share_or_put(values, _target(store, k)) for k, values in pushed.items()]
-    return aggregate.run(store, updater, sent, None)
+    return aggregate.run(store, sent, None)
 
 
-def _push_on_first(devices: Devices, store: KVStore, updater: Updater, pushed: Lists) -> Changes:
+def _push_on_first(devices: Devices, store: KVStore, pushed: Lists) -> Changes:
     """The first device sums and updates in a memory that all of them share. The others share its results."""
     # So one device does the work of all for large values, of which each device has a copy.
     values, states = _move((store.values, store.updater_state), SingleDeviceSharding(devices[0]))
     store = dataclasses.replace(store, values=values, updater_state=states)
-    leaves, structure = jax.tree.flatten(_push_at_home(devices, store, updater, pushed))
+    leaves, structure = jax.tree.flatten(_push_at_home(devices, store, pushed))
     return structure.unflatten(emulated.share_or_put(leaves, copies_on(devices)))
 
 
@@ -475,4 +485,4 @@ def _update_by(store: KVStore, summed: Changes) -> Changes:
         store, optimizer_state=state, updater_state={}, residuals={}, pending={}, compressor=None
     )
     lists = [[sums[k]] if k in sums else [] for k in sorted(store.values)]
-    return aggregate.run(part, store.updater, lists, None)._replace(residuals=summed.residuals)
+    return aggregate.run(part, lists, None)._replace(residuals=summed.residuals)
