@@ -122,11 +122,7 @@ def axis_size(axis_name: str, what: str) -> int:
 
 
 def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict[int, Any]]:
-    """The sum of each value over the axis, and the new residuals of this device.
-
-    Kind `sharded` gives this device's (chunk,) of the sum, the other kinds the whole sum. Residuals have the shapes
-    that they have in the store.
-    """
+    """The sum of each value over the axis, or this device's (chunk,) of it in kind `sharded`. And its new residuals."""
     kind = kind_of(store)
     if is_on_mesh(store):  # a mapped axis would give a device parts of them that fit no push
         hint = 'push without axis_name, or train by make_train_step(loss_fn, engine="jit")'
@@ -276,10 +272,8 @@ def _start_on_device(store: KVStore, keys: list[int], device: Any, count: int) -
 
 
 def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Changes:
-    """The changes of the keys in `summed`, in ascending order. A `TreeOptimizer` gets the loss, if it is known.
-
-    Sums are laid out as the values: whole, one device's share, or rows of all shares.
-    """
+    """The changes of the keys in `summed`, in ascending order. A `TreeOptimizer` gets the loss, if it is known."""
+    # Sums are laid out as the values: whole, one device's share, or rows of all shares.
     if (known := counted(store, summed)) is not store:
         return uncounted(update(known, summed, loss))
     keys = sorted(summed)
@@ -391,12 +385,8 @@ def _keep(store: KVStore, keys: Iterable[int], state: Any) -> Any:
 
 
 def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
-    """`ValueError` if values are cut into rows and the updater is not elementwise for one of these whole values.
-
-    `TypeError` for random keys, which have no shares.
-
-    A plain function is checked when it is traced: to trace it here would run its Python once more.
-    """
+    """`ValueError` if values are cut into rows and the updater is not elementwise for one of these whole values."""
+    # A plain function is checked when it is traced: to trace it here would run its Python once more.
     if not is_split(store):
         return
     paths = dict(store.paths)

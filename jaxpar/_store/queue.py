@@ -83,12 +83,9 @@ def _apply(
 def rotate_queue(
     store: KVStore, new: Arrays, *, one: bool = False, at_prompt: bool = False
 ) -> tuple[Arrays, dict[int, PendingPushes], dict[int, Any]]:
-    """Take the oldest values out of the queues and append new ones, those of one device or of all (n, *shape).
-
-    With `one` this runs inside a mapped axis. There the first axis of the queues, the devices, has length 1
-    (`shard_map`) or is gone (`pmap`). The result is the oldest value of each key, the new queues, and whether that
-    value was ever pushed: a bool of Python at the prompt, where the number of pushes is known, else a scalar.
-    """
+    """The oldest value of each key, the queues with the new ones in their place, and whether each was ever pushed."""
+    # With `one` the new values are those of one device, inside a mapped axis. There the first axis of the queues, the
+    # devices, has length 1 (`shard_map`) or is gone (`pmap`). At the prompt the number of pushes is known.
     due, pending, ready = {}, {}, {}
     for k, value in new.items():
         value = value.astype(store.values[k].dtype)

@@ -34,10 +34,8 @@ def pad(values: jax.Array, multiple: int) -> jax.Array:
 
 
 def shifts(shape: Shape, bits: int) -> jax.Array:
-    """By how many bits each code of a word is shifted to the left.
-
-    Computed, because XLA does not vectorize the use of a table.
-    """
+    """By how many bits each code of a word is shifted to the left."""
+    # Computed, because XLA does not vectorize the use of a table.
     per_byte = 8 // bits
     place = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
     return 8 * (place // per_byte) + (8 - bits) - bits * (place % per_byte)
@@ -65,10 +63,6 @@ def pack_planes(codes: jax.Array, bits: int) -> jax.Array:
     """uint32 codes (..., 32 m), each below 2**bits, in words (..., bits m). The order of the codes is no format.
 
     If `bits` divides 32, the length may be any multiple of 32 / bits.
-
-    Example:
-        >>> pack_planes(jnp.array([3] + 31 * [0] + [5] + 31 * [1], jnp.uint32), 3).size
-        6
     """
     digit, per_word, planes = _digits(bits)
     line = _line(codes.shape[-1] // per_word)
@@ -89,10 +83,8 @@ def unpack_planes(packed: jax.Array, bits: int) -> jax.Array:
 
 
 def in_order(values: jax.Array, lead: int = 0) -> jax.Array:
-    """The values flat behind `lead` axes.
-
-    They are computed in their own shape: XLA's loops for CPUs are four times slower over a flat one.
-    """
+    """The values flat behind `lead` axes."""
+    # They are computed in their own shape: XLA's loops for CPUs are four times slower over a flat one.
     return jax.lax.optimization_barrier(values).reshape(*values.shape[:lead], -1)
 
 
@@ -118,13 +110,7 @@ def _shifts(values: jax.Array, axis: int, count: int, bits: int) -> np.ndarray:
 
 
 def pack_lanes(codes: jax.Array, bits: int) -> jax.Array:
-    """Flat uint32 codes in words that may be summed, as long as each sum of codes is below 2**bits.
-
-    Example:
-        >>> words = pack_lanes(jnp.array([1, 2, 3], jnp.uint32), 4)
-        >>> unpack_lanes(words + words, 4, 3).tolist()
-        [2, 4, 6]
-    """
+    """Flat uint32 codes in words that may be summed, as long as each sum of codes is below 2**bits."""
     rows = pad(codes, 32 // bits).reshape(32 // bits, -1)
     return (rows << _lane_shifts(bits)).sum(0, dtype=jnp.uint32)
 
