@@ -139,14 +139,6 @@ class Grid:
         step: a float32 number above 0.
         count: how many numbers are added.
         stride: 2 where no number is 0, so that every other k only occurs.
-
-    Example:
-        >>> Grid(0.5, 8).bits, Grid(0.5, 512).bits, Grid(0.1, 8).bits
-        (5, 11, 10)
-        >>> grid = Grid(0.1, 3)
-        >>> sums = jnp.float32(0.1) + jnp.array([-0.1, 0.1], jnp.float32) + jnp.float32(0.1)
-        >>> bool((grid.decode(grid.encode(sums)) == sums).all())
-        True
     """
 
     step: float

@@ -454,7 +454,7 @@ def _first_state(store: KVStore, values: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def _names_of_keys(store: KVStore) -> list[list[str]]:
-    """For each leaf of the optimizer's state the names `key/leaf` of what it is, where each key has a state of its own."""
+    """For each leaf of the optimizer's state the names `key/leaf` of what it is in the states of single keys."""
     # What belongs to no single param is in the state of each key. The list is empty where that cannot be said.
     specs, single = specs_of(store), dict[int, tuple[Iterator[str], Iterator[str]]]()
     try:
