@@ -427,17 +427,17 @@ def _push_part(
 
 def _push_over(devices: Devices, store: KVStore, pushed: Lists) -> Changes:
     """A program over these devices sums what each of them pushed. Those of this process have one value of each key."""
-    along = split_over(devices)
+    along, values, states = split_over(devices), store.values, store.updater_state
     if not is_split(store):
-        values, states = _move((store.values, store.updater_state), copies_on(devices))
-        store = dataclasses.replace(store, values=values, updater_state=states)
-    store = dataclasses.replace(store, residuals=_move(store.residuals, along))
+        values, states = _move((values, states), copies_on(devices))
+    residuals = _move(store.residuals, along)
+    store = dataclasses.replace(store, values=values, updater_state=states, residuals=residuals)
     # The arrays of the devices become one array over them, without a copy. Buckets are made inside of the program.
     sent: list[jax.Array] = []
-    for k, values in pushed.items():
-        dtype = store.values[k].dtype
-        values = [v if v.dtype == dtype else v.astype(dtype) for v in values]
-        sent.append(assemble([v if v.ndim else v.reshape(1) for v in values], along))
+    for k, each in pushed.items():
+        dtype = values[k].dtype
+        each = [v if v.dtype == dtype else v.astype(dtype) for v in each]
+        sent.append(assemble([v if v.ndim else v.reshape(1) for v in each], along))
     emulated.wait_before_collectives((store, sent), devices)
     return aggregate.run(store, sent, devices)
 
