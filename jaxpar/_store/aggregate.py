@@ -1,6 +1,7 @@
 """What a push computes: the sums over the devices, then the update by them. Pure functions of arrays.
 
-They run under `jit`, `pmap`, `shard_map` and `vmap`, with the name of a mapped axis or without.
+They run under `jit`, `pmap`, `shard_map` and `vmap`, with the name of a mapped axis or without. `run` compiles them for
+a push at the prompt.
 """
 
 from __future__ import annotations
@@ -14,34 +15,92 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
+from .. import updaters
 from .._core import checks
-from .._core.arrays import is_traced
+from .._core.arrays import Device, is_prng_key, is_traced
+from .._core.recent import Recent
 from .._devices import collectives
+from .._devices.mesh import STORE_AXIS, mesh_of
 from .._devices.user_mesh import split_like, unsplit
-from ..compression import _is_two_way as is_two_way, _start_owner as start_owner
+from ..compression import _start_owner as start_owner
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, stateless
-from . import tree_optimizer
-from .placing import lay_out
 from .store import (
+    WHOLE,
     Arrays,
     Changes,
     KVStore,
     Lists,
     Rows,
+    by_key,
+    home,
     is_on_mesh,
     is_split,
     kind_of,
-    layout_of,
+    lay_out,
+    layout_of_each,
+    names,
+    owners,
     rows_of,
     shapes_of,
     shards,
+    state_layouts,
+    trained_keys,
+    tree_of,
 )
 
 _NUMBER = "num_update"  # its name in MXNet
 Pair = tuple[jax.Array, Any]  # a new value and a new state
 
+Devices = tuple[Device, ...]
+
 POSITION = "position"  # the axis of a pushed list of values
+
+
+def run(store: KVStore, sent: Any, devices: Devices | None) -> Changes:
+    """What a push at the prompt changes: the functions below, compiled. The store has the keys that are pushed only.
+
+    `sent` has a list of values for each key, or with `devices` one array, of which each of them has its value.
+    """
+    # JAX keeps the structures of arguments forever, so the store comes without these two.
+    bare = dataclasses.replace(store, updater=None, compressor=None)
+    return _programs(store.updater, store.compressor)(bare, sent, devices)
+
+
+def _make_program(updater: Any, compressor: Any) -> Any:
+    def run(store: KVStore, sent: list[Any], devices: Devices | None) -> Changes:
+        store = dataclasses.replace(store, updater=updater, compressor=compressor)
+        if devices is None:
+            lists = {k: list(values) for k, values in zip(store.values, sent, strict=True) if values}
+            return _at_home(store, push(store, lists, None))
+        shapes = shapes_of(store)
+
+        def body(store: KVStore, own: list[jax.Array]) -> Changes:
+            lists = {k: [value.reshape(shapes[k])] for k, value in zip(store.values, own, strict=True)}
+            return push(store, lists, STORE_AXIS)
+
+        specs = jax.tree.map(operator.methodcaller("spec", STORE_AXIS), layout_of_each(store))
+        changes = Changes(specs.values, specs.updater_state, specs.residuals)
+        mesh, args = mesh_of(devices), (specs, P(STORE_AXIS))
+        return jax.shard_map(body, mesh=mesh, in_specs=args, out_specs=changes, check_vma=False)(store, sent)
+
+    return jax.jit(run, static_argnums=2)
+
+
+_programs = Recent(_make_program)
+
+
+def _at_home(store: KVStore, changes: Changes) -> Changes:
+    """The changes, with the shardings of what is split over devices."""
+    if store.layouts:
+        homes = {k: home(store, layout) for k, layout in store.layouts}
+        values = {k: jax.lax.with_sharding_constraint(v, homes[k]) for k, v in changes.values.items()}
+        changes = changes._replace(values=values)
+    leaves, structure = jax.tree.flatten(changes.optimizer_state)
+    homes = [home(store, layout) for layout in state_layouts(store)]
+    leaves = [x if s is None else jax.lax.with_sharding_constraint(x, s) for x, s in zip(leaves, homes, strict=True)]
+    return changes._replace(optimizer_state=structure.unflatten(leaves))
 
 
 def push(store: KVStore, pushed: Lists, axis_name: str | None) -> Changes:
@@ -49,7 +108,6 @@ def push(store: KVStore, pushed: Lists, axis_name: str | None) -> Changes:
     if axis_name is None:
         sums, residuals = _sums_of_lists(store, pushed)
     else:
-        axis_size(axis_name, "kv.push")
         sums, residuals = reduce(store, local_sums(store, pushed), axis_name)
     return update(store, sums)._replace(residuals=residuals)
 
@@ -64,16 +122,12 @@ def axis_size(axis_name: str, what: str) -> int:
 
 
 def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict[int, Any]]:
-    """The sum of each value over the axis, and the new residuals of this device.
-
-    Kind `sharded` gives this device's (chunk,) of the sum, the other kinds the whole sum. Residuals have the shapes
-    that they have in the store.
-    """
+    """The sum of each value over the axis, or this device's (chunk,) of it in kind `sharded`. And its new residuals."""
     kind = kind_of(store)
     if is_on_mesh(store):  # a mapped axis would give a device parts of them that fit no push
         hint = 'push without axis_name, or train by make_train_step(loss_fn, engine="jit")'
         raise ValueError(f"kv.push: values of this store are split over a mesh in their own shapes; {hint}")
-    if is_split(store) and axis_size(axis_name, "kv.push") != shards(store):
+    if is_split(store) and lax.axis_size(axis_name) != shards(store):
         raise ValueError(
             f"kv.push: the axis {axis_name!r} has {lax.axis_size(axis_name)} devices, but the store of kind "
             f"{store.kind!r} was made for {shards(store)}"
@@ -90,8 +144,8 @@ def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict
         values = [pushed[k] for k in packed]
         sums, states = kind.reduce_compressed(store.compressor, values, own, axis_name, store.limits)
         summed.update(zip(packed, sums, strict=True))
-        for k, state, like in zip(packed, states, held, strict=True):
-            residuals[k] = jax.tree.map(lambda new, old: new.reshape(old.shape), state, like)
+        for k, state in zip(packed, states, strict=True):
+            residuals[k] = jax.tree.map(lambda new, old: new.reshape(old.shape), state, held[k])
     return {k: summed[k] for k in pushed}, residuals
 
 
@@ -108,9 +162,9 @@ def as_stored(store: KVStore, key: int, value: jax.Array) -> jax.Array:
 
 def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any]]:
     """Sums without a mapped axis. Each position of a list is a device with a residual of its own."""
-    small = compressed_keys(store, pushed)
+    small, layouts = compressed_keys(store, pushed), dict(store.layouts)
     sums = local_sums(store, {k: v for k, v in pushed.items() if k not in small})
-    sums = {k: layout_of(store, k).stored(v) for k, v in sums.items()}
+    sums = {k: layouts.get(k, WHOLE).stored(v) for k, v in sums.items()}
     residuals: dict[int, Any] = {}
     for count in sorted({len(pushed[k]) for k in small}):
         keys = [k for k in pushed if k in small and len(pushed[k]) == count]
@@ -157,52 +211,39 @@ def compressed_keys(store: KVStore, keys: Iterable[int]) -> set[int]:
     return {k for k in keys if k not in store.frozen and store.compressor.pays(shapes[k], store.values[k].dtype)}
 
 
-def start_residuals(store: KVStore, key: int, count: int) -> Any:
-    """The states of a key for `count` devices, the devices as first axis."""
-    (states,) = _start_all(store, [key], count)
-    return states
+def start_residuals(store: KVStore, keys: list[int], count: int) -> list[Any]:
+    """The states of these keys for `count` devices, the devices as first axis."""
+    return jax.vmap(lambda device: _start_on_device(store, keys, device, count))(jnp.arange(count)) if keys else []
 
 
 def residuals_for(store: KVStore, counts: Mapping[int, int]) -> dict[int, Any]:
     """The states of as many pushed values of each key as `counts` says."""
-    residuals: dict[int, Any] = {}
-    for k, count in counts.items():
-        held = store.residuals.get(k)
-        if held is None:
-            continue
+    residuals = {k: store.residuals[k] for k in counts if k in store.residuals}
+    for k, held in residuals.items():
         before = jax.tree.leaves(held)[0].shape[0]
-        if before != count:
-            lengths = f"pushed with {before} values before, now with {count}"
+        if before != counts[k]:
+            lengths = f"pushed with {before} values before, now with {counts[k]}"
             hint = "kv.set_gradient_compression starts the residuals from scratch"
             raise ValueError(f"kv.push: key {k} is compressed and was {lengths}; {hint}")
-        residuals[k] = held
     for count in set(counts.values()):
         keys = [k for k in counts if k not in residuals and counts[k] == count]
-        residuals.update(zip(keys, _start_all(store, keys, count) if keys else [], strict=True))
+        residuals.update(zip(keys, start_residuals(store, keys, count), strict=True))
     return residuals
 
 
 def held_residual(store: KVStore, key: int, axis_name: str) -> Any:
     """This device's state of a key before a push, as the store holds it or will hold it."""
-    _, (held,) = _own_residuals(store, [key], axis_name)
-    return held
+    return _own_residuals(store, [key], axis_name)[1][key]
 
 
-def _own_residuals(store: KVStore, keys: list[int], axis_name: str) -> tuple[list[Any], list[Any]]:
+def _own_residuals(store: KVStore, keys: list[int], axis_name: str) -> tuple[list[Any], dict[int, Any]]:
     """This device's states in the compressor's shapes, and the same as the store holds them."""
     # Under `shard_map` the first axis, the devices, is there with length 1. Under `pmap` it is gone.
-    own, held = _start_on_device(store, keys, lax.axis_index(axis_name), lax.axis_size(axis_name)), []
-    for i, k in enumerate(keys):
-        if k in store.residuals:
-            held.append(store.residuals[k])
-            own[i] = jax.tree.map(lambda leaf, fresh: leaf.reshape(fresh.shape), store.residuals[k], own[i])
-        else:
-            held.append(jax.tree.map(lambda leaf: leaf[None], own[i]))
+    fresh = _start_on_device(store, keys, lax.axis_index(axis_name), lax.axis_size(axis_name))
+    new = {k: jax.tree.map(lambda leaf: leaf[None], f) for k, f in zip(keys, fresh, strict=True)}
+    held = {k: store.residuals.get(k, new[k]) for k in keys}
+    own = [jax.tree.map(lambda x, f: x.reshape(f.shape), held[k], f) for k, f in zip(keys, fresh, strict=True)]
     return own, held
-
-
-def _start_all(store: KVStore, keys: list[int], count: int) -> list[Any]:
-    return jax.vmap(lambda device: _start_on_device(store, keys, device, count))(jnp.arange(count))
 
 
 def _start_on_device(store: KVStore, keys: list[int], device: Any, count: int) -> list[Any]:
@@ -212,22 +253,19 @@ def _start_on_device(store: KVStore, keys: list[int], device: Any, count: int) -
     assert compressor is not None
     rows = rows_of(store) if is_split(store) and not compressor.linear else {}
     for k in keys:
-        dtype, seed = store.values[k].dtype, _seed(k, device)
+        # The seed separates the random streams of keys and devices.
+        seed = jnp.uint32(k % (1 << 32)) * jnp.uint32(0x9E3779B1) + jnp.asarray(device, jnp.uint32)
+        dtype = store.values[k].dtype
         if k in rows:
             seeds = seed * jnp.uint32(rows[k].count) + jnp.arange(rows[k].count, dtype=jnp.uint32)
             init = functools.partial(compressor.init, (rows[k].chunk,), dtype)
             states.append(jax.vmap(lambda seed, init=init: init(seed=seed))(seeds))
             continue
         state = compressor.init(shapes[k], dtype, seed=seed)
-        if is_two_way(compressor):  # each device owns a share of a value, whose sum it compresses too
+        if compressor.two_way:  # each device owns a share of a value, whose sum it compresses too
             state = {**state, **start_owner(shapes[k], count)}
         states.append(state)
     return states
-
-
-def _seed(key: int, device: Any) -> jax.Array:
-    """A number that separates the random streams of keys and devices."""
-    return jnp.uint32(key % (1 << 32)) * jnp.uint32(0x9E3779B1) + jnp.asarray(device, jnp.uint32)
 
 
 # The update by the sums.
@@ -235,13 +273,14 @@ def _seed(key: int, device: Any) -> jax.Array:
 
 def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Changes:
     """The changes of the keys in `summed`, in ascending order. A `TreeOptimizer` gets the loss, if it is known."""
-    if isinstance(store.updater, TreeOptimizer):
-        return tree_optimizer.update(store, summed, loss)
+    # Sums are laid out as the values: whole, one device's share, or rows of all shares.
     if (known := counted(store, summed)) is not store:
         return uncounted(update(known, summed, loss))
     keys = sorted(summed)
     pushed = {k: summed[k].astype(store.values[k].dtype).reshape(store.values[k].shape) for k in keys}
     pushed = {k: split_like(v, store.values[k]) for k, v in pushed.items()}
+    if isinstance(store.updater, TreeOptimizer):
+        return _update_tree(store, pushed, loss)
     if is_split(store):
         rows = rows_of(store)
         pairs = {k: _update_rows(store, k, rows[k], pushed[k]) for k in keys}
@@ -299,9 +338,66 @@ def _update_rows(store: KVStore, key: int, rows: Rows, pushed: jax.Array) -> Pai
             return lay_out(store, key, new).reshape(stored.shape), state
         updater = stateless(updater)
         spec = jax.ShapeDtypeStruct(rows.shape, stored.dtype)
-        tree_optimizer.check_shares(dataclasses.replace(store, updater=updater), {key: spec}, "kv.push")
+        check_shares(dataclasses.replace(store, updater=updater), {key: spec}, "kv.push")
     if stored.ndim == 1:
         return update_one(updater, key, pushed, state, stored)
     axes = jax.tree.map(lambda leaf: 0 if leaf.shape == stored.shape else None, state)
     run = functools.partial(update_one, updater, key)
     return jax.vmap(run, in_axes=(0, axes, 0), out_axes=(0, axes))(pushed, state, stored)
+
+
+def _update_tree(store: KVStore, grads: Arrays, loss: jax.Array | None) -> Changes:
+    """The update of all params by one optimizer."""
+    # A param without a gradient is left as it is, and its part of the state too. The optimizer sees zeros for it.
+    left = {k: jnp.zeros_like(store.values[k]) for k in trained_keys(store) if k not in grads}
+
+    def run(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        return store.updater.update(grads, state, params, loss)
+
+    if is_split(store) and any(g.ndim > 1 for g in grads.values()):
+        axes = jax.tree.map(lambda leaf: 0 if leaf.ndim > 1 else None, store.optimizer_state)  # of rows, as the grads
+        run = jax.vmap(run, in_axes=(0, axes, 0), out_axes=(0, axes))
+    before = store.optimizer_state
+    params, state = run(tree_of(store, {**grads, **left}), before, tree_of(store, store.values))
+    if jax.tree.structure(state) != jax.tree.structure(before):  # it could not be stored
+        raise TypeError(
+            "kv.push: the optimizer's update returns a state of another structure than its init: expected "
+            f"{jax.tree.structure(before)}, got {jax.tree.structure(state)}"
+        )
+    values = {k: v for k, v in by_key(store, params).items() if k not in left}
+    return Changes(values, dict.fromkeys(values, ()), optimizer_state=_keep(store, left, state) if left else state)
+
+
+def _keep(store: KVStore, keys: Iterable[int], state: Any) -> Any:
+    """The new state, with the old one for what belongs to these params."""
+    keys = set(keys)
+    try:
+        found = owners(store)
+    except updaters._UnknownOwners as error:
+        raise ValueError(
+            f'train step: unused="skip" keeps {", ".join(repr(names(store)[k]) for k in sorted(keys)[:8])} and their '
+            f"state unchanged, but their part of this optimizer's state is unknown: {error}; give frozen= for these "
+            "params, or updater=jp.updaters.from_optax(tx), which keeps one state a key"
+        ) from error
+    leaves, structure = jax.tree.flatten(state)
+    both = zip(found, leaves, jax.tree.leaves(store.optimizer_state), strict=True)
+    return structure.unflatten(old if k in keys else new for k, new, old in both)
+
+
+def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
+    """`ValueError` if values are cut into rows and the updater is not elementwise for one of these whole values."""
+    # A plain function is checked when it is traced: to trace it here would run its Python once more.
+    if not is_split(store):
+        return
+    paths = dict(store.paths)
+    for k, value in values.items():
+        if is_prng_key(value) and k not in store.frozen:
+            which = f"key {k} ({paths.get(k, str(k))!r})"
+            raise TypeError(
+                f"{where}: {which}: kind 'sharded' cuts no random keys; leave them out, or use kind='device'"
+            )
+    if isinstance(store.updater, TreeOptimizer):
+        updaters._check_elementwise_tree(store.updater, tree_of(store, values), shards(store), where)
+    if isinstance(store.updater, Updater):
+        specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in values.items() if k not in store.frozen}
+        updaters._check_elementwise(store.updater, specs, shards(store), paths, where)

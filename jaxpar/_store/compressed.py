@@ -35,7 +35,6 @@ from ..compression import (
     _ElementCompressor as ElementCompressor,
     _Grid as Grid,
     _in_order as in_order,
-    _is_two_way as is_two_way,
     _pack_lanes as pack_lanes,
     _pack_planes as pack_planes,
     _reduce_scatter_two_way as reduce_scatter_two_way,
@@ -64,7 +63,7 @@ def allreduce(
     values = [unsplit(v) for v in values]
     if isinstance(compressor, LinearCompressor):
         return _linear(compressor, values, states, axis_name, limits)
-    if is_two_way(compressor):
+    if compressor.two_way:
         return allreduce_two_way(values, states, axis_name, limits)
     shapes = [v.shape for v in values]
     groups = buckets.plan_of(values, limits) if compressor.elementwise else tuple((i,) for i in range(len(values)))
@@ -94,7 +93,7 @@ def reduce_scatter(
     if isinstance(compressor, LinearCompressor):
         sums, states = _linear(compressor, values, states, axis_name, limits)
         return [collectives.own_chunk(s, axis_name) for s in sums], states
-    if is_two_way(compressor):
+    if compressor.two_way:
         return reduce_scatter_two_way(values, states, axis_name, limits)
     shards = lax.axis_size(axis_name)
     rows = [collectives.to_rows(v, shards) for v in values]
@@ -231,10 +230,14 @@ def _sum_codes(
 def _sum_of_codes(compressor: ElementCompressor, codes: jax.Array, axis_name: str) -> jax.Array:
     """The same for the codes of some words, in the way that sends least."""
     count, per_word, size = lax.axis_size(axis_name), compressor.per_word, codes.size
-    grid, itemsize = compressor.grid(count), 4 if per_word > 1 else codes.dtype.itemsize
-    way = way_of_words(size // per_word, itemsize, per_word, grid, count)
-    if way == "lanes":
-        return _sum_lanes(grid, compressor.grid(1), compressor.dequantize(codes), axis_name)
+    grid: Any = compressor.grid(count)
+    itemsize = 4 if per_word > 1 else codes.dtype.itemsize
+    cost = bytes_of_words(size // per_word, itemsize, per_word, grid, count)
+    way = min(cost, key=cost.__getitem__)
+    if way == "lanes":  # integers of which several share a word: the code of a sum is the sum of the codes
+        one: Any = compressor.grid(1)
+        packed = lax.psum(pack_lanes(one.encode(compressor.dequantize(codes)), grid.bits), axis_name)
+        return grid.decode(unpack_lanes(packed, grid.bits, size))
     if way == "dense":
         return _sum_dense(compressor.dequantize(codes), axis_name)
     if way == "gather":
@@ -260,23 +263,11 @@ def _gather_share(grid: Grid | None, share: jax.Array, axis_name: str) -> jax.Ar
         return in_order(grid.decode(unpack_planes(packed, grid.bits)))
 
 
-def _sum_lanes(grid: Any, one: Any, value: jax.Array, axis_name: str) -> jax.Array:
-    """The sum by integers of which several share a word. The code of a sum is the sum of the codes."""
-    packed = lax.psum(pack_lanes(one.encode(value), grid.bits), axis_name)
-    return grid.decode(unpack_lanes(packed, grid.bits, value.size))
-
-
 def _sum_dense(value: jax.Array, axis_name: str) -> jax.Array:
     """The sum of flat values, added in the order of the devices."""
     received = _to_owners(collectives.to_rows(value, lax.axis_size(axis_name)), axis_name)
     share = collectives.sum_by_loop(lambda i: received[i], received.shape[0])
     return collectives.gather_stack(share, axis_name).reshape(-1)[: value.size]
-
-
-def way_of_words(words: int, itemsize: int, per_word: int, grid: Grid | None, count: int) -> str:
-    """The way by which a device sends least."""
-    cost = bytes_of_words(words, itemsize, per_word, grid, count)
-    return min(cost, key=lambda way: cost[way])
 
 
 def bytes_of_words(words: int, itemsize: int, per_word: int, grid: Grid | None, count: int) -> dict[str, float]:
@@ -312,7 +303,7 @@ def _way_of_value(compressor: Compressor, payload: Any, value: jax.Array, count:
     if isinstance(compressor, RowCompressor):
         rows = jax.eval_shape(functools.partial(compressor.cut, shape=value.shape, count=count), payload)
         cost["owners"] = tree_nbytes(rows) + count * chunk * value.dtype.itemsize
-    return min(cost, key=lambda way: cost[way])
+    return min(cost, key=cost.__getitem__)
 
 
 def _gather_values(

@@ -47,18 +47,14 @@ def push(store: KVStore, pushed: Lists, axis_name: str | None, send: Send) -> Ch
     held = {k: store.pending[k] for k in pushed if k in store.pending}
     at_prompt = axis_name is None and is_at_prompt((pushed, held, store.values))
     if axis_name is not None:
-        aggregate.axis_size(axis_name, "kv.push")
         new = aggregate.local_sums(store, pushed)
     elif at_prompt:
         new = {k: _stack(store, k, values) for k, values in pushed.items()}
     else:
         new = {k: jnp.stack([aggregate.as_stored(store, k, v) for v in values]) for k, values in pushed.items()}
     due, pending, ready = rotate_queue(store, new, one=axis_name is not None, at_prompt=at_prompt)
-    if at_prompt:
-        return _beside_pending(store, _apply_ready(store, due, ready, send)._replace(pending=pending))
-    lists = {k: [value] if axis_name is not None else list(value) for k, value in due.items()}
-    changes = where_ready(store, send(without_delay(store), lists), ready, lists, axis_name)
-    return changes._replace(pending=pending)
+    changes = _apply(store, due, ready, axis_name, at_prompt, send)._replace(pending=pending)
+    return _beside_pending(store, changes) if at_prompt else changes
 
 
 def flush(store: KVStore, axis_name: str | None, send: Send) -> KVStore:
@@ -66,38 +62,30 @@ def flush(store: KVStore, axis_name: str | None, send: Send) -> KVStore:
     at_prompt = axis_name is None and is_at_prompt((store.pending, store.values))
     store = dataclasses.replace(store, pending=dict(sorted(store.pending.items())))  # as a push has its keys
     for i in range(store.staleness):
-        if at_prompt:
-            due = {k: held.values[i] for k, held in store.pending.items()}
-            ready = {k: i >= store.staleness - _known(held.count) for k, held in store.pending.items()}
-            changes = _apply_ready(store, due, ready, send)
-        else:
-            lists, ready = pending_at(store, i, axis_name)
-            changes = where_ready(store, send(without_delay(store), lists), ready, lists, axis_name)
-        store = with_changes(store, changes)
+        due, ready = pending_at(store, i, at_prompt=at_prompt)
+        store = with_changes(store, _apply(store, due, ready, axis_name, at_prompt, send))
     changes = Changes(pending=jax.tree.map(_zeros_like, store.pending))
     return with_changes(store, _beside_pending(store, changes) if at_prompt else changes)
 
 
-def _apply_ready(store: KVStore, due: Arrays, ready: Mapping[int, Any], send: Send) -> Changes:
-    """The changes of the keys that are ready, at the prompt: there nothing has to be masked."""
-    lists = {k: _unstack(value) for k, value in due.items() if ready[k]}
-    return send(without_delay(store), lists) if lists else Changes()
-
-
-def without_delay(store: KVStore) -> KVStore:
-    """The store as one that applies at once what is pushed."""
-    return dataclasses.replace(store, staleness=0, pending={})
+def _apply(
+    store: KVStore, due: Arrays, ready: Mapping[int, Any], axis_name: str | None, at_prompt: bool, send: Send
+) -> Changes:
+    """The changes by the values that are ready. At the prompt it is known which are, and nothing has to be masked."""
+    now, shapes = dataclasses.replace(store, staleness=0, pending={}), shapes_of(store)
+    if at_prompt:
+        lists = {k: _unstack(value) for k, value in due.items() if ready[k]}
+        return send(now, lists) if lists else Changes()
+    lists = {k: list(v) if axis_name is None else [v.reshape(shapes[k])] for k, v in due.items()}
+    return where_ready(store, send(now, lists), ready, lists, axis_name)
 
 
 def rotate_queue(
     store: KVStore, new: Arrays, *, one: bool = False, at_prompt: bool = False
 ) -> tuple[Arrays, dict[int, PendingPushes], dict[int, Any]]:
-    """Take the oldest values out of the queues and append new ones, those of one device or of all (n, *shape).
-
-    With `one` this runs inside a mapped axis. There the first axis of the queues, the devices, has length 1
-    (`shard_map`) or is gone (`pmap`). The result is the oldest value of each key, the new queues, and whether that
-    value was ever pushed: a bool of Python at the prompt, where the number of pushes is known, else a scalar.
-    """
+    """The oldest value of each key, the queues with the new ones in their place, and whether each was ever pushed."""
+    # With `one` the new values are those of one device, inside a mapped axis. There the first axis of the queues, the
+    # devices, has length 1 (`shard_map`) or is gone (`pmap`). At the prompt the number of pushes is known.
     due, pending, ready = {}, {}, {}
     for k, value in new.items():
         value = value.astype(store.values[k].dtype)
@@ -157,14 +145,12 @@ def select(condition: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
-def pending_at(store: KVStore, i: int, axis_name: str | None) -> tuple[Lists, Arrays]:
+def pending_at(store: KVStore, i: int, *, at_prompt: bool = False) -> tuple[Arrays, dict[int, Any]]:
     """Place i of the queues, and whether it was pushed."""
-    shapes = shapes_of(store)
-    lists = {
-        k: list(w.values[i]) if axis_name is None else [w.values[i].reshape(shapes[k])]
-        for k, w in store.pending.items()
+    counts = {k: _known(held.count) if at_prompt else held.count for k, held in store.pending.items()}
+    return {k: held.values[i] for k, held in store.pending.items()}, {
+        k: i >= store.staleness - count for k, count in counts.items()
     }
-    return lists, {k: i >= store.staleness - w.count for k, w in store.pending.items()}
 
 
 def regroup(held: PendingPushes, count: int) -> PendingPushes:

@@ -1,29 +1,34 @@
-"""The store: a frozen pytree of values, updater states, residuals and pending pushes, and how each value is kept."""
+"""The store: a frozen pytree of values, updater states, residuals and pending pushes, and how each array is kept."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from .. import updaters
 from .._core.arrays import Device, is_traced, nbytes, tree_nbytes, without_keys
 from .._core.calls import answers
 from .._core.text import Table, plural
 from .._devices import collectives
 from .._devices.buckets import BucketLimits, Shape
-from .._devices.mesh import copies_on, split_over, to_host
+from .._devices.donation import own_copies
+from .._devices.mesh import copies_on, put, split_over, to_host
+from .._devices.user_mesh import without_types
 from ..compression import Compressor, LinearCompressor
 from ..mxnet import _STORE_ARGUMENTS, _line_for
-from ..updaters import accumulate, assign
+from ..updaters import Updater, accumulate, assign
 from .kinds import KINDS, Kind
 
-# How one value is kept on the devices. A layout is static and hashable, since a store has those of its values as a
+# How one array is kept on the devices. A layout is static and hashable, since a store has those of its values as a
 # static field. Each has
 #
 #     stored(value)       a whole value as the store holds it
@@ -57,6 +62,17 @@ class Split(Whole):
 
     def sharding(self, devices: Sequence[Device]) -> NamedSharding:
         return self.over
+
+
+@dataclasses.dataclass(frozen=True)
+class OfDevices(Whole):
+    """What the devices have each of their own, along the first axis: residuals and pending pushes."""
+
+    def sharding(self, devices: Sequence[Device]) -> NamedSharding:
+        return split_over(devices)
+
+    def spec(self, axis_name: str) -> PartitionSpec:
+        return PartitionSpec(axis_name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,8 +224,14 @@ class Changes(NamedTuple):
 
 def with_changes(store: KVStore, changes: Changes) -> KVStore:
     """The store after a push."""
-    held = Changes(store.values, store.updater_state, store.residuals, store.pending, store.optimizer_state)
-    return dataclasses.replace(store, **(held | changes)._asdict())
+    return dataclasses.replace(
+        store,
+        values=store.values | changes.values,
+        updater_state=store.updater_state | changes.updater_state,
+        residuals=store.residuals | changes.residuals,
+        pending=store.pending | changes.pending,
+        optimizer_state=store.optimizer_state if changes.optimizer_state is None else changes.optimizer_state,
+    )
 
 
 @answers("kv.names", _STORE_ARGUMENTS)
@@ -232,16 +254,15 @@ def names(store: KVStore) -> dict[int, str]:
     return {k: paths.get(k, str(k)) for k in sorted(store.values)}
 
 
+# What is asked of a store.
+
+
 def kind_of(store: KVStore) -> Kind:
     return KINDS[store.kind]
 
 
 def layouts_of(store: KVStore) -> dict[int, Layout]:
     return {**dict.fromkeys(store.values, WHOLE), **dict(store.layouts)}
-
-
-def layout_of(store: KVStore, key: int) -> Layout:
-    return dict(store.layouts).get(key, WHOLE)
 
 
 def rows_of(store: KVStore) -> dict[int, Rows]:
@@ -292,12 +313,111 @@ def shards(store: KVStore) -> int:
 
 def shapes_of(store: KVStore) -> dict[int, Shape]:
     """The shape of each value as the user sees it."""
-    return {k: v.shape for k, v in store.values.items()} | {k: rows.shape for k, rows in rows_of(store).items()}
+    shapes = {k: v.shape for k, v in store.values.items()}
+    return shapes | {k: layout.shape for k, layout in store.layouts if isinstance(layout, Rows)}
 
 
 def specs_of(store: KVStore) -> dict[int, jax.ShapeDtypeStruct]:
     """Shape and dtype of each value as the user sees it."""
     return {k: jax.ShapeDtypeStruct(shape, store.values[k].dtype) for k, shape in shapes_of(store).items()}
+
+
+# Where its arrays are.
+
+
+def lay_out(store: KVStore, key: int, value: jax.Array) -> jax.Array:
+    """A whole value as the store holds it, on the store's devices."""
+    layout = dict(store.layouts).get(key, WHOLE)
+    sharding = home(store, layout)
+    value = layout.stored(value if sharding is None else without_types(value))
+    return value if sharding is None or is_traced(value) else put(value, sharding)
+
+
+def start_state(store: KVStore, key: int, value: jax.Array) -> Any:
+    """The updater's state of a key, on the devices of the value. A plain function has none, nor has a frozen key."""
+    if not isinstance(store.updater, Updater) or key in store.frozen:
+        return ()
+    state = jax.tree.map(lambda x: own_copies(x) if x is value else x, store.updater.init(key, value))
+    if store.devices is None or is_traced(value):
+        return state
+    own, rest = dict(store.layouts).get(key, WHOLE), everywhere(store)
+    return jax.tree.map(lambda leaf: put(leaf, home(store, own if leaf.shape == value.shape else rest)), state)
+
+
+def layout_of_each(store: KVStore) -> KVStore:
+    """The store with the layout of each array in place of it."""
+    layouts, rest = layouts_of(store), everywhere(store)
+
+    def state(k: int, leaf: Any) -> Layout:
+        return layouts[k] if leaf.shape == store.values[k].shape else rest
+
+    return dataclasses.replace(
+        store,
+        values={k: layouts[k] for k in store.values},
+        updater_state={k: jax.tree.map(functools.partial(state, k), v) for k, v in store.updater_state.items()},
+        optimizer_state=jax.tree.structure(store.optimizer_state).unflatten(state_layouts(store)),
+        residuals=jax.tree.map(lambda _: OfDevices(), store.residuals),
+        pending={k: p._replace(values=(OfDevices(),) * len(p.values), count=rest) for k, p in store.pending.items()},
+    )
+
+
+# The state of an optimizer that sees the whole pytree of params.
+
+
+def trained_keys(store: KVStore) -> list[int]:
+    """The keys of the params that have gradients: floating ones that are not frozen."""
+    floating = [k for k, _ in store.paths if jnp.issubdtype(store.values[k].dtype, jnp.inexact)]
+    return [k for k in floating if k not in store.frozen]
+
+
+def tree_of(store: KVStore, by_key: Mapping[int, Any]) -> Any:
+    """The user's pytree with these in place of the params that are trained, and None in place of the others."""
+    assert store.treedef is not None
+    trained = set(trained_keys(store))
+    return store.treedef.unflatten([by_key[k] if k in trained else None for k, _ in store.paths])
+
+
+def by_key(store: KVStore, tree: Any) -> Arrays:
+    """The inverse of `tree_of`."""
+    return dict(zip(trained_keys(store), jax.tree.leaves(tree), strict=True))
+
+
+def state_layouts(store: KVStore) -> list[Layout]:
+    """How each leaf of the optimizer's state is kept."""
+    # What belongs to a param and has its shape is kept as the param. Each device has a copy of the rest.
+    state = jax.tree.leaves(store.optimizer_state)
+    if not state or not store.layouts:
+        return [WHOLE for _ in state]
+    layouts, specs = layouts_of(store), specs_of(store)
+    if is_split(store):
+        # The optimizer is elementwise: the state of a flat share has an axis where it has a number for each element.
+        flat = {k: jax.ShapeDtypeStruct((rows.chunk,), specs[k].dtype) for k, rows in rows_of(store).items()}
+        whole, share = (
+            jax.tree.leaves(jax.eval_shape(store.updater.init, tree_of(store, params))) for params in (specs, flat)
+        )
+        return [Rows(w.shape, shards(store)) if s.ndim else WHOLE for w, s in zip(whole, share, strict=True)]
+    copies = everywhere(store)
+    try:
+        found = owners(store)
+    except updaters._UnknownOwners:
+        return [copies for _ in state]
+    both = zip(found, state, strict=True)
+    return [copies if k is None or specs[k].shape != leaf.shape else layouts[k] for k, leaf in both]
+
+
+def owners(store: KVStore) -> list[int | None]:
+    """The key to which each leaf of the optimizer's state belongs. None: to no single one."""
+    keys = trained_keys(store)
+    return [None if i is None else keys[i] for i in store.updater.owners(tree_of(store, specs_of(store)))]
+
+
+def whole_state(store: KVStore) -> Any:
+    """The optimizer's state with whole values, for `eval_params` and for checkpoints."""
+    leaves, structure = jax.tree.flatten(store.optimizer_state)
+    return structure.unflatten([layout.whole(x) for layout, x in zip(state_layouts(store), leaves, strict=True)])
+
+
+# What a store looks like at the prompt and in a notebook, and whether two are equal.
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -310,9 +430,6 @@ def _is_same(a: Any, b: Any) -> bool:
 def _on_host(leaf: jax.Array) -> np.ndarray:
     plain, _ = without_keys(leaf)
     return np.asarray(to_host(plain))
-
-
-# What a store looks like at the prompt and in a notebook.
 
 
 def _summary(store: KVStore) -> str:

@@ -15,12 +15,10 @@ Its `init`, `encode` and `decode` (`powersgd`: `init` and `allreduce`) are pure.
 
 The room:
 
-    _make       makes a compressor from a specification, such as `{"type": "2bit", "threshold": 0.5}`
-    _base       the base classes, and the sum of the decoded payloads of all devices
-    _quantize   compressors that send a few bits for each element
-    _bits       packs codes into words, and codes sums of equal steps
-    _int3       3-bit integers and a scale, also for the sum
-    _low_rank   compressors that send few elements, or few singular directions
+    _compressors  what a specification such as `{"type": "2bit", "threshold": 0.5}` makes
+    _int3         3-bit integers and a scale, also for the sum
+    _base         the base classes, and the sum of the decoded payloads of all devices
+    _bits         packs codes into words, and codes sums of equal steps
 
 `kv` exchanges the payloads between devices.
 """
@@ -33,7 +31,6 @@ from ._base import (
     LinearCompressor as LinearCompressor,
     RowCompressor as _RowCompressor,
     decode_sum as decode_sum,
-    is_two_way as _is_two_way,
 )
 from ._bits import (
     Grid as _Grid,
@@ -43,12 +40,19 @@ from ._bits import (
     unpack_lanes as _unpack_lanes,
     unpack_planes as _unpack_planes,
 )
+from ._compressors import (
+    TYPES as TYPES,
+    BFloat16 as BFloat16,
+    Int8 as Int8,
+    OneBit as OneBit,
+    PowerSGD as PowerSGD,
+    TopK as TopK,
+    TwoBit as TwoBit,
+    make as make,
+)
 from ._int3 import (
     Int3 as Int3,
     allreduce as _allreduce_two_way,
     reduce_scatter as _reduce_scatter_two_way,
     start_owner as _start_owner,
 )
-from ._low_rank import PowerSGD as PowerSGD, TopK as TopK
-from ._make import TYPES as TYPES, make as make
-from ._quantize import BFloat16 as BFloat16, Int8 as Int8, OneBit as OneBit, TwoBit as TwoBit

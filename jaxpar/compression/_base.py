@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._core.calls import answers
 from .._devices import collectives
@@ -24,6 +23,7 @@ class Compressor(Protocol):
     """A frozen, hashable compressor. Its residual between pushes is a separate `State`.
 
     Attributes:
+        name: the type in a specification, see `make`.
         elementwise: whether encoding a concatenation gives the concatenated encodings, up to padding. If so, a store
             may compress whole flat buckets.
         linear: whether the codes themselves are summed, as in `LinearCompressor.allreduce`.
@@ -31,6 +31,7 @@ class Compressor(Protocol):
         per_word: how many elements one word of the payload has, for an elementwise compressor.
     """
 
+    name: ClassVar[str] = ""
     elementwise: ClassVar[bool] = False
     linear: ClassVar[bool] = False
     two_way: ClassVar[bool] = False
@@ -46,7 +47,7 @@ class Compressor(Protocol):
         Raises:
             TypeError: the dtype is not floating.
         """
-        ...
+        return start_residual(self.name, shape, dtype)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         """The payload for `value` plus the residual, and the state for the next push."""
@@ -66,7 +67,7 @@ class Compressor(Protocol):
 
     def pays(self, shape: Shape, dtype: Any) -> bool:
         """Whether the payload is smaller than the value. False for a dtype that is not floating."""
-        return is_floating(dtype) and self.wire_bytes(shape, dtype) < plain_bytes(shape, dtype)
+        return is_smaller(self.wire_bytes(shape, dtype), shape, dtype)
 
 
 @runtime_checkable
@@ -101,6 +102,7 @@ class LinearCompressor(Protocol):
 
     elementwise: ClassVar[bool] = False
     linear: ClassVar[bool] = True
+    two_way: ClassVar[bool] = False
 
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State: ...
 
@@ -140,14 +142,9 @@ def decode_sum(compressor: Compressor, payloads: Payload, shape: Shape, dtype: A
     return collectives.sum_by_loop(decode_one, jax.tree.leaves(payloads)[0].shape[0]).astype(dtype)
 
 
-def is_two_way(compressor: Compressor | LinearCompressor) -> bool:
-    """Whether the sum is compressed too, with a residual on the summing device."""
-    return not isinstance(compressor, LinearCompressor) and compressor.two_way
-
-
 def start_residual(name: str, shape: Shape, dtype: Any) -> State:
     """The residual before the first push: float32 zeros."""
-    if not is_floating(dtype):
+    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise TypeError(
             f"compression {name!r} takes floating values, got dtype {jnp.dtype(dtype).name}; push this key uncompressed"
         )
@@ -159,17 +156,7 @@ def with_residual(value: jax.Array, state: State) -> jax.Array:
     return state["residual"] + jnp.asarray(value).astype(jnp.float32)
 
 
-def plain_bytes(shape: Shape, dtype: Any) -> int:
-    """Bytes of a value without compression."""
-    return math.prod(shape) * jnp.dtype(dtype).itemsize
-
-
-def is_floating(dtype: Any) -> bool:
-    """Whether values of this dtype can be compressed."""
-    return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-
-
-def as_float32(value: float) -> float:
-    """A parameter of a compressor, rounded to float32, which may give 0 or infinity."""
-    with np.errstate(over="ignore", under="ignore"):
-        return float(np.float32(value))
+def is_smaller(nbytes: int, shape: Shape, dtype: Any) -> bool:
+    """Whether these are fewer bytes than those of a floating value. No other value can be compressed."""
+    dtype = jnp.dtype(dtype)
+    return jnp.issubdtype(dtype, jnp.floating) and nbytes < math.prod(shape) * dtype.itemsize

@@ -34,10 +34,8 @@ def pad(values: jax.Array, multiple: int) -> jax.Array:
 
 
 def shifts(shape: Shape, bits: int) -> jax.Array:
-    """By how many bits each code of a word is shifted to the left.
-
-    Computed, because XLA does not vectorize the use of a table.
-    """
+    """By how many bits each code of a word is shifted to the left."""
+    # Computed, because XLA does not vectorize the use of a table.
     per_byte = 8 // bits
     place = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
     return 8 * (place // per_byte) + (8 - bits) - bits * (place % per_byte)
@@ -65,10 +63,6 @@ def pack_planes(codes: jax.Array, bits: int) -> jax.Array:
     """uint32 codes (..., 32 m), each below 2**bits, in words (..., bits m). The order of the codes is no format.
 
     If `bits` divides 32, the length may be any multiple of 32 / bits.
-
-    Example:
-        >>> pack_planes(jnp.array([3] + 31 * [0] + [5] + 31 * [1], jnp.uint32), 3).size
-        6
     """
     digit, per_word, planes = _digits(bits)
     line = _line(codes.shape[-1] // per_word)
@@ -89,10 +83,8 @@ def unpack_planes(packed: jax.Array, bits: int) -> jax.Array:
 
 
 def in_order(values: jax.Array, lead: int = 0) -> jax.Array:
-    """The values flat behind `lead` axes.
-
-    They are computed in their own shape: XLA's loops for CPUs are four times slower over a flat one.
-    """
+    """The values flat behind `lead` axes."""
+    # They are computed in their own shape: XLA's loops for CPUs are four times slower over a flat one.
     return jax.lax.optimization_barrier(values).reshape(*values.shape[:lead], -1)
 
 
@@ -117,20 +109,9 @@ def _shifts(values: jax.Array, axis: int, count: int, bits: int) -> np.ndarray:
 # Codes beside each other in a word, with room for the sum of several words.
 
 
-def lanes(bits: int) -> int:
-    """How many codes of so many bits a word holds beside each other."""
-    return 32 // bits
-
-
 def pack_lanes(codes: jax.Array, bits: int) -> jax.Array:
-    """Flat uint32 codes in words that may be summed, as long as each sum of codes is below 2**bits.
-
-    Example:
-        >>> words = pack_lanes(jnp.array([1, 2, 3], jnp.uint32), 4)
-        >>> unpack_lanes(words + words, 4, 3).tolist()
-        [2, 4, 6]
-    """
-    rows = pad(codes, lanes(bits)).reshape(lanes(bits), -1)
+    """Flat uint32 codes in words that may be summed, as long as each sum of codes is below 2**bits."""
+    rows = pad(codes, 32 // bits).reshape(32 // bits, -1)
     return (rows << _lane_shifts(bits)).sum(0, dtype=jnp.uint32)
 
 
@@ -140,7 +121,7 @@ def unpack_lanes(packed: jax.Array, bits: int, size: int) -> jax.Array:
 
 
 def _lane_shifts(bits: int) -> jax.Array:
-    return np.uint32(bits) * jnp.arange(lanes(bits), dtype=jnp.uint32)[:, None]
+    return np.uint32(bits) * jnp.arange(32 // bits, dtype=jnp.uint32)[:, None]
 
 
 # Sums of equal steps as integers: what an owner sends back in place of float32 numbers.
@@ -158,14 +139,6 @@ class Grid:
         step: a float32 number above 0.
         count: how many numbers are added.
         stride: 2 where no number is 0, so that every other k only occurs.
-
-    Example:
-        >>> Grid(0.5, 8).bits, Grid(0.5, 512).bits, Grid(0.1, 8).bits
-        (5, 11, 10)
-        >>> grid = Grid(0.1, 3)
-        >>> sums = jnp.float32(0.1) + jnp.array([-0.1, 0.1], jnp.float32) + jnp.float32(0.1)
-        >>> bool((grid.decode(grid.encode(sums)) == sums).all())
-        True
     """
 
     step: float
@@ -204,9 +177,20 @@ class Grid:
         distance = (codes % np.uint32(self._places)).astype(jnp.float32) - self._slack
         return k * upper + (k * lower + distance * unit)
 
-    @property
+    @functools.cached_property
     def _slack(self) -> int:
-        return _slack(self.step, self.count)
+        """The largest error, in units, of a sum of `count` steps that is rounded after each step."""
+        upper, lower, _ = _parts(self.step)
+        largest, slack = upper + lower, 0
+        if self.count * largest < 1 << 24:
+            return 0
+        for terms in range(2, self.count + 1):
+            extra = max(0, (largest + upper + lower).bit_length() - 24)
+            slack += (1 << extra) >> 1 if terms > 2 else 0  # twice a float32 number is one
+            largest = -(-(largest + upper + lower) >> extra) << extra  # rounded up: no less than float32 has it
+            if slack >= 1 << _FLOAT:
+                break
+        return slack
 
     @property
     def _places(self) -> int:
@@ -226,19 +210,3 @@ def _parts(step: float) -> tuple[int, int, int]:
     while digits % 2 == 0:
         digits, unit = digits // 2, unit + 1
     return digits >> 12 << 12, digits & 0xFFF, unit
-
-
-@functools.lru_cache(maxsize=1024)
-def _slack(step: float, count: int) -> int:
-    """The largest error, in units, of a sum of `count` steps that is rounded after each step."""
-    upper, lower, _ = _parts(step)
-    largest, slack = upper + lower, 0
-    if count * largest < 1 << 24:
-        return 0
-    for terms in range(2, count + 1):
-        extra = max(0, (largest + upper + lower).bit_length() - 24)
-        slack += (1 << extra) >> 1 if terms > 2 else 0  # twice a float32 number is one
-        largest = -(-(largest + upper + lower) >> extra) << extra  # rounded up: no less than float32 has it
-        if slack >= 1 << _FLOAT:
-            break
-    return slack

@@ -17,7 +17,7 @@ from jax import lax
 
 from .._devices import buckets, collectives
 from .._devices.buckets import BucketLimits
-from ._base import Compressor, Payload, Shape, State, start_residual, with_residual
+from ._base import Compressor, Payload, Shape, State, with_residual
 from ._bits import PLANE, in_order, pack_planes, unpack_planes, words
 
 OWNER = "owner_residual"  # float32 (chunk,) in the state of a value: what its owner did not send back
@@ -48,10 +48,8 @@ class Int3(Compressor):
         ([3.0, -1.0, 0.0, -2.0], [0.0, 0.0, 0.25, 0.25])
     """
 
+    name: ClassVar[str] = "int3"
     two_way: ClassVar[bool] = True
-
-    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
-        return start_residual("int3", shape, dtype)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         wanted = with_residual(value, state)

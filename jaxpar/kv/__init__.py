@@ -12,21 +12,23 @@ push takes this device's share and sums over that axis.
 
 A push passes through these modules:
 
-    kv._push           checks the arguments, and chooses how to sum
-    _store.aggregate   sums over the devices (buckets, compression, collective), and applies the updater
+    kv._push           checks the arguments, and finds where the values are summed
+    _store.aggregate   compiles a push at the prompt; sums over the devices (buckets, compression, collective), and
+                       applies the updater
     _store.store       makes the next store
 
-`_eager` runs a push outside `jit` as compiled programs. `_processes` sums such a push over processes.
-`_store.tree_optimizer` updates the whole pytree with one optimizer, and `_store.queue` delays a push. `_store.kinds`
-has the differences between the kinds of store.
+`_rows` pushes and pulls rows of a table. `_store.queue` delays a push. `_store.kinds` has the differences between the
+kinds of store. `_place` has a store on other devices: moved there, or restored from a checkpoint.
 """
 
 from .._store.kinds import _KIND_NAMES as _KIND_NAMES, KINDS as KINDS
 from .._store.store import KVStore as KVStore, names as names
-from . import _portable as _portable  # registers how a store is saved
 from ._create import (
+    barrier as barrier,
     create as create,
     init as init,
+    num_workers as num_workers,
+    rank as rank,
     set_gradient_compression as set_gradient_compression,
     set_optimizer as set_optimizer,
     set_updater as set_updater,
@@ -38,6 +40,6 @@ from ._params import (
     to_params as to_params,
 )
 from ._place import partition_specs as partition_specs, place as place
-from ._processes import barrier as barrier, num_workers as num_workers, rank as rank
-from ._pull import broadcast as broadcast, pull as pull, row_sparse_pull as row_sparse_pull
+from ._pull import broadcast as broadcast, pull as pull
 from ._push import flush as flush, push as push, pushpull as pushpull
+from ._rows import row_sparse_pull as row_sparse_pull

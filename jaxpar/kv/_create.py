@@ -1,4 +1,4 @@
-"""Empty stores, keys, updaters and compression."""
+"""Empty stores, keys, updaters and compression. Which process this is."""
 
 from __future__ import annotations
 
@@ -20,10 +20,26 @@ from .._devices.buckets import BucketLimits
 from .._devices.donation import own_copies
 from .._devices.mesh import put, spans_processes
 from .._devices.user_mesh import in_user_mesh
-from .._store import tree_optimizer
+from .._store.aggregate import check_shares
 from .._store.kinds import kind_named
-from .._store.placing import lay_out, start_state
-from .._store.store import Changes, KVStore, Rows, is_on_mesh, is_split, kind_of, shards, specs_of, with_changes
+from .._store.store import (
+    Changes,
+    KVStore,
+    Rows,
+    home,
+    is_on_mesh,
+    is_split,
+    kind_of,
+    lay_out,
+    names,
+    shards,
+    specs_of,
+    start_state,
+    state_layouts,
+    trained_keys,
+    tree_of,
+    with_changes,
+)
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse, to_dense
 from ..updaters import (
@@ -158,7 +174,7 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     if twice:
         raise ValueError(f"kv.init: key {twice[0]} is initialised already; push changes its value")
     arrays = _own_arrays(dict(zip(keys, given, strict=True)))
-    tree_optimizer.check_shares(store, arrays, "kv.init")
+    check_shares(store, arrays, "kv.init")
     if kind_of(store).over_processes or processes.to_share(arrays, store.devices or ()):
         arrays = _values_of_first(arrays)
     if is_split(store):
@@ -228,7 +244,7 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
     check_updater(updater, "kv.set_updater")
     check_stored(store.values, store.values, "kv.set_updater")
     store = dataclasses.replace(store, updater=updater, optimizer_state=())
-    tree_optimizer.check_shares(store, specs_of(store), "kv.set_updater")
+    check_shares(store, specs_of(store), "kv.set_updater")
     state = {k: start_state(store, k, v) for k, v in store.values.items()}
     return dataclasses.replace(store, updater_state=state)
 
@@ -267,7 +283,7 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) ->
     check_stored(store.values, store.values, "kv.set_optimizer")
     checks.transform(tx, "kv.set_optimizer")
     if store.treedef is not None:
-        return tree_optimizer.with_optimizer(store, tx, "kv.set_optimizer")
+        return _with_tree_optimizer(store, tx)
     if couples_keys(tx):
         raise ValueError(
             "kv.set_optimizer: this transform computes the update of one key from the gradients of others, and this "
@@ -275,6 +291,33 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) ->
             "train.make_train_step as grad_transform"
         )
     return set_updater(store, from_optax(tx))
+
+
+def _with_tree_optimizer(store: KVStore, tx: Any) -> KVStore:
+    """The store, made by `from_params`, with this transform and its state before the first update."""
+    where, optimizer = "kv.set_optimizer", TreeOptimizer(tx)
+    store = dataclasses.replace(store, updater=optimizer, updater_state=dict.fromkeys(store.values, ()))
+    check_shares(store, specs_of(store), where)
+    if store.staleness and optimizer.reads_loss(tree_of(store, specs_of(store))):
+        late = f"with staleness {store.staleness} that of a gradient is gone"
+        raise ValueError(f"{where}: this optimizer reads the loss, and {late}; use kind 'dist_sync', or staleness=0")
+    places: dict[frozenset[Any], int] = {}  # no program can have values that are committed to different devices
+    for k in trained_keys(store):
+        value = store.values[k]
+        if isinstance(value, jax.Array) and not is_traced(value) and value.committed:
+            places.setdefault(frozenset(value.sharding.device_set), k)
+    if len(places) > 1:
+        one, other = [repr(names(store)[k]) for k in list(places.values())[:2]]
+        raise ValueError(
+            f"{where}: params {one} and {other} are on different devices, and the optimizer sees all in one program; "
+            "give devices=, or updater=jp.updaters.from_optax(tx), which keeps one state a key"
+        )
+    store = dataclasses.replace(store, optimizer_state=optimizer.init(tree_of(store, store.values)))
+    if store.devices is None or is_traced(store.optimizer_state):
+        return store
+    leaves, structure = jax.tree.flatten(store.optimizer_state)
+    placed = [put(leaf, home(store, layout)) for layout, leaf in zip(state_layouts(store), leaves, strict=True)]
+    return dataclasses.replace(store, optimizer_state=structure.unflatten(placed))
 
 
 @answers("kv.set_gradient_compression", MXNET_ARGUMENTS)
@@ -308,3 +351,57 @@ def set_gradient_compression(store: KVStore, spec: Mapping[str, Any]) -> KVStore
             "gradients; make the store without sharding= and mesh=, in kind 'sharded' with an elementwise optimizer"
         )
     return dataclasses.replace(store, compressor=compressor, residuals={})
+
+
+# Which process this is.
+
+
+def rank() -> int:
+    """The number of this process, from 0.
+
+    Raises:
+        RuntimeError: the run has several processes, and this one has not joined the others. JAX would return 0 in each
+            process. Call `jp.distributed.initialize()`, or make a store of a kind `dist_*`.
+
+    Example:
+        >>> from jaxpar import kv
+        >>> kv.rank()
+        0
+    """
+    distributed.check_joined("kv.rank", "JAX would return 0 in each process")
+    return jax.process_index()
+
+
+def num_workers() -> int:
+    """The number of processes.
+
+    Raises:
+        RuntimeError: as for `rank`. JAX would return 1.
+
+    Example:
+        >>> from jaxpar import kv
+        >>> kv.num_workers()
+        1
+    """
+    distributed.check_joined("kv.num_workers", "JAX would return 1 in each process")
+    return jax.process_count()
+
+
+@answers("kv.barrier", MXNET_ARGUMENTS)
+def barrier(name: str = "barrier") -> None:
+    """Wait until every process has called `barrier`.
+
+    Args:
+        name: the name of the barrier, equal in every process.
+
+    Raises:
+        ValueError: processes give different names. Every process raises.
+        RuntimeError: as for `rank`. The barrier would not wait.
+
+    Example:
+        >>> from jaxpar import kv
+        >>> kv.barrier("epoch 1")
+    """
+    distributed.check_joined("kv.barrier", "it would not wait for them")
+    processes.refuse_elastic("kv.barrier")
+    processes.agree("kv.barrier: the processes wait at different barriers", name)

@@ -19,11 +19,16 @@ from .._core.text import did_you_mean, matches
 from .._devices import processes
 from .._devices.mesh import mesh_of
 from .._devices.user_mesh import in_user_mesh
-from .._store import placing, tree_optimizer
-from .._store.store import KVStore, kind_of
+from .._store.store import KVStore, by_key, kind_of, tree_of, whole_state
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse
-from ..updaters import UpdateFn, Updater, _has_average as has_average, _TreeOptimizer as TreeOptimizer
+from ..updaters import (
+    UpdateFn,
+    Updater,
+    _check_elementwise_tree as check_elementwise_tree,
+    _has_average as has_average,
+    _TreeOptimizer as TreeOptimizer,
+)
 from ._create import create, init, set_optimizer, set_updater
 from ._place import default_rule, split_layouts
 from ._pull import own_values, pull_whole
@@ -180,8 +185,11 @@ def _mesh_for(store: KVStore, params: Any, sharding: Any, optimizer: Any) -> Mes
     trained = structure.unflatten(
         x if jnp.issubdtype(x.dtype, jnp.inexact) and k not in store.frozen else None for k, x in enumerate(leaves)
     )
-    whole = tree_optimizer.needs_whole(optimizer, trained, len(store.devices))
-    return mesh_of(store.devices) if whole else None
+    try:
+        check_elementwise_tree(TreeOptimizer(optimizer), trained, len(store.devices), "")
+    except ValueError:  # it cannot be given shares of the params
+        return mesh_of(store.devices)
+    return None
 
 
 def _split_shardings(params: Any) -> list[NamedSharding]:
@@ -270,7 +278,7 @@ def eval_params(store: KVStore, *, copy: bool = True) -> Any:
     if not isinstance(store.updater, TreeOptimizer) or not has_average(store.optimizer_state):
         return params
     leaves = jax.tree.leaves(params)
-    trained = placing.tree_of(store, dict(enumerate(leaves)))
-    found = placing.by_key(store, store.updater.evaluated(placing.whole_state(store), trained))
+    trained = tree_of(store, dict(enumerate(leaves)))
+    found = by_key(store, store.updater.evaluated(whole_state(store), trained))
     assert store.treedef is not None
     return store.treedef.unflatten([found.get(k, leaf) for k, leaf in enumerate(leaves)])

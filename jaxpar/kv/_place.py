@@ -1,24 +1,34 @@
-"""A store on other devices, and how a store is spread over a mapped axis."""
+"""A store on other devices: placed there, or saved and restored there. How it is spread over a mapped axis.
+
+A value of a store of kind `sharded` is saved whole, so a store of any kind on any number of devices can restore it.
+Residuals belong to the devices that pushed. For another number of devices they start again. Pending pushes are
+regrouped for the new devices, with the same sum.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from .. import updaters
+from .._core import checks
 from .._core.arrays import Device
 from .._core.calls import answers
 from .._core.checks import check_stored
+from .._core.portable import NodeFormat, Saved, SavedArray, describe_record, join_names, path_name, register_node
 from .._devices import processes
-from .._devices.mesh import auto_mesh, put_copy, split_over, to_host
+from .._devices.mesh import auto_mesh, copies_on, put, put_copy, split_over, to_host
 from .._devices.shardings import ShardingRule, fsdp, shardings_of
 from .._devices.user_mesh import in_user_mesh
-from .._store import aggregate, placing, queue, tree_optimizer
+from .._store import aggregate, queue
 from .._store.store import (
     KVStore,
     Layouts,
@@ -27,14 +37,25 @@ from .._store.store import (
     copies_for,
     is_on_mesh,
     kind_of,
+    layout_of_each,
     layouts_of,
     mesh_of_values,
     names,
+    owners,
     rows_of,
+    shapes_of,
     specs_of,
+    state_layouts,
+    trained_keys,
+    tree_of,
+    whole_state,
 )
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
+from ..updaters import _TreeOptimizer as TreeOptimizer, _UnknownOwners as UnknownOwners
 from ._create import create, signature
+
+_RESIDUALS, _PENDING, _OPTIMIZER = "residuals", "pending", "optimizer_state"
+_PARTS = {_RESIDUALS: "residual", _PENDING: "pending"}
 
 
 @answers("kv.place", MXNET_ARGUMENTS)
@@ -87,8 +108,13 @@ def place(
             raise ValueError("kv.place: sharding= splits values over a mesh; give mesh= with it, not devices=")
         mesh = mesh_of_values(store)
     if mesh is not None:
-        layouts = _layouts_on_mesh(store, mesh, sharding)
-        target = tuple(mesh.devices.flat)
+        specs, target = specs_of(store), tuple(mesh.devices.flat)
+        like: Any = {names(store)[k]: spec for k, spec in specs.items()}
+        if store.treedef is not None:
+            like = store.treedef.unflatten([specs[k] for k, _ in store.paths])
+        if sharding is None:
+            sharding = default_rule(store, mesh) if kind_of(store).in_rows else PartitionSpec()
+        layouts = split_layouts(store, sorted(specs), like, mesh, sharding, "kv.place")
     else:
         target = create(store.kind, devices=devices).devices
         if target is None:
@@ -98,20 +124,13 @@ def place(
             raise ValueError(f"kv.place: the values are split over a mesh with other devices; {hint}")
         rows = {k: Rows(layout.shape, len(target)) for k, layout in rows_of(store).items()}
         layouts = tuple({**dict(store.layouts), **rows}.items())
-    store = _values_of_first(store, target)
+    arrays = (store.values, store.updater_state, store.optimizer_state)
+    if processes.to_share(arrays, target):  # those of this process only, for devices of several
+        processes.agree("kv.place: every process must hold the same keys, in the same shapes", signature(store.values))
+        values, states, whole = processes.from_first(arrays)
+        store = dataclasses.replace(store, values=values, updater_state=states, optimizer_state=whole)
     moved = _move(store, target, layouts)
     return _with_pending(_with_residuals(moved, store.residuals), store.pending)
-
-
-def _layouts_on_mesh(store: KVStore, mesh: Mesh, sharding: Any) -> Layouts:
-    """The layout of each value on a mesh, by a rule or a pytree. None: kind `sharded` splits, the others copy."""
-    specs = specs_of(store)
-    like: Any = {names(store)[k]: spec for k, spec in specs.items()}
-    if store.treedef is not None:
-        like = store.treedef.unflatten([specs[k] for k, _ in store.paths])
-    if sharding is None:
-        sharding = default_rule(store, mesh) if kind_of(store).in_rows else PartitionSpec()
-    return split_layouts(store, sorted(specs), like, mesh, sharding, "kv.place")
 
 
 def default_rule(store: KVStore, mesh: Mesh) -> ShardingRule:
@@ -122,7 +141,15 @@ def default_rule(store: KVStore, mesh: Mesh) -> ShardingRule:
 
 def split_layouts(store: KVStore, keys: Iterable[int], params: Any, mesh: Mesh, sharding: Any, where: str) -> Layouts:
     """The layouts of a pytree of params that is split over a mesh, for the keys of its leaves."""
-    check_mesh_options(store)
+    kind, fault = kind_of(store), ""
+    if kind.on_one_device:
+        fault = f"kind {kind.name!r} keeps a value on one device; use kind 'device', or 'sharded'"
+    elif store.staleness:
+        fault = "delayed pushes belong to the devices that pushed; use kind 'dist_sync', or engine 'shard_map'"
+    elif store.compressor is not None:
+        fault = "a compressor needs the gradient of each device; use engine 'pmap' or 'shard_map'"
+    if fault:
+        raise ValueError(f"a store whose values are split over a mesh: {fault}")
     found = jax.tree.leaves(shardings_of(params, sharding, auto_mesh(mesh), where=where))
     return tuple((k, Split(s)) for k, s in zip(keys, found, strict=True))
 
@@ -131,7 +158,7 @@ def _move(store: KVStore, target: tuple[Device, ...], layouts: Layouts) -> KVSto
     """The values and the updater's states on other devices, in memory of their own."""
     bare = dataclasses.replace(store, devices=target, layouts=layouts, residuals={}, pending={})
     if store.devices is None or len(store.devices) != len(target):
-        tree_optimizer.check_shares(bare, specs_of(store), "kv.place")
+        aggregate.check_shares(bare, specs_of(store), "kv.place")
     before, after = layouts_of(store), layouts_of(bare)
 
     def value(k: int, leaf: jax.Array) -> jax.Array:
@@ -146,25 +173,12 @@ def _move(store: KVStore, target: tuple[Device, ...], layouts: Layouts) -> KVSto
         bare,
         values={k: value(k, store.values[k]) for k in keys},
         updater_state={k: jax.tree.map(functools.partial(state, k), store.updater_state[k]) for k in keys},
-        optimizer_state=placing.whole_state(store),
+        optimizer_state=whole_state(store),
     )
     leaves, structure = jax.tree.flatten(moved.optimizer_state)
-    both = zip(placing.state_layouts(moved), leaves, strict=True)
+    both = zip(state_layouts(moved), leaves, strict=True)
     leaves = [put_copy(layout.stored(leaf), layout.sharding(target)) for layout, leaf in both]
     return dataclasses.replace(moved, optimizer_state=structure.unflatten(leaves))
-
-
-def check_mesh_options(store: KVStore) -> None:
-    """`ValueError` for a store whose values cannot be split over a mesh in their own shapes."""
-    kind, fault = kind_of(store), ""
-    if kind.on_one_device:
-        fault = f"kind {kind.name!r} keeps a value on one device; use kind 'device', or 'sharded'"
-    elif store.staleness:
-        fault = "delayed pushes belong to the devices that pushed; use kind 'dist_sync', or engine 'shard_map'"
-    elif store.compressor is not None:
-        fault = "a compressor needs the gradient of each device; use engine 'pmap' or 'shard_map'"
-    if fault:
-        raise ValueError(f"a store whose values are split over a mesh: {fault}")
 
 
 @answers("kv.partition_specs", MXNET_ARGUMENTS)
@@ -185,17 +199,7 @@ def partition_specs(store: KVStore, axis_name: str) -> KVStore:
         >>> kv.partition_specs(kv.init(kv.create("device"), 3, jnp.ones(2)), "data").values
         {3: P()}
     """
-    return placing.partition_specs(store, axis_name)
-
-
-def _values_of_first(store: KVStore, target: Sequence[Device]) -> KVStore:
-    """The store with process 0's values and states, if they are local and go to devices of several processes."""
-    arrays = (store.values, store.updater_state, store.optimizer_state)
-    if not processes.to_share(arrays, target):
-        return store
-    processes.agree("kv.place: every process must hold the same keys, in the same shapes", signature(store.values))
-    values, states, whole = processes.from_first(arrays)
-    return dataclasses.replace(store, values=values, updater_state=states, optimizer_state=whole)
+    return jax.tree.map(operator.methodcaller("spec", axis_name), layout_of_each(store))
 
 
 def _with_residuals(store: KVStore, before: dict[int, Any]) -> KVStore:
@@ -203,12 +207,10 @@ def _with_residuals(store: KVStore, before: dict[int, Any]) -> KVStore:
     if store.compressor is None:
         return store
     assert store.devices is not None
-    residuals = {}
-    for k in sorted(aggregate.compressed_keys(store, store.values)):
-        fresh = aggregate.start_residuals(store, k, len(store.devices))
-        old = before.get(k)
-        fits = old is not None and jax.tree.map(jnp.shape, old) == jax.tree.map(jnp.shape, fresh)
-        residuals[k] = put_copy(old if fits else fresh, split_over(store.devices))
+    keys, residuals = sorted(aggregate.compressed_keys(store, store.values)), dict[int, Any]()
+    for k, fresh in zip(keys, aggregate.start_residuals(store, keys, len(store.devices)), strict=True):
+        fits = k in before and jax.tree.map(jnp.shape, before[k]) == jax.tree.map(jnp.shape, fresh)
+        residuals[k] = put_copy(before[k] if fits else fresh, split_over(store.devices))
     return dataclasses.replace(store, residuals=residuals)
 
 
@@ -232,3 +234,239 @@ def _with_pending(store: KVStore, before: dict[int, queue.PendingPushes]) -> KVS
         values, number = put_copy(pushes.values, split_over(store.devices)), put_copy(pushes.count, copies_for(store))
         pending[k] = queue.PendingPushes(values, number)
     return dataclasses.replace(store, pending=pending)
+
+
+# How a store is saved and restored.
+
+
+def slots(store: KVStore, prefix: str) -> list[SavedArray]:
+    """What is saved of each leaf of the store."""
+    called, rules, found = names(store), rule_of_each(store), list[SavedArray]()
+    layouts = jax.tree.leaves(layout_of_each(store))
+    for (path, leaf), layout in zip(jax.tree_util.tree_leaves_with_path(store), layouts, strict=True):
+        field, name, frozen = path[0].name, path_name(path), False
+        words, rule = name, None
+        if field != _OPTIMIZER:
+            k = path[1].key
+            key = f"key {k} ({called[k]!r})" if called.get(k, str(k)) != str(k) else f"key {k}"
+            words = f"{key}: {name}"
+            if field == "values":
+                words, rule, frozen = f"{key}: value", rules.get(k), k in store.frozen
+        shape, in_rows = (layout.shape, True) if isinstance(layout, Rows) else (leaf.shape, False)
+        part = _PARTS.get(field)
+        found.append(SavedArray(join_names(prefix, name), words, leaf, shape, in_rows, part, rule, frozen))
+    return found
+
+
+def rule_of_each(store: KVStore) -> dict[int, str | None]:
+    """What identifies the computation by which a push updates each key. None where that is not known."""
+    specs = specs_of(store)
+    if not isinstance(store.updater, TreeOptimizer):
+        return updaters._rule_of_each(store.updater, None, tuple(specs), tuple(specs.values()))
+    keys, structure = trained_keys(store), jax.tree.structure(tree_of(store, specs))
+    return updaters._rule_of_each(store.updater, structure, tuple(keys), tuple(specs[k] for k in keys))
+
+
+def bare(store: KVStore) -> KVStore:
+    """The store without what belongs to the devices that pushed."""
+    return dataclasses.replace(store, residuals={}, pending={})
+
+
+def complete(store: KVStore, like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> KVStore:
+    """The store with residuals and pending pushes, for the devices of `like`."""
+    _check_rules(like, by_key(saved, join_names(prefix, "values"), like), remarks)
+    residuals = _residuals(store, like, by_key(saved, join_names(prefix, _RESIDUALS), like), remarks)
+    pending = _pending(store, like, by_key(saved, join_names(prefix, _PENDING), like))
+    return dataclasses.replace(store, residuals=residuals, pending=pending)
+
+
+def _check_rules(like: KVStore, saved: dict[int, Saved], remarks: list[str]) -> None:
+    """`ValueError` where a value was updated by another rule than the store of `like` has. Other numbers are said."""
+    has_other_numbers = False
+    for k, rule in rule_of_each(like).items():
+        record, _ = saved[k][""]
+        if updaters._is_other_rule(rule, record.get("rule")):
+            raise ValueError(
+                f"{record['words']}: it was saved with another optimizer than that of `like`; give a state with the "
+                "saved optimizer. To continue with another optimizer and keep the saved state, put what you restored "
+                "into the new state: jax.tree.unflatten(jax.tree.structure(new), jax.tree.leaves(restored))"
+            )
+        has_other_numbers |= updaters._has_other_numbers(rule, record.get("rule"))
+    if has_other_numbers:
+        remarks.append(
+            "the optimizer has other numbers (learning rate, schedule, decay) than the saved one; the new numbers "
+            "apply from now on"
+        )
+
+
+def by_key(saved: Saved, prefix: str, store: KVStore) -> dict[int, Saved]:
+    """What was saved below a prefix, for each key of the store. The names are what follows the key."""
+    keys, found = {str(k): k for k in store.values}, dict[int, Saved]()
+    for name, (record, array) in saved.items():
+        if name.startswith(prefix + "/"):
+            key, _, rest = name.removeprefix(prefix + "/").partition("/")
+            if key not in keys:
+                raise ValueError(f"{record['words']}: found {name!r}, but the store of `like` has no such key")
+            found.setdefault(keys[key], {})[rest] = record, array
+    return found
+
+
+def _residuals(store: KVStore, like: KVStore, saved: dict[int, Saved], remarks: list[str]) -> Any:
+    """The residuals of each key: as saved where they fit the devices of `like`, else new ones."""
+    if saved and store.compressor is None:
+        record = next(iter(next(iter(saved.values())).values()))[0]
+        hint = "use kv.set_gradient_compression on it as before (and again after restoring, to change it)"
+        found = f"found {describe_record(record)}, but the store of `like` compresses nothing"
+        raise ValueError(f"{record['words']}: {found}; {hint}")
+    residuals, new = dict[int, Any](), list[int]()
+    for k in sorted({*like.residuals, *saved}):
+        own, held = saved.get(k, {}), jax.tree.leaves(like.residuals.get(k))
+        for record, array in own.values():
+            if not array.ndim or not array.shape[0]:
+                found = f"expected a row for each device, found the shape {list(array.shape)}"
+                raise ValueError(f"{record['words']}: {found}")
+        count = held[0].shape[0] if held else len(store.devices or next(iter(own.values()))[1])
+        (fresh,) = aggregate.start_residuals(store, [k], count)
+        expected = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(fresh)}
+        fits = {name: (tuple(r["shape"]), r["dtype"]) for name, (r, _) in own.items()} == {
+            name: (leaf.shape, str(leaf.dtype)) for name, leaf in expected.items()
+        }
+        new += [] if fits else [k]
+        where = split_over(store.devices) if store.devices else None
+        shardings = [getattr(leaf, "sharding", where) for leaf in held] or [where] * len(expected)
+        leaves = [own[name][1] if fits else np.asarray(leaf) for name, leaf in expected.items()]
+        placed = [put(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+        residuals[k] = jax.tree.structure(fresh).unflatten(placed)
+    if new:
+        remarks.append(
+            f"the compressor's residuals of keys {checks.shorten(new)} start anew, because the saved residuals belong "
+            "to another number of devices or another compressor"
+        )
+    return residuals
+
+
+def _pending(store: KVStore, like: KVStore, saved: dict[int, Saved]) -> dict[int, queue.PendingPushes]:
+    """The pending pushes of each key, for the devices of `like`. None where none were saved."""
+    pending = {}
+    for k in sorted({*like.pending, *saved}):
+        held = like.pending.get(k)
+        count = held.values[0].shape[0] if held else len(store.devices) if store.devices else None
+        found = _restore_pending(store, k, saved[k], count) if k in saved else queue.start(store, k, count or 1)
+        along, everywhere = None, None
+        if store.devices:
+            along, everywhere = split_over(store.devices), copies_on(store.devices)
+        if held:
+            along, everywhere = held.values[0].sharding, held.count.sharding
+        pending[k] = queue.PendingPushes(put(found.values, along), put(found.count, everywhere))
+    return pending
+
+
+def _restore_pending(store: KVStore, k: int, found: Saved, count: int | None) -> queue.PendingPushes:
+    """The pending pushes of a key, regrouped for `count` devices. None for as many as before."""
+    record = next(iter(found.values()))[0]
+    words, staleness = record["words"].partition(":")[0], len(found) - 1
+    if found.keys() != {"count", *(f"values/{i}" for i in range(staleness))}:
+        raise ValueError(f"{words}: expected a count and the pending values, found {sorted(found)}")
+    if staleness != store.staleness:
+        raise ValueError(
+            f"{words}: values wait for {staleness} pushes, but the store of `like` has staleness {store.staleness}; "
+            f"make it with kv.from_params(..., kind='dist_async', staleness={staleness}), or apply what is pending "
+            "before saving (step.finish, kv.flush)"
+        )
+    arrays = [found[f"values/{i}"][1] for i in range(staleness)]
+    rows, pushes = max((a.shape[0] for a in arrays if a.ndim), default=0), found["count"][1]
+    expected = (rows, *shapes_of(store)[k]), store.values[k].dtype
+    if not rows or any((a.shape, a.dtype) != expected for a in arrays) or (pushes.shape, pushes.dtype) != ((), "int32"):
+        raise ValueError(f"{words}: pending values must have the key's shape and dtype, with a row for each device")
+    held = queue.PendingPushes(tuple(map(jnp.asarray, arrays)), jnp.asarray(pushes))
+    return held if count is None else queue.regroup(held, count)
+
+
+def adapt(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved:
+    """What was saved with one optimizer state a key, for a store whose optimizer has one state for the whole pytree."""
+    # What a run saved that froze other params is for those that are frozen now. Where nothing fits, it stays as it is,
+    # and the comparison with `like` says what is missing.
+    saved = _for_frozen(like, dict(saved), prefix, remarks)
+    before = join_names(prefix, "updater_state") + "/"
+    old = {name.removeprefix(before): entry for name, entry in saved.items() if name.startswith(before)}
+    wanted = [slot for slot in slots(like, prefix) if slot.name.startswith(join_names(prefix, _OPTIMIZER) + "/")]
+    if not isinstance(like.updater, TreeOptimizer) or not old or not wanted:
+        return saved
+    made_of, trained = _names_of_keys(like), set(map(str, trained_keys(like)))
+    if {name for names in made_of for name in names} != {name for name in old if name.partition("/")[0] in trained}:
+        return saved
+    found: Saved = {}
+    for slot, of_each in zip(wanted, made_of, strict=True):
+        record, array = old[of_each[0]]
+        if not all(np.array_equal(old[name][1], array) for name in of_each):
+            return saved
+        found[slot.name] = {**record, "name": slot.name, "words": slot.words}, array
+    remarks.append("the optimizer's state was saved for each key, and was joined into one for all params")
+    rest = {name: entry for name, entry in saved.items() if not name.startswith(before)}
+    for record, _ in rest.values():
+        record.pop("rule", None)  # it was that of a single key
+    return rest | found
+
+
+def _for_frozen(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved:
+    """What was saved, with the states of the params that are trained now. Those of thawed params begin anew."""
+    fields = tuple(join_names(prefix, field) + "/" for field in (_OPTIMIZER, "updater_state"))
+    wanted = {slot.name: slot for slot in slots(like, prefix) if slot.name.startswith(fields)}
+    held = {name for name in saved if name.startswith(fields)}
+    if wanted.keys() == held or not isinstance(like.updater, (TreeOptimizer, updaters.Updater)):
+        return saved
+    whole = dataclasses.replace(like, frozen=())
+    state = jax.eval_shape(functools.partial(_first_state, whole), specs_of(like))
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    try:
+        keys = owners(whole) if _OPTIMIZER in state else [path[1].key for path in paths]
+    except UnknownOwners:
+        return saved
+    owner = dict(zip([join_names(prefix, path_name(path)) for path in paths], keys, strict=True))
+    frozen_then = {owner[name] for name in owner.keys() - held}
+    values = join_names(prefix, "values")
+    if not held <= owner.keys() or not saved.keys() >= {f"{values}/{k}" for k in like.values}:
+        return saved  # of another model
+    if None in frozen_then or any(owner[name] in frozen_then for name in held):
+        return saved
+    # The rule of a param that an optimizer of the whole pytree updates depends on the others. So it is compared here.
+    then = dataclasses.replace(like, frozen=tuple(sorted(k for k in frozen_then if k is not None)))
+    _check_rules(then, by_key(saved, values, like), remarks)
+    now = {k: jnp.asarray(saved[f"{values}/{k}"][1]) for k in like.values if k not in like.frozen}
+    leaves = jax.tree_util.tree_leaves_with_path(_first_state(like, now))
+    fresh = {join_names(prefix, path_name(path)): np.asarray(leaf) for path, leaf in leaves}
+    thawed = wanted.keys() - held
+    saved |= {name: (wanted[name].record(), fresh[name]) for name in thawed}
+    for k in like.values:
+        record, array = saved[f"{values}/{k}"]
+        saved[f"{values}/{k}"] = {n: x for n, x in record.items() if n != "rule"}, array
+    if thawed:
+        called = ", ".join(repr(names(like)[k]) for k in sorted({owner[name] or 0 for name in thawed}))
+        remarks.append(f"{called}: frozen in the checkpoint, so the optimizer's state of these params starts anew")
+    return {name: entry for name, entry in saved.items() if name in wanted or name not in held}
+
+
+def _first_state(store: KVStore, values: Mapping[int, Any]) -> dict[str, Any]:
+    """The updater's state before the first update of these values, by the store's field that has it."""
+    if isinstance(store.updater, TreeOptimizer):
+        return {_OPTIMIZER: store.updater.init(tree_of(store, values))}
+    return {"updater_state": {k: store.updater.init(k, v) for k, v in values.items()}}
+
+
+def _names_of_keys(store: KVStore) -> list[list[str]]:
+    """For each leaf of the optimizer's state the names `key/leaf` of what it is in the states of single keys."""
+    # What belongs to no single param is in the state of each key. The list is empty where that cannot be said.
+    specs, single = specs_of(store), dict[int, tuple[Iterator[str], Iterator[str]]]()
+    try:
+        found = owners(store)
+        for k in trained_keys(store):
+            leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(store.updater.init, specs[k]))
+            called = [join_names(str(k), path_name(path)) for path, _ in leaves]
+            both = list(zip(called, store.updater.owners(specs[k]), strict=True))
+            single[k] = iter([n for n, i in both if i is not None]), iter([n for n, i in both if i is None])
+        return [[next(s) for _, s in single.values()] if k is None else [next(single[k][0])] for k in found]
+    except (UnknownOwners, StopIteration):
+        return []
+
+
+register_node(KVStore, NodeFormat(slots, bare, complete, adapt))

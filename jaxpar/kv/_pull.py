@@ -1,4 +1,4 @@
-"""Read a store: whole values, copies on devices, rows of a table."""
+"""Read a store: whole values, and copies on devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from .._core import checks
 from .._core.arrays import Device, is_at_prompt
 from .._core.calls import answers
 from .._core.checks import Key, Keys, find_keys
-from .._core.text import plural
 from .._devices import buckets, collectives, emulated
 from .._devices.donation import donatable
 from .._devices.mesh import STORE_AXIS, copies_on, mesh_of, spans_processes, to_host
@@ -23,7 +22,6 @@ from .._devices.user_mesh import in_user_mesh, now_if_constant
 from .._store.aggregate import axis_size
 from .._store.store import KVStore, is_split, rows_of
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
-from ..sparse import RowSparse, take
 from ._create import init
 
 # The end of a message about too many arguments: MXNet writes to out=.
@@ -101,7 +99,7 @@ def read(
     keys, many = find_keys(key, store.values, store.paths, "kv.pull")
     values = pull_whole(store, keys, axis_name)
     if devices is not None:
-        pulled = copies(values, checks.device_list(devices, "kv.pull"), copy and _may_share(store))
+        pulled = _on_each(values, checks.device_list(devices, "kv.pull"), copy and _may_share(store))
     else:
         pulled = own_values(store, values) if copy else values
     return pulled if many else pulled[0]
@@ -119,27 +117,29 @@ def _may_share(store: KVStore) -> bool:
 
 def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> list[jax.Array]:
     """The values of these keys in the shapes that the user sees."""
-    stored = [store.values[k] for k in keys]
-    if not is_split(store):
-        return stored
-    rows = rows_of(store)
-    if whole := {k: store.values[k] for k in keys if k not in rows}:  # frozen ones
-        cut = [k for k in keys if k in rows]
-        whole |= zip(cut, pull_whole(store, cut, axis_name), strict=True) if cut else {}
-        return [whole[k] for k in keys]
-    wanted = tuple(rows[k].shape for k in keys)
+    values, layouts = [store.values[k] for k in keys], rows_of(store)
+    cut = [i for i, k in enumerate(keys) if k in layouts]  # the others are whole, as frozen ones are
+    if not cut:
+        return values
+    stored, rows = [values[i] for i in cut], [layouts[keys[i]] for i in cut]
+    shapes = tuple(layout.shape for layout in rows)
     if axis_name is not None:
         axis_size(axis_name, "kv.pull")
-        return collectives.all_gather([r.reshape(-1) for r in stored], wanted, axis_name, store.limits)
-    assert store.devices is not None
-    for k, r in zip(keys, stored, strict=True):
-        if r.shape[0] != len(store.devices) or r.ndim != 2:
-            share = f"one device's share of a store of kind {store.kind!r}"
-            raise ValueError(f"kv.pull: key {k}: this is {share}; give axis_name to gather the others")
-    if not is_at_prompt(stored):
-        return [rows[k].whole(r) for k, r in zip(keys, stored, strict=True)]
-    emulated.wait_before_collectives(stored, store.devices)
-    return _gather_program(store.devices, store.limits)(stored, wanted)
+        whole = collectives.all_gather([r.reshape(-1) for r in stored], shapes, axis_name, store.limits)
+    else:
+        assert store.devices is not None
+        for i, r in zip(cut, stored, strict=True):
+            if r.shape[0] != len(store.devices) or r.ndim != 2:
+                share = f"one device's share of a store of kind {store.kind!r}"
+                raise ValueError(f"kv.pull: key {keys[i]}: this is {share}; give axis_name to gather the others")
+        if is_at_prompt(stored):
+            emulated.wait_before_collectives(stored, store.devices)
+            whole = _gather_program(store.devices, store.limits)(stored, shapes)
+        else:
+            whole = [layout.whole(r) for layout, r in zip(rows, stored, strict=True)]
+    for i, value in zip(cut, whole, strict=True):
+        values[i] = value
+    return values
 
 
 @functools.lru_cache(maxsize=64)
@@ -156,7 +156,10 @@ def _gather_program(devices: tuple[Device, ...], limits: Any) -> Any:
     return jax.jit(run, static_argnums=1)
 
 
-def copies(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool) -> list[list[jax.Array]]:
+# Copies on devices.
+
+
+def _on_each(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool) -> list[list[jax.Array]]:
     """For each value a list with a copy on each device. `own`: arrays that are there already are copied too."""
     if not devices:
         return [[] for _ in values]
@@ -169,24 +172,22 @@ def copies(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool) 
         there = [i for i, v in enumerate(values) if v.is_fully_replicated and wanted & v.sharding.device_set]
         new = dict(zip(there, donatable([values[i] for i in there]), strict=True))
         values = [new.get(i, v) for i, v in enumerate(values)]
-    held: list[Any] = [_find_copies(v, wanted) for v in values]
-    absent = [i for i, copies_of_value in enumerate(held) if copies_of_value is None]
+    copies: list[dict[Device, jax.Array]] = [{} for _ in values]
+    absent: list[int] = []
+    for i, v in enumerate(values):
+        if not v.is_fully_replicated or not wanted <= v.sharding.device_set:
+            absent.append(i)
+        elif len(v.sharding.device_set) == 1:
+            copies[i] = dict.fromkeys(wanted, v)
+        else:
+            copies[i] = {shard.device: shard.data for shard in v.addressable_shards}
     for start in range(0, len(absent), _MOST_VALUES):
         some = absent[start : start + _MOST_VALUES]
         # Every process must call this for values that span them: then each has all of them.
         here = [jnp.asarray(to_host(values[i])) if spans_processes(values[i]) else values[i] for i in some]
         for i, sent in zip(some, _send(here, wanted), strict=True):
-            held[i] = sent
-    return [[copies_of_value[d] for d in devices] for copies_of_value in held]
-
-
-def _find_copies(value: jax.Array, wanted: set[Device]) -> dict[Device, jax.Array] | None:
-    """The copies on each device. None: one that is wanted does not exist."""
-    if not value.sharding.is_fully_replicated or not wanted <= value.sharding.device_set:
-        return None
-    if len(value.sharding.device_set) == 1:
-        return dict.fromkeys(wanted, value)
-    return {shard.device: shard.data for shard in value.addressable_shards}
+            copies[i] = sent
+    return [[copies_of_value[d] for d in devices] for copies_of_value in copies]
 
 
 def _send(values: list[jax.Array], devices: set[Device]) -> list[dict[Device, jax.Array]]:
@@ -198,9 +199,10 @@ def _send(values: list[jax.Array], devices: set[Device]) -> list[dict[Device, ja
     copies: list[dict[Device, jax.Array]] = [{} for _ in values]
     # The small ones first: the large ones may still be computed. And those stay out of programs, which copy.
     small, together = buckets.consecutive([g for g in groups if len(g) > 1])
-    for device, sent in _send_in_buckets([values[i] for i in small], together, devices).items():
-        for i, copy in zip(small, sent, strict=True):
-            copies[i][device] = copy
+    if small:
+        for device, sent in _send_in_buckets([values[i] for i in small], together, devices).items():
+            for i, copy in zip(small, sent, strict=True):
+                copies[i][device] = copy
     alone = [g[0] for g in groups if len(g) == 1]
     large = emulated.share_or_put([values[i] for i in alone], copies_on(tuple(devices)))
     for i, sent in zip(alone, large, strict=True):
@@ -212,8 +214,6 @@ def _send_in_buckets(
     values: list[jax.Array], groups: buckets.Groups, devices: set[Device]
 ) -> dict[Device, list[jax.Array]]:
     """Copies on each device of values that are all on one other."""
-    if not values:
-        return {}
     source, shapes = values[0].sharding, tuple(v.shape for v in values)
     shared = emulated.one_memory({*devices, *source.device_set})
     flat = buckets.pack(emulated.views(values), groups, xp=np) if shared else _pack(values, groups)
@@ -269,83 +269,3 @@ def broadcast(
     """
     store, read = init(store, key, value), cast(Any, pull)
     return store, read(store, key, devices=devices)
-
-
-# Rows of a table.
-
-
-@overload
-def row_sparse_pull(store: KVStore, key: Key, row_ids: Any, *, devices: None = None) -> RowSparse: ...
-@overload
-def row_sparse_pull(store: KVStore, key: Key, row_ids: Any, *, devices: Sequence[Device]) -> list[RowSparse]: ...
-@overload
-def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: None = None) -> list[RowSparse]: ...
-@overload
-def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: Sequence[Device]) -> list[list[RowSparse]]: ...
-@answers("kv.row_sparse_pull", MXNET_ARGUMENTS, RETURNED)
-@now_if_constant
-@in_user_mesh
-def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: Sequence[Device] | None = None) -> Any:
-    """Some rows of a stored value.
-
-    Args:
-        store: any store.
-        key: as in `pull`. The values must have at least one axis.
-        row_ids: (m,) integers, for all devices; or a list of arrays, one for each of `devices`, of any lengths. For a
-            list of keys, one array for all keys, or a list with one such entry for each key.
-        devices: the devices that get the rows, as in `pull`.
-
-    Returns:
-        A `RowSparse` of the unique, sorted rows. With `devices`, a list with one for each device. For a list of keys, a
-        list of these results.
-
-    Raises:
-        KeyError, TypeError, RuntimeError: as for `pull`.
-        ValueError: an id is negative or out of range, as for `jaxpar.sparse.take`; or the number of lists of ids fits
-            neither the keys nor the devices.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from jaxpar import kv
-        >>> store = kv.init(kv.create(), 0, jnp.arange(8.0).reshape(4, 2))
-        >>> kv.row_sparse_pull(store, 0, jnp.array([3, 0, 3])).indices.tolist()
-        [0, 3]
-        >>> pulled = kv.row_sparse_pull(store, 0, [[0, 1], [2, 2]], devices=jax.devices()[:2])
-        >>> [rows.indices.tolist() for rows in pulled]
-        [[0, 1], [2]]
-    """
-    keys, many = find_keys(key, store.values, store.paths, "kv.row_sparse_pull")
-    given = row_ids if many and _is_list_of_arrays(row_ids) else [row_ids] * len(keys)
-    checks.as_values(keys, given, True, "kv.row_sparse_pull", "row_ids")
-    wanted = [_ids_of_devices(key, ids, devices) for key, ids in zip(keys, given, strict=True)]
-    values = [to_host(value) for value in pull_whole(store, keys, None)]
-    pulled = [_rows(value, ids, devices) for value, ids in zip(values, wanted, strict=True)]
-    return pulled if many else pulled[0]
-
-
-def _ids_of_devices(key: int, ids: Any, devices: Sequence[Device] | None) -> list[Any]:
-    """The ids of each device, or one entry for all of them."""
-    if not _is_list_of_arrays(ids):
-        return [ids]
-    if len(ids) not in (1, 1 if devices is None else len(devices)):
-        where = "no devices=" if devices is None else plural(len(devices), "device")
-        raise ValueError(
-            f"kv.row_sparse_pull: key {key}: expected one array of ids, or one for each device, got {len(ids)} lists "
-            f"of ids and {where}"
-        )
-    return list(ids)
-
-
-def _rows(value: jax.Array, wanted: list[Any], devices: Sequence[Device] | None) -> Any:
-    """The rows on each device. Without devices one `RowSparse`, where the value is."""
-    pulled = [take(value, ids) for ids in wanted]
-    if devices is None:
-        return pulled[0]
-    each = pulled if len(pulled) == len(devices) else pulled * len(devices)
-    return [jax.device_put(rows, d) if is_at_prompt(rows) else rows for rows, d in zip(each, devices, strict=True)]
-
-
-def _is_list_of_arrays(row_ids: Any) -> bool:
-    return isinstance(row_ids, (list, tuple)) and any(
-        (hasattr(ids, "shape") and ids.shape) or isinstance(ids, (list, tuple)) for ids in row_ids
-    )

@@ -1,30 +1,53 @@
-"""Pushes: check the request, choose how to sum, apply the changes. Of rows too."""
+"""Pushes, from top to bottom: the verbs, the request, how it is summed, the programs of a push at the prompt.
+
+A traced push is `_store.aggregate.push`. A push at the prompt runs the same pure functions as compiled programs. Is
+there one value of each key on each of the same several devices? Then one program over these devices sums and updates.
+Otherwise, and for kind `local`, the values are sent to where the stored ones are, and one program there does.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import jax
+from jax.sharding import Sharding, SingleDeviceSharding
 
-from .. import sparse, updaters
 from .._core import checks
 from .._core.arrays import Device, is_at_prompt
 from .._core.calls import answers
 from .._core.checks import Key, Keys, find_keys
-from .._core.recent import Recent
-from .._devices.mesh import spans_processes
-from .._devices.processes import refuse_elastic
-from .._devices.user_mesh import in_user_mesh, now_if_constant, split_like
-from .._store import aggregate, queue, tree_optimizer
-from .._store.store import Changes, KVStore, is_on_mesh, is_split, kind_of, names, shapes_of, with_changes
+from .._devices import emulated, processes
+from .._devices.mesh import assemble, copies_on, put, spans_processes, split_over, to_host
+from .._devices.user_mesh import in_user_mesh, now_if_constant
+from .._store import aggregate, queue
+from .._store.store import (
+    Changes,
+    KVStore,
+    Lists,
+    is_on_mesh,
+    is_split,
+    kind_of,
+    names,
+    shapes_of,
+    trained_keys,
+    with_changes,
+)
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse
-from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, assign
-from . import _eager, _processes
+from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, accumulate, assign
+from . import _rows
+from ._create import signature
 from ._pull import RETURNED, read
+
+# XLA compiles a kernel for each value, so a program for thousands of keys would take minutes.
+_MOST_KEYS = 256
+
+Devices = tuple[Device, ...]
 
 
 @answers("kv.push", MXNET_ARGUMENTS)
@@ -106,68 +129,12 @@ def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     """
     if not store.pending:
         return store
+    if axis_name is not None:
+        aggregate.axis_size(axis_name, "kv.flush")
     at_prompt = axis_name is None and is_at_prompt((store.pending, store.values))
-    return queue.flush(store, axis_name, _send(store, axis_name, at_prompt, depth=6))
-
-
-def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | None) -> KVStore:
-    """What `push` returns."""
-    pushed = _request(store, key, value)
-    held = [(store.values[k], store.updater_state[k], store.residuals.get(k)) for k in pushed]
-    at_prompt = axis_name is None and is_at_prompt((held, store.optimizer_state, pushed))
     across = at_prompt and _is_across_processes(store)
-    if across:  # also where this process pushes nothing: others may wait for it
-        _processes.agree(store, pushed)
-    elif axis_name is None and jax.process_count() > 1:
-        _check_within_process(store, pushed)
-    if not pushed:
-        return store
-    rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], RowSparse)}
-    dense = {k: vs for k, vs in pushed.items() if k not in rows}
-    known = aggregate.counted(store, pushed)  # here, since the program of some keys does not see the counts of others
-    changes = Changes()
-    if rows:
-        changes |= _push_rows(known, _processes.rows(known, rows) if across else rows, axis_name)
-    if dense:
-        send = _send(known, axis_name, at_prompt)
-        changes |= queue.push(known, dense, axis_name, send) if store.staleness else send(known, dense)
-    if known is not store:
-        changes = aggregate.uncounted(changes)
-    return with_changes(store, changes)
-
-
-def _send(store: KVStore, axis_name: str | None, at_prompt: bool, depth: int = 7) -> queue.Send:
-    """What gives the changes of a push without a delay. It is called with a store and the lists of values.
-
-    `depth` is how many calls above this one the user's code is, for a warning.
-    """
-    if at_prompt:
-        return _processes.push if _is_across_processes(store) else _eager.push
-    axes = jax.sharding.get_abstract_mesh().manual_axes
-    if axis_name is None and axes and not kind_of(store).on_one_device:  # it is allowed, but rarely meant
-        warnings.warn(
-            f"kv.push: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
-            f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a separate store on each",
-            stacklevel=depth,
-        )
-    return functools.partial(aggregate.push, axis_name=axis_name)
-
-
-def _is_across_processes(store: KVStore) -> bool:
-    """Whether a push at the prompt is one that other processes make too."""
-    across = kind_of(store).over_processes and jax.process_count() > 1
-    if across:
-        refuse_elastic(f"kv.push: kind {store.kind!r}")
-    return across
-
-
-def _check_within_process(store: KVStore, pushed: Any) -> None:
-    for k in pushed:
-        if spans_processes(store.values[k]):
-            raise ValueError(
-                f"kv.push: key {k}: this store of kind {store.kind!r} is on devices of several processes; push inside "
-                "pmap or shard_map with axis_name, as a training step does, or use kind 'dist_sync'"
-            )
+    send = _push_across if across else _push_here if at_prompt else _traced(store, axis_name, depth=6)
+    return queue.flush(store, axis_name, send)
 
 
 @overload
@@ -221,6 +188,41 @@ def pushpull(
     return store, read(store, key, devices, axis_name)
 
 
+# The request: what is pushed, and by which way.
+
+
+def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | None) -> KVStore:
+    """What `push` returns."""
+    pushed = _request(store, key, value)
+    if axis_name is not None:
+        aggregate.axis_size(axis_name, "kv.push")
+    held = [(store.values[k], store.updater_state[k], store.residuals.get(k)) for k in pushed]
+    at_prompt = axis_name is None and is_at_prompt((held, store.optimizer_state, pushed))
+    across = at_prompt and _is_across_processes(store)
+    if across:  # also where this process pushes nothing: others may wait for it
+        _agree(store, pushed)
+    elif axis_name is None and jax.process_count() > 1:
+        for k in pushed:
+            if spans_processes(store.values[k]):
+                raise ValueError(
+                    f"kv.push: key {k}: this store of kind {store.kind!r} is on devices of several processes; push "
+                    "inside pmap or shard_map with axis_name, as a training step does, or use kind 'dist_sync'"
+                )
+    if not pushed:
+        return store
+    rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], RowSparse)}
+    dense = {k: vs for k, vs in pushed.items() if k not in rows}
+    known = aggregate.counted(store, pushed)  # here, since the program of some keys does not see the counts of others
+    parts: list[Changes] = []
+    if rows:
+        parts.append(_rows.push(known, rows, axis_name, across))
+    if dense:
+        send = _push_across if across else _push_here if at_prompt else _traced(known, axis_name, depth=7)
+        parts.append(queue.push(known, dense, axis_name, send) if store.staleness else send(known, dense))
+    changes = functools.reduce(operator.or_, parts)
+    return with_changes(store, changes if known is store else aggregate.uncounted(changes))
+
+
 def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]]:
     """The values of each key, checked, in ascending order of the keys. Keys with no value are left out."""
     keys, many = find_keys(key, store.values, store.paths, "kv.push")
@@ -229,92 +231,258 @@ def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]
             f"kv.push: key {still[0]} ({names(store)[still[0]]!r}) is frozen, so it takes no gradient; push the "
             "others, or make the store without frozen="
         )
-    given = checks.as_values(keys, value, many, "kv.push")
-    shapes = shapes_of(store)
+    given, shapes = checks.as_values(keys, value, many, "kv.push"), shapes_of(store)
     pushed: dict[int, list[Any]] = {}
     for k, values in zip(keys, given, strict=True):
-        values = values if isinstance(values, (list, tuple)) else [values]
-        pushed.setdefault(k, []).extend([_check(v, k, shapes[k], store.values[k].dtype) for v in values])
+        where, checked = f"kv.push: value for key {k}", pushed.setdefault(k, [])
+        for v in values if isinstance(values, (list, tuple)) else [values]:
+            if isinstance(v, RowSparse):
+                for leaf in (v.indices, v.values):
+                    checks.array(leaf, f"kv.push: rows for key {k}")
+            else:
+                v = checks.array(v, where)
+            checks.same_shape(v, shapes[k], where)
+            checks.castable(v.dtype, store.values[k].dtype, where)
+            checked.append(v)
     pushed = {k: pushed[k] for k in sorted(pushed) if pushed[k]}
-    for k, values in pushed.items():
-        if len({isinstance(v, RowSparse) for v in values}) > 1:
+    rows = [k for k, values in pushed.items() if RowSparse in map(type, values)]
+    for k in rows:
+        if not all(isinstance(v, RowSparse) for v in pushed[k]):
             raise TypeError(f"kv.push: key {k}: RowSparse and dense values cannot be pushed together")
     if isinstance(store.updater, TreeOptimizer):
-        rows = [k for k, values in pushed.items() if isinstance(values[0], RowSparse)]
-        tree_optimizer.check_pushed(store, pushed, rows)
+        _check_tree(store, set(pushed), rows)
     return pushed
 
 
-def _check(value: Any, key: int, shape: tuple[int, ...], dtype: Any) -> Any:
-    """A value to push."""
-    where = f"kv.push: value for key {key}"
-    if isinstance(value, RowSparse):
-        for leaf in (value.indices, value.values):
-            checks.array(leaf, f"kv.push: rows for key {key}")
+def _check_tree(store: KVStore, keys: set[int], rows: list[int]) -> None:
+    """An optimizer that sees the whole pytree needs all gradients at once, and whole ones."""
+    sees_all = "the optimizer of this store sees the whole pytree"
+    per_key = "make the store with updater=jp.updaters.from_optax(tx), which keeps one state a key"
+
+    def named(keys: set[int] | list[int]) -> str:
+        return f"{checks.shorten(sorted(keys))} ({', '.join(repr(names(store)[k]) for k in sorted(keys)[:3])})"
+
+    if rows:
+        mesh = ", and without mesh= and sharding=" if is_on_mesh(store) else ""
+        raise ValueError(
+            f"kv.push: keys {named(rows)}: a RowSparse is a part of a value, and {sees_all}; {per_key}{mesh}"
+        )
+    trained = set(trained_keys(store))
+    if missing := trained - keys:
+        fault = f"nothing is pushed to keys {named(missing)}"
+        raise ValueError(f"kv.push: {fault}: {sees_all}; push all at once, or {per_key}")
+    if others := keys - trained:
+        fault = f"keys {named(others)} are not floating, so they have no gradient"
+        raise ValueError(f"kv.push: {fault} and the optimizer does not change them; push the floating ones only")
+
+
+def _is_across_processes(store: KVStore) -> bool:
+    """Whether a push at the prompt is one that other processes make too."""
+    across = kind_of(store).over_processes and jax.process_count() > 1
+    if across:
+        processes.refuse_elastic(f"kv.push: kind {store.kind!r}")
+    return across
+
+
+def _agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
+    """Compare what the processes push. With other keys in one of them, all would wait forever."""
+    for k, values in pushed.items():
+        if any(spans_processes(leaf) for leaf in jax.tree.leaves(values)):
+            raise ValueError(
+                f"kv.push: key {k}: this value is on devices of several processes; push what this process has, "
+                "value.addressable_data(i), or push inside pmap or shard_map with axis_name"
+            )
+    where = f"kv.push: kind {store.kind!r}: every process must push the same keys, in the same shapes"
+    like = {k: jax.ShapeDtypeStruct(vs[0].shape, store.values[k].dtype) for k, vs in pushed.items()}
+    rows = [k for k, vs in pushed.items() if isinstance(vs[0], RowSparse)]
+    processes.agree(where, signature(like) + (f", of keys {rows} rows" if rows else ""))
+
+
+def _traced(store: KVStore, axis_name: str | None, depth: int) -> queue.Send:
+    """A push that is recorded. `depth` is how many calls above this one the user's code is, for a warning."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if axis_name is None and axes and not kind_of(store).on_one_device:  # it is allowed, but rarely meant
+        warnings.warn(
+            f"kv.push: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
+            f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a separate store on each",
+            stacklevel=depth,
+        )
+    return functools.partial(aggregate.push, axis_name=axis_name)
+
+
+# A push at the prompt: where its values are summed.
+
+
+def _push_here(store: KVStore, pushed: Lists) -> Changes:
+    """What a push by this process changes."""
+    devices = _pushing_devices(store, pushed)
+    if devices is not None and not kind_of(store).on_one_device and store.devices in (None, devices):
+        # Of a large value each device has a copy. In one memory one device does the work of all.
+        large = {k for k in pushed if store.values[k].nbytes >= emulated.LARGE}
+        if is_split(store) or not large or not emulated.one_memory(devices):
+            large = set[int]()
+        large -= aggregate.compressed_keys(store, large)
+        ways: list[tuple[Callable[..., Changes], list[int]]] = [
+            (functools.partial(_push_on_first, devices), [k for k in pushed if k in large]),
+            (functools.partial(_push_over, devices), [k for k in pushed if k not in large]),
+        ]
     else:
-        value = checks.array(value, where)
-    checks.same_shape(value, shape, where)
-    checks.castable(value.dtype, dtype, where)
-    return value
+        # Where values are split over a mesh their shardings differ, and one program over the mesh has all keys.
+        keys_at: dict[Sharding | None, list[int]] = {}
+        for k in pushed:
+            keys_at.setdefault(None if is_on_mesh(store) else _target(store, k), []).append(k)
+        ways = [(functools.partial(_push_at_home, devices), keys) for keys in keys_at.values()]
+    parts: list[Changes] = []
+    for way, keys in ways:
+        for start in range(0, len(keys), _MOST_KEYS):
+            some = {k: pushed[k] for k in keys[start : start + _MOST_KEYS]}
+            parts.append(_push_part(way, store, some, {k: len(values) for k, values in some.items()}))
+    changes = functools.reduce(operator.or_, parts)
+    return changes if isinstance(store.updater, Updater) else _update_by(store, changes)
 
 
-# Rows of a table: a sum over devices that stays sparse, and an update of these rows.
+def _push_across(store: KVStore, pushed: Lists) -> Changes:
+    """What a push by all processes changes."""
+    # Every process has its own copy of the stored values, as a store of kind `device`. It sums its own values first.
+    # Then the first devices of the processes push, in buckets, and compressed if the store says so. At last every
+    # process makes the same update.
+    leaders = processes.leaders()
+    leader = SingleDeviceSharding(leaders[jax.process_index()])
+    # The program of the sum takes stored values as every program of a push does, on the same devices.
+    here = {k: put(to_host(store.values[k]), leader) for k in pushed}
+    several = {k: vs for k, vs in pushed.items() if len(vs) > 1}
+    within, states = kind_of(store).within_process, dict.fromkeys(several, ())
+    own = KVStore({k: here[k] for k in several}, states, {}, within, limits=store.limits)
+    sums = _push_here(own, several).values if several else {}
+    own_sums = {k: [_on_one(sums[k] if k in sums else vs[0], leader)] for k, vs in pushed.items()}
+    values = {k: assemble([v], copies_on(leaders)) for k, v in here.items()}
+    states, counts = dict.fromkeys(values, ()), dict.fromkeys(values, len(leaders))
+    over = dataclasses.replace(store, values=values, updater_state=states, layouts=(), updater=assign)
+    summed = emulated.run_by_itself(_push_part, functools.partial(_push_over, leaders), over, own_sums, counts)
+    totals = {k: [put(v.addressable_data(0), store.values[k].sharding)] for k, v in summed.values.items()}
+    changes = _push_here(dataclasses.replace(store, compressor=None, residuals={}), totals)
+    return changes._replace(residuals=summed.residuals)
 
 
-def _push_rows(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | None) -> Changes:
-    """What a push of rows changes. It makes no residuals."""
-    # With the default updater the rows replace the whole value, as in MXNet: the other rows become 0. Any other updater
-    # sees the rows that are pushed, of the stored value and of its own state. Some of MXNet's optimizers update the
-    # whole table instead, as MXNet does.
-    refused = {
-        "values of this store are split over a mesh and take no RowSparse; make the store of this table without mesh= "
-        "and sharding=": is_on_mesh(store),
-        f"a store of kind {store.kind!r} cuts values across their rows and takes no RowSparse; use kind 'device' or "
-        "'local' for this table": is_split(store),
-        "gradient compression does not take a RowSparse, as in MXNet; keep this table in a separate store without "
-        "compression, or push dense values": store.compressor is not None,
-        f"a RowSparse names other rows with each push, so a store of staleness {store.staleness} cannot delay it; push "
-        "dense values, or use kind 'dist_sync' for this table": store.staleness,
-    }
-    for reason, holds in refused.items():
-        if holds:
-            raise ValueError(f"kv.push: keys {sorted(pushed)}: {reason}")
-    for key in pushed:
-        try:
-            updaters._check_rows(store.updater, key)
-        except ValueError as error:
-            raise ValueError(f"kv.push: key {key}: {error}") from None
-    values: dict[int, jax.Array] = {}
-    states: dict[int, Any] = {}
-    for key, rows in pushed.items():
-        stored, state = store.values[key], store.updater_state[key]
-        if axis_name is not None:
-            aggregate.axis_size(axis_name, "kv.push")
-        concrete = is_at_prompt((rows, stored, state))
-        if concrete:
-            rows = [jax.device_put(r, stored.sharding) for r in rows]
-        compiled = concrete and isinstance(store.updater, Updater)
-        run = _compiled(store.updater) if compiled else functools.partial(_add_and_update, store.updater)
-        values[key], states[key] = run(key, axis_name, rows, state, stored)
-    return Changes(values, states)
+def _on_one(value: jax.Array, where: SingleDeviceSharding) -> jax.Array:
+    """The value on one device. A copy that is there already is taken."""
+    for shard in value.addressable_shards if value.sharding.is_fully_replicated else ():
+        if {shard.device} == where.device_set:
+            return shard.data
+    return jax.device_put(value, where)
 
 
-def _add_and_update(
-    updater: Any, key: int, axis_name: str | None, rows: list[RowSparse], state: Any, stored: jax.Array
-) -> tuple[jax.Array, Any]:
-    rows = [RowSparse(r.indices, r.values.astype(stored.dtype), r.shape) for r in rows]
-    total = sparse.add(rows, size=sum(r.indices.shape[0] for r in rows))
-    if axis_name is not None:
-        total = sparse.allreduce(total, axis_name)
-    if updater == assign:
-        return split_like(sparse.to_dense(total), stored), state
-
-    def update(pushed: jax.Array, state: Any, stored: jax.Array) -> tuple[jax.Array, Any]:
-        return aggregate.update_one(updater, key, pushed, state, stored)
-
-    if not updaters._is_lazy(updater, state):
-        return update(sparse.to_dense(total), state, stored)
-    return sparse.lazy_update(update, total, state, stored, coalesced=True)
+def _pushing_devices(store: KVStore, pushed: Lists) -> Devices | None:
+    """The devices in their order, if each key has one value on each of the same several ones."""
+    shardings = [[v.sharding for v in values] for values in pushed.values()]
+    first = shardings[0]
+    if len(first) < 2 or is_on_mesh(store) or {type(s) for s in first} != {SingleDeviceSharding}:
+        return None
+    devices = tuple([next(iter(s.device_set)) for s in first])
+    is_same = shardings.count(first) == len(shardings) and len(set(devices)) == len(devices)
+    return devices if is_same else None
 
 
-_compiled = Recent(lambda updater: jax.jit(functools.partial(_add_and_update, updater), static_argnums=(0, 1)))
+def _target(store: KVStore, key: int) -> Sharding:
+    """Where the values of a key are sent that the devices which push do not sum themselves."""
+    if is_split(store):
+        assert store.devices is not None
+        return copies_on(store.devices)
+    return store.values[key].sharding
+
+
+def _push_part(
+    way: Callable[[KVStore, Lists], Changes], store: KVStore, pushed: Lists, counts: Mapping[int, int]
+) -> Changes:
+    """What a way changes, which sees these keys only. `counts`: how many residuals each has, if it is compressed."""
+    # Where the updater does not see the keys they are 0, 1, ... in the program. So a loop over the keys of a model
+    # compiles one program for each shape, not one for each key.
+    updater = store.updater if isinstance(store.updater, Updater) else assign
+    shared = updater in (assign, accumulate) or not getattr(updater.update, "uses_key", True)
+    numbers, layouts = {k: n if shared else k for n, k in enumerate(pushed)}, dict(store.layouts)
+    residuals: dict[int, Any] = {}
+    if store.compressor is not None:
+        compressed = aggregate.compressed_keys(store, counts)
+        residuals = aggregate.residuals_for(store, {k: n for k, n in counts.items() if k in compressed})
+    part = dataclasses.replace(
+        store,
+        values={n: store.values[k] for k, n in numbers.items()},
+        updater_state={n: store.updater_state[k] for k, n in numbers.items()},
+        residuals={numbers[k]: state for k, state in residuals.items()},
+        pending={},
+        optimizer_state=(),
+        updater=updater,
+        paths=(),
+        treedef=None,
+        frozen=(),
+        layouts=tuple([(n, layouts[k]) for k, n in numbers.items() if k in layouts]),
+    )
+    changes = way(part, {n: pushed[k] for k, n in numbers.items()})
+    keys = {n: k for k, n in numbers.items()}
+    return Changes(*[{keys[n]: x for n, x in new.items()} for new in changes[:-1]])
+
+
+# The ways. Each is given a store of some keys and their lists.
+
+
+def _push_over(devices: Devices, store: KVStore, pushed: Lists) -> Changes:
+    """A program over these devices sums what each of them pushed. Those of this process have one value of each key."""
+    along, values, states = split_over(devices), store.values, store.updater_state
+    if not is_split(store):
+        values, states = _move((values, states), copies_on(devices))
+    residuals = _move(store.residuals, along)
+    store = dataclasses.replace(store, values=values, updater_state=states, residuals=residuals)
+    # The arrays of the devices become one array over them, without a copy. Buckets are made inside of the program.
+    sent: list[jax.Array] = []
+    for k, each in pushed.items():
+        dtype = values[k].dtype
+        each = [v if v.dtype == dtype else v.astype(dtype) for v in each]
+        sent.append(assemble([v if v.ndim else v.reshape(1) for v in each], along))
+    emulated.wait_before_collectives((store, sent), devices)
+    return aggregate.run(store, sent, devices)
+
+
+def _push_at_home(devices: Devices | None, store: KVStore, pushed: Lists) -> Changes:
+    """A program where the stored values are sums what is sent there. `devices`: those that push one value each."""
+    where = _target(store, next(iter(pushed)))
+    # A program takes views of one memory without a copy, and faster than arrays that are put on its device first.
+    if devices and isinstance(where, SingleDeviceSharding) and emulated.one_memory({*devices, *where.device_set}):
+        sent = [emulated.views(values) for values in pushed.values()]
+        with emulated.on(where):
+            return aggregate.run(store, sent, None)
+    sent = [emulated.share_or_put(values, _target(store, k)) for k, values in pushed.items()]
+    return aggregate.run(store, sent, None)
+
+
+def _push_on_first(devices: Devices, store: KVStore, pushed: Lists) -> Changes:
+    """The first device sums and updates in a memory that all of them share. The others share its results."""
+    # So one device does the work of all for large values, of which each device has a copy.
+    values, states = _move((store.values, store.updater_state), SingleDeviceSharding(devices[0]))
+    store = dataclasses.replace(store, values=values, updater_state=states)
+    leaves, structure = jax.tree.flatten(_push_at_home(devices, store, pushed))
+    return structure.unflatten(emulated.share_or_put(leaves, copies_on(devices)))
+
+
+def _move(tree: Any, sharding: Sharding) -> Any:
+    """The arrays on `sharding`'s devices. What is there already stays."""
+    return tree if {leaf.sharding for leaf in jax.tree.leaves(tree)} <= {sharding} else put(tree, sharding)
+
+
+# An updater that runs after the sums.
+
+
+def _update_by(store: KVStore, summed: Changes) -> Changes:
+    """The changes by a Python function, or by an optimizer that sees the whole pytree, where the sums are."""
+    sums = summed.values
+    beside = {k: _move(store.values[k], v.sharding) for k, v in sums.items()}
+    store = dataclasses.replace(store, values=store.values | beside)
+    if not isinstance(store.updater, TreeOptimizer):
+        return aggregate.update(store, sums)._replace(residuals=summed.residuals)
+    state = store.optimizer_state
+    if not store.layouts:
+        state = _move(state, next(iter(sums.values())).sharding)
+    part = dataclasses.replace(
+        store, optimizer_state=state, updater_state={}, residuals={}, pending={}, compressor=None
+    )
+    lists = [[sums[k]] if k in sums else [] for k in sorted(store.values)]
+    return aggregate.run(part, lists, None)._replace(residuals=summed.residuals)

@@ -15,7 +15,8 @@ import several_processes
 
 from jaxpar import kv
 from jaxpar._devices import processes as _processes
-from jaxpar.kv import _eager
+from jaxpar._store import aggregate
+from jaxpar.kv import _push
 
 Run = functools.partial(several_processes.Run, "process_run.py")
 
@@ -112,11 +113,11 @@ def program_text(shapes, spec=None):
     texts = []
 
     def program(*key):
-        run = _eager._make_program(*key)
+        run = aggregate._make_program(*key)
         return lambda *args: texts.append(run.lower(*args).as_text()) or run(*args)
 
-    with unittest.mock.patch.object(_eager, "_programs", program):
-        _eager.push(store, {k: [jax.device_put(jnp.ones(shapes[k]), d) for d in devices] for k in keys})
+    with unittest.mock.patch.object(aggregate, "_programs", program):
+        _push._push_here(store, {k: [jax.device_put(jnp.ones(shapes[k]), d) for d in devices] for k in keys})
     (text,) = texts
     return text
 

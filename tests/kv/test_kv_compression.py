@@ -177,3 +177,12 @@ def test_init_and_pull_are_not_compressed():
     store, pulled = kv.broadcast(store, 3, jnp.full(8, 0.123), devices=jax.devices()[:2])
     for copy in pulled:
         np.testing.assert_array_equal(copy, np.full(8, np.float32(0.123)))
+
+
+def test_a_trained_key_beside_a_frozen_one_is_compressed():
+    """Its program calls the first key 0, which is the frozen one of this store."""
+    store = kv.from_params({"a": jnp.ones(64), "b": jnp.zeros(64)}, frozen="a", updater=updaters.accumulate)
+    store = kv.set_gradient_compression(store, {"type": "2bit"})
+    store = kv.push(store, "b", [jax.device_put(jnp.full(64, 0.75), d) for d in jax.devices()[:4]])
+    assert kv.pull(store, "b")[0] == 2
+    assert float(store.residuals[1]["residual"].sum()) == 4 * 64 * 0.25

@@ -8,8 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxpar import kv, parallel
-from jaxpar._store.placing import state_layouts
-from jaxpar._store.store import WHOLE, Rows, Split
+from jaxpar._store.store import WHOLE, Rows, Split, state_layouts
 
 DEVICES = jax.devices()[:4]
 MESH = jax.make_mesh((4,), ("data",), devices=DEVICES)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxpar import kv, updaters
-from jaxpar.kv import _push
+from jaxpar.kv import _rows
 from jaxpar.sparse import RowSparse
 
 RECORDED = json.loads((Path(__file__).parent.parent / "reference" / "mxnet_optimizers.json").read_text())
@@ -201,7 +201,7 @@ ROWS = [
 @pytest.mark.parametrize(("name", "form", "lazy"), ROWS)
 def test_pushes_of_rows_from_two_devices(name, form, lazy, monkeypatch):
     # To compile the push takes longer than to run it. test_kv_sparse.py has the compiled ones.
-    monkeypatch.setattr(_push, "_compiled", lambda updater: functools.partial(_push._add_and_update, updater))
+    monkeypatch.setattr(_rows, "_compiled", lambda updater: functools.partial(_rows._add_and_update, updater))
     (options, numbers), dtype = longest(name, form, lazy), form.split()[1]
     store = kv.init(kv.create("device"), 1, jnp.asarray(RECORDED["weights"][1], dtype))
     store = kv.set_updater(store, make(name, options, form))

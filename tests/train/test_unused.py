@@ -11,7 +11,7 @@ from test_every_optimizer import NAMES, by_axes, made
 
 from jaxpar import kv, train
 from jaxpar._core.arrays import is_prng_key
-from jaxpar._store.placing import whole_state
+from jaxpar._store.store import whole_state
 
 FIELDS = ("0", "acc_grads", "count", "ema", "inner_state", "mu", "nu", "trace", "v_row")
 BY_STRUCTURE = {"adamw, mask by name", "freeze", "masked", "multi_transform", "partition", "selective_transform"}

@@ -25,8 +25,7 @@ from ..._devices.buckets import BucketLimits
 from ..._devices.mesh import STORE_AXIS, mesh_of
 from ..._store import aggregate, queue
 from ..._store.aggregate import update
-from ..._store.placing import by_key, trained_keys, tree_of
-from ..._store.store import is_split, with_changes
+from ..._store.store import by_key, is_split, shapes_of, trained_keys, tree_of, with_changes
 from .loss import Mean, call_loss, finish, model_state_mean, model_state_terms, over_microbatches, wide, widen
 from .nonfinite import DynamicLossScale, Guard, nonfinite_flags
 from .state import TrainState, carries, everywhere, trained_params
@@ -182,8 +181,8 @@ class DeviceStep:
         """The state after all pending pushes of its store were applied, the oldest first."""
         for i in range(state.store.staleness):
             params = kv.to_params(state.store)
-            lists, ready = queue.pending_at(state.store, i, self.axis_name)
-            due = {k: value for k, (value,) in lists.items()}
+            pending, ready = queue.pending_at(state.store, i)
+            due = {k: value.reshape(shapes_of(state.store)[k]) for k, value in pending.items()}
             store, transform = self._apply(state, params, *self._sum(state.store, due), ready, None)
             state = dataclasses.replace(state, store=store, transform=transform)
         empty = jax.tree.map(jnp.zeros_like, state.store.pending)

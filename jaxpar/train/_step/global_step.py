@@ -19,8 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ... import kv
-from ..._store.placing import trained_keys
-from ..._store.store import mesh_of_values
+from ..._store.store import mesh_of_values, trained_keys
 from .device_step import DeviceStep, Gradient, divide
 from .loss import call_loss, finish, model_state_mean, model_state_terms, widen
 from .nonfinite import nonfinite_flags

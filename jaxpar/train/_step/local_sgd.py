@@ -26,8 +26,7 @@ from ..._core.arrays import Device
 from ..._devices.mesh import split_over
 from ..._store import aggregate
 from ..._store.aggregate import update
-from ..._store.placing import by_key, trained_keys, tree_of
-from ..._store.store import is_split, with_changes
+from ..._store.store import by_key, is_split, trained_keys, tree_of, with_changes
 from ...kv import KVStore
 from .device_step import END_OF_ROUND, Arrays, DeviceStep, divide
 from .state import TrainState, carries, everywhere

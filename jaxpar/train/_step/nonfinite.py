@@ -16,7 +16,7 @@ import numpy as np
 from ..._core import checks
 from ..._core.calls import answers, answers_class
 from ..._devices.user_mesh import on_own_mesh
-from ..._store.placing import trained_keys
+from ..._store.store import trained_keys
 from ...kv import KVStore
 from .state import TrainState, carries
 

@@ -21,8 +21,7 @@ from ..._devices import processes
 from ..._devices.donation import check_not_donated, is_donated
 from ..._devices.mesh import auto_mesh, put_copy, split_over, to_host
 from ..._devices.user_mesh import on_own_mesh
-from ..._store import placing
-from ..._store.store import copies_for, is_on_mesh, mesh_of_values, specs_of
+from ..._store.store import copies_for, is_on_mesh, layout_of_each, mesh_of_values, specs_of, tree_of
 
 if TYPE_CHECKING:
     import optax
@@ -160,7 +159,7 @@ def create_state(
 
 def trained_params(store: kv.KVStore) -> Any:
     """The params that have gradients, with None in place of the others."""
-    return placing.tree_of(store, dict(enumerate(jax.tree.leaves(kv.to_params(store)))))
+    return tree_of(store, dict(enumerate(jax.tree.leaves(kv.to_params(store)))))
 
 
 def is_floating(x: jax.Array) -> bool:
@@ -215,7 +214,7 @@ def leaf_shardings(state: TrainState) -> Any:
     """The state, whose store has devices, with the sharding of each leaf in place of the leaf."""
     devices, copies = state.store.devices, copies_for(state.store)
     assert devices is not None
-    store = placing.leaf_shardings(state.store)
+    store = jax.tree.map(lambda layout: layout.sharding(devices), layout_of_each(state.store))
     local = jax.tree.map(lambda _: split_over(devices), state.local)
     return dataclasses.replace(jax.tree.map(lambda _: copies, state), store=store, local=local)
 

@@ -28,8 +28,7 @@ from ..._devices.emulated import wait_before_collectives
 from ..._devices.mesh import STORE_AXIS, assemble, copies_on, mesh_of, put, split_over
 from ..._devices.user_mesh import without_types
 from ..._devices.virtual_shards import Deal, PaddedBatch, pad_rows, padded_rows, sum_everywhere
-from ..._store.placing import trained_keys
-from ..._store.store import is_split
+from ..._store.store import is_split, trained_keys
 from .device_step import Arrays, DeviceStep, ShareResult
 from .loss import finish, model_state_mean, model_state_terms, wide, widen
 from .nonfinite import nonfinite_flags

@@ -1,4 +1,4 @@
-"""Quantizers: every element is sent in 1, 2, 8 or 16 bits.
+"""The compressors that a specification names.
 
 All arithmetic is float32. With the pushed value g and the residual r, each encoder sends q = Q(r + g) and keeps
 r' = r + g - q for the next push: error feedback (Seide et al. 2014, Karimireddy et al. 2019).
@@ -8,31 +8,63 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.checks import choice, number
+from .._core.calls import answers
+from .._core.checks import choice, number, whole_number
 from ._base import (
+    Compressor,
     ElementCompressor,
+    LinearCompressor,
     Payload,
     RowCompressor,
     Shape,
     State,
-    as_float32,
+    is_smaller,
     start_residual,
     with_residual,
 )
 from ._bits import Grid, pack_pairs, pad, shifts, unpack_words, words
+from ._int3 import Int3
 
 _INT8_BLOCK = 1024
 _ROUNDINGS = ("nearest", "stochastic")
 
 
+def _check_number(compressor: Compressor, field: str, expected: str, allowed: Callable[[float], bool]) -> None:
+    """The field as a float, for which `allowed` holds once it is a float32: that may give 0 or infinity."""
+
+    def is_allowed(value: float) -> bool:
+        with np.errstate(over="ignore", under="ignore"):
+            return allowed(float(np.float32(value)))
+
+    value = number(getattr(compressor, field), f"compression {compressor.name!r}", field, expected, is_allowed)
+    object.__setattr__(compressor, field, value)
+
+
+# A few bits for each element.
+
+
+class _InWords(ElementCompressor):
+    """Codes that fill uint32 words, in MXNet's order."""
+
+    elementwise: ClassVar[bool] = True
+
+    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
+        values = self.dequantize(unpack_words(payload["codes"], 32 // self.per_word))
+        return values[: math.prod(shape)].reshape(shape).astype(dtype)
+
+    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
+        return 4 * words(shape, self.per_word)
+
+
 @dataclasses.dataclass(frozen=True)
-class TwoBit(ElementCompressor):
+class TwoBit(_InWords):
     """MXNet's `2bit`: +threshold, -threshold or 0 for each element, 16 codes in a uint32.
 
     With a = residual + value, the code is 11 if a >= threshold, 10 if a <= -threshold, and 00 otherwise. The first of
@@ -57,18 +89,11 @@ class TwoBit(ElementCompressor):
     """
 
     threshold: float = 0.5
-    elementwise: ClassVar[bool] = True
+    name: ClassVar[str] = "2bit"
     per_word: ClassVar[int] = 16
 
     def __post_init__(self) -> None:
-        expected = "a finite float32 > 0"
-        threshold = number(
-            self.threshold, "compression '2bit'", "threshold", expected, lambda t: 0 < as_float32(t) < math.inf
-        )
-        object.__setattr__(self, "threshold", threshold)
-
-    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
-        return start_residual("2bit", shape, dtype)
+        _check_number(self, "threshold", "a finite float32 > 0", lambda t: 0 < t < math.inf)
 
     def quantize(self, value: jax.Array, state: State) -> tuple[jax.Array, State]:
         wanted, t = with_residual(value, state), np.float32(self.threshold)
@@ -85,19 +110,12 @@ class TwoBit(ElementCompressor):
         codes, state = self.quantize(value, state)
         return {"codes": pack_pairs(pad(codes, 16))}, state
 
-    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
-        values = self.dequantize(unpack_words(payload["codes"], 2))
-        return values[: math.prod(shape)].reshape(shape).astype(dtype)
-
-    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
-        return 4 * words(shape, 16)
-
     def grid(self, count: int) -> Grid:
         return Grid(self.threshold, count)
 
 
 @dataclasses.dataclass(frozen=True)
-class OneBit(ElementCompressor):
+class OneBit(_InWords):
     """MXNet 2's `1bit`: +1 or -1 for each element, 32 codes in a uint32.
 
     +1 is sent where residual + value > threshold. The first of 32 elements is in the top bit of byte 0 of the
@@ -120,21 +138,11 @@ class OneBit(ElementCompressor):
     """
 
     threshold: float = 0.5
-    elementwise: ClassVar[bool] = True
+    name: ClassVar[str] = "1bit"
     per_word: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
-        threshold = number(
-            self.threshold,
-            "compression '1bit'",
-            "threshold",
-            "a finite float32",
-            lambda t: math.isfinite(as_float32(t)),
-        )
-        object.__setattr__(self, "threshold", threshold)
-
-    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
-        return start_residual("1bit", shape, dtype)
+        _check_number(self, "threshold", "a finite float32", math.isfinite)
 
     def quantize(self, value: jax.Array, state: State) -> tuple[jax.Array, State]:
         wanted = with_residual(value, state)
@@ -149,13 +157,6 @@ class OneBit(ElementCompressor):
         codes, state = self.quantize(value, state)
         bits = pad(codes.astype(jnp.uint32), 32).reshape(-1, 32)
         return {"codes": (bits << shifts(bits.shape, 1)).sum(-1, dtype=jnp.uint32)}, state
-
-    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
-        values = self.dequantize(unpack_words(payload["codes"], 1))
-        return values[: math.prod(shape)].reshape(shape).astype(dtype)
-
-    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
-        return 4 * words(shape, 32)
 
     def grid(self, count: int) -> Grid:
         return Grid(1.0, count, stride=2)
@@ -183,12 +184,13 @@ class Int8(RowCompressor):
     """
 
     rounding: str = "nearest"
+    name: ClassVar[str] = "int8"
 
     def __post_init__(self) -> None:
         choice(self.rounding, "compression 'int8'", "rounding", _ROUNDINGS)
 
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
-        return _start_rounding("int8", self.rounding, shape, dtype, seed)
+        return super().init(shape, dtype) | _start_stream(self.rounding, seed)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         shape, size = state["residual"].shape, state["residual"].size
@@ -253,13 +255,14 @@ class BFloat16(ElementCompressor):
     """
 
     rounding: str = "nearest"
+    name: ClassVar[str] = "bf16"
     elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         choice(self.rounding, "compression 'bf16'", "rounding", _ROUNDINGS)
 
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
-        return _start_rounding("bf16", self.rounding, shape, dtype, seed)
+        return super().init(shape, dtype) | _start_stream(self.rounding, seed)
 
     def quantize(self, value: jax.Array, state: State) -> tuple[jax.Array, State]:
         wanted = with_residual(value, state)
@@ -289,11 +292,9 @@ class BFloat16(ElementCompressor):
         return _random_16_bits(state, bits.shape).astype(jnp.uint32)
 
 
-def _start_rounding(name: str, rounding: str, shape: Shape, dtype: Any, seed: Any) -> State:
-    """The residual, and for stochastic rounding the seed and the number of pushes."""
-    state = start_residual(name, shape, dtype)
-    stream = jnp.stack([jnp.asarray(seed, jnp.uint32), jnp.uint32(0)])
-    return state if rounding == "nearest" else {**state, "stream": stream}
+def _start_stream(rounding: str, seed: Any) -> State:
+    """For stochastic rounding the seed and the number of pushes."""
+    return {} if rounding == "nearest" else {"stream": jnp.stack([jnp.asarray(seed, jnp.uint32), jnp.uint32(0)])}
 
 
 def _random_16_bits(state: State, shape: Shape) -> jax.Array:
@@ -308,3 +309,187 @@ def _advance(state: State) -> State:
     """The state with one more push counted in its stream."""
     moved = {name: value + jnp.array([0, 1], jnp.uint32) for name, value in state.items() if name == "stream"}
     return {**state, **moved}
+
+
+# The largest elements, or the largest singular directions.
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK(Compressor):
+    """The k elements of largest magnitude, as int32 positions and float32 values.
+
+    k is `ratio` times the number of elements, rounded, and at least 1. Among equal magnitudes, the first elements are
+    sent. Source: Aji and Heafield 2017; Stich et al. 2018 for error feedback.
+
+    Attributes:
+        ratio: the fraction of the elements that is sent, in (0, 1].
+
+    Raises:
+        TypeError: the ratio is not a number.
+        ValueError: the ratio is out of range.
+
+    Example:
+        >>> compressor = TopK(0.5)
+        >>> value = jnp.array([1.0, -3.0, 0.5, 2.0])
+        >>> payload, state = compressor.encode(value, compressor.init(value.shape, value.dtype))
+        >>> payload["indices"].tolist(), payload["values"].tolist(), state["residual"].tolist()
+        ([1, 3], [-3.0, 2.0], [1.0, 0.0, 0.5, 0.0])
+    """
+
+    ratio: float = 0.01
+    name: ClassVar[str] = "topk"
+
+    def __post_init__(self) -> None:
+        _check_number(self, "ratio", "a float32 > 0 and <= 1", lambda r: 0 < r <= 1)
+
+    def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
+        shape = state["residual"].shape
+        wanted = with_residual(value, state).reshape(-1)
+        _, indices = jax.lax.top_k(jnp.abs(wanted), self._k(shape))
+        payload = {"indices": indices.astype(jnp.int32), "values": wanted[indices]}
+        residual = wanted.at[indices].set(0, unique_indices=True)
+        return payload, {**state, "residual": residual.reshape(shape)}
+
+    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
+        flat = jnp.zeros(math.prod(shape), jnp.float32)
+        flat = flat.at[payload["indices"]].set(payload["values"], unique_indices=True)
+        return flat.reshape(shape).astype(dtype)
+
+    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
+        return 8 * self._k(shape)
+
+    def _k(self, shape: Shape) -> int:
+        size = math.prod(shape)
+        return min(size, max(1, round(self.ratio * size)))
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerSGD(LinearCompressor):
+    """Sends a matrix as P Qᵀ of low rank: one power iteration each push.
+
+    A value is the matrix M (product of the other axes, last axis), which for the layers of JAX is inputs × outputs. P =
+    M Q is summed over the devices and made orthonormal. Then Q = Mᵀ P is summed. The result is P Qᵀ. Q is kept for the
+    next push, and the residual is the part of M outside of P. The two sums send rank × (rows + columns) float32.
+
+    Source: Vogels, Karimireddy and Jaggi 2019.
+
+    Attributes:
+        rank: an int of 1 or more. At most the rank of the matrix is used.
+
+    Raises:
+        TypeError: the rank is not an int.
+        ValueError: the rank is less than 1.
+
+    Example:
+        >>> compressor = PowerSGD(rank=1)
+        >>> value = jnp.outer(jnp.array([1.0, 2.0]), jnp.array([3.0, 0.0, 4.0]))
+        >>> total, state = compressor.allreduce(value, compressor.init((2, 3), "float32"), lambda tree: tree)
+        >>> bool(jnp.allclose(total, value, atol=1e-5))
+        True
+    """
+
+    rank: int = 2
+    name: ClassVar[str] = "powersgd"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rank", whole_number(self.rank, "compression 'powersgd'", "rank"))
+
+    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
+        """A residual of zeros, and a first `q` that is equal on every device for any seed."""
+        state = start_residual(self.name, shape, dtype)
+        rows, columns = _matrix(shape)
+        q = jax.random.normal(jax.random.key(0, impl="threefry2x32"), (columns, self._rank(rows, columns)))
+        return {**state, "q": q.astype(jnp.float32)}
+
+    def allreduce(self, value: jax.Array, state: State, psum: Callable[[Any], Any]) -> tuple[jax.Array, State]:
+        """The compressed sum of `value` over the devices.
+
+        Args:
+            value: this device's floating array, of any shape.
+            state: this device's state, from `init` or the previous call.
+            psum: a function that sums a pytree over the devices, such as `lambda tree: jax.lax.psum(tree, "data")`.
+
+        Returns:
+            (the sum, the new state). The sum has the shape and dtype of `value` and is equal on every device.
+        """
+        value = jnp.asarray(value)
+        m = with_residual(value, state).reshape(_matrix(value.shape))
+        if 0 in m.shape:
+            return value, state
+        p = psum(_product(m, state["q"]))
+        p, _ = jnp.linalg.qr(_scale(p))
+        q = _product(m.T, p)
+        residual = (m - _product(p, q.T)).reshape(value.shape)
+        q = psum(q)
+        total = _product(p, q.T).reshape(value.shape).astype(value.dtype)
+        return total, {**state, "residual": residual, "q": _next_q(q, state["q"])}
+
+    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
+        rows, columns = _matrix(shape)
+        return 4 * self._rank(rows, columns) * (rows + columns)
+
+    def pays(self, shape: Shape, dtype: Any) -> bool:
+        return len(shape) >= 2 and is_smaller(self.wire_bytes(shape, dtype), shape, dtype)
+
+    def _rank(self, rows: int, columns: int) -> int:
+        return min(self.rank, rows, columns)
+
+
+def _matrix(shape: Shape) -> tuple[int, int]:
+    """The shape as that of a matrix: (rows, columns)."""
+    columns = shape[-1] if shape else 1
+    return math.prod(shape[:-1]), columns
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    # Full precision: on GPUs the default would lose more than the compression does, and the residual would have it.
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _scale(columns: jax.Array) -> jax.Array:
+    """Each column divided by its largest magnitude, so that the squares of gradients of 1e-20 do not underflow."""
+    size = jnp.abs(columns).max(0, keepdims=True)
+    return columns / jnp.where(size < np.finfo(np.float32).tiny, np.float32(1), size)
+
+
+def _next_q(q: jax.Array, before: jax.Array) -> jax.Array:
+    """The first `q` of the next push. A column that became zero, by a zero gradient, keeps its direction."""
+    vanished = jnp.abs(q).max(0, keepdims=True) < np.finfo(np.float32).tiny
+    return jnp.where(vanished, before, _scale(q))
+
+
+_TYPES: dict[str, Any] = {c.name: c for c in (OneBit, TwoBit, BFloat16, Int3, Int8, PowerSGD, TopK)}
+TYPES = ("none", *_TYPES)
+
+
+@answers("compression.make")
+def make(spec: Mapping[str, Any]) -> Compressor | LinearCompressor | None:
+    """Make a compressor from a specification.
+
+    Args:
+        spec: `{"type": name, parameter: value, ...}`. The table of `jaxpar.compression` lists names and parameters.
+
+    Returns:
+        A compressor, or None for the type `none`.
+
+    Raises:
+        TypeError: `spec` is not a mapping, or a numeric parameter is not a number.
+        ValueError: the type is missing or unknown, a parameter is unknown, or a value is out of range. The message
+            lists the known types or parameters.
+
+    Example:
+        >>> make({"type": "2bit", "threshold": 0.5})
+        TwoBit(threshold=0.5)
+    """
+    parameters = dict(spec)
+    if "type" not in parameters:
+        raise ValueError(f"compression: the specification has no 'type'; known are {', '.join(TYPES)}")
+    name = choice(parameters.pop("type"), "compression", "type", TYPES)
+    if name == "none" and parameters:
+        raise ValueError(f"compression 'none' takes no parameters, got {', '.join(map(repr, parameters))}")
+    if name == "none":
+        return None
+    fields = [field.name for field in dataclasses.fields(_TYPES[name])]
+    for parameter in parameters:
+        choice(parameter, f"compression {name!r}", "parameter", fields)
+    return _TYPES[name](**parameters)
